@@ -1,0 +1,1 @@
+"""Plain, immutable, serialisable data that every other layer reads. Free of torch."""

@@ -1,0 +1,78 @@
+"""Which rank computes which item of one phase, and in which order.
+
+An `Assignment` is the rearrangement Pi of OrchMLLM (section 5.1): it maps every item to a slot, that is to a rank and a
+position on it. Slots of rank 0 come first, then those of rank 1, and so on, so that an Assignment is a permutation
+of items cut into ranks. Two of them compose (Pi_M o Pi_E^-1, section 6): the slot that an item leaves and the slot that
+it goes to are `first.slots[item]` and `second.slots[item]`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """Item -> (rank, position) for one phase, with the load that each rank gets.
+
+    ranks:   int32 [num_items], the rank that computes each item.
+    items:   int64 [num_items], item numbers grouped by rank, in the order in which the rank computes them (CSR values).
+    offsets: int64 [num_ranks + 1]; rank r computes items[offsets[r]:offsets[r + 1]] (CSR offsets).
+    loads:   int64 [num_ranks], the cost of each rank, in the unit of the cost that was balanced.
+    bound:   no placement of whole items has a smaller maximum load.
+    """
+
+    ranks: NDArray[np.int32]
+    items: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    loads: NDArray[np.int64]
+    bound: int
+
+    @property
+    def num_items(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Items of each rank, int64 [num_ranks]."""
+        return np.diff(self.offsets)
+
+    @property
+    def imbalance(self) -> float:
+        """Maximum load over the lower bound; 1 is perfect, also where there is nothing to do."""
+        return float(self.loads.max() / self.bound) if self.bound else 1.0
+
+    @cached_property
+    def slots(self) -> NDArray[np.int64]:
+        """The inverse of `items`: the slot of each item, int64 [num_items]."""
+        slots = np.empty_like(self.items)
+        slots[self.items] = np.arange(len(self.items))
+        return slots
+
+    def on_rank(self, rank: int) -> NDArray[np.int64]:
+        """The items of one rank in the order in which it computes them."""
+        return self.items[self.offsets[rank] : self.offsets[rank + 1]]
+
+    def follow(self, owner: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Ranks and slot order of other items that go where their owners go: parts of an example, say.
+
+        owner: int64 [num_parts], the item of this Assignment that each part belongs to.
+        Returns the rank of each part, int32 [num_parts], and the parts in slot order, int64 [num_parts]: by rank, then
+        by the owner's position, then by part number. Complexity O(num_parts log num_parts).
+        """
+        return self.ranks[owner], np.argsort(self.slots[owner], kind="stable")
+
+
+def csr_from_ranks(ranks: NDArray[np.int32], num_ranks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Items grouped by rank, in item order, and the offsets of the groups: (int64 [num_items], int64 [num_ranks + 1])."""
+    offsets = np.zeros(num_ranks + 1, dtype=np.int64)
+    np.cumsum(np.bincount(ranks, minlength=num_ranks), out=offsets[1:])
+    return np.argsort(ranks, kind="stable").astype(np.int64), offsets
