@@ -1,0 +1,8 @@
+"""The one exception that means: the input is wrong, not the program."""
+
+
+class UserError(Exception):
+    """Wrong input by the user. Its text is one sentence: what is wrong, where, and what would be right.
+
+    The command line prints the sentence and exits with code 2; no traceback is shown.
+    """

@@ -1,0 +1,89 @@
+"""Images of handwritten digits: one to three rows of one to eight real digits on a sheet of paper.
+
+Decides which handwriting each split may use and how a sheet looks. Source: ``sklearn.datasets.load_digits`` (1797 digits of
+8 x 8 pixels and 17 grey levels, written by many people). Every digit stands in a cell of 12 x 12 pixels, slightly off its
+centre, and a sheet has a thin frame: a reader that sees one cell at a time can tell where a row ends.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+CELL_PIXELS = 12
+DIGIT_PIXELS = 8
+MAX_ROWS = 3
+MAX_COLUMNS = 8
+# Every fifth digit of a class is held out, whatever the seed: no call can leak a held-out hand into training.
+HELDOUT_EVERY = 5
+_INK_LEVELS = 16.0
+
+
+@dataclass(frozen=True)
+class Handwriting:
+    """The digits one split may use.
+
+    pixels: ``[num_instances, 8, 8]`` float, 0 (paper) to 1 (ink), of all instances of the source.
+    instances: ``instances[digit]`` are the indices into ``pixels`` that this split may use.
+    """
+
+    pixels: np.ndarray
+    instances: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """What stands on one image: ``rows`` of digits, all of one length, and the instance that each digit was drawn with."""
+
+    rows: tuple[str, ...]
+    instances: tuple[int, ...]
+    png: bytes
+
+
+def load_handwriting() -> dict[str, Handwriting]:
+    """The source's digits split by instance into ``train`` and ``heldout``, which share none."""
+    # Imported here: it takes a second, and reading a manifest or printing a help text should not pay it.
+    from sklearn.datasets import load_digits
+
+    source = load_digits()
+    pixels = source.images / _INK_LEVELS
+    chosen: dict[str, list[tuple[int, ...]]] = {"train": [], "heldout": []}
+    for digit in range(10):
+        of_digit = [int(index) for index in np.flatnonzero(source.target == digit)]
+        heldout = of_digit[::HELDOUT_EVERY]
+        chosen["heldout"].append(tuple(heldout))
+        chosen["train"].append(tuple(sorted(set(of_digit) - set(heldout))))
+    return {split: Handwriting(pixels, tuple(instances)) for split, instances in chosen.items()}
+
+
+def draw_sheet(rows: tuple[str, ...], hand: Handwriting, rng: random.Random) -> Sheet:
+    """An 8-bit grey PNG of ``12 * len(rows)`` by ``12 * len(rows[0])`` pixels. Raises ValueError for ragged or empty rows."""
+    if not rows or not rows[0] or len({len(row) for row in rows}) != 1:
+        raise ValueError(f"rows of a sheet must be non-empty and of one length, got {rows!r}")
+    height, width = CELL_PIXELS * len(rows), CELL_PIXELS * len(rows[0])
+    paper = rng.randint(215, 255)
+    sheet = np.full((height, width), float(paper))
+    frame = paper - rng.randint(70, 110)
+    sheet[[0, -1], :] = frame
+    sheet[:, [0, -1]] = frame
+    instances = []
+    for row_index, row in enumerate(rows):
+        for column, digit in enumerate(row):
+            instance = rng.choice(hand.instances[int(digit)])
+            instances.append(instance)
+            top = row_index * CELL_PIXELS + 2 + rng.randint(-1, 1)
+            left = column * CELL_PIXELS + 2 + rng.randint(-1, 1)
+            ink = rng.randint(0, 60)
+            cell = sheet[top : top + DIGIT_PIXELS, left : left + DIGIT_PIXELS]
+            cell -= (cell - ink) * hand.pixels[instance]
+    return Sheet(rows, tuple(instances), _encode_png(np.rint(sheet).astype(np.uint8)))
+
+
+def _encode_png(grey: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(grey, mode="L").save(stream, format="PNG", optimize=False, compress_level=6)
+    return stream.getvalue()

@@ -1,0 +1,119 @@
+"""Spoken digits and spoken questions, synthesised by ttspico in several languages and voices.
+
+Decides the languages, their words and which voices (rate and pitch) each split may use; turns an utterance into the bytes of
+a WAV file. A voice of the held-out split has a rate and a pitch that no training voice has, most of them between the trained
+values and some beyond them.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import wave
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+SAMPLE_RATE = 16_000
+RELATIONS = ("after", "before")
+
+NUMBER_WORDS: dict[str, tuple[str, ...]] = {
+    "en-GB": ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
+    "en-US": ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
+    "de-DE": ("null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun"),
+    "es-ES": ("cero", "uno", "dos", "tres", "cuatro", "cinco", "seis", "siete", "ocho", "nueve"),
+}
+_RELATION_WORDS: dict[str, dict[str, str]] = {
+    "en-GB": {"after": "after", "before": "before"},
+    "en-US": {"after": "after", "before": "before"},
+    "de-DE": {"after": "nach", "before": "vor"},
+    "es-ES": {"after": "después del", "before": "antes del"},
+}
+LANGUAGES = tuple(NUMBER_WORDS)
+
+# (rate, pitch), in percent of the engine's usual voice.
+_VOICES: dict[str, tuple[tuple[int, int], ...]] = {
+    "train": tuple((rate, pitch) for rate in (110, 130, 150, 170) for pitch in (70, 100, 130)),
+    "heldout": tuple((rate, pitch) for rate in (120, 140, 160) for pitch in (85, 115)) + ((105, 65), (178, 136)),
+}
+
+
+@dataclass(frozen=True, order=True)
+class Voice:
+    """A language and a way to speak it: rate and pitch in percent of the engine's usual ones."""
+
+    language: str
+    rate: int
+    pitch: int
+
+
+@dataclass(frozen=True, order=True)
+class Utterance:
+    """What is said, by whom, and what it means: the digits (``"371"``), or a relation and a digit (``"after 7"``)."""
+
+    voice: Voice
+    words: str
+    meaning: str
+
+
+def voices(split: str, languages: tuple[str, ...] = LANGUAGES) -> tuple[Voice, ...]:
+    """The voices of ``train`` or ``heldout``; the two share no rate and no pitch."""
+    return tuple(Voice(language, rate, pitch) for language in languages for rate, pitch in _VOICES[split])
+
+
+def spell_digits(digits: str, language: str) -> str:
+    """``"371"`` as the words ``"three seven one"`` of ``language``."""
+    return " ".join(NUMBER_WORDS[language][int(digit)] for digit in digits)
+
+
+def say_digits(digits: str, voice: Voice) -> Utterance:
+    """The digits read out one by one."""
+    return Utterance(voice, spell_digits(digits, voice.language), digits)
+
+
+def ask_neighbour(relation: str, digit: str, voice: Voice) -> Utterance:
+    """The question which digit stands after, or before, ``digit``."""
+    words = f"{_RELATION_WORDS[voice.language][relation]} {spell_digits(digit, voice.language)}"
+    return Utterance(voice, words, f"{relation} {digit}")
+
+
+def synthesise(utterance: Utterance) -> bytes:
+    """The bytes of a mono 16-bit WAV file at 16 kHz; the same for equal utterances, in whatever process and order."""
+    # Imported here: the rest of the package stays usable, and importable, where the engine is not installed.
+    import ttspico
+
+    # A new engine for each utterance: a used one carries noise and phase over, and its output depends on what it said before.
+    engine = ttspico.TtsEngine(utterance.voice.language)
+    engine.rate = utterance.voice.rate
+    engine.pitch = utterance.voice.pitch
+    samples = engine.speak(utterance.words)
+    if not samples:
+        raise RuntimeError(f"ttspico said nothing for {utterance.words!r} in {utterance.voice.language}")
+    stream = io.BytesIO()
+    with wave.open(stream, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(SAMPLE_RATE)
+        file.writeframes(samples)
+    return stream.getvalue()
+
+
+def synthesise_all(
+    utterances: Iterable[Utterance], num_workers: int, on_clip: Callable[[], None]
+) -> Iterator[tuple[Utterance, bytes]]:
+    """Each utterance with its WAV bytes, in the given order; ``num_workers`` processes, or this one if 0.
+
+    Costs about 8 ms of CPU time per second of speech; ``on_clip`` is called after each clip.
+    """
+    ordered = list(utterances)
+    if num_workers == 0 or not ordered:
+        for utterance in ordered:
+            yield utterance, synthesise(utterance)
+            on_clip()
+        return
+    # Not fork: the caller may have threads.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=num_workers, mp_context=context) as pool:
+        for utterance, wav in zip(ordered, pool.map(synthesise, ordered, chunksize=16), strict=True):
+            yield utterance, wav
+            on_clip()
