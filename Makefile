@@ -1,0 +1,39 @@
+# `make demo` and `make test` are all that a newcomer needs; each makes .venv first if it is missing.
+
+SHELL := /bin/bash
+PYTEST := .venv/bin/python -m pytest
+RANKS := 4
+
+.PHONY: venv demo test test-gpu lint format clean
+
+venv: .venv/installed
+
+# Made last, so that an install that failed is tried again. Sources under src/ need no install.
+.venv/installed: pyproject.toml constraints.txt scripts/venv $(wildcard csrc/*.txt csrc/*.cpp csrc/*.h)
+	@rm -f $@
+	@scripts/venv
+	@touch $@
+
+demo: venv
+	.venv/bin/motet demo-data demo-data
+	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node $(RANKS) -m motet train recipes/demo.toml
+
+test: venv
+	OMP_NUM_THREADS=1 $(PYTEST) tests --ignore tests/gpu
+
+test-gpu: venv
+	$(PYTEST) tests/gpu
+
+lint: venv
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+format: venv
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis src/motet/balance/*.so
+	git clean -fdXq csrc

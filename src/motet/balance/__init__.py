@@ -1,0 +1,1 @@
+"""Which rank computes which item of a phase."""
