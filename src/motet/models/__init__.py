@@ -1,0 +1,1 @@
+"""Independent modules (HF models, or any nn.Module that fulfils one small contract) made into one multimodal model."""

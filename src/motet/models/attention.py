@@ -1,0 +1,209 @@
+"""Attention that never crosses from one document, image or clip to another, without padding and without a mask of the whole pack.
+
+Registered with transformers as "motet_packed". HF layers hand the extents through: causal LMs as the keyword argument
+`segments`, encoders in place of `attention_mask`, which every layer passes on untouched. No mask builder is registered under
+this name on purpose: transformers then skips building masks altogether, which would cost a device synchronisation a forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+ATTENTION = "motet_packed"
+"""The `attn_implementation` that every HF model in Motet is built with."""
+
+_CALL_COST = 64 * 64
+"""Entries of a score matrix that cost about as much as one more call of the kernel; steers grouping on CPU only."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Segments that are computed by one kernel call.
+
+    rows: int64 [count * longest], where its rows stand in the pack; None if they are the whole pack as it is.
+    keys: bool [count, 1, 1, longest], False at rows that only fill up; None if there are none.
+    """
+
+    count: int
+    longest: int
+    rows: Tensor | None
+    keys: Tensor | None
+
+
+class Segments:
+    """Extents of the items packed along one axis: item i is rows offsets[i] to offsets[i + 1].
+
+    offsets: int64 [num_items + 1], on the host, ascending from 0. causal: row t sees rows up to t of its own item only.
+    One object serves all layers of a forward; what a device needs of it is computed once.
+    """
+
+    def __init__(self, offsets: NDArray[np.int64], causal: bool) -> None:
+        self.offsets = np.asarray(offsets, dtype=np.int64)
+        self.causal = causal
+        self._groups: dict[torch.device, tuple[list[_Group], Tensor | None]] = {}
+        self._device_offsets: dict[torch.device, Tensor] = {}
+
+    @classmethod
+    def from_lengths(cls, lengths: NDArray[np.int64], causal: bool = False) -> Segments:
+        return cls(np.concatenate([[0], np.cumsum(lengths)]), causal)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.offsets)
+
+    @property
+    def longest(self) -> int:
+        return int(self.lengths.max(initial=0))
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, window: int | None
+    ) -> Tensor:
+        """query [1, heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim] -> [1, rows, heads, head_dim].
+
+        window: a row sees itself and the window - 1 rows before it (causal only).
+        """
+        if query.shape[2] != self.offsets[-1]:
+            raise ValueError(f"attention got {query.shape[2]} rows, its segments have {self.offsets[-1]}")
+        if window is not None and window >= self.longest:
+            window = None
+        if _has_varlen_kernel(query, dropout):
+            return self._attend_varlen(query, key, value, scale, window)
+        heads_per_kv = query.shape[1] // key.shape[1]
+        if heads_per_kv > 1:
+            key, value = (x.repeat_interleave(heads_per_kv, dim=1) for x in (key, value))
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        if query.device not in self._groups:
+            self._groups[query.device] = self._make_groups(query.device)
+        groups, restore = self._groups[query.device]
+        outputs = [self._attend_group(group, query, key, value, scale, dropout, window) for group in groups]
+        rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return (rows if restore is None else rows.index_select(0, restore)).unsqueeze(0)
+
+    def _attend_group(
+        self, group: _Group, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, window: int | None
+    ) -> Tensor:
+        """Rows [rows, heads, head_dim] -> [count * longest, heads, head_dim]; rows that fill up hold nothing of use."""
+        shape = (group.count, group.longest, *query.shape[1:])
+        gathered = (x if group.rows is None else x.index_select(0, group.rows) for x in (query, key, value))
+        query, key, value = (x.reshape(shape).transpose(1, 2) for x in gathered)
+        mask = group.keys
+        if self.causal:
+            # Rows that fill up stand behind the segment, where a causal row cannot see them.
+            mask = _band(group.longest, window, query.device) if window is not None else None
+        out = scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=self.causal and mask is None
+        )
+        return out.transpose(1, 2).reshape(-1, *out.shape[1::2])
+
+    def _attend_varlen(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        if query.device not in self._device_offsets:
+            self._device_offsets[query.device] = torch.from_numpy(self.offsets.astype(np.int32)).to(query.device)
+        offsets = self._device_offsets[query.device]
+        out = varlen_attn(
+            *(x[0].transpose(0, 1).contiguous() for x in (query, key, value)),
+            offsets,
+            offsets,
+            self.longest,
+            self.longest,
+            scale=scale,
+            window_size=(-1 if window is None else window - 1, 0) if self.causal else (-1, -1),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out.unsqueeze(0)
+
+    def _make_groups(self, device: torch.device) -> tuple[list[_Group], Tensor | None]:
+        """Groups of segments of like length, and where each row of the pack stands in their concatenated outputs.
+
+        A shorter segment is filled up to the longest of its group as long as that is cheaper than one more kernel call, so
+        that many short segments cost few calls. The result does not depend on the grouping (up to rounding).
+        """
+        order = np.argsort(-self.lengths, kind="stable")
+        order = order[self.lengths[order] > 0]
+        bounds, used, wasted = [0], 0, 0
+        for place, length in enumerate(self.lengths[order].tolist()):
+            longest = int(self.lengths[order[bounds[-1]]])
+            wasted += longest**2 - length**2
+            if wasted > used / 4 + _CALL_COST:
+                bounds.append(place)
+                used, wasted = 0, 0
+            used += length**2
+        if len(order) == len(self.lengths) == 1:
+            return [_Group(1, self.longest, None, None)], None
+        groups, restore, start = [], np.empty(self.offsets[-1], dtype=np.int64), 0
+        for first, last in zip(bounds, [*bounds[1:], len(order)], strict=True):
+            members = order[first:last]
+            lengths, longest = self.lengths[members], int(self.lengths[members[0]])
+            column = np.arange(longest)
+            real = column < lengths[:, None]
+            rows = self.offsets[members][:, None] + np.minimum(column, lengths[:, None] - 1)
+            restore[rows[real]] = start + np.flatnonzero(real)
+            start += rows.size
+            keys = None if real.all() else torch.from_numpy(real[:, None, None, :]).to(device)
+            groups.append(_Group(len(members), longest, torch.from_numpy(rows.ravel()).to(device), keys))
+        return groups, torch.from_numpy(restore).to(device)
+
+
+class Padded:
+    """Extents of clips padded to a common length: clip i is rows 0 to lengths[i] of batch entry i. Full attention.
+
+    For encoders that convolve before they attend, and therefore cannot be packed. lengths: int64 [num_items], on the host.
+    """
+
+    def __init__(self, lengths: NDArray[np.int64], longest: int, device: torch.device) -> None:
+        real = np.arange(longest) < np.asarray(lengths)[:, None]
+        self.keys = None if real.all() else torch.from_numpy(real[:, None, None, :]).to(device)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, window: int | None
+    ) -> Tensor:
+        """query, key, value [num_items, heads, longest, head_dim] -> [num_items, longest, heads, head_dim]."""
+        if window is not None:
+            raise ValueError("padded attention has no sliding window")
+        out = scaled_dot_product_attention(query, key, value, attn_mask=self.keys, dropout_p=dropout, scale=scale)
+        return out.transpose(1, 2)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Segments | Padded | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    segments: Segments | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    extents = segments if segments is not None else attention_mask
+    if not isinstance(extents, Segments | Padded):
+        # Never a silent default: attending over the whole pack looks plausible and is wrong.
+        raise TypeError(f"{type(module).__name__}: packed attention needs Segments or Padded, got {type(extents).__name__}")
+    return extents.attend(query, key, value, scaling, dropout, sliding_window), None
+
+
+def _has_varlen_kernel(query: Tensor, dropout: float) -> bool:
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.is_cuda and half and dropout == 0 and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    """bool [length, length]: query row sees itself and the window - 1 rows before."""
+    row = torch.arange(length, device=device)
+    distance = row[:, None] - row
+    return (distance >= 0) & (distance < window)
+
+
+AttentionInterface.register(ATTENTION, _attention)

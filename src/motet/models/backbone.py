@@ -1,0 +1,125 @@
+"""A causal LM from transformers on packed documents whose placeholders are replaced by encoder rows.
+
+Qwen2, Qwen3, Llama and Mistral need nothing of their own here: embedding, `model(inputs_embeds=...)` and head are the same. The
+packed attention reaches their layers as the keyword argument `segments`; with `use_cache=False` and no mask (every other
+combination silently attends across documents), positions restart with each document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from motet.models.attention import ATTENTION, Segments
+from motet.models.block import Block, outside_blocks, pass_through, wrap_blocks
+from motet.models.contract import Sequences
+from motet.models.exact import keep_float64
+
+
+class Backbone(nn.Module):
+    """One unit whose forward does everything from tokens to loss, so that it can be the root of sharding.
+
+    causal_lm: an HF `...ForCausalLM` built with attn_implementation="motet_packed".
+    before_backbone(embeds [total, dim], sequences) -> embeds: a special merge, say; not called without sequences.
+    """
+
+    def __init__(
+        self,
+        causal_lm: nn.Module,
+        train: bool = True,
+        before_backbone: Callable[[Tensor, Sequences], Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        if causal_lm.config._attn_implementation != ATTENTION:
+            raise ValueError(f"{type(causal_lm).__name__} must be built with attn_implementation={ATTENTION!r}")
+        keep_float64(causal_lm)
+        if not train:
+            causal_lm.requires_grad_(False)
+        self.causal_lm = causal_lm
+        self.before_backbone = before_backbone
+        self._blocks = tuple(wrap_blocks(causal_lm, causal_lm.model.layers))
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The decoder layers in execution order: the units of sharding and recomputation."""
+        return self._blocks
+
+    @property
+    def dim(self) -> int:
+        return self.causal_lm.config.hidden_size
+
+    @property
+    def trains(self) -> bool:
+        """Whether the backbone has trainable parameters; it takes part in backward also if only an encoder has."""
+        return any(p.requires_grad for p in self.parameters())
+
+    def forward(
+        self, sequences: Sequences, features: dict[str, Tensor], predict: bool = False
+    ) -> tuple[Tensor, int] | Tensor:
+        """features: per encoder [rows, dim], for the places sequences.feature_positions[name].
+
+        Returns (cross entropy summed over targets, float32 or float64; number of targets): the sum, not the mean, because only
+        the caller knows the number of targets on all ranks. With `predict`: the likeliest next token of each sequence,
+        int64 [num_sequences].
+        """
+        hidden = self._hidden(sequences, features)
+        if predict:
+            last = sequences.offsets[1:].to(hidden.device, torch.int64) - 1
+            return self.causal_lm.lm_head(hidden[last]).argmax(-1)
+        rows = _predicted_rows(sequences).to(hidden.device)
+        if len(hidden) == 0:
+            return hidden.sum(dtype=torch.promote_types(hidden.dtype, torch.float32)), 0
+        logits = self.causal_lm.lm_head(hidden[rows - 1])
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return cross_entropy(logits, sequences.tokens[rows], reduction="sum"), len(rows)
+
+    def next_tokens(self, sequences: Sequences, features: dict[str, Tensor]) -> Tensor:
+        """The likeliest next token of each sequence, int64 [num_sequences]; through forward, where sharding hooks in."""
+        with torch.no_grad():
+            return self(sequences, features, predict=True)
+
+    def _hidden(self, sequences: Sequences, features: dict[str, Tensor]) -> Tensor:
+        """Hidden states after the last norm, [total, dim]."""
+        empty = len(sequences.tokens) == 0
+        table = self.causal_lm.get_input_embeddings()
+        embeds = table.weight.new_zeros(0, self.dim) if empty else table(sequences.tokens)
+        if empty:
+            embeds = pass_through(embeds, outside_blocks(self))
+        for name in sorted(features):
+            rows = features[name].to(embeds.dtype)
+            places = sequences.feature_positions.get(name)
+            if places is None:
+                places = torch.empty(0, dtype=torch.int64, device=embeds.device)
+            if len(places) != len(rows):
+                raise ValueError(f"{len(rows)} feature rows of {name!r} for {len(places)} places in the sequences")
+            # Also without rows: the features then stay in the graph, and every rank runs the same backward.
+            embeds = embeds.index_copy(0, places, rows)
+        if torch.is_grad_enabled() and not embeds.requires_grad:
+            # Decided alike on every rank: with a frozen backbone, a rank without media must run backward all the same.
+            embeds.requires_grad_()
+        if empty:
+            for block in self._blocks:
+                embeds = block(embeds)
+            return embeds
+        if self.before_backbone:
+            embeds = self.before_backbone(embeds, sequences)
+        segments = Segments(sequences.offsets.numpy(), causal=True)
+        positions = np.arange(len(embeds)) - np.repeat(segments.offsets[:-1], segments.lengths)
+        return self.causal_lm.model(
+            inputs_embeds=embeds[None],
+            position_ids=torch.from_numpy(positions).to(embeds.device)[None],
+            use_cache=False,
+            segments=segments,
+        ).last_hidden_state[0]
+
+
+def _predicted_rows(sequences: Sequences) -> Tensor:
+    """Places of the targets, int64 [num_targets]; the first token of a document has nothing to be predicted from."""
+    predicted = sequences.targets.clone()
+    starts = sequences.offsets[:-1].to(predicted.device, torch.int64)
+    predicted[starts[starts < len(predicted)]] = False
+    return predicted.nonzero()[:, 0]

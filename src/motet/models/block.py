@@ -1,0 +1,106 @@
+"""One layer as the unit of sharding and recomputation, and what such a unit does when its rank has nothing to compute.
+
+FSDP's collectives are started by hooks of a unit's forward and backward, so a rank without input must still run both. A unit
+that gets an empty tensor therefore returns it through an autograd function that takes the unit's parameters as inputs and
+gives them zero gradients: the hooks fire, in the same order as on the other ranks, without compute and without dummy media.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+class PassThrough(torch.autograd.Function):
+    """x -> x, with zero gradients for every parameter that requires one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *params: Tensor) -> Tensor:
+        # Shapes, not tensors: FSDP frees the storage of gathered parameters between forward and backward.
+        ctx.like = [(p.shape, p.dtype, p.device) if p.requires_grad else None for p in params]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        zeros = (like and torch.zeros(like[0], dtype=like[1], device=like[2]) for like in ctx.like)
+        return (grads[0], *zeros)
+
+
+def pass_through(x: Tensor, params: Iterable[nn.Parameter]) -> Tensor:
+    """x unchanged, connected in the autograd graph to those of `params` that require gradients."""
+    return PassThrough.apply(x, *(p for p in params if p.requires_grad))
+
+
+class Block(nn.Module):
+    """A layer of a model, called as the layer itself is; its first positional argument is the hidden states.
+
+    recompute: drop the activations of the layer and compute them again in backward.
+    """
+
+    def __init__(self, inner: nn.Module, recompute: bool = False) -> None:
+        super().__init__()
+        self.inner = inner
+        self.recompute = recompute
+
+    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # FSDP reduces a unit's gradients when backward reaches its input, or, if the input needs no gradient, at the very
+        # end. Which of the two must not depend on the data of a rank, or ranks would order their collectives differently.
+        # Done here and not in forward, because FSDP looks at the inputs before forward.
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden = hidden.detach().requires_grad_()
+        return super().__call__(hidden, *args, **kwargs)
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if hidden.numel() == 0:
+            return pass_through(hidden, self.inner.parameters())
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self.inner, hidden, *args, use_reentrant=False, **kwargs)
+        return self.inner(hidden, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Public attributes of the layer, which models read from their layers, are those of the layer inside."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+            return getattr(super().__getattr__("inner"), name)
+
+
+def wrap_blocks(root: nn.Module, layers: Iterable[nn.Module]) -> list[Block]:
+    """Replace each of `layers` inside `root` by a Block around it; returns the Blocks in the order of `layers`.
+
+    Raises ValueError for a layer that is not a submodule of `root`.
+    """
+    places = {child: (parent, name) for parent in root.modules() for name, child in parent._modules.items() if child}
+    blocks = []
+    for layer in layers:
+        if layer not in places:
+            raise ValueError(f"a block of {type(root).__name__} ({type(layer).__name__}) is not one of its submodules")
+        parent, name = places[layer]
+        block = layer if isinstance(layer, Block) else Block(layer)
+        parent._modules[name] = block
+        blocks.append(block)
+    return blocks
+
+
+def outside_blocks(root: nn.Module) -> list[nn.Parameter]:
+    """Parameters of `root` that no Block holds: those that FSDP keeps in the root's own unit."""
+    inside = {id(p) for module in root.modules() if isinstance(module, Block) for p in module.parameters()}
+    return [p for p in root.parameters() if id(p) not in inside]
+
+
+def plain_names(root: nn.Module) -> dict[str, str]:
+    """State-dict name with Blocks -> the name that the model itself uses, for every entry of root.state_dict()."""
+    wrapped = {f"{name}.inner." if name else "inner." for name, module in root.named_modules() if isinstance(module, Block)}
+
+    def plain(name: str) -> str:
+        parts = name.split(".")
+        starts = (".".join(parts[: i + 1]) + "." for i in range(len(parts)))
+        return ".".join(part for part, start in zip(parts, starts, strict=True) if start not in wrapped)
+
+    return {name: plain(name) for name in root.state_dict()}

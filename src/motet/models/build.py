@@ -1,0 +1,153 @@
+"""From a recipe's words to an MLLM: HF models with random weights or from a directory, or classes of the user's own.
+
+Every module is initialised as a whole tensor from a seed of its own name, so that weights do not depend on the number of ranks, and
+adding an encoder does not change the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import nn
+
+from motet.core.errors import UserError
+from motet.models.attention import ATTENTION
+from motet.models.backbone import Backbone
+from motet.models.families.registry import BACKBONES, ENCODERS, Family
+from motet.models.load import load_pretrained
+from motet.models.module import MLLM, ModalityModule
+from motet.models.projector import Projector, ProjectorConfig
+
+
+class EncoderConfig(BaseModel):
+    """Exactly one source of weights: `family` with `config` (HF options, random weights), `path` (a local HF directory; `family`
+    and overriding `config` optional), or `module` ("package.module:Class", called with `args`; see `contract.Encoder`)."""
+
+    model_config = ConfigDict(extra="forbid")
+    family: Literal["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio"] | None = None
+    config: dict[str, Any] = Field(default_factory=dict)
+    path: Path | None = None
+    module: str | None = None
+    args: dict[str, Any] = Field(default_factory=dict)
+    projector: ProjectorConfig = Field(default_factory=ProjectorConfig)
+    train_encoder: bool = True
+    train_projector: bool = True
+
+    @model_validator(mode="after")
+    def _one_source(self) -> EncoderConfig:
+        if self.module and (self.family or self.path or self.config):
+            raise ValueError("`module` excludes `family`, `path` and `config`")
+        if self.args and not self.module:
+            raise ValueError("`args` are for `module` only")
+        if not (self.module or self.family):
+            raise ValueError("an encoder needs `family` or `module`")
+        return self
+
+
+class BackboneConfig(BaseModel):
+    """`family` with `config` (HF options) for random weights, or with `path` for a local HF directory."""
+
+    model_config = ConfigDict(extra="forbid")
+    family: Literal["qwen2", "qwen3", "llama", "mistral"]
+    config: dict[str, Any] = Field(default_factory=dict)
+    path: Path | None = None
+    train: bool = True
+
+
+class ModelConfig(BaseModel):
+    """The whole model; names of encoders are the names of their phases."""
+
+    model_config = ConfigDict(extra="forbid")
+    backbone: BackboneConfig
+    encoders: dict[str, EncoderConfig] = Field(default_factory=dict)
+
+
+def build_mllm(config: ModelConfig, vocab_size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> MLLM:
+    """The model on the CPU, whole, in `dtype`. vocab_size: what the tokenizer needs.
+
+    Raises UserError for an unknown HF option, a directory that is missing or holds another family, a vocabulary that is too
+    small, or a custom class that does not fulfil the contract.
+    """
+    backbone = build_backbone(config.backbone, vocab_size, dtype, seed)
+    encoders = {name: build_modality(name, part, backbone.dim, dtype, seed) for name, part in config.encoders.items()}
+    return MLLM(encoders, backbone)
+
+
+def build_backbone(config: BackboneConfig, vocab_size: int, dtype: torch.dtype, seed: int) -> Backbone:
+    options = config.config if config.path else {"vocab_size": vocab_size} | config.config
+    causal_lm = _build_hf("backbone", BACKBONES[config.family], config.path, options, dtype, seed)
+    if (rows := causal_lm.config.vocab_size) < vocab_size:
+        raise UserError(f"model.backbone: its vocabulary has {rows} entries, but the tokenizer needs {vocab_size}")
+    return Backbone(causal_lm, train=config.train)
+
+
+def build_modality(name: str, config: EncoderConfig, backbone_dim: int, dtype: torch.dtype, seed: int) -> ModalityModule:
+    if config.module:
+        encoder = _build_custom(name, config, seed).to(dtype)
+    else:
+        family = ENCODERS[config.family]
+        encoder = family.adapter(_build_hf(f"encoders.{name}", family, config.path, config.config, dtype, seed))
+    with _seeded(seed, f"{name} projector"):
+        projector = Projector(encoder.output_dim, backbone_dim, config.projector).to(dtype)
+    return ModalityModule(encoder, projector, config.train_encoder, config.train_projector)
+
+
+def _build_hf(
+    where: str, family: Family, path: Path | None, options: dict[str, Any], dtype: torch.dtype, seed: int
+) -> nn.Module:
+    if path is not None:
+        return load_pretrained(where, family, path, options, dtype)
+    unknown = sorted(set(options) - set(inspect.signature(family.config).parameters))
+    if unknown:
+        raise UserError(f"model.{where}.config: {family.config.__name__} has no option {', '.join(unknown)}")
+    try:
+        hf_config = family.config(**options)
+        hf_config._attn_implementation = ATTENTION
+        with _seeded(seed, where):
+            model = family.model(hf_config)
+    except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
+        raise UserError(f"model.{where}.config: {family.config.__name__} refuses its options: {error}") from error
+    return cast_parameters(model, dtype)
+
+
+def _build_custom(name: str, config: EncoderConfig, seed: int) -> nn.Module:
+    where = f"model.encoders.{name}.module = {config.module!r}"
+    package, _, attribute = (config.module or "").partition(":")
+    try:
+        made = getattr(importlib.import_module(package), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"{where}: cannot be imported as package.module:Class ({error})") from error
+    try:
+        with _seeded(seed, f"encoders.{name}"):
+            encoder = made(**config.args)
+    except TypeError as error:
+        raise UserError(f"{where}: does not take the given args ({error})") from error
+    missing = [member for member in ("output_dim", "num_outputs") if not hasattr(encoder, member)]
+    if missing or not isinstance(encoder, nn.Module):
+        lacks = f"lacks {' and '.join(missing)}" if missing else "is no torch.nn.Module"
+        raise UserError(f"{where}: {lacks}; see motet.models.contract.Encoder for what an encoder must offer")
+    return encoder
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast the parameters of an HF model, and not its buffers: rotary frequencies must stay float32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+@contextmanager
+def _seeded(seed: int, name: str) -> Iterator[None]:
+    """The global CPU generator, from which modules initialise themselves, seeded by name and restored afterwards."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+        yield

@@ -1,0 +1,31 @@
+"""Root-mean-square norms that keep float64.
+
+HF's RMSNorm computes in float32 whatever the dtype of the model. In float64 that rounds activations and gradients to 1e-7, and
+the same gradient scaled by another factor (the number of ranks) then rounds differently, so runs could not be compared to 1e-10.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Float64RMSNorm(nn.Module):
+    """HF's RMSNorm in float64, with the same parameter under the same name."""
+
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.eps)
+
+
+def keep_float64(model: nn.Module) -> None:
+    """Replace HF's RMSNorms in a float64 model; models of any other dtype are left as they are."""
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            eps = getattr(child, "variance_epsilon", None)
+            if eps is not None and type(child).__name__.endswith("RMSNorm") and child.weight.dtype == torch.float64:
+                parent._modules[name] = Float64RMSNorm(child.weight, eps)

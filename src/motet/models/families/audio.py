@@ -1,0 +1,67 @@
+"""What Whisper's encoder and its descendants share: convolutions over log-mel frames, then full attention, on padded clips.
+
+HF pads every clip to 30 s and lets the padding be heard. Here clips are padded to the longest of the call, and nothing beyond a
+clip's end reaches it: the first convolution's output is zeroed there, as the second one would see it in a call with this clip
+alone, and attention is masked. So a clip's rows do not depend on the others, and a clip of full length gets HF's result.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import dropout, gelu
+
+from motet.core.errors import UserError
+from motet.models.attention import Padded
+
+
+class AudioEncoder(nn.Module):
+    """Rows are log-mel frames, sizes are (frames,). Padded, so balanced with the padded cost."""
+
+    cost = "padded"
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        if model.layerdrop:
+            raise UserError(f"{type(model).__name__}'s encoder_layerdrop must be 0: ranks could not skip a layer alike")
+        self.model = model
+        self.output_dim = model.config.d_model
+        self.max_frames = 2 * model.config.max_source_positions
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.model.layers)
+
+    def num_outputs(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rows per clip: half as many as frames, rounded up. Raises UserError for a clip that has more frames than positions."""
+        if (longest := int(sizes.max(initial=0))) > self.max_frames:
+            raise UserError(f"a clip of {longest} frames is longer than the {self.max_frames} that its encoder has positions for")
+        return (sizes[:, 0] + 1) // 2
+
+    def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
+        hidden, counts = self._hidden(values, sizes.numpy())
+        return self.model.layer_norm(hidden).flatten(0, 1).index_select(0, real_rows(counts, hidden))
+
+    def _hidden(self, values: Tensor, sizes: NDArray[np.int64]) -> tuple[Tensor, NDArray[np.int64]]:
+        """Hidden states of the last layer [num_clips, longest, dim], and how many of each clip's are real."""
+        model, frames, counts = self.model, sizes[:, 0], AudioEncoder.num_outputs(self, sizes)
+        num_clips, longest = len(frames), int(frames.max())
+        places = real_rows(frames, values.new_empty(num_clips, longest))
+        clips = values.new_zeros(num_clips * longest, values.shape[1]).index_copy(0, places, values)
+        heard = values.new_zeros(num_clips * longest).index_fill(0, places, 1).view(num_clips, 1, longest)
+        hidden = gelu(model.conv1(clips.view(num_clips, longest, -1).transpose(1, 2))) * heard
+        hidden = gelu(model.conv2(hidden)).transpose(1, 2)
+        hidden = hidden + model.embed_positions.weight[: hidden.shape[1]]
+        hidden = dropout(hidden, p=model.dropout, training=model.training)
+        extents = Padded(counts, hidden.shape[1], hidden.device)
+        for layer in model.layers:
+            hidden = layer(hidden, extents)
+        return hidden, counts
+
+
+def real_rows(counts: NDArray[np.int64], padded: Tensor) -> Tensor:
+    """Where the first counts[i] rows of entry i stand in padded [num_clips, longest, ...], flattened: int64 [sum(counts)]."""
+    starts = np.arange(len(counts)) * padded.shape[1] - (np.cumsum(counts) - counts)
+    return torch.from_numpy(np.arange(counts.sum()) + np.repeat(starts, counts)).to(padded.device)

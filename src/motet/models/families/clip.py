@@ -1,0 +1,44 @@
+"""CLIP's vision tower on packed patches: the patches of the last layer are rows; the class row is computed and left out.
+
+HF's `last_hidden_state` has no norm after the last layer (`post_layernorm` is for the pooled class row), so neither have these.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import CLIPVisionModel
+
+from motet.models.attention import Segments
+from motet.models.families.patches import add_class_rows, embed_patches, patch_positions
+
+
+class ClipEncoder(nn.Module):
+    """Rows are patches (channel, y, x), row-major; sizes are (patch rows, patch columns)."""
+
+    def __init__(self, model: CLIPVisionModel) -> None:
+        super().__init__()
+        self.model = model
+        self.output_dim = model.config.hidden_size
+        # Normalises the pooled class row, which an MLLM does not use: no gradient would ever reach it.
+        model.post_layernorm.requires_grad_(False)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.model.encoder.layers)
+
+    def num_outputs(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.prod(sizes, axis=1)
+
+    def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
+        grids = sizes.numpy()
+        counts = self.num_outputs(grids)
+        embeddings, table = self.model.embeddings, self.model.embeddings.position_embedding.weight
+        patches = embed_patches(embeddings.patch_embedding, values) + patch_positions(table[1:], grids)
+        hidden, places = add_class_rows(patches, embeddings.class_embedding + table[0], counts)
+        hidden = self.model.pre_layrnorm(hidden)[None]
+        segments = Segments.from_lengths(counts + 1)
+        for layer in self.model.encoder.layers:
+            hidden = layer(hidden, segments)
+        return hidden[0].index_select(0, places)

@@ -1,0 +1,23 @@
+"""Qwen2-Audio's encoder: Whisper's, then the mean of two rows before the last norm; four frames a row."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from motet.models.families.audio import AudioEncoder, real_rows
+
+
+class Qwen2AudioEncoder(AudioEncoder):
+    """HF's Qwen2AudioEncoder on clips of any length up to its position table."""
+
+    def num_outputs(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rows per clip; as in HF an odd last row is dropped, so a clip of one or two frames becomes no row."""
+        return super().num_outputs(sizes) // 2
+
+    def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
+        hidden, counts = self._hidden(values, sizes.numpy())
+        # Pairs never straddle a clip's end: the pair that would is the odd row that is dropped.
+        pooled = hidden[:, : hidden.shape[1] // 2 * 2].unflatten(1, (-1, 2)).mean(2)
+        return self.model.layer_norm(pooled).flatten(0, 1).index_select(0, real_rows(counts // 2, pooled))

@@ -1,0 +1,98 @@
+"""Qwen2-VL's vision transformer: images of any grid, rotary positions, merge x merge patches joined into one row.
+
+Its attention is run by a module of our own over HF's parameters, because HF's computes the rotation in float32 whatever the
+model's dtype (float64 could not be held to 1e-10), and would take a call of the kernel for each image.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel, VisionAttention
+
+from motet.core.errors import UserError
+from motet.models.attention import Segments
+from motet.models.families.patches import embed_patches
+
+
+@dataclass(frozen=True, eq=False)
+class _Rotation:
+    """cos, sin [rows, head_dim] in at least float32; wrapped so that mixed precision does not round a layer's arguments."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [rows, heads, head_dim], rotated, in its own dtype."""
+        wide = x.to(self.cos.dtype)
+        first, second = wide.chunk(2, dim=-1)
+        turned = wide * self.cos[:, None] + torch.cat([-second, first], dim=-1) * self.sin[:, None]
+        return turned.to(x.dtype)
+
+
+class _Attention(nn.Module):
+    """HF's VisionAttention over packed images, with HF's parameters under HF's names."""
+
+    def __init__(self, hf: VisionAttention) -> None:
+        super().__init__()
+        self.qkv, self.proj = hf.qkv, hf.proj
+        self.num_heads = hf.num_heads
+
+    def forward(self, hidden: Tensor, cu_seqlens: Segments, position_embeddings: _Rotation) -> Tensor:
+        """hidden [rows, dim] -> [rows, dim]."""
+        query, key, value = self.qkv(hidden).view(len(hidden), 3, self.num_heads, -1).unbind(1)
+        query, key = position_embeddings.apply(query), position_embeddings.apply(key)
+        query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+        return self.proj(cu_seqlens.attend(query, key, value, None, 0.0, None).reshape(hidden.shape))
+
+
+class Qwen2VLEncoder(nn.Module):
+    """Rows are patches (channel, time, y, x), merge x merge neighbours consecutive; sizes are (patch rows, patch columns)."""
+
+    def __init__(self, model: Qwen2VisionTransformerPretrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.output_dim = model.config.hidden_size
+        self.merge = model.spatial_merge_size
+        for block in model.blocks:
+            block.attn = _Attention(block.attn)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.model.blocks)
+
+    def num_outputs(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        if (sizes % self.merge).any():
+            raise UserError(f"an image's patch rows and columns must be multiples of {self.merge}, got {sizes.tolist()}")
+        return np.prod(sizes, axis=1) // self.merge**2
+
+    def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
+        grids = sizes.numpy()
+        hidden = embed_patches(self.model.patch_embed.proj, values)
+        rotation = self._rotation(grids, hidden)
+        segments = Segments.from_lengths(np.prod(grids, axis=1))
+        for block in self.model.blocks:
+            hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotation)
+        return self.model.merger(hidden)
+
+    def _rotation(self, grids: NDArray[np.int64], hidden: Tensor) -> _Rotation:
+        frequencies = self.model.rotary_pos_emb.inv_freq.to(torch.promote_types(hidden.dtype, torch.float32))
+        places = torch.from_numpy(_places(grids, self.merge)).to(hidden.device)
+        # Half of the head's channels turn with the patch's row, half with its column.
+        angles = (places[:, :, None] * frequencies).flatten(1).repeat(1, 2)
+        return _Rotation(angles.cos(), angles.sin())
+
+
+def _places(grids: NDArray[np.int64], merge: int) -> NDArray[np.int64]:
+    """(row, column) of each patch, int64 [sum(h * w), 2], in merge blocks: block row, block column, row in it, column in it."""
+    counts = np.prod(grids, axis=1)
+    patch = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    blocks_across = np.repeat(grids[:, 1] // merge, counts)
+    block, inside = np.divmod(patch, merge**2)
+    row = block // blocks_across * merge + inside // merge
+    column = block % blocks_across * merge + inside % merge
+    return np.stack([row, column], axis=1)

@@ -1,0 +1,7 @@
+"""Whisper's encoder: two frames a row."""
+
+from motet.models.families.audio import AudioEncoder
+
+
+class WhisperEncoder(AudioEncoder):
+    """HF's WhisperEncoder on clips of any length up to its position table."""

@@ -1,0 +1,63 @@
+"""HF weights from a local directory: a model saved by itself, or a tower inside a larger checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from motet.core.errors import UserError
+from motet.models.attention import ATTENTION
+from motet.models.families.registry import Family
+
+
+def load_pretrained(
+    where: str, family: Family, path: Path, options: dict[str, Any], dtype: torch.dtype
+) -> PreTrainedModel:
+    """The family's model with the weights in `path`. options: HF options that override those of the directory.
+
+    Never reaches for the network. Raises UserError for a missing directory, another kind of model, or weights that are missing
+    or of another shape.
+    """
+    config = _read_config(where, family, path, options)
+    config._attn_implementation = ATTENTION
+    try:
+        model, info = family.model.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            key_mapping={family.prefixes: ""} if family.prefixes else None,
+            output_loading_info=True,
+            local_files_only=True,
+            use_safetensors=True,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UserError(f"model.{where}.path: weights in {path} cannot be loaded: {error}") from error
+    absent = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
+    if absent:
+        raise UserError(
+            f"model.{where}.path: {path} lacks {len(absent)} weights of {family.model.__name__}, {absent[0]} for one"
+        )
+    return model
+
+
+def _read_config(where: str, family: Family, path: Path, options: dict[str, Any]) -> Any:
+    file = path / "config.json"
+    if not file.is_file():
+        raise UserError(f"model.{where}.path: there is no {file}; give a local directory that holds an HF model")
+    try:
+        stored = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"model.{where}.path: {file} is no JSON ({error})") from error
+    wanted = family.config.model_type
+    found = stored.get("model_type")
+    if found != wanted and family.part:
+        stored = stored.get(family.part) or {}
+        # Older files leave out the type of a part where the class of the whole implies it.
+        found = stored.get("model_type", wanted if stored else found)
+    if found != wanted:
+        raise UserError(f"model.{where}.path: {path} holds a model of type {found!r}, where {wanted!r} is needed")
+    return family.config.from_dict(stored | options)

@@ -1,0 +1,132 @@
+"""An encoder with its projector, the backbone beside it, and the multimodal model that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from motet.core.errors import UserError
+from motet.models.backbone import Backbone
+from motet.models.block import Block, outside_blocks, pass_through, wrap_blocks
+from motet.models.contract import Sequences
+from motet.models.projector import Projector
+
+Sizes = NDArray[np.int64]
+
+
+class ModalityModule(nn.Module):
+    """One modality's way into the backbone: hook `before`, encoder, projector, hook `after`.
+
+    encoder: fulfils `contract.Encoder`. Parameters that it has frozen itself stay frozen.
+    before(values, sizes) -> (values, sizes): replaces the items, e.g. an image by its tiles.
+    after(features, sizes) -> features: sees the projected rows of what `before` returned, and the sizes that `before` was given;
+    returns the rows of the items, e.g. tiles merged.
+    count(sizes) -> rows per item, numpy int64 [num_items]: needed if the hooks change how many rows an item becomes.
+    """
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        projector: Projector,
+        train_encoder: bool = True,
+        train_projector: bool = True,
+        before: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+        after: Callable[[Tensor, Tensor], Tensor] | None = None,
+        count: Callable[[Sizes], Sizes] | None = None,
+    ) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.projector = projector
+        self.before = before
+        self.after = after
+        self.count = count
+        self.train_encoder = train_encoder
+        if not train_encoder:
+            encoder.requires_grad_(False)
+        projector.requires_grad_(train_projector)
+        self._wrap()
+
+    def _wrap(self) -> None:
+        layers = list(getattr(self.encoder, "blocks", []))
+        self._blocks = tuple(wrap_blocks(self.encoder, layers))
+        if isinstance(vars(self.encoder).get("blocks"), list):
+            # A plain list beside the registered submodules would go on calling the layers without their Blocks.
+            self.encoder.blocks = list(self._blocks)
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The encoder's layers in execution order: the units of sharding and recomputation."""
+        return self._blocks
+
+    @property
+    def trains(self) -> bool:
+        """Whether the module takes part in backward: the same on every rank, whatever items it has."""
+        return any(p.requires_grad for p in self.parameters())
+
+    @property
+    def cost(self) -> str:
+        return getattr(self.encoder, "cost", "packed")
+
+    def lengths(self, sizes: Sizes) -> Sizes:
+        """What the phase is balanced on, int64 [num_items]: patches, mel frames."""
+        own = getattr(self.encoder, "lengths", None)
+        return own(sizes) if own else np.prod(sizes, axis=1)
+
+    def num_tokens(self, sizes: Sizes) -> Sizes:
+        """Rows that each item takes in the backbone's sequence, int64 [num_items]."""
+        return self.count(sizes) if self.count else self.projector.num_outputs(self.encoder.num_outputs(sizes))
+
+    def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
+        """values [sum(rows), row_dim], sizes int64 [num_items, size_dim] on the host -> [sum(num_tokens), backbone_dim].
+
+        Without items: [0, backbone_dim], connected to every trainable parameter. Raises UserError if the number of rows
+        is not what num_tokens promised, on which the backbone's sequences were laid out.
+        """
+        if len(sizes) == 0:
+            return self._forward_nothing()
+        seen, seen_sizes = self.before(values, sizes) if self.before else (values, sizes)
+        projected = next(self.projector.parameters()).dtype
+        encoded = next((p.dtype for p in outside_blocks(self.encoder) if p.is_floating_point()), projected)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.train_encoder):
+            features = self.encoder(seen.to(encoded), seen_sizes)
+        features = self.projector(features.to(projected), self.encoder.num_outputs(seen_sizes.numpy()))
+        if self.after:
+            features = self.after(features, sizes)
+        promised = int(self.num_tokens(sizes.numpy()).sum())
+        if len(features) != promised:
+            raise UserError(
+                f"{type(self.encoder).__name__} gave {len(features)} rows for {len(sizes)} items where num_tokens "
+                f"says {promised}; num_outputs, or `count` beside a hook, must say what forward returns"
+            )
+        return features
+
+    def _forward_nothing(self) -> Tensor:
+        weight = next(self.projector.parameters())
+        x = weight.new_zeros(0, self.projector.output_dim)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.train_encoder):
+            for block in self._blocks:
+                x = block(x)
+        return pass_through(x, outside_blocks(self))
+
+
+class MLLM(nn.Module):
+    """Encoders by name and the backbone that reads them. Nothing here knows of ranks."""
+
+    def __init__(self, encoders: dict[str, ModalityModule], backbone: Backbone) -> None:
+        super().__init__()
+        self.encoders = nn.ModuleDict(encoders)
+        self.backbone = backbone
+
+    def forward(self, sequences: Sequences, media: dict[str, tuple[Tensor, Tensor]]) -> tuple[Tensor, int]:
+        """The whole model in one process: what every distributed step must equal.
+
+        media: per encoder (values, sizes), items in the order in which `sequences` holds them. Encoders that are not named
+        get nothing. Returns (loss summed over targets, number of targets).
+        """
+        nothing = (torch.empty(0, 0), torch.empty(0, 1, dtype=torch.int64))
+        features = {name: module(*media.get(name, nothing)) for name, module in self.encoders.items()}
+        return self.backbone(sequences, features)
