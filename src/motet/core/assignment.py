@@ -72,7 +72,7 @@ class Assignment:
 
 
 def csr_from_ranks(ranks: NDArray[np.int32], num_ranks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Items grouped by rank, in item order, and the offsets of the groups: (int64 [num_items], int64 [num_ranks + 1])."""
+    """Items grouped by rank, in item order, int64 [num_items], and the offsets of the groups, int64 [num_ranks + 1]."""
     offsets = np.zeros(num_ranks + 1, dtype=np.int64)
     np.cumsum(np.bincount(ranks, minlength=num_ranks), out=offsets[1:])
     return np.argsort(ranks, kind="stable").astype(np.int64), offsets

@@ -13,7 +13,7 @@ class TokenSequence:
     """The text of one example; each placeholder token stands once for one item, whatever rows it becomes.
 
     tokens:          int64 [num_tokens], text token ids; at a placeholder any valid id.
-    targets:         bool [num_tokens], True where the token is part of an answer, so that loss is taken on predicting it.
+    targets:         bool [num_tokens], True where the token is part of an answer: loss is taken on predicting it.
     media:           phase name of each placeholder, in order of appearance: ("image", "audio").
     media_positions: int64 [num_items], place of each placeholder in `tokens`; ascending.
     """

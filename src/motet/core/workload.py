@@ -65,5 +65,5 @@ class BatchLengths:
 
 
 def home_ranks(num_examples: int, num_ranks: int) -> NDArray[np.int32]:
-    """Where the examples of a batch are computed when nothing is balanced: consecutive, equal counts (to within one)."""
+    """Where the examples of a batch are computed when nothing is balanced: consecutive, equal counts to within one."""
     return (np.arange(num_examples) * num_ranks // max(num_examples, 1)).astype(np.int32)

@@ -1,0 +1,30 @@
+// Balancing items over ranks: the fast form of src/motet/balance/reference, which says what each algorithm is and why.
+// Both give the same ranks for the same input; whoever changes one changes the other.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace motet {
+
+using Weights = std::span<const std::int64_t>;  // >= 0, with a sum that fits
+
+struct Placement {
+    std::vector<std::int32_t> ranks;   // [num_items]
+    std::vector<std::int64_t> loads;   // [num_ranks]
+    std::int64_t bound = 0;
+};
+
+// sort.cpp: item numbers by weight, heaviest first; equal weights by item number.
+std::vector<std::int32_t> heaviest_first(Weights weights);
+
+// packed.cpp: minimise the largest sum of weights.
+Placement packed(Weights weights, int num_ranks);
+std::int64_t packed_bound(Weights weights, int num_ranks);
+
+// padded.cpp: minimise the largest count times longest; the bound is the optimum. num_items * longest must fit.
+Placement padded(Weights lengths, int num_ranks);
+std::int64_t padded_bound(Weights lengths, int num_ranks);
+
+}  // namespace motet

@@ -1,0 +1,15 @@
+"""The native core, csrc/: the same results as motet.balance.reference, item for item, with the GIL released.
+
+Weights and lengths must be C-contiguous, >= 0 and checked for overflow (motet.balance.costs).
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Placement = tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]
+"""ranks, items, offsets, loads, bound: the fields of core.Assignment."""
+
+def packed(weights: NDArray[np.int64], num_ranks: int) -> _Placement: ...
+def padded(lengths: NDArray[np.int64], num_ranks: int) -> _Placement: ...
+def packed_bound(weights: NDArray[np.int64], num_ranks: int) -> int: ...
+def padded_bound(lengths: NDArray[np.int64], num_ranks: int) -> int: ...

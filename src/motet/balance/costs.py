@@ -1,0 +1,59 @@
+"""What a rank's load is made of: the costs that a phase can be balanced on. All integer, so the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.core.errors import UserError
+
+INT64_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Items of a rank are computed without padding: the load is the sum of linear * length + quadratic * length^2.
+
+    OrchMLLM equation 2 without padding. Quantise fitted coefficients before: only their ratio matters.
+    """
+
+    linear: int = 1
+    quadratic: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (("linear", self.linear), ("quadratic", self.quadratic)):
+            if not isinstance(value, int) or value < 0:
+                raise UserError(f"Packed({name}={value!r}): a coefficient must be an integer of 0 or more.")
+
+    def weights(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The cost of each item, int64 [num_items]. Raises UserError where their sum does not fit int64."""
+        longest = int(lengths.max(initial=0))
+        if len(lengths) * (self.linear * longest + self.quadratic * longest**2) > INT64_MAX:
+            exact = sum(self.linear * length + self.quadratic * length**2 for length in lengths.tolist())
+            if exact > INT64_MAX:
+                raise UserError(
+                    f"{self} of {len(lengths)} items up to {longest} long adds up to {exact}, past 2^63 - 1."
+                )
+        if self.quadratic == 0:
+            return lengths if self.linear == 1 else lengths * self.linear
+        return lengths * (self.linear + self.quadratic * lengths)
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Items of a rank are padded to the longest of them: the load is their count times the longest length.
+
+    OrchMLLM equation 1 with padding.
+    """
+
+    def weights(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The lengths themselves. Raises UserError where all of them on one rank would not fit int64."""
+        longest = int(lengths.max(initial=0))
+        if len(lengths) * longest > INT64_MAX:
+            raise UserError(f"{self} of {len(lengths)} items up to {longest} long can exceed 2^63 - 1.")
+        return lengths
+
+
+Cost = Packed | Padded

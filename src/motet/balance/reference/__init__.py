@@ -1,0 +1,7 @@
+"""The balancing algorithms as readable Python, one a file: what the native core must do, item for item."""
+
+from motet.balance.reference.bound import packed_bound
+from motet.balance.reference.packed import packed
+from motet.balance.reference.padded import padded, padded_bound
+
+__all__ = ["packed", "packed_bound", "padded", "padded_bound"]
