@@ -1,8 +1,9 @@
 """Images of handwritten digits: one to three rows of one to eight real digits on a sheet of paper.
 
-Decides which handwriting each split may use and how a sheet looks. Source: ``sklearn.datasets.load_digits`` (1797 digits of
-8 x 8 pixels and 17 grey levels, written by many people). Every digit stands in a cell of 12 x 12 pixels, slightly off its
-centre, and a sheet has a thin frame: a reader that sees one cell at a time can tell where a row ends.
+Decides which handwriting each split may use and how a sheet looks. Source: ``sklearn.datasets.load_digits`` (1797
+digits of 8 x 8 pixels and 17 grey levels, written by many people). Every digit stands in a cell of 12 x 12 pixels,
+slightly off its centre, and a sheet has a thin frame: a reader that sees one cell at a time can tell where a row
+ends.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image
+
+from motet.core.errors import UserError
 
 CELL_PIXELS = 12
 DIGIT_PIXELS = 8
@@ -37,7 +40,7 @@ class Handwriting:
 
 @dataclass(frozen=True)
 class Sheet:
-    """What stands on one image: ``rows`` of digits, all of one length, and the instance that each digit was drawn with."""
+    """What stands on one image: ``rows`` of digits, all of one length, and the instance each digit was drawn with."""
 
     rows: tuple[str, ...]
     instances: tuple[int, ...]
@@ -47,7 +50,10 @@ class Sheet:
 def load_handwriting() -> dict[str, Handwriting]:
     """The source's digits split by instance into ``train`` and ``heldout``, which share none."""
     # Imported here: it takes a second, and reading a manifest or printing a help text should not pay it.
-    from sklearn.datasets import load_digits
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise UserError("The digits need scikit-learn; install it with: pip install 'motet[demo]'.") from error
 
     source = load_digits()
     pixels = source.images / _INK_LEVELS
@@ -61,7 +67,10 @@ def load_handwriting() -> dict[str, Handwriting]:
 
 
 def draw_sheet(rows: tuple[str, ...], hand: Handwriting, rng: random.Random) -> Sheet:
-    """An 8-bit grey PNG of ``12 * len(rows)`` by ``12 * len(rows[0])`` pixels. Raises ValueError for ragged or empty rows."""
+    """An 8-bit grey PNG of ``12 * len(rows)`` by ``12 * len(rows[0])`` pixels.
+
+    Raises ValueError for ragged or empty rows.
+    """
     if not rows or not rows[0] or len({len(row) for row in rows}) != 1:
         raise ValueError(f"rows of a sheet must be non-empty and of one length, got {rows!r}")
     height, width = CELL_PIXELS * len(rows), CELL_PIXELS * len(rows[0])

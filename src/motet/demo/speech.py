@@ -1,8 +1,8 @@
 """Spoken digits and spoken questions, synthesised by ttspico in several languages and voices.
 
-Decides the languages, their words and which voices (rate and pitch) each split may use; turns an utterance into the bytes of
-a WAV file. A voice of the held-out split has a rate and a pitch that no training voice has, most of them between the trained
-values and some beyond them.
+Decides the languages, their words and which voices (rate and pitch) each split may use; turns an utterance into the
+bytes of a WAV file. A voice of the held-out split has a rate and a pitch that no training voice has, most of them
+between the trained values and some beyond them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
+
+from motet.core.errors import UserError
+
 SAMPLE_RATE = 16_000
+_SILENCE = 200
 RELATIONS = ("after", "before")
 
 NUMBER_WORDS: dict[str, tuple[str, ...]] = {
@@ -80,22 +85,32 @@ def ask_neighbour(relation: str, digit: str, voice: Voice) -> Utterance:
 def synthesise(utterance: Utterance) -> bytes:
     """The bytes of a mono 16-bit WAV file at 16 kHz; the same for equal utterances, in whatever process and order."""
     # Imported here: the rest of the package stays usable, and importable, where the engine is not installed.
-    import ttspico
+    try:
+        import ttspico
+    except ImportError as error:
+        raise UserError("Speech needs ttspico; install it with: pip install 'motet[demo]'.") from error
 
-    # A new engine for each utterance: a used one carries noise and phase over, and its output depends on what it said before.
+    # A new engine for each utterance: a used one carries state over, and its output depends on what it said before.
     engine = ttspico.TtsEngine(utterance.voice.language)
     engine.rate = utterance.voice.rate
     engine.pitch = utterance.voice.pitch
-    samples = engine.speak(utterance.words)
-    if not samples:
+    spoken = engine.speak(utterance.words)
+    if not spoken:
         raise RuntimeError(f"ttspico said nothing for {utterance.words!r} in {utterance.voice.language}")
+    samples = _without_trailing_silence(np.frombuffer(spoken, dtype="<i2"))
     stream = io.BytesIO()
     with wave.open(stream, "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
         file.setframerate(SAMPLE_RATE)
-        file.writeframes(samples)
+        file.writeframes(samples.tobytes())
     return stream.getvalue()
+
+
+def _without_trailing_silence(samples: np.ndarray) -> np.ndarray:
+    """The engine adds a seventh of a second of silence to each clip; of a short clip that would be a good part."""
+    audible = np.flatnonzero(np.abs(samples.astype(np.int32)) > _SILENCE)
+    return samples[: int(audible[-1]) + SAMPLE_RATE // 50] if len(audible) else samples
 
 
 def synthesise_all(

@@ -5,9 +5,9 @@
 ``speech``           the digits said in one or several clips
 ``spoken_question``  a sheet, and a clip that asks which digit on it stands after (before) another
 
-Lengths have long tails in every modality, on purpose: most examples are short, a few have many rows, many sheets or long
-clips, so that dealing examples out evenly by their number leaves ranks unevenly loaded. A spoken question needs both media:
-without the clip any digit of the sheet may be meant, without the sheet the neighbour is unknown.
+Lengths have long tails in every modality, on purpose: most examples are short, a few have many rows, many sheets or
+long clips, so that dealing examples out evenly by their number leaves ranks unevenly loaded. A spoken question
+needs both media: without the clip any digit of the sheet may be meant, without the sheet the neighbour is unknown.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ QUESTION_PROMPTS = ("<image> Answer: <audio>", "{images} <audio> Which digit?", 
 
 @dataclass(frozen=True)
 class Example:
-    """One example, its media still in memory: sheets and utterances in the order of their placeholders in ``question``."""
+    """One example, its media still in memory, in the order of their placeholders in ``question``."""
 
     task: str
     question: str
@@ -70,7 +70,10 @@ def read_sheets(sheets: tuple[tuple[str, ...], ...]) -> str:
 
 
 def neighbour(digits: str, relation: str, digit: str) -> str:
-    """The digit after (before) ``digit``. Raises ValueError unless ``digit`` occurs just once and has that neighbour."""
+    """The digit after (before) ``digit``.
+
+    Raises ValueError unless ``digit`` occurs just once and has that neighbour.
+    """
     position = digits.index(digit) + (1 if relation == "after" else -1)
     if digits.count(digit) != 1 or not 0 <= position < len(digits):
         raise ValueError(f"{digits!r} has no single digit {relation} {digit!r}")
@@ -89,8 +92,10 @@ def _text_example(sources: Sources, rng: random.Random) -> Example:
 
 def _image_example(sources: Sources, rng: random.Random) -> Example:
     num_sheets = rng.randint(2, 4) if rng.random() < _LONG_SHARE else 1
-    sheets = tuple(draw_sheet(_split(_digits(rows * columns, rng), rows), sources.hand, rng)
-                   for rows, columns in (_sheet_shape(rng) for _ in range(num_sheets)))
+    sheets = tuple(
+        draw_sheet(_split(_digits(rows * columns, rng), rows), sources.hand, rng)
+        for rows, columns in (_sheet_shape(rng) for _ in range(num_sheets))
+    )
     prompt = rng.choice(IMAGE_PROMPTS if num_sheets == 1 else IMAGES_PROMPTS)
     prompt = prompt.format(images=" ".join(["<image>"] * num_sheets))
     return Example("image", prompt, read_sheets(tuple(sheet.rows for sheet in sheets)), sheets=sheets)

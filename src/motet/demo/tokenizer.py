@@ -1,7 +1,7 @@
 """The demonstration's tokenizer: a byte-level BPE trained on the tasks' own wording, a few hundred entries.
 
-Byte-level, so that any text has an encoding; every digit is a token of its own. Written as a directory that transformers
-opens, with a chat template whose generation marks tell which tokens are the answer.
+Byte-level, so that any text has an encoding; every digit is a token of its own. Written as a directory that
+transformers opens, with a chat template whose generation marks tell which tokens are the answer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Write the demonstration dataset: media files, manifests in the LLaVA conversation format, and a tokenizer.
 
-Decides the files' names and the order of the random draws. Everything random comes from ``seed`` through one generator per
-split and purpose, so that the same arguments write the same bytes, whatever the number of worker processes.
+Decides the files' names and the order of the random draws. Everything random comes from ``seed`` through one
+generator per split and purpose, so that the same arguments write the same bytes, whatever the number of worker
+processes.
 
     OUT/train.jsonl, OUT/heldout.jsonl   one example a line, media paths relative to the manifest
     OUT/images/*.png, OUT/audio/*.wav    clips are shared by the examples that say the same in the same voice
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from motet.core.errors import UserError
 from motet.demo.images import Sheet, load_handwriting
 from motet.demo.speech import Utterance, synthesise_all, voices
 from motet.demo.tasks import TASK_SHARES, TASKS, Example, Sources, draw_example, draw_spoken_digits
@@ -42,13 +44,15 @@ def write_demo_data(
 ) -> None:
     """Write the dataset into ``out``, which is created, or overwritten file by file.
 
-    num_train, num_heldout: examples a split, at least 1 each. The splits share no handwriting, no voice and no media file.
+    num_train, num_heldout: examples a split, at least 1 each. The splits share no handwriting, no voice and no
+    media file.
     progress: called with a stage (``"examples"``, ``"clips"``), the number done and the number to do.
     num_workers: processes that synthesise speech; 0 means this one, None the number of cores, at most 4.
-    Raises ValueError for sizes below 1. CPU time: about 3 ms an example, and 10 ms for each of at most ~2500 clips.
+    Raises UserError for sizes below 1, and where scikit-learn or ttspico is not installed.
+    CPU time: about 1 ms an example, and 10 ms for each of at most ~2500 clips.
     """
     if num_train < 1 or num_heldout < 1:
-        raise ValueError(f"num_train and num_heldout must be at least 1, got {num_train} and {num_heldout}")
+        raise UserError(f"num_train and num_heldout must be at least 1, got {num_train} and {num_heldout}")
     if num_workers is None:
         num_workers = min(4, os.cpu_count() or 1)
     report = progress or (lambda stage, done, total: None)
@@ -66,9 +70,11 @@ def write_demo_data(
         lines = []
         for index in range(count):
             example = draw_example(rng.choices(TASKS, TASK_SHARES)[0], sources, rng)
-            images = [_write_sheet(out, f"{split}-{index:06d}-{at}", sheet, split, contents)
-                      for at, sheet in enumerate(example.sheets)]
-            audios = [names.setdefault(utterance, f"audio/{split}-{len(names):05d}.wav") for utterance in example.utterances]
+            images = [
+                _write_sheet(out, f"{split}-{index:06d}-{position}", sheet, split, contents)
+                for position, sheet in enumerate(example.sheets)
+            ]
+            audios = [names.setdefault(said, f"audio/{split}-{len(names):05d}.wav") for said in example.utterances]
             lines.append(_record(f"{split}-{index:06d}", example, images, audios))
             if split == "train":
                 corpus.append(example.question)
@@ -110,8 +116,17 @@ def _write_clips(
         path = names[utterance]
         (out / path).write_bytes(wav)
         voice = utterance.voice
-        contents.append({"path": path, "split": Path(path).name.split("-")[0], "language": voice.language,
-                         "rate": voice.rate, "pitch": voice.pitch, "words": utterance.words, "meaning": utterance.meaning})
+        contents.append(
+            {
+                "path": path,
+                "split": Path(path).name.split("-")[0],
+                "language": voice.language,
+                "rate": voice.rate,
+                "pitch": voice.pitch,
+                "words": utterance.words,
+                "meaning": utterance.meaning,
+            }
+        )
 
 
 def _record(name: str, example: Example, images: list[str], audios: list[str]) -> dict[str, Any]:
