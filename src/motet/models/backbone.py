@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from motet.cost.flops import FlopShape
 from motet.models.attention import ATTENTION, Segments
 from motet.models.block import Block, outside_blocks, pass_through, wrap_blocks
 from motet.models.contract import Sequences
 from motet.models.exact import keep_float64
+from motet.models.flops import layers_stage, product_weights, trains
 
 
 class Backbone(nn.Module):
@@ -56,6 +58,19 @@ class Backbone(nn.Module):
     def trains(self) -> bool:
         """Whether the backbone has trainable parameters; it takes part in backward also if only an encoder has."""
         return any(p.requires_grad for p in self.parameters())
+
+    def flop_shape(self) -> FlopShape:
+        """For counting operations on sequences of given lengths; gradients reach the embeddings even if nothing here trains."""
+        config, head = self.causal_lm.config, self.causal_lm.lm_head
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        # Qwen decides the window by layer, Mistral for all layers, Llama has none.
+        everywhere = getattr(config, "sliding_window", None)
+        windows = [getattr(block.self_attn, "sliding_window", everywhere) for block in self._blocks]
+        stages = tuple(
+            layers_stage([block], config.num_attention_heads * head_dim, causal=True, window=window)
+            for block, window in zip(self._blocks, windows, strict=True)
+        )
+        return FlopShape(stages, product_weights(head), trains(head))
 
     def forward(
         self, sequences: Sequences, features: dict[str, Tensor], predict: bool = False

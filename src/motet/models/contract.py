@@ -1,11 +1,13 @@
 """What a module must offer to be an encoder of an MLLM, and what a backbone is given: the whole contract.
 
-Any `torch.nn.Module` with the members of `Encoder` can be an encoder. Three more are optional:
+Any `torch.nn.Module` with the members of `Encoder` can be an encoder. Four more are optional:
 
     blocks:          list of submodules in execution order, each called with the hidden states as its first positional argument
                      and returning them; each is sharded by itself, and recomputed by itself if asked. Default: none.
     cost:            "packed" (work grows with the sum of lengths) or "padded" (with count x longest). Default: "packed".
     lengths(sizes):  int64 [num_items], what the phase is balanced on. Default: the product of an item's sizes.
+    flop_stages():   tuple of `cost.flops.FlopStage` that says what an item of a length costs, for MFU. Default: one product of every
+                     row with all linear layers and convolutions.
 """
 
 from __future__ import annotations

@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from motet.core.errors import UserError
+from motet.cost.flops import FlopShape, chain
 from motet.models.backbone import Backbone
 from motet.models.block import Block, outside_blocks, pass_through, wrap_blocks
 from motet.models.contract import Sequences
+from motet.models.flops import product_stage
 from motet.models.projector import Projector
 
 Sizes = NDArray[np.int64]
@@ -79,6 +81,14 @@ class ModalityModule(nn.Module):
     def num_tokens(self, sizes: Sizes) -> Sizes:
         """Rows that each item takes in the backbone's sequence, int64 [num_items]."""
         return self.count(sizes) if self.count else self.projector.num_outputs(self.encoder.num_outputs(sizes))
+
+    def flop_shape(self) -> FlopShape:
+        """For counting operations on items of `lengths(sizes)`. A custom encoder that offers no `flop_stages()` is taken for its
+        linear layers and convolutions, each applied once to every row."""
+        own = getattr(self.encoder, "flop_stages", None)
+        stages = own() if own else (product_stage(self.encoder),)
+        divisor = stages[-1].divisor * self.projector.downsample
+        return FlopShape(chain(*stages, product_stage(self.projector, divisor=divisor)))
 
     def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
         """values [sum(rows), row_dim], sizes int64 [num_items, size_dim] on the host -> [sum(num_tokens), backbone_dim].

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu
 
 from motet.core.errors import UserError
+from motet.cost.flops import FlopStage
 from motet.models.attention import Padded
+from motet.models.flops import layers_stage, product_stage
 
 
 class AudioEncoder(nn.Module):
@@ -39,6 +41,13 @@ class AudioEncoder(nn.Module):
         if (longest := int(sizes.max(initial=0))) > self.max_frames:
             raise UserError(f"a clip of {longest} frames is longer than the {self.max_frames} that its encoder has positions for")
         return (sizes[:, 0] + 1) // 2
+
+    def flop_stages(self) -> tuple[FlopStage, ...]:
+        return (
+            product_stage(self.model.conv1),
+            product_stage(self.model.conv2, divisor=2),
+            layers_stage(self.blocks, self.output_dim, divisor=2),
+        )
 
     def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
         hidden, counts = self._hidden(values, sizes.numpy())

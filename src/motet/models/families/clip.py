@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import CLIPVisionModel
 
+from motet.cost.flops import FlopStage
 from motet.models.attention import Segments
 from motet.models.families.patches import add_class_rows, embed_patches, patch_positions
+from motet.models.flops import layers_stage, product_stage
 
 
 class ClipEncoder(nn.Module):
@@ -30,6 +32,12 @@ class ClipEncoder(nn.Module):
 
     def num_outputs(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.prod(sizes, axis=1)
+
+    def flop_stages(self) -> tuple[FlopStage, ...]:
+        return (
+            product_stage(self.model.embeddings.patch_embedding),
+            layers_stage(self.blocks, self.output_dim, extra_rows=1),
+        )
 
     def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
         grids = sizes.numpy()

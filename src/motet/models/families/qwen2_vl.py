@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel, VisionAttention
 
 from motet.core.errors import UserError
+from motet.cost.flops import FlopStage
 from motet.models.attention import Segments
 from motet.models.families.patches import embed_patches
+from motet.models.flops import layers_stage, product_stage
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +71,13 @@ class Qwen2VLEncoder(nn.Module):
         if (sizes % self.merge).any():
             raise UserError(f"an image's patch rows and columns must be multiples of {self.merge}, got {sizes.tolist()}")
         return np.prod(sizes, axis=1) // self.merge**2
+
+    def flop_stages(self) -> tuple[FlopStage, ...]:
+        return (
+            product_stage(self.model.patch_embed),
+            layers_stage(self.blocks, self.model.config.embed_dim),
+            product_stage(self.model.merger, divisor=self.merge**2),
+        )
 
     def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
         grids = sizes.numpy()

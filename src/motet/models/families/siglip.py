@@ -7,8 +7,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import SiglipVisionModel
 
+from motet.cost.flops import FlopStage
 from motet.models.attention import Segments
 from motet.models.families.patches import embed_patches, patch_positions
+from motet.models.flops import layers_stage, product_stage
 
 
 class SiglipEncoder(nn.Module):
@@ -28,6 +30,12 @@ class SiglipEncoder(nn.Module):
 
     def num_outputs(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.prod(sizes, axis=1)
+
+    def flop_stages(self) -> tuple[FlopStage, ...]:
+        return (
+            product_stage(self.model.embeddings.patch_embedding),
+            layers_stage(self.blocks, self.output_dim),
+        )
 
     def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
         grids = sizes.numpy()

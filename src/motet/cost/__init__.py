@@ -1,0 +1,1 @@
+"""What a piece of a module costs on given lengths. Free of torch."""

@@ -1,0 +1,97 @@
+"""Tiny random models of every family, in float64, and packed documents to run them on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from motet.models.build import BackboneConfig, EncoderConfig, ModelConfig, build_backbone, build_mllm, build_modality
+
+VOCAB = 50
+DIM = 32
+
+BACKBONE = {"hidden_size": DIM, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+VISION = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+AUDIO = {"d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "num_mel_bins": 8, "max_source_positions": 20}  # fmt: skip
+
+ENCODERS = {
+    "siglip": VISION,
+    "clip": VISION,
+    "dinov2": {k: v for k, v in VISION.items() if k != "intermediate_size"} | {"mlp_ratio": 2},
+    "qwen2_vl": {"depth": 2, "embed_dim": 24, "hidden_size": 20, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2},
+    "whisper": AUDIO | {"vocab_size": 20, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3},
+    "qwen2_audio": AUDIO,
+}
+IMAGE_SIZES = [[2, 4], [4, 4], [6, 2], [2, 2]]
+CLIP_SIZES = [[7], [40], [13], [4]]
+
+
+@dataclass
+class Packed:
+    """As dispatch.PackedSequences."""
+
+    tokens: Tensor
+    targets: Tensor
+    offsets: Tensor
+    feature_positions: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, lengths: list[int], seed: int = 0, **positions: list[int]) -> Packed:
+        generator = torch.Generator().manual_seed(seed)
+        total = sum(lengths)
+        return cls(
+            torch.randint(0, VOCAB, (total,), generator=generator),
+            torch.rand(total, generator=generator) > 0.4,
+            torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32),
+            {name: torch.tensor(places, dtype=torch.int64) for name, places in positions.items()},
+        )
+
+    def document(self, i: int) -> Packed:
+        start, end = self.offsets[i : i + 2].tolist()
+        inside = {name: p[(p >= start) & (p < end)] - start for name, p in self.feature_positions.items()}
+        return Packed(self.tokens[start:end], self.targets[start:end], torch.tensor([0, end - start]), inside)
+
+
+class Tiny:
+    """Factories, and the sizes and rows to feed the models with."""
+
+    Packed = Packed
+    vocab, dim = VOCAB, DIM
+    encoders, backbone_options = ENCODERS, BACKBONE
+
+    def encoder(self, family: str, dtype: torch.dtype = torch.float64, **options):
+        config = EncoderConfig(family=family, config=ENCODERS[family], **options)
+        return build_modality(family, config, DIM, dtype, 0)
+
+    def backbone(self, family: str = "qwen2", train: bool = True, dtype: torch.dtype = torch.float64, **options):
+        config = BackboneConfig(family=family, config=BACKBONE | options, train=train)
+        return build_backbone(config, VOCAB, dtype, 0)
+
+    def mllm(self, dtype: torch.dtype = torch.float64, train: bool = True, **frozen):
+        encoders = {
+            "image": {"family": "qwen2_vl", "config": ENCODERS["qwen2_vl"]} | frozen,
+            "audio": {"family": "whisper", "config": ENCODERS["whisper"], "projector": {"downsample": 2}} | frozen,
+        }
+        backbone = {"family": "qwen2", "config": BACKBONE, "train": train}
+        return build_mllm(ModelConfig(backbone=backbone, encoders=encoders), VOCAB, dtype)
+
+    def sizes(self, family: str) -> Tensor:
+        return torch.tensor(CLIP_SIZES if "audio" in family or family == "whisper" else IMAGE_SIZES)
+
+    def values(self, family: str, sizes: Tensor, seed: int = 0) -> Tensor:
+        row_dim = 8 if sizes.shape[1] == 1 else 3 * 16 * (2 if family == "qwen2_vl" else 1)
+        return torch.randn(int(sizes.prod(1).sum()), row_dim, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def tiny() -> Tiny:
+    return Tiny()

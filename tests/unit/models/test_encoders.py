@@ -1,0 +1,162 @@
+"""Every family: equal to HF on one item, and to itself one by one; nothing leaks; nothing is left without a gradient."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import CLIPVisionModel, Dinov2Model, SiglipVisionModel
+from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+from motet.core.errors import UserError
+
+HF = {
+    "siglip": SiglipVisionModel,
+    "clip": CLIPVisionModel,
+    "dinov2": Dinov2Model,
+    "qwen2_vl": Qwen2VisionTransformerPretrainedModel,
+    "whisper": WhisperEncoder,
+    "qwen2_audio": Qwen2AudioEncoder,
+}
+FAMILIES = list(HF)
+
+
+def reference(module, family, dtype=torch.float64):
+    """HF's own class with the same weights, and HF's own attention."""
+    from motet.models.block import plain_names
+
+    names = plain_names(module.encoder)
+    config = module.encoder.model.config.__class__.from_dict(module.encoder.model.config.to_dict())
+    config._attn_implementation = "sdpa"
+    model = HF[family](config)
+    state = {names[k].removeprefix("model."): v for k, v in module.encoder.state_dict().items()}
+    model.load_state_dict(state)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model.train(module.training)
+
+
+def picture(rows, height, width):
+    """[height * width, 3 * 16] patches -> [1, 3, 4 height, 4 width] pixels."""
+    return rows.view(height, width, 3, 4, 4).permute(2, 0, 3, 1, 4).reshape(1, 3, 4 * height, 4 * width)
+
+
+@pytest.mark.parametrize("family", ["siglip", "clip", "dinov2"])
+@pytest.mark.parametrize("grid", [(4, 4), (3, 5), (6, 2), (7, 7)])
+def test_image_equals_hf_on_the_pixels(tiny, family, grid):
+    module = tiny.encoder(family).eval()
+    sizes = torch.tensor([grid])
+    values = tiny.values(family, sizes).double()
+    options = {} if family == "dinov2" else {"interpolate_pos_encoding": True}
+    expected = reference(module, family)(picture(values, *grid), **options).last_hidden_state[0]
+    expected = expected if family == "siglip" else expected[1:]
+    # HF rounds Dinov2's interpolated positions to float32, whatever the dtype; we keep float64.
+    tolerance = 1e-6 if family == "dinov2" and grid != (4, 4) else 1e-12
+    torch.testing.assert_close(module.encoder(values, sizes), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("family", ["siglip", "clip", "dinov2"])
+def test_image_equals_hf_in_float32(tiny, family):
+    module = tiny.encoder(family, torch.float32).eval()
+    sizes = torch.tensor([[3, 5]])
+    values = tiny.values(family, sizes)
+    options = {} if family == "dinov2" else {"interpolate_pos_encoding": True}
+    expected = reference(module, family, torch.float32)(picture(values, 3, 5), **options).last_hidden_state[0]
+    torch.testing.assert_close(module.encoder(values, sizes), expected[-15:], rtol=1e-5, atol=1e-6)
+
+
+def test_qwen2_vl_equals_hf_on_packed_images(tiny):
+    module = tiny.encoder("qwen2_vl").eval()
+    sizes = tiny.sizes("qwen2_vl")
+    values = tiny.values("qwen2_vl", sizes).double()
+    grid = torch.cat([torch.ones(len(sizes), 1, dtype=torch.int64), sizes], dim=1)
+    expected = reference(module, "qwen2_vl")(values, grid).pooler_output
+    # HF rotates in float32.
+    torch.testing.assert_close(module.encoder(values, sizes), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["whisper", "qwen2_audio"])
+def test_audio_equals_hf_on_a_clip_of_full_length(tiny, family):
+    module = tiny.encoder(family).eval()
+    sizes = torch.tensor([[40], [9]])
+    values = tiny.values(family, sizes).double()
+    expected = reference(module, family)(values[:40].T[None]).last_hidden_state[0]
+    torch.testing.assert_close(module.encoder(values, sizes)[: len(expected)], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_together_equals_one_by_one_with_gradients(tiny, family):
+    module = tiny.encoder(family, projector={"downsample": 2})
+    sizes = tiny.sizes(family)
+    values = tiny.values(family, sizes).double()
+    together = module(values, sizes)
+    counts = module.num_tokens(sizes.numpy())
+    assert len(together) == counts.sum()
+    parts = values.split(sizes.prod(1).tolist())
+    alone = torch.cat([module(part, size[None]) for part, size in zip(parts, sizes)])
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-13)
+    params = [p for p in module.parameters() if p.requires_grad]
+    weights = torch.randn_like(together)
+    got, wanted = (torch.autograd.grad((x * weights).sum(), params) for x in (together, alone))
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_item_is_bit_identical_whatever_the_others_hold(tiny, family):
+    module = tiny.encoder(family).eval()
+    sizes = tiny.sizes(family)
+    values = tiny.values(family, sizes).double()
+    parts = values.split(sizes.prod(1).tolist())
+    other = torch.cat([parts[0], torch.randn_like(parts[1]) * 1e3, *parts[2:]])
+    counts = module.num_tokens(sizes.numpy()).tolist()
+    before, after = (module(x, sizes).split(counts) for x in (values, other))
+    for i in (0, 2, 3):
+        assert torch.equal(before[i], after[i])
+    assert not torch.equal(before[1], after[1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_trainable_parameter_gets_a_gradient_also_from_nothing(tiny, family):
+    module = tiny.encoder(family)
+    sizes = tiny.sizes(family)
+    module(tiny.values(family, sizes), sizes).square().sum().backward()
+    assert [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None] == []
+    assert [n for n, p in module.named_parameters() if not p.requires_grad and p.grad is not None] == []
+    module.zero_grad()
+    nothing = module(torch.empty(0, 0), sizes[:0])
+    assert nothing.shape == (0, tiny.dim) and nothing.dtype == torch.float64
+    nothing.sum().backward()
+    assert all((p.grad is not None and not p.grad.any()) == p.requires_grad for p in module.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recomputation_changes_no_gradient(tiny, family):
+    module = tiny.encoder(family)
+    sizes = tiny.sizes(family)
+    values = tiny.values(family, sizes)
+    params = [p for p in module.parameters() if p.requires_grad]
+    expected = torch.autograd.grad(module(values, sizes).square().sum(), params)
+    for block in module.blocks:
+        block.recompute = True
+    got = torch.autograd.grad(module(values, sizes).square().sum(), params)
+    assert all(torch.equal(g, e) for g, e in zip(got, expected))
+
+
+def test_rows_per_item(tiny):
+    images, clips = np.array([[2, 4], [6, 6]]), np.array([[1], [2], [7], [8]])
+    assert tiny.encoder("siglip").num_tokens(images).tolist() == [8, 36]
+    assert tiny.encoder("qwen2_vl").num_tokens(images).tolist() == [2, 9]
+    assert tiny.encoder("qwen2_vl", projector={"downsample": 4}).num_tokens(images).tolist() == [1, 3]
+    assert tiny.encoder("whisper").num_tokens(clips).tolist() == [1, 1, 4, 4]
+    assert tiny.encoder("qwen2_audio").num_tokens(clips).tolist() == [0, 0, 2, 2]
+    assert tiny.encoder("whisper").lengths(clips).tolist() == [1, 2, 7, 8]
+    assert tiny.encoder("qwen2_vl").lengths(images).tolist() == [8, 36]
+    assert (tiny.encoder("whisper").cost, tiny.encoder("clip").cost) == ("padded", "packed")
+
+
+def test_sizes_that_do_not_fit_are_the_users_error(tiny):
+    with pytest.raises(UserError, match="multiples of 2"):
+        tiny.encoder("qwen2_vl").num_tokens(np.array([[2, 3]]))
+    for family in ("whisper", "qwen2_audio"):
+        with pytest.raises(UserError, match="41 frames is longer than the 40"):
+            tiny.encoder(family).num_tokens(np.array([[3], [41]]))
