@@ -1,0 +1,38 @@
+"""The `[data]` section of a recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class DataConfig(BaseModel):
+    """What is trained on, and how it is fed.
+
+    train, heldout:      manifests (files, directories or patterns of tar shards), read one after the other.
+    tokenizer:           directory with tokenizer.json.
+    max_sequence_length: longer examples (media included) are left out, counted and reported; None: no bound.
+    shuffle, seed:       the order of examples; the same seed gives the same order on any number of ranks.
+    num_workers:         processes a rank that decode media, and that build an index; 0: none besides the rank itself.
+    prefetch_steps:      steps that are decided and loaded ahead.
+    max_bad_fraction:    share of examples with unusable files, of those met, above which the job stops.
+    mode:                "index" decides from the index and loads only what a rank computes; "exchange" loads first and
+                         moves items between ranks; "auto" is "index" wherever lengths are known beforehand.
+    index_folder:        where indexes go if the manifests' own folders cannot be written.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    train: Annotated[tuple[str, ...], Field(min_length=1)]
+    heldout: tuple[str, ...] = ()
+    tokenizer: Path
+    max_sequence_length: Annotated[int | None, Field(ge=1)] = None
+    shuffle: bool = True
+    seed: Annotated[int, Field(ge=0)] = 0
+    num_workers: Annotated[int, Field(ge=0)] = 2
+    prefetch_steps: Annotated[int, Field(ge=1)] = 2
+    max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.01
+    mode: Literal["auto", "index", "exchange"] = "auto"
+    index_folder: Path | None = None

@@ -1,0 +1,147 @@
+"""An image to patch rows: resized to whole merge blocks, normalised, cut into patches in merge-block order.
+
+The rule of sizes: an image larger than `max_pixels_side` on its longer side is scaled down to it, aspect kept; then
+each side is resized to the nearest multiple of patch_size * merge_size (half goes up, at least one, never beyond the
+bound). So a side changes by at most half a block, nothing is cropped or padded, and an image whose sides are multiples
+already is not resampled at all. This is Qwen2-VL's rule (`smart_resize`) with a bound on the side in the place of its
+bounds on the area.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.core.example import Media
+from motet.data.media import IMAGE, MediaRef, orientation
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+@dataclass(frozen=True)
+class ImageTransform:
+    """What an image becomes before its encoder; the options are these fields, unknown ones are refused.
+
+    patch_size:      pixels of a patch's side.
+    merge_size:      patches of a merge block's side; the merge_size ** 2 patches of a block are consecutive rows. 1:
+                     raster.
+    max_pixels_side: bound on the longer side, at least one block.
+    fixed_size:      if given, every image is resized to this many pixels squared, aspect not kept (as SigLIP does), for
+                     encoders with fixed position embeddings; a multiple of patch_size * merge_size.
+    channels:        3 (RGB) or 1 (grey).
+    temporal_patch_size: the image is repeated this many times in each row, for encoders that patch over time (Qwen2-VL:
+                         2).
+    mean, std:       of pixel values from 0 to 1, one for all channels or one a channel; rows hold (value - mean) / std.
+    """
+
+    patch_size: int
+    merge_size: int = 1
+    max_pixels_side: int = 1344
+    fixed_size: int | None = None
+    channels: int = 3
+    temporal_patch_size: int = 1
+    mean: tuple[float, ...] = (0.5,)
+    std: tuple[float, ...] = (0.5,)
+
+    # Read by pydantic where this class is a field of a recipe; it needs no import of pydantic here.
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+    modality: ClassVar[str] = IMAGE
+
+    def __post_init__(self) -> None:
+        if min(self.patch_size, self.merge_size, self.temporal_patch_size) < 1:
+            raise ValueError("patch_size, merge_size and temporal_patch_size must be at least 1")
+        if self.channels not in (1, 3):
+            raise ValueError(f"channels must be 1 (grey) or 3 (RGB), not {self.channels}")
+        if self.max_pixels_side < self.block:
+            raise ValueError(
+                f"max_pixels_side is {self.max_pixels_side}, less than a block, patch_size * merge_size = {self.block}"
+            )
+        if self.fixed_size is not None and (self.fixed_size < 1 or self.fixed_size % self.block):
+            raise ValueError(
+                f"fixed_size is {self.fixed_size}, but must be a multiple of patch_size * merge_size = {self.block}"
+            )
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) not in (1, self.channels):
+                raise ValueError(f"{name} must have 1 or {self.channels} values, one a channel, not {len(values)}")
+        if min(self.std) <= 0:
+            raise ValueError(f"std must be positive, not {self.std}")
+
+    @property
+    def block(self) -> int:
+        """Pixels of a merge block's side."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def row_dim(self) -> int:
+        return self.channels * self.temporal_patch_size * self.patch_size**2
+
+    def accepts(self, raw: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Every image can be used, bool [n]."""
+        return np.ones(len(raw), dtype=bool)
+
+    def pixels(self, raw: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Pixels after resizing, int64 [n, 2] (width, height) for raw [n, 2] (width, height). Integers throughout."""
+        if self.fixed_size is not None:
+            return np.full(raw.shape, self.fixed_size, dtype=np.int64)
+        longer = raw.max(axis=1, keepdims=True)
+        # A side becomes side * bound / longer pixels, and that many blocks: rounded once, not twice.
+        scale = np.where(longer > self.max_pixels_side, self.max_pixels_side, longer)
+        divisor = longer * self.block
+        blocks = (2 * raw * scale + divisor) // (2 * divisor)
+        pixels: NDArray[np.int64] = np.clip(blocks, 1, self.max_pixels_side // self.block) * self.block
+        return pixels
+
+    def sizes(self, raw: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(patch rows, patch columns) of each image, int64 [n, 2], from raw [n, 2] (width, height) alone."""
+        return self.pixels(raw)[:, ::-1] // self.patch_size
+
+    def load(self, ref: MediaRef) -> Media:
+        """Decode and transform one image. Raises whatever Pillow raises on a damaged file."""
+        from PIL import Image
+
+        with ref.open() as file, Image.open(file) as image:
+            return self(_upright(image))
+
+    def __call__(self, image: Image.Image) -> Media:
+        """Rows [num_patches, row_dim], a row in the order (channel, time, y, x); size (patch rows, patch columns)."""
+        from PIL import Image
+
+        image = _eight_bit(image).convert("L" if self.channels == 1 else "RGB")
+        width, height = self.pixels(np.array([image.size], dtype=np.int64))[0].tolist()
+        if image.size != (width, height):
+            image = image.resize((width, height), Image.Resampling.BICUBIC)
+        patch, merge = self.patch_size, self.merge_size
+        rows, columns = height // patch, width // patch
+        pixels = np.asarray(image).reshape(rows // merge, merge, patch, columns // merge, merge, patch, self.channels)
+        # Small integers are moved, and only then turned to floats: a quarter of the memory traffic.
+        patches = np.ascontiguousarray(pixels.transpose(0, 3, 1, 4, 6, 2, 5))
+        values = np.empty((rows * columns, self.channels, self.temporal_patch_size, patch * patch), dtype=np.float32)
+        scale, shift = self._affine()
+        values[...] = (patches.reshape(rows * columns, self.channels, patch * patch) * scale + shift)[:, :, None, :]
+        return Media(values.reshape(rows * columns, self.row_dim), np.array([rows, columns], dtype=np.int64))
+
+    def _affine(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """value / 255 normalised is value * scale + shift; each [channels, 1]."""
+        std = np.broadcast_to(np.asarray(self.std, dtype=np.float64), (self.channels,))[:, None]
+        mean = np.broadcast_to(np.asarray(self.mean, dtype=np.float64), (self.channels,))[:, None]
+        return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Turned as its EXIF orientation says, where it has one."""
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(image) if orientation(image) != 1 else image
+
+
+def _eight_bit(image: Image.Image) -> Image.Image:
+    """Pillow clips 16-bit grey at 255 when it converts: scale it instead."""
+    from PIL import Image
+
+    if not image.mode.startswith("I"):
+        return image
+    return Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))

@@ -1,0 +1,194 @@
+"""The index of a manifest: the lengths of every example, and where its text and media are, in files that need no
+decoding.
+
+Two files in a folder beside the manifest:
+    NAME.arrow    the lengths, Arrow IPC, a row an example; memory-mapped, so that all processes of a node share one
+                  copy: 24 bytes an example and 17 an item
+    NAME-*.rows   record, media places and tokens of each example; read by position when asked for, never mapped
+NAME is the tokenizer's fingerprint, so indexes for several tokenizers stand side by side. The Arrow file is written
+last, put
+in place by one rename, and names its rows file: a half-written index cannot be seen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from motet.core.example import TokenSequence
+from motet.data.media import MODALITIES, MediaRef
+
+# Raise it when what stands in the files changes: older indexes are then built anew.
+FORMAT_VERSION = 1
+SCHEMA = pa.schema(
+    {
+        "num_tokens": pa.int32(),
+        "num_targets": pa.int32(),
+        "row_start": pa.int64(),
+        "row_bytes": pa.int32(),
+        "items": pa.list_(pa.struct({"modality": pa.int8(), "raw_0": pa.int64(), "raw_1": pa.int64()})),
+        "bad": pa.struct({"path": pa.string(), "reason": pa.string()}),
+    }
+)
+# Bytes of the record, bytes of the media places, number of tokens.
+_ROW_HEADER = struct.Struct("<III")
+
+
+@dataclass(frozen=True, eq=False)
+class LengthColumns:
+    """The lengths of all examples of a manifest; views of the mapped file.
+
+    num_tokens:   int32 [num_examples], tokens of the text, placeholders included.
+    num_targets:  int32 [num_examples], tokens on which loss is taken.
+    item_offsets: int32 [num_examples + 1]; the items of example i are [item_offsets[i], item_offsets[i + 1]).
+    modality:     int8 [num_items], place in MODALITIES.
+    raw:          two int64 [num_items]: widths and heights, or samples and sampling rates; 0 if the file is bad.
+    """
+
+    num_tokens: NDArray[np.int32]
+    num_targets: NDArray[np.int32]
+    item_offsets: NDArray[np.int32]
+    modality: NDArray[np.int8]
+    raw: tuple[NDArray[np.int64], NDArray[np.int64]]
+
+
+@dataclass(frozen=True)
+class BadExample:
+    """An example with a file that could not be used when the index was built. example: its number in the manifest."""
+
+    example: int
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """What the rows file holds of one example.
+
+    places: (path, member, offset, num_bytes) of each item, paths relative.
+    """
+
+    record: bytes
+    places: Sequence[tuple[str, str, int, int]]
+    text: TokenSequence
+
+    def pack(self) -> bytes:
+        places = json.dumps(self.places, ensure_ascii=False).encode()
+        header = _ROW_HEADER.pack(len(self.record), len(places), len(self.text.tokens))
+        arrays = (
+            self.text.tokens.astype("<i4").tobytes(),
+            np.packbits(self.text.targets).tobytes(),
+            self.text.media_positions.astype("<i4").tobytes(),
+        )
+        return b"".join((header, self.record, places, *arrays))
+
+    @classmethod
+    def unpack(cls, data: bytes, media: tuple[str, ...]) -> Row:
+        """media: the modality of each item."""
+        num_record, num_places, num_tokens = _ROW_HEADER.unpack_from(data)
+        places_at = _ROW_HEADER.size + num_record
+        tokens_at = places_at + num_places
+        targets_at = tokens_at + 4 * num_tokens
+        positions_at = targets_at + -(-num_tokens // 8)
+        packed = np.frombuffer(data, np.uint8, positions_at - targets_at, targets_at)
+        text = TokenSequence(
+            tokens=np.frombuffer(data, "<i4", num_tokens, tokens_at).astype(np.int64),
+            targets=np.unpackbits(packed, count=num_tokens).astype(bool),
+            media=media,
+            media_positions=np.frombuffer(data, "<i4", len(media), positions_at).astype(np.int64),
+        )
+        return cls(data[_ROW_HEADER.size : places_at], json.loads(data[places_at:tokens_at]), text)
+
+
+class Index:
+    """An index that has been built, opened for reading; any number of processes share its memory.
+
+    folder: what the media paths are relative to. Raises OSError or pyarrow.ArrowInvalid if `path` holds no whole index
+    of this version.
+    """
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        self.path, self.folder = path, folder
+        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        self.about: dict[str, Any] = json.loads((table.schema.metadata or {}).get(b"motet", b"{}"))
+        if self.about.get("format") != FORMAT_VERSION:
+            raise pa.ArrowInvalid(f"{path} is an index of another version")
+        self._table = table
+        self._rows = os.open(path.with_name(self.about["rows"]), os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_rows"):
+            os.close(self._rows)
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    @property
+    def source(self) -> str:
+        """The manifest's name, for messages."""
+        return self.path.parent.name.removesuffix(".motet-index")
+
+    @property
+    def identity(self) -> str:
+        """Equal for two indexes only if they hold the same examples, in the same order, with the same lengths."""
+        return str(self.about["identity"])
+
+    @cached_property
+    def lengths(self) -> LengthColumns:
+        """Free: nothing is read before it is looked at."""
+        items = self._column("items")
+        modality, *raw = (items.values.field(place).to_numpy(zero_copy_only=True) for place in range(3))
+        return LengthColumns(
+            num_tokens=self._column("num_tokens").to_numpy(zero_copy_only=True),
+            num_targets=self._column("num_targets").to_numpy(zero_copy_only=True),
+            item_offsets=items.offsets.to_numpy(zero_copy_only=True),
+            modality=modality,
+            raw=(raw[0], raw[1]),
+        )
+
+    def bad_examples(self) -> Iterator[BadExample]:
+        """Examples that cannot be used, in order. Costs nothing if there are none."""
+        bad = self._column("bad")
+        if bad.null_count == len(bad):
+            return
+        for example in np.flatnonzero(bad.is_valid().to_numpy(zero_copy_only=False)).tolist():
+            what = bad[example].as_py()
+            yield BadExample(example, what["path"], what["reason"])
+
+    def record(self, example: int) -> dict[str, Any]:
+        """The record as it stands in the manifest."""
+        return dict(json.loads(self._row(example).record))
+
+    def tokens(self, example: int) -> TokenSequence:
+        return self._row(example).text
+
+    def media_refs(self, example: int) -> list[MediaRef]:
+        """The items of an example in order of appearance."""
+        start, end = self.lengths.item_offsets[example : example + 2].tolist()
+        widths, heights = self.lengths.raw
+        refs = []
+        for item, (path, member, offset, num_bytes) in zip(range(start, end), self._row(example).places):
+            raw = (int(widths[item]), int(heights[item]))
+            where = os.path.join(self.folder, path)
+            refs.append(MediaRef(MODALITIES[self.lengths.modality[item]], where, member, offset, num_bytes, raw))
+        return refs
+
+    def _row(self, example: int) -> Row:
+        start, end = self.lengths.item_offsets[example : example + 2].tolist()
+        media = tuple(MODALITIES[code] for code in self.lengths.modality[start:end])
+        at, num_bytes = self._column("row_start")[example].as_py(), self._column("row_bytes")[example].as_py()
+        # pread: no shared file position, so threads need no lock, and nothing is added to the memory of the process.
+        return Row.unpack(os.pread(self._rows, num_bytes, at), media)
+
+    def _column(self, name: str) -> pa.Array:
+        return self._table.column(name).chunk(0)

@@ -1,0 +1,190 @@
+"""Opening the index of a manifest, and building it where there is none that fits.
+
+An index fits if it is of this manifest as it is now (size and time of change, or content), of this tokenizer and
+template, and of this format. Processes that start together build one after the other, and all but the first find the
+index there. Files that are missing or unreadable mark their example as bad and do not stop the build; a wrong record
+does, because nobody can tell what was meant by it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from itertools import chain, islice
+from pathlib import Path
+
+import pyarrow as pa
+
+from motet.core.errors import UserError
+from motet.data.index import FORMAT_VERSION, SCHEMA, Index
+from motet.data.index_entries import EntryReader, PackedColumns, TextEncoder, join_columns
+from motet.data.manifest import Entry, Manifest
+from motet.data.workers import WorkerPool
+
+Progress = Callable[[int, float], None]
+"""Called now and then with the examples done and the share of the manifest done, 0 to 1."""
+
+_CHUNK_EXAMPLES = 256
+
+
+def open_index(
+    manifest: str | Path | Manifest,
+    text: TextEncoder,
+    *,
+    index_folder: str | Path | None = None,
+    num_workers: int = 0,
+    progress: Progress | None = None,
+) -> Index:
+    """The index of a manifest, built first if there is none that fits.
+
+    index_folder: a folder for indexes, if the manifest's own is not writable. num_workers: processes that build.
+    Raises UserError for a manifest that is missing or wrong (naming the line), or if no index can be written.
+    """
+    manifest = manifest if isinstance(manifest, Manifest) else Manifest.find(manifest)
+    folder = _index_folder(manifest, index_folder)
+    path = folder / f"{text.fingerprint[:16]}.arrow"
+    if index := _open_if_fits(path, manifest):
+        return index
+    with _locked(folder, path.with_suffix(".lock"), manifest):
+        # Another process may have built it while this one waited.
+        if index := _open_if_fits(path, manifest):
+            return index
+        _build(manifest, text, path, num_workers, progress)
+    return Index(path, manifest.folder)
+
+
+def _index_folder(manifest: Manifest, given: str | Path | None) -> Path:
+    if given is None:
+        return manifest.default_index_folder
+    # Manifests of one name from several places share the folder.
+    place = hashlib.blake2b(str(manifest.folder.resolve()).encode(), digest_size=6).hexdigest()
+    return Path(given) / f"{manifest.name}-{place}.motet-index"
+
+
+def _open_if_fits(path: Path, manifest: Manifest) -> Index | None:
+    try:
+        index = Index(path, manifest.folder)
+    except (OSError, ValueError):
+        # pyarrow's errors are among these.
+        return None
+    stamp = manifest.stamp()
+    if index.about["stamp"] == stamp:
+        return index
+    # Copied or touched, perhaps, and not changed.
+    same_sizes = [entry[:2] for entry in index.about["stamp"]] == [entry[:2] for entry in stamp]
+    if manifest.kind != "tar" and same_sizes and index.about["digest"] == manifest.digest():
+        return index
+    return None
+
+
+@contextmanager
+def _locked(folder: Path, path: Path, manifest: Manifest) -> Iterator[None]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as error:
+        raise UserError(
+            f"the index of {manifest.name} cannot be written to {folder} ({error.strerror}); "
+            "name a folder that can be written by index_folder"
+        ) from None
+    with file:
+        # Where the file system knows no locks, several processes build; the last one stands, which is as good.
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(manifest: Manifest, text: TextEncoder, path: Path, num_workers: int, progress: Progress | None) -> None:
+    stamp, digest = manifest.stamp(), manifest.digest()
+    former = _rows_file(path)
+    rows_path = path.with_name(f"{path.stem}-{uuid.uuid4().hex[:12]}.rows")
+    part_path = rows_path.with_suffix(".part")
+    try:
+        chunks = _write_rows(rows_path, _read_all(manifest, text, num_workers), progress)
+        if not chunks:
+            raise UserError(f"manifest {manifest.files[0]}: holds no record; it must hold at least one")
+        identity = _identity(digest, text.fingerprint, chunks)
+        about = {
+            "format": FORMAT_VERSION,
+            "stamp": stamp,
+            "digest": digest,
+            "rows": rows_path.name,
+            "identity": identity,
+        }
+        schema = SCHEMA.with_metadata({"motet": json.dumps(about)})
+        with part_path.open("wb") as file:
+            with pa.ipc.new_file(file, schema) as writer:
+                writer.write_batch(join_columns(chunks).replace_schema_metadata(schema.metadata))
+            file.flush()
+            os.fsync(file.fileno())
+        part_path.replace(path)
+    except BaseException:
+        rows_path.unlink(missing_ok=True)
+        part_path.unlink(missing_ok=True)
+        raise
+    # Processes that have the former index open keep reading it: an open file outlives its name.
+    if former is not None:
+        former.unlink(missing_ok=True)
+
+
+def _rows_file(path: Path) -> Path | None:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return path.with_name(json.loads(pa.ipc.open_file(str(path)).schema.metadata[b"motet"])["rows"])
+    return None
+
+
+def _write_rows(
+    path: Path, chunks: Iterable[tuple[PackedColumns, float]], progress: Progress | None
+) -> list[PackedColumns]:
+    """Write the rows out as they come, and keep the lengths."""
+    kept, num_examples = [], 0
+    with path.open("wb") as rows:
+        for chunk, share in chunks:
+            rows.write(chunk.rows)
+            kept.append(PackedColumns(chunk.examples, chunk.modality, chunk.raw, chunk.bad, b""))
+            num_examples += chunk.num_examples
+            if progress:
+                progress(num_examples, share)
+        rows.flush()
+        os.fsync(rows.fileno())
+    return kept
+
+
+def _identity(manifest_digest: str, fingerprint: str, chunks: list[PackedColumns]) -> str:
+    digest = hashlib.blake2b(f"{FORMAT_VERSION} {manifest_digest} {fingerprint}".encode(), digest_size=16)
+    for chunk in chunks:
+        for array in (chunk.examples, chunk.modality, chunk.raw):
+            digest.update(array.tobytes())
+        digest.update(repr([example for example, _, _ in chunk.bad]).encode())
+    return digest.hexdigest()
+
+
+def _read_all(manifest: Manifest, text: TextEncoder, num_workers: int) -> Iterator[tuple[PackedColumns, float]]:
+    """Chunks in order of the manifest, each with the share of it that is done."""
+    entries = manifest.entries()
+    first = list(islice(entries, 2 * _CHUNK_EXAMPLES))
+    # A small manifest is read sooner than a worker has started.
+    num_workers = num_workers if len(first) == 2 * _CHUNK_EXAMPLES else 0
+    with WorkerPool(num_workers, EntryReader, manifest.folder, text) as pool:
+        waiting: deque[tuple[Future[PackedColumns], float]] = deque()
+        for chunk in _in_chunks(chain(first, entries)):
+            waiting.append((pool.submit(chunk), chunk[-1].progress))
+            # Enough to keep the workers busy, and few enough to keep the memory small.
+            while len(waiting) > 2 * num_workers:
+                future, share = waiting.popleft()
+                yield future.result(), share
+        while waiting:
+            future, share = waiting.popleft()
+            yield future.result(), share
+
+
+def _in_chunks(entries: Iterator[Entry]) -> Iterator[list[Entry]]:
+    while chunk := list(islice(entries, _CHUNK_EXAMPLES)):
+        yield chunk

@@ -1,0 +1,173 @@
+"""One stretch of a manifest turned into columns of an index: records checked, text tokenised, headers read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from motet.core.errors import UserError
+from motet.core.example import TokenSequence
+from motet.data.conversation import Conversation, match_media, media_names, parse_conversation, parse_json
+from motet.data.index import SCHEMA, Row
+from motet.data.manifest import Entry
+from motet.data.media import MODALITIES, BadMedia, MediaRef, read_header
+from motet.data.shards import find_members
+
+
+class TextEncoder(Protocol):
+    """What the index needs of a tokenizer; picklable."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for two encoders only if they give the same tokens."""
+
+    def encode(self, conversation: Conversation) -> TokenSequence:
+        """The tokens of a conversation. Raises UserError."""
+
+
+@dataclass
+class Columns:
+    """The columns of some consecutive examples, and their rows.
+
+    row_bytes, num_tokens, num_targets, num_items: int [num_examples]; modality, raw: int [num_items], [num_items, 2].
+    bad: (example, path, reason), examples counted from the first of these columns.
+    """
+
+    row_bytes: list[int] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    num_targets: list[int] = field(default_factory=list)
+    num_items: list[int] = field(default_factory=list)
+    modality: list[int] = field(default_factory=list)
+    raw: list[tuple[int, int]] = field(default_factory=list)
+    bad: list[tuple[int, str, str]] = field(default_factory=list)
+    rows: list[bytes] = field(default_factory=list)
+
+    def packed(self) -> PackedColumns:
+        return PackedColumns(
+            examples=np.array([self.row_bytes, self.num_tokens, self.num_targets, self.num_items], dtype=np.int32),
+            modality=np.array(self.modality, dtype=np.int8),
+            raw=np.array(self.raw, dtype=np.int64).reshape(-1, 2),
+            bad=self.bad,
+            rows=b"".join(self.rows),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PackedColumns:
+    """`Columns` as arrays. examples: int32 [4, num_examples], row_bytes, num_tokens, num_targets, num_items."""
+
+    examples: NDArray[np.int32]
+    modality: NDArray[np.int8]
+    raw: NDArray[np.int64]
+    bad: list[tuple[int, str, str]]
+    rows: bytes
+
+    @property
+    def num_examples(self) -> int:
+        return int(self.examples.shape[1])
+
+
+class EntryReader:
+    """Lives in a worker process. folder: what media paths are relative to."""
+
+    def __init__(self, folder: Path, text: TextEncoder) -> None:
+        self._folder, self._text = folder, text
+
+    def __call__(self, entries: Sequence[Entry]) -> PackedColumns:
+        """Raises UserError for the first record that is wrong, naming its place."""
+        columns = Columns()
+        for entry in entries:
+            self._add(entry, columns)
+        return columns.packed()
+
+    def _add(self, entry: Entry, columns: Columns) -> None:
+        record = parse_json(entry.text, entry.where)
+        conversation = parse_conversation(record, entry.where)
+        refs = self._find_media(entry, conversation, media_names(record, entry.where))
+        try:
+            text = self._text.encode(conversation)
+        except UserError as error:
+            raise UserError(f"{entry.where}: {error}") from None
+        raws, bad = _read_headers(refs)
+        if bad:
+            columns.bad.append((len(columns.num_tokens), bad.path, bad.reason))
+        places = [(os.path.relpath(ref.path, self._folder), ref.member, ref.offset, ref.num_bytes) for ref in refs]
+        row = Row(entry.text, places, text).pack()
+        columns.rows.append(row)
+        columns.row_bytes.append(len(row))
+        columns.num_tokens.append(len(text.tokens))
+        columns.num_targets.append(int(text.targets.sum()))
+        columns.num_items.append(len(refs))
+        columns.modality += [MODALITIES.index(ref.modality) for ref in refs]
+        columns.raw += raws
+
+    def _find_media(
+        self, entry: Entry, conversation: Conversation, names: dict[str, list[str] | None]
+    ) -> list[MediaRef]:
+        if entry.members is None:
+            given = {modality: found or [] for modality, found in names.items()}
+            matched = match_media(conversation, given, entry.where)
+            return [MediaRef(modality, os.path.join(self._folder, name)) for modality, name in matched]
+        given, members = find_members(names, entry.members, entry.where)
+        matched = match_media(conversation, given, entry.where)
+        found = [(modality, members[name]) for modality, name in matched]
+        return [MediaRef(name, at.shard, at.name, at.offset, at.num_bytes) for name, at in found]
+
+
+def _read_headers(refs: list[MediaRef]) -> tuple[list[tuple[int, int]], BadMedia | None]:
+    """The raw lengths of each item, 0 where its file is bad, and the first that is."""
+    raws, first_bad = [], None
+    for ref in refs:
+        try:
+            raws.append(read_header(ref))
+        except BadMedia as bad:
+            first_bad = first_bad or bad
+            raws.append((0, 0))
+    return raws, first_bad
+
+
+def join_columns(chunks: Sequence[PackedColumns]) -> pa.RecordBatch:
+    """One batch in the index's schema. Raises UserError if a manifest is too large for its 32-bit offsets."""
+    row_bytes, num_tokens, num_targets, num_items = np.concatenate([chunk.examples for chunk in chunks], axis=1)
+    ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(row_bytes, dtype=np.int64)])
+    offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(num_items, dtype=np.int64)])
+    if offsets[-1] > np.iinfo(np.int32).max:
+        raise UserError(
+            f"a manifest with {offsets[-1]} media is too large for one index; split it into several manifests"
+        )
+    modality, raw = (
+        np.concatenate([chunk.modality for chunk in chunks]),
+        np.concatenate([chunk.raw for chunk in chunks]),
+    )
+    items = pa.StructArray.from_arrays(
+        [pa.array(modality), pa.array(raw[:, 0].copy()), pa.array(raw[:, 1].copy())],
+        fields=list(SCHEMA.field("items").type.value_type),
+    )
+    bad_type = SCHEMA.field("bad").type
+    bad = pa.nulls(len(row_bytes), bad_type)
+    if found := _bad_rows(chunks):
+        listed: list[dict[str, str] | None] = [None] * len(row_bytes)
+        for example, path, reason in found:
+            listed[example] = {"path": path, "reason": reason}
+        bad = pa.array(listed, bad_type)
+    arrays = [
+        pa.array(num_tokens),
+        pa.array(num_targets),
+        pa.array(ends[:-1]),
+        pa.array(row_bytes),
+        pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), items),
+        bad,
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+
+
+def _bad_rows(chunks: Sequence[PackedColumns]) -> list[tuple[int, str, str]]:
+    starts = np.cumsum([0, *(chunk.num_examples for chunk in chunks)]).tolist()
+    return [(start + at, path, reason) for start, chunk in zip(starts, chunks) for at, path, reason in chunk.bad]

@@ -1,0 +1,148 @@
+"""Manifests: JSON, JSONL, Parquet and WebDataset tar shards, read as one stream of records with their whereabouts.
+
+A manifest is named by a file (`train.jsonl`, `train.json`, `train.parquet`, `train.tar`), a directory of tar shards, or
+a pattern of tar shards with `*`, `?`, or braces (`train-{000..127}.tar`). Media paths are relative to the manifest's
+directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from motet.core.errors import UserError
+from motet.data.conversation import check_is_object
+from motet.data.shards import Member, expand_shards, read_shard
+
+_FORMATS = ".json, .jsonl, .parquet or .tar"
+_DIGEST_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One record, not yet looked into.
+
+    where:    file and line (record, row, key), for messages.
+    text:     the record as JSON.
+    members:  the media beside it in its tar shard, in the order in which they are there; None outside of shards.
+    progress: share of the manifest that has been read with it, 0 to 1.
+    """
+
+    where: str
+    text: bytes
+    members: tuple[Member, ...] | None
+    progress: float
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A manifest that exists. files: the one file, or the shards in order. folder: what media paths are relative to."""
+
+    name: str
+    kind: str
+    files: tuple[Path, ...]
+    folder: Path
+
+    @classmethod
+    def find(cls, spec: str | Path) -> Manifest:
+        """The manifest that `spec` names. Raises UserError if it is missing or of no known format."""
+        path = Path(spec)
+        if path.is_file():
+            kind = path.suffix.lower().lstrip(".")
+            if kind not in ("json", "jsonl", "parquet", "tar"):
+                raise UserError(f"manifest {spec}: its ending '{path.suffix}' is unknown; it must be {_FORMATS}")
+            return cls(path.name, kind, (path,), path.parent)
+        shards = expand_shards(spec)
+        if not shards:
+            raise UserError(f"manifest {spec}: there is no such file; it must be a {_FORMATS} file, or tar shards")
+        name = path.name if path.is_dir() else re.sub(r"[^\w.-]+", "_", path.name)
+        return cls(name, "tar", tuple(shards), path.parent)
+
+    @property
+    def default_index_folder(self) -> Path:
+        return self.folder / f"{self.name}.motet-index"
+
+    def stamp(self) -> list[list[Any]]:
+        """Name, bytes and modification time (ns) of each file: if equal, the manifest has not changed."""
+        return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in self.files]
+
+    def digest(self) -> str:
+        """Of the content; of shards, which may be terabytes, of their names and sizes."""
+        digest = hashlib.blake2b(digest_size=16)
+        if self.kind == "tar":
+            digest.update(json.dumps([entry[:2] for entry in self.stamp()]).encode())
+            return digest.hexdigest()
+        with self.files[0].open("rb") as file:
+            for chunk in iter(partial(file.read, _DIGEST_CHUNK_BYTES), b""):
+                digest.update(chunk)
+        return digest.hexdigest()
+
+    def entries(self) -> Iterator[Entry]:
+        """All records in order. Raises UserError, naming file and place, on what is no record at all."""
+        readers = {"jsonl": _read_jsonl, "json": _read_json, "parquet": _read_parquet}
+        if self.kind != "tar":
+            yield from readers[self.kind](self.files[0])
+            return
+        for number, shard in enumerate(self.files):
+            for key, text, members in read_shard(shard):
+                yield Entry(f"{shard}, key {key}", text, members, (number + 1) / len(self.files))
+
+
+def _read_jsonl(path: Path) -> Iterator[Entry]:
+    num_bytes = max(path.stat().st_size, 1)
+    done = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            done += len(line)
+            text = line.removeprefix(b"\xef\xbb\xbf").strip()
+            if text:
+                yield Entry(f"{path}, line {number}", text, None, done / num_bytes)
+
+
+def _read_json(path: Path) -> Iterator[Entry]:
+    try:
+        records = json.loads(path.read_bytes())
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is not UTF-8 (byte {error.start}); save the file as UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{path}, line {error.lineno}: is no JSON ({error.msg}); it must be a list of records"
+        ) from None
+    if not isinstance(records, list):
+        raise UserError(f"{path}: must hold a list of records; one record a line is a .jsonl file")
+    for number, record in enumerate(records, start=1):
+        where = f"{path}, record {number}"
+        yield Entry(where, _dump(check_is_object(record, where)), None, number / len(records))
+
+
+def _read_parquet(path: Path) -> Iterator[Entry]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise UserError(f"{path}: is no Parquet file ({error})") from None
+    number = 0
+    for batch in file.iter_batches(batch_size=1024):
+        for record in batch.to_pylist():
+            number += 1
+            where = f"{path}, row {number}"
+            yield Entry(where, _dump(record, where), None, number / max(file.metadata.num_rows, 1))
+
+
+def _dump(record: dict[str, Any], where: str = "") -> bytes:
+    def as_text(value: object) -> str:
+        if isinstance(value, bytes):
+            raise UserError(
+                f"{where}: holds bytes, but media must be named by path; write them to files, or use tar shards"
+            )
+        return str(value)
+
+    return json.dumps(record, ensure_ascii=False, default=as_text).encode()

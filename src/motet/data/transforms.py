@@ -1,0 +1,49 @@
+"""What turns a file into rows for its encoder, and tells their number beforehand: a class a modality."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.core.example import Media
+from motet.data.audio import AudioTransform
+from motet.data.images import ImageTransform
+from motet.data.media import BadMedia, MediaRef, explain
+
+__all__ = ["AudioTransform", "ImageTransform", "Transform", "load_media"]
+
+
+class Transform(Protocol):
+    """Anything with these is a transform: picklable, and importable in a worker process (not defined in a script)."""
+
+    modality: str
+    """"image" or "audio": the placeholder that it stands for."""
+
+    def sizes(self, raw: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The sizes [n, size_dim] that `load` will yield, from what headers tell, raw [n, 2]. Exact."""
+
+    def accepts(self, raw: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which items are used at all, bool [n]; examples with others are left out."""
+
+    def load(self, ref: MediaRef) -> Media:
+        """Decode and transform; raises any Exception on a file that is missing or damaged."""
+
+
+def load_media(ref: MediaRef, transform: Transform) -> Media:
+    """One item, with the size that the index promised. Raises BadMedia (file, reason)."""
+    try:
+        media = transform.load(ref)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise BadMedia(ref.name, explain(error)) from error
+    if ref.raw is not None:
+        promised = transform.sizes(np.array([ref.raw], dtype=np.int64))[0]
+        if not np.array_equal(media.size, promised):
+            # Others have planned with the promised size: a different one would not fit their plan.
+            raise BadMedia(
+                ref.name, f"has size {media.size.tolist()}, its header at indexing promised {promised.tolist()}"
+            )
+    return media
