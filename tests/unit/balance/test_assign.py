@@ -1,0 +1,209 @@
+"""What holds for every cost and both backends: one contract, and the same Assignment from both."""
+
+import heapq
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from motet.balance import Packed, Padded, assign, lower_bound, score
+from motet.core.errors import UserError
+
+COSTS = [Packed(), Packed(linear=3), Packed(linear=5, quadratic=2), Packed(linear=0, quadratic=1), Padded()]
+BACKENDS = ["native", "reference"]
+
+small = st.integers(0, 30)
+tiles = st.integers(0, 5).map(lambda tiles: 256 * tiles)
+wide = st.integers(0, 2**20) | st.sampled_from([0, 1, 2**20])
+lengths_of_a_batch = st.lists(small, max_size=60) | st.lists(tiles, max_size=60) | st.lists(wide, max_size=60)
+
+
+def load(lengths, cost):
+    if isinstance(cost, Padded):
+        return len(lengths) * max(lengths, default=0)
+    return sum(cost.linear * length + cost.quadratic * length**2 for length in lengths)
+
+
+def best_load(lengths, num_ranks, cost):
+    """Brute force over all num_ranks ** num_items placements."""
+    return min(
+        max(load([x for x, r in zip(lengths, ranks) if r == rank], cost) for rank in range(num_ranks))
+        for ranks in product(range(num_ranks), repeat=len(lengths))
+    )
+
+
+def check_assignment(assignment, lengths, num_ranks, cost):
+    """Each item once, in item order on its rank; loads and bound are what they say."""
+    assert assignment.ranks.dtype == np.int32
+    assert {assignment.items.dtype, assignment.offsets.dtype, assignment.loads.dtype} == {np.dtype(np.int64)}
+    assert assignment.num_ranks == num_ranks
+    assert sorted(assignment.items.tolist()) == list(range(len(lengths)))
+    for rank in range(num_ranks):
+        items = assignment.on_rank(rank).tolist()
+        assert items == sorted(items)
+        assert (assignment.ranks[items] == rank).all()
+        assert assignment.loads[rank] == load([lengths[item] for item in items], cost)
+    assert assignment.bound <= assignment.loads.max()
+
+
+@pytest.mark.parametrize("cost", COSTS, ids=str)
+@given(lengths=lengths_of_a_batch, num_ranks=st.integers(1, 9))
+def test_contract_and_equal_backends(cost, lengths, num_ranks):
+    native, reference = (assign(lengths, num_ranks, cost, backend=backend) for backend in BACKENDS)
+    check_assignment(native, lengths, num_ranks, cost)
+    assert native.bound == reference.bound == lower_bound(lengths, num_ranks, cost)
+    for field in ("ranks", "items", "offsets", "loads"):
+        np.testing.assert_array_equal(getattr(native, field), getattr(reference, field))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cost", COSTS, ids=str)
+@given(lengths=st.lists(st.integers(0, 12), max_size=6), num_ranks=st.integers(1, 3))
+def test_close_to_brute_force(backend, cost, lengths, num_ranks):
+    best = best_load(lengths, num_ranks, cost)
+    found = assign(lengths, num_ranks, cost, backend=backend)
+    assert found.bound <= best
+    if isinstance(cost, Padded):
+        assert found.loads.max() == found.bound == best
+    else:
+        assert found.loads.max() <= best * (4 / 3 - 1 / (3 * num_ranks))
+
+
+def longest_first_load(weights, num_ranks):
+    loads = [0] * num_ranks
+    for weight in sorted(weights, reverse=True):
+        heapq.heapreplace(loads, loads[0] + weight)
+    return max(loads)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(lengths=lengths_of_a_batch, num_ranks=st.integers(1, 9))
+def test_packed_is_never_worse_than_plain_longest_first(backend, lengths, num_ranks):
+    cost = Packed(linear=5, quadratic=2)
+    weights = [load([length], cost) for length in lengths]
+    found = assign(lengths, num_ranks, cost, backend=backend)
+    assert found.loads.max() <= longest_first_load(weights, num_ranks)
+
+
+def paper_padded_load(lengths, num_ranks):
+    """OrchMLLM Algorithm 2 as it is printed, shortest first, with the bounds and the returned partition corrected."""
+    ascending = sorted(lengths)
+
+    def num_batches(limit):
+        count, batches = 0, 1
+        for length in ascending:
+            if (count + 1) * length > limit:
+                count, batches = 0, batches + 1
+            count += 1
+        return batches
+
+    left, right = ascending[-1], ascending[-1] * -(-len(ascending) // num_ranks)
+    while left < right:
+        middle = (left + right) // 2
+        left, right = (left, middle) if num_batches(middle) <= num_ranks else (middle + 1, right)
+    return right
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(lengths=lengths_of_a_batch.filter(len), num_ranks=st.integers(1, 9))
+def test_padded_is_as_good_as_the_paper(backend, lengths, num_ranks):
+    found = assign(lengths, num_ranks, Padded(), backend=backend)
+    assert found.loads.max() == found.bound == paper_padded_load(lengths, num_ranks)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("cost", COSTS, ids=str)
+@pytest.mark.parametrize(
+    "lengths",
+    [[], [7], [7] * 3, [0] * 10, [5] * 40, [100_000] + [1] * 30],
+    ids=["no item", "one item", "fewer items than ranks", "zero lengths", "equal lengths", "one giant"],
+)
+def test_odd_batches(backend, cost, lengths):
+    found = assign(lengths, 4, cost, backend=backend)
+    check_assignment(found, lengths, 4, cost)
+    if lengths != [100_000] + [1] * 30:
+        assert found.imbalance == 1
+    else:
+        assert found.loads.max() == load([100_000], cost)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_zero_weights_are_spread(backend):
+    assert assign([0] * 10, 4, backend=backend).counts.tolist() == [3, 3, 2, 2]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lengths_of_40_bits(backend):
+    lengths = np.random.default_rng(0).integers(2**39, 2**40, 64)
+    for cost in (Packed(), Packed(linear=2**16), Padded()):
+        check_assignment(assign(lengths, 5, cost, backend=backend), lengths.tolist(), 5, cost)
+
+
+def sample_lengths(kind, num_items, rng):
+    if kind == "audio frames":
+        return np.clip(rng.normal(1100, 400, num_items), 300, 3000).astype(np.int64)
+    if kind == "image tiles":
+        return 256 * rng.integers(1, 13, num_items)
+    return np.clip(rng.lognormal(6.3, 1.1, num_items), 16, 4096).astype(np.int64)
+
+
+@pytest.mark.parametrize("kind", ["audio frames", "image tiles", "sequences"])
+@pytest.mark.parametrize(("num_items", "num_ranks"), [(80, 4), (160, 8), (1280, 64), (2560, 80)])
+def test_packed_ends_at_the_mean_from_twenty_items_a_rank(kind, num_items, num_ranks):
+    for seed in range(10):
+        lengths = sample_lengths(kind, num_items, np.random.default_rng(seed))
+        found = assign(lengths, num_ranks)
+        unit = 256 if kind == "image tiles" else 1
+        ceiling = -(-int(lengths.sum()) // (num_ranks * unit)) * unit
+        assert found.loads.max() <= ceiling + 1
+
+
+def test_bound_rounds_the_mean_up_to_whole_tiles():
+    assert lower_bound([256] * 5, 2) == 768
+    assert assign([256] * 5, 2).imbalance == 1
+
+
+def test_bound_counts_pigeonholes():
+    # Three of seven items of 5, 5, 5, 5, 5, 5, 4 share one of three ranks: 5 + 5 + 4, where the mean is 12.
+    assert lower_bound([5, 5, 5, 5, 5, 5, 4], 3) == 14
+
+
+@pytest.mark.parametrize("cost", COSTS, ids=str)
+@given(data=st.data(), lengths=lengths_of_a_batch, num_ranks=st.integers(1, 9))
+def test_score_of_any_placement(cost, data, lengths, num_ranks):
+    ranks = data.draw(
+        st.lists(st.integers(0, num_ranks - 1), min_size=len(lengths), max_size=len(lengths)), label="ranks"
+    )
+    found = score(ranks, lengths, num_ranks, cost)
+    check_assignment(found, lengths, num_ranks, cost)
+    assert found.ranks.tolist() == ranks
+    assert found.bound == lower_bound(lengths, num_ranks, cost)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: assign([1], 0), "num_ranks is 0; it must be at least 1"),
+        (lambda: assign([3, -1], 2), "item 1 has length -1"),
+        (lambda: assign([1.5], 2), "they must be integers"),
+        (lambda: assign([[1]], 2), "lengths have 2 dimensions"),
+        (lambda: assign(np.array([2**63], dtype=np.uint64), 2), "item 0 has length 9223372036854775808"),
+        (lambda: assign([2**62, 2**62], 2), r"adds up to 9223372036854775808, past 2\^63 - 1"),
+        (lambda: assign([2**40], 2, Packed(quadratic=1)), r"past 2\^63 - 1"),
+        (lambda: assign([2**62, 2**62], 2, Padded()), r"can exceed 2\^63 - 1"),
+        (lambda: assign([1], 2, backend="fast"), "'native' or 'reference'"),
+        (lambda: Packed(linear=-1), "integer of 0 or more"),
+        (lambda: Packed(quadratic=0.5), "integer of 0 or more"),
+        (lambda: score([0, 2], [1, 1], 2), "not all within 0 and 1"),
+        (lambda: score([0], [1, 1], 2), "one rank for each item"),
+    ],
+)
+def test_wrong_input_gets_one_sentence(call, sentence):
+    with pytest.raises(UserError, match=sentence):
+        call()
+
+
+def test_sum_just_within_64_bits():
+    assert assign([2**62, 2**62 - 1], 1).loads.tolist() == [2**63 - 1]

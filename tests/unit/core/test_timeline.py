@@ -1,0 +1,39 @@
+import json
+
+import pytest
+
+from motet.core.timeline import Span, Timeline
+
+
+@pytest.fixture
+def timeline():
+    return Timeline(
+        [
+            Span(0, "forward image", step=3, microbatch=0, start_s=1.0, end_s=1.5),
+            Span(1, "exchange image", step=3, microbatch=0, start_s=1.5, end_s=1.75),
+            Span(0, "forward image", step=3, microbatch=1, start_s=2.0, end_s=2.25),
+        ]
+    )
+
+
+def test_seconds_by_action_sums_in_order_of_appearance(timeline):
+    assert list(timeline.seconds_by_action().items()) == [("forward image", 0.75), ("exchange image", 0.25)]
+
+
+def test_chrome_trace_has_a_row_a_rank_in_microseconds(timeline, tmp_path):
+    timeline.write_chrome_trace(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert [(span["tid"], span["ts"], span["dur"]) for span in spans] == [
+        (0, 1_000_000, 500_000),
+        (1, 1_500_000, 250_000),
+        (0, 2_000_000, 250_000),
+    ]
+    assert spans[2]["args"] == {"step": 3, "microbatch": 1}
+    names = [event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"]
+    assert names == ["rank 0", "rank 1"]
+
+
+def test_empty_timeline(tmp_path):
+    Timeline().write_chrome_trace(tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []

@@ -1,0 +1,42 @@
+import numpy as np
+import pytest
+
+from motet.core.workload import BatchLengths, ItemLengths, home_ranks
+
+
+@pytest.fixture
+def batch():
+    images = ItemLengths(example=np.array([0, 2, 2, 3]), length=np.array([10, 20, 21, 30]), num_tokens=np.arange(4))
+    return BatchLengths(
+        sequence=np.array([100, 101, 102, 103]),
+        num_targets=np.array([1, 2, 3, 4]),
+        home=np.array([0, 0, 1, 1], dtype=np.int32),
+        items={"image": images},
+    )
+
+
+def test_keep_drops_examples_with_their_items_and_renumbers(batch):
+    kept = batch.keep(np.array([False, True, True, True]))
+    assert kept.num_examples == 3
+    assert kept.sequence.tolist() == [101, 102, 103]
+    assert kept.num_targets.tolist() == [2, 3, 4]
+    assert kept.home.tolist() == [0, 1, 1]
+    assert kept.items["image"].example.tolist() == [1, 1, 2]
+    assert kept.items["image"].length.tolist() == [20, 21, 30]
+    assert kept.items["image"].num_tokens.tolist() == [1, 2, 3]
+    assert kept.items["image"].num_items == 3
+
+
+def test_keep_nothing_and_everything(batch):
+    assert batch.keep(np.zeros(4, dtype=bool)).items["image"].num_items == 0
+    assert batch.keep(np.ones(4, dtype=bool)).items["image"].example.tolist() == [0, 2, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("num_examples", "num_ranks", "expected"),
+    [(0, 2, []), (1, 4, [0]), (4, 2, [0, 0, 1, 1]), (5, 3, [0, 0, 1, 1, 2]), (3, 4, [0, 1, 2])],
+)
+def test_home_ranks_are_consecutive_and_even(num_examples, num_ranks, expected):
+    home = home_ranks(num_examples, num_ranks)
+    assert home.tolist() == expected
+    assert home.dtype == np.int32
