@@ -1,0 +1,185 @@
+"""ModalityModule and MLLM: hooks, frozen combinations, modalities that are absent, modules of the user's own."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from motet.core.errors import UserError
+from motet.models.module import ModalityModule
+from motet.models.projector import Projector, ProjectorConfig
+
+
+class Custom(nn.Module):
+    """The smallest encoder: a row in, a row out. No blocks, no cost, no lengths."""
+
+    output_dim = 6
+
+    def __init__(self, row_dim: int = 4) -> None:
+        super().__init__()
+        self.linear = nn.Linear(row_dim, 6)
+
+    def num_outputs(self, sizes):
+        return np.prod(sizes, axis=1)
+
+    def forward(self, values, sizes):
+        return self.linear(values).tanh()
+
+
+class Listed(Custom):
+    """An encoder whose blocks are a plain list beside registered modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.blocks = [self.first, self.second]
+
+    def forward(self, values, sizes):
+        hidden = super().forward(values, sizes)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+def module_of(encoder, downsample=1, **options):
+    return ModalityModule(encoder, Projector(encoder.output_dim, 8, ProjectorConfig(downsample=downsample)), **options)
+
+
+def test_custom_module_needs_two_members_only():
+    module = module_of(Custom())
+    sizes = torch.tensor([[2, 3], [1, 1]])
+    assert module(torch.randn(7, 4), sizes).shape == (7, 8)
+    assert (module.cost, module.blocks) == ("packed", ())
+    assert module.lengths(sizes.numpy()).tolist() == [6, 1]
+    assert module.flop_shape().stages[0].weights == 24
+
+
+def test_blocks_in_a_plain_list_are_run_as_blocks():
+    module = module_of(Listed())
+    assert module.encoder.blocks == list(module.blocks) == [module.encoder.first, module.encoder.second]
+    module(torch.randn(3, 4), torch.tensor([[3]])).sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+def test_a_block_that_is_no_submodule_is_refused():
+    encoder = Custom()
+    object.__setattr__(encoder, "blocks", [nn.Linear(2, 2)])
+    with pytest.raises(ValueError, match="not one of its submodules"):
+        module_of(encoder)
+
+
+def test_downsampling_joins_rows_of_one_item_and_fills_its_tail_with_zeros():
+    projector = Projector(3, 5, ProjectorConfig(kind="linear", downsample=4))
+    rows = torch.randn(11, 3)
+    counts = np.array([6, 0, 4, 1])
+    out = projector(rows, counts)
+    expected = []
+    for item in rows.split(counts.tolist()):
+        filled = torch.cat([item, torch.zeros(-len(item) % 4, 3)])
+        expected.append(projector.layers(filled.reshape(-1, 12)))
+    torch.testing.assert_close(out, torch.cat(expected))
+    assert projector.num_outputs(counts).tolist() == [2, 0, 1, 1] == [len(e) for e in expected]
+
+
+def tile(values, sizes):
+    """Cut images of 4 x 4 patches into four tiles of 2 x 2."""
+    tiles = values.view(len(sizes), 2, 2, 2, 2, -1).transpose(2, 3)
+    return tiles.reshape(len(values), -1), torch.full((4 * len(sizes), 2), 2)
+
+
+def untile(features, sizes):
+    return features.view(len(sizes), 2, 2, 2, 2, -1).transpose(2, 3).reshape(len(features), -1)
+
+
+def test_tiling_hooks_need_no_change_to_the_model(tiny):
+    module = tiny.encoder("siglip")
+    sizes = torch.tensor([[4, 4], [4, 4]])
+    values = tiny.values("siglip", sizes)
+    tiles = module(*tile(values, sizes))
+    module.before, module.after = tile, untile
+    out = module(values, sizes)
+    assert module.num_tokens(sizes.numpy()).tolist() == [16, 16]
+    # Tile (row 0, column 1) of the first image is its patches (0..1, 2..3).
+    torch.testing.assert_close(out.view(2, 4, 4, -1)[0, :2, 2:].flatten(0, 1), tiles[4:8])
+
+
+def test_hooks_that_change_the_number_of_rows_say_so(tiny):
+    sizes = torch.tensor([[4, 4]])
+    values = tiny.values("siglip", sizes)
+    module = tiny.encoder("siglip")
+    module.before, module.after = tile, lambda features, sizes: features.view(len(sizes), 4, 4, -1).mean(2).flatten(0, 1)
+    with pytest.raises(UserError, match="gave 4 rows for 1 items where num_tokens says 16"):
+        module(values, sizes)
+    module.count = lambda sizes: np.full(len(sizes), 4)
+    assert len(module(values, sizes)) == 4 == module.num_tokens(sizes.numpy())[0]
+
+
+def test_a_hook_may_have_parameters():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factor = nn.Parameter(torch.ones(()))
+
+        def forward(self, features, sizes):
+            return features * self.factor
+
+    module = module_of(Custom(), after=Scale())
+    module(torch.empty(0, 4), torch.empty(0, 1, dtype=torch.int64)).sum().backward()
+    assert module.after.factor.grad == 0
+
+
+PRESENCE = [{"image", "audio"}, {"image"}, {"audio"}, set()]
+
+
+@pytest.mark.parametrize("present", PRESENCE)
+@pytest.mark.parametrize(("encoder", "projector", "backbone"), itertools.product([True, False], repeat=3))
+def test_what_gets_gradients_depends_on_the_flags_alone(tiny, present, encoder, projector, backbone):
+    mllm = tiny.mllm(train=backbone, train_encoder=encoder, train_projector=projector)
+    media, places, start = {}, {}, 0
+    for name, family, sizes in (("image", "qwen2_vl", [[2, 4]]), ("audio", "whisper", [[7]])):
+        if name in present:
+            sizes = torch.tensor(sizes)
+            media[name] = (tiny.values(family, sizes), sizes)
+            places[name] = list(range(start, start + 2))
+            start += 2
+    loss, _ = mllm(tiny.Packed.of([9], **places), media)
+    assert loss.requires_grad
+    loss.backward()
+    for name, parameter in mllm.named_parameters():
+        trained = backbone if "backbone" in name else projector if "projector" in name else encoder
+        trained = trained and "embed_positions" not in name
+        assert parameter.requires_grad == trained == (parameter.grad is not None), name
+    for name, module in mllm.encoders.items():
+        assert module.trains == (encoder or projector)
+        if name not in present:
+            assert not any(p.grad.any() for p in module.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("present", PRESENCE)
+def test_gradients_of_a_batch_are_the_sum_over_its_documents(tiny, present):
+    """Documents with and without media in one pack, as ranks with and without them will have."""
+    mllm = tiny.mllm()
+    params = [p for p in mllm.parameters() if p.requires_grad]
+    images, clips = torch.tensor([[2, 4], [4, 4]]), torch.tensor([[9], [12]])
+    values = {"image": tiny.values("qwen2_vl", images), "audio": tiny.values("whisper", clips)}
+    sizes = {"image": images, "audio": clips}
+    places = {"image": [1, 2, 14, 15, 16, 17], "audio": [4, 5, 6, 19, 20, 21]}
+    tokens = {"image": [2, 4], "audio": [3, 3]}
+    packed = tiny.Packed.of([12, 5, 7], **{name: places[name] for name in present})
+    # Documents 0 and 2 hold one item of each modality; document 1 is text.
+    packed.offsets = torch.tensor([0, 10, 13, 24])
+    media = {name: (values[name], sizes[name]) for name in present}
+    together, _ = mllm(packed, media)
+    alone = 0.0
+    for document, item in ((0, 0), (1, None), (2, 1)):
+        own = {}
+        for name in present if item is not None else ():
+            part = values[name].split(sizes[name].prod(1).tolist())[item]
+            own[name] = (part, sizes[name][item : item + 1])
+            assert len(packed.document(document).feature_positions[name]) == tokens[name][item]
+        alone = alone + mllm(packed.document(document), own)[0]
+    torch.testing.assert_close(together, alone, rtol=1e-13, atol=0)
+    got, expected = (torch.autograd.grad(x, params) for x in (together, alone))
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-13)
