@@ -1,0 +1,36 @@
+"""Decisions of a step and the moves that they imply: all that a training loop of one's own needs of Motet.
+
+orchestrator = Orchestrator(costs, num_ranks, balanced)     which phases are balanced, and at what cost
+decision = orchestrator.decide(lengths)                     one Assignment a phase, the same on all ranks
+batch = assemble(decision, lengths, rank, sequences, media) what this rank computes
+rows = exchange(features, batch.routes["image"], group)     encoder outputs to the backbone's ranks, with autograd
+"""
+
+from motet.balance import Packed, Padded
+from motet.dispatch.batch import PackedSequences, RankBatch, assemble, pack
+from motet.dispatch.exchange import exchange, exchange_rows
+from motet.dispatch.items import ExchangedItems, ItemExchange
+from motet.dispatch.manifest import LoadedExample, Measure
+from motet.dispatch.orchestrator import BalanceConfig, Decision, Orchestrator, PackedCostConfig
+from motet.dispatch.route import Route, compose_route
+
+__all__ = [
+    "BalanceConfig",
+    "Decision",
+    "ExchangedItems",
+    "ItemExchange",
+    "LoadedExample",
+    "Measure",
+    "Orchestrator",
+    "Packed",
+    "PackedCostConfig",
+    "PackedSequences",
+    "Padded",
+    "RankBatch",
+    "Route",
+    "assemble",
+    "compose_route",
+    "exchange",
+    "exchange_rows",
+    "pack",
+]

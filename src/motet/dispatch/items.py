@@ -1,0 +1,162 @@
+"""Exchange mode: lengths are known only after loading, so lengths are gathered and items sent (OrchMLLM section 5.2.1).
+
+Each rank comes with the examples that it has loaded. One all-gather of lengths tells every rank what all of them hold;
+all come to the same decision; one all-to-all of bytes brings tokens to the rank that runs their sequence, and media
+straight to the rank that encodes them. What a rank keeps is not touched. All of it works on numpy arrays and on a host
+(gloo) group, so that it can run in a prefetch thread, away from the devices' collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from motet.core.example import Media, TokenSequence
+from motet.core.workload import BatchLengths
+from motet.dispatch.manifest import LoadedExample, Manifest, Measure, Parcels, describe
+from motet.dispatch.message import read_example, read_media, write_example, write_media
+from motet.dispatch.orchestrator import Decision, Orchestrator
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangedItems:
+    """What one rank holds after the exchange, ready for `assemble`, and what all ranks know of the microbatch.
+
+    sequences, media: those that this rank computes, in the slot order of the decision.
+    kept: bool [num_examples of all ranks, by rank], False for those that their rank could not load; `lengths` and
+          `decision` are of the others.
+    moved_bytes, crossing_bytes: sent from rank to rank, and of those from node to node, over all ranks.
+    """
+
+    sequences: list[TokenSequence]
+    media: dict[str, list[Media]]
+    lengths: BatchLengths
+    decision: Decision
+    kept: NDArray[np.bool_]
+    moved_bytes: int
+    crossing_bytes: int
+
+
+class ItemExchange:
+    """Brings loaded examples to the ranks that compute them.
+
+    group:    a host process group (gloo) whose ranks are those of the orchestrator.
+    measures: per encoder phase, what turns the sizes of items into lengths; a ModalityModule does.
+    capacity: int64 words that a rank's lengths may take in the all-gather. Where those of any rank do not fit, all
+              ranks grow alike and gather once more.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        orchestrator: Orchestrator,
+        measures: Mapping[str, Measure],
+        *,
+        capacity: int = 1024,
+        ranks_per_node: int | None = None,
+    ) -> None:
+        if dist.get_world_size(group) != orchestrator.num_ranks:
+            raise ValueError(f"the group has {dist.get_world_size(group)} ranks, not {orchestrator.num_ranks}")
+        if measures.keys() != set(orchestrator.encoders):
+            raise ValueError(f"measures are given for {sorted(measures)}, the phases are {orchestrator.encoders}")
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.orchestrator = orchestrator
+        self.measures = measures
+        self.capacity = max(capacity, 1)
+        self.ranks_per_node = ranks_per_node or orchestrator.num_ranks
+
+    def __call__(self, examples: Sequence[LoadedExample | None]) -> ExchangedItems:
+        """A collective: every rank calls it with its own examples, None for one that could not be loaded."""
+        phases = self.orchestrator.encoders
+        manifest = Manifest.read(self._gather(describe(examples, phases, self.measures)), phases)
+        decision = self.orchestrator.decide(manifest.lengths)
+        parcels = manifest.parcels(decision)
+        contents = self._held(examples, manifest, parcels)
+        self._deliver(parcels, manifest, contents)
+        mine = np.flatnonzero(parcels.destination == self.rank)
+        by_kind = [[contents[parcel] for parcel in mine[parcels.kind[mine] == kind]] for kind in range(1 + len(phases))]
+        moved = parcels.source != parcels.destination
+        crosses = parcels.source // self.ranks_per_node != parcels.destination // self.ranks_per_node
+        return ExchangedItems(
+            sequences=by_kind[0],
+            media=dict(zip(phases, by_kind[1:], strict=True)),
+            lengths=manifest.lengths,
+            decision=decision,
+            kept=manifest.kept,
+            moved_bytes=int(parcels.size_bytes[moved].sum()),
+            crossing_bytes=int(parcels.size_bytes[crosses].sum()),
+        )
+
+    def _gather(self, words: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """The words of every rank; each row is preceded by their number, so that all see whether any was cut off."""
+        while True:
+            sent = torch.zeros(1 + self.capacity, dtype=torch.int64)
+            fitting = min(len(words), self.capacity)
+            sent[0] = len(words)
+            sent[1 : 1 + fitting] = torch.from_numpy(words[:fitting])
+            received = torch.empty(self.orchestrator.num_ranks * len(sent), dtype=torch.int64)
+            dist.all_gather_single(received, sent, group=self.group)
+            rows = received.numpy().reshape(-1, len(sent))
+            longest = int(rows[:, 0].max())
+            if longest <= self.capacity:
+                return [row[1 : 1 + row[0]] for row in rows]
+            self.capacity = 1 << (longest - 1).bit_length()
+
+    def _held(
+        self, examples: Sequence[LoadedExample | None], manifest: Manifest, parcels: Parcels
+    ) -> dict[int, TokenSequence | Media]:
+        """Parcel number -> content, for all that this rank has loaded."""
+        items = [item for example in examples if example is not None for item in example.media]
+        first_example = np.searchsorted(manifest.example_rank, self.rank)
+        first_item = np.searchsorted(manifest.item_rank, self.rank)
+        contents: dict[int, TokenSequence | Media] = {}
+        for parcel in np.flatnonzero(parcels.source == self.rank):
+            row = parcels.row[parcel]
+            if parcels.kind[parcel] == 0:
+                contents[parcel] = examples[row - first_example].sequence
+            else:
+                contents[parcel] = items[row - first_item]
+        return contents
+
+    def _deliver(self, parcels: Parcels, manifest: Manifest, contents: dict[int, TokenSequence | Media]) -> None:
+        """Sends what others compute, and adds what this rank receives to `contents`. No call where nothing moves at
+        all.
+        """
+        if (parcels.source == parcels.destination).all():
+            return
+        num_ranks = self.orchestrator.num_ranks
+        sent, received = parcels.sent_by(self.rank), parcels.received_by(self.rank)
+        outgoing = np.zeros(parcels.size_bytes[sent].sum(), dtype=np.uint8)
+        for parcel, part in _parts(outgoing, sent, parcels):
+            content = contents[parcel]
+            if isinstance(content, Media):
+                write_media(content, part)
+            else:
+                write_example(content, part)
+        incoming = np.empty(parcels.size_bytes[received].sum(), dtype=np.uint8)
+        dist.all_to_all_single(
+            torch.from_numpy(incoming),
+            torch.from_numpy(outgoing),
+            parcels.bytes_by_rank(received, parcels.source, num_ranks),
+            parcels.bytes_by_rank(sent, parcels.destination, num_ranks),
+            group=self.group,
+        )
+        for parcel, part in _parts(incoming, received, parcels):
+            row = int(parcels.row[parcel])
+            if parcels.kind[parcel] == 0:
+                contents[parcel] = read_example(part, manifest.num_text_tokens(row), manifest.media_of(row))
+            else:
+                contents[parcel] = read_media(part, *manifest.media_shape(row))
+
+
+def _parts(buffer: NDArray[np.uint8], order: NDArray[np.int64], parcels: Parcels):
+    """Each parcel of a buffer with its bytes, which lie in the given order."""
+    ends = np.cumsum(parcels.size_bytes[order])
+    for parcel, start, end in zip(order, ends - parcels.size_bytes[order], ends, strict=True):
+        yield parcel, buffer[start:end]

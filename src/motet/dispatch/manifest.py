@@ -1,0 +1,205 @@
+"""What all ranks hold before items are exchanged, as two integer tables that travel in one all-gather, and who sends
+what.
+
+Nothing here communicates: from the same tables every rank lists the same parcels, so that each knows the size of
+                           whatever
+it will receive without being told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.core.example import Media, TokenSequence
+from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
+from motet.dispatch.message import example_bytes, media_bytes
+from motet.dispatch.orchestrator import Decision
+
+Table = NDArray[np.int64]
+
+# Columns of the table of examples, and of the table of items (whose examples are counted on their rank).
+_LOADED, _TEXT_TOKENS, _TARGETS, _EXAMPLE_COLUMNS = range(4)
+_EXAMPLE, _PHASE, _LENGTH, _NUM_TOKENS, _ROWS, _ROW_DIM, _SIZE_DIM, _ITEM_COLUMNS = range(8)
+
+
+class Measure(Protocol):
+    """What turns sizes of items, int64 [num_items, size_dim], into int64 [num_items]."""
+
+    def lengths(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What the encoder computes on."""
+
+    def num_tokens(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rows that the items take in the backbone's sequence."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedExample:
+    """One example as its rank has loaded it: its text, and its items in the order of their placeholders."""
+
+    sequence: TokenSequence
+    media: tuple[Media, ...]
+
+
+def describe(
+    examples: Sequence[LoadedExample | None], phases: Sequence[str], measures: Mapping[str, Measure]
+) -> NDArray[np.int64]:
+    """The tables of one rank as one vector, int64 [2 + 3 * num_examples + 7 * num_items]: counts, examples, items.
+
+    An example that is None is listed as not loaded, without items. Raises ValueError for an example whose media do not
+    fit its placeholders.
+    """
+    example_table = np.zeros((len(examples), _EXAMPLE_COLUMNS), dtype=np.int64)
+    rows: list[tuple[int, ...]] = []
+    media: list[Media] = []
+    for i, example in enumerate(examples):
+        if example is None:
+            continue
+        sequence = example.sequence
+        if len(example.media) != len(sequence.media):
+            raise ValueError(f"example {i} has {len(sequence.media)} placeholders and {len(example.media)} items")
+        counted = sequence.targets.copy()
+        # The same two rules as in `pack`: nothing predicts the first token, and a placeholder is no answer.
+        counted[:1] = False
+        counted[sequence.media_positions] = False
+        example_table[i] = True, len(sequence.tokens), counted.sum()
+        for phase, item in zip(sequence.media, example.media, strict=True):
+            rows.append((i, phases.index(phase), 0, 0, *item.values.shape, len(item.size)))
+            media.append(item)
+    item_table = np.array(rows, dtype=np.int64).reshape(-1, _ITEM_COLUMNS)
+    for number, phase in enumerate(phases):
+        chosen = np.flatnonzero(item_table[:, _PHASE] == number)
+        if chosen.size:
+            sizes = np.stack([media[k].size for k in chosen]).astype(np.int64)
+            item_table[chosen, _LENGTH] = measures[phase].lengths(sizes)
+            item_table[chosen, _NUM_TOKENS] = measures[phase].num_tokens(sizes)
+    return np.concatenate([[len(examples), len(item_table)], example_table.ravel(), item_table.ravel()])
+
+
+@dataclass(frozen=True, eq=False)
+class Parcels:
+    """Every sequence and every item of the microbatch: from where, to where, how many bytes. Sequences come first, then
+    the items of each phase, both in the slot order of the decision, which is the order in which they lie in a message.
+
+    kind: int64 [num_parcels], 0 for a sequence, 1 + i for an item of phase i.
+    row:  int64 [num_parcels], its row in the table of examples or items.
+    """
+
+    kind: NDArray[np.int64]
+    row: NDArray[np.int64]
+    source: NDArray[np.int64]
+    destination: NDArray[np.int64]
+    size_bytes: NDArray[np.int64]
+
+    def sent_by(self, rank: int) -> NDArray[np.int64]:
+        """Parcel numbers in the order in which the rank sends them: by receiving rank. What it keeps is not among
+        them.
+        """
+        mine = np.flatnonzero((self.source == rank) & (self.destination != rank))
+        return mine[np.argsort(self.destination[mine], kind="stable")]
+
+    def received_by(self, rank: int) -> NDArray[np.int64]:
+        """Parcel numbers in the order in which the rank receives them: by sending rank."""
+        mine = np.flatnonzero((self.destination == rank) & (self.source != rank))
+        return mine[np.argsort(self.source[mine], kind="stable")]
+
+    def bytes_by_rank(self, parcels: NDArray[np.int64], ranks: NDArray[np.int64], num_ranks: int) -> list[int]:
+        """The splits of an all-to-all: bytes of the given parcels for each of `ranks`."""
+        sizes = np.zeros(num_ranks, dtype=np.int64)
+        np.add.at(sizes, ranks[parcels], self.size_bytes[parcels])
+        return sizes.tolist()
+
+
+@dataclass(frozen=True, eq=False)
+class Manifest:
+    """The tables of all ranks, those of rank 0 first.
+
+    lengths: of the examples that were loaded. kept: bool [num_examples], which those are.
+    example_rank, item_rank: the rank that holds each row.
+    """
+
+    phases: tuple[str, ...]
+    examples: Table
+    items: Table
+    example_rank: NDArray[np.int64]
+    item_rank: NDArray[np.int64]
+    lengths: BatchLengths
+
+    @classmethod
+    def read(cls, descriptions: Sequence[NDArray[np.int64]], phases: tuple[str, ...]) -> Manifest:
+        """From what `describe` gave on each rank; anything behind a description's end is ignored."""
+        examples, items, example_counts, item_counts = [], [], [], []
+        for words in descriptions:
+            num_examples, num_items = int(words[0]), int(words[1])
+            split = 2 + _EXAMPLE_COLUMNS * num_examples
+            examples.append(words[2:split].reshape(num_examples, _EXAMPLE_COLUMNS))
+            table = words[split : split + _ITEM_COLUMNS * num_items].reshape(num_items, _ITEM_COLUMNS).copy()
+            table[:, _EXAMPLE] += sum(example_counts)
+            items.append(table)
+            example_counts.append(num_examples)
+            item_counts.append(num_items)
+        ranks = np.arange(len(descriptions))
+        example_table, item_table = np.concatenate(examples), np.concatenate(items)
+        example_rank = np.repeat(ranks, example_counts)
+        return cls(
+            phases,
+            example_table,
+            item_table,
+            example_rank,
+            np.repeat(ranks, item_counts),
+            _lengths(example_table, item_table, example_rank, phases),
+        )
+
+    @property
+    def kept(self) -> NDArray[np.bool_]:
+        return self.examples[:, _LOADED].astype(np.bool_)
+
+    def media_of(self, example_row: int) -> tuple[str, ...]:
+        """The phases of an example's placeholders, in order."""
+        first, last = np.searchsorted(self.items[:, _EXAMPLE], [example_row, example_row + 1])
+        return tuple(self.phases[number] for number in self.items[first:last, _PHASE])
+
+    def num_text_tokens(self, example_row: int) -> int:
+        return int(self.examples[example_row, _TEXT_TOKENS])
+
+    def media_shape(self, item_row: int) -> tuple[int, int, int]:
+        """Rows, row_dim and size_dim of an item."""
+        return tuple(self.items[item_row, [_ROWS, _ROW_DIM, _SIZE_DIM]].tolist())
+
+    def parcels(self, decision: Decision) -> Parcels:
+        num_items = np.bincount(self.items[:, _EXAMPLE], minlength=len(self.examples))
+        sequence_bytes = example_bytes(self.examples[:, _TEXT_TOKENS], num_items)
+        item_bytes = media_bytes(self.items[:, _ROWS], self.items[:, _ROW_DIM], self.items[:, _SIZE_DIM])
+        columns = []
+        for kind, phase in enumerate((BACKBONE, *self.phases)):
+            is_sequence = kind == 0
+            rows = np.flatnonzero(self.kept if is_sequence else self.items[:, _PHASE] == kind - 1)
+            placed = decision.assignments[phase]
+            rows = rows[placed.items]
+            columns.append(
+                np.stack(
+                    [
+                        np.full(len(rows), kind),
+                        rows,
+                        (self.example_rank if is_sequence else self.item_rank)[rows],
+                        placed.ranks[placed.items],
+                        (sequence_bytes if is_sequence else item_bytes)[rows],
+                    ]
+                )
+            )
+        return Parcels(*np.concatenate(columns, axis=1))
+
+
+def _lengths(examples: Table, items: Table, example_rank: NDArray[np.int64], phases: tuple[str, ...]) -> BatchLengths:
+    sequence = examples[:, _TEXT_TOKENS].copy()
+    np.add.at(sequence, items[:, _EXAMPLE], items[:, _NUM_TOKENS] - 1)
+    columns = {}
+    for number, phase in enumerate(phases):
+        rows = items[items[:, _PHASE] == number]
+        columns[phase] = ItemLengths(rows[:, _EXAMPLE], rows[:, _LENGTH], rows[:, _NUM_TOKENS])
+    everything = BatchLengths(sequence, examples[:, _TARGETS], example_rank.astype(np.int32), columns)
+    return everything.keep(examples[:, _LOADED].astype(np.bool_))

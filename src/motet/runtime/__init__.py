@@ -1,0 +1,1 @@
+"""Sharding of a model over ranks, and the execution of a training step as named actions."""

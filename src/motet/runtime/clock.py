@@ -1,0 +1,61 @@
+"""Measures actions: by the processor's clock, or by events on a device's stream, which are read when they are asked
+for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from motet.core.timeline import Span, Timeline
+
+
+class ActionClock:
+    """Records the spans of one rank. Seconds count from `zero_s` of time.perf_counter(), by default from
+    construction.
+    """
+
+    def __init__(self, rank: int, device: torch.device, *, zero_s: float | None = None) -> None:
+        self.rank = rank
+        self.zero_s = time.perf_counter() if zero_s is None else zero_s
+        self._on_device = device.type == "cuda"
+        self._pending: list[tuple[str, int, int, object, object]] = []
+        if self._on_device:
+            self._origin = torch.cuda.Event(enable_timing=True)
+            self._origin.record()
+            self._origin.synchronize()
+            self._origin_s = time.perf_counter() - self.zero_s
+
+    @contextmanager
+    def span(self, action: str, step: int, microbatch: int) -> Iterator[None]:
+        """Records what runs inside, on the host or on the device's current stream, as one action."""
+        start = self._mark()
+        yield
+        self._pending.append((action, step, microbatch, start, self._mark()))
+
+    def take(self) -> Timeline:
+        """The spans recorded since the last call. On a device this waits for the last of them to end."""
+        pending, self._pending = self._pending, []
+        if self._on_device and pending:
+            pending[-1][-1].synchronize()
+        return Timeline(
+            [
+                Span(self.rank, action, step, microbatch, self._seconds(start), self._seconds(end))
+                for action, step, microbatch, start, end in pending
+            ]
+        )
+
+    def _mark(self):
+        if not self._on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, mark) -> float:
+        if not self._on_device:
+            return mark - self.zero_s
+        return self._origin_s + self._origin.elapsed_time(mark) / 1e3

@@ -1,0 +1,64 @@
+"""The process groups of a run: the mesh that parameters are sharded over, and the groups that data travels on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from motet.core.errors import UserError
+
+SHARD, REPLICATE = "shard", "replicate"
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """Where a rank stands, and whom it talks to on which group.
+
+    shards:     what `fully_shard` takes: axes ("shard",), or ("replicate", "shard") for hybrid sharding.
+    group:      all ranks, on the device's backend: exchanges and sums over ranks, in the training thread.
+    host_group: all ranks on gloo, for the prefetch thread, whose collectives must not mix with those of the step.
+    """
+
+    device: torch.device
+    shards: DeviceMesh
+    group: dist.ProcessGroup
+    host_group: dist.ProcessGroup
+    ranks_per_node: int
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def num_ranks(self) -> int:
+        return self.group.size()
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether gradients are summed over replicas of the shards, too."""
+        return self.shards.ndim == 2
+
+
+def build_mesh(device: torch.device, *, shard_size: int | None = None, ranks_per_node: int | None = None) -> Mesh:
+    """The meshes and groups of all ranks of the initialised process group; a collective.
+
+    shard_size: ranks that hold one copy of the parameters between them; None means all. 1 keeps every rank's copy
+                whole, as DDP does.
+    Raises UserError where the number of ranks is no multiple of shard_size.
+    """
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("build_mesh needs torch.distributed.init_process_group to have been called")
+    num_ranks = group.size()
+    shard_size = num_ranks if shard_size is None else shard_size
+    if shard_size < 1 or num_ranks % shard_size:
+        raise UserError(f"shard_size is {shard_size}, but must divide the number of ranks, which is {num_ranks}.")
+    if shard_size == num_ranks:
+        shards = init_device_mesh(device.type, (num_ranks,), mesh_dim_names=(SHARD,))
+    else:
+        shape = (num_ranks // shard_size, shard_size)
+        shards = init_device_mesh(device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
+    return Mesh(device, shards, group, dist.new_group(backend="gloo"), ranks_per_node or num_ranks)

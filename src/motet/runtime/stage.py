@@ -1,0 +1,53 @@
+"""What the runtime knows of a model: modules that it can call, and which of them learn. It imports no model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from motet.core.workload import BACKBONE
+from motet.dispatch.batch import PackedSequences
+
+
+class EncoderStage(Protocol):
+    """An encoder with its projector; without items it returns [0, backbone_dim], connected to what is trainable."""
+
+    def __call__(self, values: Tensor, sizes: Tensor) -> Tensor:
+        """values [rows, row_dim] and sizes [num_items, size_dim] to features [rows in the sequences, backbone_dim]."""
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+class BackboneStage(Protocol):
+    """The LLM. With no sequences it returns a zero loss, connected to its trainable parameters and to the features."""
+
+    def __call__(self, sequences: PackedSequences, features: dict[str, Tensor]) -> tuple[Tensor, int]:
+        """The sum of the loss over this rank's targets, float32 or better, and their number."""
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+class EncoderStages(Protocol):
+    """Encoders by phase, in the order in which they run: a dict, or an nn.ModuleDict."""
+
+    def __getitem__(self, phase: str) -> EncoderStage: ...
+
+    def __iter__(self) -> Iterator[str]: ...
+
+
+class Model(Protocol):
+    """A multimodal model: encoders, and the backbone that takes their features."""
+
+    encoders: EncoderStages
+    backbone: BackboneStage
+
+
+def modules_by_phase(model: Model) -> dict[str, EncoderStage | BackboneStage]:
+    """All modules by phase name, encoders first, in the order in which they run."""
+    return {**{phase: model.encoders[phase] for phase in model.encoders}, BACKBONE: model.backbone}
+
+
+def is_trainable(module: EncoderStage | BackboneStage) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
