@@ -1,6 +1,19 @@
-"""What holds for every test: hypothesis draws the same examples in every run, and is not hurried on a busy machine."""
+"""What holds for every test: hypothesis draws the same examples in every run, and GPU tests are skipped without a GPU."""
 
+import pytest
 from hypothesis import HealthCheck, settings
 
+# No deadline: how long an example takes depends on what else the machine does.
 settings.register_profile("motet", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("motet")
+
+
+def pytest_collection_modifyitems(items):
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
