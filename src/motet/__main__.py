@@ -1,0 +1,5 @@
+"""`python -m motet` is `motet`."""
+
+from motet.cli import main
+
+main()

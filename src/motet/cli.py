@@ -1,0 +1,120 @@
+"""The command line: `motet train | analyze | demo-data`. Wrong input ends in one sentence on stderr and exit code 2.
+
+Imports nothing heavy before a command runs, so that `motet --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import motet
+from motet.core.errors import UserError
+
+app = typer.Typer(
+    name="motet",
+    help="Train multimodal LLMs with every phase balanced over ranks.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"motet {motet.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="The training job.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Set a key of the recipe; repeatable. VALUE is TOML."),
+    ] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Write trace.json, every action of every rank, for chrome://tracing.")
+    ] = False,
+    resume: Annotated[
+        str,
+        typer.Option(
+            help="auto: go on from the run's last checkpoint, if it has one; "
+            "never: start anew and delete the run's checkpoints; or the path of a checkpoint."
+        ),
+    ] = "auto",
+) -> None:
+    """Train as a recipe says: alone, or as every rank of `torchrun ... -m motet train RECIPE.toml`."""
+    from motet.train.recipe import load_recipe
+    from motet.train.trainer import train as run_training
+
+    run_training(load_recipe(recipe, overrides or ()), resume=resume, trace=trace)
+
+
+@app.command()
+def analyze(
+    source: Annotated[Path, typer.Argument(metavar="MANIFEST_OR_LENGTHS", help="A manifest, or a CSV of lengths.")],
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks that the load is to be balanced over.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples of a step, over all ranks.")] = 128,
+    html: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a page with plots as well.")] = None,
+) -> None:
+    """Show how heterogeneous a dataset is, and what balancing each phase would gain, before any GPU is hired."""
+    from motet.analyze import analyze as run_analysis
+
+    run_analysis(source, num_ranks=ranks, batch_size=batch_size, html=html)
+
+
+@app.command("demo-data")
+def demo_data(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write into; it is created.")],
+    num_train: Annotated[int, typer.Option(min=1, help="Training examples.")] = 8000,
+    num_heldout: Annotated[int, typer.Option(min=1, help="Held-out examples, of unseen images and voices.")] = 400,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same bytes.")] = 0,
+) -> None:
+    """Write a small dataset of PNG images, WAV speech and text, with its manifests."""
+    from rich.progress import Progress
+
+    try:
+        from motet.demo import write_demo_data
+    except ImportError as error:
+        raise UserError(
+            f"motet demo-data needs the package '{error.name}', which is not installed: pip install 'motet[demo]'."
+        ) from error
+    with Progress(transient=True) as bars:
+        tasks: dict[str, int] = {}
+
+        def show(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done)  # type: ignore[arg-type]
+
+        write_demo_data(out, num_train=num_train, num_heldout=num_heldout, seed=seed, progress=show)
+    print(f"Wrote {num_train} training and {num_heldout} held-out examples to {out}.")
+
+
+def main() -> None:
+    """Run the command line; a UserError is one sentence on stderr and exit code 2."""
+    try:
+        app()
+    except UserError as error:
+        # Under torchrun every rank comes to the same error; one sentence is enough.
+        if os.environ.get("RANK", "0") == "0":
+            print(error, file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Joins every layer into a training job: recipe, feed, step, checkpoints, metrics, evaluation, report."""

@@ -1,0 +1,210 @@
+"""Prefetching in a thread: which examples come next, where each is computed, loading, and agreement on what is unreadable.
+
+    GlobalOrder.take -> lengths -> Orchestrator.decide -> decode -> agree -> RankBatch -> queue
+
+Everything that ranks must agree on goes through one all-reduce a microbatch, on a host group that only this thread uses: which
+examples are bad, whether a rank has failed, whether the job is closing. So a file that one rank cannot read is dropped on all
+ranks alike, an error on one rank stops all of them, and no thread waits for another that has left.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from motet.core.errors import UserError
+from motet.data.config import DataConfig
+from motet.data.order import GlobalOrder
+from motet.dispatch import RankBatch
+from motet.train.loading import BadExample, Loading, Pending
+from motet.train.world import JointUserError
+
+_OK, _CLOSING, _FAILED = range(3)
+_MIN_EXAMPLES_OF_A_VERDICT = 100
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which examples the feed yields: steps [first_step, num_steps) from `position` on, `num_bad` dropped before it."""
+
+    first_step: int
+    num_steps: int
+    batch_size: int
+    microbatches: int
+    position: int
+    num_bad: int
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """One step's microbatches on this rank; position and num_bad: examples consumed and dropped when it is done.
+
+    moved_bytes, crossing_bytes: inputs sent from rank to rank, and of those from node to node, over all ranks.
+    """
+
+    batches: list[RankBatch]
+    position: int
+    num_bad: int
+    decide_s: float
+    moved_bytes: int
+    crossing_bytes: int
+
+
+class Feed:
+    """Iterate `next_step` num_steps times, then `close`; all ranks alike.
+
+    config:  prefetch_steps and max_bad_fraction of it.
+    prepare: what is done with a RankBatch in the thread, e.g. pinning its memory.
+    report:  called in the thread, on all ranks alike, with every file that is bad, once a file.
+    """
+
+    def __init__(
+        self,
+        order: GlobalOrder,
+        loading: Loading,
+        group: dist.ProcessGroup,
+        schedule: Schedule,
+        config: DataConfig,
+        *,
+        prepare: Callable[[RankBatch], RankBatch] | None = None,
+        report: Callable[[BadExample], None] = lambda bad: None,
+    ) -> None:
+        self._order, self._loading, self._group = order, loading, group
+        self._prepare, self._report = prepare, report
+        self._schedule, self._config = schedule, config
+        self._reported: set[str] = set()
+        self._num_bad = schedule.num_bad
+        self._queue: queue.Queue[StepInput | BaseException] = queue.Queue(maxsize=config.prefetch_steps)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
+        self._thread.start()
+
+    def next_step(self) -> StepInput:
+        """Waits for the next step's input. Raises what stopped the feed, on every rank."""
+        got = self._queue.get()
+        if isinstance(got, BaseException):
+            raise got
+        return got
+
+    def close(self) -> None:
+        """End the thread, on all ranks together: those that are ahead learn of it in their next agreement."""
+        self._closing.set()
+        while self._thread.is_alive():
+            try:
+                self._queue.get(timeout=0.05)
+            except queue.Empty:
+                self._thread.join(timeout=0.05)
+
+    def _run(self) -> None:
+        try:
+            self._produce()
+        except BaseException as error:
+            self._put(error)
+
+    def _produce(self) -> None:
+        plan = self._schedule
+        count = plan.batch_size // plan.microbatches
+        num_microbatches = (plan.num_steps - plan.first_step) * plan.microbatches
+        started: deque[tuple[Pending | None, BaseException | None]] = deque()
+        num_started = 0
+        step: list[tuple[RankBatch, int, int]] = []
+        for number in range(num_microbatches):
+            # The next one is begun before this one is waited for, so that workers never run dry.
+            while num_started < min(number + 2, num_microbatches):
+                ids = self._order.take(plan.position + num_started * count, count)
+                started.append(self._start(ids))
+                num_started += 1
+            agreed = self._agree(*started.popleft(), count)
+            if agreed is None:
+                return
+            pending, kept = agreed
+            loaded = self._loading.finish(pending, kept)
+            batch = self._prepare(loaded.batch) if self._prepare else loaded.batch
+            step.append((batch, loaded.moved_bytes, loaded.crossing_bytes))
+            position = plan.position + (number + 1) * count
+            self._check_bad_fraction(position)
+            if len(step) == plan.microbatches:
+                batches = [batch for batch, _, _ in step]
+                decide_s = sum(batch.decision.decide_s for batch in batches)
+                moved, crossing = sum(m for _, m, _ in step), sum(c for _, _, c in step)
+                self._put(StepInput(batches, position, self._num_bad, decide_s, moved, crossing))
+                step = []
+
+    def _start(self, ids: NDArray[np.int64]) -> tuple[Pending | None, BaseException | None]:
+        try:
+            return (None if self._closing.is_set() else self._loading.start(ids)), None
+        except Exception as error:
+            return None, error
+
+    def _agree(
+        self, pending: Pending | None, error: BaseException | None, count: int
+    ) -> tuple[Pending, NDArray[np.bool_]] | None:
+        """What all ranks do about a microbatch: which examples they keep; None if the job is closing.
+
+        Raises on all ranks if any has failed.
+        """
+        bad: list[BadExample] = []
+        try:
+            bad = pending.bad() if pending is not None else []
+        except Exception as failure:
+            error = error or failure
+        flags = torch.zeros(count + 1, dtype=torch.uint8)
+        flags[[entry.place for entry in bad]] = 1
+        flags[-1] = _FAILED if error else _CLOSING if pending is None or self._closing.is_set() else _OK
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        status = int(flags[-1])
+        if status == _FAILED:
+            raise self._joint_error(error)
+        if status == _CLOSING:
+            return None
+        assert pending is not None
+        kept = flags[:-1].numpy() == 0
+        if not kept.all():
+            self._num_bad += int(np.count_nonzero(~kept))
+            for entry in sorted((entry for told in self._gather(bad) for entry in told), key=lambda entry: entry.file):
+                if entry.file not in self._reported:
+                    self._reported.add(entry.file)
+                    self._report(entry)
+        return pending, kept
+
+    def _joint_error(self, error: BaseException | None) -> BaseException:
+        """The error to raise on this rank: the same sentence on all for a UserError, its own traceback where it arose."""
+        told = None
+        if error is not None:
+            text = str(error) if isinstance(error, UserError) else "".join(traceback.format_exception(error))
+            told = (isinstance(error, UserError), text)
+        first = next((rank, *entry) for rank, entry in enumerate(self._gather(told)) if entry is not None)
+        rank, is_user_error, text = first
+        if is_user_error:
+            return JointUserError(text)
+        return error or RuntimeError(f"loading failed on rank {rank}:\n{text}")
+
+    def _gather(self, value: object) -> list:
+        values: list = [None] * self._group.size()
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def _check_bad_fraction(self, position: int) -> None:
+        allowed = self._config.max_bad_fraction
+        if self._num_bad > allowed * max(position, _MIN_EXAMPLES_OF_A_VERDICT):
+            raise JointUserError(
+                f"{self._num_bad} of the first {position} examples cannot be read, more than data.max_bad_fraction = "
+                f"{allowed:g} allows; mend the files that were reported above, or raise it."
+            )
+
+    def _put(self, item: StepInput | BaseException) -> None:
+        while not self._closing.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return

@@ -1,0 +1,212 @@
+"""Puts a job together from its recipe: model, data, mesh, optimizer, and whatever of them a checkpoint restores."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from motet.core.errors import UserError
+from motet.data.dataset import Dataset, Modality, describe
+from motet.data.decode import Decoder
+from motet.data.order import GlobalOrder
+from motet.data.text import ChatTokenizer
+from motet.dispatch import ItemExchange, Orchestrator
+from motet.models.build import build_mllm
+from motet.models.module import MLLM
+from motet.runtime.clock import ActionClock
+from motet.runtime.fsdp import shard
+from motet.runtime.mesh import Mesh, build_mesh
+from motet.runtime.step import TrainStep
+from motet.train.checkpoint import Checkpointer, Progress, load, read_progress, whole_checkpoints
+from motet.train.evaluate import Evaluator
+from motet.train.loading import ExchangeLoading, IndexLoading, Loading
+from motet.train.optimizer import build_optimizer
+from motet.train.recipe import Recipe
+from motet.train.world import World
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+_MAX_FILES_NAMED = 20
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Job:
+    """Everything that a run consists of. Where it stands is `progress`, and nowhere else."""
+
+    recipe: Recipe
+    world: World
+    mesh: Mesh
+    model: MLLM
+    optimizer: torch.optim.Optimizer
+    step: TrainStep
+    order: GlobalOrder
+    dataset: Dataset
+    loading: Loading
+    evaluator: Evaluator | None
+    checkpointer: Checkpointer
+    progress: Progress
+
+
+def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: ExitStack) -> Job:
+    """All ranks call it alike; what fails on one fails on all. cleanup: gets what must be closed at the end."""
+    with world.together():
+        dtype = _DTYPES[recipe.run.dtype]
+        tokenizer = ChatTokenizer.from_directory(recipe.data.tokenizer)
+        model = build_mllm(recipe.model, tokenizer.vocabulary_size, dtype, recipe.run.seed)
+        _probe(recipe, model)
+        model.to(world.device)
+        orchestrator = Orchestrator(
+            recipe.balance.phase_costs({name: module.cost for name, module in model.encoders.items()}),
+            world.num_ranks,
+            recipe.balance.balanced(model.encoders),
+        )
+        dataset = _open(recipe, recipe.data.train, tokenizer, model, say)
+        heldout = _open(recipe, recipe.data.heldout, tokenizer, model, say) if recipe.data.heldout else None
+        _check_bad_at_indexing(recipe, dataset)
+        decoder = cleanup.enter_context(Decoder(dataset.transforms, recipe.data.num_workers))
+    with world.together():
+        mesh = build_mesh(world.device, shard_size=recipe.fsdp.shard_size, ranks_per_node=world.ranks_per_node)
+        shard(model, mesh, recipe.fsdp)
+        optimizer = build_optimizer(model, recipe.optimizer)
+    world.barrier()  # So that the clocks of all ranks count from the same moment.
+    step = TrainStep(
+        model,
+        mesh,
+        optimizer,
+        max_grad_norm=recipe.optimizer.clip_norm,
+        clock=ActionClock(world.rank, world.device),
+    )
+    evaluator = None
+    if heldout is not None:
+        exchange = ItemExchange(world.control, orchestrator, model.encoders, ranks_per_node=world.ranks_per_node)
+        evaluator = Evaluator(heldout, tokenizer, decoder, exchange, mesh, world, recipe.evaluate)
+    checkpointer = Checkpointer(recipe.run.dir / "checkpoints", recipe.checkpoint, world.saving)
+    start = Progress(0, 0, 0, recipe.data.seed, dataset.fingerprint)
+    progress = _resume(recipe, world, resume, checkpointer, model, optimizer, start, say)
+    return Job(
+        recipe,
+        world,
+        mesh,
+        model,
+        optimizer,
+        step,
+        GlobalOrder(dataset.num_examples, recipe.data.seed, recipe.data.shuffle),
+        dataset,
+        _loading(recipe, world, mesh, orchestrator, dataset, decoder, model),
+        evaluator,
+        checkpointer,
+        progress,
+    )
+
+
+def _open(recipe: Recipe, manifests: Sequence[str], tokenizer: ChatTokenizer, model: MLLM, say: Say) -> Dataset:
+    modalities = {
+        name: Modality(recipe.transform(name), module.num_tokens, module.lengths)
+        for name, module in model.encoders.items()
+    }
+    dataset = Dataset.open(
+        manifests,
+        tokenizer,
+        modalities,
+        max_sequence_length=recipe.data.max_sequence_length,
+        index_folder=recipe.data.index_folder,
+        num_workers=recipe.data.num_workers,
+    )
+    if dataset.left_out:
+        say(f"{', '.join(manifests)}: {describe(dataset.left_out, dataset.num_in_manifests)}.")
+        for bad in dataset.left_out.bad[:_MAX_FILES_NAMED]:
+            say(f"Left out: {bad.path}: {bad.reason}")
+    return dataset
+
+
+def _probe(recipe: Recipe, model: MLLM) -> None:
+    """Give every encoder one small item, so that one that is told of other rows than it takes says so before training."""
+    for name, module in model.encoders.items():
+        transform = recipe.transform(name)
+        sizes = transform.sizes(np.array([[1, 1]], dtype=np.int64))
+        values = torch.zeros(int(sizes.prod()), transform.row_dim)
+        try:
+            with torch.no_grad():
+                module(values, torch.from_numpy(sizes))
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(
+                f"transforms.{name} does not fit model.encoders.{name}: it makes rows of {transform.row_dim} values, which the "
+                f"encoder cannot take ({reason})."
+            ) from error
+
+
+def _check_bad_at_indexing(recipe: Recipe, dataset: Dataset) -> None:
+    bad, allowed = dataset.left_out.bad, recipe.data.max_bad_fraction
+    if len(bad) > allowed * dataset.num_in_manifests:
+        raise UserError(
+            f"{len(bad)} of {dataset.num_in_manifests} training examples have files that cannot be read, more than "
+            f"data.max_bad_fraction = {allowed:g} allows; the first is {bad[0].path}: {bad[0].reason}."
+        )
+
+
+def _loading(
+    recipe: Recipe,
+    world: World,
+    mesh: Mesh,
+    orchestrator: Orchestrator,
+    dataset: Dataset,
+    decoder: Decoder,
+    model: MLLM,
+) -> Loading:
+    if recipe.exchanges_items:
+        exchange = ItemExchange(mesh.host_group, orchestrator, model.encoders, ranks_per_node=world.ranks_per_node)
+        return ExchangeLoading(dataset, decoder, exchange, world.ranks_per_node)
+    return IndexLoading(dataset, decoder, orchestrator, world.rank, world.ranks_per_node)
+
+
+def _resume(
+    recipe: Recipe,
+    world: World,
+    resume: str,
+    checkpointer: Checkpointer,
+    model: MLLM,
+    optimizer: torch.optim.Optimizer,
+    start: Progress,
+    say: Say,
+) -> Progress:
+    """Load what `resume` ("auto", "never" or a path) names; the progress from which the run goes on."""
+    latest = checkpointer.latest()
+    # An attempt after a crash goes on from what this same run has saved, whatever the first attempt began from.
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    checkpoint = latest if resume == "auto" or (restarted and latest) else None if resume == "never" else Path(resume)
+    with world.together():
+        if checkpoint is not None:
+            _check_progress(checkpoint, start)
+            progress = load(checkpoint, model, optimizer, world.control)
+        else:
+            progress = start
+        if world.is_first:
+            for later in whole_checkpoints(recipe.run.dir / "checkpoints"):
+                if read_progress(later).step > progress.step or checkpoint is None:
+                    shutil.rmtree(later)
+    if checkpoint is not None:
+        say(f"Resuming after step {progress.step} from {checkpoint}.")
+    return progress
+
+
+def _check_progress(checkpoint: Path, start: Progress) -> None:
+    stored = read_progress(checkpoint)
+    if stored.seed != start.seed:
+        raise UserError(
+            f"The checkpoint {checkpoint} was written with data.seed = {stored.seed}, but the recipe says {start.seed}, which "
+            "orders the examples anew: set it back, or start anew with --resume never."
+        )
+    if stored.dataset != start.dataset:
+        raise UserError(
+            f"The checkpoint {checkpoint} was written on other training examples than those of data.train now, so its "
+            "position among them means nothing: restore them, or start anew with --resume never."
+        )

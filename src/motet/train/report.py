@@ -1,0 +1,190 @@
+"""A run as one self-contained HTML page, made from the files of its folder alone: `summary.json`, `metrics.jsonl`, `answers.json`.
+
+Charts are inline SVG and media are data URIs, so that the page can be mailed and read without a network.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import mimetypes
+from pathlib import Path
+from typing import Any
+
+from motet.train.charts import grouped_bars, horizontal_bars, line_chart
+from motet.train.report_style import CSS
+
+_MAX_POINTS = 600
+_MAX_MEDIA_BYTES = 2_000_000
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report.html` into a run's folder and return its path."""
+    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    with open(run_dir / "metrics.jsonl", encoding="utf-8") as file:
+        steps = [json.loads(line) for line in file]
+    answers_file = run_dir / "answers.json"
+    answers = json.loads(answers_file.read_text(encoding="utf-8")) if answers_file.exists() else []
+    title = f"Motet run: {run_dir.name}"
+    body = [
+        f"<h1>{html.escape(title)}</h1>",
+        f"<p>{summary['num_ranks']} ranks on {html.escape(summary['device'])}, {summary['steps']:,} steps.</p>",
+        _tiles(summary),
+        *_loss(steps, summary),
+        *_balance(steps, summary),
+        *_time(steps),
+        *_exact_match(summary),
+        *_answers(answers),
+    ]
+    page = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{CSS}</style></head>'
+        f"<body>{''.join(body)}</body></html>\n"
+    )
+    path = run_dir / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _tiles(summary: dict[str, Any]) -> str:
+    tiles = {
+        "wall time": _duration(summary["wall_s"]),
+        "loss, first to last": f"{summary['loss_first']:.3f} → {summary['loss_last']:.3f}",
+        "tokens/s": f"{summary['tokens_per_s']:,.0f}",
+        f"MFU ({summary['peak_source']} peak)": f"{summary['mfu']:.1%}",
+        "peak memory a rank": f"{summary['memory']['peak_bytes'] / 2**20:,.0f} MiB ({summary['memory']['kind']})",
+        "waiting for data": f"{summary['data_wait_share']:.1%} of the time",
+    }
+    if summary.get("bad_examples"):
+        tiles["unreadable examples"] = f"{summary['bad_examples']:,}"
+    return (
+        '<div class="tiles">'
+        + "".join(f'<div class="tile"><b>{v}</b><span>{k}</span></div>' for k, v in tiles.items())
+        + "</div>"
+    )
+
+
+def _loss(steps: list[dict[str, Any]], summary: dict[str, Any]) -> list[str]:
+    raw = [(step["step"], step["loss"]) for step in steps]
+    series = {"each step": _thinned(raw), "smoothed": _thinned(_smoothed(raw))}
+    if heldout := summary.get("heldout_loss_by_step"):
+        series["held out"] = [(int(step), loss) for step, loss in heldout.items()]
+    chart = line_chart(series, x_label="step", y_label="loss a target token, nats", y_min=0, faint=True)
+    return ["<h2>Loss</h2>", chart]
+
+
+def _balance(steps: list[dict[str, Any]], summary: dict[str, Any]) -> list[str]:
+    parts = [
+        "<h2>Load of the ranks, phase by phase</h2>",
+        "<p>A step lasts as long as its busiest rank. Maximum load over the lower bound: 1 means that no placement of whole "
+        "items is better. “Before” is every example on its home rank, “after” is what was run.</p>",
+        "<table><tr><th>phase</th><th>max/bound before</th><th>after</th></tr>",
+        *(
+            f"<tr><td>{html.escape(name)}</td><td>{phase['max_over_bound_before']:.3f}</td><td>{phase['max_over_bound']:.3f}</td></tr>"
+            for name, phase in summary["phases"].items()
+        ),
+        "</table>",
+    ]
+    for name in summary["phases"]:
+        rows = [(step["step"], step["phases"][name]) for step in steps if step["phases"][name]["bound"]]
+        if not rows:
+            continue
+        ratios = {
+            label: _thinned(_smoothed([(step, phase[key]) for step, phase in rows]))
+            for label, key in (("before", "max_over_bound_before"), ("after", "max_over_bound"))
+        }
+        step, typical = sorted(rows, key=lambda row: row[1]["max_over_bound_before"])[len(rows) // 2]
+        loads = {"before": typical["loads_before"], "after": typical["loads"]}
+        ranks = [f"rank {rank}" for rank in range(len(typical["loads"]))]
+        parts += [
+            f'<h3>{html.escape(name)}</h3><div class="pair"><div>',
+            line_chart(ratios, x_label="step (smoothed)", y_label="max load / bound", y_min=1),
+            "</div><div>",
+            grouped_bars(
+                loads, ranks, y_label=f"load in step {step}, the median one", rule=("bound", typical["bound"])
+            ),
+            "</div></div>",
+        ]
+    return parts
+
+
+def _time(steps: list[dict[str, Any]]) -> list[str]:
+    # The first steps allocate and warm up: they say nothing about the others.
+    steady = steps[min(len(steps) // 10, 10) :]
+    names = list(dict.fromkeys(name for step in steady for name in step["actions"]))
+    milliseconds = {
+        name: 1000 * sum(step["actions"].get(name, {}).get("max_s", 0.0) for step in steady) / len(steady)
+        for name in names
+    }
+    milliseconds["waiting for data"] = 1000 * sum(step["data_wait_s"] for step in steady) / len(steady)
+    mean_ms = 1000 * sum(step["step_s"] for step in steady) / len(steady)
+    decide_ms = 1000 * sum(step["decide_s"] for step in steady) / len(steady)
+    return [
+        "<h2>Where a step's time goes</h2>",
+        f"<p>Mean step: {mean_ms:,.1f} ms. Each action on its slowest rank, mean over steps. Deciding the balance takes "
+        f"{decide_ms:.2f} ms a step in the prefetch thread, beside the step.</p>",
+        horizontal_bars(milliseconds, unit="ms"),
+    ]
+
+
+def _exact_match(summary: dict[str, Any]) -> list[str]:
+    if not summary.get("exact_match"):
+        return []
+    counts = summary["num_heldout"]
+    rows = "".join(
+        f"<tr><td>{html.escape(task)}</td><td>{share:.1%}</td><td>{counts[task]}</td></tr>"
+        for task, share in summary["exact_match"].items()
+    )
+    return [
+        "<h2>Held-out answers that match exactly</h2>",
+        f"<table><tr><th>task</th><th>exact match</th><th>examples</th></tr>{rows}</table>",
+    ]
+
+
+def _answers(answers: list[dict[str, Any]]) -> list[str]:
+    if not answers:
+        return []
+    return ["<h2>Held-out examples and the model's answers</h2>", '<div class="cards">', *map(_card, answers), "</div>"]
+
+
+def _card(answer: dict[str, Any]) -> str:
+    right = answer["answer"] == answer["expected"]
+    media = "".join(_player(Path(path)) for path in answer["media"])
+    return (
+        f'<div class="card{" right" if right else ""}"><div class="task">{html.escape(answer["task"])}</div>{media}<dl>'
+        f"<dt>asked</dt><dd>{html.escape(answer['prompt'])}</dd>"
+        f'<dt>answered</dt><dd class="{"good" if right else "wrong"}">{html.escape(answer["answer"]) or "(nothing)"}</dd>'
+        f"<dt>expected</dt><dd>{html.escape(answer['expected'])}</dd></dl></div>"
+    )
+
+
+def _player(path: Path) -> str:
+    if not path.exists() or path.stat().st_size > _MAX_MEDIA_BYTES:
+        return f"<p>{html.escape(path.name)}</p>"
+    kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+    uri = f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+    if kind.startswith("audio/"):
+        return f'<audio controls preload="metadata" src="{uri}"></audio>'
+    return f'<img alt="{html.escape(path.name)}" src="{uri}">'
+
+
+def _smoothed(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Running mean over a fiftieth of the points, at least 1."""
+    width = max(len(points) // 50, 1)
+    total, result = 0.0, []
+    for i, (x, y) in enumerate(points):
+        total += y - (points[i - width][1] if i >= width else 0.0)
+        result.append((x, total / min(i + 1, width)))
+    return result
+
+
+def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    every = -(-len(points) // _MAX_POINTS) or 1
+    return points[::every]
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

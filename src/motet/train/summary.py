@@ -1,0 +1,87 @@
+"""A run in a few numbers, `summary.json`: from the lines of `metrics.jsonl`, so that a resumed run counts as a whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from motet.train.evaluate import Evaluation
+from motet.train.peak import Peak
+from motet.train.world import World
+
+_LOSS_STEPS = 10
+
+
+def summarise(
+    run_dir: Path, world: World, peak: Peak, wall_s: float, evaluations: dict[int, Evaluation]
+) -> dict[str, Any]:
+    """The summary of all steps in the run's folder. evaluations: by step, the last one's exact match counts.
+
+    loss_first and loss_last are means over ten steps (all, if there are fewer), as one step's loss is noise. tokens_per_s and
+    mfu are over the steps alone; wall_s is of this process, from its start to its end, resumed parts not included.
+    """
+    with open(run_dir / "metrics.jsonl", encoding="utf-8") as file:
+        steps = [json.loads(line) for line in file]
+    train_s = sum(step["step_s"] for step in steps)
+    losses = [step["loss"] for step in steps]
+    last = evaluations[max(evaluations)] if evaluations else None
+    return {
+        "steps": len(steps),
+        "num_ranks": world.num_ranks,
+        "device": str(world.device.type),
+        "wall_s": round(wall_s, 2),
+        "train_s": round(train_s, 2),
+        "tokens": sum(step["num_tokens"] for step in steps),
+        "tokens_per_s": round(sum(step["num_tokens"] for step in steps) / max(train_s, 1e-9), 1),
+        "mfu": sum(step["mfu"] * step["step_s"] for step in steps) / max(train_s, 1e-9),
+        "peak_flops_per_s": peak.flops_per_s,
+        "peak_source": peak.source,
+        "loss_first": _mean(losses[:_LOSS_STEPS]),
+        "loss_last": _mean(losses[-_LOSS_STEPS:]),
+        "loss_heldout": last.loss if last else None,
+        "heldout_loss_by_step": {str(step): evaluation.loss for step, evaluation in evaluations.items()},
+        "exact_match": last.exact_match if last else {},
+        "num_heldout": last.num_examples if last else {},
+        "phases": _phases(steps),
+        "data_wait_share": sum(step["data_wait_s"] for step in steps) / max(train_s, 1e-9),
+        "decide_s_mean": _mean([step["decide_s"] for step in steps]),
+        "exchange_bytes": sum(step["exchange"]["bytes"] for step in steps),
+        "exchange_crossing_bytes": sum(step["exchange"]["crossing_bytes"] for step in steps),
+        "memory": max((step["memory"] for step in steps), key=lambda memory: memory["peak_bytes"]),
+        "bad_examples": steps[-1]["bad_examples"],
+    }
+
+
+def summary_lines(summary: dict[str, Any]) -> list[str]:
+    """The summary for a terminal."""
+    lines = [
+        f"{summary['steps']} steps on {summary['num_ranks']} ranks in {summary['wall_s']:.0f} s: "
+        f"{summary['tokens_per_s']:,.0f} tokens/s, MFU {summary['mfu']:.1%} of the {summary['peak_source']} peak",
+        f"loss {summary['loss_first']:.4f} at first, {summary['loss_last']:.4f} at last"
+        + (f", {summary['loss_heldout']:.4f} held out" if summary["loss_heldout"] is not None else ""),
+    ]
+    for name, phase in summary["phases"].items():
+        lines.append(
+            f"{name}: mean max/bound load {phase['max_over_bound_before']:.3f} before balancing, "
+            f"{phase['max_over_bound']:.3f} after"
+        )
+    for task, share in summary["exact_match"].items():
+        lines.append(f"{task}: {share:.1%} of {summary['num_heldout'][task]} held-out answers match exactly")
+    return lines
+
+
+def _phases(steps: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Means over the steps in which a phase has anything to do."""
+    means = {}
+    for name in steps[-1]["phases"]:
+        busy = [step["phases"][name] for step in steps if step["phases"][name]["bound"]]
+        means[name] = {
+            key: _mean([phase[key] for phase in busy]) if busy else 1.0
+            for key in ("max_over_bound_before", "max_over_bound")
+        }
+    return means
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

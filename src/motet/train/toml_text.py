@@ -1,0 +1,95 @@
+"""The text side of TOML: on which line a key stands, values from a command line, and writing a resolved recipe."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Key = tuple[str | int, ...]
+
+_HEADER = re.compile(r"^\s*(\[\[?)\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?$")
+_ASSIGNMENT = re.compile(
+    r"^\s*((?:[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*'))*)\s*="
+)
+_BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
+
+
+def line_of_key(text: str, key: Key) -> int | None:
+    """The 1-based line where `key`, or the nearest table around it, is written; None if no part of it is.
+
+    Keys inside inline tables and multi-line values are found by the line on which their outermost value begins.
+    """
+    lines = _lines_of_keys(text)
+    for length in range(len(key), 0, -1):
+        if key[:length] in lines:
+            return lines[key[:length]]
+    return None
+
+
+def _lines_of_keys(text: str) -> dict[Key, int]:
+    lines: dict[Key, int] = {}
+    table: Key = ()
+    num_tables: dict[Key, int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := _HEADER.match(line):
+            table = _split_key(header[2])
+            if header[1] == "[[":
+                lines.setdefault(table, number)
+                index = num_tables.get(table, 0)
+                num_tables[table] = index + 1
+                table = (*table, index)
+            lines.setdefault(table, number)
+        elif assignment := _ASSIGNMENT.match(line):
+            key = _split_key(assignment[1])
+            for length in range(1, len(key) + 1):
+                lines.setdefault((*table, *key[:length]), number)
+    return lines
+
+
+def _split_key(dotted: str) -> Key:
+    parts = re.findall(r"\"([^\"]*)\"|'([^']*)'|([A-Za-z0-9_-]+)", dotted)
+    return tuple(next(part for part in found if part) for found in parts)
+
+
+def parse_value(text: str) -> Any:
+    """A value from the command line: TOML where it is TOML, else a string, so that no quotes within quotes are needed."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def dumps(tables: Mapping[str, Any]) -> str:
+    """TOML text of nested tables of plain values; None values are left out, as TOML has no word for them."""
+    return "\n".join(_dump_table((), tables)).strip() + "\n"
+
+
+def _dump_table(name: tuple[str, ...], table: Mapping[str, Any]) -> list[str]:
+    plain = {key: value for key, value in table.items() if value is not None and not isinstance(value, Mapping)}
+    nested = {key: value for key, value in table.items() if isinstance(value, Mapping)}
+    lines = ["", f"[{'.'.join(map(_dump_key, name))}]"] if name and (plain or not nested) else []
+    lines += [f"{_dump_key(key)} = {_dump_value(value)}" for key, value in plain.items()]
+    for key, value in nested.items():
+        lines += _dump_table((*name, key), value)
+    return lines
+
+
+def _dump_key(key: str) -> str:
+    return key if _BARE_KEY.match(key) else json.dumps(key, ensure_ascii=False)
+
+
+def _dump_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float | int):
+        return repr(value)
+    if isinstance(value, Mapping):
+        items = (f"{_dump_key(key)} = {_dump_value(item)}" for key, item in value.items() if item is not None)
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{', '.join(_dump_value(item) for item in value)}]"
+    # A JSON string is a TOML basic string.
+    return json.dumps(str(value), ensure_ascii=False)

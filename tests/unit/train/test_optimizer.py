@@ -1,0 +1,41 @@
+"""The schedule as a function of the step, and which parameters decay."""
+
+import pytest
+from torch import nn
+
+from motet.train.optimizer import OptimizerConfig, build_optimizer, learning_rate, parameter_groups
+
+
+def rates(num_steps, **options):
+    config = OptimizerConfig(lr=1.0, **options)
+    return [learning_rate(config, step, num_steps) for step in range(num_steps)]
+
+
+def test_warm_up_rises_to_the_peak_and_decay_ends_at_the_final_ratio():
+    found = rates(11, warmup_steps=5, schedule="linear", final_lr_ratio=0.5)
+    assert found == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5])
+
+
+def test_cosine_is_half_way_in_the_middle_and_ends_in_the_last_step():
+    found = rates(11, schedule="cosine", final_lr_ratio=0.0)
+    assert found[0] == 1.0
+    assert found[5] == pytest.approx(0.5)
+    assert found[-1] == pytest.approx(0.0)
+
+
+def test_constant_stays():
+    assert rates(4, schedule="constant", warmup_steps=1) == [1.0, 1.0, 1.0, 1.0]
+
+
+def test_a_run_shorter_than_its_warm_up_only_warms_up():
+    assert rates(2, warmup_steps=4) == pytest.approx([0.25, 0.5])
+
+
+def test_matrices_decay_and_norms_biases_embeddings_and_frozen_parameters_do_not():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    model[3].requires_grad_(False)
+    groups = parameter_groups(model, 0.1)
+    assert {group["weight_decay"]: len(group["params"]) for group in groups} == {0.0: 4, 0.1: 1}
+    decayed = next(group["params"] for group in groups if group["weight_decay"])
+    assert decayed[0] is model[1].weight
+    assert sum(len(group["params"]) for group in build_optimizer(model, OptimizerConfig(lr=1e-3)).param_groups) == 5
