@@ -88,7 +88,14 @@ class Segments:
         return (rows if restore is None else rows.index_select(0, restore)).unsqueeze(0)
 
     def _attend_group(
-        self, group: _Group, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, window: int | None
+        self,
+        group: _Group,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        dropout: float,
+        window: int | None,
     ) -> Tensor:
         """Rows [rows, heads, head_dim] -> [count * longest, heads, head_dim]; rows that fill up hold nothing of use."""
         shape = (group.count, group.longest, *query.shape[1:])
@@ -190,7 +197,9 @@ def _attention(
     extents = segments if segments is not None else attention_mask
     if not isinstance(extents, Segments | Padded):
         # Never a silent default: attending over the whole pack looks plausible and is wrong.
-        raise TypeError(f"{type(module).__name__}: packed attention needs Segments or Padded, got {type(extents).__name__}")
+        raise TypeError(
+            f"{type(module).__name__}: packed attention needs Segments or Padded, got {type(extents).__name__}"
+        )
     return extents.attend(query, key, value, scaling, dropout, sliding_window), None
 
 

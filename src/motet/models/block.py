@@ -96,7 +96,9 @@ def outside_blocks(root: nn.Module) -> list[nn.Parameter]:
 
 def plain_names(root: nn.Module) -> dict[str, str]:
     """State-dict name with Blocks -> the name that the model itself uses, for every entry of root.state_dict()."""
-    wrapped = {f"{name}.inner." if name else "inner." for name, module in root.named_modules() if isinstance(module, Block)}
+    wrapped = {
+        f"{name}.inner." if name else "inner." for name, module in root.named_modules() if isinstance(module, Block)
+    }
 
     def plain(name: str) -> str:
         parts = name.split(".")

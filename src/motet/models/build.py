@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 
@@ -22,7 +23,7 @@ from motet.core.errors import UserError
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
 from motet.models.families.registry import BACKBONES, ENCODERS, Family
-from motet.models.load import load_pretrained
+from motet.models.load import load_pretrained, one_line
 from motet.models.module import MLLM, ModalityModule
 from motet.models.projector import Projector, ProjectorConfig
 
@@ -89,7 +90,9 @@ def build_backbone(config: BackboneConfig, vocab_size: int, dtype: torch.dtype, 
     return Backbone(causal_lm, train=config.train)
 
 
-def build_modality(name: str, config: EncoderConfig, backbone_dim: int, dtype: torch.dtype, seed: int) -> ModalityModule:
+def build_modality(
+    name: str, config: EncoderConfig, backbone_dim: int, dtype: torch.dtype, seed: int
+) -> ModalityModule:
     if config.module:
         encoder = _build_custom(name, config, seed).to(dtype)
     else:
@@ -113,8 +116,10 @@ def _build_hf(
         hf_config._attn_implementation = ATTENTION
         with _seeded(seed, where):
             model = family.model(hf_config)
-    except (TypeError, ValueError, KeyError, ZeroDivisionError) as error:
-        raise UserError(f"model.{where}.config: {family.config.__name__} refuses its options: {error}") from error
+    except (StrictDataclassError, TypeError, ValueError, KeyError, RuntimeError, ZeroDivisionError) as error:
+        raise UserError(
+            f"model.{where}.config: no {family.config.model_type} model can be made of it ({one_line(error)})"
+        ) from error
     return cast_parameters(model, dtype)
 
 

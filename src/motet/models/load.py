@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
+from transformers.utils import logging as hf_logging
 
 from motet.core.errors import UserError
 from motet.models.attention import ATTENTION
@@ -25,23 +30,49 @@ def load_pretrained(
     config = _read_config(where, family, path, options)
     config._attn_implementation = ATTENTION
     try:
-        model, info = family.model.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            key_mapping={family.prefixes: ""} if family.prefixes else None,
-            output_loading_info=True,
-            local_files_only=True,
-            use_safetensors=True,
+        with quiet_transformers():
+            model, info = family.model.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                key_mapping={family.prefixes: ""} if family.prefixes else None,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                local_files_only=True,
+                use_safetensors=True,
+            )
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise UserError(f"model.{where}.path: weights in {path} cannot be loaded ({one_line(error)})") from error
+    if info["mismatched_keys"]:
+        name, stored, wanted = min(info["mismatched_keys"])
+        raise UserError(
+            f"model.{where}.path: {name} in {path} has shape {list(stored)}, where the config asks for {list(wanted)}"
         )
-    except (OSError, RuntimeError, ValueError) as error:
-        raise UserError(f"model.{where}.path: weights in {path} cannot be loaded: {error}") from error
-    absent = sorted(info["missing_keys"]) + sorted(str(key[0]) for key in info["mismatched_keys"])
-    if absent:
+    if absent := sorted(info["missing_keys"]):
         raise UserError(
             f"model.{where}.path: {path} lacks {len(absent)} weights of {family.model.__name__}, {absent[0]} for one"
         )
     return model
+
+
+def one_line(error: Exception) -> str:
+    """What a library says is wrong, without its line breaks."""
+    return " ".join(str(error).split())
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without transformers' reports and progress bars: a tower's checkpoint holds other weights too, which is as it should be,
+    and what is amiss is raised."""
+    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity(hf_logging.CRITICAL)
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if bars:
+            hf_logging.enable_progress_bar()
 
 
 def _read_config(where: str, family: Family, path: Path, options: dict[str, Any]) -> Any:
@@ -60,4 +91,7 @@ def _read_config(where: str, family: Family, path: Path, options: dict[str, Any]
         found = stored.get("model_type", wanted if stored else found)
     if found != wanted:
         raise UserError(f"model.{where}.path: {path} holds a model of type {found!r}, where {wanted!r} is needed")
-    return family.config.from_dict(stored | options)
+    try:
+        return family.config.from_dict(stored | options)
+    except (StrictDataclassError, TypeError, ValueError, KeyError) as error:
+        raise UserError(f"model.{where}.path: {file} is no config of {wanted} ({one_line(error)})") from error

@@ -14,8 +14,21 @@ from motet.models.build import BackboneConfig, EncoderConfig, ModelConfig, build
 VOCAB = 50
 DIM = 32
 
-BACKBONE = {"hidden_size": DIM, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
-VISION = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+BACKBONE = {
+    "hidden_size": DIM,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+}
+VISION = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
 AUDIO = {"d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "num_mel_bins": 8, "max_source_positions": 20}  # fmt: skip
 
 ENCODERS = {
@@ -23,7 +36,7 @@ ENCODERS = {
     "clip": VISION,
     "dinov2": {k: v for k, v in VISION.items() if k != "intermediate_size"} | {"mlp_ratio": 2},
     "qwen2_vl": {"depth": 2, "embed_dim": 24, "hidden_size": 20, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2},
-    "whisper": AUDIO | {"vocab_size": 20, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3},
+    "whisper": AUDIO,
     "qwen2_audio": AUDIO,
 }
 IMAGE_SIZES = [[2, 4], [4, 4], [6, 2], [2, 2]]

@@ -87,7 +87,10 @@ def test_a_document_is_bit_identical_whatever_the_others_hold(tiny, family):
 def test_features_replace_placeholders_whatever_token_stands_there(tiny):
     backbone = tiny.backbone()
     packed = tiny.Packed.of([8], image=[2, 3], audio=[5])
-    features = {"image": torch.randn(2, tiny.dim, dtype=torch.float64), "audio": torch.randn(1, tiny.dim, dtype=torch.float64)}
+    features = {
+        "image": torch.randn(2, tiny.dim, dtype=torch.float64),
+        "audio": torch.randn(1, tiny.dim, dtype=torch.float64),
+    }
     packed.targets[[2, 3, 5]] = False
     loss, _ = backbone(packed, features)
     packed.tokens[[2, 3, 5]] = (packed.tokens[[2, 3, 5]] + 7) % tiny.vocab

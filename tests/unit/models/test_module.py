@@ -109,7 +109,10 @@ def test_hooks_that_change_the_number_of_rows_say_so(tiny):
     sizes = torch.tensor([[4, 4]])
     values = tiny.values("siglip", sizes)
     module = tiny.encoder("siglip")
-    module.before, module.after = tile, lambda features, sizes: features.view(len(sizes), 4, 4, -1).mean(2).flatten(0, 1)
+    module.before, module.after = (
+        tile,
+        lambda features, sizes: features.view(len(sizes), 4, 4, -1).mean(2).flatten(0, 1),
+    )
     with pytest.raises(UserError, match="gave 4 rows for 1 items where num_tokens says 16"):
         module(values, sizes)
     module.count = lambda sizes: np.full(len(sizes), 4)
@@ -134,7 +137,7 @@ PRESENCE = [{"image", "audio"}, {"image"}, {"audio"}, set()]
 
 
 @pytest.mark.parametrize("present", PRESENCE)
-@pytest.mark.parametrize(("encoder", "projector", "backbone"), itertools.product([True, False], repeat=3))
+@pytest.mark.parametrize(("encoder", "projector", "backbone"), list(itertools.product([True, False], repeat=3)))
 def test_what_gets_gradients_depends_on_the_flags_alone(tiny, present, encoder, projector, backbone):
     mllm = tiny.mllm(train=backbone, train_encoder=encoder, train_projector=projector)
     media, places, start = {}, {}, 0

@@ -39,7 +39,9 @@ class AudioEncoder(nn.Module):
     def num_outputs(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows per clip: half as many as frames, rounded up. Raises UserError for a clip that has more frames than positions."""
         if (longest := int(sizes.max(initial=0))) > self.max_frames:
-            raise UserError(f"a clip of {longest} frames is longer than the {self.max_frames} that its encoder has positions for")
+            raise UserError(
+                f"a clip of {longest} frames is longer than the {self.max_frames} that its encoder has positions for"
+            )
         return (sizes[:, 0] + 1) // 2
 
     def flop_stages(self) -> tuple[FlopStage, ...]:

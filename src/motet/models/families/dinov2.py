@@ -20,7 +20,9 @@ class Dinov2Encoder(nn.Module):
     def __init__(self, model: Dinov2Model) -> None:
         super().__init__()
         if model.config.drop_path_rate:
-            raise UserError("Dinov2's drop_path_rate must be 0: it drops whole batch entries, and packed images share one")
+            raise UserError(
+                "Dinov2's drop_path_rate must be 0: it drops whole batch entries, and packed images share one"
+            )
         self.model = model
         self.output_dim = model.config.hidden_size
         if model.embeddings.mask_token is not None:

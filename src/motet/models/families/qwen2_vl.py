@@ -69,7 +69,9 @@ class Qwen2VLEncoder(nn.Module):
 
     def num_outputs(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
         if (sizes % self.merge).any():
-            raise UserError(f"an image's patch rows and columns must be multiples of {self.merge}, got {sizes.tolist()}")
+            raise UserError(
+                f"an image's patch rows and columns must be multiples of {self.merge}, got {sizes.tolist()}"
+            )
         return np.prod(sizes, axis=1) // self.merge**2
 
     def flop_stages(self) -> tuple[FlopStage, ...]:
