@@ -66,7 +66,6 @@ def pack(sequences: Sequence[TokenSequence], num_tokens: Mapping[str, NDArray[np
     targets = np.concatenate([sequence.targets for sequence in sequences] or [np.empty(0, np.bool_)])
     text_lengths = np.array([len(sequence.tokens) for sequence in sequences], dtype=np.int64)
     text_starts = np.cumsum(text_lengths) - text_lengths
-    targets[text_starts[text_lengths > 0]] = False
 
     placeholders = np.concatenate(
         [start + sequence.media_positions for start, sequence in zip(text_starts, sequences, strict=True)]
@@ -91,9 +90,11 @@ def pack(sequences: Sequence[TokenSequence], num_tokens: Mapping[str, NDArray[np
         spans = [np.arange(ends[place], ends[place + 1]) for place in places]
         positions[phase] = torch.from_numpy(np.concatenate(spans or [np.empty(0, np.int64)]))
     offsets = ends[np.concatenate([[0], np.cumsum(text_lengths)]).astype(np.int64)]
+    packed_targets = np.repeat(targets, repeats)
+    packed_targets[offsets[:-1][np.diff(offsets) > 0]] = False
     return PackedSequences(
         tokens=torch.from_numpy(np.repeat(tokens, repeats)),
-        targets=torch.from_numpy(np.repeat(targets, repeats)),
+        targets=torch.from_numpy(packed_targets),
         offsets=torch.from_numpy(offsets.astype(np.int32)),
         feature_positions=positions,
     )

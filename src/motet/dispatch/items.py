@@ -125,9 +125,7 @@ class ItemExchange:
         return contents
 
     def _deliver(self, parcels: Parcels, manifest: Manifest, contents: dict[int, TokenSequence | Media]) -> None:
-        """Sends what others compute, and adds what this rank receives to `contents`. No call where nothing moves at
-        all.
-        """
+        """Sends what others compute, adds what this rank receives to `contents`; no collective where nothing moves."""
         if (parcels.source == parcels.destination).all():
             return
         num_ranks = self.orchestrator.num_ranks

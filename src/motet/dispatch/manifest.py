@@ -1,9 +1,7 @@
-"""What all ranks hold before items are exchanged, as two integer tables that travel in one all-gather, and who sends
-what.
+"""What all ranks hold before items are exchanged, as two integer tables, and which parcels go from where to where.
 
-Nothing here communicates: from the same tables every rank lists the same parcels, so that each knows the size of
-                           whatever
-it will receive without being told.
+Nothing here communicates. From the same tables every rank lists the same parcels, so that each knows the size of all
+that it will receive without being told.
 """
 
 from __future__ import annotations
@@ -62,11 +60,7 @@ def describe(
         sequence = example.sequence
         if len(example.media) != len(sequence.media):
             raise ValueError(f"example {i} has {len(sequence.media)} placeholders and {len(example.media)} items")
-        counted = sequence.targets.copy()
-        # The same two rules as in `pack`: nothing predicts the first token, and a placeholder is no answer.
-        counted[:1] = False
-        counted[sequence.media_positions] = False
-        example_table[i] = True, len(sequence.tokens), counted.sum()
+        example_table[i] = True, len(sequence.tokens), 0
         for phase, item in zip(sequence.media, example.media, strict=True):
             rows.append((i, phases.index(phase), 0, 0, *item.values.shape, len(item.size)))
             media.append(item)
@@ -77,7 +71,21 @@ def describe(
             sizes = np.stack([media[k].size for k in chosen]).astype(np.int64)
             item_table[chosen, _LENGTH] = measures[phase].lengths(sizes)
             item_table[chosen, _NUM_TOKENS] = measures[phase].num_tokens(sizes)
+    for i, example in enumerate(examples):
+        if example is not None:
+            rows_of_items = item_table[item_table[:, _EXAMPLE] == i, _NUM_TOKENS]
+            example_table[i, _TARGETS] = _count_targets(example.sequence, rows_of_items)
     return np.concatenate([[len(examples), len(item_table)], example_table.ravel(), item_table.ravel()])
+
+
+def _count_targets(sequence: TokenSequence, num_tokens: NDArray[np.int64]) -> int:
+    """Targets by the rules of `pack`: not the first token of the packed sequence, and no placeholder."""
+    repeats = np.ones(len(sequence.tokens), dtype=np.int64)
+    repeats[sequence.media_positions] = num_tokens
+    counted = sequence.targets.copy()
+    counted[sequence.media_positions] = False
+    counted[: np.flatnonzero(np.append(repeats, 1))[0] + 1] = False
+    return int(counted.sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +104,7 @@ class Parcels:
     size_bytes: NDArray[np.int64]
 
     def sent_by(self, rank: int) -> NDArray[np.int64]:
-        """Parcel numbers in the order in which the rank sends them: by receiving rank. What it keeps is not among
-        them.
-        """
+        """Parcel numbers in the order in which the rank sends them: by receiving rank, what it keeps left out."""
         mine = np.flatnonzero((self.source == rank) & (self.destination != rank))
         return mine[np.argsort(self.destination[mine], kind="stable")]
 

@@ -1,6 +1,4 @@
-"""Measures actions: by the processor's clock, or by events on a device's stream, which are read when they are asked
-for.
-"""
+"""Measures actions: by the processor's clock, or by events on a device's stream that are read when asked for."""
 
 from __future__ import annotations
 
@@ -14,9 +12,7 @@ from motet.core.timeline import Span, Timeline
 
 
 class ActionClock:
-    """Records the spans of one rank. Seconds count from `zero_s` of time.perf_counter(), by default from
-    construction.
-    """
+    """Records the spans of one rank. Seconds count from `zero_s` of time.perf_counter(), by default from now."""
 
     def __init__(self, rank: int, device: torch.device, *, zero_s: float | None = None) -> None:
         self.rank = rank

@@ -100,8 +100,7 @@ class TrainStep:
         """One step over microbatches, which accumulate their gradients.
 
         A module that has no input on any rank in the whole step ends without gradient (None), so that the optimizer
-        leaves it alone; in a module that ran, a parameter that was not used has a zero gradient. Both on all ranks
-        alike.
+        leaves it alone; in a module that ran, a parameter that was not used has a zero gradient; so on all ranks.
         """
         for parameter in self.parameters:
             parameter.grad = None
@@ -148,9 +147,7 @@ class TrainStep:
 
 @torch.no_grad()
 def forward_features(model: Model, batch: RankBatch, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """The features of all phases present in a batch, on the ranks that run their sequences, for evaluation; a
-    collective.
-    """
+    """Features of the phases present in a batch, on the ranks that run their sequences, to evaluate; a collective."""
     features = {}
     for phase in model.encoders:
         if batch.has(phase):

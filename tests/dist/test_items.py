@@ -1,0 +1,115 @@
+"""Exchange mode: whatever ranks loaded arrives, bit for bit, where it is computed; bad examples vanish on all alike."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from motet.core.example import Media, TokenSequence
+from motet.core.workload import BACKBONE
+from motet.dispatch import ItemExchange, LoadedExample, Orchestrator, Packed, Padded
+from motet.dispatch.message import example_bytes, media_bytes, read_example, read_media, write_example, write_media
+from ranks import run_ranks
+
+COSTS = {BACKBONE: Packed(), "image": Packed(), "audio": Padded()}
+
+
+class Halves:
+    """A measure: an item's length is the product of its sizes, and it takes half as many tokens, rounded down."""
+
+    def lengths(self, sizes):
+        return np.prod(sizes, axis=1)
+
+    def num_tokens(self, sizes):
+        return np.prod(sizes, axis=1) // 2
+
+
+def draw(rng: np.random.Generator) -> LoadedExample:
+    phases = tuple(str(phase) for phase in rng.choice(["image", "audio"], rng.integers(0, 4)))
+    sizes = [rng.integers(1, 5, 2) if phase == "image" else rng.integers(1, 9, 1) for phase in phases]
+    items = [
+        Media(rng.standard_normal((size.prod(), 3 if phase == "image" else 2)).astype(np.float32), size)
+        for phase, size in zip(phases, sizes)
+    ]
+    length = len(phases) + int(rng.integers(1, 9))
+    places = np.sort(rng.choice(length, len(phases), replace=False))
+    tokens, targets = rng.integers(0, 2**40, length), rng.random(length) < 0.5
+    return LoadedExample(TokenSequence(tokens, targets, phases, places), tuple(items))
+
+
+def same(a: TokenSequence | Media, b: TokenSequence | Media) -> bool:
+    pairs = zip(vars(a).values(), vars(b).values(), strict=True)
+    return type(a) is type(b) and all(
+        np.array_equal(x, y) and getattr(x, "dtype", 0) == getattr(y, "dtype", 0) for x, y in pairs
+    )
+
+
+@given(st.integers(0, 10_000))
+def test_messages_read_back_what_was_written(seed):
+    example = draw(np.random.default_rng(seed))
+    sequence = example.sequence
+    data = np.zeros(example_bytes(len(sequence.tokens), len(sequence.media)), np.uint8)
+    write_example(sequence, data)
+    assert same(read_example(data, len(sequence.tokens), sequence.media), sequence)
+    for media in example.media:
+        shape = (*media.values.shape, len(media.size))
+        data = np.zeros(media_bytes(*shape), np.uint8)
+        write_media(media, data)
+        assert same(read_media(data, *shape), media)
+
+
+def check_items(rank: int, num_ranks: int, seeds: list[int]) -> list[str]:
+    group = dist.new_group(backend="gloo")
+    wrong: list[str] = []
+
+    def work():
+        for seed in seeds:
+            wrong.extend(check_batch(rank, num_ranks, group, seed))
+
+    # As in training: in a thread, while the main thread talks on another group.
+    thread = threading.Thread(target=work)
+    thread.start()
+    dist.barrier()
+    thread.join()
+    return wrong
+
+
+def check_batch(rank: int, num_ranks: int, group, seed: int) -> list[str]:
+    rng = np.random.default_rng(seed)
+    # Ranks hold different numbers of examples, some none; every fifth could not be loaded.
+    held = [[None if rng.random() < 0.2 else draw(rng) for _ in range(rng.integers(0, 6))] for _ in range(num_ranks)]
+    balanced = [(), (BACKBONE,), tuple(COSTS)][seed % 3]
+    measures = {"image": Halves(), "audio": Halves()}
+    exchange = ItemExchange(group, Orchestrator(COSTS, num_ranks, balanced), measures, capacity=8, ranks_per_node=2)
+    got = exchange(held[rank])
+    everything = [example for examples in held for example in examples]
+    kept = [example for example in everything if example is not None]
+    wrong = []
+    if got.kept.tolist() != [example is not None for example in everything]:
+        wrong.append("kept")
+    items = {p: [m for e in kept for q, m in zip(e.sequence.media, e.media) if q == p] for p in measures}
+    sequences = [kept[i].sequence for i in got.decision.backbone.on_rank(rank)]
+    pairs = [("sequences", got.sequences, sequences)]
+    pairs += [(p, got.media[p], [items[p][i] for i in got.decision.assignments[p].on_rank(rank)]) for p in measures]
+    for name, found, expected in pairs:
+        if len(found) != len(expected) or not all(map(same, found, expected)):
+            wrong.append(name)
+    own = {id(thing) for e in held[rank] if e is not None for thing in (e.sequence, *e.media)}
+    stays = sum(id(thing) in own for things in (sequences, *(pair[2] for pair in pairs[1:])) for thing in things)
+    kept_as_is = sum(id(thing) in own for things in (got.sequences, *got.media.values()) for thing in things)
+    if stays != kept_as_is:
+        wrong.append("what stays was copied")
+    if not 0 <= got.crossing_bytes <= got.moved_bytes or (num_ranks <= 2 and got.crossing_bytes):
+        wrong.append("bytes")
+    if not balanced and got.moved_bytes:
+        wrong.append("bytes moved without balancing")
+    return [f"seed {seed}, {num_ranks} ranks: {line}" for line in wrong]
+
+
+def test_items_arrive_whole_where_they_are_computed():
+    for num_ranks in (1, 4):
+        assert run_ranks(check_items, num_ranks, list(range(30))) == [[]] * num_ranks

@@ -1,0 +1,152 @@
+"""A tiny multimodal model, examples for it, and the reference that every distributed step is held against.
+
+The reference is an independent path: one process, unsharded, one example at a time, no packing of several sequences, no
+exchange, no graph cut, and autograd through all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from motet.core.example import Media, TokenSequence
+from motet.dispatch import LoadedExample, PackedSequences
+from motet.models.attention import ATTENTION
+from motet.models.backbone import Backbone
+from motet.models.module import MLLM, ModalityModule
+from motet.models.projector import Projector, ProjectorConfig
+
+DIM = 16
+VOCABULARY = 40
+ROW_DIMS = {"image": 6, "audio": 5}
+PHASES = tuple(ROW_DIMS)
+
+
+class Layer(nn.Module):
+    """Mixes rows inside an item, so that an item in the wrong place, or cut, would be seen in the result."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.rows = nn.Linear(dim, dim)
+        self.item = nn.Linear(dim, dim, bias=False)
+        self.never_used = nn.Parameter(torch.ones(3))
+
+    def forward(self, hidden: Tensor, counts: Tensor) -> Tensor:
+        normed = self.norm(hidden)
+        owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        means = torch.zeros(len(counts), hidden.shape[1], dtype=hidden.dtype).index_add(0, owner, normed)
+        return hidden + torch.tanh(self.rows(normed)) + self.item(means / counts[:, None].to(hidden.dtype))[owner]
+
+
+class ToyEncoder(nn.Module):
+    """Fulfils the encoder contract without transformers; every item becomes as many rows as it has."""
+
+    def __init__(self, row_dim: int, cost: str) -> None:
+        super().__init__()
+        self.output_dim = 8
+        self.cost = cost
+        self.embed = nn.Linear(row_dim, 8)
+        self.blocks = nn.ModuleList([Layer(8), Layer(8)])
+
+    def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
+        hidden = self.embed(values)
+        for block in self.blocks:
+            hidden = block(hidden, sizes.prod(1))
+        return hidden
+
+    def num_outputs(self, sizes):
+        return np.prod(sizes, axis=1)
+
+
+def build_model(dtype: torch.dtype = torch.float64, frozen: Sequence[str] = ()) -> MLLM:
+    """The same parameters in every call and on every rank. frozen: of "image encoder", "image", "audio", "backbone"."""
+    torch.manual_seed(3)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=DIM,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=False,
+        attn_implementation=ATTENTION,
+    )
+    encoders = {
+        phase: ModalityModule(
+            ToyEncoder(ROW_DIMS[phase], cost),
+            Projector(8, DIM, ProjectorConfig(downsample=downsample)),
+            train_encoder=phase not in frozen and f"{phase} encoder" not in frozen,
+            train_projector=phase not in frozen,
+        )
+        for phase, cost, downsample in (("image", "packed", 2), ("audio", "padded", 1))
+    }
+    return MLLM(encoders, Backbone(Qwen2ForCausalLM(config).to(dtype), train="backbone" not in frozen)).to(dtype)
+
+
+def draw_examples(num_examples: int, seed: int = 0, phases: Sequence[str] = PHASES) -> list[LoadedExample]:
+    """Examples of very different lengths: text only, one item, several of both, in any place."""
+    rng = np.random.default_rng(seed)
+    return [
+        draw_example(rng, tuple(rng.choice(phases, rng.integers(0, 4))) if phases else ()) for _ in range(num_examples)
+    ]
+
+
+def draw_example(
+    rng: np.random.Generator, media: tuple[str, ...], row_dims: dict[str, int] | None = None
+) -> LoadedExample:
+    row_dims = row_dims or ROW_DIMS
+    num_tokens = len(media) + int(rng.integers(3, 12))
+    answer = int(rng.integers(1, 3))
+    places = np.sort(rng.choice(num_tokens - answer, len(media), replace=False))
+    targets = np.arange(num_tokens) >= num_tokens - answer
+    tokens = rng.integers(0, VOCABULARY, num_tokens)
+    items = []
+    for phase in media:
+        size = rng.integers(1, 5, 2) if phase == "image" else rng.integers(1, 20, 1)
+        items.append(Media(rng.standard_normal((size.prod(), row_dims[phase])).astype(np.float32), size))
+    return LoadedExample(TokenSequence(tokens, targets, tuple(map(str, media)), places), tuple(items))
+
+
+def reference_step(model: MLLM, examples: Sequence[LoadedExample], dtype: torch.dtype = torch.float64) -> float:
+    """Loss and, in `.grad`, gradients of the whole batch; in modules that ran, unused parameters get zero gradients."""
+    num_targets = sum(int(example.sequence.targets.sum()) for example in examples)
+    total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32))
+    ran = [model.backbone] if examples else []
+    for example in examples:
+        features: dict[str, list[Tensor]] = {phase: [] for phase in model.encoders}
+        positions: dict[str, list[int]] = {phase: [] for phase in model.encoders}
+        tokens, targets, item = [], [], 0
+        for place, (token, target) in enumerate(zip(example.sequence.tokens, example.sequence.targets)):
+            if place not in example.sequence.media_positions:
+                tokens.append(token)
+                targets.append(target)
+                continue
+            phase, media = example.sequence.media[item], example.media[item]
+            values = torch.from_numpy(np.array(media.values)).to(dtype)
+            rows = model.encoders[phase](values, torch.from_numpy(np.array(media.size))[None])
+            features[phase].append(rows)
+            positions[phase] += range(len(tokens), len(tokens) + len(rows))
+            tokens += [0] * len(rows)
+            targets += [False] * len(rows)
+            ran.append(model.encoders[phase])
+            item += 1
+        sequence = PackedSequences(
+            tokens=torch.tensor(tokens),
+            targets=torch.tensor(targets),
+            offsets=torch.tensor([0, len(tokens)], dtype=torch.int32),
+            feature_positions={phase: torch.tensor(places) for phase, places in positions.items() if places},
+        )
+        loss_sum, _ = model.backbone(sequence, {phase: torch.cat(rows) for phase, rows in features.items() if rows})
+        total = total + loss_sum / num_targets
+    if total.requires_grad:
+        total.backward()
+    for module in ran:
+        for parameter in module.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+    return total.item()

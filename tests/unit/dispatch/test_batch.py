@@ -1,0 +1,109 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from motet.core.example import Media, TokenSequence
+from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
+from motet.dispatch import Orchestrator, Packed, assemble, pack
+
+
+def sequence(tokens, media=(), places=(), targets=None):
+    tokens = np.array(tokens, dtype=np.int64)
+    targets = np.zeros(len(tokens), bool) if targets is None else np.array(targets, bool)
+    return TokenSequence(tokens, targets, tuple(media), np.array(places, dtype=np.int64))
+
+
+def test_placeholders_grow_to_the_rows_of_their_items():
+    packed = pack(
+        [
+            sequence([1, 90, 2, 91, 3], ["image", "audio"], [1, 3], [1, 0, 0, 1, 1]),
+            sequence([4]),
+            sequence([92, 5, 93], ["image", "image"], [0, 2], [0, 1, 0]),
+        ],
+        {"image": np.array([3, 0, 2]), "audio": np.array([2]), "video": np.array([], dtype=np.int64)},
+    )
+    assert packed.tokens.tolist() == [1, 90, 90, 90, 2, 91, 91, 3, 4, 5, 93, 93]
+    # Neither the first token of a sequence nor a placeholder is a target.
+    assert packed.targets.nonzero().flatten().tolist() == [7]
+    assert packed.offsets.tolist() == [0, 8, 9, 12]
+    assert {name: places.tolist() for name, places in packed.feature_positions.items()} == {
+        "image": [1, 2, 3, 10, 11],
+        "audio": [5, 6],
+        "video": [],
+    }
+
+
+def test_target_after_an_item_without_rows_has_nothing_before_it():
+    packed = pack([sequence([90, 5], ["image"], [0], [0, 1])], {"image": np.array([0])})
+    assert packed.tokens.tolist() == [5]
+    assert not packed.targets.any()
+
+
+def test_no_sequences_are_a_legal_batch():
+    packed = pack([], {"image": np.array([], dtype=np.int64)})
+    assert (packed.num_sequences, packed.num_tokens) == (0, 0)
+    assert packed.tokens.dtype == torch.int64 and packed.targets.dtype == torch.bool
+    assert packed.feature_positions["image"].dtype == torch.int64
+
+
+def test_wrong_counts_are_refused():
+    with pytest.raises(ValueError, match="1 placeholders of phase 'image', 2 items"):
+        pack([sequence([9, 1], ["image"], [0])], {"image": np.array([1, 1])})
+    with pytest.raises(ValueError, match="unknown phases"):
+        pack([sequence([9, 1], ["audio"], [0])], {"image": np.array([])})
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(0, 4), max_size=3)), max_size=6), st.integers(0, 99))
+def test_packing_equals_packing_one_by_one(shapes, seed):
+    rng = np.random.default_rng(seed)
+    sequences, rows = [], []
+    for num_text, items in shapes:
+        total = num_text + len(items)
+        places = np.sort(rng.choice(total, len(items), replace=False)) if total else []
+        sequences.append(sequence(rng.integers(0, 9, total), ["image"] * len(items), places, rng.random(total) < 0.5))
+        rows.append(np.array(items, dtype=np.int64))
+    together = pack(sequences, {"image": np.concatenate(rows) if rows else np.array([], dtype=np.int64)})
+    alone = [pack([one], {"image": count}) for one, count in zip(sequences, rows, strict=True)]
+    starts = together.offsets.tolist()
+    assert torch.equal(together.tokens, torch.cat([one.tokens for one in alone] or [torch.empty(0).long()]))
+    assert torch.equal(together.targets, torch.cat([one.targets for one in alone] or [torch.empty(0).bool()]))
+    assert together.feature_positions["image"].tolist() == [
+        place + start for one, start in zip(alone, starts) for place in one.feature_positions["image"].tolist()
+    ]
+
+
+def lengths_of_two() -> BatchLengths:
+    items = ItemLengths(example=np.array([0]), length=np.array([4]), num_tokens=np.array([2]))
+    return BatchLengths(np.array([4, 2]), np.array([1, 1]), np.zeros(2, np.int32), {"image": items})
+
+
+FIRST = sequence([90, 1, 2], ["image"], [0], [0, 0, 1])
+SECOND = sequence([3, 4], targets=[0, 1])
+IMAGE = Media(np.zeros((4, 6), np.float32), np.array([2, 2]))
+
+
+def test_assemble_makes_a_rank_batch():
+    lengths = lengths_of_two()
+    decision = Orchestrator({BACKBONE: Packed(), "image": Packed()}, 1, ()).decide(lengths)
+    batch = assemble(decision, lengths, 0, [FIRST, SECOND], {"image": [IMAGE]})
+    assert (batch.num_targets, batch.num_tokens, batch.has("image")) == (2, 6, True)
+    values, sizes = batch.to("cpu", dtype=torch.float64).media["image"]
+    assert values.shape == (4, 6) and values.dtype == torch.float64 and sizes.tolist() == [[2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("sequences", "media", "sentence"),
+    [
+        ([FIRST, sequence([3, 4, 5], targets=[0, 0, 1])], [IMAGE], "example 1 of the batch has 3 tokens, .* say 2"),
+        ([FIRST, sequence([3, 4])], [IMAGE], "example 1 of the batch has 0 targets, .* say 1"),
+        ([FIRST], [IMAGE], "1 sequences were given where the decision puts 2"),
+        ([FIRST, SECOND], [], "encodes 1 items of phase 'image', not 0"),
+    ],
+)
+def test_assemble_refuses_what_its_lengths_do_not_say(sequences, media, sentence):
+    lengths = lengths_of_two()
+    decision = Orchestrator({BACKBONE: Packed(), "image": Packed()}, 1, ()).decide(lengths)
+    with pytest.raises(ValueError, match=sentence):
+        assemble(decision, lengths, 0, sequences, {"image": media})
