@@ -1,4 +1,4 @@
-"""What holds for every test: hypothesis draws the same examples in every run, and GPU tests are skipped without a GPU."""
+"""What holds for every test: hypothesis draws the same examples in every run; GPU tests are skipped without a GPU."""
 
 import pytest
 from hypothesis import HealthCheck, settings
