@@ -1,8 +1,8 @@
-"""Floating-point operations of a module on items of given lengths: what the model needs, so neither padding nor recomputation.
+"""Floating-point operations of a module on items of given lengths: neither padding nor recomputation is counted.
 
-A matrix product of a row with w weights is 2 w operations; attention of r rows is two products of [r, width] by [width, r], that is
-4 r^2 width a layer, half of it if causal (Kaplan et al. 2020, section 2.1; the convention of MFU in PaLM, appendix B). Norms,
-activations, softmax and embedding look-ups are not counted.
+A matrix product of a row with w weights is 2 w operations; attention of r rows is two products of [r, width] by [width,
+r], that is 4 r^2 width a layer, half of it if causal (Kaplan et al. 2020, section 2.1; the convention of MFU in PaLM,
+appendix B). Norms, activations, softmax and embedding look-ups are not counted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def forward_flops(shape: FlopShape, lengths: NDArray[np.int64], num_targets: int
 
 
 def step_flops(shape: FlopShape, lengths: NDArray[np.int64], num_targets: int = 0) -> int:
-    """Operations of forward and backward: each product once more for its weights' gradient, once more for its input's."""
+    """Operations of forward and backward: each product again for its weights' gradient, and again for its input's."""
     total = 2 * shape.head_weights * num_targets * (2 + shape.head_trained)
     for stage in shape.stages:
         products, attention = _stage_flops(stage, lengths)

@@ -1,8 +1,9 @@
-"""Attention that never crosses from one document, image or clip to another, without padding and without a mask of the whole pack.
+"""Attention that never crosses from one document, image or clip to another, without a mask of the whole pack.
 
 Registered with transformers as "motet_packed". HF layers hand the extents through: causal LMs as the keyword argument
-`segments`, encoders in place of `attention_mask`, which every layer passes on untouched. No mask builder is registered under
-this name on purpose: transformers then skips building masks altogether, which would cost a device synchronisation a forward.
+`segments`, encoders in place of `attention_mask`, which every layer passes on untouched. No mask builder is registered
+under this name on purpose: transformers then skips building masks altogether, which would cost a device synchronisation
+a forward.
 """
 
 from __future__ import annotations
@@ -133,8 +134,8 @@ class Segments:
     def _make_groups(self, device: torch.device) -> tuple[list[_Group], Tensor | None]:
         """Groups of segments of like length, and where each row of the pack stands in their concatenated outputs.
 
-        A shorter segment is filled up to the longest of its group as long as that is cheaper than one more kernel call, so
-        that many short segments cost few calls. The result does not depend on the grouping (up to rounding).
+        A shorter segment is filled up to the longest of its group as long as that is cheaper than one more kernel call,
+        so that many short segments cost few calls. The result does not depend on the grouping (up to rounding).
         """
         order = np.argsort(-self.lengths, kind="stable")
         order = order[self.lengths[order] > 0]
@@ -165,7 +166,8 @@ class Segments:
 class Padded:
     """Extents of clips padded to a common length: clip i is rows 0 to lengths[i] of batch entry i. Full attention.
 
-    For encoders that convolve before they attend, and therefore cannot be packed. lengths: int64 [num_items], on the host.
+    For encoders that convolve before they attend, and therefore cannot be packed.
+    lengths: int64 [num_items], on the host.
     """
 
     def __init__(self, lengths: NDArray[np.int64], longest: int, device: torch.device) -> None:

@@ -1,8 +1,8 @@
 """A causal LM from transformers on packed documents whose placeholders are replaced by encoder rows.
 
-Qwen2, Qwen3, Llama and Mistral need nothing of their own here: embedding, `model(inputs_embeds=...)` and head are the same. The
-packed attention reaches their layers as the keyword argument `segments`; with `use_cache=False` and no mask (every other
-combination silently attends across documents), positions restart with each document.
+Qwen2, Qwen3, Llama and Mistral need nothing of their own here: embedding, `model(inputs_embeds=...)` and head are the
+same. The packed attention reaches their layers as the keyword argument `segments`; with `use_cache=False` and no mask
+(every other combination silently attends across documents), positions restart with each document.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Backbone(nn.Module):
         return any(p.requires_grad for p in self.parameters())
 
     def flop_shape(self) -> FlopShape:
-        """For counting operations on sequences of given lengths; gradients reach the embeddings even if nothing here trains."""
+        """For counting operations on sequences; gradients reach the embeddings even if nothing here trains."""
         config, head = self.causal_lm.config, self.causal_lm.lm_head
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         # Qwen decides the window by layer, Mistral for all layers, Llama has none.
@@ -77,9 +77,9 @@ class Backbone(nn.Module):
     ) -> tuple[Tensor, int] | Tensor:
         """features: per encoder [rows, dim], for the places sequences.feature_positions[name].
 
-        Returns (cross entropy summed over targets, float32 or float64; number of targets): the sum, not the mean, because only
-        the caller knows the number of targets on all ranks. With `predict`: the likeliest next token of each sequence,
-        int64 [num_sequences].
+        Returns (cross entropy summed over targets, float32 or float64; number of targets): the sum, not the mean,
+        because only the caller knows the number of targets on all ranks. With `predict`: the likeliest next token of
+        each sequence, int64 [num_sequences].
         """
         hidden = self._hidden(sequences, features)
         if predict:
@@ -93,7 +93,7 @@ class Backbone(nn.Module):
         return cross_entropy(logits, sequences.tokens[rows], reduction="sum"), len(rows)
 
     def next_tokens(self, sequences: Sequences, features: dict[str, Tensor]) -> Tensor:
-        """The likeliest next token of each sequence, int64 [num_sequences]; through forward, where sharding hooks in."""
+        """The likeliest next token of each sequence, int64 [num_sequences]; by way of forward, where FSDP hooks in."""
         with torch.no_grad():
             return self(sequences, features, predict=True)
 

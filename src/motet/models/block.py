@@ -1,8 +1,9 @@
 """One layer as the unit of sharding and recomputation, and what such a unit does when its rank has nothing to compute.
 
-FSDP's collectives are started by hooks of a unit's forward and backward, so a rank without input must still run both. A unit
-that gets an empty tensor therefore returns it through an autograd function that takes the unit's parameters as inputs and
-gives them zero gradients: the hooks fire, in the same order as on the other ranks, without compute and without dummy media.
+FSDP's collectives are started by hooks of a unit's forward and backward, so a rank without input must still run both. A
+unit that gets an empty tensor therefore returns it through an autograd function that takes the unit's parameters as
+inputs and gives them zero gradients: the hooks fire, in the same order as on the other ranks, without compute and
+without dummy media.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ class Block(nn.Module):
         self.recompute = recompute
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # FSDP reduces a unit's gradients when backward reaches its input, or, if the input needs no gradient, at the very
-        # end. Which of the two must not depend on the data of a rank, or ranks would order their collectives differently.
-        # Done here and not in forward, because FSDP looks at the inputs before forward.
+        # FSDP reduces a unit's gradients when backward reaches its input, or, if the input needs no gradient, at the
+        # very end. Which of the two must not depend on the data of a rank, or ranks would order their collectives
+        # differently. Done here and not in forward, because FSDP looks at the inputs before forward.
         if torch.is_grad_enabled() and not hidden.requires_grad:
             hidden = hidden.detach().requires_grad_()
         return super().__call__(hidden, *args, **kwargs)

@@ -1,7 +1,7 @@
 """From a recipe's words to an MLLM: HF models with random weights or from a directory, or classes of the user's own.
 
-Every module is initialised as a whole tensor from a seed of its own name, so that weights do not depend on the number of ranks, and
-adding an encoder does not change the others.
+Every module is initialised as a whole tensor from a seed of its own name, so that weights do not depend on the number
+of ranks, and adding an encoder does not change the others.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ from motet.models.projector import Projector, ProjectorConfig
 
 
 class EncoderConfig(BaseModel):
-    """Exactly one source of weights: `family` with `config` (HF options, random weights), `path` (a local HF directory; `family`
-    and overriding `config` optional), or `module` ("package.module:Class", called with `args`; see `contract.Encoder`)."""
+    """One encoder and its projector. Its weights have one source:
+
+    family, config: random weights; `config` are HF's options.
+    family, path:   a local directory with safetensors; `config` overrides its options.
+    module, args:   "package.module:Class", called with `args`; see `contract.Encoder`.
+    """
 
     model_config = ConfigDict(extra="forbid")
     family: Literal["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio"] | None = None
@@ -74,8 +78,8 @@ class ModelConfig(BaseModel):
 def build_mllm(config: ModelConfig, vocab_size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> MLLM:
     """The model on the CPU, whole, in `dtype`. vocab_size: what the tokenizer needs.
 
-    Raises UserError for an unknown HF option, a directory that is missing or holds another family, a vocabulary that is too
-    small, or a custom class that does not fulfil the contract.
+    Raises UserError for an unknown HF option, a directory that is missing or holds another family, a vocabulary that is
+    too small, or a custom class that does not fulfil the contract.
     """
     backbone = build_backbone(config.backbone, vocab_size, dtype, seed)
     encoders = {name: build_modality(name, part, backbone.dim, dtype, seed) for name, part in config.encoders.items()}

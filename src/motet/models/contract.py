@@ -2,12 +2,13 @@
 
 Any `torch.nn.Module` with the members of `Encoder` can be an encoder. Four more are optional:
 
-    blocks:          list of submodules in execution order, each called with the hidden states as its first positional argument
-                     and returning them; each is sharded by itself, and recomputed by itself if asked. Default: none.
-    cost:            "packed" (work grows with the sum of lengths) or "padded" (with count x longest). Default: "packed".
+    blocks:          list of submodules in execution order, each called with the hidden states as its first positional
+                     argument and returning them; each is sharded by itself, and recomputed by itself if asked. Default:
+                     none.
+    cost:            "packed" (work grows with the sum of lengths; the default) or "padded" (with count x longest).
     lengths(sizes):  int64 [num_items], what the phase is balanced on. Default: the product of an item's sizes.
-    flop_stages():   tuple of `cost.flops.FlopStage` that says what an item of a length costs, for MFU. Default: one product of every
-                     row with all linear layers and convolutions.
+    flop_stages():   tuple of `cost.flops.FlopStage` that says what an item of a length costs, for MFU. Default: one
+                     product of every row with all linear layers and convolutions.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class Encoder(Protocol):
     output_dim: int
 
     def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
-        """values [sum(rows), row_dim], sizes int64 [num_items, size_dim] on the host -> [sum(num_outputs(sizes)), output_dim].
+        """values [sum(rows), row_dim], sizes int64 [num_items, size_dim] -> [sum(num_outputs(sizes)), output_dim].
 
-        Rows of item 0 come first, then those of item 1, and so on, in both. There is at least one item. The result for an
-        item must not depend on the other items of the call.
+        Rows of item 0 come first, then those of item 1, and so on, in both. There is at least one item; `sizes` is on
+        the host. The result for an item must not depend on the other items of the call.
         """
 
     def num_outputs(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -39,7 +40,7 @@ class Sequences(Protocol):
     """Documents packed without padding, as `dispatch.PackedSequences` holds them.
 
     tokens:            int64 [total]; any valid id where a feature row stands.
-    targets:           bool [total], True where loss is taken on predicting the token from what precedes it in its document.
+    targets:           bool [total], True where loss is taken on predicting the token from those before it.
     offsets:           int32 or int64 [num_sequences + 1], on the host.
     feature_positions: per encoder, int64 [rows]: places in [0, total) of its feature rows, in row order.
     """

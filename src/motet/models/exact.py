@@ -1,7 +1,8 @@
 """Root-mean-square norms that keep float64.
 
-HF's RMSNorm computes in float32 whatever the dtype of the model. In float64 that rounds activations and gradients to 1e-7, and
-the same gradient scaled by another factor (the number of ranks) then rounds differently, so runs could not be compared to 1e-10.
+HF's RMSNorm computes in float32 whatever the dtype of the model. In float64 that rounds activations and gradients to
+1e-7, and the same gradient scaled by another factor (the number of ranks) then rounds differently, so runs could not be
+compared to 1e-10.
 """
 
 from __future__ import annotations

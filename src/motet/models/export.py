@@ -24,8 +24,8 @@ from motet.models.module import MLLM
 def export_hf(mllm: MLLM, directory: Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
     """Write every module of `mllm` under `directory`, in the dtype of the weights.
 
-    state_dict: whole tensors under the names of mllm.state_dict(); default: those of `mllm` itself, which must not be sharded
-    then. Call it on one rank. Raises KeyError if a weight is missing.
+    state_dict: whole tensors under the names of mllm.state_dict(); default: those of `mllm` itself, which must not be
+    sharded then. Call it on one rank. Raises KeyError if a weight is missing.
     """
     state = mllm.state_dict() if state_dict is None else state_dict
     _export(

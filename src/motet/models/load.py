@@ -24,8 +24,8 @@ def load_pretrained(
 ) -> PreTrainedModel:
     """The family's model with the weights in `path`. options: HF options that override those of the directory.
 
-    Never reaches for the network. Raises UserError for a missing directory, another kind of model, or weights that are missing
-    or of another shape.
+    Never reaches for the network. Raises UserError for a missing directory, another kind of model, or weights that are
+    missing or of another shape.
     """
     config = _read_config(where, family, path, options)
     config._attn_implementation = ATTENTION
@@ -62,8 +62,10 @@ def one_line(error: Exception) -> str:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without transformers' reports and progress bars: a tower's checkpoint holds other weights too, which is as it should be,
-    and what is amiss is raised."""
+    """Without transformers' reports and progress bars.
+
+    A checkpoint that holds a tower holds other weights too, which is as it should be; what is amiss is raised.
+    """
     verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity(hf_logging.CRITICAL)
     hf_logging.disable_progress_bar()

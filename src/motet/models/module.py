@@ -23,11 +23,11 @@ Sizes = NDArray[np.int64]
 class ModalityModule(nn.Module):
     """One modality's way into the backbone: hook `before`, encoder, projector, hook `after`.
 
-    encoder: fulfils `contract.Encoder`. Parameters that it has frozen itself stay frozen.
-    before(values, sizes) -> (values, sizes): replaces the items, e.g. an image by its tiles.
-    after(features, sizes) -> features: sees the projected rows of what `before` returned, and the sizes that `before` was given;
-    returns the rows of the items, e.g. tiles merged.
-    count(sizes) -> rows per item, numpy int64 [num_items]: needed if the hooks change how many rows an item becomes.
+    encoder:                    fulfils `contract.Encoder`. Parameters that it has frozen itself stay frozen.
+    before(values, sizes):      returns other (values, sizes) in place of the items: an image's tiles, say.
+    after(features, sizes):     returns the items' rows, e.g. of tiles merged. It is given the projected rows of what
+                                `before` returned, and the sizes that `before` was given.
+    count(sizes):               rows that each item becomes, numpy int64 [num_items]; needed if the hooks change them.
     """
 
     def __init__(
@@ -83,15 +83,17 @@ class ModalityModule(nn.Module):
         return self.count(sizes) if self.count else self.projector.num_outputs(self.encoder.num_outputs(sizes))
 
     def flop_shape(self) -> FlopShape:
-        """For counting operations on items of `lengths(sizes)`. A custom encoder that offers no `flop_stages()` is taken for its
-        linear layers and convolutions, each applied once to every row."""
+        """For counting operations on items of `lengths(sizes)`. A custom encoder that offers no `flop_stages()` is
+        taken for its linear layers and convolutions, each applied once to every row.
+        """
         own = getattr(self.encoder, "flop_stages", None)
         stages = own() if own else (product_stage(self.encoder),)
         divisor = stages[-1].divisor * self.projector.downsample
         return FlopShape(chain(*stages, product_stage(self.projector, divisor=divisor)))
 
     def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
-        """values [sum(rows), row_dim], sizes int64 [num_items, size_dim] on the host -> [sum(num_tokens), backbone_dim].
+        """values [sum(rows), row_dim], sizes int64 [num_items, size_dim] on the host -> [sum(num_tokens),
+        backbone_dim].
 
         Without items: [0, backbone_dim], connected to every trainable parameter. Raises UserError if the number of rows
         is not what num_tokens promised, on which the backbone's sequences were laid out.
@@ -134,8 +136,8 @@ class MLLM(nn.Module):
     def forward(self, sequences: Sequences, media: dict[str, tuple[Tensor, Tensor]]) -> tuple[Tensor, int]:
         """The whole model in one process: what every distributed step must equal.
 
-        media: per encoder (values, sizes), items in the order in which `sequences` holds them. Encoders that are not named
-        get nothing. Returns (loss summed over targets, number of targets).
+        media: per encoder (values, sizes), items in the order in which `sequences` holds them. Encoders that are not
+        named get nothing. Returns (loss summed over targets, number of targets).
         """
         nothing = (torch.empty(0, 0), torch.empty(0, 1, dtype=torch.int64))
         features = {name: module(*media.get(name, nothing)) for name, module in self.encoders.items()}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class ProjectorConfig(BaseModel):
-    """kind: "linear", or "mlp" (two layers with GELU). downsample: rows of an item joined into one (OrchMLLM section 8, "Models")."""
+    """The map, "linear" or "mlp" (two layers with GELU), and how many rows are joined before it (OrchMLLM section 8)."""
 
     model_config = ConfigDict(extra="forbid")
     kind: Literal["linear", "mlp"] = "mlp"

@@ -29,7 +29,14 @@ VISION = {
     "image_size": 16,
     "patch_size": 4,
 }
-AUDIO = {"d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "num_mel_bins": 8, "max_source_positions": 20}  # fmt: skip
+AUDIO = {
+    "d_model": 16,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "num_mel_bins": 8,
+    "max_source_positions": 20,
+}
 
 ENCODERS = {
     "siglip": VISION,

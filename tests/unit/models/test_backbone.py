@@ -1,4 +1,4 @@
-"""Packed documents: equal to HF one by one, nothing leaks, and every way of having nothing to do keeps the graph whole."""
+"""Packed documents equal HF one by one, nothing leaks, and having nothing to do keeps the graph whole."""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""From a config to a model: seeds, directories of every kind, classes of the user's own, and one sentence for what is wrong."""
+"""From a config to a model: seeds, directories of every kind, classes of the user's own, and one sentence for what is
+wrong.
+"""
 
 import json
 
@@ -158,8 +160,10 @@ def test_wrong_options_are_named(tiny):
         tiny,
         {"family": "qwen2", "config": {"hidden_size": "wide"}},
     )
-    check("encoder_layerdrop must be 0", tiny, a={"family": "whisper", "config": tiny.encoders["whisper"] | {"encoder_layerdrop": 0.1}})  # fmt: skip
-    check("drop_path_rate must be 0", tiny, a={"family": "dinov2", "config": tiny.encoders["dinov2"] | {"drop_path_rate": 0.1}})  # fmt: skip
+    layerdrop = tiny.encoders["whisper"] | {"encoder_layerdrop": 0.1}
+    check("encoder_layerdrop must be 0", tiny, a={"family": "whisper", "config": layerdrop})
+    drop_path = tiny.encoders["dinov2"] | {"drop_path_rate": 0.1}
+    check("drop_path_rate must be 0", tiny, a={"family": "dinov2", "config": drop_path})
     small = {"family": "qwen2", "config": tiny.backbone_options | {"vocab_size": 10}}
     check("vocabulary has 10 entries, but the tokenizer needs 50", tiny, small)
 

@@ -1,4 +1,4 @@
-"""Every family: equal to HF on one item, and to itself one by one; nothing leaks; nothing is left without a gradient."""
+"""Every family: equal to HF on one item, and to itself one by one; nothing leaks, nothing lacks a gradient."""
 
 import numpy as np
 import pytest

@@ -1,8 +1,9 @@
-"""What Whisper's encoder and its descendants share: convolutions over log-mel frames, then full attention, on padded clips.
+"""What Whisper's encoder and its descendants share: convolutions, then full attention, over padded clips.
 
-HF pads every clip to 30 s and lets the padding be heard. Here clips are padded to the longest of the call, and nothing beyond a
-clip's end reaches it: the first convolution's output is zeroed there, as the second one would see it in a call with this clip
-alone, and attention is masked. So a clip's rows do not depend on the others, and a clip of full length gets HF's result.
+HF pads every clip to 30 s and lets the padding be heard. Here clips are padded to the longest of the call, and nothing
+beyond a clip's end reaches it: the first convolution's output is zeroed there, as the second one would see it in a call
+with this clip alone, and attention is masked. So a clip's rows do not depend on the others, and a clip of full length
+gets HF's result.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class AudioEncoder(nn.Module):
         return list(self.model.layers)
 
     def num_outputs(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows per clip: half as many as frames, rounded up. Raises UserError for a clip that has more frames than positions."""
+        """Half as many as frames, rounded up. Raises UserError for a clip with more frames than positions."""
         if (longest := int(sizes.max(initial=0))) > self.max_frames:
             raise UserError(
                 f"a clip of {longest} frames is longer than the {self.max_frames} that its encoder has positions for"
@@ -73,6 +74,9 @@ class AudioEncoder(nn.Module):
 
 
 def real_rows(counts: NDArray[np.int64], padded: Tensor) -> Tensor:
-    """Where the first counts[i] rows of entry i stand in padded [num_clips, longest, ...], flattened: int64 [sum(counts)]."""
+    """Places, int64 [sum(counts)], of the first counts[i] rows of each clip in padded.flatten(0, 1).
+
+    padded: [num_clips, longest, ...].
+    """
     starts = np.arange(len(counts)) * padded.shape[1] - (np.cumsum(counts) - counts)
     return torch.from_numpy(np.arange(counts.sum()) + np.repeat(starts, counts)).to(padded.device)

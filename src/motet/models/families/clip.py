@@ -1,6 +1,6 @@
-"""CLIP's vision tower on packed patches: the patches of the last layer are rows; the class row is computed and left out.
+"""CLIP's vision tower on packed patches: the last layer's patches are the rows; the class row is computed and left out.
 
-HF's `last_hidden_state` has no norm after the last layer (`post_layernorm` is for the pooled class row), so neither have these.
+HF's `last_hidden_state` has no norm after the last layer (`post_layernorm` is for the pooled class row), nor has this.
 """
 
 from __future__ import annotations

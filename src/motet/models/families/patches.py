@@ -15,10 +15,10 @@ def embed_patches(convolution: nn.Conv2d | nn.Conv3d, rows: Tensor) -> Tensor:
 
 
 def patch_positions(table: Tensor, grids: NDArray[np.int64]) -> Tensor:
-    """Rows of a square position table [side * side, dim] for images of any grid, int64 [num_images, 2] -> [sum(h * w), dim].
+    """A square position table [side * side, dim] for images of any grid, int64 [num_images, 2] -> [sum(h * w), dim].
 
-    Bicubic, as HF's `interpolate_pos_encoding` does it for one image, but never in less than float32. Each distinct grid is
-    computed once.
+    Bicubic, as HF's `interpolate_pos_encoding` does it for one image, but never in less than float32. Each distinct
+    grid is computed once.
     """
     side = round(table.shape[0] ** 0.5)
     square = table.reshape(1, side, side, -1).permute(0, 3, 1, 2)

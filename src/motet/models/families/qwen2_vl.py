@@ -1,7 +1,7 @@
 """Qwen2-VL's vision transformer: images of any grid, rotary positions, merge x merge patches joined into one row.
 
-Its attention is run by a module of our own over HF's parameters, because HF's computes the rotation in float32 whatever the
-model's dtype (float64 could not be held to 1e-10), and would take a call of the kernel for each image.
+Its attention is run by a module of our own over HF's parameters, because HF's computes the rotation in float32 whatever
+the model's dtype (float64 could not be held to 1e-10), and would take a call of the kernel for each image.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from motet.models.flops import layers_stage, product_stage
 
 @dataclass(frozen=True, eq=False)
 class _Rotation:
-    """cos, sin [rows, head_dim] in at least float32; wrapped so that mixed precision does not round a layer's arguments."""
+    """cos, sin [rows, head_dim] in at least float32; wrapped, so that mixed precision does not round them."""
 
     cos: Tensor
     sin: Tensor
@@ -53,7 +53,7 @@ class _Attention(nn.Module):
 
 
 class Qwen2VLEncoder(nn.Module):
-    """Rows are patches (channel, time, y, x), merge x merge neighbours consecutive; sizes are (patch rows, patch columns)."""
+    """Rows are patches (channel, time, y, x), merge x merge neighbours consecutive; sizes are (patch rows, columns)."""
 
     def __init__(self, model: Qwen2VisionTransformerPretrainedModel) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Qwen2VLEncoder(nn.Module):
 
 
 def _places(grids: NDArray[np.int64], merge: int) -> NDArray[np.int64]:
-    """(row, column) of each patch, int64 [sum(h * w), 2], in merge blocks: block row, block column, row in it, column in it."""
+    """(row, column) of each patch, int64 [sum(h * w), 2], ordered by block row, block column, row and column in it."""
     counts = np.prod(grids, axis=1)
     patch = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     blocks_across = np.repeat(grids[:, 1] // merge, counts)

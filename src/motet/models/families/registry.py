@@ -24,7 +24,7 @@ class Family:
     """One kind of HF model.
 
     adapter:    class that makes the HF model fulfil the encoder contract; None for a backbone.
-    part:       name of the config inside a larger model's config that is this family's ("vision_config"); "" if there is none.
+    part:       name under which a larger model's config holds this family's ("vision_config"); "" if none does.
     prefixes:   where the weights may sit in a larger checkpoint, as a regular expression; "" if nowhere.
     """
 
