@@ -59,9 +59,9 @@ class ChatTemplate:
         the answer's own text, found by rendering a second time with marks in the place of the answers.
         Raises UserError if the template refuses the conversation, or rewrites answers beyond recognition.
         """
-        text = self._render(turns, False, marked=False)
         if self._marks_answers:
-            return text, _marked_spans(self._render(turns, False, marked=True)), True
+            return *_unmark(self._render(turns, False, marked=True)), True
+        text = self._render(turns, False, marked=False)
         stand_ins = [Turn(turn.role, _OPEN) if turn.role == "assistant" else turn for turn in turns]
         between = self._render(stand_ins, False, marked=False).split(_OPEN)
         answers = [turn.text for turn in turns if turn.role == "assistant"]
@@ -105,7 +105,8 @@ class _Generation(jinja2.ext.Extension):
         return jinja2.nodes.CallBlock(self.call_method("_wrap"), [], [], body).set_lineno(line)
 
     def _wrap(self, caller: Any) -> str:
-        return f"{_OPEN}{caller()}{_CLOSE}" if self.environment.motet_marks else caller()
+        marks = self.environment.motet_marks  # type: ignore[attr-defined]
+        return f"{_OPEN}{caller()}{_CLOSE}" if marks else str(caller())
 
 
 def _environment(marked: bool) -> jinja2.Environment:
@@ -128,14 +129,15 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _marked_spans(marked: str) -> list[tuple[int, int]]:
-    """Spans between marks, in the text without the marks."""
+def _unmark(marked: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text without the marks, and the spans in it that stood between them."""
+    pieces = marked.replace(_CLOSE, _OPEN).split(_OPEN)
     spans, at = [], 0
-    for number, piece in enumerate(marked.replace(_CLOSE, _OPEN).split(_OPEN)):
+    for number, piece in enumerate(pieces):
         if number % 2:
             spans.append((at, at + len(piece)))
         at += len(piece)
-    return spans
+    return "".join(pieces), spans
 
 
 def _find_answers(text: str, between: list[str], answers: list[str]) -> list[tuple[int, int]]:

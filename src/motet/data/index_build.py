@@ -16,7 +16,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 
@@ -52,11 +52,13 @@ def open_index(
     path = folder / f"{text.fingerprint[:16]}.arrow"
     if index := _open_if_fits(path, manifest):
         return index
-    with _locked(folder, path.with_suffix(".lock"), manifest):
+    with _locked(folder, path.with_suffix(".lock"), manifest) as alone:
         # Another process may have built it while this one waited.
         if index := _open_if_fits(path, manifest):
             return index
-        _build(manifest, text, path, num_workers, progress)
+        rows_path = _build(manifest, text, path, num_workers, progress)
+        if alone:
+            _remove_former(rows_path)
     return Index(path, manifest.folder)
 
 
@@ -85,7 +87,8 @@ def _open_if_fits(path: Path, manifest: Manifest) -> Index | None:
 
 
 @contextmanager
-def _locked(folder: Path, path: Path, manifest: Manifest) -> Iterator[None]:
+def _locked(folder: Path, path: Path, manifest: Manifest) -> Iterator[bool]:
+    """Yields whether no other process can be building."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = path.open("w")
@@ -96,14 +99,16 @@ def _locked(folder: Path, path: Path, manifest: Manifest) -> Iterator[None]:
         ) from None
     with file:
         # Where the file system knows no locks, several processes build; the last one stands, which is as good.
-        with suppress(OSError):
+        alone = True
+        try:
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        except OSError:
+            alone = False
+        yield alone
 
 
-def _build(manifest: Manifest, text: TextEncoder, path: Path, num_workers: int, progress: Progress | None) -> None:
+def _build(manifest: Manifest, text: TextEncoder, path: Path, num_workers: int, progress: Progress | None) -> Path:
     stamp, digest = manifest.stamp(), manifest.digest()
-    former = _rows_file(path)
     rows_path = path.with_name(f"{path.stem}-{uuid.uuid4().hex[:12]}.rows")
     part_path = rows_path.with_suffix(".part")
     try:
@@ -129,15 +134,15 @@ def _build(manifest: Manifest, text: TextEncoder, path: Path, num_workers: int, 
         rows_path.unlink(missing_ok=True)
         part_path.unlink(missing_ok=True)
         raise
-    # Processes that have the former index open keep reading it: an open file outlives its name.
-    if former is not None:
-        former.unlink(missing_ok=True)
+    return rows_path
 
 
-def _rows_file(path: Path) -> Path | None:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return path.with_name(json.loads(pa.ipc.open_file(str(path)).schema.metadata[b"motet"])["rows"])
-    return None
+def _remove_former(rows_path: Path) -> None:
+    """Remove what former builds left. Processes that have it open keep reading it: an open file outlives its name."""
+    stem = rows_path.stem.partition("-")[0]
+    for path in (*rows_path.parent.glob(f"{stem}-*.rows"), *rows_path.parent.glob(f"{stem}-*.part")):
+        if path != rows_path:
+            path.unlink(missing_ok=True)
 
 
 def _write_rows(

@@ -1,0 +1,113 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from motet.data.audio import AudioTransform
+from motet.data.media import BadMedia, MediaRef, read_header
+from motet.data.transforms import load_media
+from unit.data.samples import write_clip
+
+
+def noise(num_samples: int) -> np.ndarray:
+    rng = np.random.default_rng(num_samples)
+    return (0.3 * rng.standard_normal(num_samples) * np.sin(np.arange(num_samples) / 7000)).astype(np.float32)
+
+
+@pytest.mark.parametrize("num_mels", [80, 128])
+def test_thirty_seconds_are_as_whisper_makes_them(num_mels):
+    transformers = pytest.importorskip("transformers")
+    clip = noise(480_000)
+    reference = transformers.WhisperFeatureExtractor(feature_size=num_mels)
+    expected = reference(clip, sampling_rate=16_000, return_tensors="np").input_features[0].T
+    media = AudioTransform(num_mels=num_mels)(clip, 16_000)
+    assert media.size.tolist() == [3000]
+    np.testing.assert_allclose(media.values, expected, atol=5e-5)
+
+
+@given(
+    num_samples=st.integers(1, 3000),
+    rate=st.sampled_from([8000, 11_025, 16_000, 22_050, 44_100, 48_000]),
+    hop=st.sampled_from([1, 7, 160]),
+    max_seconds=st.sampled_from([0.001, 0.05, 30]),
+)
+def test_sizes_are_those_of_the_transform(num_samples, rate, hop, max_seconds):
+    transform = AudioTransform(num_mels=4, n_fft=32, hop_length=hop, max_seconds=max_seconds, longer="cut")
+    media = transform(noise(num_samples), rate)
+    sizes = transform.sizes(np.array([[num_samples, rate]]))
+    assert media.size.tolist() == sizes[0].tolist()
+    assert media.values.shape == (sizes[0, 0], 4)
+    assert np.isfinite(media.values).all()
+
+
+@pytest.mark.parametrize("ending", ["wav", "flac", "ogg", "mp3"])
+def test_headers_promise_what_decoding_yields(tmp_path, ending):
+    path = write_clip(tmp_path / f"clip.{ending}", 30_001, 22_050)
+    raw = read_header(MediaRef("audio", str(path)))
+    assert raw == (30_001, 22_050)
+    media = load_media(MediaRef("audio", str(path), raw=raw), AudioTransform(num_mels=8))
+    resampled = math.ceil(30_001 * 320 / 441)
+    assert len(media.values) == math.ceil(resampled / 160)
+
+
+@pytest.mark.parametrize("ending", ["wav", "flac", "ogg", "mp3"])
+def test_a_cut_off_clip_is_bad(tmp_path, ending):
+    path = write_clip(tmp_path / f"clip.{ending}", 40_000)
+    raw = read_header(MediaRef("audio", str(path)))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(BadMedia):
+        load_media(MediaRef("audio", str(path), raw=raw), AudioTransform(num_mels=8))
+
+
+def test_a_cut_off_wav_is_bad_by_its_header(tmp_path):
+    path = write_clip(tmp_path / "clip.wav", 4000)
+    path.write_bytes(path.read_bytes()[:3000])
+    with pytest.raises(BadMedia, match="cut off"):
+        read_header(MediaRef("audio", str(path)))
+
+
+def test_an_empty_clip_is_bad(tmp_path):
+    path = write_clip(tmp_path / "clip.wav", 0)
+    with pytest.raises(BadMedia, match="no samples"):
+        read_header(MediaRef("audio", str(path)))
+
+
+def test_longer_clips_are_refused_or_cut():
+    raw = np.array([[16_000, 16_000], [16_001, 16_000], [8000, 8000], [96_000, 48_000]])
+    assert AudioTransform(max_seconds=1).accepts(raw).tolist() == [True, False, True, False]
+    cutting = AudioTransform(max_seconds=1, longer="cut")
+    assert cutting.accepts(raw).all()
+    assert cutting.sizes(raw).tolist() == [[100], [100], [100], [100]]
+    assert len(cutting(noise(96_000), 48_000).values) == 100
+
+
+def test_stereo_is_averaged(tmp_path):
+    import soundfile
+
+    clip = noise(3200)
+    soundfile.write(tmp_path / "mono.wav", clip, 16_000, subtype="FLOAT")
+    soundfile.write(tmp_path / "stereo.wav", np.stack([2 * clip, 0 * clip], axis=1), 16_000, subtype="FLOAT")
+    mono, stereo = (
+        load_media(MediaRef("audio", str(tmp_path / f"{name}.wav")), AudioTransform()) for name in ("mono", "stereo")
+    )
+    np.testing.assert_allclose(mono.values, stereo.values, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hop_length": 0}, "at least 1"),
+        ({"max_seconds": 0}, "positive"),
+        ({"longer": "drop"}, "'refuse' or 'cut'"),
+        ({"num_mel": 80}, "Unexpected keyword"),
+    ],
+)
+def test_wrong_options_in_a_recipe(options, message):
+    class Recipe(BaseModel):
+        audio: AudioTransform
+
+    with pytest.raises(ValidationError, match=message):
+        Recipe(audio=options)

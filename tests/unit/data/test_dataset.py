@@ -1,0 +1,116 @@
+import numpy as np
+import pytest
+
+from motet.core.errors import UserError
+from motet.core.example import Media
+from motet.data.audio import AudioTransform
+from motet.data.dataset import Dataset, Modality, describe
+from motet.data.decode import Decoder
+from motet.data.images import ImageTransform
+from unit.data.samples import a_record, write_clip, write_image, write_manifest
+
+MODALITIES = {
+    "vision": Modality(ImageTransform(6, 2), lambda sizes: sizes.prod(axis=1) // 4, lambda sizes: sizes.prod(axis=1)),
+    "audio": Modality(
+        AudioTransform(num_mels=8, max_seconds=0.5), lambda sizes: -(-sizes[:, 0] // 4), lambda sizes: sizes[:, 0]
+    ),
+}
+
+
+@pytest.fixture
+def manifests(tmp_path):
+    """Twelve examples in two manifests; one file is missing and one clip too long."""
+    for number in range(4):
+        write_image(tmp_path / f"{number}.png", 12 * (number + 1), 12 * (4 - number))
+        write_clip(tmp_path / f"{number}.wav", 1000 * (number + 1))
+    write_clip(tmp_path / "long.wav", 8001)
+    first = [a_record(f"<image> and <audio> {'x' * n}", image=f"{n}.png", audio=f"{n}.wav", id=n) for n in range(4)]
+    second = [
+        a_record("text", id=4),
+        a_record("<image>", image="missing.png", id=5),
+        a_record("<audio>", audio="long.wav", id=6),
+        a_record("<audio><image><audio>", image="3.png", audio=["2.wav", "0.wav"], id=7),
+        a_record("long " + "text " * 100, id=8),
+        a_record("<image>", "an <image> answer", images=["1.png", "2.png"], id=9),
+    ]
+    return [write_manifest(tmp_path / "a.jsonl", first), write_manifest(tmp_path / "b.jsonl", second)]
+
+
+def test_lengths_are_those_of_what_is_loaded(manifests, tokenizer):
+    dataset = Dataset.open(manifests, tokenizer, MODALITIES)
+    assert dataset.num_examples == 8
+    ids = np.array([5, 0, 7, 3, 4, 6, 2, 1, 5])
+    lengths = dataset.batch_lengths(ids, num_ranks=3)
+    assert lengths.home.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    with Decoder(dataset.transforms) as decoder:
+        for place, example in enumerate(ids.tolist()):
+            tokens, refs = dataset.tokens(example), dataset.media_refs(example)
+            media = decoder.load(refs)
+            assert tokens.media == tuple(dataset.phase_of(ref) for ref in refs)
+            expected = {"vision": [], "audio": []}
+            for phase, item in zip(tokens.media, media):
+                assert isinstance(item, Media)
+                size = item.size[None]
+                modality = MODALITIES[phase]
+                expected[phase].append((int(modality.lengths(size)[0]), int(modality.num_tokens(size)[0])))
+            for phase, items in lengths.items.items():
+                mine = items.example == place
+                assert list(zip(items.length[mine].tolist(), items.num_tokens[mine].tolist())) == expected[phase]
+            rows = sum(count for items in expected.values() for _, count in items)
+            assert lengths.sequence[place] == len(tokens.tokens) - len(refs) + rows
+            assert lengths.num_targets[place] == tokens.targets.sum()
+
+
+def test_what_is_left_out(manifests, tokenizer, tmp_path):
+    dataset = Dataset.open(manifests, tokenizer, MODALITIES, max_sequence_length=100)
+    assert [dataset.record(example)["id"] for example in range(dataset.num_examples)] == [0, 1, 2, 3, 4, 7, 9]
+    left_out = dataset.left_out
+    assert [(bad.example, bad.path, bad.reason) for bad in left_out.bad] == [
+        (5, str(tmp_path / "missing.png"), "no such file")
+    ]
+    assert (left_out.num_refused, left_out.num_too_long, len(left_out)) == (1, 1, 3)
+    assert describe(left_out, dataset.num_in_manifests) == (
+        "3 of 10 examples left out: 1 with files that cannot be read, 1 with media that the transform refuses, "
+        "1 longer than max_sequence_length"
+    )
+    assert dataset.batch_lengths(np.arange(7), 1).sequence.max() <= 100
+
+
+def test_empty_batches_and_absent_modalities(manifests, tokenizer):
+    dataset = Dataset.open(manifests, tokenizer, MODALITIES)
+    nothing = dataset.batch_lengths(np.zeros(0, dtype=np.int64), 2)
+    assert nothing.num_examples == 0
+    assert nothing.items["audio"].num_items == 0
+    text_only = dataset.batch_lengths(np.array([4]), 2)
+    assert text_only.items["vision"].length.dtype == np.int64
+    assert text_only.sequence.tolist() == [len(dataset.tokens(4).tokens)]
+
+
+def test_fingerprints(manifests, tokenizer):
+    def fingerprint(paths, **options) -> str:
+        return Dataset.open(paths, tokenizer, MODALITIES, **options).fingerprint
+
+    assert fingerprint(manifests) == fingerprint(manifests)
+    assert fingerprint(manifests) != fingerprint(manifests[::-1])
+    assert fingerprint(manifests) != fingerprint(manifests, max_sequence_length=100)
+
+
+def test_prompts(manifests, tokenizer):
+    dataset = Dataset.open(manifests, tokenizer, MODALITIES)
+    tokens, refs, answer = dataset.prompt(dataset.num_examples - 1)
+    assert answer == "an <image> answer"
+    assert tokens.media == ("vision",)
+    assert [ref.raw for ref in refs] == [(24, 36)]
+
+
+def test_wrong_use(manifests, tokenizer, tmp_path):
+    with pytest.raises(UserError, match=r"a\.jsonl holds audio media, but the model has no encoder"):
+        Dataset.open(manifests, tokenizer, {"vision": MODALITIES["vision"]})
+    with pytest.raises(UserError, match="both read image"):
+        Dataset.open(manifests, tokenizer, MODALITIES | {"other": MODALITIES["vision"]})
+    only_bad = write_manifest(tmp_path / "bad.jsonl", [a_record("<image>", image="nowhere.png")])
+    with pytest.raises(UserError, match="no example of the manifests can be used: 1 of 1 examples left out"):
+        Dataset.open([only_bad], tokenizer, MODALITIES)
+    dataset = Dataset.open(manifests, tokenizer, MODALITIES)
+    with pytest.raises(IndexError):
+        dataset.tokens(8)

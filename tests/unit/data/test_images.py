@@ -1,0 +1,119 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from pydantic import BaseModel, ValidationError
+
+from motet.data.images import ImageTransform
+from motet.data.media import BadMedia, MediaRef, read_header
+from motet.data.transforms import load_media
+from unit.data.samples import write_image
+
+
+def picture(width: int, height: int) -> Image.Image:
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+@given(
+    width=st.integers(1, 150),
+    height=st.integers(1, 150),
+    patch=st.integers(1, 9),
+    merge=st.integers(1, 3),
+    bound=st.integers(27, 120),
+    fixed=st.sampled_from([None, 1, 3]),
+)
+def test_sizes_are_those_of_the_transform(width, height, patch, merge, bound, fixed):
+    transform = ImageTransform(
+        patch, merge, max_pixels_side=bound, fixed_size=None if fixed is None else fixed * patch * merge
+    )
+    media = transform(picture(width, height))
+    sizes = transform.sizes(np.array([[width, height]]))[0]
+    assert media.size.tolist() == sizes.tolist()
+    assert media.values.shape == (sizes.prod(), transform.row_dim)
+    assert (sizes % merge == 0).all()
+    if fixed is None:
+        assert (sizes * patch).max() <= bound
+
+
+@given(width=st.integers(1, 5000), height=st.integers(1, 5000), patch=st.integers(1, 16), merge=st.integers(1, 2))
+def test_no_side_changes_by_more_than_half_a_block(width, height, patch, merge):
+    transform = ImageTransform(patch, merge, max_pixels_side=1000)
+    scale = min(1.0, 1000 / max(width, height))
+    resized = transform.pixels(np.array([[width, height]]))[0]
+    for side, original in zip(resized, (width, height)):
+        at_least_one_block = max(original * scale, transform.block / 2)
+        # Up to half a block, and the bound itself may have to be rounded down to whole blocks.
+        assert abs(side - at_least_one_block) <= transform.block / 2 + 1000 % transform.block
+
+
+def test_a_fitting_image_is_not_resampled():
+    image = picture(24, 12)
+    values = ImageTransform(6, mean=(0.0,), std=(1.0,))(image).values
+    first_patch = values[0].reshape(3, 6, 6).transpose(1, 2, 0)
+    np.testing.assert_allclose(first_patch * 255, np.asarray(image)[:6, :6], atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [(56, 28), (150, 301), (29, 400)])
+def test_rows_are_in_the_order_of_qwen2_vl(size):
+    pil = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    reference = pil.Qwen2VLImageProcessorPil(size={"shortest_edge": 1, "longest_edge": 10**9})
+    expected = reference(images=picture(*size), return_tensors="np")
+    transform = ImageTransform(
+        14, 2, temporal_patch_size=2, mean=tuple(reference.image_mean), std=tuple(reference.image_std)
+    )
+    media = transform(picture(*size))
+    assert [1, *media.size.tolist()] == expected["image_grid_thw"][0].tolist()
+    np.testing.assert_allclose(media.values, expected["pixel_values"], atol=2e-6)
+
+
+def test_grey_and_sixteen_bit_images():
+    deep = Image.fromarray(np.full((4, 4), 0x8000, dtype=np.uint16))
+    values = ImageTransform(4, channels=1, mean=(0.0,), std=(1.0,))(deep).values
+    np.testing.assert_allclose(values, 128 / 255, rtol=1e-6)
+
+
+def test_a_turned_photograph_is_upright(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    path = write_image(tmp_path / "turned.jpg", 40, 20, exif=exif)
+    ref = MediaRef("image", str(path))
+    assert read_header(ref) == (20, 40)
+    transform = ImageTransform(10)
+    assert load_media(ref, transform).size.tolist() == transform.sizes(np.array([[20, 40]]))[0].tolist() == [4, 2]
+
+
+def test_a_cut_off_image_is_bad_only_when_decoded(tmp_path):
+    path = write_image(tmp_path / "cut.png", 60, 60)
+    path.write_bytes(path.read_bytes()[:2000])
+    ref = MediaRef("image", str(path))
+    assert read_header(ref) == (60, 60)
+    with pytest.raises(BadMedia, match="truncated"):
+        load_media(ref, ImageTransform(6))
+
+
+def test_an_image_that_was_replaced_is_bad(tmp_path):
+    path = write_image(tmp_path / "a.png", 24, 24)
+    with pytest.raises(BadMedia, match="promised"):
+        load_media(MediaRef("image", str(path), raw=(48, 24)), ImageTransform(6))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patch_size": 0}, "at least 1"),
+        ({"patch_size": 14, "merge_size": 2, "fixed_size": 40}, "multiple of patch_size"),
+        ({"patch_size": 14, "merge_size": 2, "max_pixels_side": 20}, "less than a block"),
+        ({"patch_size": 14, "channels": 4}, "channels must be"),
+        ({"patch_size": 14, "mean": (0.1, 0.2)}, "1 or 3 values"),
+        ({"patch_size": 14, "std": (0.0,)}, "positive"),
+        ({"patch_size": 14, "patchsize": 3}, "Unexpected keyword"),
+    ],
+)
+def test_wrong_options_in_a_recipe(options, message):
+    class Recipe(BaseModel):
+        image: ImageTransform
+
+    with pytest.raises(ValidationError, match=message):
+        Recipe(image=options)

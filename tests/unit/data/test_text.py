@@ -1,0 +1,173 @@
+import json
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from motet.core.errors import UserError
+from motet.data.conversation import parse_conversation
+from motet.data.text import ChatTokenizer
+from unit.data.samples import SPECIAL, TEMPLATE, a_record
+
+CHATML = (
+    "{% for message in messages %}{{ '<user>' + message.role + '\n' + message.content|trim + '<eos>' + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<user>assistant\n' }}{% endif %}"
+)
+TWO_ROUNDS = parse_conversation(
+    {
+        "conversations": [
+            {"from": "system", "value": "Be brief."},
+            {"from": "human", "value": "What is <image> and <audio>?"},
+            {"from": "gpt", "value": "A cat."},
+            {"from": "human", "value": "And <image>?"},
+            {"from": "gpt", "value": "Ünïcode € dog"},
+        ]
+    },
+    "here",
+)
+
+
+def pieces(tokenizer: ChatTokenizer, ids) -> list[str]:
+    return [tokenizer._tokenizer.id_to_token(token) for token in ids]
+
+
+def target_texts(tokenizer: ChatTokenizer, conversation=TWO_ROUNDS) -> list[str]:
+    """The runs of targets, special tokens written out."""
+    sequence = tokenizer.encode(conversation)
+    edges = np.flatnonzero(np.diff(sequence.targets.astype(int), prepend=0, append=0)).reshape(-1, 2)
+    return [tokenizer._tokenizer.decode(sequence.tokens[a:b].tolist(), skip_special_tokens=False) for a, b in edges]
+
+
+def test_answers_and_their_end_tokens_are_targets(tokenizer):
+    assert target_texts(tokenizer) == ["A cat.<eos>", "Ünïcode € dog<eos>"]
+
+
+def test_a_template_without_generation_marks(backend):
+    tokenizer = ChatTokenizer(backend, CHATML, {"eos_token": "<eos>"})
+    assert target_texts(tokenizer) == ["A cat.<eos>", "Ünïcode € dog<eos>"]
+    stripped = parse_conversation(a_record(answer="  A cat. \n"), "here")
+    assert target_texts(tokenizer, stripped) == ["A cat.<eos>"]
+
+
+def test_the_default_template(backend):
+    tokenizer = ChatTokenizer(backend, None, {"eos_token": "<eos>"})
+    assert target_texts(tokenizer) == ["A cat.<eos>", "Ünïcode € dog<eos>"]
+    prompt, answer = tokenizer.encode_prompt(parse_conversation(a_record("Hello", "Hi"), "here"))
+    assert tokenizer.decode(prompt.tokens) == "USER:\nHello\nASSISTANT:\n"
+    assert answer == "Hi"
+
+
+def test_tokens_that_merge_across_the_boundary_of_an_answer():
+    # No pre-tokenizer: "a." and ".\n" may become one token over the answer's edges.
+    from tokenizers import trainers
+
+    raw = Tokenizer(models.BPE())
+    trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=["<eos>"], show_progress=False)
+    raw.train_from_iterator(["Q:x A:yes.\n"] * 50, trainer)
+    template = (
+        "{% for m in messages %}{{ 'Q:' if m.role == 'user' else ' A:' }}{{ m.content }}"
+        "{{ '\n' if m.role != 'user' }}{% endfor %}"
+    )
+    tokenizer = ChatTokenizer(raw.to_str(), template, {})
+    sequence = tokenizer.encode(parse_conversation(a_record("x", "yes."), "here"))
+    # The whole text is one token, which holds the answer: it is a target, not lost.
+    assert sequence.targets.any()
+    covered = "".join(pieces(tokenizer, sequence.tokens[sequence.targets]))
+    assert "yes." in covered
+
+
+def test_placeholders_are_one_token_each_in_order(tokenizer):
+    sequence = tokenizer.encode(TWO_ROUNDS)
+    assert sequence.media == ("image", "audio", "image")
+    assert pieces(tokenizer, sequence.tokens[sequence.media_positions]) == ["<image>", "<audio>", "<image>"]
+    assert (np.diff(sequence.media_positions) > 0).all()
+    assert not sequence.targets[sequence.media_positions].any()
+
+
+def test_a_tokenizer_that_has_no_image_token():
+    from unit.data.samples import train_backend
+
+    special = [token for token in SPECIAL if token not in ("<image>", "<audio>")]
+    tokenizer = ChatTokenizer(train_backend(special), TEMPLATE, {"bos_token": "<bos>", "eos_token": "<eos>"})
+    with_media = parse_conversation(a_record("<image><image> What <audio>?", "A <image> cat."), "here")
+    sequence = tokenizer.encode(with_media)
+    assert sequence.media == ("image", "image", "audio", "image")
+    assert "".join(pieces(tokenizer, sequence.tokens)) == (
+        "<bos><user><pad><pad>ĠWhatĠ<pad>?<assistant>AĠ<pad>Ġcat.<eos>"
+    )
+    assert target_texts(tokenizer, with_media) == ["A ", " cat.<eos>"]
+
+
+def test_prompts_for_evaluation(tokenizer):
+    prompt, answer = tokenizer.encode_prompt(TWO_ROUNDS)
+    assert answer == "Ünïcode € dog"
+    assert prompt.media == ("image", "audio", "image")
+    full = tokenizer.encode(TWO_ROUNDS)
+    np.testing.assert_array_equal(prompt.tokens, full.tokens[: len(prompt.tokens)])
+    assert not prompt.targets.any()
+    assert tokenizer.decode(full.tokens[len(prompt.tokens) :]) == answer
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_directories_open_as_transformers_opens_them(tmp_path, backend, separate):
+    transformers = pytest.importorskip("transformers")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": {"content": "<eos>"}}
+    config["eos_token"] = {"__type": "AddedToken", "content": "<eos>", "special": True}
+    (tmp_path / "tokenizer.json").write_text(backend)
+    if separate:
+        (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    else:
+        config["chat_template"] = TEMPLATE
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = ChatTokenizer.from_directory(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    roles = {"user": "user", "assistant": "assistant", "system": "system"}
+    messages = [{"role": roles[turn.role], "content": turn.text} for turn in TWO_ROUNDS.turns]
+    expected = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    sequence = ours.encode(TWO_ROUNDS)
+    assert sequence.tokens.tolist() == list(expected["input_ids"])
+    assert sequence.targets.astype(int).tolist() == list(expected["assistant_masks"])
+    again = ChatTokenizer.from_transformers(theirs).encode(TWO_ROUNDS)
+    assert again.tokens.tolist() == sequence.tokens.tolist()
+
+
+def test_fingerprints_follow_what_matters(backend, tokenizer):
+    special = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    assert ChatTokenizer(backend, TEMPLATE, special).fingerprint == tokenizer.fingerprint
+    assert ChatTokenizer(backend, TEMPLATE + " ", special).fingerprint != tokenizer.fingerprint
+    assert ChatTokenizer(backend, TEMPLATE, special | {"eos_token": "<pad>"}).fingerprint != tokenizer.fingerprint
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert copy.fingerprint == tokenizer.fingerprint
+    assert copy.encode(TWO_ROUNDS).tokens.tolist() == tokenizer.encode(TWO_ROUNDS).tokens.tolist()
+
+
+def test_wrong_tokenizers_and_templates(tmp_path, backend):
+    with pytest.raises(UserError, match="no such directory"):
+        ChatTokenizer.from_directory(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="no chat template and no eos_token"):
+        ChatTokenizer(backend, None, {})
+    refusing = ChatTokenizer(backend, "{{ raise_exception('roles must alternate') }}", {"eos_token": "<eos>"})
+    with pytest.raises(UserError, match="roles must alternate"):
+        refusing.encode(TWO_ROUNDS)
+    rewriting = "{% for m in messages %}{{ m.content | upper }}<eos>{% endfor %}"
+    with pytest.raises(UserError, match="rewrites answers"):
+        ChatTokenizer(backend, rewriting, {}).encode(TWO_ROUNDS)
+    dropping = "{% for m in messages %}{% if m.role != 'user' %}{{ m.content }}<eos>{% endif %}{% endfor %}"
+    with pytest.raises(UserError, match="placeholders"):
+        ChatTokenizer(backend, dropping, {}).encode(TWO_ROUNDS)
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel()
+    with pytest.raises(UserError, match="no special token"):
+        ChatTokenizer(plain.to_str(), TEMPLATE, {}).encode(TWO_ROUNDS)
+
+
+def test_no_torch_is_imported(tmp_path):
+    code = (
+        "import sys, pkgutil, importlib, motet.data\n"
+        "for module in pkgutil.iter_modules(motet.data.__path__, 'motet.data.'): importlib.import_module(module.name)\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules and 'scipy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
