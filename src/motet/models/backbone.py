@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from motet.cost.flops import FlopShape
 from motet.models.attention import ATTENTION, Segments
@@ -20,6 +21,9 @@ from motet.models.block import Block, outside_blocks, pass_through, wrap_blocks
 from motet.models.contract import Sequences
 from motet.models.exact import keep_float64
 from motet.models.flops import layers_stage, product_weights, trains
+
+_LOGITS_AT_ONCE = 2**28
+"""Logits that are in memory at a time, 1 GiB in float32; a long pack with a large vocabulary has many times as many."""
 
 
 class Backbone(nn.Module):
@@ -88,14 +92,25 @@ class Backbone(nn.Module):
         rows = _predicted_rows(sequences).to(hidden.device)
         if len(hidden) == 0:
             return hidden.sum(dtype=torch.promote_types(hidden.dtype, torch.float32)), 0
-        logits = self.causal_lm.lm_head(hidden[rows - 1])
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return cross_entropy(logits, sequences.tokens[rows], reduction="sum"), len(rows)
+        return self._loss(hidden[rows - 1], sequences.tokens[rows]), len(rows)
 
     def next_tokens(self, sequences: Sequences, features: dict[str, Tensor]) -> Tensor:
         """The likeliest next token of each sequence, int64 [num_sequences]; by way of forward, where FSDP hooks in."""
         with torch.no_grad():
             return self(sequences, features, predict=True)
+
+    def _loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Cross entropy of predicting `tokens` [n] from `hidden` [n, dim], summed."""
+        at_once = max(1, _LOGITS_AT_ONCE // self.causal_lm.config.vocab_size)
+        if len(tokens) <= at_once:
+            return self._part_loss(hidden, tokens)
+        parts = zip(hidden.split(at_once), tokens.split(at_once), strict=True)
+        losses = [checkpoint(self._part_loss, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+        return torch.stack(losses).sum()
+
+    def _part_loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        logits = self.causal_lm.lm_head(hidden)
+        return cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), tokens, reduction="sum")
 
     def _hidden(self, sequences: Sequences, features: dict[str, Tensor]) -> Tensor:
         """Hidden states after the last norm, [total, dim]."""
@@ -135,6 +150,6 @@ class Backbone(nn.Module):
 def _predicted_rows(sequences: Sequences) -> Tensor:
     """Places of the targets, int64 [num_targets]; the first token of a document has nothing to be predicted from."""
     predicted = sequences.targets.clone()
-    starts = sequences.offsets[:-1].to(predicted.device, torch.int64)
-    predicted[starts[starts < len(predicted)]] = False
+    starts = sequences.offsets[:-1].long()
+    predicted[starts[starts < len(predicted)].to(predicted.device)] = False
     return predicted.nonzero()[:, 0]

@@ -91,8 +91,14 @@ def wrap_blocks(root: nn.Module, layers: Iterable[nn.Module]) -> list[Block]:
 
 def outside_blocks(root: nn.Module) -> list[nn.Parameter]:
     """Parameters of `root` that no Block holds: those that FSDP keeps in the root's own unit."""
-    inside = {id(p) for module in root.modules() if isinstance(module, Block) for p in module.parameters()}
-    return [p for p in root.parameters() if id(p) not in inside]
+    found: dict[int, nn.Parameter] = {}
+    ahead = [root]
+    while ahead:
+        module = ahead.pop()
+        if not isinstance(module, Block):
+            found.update((id(p), p) for p in module.parameters(recurse=False))
+            ahead += reversed(list(module.children()))
+    return list(found.values())
 
 
 def plain_names(root: nn.Module) -> dict[str, str]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class ProjectorConfig(BaseModel):
-    """The map, "linear" or "mlp" (two layers with GELU), and how many rows are joined before it (OrchMLLM section 8)."""
+    """The map, "linear" or "mlp" (two layers with GELU), and how many rows are joined first (OrchMLLM section 8)."""
 
     model_config = ConfigDict(extra="forbid")
     kind: Literal["linear", "mlp"] = "mlp"

@@ -137,6 +137,18 @@ def test_recomputation_changes_no_gradient(tiny, recompute):
     assert all(torch.equal(g, e) for g, e in zip(got, expected))
 
 
+def test_logits_in_parts_change_nothing(tiny, monkeypatch):
+    backbone = tiny.backbone()
+    packed = tiny.Packed.of(LENGTHS)
+    whole, _ = backbone(packed, {})
+    expected = torch.autograd.grad(whole, list(backbone.parameters()))
+    monkeypatch.setattr("motet.models.backbone._LOGITS_AT_ONCE", 4 * tiny.vocab)
+    parts, _ = backbone(packed, {})
+    torch.testing.assert_close(parts, whole, rtol=1e-14, atol=0)
+    got = torch.autograd.grad(parts, list(backbone.parameters()))
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-15)
+
+
 def test_next_tokens_equal_hfs_greedy_choice(tiny):
     backbone = tiny.backbone()
     packed = tiny.Packed.of(LENGTHS)
