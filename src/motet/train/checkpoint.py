@@ -1,12 +1,12 @@
-"""Checkpoints by torch DCP: written in the background, atomic, on any number of ranks, and resharded when they are read.
+"""Checkpoints by torch DCP: written in the background, atomic, and resharded to any number of ranks when they are read.
 
-`checkpoints/step-N.tmp` becomes `checkpoints/step-N` by one rename on rank 0, after every rank's write has reached the disk:
-a folder without `.tmp` is whole, and a crash while saving leaves the previous one as it was.
+`checkpoints/step-N.tmp` becomes `checkpoints/step-N` by one rename on rank 0, after every rank's write has reached the
+disk: a folder without `.tmp` is whole, and a crash while saving leaves the previous one as it was.
 
-A checkpoint holds weights and AdamW moments (DCP shards) and, readable as `state.json`, the step, the global data position and
-the seed. No generator state is stored, because none is carried from step to step: a step's generators are seeded from
-(run.seed, step, rank). Resumed on as many ranks, dropout repeats exactly; on another number, the data order, the schedule and
-the weights go on exactly, and dropout masks are other draws of the same distribution.
+A checkpoint holds weights and AdamW moments (DCP shards) and, readable as `state.json`, the step, the global data
+position and the seed. No generator state is stored, because none is carried from step to step: a step's generators are
+seeded from (run.seed, step, rank). Resumed on as many ranks, dropout repeats exactly; on another number, the data
+order, the schedule and the weights go on exactly, and dropout masks are other draws of the same distribution.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class CheckpointConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    every_steps: int = Field(0, ge=0, description="Steps between checkpoints; 0 writes only the last one.")
-    keep: int = Field(2, gt=0, description="How many of the latest checkpoints stay.")
+    every_steps: int = Field(0, ge=0, description="steps between checkpoints; 0 writes only the last one")
+    keep: int = Field(2, gt=0, description="how many of the latest checkpoints stay")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,8 @@ class Progress:
 class Checkpointer:
     """Saves and finds the checkpoints of one run; every method is called by all ranks alike.
 
-    group: a host (gloo) process group that nothing else uses, since saving runs in a thread; None without torch.distributed.
+    group: a host (gloo) process group that nothing else uses, since saving runs in a thread; None without
+    torch.distributed.
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig, group: dist.ProcessGroup | None) -> None:

@@ -1,14 +1,15 @@
 """Held-out loss, and exact match of greedy answers by the record's `task`, with the sharded model on all ranks.
 
-A chunk of examples is loaded by its home ranks, balanced and exchanged like a training batch. Encoders run once; then all ranks
-append one token after the other in lock-step, by forward passes over the packed sequences that are not finished yet, until
-no rank has any: the collectives of a sharded model must meet, whoever still has something to say.
+A chunk of examples is loaded by its home ranks, balanced and exchanged like a training batch. Encoders run once; then
+all ranks append one token after the other in lock-step, by forward passes over the packed sequences that are not
+finished yet, until no rank has any: the collectives of a sharded model must meet, whoever still has something to say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -179,7 +180,7 @@ def generate(
 
 
 class _Growing:
-    """A prompt with what has been written after it. positions: per phase, of its feature rows in it; rows: these rows."""
+    """A prompt with what has been written after it. positions, rows: per phase, of its feature rows."""
 
     def __init__(self, tokens: Tensor, positions: dict[str, Tensor], rows: dict[str, Tensor]) -> None:
         self.tokens, self.positions, self.rows = tokens, positions, rows
@@ -204,7 +205,7 @@ def _cut(
         for name, at in prompts.feature_positions.items()
     }
     pieces = []
-    for i, (start, end) in enumerate(zip(offsets, offsets[1:])):
+    for i, (start, end) in enumerate(pairwise(offsets)):
         span = {name: slice(ends[name][i], ends[name][i + 1]) for name in features}
         positions = {name: prompts.feature_positions[name][span[name]] - start for name in features}
         pieces.append((prompts.tokens[start:end], positions, {name: features[name][span[name]] for name in features}))

@@ -1,8 +1,17 @@
-"""The trained modules as HF directories at the end of a run."""
+"""The trained modules as HF directories at the end of a run, and the tokenizer beside them."""
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from motet.models.export import export_hf
+from motet.models.module import MLLM
+from motet.train.world import World
 
 
 class ExportConfig(BaseModel):
@@ -10,4 +19,20 @@ class ExportConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    at_end: bool = Field(False, description="write each module to export/ in the run's folder, as HF reads it")
+    at_end: bool = Field(
+        False, description="write every module to export/ in the run's folder, as transformers reads it"
+    )
+
+
+def export(model: MLLM, tokenizer: Path, folder: Path, world: World) -> None:
+    """Gather the sharded weights on rank 0, one after the other, and write them there; a collective."""
+    state: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if world.is_first:
+            state[name] = whole.cpu()
+    with world.together():
+        if world.is_first:
+            shutil.rmtree(folder, ignore_errors=True)
+            export_hf(model, folder, state)
+            shutil.copytree(tokenizer, folder / "tokenizer")

@@ -1,10 +1,10 @@
-"""Prefetching in a thread: which examples come next, where each is computed, loading, and agreement on what is unreadable.
+"""Prefetching in a thread: which examples come next, where each is computed, loading, agreement on what is unreadable.
 
     GlobalOrder.take -> lengths -> Orchestrator.decide -> decode -> agree -> RankBatch -> queue
 
-Everything that ranks must agree on goes through one all-reduce a microbatch, on a host group that only this thread uses: which
-examples are bad, whether a rank has failed, whether the job is closing. So a file that one rank cannot read is dropped on all
-ranks alike, an error on one rank stops all of them, and no thread waits for another that has left.
+Everything that ranks must agree on goes through one all-reduce a microbatch, on a host group that only this thread
+uses: which examples are bad, whether a rank has failed, whether the job is closing. So a file that one rank cannot read
+is dropped on all ranks alike, an error on one rank stops all of them, and no thread waits for another that has left.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Feed:
         return pending, kept
 
     def _joint_error(self, error: BaseException | None) -> BaseException:
-        """The error to raise on this rank: the same sentence on all for a UserError, its own traceback where it arose."""
+        """The error to raise on this rank: a UserError alike on all, anything else with its traceback where it is."""
         told = None
         if error is not None:
             text = str(error) if isinstance(error, UserError) else "".join(traceback.format_exception(error))

@@ -128,7 +128,7 @@ def _open(recipe: Recipe, manifests: Sequence[str], tokenizer: ChatTokenizer, mo
 
 
 def _probe(recipe: Recipe, model: MLLM) -> None:
-    """Give every encoder one small item, so that one that is told of other rows than it takes says so before training."""
+    """Give every encoder one small item, so that one whose rows do not fit says so before training."""
     for name, module in model.encoders.items():
         transform = recipe.transform(name)
         sizes = transform.sizes(np.array([[1, 1]], dtype=np.int64))
@@ -139,8 +139,8 @@ def _probe(recipe: Recipe, model: MLLM) -> None:
         except (RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(
-                f"transforms.{name} does not fit model.encoders.{name}: it makes rows of {transform.row_dim} values, which the "
-                f"encoder cannot take ({reason})."
+                f"transforms.{name} does not fit model.encoders.{name}: it makes rows of {transform.row_dim} values, "
+                f"which the encoder cannot take ({reason})."
             ) from error
 
 
@@ -202,7 +202,7 @@ def _check_progress(checkpoint: Path, start: Progress) -> None:
     stored = read_progress(checkpoint)
     if stored.seed != start.seed:
         raise UserError(
-            f"The checkpoint {checkpoint} was written with data.seed = {stored.seed}, but the recipe says {start.seed}, which "
+            f"The checkpoint {checkpoint} was written with data.seed = {stored.seed}, not {start.seed} as now, which "
             "orders the examples anew: set it back, or start anew with --resume never."
         )
     if stored.dataset != start.dataset:

@@ -107,7 +107,8 @@ class IndexLoading:
 
     def finish(self, pending: Pending, kept: NDArray[np.bool_]) -> Loaded:
         lengths, decision = pending.lengths, pending.decision
-        assert lengths is not None and decision is not None
+        assert lengths is not None
+        assert decision is not None
         sequences = [
             pending.sequences[place] for place in decision.backbone.on_rank(self._rank).tolist() if kept[place]
         ]

@@ -1,6 +1,7 @@
 """What a step did and cost, over all ranks: measured on each, joined by one small all-gather on the host.
 
-Loads, bounds and bytes follow from the decision, which all ranks hold; only times and memory differ and must be gathered.
+Loads, bounds and bytes follow from the decision, which all ranks hold; only times and memory differ and must be
+gathered.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def gather_measured(measured: Measured, world: World, stop: bool) -> tuple[dict[
 def phase_metrics(batches: Sequence[RankBatch]) -> dict[str, dict[str, Any]]:
     """Per phase, loads of the ranks and their maximum over the lower bound, before and after balancing.
 
-    Over several microbatches loads and bounds add up, and the maximum is the sum of each microbatch's own: ranks wait for
-    each other in every one.
+    Over several microbatches loads and bounds add up, and the maximum is the sum of each microbatch's own: ranks wait
+    for each other in every one.
     """
     phases: dict[str, dict[str, Any]] = {}
     for phase in batches[0].decision.assignments:

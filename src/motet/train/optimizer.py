@@ -1,8 +1,8 @@
 """AdamW with decay on matrices only, and the learning rate as a pure function of the step.
 
-Weight decay is for matrices that multiply activations: not for norms and biases (one dimension), and not for embeddings,
-whose rows get no gradient most of the time and would only shrink. Groups are also cut by device mesh, because fused
-kernels take tensors of one mesh at a time.
+Weight decay is for matrices that multiply activations: not for norms and biases (one dimension), and not for
+embeddings, whose rows get no gradient most of the time and would only shrink. Groups are also cut by device mesh,
+because fused kernels take tensors of one mesh at a time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class OptimizerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    lr: float = Field(gt=0, allow_inf_nan=False, description="Peak learning rate.")
+    lr: float = Field(gt=0, allow_inf_nan=False, description="peak learning rate")
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0, description="On matrices; never on norms, biases and embeddings.")
-    clip_norm: float = Field(1.0, gt=0, description="Largest global gradient norm; inf never clips.")
-    warmup_steps: int = Field(0, ge=0, description="Steps in which the rate rises linearly to its peak.")
+    weight_decay: float = Field(0.1, ge=0, description="on matrices; never on norms, biases and embeddings")
+    clip_norm: float = Field(1.0, gt=0, description="largest global gradient norm; inf never clips")
+    warmup_steps: int = Field(0, ge=0, description="steps in which the rate rises linearly to its peak")
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    final_lr_ratio: float = Field(0.1, ge=0, le=1, description="Rate of the last step over the peak rate.")
+    final_lr_ratio: float = Field(0.1, ge=0, le=1, description="rate of the last step over the peak rate")
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:

@@ -1,7 +1,7 @@
 """Peak FLOP/s of a device, what MFU is a share of: the vendor's figure where it is known, else a measured matmul.
 
-Vendors' figures are dense (without sparsity), from the data sheets of NVIDIA and AMD. On CPUs, and on devices that are not
-in the catalogue, the ranks of a node measure at the same time, as they share its cores.
+Vendors' figures are dense (without sparsity), from the data sheets of NVIDIA and AMD. On CPUs, and on devices that are
+not in the catalogue, the ranks of a node measure at the same time, as they share its cores.
 """
 
 from __future__ import annotations

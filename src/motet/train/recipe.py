@@ -1,12 +1,13 @@
 """A recipe: the whole of a training job as one validated TOML file.
 
-Each table is the Config class of one component and stands beside that component; this file only puts them together, reads
-the TOML and the `--set` overrides, and makes paths absolute. Relative paths, also those given by `--set`, are relative to the
-recipe's folder, so that a recipe means the same from wherever it is started.
+Each table is the Config class of one component and stands beside that component; this file only puts them together,
+reads the TOML and the `--set` overrides, and makes paths absolute. Relative paths, also those given by `--set`, are
+relative to the recipe's folder, so that a recipe means the same from wherever it is started.
 """
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,9 +46,7 @@ class RunConfig(BaseModel):
     @model_validator(mode="after")
     def _whole_microbatches(self) -> RunConfig:
         if self.batch_size % self.microbatches:
-            raise ValueError(
-                f"microbatches = {self.microbatches} must divide batch_size = {self.batch_size}, so that each has as many examples"
-            )
+            raise ValueError(f"microbatches = {self.microbatches} must divide batch_size = {self.batch_size}")
         return self
 
 
@@ -122,9 +121,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise UserError(f"{path} is no valid TOML: {error}.") from error
     set_keys = {_override(tables, override) for override in overrides}
     try:
-        recipe = Recipe.model_validate(tables)
+        # As JSON, which has lists for tuples and strings for paths, it can be strict: no "8" for 8, no true for 1.
+        recipe = Recipe.model_validate_json(json.dumps(tables, default=str), strict=True)
     except ValidationError as error:
-        raise UserError(sentence(error.errors()[0], Recipe, str(path), text, set_keys)) from error
+        raise UserError(sentence(error.errors(), Recipe, str(path), text, set_keys)) from error
     resolved = _absolute(recipe.model_dump(exclude_unset=True), path.resolve().parent)
     return Recipe.model_validate(resolved)
 

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import types
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -13,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from motet.train.toml_text import Key, line_of_key
 
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _NAMES = {
     "float_parsing": "a number",
     "float_type": "a number",
@@ -32,14 +34,18 @@ _NAMES = {
 }
 
 
-def sentence(error: ErrorDetails, schema: type[BaseModel], where: str, text: str, overrides: set[Key]) -> str:
-    """One sentence for the first error that pydantic reports.
+def sentence(
+    errors: Sequence[ErrorDetails], schema: type[BaseModel], where: str, text: str, overrides: set[Key]
+) -> str:
+    """One sentence for one of the errors that pydantic reports: an unknown key if there is any, else the first.
 
+    A misspelt key is often missing under its right name as well, and it is the misspelling that one wants to be told of.
     where: the recipe's path as the user gave it; text: its TOML text; overrides: keys set on the command line.
     """
+    error = next((error for error in errors if error["type"] in _UNKNOWN), errors[0])
     key, models = _walk(error["loc"], schema)
     name = ".".join(str(part) for part in key)
-    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+    if error["type"] in _UNKNOWN:
         problem = f"unknown key '{name}'{_suggestion(key, models, schema)}"
     elif not key:
         problem = error["msg"].removeprefix("Value error, ").rstrip(".")

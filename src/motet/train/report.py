@@ -1,4 +1,4 @@
-"""A run as one self-contained HTML page, made from the files of its folder alone: `summary.json`, `metrics.jsonl`, `answers.json`.
+"""A run as one self-contained HTML page, made of its `summary.json`, `metrics.jsonl` and `answers.json` alone.
 
 Charts are inline SVG and media are data URIs, so that the page can be mailed and read without a network.
 """
@@ -12,7 +12,7 @@ import mimetypes
 from pathlib import Path
 from typing import Any
 
-from motet.train.charts import grouped_bars, horizontal_bars, line_chart
+from motet.train.charts import NARROW, grouped_bars, horizontal_bars, line_chart
 from motet.train.report_style import CSS
 
 _MAX_POINTS = 600
@@ -70,15 +70,15 @@ def _loss(steps: list[dict[str, Any]], summary: dict[str, Any]) -> list[str]:
     series = {"each step": _thinned(raw), "smoothed": _thinned(_smoothed(raw))}
     if heldout := summary.get("heldout_loss_by_step"):
         series["held out"] = [(int(step), loss) for step, loss in heldout.items()]
-    chart = line_chart(series, x_label="step", y_label="loss a target token, nats", y_min=0, faint=True)
+    chart = line_chart(series, x_label="step", y_label="loss a target token, nats", y_min=0, faint="each step")
     return ["<h2>Loss</h2>", chart]
 
 
 def _balance(steps: list[dict[str, Any]], summary: dict[str, Any]) -> list[str]:
     parts = [
         "<h2>Load of the ranks, phase by phase</h2>",
-        "<p>A step lasts as long as its busiest rank. Maximum load over the lower bound: 1 means that no placement of whole "
-        "items is better. “Before” is every example on its home rank, “after” is what was run.</p>",
+        "<p>A step lasts as long as its busiest rank. Maximum load over the lower bound: 1 means that no placement of "
+        "whole items is better. “Before” is every example on its home rank, “after” is what was run.</p>",
         "<table><tr><th>phase</th><th>max/bound before</th><th>after</th></tr>",
         *(
             f"<tr><td>{html.escape(name)}</td><td>{phase['max_over_bound_before']:.3f}</td><td>{phase['max_over_bound']:.3f}</td></tr>"
@@ -96,14 +96,13 @@ def _balance(steps: list[dict[str, Any]], summary: dict[str, Any]) -> list[str]:
         }
         step, typical = sorted(rows, key=lambda row: row[1]["max_over_bound_before"])[len(rows) // 2]
         loads = {"before": typical["loads_before"], "after": typical["loads"]}
+        bound = ("bound", typical["bound"])
         ranks = [f"rank {rank}" for rank in range(len(typical["loads"]))]
         parts += [
             f'<h3>{html.escape(name)}</h3><div class="pair"><div>',
-            line_chart(ratios, x_label="step (smoothed)", y_label="max load / bound", y_min=1),
+            line_chart(ratios, x_label="step (smoothed)", y_label="max load / bound", y_min=1, width=NARROW),
             "</div><div>",
-            grouped_bars(
-                loads, ranks, y_label=f"load in step {step}, the median one", rule=("bound", typical["bound"])
-            ),
+            grouped_bars(loads, ranks, y_label=f"load in step {step}, the median", rule=bound, width=NARROW),
             "</div></div>",
         ]
     return parts
@@ -122,8 +121,8 @@ def _time(steps: list[dict[str, Any]]) -> list[str]:
     decide_ms = 1000 * sum(step["decide_s"] for step in steady) / len(steady)
     return [
         "<h2>Where a step's time goes</h2>",
-        f"<p>Mean step: {mean_ms:,.1f} ms. Each action on its slowest rank, mean over steps. Deciding the balance takes "
-        f"{decide_ms:.2f} ms a step in the prefetch thread, beside the step.</p>",
+        f"<p>Mean step: {mean_ms:,.1f} ms. Each action on its slowest rank, mean over steps. Deciding the balance "
+        f"takes {decide_ms:.2f} ms a step in the prefetch thread, beside the step.</p>",
         horizontal_bars(milliseconds, unit="ms"),
     ]
 
@@ -149,12 +148,12 @@ def _answers(answers: list[dict[str, Any]]) -> list[str]:
 
 
 def _card(answer: dict[str, Any]) -> str:
-    right = answer["answer"] == answer["expected"]
+    right = answer["is_exact"]
     media = "".join(_player(Path(path)) for path in answer["media"])
     return (
         f'<div class="card{" right" if right else ""}"><div class="task">{html.escape(answer["task"])}</div>{media}<dl>'
-        f"<dt>asked</dt><dd>{html.escape(answer['prompt'])}</dd>"
-        f'<dt>answered</dt><dd class="{"good" if right else "wrong"}">{html.escape(answer["answer"]) or "(nothing)"}</dd>'
+        f"<dt>asked</dt><dd>{html.escape(answer['prompt'])}</dd><dt>answered</dt>"
+        f'<dd class="{"good" if right else "wrong"}">{html.escape(answer["answer"]) or "(nothing)"}</dd>'
         f"<dt>expected</dt><dd>{html.escape(answer['expected'])}</dd></dl></div>"
     )
 

@@ -1,4 +1,4 @@
-"""A run in a few numbers, `summary.json`: from the lines of `metrics.jsonl`, so that a resumed run counts as a whole."""
+"""A run in a few numbers, `summary.json`, from the lines of `metrics.jsonl`: a resumed run counts as a whole."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ def summarise(
 ) -> dict[str, Any]:
     """The summary of all steps in the run's folder. evaluations: by step, the last one's exact match counts.
 
-    loss_first and loss_last are means over ten steps (all, if there are fewer), as one step's loss is noise. tokens_per_s and
-    mfu are over the steps alone; wall_s is of this process, from its start to its end, resumed parts not included.
+    loss_first and loss_last are means over ten steps (all, if there are fewer), as one step's loss is noise.
+    tokens_per_s and mfu are over the steps alone; wall_s is of this process, from its start to its end, resumed parts
+    not included.
     """
     with open(run_dir / "metrics.jsonl", encoding="utf-8") as file:
         steps = [json.loads(line) for line in file]

@@ -55,7 +55,7 @@ def _split_key(dotted: str) -> Key:
 
 
 def parse_value(text: str) -> Any:
-    """A value from the command line: TOML where it is TOML, else a string, so that no quotes within quotes are needed."""
+    """A value from the command line: TOML where it is TOML, else a string, to need no quotes within quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -18,6 +18,7 @@ from motet.cost.flops import FlopShape, step_flops
 from motet.dispatch import RankBatch
 from motet.runtime.step import StepResult
 from motet.train.evaluate import Evaluation
+from motet.train.export import export
 from motet.train.feed import Feed, Schedule, StepInput
 from motet.train.job import Job, build_job
 from motet.train.loading import BadExample
@@ -71,6 +72,8 @@ class _Run:
             if self.job.progress.step not in self.evaluations:
                 self._evaluate()
         self.job.checkpointer.wait()
+        if self.recipe.export.at_end:
+            export(self.job.model, self.recipe.data.tokenizer, self.recipe.run.dir / "export", self.world)
         self._write_trace()
         if self.world.is_first:
             self._write_summary()
@@ -134,9 +137,9 @@ class _Run:
         result = self.job.step.run(batches, step)
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             raise JointUserError(
-                f"Step {step + 1} has a loss of {result.loss} and a gradient norm of {result.grad_norm}, so training stops; "
-                "resume from the last checkpoint with a smaller optimizer.lr, a longer optimizer.warmup_steps, or a smaller "
-                "optimizer.clip_norm."
+                f"Step {step + 1} has a loss of {result.loss} and a gradient norm of {result.grad_norm}, so training "
+                "stops; resume from the last checkpoint with a smaller optimizer.lr, a longer optimizer.warmup_steps, "
+                "or a smaller optimizer.clip_norm."
             )
         return result
 
@@ -190,9 +193,7 @@ class _Run:
     def _leave_early(self) -> None:
         self.job.checkpointer.wait()
         number = max(self.world.gather(self.stop.received))
-        self._say(
-            f"Asked to stop: a checkpoint of step {self.job.progress.step} was written; the same command goes on from it."
-        )
+        self._say(f"Asked to stop: step {self.job.progress.step} is saved, and the same command goes on from it.")
         raise SystemExit(128 + number)
 
     def _write_trace(self) -> None:

@@ -1,7 +1,7 @@
 """The ranks of a job: alone, under torchrun, or on a process group that the caller has made.
 
-Besides the devices' own group there are host (gloo) groups, a group a thread: collectives of one group must come in the same
-order on all ranks, and threads have no order among them.
+Besides the devices' own group there are host (gloo) groups, a group a thread: collectives of one group must come in the
+same order on all ranks, and threads have no order among them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class JointUserError(UserError):
 class World:
     """One rank's place among all.
 
-    control: host group for the main thread; saving: for the thread that writes checkpoints. (That of the prefetch thread
-    belongs to the runtime's Mesh.)
+    control: host group for the main thread; saving: for the thread that writes checkpoints. (That of the prefetch
+    thread belongs to the runtime's Mesh.)
     """
 
     rank: int
@@ -53,7 +53,7 @@ class World:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What fails inside on any rank fails on all: a UserError with its sentence, anything else with its description.
+        """What fails inside on any rank fails on all: a UserError with its sentence, else with a description.
 
         The ranks that did not fail would otherwise wait for those that did.
         """
@@ -80,13 +80,13 @@ def join_world(device: str) -> Iterator[World]:
 
     device: "auto", "cpu" or "cuda". Raises UserError where a CUDA device is asked for and there is none.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     place = _device(device, local_rank)
     borrowed = dist.is_initialized()
     if not borrowed:
         _init_process_group(place)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(num_ranks)))
     control, saving = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
     try:
         yield World(rank, num_ranks, ranks_per_node, place, control, saving)
@@ -109,8 +109,8 @@ def _device(wanted: str, local_rank: int) -> torch.device:
         )
     if local_rank >= torch.cuda.device_count():
         raise UserError(
-            f"Local rank {local_rank} has no GPU of its own: this machine has {torch.cuda.device_count()}, so start torchrun "
-            f"with --nproc-per-node {torch.cuda.device_count()}, or set run.device = 'cpu'."
+            f"Local rank {local_rank} has no GPU of its own: this machine has {torch.cuda.device_count()}, so start "
+            f"torchrun with --nproc-per-node {torch.cuda.device_count()}, or set run.device = 'cpu'."
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

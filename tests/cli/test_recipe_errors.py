@@ -1,0 +1,120 @@
+"""What is wrong in a recipe is said in one sentence with file, line and key, and ends with exit code 2."""
+
+import subprocess
+import sys
+
+import pytest
+from cli.tiny_job import RECIPE, write_tiny_job
+
+from motet.cli import main
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
+
+
+def run(capsys, monkeypatch, *arguments):
+    """What the command line prints on stderr; it must exit with 2."""
+    monkeypatch.setattr(sys, "argv", ["motet", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 2
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said
+    return said
+
+
+def line_of(text, part):
+    return next(number for number, line in enumerate(text.splitlines(), 1) if part in line)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key", "said"),
+    [
+        ("lr = 3e-3", "lrr = 3e-3", "lrr", "unknown key 'optimizer.lrr'; did you mean 'lr'?"),
+        ("hidden_size = 32\ninter", "hiden_size = 32\ninter", None, "has no option hiden_size"),
+        ("steps = 8", 'steps = "many"', "steps", "'run.steps' must be a whole number, not 'many'."),
+        ("steps = 8", "steps = 0", "steps", "'run.steps' must be greater than 0, not 0."),
+        ("steps = 8", "", "[run]", "'run.steps' is missing and has no default (optimizer steps of the whole run)."),
+        ("warmup_steps = 4", 'schedule = "cosin"', "schedule", "'cosine', 'linear' or 'constant', not 'cosin'."),
+        ("batch_size = 6", "batch_size = 6\nmicrobatches = 4", "[run]", "microbatches = 4 must divide batch_size = 6"),
+        ("seed = 3", "num_workers = 3", "num_workers", "'num_workers' belongs into [data]"),
+        ("[transforms.image]\npatch_size", "[transforms.image]\npatchsize", "patchsize", "did you mean 'patch_size'?"),
+        ("[optimizer]", "[optimiser]", "[optimiser]", "unknown key 'optimiser'; did you mean 'optimizer'?"),
+        ('family = "qwen2"', 'family = "qwen9"', 'family = "qwen9"', "must be 'qwen2', 'qwen3', 'llama' or 'mistral'"),
+        ("num_mels = 20", "num_mels = true", "num_mels", "'transforms.audio.num_mels' must be a whole number"),
+        ("[transforms.audio]\nnum_mels = 20", "", None, "needs a table [transforms.audio]"),
+    ],
+)
+def test_wrong_keys_and_values(job, capsys, monkeypatch, old, new, key, said):
+    text = RECIPE.replace(old, new, 1)
+    path = job.with_name("wrong.toml")
+    path.write_text(text)
+    sentence = run(capsys, monkeypatch, "train", path)
+    assert said in sentence
+    if key is not None:
+        assert sentence.startswith(f"{path}, line {line_of(text, key)}: ")
+
+
+def test_bad_toml_names_the_line(job, capsys, monkeypatch):
+    path = job.with_name("bad.toml")
+    path.write_text("[run]\nsteps = = 3\n")
+    assert "is no valid TOML: Invalid value (at line 2, column 9)" in run(capsys, monkeypatch, "train", path)
+
+
+def test_missing_files(job, capsys, monkeypatch):
+    assert "Cannot read the recipe" in run(capsys, monkeypatch, "train", job.with_name("absent.toml"))
+    assert "absent.jsonl" in run(capsys, monkeypatch, "train", job, "--set", 'data.train=["absent.jsonl"]')
+    assert "no such directory" in run(capsys, monkeypatch, "train", job, "--set", "data.tokenizer=absent")
+    assert "is no complete Motet checkpoint" in run(capsys, monkeypatch, "train", job, "--resume", "absent")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optimizer.lrr=1", "--set optimizer.lrr: unknown key 'optimizer.lrr'; did you mean 'lr'?"),
+        ("optimizer.lr=big", "--set optimizer.lr: 'optimizer.lr' must be a number, not 'big'."),
+        ("optimizer.lr", "must be written as table.key=value"),
+        ("run.dir.x=1", "'dir' is a value in the recipe, not a table"),
+        ('balance.phases=["video"]', "there is no phase 'video'"),
+        ("transforms.image.channels=3", "makes rows of 48 values, which the encoder cannot take"),
+        ("balance.mode=exchange", ""),
+    ],
+)
+def test_overrides(job, capsys, monkeypatch, override, said):
+    if said:
+        assert said in run(capsys, monkeypatch, "train", job, "--set", override)
+    else:
+        both = ("--set", override, "--set", "data.mode=index")
+        assert "contradicts data.mode = 'index'" in run(capsys, monkeypatch, "train", job, *both)
+
+
+def test_manifest_line_that_is_no_json(job, capsys, monkeypatch):
+    path = job.with_name("broken.jsonl")
+    path.write_text('{"conversations": [}\n')
+    said = run(capsys, monkeypatch, "train", job, "--set", f'data.train=["{path}"]')
+    assert f"{path}, line 1: is no JSON" in said
+
+
+def test_a_real_process_says_one_sentence_and_exits_with_2(job):
+    command = [sys.executable, "-m", "motet", "train", str(job), "--set", "run.step=3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert done.stderr == "--set run.step: unknown key 'run.step'; did you mean 'steps'?\n"
+
+
+def test_numbers_in_quotes_are_refused(job, capsys, monkeypatch):
+    said = run(capsys, monkeypatch, "train", job, "--set", 'run.steps="8"')
+    assert said == "--set run.steps: 'run.steps' must be a whole number, not '8'."
+
+
+def test_a_resolved_recipe_loads_again_to_the_same(job, tmp_path):
+    from motet.train.recipe import dump_recipe, load_recipe
+
+    recipe = load_recipe(job, ["optimizer.clip_norm=inf", "fsdp.shard_size=1"])
+    assert recipe.run.dir == job.parent / "run"
+    assert recipe.data.train == (str(job.parent / "train.jsonl"),)
+    again = tmp_path / "elsewhere.toml"
+    again.write_text(dump_recipe(recipe))
+    assert load_recipe(again) == recipe
