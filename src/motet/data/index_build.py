@@ -14,7 +14,7 @@ import json
 import os
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import chain, islice
@@ -110,7 +110,6 @@ def _locked(folder: Path, path: Path, manifest: Manifest) -> Iterator[bool]:
 def _build(manifest: Manifest, text: TextEncoder, path: Path, num_workers: int, progress: Progress | None) -> Path:
     stamp, digest = manifest.stamp(), manifest.digest()
     rows_path = path.with_name(f"{path.stem}-{uuid.uuid4().hex[:12]}.rows")
-    part_path = rows_path.with_suffix(".part")
     try:
         chunks = _write_rows(rows_path, _read_all(manifest, text, num_workers), progress)
         if not chunks:
@@ -123,7 +122,18 @@ def _build(manifest: Manifest, text: TextEncoder, path: Path, num_workers: int, 
             "rows": rows_path.name,
             "identity": identity,
         }
-        schema = SCHEMA.with_metadata({"motet": json.dumps(about)})
+        publish(path, about, chunks)
+    except BaseException:
+        rows_path.unlink(missing_ok=True)
+        raise
+    return rows_path
+
+
+def publish(path: Path, about: dict[str, object], chunks: Sequence[PackedColumns]) -> None:
+    """Write the lengths, and only then let them be seen at `path`. about: what `Index.about` will be."""
+    schema = SCHEMA.with_metadata({"motet": json.dumps(about)})
+    part_path = path.with_name(f"{path.stem}-{uuid.uuid4().hex[:12]}.part")
+    try:
         with part_path.open("wb") as file:
             with pa.ipc.new_file(file, schema) as writer:
                 writer.write_batch(join_columns(chunks).replace_schema_metadata(schema.metadata))
@@ -131,10 +141,8 @@ def _build(manifest: Manifest, text: TextEncoder, path: Path, num_workers: int, 
             os.fsync(file.fileno())
         part_path.replace(path)
     except BaseException:
-        rows_path.unlink(missing_ok=True)
         part_path.unlink(missing_ok=True)
         raise
-    return rows_path
 
 
 def _remove_former(rows_path: Path) -> None:

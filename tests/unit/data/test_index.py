@@ -12,7 +12,8 @@ import pytest
 import motet.data.index_build
 from motet.core.errors import UserError
 from motet.data.index import Index
-from motet.data.index_build import open_index
+from motet.data.index_build import open_index, publish
+from motet.data.index_entries import PackedColumns
 from motet.data.text import ChatTokenizer
 from unit.data.samples import TEMPLATE, a_record, write_clip, write_image, write_manifest
 
@@ -183,10 +184,6 @@ def test_many_examples_open_at_once(folder, tokenizer):
 
 def _repeat(small: Index, path, count: int) -> None:
     """An index of `count` copies of the one example of `small`."""
-    import pyarrow as pa
-
-    from motet.data.index_entries import PackedColumns, join_columns
-
     lengths = small.lengths
     num_bytes = (small.path.parent / small.about["rows"]).stat().st_size
     one = np.array([[num_bytes], [lengths.num_tokens[0]], [lengths.num_targets[0]], [1]], dtype=np.int32)
@@ -196,10 +193,7 @@ def _repeat(small: Index, path, count: int) -> None:
     )
     rows = path.with_suffix(".rows")
     rows.write_bytes((small.path.parent / small.about["rows"]).read_bytes() * count)
-    batch = join_columns([columns])
-    schema = batch.schema.with_metadata({"motet": json.dumps(small.about | {"rows": rows.name})})
-    with path.open("wb") as file, pa.ipc.new_file(file, schema) as writer:
-        writer.write_batch(batch.replace_schema_metadata(schema.metadata))
+    publish(path, small.about | {"rows": rows.name}, [columns])
 
 
 def test_threads_read_one_index(folder, tokenizer):
