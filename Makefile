@@ -19,10 +19,10 @@ demo: venv
 	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node $(RANKS) -m motet train recipes/demo.toml
 
 test: venv
-	OMP_NUM_THREADS=1 $(PYTEST) tests --ignore tests/gpu
+	OMP_NUM_THREADS=1 $(PYTEST) tests -m "not gpu" --durations 15
 
 test-gpu: venv
-	$(PYTEST) tests/gpu
+	$(PYTEST) tests -m gpu
 
 lint: venv
 	.venv/bin/ruff format --check .

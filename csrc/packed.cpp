@@ -1,7 +1,7 @@
 // LPT, then swaps; see src/motet/balance/reference/packed.py and bound.py.
 #include <algorithm>
-#include <cstdlib>
 #include <bit>
+#include <cstdlib>
 #include <numeric>
 #include <optional>
 #include <tuple>

@@ -1,5 +1,7 @@
 """What holds for every test: hypothesis draws the same examples in every run; GPU tests are skipped without a GPU."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -7,8 +9,14 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("motet", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("motet")
 
+GPU_TESTS = Path(__file__).parent / "gpu"
 
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.is_relative_to(GPU_TESTS):
+            item.add_marker("gpu")
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return
