@@ -1,0 +1,57 @@
+"""float32 and bf16: how far gradients are from the float64 reference, and that balancing does not make it more.
+
+The limits are those of docs/numerics.md; running this file prints what it measures:
+    PYTHONPATH=tests python -m parity.test_precision
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from motet.runtime.fsdp import FSDPConfig
+from parity.test_gradients import Case, reference, run_case
+from ranks import run_ranks
+
+PRECISIONS = {
+    "float32": FSDPConfig(),
+    "bf16, summed in float32": FSDPConfig(param_dtype="bfloat16", reduce_dtype="float32"),
+    "bf16": FSDPConfig(param_dtype="bfloat16"),
+}
+LIMITS = {"float32": 1e-6, "bf16, summed in float32": 0.02, "bf16": 0.02}
+"""Largest relative error of the gradient of all parameters, in the Euclidean norm."""
+
+
+def measure(rank: int, num_ranks: int) -> dict[tuple[str, str], tuple[float, float, float]]:
+    """(precision, balanced phases) -> relative error of the whole gradient, of its worst parameter, and of the loss."""
+    found = {}
+    for name, fsdp in PRECISIONS.items():
+        for phases in ("off", "all"):
+            case = Case(phases=phases, num_examples=24, fsdp=fsdp, num_microbatches=2)
+            result, gradients = run_case(case, torch.float32)
+            loss = result.loss
+            if rank == 0:
+                expected_loss, expected = reference(case.frozen, case.num_examples, case.seed, case.contents)
+                errors = {p: (gradients[p].double() - g).norm() for p, g in expected.items()}
+                norm = torch.stack([g.norm() for g in expected.values()]).norm()
+                # Gradients that are zero but for rounding (a key's bias, say) have no relative error.
+                worst = max(errors[p] / g.norm() for p, g in expected.items() if g.norm() > 1e-6 * norm)
+                total = torch.stack(list(errors.values())).norm() / norm
+                found[name, phases] = (total.item(), worst.item(), abs(loss / expected_loss - 1))
+            dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_error_is_within_the_stated_limits(num_ranks):
+    found = run_ranks(measure, num_ranks)[0]
+    for (name, phases), (total, _, _) in found.items():
+        assert total < LIMITS[name], (name, phases, total)
+        assert total < 2 * found[name, "off"][0], f"balancing {phases} doubles the error of {name}"
+
+
+if __name__ == "__main__":
+    for num_ranks in (1, 4):
+        for (name, phases), errors in run_ranks(measure, num_ranks)[0].items():
+            print(f"{num_ranks} ranks  {name:24} balance {phases:4}", *(f"{error:9.1e}" for error in errors))
