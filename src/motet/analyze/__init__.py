@@ -1,0 +1,11 @@
+"""How heterogeneous a dataset is, before any GPU is hired: lengths, composition of sequences, load of the ranks.
+
+Free of torch. `analyze` is the library, `analyze_command` the command line's part; `page.write_html` writes the page.
+"""
+
+from motet.analyze.analysis import Analysis, Distribution, analyze
+from motet.analyze.command import analyze_command
+from motet.analyze.loads import PhaseLoads
+from motet.analyze.report import print_analysis
+
+__all__ = ["Analysis", "Distribution", "PhaseLoads", "analyze", "analyze_command", "print_analysis"]

@@ -1,0 +1,121 @@
+"""How heterogeneous a dataset is: how long its modalities are, how sequences are made up of them, and what that costs.
+
+The share of each modality in each example's sequence is what OrchMLLM calls Modality Composition Incoherence (section
+3.1, Figure 3): where shares vary, ranks that are balanced in one phase are not in another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.analyze.lengths import UNITS, Lengths, read_lengths
+from motet.analyze.loads import Mix, PhaseLoads, sample_loads
+from motet.core.errors import UserError
+from motet.data.index_build import Progress
+
+TEXT, SEQUENCE = "text", "sequence"
+
+
+@dataclass(frozen=True, eq=False)
+class Distribution:
+    """Lengths of one kind. values: int64 [n], each at least 1; unit: what is counted, tokens, patches or frames."""
+
+    name: str
+    unit: str
+    values: NDArray[np.int64]
+
+    def quantile(self, share: float) -> float:
+        return float(np.quantile(self.values, share))
+
+    @property
+    def mean(self) -> float:
+        return float(self.values.mean())
+
+
+@dataclass(frozen=True, eq=False)
+class Analysis:
+    """What `analyze` found; all figures follow from the source and the arguments.
+
+    lengths: of sequences and text in tokens, of items in what their encoder computes on.
+    shares:  per modality, text included, its share of each example's sequence, float64 [num_examples], 0 where absent.
+    loads:   per phase, backbone first, the loads over the drawn batches.
+    """
+
+    source: str
+    num_examples: int
+    num_ranks: int
+    batch_size: int
+    num_batches: int
+    seed: int
+    mix: Mix
+    assumptions: tuple[str, ...]
+    left_out: str
+    lengths: tuple[Distribution, ...]
+    shares: dict[str, NDArray[np.float64]]
+    loads: dict[str, PhaseLoads]
+
+
+def analyze(
+    source: str | Path,
+    *,
+    num_ranks: int = 8,
+    batch_size: int = 128,
+    num_batches: int = 50,
+    seed: int = 0,
+    mix: Mix = "rows",
+    tokenizer: str | Path | None = None,
+    index_folder: str | Path | None = None,
+    num_workers: int = 0,
+    progress: Progress | None = None,
+) -> Analysis:
+    """Analyse a manifest (by its index, headers only) or a table of lengths (.csv, .csv.gz).
+
+    batch_size: examples of a step over all ranks. num_batches: steps drawn with `seed`.
+    mix: "rows" draws every example alike; "even" draws each combination of modalities alike often, for tables whose row
+    counts are no mixing ratio. tokenizer: a directory; without one, a manifest's text tokens are estimated.
+    Raises UserError for a source that is missing or wrong, and for arguments below 1.
+    """
+    for name, value in (("num_ranks", num_ranks), ("batch_size", batch_size), ("num_batches", num_batches)):
+        if value < 1:
+            raise UserError(f"{name} is {value}, but must be at least 1")
+    lengths = read_lengths(
+        source, tokenizer=tokenizer, index_folder=index_folder, num_workers=num_workers, progress=progress
+    )
+    drawn = sample_loads(
+        lengths, num_ranks=num_ranks, batch_size=batch_size, num_batches=num_batches, seed=seed, mix=mix
+    )
+    return Analysis(
+        source=lengths.source,
+        num_examples=lengths.batch.num_examples,
+        num_ranks=num_ranks,
+        batch_size=batch_size,
+        num_batches=num_batches,
+        seed=seed,
+        mix=mix,
+        assumptions=lengths.assumptions,
+        left_out=lengths.left_out,
+        lengths=_distributions(lengths),
+        shares=_shares(lengths),
+        loads=drawn,
+    )
+
+
+def _distributions(lengths: Lengths) -> tuple[Distribution, ...]:
+    found = (
+        Distribution(SEQUENCE, "tokens", lengths.batch.sequence),
+        Distribution(TEXT, "tokens", lengths.text_tokens()),
+        *(Distribution(phase, UNITS[phase], lengths.batch.items[phase].length) for phase in lengths.phases),
+    )
+    present = (replace(kind, values=kind.values[kind.values > 0]) for kind in found)
+    return tuple(kind for kind in present if len(kind.values))
+
+
+def _shares(lengths: Lengths) -> dict[str, NDArray[np.float64]]:
+    sequence = np.maximum(lengths.batch.sequence, 1)
+    return {TEXT: lengths.text_tokens() / sequence} | {
+        phase: lengths.tokens_of(phase) / sequence for phase in lengths.phases
+    }

@@ -1,0 +1,50 @@
+"""`motet analyze`: the analysis with its progress, its tables and its page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from motet.analyze.analysis import analyze
+from motet.analyze.loads import Mix
+from motet.analyze.report import print_analysis
+
+
+def analyze_command(
+    source: Path,
+    *,
+    num_ranks: int = 8,
+    batch_size: int = 128,
+    num_batches: int = 50,
+    seed: int = 0,
+    mix: Mix = "rows",
+    tokenizer: Path | None = None,
+    index_folder: Path | None = None,
+    num_workers: int = 2,
+    html: Path | None = None,
+) -> None:
+    """Analyse `source`, print the tables and, if `html` is given, write the page. Raises UserError."""
+    # Progress goes to stderr, so that the tables can be piped.
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("reading headers", total=1.0)
+        found = analyze(
+            source,
+            num_ranks=num_ranks,
+            batch_size=batch_size,
+            num_batches=num_batches,
+            seed=seed,
+            mix=mix,
+            tokenizer=tokenizer,
+            index_folder=index_folder,
+            num_workers=num_workers,
+            progress=lambda _, share: bars.update(task, completed=share),
+        )
+    print_analysis(found)
+    if html is not None:
+        # Imported here: plotly takes a second, which a table need not wait for.
+        from motet.analyze.page import write_html
+
+        write_html(found, html)
+        print(f"Wrote {html}.")

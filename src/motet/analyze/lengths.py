@@ -1,0 +1,232 @@
+"""The lengths that an analysis is made of, from a manifest or from a plain table, and what was assumed to get them.
+
+A manifest gives pixels, samples and text; a table (CSV, also gzipped) gives some of image_width, image_height,
+num_images, image_tokens, audio_seconds and text_tokens. What the model would make of them is an assumption, stated in
+every report.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.core.errors import UserError
+from motet.core.example import TokenSequence
+from motet.core.workload import BatchLengths, ItemLengths
+from motet.data.audio import AudioTransform
+from motet.data.conversation import Conversation
+from motet.data.dataset import Dataset, Modality, describe
+from motet.data.images import ImageTransform
+from motet.data.index_build import Progress
+from motet.data.media import AUDIO, IMAGE
+from motet.data.text import ChatTokenizer
+
+UNITS = {IMAGE: "patches", AUDIO: "frames"}
+_BYTES_A_TOKEN = 4
+_FRAMES_A_TOKEN = 4
+_FRAMES_PER_S = 100
+_TILE_PATCHES, _TILE_TOKENS = 1025, 256
+_IMAGES = ImageTransform(patch_size=14, merge_size=2, max_pixels_side=1344)
+# A bound that no clip reaches: an analysis is to show the long ones, too.
+_CLIPS = AudioTransform(sampling_rate=16_000, hop_length=16_000 // _FRAMES_PER_S, max_seconds=1e6)
+_NUMBERS = ("image_width", "image_height", "num_images", "image_tokens", "audio_seconds", "text_tokens")
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """All examples of a source, as one batch. assumptions: sentences; left_out: a sentence, empty if nothing is."""
+
+    source: str
+    batch: BatchLengths
+    assumptions: tuple[str, ...]
+    left_out: str = ""
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The modalities that occur, text aside."""
+        return tuple(name for name, items in self.batch.items.items() if items.num_items)
+
+    def tokens_of(self, phase: str) -> NDArray[np.int64]:
+        """Tokens that a modality takes in each example's sequence, int64 [num_examples]."""
+        items = self.batch.items[phase]
+        return np.bincount(items.example, items.num_tokens, self.batch.num_examples).astype(np.int64)
+
+    def kinds(self) -> NDArray[np.int64]:
+        """Which modalities each example has, int64 [num_examples]: bit i is set if it has the i-th of `phases`."""
+        kinds = np.zeros(self.batch.num_examples, dtype=np.int64)
+        for place, phase in enumerate(self.phases):
+            kinds[self.batch.items[phase].example] |= 1 << place
+        return kinds
+
+    def text_tokens(self) -> NDArray[np.int64]:
+        """Tokens of each example's sequence that are text, int64 [num_examples]."""
+        return self.batch.sequence - sum((self.tokens_of(phase) for phase in self.phases), np.int64(0))
+
+
+def read_lengths(
+    source: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    index_folder: str | Path | None = None,
+    num_workers: int = 0,
+    progress: Progress | None = None,
+) -> Lengths:
+    """From a manifest, or from a table if `source` ends in .csv or .csv.gz. Raises UserError."""
+    path = Path(source)
+    if path.name.endswith((".csv", ".csv.gz")):
+        if tokenizer is not None:
+            raise UserError(
+                f"{source}: a table of lengths holds no text, so a tokenizer is of no use with it; leave it out"
+            )
+        return _read_table(path)
+    text = _EstimatedText() if tokenizer is None else ChatTokenizer.from_directory(tokenizer)
+    modalities = {
+        IMAGE: Modality(
+            _IMAGES, lambda sizes: sizes.prod(axis=1) // _IMAGES.merge_size**2, lambda sizes: sizes.prod(axis=1)
+        ),
+        AUDIO: Modality(_CLIPS, lambda sizes: _tokens_of_frames(sizes[:, 0]), lambda sizes: sizes[:, 0]),
+    }
+    dataset = Dataset.open(
+        [source], text, modalities, index_folder=index_folder, num_workers=num_workers, progress=progress
+    )
+    assumptions = [_IMAGE_ASSUMPTION, _AUDIO_ASSUMPTION]
+    if tokenizer is None:
+        assumptions.append(f"Text: {_BYTES_A_TOKEN} bytes a token, as no tokenizer was given.")
+    return Lengths(
+        str(source),
+        dataset.batch_lengths(np.arange(dataset.num_examples), 1),
+        tuple(assumptions),
+        describe(dataset.left_out, dataset.num_in_manifests) if len(dataset.left_out) else "",
+    )
+
+
+_IMAGE_ASSUMPTION = (
+    f"Images: native size up to {_IMAGES.max_pixels_side} pixels a side, patches of {_IMAGES.patch_size} pixels, "
+    f"{_IMAGES.merge_size} x {_IMAGES.merge_size} patches a token."
+)
+_AUDIO_ASSUMPTION = (
+    f"Audio: {_FRAMES_PER_S} frames a second, {_FRAMES_A_TOKEN} frames a token, no padding to 30 seconds."
+)
+_TILE_ASSUMPTION = (
+    f"Images without a size: {_TILE_PATCHES:,} patches where they take {_TILE_TOKENS} tokens each (InternVL's tiles), "
+    f"else {_IMAGES.merge_size**2} patches a token."
+)
+
+
+class _EstimatedText:
+    """Stands in for a tokenizer: as many tokens as the text's bytes suggest."""
+
+    fingerprint = f"estimated-{_BYTES_A_TOKEN}-bytes-a-token"
+
+    def encode(self, conversation: Conversation) -> TokenSequence:
+        lengths = [math.ceil(len(turn.text.encode()) / _BYTES_A_TOKEN) for turn in conversation.turns]
+        of_answers = [turn.role == "assistant" for turn in conversation.turns]
+        num_items = len(conversation.placeholders)
+        targets = np.concatenate([np.zeros(num_items, dtype=bool), np.repeat(of_answers, lengths)])
+        return TokenSequence(
+            np.zeros(len(targets), dtype=np.int64), targets, conversation.placeholders, np.arange(num_items)
+        )
+
+    def encode_prompt(self, conversation: Conversation) -> tuple[TokenSequence, str]:
+        before, answer = conversation.without_last_answer()
+        return self.encode(before), answer
+
+
+def _tokens_of_frames(frames: NDArray[np.int64]) -> NDArray[np.int64]:
+    return -(-frames // _FRAMES_A_TOKEN)
+
+
+@dataclass
+class _Column:
+    """The items of one modality, as they are read."""
+
+    example: list[int] = field(default_factory=list)
+    length: list[int] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+
+    def add(self, example: int, length: int, num_tokens: int) -> None:
+        self.example.append(example)
+        self.length.append(length)
+        self.num_tokens.append(num_tokens)
+
+    def items(self) -> ItemLengths:
+        columns = (np.array(column, dtype=np.int64) for column in (self.example, self.length, self.num_tokens))
+        return ItemLengths(*columns)
+
+
+def _read_table(path: Path) -> Lengths:
+    columns = {IMAGE: _Column(), AUDIO: _Column()}
+    text: list[int] = []
+    for number, row in enumerate(_rows(path)):
+        text.append(round(row["text_tokens"]))
+        for length, num_tokens in _images_of(row):
+            columns[IMAGE].add(number, length, num_tokens)
+        if row["audio_seconds"]:
+            frames = max(math.ceil(row["audio_seconds"] * _FRAMES_PER_S), 1)
+            columns[AUDIO].add(number, frames, math.ceil(frames / _FRAMES_A_TOKEN))
+    if not text:
+        raise UserError(f"{path}: holds no row; it must hold one an example")
+    items = {name: column.items() for name, column in columns.items()}
+    sequence = np.array(text, dtype=np.int64)
+    for column in items.values():
+        np.add.at(sequence, column.example, column.num_tokens)
+    nothing = np.zeros(len(text), dtype=np.int64)
+    batch = BatchLengths(sequence, nothing, nothing.astype(np.int32), items)
+    return Lengths(str(path), batch, (_IMAGE_ASSUMPTION, _TILE_ASSUMPTION, _AUDIO_ASSUMPTION))
+
+
+def _rows(path: Path) -> Iterator[dict[str, float]]:
+    """The numbers of each row; an empty field is 0. Raises UserError naming the line."""
+    if not path.is_file():
+        raise UserError(f"{path}: there is no such file; it must be a manifest, or a table of lengths (.csv, .csv.gz)")
+    try:
+        with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            known = [name for name in _NUMBERS if name in (reader.fieldnames or ())]
+            if not known:
+                raise UserError(f"{path}, line 1: names no known column; it must name some of {', '.join(_NUMBERS)}")
+            for row in reader:
+                yield dict.fromkeys(_NUMBERS, 0.0) | {
+                    name: _number(row[name], f"{path}, line {reader.line_num}: '{name}'") for name in known
+                }
+    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: is no text, or no whole gzip file ({error})") from None
+
+
+def _number(text: str | None, where: str) -> float:
+    if not text:
+        return 0.0
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise UserError(f"{where} is '{text}', but must be empty or a number that is not negative")
+    return value
+
+
+@lru_cache(maxsize=1 << 16)
+def _patches(width: int, height: int) -> int:
+    return int(_IMAGES.sizes(np.array([[width, height]])).prod())
+
+
+def _images_of(row: dict[str, float]) -> list[tuple[int, int]]:
+    """(patches, tokens) of each image of a row."""
+    count, tokens = round(row["num_images"]), round(row["image_tokens"])
+    if row["image_width"] and row["image_height"]:
+        patches = _patches(round(row["image_width"]), round(row["image_height"]))
+        return [(patches, patches // _IMAGES.merge_size**2)] * max(count, 1)
+    if not tokens:
+        return []
+    count = max(count, 1)
+    shares = [tokens // count + (number < tokens % count) for number in range(count)]
+    tiled = tokens == count * _TILE_TOKENS
+    return [(_TILE_PATCHES if tiled else share * _IMAGES.merge_size**2, share) for share in shares]

@@ -1,0 +1,79 @@
+"""An analysis as tables on the terminal."""
+
+from __future__ import annotations
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from motet.analyze.analysis import Analysis
+from motet.analyze.loads import COSTS, MODE_NAMES, MODES
+from motet.balance import Padded
+
+QUANTILES = {"median": 0.5, "95 %": 0.95, "99 %": 0.99, "max": 1.0}
+
+
+def print_analysis(analysis: Analysis, console: Console | None = None) -> None:
+    """Lengths, shares and loads, with what was assumed. Written to stdout unless a console is given."""
+    console = console or Console()
+    console.print(f"\n[bold]{analysis.source}[/bold]: {analysis.num_examples:,} examples")
+    if analysis.left_out:
+        console.print(analysis.left_out)
+    console.print(_lengths(analysis))
+    console.print(_shares(analysis))
+    console.print(_loads(analysis))
+    console.print(load_note(analysis), style="dim", highlight=False)
+    for assumption in analysis.assumptions:
+        console.print(assumption, style="dim", highlight=False)
+
+
+def load_note(analysis: Analysis) -> str:
+    """How the loads were found, and how to read them."""
+    drawn = "every example alike" if analysis.mix == "rows" else "every combination of modalities equally often"
+    padded = [phase for phase in analysis.loads if isinstance(COSTS[phase], Padded)]
+    costs = (
+        f"{' and '.join(padded)} pads (clips times the longest), the others pack (the sum of lengths)"
+        if padded
+        else "all phases pack (the sum of lengths)"
+    )
+    return (
+        f"{analysis.num_batches} batches of {analysis.batch_size} examples on {analysis.num_ranks} ranks, drawn with "
+        f"seed {analysis.seed}, {drawn}; {costs}. Means over batches. Max/mean: the load of the busiest rank, for which "
+        "all others wait, over the mean. Max/bound: the same load over what no placement of whole items can undercut."
+    )
+
+
+def _lengths(analysis: Analysis) -> Table:
+    table = _table("Lengths", "of", "unit", "number", "mean", *QUANTILES)
+    for lengths in analysis.lengths:
+        figures = [lengths.mean, *(lengths.quantile(share) for share in QUANTILES.values())]
+        table.add_row(lengths.name, lengths.unit, f"{len(lengths.values):,}", *(f"{value:,.0f}" for value in figures))
+    return table
+
+
+def _shares(analysis: Analysis) -> Table:
+    table = _table("Share of each example's sequence", "of", "examples with it", "mean", "std")
+    for name, shares in analysis.shares.items():
+        present = (shares > 0).mean()
+        table.add_row(name, f"{present:.1%}", f"{shares.mean():.1%}", f"{shares.std():.1%}")
+    return table
+
+
+def _loads(analysis: Analysis) -> Table:
+    # Narrow, since a pipe has 80 columns.
+    table = _table("Load of the busiest rank", "phase", "balanced", "max/mean", "95 %", "max/bound")
+    for phase, loads in analysis.loads.items():
+        for mode in MODES:
+            ratios = loads.max_over_mean(mode)
+            figures = (ratios.mean(), np.quantile(ratios, 0.95), loads.max_over_bound(mode).mean())
+            table.add_row(phase if mode == MODES[0] else "", MODE_NAMES[mode], *(f"{value:.3f}" for value in figures))
+        table.add_section()
+    return table
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table

@@ -1,0 +1,173 @@
+import gzip
+import io
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from motet.analyze import analyze, analyze_command, print_analysis
+from motet.analyze.lengths import read_lengths
+from motet.analyze.loads import MODES, place, take
+from motet.analyze.page import write_html
+from motet.core.errors import UserError
+from motet.core.workload import BACKBONE
+from unit.data.samples import a_record, write_clip, write_image, write_manifest
+
+COLUMNS = "task,source,image_width,image_height,num_images,image_tokens,audio_seconds,text_tokens\n"
+ROWS = [
+    "caption,coco,56,28,1,,,10",  # 2 x 4 patches, 2 tokens
+    "image_qa,internvl,,,5,1280,,80",  # 5 tiles
+    "image_chat,servegen,,,2,101,,7",  # 51 and 50 tokens
+    "asr,speech,,,0,,3.211,12",  # 322 frames, 81 tokens
+    "text,chat,,,,,,300",
+]
+
+
+@pytest.fixture
+def table(tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text(COLUMNS + "\n".join(ROWS) + "\n")
+    return path
+
+
+def test_a_table_of_lengths(table, tmp_path):
+    lengths = read_lengths(table)
+    images, clips = lengths.batch.items["image"], lengths.batch.items["audio"]
+    assert images.example.tolist() == [0, 1, 1, 1, 1, 1, 2, 2]
+    assert images.length.tolist() == [8, 1025, 1025, 1025, 1025, 1025, 204, 200]
+    assert images.num_tokens.tolist() == [2, 256, 256, 256, 256, 256, 51, 50]
+    assert (clips.example.tolist(), clips.length.tolist(), clips.num_tokens.tolist()) == ([3], [322], [81])
+    assert lengths.batch.sequence.tolist() == [12, 1360, 108, 93, 300]
+    assert lengths.text_tokens().tolist() == [10, 80, 7, 12, 300]
+    assert lengths.kinds().tolist() == [1, 1, 1, 2, 0]
+    with gzip.open(tmp_path / "lengths.csv.gz", "wt") as file:
+        file.write(table.read_text())
+    zipped = read_lengths(tmp_path / "lengths.csv.gz")
+    assert zipped.batch.sequence.tolist() == lengths.batch.sequence.tolist()
+
+
+def test_a_manifest(tmp_path):
+    write_image(tmp_path / "a.png", 56, 28)
+    write_clip(tmp_path / "b.wav", 1601)
+    records = [
+        a_record("<image> What?", "Eight letters.", image="a.png"),
+        a_record("<audio>", "ok", audio="b.wav"),
+        a_record("<image>", image="missing.png"),
+    ]
+    manifest = write_manifest(tmp_path / "m.jsonl", records)
+    lengths = read_lengths(manifest)
+    assert lengths.batch.items["image"].length.tolist() == [8]
+    assert lengths.batch.items["audio"].length.tolist() == [11]
+    # Bytes over four, a turn at a time, the placeholder's among them.
+    assert lengths.text_tokens().tolist() == [4 + 4, 2 + 1]
+    assert "1 of 3 examples left out: 1 with files that cannot be read" in lengths.left_out
+    assert any("4 bytes a token" in assumption for assumption in lengths.assumptions)
+
+
+def test_figures_are_right_for_batches_done_by_hand(table):
+    batch = take(read_lengths(table).batch, np.array([1, 4, 3, 1]), num_ranks=2)
+    assert batch.sequence.tolist() == [1360, 300, 93, 1360]
+    assert batch.items["image"].example.tolist() == [0] * 5 + [3] * 5
+    assert batch.items["audio"].example.tolist() == [2]
+    phases = (BACKBONE, "image", "audio")
+    off, backbone, every = (place(batch, phases, 2, mode) for mode in MODES)
+    assert off[BACKBONE].loads.tolist() == [1660, 1453]
+    assert off["image"].loads.tolist() == [5125, 5125]
+    assert off["audio"].loads.tolist() == [0, 322]
+    assert backbone[BACKBONE].loads.max() == 1660
+    assert every["image"].loads.max() == 5125
+    # Media follow their examples when the backbone alone is balanced.
+    assert backbone["image"].ranks.tolist() == backbone[BACKBONE].ranks[batch.items["image"].example].tolist()
+
+
+def test_balancing_more_phases_never_does_worse(table):
+    analysis = analyze(table, num_ranks=4, batch_size=32, num_batches=20)
+    assert list(analysis.loads) == [BACKBONE, "image", "audio"]
+    for loads in analysis.loads.values():
+        assert (loads.max_over_bound("all") >= 1).all()
+        assert loads.max_over_bound("all").mean() <= loads.max_over_bound("off").mean()
+        # The same work, however it is placed.
+        assert loads.loads["off"].shape == loads.loads["all"].shape == (20, 4)
+    packed = analysis.loads[BACKBONE].loads
+    np.testing.assert_array_equal(packed["off"].sum(axis=1), packed["all"].sum(axis=1))
+    shares = sum(analysis.shares.values())
+    np.testing.assert_allclose(shares, 1)
+
+
+def test_the_same_seed_gives_the_same_figures(table):
+    def spread(**options) -> list[float]:
+        return analyze(table, num_ranks=4, batch_size=16, **options).loads[BACKBONE].max_over_mean("off").tolist()
+
+    assert spread(seed=1) == spread(seed=1) != spread(seed=2)
+    assert spread(mix="even") == spread(mix="even") != spread()
+
+
+def test_even_mixing_draws_each_combination_alike(tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text("audio_seconds,text_tokens\n" + ",10\n" * 990 + "5,10\n" * 10)
+    rows, even = (analyze(path, num_ranks=1, batch_size=400, num_batches=4, mix=mix) for mix in ("rows", "even"))
+    # 500 frames a clip, and padded cost: the load of one rank counts the clips.
+    assert rows.loads["audio"].loads["off"].mean() / 500 < 20
+    assert 150 < even.loads["audio"].loads["off"].mean() / 500 < 250
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,b\n1,2\n", r"line 1: names no known column; it must name some of image_width"),
+        ("text_tokens\n3\nmany\n", r"line 3: 'text_tokens' is 'many', but must be empty or a number"),
+        ("text_tokens\n-3\n", r"line 2: 'text_tokens' is '-3'"),
+        ("text_tokens\nnan\n", r"line 2: 'text_tokens' is 'nan'"),
+        ("text_tokens\n", "holds no row"),
+    ],
+)
+def test_wrong_tables(tmp_path, text, message):
+    path = tmp_path / "lengths.csv"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        analyze(path)
+
+
+def test_wrong_use(tmp_path, table):
+    with pytest.raises(UserError, match="no such file"):
+        analyze(tmp_path / "none.csv")
+    with pytest.raises(UserError, match="no such file"):
+        analyze(tmp_path / "none.jsonl")
+    with pytest.raises(UserError, match="num_ranks is 0"):
+        analyze(table, num_ranks=0)
+    with pytest.raises(UserError, match="tokenizer is of no use"):
+        analyze(table, tokenizer=tmp_path)
+    (tmp_path / "no.csv.gz").write_bytes(b"plain")
+    with pytest.raises(UserError, match="no whole gzip file"):
+        analyze(tmp_path / "no.csv.gz")
+    with pytest.raises(UserError, match="cannot be written"):
+        write_html(analyze(table, num_batches=2), tmp_path / "no folder" / "a.html")
+
+
+def test_tables_and_page(table, tmp_path, capsys):
+    analyze_command(table, num_ranks=4, batch_size=16, num_batches=3, html=tmp_path / "page.html")
+    printed = capsys.readouterr().out
+    for expected in ("5 examples", "patches", "frames", "unbalanced", "every phase", "1,025 patches", "Wrote"):
+        assert expected in printed
+    page = (tmp_path / "page.html").read_text()
+    assert "<script src=" not in page, "plotly is inside"
+    for expected in ("Share of each example", "One batch, rank by rank", "Assumptions", "Plotly.newPlot"):
+        assert expected in page
+
+
+def test_text_alone(tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text("text_tokens\n3\n40\n")
+    analysis = analyze(path, num_ranks=8, batch_size=4, num_batches=3)
+    assert [kind.name for kind in analysis.lengths] == ["sequence", "text"]
+    output = io.StringIO()
+    print_analysis(analysis, Console(file=output, width=120))
+    assert "backbone" in output.getvalue()
+    write_html(analysis, tmp_path / "page.html")
+
+
+def test_no_torch_is_imported():
+    code = "import sys, motet.analyze, motet.analyze.page; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
