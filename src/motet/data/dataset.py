@@ -22,8 +22,8 @@ from motet.core.workload import BatchLengths, ItemLengths, home_ranks
 from motet.data.conversation import Conversation, parse_conversation
 from motet.data.index import BadExample, Index
 from motet.data.index_build import Progress, open_index
+from motet.data.index_entries import TextEncoder
 from motet.data.media import MODALITIES, MediaRef
-from motet.data.text import ChatTokenizer
 from motet.data.transforms import Transform
 
 _SCAN_EXAMPLES = 1 << 16
@@ -67,7 +67,7 @@ class Dataset:
     def __init__(
         self,
         indexes: Sequence[Index],
-        text: ChatTokenizer,
+        text: TextEncoder,
         modalities: Mapping[str, Modality],
         *,
         max_sequence_length: int | None = None,
@@ -88,7 +88,7 @@ class Dataset:
     def open(
         cls,
         manifests: Sequence[str | Path],
-        text: ChatTokenizer,
+        text: TextEncoder,
         modalities: Mapping[str, Modality],
         *,
         max_sequence_length: int | None = None,

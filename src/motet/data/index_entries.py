@@ -22,7 +22,7 @@ from motet.data.shards import find_members
 
 
 class TextEncoder(Protocol):
-    """What the index needs of a tokenizer; picklable."""
+    """What turns conversations to tokens: a ChatTokenizer, as a rule. Picklable, importable in a worker process."""
 
     @property
     def fingerprint(self) -> str:
@@ -30,6 +30,9 @@ class TextEncoder(Protocol):
 
     def encode(self, conversation: Conversation) -> TokenSequence:
         """The tokens of a conversation. Raises UserError."""
+
+    def encode_prompt(self, conversation: Conversation) -> tuple[TokenSequence, str]:
+        """What stands before the last answer, and that answer."""
 
 
 @dataclass

@@ -18,8 +18,9 @@ __all__ = ["AudioTransform", "ImageTransform", "Transform", "load_media"]
 class Transform(Protocol):
     """Anything with these is a transform: picklable, and importable in a worker process (not defined in a script)."""
 
-    modality: str
-    """"image" or "audio": the placeholder that it stands for."""
+    @property
+    def modality(self) -> str:
+        """ "image" or "audio": the placeholder that it stands for."""
 
     def sizes(self, raw: NDArray[np.int64]) -> NDArray[np.int64]:
         """The sizes [n, size_dim] that `load` will yield, from what headers tell, raw [n, 2]. Exact."""
