@@ -1,4 +1,4 @@
-"""A training job of seconds: a few dozen examples of every kind as real files, and a recipe of a few thousand weights."""
+"""A training job of seconds: a few dozen examples of every kind as real files, a recipe of a few thousand weights."""
 
 from __future__ import annotations
 

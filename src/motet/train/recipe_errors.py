@@ -39,7 +39,7 @@ def sentence(
 ) -> str:
     """One sentence for one of the errors that pydantic reports: an unknown key if there is any, else the first.
 
-    A misspelt key is often missing under its right name as well, and it is the misspelling that one wants to be told of.
+    A misspelt key is often missing under its right name as well, and the misspelling is what one wants to be told of.
     where: the recipe's path as the user gave it; text: its TOML text; overrides: keys set on the command line.
     """
     error = next((error for error in errors if error["type"] in _UNKNOWN), errors[0])

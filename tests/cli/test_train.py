@@ -1,0 +1,145 @@
+"""`motet train` as a user starts it: alone, under torchrun, killed in mid-step, and asked to stop."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cli.tiny_job import losses, metrics, write_tiny_job
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+TIMEOUT_S = 115
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
+
+
+def command(launcher, job, run_dir, *overrides):
+    sets = [part for override in (f"run.dir={run_dir}", *overrides) for part in ("--set", override)]
+    return [*launcher, "-m", "motet", "train", str(job), *sets]
+
+
+def run(command_line):
+    return subprocess.run(command_line, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+def start(command_line):
+    # Its own process group, so that a test that fails leaves nothing running.
+    return subprocess.Popen(
+        command_line,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_step(run_dir, step):
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        if (run_dir / "metrics.jsonl").exists() and len((run_dir / "metrics.jsonl").read_text().splitlines()) >= step:
+            return
+        time.sleep(0.02)
+    raise TimeoutError(f"step {step} was not reached")
+
+
+def children(pid):
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(status.parent.name))
+    return found
+
+
+def test_a_run_alone_learns_and_leaves_everything(job, tmp_path):
+    done = run([*command([sys.executable], job, tmp_path, "run.steps=60", "export.at_end=true"), "--trace"])
+    assert done.returncode == 0, done.stderr
+    loss = losses(tmp_path)
+    assert len(loss) == 60
+    assert sum(loss[-10:]) < 0.6 * sum(loss[:10])
+
+    last = metrics(tmp_path)[-1]
+    assert last["position"] == 360
+    assert last["tokens_per_s_per_rank"] == last["tokens_per_s"] > 0
+    assert 0 < last["mfu"] < 1
+    assert last["memory"]["kind"] == "resident"
+    assert set(last["phases"]) == {"backbone", "image", "audio"}
+    assert last["actions"]["forward backbone"]["max_s"] > 0
+    for key in ("grad_norm", "lr", "data_wait_s", "decide_s", "exchange", "bad_examples", "num_targets", "step_s"):
+        assert key in last
+
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == 60
+    assert summary["loss_last"] < summary["loss_first"]
+    assert set(summary["exact_match"]) == {"text", "image", "audio", "both"}
+    assert summary["phases"]["image"]["max_over_bound"] == 1
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert list((tmp_path / "tensorboard").iterdir())
+    assert (tmp_path / "recipe.toml").exists()
+    assert (tmp_path / "export/backbone/model.safetensors").exists()
+
+    report = (tmp_path / "report.html").read_text()
+    assert "data:image/png;base64," in report
+    assert "data:audio" in report
+    assert not re.search(r"(src|href)=\"http", report)
+
+
+@pytest.mark.torchrun
+def test_two_ranks_under_torchrun_say_what_is_wrong_once(job, tmp_path):
+    done = run(command([*TORCHRUN, "--nproc-per-node=2"], job, tmp_path, 'data.train=["absent.jsonl"]'))
+    assert done.returncode != 0
+    assert done.stderr.count("absent.jsonl") == 1
+    assert "exitcode  : 2" in done.stderr
+    # torchrun itself ends with a traceback of its own; ours would name our files.
+    assert "motet/train" not in done.stderr
+
+
+@pytest.mark.torchrun
+def test_killed_in_mid_step_and_restarted_by_torchrun(job, tmp_path):
+    overrides = ("run.steps=50", "checkpoint.every_steps=3", "data.heldout=[]")
+    whole = run(command([*TORCHRUN, "--nproc-per-node=2"], job, tmp_path / "whole", *overrides))
+    assert whole.returncode == 0, whole.stderr
+    launcher = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=2"]
+    process = start(command(launcher, job, tmp_path / "killed", *overrides))
+    try:
+        wait_for_step(tmp_path / "killed", 8)
+        os.kill(children(process.pid)[-1], signal.SIGKILL)
+        said, _ = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, said
+    assert "Resuming after step" in said
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+def test_asked_to_stop_it_saves_and_the_same_command_goes_on(job, tmp_path):
+    line = command([sys.executable], job, tmp_path, "run.steps=200", "data.heldout=[]")
+    process = start(line)
+    try:
+        wait_for_step(tmp_path, 3)
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 128 + signal.SIGTERM, said
+    step = len(metrics(tmp_path))
+    assert f"step {step} is saved" in said
+    done = run(line)
+    assert f"Resuming after step {step}" in done.stdout
+    assert len(losses(tmp_path)) == 200

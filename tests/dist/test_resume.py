@@ -1,0 +1,181 @@
+"""A run that is stopped and resumed, on as many ranks or on others, is the run that was not stopped."""
+
+import json
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ranks
+from cli.tiny_job import losses, metrics, write_tiny_job
+from motet.core.errors import UserError
+from motet.data.order import GlobalOrder
+from motet.train.recipe import load_recipe
+from motet.train.trainer import train
+from ranks import run_ranks
+
+# Ranks that have imported everything start a run in a second, not in ten.
+ranks.PRELOADED += ["motet.train.trainer", "torch.utils.tensorboard"]
+# Long enough for a machine with other work to do.
+TIMEOUT_S = 110
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
+
+
+def train_rank(rank, num_ranks, recipe, overrides, resume):
+    with redirect_stdout(StringIO()) as printed:
+        try:
+            train(load_recipe(Path(recipe), overrides), resume=resume)
+        except UserError as error:
+            return str(error)
+    return printed.getvalue()
+
+
+def run(recipe, num_ranks, run_dir, *overrides, resume="auto"):
+    """Train on ranks of a gloo group; what each rank printed, or the sentence with which it ended."""
+    overrides = [f"run.dir={run_dir}", *overrides]
+    return run_ranks(train_rank, num_ranks, str(recipe), overrides, resume, timeout_s=TIMEOUT_S)
+
+
+def stop_after(run_dir, step):
+    """Make a finished run one that was stopped after `step`: its last checkpoint is that of `step`."""
+    (run_dir / "checkpoints" / "step-00000008").rename(run_dir / "step-00000008")
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step-{step:08d}"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_resumed_losses_are_those_of_an_uninterrupted_run(job, tmp_path, num_ranks):
+    run(job, num_ranks, tmp_path / "a", "checkpoint.every_steps=4")
+    whole = losses(tmp_path / "a")
+    assert len(whole) == 8
+    stop_after(tmp_path / "a", 4)
+    run(job, num_ranks, tmp_path / "a")
+    # Dropout included: a step's generators follow from the step.
+    assert losses(tmp_path / "a") == whole
+
+
+@pytest.mark.parametrize(("first", "second"), [(4, 2), (2, 3)])
+def test_on_another_number_of_ranks_the_same_examples_follow(job, tmp_path, first, second):
+    quiet = "model.encoders.audio.config.dropout=0.0"
+    run(job, first, tmp_path / "a", "checkpoint.every_steps=4", quiet)
+    whole = metrics(tmp_path / "a")
+    stop_after(tmp_path / "a", 4)
+    run(job, second, tmp_path / "a", quiet)
+    resumed = metrics(tmp_path / "a")
+    assert [step["loss"] for step in resumed] == pytest.approx([step["loss"] for step in whole], rel=1e-4)
+    assert [len(step["phases"]["image"]["loads"]) for step in resumed] == [first] * 4 + [second] * 4
+    for key in ("position", "num_examples", "num_tokens", "num_targets"):
+        assert [step[key] for step in resumed] == [step[key] for step in whole]
+
+
+def taken_ids(rank, num_ranks, recipe, overrides):
+    """Ids of the examples that the feed of this rank has asked for, in order."""
+    taken = []
+    take = GlobalOrder.take
+
+    def recording(self, position, count):
+        ids = take(self, position, count)
+        taken.extend(ids.tolist())
+        return ids
+
+    GlobalOrder.take = recording
+    train(load_recipe(Path(recipe), overrides))
+    return taken
+
+
+def test_a_resumed_run_takes_just_the_examples_not_yet_seen(job, tmp_path):
+    overrides = [f"run.dir={tmp_path / 'a'}", "checkpoint.every_steps=4"]
+    whole = run_ranks(taken_ids, 2, str(job), overrides, timeout_s=TIMEOUT_S)
+    assert whole[0] == whole[1]
+    assert sorted(whole[0][:40]) == list(range(40))
+    stop_after(tmp_path / "a", 4)
+    resumed = run_ranks(taken_ids, 3, str(job), overrides, timeout_s=TIMEOUT_S)
+    assert resumed[0] == whole[0][4 * 6 :]
+
+
+def test_resume_never_starts_anew_and_a_path_goes_back(job, tmp_path):
+    run(job, 1, tmp_path / "a", "checkpoint.every_steps=2", "checkpoint.keep=9", "data.heldout=[]")
+    whole = losses(tmp_path / "a")
+    run(job, 1, tmp_path / "a", "run.steps=3", "data.heldout=[]", resume="never")
+    assert losses(tmp_path / "a")[:2] == pytest.approx(whole[:2])
+    assert [path.name for path in (tmp_path / "a/checkpoints").iterdir()] == ["step-00000003"]
+    run(job, 1, tmp_path / "b", "checkpoint.every_steps=2", "checkpoint.keep=9", "data.heldout=[]")
+    back = tmp_path / "b/checkpoints/step-00000004"
+    run(job, 1, tmp_path / "b", "checkpoint.keep=9", "data.heldout=[]", resume=str(back))
+    assert losses(tmp_path / "b") == pytest.approx(whole)
+    assert sorted(path.name[-1] for path in back.parent.iterdir()) == ["2", "4", "8"]
+
+
+def test_a_checkpoint_of_another_job_is_refused(job, tmp_path):
+    run(job, 1, tmp_path / "a", "run.steps=1", "data.heldout=[]")
+    (sentence,) = run(job, 1, tmp_path / "a", "data.seed=5")
+    assert "was written with data.seed = 0, not 5" in sentence
+    (sentence,) = run(job, 1, tmp_path / "a", "data.train=['heldout.jsonl']")
+    assert "was written on other training examples" in sentence
+    said = run(job, 2, tmp_path / "a", "model.backbone.config.intermediate_size=40")
+    assert said[0] == said[1]
+    assert "'backbone.causal_lm.model.layers.0.inner.mlp.gate_proj.weight' has the shape (48, 32)" in said[0]
+
+
+def damage(folder, count):
+    """Spoil the first files of the training set after they have been indexed; returns their names."""
+    damaged = sorted((folder / "media").glob("train-*.png"))[:count]
+    damaged[0].unlink()
+    for path in damaged[1:]:
+        path.write_bytes(path.read_bytes()[:45])
+    return [path.name for path in damaged]
+
+
+def test_files_that_become_unreadable_are_left_out_on_all_ranks_alike(tmp_path):
+    job = write_tiny_job(tmp_path / "data")
+    run(job, 1, tmp_path / "whole", "run.steps=1", "data.heldout=[]")
+    names = damage(job.parent, 2)
+    for mode in ("index", "exchange"):
+        said = run(job, 2, tmp_path / mode, f"balance.mode={mode}", "run.steps=14")
+        assert [said[0].count(name) for name in names] == [1, 1]
+        assert "Left out" not in said[1]
+        steps = metrics(tmp_path / mode)
+        # Two epochs and a bit more: each of the two is met twice, or three times.
+        assert steps[-1]["bad_examples"] == sum(6 - step["num_examples"] for step in steps) >= 4
+        assert steps[-1]["position"] == 14 * 6
+    assert losses(tmp_path / "index") == pytest.approx(losses(tmp_path / "exchange"), rel=0.2)
+    summary = json.loads((tmp_path / "index" / "summary.json").read_text())
+    assert summary["bad_examples"] >= 4
+
+
+def test_too_many_unreadable_files_stop_all_ranks_with_one_sentence(tmp_path):
+    job = write_tiny_job(tmp_path / "data")
+    run(job, 1, tmp_path / "a", "run.steps=1", "data.heldout=[]")
+    damage(job.parent, 10)
+    for mode in ("index", "exchange"):
+        said = run(job, 2, tmp_path / mode, f"balance.mode={mode}", "data.max_bad_fraction=0.02", "run.steps=40")
+        assert said[0] == said[1]
+        assert "examples cannot be read, more than data.max_bad_fraction = 0.02 allows" in said[0]
+
+
+def fail_in_the_feed(rank, num_ranks, recipe, overrides, kind):
+    from motet.data.dataset import Dataset
+
+    tokens = Dataset.tokens
+
+    def failing(self, example_id):
+        if rank == 1 and np.random.default_rng(example_id).random() < 0.2:
+            raise kind("the disk is on fire")
+        return tokens(self, example_id)
+
+    Dataset.tokens = failing
+    with pytest.raises((kind, RuntimeError)) as error:
+        train(load_recipe(Path(recipe), overrides))
+    return f"{error.value}"
+
+
+@pytest.mark.parametrize("kind", [UserError, OSError])
+def test_an_error_in_the_feed_of_one_rank_stops_all(job, tmp_path, kind):
+    said = run_ranks(fail_in_the_feed, 2, str(job), [f"run.dir={tmp_path}"], kind, timeout_s=TIMEOUT_S)
+    assert "the disk is on fire" in said[0]
+    assert "the disk is on fire" in said[1]
