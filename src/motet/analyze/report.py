@@ -39,7 +39,7 @@ def load_note(analysis: Analysis) -> str:
     return (
         f"{analysis.num_batches} batches of {analysis.batch_size} examples on {analysis.num_ranks} ranks, drawn with "
         f"seed {analysis.seed}, {drawn}; {costs}. Means over batches. Max/mean: the load of the busiest rank, for "
-        "which all others wait, over the mean. Max/bound: the same load over what no placement of whole items can undercut."
+        "which all others wait, over the mean. Max/bound: the same over what no placement of whole items undercuts."
     )
 
 
