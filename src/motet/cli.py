@@ -69,12 +69,31 @@ def analyze(
     source: Annotated[Path, typer.Argument(metavar="MANIFEST_OR_LENGTHS", help="A manifest, or a CSV of lengths.")],
     ranks: Annotated[int, typer.Option(min=1, help="Ranks that the load is to be balanced over.")] = 8,
     batch_size: Annotated[int, typer.Option(min=1, help="Examples of a step, over all ranks.")] = 128,
+    batches: Annotated[int, typer.Option(min=1, help="Batches drawn for the expected loads.")] = 50,
+    seed: Annotated[int, typer.Option(min=0, help="Of the batches drawn.")] = 0,
+    mix: Annotated[
+        str, typer.Option(help="rows: draw rows as they come; even: each kind of example equally often.")
+    ] = "rows",
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Counts a manifest's text; without it, 4 bytes are a token.")
+    ] = None,
     html: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a page with plots as well.")] = None,
 ) -> None:
     """Show how heterogeneous a dataset is, and what balancing each phase would gain, before any GPU is hired."""
-    from motet.analyze import analyze as run_analysis
+    from motet.analyze import analyze_command
 
-    run_analysis(source, num_ranks=ranks, batch_size=batch_size, html=html)
+    if mix not in ("rows", "even"):
+        raise UserError(f"--mix {mix}: must be rows or even.")
+    analyze_command(
+        source,
+        num_ranks=ranks,
+        batch_size=batch_size,
+        num_batches=batches,
+        seed=seed,
+        mix=mix,
+        tokenizer=tokenizer,
+        html=html,
+    )
 
 
 @app.command("demo-data")
