@@ -7,9 +7,7 @@ import motet
 
 
 def motet_command(*arguments):
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False, **options
-    )
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_version_and_help_do_not_import_torch():

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from cli.tiny_job import losses, metrics, write_tiny_job
+from motet.train.recipe import load_recipe
+from motet.train.trainer import train
+from ranks import run_ranks
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -108,11 +111,15 @@ def test_two_ranks_under_torchrun_say_what_is_wrong_once(job, tmp_path):
     assert "motet/train" not in done.stderr
 
 
+def train_rank(rank, num_ranks, recipe, overrides):
+    train(load_recipe(Path(recipe), overrides))
+
+
 @pytest.mark.torchrun
+@pytest.mark.timeout(300)
 def test_killed_in_mid_step_and_restarted_by_torchrun(job, tmp_path):
-    overrides = ("run.steps=50", "checkpoint.every_steps=3", "data.heldout=[]")
-    whole = run(command([*TORCHRUN, "--nproc-per-node=2"], job, tmp_path / "whole", *overrides))
-    assert whole.returncode == 0, whole.stderr
+    overrides = ("run.steps=40", "checkpoint.every_steps=3", "data.heldout=[]")
+    run_ranks(train_rank, 2, str(job), [f"run.dir={tmp_path / 'whole'}", *overrides], timeout_s=TIMEOUT_S)
     launcher = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=2"]
     process = start(command(launcher, job, tmp_path / "killed", *overrides))
     try:
@@ -127,8 +134,9 @@ def test_killed_in_mid_step_and_restarted_by_torchrun(job, tmp_path):
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
 
 
+@pytest.mark.timeout(300)
 def test_asked_to_stop_it_saves_and_the_same_command_goes_on(job, tmp_path):
-    line = command([sys.executable], job, tmp_path, "run.steps=200", "data.heldout=[]")
+    line = command([sys.executable], job, tmp_path, "run.steps=100", "data.heldout=[]")
     process = start(line)
     try:
         wait_for_step(tmp_path, 3)
@@ -142,4 +150,4 @@ def test_asked_to_stop_it_saves_and_the_same_command_goes_on(job, tmp_path):
     assert f"step {step} is saved" in said
     done = run(line)
     assert f"Resuming after step {step}" in done.stdout
-    assert len(losses(tmp_path)) == 200
+    assert len(losses(tmp_path)) == 100

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import ranks
 from cli.tiny_job import losses, metrics, write_tiny_job
 from motet.core.errors import UserError
 from motet.data.order import GlobalOrder
@@ -16,8 +15,6 @@ from motet.train.recipe import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
 
-# Ranks that have imported everything start a run in a second, not in ten.
-ranks.PRELOADED += ["motet.train.trainer", "torch.utils.tensorboard"]
 # Long enough for a machine with other work to do.
 TIMEOUT_S = 110
 

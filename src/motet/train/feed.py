@@ -60,7 +60,7 @@ class StepInput:
 
 
 class Feed:
-    """Iterate `next_step` num_steps times, then `close`; all ranks alike.
+    """A context manager, in which `next_step` is called once for every step of the schedule; all ranks alike.
 
     config:  prefetch_steps and max_bad_fraction of it.
     prepare: what is done with a RankBatch in the thread, e.g. pinning its memory.
@@ -95,10 +95,15 @@ class Feed:
             raise got
         return got
 
-    def close(self) -> None:
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End the thread, on all ranks together: those that are ahead learn of it in their next agreement."""
         self._closing.set()
-        while self._thread.is_alive():
+        # What this rank alone has met, others do not know of: their threads would be waited for in vain.
+        together = kind is None or issubclass(kind, JointUserError | SystemExit)
+        while together and self._thread.is_alive():
             try:
                 self._queue.get(timeout=0.05)
             except queue.Empty:

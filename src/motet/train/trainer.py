@@ -80,12 +80,11 @@ class _Run:
         self.world.barrier()
 
     def _train(self) -> None:
-        recipe, first_step = self.recipe, self.job.progress.step
-        feed = self._open_feed()
-        try:
-            self.job.model.train()
+        recipe = self.recipe
+        self.job.model.train()
+        with self._open_feed() as feed:
             ended_s = time.perf_counter()
-            for step in range(first_step, recipe.run.steps):
+            for step in range(self.job.progress.step, recipe.run.steps):
                 fed = feed.next_step()
                 waited_s = time.perf_counter() - ended_s
                 result = self._step(step, fed)
@@ -104,8 +103,6 @@ class _Run:
                 if _is_due(done, recipe.evaluate.every_steps):
                     self._evaluate()
                     ended_s = time.perf_counter()
-        finally:
-            feed.close()
 
     def _open_feed(self) -> Feed:
         recipe, progress = self.recipe, self.job.progress

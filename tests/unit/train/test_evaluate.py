@@ -1,0 +1,73 @@
+"""Greedy answers: the same on any number of ranks, packed or one by one."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cli.tiny_job import write_tiny_job
+from motet.dispatch import pack
+from motet.train.job import build_job
+from motet.train.recipe import load_recipe
+from motet.train.world import join_world
+from ranks import run_ranks
+
+
+def evaluate(rank, num_ranks, recipe, overrides):
+    with join_world("cpu") as world, ExitStack() as cleanup:
+        job = build_job(load_recipe(Path(recipe), overrides), world, "never", lambda _: None, cleanup)
+        with torch.no_grad():
+            for weight in job.model.parameters():
+                # As initialised, a model says the same to everything.
+                weight.mul_(6 if weight.ndim > 1 else 1)
+        found = job.evaluator.run(job.model)
+        answers = {answer.place: answer.answer for answer in found.samples}
+        return found.loss, answers, reference(job)
+
+
+def reference(job):
+    """Each prompt on its own, each token by a pass of the whole model; None where the model is spread over ranks."""
+    if job.world.num_ranks > 1:
+        return None
+    evaluator, answers = job.evaluator, {}
+    dataset, tokenizer = evaluator._dataset, evaluator._tokenizer
+    for place in range(dataset.num_examples):
+        prompt, refs, _ = dataset.prompt(place)
+        items = {"image": [], "audio": []}
+        for phase, media in zip(prompt.media, evaluator._decoder.load(refs)):
+            items[phase].append(media)
+        features, rows = {}, {}
+        for phase, media in items.items():
+            module = job.model.encoders[phase]
+            rows[phase] = np.empty(0, np.int64)
+            if media:
+                sizes = np.stack([item.size for item in media])
+                rows[phase] = module.num_tokens(sizes)
+                values = torch.from_numpy(np.concatenate([item.values for item in media])).double()
+                features[phase] = module.eval()(values, torch.from_numpy(sizes))
+        packed = pack([prompt], rows)
+        written = []
+        for _ in range(evaluator._config.max_new_tokens):
+            token = int(job.model.backbone.eval().next_tokens(packed, features)[0])
+            if token == tokenizer.end_token:
+                break
+            written.append(token)
+            tokens = torch.cat([packed.tokens, torch.tensor([token])])
+            targets = torch.zeros(len(tokens), dtype=torch.bool)
+            packed = type(packed)(tokens, targets, torch.tensor([0, len(tokens)]), packed.feature_positions)
+        answers[place] = tokenizer.decode(np.array(written, dtype=np.int64))
+    return answers
+
+
+def test_answers_do_not_depend_on_ranks_or_packing(tmp_path):
+    job = write_tiny_job(tmp_path / "data", num_heldout=11)
+    overrides = [f"run.dir={tmp_path}", "run.dtype=float64", "evaluate.batch_size=5", "evaluate.max_new_tokens=9"]
+    loss, answers, expected = run_ranks(evaluate, 1, str(job), overrides, timeout_s=100)[0]
+    assert answers == expected
+    assert len(answers) == 11
+    assert len(set(answers.values())) > 3
+    for result in run_ranks(evaluate, 3, str(job), overrides, timeout_s=100):
+        assert result[0] == pytest.approx(loss, rel=1e-10)
+        assert result[1] == answers
