@@ -8,7 +8,6 @@ a forward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -18,25 +17,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from motet.models.kernel_calls import KernelCalls, plan_calls
+
 ATTENTION = "motet_packed"
 """The `attn_implementation` that every HF model in Motet is built with."""
-
-_CALL_COST = 64 * 64
-"""Entries of a score matrix that cost about as much as one more call of the kernel; steers grouping on CPU only."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Group:
-    """Segments that are computed by one kernel call.
-
-    rows: int64 [count * longest], where its rows stand in the pack; None if they are the whole pack as it is.
-    keys: bool [count, 1, 1, longest], False at rows that only fill up; None if there are none.
-    """
-
-    count: int
-    longest: int
-    rows: Tensor | None
-    keys: Tensor | None
 
 
 class Segments:
@@ -49,7 +33,7 @@ class Segments:
     def __init__(self, offsets: NDArray[np.int64], causal: bool) -> None:
         self.offsets = np.asarray(offsets, dtype=np.int64)
         self.causal = causal
-        self._groups: dict[torch.device, tuple[list[_Group], Tensor | None]] = {}
+        self._calls: dict[torch.device, KernelCalls] = {}
         self._device_offsets: dict[torch.device, Tensor] = {}
 
     @classmethod
@@ -80,36 +64,42 @@ class Segments:
         heads_per_kv = query.shape[1] // key.shape[1]
         if heads_per_kv > 1:
             key, value = (x.repeat_interleave(heads_per_kv, dim=1) for x in (key, value))
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        if query.device not in self._groups:
-            self._groups[query.device] = self._make_groups(query.device)
-        groups, restore = self._groups[query.device]
-        outputs = [self._attend_group(group, query, key, value, scale, dropout, window) for group in groups]
-        rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return (rows if restore is None else rows.index_select(0, restore)).unsqueeze(0)
+        if query.device not in self._calls:
+            self._calls[query.device] = plan_calls(self.offsets, query.device)
+        plan = self._calls[query.device]
+        if plan.gather is not None:
+            query, key, value = (x.index_select(2, plan.gather) for x in (query, key, value))
+        # Splitting is one node of the autograd graph; of slices, each would add up a gradient of the whole pack.
+        pieces = zip(*(x.split(plan.pieces, dim=2) for x in (query, key, value)), strict=True)
+        outputs = []
+        for call, piece in zip(plan.calls, pieces, strict=True):
+            if call.count > 1:
+                piece = [x[0].unflatten(1, (call.count, -1)).transpose(0, 1) for x in piece]
+            out = self._attend_equal(*piece, call.keys, scale, dropout, window)
+            outputs.append(out.transpose(0, 1).flatten(1, 2)[None] if call.count > 1 else out)
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        return (joined if plan.restore is None else joined.index_select(2, plan.restore)).transpose(1, 2)
 
-    def _attend_group(
+    def _attend_equal(
         self,
-        group: _Group,
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        keys: Tensor | None,
         scale: float | None,
         dropout: float,
         window: int | None,
     ) -> Tensor:
-        """Rows [rows, heads, head_dim] -> [count * longest, heads, head_dim]; rows that fill up hold nothing of use."""
-        shape = (group.count, group.longest, *query.shape[1:])
-        gathered = (x if group.rows is None else x.index_select(0, group.rows) for x in (query, key, value))
-        query, key, value = (x.reshape(shape).transpose(1, 2) for x in gathered)
-        mask = group.keys
+        """Query, key and value [count, heads, length, head_dim] -> the same shape.
+
+        keys: bool [count, 1, 1, length], False at rows that only fill up; the output there holds nothing of use.
+        """
         if self.causal:
             # Rows that fill up stand behind the segment, where a causal row cannot see them.
-            mask = _band(group.longest, window, query.device) if window is not None else None
-        out = scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=self.causal and mask is None
+            keys = _band(query.shape[2], window, query.device) if window is not None else None
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=keys, dropout_p=dropout, scale=scale, is_causal=self.causal and keys is None
         )
-        return out.transpose(1, 2).reshape(-1, *out.shape[1::2])
 
     def _attend_varlen(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
@@ -130,37 +120,6 @@ class Segments:
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return out.unsqueeze(0)
-
-    def _make_groups(self, device: torch.device) -> tuple[list[_Group], Tensor | None]:
-        """Groups of segments of like length, and where each row of the pack stands in their concatenated outputs.
-
-        A shorter segment is filled up to the longest of its group as long as that is cheaper than one more kernel call,
-        so that many short segments cost few calls. The result does not depend on the grouping (up to rounding).
-        """
-        order = np.argsort(-self.lengths, kind="stable")
-        order = order[self.lengths[order] > 0]
-        bounds, used, wasted = [0], 0, 0
-        for place, length in enumerate(self.lengths[order].tolist()):
-            longest = int(self.lengths[order[bounds[-1]]])
-            wasted += longest**2 - length**2
-            if wasted > used / 4 + _CALL_COST:
-                bounds.append(place)
-                used, wasted = 0, 0
-            used += length**2
-        if len(order) == len(self.lengths) == 1:
-            return [_Group(1, self.longest, None, None)], None
-        groups, restore, start = [], np.empty(self.offsets[-1], dtype=np.int64), 0
-        for first, last in zip(bounds, [*bounds[1:], len(order)], strict=True):
-            members = order[first:last]
-            lengths, longest = self.lengths[members], int(self.lengths[members[0]])
-            column = np.arange(longest)
-            real = column < lengths[:, None]
-            rows = self.offsets[members][:, None] + np.minimum(column, lengths[:, None] - 1)
-            restore[rows[real]] = start + np.flatnonzero(real)
-            start += rows.size
-            keys = None if real.all() else torch.from_numpy(real[:, None, None, :]).to(device)
-            groups.append(_Group(len(members), longest, torch.from_numpy(rows.ravel()).to(device), keys))
-        return groups, torch.from_numpy(restore).to(device)
 
 
 class Padded:

@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from torch import nn
 
 from motet.core.errors import UserError
+from motet.core.workload import BACKBONE
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
 from motet.models.families.registry import BACKBONES, ENCODERS, Family
@@ -73,6 +74,14 @@ class ModelConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
     backbone: BackboneConfig
     encoders: dict[str, EncoderConfig] = Field(default_factory=dict)
+
+    @field_validator("encoders")
+    @classmethod
+    def _phase_names(cls, encoders: dict[str, EncoderConfig]) -> dict[str, EncoderConfig]:
+        for name in encoders:
+            if name == BACKBONE or not name.isidentifier():
+                raise ValueError(f"{name!r} cannot name an encoder: take letters, digits and _, and not {BACKBONE!r}")
+        return encoders
 
 
 def build_mllm(config: ModelConfig, vocab_size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> MLLM:

@@ -4,8 +4,17 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from motet.models.attention import ATTENTION, Padded, Segments
+from motet.models.kernel_calls import plan_calls
 
-LENGTHS = [[5], [3, 3, 3], [1, 9, 2, 2, 30, 1], [70, 3, 64, 65, 2, 140], [4, 0, 6], list(range(1, 40))]
+LENGTHS = [
+    [5],
+    [150, *[20, 3] * 20, 149],
+    [3, 3, 3],
+    [1, 9, 2, 2, 30, 1],
+    [70, 3, 64, 65, 2, 140],
+    [4, 0, 6],
+    list(range(1, 40)),
+]
 
 
 def one_by_one(query, key, value, lengths, causal, scale=None, window=None):
@@ -52,11 +61,13 @@ def test_a_segment_is_bit_identical_whatever_the_others_hold(causal):
     assert not changed[:6].any() and not changed[46:].any() and changed[6:46].all()
 
 
-def test_many_short_segments_take_few_kernel_calls():
-    segments = Segments.from_lengths(np.random.default_rng(0).integers(1, 60, 500))
-    groups, _ = segments._make_groups(torch.device("cpu"))
-    assert len(groups) < 12
-    assert sum(group.count * group.longest**2 for group in groups) < 2 * (segments.lengths**2).sum()
+def test_short_segments_share_kernel_calls_and_long_ones_are_views():
+    lengths = np.random.default_rng(0).integers(1, 30, 500)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    assert len(plan_calls(offsets, torch.device("cpu")).calls) < 5
+    plan = plan_calls(offsets + 64 * np.arange(501), torch.device("cpu"))
+    assert [(call.count, call.longest) for call in plan.calls] == [(1, length + 64) for length in lengths]
+    assert plan.gather is None and plan.restore is None
 
 
 def test_dropout_is_applied():

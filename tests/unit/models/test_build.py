@@ -144,6 +144,12 @@ def test_wrong_shape_of_config_is_refused():
             EncoderConfig(**encoder)
 
 
+@pytest.mark.parametrize("name", ["backbone", "a.b", "", "my image"])
+def test_an_encoder_cannot_have_any_name(tiny, name):
+    with pytest.raises(ValidationError, match="cannot name an encoder"):
+        ModelConfig(backbone={"family": "qwen2"}, encoders={name: {"family": "siglip"}})
+
+
 def check(message, tiny, backbone=None, vocab=None, **encoders):
     with pytest.raises(UserError, match=message) as error:
         build_mllm(config(tiny, backbone, **encoders), vocab or tiny.vocab)

@@ -95,10 +95,8 @@ def config_of(tiny, train=True, **frozen) -> ModelConfig:
 @pytest.mark.parametrize(
     ("num_ranks", "train", "frozen", "recompute"),
     [
-        (2, True, {}, False),
         (3, True, {}, True),
-        (3, True, {"train_encoder": False}, False),
-        (3, False, {"train_encoder": False}, True),
+        (2, True, {"train_encoder": False}, False),
         (3, False, {"train_projector": False}, False),
     ],
 )
@@ -135,4 +133,4 @@ def run_mixed(rank: int, num_ranks: int, config: ModelConfig):
 def test_mixed_precision_runs_with_and_without_items(tiny):
     config = config_of(tiny)
     mllm, packed, media = documents(config, 0, 1)
-    assert sum(run_ranks(run_mixed, 3, config)) == pytest.approx(mllm(packed, media)[0].item(), rel=0.02)
+    assert sum(run_ranks(run_mixed, 2, config)) == pytest.approx(mllm(packed, media)[0].item(), rel=0.02)
