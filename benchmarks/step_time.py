@@ -1,0 +1,305 @@
+"""Step time without balancing, with the backbone balanced, and with every phase balanced, on the same examples.
+
+    python benchmarks/step_time.py [--lengths ../shared/data/lengths.csv.gz] [--out step_time.json]
+
+Lengths are drawn from a table of real ones (a third text, a third images, a third speech), or from a sampler of similar
+shape where there is no table, and divided by --shrink, so that a small model on a few cores sees the same spread. Every
+batch is run in all three ways, in turn, in one process group, with the same parameters, so that losses must agree.
+Batches come from a prefetch thread that decides and assembles the next one while a step runs, as in training.
+
+What balancing costs on the critical path is the exchange of features and gradients, and the waiting for the prefetch
+thread. An exchange also waits for the slowest rank, which the step would do later otherwise; its cost is therefore what
+it takes on the rank that comes last, the least over ranks. On a machine that does other work as well, the processor
+time of the busiest rank tells more than step times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from motet.core.example import Media, TokenSequence
+from motet.core.workload import BatchLengths, ItemLengths, home_ranks
+from motet.dispatch import BalanceConfig, Orchestrator, assemble
+from motet.models.build import BackboneConfig, EncoderConfig, ModelConfig, build_mllm
+from motet.runtime.fsdp import FSDPConfig, shard
+from motet.runtime.mesh import build_mesh
+from motet.runtime.step import StepResult, TrainStep
+
+WAYS = ("off", "backbone", "all")
+VOCABULARY, PATCH_DIM, MEL_BINS = 512, 64, 16
+MODEL = ModelConfig(
+    backbone=BackboneConfig(
+        family="qwen2",
+        config={
+            "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4,
+            "num_key_value_heads": 4, "max_position_embeddings": 1 << 16,
+        },
+    ),
+    encoders={
+        "image": EncoderConfig(
+            family="qwen2_vl",
+            config={
+                "depth": 4, "embed_dim": 128, "hidden_size": 128, "num_heads": 4, "mlp_ratio": 4,
+                "patch_size": 8, "temporal_patch_size": 1, "in_channels": 1, "spatial_merge_size": 2,
+            },
+        ),
+        "audio": EncoderConfig(
+            family="whisper",
+            config={
+                "d_model": 128, "encoder_layers": 4, "encoder_attention_heads": 4, "encoder_ffn_dim": 512,
+                "num_mel_bins": MEL_BINS, "max_source_positions": 1 << 14,
+            },
+            projector={"downsample": 2},
+        ),
+    },
+)  # fmt: skip
+COSTS = {"backbone": {"linear": 2304, "quadratic": 1}, "image": {"linear": 768, "quadratic": 1}}
+"""FLOPs of a layer for an item, from its shapes: weights against attention, causal or not. Audio is padded."""
+
+
+@dataclass(frozen=True)
+class Options:
+    lengths: str
+    num_steps: int
+    examples_per_rank: int
+    shrink: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One example of a table: tokens of text and of each image, seconds of speech."""
+
+    text_tokens: int
+    image_tokens: tuple[int, ...] = ()
+    audio_seconds: float = 0.0
+
+
+def read_table(path: str) -> list[list[Row]]:
+    """Rows of text, of images and of speech. Columns: see the table's README."""
+    groups: dict[str, list[Row]] = {"text": [], "image": [], "asr": []}
+    with gzip.open(path, "rt") as table:
+        for row in csv.DictReader(table):
+            images: tuple[int, ...] = ()
+            if count := int(row["num_images"] or 0):
+                # COCO gives pixels: a token is 28 x 28 of them, as in Qwen2-VL.
+                pixels = float(row["image_width"] or 0) * float(row["image_height"] or 0)
+                tokens = int(row["image_tokens"] or pixels / 28**2)
+                images = tuple(max(tokens // count, 1) for _ in range(count))
+            group = "image" if images else "asr" if row["task"] == "asr" else "text"
+            groups[group].append(Row(int(row["text_tokens"]), images, float(row["audio_seconds"] or 0)))
+    return list(groups.values())
+
+
+def sample_table(rng: np.random.Generator, count: int = 5000) -> list[list[Row]]:
+    """Rows of a shape similar to the table's: log-normal text and speech, images of one to twelve tiles."""
+    text = [Row(int(n)) for n in np.clip(rng.lognormal(5.5, 1.0, count), 4, 7000)]
+    tiles = np.minimum(rng.geometric(0.3, count), 12)
+    image = [Row(int(n), (256,) * int(k)) for n, k in zip(rng.lognormal(4.3, 0.8, count), tiles, strict=True)]
+    speech = [Row(int(3.3 * s) + 1, (), float(s)) for s in np.clip(rng.lognormal(2.2, 0.6, count), 1, 35)]
+    return [text, image, speech]
+
+
+class Batch:
+    """The lengths of one global batch, and any of its examples, made of random numbers when a rank asks for it."""
+
+    def __init__(self, rows: Sequence[Row], model, num_ranks: int, shrink: int, pools: dict[str, np.ndarray]) -> None:
+        self.pools = pools
+        self.text = [max(row.text_tokens // shrink, 6) for row in rows]
+        grids, frames = [], []
+        for i, row in enumerate(rows):
+            for tokens in row.image_tokens:
+                edge = max(int((tokens / shrink) ** 0.5), 1)
+                grids.append((i, [2 * edge, 2 * max(tokens // shrink // edge, 1)]))
+            if row.audio_seconds:
+                frames.append((i, [max(int(100 * row.audio_seconds / shrink), 2)]))
+        self.items = {"image": grids, "audio": frames}
+        columns, sequence = {}, np.array(self.text)
+        for phase, items in self.items.items():
+            sizes = np.array([size for _, size in items]).reshape(len(items), -1)
+            example = np.array([i for i, _ in items], dtype=np.int64)
+            module = model.encoders[phase]
+            columns[phase] = ItemLengths(example, module.lengths(sizes), module.num_tokens(sizes))
+            np.add.at(sequence, example, columns[phase].num_tokens)
+        targets = np.maximum(np.array(self.text) // 3, 2)
+        self.lengths = BatchLengths(sequence, targets, home_ranks(len(rows), num_ranks), columns)
+
+    def sequence(self, example: int) -> TokenSequence:
+        media = [phase for phase, items in self.items.items() for i, _ in items if i == example]
+        tokens = np.arange(len(media) + self.text[example]) % VOCABULARY
+        targets = np.arange(len(tokens)) >= len(tokens) - self.lengths.num_targets[example]
+        return TokenSequence(tokens, targets, tuple(media), np.arange(len(media)))
+
+    def media(self, phase: str, item: int) -> Media:
+        size = np.array(self.items[phase][item][1])
+        return Media(self.pools[phase][: size.prod()], size)
+
+
+def run_rank(rank: int, num_ranks: int, rendezvous: str | None, options: Options, out: str | None) -> None:
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if on_gpu else "gloo", rank=rank, world_size=num_ranks, init_method=rendezvous)
+    figures = measure(device, options)
+    if rank == 0:
+        show(figures, options, num_ranks)
+        if out:
+            Path(out).write_text(
+                json.dumps({"options": asdict(options), "num_ranks": num_ranks, "ways": figures}, indent=1)
+            )
+    dist.destroy_process_group()
+
+
+def measure(device: torch.device, options: Options) -> dict[str, dict]:
+    mesh = build_mesh(device)
+    rng = np.random.default_rng(options.seed)
+    groups = read_table(options.lengths) if options.lengths else sample_table(rng)
+    model = build_mllm(MODEL, VOCABULARY).to(device)
+    pools = {
+        "image": rng.standard_normal((1 << 16, PATCH_DIM), np.float32),
+        "audio": rng.standard_normal((1 << 14, MEL_BINS), np.float32),
+    }
+    batches = []
+    for _ in range(options.num_steps + 1):
+        kinds = rng.integers(0, len(groups), options.examples_per_rank * mesh.num_ranks)
+        rows = [groups[kind][rng.integers(len(groups[kind]))] for kind in kinds]
+        batches.append(Batch(rows, model, mesh.num_ranks, options.shrink, pools))
+    costs = BalanceConfig(costs=COSTS).phase_costs({phase: model.encoders[phase].cost for phase in model.encoders})
+    orchestrators = {
+        way: Orchestrator(costs, mesh.num_ranks, BalanceConfig(phases=way).balanced(model.encoders)) for way in WAYS
+    }
+    shard(model, mesh, FSDPConfig())
+    # A learning rate of 0: the work of an optimizer, and the same parameters for every way.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
+    step = TrainStep(model, mesh, optimizer, max_grad_norm=1.0)
+
+    def prepare(batch: Batch, way: str):
+        decision = orchestrators[way].decide(batch.lengths)
+        sequences = [batch.sequence(i) for i in decision.backbone.on_rank(mesh.rank)]
+        media = {
+            phase: [batch.media(phase, i) for i in decision.assignments[phase].on_rank(mesh.rank)]
+            for phase in batch.items
+        }
+        return assemble(decision, batch.lengths, mesh.rank, sequences, media, ranks_per_node=mesh.ranks_per_node)
+
+    jobs = [(batch, way) for i, batch in enumerate(batches) for way in (*WAYS[i % 3 :], *WAYS[: i % 3])]
+    measured: dict[str, list[dict]] = {way: [] for way in WAYS}
+    with ThreadPoolExecutor(1) as prefetch:
+        coming = prefetch.submit(prepare, *jobs[0])
+        for number, (_, way) in enumerate(jobs):
+            dist.barrier(mesh.group)
+            start, cpu_start = time.perf_counter(), time.process_time()
+            batch = coming.result()
+            wait_s = time.perf_counter() - start
+            if number + 1 < len(jobs):
+                coming = prefetch.submit(prepare, *jobs[number + 1])
+            result = step.run([batch.to(device)], number)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            measured[way].append(
+                observe(batch, result, wait_s, time.perf_counter() - start, time.process_time() - cpu_start)
+            )
+    everywhere: list = [None] * mesh.num_ranks
+    dist.all_gather_object(everywhere, measured, group=mesh.host_group)
+    # The first batch warms up.
+    return {way: summarise([ranks[way][1:] for ranks in everywhere]) for way in WAYS}
+
+
+def observe(batch, result: StepResult, wait_s: float, step_s: float, cpu_s: float) -> dict:
+    exchanges = [span.duration_s for span in result.timeline.spans if span.action.startswith("exchange")]
+    return {
+        "loss": result.loss,
+        "step_s": step_s,
+        "cpu_s": cpu_s,
+        "wait_s": wait_s,
+        "exchange_s": exchanges,
+        "decide_s": batch.decision.decide_s,
+        "moved_bytes": result.moved_bytes,
+        "imbalance": {phase: placed.imbalance for phase, placed in batch.decision.assignments.items()},
+        "actions": result.seconds_by_action,
+    }
+
+
+def summarise(ranks: list[list[dict]]) -> dict:
+    """Figures of one way from what every rank observed in every step."""
+    steps = list(zip(*ranks, strict=True))
+    step_s = [max(rank["step_s"] for rank in step) for step in steps]
+    exchange_s = [sum(np.min([rank["exchange_s"] for rank in step], axis=0)) for step in steps]
+    wait_s = [max(rank["wait_s"] for rank in step) for step in steps]
+    return {
+        "step_s": step_s,
+        "cpu_s": [max(rank["cpu_s"] for rank in step) for step in steps],
+        "exchange_s": float(np.median(exchange_s)),
+        "wait_s": float(np.median(wait_s)),
+        "decide_s": float(np.median([step[0]["decide_s"] for step in steps])),
+        "share": float(np.median(np.add(exchange_s, wait_s) / np.array(step_s))),
+        "moved_bytes": float(np.mean([step[0]["moved_bytes"] for step in steps])),
+        "imbalance": {p: float(np.mean([s[0]["imbalance"][p] for s in steps])) for p in steps[0][0]["imbalance"]},
+        "losses": [step[0]["loss"] for step in steps],
+        "actions": {a: float(np.median([s[0]["actions"].get(a, 0) for s in steps])) for a in steps[0][0]["actions"]},
+    }
+
+
+def show(figures: dict[str, dict], options: Options, num_ranks: int) -> None:
+    off = figures["off"]
+    source = options.lengths or "sampled lengths"
+    print(
+        f"{num_ranks} ranks, {options.num_steps} batches of {options.examples_per_rank} examples a rank, "
+        f"lengths of {source} divided by {options.shrink}"
+    )
+    print(
+        f"{'balanced':10}{'step s':>8}{'off / it':>10}{'cpu s':>8}{'off / it':>10}"
+        f"{'exchange ms':>13}{'wait ms':>9}{'share':>8}{'decide ms':>11}  max/bound"
+    )
+    for way, it in figures.items():
+        faster, lighter = (float(np.median(np.divide(off[name], it[name]))) for name in ("step_s", "cpu_s"))
+        loads = "  ".join(f"{phase} {value:.3f}" for phase, value in it["imbalance"].items())
+        print(
+            f"{way:10}{np.median(it['step_s']):8.3f}{faster:10.3f}{np.median(it['cpu_s']):8.3f}{lighter:10.3f}"
+            f"{1e3 * it['exchange_s']:13.2f}{1e3 * it['wait_s']:9.2f}{it['share']:8.2%}{1e3 * it['decide_s']:11.2f}"
+            f"  {loads}"
+        )
+    worst = max(abs(np.divide(it["losses"], off["losses"]) - 1).max() for it in figures.values())
+    print(f"losses differ by at most {worst:.1e} between the three")
+
+
+def main() -> None:
+    table = Path(__file__).parents[2] / "shared" / "data" / "lengths.csv.gz"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", default=str(table) if table.exists() else "", help="table of lengths (csv.gz)")
+    parser.add_argument("--num-steps", type=int, default=20, help="batches, each run in all three ways")
+    parser.add_argument("--examples-per-rank", type=int, default=8)
+    parser.add_argument("--shrink", type=int, default=4, help="all lengths are divided by this")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=2, help="ranks to start; under torchrun, its own are taken")
+    parser.add_argument("--out", help="write all figures to this JSON file")
+    given = vars(parser.parse_args())
+    num_ranks, out = given.pop("ranks"), given.pop("out")
+    options = Options(**given)
+    if "RANK" in os.environ:
+        run_rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None, options, out)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run_rank, (num_ranks, f"file://{folder}/rendezvous", options, out), nprocs=num_ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+import pytest
+import torch
+from torch import nn
+
+from motet.core.errors import UserError
+from motet.runtime.fsdp import FSDPConfig, shard
+from motet.runtime.mesh import build_mesh
+from ranks import run_ranks
+
+
+def shapes(rank: int, num_ranks: int) -> list:
+    meshes = [build_mesh(torch.device("cpu"), shard_size=size) for size in (None, num_ranks, 2, 1)]
+    with pytest.raises(UserError, match="shard_size is 3, but must divide the number of ranks, which is 4"):
+        build_mesh(torch.device("cpu"), shard_size=3)
+    return [(m.shards.mesh_dim_names, m.shards.shape, m.is_hybrid, m.rank, m.num_ranks) for m in meshes]
+
+
+def test_shapes_of_meshes():
+    for rank, found in enumerate(run_ranks(shapes, 4)):
+        assert found == [
+            (("shard",), (4,), False, rank, 4),
+            (("shard",), (4,), False, rank, 4),
+            (("replicate", "shard"), (2, 2), True, rank, 4),
+            (("replicate", "shard"), (4, 1), True, rank, 4),
+        ]
+
+
+class NoBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoders = nn.ModuleDict()
+        self.backbone = nn.Linear(2, 2)
+
+
+def test_recomputation_without_blocks_is_refused():
+    with pytest.raises(UserError, match="module 'backbone' names no blocks that can be recomputed"):
+        shard(NoBlocks(), None, FSDPConfig(recompute=True))
