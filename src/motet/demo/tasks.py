@@ -17,21 +17,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from motet.demo.images import MAX_COLUMNS, MAX_ROWS, Handwriting, Sheet, draw_sheet
-from motet.demo.speech import LANGUAGES, RELATIONS, Utterance, Voice, ask_neighbour, say_digits, spell_digits
+from motet.demo.speech import RELATIONS, Utterance, Voice, ask_neighbour, say_digits
 
 TASKS = ("text", "image", "speech", "spoken_question")
-TASK_SHARES = (0.2, 0.25, 0.3, 0.25)
+TASK_SHARES = (0.16, 0.24, 0.3, 0.3)
 ROW_SEPARATOR = " "
 MEDIA_SEPARATOR = " | "
-_LONG_SHARE = 0.08
+_LONG_SHARE = 0.05
 
-SPELLED_PROMPTS = ("Write as digits: {words}", "{words} in digits", "Spell in digits: {words}")
-NEIGHBOUR_PROMPTS = ("Which digit is {relation} {digit} in {digits}?", "{digits}: what comes {relation} {digit}?")
-IMAGE_PROMPTS = ("<image> Read the digits.", "Read this: <image>", "What is written here? <image>")
-IMAGES_PROMPTS = ("Read all: {images}", "{images} Read all the pictures.")
-SPEECH_PROMPTS = ("<audio> Write down the digits.", "Write down: <audio>", "What is said here? <audio>")
-SPEECHES_PROMPTS = ("Write down all: {audios}", "{audios} Write down all the clips.")
-QUESTION_PROMPTS = ("<image> Answer: <audio>", "{images} <audio> Which digit?", "Look: {images} Listen: <audio>")
+# Most prompts end with what is to be read: where it stands close to the answer, a small model learns to copy it within
+# a few hundred steps; the others follow from there.
+_USUAL_PROMPT_SHARE = 0.85
+SPELLED_PROMPTS = ("Write as digits: {given}", "{given}: write as digits.")
+IMAGE_PROMPTS = ("Read the digits: {given}", "{given} Read the digits.")
+SPEECH_PROMPTS = ("Write what is said: {given}", "{given} Write what is said.")
+QUESTION_PROMPTS = ("Answer: {given} {question}", "Answer {question} for {given}")
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def draw_example(task: str, sources: Sources, rng: random.Random) -> Example:
 
 
 def draw_spoken_digits(voices: tuple[Voice, ...], num_clips: int, rng: random.Random) -> tuple[Utterance, ...]:
-    """``num_clips`` clips of mostly 1 to 4 and at most 16 digits, each by a random voice."""
-    return tuple(say_digits(_digits(_length(rng, 1, 4, 16), rng), rng.choice(voices)) for _ in range(num_clips))
+    """``num_clips`` clips of mostly 1 to 3 and at most 16 digits, each by a random voice."""
+    return tuple(say_digits(_digits(_length(rng, 1, 3, 16), rng), rng.choice(voices)) for _ in range(num_clips))
 
 
 def read_sheets(sheets: tuple[tuple[str, ...], ...]) -> str:
@@ -81,42 +81,39 @@ def neighbour(digits: str, relation: str, digit: str) -> str:
 
 
 def _text_example(sources: Sources, rng: random.Random) -> Example:
+    voice = rng.choice(sources.voices)
     if rng.random() < 0.5:
-        digits = _digits(_length(rng, 1, 6, 48), rng)
-        words = spell_digits(digits, rng.choice(LANGUAGES))
-        return Example("text", rng.choice(SPELLED_PROMPTS).format(words=words), digits)
-    digits, relation, digit = _neighbour_problem(_length(rng, 4, 8, 48), rng)
-    prompt = rng.choice(NEIGHBOUR_PROMPTS).format(relation=relation, digit=digit, digits=digits)
-    return Example("text", prompt, neighbour(digits, relation, digit))
+        said = say_digits(_digits(_length(rng, 1, 4, 24), rng), voice)
+        return Example("text", _prompt(SPELLED_PROMPTS, rng, given=said.words), said.meaning)
+    digits, relation, digit = _neighbour_problem(_length(rng, 4, 8, 64), rng)
+    question = ask_neighbour(relation, digit, voice).words
+    return Example(
+        "text", _prompt(QUESTION_PROMPTS, rng, given=digits, question=question), neighbour(digits, relation, digit)
+    )
 
 
 def _image_example(sources: Sources, rng: random.Random) -> Example:
     num_sheets = rng.randint(2, 4) if rng.random() < _LONG_SHARE else 1
-    sheets = tuple(
-        draw_sheet(_split(_digits(rows * columns, rng), rows), sources.hand, rng)
-        for rows, columns in (_sheet_shape(rng) for _ in range(num_sheets))
-    )
-    prompt = rng.choice(IMAGE_PROMPTS if num_sheets == 1 else IMAGES_PROMPTS)
-    prompt = prompt.format(images=" ".join(["<image>"] * num_sheets))
+    sheets = tuple(_draw_random_sheet(sources.hand, rng) for _ in range(num_sheets))
+    prompt = _prompt(IMAGE_PROMPTS, rng, given=" ".join(["<image>"] * num_sheets))
     return Example("image", prompt, read_sheets(tuple(sheet.rows for sheet in sheets)), sheets=sheets)
 
 
 def _speech_example(sources: Sources, rng: random.Random) -> Example:
     num_clips = rng.randint(2, 3) if rng.random() < _LONG_SHARE else 1
     clips = tuple(rng.choice(sources.spoken_digits) for _ in range(num_clips))
-    prompt = rng.choice(SPEECH_PROMPTS if num_clips == 1 else SPEECHES_PROMPTS)
-    prompt = prompt.format(audios=" ".join(["<audio>"] * num_clips))
+    prompt = _prompt(SPEECH_PROMPTS, rng, given=" ".join(["<audio>"] * num_clips))
     return Example("speech", prompt, MEDIA_SEPARATOR.join(clip.meaning for clip in clips), utterances=clips)
 
 
 def _question_example(sources: Sources, rng: random.Random) -> Example:
-    rows, columns = rng.choice(((1, 5), (1, 6), (1, 7), (1, 8), (2, 3), (2, 4)))
+    rows, columns = rng.choice(((1, 5), (1, 5), (1, 6), (1, 7), (2, 3)))
     if rng.random() < _LONG_SHARE:
         rows, columns = rng.choice(((2, 6), (2, 8), (3, 5), (3, 8)))
     digits, relation, digit = _neighbour_problem(rows * columns, rng)
     sheet = draw_sheet(_split(digits, rows), sources.hand, rng)
     question = ask_neighbour(relation, digit, rng.choice(sources.voices))
-    prompt = rng.choice(QUESTION_PROMPTS).format(images="<image>")
+    prompt = _prompt(QUESTION_PROMPTS, rng, given="<image>", question="<audio>")
     return Example("spoken_question", prompt, neighbour(digits, relation, digit), (sheet,), (question,))
 
 
@@ -135,10 +132,19 @@ def _length(rng: random.Random, low: int, usual: int, high: int) -> int:
     return round(usual * (high / usual) ** rng.random())
 
 
-def _sheet_shape(rng: random.Random) -> tuple[int, int]:
+def _prompt(prompts: tuple[str, str], rng: random.Random, **parts: str) -> str:
+    usual, unusual = prompts
+    return (usual if rng.random() < _USUAL_PROMPT_SHARE else unusual).format(**parts)
+
+
+def _draw_random_sheet(hand: Handwriting, rng: random.Random) -> Sheet:
     if rng.random() < _LONG_SHARE:
-        return rng.randint(2, MAX_ROWS), rng.randint(4, MAX_COLUMNS)
-    return (1, rng.randint(1, 5)) if rng.random() < 0.75 else (2, rng.randint(1, 3))
+        rows, columns = rng.randint(2, MAX_ROWS), rng.randint(4, MAX_COLUMNS)
+    elif rng.random() < 0.8:
+        rows, columns = 1, rng.randint(1, 4)
+    else:
+        rows, columns = 2, rng.randint(1, 3)
+    return draw_sheet(_split(_digits(rows * columns, rng), rows), hand, rng)
 
 
 def _digits(count: int, rng: random.Random) -> str:

@@ -28,7 +28,7 @@ from motet.demo.tokenizer import write_tokenizer
 DEFAULT_NUM_TRAIN = 8000
 DEFAULT_NUM_HELDOUT = 400
 # Synthesis is most of the cost, so examples share clips: beyond this number of training clips nothing more is learnt.
-_MAX_SPOKEN_CLIPS = 1500
+_MAX_SPOKEN_CLIPS = 1200
 
 Progress = Callable[[str, int, int], None]
 

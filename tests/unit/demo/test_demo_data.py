@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 import wave
 from collections import Counter
 from pathlib import Path
@@ -18,7 +19,7 @@ from PIL import Image
 from motet.core.errors import UserError
 from motet.demo import write_demo_data
 from motet.demo.images import CELL_PIXELS, draw_sheet, load_handwriting
-from motet.demo.speech import SAMPLE_RATE, ask_neighbour, say_digits, synthesise, voices
+from motet.demo.speech import NUMBER_WORDS, SAMPLE_RATE, ask_neighbour, say_digits, synthesise, voices
 from motet.demo.tasks import (
     MEDIA_SEPARATOR,
     TASKS,
@@ -124,6 +125,8 @@ def test_every_answer_follows_from_the_media(dataset: Path, contents: dict[str, 
             elif record["task"] == "spoken_question":
                 relation, digit = said[0].split()
                 assert answer == neighbour("".join(sheets[0]), relation, digit)
+            else:
+                assert answer == _answer_text(record["conversations"][0]["value"])
 
 
 def test_spoken_questions_cannot_be_guessed_from_one_modality() -> None:
@@ -190,6 +193,18 @@ def test_synthesis_does_not_depend_on_what_was_said_before() -> None:
     first = synthesise(say_digits("37", voice))
     synthesise(ask_neighbour("after", "7", voice))
     assert synthesise(say_digits("37", voice)) == first
+
+
+def _answer_text(question: str) -> str:
+    """Solve a text example from its words alone."""
+    digit_of = {word: str(digit) for words in NUMBER_WORDS.values() for digit, word in enumerate(words)}
+    words = re.findall(r"\w+", question)
+    numbers = "".join(digit_of[word] for word in words if word in digit_of)
+    given = [word for word in words if word.isdecimal()]
+    if not given:
+        return numbers
+    relation = "after" if {"after", "nach", "después"} & set(words) else "before"
+    return neighbour(given[0], relation, numbers)
 
 
 def _read(path: Path) -> list[dict]:
