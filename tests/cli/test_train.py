@@ -36,7 +36,6 @@ def run(command_line):
 
 
 def start(command_line):
-    # Its own process group, so that a test that fails leaves nothing running.
     return subprocess.Popen(
         command_line,
         env=ENVIRONMENT,
@@ -45,6 +44,13 @@ def start(command_line):
         text=True,
         start_new_session=True,
     )
+
+
+def end(process):
+    """Kill what is left of a test that failed: torchrun's workers, which are in sessions of their own, and itself."""
+    if process.poll() is None:
+        for pid in [*children(process.pid), process.pid]:
+            os.kill(pid, signal.SIGKILL)
 
 
 def wait_for_step(run_dir, step):
@@ -127,8 +133,7 @@ def test_killed_in_mid_step_and_restarted_by_torchrun(job, tmp_path):
         os.kill(children(process.pid)[-1], signal.SIGKILL)
         said, _ = process.communicate(timeout=TIMEOUT_S)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        end(process)
     assert process.returncode == 0, said
     assert "Resuming after step" in said
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
@@ -143,8 +148,7 @@ def test_asked_to_stop_it_saves_and_the_same_command_goes_on(job, tmp_path):
         process.send_signal(signal.SIGTERM)
         said, _ = process.communicate(timeout=TIMEOUT_S)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        end(process)
     assert process.returncode == 128 + signal.SIGTERM, said
     step = len(metrics(tmp_path))
     assert f"step {step} is saved" in said

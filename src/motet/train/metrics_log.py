@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ class MetricsLog:
         self._path = run_dir / "metrics.jsonl"
         cut_metrics(self._path, first_step)
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
+        if first_step == 0:
+            shutil.rmtree(run_dir / "tensorboard", ignore_errors=True)
         self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
         self._console = Console()
         self._live = _live_line(self._console) if self._console.is_terminal else None

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from motet.core.errors import UserError
 from motet.train.evaluate import Evaluation
 from motet.train.peak import Peak
 from motet.train.world import World
@@ -24,6 +25,8 @@ def summarise(
     """
     with open(run_dir / "metrics.jsonl", encoding="utf-8") as file:
         steps = [json.loads(line) for line in file]
+    if not steps:
+        raise UserError(f"{run_dir} holds no metrics of the steps already done, so there is nothing to sum up.")
     train_s = sum(step["step_s"] for step in steps)
     losses = [step["loss"] for step in steps]
     last = evaluations[max(evaluations)] if evaluations else None

@@ -1,0 +1,30 @@
+"""Peaks of known GPUs, by the name that PyTorch gives; what is not known is measured."""
+
+import pytest
+import torch
+
+from motet.train import peak
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "expected"),
+    [
+        ("NVIDIA H200", torch.bfloat16, 989.4e12),
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4e12),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 756e12),
+        ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5e12),
+        ("NVIDIA A10G", torch.bfloat16, 125e12),
+        ("NVIDIA L40S", torch.bfloat16, 362e12),
+        ("NVIDIA L4", torch.bfloat16, 121e12),
+        ("Some GPU of the future", torch.bfloat16, None),
+        ("NVIDIA H200", torch.float64, None),
+    ],
+)
+def test_catalogue(name, dtype, expected):
+    assert peak._catalogued(name, dtype) == expected
+
+
+def test_a_cpu_is_measured():
+    found = peak.peak_of(torch.device("cpu"), torch.float32)
+    assert found.source == "measured"
+    assert found.flops_per_s > 1e8
