@@ -20,7 +20,7 @@ from motet.core.errors import UserError
 
 SAMPLE_RATE = 16_000
 _SILENCE = 200
-RELATIONS = ("after", "before")
+RELATION = "after"
 
 NUMBER_WORDS: dict[str, tuple[str, ...]] = {
     "en-GB": ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
@@ -28,12 +28,7 @@ NUMBER_WORDS: dict[str, tuple[str, ...]] = {
     "de-DE": ("null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun"),
     "es-ES": ("cero", "uno", "dos", "tres", "cuatro", "cinco", "seis", "siete", "ocho", "nueve"),
 }
-_RELATION_WORDS: dict[str, dict[str, str]] = {
-    "en-GB": {"after": "after", "before": "before"},
-    "en-US": {"after": "after", "before": "before"},
-    "de-DE": {"after": "nach", "before": "vor"},
-    "es-ES": {"after": "después del", "before": "antes del"},
-}
+_RELATION_WORDS = {"en-GB": "after", "en-US": "after", "de-DE": "nach", "es-ES": "después del"}
 LANGUAGES = tuple(NUMBER_WORDS)
 
 # (rate, pitch), in percent of the engine's usual voice.
@@ -54,7 +49,7 @@ class Voice:
 
 @dataclass(frozen=True, order=True)
 class Utterance:
-    """What is said, by whom, and what it means: the digits (``"371"``), or a relation and a digit (``"after 7"``)."""
+    """What is said, by whom, and what it means: the digits (``"371"``), or a question (``"after 7"``)."""
 
     voice: Voice
     words: str
@@ -76,10 +71,10 @@ def say_digits(digits: str, voice: Voice) -> Utterance:
     return Utterance(voice, spell_digits(digits, voice.language), digits)
 
 
-def ask_neighbour(relation: str, digit: str, voice: Voice) -> Utterance:
-    """The question which digit stands after, or before, ``digit``."""
-    words = f"{_RELATION_WORDS[voice.language][relation]} {spell_digits(digit, voice.language)}"
-    return Utterance(voice, words, f"{relation} {digit}")
+def ask_neighbour(digit: str, voice: Voice) -> Utterance:
+    """The question which digit stands after ``digit``."""
+    words = f"{_RELATION_WORDS[voice.language]} {spell_digits(digit, voice.language)}"
+    return Utterance(voice, words, f"{RELATION} {digit}")
 
 
 def synthesise(utterance: Utterance) -> bytes:

@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<image>", "<audio>", "<user>", "<assistant>")
-VOCABULARY_SIZE = 384
+VOCABULARY_SIZE = 512
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}"

@@ -25,7 +25,7 @@ from motet.demo.speech import Utterance, synthesise_all, voices
 from motet.demo.tasks import TASK_SHARES, TASKS, Example, Sources, draw_example, draw_spoken_digits
 from motet.demo.tokenizer import write_tokenizer
 
-DEFAULT_NUM_TRAIN = 8000
+DEFAULT_NUM_TRAIN = 16000
 DEFAULT_NUM_HELDOUT = 400
 # Synthesis is most of the cost, so examples share clips: beyond this number of training clips nothing more is learnt.
 _MAX_SPOKEN_CLIPS = 1200
@@ -69,7 +69,8 @@ def write_demo_data(
         rng = random.Random(f"examples/{split}/{seed}")
         lines = []
         for index in range(count):
-            example = draw_example(rng.choices(TASKS, TASK_SHARES)[0], sources, rng)
+            task = rng.choices(TASKS, TASK_SHARES)[0] if split == "train" else TASKS[index % len(TASKS)]
+            example = draw_example(task, sources, rng)
             images = [
                 _write_sheet(out, f"{split}-{index:06d}-{position}", sheet, split, contents)
                 for position, sheet in enumerate(example.sheets)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import re
 import wave
 from collections import Counter
 from pathlib import Path
@@ -21,12 +20,11 @@ from motet.demo import write_demo_data
 from motet.demo.images import CELL_PIXELS, draw_sheet, load_handwriting
 from motet.demo.speech import NUMBER_WORDS, SAMPLE_RATE, ask_neighbour, say_digits, synthesise, voices
 from motet.demo.tasks import (
-    MEDIA_SEPARATOR,
     TASKS,
     Sources,
+    answer_question,
     draw_example,
     draw_spoken_digits,
-    neighbour,
     read_sheets,
 )
 
@@ -121,10 +119,9 @@ def test_every_answer_follows_from_the_media(dataset: Path, contents: dict[str, 
             if record["task"] == "image":
                 assert answer == read_sheets(sheets)
             elif record["task"] == "speech":
-                assert answer == MEDIA_SEPARATOR.join(said)
+                assert answer == "".join(said)
             elif record["task"] == "spoken_question":
-                relation, digit = said[0].split()
-                assert answer == neighbour("".join(sheets[0]), relation, digit)
+                assert answer == answer_question("".join(sheets[0]), said[0].removeprefix("after "))
             else:
                 assert answer == _answer_text(record["conversations"][0]["value"])
 
@@ -140,8 +137,7 @@ def test_spoken_questions_cannot_be_guessed_from_one_modality() -> None:
         by_clip.setdefault(example.utterances[0].meaning, Counter())[example.answer] += 1
         rows = example.sheets[0].rows
         # All a reader of the sheet alone has: how likely each place is the asked one, given the shape.
-        relation, digit = example.utterances[0].meaning.split()
-        place = "".join(rows).index(digit) + (1 if relation == "after" else -1)
+        place = "".join(rows).index(example.answer[0])
         by_place.setdefault((len(rows), len(rows[0])), Counter())[place] += 1
     from_clip = sum(max(counts.values()) for counts in by_clip.values()) / len(examples)
     from_sheet = sum(max(counts.values()) for counts in by_place.values()) / len(examples)
@@ -183,28 +179,26 @@ def test_wrong_input_is_refused(tmp_path: Path) -> None:
     hand = load_handwriting()["train"]
     with pytest.raises(ValueError, match="one length"):
         draw_sheet(("12", "3"), hand, random.Random(0))
-    for digits, relation, digit in (("123", "after", "3"), ("1231", "after", "1"), ("123", "before", "9")):
+    for digits, digit in (("123", "3"), ("1231", "1"), ("123", "9")):
         with pytest.raises(ValueError):
-            neighbour(digits, relation, digit)
+            answer_question(digits, digit)
 
 
 def test_synthesis_does_not_depend_on_what_was_said_before() -> None:
     voice = voices("heldout")[0]
     first = synthesise(say_digits("37", voice))
-    synthesise(ask_neighbour("after", "7", voice))
+    synthesise(ask_neighbour("7", voice))
     assert synthesise(say_digits("37", voice)) == first
 
 
 def _answer_text(question: str) -> str:
     """Solve a text example from its words alone."""
     digit_of = {word: str(digit) for words in NUMBER_WORDS.values() for digit, word in enumerate(words)}
-    words = re.findall(r"\w+", question)
-    numbers = "".join(digit_of[word] for word in words if word in digit_of)
-    given = [word for word in words if word.isdecimal()]
-    if not given:
-        return numbers
-    relation = "after" if {"after", "nach", "después"} & set(words) else "before"
-    return neighbour(given[0], relation, numbers)
+    question = question.removeprefix("Answer: ").removeprefix("Read: ").removesuffix(" Read.").replace(" Answer:", "")
+    given, asks, digit = question.partition(" after ")
+    if asks:
+        return answer_question(given, digit)
+    return "".join(digit_of.get(word, word) for word in given.split())
 
 
 def _read(path: Path) -> list[dict]:
