@@ -99,7 +99,7 @@ def analyze(
 @app.command("demo-data")
 def demo_data(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write into; it is created.")],
-    num_train: Annotated[int, typer.Option(min=1, help="Training examples.")] = 8000,
+    num_train: Annotated[int, typer.Option(min=1, help="Training examples.")] = 16000,
     num_heldout: Annotated[int, typer.Option(min=1, help="Held-out examples, of unseen images and voices.")] = 400,
     seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same bytes.")] = 0,
 ) -> None:

@@ -4,6 +4,6 @@ Everything is made from what two small packages hold (scikit-learn's digits, tts
 downloaded, and from one seed, so that the same call writes the same bytes. Free of torch.
 """
 
-from motet.demo.write import DEFAULT_NUM_HELDOUT, DEFAULT_NUM_TRAIN, write_demo_data
+from motet.demo.write import write_demo_data
 
-__all__ = ["DEFAULT_NUM_HELDOUT", "DEFAULT_NUM_TRAIN", "write_demo_data"]
+__all__ = ["write_demo_data"]

@@ -25,8 +25,6 @@ from motet.demo.speech import Utterance, synthesise_all, voices
 from motet.demo.tasks import TASK_SHARES, TASKS, Example, Sources, draw_example, draw_spoken_digits
 from motet.demo.tokenizer import write_tokenizer
 
-DEFAULT_NUM_TRAIN = 16000
-DEFAULT_NUM_HELDOUT = 400
 # Synthesis is most of the cost, so examples share clips: beyond this number of training clips nothing more is learnt.
 _MAX_SPOKEN_CLIPS = 1200
 
@@ -36,8 +34,8 @@ Progress = Callable[[str, int, int], None]
 def write_demo_data(
     out: Path,
     *,
-    num_train: int = DEFAULT_NUM_TRAIN,
-    num_heldout: int = DEFAULT_NUM_HELDOUT,
+    num_train: int,
+    num_heldout: int,
     seed: int = 0,
     progress: Progress | None = None,
     num_workers: int | None = None,
