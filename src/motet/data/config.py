@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,8 +18,6 @@ class DataConfig(BaseModel):
     num_workers:         processes a rank that decode media, and that build an index; 0: none besides the rank itself.
     prefetch_steps:      steps that are decided and loaded ahead.
     max_bad_fraction:    share of examples with unusable files, of those met, above which the job stops.
-    mode:                "index" decides from the index and loads only what a rank computes; "exchange" loads first and
-                         moves items between ranks; "auto" is "index" wherever lengths are known beforehand.
     index_folder:        where indexes go if the manifests' own folders cannot be written.
     """
 
@@ -34,5 +32,4 @@ class DataConfig(BaseModel):
     num_workers: Annotated[int, Field(ge=0)] = 2
     prefetch_steps: Annotated[int, Field(ge=1)] = 2
     max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.01
-    mode: Literal["auto", "index", "exchange"] = "auto"
     index_folder: Path | None = None

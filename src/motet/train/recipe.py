@@ -88,10 +88,6 @@ class Recipe(BaseModel):
         for name in TransformsConfig.model_fields:
             if self.transform(name) is not None and name not in self.model.encoders:
                 raise ValueError(f"transforms.{name} has no effect, as there is no model.encoders.{name}")
-        if "auto" not in (self.balance.mode, self.data.mode) and self.balance.mode != self.data.mode:
-            raise ValueError(
-                f"balance.mode = '{self.balance.mode}' contradicts data.mode = '{self.data.mode}'; set one of them"
-            )
         return self
 
     def transform(self, encoder: str) -> ImageTransform | AudioTransform | None:
@@ -101,7 +97,7 @@ class Recipe(BaseModel):
     @property
     def exchanges_items(self) -> bool:
         """Whether items are loaded first and then moved; "auto" is no, as every dataset has an index of lengths."""
-        return "exchange" in (self.balance.mode, self.data.mode)
+        return self.balance.mode == "exchange"
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
