@@ -18,7 +18,9 @@ from ranks import run_ranks
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
-TIMEOUT_S = 115
+# Long enough for a machine with other work to do.
+TIMEOUT_S = 200
+pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
@@ -122,14 +124,13 @@ def train_rank(rank, num_ranks, recipe, overrides):
 
 
 @pytest.mark.torchrun
-@pytest.mark.timeout(300)
 def test_killed_in_mid_step_and_restarted_by_torchrun(job, tmp_path):
-    overrides = ("run.steps=40", "checkpoint.every_steps=3", "data.heldout=[]")
+    overrides = ("run.steps=24", "checkpoint.every_steps=3", "data.heldout=[]")
     run_ranks(train_rank, 2, str(job), [f"run.dir={tmp_path / 'whole'}", *overrides], timeout_s=TIMEOUT_S)
     launcher = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=2"]
     process = start(command(launcher, job, tmp_path / "killed", *overrides))
     try:
-        wait_for_step(tmp_path / "killed", 8)
+        wait_for_step(tmp_path / "killed", 5)
         os.kill(children(process.pid)[-1], signal.SIGKILL)
         said, _ = process.communicate(timeout=TIMEOUT_S)
     finally:
@@ -139,7 +140,6 @@ def test_killed_in_mid_step_and_restarted_by_torchrun(job, tmp_path):
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
 
 
-@pytest.mark.timeout(300)
 def test_asked_to_stop_it_saves_and_the_same_command_goes_on(job, tmp_path):
     line = command([sys.executable], job, tmp_path, "run.steps=100", "data.heldout=[]")
     process = start(line)
