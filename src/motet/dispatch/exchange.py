@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,12 +33,12 @@ def exchange_rows(rows: Tensor, route: Route, group: dist.ProcessGroup | None) -
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, route: Route, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, route: Route, group: dist.ProcessGroup | None) -> Tensor:
         ctx.route, ctx.group = route, group
         return exchange_rows(rows, route, group)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return exchange_rows(grad, ctx.route.transpose, ctx.group), None, None
 
 

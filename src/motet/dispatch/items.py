@@ -8,7 +8,7 @@ straight to the rank that encodes them. What a rank keeps is not touched. All of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -153,7 +153,9 @@ class ItemExchange:
                 contents[parcel] = read_media(part, *manifest.media_shape(row))
 
 
-def _parts(buffer: NDArray[np.uint8], order: NDArray[np.int64], parcels: Parcels):
+def _parts(
+    buffer: NDArray[np.uint8], order: NDArray[np.int64], parcels: Parcels
+) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """Each parcel of a buffer with its bytes, which lie in the given order."""
     ends = np.cumsum(parcels.size_bytes[order])
     for parcel, start, end in zip(order, ends - parcels.size_bytes[order], ends, strict=True):

@@ -138,7 +138,10 @@ class Manifest:
     @classmethod
     def read(cls, descriptions: Sequence[NDArray[np.int64]], phases: tuple[str, ...]) -> Manifest:
         """From what `describe` gave on each rank; anything behind a description's end is ignored."""
-        examples, items, example_counts, item_counts = [], [], [], []
+        examples: list[Table] = []
+        items: list[Table] = []
+        example_counts: list[int] = []
+        item_counts: list[int] = []
         for words in descriptions:
             num_examples, num_items = int(words[0]), int(words[1])
             split = 2 + _EXAMPLE_COLUMNS * num_examples

@@ -6,12 +6,15 @@ of machine, so the byte order is the machine's.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 
 from motet.core.example import Media, TokenSequence
 
 Bytes = NDArray[np.uint8]
+T = TypeVar("T", int, NDArray[np.int64])
 
 
 def example_bytes(num_text_tokens: NDArray[np.int64], num_items: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -60,9 +63,9 @@ def read_media(data: Bytes, num_rows: int, row_dim: int, size_dim: int) -> Media
     return Media(values=values, size=data[:start].view(np.int64))
 
 
-def _up_to_8(size):
+def _up_to_8(size: T) -> T:
     return (size + 7) // 8 * 8
 
 
-def _as_bytes(array: NDArray, dtype) -> Bytes:
+def _as_bytes(array: NDArray, dtype: type) -> Bytes:
     return np.ascontiguousarray(array, dtype=dtype).reshape(-1).view(np.uint8)

@@ -7,6 +7,7 @@ their example's sequence, in the order in which its packed sequences take them. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -70,7 +71,7 @@ class Route:
     def pin_memory(self) -> Route:
         return self._with_indices(lambda index: index.pin_memory())
 
-    def _with_indices(self, change) -> Route:
+    def _with_indices(self, change: Callable[[Tensor], Tensor]) -> Route:
         send, recv = (None if index is None else change(index) for index in (self.send_index, self.recv_index))
         return replace(self, send_index=send, recv_index=recv)
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 
 from motet.core.timeline import Span, Timeline
+
+Mark: TypeAlias = float | torch.cuda.Event
+"""A moment: seconds of the processor's clock, or an event on the device's stream."""
 
 
 class ActionClock:
@@ -18,7 +22,7 @@ class ActionClock:
         self.rank = rank
         self.zero_s = time.perf_counter() if zero_s is None else zero_s
         self._on_device = device.type == "cuda"
-        self._pending: list[tuple[str, int, int, object, object]] = []
+        self._pending: list[tuple[str, int, int, Mark, Mark]] = []
         if self._on_device:
             self._origin = torch.cuda.Event(enable_timing=True)
             self._origin.record()
@@ -44,14 +48,14 @@ class ActionClock:
             ]
         )
 
-    def _mark(self):
+    def _mark(self) -> Mark:
         if not self._on_device:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _seconds(self, mark) -> float:
+    def _seconds(self, mark: Mark) -> float:
         if not self._on_device:
             return mark - self.zero_s
         return self._origin_s + self._origin.elapsed_time(mark) / 1e3
