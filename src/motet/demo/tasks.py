@@ -1,7 +1,7 @@
 """The four tasks: what is asked, with which media, and the answer.
 
 ``text``             read digits or number words of some language; or which digit of a string stands after another
-``image``            read the digits on one or several sheets, row by row
+``image``            read the digits on one or several sheets, row by row; or which one on a sheet stands after another
 ``speech``           read the digits said in one or several clips
 ``spoken_question``  a sheet, and a clip that asks which digit on it stands after another
 
@@ -26,7 +26,7 @@ from motet.demo.speech import LANGUAGES, RELATION, Utterance, Voice, ask_neighbo
 
 TASKS = ("text", "image", "speech", "spoken_question")
 # Of the training split; the held-out split has as many of each, so that no task is measured on a few examples.
-TASK_SHARES = (0.52, 0.16, 0.16, 0.16)
+TASK_SHARES = (0.36, 0.26, 0.14, 0.24)
 DISTINCT = 8
 _LONG_SHARE = 0.05
 
@@ -93,6 +93,10 @@ def _text_example(sources: Sources, rng: random.Random) -> Example:
 
 
 def _image_example(sources: Sources, rng: random.Random) -> Example:
+    if rng.random() < 0.4:
+        sheet, digits, digit = _questioned_sheet(sources, rng)
+        prompt = _prompt(QUESTION_PROMPTS, rng, given="<image>", question=f"{RELATION} {digit}")
+        return Example("image", prompt, answer_question(digits, digit), (sheet,))
     num_sheets = rng.randint(2, 4) if rng.random() < _LONG_SHARE else 1
     sheets = tuple(
         draw_sheet(_split(_digits(rows * columns, rng), rows), sources.hand, rng)
@@ -110,11 +114,7 @@ def _speech_example(sources: Sources, rng: random.Random) -> Example:
 
 
 def _question_example(sources: Sources, rng: random.Random) -> Example:
-    rows, columns = rng.choice(((1, 4), (1, 4), (1, 5), (1, 6), (2, 3)))
-    if rng.random() < _LONG_SHARE:
-        rows, columns = rng.choice(((2, 4), (1, 8), (2, 5), (3, 3)))
-    digits, digit = _question_problem(rows * columns, rng)
-    sheet = draw_sheet(_split(digits, rows), sources.hand, rng)
+    sheet, digits, digit = _questioned_sheet(sources, rng)
     question = ask_neighbour(digit, rng.choice(sources.voices))
     prompt = _prompt(QUESTION_PROMPTS, rng, given="<image>", question="<audio>")
     return Example("spoken_question", prompt, answer_question(digits, digit), (sheet,), (question,))
@@ -161,6 +161,15 @@ def _question_problem(count: int, rng: random.Random) -> tuple[str, str]:
     others = _digits(count - 1, rng, without=digit)
     place = rng.randrange(count - 1)
     return others[:place] + digit + others[place:], digit
+
+
+def _questioned_sheet(sources: Sources, rng: random.Random) -> tuple[Sheet, str, str]:
+    """A sheet, its digits row by row, and the one that is asked for."""
+    rows, columns = rng.choice(((1, 4), (1, 4), (1, 5), (1, 6), (2, 3)))
+    if rng.random() < _LONG_SHARE:
+        rows, columns = rng.choice(((2, 4), (1, 8), (2, 5), (3, 3)))
+    digits, digit = _question_problem(rows * columns, rng)
+    return draw_sheet(_split(digits, rows), sources.hand, rng), digits, digit
 
 
 def _split(digits: str, num_rows: int) -> tuple[str, ...]:
