@@ -156,6 +156,19 @@ def test_too_many_unreadable_files_stop_all_ranks_with_one_sentence(tmp_path):
         assert "examples cannot be read, more than data.max_bad_fraction = 0.02 allows" in said[0]
 
 
+def test_files_that_are_unreadable_from_the_start_are_left_out_or_stop_the_run(tmp_path):
+    job = write_tiny_job(tmp_path / "data")
+    names = damage(job.parent, 2)
+    said = run(job, 2, tmp_path / "a", "run.steps=1")
+    # A header can be whole where the rest of a file is not: such a file is found out when it is decoded.
+    assert said[0].count(names[0]) == 1
+    assert "examples left out" in said[0]
+    assert metrics(tmp_path / "a")[0]["bad_examples"] >= 1
+    said = run(job, 2, tmp_path / "b", "data.max_bad_fraction=0")
+    assert said[0] == said[1]
+    assert "training examples have files that cannot be read, more than data.max_bad_fraction = 0" in said[0]
+
+
 def fail_in_the_feed(rank, num_ranks, recipe, overrides, kind):
     from motet.data.dataset import Dataset
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from motet.train.world import World
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _MAX_FILES_NAMED = 20
+_INDEX_PROGRESS_EVERY_S = 5.0
 
 Say = Callable[[str], None]
 
@@ -119,12 +121,26 @@ def _open(recipe: Recipe, manifests: Sequence[str], tokenizer: ChatTokenizer, mo
         max_sequence_length=recipe.data.max_sequence_length,
         index_folder=recipe.data.index_folder,
         num_workers=recipe.data.num_workers,
+        progress=_index_progress(manifests, say),
     )
     if dataset.left_out:
         say(f"{', '.join(manifests)}: {describe(dataset.left_out, dataset.num_in_manifests)}.")
         for bad in dataset.left_out.bad[:_MAX_FILES_NAMED]:
             say(f"Left out: {bad.path}: {bad.reason}")
     return dataset
+
+
+def _index_progress(manifests: Sequence[str], say: Say) -> Callable[[int, float], None]:
+    """Says now and then how far the building of an index has come; says nothing if it is quick."""
+    last_s = time.monotonic()
+
+    def show(num_examples: int, share: float) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s >= _INDEX_PROGRESS_EVERY_S:
+            last_s = time.monotonic()
+            say(f"Indexing {', '.join(manifests)}: {num_examples:,} examples, {share:.0%}")
+
+    return show
 
 
 def _probe(recipe: Recipe, model: MLLM) -> None:
