@@ -20,7 +20,7 @@ from motet.core.errors import UserError
 
 SAMPLE_RATE = 16_000
 _SILENCE = 200
-RELATION = "after"
+QUESTIONS = ("first", "last", "largest", "smallest")
 
 NUMBER_WORDS: dict[str, tuple[str, ...]] = {
     "en-GB": ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
@@ -28,7 +28,12 @@ NUMBER_WORDS: dict[str, tuple[str, ...]] = {
     "de-DE": ("null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun"),
     "es-ES": ("cero", "uno", "dos", "tres", "cuatro", "cinco", "seis", "siete", "ocho", "nueve"),
 }
-_RELATION_WORDS = {"en-GB": "after", "en-US": "after", "de-DE": "nach", "es-ES": "después del"}
+_QUESTION_WORDS: dict[str, tuple[str, ...]] = {
+    "en-GB": QUESTIONS,
+    "en-US": QUESTIONS,
+    "de-DE": ("erste", "letzte", "größte", "kleinste"),
+    "es-ES": ("primera", "última", "mayor", "menor"),
+}
 LANGUAGES = tuple(NUMBER_WORDS)
 
 # (rate, pitch), in percent of the engine's usual voice.
@@ -49,7 +54,7 @@ class Voice:
 
 @dataclass(frozen=True, order=True)
 class Utterance:
-    """What is said, by whom, and what it means: the digits (``"371"``), or a question (``"after 7"``)."""
+    """What is said, by whom, and what it means: the digits (``"371"``), or one of ``QUESTIONS``."""
 
     voice: Voice
     words: str
@@ -71,10 +76,9 @@ def say_digits(digits: str, voice: Voice) -> Utterance:
     return Utterance(voice, spell_digits(digits, voice.language), digits)
 
 
-def ask_neighbour(digit: str, voice: Voice) -> Utterance:
-    """The question which digit stands after ``digit``."""
-    words = f"{_RELATION_WORDS[voice.language]} {spell_digits(digit, voice.language)}"
-    return Utterance(voice, words, f"{RELATION} {digit}")
+def ask(question: str, voice: Voice) -> Utterance:
+    """One of ``QUESTIONS``, in the language of the voice."""
+    return Utterance(voice, _QUESTION_WORDS[voice.language][QUESTIONS.index(question)], question)
 
 
 def synthesise(utterance: Utterance) -> bytes:

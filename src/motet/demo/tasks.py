@@ -1,15 +1,14 @@
 """The four tasks: what is asked, with which media, and the answer.
 
-``text``             read digits or number words of some language; or which digit of a string stands after another
-``image``            read the digits on one or several sheets, row by row; or which one on a sheet stands after another
+``text``             read digits or number words of some language; or which digit of a string is the first, the last, ...
+``image``            read the digits on one or several sheets, row by row; or which one on a sheet is the first, ...
 ``speech``           read the digits said in one or several clips
-``spoken_question``  a sheet, and a clip that asks which digit on it stands after another
+``spoken_question``  a sheet, and a clip that asks which digit on it is the first, the last, the largest or the smallest
 
 There are two operations, read and answer, and all modalities share their prompts: what a small model learns on cheap
 text, it needs to learn for images and speech only once more, as names of digits. For the same reason most prompts end
-with what is given, digits do not repeat within ``DISTINCT`` places (what follows a digit is then unambiguous), and the
-answer to a question names both digits: ``"73"`` says that 3 stands after 7. A spoken question needs both media: without
-the clip any digit of the sheet may be meant, without the sheet its neighbour is unknown.
+with what is given, and digits do not repeat within ``DISTINCT`` places, so that what follows a digit is unambiguous. A
+spoken question needs both media: without the clip any of four digits of the sheet may be meant, without the sheet none.
 
 Lengths have long tails in every modality, on purpose: most examples are short, a few have many rows, many sheets or
 long clips, so that dealing examples out evenly by their number leaves ranks unevenly loaded.
@@ -22,11 +21,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from motet.demo.images import MAX_COLUMNS, MAX_ROWS, Handwriting, Sheet, draw_sheet
-from motet.demo.speech import LANGUAGES, RELATION, Utterance, Voice, ask_neighbour, say_digits, spell_digits
+from motet.demo.speech import LANGUAGES, QUESTIONS, Utterance, Voice, ask, say_digits, spell_digits
 
 TASKS = ("text", "image", "speech", "spoken_question")
 # Of the training split; the held-out split has as many of each, so that no task is measured on a few examples.
-TASK_SHARES = (0.36, 0.26, 0.14, 0.24)
+TASK_SHARES = (0.42, 0.22, 0.16, 0.2)
 DISTINCT = 8
 _LONG_SHARE = 0.05
 
@@ -70,15 +69,9 @@ def read_sheets(sheets: tuple[tuple[str, ...], ...]) -> str:
     return "".join("".join(rows) for rows in sheets)
 
 
-def answer_question(digits: str, digit: str) -> str:
-    """``digit`` and the digit that stands after it.
-
-    Raises ValueError unless ``digit`` occurs just once and has such a neighbour.
-    """
-    place = digits.index(digit)
-    if digits.count(digit) != 1 or place == len(digits) - 1:
-        raise ValueError(f"{digits!r} has no single digit {RELATION} {digit!r}")
-    return digits[place : place + 2]
+def answer_question(digits: str, question: str) -> str:
+    """The digit that ``question``, one of ``QUESTIONS``, asks for."""
+    return {"first": digits[0], "last": digits[-1], "largest": max(digits), "smallest": min(digits)}[question]
 
 
 def _text_example(sources: Sources, rng: random.Random) -> Example:
@@ -87,16 +80,16 @@ def _text_example(sources: Sources, rng: random.Random) -> Example:
         digits = _digits(_length(rng, 1, 6, 24), rng)
         given = digits if kind < 0.4 else spell_digits(digits, rng.choice(LANGUAGES))
         return Example("text", _prompt(READ_PROMPTS, rng, given=given), digits)
-    digits, digit = _question_problem(_length(rng, 3, 8, 64), rng)
-    prompt = _prompt(QUESTION_PROMPTS, rng, given=digits, question=f"{RELATION} {digit}")
-    return Example("text", prompt, answer_question(digits, digit))
+    digits, question = _digits(_length(rng, 3, 6, 64), rng), rng.choice(QUESTIONS)
+    prompt = _prompt(QUESTION_PROMPTS, rng, given=digits, question=question)
+    return Example("text", prompt, answer_question(digits, question))
 
 
 def _image_example(sources: Sources, rng: random.Random) -> Example:
     if rng.random() < 0.4:
-        sheet, digits, digit = _questioned_sheet(sources, rng)
-        prompt = _prompt(QUESTION_PROMPTS, rng, given="<image>", question=f"{RELATION} {digit}")
-        return Example("image", prompt, answer_question(digits, digit), (sheet,))
+        sheet, question = _draw_question(sources, rng)
+        prompt = _prompt(QUESTION_PROMPTS, rng, given="<image>", question=question)
+        return Example("image", prompt, answer_question("".join(sheet.rows), question), (sheet,))
     num_sheets = rng.randint(2, 4) if rng.random() < _LONG_SHARE else 1
     sheets = tuple(
         draw_sheet(_split(_digits(rows * columns, rng), rows), sources.hand, rng)
@@ -114,10 +107,10 @@ def _speech_example(sources: Sources, rng: random.Random) -> Example:
 
 
 def _question_example(sources: Sources, rng: random.Random) -> Example:
-    sheet, digits, digit = _questioned_sheet(sources, rng)
-    question = ask_neighbour(digit, rng.choice(sources.voices))
+    sheet, question = _draw_question(sources, rng)
+    clip = ask(question, rng.choice(sources.voices))
     prompt = _prompt(QUESTION_PROMPTS, rng, given="<image>", question="<audio>")
-    return Example("spoken_question", prompt, answer_question(digits, digit), (sheet,), (question,))
+    return Example("spoken_question", prompt, answer_question("".join(sheet.rows), question), (sheet,), (clip,))
 
 
 _MAKERS: dict[str, Callable[[Sources, random.Random], Example]] = {
@@ -146,30 +139,21 @@ def _sheet_shape(rng: random.Random) -> tuple[int, int]:
     return (1, rng.randint(1, 4)) if rng.random() < 0.8 else (2, rng.randint(1, 3))
 
 
-def _digits(count: int, rng: random.Random, without: str = "") -> str:
-    """Random digits other than ``without``, no two alike within ``DISTINCT`` places."""
+def _digits(count: int, rng: random.Random) -> str:
+    """Random digits, no two alike within ``DISTINCT`` places."""
     digits = ""
     for _ in range(count):
-        recent = digits[-(DISTINCT - 1) :] + without
-        digits += rng.choice([digit for digit in "0123456789" if digit not in recent])
+        digits += rng.choice([digit for digit in "0123456789" if digit not in digits[-(DISTINCT - 1) :]])
     return digits
 
 
-def _question_problem(count: int, rng: random.Random) -> tuple[str, str]:
-    """``count`` digits, at least 2, and one of them that occurs once and is not the last."""
-    digit = rng.choice("0123456789")
-    others = _digits(count - 1, rng, without=digit)
-    place = rng.randrange(count - 1)
-    return others[:place] + digit + others[place:], digit
-
-
-def _questioned_sheet(sources: Sources, rng: random.Random) -> tuple[Sheet, str, str]:
-    """A sheet, its digits row by row, and the one that is asked for."""
-    rows, columns = rng.choice(((1, 4), (1, 4), (1, 5), (1, 6), (2, 3)))
+def _draw_question(sources: Sources, rng: random.Random) -> tuple[Sheet, str]:
+    """A sheet and what is asked of it."""
+    rows, columns = rng.choice(((1, 3), (1, 4), (1, 5), (2, 2), (2, 3)))
     if rng.random() < _LONG_SHARE:
         rows, columns = rng.choice(((2, 4), (1, 8), (2, 5), (3, 3)))
-    digits, digit = _question_problem(rows * columns, rng)
-    return draw_sheet(_split(digits, rows), sources.hand, rng), digits, digit
+    sheet = draw_sheet(_split(_digits(rows * columns, rng), rows), sources.hand, rng)
+    return sheet, rng.choice(QUESTIONS)
 
 
 def _split(digits: str, num_rows: int) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from PIL import Image
 from motet.core.errors import UserError
 from motet.demo import write_demo_data
 from motet.demo.images import CELL_PIXELS, draw_sheet, load_handwriting
-from motet.demo.speech import NUMBER_WORDS, SAMPLE_RATE, ask_neighbour, say_digits, synthesise, voices
+from motet.demo.speech import NUMBER_WORDS, QUESTIONS, SAMPLE_RATE, ask, say_digits, synthesise, voices
 from motet.demo.tasks import (
     TASKS,
     Sources,
@@ -117,12 +117,13 @@ def test_every_answer_follows_from_the_media(dataset: Path, contents: dict[str, 
             said = [contents[path]["meaning"] for path in _media(record, "audio")]
             answer = record["conversations"][1]["value"]
             if record["task"] == "image":
-                _, asks, digit = record["conversations"][0]["value"].partition(" after ")
-                assert answer == (answer_question("".join(sheets[0]), digit) if asks else read_sheets(sheets))
+                asked = set(record["conversations"][0]["value"].split()) & set(QUESTIONS)
+                expected = answer_question("".join(sheets[0]), asked.pop()) if asked else read_sheets(sheets)
+                assert answer == expected
             elif record["task"] == "speech":
                 assert answer == "".join(said)
             elif record["task"] == "spoken_question":
-                assert answer == answer_question("".join(sheets[0]), said[0].removeprefix("after "))
+                assert answer == answer_question("".join(sheets[0]), said[0])
             else:
                 assert answer == _answer_text(record["conversations"][0]["value"])
 
@@ -133,17 +134,16 @@ def test_spoken_questions_cannot_be_guessed_from_one_modality() -> None:
     sources = Sources(hands, voices("train"), ())
     examples = [draw_example("spoken_question", sources, rng) for _ in range(3000)]
     by_clip: dict[str, Counter[str]] = {}
-    by_place: dict[tuple[int, ...], Counter[int]] = {}
+    right_from_sheet = 0.0
     for example in examples:
         by_clip.setdefault(example.utterances[0].meaning, Counter())[example.answer] += 1
-        rows = example.sheets[0].rows
-        # All a reader of the sheet alone has: how likely each place is the asked one, given the shape.
-        place = "".join(rows).index(example.answer[0])
-        by_place.setdefault((len(rows), len(rows[0])), Counter())[place] += 1
+        digits = "".join(example.sheets[0].rows)
+        # All that a reader of the sheet alone can do: the answer to most of the questions.
+        answers = Counter(answer_question(digits, question) for question in QUESTIONS)
+        right_from_sheet += max(answers.values()) / len(QUESTIONS)
     from_clip = sum(max(counts.values()) for counts in by_clip.values()) / len(examples)
-    from_sheet = sum(max(counts.values()) for counts in by_place.values()) / len(examples)
-    assert from_clip < 0.25
-    assert from_sheet < 0.4
+    assert from_clip < 0.4
+    assert right_from_sheet / len(examples) < 0.5
 
 
 def test_lengths_have_long_tails() -> None:
@@ -180,26 +180,22 @@ def test_wrong_input_is_refused(tmp_path: Path) -> None:
     hand = load_handwriting()["train"]
     with pytest.raises(ValueError, match="one length"):
         draw_sheet(("12", "3"), hand, random.Random(0))
-    for digits, digit in (("123", "3"), ("1231", "1"), ("123", "9")):
-        with pytest.raises(ValueError):
-            answer_question(digits, digit)
 
 
 def test_synthesis_does_not_depend_on_what_was_said_before() -> None:
     voice = voices("heldout")[0]
     first = synthesise(say_digits("37", voice))
-    synthesise(ask_neighbour("7", voice))
+    synthesise(ask("last", voice))
     assert synthesise(say_digits("37", voice)) == first
 
 
 def _answer_text(question: str) -> str:
     """Solve a text example from its words alone."""
     digit_of = {word: str(digit) for words in NUMBER_WORDS.values() for digit, word in enumerate(words)}
-    question = question.removeprefix("Answer: ").removeprefix("Read: ").removesuffix(" Read.").replace(" Answer:", "")
-    given, asks, digit = question.partition(" after ")
-    if asks:
-        return answer_question(given, digit)
-    return "".join(digit_of.get(word, word) for word in given.split())
+    words = [word.removesuffix(":") for word in question.split()]
+    given = "".join(digit_of.get(word, word) for word in words if word in digit_of or word.isdecimal())
+    asked = set(words) & set(QUESTIONS)
+    return answer_question(given, asked.pop()) if asked else given
 
 
 def _read(path: Path) -> list[dict]:
