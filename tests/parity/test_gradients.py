@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from motet.core.workload import home_ranks
 from motet.dispatch import BalanceConfig, ItemExchange, LoadedExample, Orchestrator, RankBatch, assemble
-from motet.dispatch.manifest import Manifest, describe
+from motet.dispatch.holdings import Manifest, describe
 from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.mesh import Mesh, build_mesh
 from motet.runtime.step import StepResult, TrainStep

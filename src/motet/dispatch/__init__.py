@@ -9,8 +9,8 @@ rows = exchange(features, batch.routes["image"], group)     encoder outputs to t
 from motet.balance import Packed, Padded
 from motet.dispatch.batch import PackedSequences, RankBatch, assemble, pack
 from motet.dispatch.exchange import exchange, exchange_rows
+from motet.dispatch.holdings import LoadedExample, Measure
 from motet.dispatch.items import ExchangedItems, ItemExchange
-from motet.dispatch.manifest import LoadedExample, Measure
 from motet.dispatch.orchestrator import BalanceConfig, Decision, Orchestrator, PackedCostConfig
 from motet.dispatch.route import Route, compose_route
 

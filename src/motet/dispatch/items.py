@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BatchLengths
-from motet.dispatch.manifest import LoadedExample, Manifest, Measure, Parcels, describe
+from motet.dispatch.holdings import Holdings, LoadedExample, Measure, Parcels, describe
 from motet.dispatch.message import read_example, read_media, write_example, write_media
 from motet.dispatch.orchestrator import Decision, Orchestrator
 
@@ -74,11 +74,11 @@ class ItemExchange:
     def __call__(self, examples: Sequence[LoadedExample | None]) -> ExchangedItems:
         """A collective: every rank calls it with its own examples, None for one that could not be loaded."""
         phases = self.orchestrator.encoders
-        manifest = Manifest.read(self._gather(describe(examples, phases, self.measures)), phases)
-        decision = self.orchestrator.decide(manifest.lengths)
-        parcels = manifest.parcels(decision)
-        contents = self._held(examples, manifest, parcels)
-        self._deliver(parcels, manifest, contents)
+        holdings = Holdings.read(self._gather(describe(examples, phases, self.measures)), phases)
+        decision = self.orchestrator.decide(holdings.lengths)
+        parcels = holdings.parcels(decision)
+        contents = self._held(examples, holdings, parcels)
+        self._deliver(parcels, holdings, contents)
         mine = np.flatnonzero(parcels.destination == self.rank)
         by_kind = [[contents[parcel] for parcel in mine[parcels.kind[mine] == kind]] for kind in range(1 + len(phases))]
         moved = parcels.source != parcels.destination
@@ -86,9 +86,9 @@ class ItemExchange:
         return ExchangedItems(
             sequences=by_kind[0],
             media=dict(zip(phases, by_kind[1:], strict=True)),
-            lengths=manifest.lengths,
+            lengths=holdings.lengths,
             decision=decision,
-            kept=manifest.kept,
+            kept=holdings.kept,
             moved_bytes=int(parcels.size_bytes[moved].sum()),
             crossing_bytes=int(parcels.size_bytes[crosses].sum()),
         )
@@ -109,12 +109,12 @@ class ItemExchange:
             self.capacity = 1 << (longest - 1).bit_length()
 
     def _held(
-        self, examples: Sequence[LoadedExample | None], manifest: Manifest, parcels: Parcels
+        self, examples: Sequence[LoadedExample | None], holdings: Holdings, parcels: Parcels
     ) -> dict[int, TokenSequence | Media]:
         """Parcel number -> content, for all that this rank has loaded."""
         items = [item for example in examples if example is not None for item in example.media]
-        first_example = np.searchsorted(manifest.example_rank, self.rank)
-        first_item = np.searchsorted(manifest.item_rank, self.rank)
+        first_example = np.searchsorted(holdings.example_rank, self.rank)
+        first_item = np.searchsorted(holdings.item_rank, self.rank)
         contents: dict[int, TokenSequence | Media] = {}
         for parcel in np.flatnonzero(parcels.source == self.rank):
             row = parcels.row[parcel]
@@ -124,7 +124,7 @@ class ItemExchange:
                 contents[parcel] = items[row - first_item]
         return contents
 
-    def _deliver(self, parcels: Parcels, manifest: Manifest, contents: dict[int, TokenSequence | Media]) -> None:
+    def _deliver(self, parcels: Parcels, holdings: Holdings, contents: dict[int, TokenSequence | Media]) -> None:
         """Sends what others compute, adds what this rank receives to `contents`; no collective where nothing moves."""
         if (parcels.source == parcels.destination).all():
             return
@@ -148,9 +148,9 @@ class ItemExchange:
         for parcel, part in _parts(incoming, received, parcels):
             row = int(parcels.row[parcel])
             if parcels.kind[parcel] == 0:
-                contents[parcel] = read_example(part, manifest.num_text_tokens(row), manifest.media_of(row))
+                contents[parcel] = read_example(part, holdings.num_text_tokens(row), holdings.media_of(row))
             else:
-                contents[parcel] = read_media(part, *manifest.media_shape(row))
+                contents[parcel] = read_media(part, *holdings.media_shape(row))
 
 
 def _parts(

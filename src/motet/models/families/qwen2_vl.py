@@ -6,8 +6,6 @@ the model's dtype (float64 could not be held to 1e-10), and would take a call of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -21,12 +19,14 @@ from motet.models.families.patches import embed_patches
 from motet.models.flops import layers_stage, product_stage
 
 
-@dataclass(frozen=True, eq=False)
 class _Rotation:
-    """cos, sin [rows, head_dim] in at least float32; wrapped, so that mixed precision does not round them."""
+    """cos, sin [rows, head_dim] in at least float32.
 
-    cos: Tensor
-    sin: Tensor
+    A plain class, not a dataclass or a tuple: FSDP's mixed precision rounds the tensors inside those.
+    """
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self.cos, self.sin = cos, sin
 
     def apply(self, x: Tensor) -> Tensor:
         """x [rows, heads, head_dim], rotated, in its own dtype."""

@@ -121,7 +121,7 @@ class Parcels:
 
 
 @dataclass(frozen=True, eq=False)
-class Manifest:
+class Holdings:
     """The tables of all ranks, those of rank 0 first.
 
     lengths: of the examples that were loaded. kept: bool [num_examples], which those are.
@@ -136,7 +136,7 @@ class Manifest:
     lengths: BatchLengths
 
     @classmethod
-    def read(cls, descriptions: Sequence[NDArray[np.int64]], phases: tuple[str, ...]) -> Manifest:
+    def read(cls, descriptions: Sequence[NDArray[np.int64]], phases: tuple[str, ...]) -> Holdings:
         """From what `describe` gave on each rank; anything behind a description's end is ignored."""
         examples: list[Table] = []
         items: list[Table] = []
