@@ -1,9 +1,8 @@
 """Images of handwritten digits: one to three rows of one to eight real digits on a sheet of paper.
 
 Decides which handwriting each split may use and how a sheet looks. Source: ``sklearn.datasets.load_digits`` (1797
-digits of 8 x 8 pixels and 17 grey levels, written by many people). Every digit stands in a cell of 12 x 12 pixels,
-slightly off its centre, and a sheet has a thin frame: a reader that sees one cell at a time can tell where a row
-ends.
+digits of 8 x 8 pixels and 17 grey levels, written by many people). Every digit stands in the middle of a cell of
+12 x 12 pixels, and a sheet has a thin frame: a reader that sees one cell at a time can tell where a row ends.
 """
 
 from __future__ import annotations
@@ -80,12 +79,12 @@ def draw_sheet(rows: tuple[str, ...], hand: Handwriting, rng: random.Random) -> 
     sheet[[0, -1], :] = frame
     sheet[:, [0, -1]] = frame
     instances = []
+    margin = (CELL_PIXELS - DIGIT_PIXELS) // 2
     for row_index, row in enumerate(rows):
         for column, digit in enumerate(row):
             instance = rng.choice(hand.instances[int(digit)])
             instances.append(instance)
-            top = row_index * CELL_PIXELS + 2 + rng.randint(-1, 1)
-            left = column * CELL_PIXELS + 2 + rng.randint(-1, 1)
+            top, left = row_index * CELL_PIXELS + margin, column * CELL_PIXELS + margin
             ink = rng.randint(0, 60)
             cell = sheet[top : top + DIGIT_PIXELS, left : left + DIGIT_PIXELS]
             cell -= (cell - ink) * hand.pixels[instance]

@@ -86,7 +86,7 @@ def _text_example(sources: Sources, rng: random.Random) -> Example:
 
 
 def _image_example(sources: Sources, rng: random.Random) -> Example:
-    if rng.random() < 0.4:
+    if rng.random() < 0.5:
         sheet, question = _draw_question(sources, rng)
         prompt = _prompt(QUESTION_PROMPTS, rng, given="<image>", question=question)
         return Example("image", prompt, answer_question("".join(sheet.rows), question), (sheet,))
@@ -136,7 +136,7 @@ def _length(rng: random.Random, low: int, usual: int, high: int) -> int:
 def _sheet_shape(rng: random.Random) -> tuple[int, int]:
     if rng.random() < _LONG_SHARE:
         return rng.randint(2, MAX_ROWS), rng.randint(4, MAX_COLUMNS)
-    return (1, rng.randint(1, 4)) if rng.random() < 0.8 else (2, rng.randint(1, 3))
+    return (1, rng.randint(1, 4)) if rng.random() < 0.85 else (2, rng.randint(1, 2))
 
 
 def _digits(count: int, rng: random.Random) -> str:
