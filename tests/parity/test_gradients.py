@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from motet.core.workload import home_ranks
 from motet.dispatch import BalanceConfig, ItemExchange, LoadedExample, Orchestrator, RankBatch, assemble
-from motet.dispatch.holdings import Manifest, describe
+from motet.dispatch.holdings import Holdings, describe
 from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.mesh import Mesh, build_mesh
 from motet.runtime.step import StepResult, TrainStep
@@ -55,7 +55,7 @@ def rank_batch(model, examples: list[LoadedExample], mesh: Mesh, case: Case) -> 
         describe([e for e, rank in zip(examples, home) if rank == r], PHASES, model.encoders)
         for r in range(mesh.num_ranks)
     ]
-    lengths = Manifest.read(words, PHASES).lengths
+    lengths = Holdings.read(words, PHASES).lengths
     decision = orchestrator.decide(lengths)
     items = {p: [m for e in examples for q, m in zip(e.sequence.media, e.media) if q == p] for p in PHASES}
     return assemble(

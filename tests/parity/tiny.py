@@ -38,8 +38,9 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor, counts: Tensor) -> Tensor:
         normed = self.norm(hidden)
-        owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        means = torch.zeros(len(counts), hidden.shape[1], dtype=hidden.dtype).index_add(0, owner, normed)
+        counts = counts.to(hidden.device)
+        owner = torch.repeat_interleave(torch.arange(len(counts), device=hidden.device), counts)
+        means = hidden.new_zeros(len(counts), hidden.shape[1]).index_add(0, owner, normed)
         return hidden + torch.tanh(self.rows(normed)) + self.item(means / counts[:, None].to(hidden.dtype))[owner]
 
 
