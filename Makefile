@@ -16,7 +16,7 @@ venv: .venv/installed
 
 demo: venv
 	.venv/bin/motet demo-data demo-data
-	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node $(RANKS) -m motet train recipes/demo.toml
+	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node $(RANKS) -m motet train recipes/demo.toml --resume never
 
 test: venv
 	OMP_NUM_THREADS=1 $(PYTEST) tests -m "not gpu" --durations 15

@@ -26,13 +26,11 @@ NUMBER_WORDS: dict[str, tuple[str, ...]] = {
     "en-GB": ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
     "en-US": ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
     "de-DE": ("null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun"),
-    "es-ES": ("cero", "uno", "dos", "tres", "cuatro", "cinco", "seis", "siete", "ocho", "nueve"),
 }
 _QUESTION_WORDS: dict[str, tuple[str, ...]] = {
     "en-GB": QUESTIONS,
     "en-US": QUESTIONS,
     "de-DE": ("erste", "letzte", "größte", "kleinste"),
-    "es-ES": ("primera", "última", "mayor", "menor"),
 }
 LANGUAGES = tuple(NUMBER_WORDS)
 

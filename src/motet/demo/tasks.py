@@ -25,7 +25,7 @@ from motet.demo.speech import LANGUAGES, QUESTIONS, Utterance, Voice, ask, say_d
 
 TASKS = ("text", "image", "speech", "spoken_question")
 # Of the training split; the held-out split has as many of each, so that no task is measured on a few examples.
-TASK_SHARES = (0.42, 0.22, 0.16, 0.2)
+TASK_SHARES = (0.42, 0.18, 0.22, 0.18)
 DISTINCT = 8
 _LONG_SHARE = 0.05
 
@@ -60,8 +60,8 @@ def draw_example(task: str, sources: Sources, rng: random.Random) -> Example:
 
 
 def draw_spoken_digits(voices: tuple[Voice, ...], num_clips: int, rng: random.Random) -> tuple[Utterance, ...]:
-    """``num_clips`` clips of mostly 1 to 3 and at most 16 digits, each by a random voice."""
-    return tuple(say_digits(_digits(_length(rng, 1, 3, 16), rng), rng.choice(voices)) for _ in range(num_clips))
+    """``num_clips`` clips of mostly 1 or 2 and at most 16 digits, each by a random voice."""
+    return tuple(say_digits(_digits(_length(rng, 1, 2, 16), rng), rng.choice(voices)) for _ in range(num_clips))
 
 
 def read_sheets(sheets: tuple[tuple[str, ...], ...]) -> str:

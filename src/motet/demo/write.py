@@ -26,7 +26,7 @@ from motet.demo.tasks import TASK_SHARES, TASKS, Example, Sources, draw_example,
 from motet.demo.tokenizer import write_tokenizer
 
 # Synthesis is most of the cost, so examples share clips: beyond this number of training clips nothing more is learnt.
-_MAX_SPOKEN_CLIPS = 1200
+_MAX_SPOKEN_CLIPS = 1800
 
 Progress = Callable[[str, int, int], None]
 
@@ -47,7 +47,7 @@ def write_demo_data(
     progress: called with a stage (``"examples"``, ``"clips"``), the number done and the number to do.
     num_workers: processes that synthesise speech; 0 means this one, None the number of cores, at most 4.
     Raises UserError for sizes below 1, and where scikit-learn or ttspico is not installed.
-    CPU time: about 1 ms an example, and 10 ms for each of at most ~2500 clips.
+    CPU time: about 1 ms an example, and 10 ms for each of at most ~3000 clips.
     """
     if num_train < 1 or num_heldout < 1:
         raise UserError(f"num_train and num_heldout must be at least 1, got {num_train} and {num_heldout}")

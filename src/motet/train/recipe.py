@@ -8,6 +8,7 @@ relative to the recipe's folder, so that a recipe means the same from wherever i
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -149,7 +150,8 @@ def _absolute(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     def joined(value: Any) -> Any:
         if isinstance(value, Path):
-            return folder / value.expanduser()
+            # Not resolve(): a link to where the data lies should be seen as the user wrote it.
+            return Path(os.path.normpath(folder / value.expanduser()))
         if isinstance(value, dict):
             return {key: joined(item) for key, item in value.items()}
         return [joined(item) for item in value] if isinstance(value, list) else value
@@ -158,5 +160,5 @@ def _absolute(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
     for split in ("train", "heldout"):
         # Patterns of shards, and so text and not paths.
         if split in tables["data"]:
-            tables["data"][split] = [str(folder / Path(manifest).expanduser()) for manifest in tables["data"][split]]
+            tables["data"][split] = [str(joined(Path(manifest))) for manifest in tables["data"][split]]
     return tables
