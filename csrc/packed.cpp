@@ -154,10 +154,12 @@ void put_in(Rank& rank, const std::vector<Item>& items) {
     rank.pairs.clear();
 }
 
-bool swap_once(std::vector<Rank>& ranks, const std::vector<int>& lightest_first, bool with_pairs) {
+// Swaps between the heaviest rank and the lightest that has something to swap, and keeps the order of ranks.
+template <class Lighter>
+bool swap_once(std::vector<Rank>& ranks, std::vector<int>& lightest_first, bool with_pairs, const Lighter& lighter) {
     Rank& heavy = ranks[lightest_first.back()];
-    for (const int partner : lightest_first) {
-        Rank& light = ranks[partner];
+    for (std::size_t place = 0; place < lightest_first.size(); ++place) {
+        Rank& light = ranks[lightest_first[place]];
         const std::int64_t room = heavy.load - light.load;
         const auto swap = best_swap(bundles_of(heavy, with_pairs), bundles_of(light, with_pairs), room);
         if (!swap) continue;
@@ -165,6 +167,13 @@ bool swap_once(std::vector<Rank>& ranks, const std::vector<int>& lightest_first,
         const auto taken = take_out(light, swap->take);
         put_in(heavy, taken);
         put_in(light, given);
+        // Two ranks have moved; sorting all of them after each swap would cost more than the rest of the solution.
+        const int moved[] = {lightest_first[place], lightest_first.back()};
+        lightest_first.pop_back();
+        lightest_first.erase(lightest_first.begin() + static_cast<std::ptrdiff_t>(place));
+        for (const int rank : moved) {
+            lightest_first.insert(std::lower_bound(lightest_first.begin(), lightest_first.end(), rank, lighter), rank);
+        }
         return true;
     }
     return false;
@@ -175,11 +184,11 @@ void swap_items(std::vector<Rank>& ranks, std::int64_t bound) {
     std::iota(order.begin(), order.end(), 0);
     const auto lighter = [&](int a, int b) { return std::tie(ranks[a].load, a) < std::tie(ranks[b].load, b); };
     std::size_t pair_swaps_left = ranks.size();
+    std::sort(order.begin(), order.end(), lighter);
     for (std::size_t swaps_left = 100 + 20 * ranks.size(); swaps_left > 0; --swaps_left) {
-        std::sort(order.begin(), order.end(), lighter);
         if (ranks[order.back()].load - bound <= (bound >> 17)) return;
-        if (swap_once(ranks, order, false)) continue;
-        if (pair_swaps_left == 0 || !swap_once(ranks, order, true)) return;
+        if (swap_once(ranks, order, false, lighter)) continue;
+        if (pair_swaps_left == 0 || !swap_once(ranks, order, true, lighter)) return;
         --pair_swaps_left;
     }
 }
