@@ -83,6 +83,7 @@ class Row:
     text: TokenSequence
 
     def pack(self) -> bytes:
+        """The row as it stands in the file; `unpack` is its inverse."""
         places = json.dumps(self.places, ensure_ascii=False).encode()
         header = _ROW_HEADER.pack(len(self.record), len(places), len(self.text.tokens))
         arrays = (

@@ -180,6 +180,7 @@ class Holdings:
         return tuple(self.items[item_row, [_ROWS, _ROW_DIM, _SIZE_DIM]].tolist())
 
     def parcels(self, decision: Decision) -> Parcels:
+        """All sequences and items, from the rank that holds them to the rank that the decision puts them on."""
         num_items = np.bincount(self.items[:, _EXAMPLE], minlength=len(self.examples))
         sequence_bytes = example_bytes(self.examples[:, _TEXT_TOKENS], num_items)
         item_bytes = media_bytes(self.items[:, _ROWS], self.items[:, _ROW_DIM], self.items[:, _SIZE_DIM])

@@ -106,6 +106,7 @@ def build_backbone(config: BackboneConfig, vocab_size: int, dtype: torch.dtype, 
 def build_modality(
     name: str, config: EncoderConfig, backbone_dim: int, dtype: torch.dtype, seed: int
 ) -> ModalityModule:
+    """One encoder with its projector, on the CPU; raises UserError as `build_mllm` does."""
     if config.module:
         encoder = _build_custom(name, config, seed).to(dtype)
     else:

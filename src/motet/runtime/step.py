@@ -187,6 +187,7 @@ class _Microbatch:
         self._take[action.kind](action.phase)
 
     def forward(self, phase: str) -> None:
+        """Runs a module on what has arrived; records gradients only if the module, or one before it, learns."""
         module = self.modules[phase]
         if phase != BACKBONE:
             with torch.set_grad_enabled(phase in self.trainable):

@@ -92,6 +92,7 @@ class Evaluator:
 
     @torch.no_grad()
     def run(self, model: MLLM) -> Evaluation:
+        """Held-out loss and answers of the model as it is; a collective, which leaves the model's mode as it was."""
         training = model.training
         model.eval()
         count = min(self._dataset.num_examples, self._config.max_examples or self._dataset.num_examples)

@@ -62,6 +62,7 @@ class _Run:
         self.peak_flops_per_s = sum(self.world.gather(self.peak.flops_per_s))
 
     def run(self) -> None:
+        """Train to the last step, evaluate, export and report; a collective."""
         with ExitStack() as opened:
             self.log = (
                 opened.enter_context(MetricsLog(self.recipe.run.dir, self.job.progress.step, self.recipe.run.steps))
