@@ -91,13 +91,15 @@ class IndexLoading:
         refs: list[tuple[int, MediaRef]] = []
         for phase in self._orchestrator.encoders:
             column = lengths.items[phase].example
+            # By place: an example of many items is read, and its items sorted out, once and not for each of them.
+            refs_of: dict[int, list[MediaRef]] = {}
             for item in decision.assignments[phase].on_rank(self._rank):
                 place = int(column[item])
-                nth = int(item - np.searchsorted(column, place))
-                of_phase = [
-                    ref for ref in self._dataset.media_refs(int(ids[place])) if self._dataset.phase_of(ref) == phase
-                ]
-                refs.append((place, of_phase[nth]))
+                if place not in refs_of:
+                    refs_of[place] = [
+                        ref for ref in self._dataset.media_refs(int(ids[place])) if self._dataset.phase_of(ref) == phase
+                    ]
+                refs.append((place, refs_of[place][int(item - np.searchsorted(column, place))]))
         # Media first: workers decode them while this thread reads the tokens.
         futures = self._decoder.submit([ref for _, ref in refs])
         pending.items = [(place, future) for (place, _), future in zip(refs, futures)]
