@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.core.errors import UserError
+from motet.core.errors import ArgumentError
 
 INT64_MAX = 2**63 - 1
 
@@ -25,15 +25,15 @@ class Packed:
     def __post_init__(self) -> None:
         for name, value in (("linear", self.linear), ("quadratic", self.quadratic)):
             if not isinstance(value, int) or value < 0:
-                raise UserError(f"Packed({name}={value!r}): a coefficient must be an integer of 0 or more.")
+                raise ArgumentError(f"Packed({name}={value!r}): a coefficient must be an integer of 0 or more.")
 
     def weights(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The cost of each item, int64 [num_items]. Raises UserError where their sum does not fit int64."""
+        """The cost of each item, int64 [num_items]. Raises ArgumentError where their sum does not fit int64."""
         longest = int(lengths.max(initial=0))
         if len(lengths) * (self.linear * longest + self.quadratic * longest**2) > INT64_MAX:
             exact = sum(self.linear * length + self.quadratic * length**2 for length in lengths.tolist())
             if exact > INT64_MAX:
-                raise UserError(
+                raise ArgumentError(
                     f"{self} of {len(lengths)} items up to {longest} long adds up to {exact}, past 2^63 - 1."
                 )
         if self.quadratic == 0:
@@ -49,10 +49,10 @@ class Padded:
     """
 
     def weights(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The lengths themselves. Raises UserError where all of them on one rank would not fit int64."""
+        """The lengths themselves. Raises ArgumentError where all of them on one rank would not fit int64."""
         longest = int(lengths.max(initial=0))
         if len(lengths) * longest > INT64_MAX:
-            raise UserError(f"{self} of {len(lengths)} items up to {longest} long can exceed 2^63 - 1.")
+            raise ArgumentError(f"{self} of {len(lengths)} items up to {longest} long can exceed 2^63 - 1.")
         return lengths
 
 

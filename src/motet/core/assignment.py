@@ -17,20 +17,21 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """Item -> (rank, position) for one phase, with the load that each rank gets.
+    """Item -> (rank, position), for one phase or for several jointly, with the load that each rank gets.
 
     ranks:   int32 [num_items], the rank that computes each item.
     items:   int64 [num_items], item numbers grouped by rank, in the order in which the rank computes them (CSR values).
     offsets: int64 [num_ranks + 1]; rank r computes items[offsets[r]:offsets[r + 1]] (CSR offsets).
-    loads:   int64 [num_ranks], the cost of each rank, in the unit of the cost that was balanced.
-    bound:   no placement of whole items has a smaller maximum load.
+    loads:   int64 [num_ranks], the cost of each rank, in the unit of the cost that was balanced; of a joint assignment
+             int64 [num_ranks, num_phases].
+    bound:   no placement of whole items has a smaller maximum load; int64 [num_phases] of a joint assignment.
     """
 
     ranks: NDArray[np.int32]
     items: NDArray[np.int64]
     offsets: NDArray[np.int64]
     loads: NDArray[np.int64]
-    bound: int
+    bound: int | NDArray[np.int64]
 
     @property
     def num_items(self) -> int:
@@ -46,9 +47,14 @@ class Assignment:
         return np.diff(self.offsets)
 
     @property
-    def imbalance(self) -> float:
-        """Maximum load over the lower bound; 1 is perfect, also where there is nothing to do."""
-        return float(self.loads.max() / self.bound) if self.bound else 1.0
+    def imbalance(self) -> float | NDArray[np.float64]:
+        """Maximum load over the lower bound; 1 is perfect, also where there is nothing to do.
+
+        A float, or float64 [num_phases] of a joint assignment.
+        """
+        bound = np.asarray(self.bound)
+        ratio = np.where(bound > 0, self.loads.max(axis=0) / np.maximum(bound, 1), 1.0)
+        return ratio if ratio.ndim else float(ratio)
 
     @cached_property
     def slots(self) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""The one exception that means: the input is wrong, not the program."""
+"""The exceptions that mean: the input is wrong, not the program."""
 
 
 class UserError(Exception):
@@ -6,3 +6,7 @@ class UserError(Exception):
 
     The command line prints the sentence and exits with code 2; no traceback is shown.
     """
+
+
+class ArgumentError(UserError, ValueError):
+    """A wrong argument to a function of the library: a ValueError to who writes Python, a sentence to who does not."""

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.balance.reference.bound import packed_bound
-from motet.core.assignment import Assignment, csr_from_ranks
+from motet.balance.reference.result import Placement, placement
 
 MAX_ITEMS_FOR_PAIRS = 64
 """Pairs are tried on ranks of up to so many items; with more, single items always find a swap."""
@@ -37,7 +37,7 @@ RankItems = list[tuple[int, int]]
 """The items of a rank as (-weight, item number), ascending: heaviest first, then by number."""
 
 
-def packed(weights: NDArray[np.int64], num_ranks: int) -> Assignment:
+def packed(weights: NDArray[np.int64], num_ranks: int) -> Placement:
     """Balance sums of weights, int64 [num_items], >= 0 and with a sum that fits int64. Ties go to the lower number.
 
     O(num_items log num_items), then at most 100 + 20 num_ranks swaps of O(num_items) each, of which at most num_ranks
@@ -49,7 +49,7 @@ def packed(weights: NDArray[np.int64], num_ranks: int) -> Assignment:
     ranks = np.empty(len(weights), dtype=np.int32)
     for rank, on_rank in enumerate(items):
         ranks[[item for _, item in on_rank]] = rank
-    return Assignment(ranks, *csr_from_ranks(ranks, num_ranks), loads=np.array(loads, dtype=np.int64), bound=bound)
+    return placement(ranks, np.array(loads, dtype=np.int64), bound)
 
 
 def _longest_first(weights: list[int], num_ranks: int) -> tuple[list[RankItems], list[int]]:

@@ -13,10 +13,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.core.assignment import Assignment, csr_from_ranks
+from motet.balance.reference.result import Placement, placement
 
 
-def padded(lengths: NDArray[np.int64], num_ranks: int) -> Assignment:
+def padded(lengths: NDArray[np.int64], num_ranks: int) -> Placement:
     """Balance count times longest of lengths, int64 [num_items], >= 0; num_items * longest must fit int64.
 
     The bound is the optimum, so that the largest load equals it. Ranks may be left without items.
@@ -30,7 +30,7 @@ def padded(lengths: NDArray[np.int64], num_ranks: int) -> Assignment:
     for rank, (first, last) in enumerate(_batches(descending, num_ranks, limit)):
         ranks[order[first:last]] = rank
         loads[rank] = (last - first) * descending[first]
-    return Assignment(ranks, *csr_from_ranks(ranks, num_ranks), loads=loads, bound=limit)
+    return placement(ranks, loads, limit)
 
 
 def padded_bound(lengths: NDArray[np.int64], num_ranks: int) -> int:

@@ -1,0 +1,55 @@
+"""Checks that the functions of motet.balance share: they give clean arrays, or a sentence naming the argument."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from motet.core.errors import ArgumentError
+
+EXACT_FLOAT = 2**53
+"""From here on floats skip integers."""
+
+
+def checked_num_ranks(num_ranks: int) -> int:
+    """Raises ArgumentError for fewer than one rank."""
+    if num_ranks < 1:
+        raise ArgumentError(f"num_ranks is {num_ranks}; it must be at least 1.")
+    return int(num_ranks)
+
+
+def checked_integers(values: ArrayLike, name: str, num_axes: int = 1) -> NDArray[np.int64]:
+    """`values` as C-contiguous int64 with `num_axes` axes, all >= 0.
+
+    Whole floats below 2^53 pass. Raises ArgumentError naming `name`, the place and the value: NaN, fractions, negative
+    numbers, floats from 2^53 on, integers from 2^63 on, another number of axes.
+    """
+    given = np.asarray(values)
+    if given.ndim != num_axes:
+        raise ArgumentError(f"{name} has shape {given.shape}; it must have {num_axes} axes, not {given.ndim}.")
+    if given.size == 0:
+        return np.zeros(given.shape, dtype=np.int64)
+    if given.dtype.kind not in "iuf":
+        raise ArgumentError(f"{name} is of type {given.dtype}; it must hold integers (quantise them first).")
+    if given.dtype.kind == "f":
+        _check(given, ~(np.isfinite(given) & (given == np.floor(given))), name, "a whole number (quantise first)")
+        _check(given, given >= EXACT_FLOAT, name, "below 2^53 as a float; give integers beyond that")
+    _check(given, given < 0, name, "at least 0")
+    if given.dtype.kind == "u":
+        _check(given, given > np.uint64(2**63 - 1), name, "at most 2^63 - 1")
+    return np.ascontiguousarray(given, dtype=np.int64)
+
+
+def checked_ranks(ranks: ArrayLike, name: str, num_items: int, num_ranks: int) -> NDArray[np.int32]:
+    """One rank for each item, int32 [num_items]; raises ArgumentError for another shape and for ranks out of range."""
+    checked = checked_integers(ranks, name)
+    if checked.shape != (num_items,):
+        raise ArgumentError(f"{name} has shape {checked.shape}; it must be one rank for each of {num_items} items.")
+    _check(checked, checked >= num_ranks, name, f"below num_ranks, which is {num_ranks}")
+    return checked.astype(np.int32)
+
+
+def _check(given: NDArray[np.generic], wrong: NDArray[np.bool_], name: str, right: str) -> None:
+    if wrong.any():
+        place = tuple(int(axis[0]) for axis in np.nonzero(wrong))
+        raise ArgumentError(f"{name}{list(place)} is {given[place]}; it must be {right}.")
