@@ -8,7 +8,7 @@ it goes to are `first.slots[item]` and `second.slots[item]`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -62,6 +62,19 @@ class Assignment:
         slots = np.empty_like(self.items)
         slots[self.items] = np.arange(len(self.items))
         return slots
+
+    def moves_to(self, other: Assignment) -> NDArray[np.int64]:
+        """Composition Pi_other o Pi_self^-1: the slot in `other` of the item in each slot of this one.
+
+        int64 [num_items]. `before.moves_to(after)` says where everything goes that lies as `before` has it.
+        """
+        return other.slots[self.items]
+
+    def phase(self, number: int) -> Assignment:
+        """One phase of a joint assignment: the same placement, with the loads and the bound of that phase alone."""
+        bounds = np.atleast_1d(self.bound)
+        loads = self.loads.reshape(self.num_ranks, len(bounds))
+        return replace(self, loads=loads[:, number], bound=int(bounds[number]))
 
     def on_rank(self, rank: int) -> NDArray[np.int64]:
         """The items of one rank in the order in which it computes them."""

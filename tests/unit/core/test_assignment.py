@@ -45,3 +45,18 @@ def test_follow_sends_parts_where_their_owners_go():
     ranks, order = placed.follow(np.array([0, 0, 1, 2, 2, 1]))
     assert ranks.tolist() == [1, 1, 0, 1, 1, 0]
     assert order.tolist() == [2, 5, 0, 1, 3, 4]
+
+
+def test_composition_leads_from_slot_to_slot():
+    before, after = assignment([2, 0, 2, 0, 0], 3), assignment([0, 1, 0, 2, 2], 3)
+    moves = before.moves_to(after)
+    assert [after.items[slot] for slot in moves] == before.items.tolist()
+    assert after.moves_to(before)[moves].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_phase_of_a_joint_assignment():
+    joint = assignment([0, 1], 2, loads=[[6, 0], [3, 4]], bound=np.array([5, 4]))
+    assert joint.imbalance.tolist() == [1.2, 1]
+    second = joint.phase(1)
+    assert (second.loads.tolist(), second.bound, second.imbalance) == ([0, 4], 4, 1)
+    assert second.ranks is joint.ranks
