@@ -3,6 +3,7 @@
 #include <array>
 #include <cstdlib>
 #include <optional>
+#include <span>
 
 #include "balance.h"
 
@@ -21,22 +22,32 @@ struct Bundle {
     std::int32_t first = -1, second = -1;
 };
 
-// The items of a rank that can move, lightest first.
+// Nothing, and then the items of a rank that can move, lightest first.
 struct Movable {
     std::int32_t size = 0;
-    std::array<std::int32_t, kMovable> places;
+    std::array<Bundle, 1 + kMovable> bundles;
 
-    void insert(std::int32_t place) {
-        auto* const at = std::lower_bound(places.data(), places.data() + size, place, std::greater<>());
-        if (at == places.data() + kMovable) return;
+    std::span<const Bundle> items() const { return {bundles.data() + 1, static_cast<std::size_t>(size)}; }
+    std::span<const Bundle> items_and_nothing() const { return {bundles.data(), static_cast<std::size_t>(size) + 1}; }
+
+    void append(const Bundle& item) { bundles[++size] = item; }
+    void insert(const Bundle& item) {
+        auto* const at = find(item);
+        if (at == bundles.data() + 1 + kMovable) return;
         if (size < kMovable) ++size;  // else the heaviest is pushed out and stays where it is
-        std::move_backward(at, places.data() + size - 1, places.data() + size);
-        *at = place;
+        std::move_backward(at, bundles.data() + size, bundles.data() + size + 1);
+        *at = item;
     }
-    void erase(std::int32_t place) {
-        auto* const at = std::lower_bound(places.data(), places.data() + size, place, std::greater<>());
-        std::move(at + 1, places.data() + size, at);
+    void erase(const Bundle& item) {
+        auto* const at = find(item);
+        std::move(at + 1, bundles.data() + size + 1, at);
         --size;
+    }
+
+private:
+    Bundle* find(const Bundle& item) {
+        const auto lighter = [](const Bundle& a, const Bundle& b) { return a.first > b.first; };
+        return std::lower_bound(bundles.data() + 1, bundles.data() + 1 + size, item, lighter);
     }
 };
 
@@ -53,12 +64,12 @@ private:
 };
 
 struct Match {
-    const Bundle *give, *take;
+    Bundle give, take;
 };
 
 // What to give and take so that two loads, `room` apart, come closest, or as close as `enough`; no match where each
 // swap leaves one of them as heavy as the heavier was. Bundles are lightest first.
-std::optional<Match> best_match(const std::vector<Bundle>& heavy, const std::vector<Bundle>& light, std::int64_t room,
+std::optional<Match> best_match(std::span<const Bundle> heavy, std::span<const Bundle> light, std::int64_t room,
                                 std::int64_t enough) {
     std::int64_t smallest_miss = room;
     std::optional<Match> best;
@@ -69,7 +80,7 @@ std::optional<Match> best_match(const std::vector<Bundle>& heavy, const std::vec
             const std::int64_t miss = std::abs((room - change) - change);
             if (change > 0 && change < room && miss < smallest_miss) {
                 smallest_miss = miss;
-                best = Match{&give, &take};
+                best = Match{give, take};
             }
         };
         while (place < light.size() && give.weight - light[place].weight > room / 2) ++place;
@@ -117,8 +128,8 @@ private:
         for (auto place = static_cast<std::int32_t>(ranks_.size()); place-- > 0;) {
             ++counts_[ranks_[place]];
             Movable& movable = movable_[ranks_[place]];
-            const bool third = movable.size > 1 && weights_[movable.places[movable.size - 2]] == weights_[place];
-            if (movable.size < kMovable && !third) movable.places[movable.size++] = place;
+            const bool third = movable.size > 1 && movable.bundles[movable.size - 1].weight == weights_[place];
+            if (movable.size < kMovable && !third) movable.append({weights_[place], place});
         }
     }
 
@@ -160,66 +171,75 @@ private:
     }
 
     void swap_at_random(std::int32_t a, std::int32_t b) {
-        const Movable &from = movable_[a], &to = movable_[b];
-        if (from.size == 0) return;
-        const std::int32_t give = from.places[dice_.below(from.size)];
+        const auto givable = movable_[a].items();
+        if (givable.empty()) return;
+        const Bundle give = givable[dice_.below(givable.size())];
         const std::int64_t limit = loads_[at(0)];
-        std::array<std::int32_t, kMovable> takable;
-        int num_takable = 0;
-        for (int i = 0; i < to.size; ++i) {
-            const std::int64_t change = weights_[give] - weights_[to.places[i]];
-            if (loads_[a] - change < limit && loads_[b] + change < limit) takable[num_takable++] = to.places[i];
+        takable_.clear();
+        for (const Bundle& take : movable_[b].items()) {
+            const std::int64_t change = give.weight - take.weight;
+            if (loads_[a] - change < limit && loads_[b] + change < limit) takable_.push_back(take);
         }
-        if (num_takable == 0) return;
-        const std::int32_t take = takable[dice_.below(num_takable)];
-        move({weights_[give], give}, a, b);
-        move({weights_[take], take}, b, a);
+        if (!takable_.empty()) exchange(a, b, give, takable_[dice_.below(takable_.size())]);
     }
 
     // Brings two loads closer, if that makes the larger smaller.
     bool swap(std::int32_t heavy, std::int32_t light, bool with_pairs) {
         const std::int64_t room = loads_[heavy] - loads_[light];
         if (room < 2) return false;
+        std::span<const Bundle> givable = movable_[heavy].items();
+        // Where counts must be equal, an item goes for an item and a pair for a pair.
         const bool may_take_nothing = !equal_counts_ || (!with_pairs && counts_[heavy] > counts_[light]);
-        givable_.clear();
-        takable_.assign(may_take_nothing, Bundle{});
-        add_bundles(heavy, with_pairs, givable_);
-        add_bundles(light, with_pairs, takable_);
-        steps_left_ -= (with_pairs ? kStepsPerBundle : 1) * (std::ssize(givable_) + std::ssize(takable_));
+        std::span<const Bundle> takable =
+            may_take_nothing ? movable_[light].items_and_nothing() : movable_[light].items();
+        if (with_pairs) {
+            givable = add_pairs(givable, givable_);
+            takable = add_pairs(takable, takable_);
+        }
+        steps_left_ -= (with_pairs ? kStepsPerBundle : 1) * (std::ssize(givable) + std::ssize(takable));
         const std::int64_t enough = (target_ - loads_[heavy]) + (target_ - loads_[light]);
-        const auto match = best_match(givable_, takable_, room, std::max<std::int64_t>(enough, 1));
-        if (!match) return false;
-        move(*match->give, heavy, light);
-        move(*match->take, light, heavy);
-        return true;
+        const auto match = best_match(givable, takable, room, std::max<std::int64_t>(enough, 1));
+        if (match) exchange(heavy, light, match->give, match->take);
+        return match.has_value();
     }
 
-    // What the rank can move at once, lightest first. Where counts must be equal, a pair goes for a pair.
-    void add_bundles(std::int32_t rank, bool with_pairs, std::vector<Bundle>& bundles) const {
-        const Movable& movable = movable_[rank];
-        if (!with_pairs || !equal_counts_) {
-            for (int i = 0; i < movable.size; ++i) bundles.push_back({weights_[movable.places[i]], movable.places[i]});
-        }
-        if (!with_pairs) return;
-        for (int i = 0; i < std::min(movable.size, kPairable); ++i) {
-            for (int j = 0; j < i; ++j) {
-                const auto first = movable.places[i], second = movable.places[j];
-                bundles.push_back({weights_[first] + weights_[second], first, second});
+    std::span<const Bundle> add_pairs(std::span<const Bundle> singles, std::vector<Bundle>& bundles) const {
+        bundles.clear();
+        if (!equal_counts_) bundles.assign(singles.begin(), singles.end());
+        if (!singles.empty() && singles[0].first < 0) singles = singles.subspan(1);
+        singles = singles.first(std::min<std::size_t>(singles.size(), kPairable));
+        for (std::size_t i = 0; i < singles.size(); ++i) {
+            for (std::size_t j = 0; j < i; ++j) {
+                bundles.push_back({singles[i].weight + singles[j].weight, singles[i].first, singles[j].first});
             }
         }
         std::stable_sort(bundles.begin(), bundles.end(), [](auto& a, auto& b) { return a.weight < b.weight; });
+        return bundles;
     }
 
-    void move(const Bundle& bundle, std::int32_t from, std::int32_t to) {
-        loads_[from] -= bundle.weight;
-        loads_[to] += bundle.weight;
+    void exchange(std::int32_t a, std::int32_t b, const Bundle& from_a, const Bundle& from_b) {
+        loads_[a] += from_b.weight - from_a.weight;
+        loads_[b] += from_a.weight - from_b.weight;
+        take_out(a, from_a);  // both before anything is put in, which can push the heaviest out of what can move
+        take_out(b, from_b);
+        put_in(a, from_b);
+        put_in(b, from_a);
+    }
+
+    void take_out(std::int32_t rank, const Bundle& bundle) {
         for (const auto place : {bundle.first, bundle.second}) {
             if (place < 0) continue;
-            movable_[from].erase(place);
-            movable_[to].insert(place);
-            --counts_[from];
-            ++counts_[to];
-            ranks_[place] = to;
+            movable_[rank].erase({weights_[place], place});
+            --counts_[rank];
+        }
+    }
+
+    void put_in(std::int32_t rank, const Bundle& bundle) {
+        for (const auto place : {bundle.first, bundle.second}) {
+            if (place < 0) continue;
+            movable_[rank].insert({weights_[place], place});
+            ++counts_[rank];
+            ranks_[place] = rank;
         }
     }
 

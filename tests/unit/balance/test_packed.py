@@ -107,6 +107,21 @@ def test_a_time_budget_brings_few_items_closer(items_per_rank):
     assert largest[0] > largest[1] > largest[2]
 
 
+@pytest.mark.parametrize("equal_counts", [False, True])
+@pytest.mark.parametrize(("num_items", "num_ranks"), [(8, 3), (70, 6), (131, 3)])
+def test_backends_agree_to_the_last_step(num_items, num_ranks, equal_counts):
+    # Thousands, and a single one that puts the bound between them: every kind of swap is tried until no step is left.
+    for seed in range(5):
+        lengths = 1000 * np.random.default_rng(seed).integers(1, 100, num_items)
+        lengths[0] = 1
+        native, reference = (
+            assign(lengths, num_ranks, equal_counts=equal_counts, time_budget_s=1e-3, backend=backend)
+            for backend in BACKENDS
+        )
+        check_equal(native, reference)
+        check_equal(native, score(native.ranks, lengths, num_ranks))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_zero_weights_are_spread(backend):
     assert assign([0] * 10, 4, backend=backend).counts.tolist() == [3, 3, 2, 2]

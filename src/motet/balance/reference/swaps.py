@@ -123,8 +123,7 @@ class Swaps:
         takable = [take for take in self._movable[b] if -room_a < weights[give] - weights[take] < room_b]
         if takable:
             take = takable[self._dice.below(len(takable))]
-            self._move(Bundle(weights[give], (give,)), a, b)
-            self._move(Bundle(weights[take], (take,)), b, a)
+            self._exchange(a, b, Bundle(weights[give], (give,)), Bundle(weights[take], (take,)))
 
     def _swap(self, heavy: int, light: int, with_pairs: bool) -> bool:
         """Bring two loads closer, if that makes the larger smaller."""
@@ -139,9 +138,7 @@ class Swaps:
         swap = best_swap(givable, takable, room, max(enough, 1))
         if swap is None:
             return False
-        give, take = swap
-        self._move(give, heavy, light)
-        self._move(take, light, heavy)
+        self._exchange(heavy, light, *swap)
         return True
 
     def _bundles(self, rank: int, with_pairs: bool) -> list[Bundle]:
@@ -153,16 +150,20 @@ class Swaps:
         pairs = [Bundle(a.weight + b.weight, a.places + b.places) for i, a in enumerate(pairable) for b in pairable[:i]]
         return sorted(pairs if self._equal_counts else singles + pairs, key=lambda bundle: bundle.weight)
 
-    def _move(self, bundle: Bundle, source: int, target: int) -> None:
-        self.loads[source] -= bundle.weight
-        self.loads[target] += bundle.weight
-        self._counts[source] -= len(bundle.places)
-        self._counts[target] += len(bundle.places)
-        for place in bundle.places:
-            self._movable[source].remove(place)
-            insort(self._movable[target], place, key=lambda other: -other)
-            del self._movable[target][NUM_MOVABLE:]
-            self.ranks[place] = target
+    def _exchange(self, a: int, b: int, from_a: Bundle, from_b: Bundle) -> None:
+        # All is taken out before anything is put in, which can push the heaviest item out of what can move.
+        for rank, bundle in ((a, from_a), (b, from_b)):
+            self.loads[rank] -= bundle.weight
+            self._counts[rank] -= len(bundle.places)
+            for place in bundle.places:
+                self._movable[rank].remove(place)
+        for rank, bundle in ((a, from_b), (b, from_a)):
+            self.loads[rank] += bundle.weight
+            self._counts[rank] += len(bundle.places)
+            for place in bundle.places:
+                insort(self._movable[rank], place, key=lambda other: -other)
+                del self._movable[rank][NUM_MOVABLE:]
+                self.ranks[place] = rank
 
 
 def best_swap(heavy: list[Bundle], light: list[Bundle], room: int, enough: int) -> tuple[Bundle, Bundle] | None:
