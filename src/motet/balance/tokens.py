@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from motet.balance.backend import Backend, algorithms
 from motet.balance.checks import checked_num_ranks
-from motet.balance.placement import score
+from motet.balance.placement import assign, score
 from motet.balance.segments import MAX_TOKENS, Segments
 from motet.core.assignment import Assignment
 from motet.core.errors import ArgumentError
@@ -50,11 +50,10 @@ def distribute_tokens(
     for name, value, least, most in (("block", block, 1, MAX_TOKENS), ("seed", seed, 0, 2**64 - 1)):
         if not least <= value <= most:
             raise ArgumentError(f"{name} is {value}; it must be from {least} to {most}.")
-    core = algorithms(backend)
     columns = (segments.length, segments.document, segments.modality, segments.instance, segments.attends_to)
-    pairs = core.block_pairs(*columns, block)
+    pairs = algorithms(backend).block_pairs(*columns, block)
     if method == "lpt":
-        found = Assignment(*core.packed(pairs, num_ranks))
+        found = assign(pairs, num_ranks, backend=backend)
     else:
         found = score(_layout(len(pairs), num_ranks, method, seed), pairs, num_ranks)
     return _with_tokens(found, segments.num_tokens, block)
