@@ -110,7 +110,9 @@ class Segments:
                 instance = 0 if is_text or media == "causal" else len(rows) + 1
                 attends_to = 0 if not is_text and media == "isolated" else everything
                 rows.append((length, document, number[name], instance, attends_to))
-        return cls(*np.array(rows, dtype=np.int64).reshape(len(rows), 5).T)
+        if not rows:
+            return cls(*np.zeros((5, 0), dtype=np.int64))
+        return cls(*(np.array(column) for column in zip(*rows, strict=True)))
 
 
 def _check_rows(wrong: NDArray[np.bool_], name: str, column: NDArray[np.int64], right: str) -> None:

@@ -218,6 +218,7 @@ def table(**change):
         (lambda: table(instance=[0, -1]), r"instance\[1\] is -1"),
         (lambda: table(attends_to=[[1], [1]]), r"attends_to has shape \(2, 1\)"),
         (lambda: Segments.of_documents([[("video", 3)]]), r"documents\[0\] has 'video'; modalities are \('text'"),
+        (lambda: Segments.of_documents([[("image", 2.5)]]), r"length\[0\] is 2.5; it must be a whole number"),
         (lambda: Segments.of_documents([], media="full"), "media is 'full'"),
         (lambda: distribute_tokens(table(), 0), "num_ranks is 0"),
         (lambda: distribute_tokens(table(), 2, 0), "block is 0; it must be from 1 to 2147483647"),
