@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from measure import Case, Peers, Row, measure, missing_peers, table_of
+from measure import Case, Peers, Row, measure, table_of
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
@@ -195,7 +195,7 @@ def main() -> None:
             progress.advance(task)
     peers.close()
     console.print(table_of(rows, options.limit))
-    console.print(device(), *missing_peers(peers.missing), sep="\n")
+    console.print(device(), *(f"{name}: {what}" for name, what in peers.absent.items()), sep="\n")
     if options.out:
         about = {"device": device(), "python": platform.python_version(), "limit_s": options.limit}
         options.out.write_text(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")

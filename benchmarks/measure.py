@@ -60,13 +60,16 @@ class Row:
 
 
 class Peers:
-    """The peers' processes, each started when it is first asked and stopped when it takes too long."""
+    """The peers' processes, each started when it is first asked and stopped when it takes too long.
+
+    absent: what is wrong with each peer that cannot be used.
+    """
 
     def __init__(self, python: str, limit_s: float) -> None:
         self.limit_s = limit_s
-        self.missing: set[str] = set()
+        self.absent: dict[str, str] = {}
         self._python = python
-        self._processes: dict[str, subprocess.Popen[str] | None] = {}
+        self._processes: dict[str, subprocess.Popen[str]] = {}
 
     def there(self, name: str) -> bool:
         """Whether the peer is installed and has answered in time so far."""
@@ -76,22 +79,16 @@ class Peers:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
             )
             started = self._answer(name, SECONDS_TO_IMPORT)
-            if started is None or started["missing"]:
-                self.missing.add(name)
+            if started is not None and started["missing"]:
+                self.absent[name] = f"not installed: pip install {PEERS[name].install}"
                 self._stop(name)
-        return self._processes[name] is not None
+        return self._processes[name].poll() is None
 
     def balance(self, name: str, lengths: list[int], weights: list[int], num_ranks: int) -> dict | None:
-        """{"seconds", "ranks"}; None if it takes too long or fails: it is then not there any more."""
-        print(
-            json.dumps({"lengths": lengths, "weights": weights, "num_ranks": num_ranks}),
-            file=self._processes[name].stdin,
-            flush=True,
-        )
-        answer = self._answer(name, self.limit_s)
-        if answer is None:
-            self._stop(name)
-        return answer
+        """{"seconds", "ranks"}; None if it fails or takes too long: it is then not there any more."""
+        job = {"lengths": lengths, "weights": weights, "num_ranks": num_ranks}
+        print(json.dumps(job), file=self._processes[name].stdin, flush=True)
+        return self._answer(name, self.limit_s)
 
     def close(self) -> None:
         for name in self._processes:
@@ -101,14 +98,18 @@ class Peers:
         output = self._processes[name].stdout
         with selectors.DefaultSelector() as selector:
             selector.register(output, selectors.EVENT_READ)
-            line = output.readline() if selector.select(limit_s) else ""
-        return json.loads(line) if line else None
+            in_time = bool(selector.select(limit_s))
+        line = output.readline() if in_time else ""
+        if line:
+            return json.loads(line)
+        if in_time:
+            self.absent[name] = "failed; benchmarks/peers.py alone shows why"
+        self._stop(name)
+        return None
 
     def _stop(self, name: str) -> None:
-        process, self._processes[name] = self._processes[name], None
-        if process is not None:
-            process.kill()
-            process.wait()
+        self._processes[name].kill()
+        self._processes[name].wait()
 
 
 def measure(case: Case, repeats: int, peers: Peers, starts: Callable[[str], None]) -> Iterator[Row]:
@@ -125,7 +126,9 @@ def measure(case: Case, repeats: int, peers: Peers, starts: Callable[[str], None
     for name in case.peers:
         starts(name)
         if peers.there(name):
-            yield _measure_peer(case, min(repeats, PEER_BATCHES), name, peers)
+            row = _measure_peer(case, min(repeats, PEER_BATCHES), name, peers)
+            if name not in peers.absent:
+                yield row
 
 
 def _measure_peer(case: Case, repeats: int, name: str, peers: Peers) -> Row:
@@ -167,8 +170,3 @@ def table_of(rows: Sequence[Row], limit_s: float) -> Table:
         table.add_row(*(("", "", "") if case == last else case), row.who, *figures)
         last = case
     return table
-
-
-def missing_peers(names: set[str]) -> list[str]:
-    """A sentence for each."""
-    return [f"{name} is not installed: pip install {PEERS[name].install}" for name in sorted(names)]
