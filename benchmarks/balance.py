@@ -68,7 +68,7 @@ def packed(sources: Sources) -> Iterator[Case]:
 
 
 def packed_equal_counts(sources: Sources) -> Iterator[Case]:
-    peers = ("sorted, equal counts", "verl KK, equal size")
+    peers = ("verl KK, equal size",)
     yield from whole_items("packed, equal counts", sources.sequences, Packed(), peers, equal_counts=True)
 
 
