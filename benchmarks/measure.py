@@ -1,0 +1,172 @@
+"""Time and quality of one balancing algorithm on drawn batches, by Motet and by peers. Used by balance.py."""
+
+from __future__ import annotations
+
+import json
+import selectors
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from peers import PEERS
+from rich.table import Table
+
+from motet.balance import Cost, Packed, score
+
+SECONDS_TO_IMPORT = 120
+PEER_BATCHES = 3
+ENOUGH_S = 0.3
+"""Of a peer that takes longer, one batch tells enough."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One algorithm on batches of one size and source. A batch is an array of lengths, or whatever `solve` takes.
+
+    over:    how far from even a result is, 0 for even.
+    peers:   names in PEERS: they are given `weights(batch)` to balance, and judged by `over` as scored with `cost`.
+    """
+
+    algorithm: str
+    size: str
+    source: str
+    draw: Callable[[np.random.Generator], Any]
+    solve: Callable[[Any], Any]
+    over: Callable[[Any], float] = lambda found: float(found.imbalance) - 1
+    who: str = "motet"
+    num_ranks: int = 0
+    peers: Sequence[str] = ()
+    weights: Callable[[Any], NDArray[np.int64]] = lambda batch: batch
+    cost: Cost = Packed()  # noqa: RUF009, immutable
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table; None where a peer was stopped. over: the median and the worst of the batches."""
+
+    algorithm: str
+    size: str
+    source: str
+    who: str
+    num_batches: int = 0
+    median_ms: float | None = None
+    median_over: float | None = None
+    worst_over: float | None = None
+
+
+class Peers:
+    """The peers' processes, each started when it is first asked and stopped when it takes too long.
+
+    absent: what is wrong with each peer that cannot be used.
+    """
+
+    def __init__(self, python: str, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.absent: dict[str, str] = {}
+        self._python = python
+        self._processes: dict[str, subprocess.Popen[str]] = {}
+
+    def there(self, name: str) -> bool:
+        """Whether the peer is installed and has answered in time so far."""
+        if name not in self._processes:
+            command = [self._python, str(Path(__file__).with_name("peers.py")), name]
+            self._processes[name] = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+            started = self._answer(name, SECONDS_TO_IMPORT)
+            if started is not None and started["missing"]:
+                self.absent[name] = f"not installed: pip install {PEERS[name].install}"
+                self._stop(name)
+        return self._processes[name].poll() is None
+
+    def balance(self, name: str, lengths: list[int], weights: list[int], num_ranks: int) -> dict | None:
+        """{"seconds", "ranks"}; None if it fails or takes too long: it is then not there any more."""
+        job = {"lengths": lengths, "weights": weights, "num_ranks": num_ranks}
+        print(json.dumps(job), file=self._processes[name].stdin, flush=True)
+        return self._answer(name, self.limit_s)
+
+    def close(self) -> None:
+        for name in self._processes:
+            self._stop(name)
+
+    def _answer(self, name: str, limit_s: float) -> dict | None:
+        output = self._processes[name].stdout
+        with selectors.DefaultSelector() as selector:
+            selector.register(output, selectors.EVENT_READ)
+            in_time = bool(selector.select(limit_s))
+        line = output.readline() if in_time else ""
+        if line:
+            return json.loads(line)
+        if in_time:
+            self.absent[name] = "failed; benchmarks/peers.py alone shows why"
+        self._stop(name)
+        return None
+
+    def _stop(self, name: str) -> None:
+        self._processes[name].kill()
+        self._processes[name].wait()
+
+
+def measure(case: Case, repeats: int, peers: Peers, starts: Callable[[str], None]) -> Iterator[Row]:
+    """Rows of Motet and of every peer that is there. starts: is told the name of what is measured next."""
+    starts(case.who)
+    seconds, over = [], []
+    for seed in range(repeats):
+        batch = case.draw(np.random.default_rng(seed))
+        start = time.perf_counter()
+        found = case.solve(batch)
+        seconds.append(time.perf_counter() - start)
+        over.append(case.over(found))
+    yield _row(case, case.who, seconds, over)
+    for name in case.peers:
+        starts(name)
+        if peers.there(name):
+            row = _measure_peer(case, min(repeats, PEER_BATCHES), name, peers)
+            if name not in peers.absent:
+                yield row
+
+
+def _measure_peer(case: Case, repeats: int, name: str, peers: Peers) -> Row:
+    seconds: list[float] = []
+    over: list[float] = []
+    for seed in range(repeats):
+        batch = case.draw(np.random.default_rng(seed))
+        weights = case.weights(batch)
+        lengths = batch if isinstance(batch, np.ndarray) else weights
+        answer = peers.balance(name, lengths.tolist(), weights.tolist(), case.num_ranks)
+        if answer is None:
+            return Row(case.algorithm, case.size, case.source, name)
+        seconds.append(answer["seconds"])
+        over.append(case.over(score(answer["ranks"], lengths, case.num_ranks, case.cost)))
+        if seconds[-1] > ENOUGH_S:
+            break
+    return _row(case, name, seconds, over)
+
+
+def _row(case: Case, who: str, seconds: Sequence[float], over: Sequence[float]) -> Row:
+    return Row(
+        case.algorithm, case.size, case.source, who, len(seconds),
+        median_ms=1e3 * float(np.median(seconds)), median_over=float(np.median(over)), worst_over=max(over),
+    )  # fmt: skip
+
+
+def table_of(rows: Sequence[Row], limit_s: float) -> Table:
+    table = Table("algorithm", "ranks x items", "lengths", "who")
+    for heading in ("median ms", "over, median", "worst"):
+        table.add_column(heading, justify="right")
+    last = None
+    for row in rows:
+        case = (row.algorithm, row.size, row.source)
+        if last is not None and case != last:
+            table.add_section()
+        figures = (f"> {1e3 * limit_s:g}",)
+        if row.median_ms is not None:
+            figures = (f"{row.median_ms:.3f}", f"{row.median_over:.1e}", f"{row.worst_over:.1e}")
+        table.add_row(*(("", "", "") if case == last else case), row.who, *figures)
+        last = case
+    return table
