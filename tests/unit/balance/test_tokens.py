@@ -71,6 +71,14 @@ def test_contract_and_equal_backends(method, segments, num_ranks, block):
     check_equal(native, reference)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(segments=tables(), num_ranks=st.integers(1, 6), block=st.integers(1, 9))
+def test_equal_counts(backend, segments, num_ranks, block):
+    found = distribute_tokens(segments, num_ranks, block, equal_counts=True, backend=backend)
+    check(found, segments, num_ranks, block)
+    assert np.ptp(found.counts) <= 1
+
+
 @pytest.mark.parametrize("media", ["isolated", "bidirectional", "causal"])
 @given(documents=documents)
 def test_documents_become_the_mask_that_is_described(media, documents):
@@ -139,10 +147,13 @@ def one_text(num_tokens, rng):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("kind", "block"), [(one_text, 128), (prepended, 128), (packed, 128), (embedded, 64)])
-def test_64k_tokens_on_64_ranks_are_within_two_parts_in_a_thousand(kind, block, seed):
+@pytest.mark.parametrize("equal_counts", [False, True])
+def test_64k_tokens_on_64_ranks_are_within_two_parts_in_a_thousand(kind, block, seed, equal_counts):
     segments = Segments.of_documents(kind(2**16, np.random.default_rng(seed)))
-    pairs = distribute_tokens(segments, 64, block).loads[:, 0]
+    found = distribute_tokens(segments, 64, block, equal_counts=equal_counts)
+    pairs = found.loads[:, 0]
     assert pairs.max() <= 1.002 * pairs.mean()
+    assert found.imbalance[1] == 1 or not equal_counts
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -223,6 +234,7 @@ def table(**change):
         (lambda: distribute_tokens(table(), 0), "num_ranks is 0"),
         (lambda: distribute_tokens(table(), 2, 0), "block is 0; it must be from 1 to 2147483647"),
         (lambda: distribute_tokens(table(), 2, seed=-1), "seed is -1; it must be from 0 to 18446744073709551615"),
+        (lambda: distribute_tokens(table(), 2, method="ring", equal_counts=True), "given with method 'ring'"),
         (lambda: distribute_tokens(table(), 2, method="best"), "method is 'best'; it must be 'lpt', 'zigzag'"),
     ],
 )  # fmt: skip
