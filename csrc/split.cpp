@@ -2,7 +2,6 @@
 #include "split.h"
 
 #include <algorithm>
-#include <numeric>
 #include <queue>
 #include <tuple>
 
@@ -17,11 +16,10 @@ struct Piece {
 };
 
 struct Waiting {
-    int order, phase;  // of the rarest phase that the item has cost in
-    std::int64_t left;  // what is still to be placed of it there
+    std::int64_t turn, left;  // left: what is still to be placed, in the item's own phase
     std::int32_t item;
     bool operator<(const Waiting& other) const {  // the top of a priority queue is the greatest
-        return std::tie(other.order, left, other.item) < std::tie(order, other.left, item);
+        return std::tie(other.turn, left, other.item) < std::tie(turn, other.left, item);
     }
 };
 
@@ -34,16 +32,21 @@ public:
     }
 
     void run() {
-        auto waiting = first_phases();
+        std::vector<Waiting> waiting(given_.units.size());
+        for (std::size_t item = 0; item < waiting.size(); ++item) {
+            const int phase = static_cast<int>(given_.phases[item]);
+            waiting[item] = {given_.turns[item], cost(item, phase), static_cast<std::int32_t>(item)};
+        }
         std::priority_queue<Waiting> queue({}, std::move(waiting));
         while (!queue.empty()) {
             Waiting next = queue.top();
             queue.pop();
             const auto item = next.item;
+            const int phase = static_cast<int>(given_.phases[item]);
             const std::int64_t num_units = given_.units[item];
             const std::int64_t begin = pieces_[item].empty() ? 0 : pieces_[item].back().end;
-            for (int phase = 0; phase < num_phases_; ++phase) before_[phase] = share(item, phase, begin);
-            int rank = tightest_fit(item, next.phase, begin > 0);
+            for (int each = 0; each < num_phases_; ++each) before_[each] = share(item, each, begin);
+            int rank = tightest_fit(item, phase, begin > 0);
             std::int64_t end = num_units;
             if (rank < 0) {
                 if (static_cast<std::int64_t>(pieces_[item].size()) + 1 >= given_.parts[item]) continue;
@@ -52,7 +55,7 @@ public:
             }
             put(item, {begin, end, rank});
             if (end == num_units) continue;
-            next.left = cost(item, next.phase) - share(item, next.phase, end);
+            next.left = cost(item, phase) - share(item, phase, end);
             queue.push(next);
         }
     }
@@ -84,30 +87,11 @@ private:
         return std::ranges::any_of(pieces_[item], [&](const Piece& piece) { return piece.rank == rank; });
     }
 
-    std::vector<Waiting> first_phases() const {
-        std::vector<std::int64_t> counts(num_phases_, 0);
-        const int num_items = static_cast<int>(given_.units.size());
-        for (int item = 0; item < num_items; ++item) {
-            for (int phase = 0; phase < num_phases_; ++phase) counts[phase] += cost(item, phase) > 0;
-        }
-        std::vector<int> rarest_first(num_phases_);
-        std::iota(rarest_first.begin(), rarest_first.end(), 0);
-        std::ranges::stable_sort(rarest_first, {}, [&](int phase) { return counts[phase]; });
-        std::vector<Waiting> waiting(num_items);
-        for (int item = 0; item < num_items; ++item) {
-            int order = 0;
-            while (order < num_phases_ && cost(item, rarest_first[order]) == 0) ++order;
-            if (order == num_phases_) order = 0;
-            waiting[item] = {order, rarest_first[order], cost(item, rarest_first[order]), item};
-        }
-        return waiting;
-    }
-
-    // The rank with the least room in `phase` that holds the rest of the item, or -1.
-    int tightest_fit(int item, int first_phase, bool is_cut) {
+    // The rank with the least room in `own_phase` that holds the rest of the item, or -1.
+    int tightest_fit(int item, int own_phase, bool is_cut) {
         int best = -1;
         for (int rank = 0; rank < num_ranks_; ++rank) {
-            if (best >= 0 && room(rank, first_phase) >= room(best, first_phase)) continue;
+            if (best >= 0 && room(rank, own_phase) >= room(best, own_phase)) continue;
             bool fits = true;
             for (int phase = 0; fits && phase < num_phases_; ++phase) {
                 const auto rest = cost(item, phase) - before_[phase] + (is_cut ? overhead(item, phase) : 0);

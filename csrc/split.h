@@ -7,9 +7,9 @@
 
 namespace motet {
 
-// Row-major [num_items, num_phases], but units and parts [num_items].
+// Costs and overheads are row-major [num_items, num_phases], the rest [num_items].
 struct Divisible {
-    std::span<const std::int64_t> costs, overheads, units, parts;
+    std::span<const std::int64_t> costs, overheads, units, parts, turns, phases;
     int num_phases;
 };
 

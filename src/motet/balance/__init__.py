@@ -2,12 +2,31 @@
 
 assign(lengths, num_ranks, cost)      one phase: packed or padded
 assign_jointly(costs, num_ranks)      all phases at once, whole examples
+split(costs, num_ranks, overhead)     items that dominate, cut into fragments
+defer(costs, num_ranks, num_microbatches)  items that dominate, put into a microbatch of their own level
 lower_bound, score                    what no placement undercuts; any placement, with its loads
 """
 
 from motet.balance.backend import Backend
 from motet.balance.costs import Cost, Packed, Padded
+from motet.balance.deferring import Deferral, defer
+from motet.balance.fragments import Overhead, Split
 from motet.balance.joint import assign_jointly
 from motet.balance.placement import assign, lower_bound, score
+from motet.balance.splitting import split
 
-__all__ = ["Backend", "Cost", "Packed", "Padded", "assign", "assign_jointly", "lower_bound", "score"]
+__all__ = [
+    "Backend",
+    "Cost",
+    "Deferral",
+    "Overhead",
+    "Packed",
+    "Padded",
+    "Split",
+    "assign",
+    "assign_jointly",
+    "defer",
+    "lower_bound",
+    "score",
+    "split",
+]

@@ -22,6 +22,8 @@ def pour(
     overheads: NDArray[np.int64],
     units: NDArray[np.int64],
     parts: NDArray[np.int64],
+    turns: NDArray[np.int64],
+    phases: NDArray[np.int64],
     limits: NDArray[np.int64],
     num_ranks: int,
 ) -> _Pieces: ...

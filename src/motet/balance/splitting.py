@@ -21,8 +21,8 @@ from motet.balance.checks import checked_integers, checked_num_ranks
 from motet.balance.costs import INT64_MAX
 from motet.balance.fragments import MILLION, Overhead, Split, fragment_costs
 from motet.balance.joint import assign_jointly
-from motet.balance.placement import assign, lower_bound
-from motet.core.assignment import Assignment, csr_from_ranks
+from motet.balance.placement import assign
+from motet.balance.scoring import max_sum, scored
 from motet.core.errors import ArgumentError
 
 FIRST_RELAXATION = 5_000
@@ -88,7 +88,8 @@ class _Problem:
     def allowed(self) -> int:
         """What the largest loads may add up to: the target, or what it rounds up to in whole units of cost."""
         target = sum(self.totals) * self.target // (self.num_ranks * MILLION)
-        return max(target, sum(self.limits(0).tolist()))
+        rounded: int = sum(self.limits(0).tolist())
+        return max(target, rounded)
 
     def limits(self, relaxation: int) -> NDArray[np.int64]:
         """The load of a rank in each phase: the mean, and an equal part of what the target leaves beyond the ideal.
@@ -117,8 +118,8 @@ class _Problem:
         """The cost of the heaviest of equal parts of an item, with overhead, int64 [num_phases]."""
         most_units = -(-int(self.units[item]) // num_parts)
         heaviest = [-(-cost * most_units // int(self.units[item])) for cost in self.costs[item].tolist()]
-        extra: NDArray[np.int64] = self.overheads[item] * (num_parts > 1)
-        return extra + heaviest
+        with_overhead: NDArray[np.int64] = heaviest + self.overheads[item] * (num_parts > 1)
+        return with_overhead
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +135,7 @@ class _Candidate:
 
     @property
     def max_sum(self) -> int:
-        return sum(self.loads.max(axis=0).tolist())
+        return max_sum(self.loads)
 
 
 def _fewest_cuts_first(problem: _Problem) -> Iterator[_Candidate]:
@@ -219,6 +220,7 @@ def _pour(problem: _Problem, relaxation: int) -> _Candidate | None:
         problem.overheads,
         problem.units,
         problem.parts,
+        *turns_by_rarity(problem.costs),
         problem.limits(relaxation),
         problem.num_ranks,
     )
@@ -232,17 +234,22 @@ def _pour(problem: _Problem, relaxation: int) -> _Candidate | None:
     return _Candidate(item, begin, end, costs, ranks, loads)
 
 
+def turns_by_rarity(costs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """When the items of each phase are placed, and which phase an item belongs to; both int64 [num_items].
+
+    Phases with cost in fewer items go first, and an item belongs to the first of them that it has cost in. So items
+    with cost in the commonest phase only come last, and fill what the others have left there.
+    """
+    rarest_first = np.argsort((costs > 0).sum(axis=0), kind="stable")
+    turns = (costs[:, rarest_first] > 0).argmax(axis=1)
+    return turns, rarest_first[turns]
+
+
 def _result(problem: _Problem, chosen: _Candidate) -> Split:
     num_parts = np.bincount(chosen.item, minlength=len(problem.costs))
     part = np.arange(len(chosen.item)) - (np.cumsum(num_parts) - num_parts)[chosen.item]
-    bounds = np.array([lower_bound(column, problem.num_ranks) for column in chosen.costs.T], dtype=np.int64)
-    costs, loads = (chosen.costs[:, 0], chosen.loads[:, 0]) if problem.one_phase else (chosen.costs, chosen.loads)
-    assignment = Assignment(
-        chosen.ranks,
-        *csr_from_ranks(chosen.ranks, problem.num_ranks),
-        loads,
-        int(bounds[0]) if problem.one_phase else bounds,
-    )
+    costs = chosen.costs[:, 0] if problem.one_phase else chosen.costs
+    assignment = scored(chosen.ranks, costs, problem.num_ranks)
     return Split(chosen.item, part, num_parts[chosen.item], chosen.begin, chosen.end, problem.units, costs, assignment)
 
 
@@ -275,14 +282,15 @@ def _checked_problem(
 
 def _checked_units(divisible: ArrayLike | None, costs: NDArray[np.int64]) -> NDArray[np.int64]:
     """The units of each item, int64 [num_items]: the cost of its heaviest phase for those that are cut anywhere."""
-    anywhere = np.maximum(costs.max(axis=1, initial=0), 1)
+    anywhere: NDArray[np.int64] = np.maximum(costs.max(axis=1, initial=0), 1)
     if divisible is None:
         return anywhere
     given = np.asarray(divisible)
     if given.shape != (len(costs),):
         raise ArgumentError(f"divisible has shape {given.shape}; it must be one value for each of {len(costs)} items.")
     if given.dtype == np.bool_:
-        return np.where(given, anywhere, np.int64(1))
+        anywhere[~given] = 1
+        return anywhere
     units = checked_integers(given, "divisible")
     if (units == 0).any():
         item = int((units == 0).argmax())
