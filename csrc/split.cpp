@@ -2,8 +2,10 @@
 #include "split.h"
 
 #include <algorithm>
+#include <numeric>
 #include <queue>
 #include <tuple>
+#include <utility>
 
 namespace motet {
 namespace {
@@ -28,35 +30,23 @@ public:
     Pouring(const Divisible& given, std::span<const std::int64_t> limits, int num_ranks)
         : given_(given), num_ranks_(num_ranks), num_phases_(given.num_phases), before_(limits.size()) {
         for (int rank = 0; rank < num_ranks; ++rank) rooms_.insert(rooms_.end(), limits.begin(), limits.end());
+        least_room_first_.resize(num_ranks);
+        std::iota(least_room_first_.begin(), least_room_first_.end(), 0);
         pieces_.resize(given.units.size());
     }
 
     void run() {
         std::vector<Waiting> waiting(given_.units.size());
         for (std::size_t item = 0; item < waiting.size(); ++item) {
-            const int phase = static_cast<int>(given_.phases[item]);
-            waiting[item] = {given_.turns[item], cost(item, phase), static_cast<std::int32_t>(item)};
+            const int number = static_cast<int>(item);
+            waiting[item] = {given_.turns[item], cost(number, phase_of(number)), number};
         }
         std::priority_queue<Waiting> queue({}, std::move(waiting));
         while (!queue.empty()) {
             Waiting next = queue.top();
             queue.pop();
-            const auto item = next.item;
-            const int phase = static_cast<int>(given_.phases[item]);
-            const std::int64_t num_units = given_.units[item];
-            const std::int64_t begin = pieces_[item].empty() ? 0 : pieces_[item].back().end;
-            for (int each = 0; each < num_phases_; ++each) before_[each] = share(item, each, begin);
-            int rank = tightest_fit(item, phase, begin > 0);
-            std::int64_t end = num_units;
-            if (rank < 0) {
-                if (static_cast<std::int64_t>(pieces_[item].size()) + 1 >= given_.parts[item]) continue;
-                std::tie(rank, end) = widest_reach(item);
-                if (end <= begin) continue;
-            }
-            put(item, {begin, end, rank});
-            if (end == num_units) continue;
-            next.left = cost(item, phase) - share(item, phase, end);
-            queue.push(next);
+            next.left = place(next.item);
+            if (next.left > 0) queue.push(next);
         }
     }
 
@@ -76,6 +66,7 @@ public:
 private:
     std::int64_t cost(int item, int phase) const { return given_.costs[item * num_phases_ + phase]; }
     std::int64_t overhead(int item, int phase) const { return given_.overheads[item * num_phases_ + phase]; }
+    int phase_of(int item) const { return static_cast<int>(given_.phases[item]); }
     std::int64_t& room(int rank, int phase) { return rooms_[rank * num_phases_ + phase]; }
 
     std::int64_t share(int item, int phase, std::int64_t end) const {
@@ -87,19 +78,49 @@ private:
         return std::ranges::any_of(pieces_[item], [&](const Piece& piece) { return piece.rank == rank; });
     }
 
-    // The rank with the least room in `own_phase` that holds the rest of the item, or -1.
-    int tightest_fit(int item, int own_phase, bool is_cut) {
-        int best = -1;
-        for (int rank = 0; rank < num_ranks_; ++rank) {
-            if (best >= 0 && room(rank, own_phase) >= room(best, own_phase)) continue;
-            bool fits = true;
-            for (int phase = 0; fits && phase < num_phases_; ++phase) {
-                const auto rest = cost(item, phase) - before_[phase] + (is_cut ? overhead(item, phase) : 0);
-                fits = room(rank, phase) >= rest;
-            }
-            if (fits && !(is_cut && is_on(item, rank))) best = rank;
+    // Places what is left of an item, or a part of it; gives what is still left, 0 also where the item is given up.
+    std::int64_t place(int item) {
+        const std::int64_t begin = pieces_[item].empty() ? 0 : pieces_[item].back().end;
+        for (int phase = 0; phase < num_phases_; ++phase) before_[phase] = share(item, phase, begin);
+        sort_ranks(phase_of(item));
+        int rank = tightest_fit(item, begin > 0);
+        std::int64_t end = given_.units[item];
+        if (rank < 0) {
+            if (static_cast<std::int64_t>(pieces_[item].size()) + 1 >= given_.parts[item]) return 0;
+            std::tie(rank, end) = widest_reach(item);
+            if (end <= begin) return 0;
         }
-        return best;
+        put(item, {begin, end, rank});
+        return cost(item, phase_of(item)) - share(item, phase_of(item), end);
+    }
+
+    bool has_less_room(int a, int b) {
+        return std::make_pair(room(a, sorted_phase_), a) < std::make_pair(room(b, sorted_phase_), b);
+    }
+
+    void sort_ranks(int phase) {
+        if (phase == sorted_phase_) return;
+        sorted_phase_ = phase;
+        std::ranges::sort(least_room_first_, [&](int a, int b) { return has_less_room(a, b); });
+    }
+
+    auto place_of(int rank) {
+        return std::ranges::lower_bound(least_room_first_, rank, [&](int a, int b) { return has_less_room(a, b); });
+    }
+
+    // The rank with the least room in the item's own phase that holds what is left of it, or -1.
+    int tightest_fit(int item, bool is_cut) {
+        const auto left = [&](int phase) {
+            return cost(item, phase) - before_[phase] + (is_cut ? overhead(item, phase) : 0);
+        };
+        auto at = std::ranges::lower_bound(least_room_first_, left(sorted_phase_), {},
+                                           [&](int rank) { return room(rank, sorted_phase_); });
+        for (; at != least_room_first_.end(); ++at) {
+            bool fits = !(is_cut && is_on(item, *at));
+            for (int phase = 0; fits && phase < num_phases_; ++phase) fits = room(*at, phase) >= left(phase);
+            if (fits) return *at;
+        }
+        return -1;
     }
 
     // The rank without a part of the item that can take the most of it, and up to where; the units before are placed.
@@ -121,16 +142,20 @@ private:
 
     void put(int item, const Piece& piece) {
         const bool is_cut = piece.end - piece.begin < given_.units[item];
+        least_room_first_.erase(place_of(piece.rank));
         for (int phase = 0; phase < num_phases_; ++phase) {
             room(piece.rank, phase) -=
                 share(item, phase, piece.end) - before_[phase] + (is_cut ? overhead(item, phase) : 0);
         }
+        least_room_first_.insert(place_of(piece.rank), piece.rank);
         pieces_[item].push_back(piece);
     }
 
     const Divisible& given_;
     int num_ranks_, num_phases_;
     std::vector<std::int64_t> rooms_;   // [num_ranks, num_phases]
+    std::vector<int> least_room_first_;  // ranks by their room in sorted_phase_, then by number
+    int sorted_phase_ = -1;
     std::vector<std::int64_t> before_;  // [num_phases]: what the placed units of the item in hand cost
     std::vector<std::vector<Piece>> pieces_;
 };
