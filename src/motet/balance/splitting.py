@@ -80,7 +80,7 @@ class _Problem:
     one_phase: bool
     backend: Backend
 
-    @property
+    @cached_property
     def totals(self) -> list[int]:
         return [int(total) for total in self.costs.sum(axis=0)]
 
@@ -91,17 +91,21 @@ class _Problem:
         rounded: int = sum(self.limits(0).tolist())
         return max(target, rounded)
 
-    def limits(self, relaxation: int) -> NDArray[np.int64]:
-        """The load of a rank in each phase: the mean, and an equal part of what the target leaves beyond the ideal.
+    def limits(self, relaxation: int, equal_quarters: int = 4) -> NDArray[np.int64]:
+        """The load of a rank in each phase: its mean, and a part of what the target leaves beyond the ideal.
 
-        In equal parts, because a part of the slack is worth most where it is large beside the phase's mean.
         relaxation: millionths of the ideal, beyond the target.
+        equal_quarters: how much of the slack goes to the phases in equal parts; the rest goes in proportion to their
+            costs. Equal parts need the fewest cuts, as small phases then have wide limits; but what overhead adds is
+            in proportion to the costs, and may exceed the equal part of a large phase.
         """
-        scale = MILLION * max(sum(total > 0 for total in self.totals), 1)
-        slack = sum(self.totals) * (self.target - MILLION + relaxation)
+        num_phases = max(sum(total > 0 for total in self.totals), 1)
+        scale = 4 * num_phases * MILLION
+        slack = self.target - MILLION + relaxation
         limits = self.unavoidable.copy()
         for phase, total in enumerate(self.totals):
-            beyond = (total * scale + slack) // (self.num_ranks * scale)
+            parts = equal_quarters * sum(self.totals) + (4 - equal_quarters) * num_phases * total
+            beyond = (total * scale + slack * parts) // (self.num_ranks * scale)
             limits[phase] = max(int(limits[phase]), -(-total // self.num_ranks), min(total, beyond))
         return limits
 
@@ -215,23 +219,24 @@ def _poured(problem: _Problem) -> Iterator[_Candidate]:
 
 def _pour(problem: _Problem, relaxation: int) -> _Candidate | None:
     """The placement under these limits; None where some items found no room."""
-    item, begin, end, ranks = algorithms(problem.backend).pour(
-        problem.costs,
-        problem.overheads,
-        problem.units,
-        problem.parts,
-        *turns_by_rarity(problem.costs),
-        problem.limits(relaxation),
-        problem.num_ranks,
-    )
-    placed = np.zeros(len(problem.costs), dtype=np.int64)
-    np.add.at(placed, item, end - begin)
-    if (placed < problem.units).any():
-        return None
-    costs = fragment_costs(problem.costs, problem.overheads, problem.units, item, begin, end)
-    loads = np.zeros((problem.num_ranks, costs.shape[1]), dtype=np.int64)
-    np.add.at(loads, ranks, costs)
-    return _Candidate(item, begin, end, costs, ranks, loads)
+    for equal_quarters in (4,) if problem.one_phase else (4, 2, 1):
+        item, begin, end, ranks = algorithms(problem.backend).pour(
+            problem.costs,
+            problem.overheads,
+            problem.units,
+            problem.parts,
+            *turns_by_rarity(problem.costs),
+            problem.limits(relaxation, equal_quarters),
+            problem.num_ranks,
+        )
+        placed = np.zeros(len(problem.costs), dtype=np.int64)
+        np.add.at(placed, item, end - begin)
+        if (placed == problem.units).all():
+            costs = fragment_costs(problem.costs, problem.overheads, problem.units, item, begin, end)
+            loads = np.zeros((problem.num_ranks, costs.shape[1]), dtype=np.int64)
+            np.add.at(loads, ranks, costs)
+            return _Candidate(item, begin, end, costs, ranks, loads)
+    return None
 
 
 def turns_by_rarity(costs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
