@@ -143,7 +143,10 @@ class _Candidate:
 
 
 def _fewest_cuts_first(problem: _Problem) -> Iterator[_Candidate]:
-    """Placements to choose from; the first that reaches the target will do."""
+    """Placements to choose from; the first that reaches the target will do.
+
+    Whole items come first unless the mean or the longest item alone is beyond the target; then last, for comparison.
+    """
     means = -(-problem.costs.sum(axis=0) // problem.num_ranks)
     longest = problem.costs.max(axis=0, initial=0)
     hopeless = sum(np.maximum(means, longest).tolist()) > problem.allowed
