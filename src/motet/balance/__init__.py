@@ -3,27 +3,37 @@
 assign(lengths, num_ranks, cost)      one phase: packed or padded
 assign_jointly(costs, num_ranks)      all phases at once, whole examples
 distribute_tokens(segments, ranks)    context parallelism: the blocks of a sequence, from who attends to whom
+split(costs, num_ranks, overhead)     items that dominate, cut into fragments
+defer(costs, num_ranks, num_microbatches)  items that dominate, put into a microbatch of their own level
 lower_bound, score                    what no placement undercuts; any placement, with its loads
 ACTIVE_BACKEND                        "native", or "fallback" where the native core is not built
 """
 
 from motet.balance.backend import ACTIVE_BACKEND, Backend
 from motet.balance.costs import Cost, Packed, Padded
+from motet.balance.deferring import Deferral, defer
+from motet.balance.fragments import Overhead, Split
 from motet.balance.joint import assign_jointly
 from motet.balance.placement import assign, lower_bound, score
 from motet.balance.segments import Segments
+from motet.balance.splitting import split
 from motet.balance.tokens import distribute_tokens
 
 __all__ = [
     "ACTIVE_BACKEND",
     "Backend",
     "Cost",
+    "Deferral",
+    "Overhead",
     "Packed",
     "Padded",
     "Segments",
+    "Split",
     "assign",
     "assign_jointly",
+    "defer",
     "distribute_tokens",
     "lower_bound",
     "score",
+    "split",
 ]

@@ -21,3 +21,17 @@ def block_pairs(
     attends_to: NDArray[np.int64],
     block: int,
 ) -> NDArray[np.int64]: ...
+
+_Pieces = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]
+"""item, begin, end, rank of each fragment; what finds no room is left out."""
+
+def pour(
+    costs: NDArray[np.int64],
+    overheads: NDArray[np.int64],
+    units: NDArray[np.int64],
+    parts: NDArray[np.int64],
+    turns: NDArray[np.int64],
+    phases: NDArray[np.int64],
+    limits: NDArray[np.int64],
+    num_ranks: int,
+) -> _Pieces: ...
