@@ -23,8 +23,4 @@ std::vector<std::int32_t> heaviest_first(Weights weights);
 Placement packed(Weights weights, int num_ranks);
 std::int64_t packed_bound(Weights weights, int num_ranks);
 
-// padded.cpp: minimise the largest count times longest; the bound is the optimum. num_items * longest must fit.
-Placement padded(Weights lengths, int num_ranks);
-std::int64_t padded_bound(Weights lengths, int num_ranks);
-
 }  // namespace motet

@@ -1,4 +1,4 @@
-// One phase: packed and padded placements and their bounds.
+// One phase without padding: placements and their bounds.
 #include "balance.h"
 #include "bind.h"
 
@@ -40,9 +40,7 @@ Groups group_by_rank(const std::vector<std::int32_t>& ranks, int num_ranks) {
 
 void bind_phase(nb::module_& m) {
     m.def("packed", &assign<packed>, nb::arg("weights").noconvert(), nb::arg("num_ranks"));
-    m.def("padded", &assign<padded>, nb::arg("lengths").noconvert(), nb::arg("num_ranks"));
     m.def("packed_bound", &lower_bound<packed_bound>, nb::arg("weights").noconvert(), nb::arg("num_ranks"));
-    m.def("padded_bound", &lower_bound<padded_bound>, nb::arg("lengths").noconvert(), nb::arg("num_ranks"));
 }
 
 }  // namespace motet

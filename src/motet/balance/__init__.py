@@ -1,13 +1,13 @@
 """Which rank computes which item: every balancing decision of a step, from integer costs alone, the same on all ranks.
 
-assign(lengths, num_ranks, cost)      one phase: packed or padded
+assign(lengths, num_ranks, cost)      one phase: packed, padded, or padded in attention only
 assign_jointly(costs, num_ranks)      all phases at once, whole examples
 lower_bound, score                    what no placement undercuts; any placement, with its loads
 """
 
 from motet.balance.backend import Backend
-from motet.balance.costs import Cost, Packed, Padded
+from motet.balance.costs import Cost, Packed, Padded, PaddedAttention
 from motet.balance.joint import assign_jointly
 from motet.balance.placement import assign, lower_bound, score
 
-__all__ = ["Backend", "Cost", "Packed", "Padded", "assign", "assign_jointly", "lower_bound", "score"]
+__all__ = ["Backend", "Cost", "Packed", "Padded", "PaddedAttention", "assign", "assign_jointly", "lower_bound", "score"]

@@ -1,6 +1,7 @@
 """One phase: which rank computes which item, decided from the items' lengths alone.
 
-`assign` balances a cost (`Packed`: a sum over items; `Padded`: count times longest) over ranks and gives an Assignment
+`assign` balances a cost (`Packed`: a sum over items; `Padded`: count times the longest item's; `PaddedAttention`: its
+linear part packed, the quadratic padded) over ranks and gives an Assignment
 with each rank's load and a proven lower bound. `score` gives the same for a placement made elsewhere. Every result is a
 pure function of its arguments, the same on every rank.
 """
@@ -12,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from motet.balance.backend import Backend, algorithms
 from motet.balance.checks import checked_integers, checked_num_ranks, checked_ranks
-from motet.balance.costs import Cost, Packed
+from motet.balance.costs import Cost, Packed, PaddedAttention
 from motet.core.assignment import Assignment, csr_from_ranks
 
 _DEFAULT_COST = Packed()
@@ -23,12 +24,15 @@ def assign(
 ) -> Assignment:
     """Place items of the given lengths, int [num_items], >= 0, on ranks so that the largest load is small.
 
-    Packed: LPT and swaps, at the bound or near it. Padded: the optimum. The items of a rank are in item order.
+    Packed: LPT and swaps, at the bound or near it. Padded: the optimum. PaddedAttention: first fit decreasing under a
+    searched limit, within 2 % of the bound from 64 ranks and 60 items a rank on. Items of a rank are in item order.
     Raises ArgumentError for lengths that are negative or not whole, num_ranks < 1, and costs that do not fit int64.
     """
     weights = cost.weights(checked_integers(lengths, "lengths"))
     num_ranks = checked_num_ranks(num_ranks)
     core = algorithms(backend)
+    if isinstance(cost, PaddedAttention):
+        return Assignment(*core.padded_attention(weights, num_ranks, cost.linear, cost.quadratic))
     place = core.packed if isinstance(cost, Packed) else core.padded
     return Assignment(*place(weights, num_ranks))
 
@@ -49,6 +53,10 @@ def score(ranks: ArrayLike, lengths: ArrayLike, num_ranks: int, cost: Cost = _DE
         longest = np.zeros(num_ranks, dtype=np.int64)
         np.maximum.at(longest, checked, weights)
         loads = longest * np.diff(offsets)
+        if isinstance(cost, PaddedAttention):
+            sums = np.zeros(num_ranks, dtype=np.int64)
+            np.add.at(sums, checked, weights)
+            loads = cost.linear * sums + cost.quadratic * loads * longest
     return Assignment(checked, items, offsets, loads, _bound(weights, num_ranks, cost))
 
 
@@ -56,11 +64,14 @@ def lower_bound(lengths: ArrayLike, num_ranks: int, cost: Cost = _DEFAULT_COST) 
     """A maximum load that no placement of whole items undercuts; for Padded, one that the best placement reaches.
 
     Packed: the largest of the mean, the longest item and the pigeonhole bound (see reference/bound.py).
+    PaddedAttention: a fractional relaxation (see reference/padded_attention_bound.py).
     """
     return _bound(cost.weights(checked_integers(lengths, "lengths")), checked_num_ranks(num_ranks), cost)
 
 
 def _bound(weights: NDArray[np.int64], num_ranks: int, cost: Cost) -> int:
     core = algorithms("native")
+    if isinstance(cost, PaddedAttention):
+        return int(core.padded_attention(weights, num_ranks, cost.linear, cost.quadratic)[-1])
     bound: int = (core.packed_bound if isinstance(cost, Packed) else core.padded_bound)(weights, num_ranks)
     return bound
