@@ -2,12 +2,30 @@
 
 assign(lengths, num_ranks, cost)      one phase: packed, padded, or padded in attention only
 assign_jointly(costs, num_ranks)      all phases at once, whole examples
+group(vision, text, ...)              samples into minibatches, a whole epoch at once
 lower_bound, score                    what no placement undercuts; any placement, with its loads
 """
 
 from motet.balance.backend import Backend
 from motet.balance.costs import Cost, Packed, Padded, PaddedAttention
+from motet.balance.grouping import GroupCaps, Groups, dist_ratio, group, pad_ratio, suggest_caps
 from motet.balance.joint import assign_jointly
 from motet.balance.placement import assign, lower_bound, score
 
-__all__ = ["Backend", "Cost", "Packed", "Padded", "PaddedAttention", "assign", "assign_jointly", "lower_bound", "score"]
+__all__ = [
+    "Backend",
+    "Cost",
+    "GroupCaps",
+    "Groups",
+    "Packed",
+    "Padded",
+    "PaddedAttention",
+    "assign",
+    "assign_jointly",
+    "dist_ratio",
+    "group",
+    "lower_bound",
+    "pad_ratio",
+    "score",
+    "suggest_caps",
+]

@@ -140,7 +140,7 @@ def _paper(descending: list[int], num_ranks: int) -> list[int]:
         heapq.heapreplace(sums, sums[0] + length)
     limit = max(sums)
     ranks: list[int] = []
-    batches = []  # (sum, rank)
+    batches: list[tuple[int, int]] = []  # (sum, rank)
     while len(batches) < num_ranks and len(ranks) < len(descending):
         first = descending[len(ranks)]
         rest = len(descending) - len(ranks)

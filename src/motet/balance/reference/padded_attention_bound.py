@@ -11,11 +11,12 @@ descending, and let M_k be a length with m_k >= M_k. For any weight r_k >= 0 of 
 - A rank of more items has s' <= (T - q c' M_k^2) / a. That is linear in c', so one end is largest: c0 + 1, or F, the
   most items that fit if all but one are as short as the shortest.
 
-Now let r_1 <= r_2 <= ... . Of two ranks j < k that share out fractions of items u longer than v, with some of u on k and
-some of v on j, exchange them so that j's c + r_j s stays: as (1 + r_j u) / (1 + r_j v) <= (1 + r_k u) / (1 + r_k v), k's
-does not grow. So no k ranks cover more of the longest items than ranks 1 to k filled up to H_1, ..., H_k in this order
-with fractions of items, longest first. If these reach position p, the real ones hold at most the first floor(p) items
-whole, which gives the next M_{k+1}: the length at floor(p). Where d ranks do not reach the end, T is too small.
+Now let r_1 <= r_2 <= ... . Let two ranks j < k hold fractions of items, with some of an item u on k and some of a
+shorter item v on j, and exchange them so that j's c + r_j s stays: as (1 + r_j u) / (1 + r_j v) is at most
+(1 + r_k u) / (1 + r_k v), k's does not grow. So no k ranks cover more of the longest items than ranks 1 to k filled
+up to H_1, ..., H_k in this order with fractions of items, longest first. If these reach position p, the real ones hold
+at most the first floor(p) items whole, which gives the next M_{k+1}: the length at floor(p). Where they do not reach
+the end, T is too small.
 
 The weight r_k = steepness * a / (q M_k^2) grows as M_k falls. Steepness 0 counts items, which is the exact bound of
 padded sizes; 1 is the load itself, with fractions of items; those in between and beyond cut such fractions off.
