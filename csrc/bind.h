@@ -43,5 +43,6 @@ Groups group_by_rank(const std::vector<std::int32_t>& ranks, int num_ranks);
 void bind_phase(nb::module_& m);
 void bind_padded(nb::module_& m);
 void bind_grouping(nb::module_& m);
+void bind_reordering(nb::module_& m);
 
 }  // namespace motet

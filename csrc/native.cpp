@@ -6,4 +6,5 @@ NB_MODULE(_native, m) {
     motet::bind_phase(m);
     motet::bind_padded(m);
     motet::bind_grouping(m);
+    motet::bind_reordering(m);
 }

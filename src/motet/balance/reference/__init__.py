@@ -6,5 +6,16 @@ from motet.balance.reference.joint import joint
 from motet.balance.reference.packed import packed
 from motet.balance.reference.padded import padded, padded_bound
 from motet.balance.reference.padded_attention import padded_attention
+from motet.balance.reference.reordering import order_microbatches, pipeline_makespan
 
-__all__ = ["isf", "joint", "packed", "packed_bound", "padded", "padded_attention", "padded_bound"]
+__all__ = [
+    "isf",
+    "joint",
+    "order_microbatches",
+    "packed",
+    "packed_bound",
+    "padded",
+    "padded_attention",
+    "padded_bound",
+    "pipeline_makespan",
+]
