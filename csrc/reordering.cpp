@@ -109,6 +109,7 @@ Order fill_intervals(const Durations& durations, const Order& ascending) {
 void swap_while_shorter(const Durations& durations, Pipeline& pipeline, Order& order) {
     const auto num_microbatches = static_cast<std::int64_t>(order.size());
     const std::int64_t visits = (num_microbatches + durations.num_stages - 1) * durations.num_stages;
+    if (visits * num_microbatches > kNumVisits) return;
     std::int64_t visits_left = kNumVisits, shortest = pipeline.makespan(order);
     bool improved = true;
     while (improved) {

@@ -103,18 +103,22 @@ def group(
     return Groups(items, offsets, num_full, items[offsets[num_full] : offsets[num_full + num_oversized]])
 
 
-def suggest_caps(vision: ArrayLike, text: ArrayLike) -> GroupCaps:
+def suggest_caps(vision: ArrayLike, text: ArrayLike, *, batch_size: int = 4) -> GroupCaps:
     """Caps and targets from a data set's statistics (OmniBal section 5.2); arguments as of `group`, not empty.
 
     The text cap is the longest text; the vision cap is what goes with so much text on average, but no less than the
     largest sample, which would else be alone. Targets: the vision cap, and 128 tokens below the text cap.
+    batch_size: where the longest text is less than that of so many samples on average, theirs is the cap: data that was
+    cut to a length would else form groups of one sample, which no other fits beside.
     """
+    if batch_size < 1:
+        raise ArgumentError(f"batch_size is {batch_size}; it must be at least 1.")
     vision, text = checked_integers(vision, "vision"), checked_integers(text, "text")
     if len(vision) == 0 or vision.shape != text.shape:
         raise ArgumentError(
             f"vision and text have shapes {vision.shape} and {text.shape}; give samples, as many of both."
         )
-    max_text = int(text.max())
+    max_text = max(int(text.max()), batch_size * int(text.sum()) // len(text))
     with_text = max_text * int(vision.sum()) // max(int(text.sum()), 1)
     max_vision = max(with_text, int(vision.max()))
     return GroupCaps(max_vision, max_text, max_vision, _slack_below(max_text))

@@ -98,7 +98,8 @@ def test_odd_epochs(backend):
 
 
 def test_caps_follow_the_data():
-    assert suggest_caps([1, 2, 0], [1000, 2000, 1000]) == GroupCaps(2, 2000, 2, 1872)
+    assert suggest_caps([1, 2, 0], [1000, 2000, 1000], batch_size=1) == GroupCaps(2, 2000, 2, 1872)
+    assert suggest_caps([1, 2, 0], [1000, 2000, 1000], batch_size=6) == GroupCaps(6, 8000, 6, 7872)
     # 4,096 tokens go with 8 images where there is one for 512 tokens; no sample is oversized.
     assert suggest_caps([1] * 9 + [0], [100] * 9 + [4096]).max_vision == 7
     vision, text = epoch()
@@ -127,6 +128,7 @@ def test_ratios_are_equations_1_and_2():
         (lambda: group([1], [1], 2, 9, seed=-1), "seed is -1"),
         (lambda: group([-1], [1], 2, 9), r"vision\[0\] is -1"),
         (lambda: suggest_caps([], []), "give samples"),
+        (lambda: suggest_caps([1], [1], batch_size=0), "batch_size is 0"),
         (lambda: pad_ratio([1, 2], [0, 1]), "offsets must grow from 0 to 2"),
         (lambda: pad_ratio([1, 2], [0, 0, 2]), "offsets must grow"),
     ],

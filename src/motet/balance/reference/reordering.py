@@ -9,7 +9,7 @@ order with the longest microbatches early, and swaps of two microbatches as long
 2. The first stage waits for the first backward: num_stages - 1 microbatches whose forwards, summed, come closest to it.
 3. Before each further backward: the one whose forward comes closest to the gap that the recursion says is there.
 4. Of this order, the given one, and the smallest first, then the longest to the shortest: the best. Swap two while that
-   helps, up to a fixed number of stage visits.
+   helps, up to a fixed number of stage visits; with too many microbatches for one swap of each, not at all.
 """
 
 from __future__ import annotations
@@ -134,6 +134,8 @@ def _swap(forward: list[list[int]], backward: list[list[int]], order: list[int])
     """Swap two microbatches, in place, wherever that shortens the step, until none does or the visits are used up."""
     visits_left = NUM_VISITS
     visits = (len(order) + len(forward[0]) - 1) * len(forward[0])
+    if visits * len(order) > NUM_VISITS:
+        return
     shortest = _makespan(forward, backward, order)
     improved = True
     while improved:
