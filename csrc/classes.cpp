@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 namespace motet {
 namespace {
@@ -11,14 +12,14 @@ namespace {
 constexpr std::int64_t kLongestCounted = 1 << 18;
 
 void count(Classes& classes, std::int64_t longest) {
-    auto& table = classes.of_length;  // counts first, then classes
+    auto& table = classes.start_of_length;  // counts first
     table.assign(longest + 1, 0);
     for (const auto length : classes.of_items) ++table[length];
     classes.starts.push_back(0);
     for (std::int64_t length = longest; length >= 0; --length) {
         if (table[length] == 0) continue;
-        classes.starts.push_back(classes.starts.back() + table[length]);
-        table[length] = static_cast<std::int32_t>(classes.lengths.size());
+        const std::int32_t start = classes.starts.back();
+        classes.starts.push_back(start + std::exchange(table[length], start));
         classes.lengths.push_back(length);
     }
 }
@@ -56,19 +57,19 @@ GroupedPlacement place(const Classes& classes, const std::vector<std::int32_t>& 
     std::vector<std::int32_t> ranks(num_items);
     std::vector<std::int64_t> items(num_items), offsets(counts.size() + 1, 0);
     std::partial_sum(counts.begin(), counts.end(), offsets.begin() + 1);
-    auto next_place = offsets;
-    auto next_position = classes.starts;
-    const auto place_all = [&](auto class_of) {
+    std::vector<std::int32_t> next_place(offsets.begin(), offsets.end());
+    // Each item takes the next position of its class, and the next place of that position's rank.
+    const auto place_all = [&](std::vector<std::int32_t> next_position, const auto& key_of_item) {
         for (std::size_t item = 0; item < num_items; ++item) {
-            const std::int32_t rank = rank_of_position[next_position[class_of(item)]++];
+            const std::int32_t rank = rank_of_position[next_position[key_of_item[item]]++];
             ranks[item] = rank;
             items[next_place[rank]++] = static_cast<std::int64_t>(item);
         }
     };
     if (classes.of_item.empty()) {
-        place_all([&](std::size_t item) { return classes.of_length[classes.of_items[item]]; });
+        place_all(classes.start_of_length, classes.of_items);
     } else {
-        place_all([&](std::size_t item) { return classes.of_item[item]; });
+        place_all(classes.starts, classes.of_item);
     }
     return {std::move(ranks), std::move(items), std::move(offsets), std::move(loads), bound};
 }

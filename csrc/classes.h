@@ -10,11 +10,11 @@ namespace motet {
 
 // Items have positions: their places in the order by length, longest first, then by item number.
 struct Classes {
-    Weights of_items;                    // the lengths themselves, [num_items]
-    std::vector<std::int64_t> lengths;   // [num_classes], descending
-    std::vector<std::int32_t> starts;    // [num_classes + 1], the first position of each class
-    std::vector<std::int32_t> of_length;  // the class of each length, where lengths are small; else empty
-    std::vector<std::int32_t> of_item;    // the class of each item, where they are not
+    Weights of_items;                           // the lengths themselves, [num_items]
+    std::vector<std::int64_t> lengths;          // [num_classes], descending
+    std::vector<std::int32_t> starts;           // [num_classes + 1], the first position of each class
+    std::vector<std::int32_t> start_of_length;  // the same by length, where lengths are small; else empty
+    std::vector<std::int32_t> of_item;          // the class of each item, where they are not
 };
 
 Classes by_length(Weights lengths);

@@ -94,7 +94,7 @@ Filled search(const Classes& classes, int num_ranks, AttentionCost cost, std::in
         step *= 2;
         best = fill(classes, num_ranks, cost, limit);
     }
-    while (best.largest - failed > std::max<std::int64_t>(low >> 11, 1)) {
+    while (best.largest - failed > std::max<std::int64_t>(low >> 10, 1)) {
         const std::int64_t middle = failed + (best.largest - failed) / 2;
         Filled filled = fill(classes, num_ranks, cost, middle);
         if (filled.largest < 0) {

@@ -35,7 +35,8 @@ struct Fractions {
 
     // False proves that the limit is too small.
     bool reach_end(std::int64_t limit, double steepness) const {
-        const auto& [items, lengths, starts, of_length, of_item] = classes;
+        const auto& lengths = classes.lengths;
+        const auto& starts = classes.starts;
         double position = 0;
         std::size_t place = 0;  // the class of the position
         for (int rank = 0; rank < num_ranks; ++rank) {
@@ -52,7 +53,7 @@ struct Fractions {
             const double within = until - (starts[place] + token_weight * sums[place]);
             position = starts[place] + within / (1 + token_weight * static_cast<double>(lengths[place]));
         }
-        return position >= static_cast<double>(items.size()) * (1 - 1e-9);
+        return position >= static_cast<double>(classes.of_items.size()) * (1 - 1e-9);
     }
 };
 
@@ -68,7 +69,7 @@ std::int64_t padded_attention_bound(const Classes& classes, int num_ranks, Atten
         fractions.sums.push_back(static_cast<double>(sum));
     }
     for (const double steepness : kSteepnesses) {
-        const std::int64_t step = std::max<std::int64_t>(low >> 12, 1);
+        const std::int64_t step = std::max<std::int64_t>(low >> 11, 1);
         if (low + step > high || fractions.reach_end(low + step - 1, steepness)) continue;
         low += step;
         std::int64_t enough = high;

@@ -84,7 +84,7 @@ def _search(classes: Classes, num_ranks: int, linear: int, quadratic: int) -> tu
     while (found := _fill(classes, num_ranks, linear, quadratic, limit)) is None:
         failed, limit, step = limit, limit + step, 2 * step
     takes, high = found
-    while high - failed > max(low >> 11, 1):
+    while high - failed > max(low >> 10, 1):
         middle = failed + (high - failed) // 2
         found = _fill(classes, num_ranks, linear, quadratic, middle)
         if found is None:

@@ -56,7 +56,7 @@ def lower_bound(classes: Classes, num_ranks: int, linear: int, quadratic: int, l
     O(15 (num_classes + num_ranks)).
     """
     for steepness in STEEPNESSES:
-        step = max(low >> 12, 1)
+        step = max(low >> 11, 1)
         if low + step > high or reaches_end(classes, num_ranks, linear, quadratic, low + step - 1, steepness):
             continue
         low, enough = low + step, high
