@@ -40,8 +40,11 @@ struct Groups {
 };
 Groups group_by_rank(const std::vector<std::int32_t>& ranks, int num_ranks);
 
-void bind_phase(nb::module_& m);
+void bind_packed(nb::module_& m);
 void bind_tokens(nb::module_& m);
 void bind_split(nb::module_& m);
+void bind_padded(nb::module_& m);
+void bind_grouping(nb::module_& m);
+void bind_reordering(nb::module_& m);
 
 }  // namespace motet

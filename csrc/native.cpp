@@ -3,7 +3,10 @@
 
 NB_MODULE(_native, m) {
     m.doc() = "Native core of motet.balance: balances items over ranks.";
-    motet::bind_phase(m);
+    motet::bind_packed(m);
     motet::bind_tokens(m);
     motet::bind_split(m);
+    motet::bind_padded(m);
+    motet::bind_grouping(m);
+    motet::bind_reordering(m);
 }

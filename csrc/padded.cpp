@@ -1,67 +1,98 @@
 // The optimum of count times longest; see src/motet/balance/reference/padded.py.
 #include <algorithm>
+#include <array>
 
 #include "balance.h"
+#include "classes.h"
 
 namespace motet {
 namespace {
 
-std::vector<std::int64_t> sorted_lengths(Weights lengths, const std::vector<std::int32_t>& order) {
-    std::vector<std::int64_t> sorted(order.size());
-    for (std::size_t i = 0; i < order.size(); ++i) sorted[i] = lengths[order[i]];
-    return sorted;
+// Limits tried side by side: one walk waits for a division at each rank, eight walks wait for it together.
+constexpr int kNumProbes = 8;
+
+// Rounded down. Floats divide several times faster than 64-bit integers and up to 2^52 as exactly: a quotient that is
+// no integer misses the next one by 1 / divisor or more, twice what rounding adds to it.
+std::int64_t quotient(std::int64_t dividend, std::int64_t divisor) {
+    if (dividend < std::int64_t{1} << 52) return static_cast<std::int64_t>(static_cast<double>(dividend) / divisor);
+    return dividend / divisor;
 }
 
-// How many items the batch that begins at `first` holds under `limit`: its first item is its longest.
-std::size_t batch_size(const std::vector<std::int64_t>& descending, std::size_t first, std::int64_t limit) {
-    const std::size_t rest = descending.size() - first;
-    if (descending[first] == 0) return rest;
-    return std::min(rest, static_cast<std::size_t>(limit / descending[first]));
-}
+// The items' lengths by position. 32 bits a position: half of what the lengths themselves take, and refilled with ranks.
+struct Descending {
+    const std::vector<std::int64_t>& lengths;
+    std::vector<std::int32_t> class_of_position;
 
-bool fits(const std::vector<std::int64_t>& descending, int num_ranks, std::int64_t limit) {
-    std::size_t first = 0;
-    for (int rank = 0; rank < num_ranks && first < descending.size(); ++rank) {
-        first += batch_size(descending, first, limit);
-    }
-    return first == descending.size();
-}
-
-std::int64_t optimum(const std::vector<std::int64_t>& descending, int num_ranks) {
-    if (descending.empty()) return 0;
-    const std::int64_t num_items = static_cast<std::int64_t>(descending.size());
-    std::int64_t low = descending[0];                                            // the longest item alone
-    std::int64_t high = descending[0] * ((num_items + num_ranks - 1) / num_ranks);  // equal counts
-    while (low < high) {
-        const std::int64_t middle = low + (high - low) / 2;
-        if (fits(descending, num_ranks, middle)) {
-            high = middle;
-        } else {
-            low = middle + 1;
+    explicit Descending(const Classes& classes)
+        : lengths(classes.lengths), class_of_position(classes.of_items.size()) {
+        for (std::size_t c = 0; c < lengths.size(); ++c) {
+            std::fill(class_of_position.begin() + classes.starts[c], class_of_position.begin() + classes.starts[c + 1],
+                      static_cast<std::int32_t>(c));
         }
+    }
+
+    std::int64_t size() const { return static_cast<std::int64_t>(class_of_position.size()); }
+    std::int64_t operator[](std::int64_t position) const { return lengths[class_of_position[position]]; }
+
+    // How many items the batch that begins at `first` holds under `limit`: its first item is its longest.
+    std::int64_t batch_size(std::int64_t first, std::int64_t limit) const {
+        const std::int64_t longest = (*this)[first];
+        return longest == 0 ? size() - first : std::min(size() - first, quotient(limit, longest));
+    }
+};
+
+// How many of the limits, ascending, are too small for all items to find a place.
+int num_too_small(const Descending& descending, int num_ranks, const std::array<std::int64_t, kNumProbes>& limits) {
+    std::array<std::int64_t, kNumProbes> first{};
+    for (int rank = 0; rank < num_ranks && first[0] < descending.size(); ++rank) {
+        for (int probe = 0; probe < kNumProbes; ++probe) {
+            if (first[probe] < descending.size()) first[probe] += descending.batch_size(first[probe], limits[probe]);
+        }
+    }
+    const auto is_left = [&](std::int64_t place) { return place < descending.size(); };
+    return static_cast<int>(std::count_if(first.begin(), first.end(), is_left));
+}
+
+std::int64_t optimum(const Classes& classes, const Descending& descending, int num_ranks) {
+    if (descending.size() == 0 || descending[0] == 0) return 0;
+    std::int64_t total = 0;
+    for (std::size_t c = 0; c < classes.lengths.size(); ++c) {
+        total += classes.lengths[c] * (classes.starts[c + 1] - classes.starts[c]);
+    }
+    std::int64_t low = std::max(descending[0], (total - 1) / num_ranks + 1);                 // longest alone, or the mean
+    std::int64_t high = descending[0] * ((descending.size() + num_ranks - 1) / num_ranks);  // equal counts
+    while (low < high) {
+        std::array<std::int64_t, kNumProbes> limits;
+        const std::int64_t step = (high - low) / (kNumProbes + 1) + 1;
+        for (int probe = 0; probe < kNumProbes; ++probe) limits[probe] = std::min(low + probe * step, high - 1);
+        const int too_small = num_too_small(descending, num_ranks, limits);
+        if (too_small < kNumProbes) high = limits[too_small];
+        if (too_small > 0) low = limits[too_small - 1] + 1;
     }
     return high;
 }
 
 }  // namespace
 
-Placement padded(Weights lengths, int num_ranks) {
-    const auto order = heaviest_first(lengths);
-    const auto descending = sorted_lengths(lengths, order);
-    const std::int64_t limit = optimum(descending, num_ranks);
-    Placement placement{std::vector<std::int32_t>(lengths.size()), std::vector<std::int64_t>(num_ranks, 0), limit};
-    std::size_t first = 0;
-    for (int rank = 0; rank < num_ranks && first < order.size(); ++rank) {
-        const std::size_t size = batch_size(descending, first, limit);
-        for (std::size_t i = first; i < first + size; ++i) placement.ranks[order[i]] = rank;
-        placement.loads[rank] = static_cast<std::int64_t>(size) * descending[first];
+GroupedPlacement padded(Weights lengths, int num_ranks) {
+    const auto classes = by_length(lengths);
+    Descending descending(classes);
+    const std::int64_t limit = optimum(classes, descending, num_ranks);
+    std::vector<std::int64_t> counts(num_ranks, 0), loads(num_ranks, 0);
+    std::int64_t first = 0;
+    for (int rank = 0; rank < num_ranks && first < descending.size(); ++rank) {
+        const std::int64_t size = descending.batch_size(first, limit);
+        counts[rank] = size;
+        loads[rank] = size * descending[first];
+        std::fill_n(descending.class_of_position.begin() + first, size, rank);
         first += size;
     }
-    return placement;
+    return place(classes, descending.class_of_position, counts, std::move(loads), limit);
 }
 
 std::int64_t padded_bound(Weights lengths, int num_ranks) {
-    return optimum(sorted_lengths(lengths, heaviest_first(lengths)), num_ranks);
+    const auto classes = by_length(lengths);
+    return optimum(classes, Descending(classes), num_ranks);
 }
 
 }  // namespace motet

@@ -1,20 +1,24 @@
 """Which rank computes which item: every balancing decision of a step, from integer costs alone, the same on all ranks.
 
-assign(lengths, num_ranks, cost)      one phase: packed or padded
+assign(lengths, num_ranks, cost)      one phase: packed, padded, or padded in attention only
 assign_jointly(costs, num_ranks)      all phases at once, whole examples
 distribute_tokens(segments, ranks)    context parallelism: the blocks of a sequence, from who attends to whom
 split(costs, num_ranks, overhead)     items that dominate, cut into fragments
 defer(costs, num_ranks, num_microbatches)  items that dominate, put into a microbatch of their own level
+group(vision, text, ...)              samples into minibatches, a whole epoch at once
+order_microbatches(forward_s, ...)    the order that leaves a pipeline short bubbles
 lower_bound, score                    what no placement undercuts; any placement, with its loads
 ACTIVE_BACKEND                        "native", or "fallback" where the native core is not built
 """
 
 from motet.balance.backend import ACTIVE_BACKEND, Backend
-from motet.balance.costs import Cost, Packed, Padded
+from motet.balance.costs import Cost, Packed, Padded, PaddedAttention
 from motet.balance.deferring import Deferral, defer
 from motet.balance.fragments import Overhead, Split
+from motet.balance.grouping import GroupCaps, Groups, dist_ratio, group, pad_ratio, suggest_caps
 from motet.balance.joint import assign_jointly
 from motet.balance.placement import assign, lower_bound, score
+from motet.balance.reordering import order_microbatches, pipeline_makespan
 from motet.balance.segments import Segments
 from motet.balance.splitting import split
 from motet.balance.tokens import distribute_tokens
@@ -24,16 +28,25 @@ __all__ = [
     "Backend",
     "Cost",
     "Deferral",
+    "GroupCaps",
+    "Groups",
     "Overhead",
     "Packed",
     "Padded",
+    "PaddedAttention",
     "Segments",
     "Split",
     "assign",
     "assign_jointly",
     "defer",
+    "dist_ratio",
     "distribute_tokens",
+    "group",
     "lower_bound",
+    "order_microbatches",
+    "pad_ratio",
+    "pipeline_makespan",
     "score",
     "split",
+    "suggest_caps",
 ]

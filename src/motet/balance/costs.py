@@ -43,17 +43,58 @@ class Packed:
 
 @dataclass(frozen=True)
 class Padded:
-    """Items of a rank are padded to the longest of them: the load is their count times the longest length.
+    """Items of a rank are padded to the longest of them: count * (linear * longest + quadratic * longest^2).
 
-    OrchMLLM equation 1 with padding.
+    OrchMLLM equation 2 with padding. Quantise fitted coefficients before: only their ratio matters.
     """
 
+    linear: int = 1
+    quadratic: int = 0
+
+    def __post_init__(self) -> None:
+        _check_coefficients(self, self.linear, self.quadratic, at_least=0)
+
     def weights(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The lengths themselves. Raises ArgumentError where all of them on one rank would not fit int64."""
-        longest = int(lengths.max(initial=0))
-        if len(lengths) * longest > INT64_MAX:
-            raise ArgumentError(f"{self} of {len(lengths)} items up to {longest} long can exceed 2^63 - 1.")
+        """The cost of each item alone, int64 [num_items]: a longer item costs no less, so the longest sets the price.
+
+        Raises ArgumentError where all items on one rank would not fit int64.
+        """
+        _check_padded(self, self.linear, self.quadratic, lengths)
+        if self.quadratic == 0:
+            return lengths if self.linear == 1 else lengths * self.linear
+        return lengths * (self.linear + self.quadratic * lengths)
+
+
+@dataclass(frozen=True)
+class PaddedAttention:
+    """Only attention pads to the longest item: linear * (sum of lengths) + quadratic * count * longest^2.
+
+    OrchMLLM's ConvTransformer (appendix A, above Algorithm 5). Both coefficients are 1 or more: without the quadratic
+    one this is Packed, without the linear one Padded. Quantise fitted coefficients before: only their ratio matters.
+    """
+
+    linear: int = 1
+    quadratic: int = 1
+
+    def __post_init__(self) -> None:
+        _check_coefficients(self, self.linear, self.quadratic, at_least=1)
+
+    def weights(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The lengths themselves. Raises ArgumentError where all items on one rank would not fit int64."""
+        _check_padded(self, self.linear, self.quadratic, lengths)
         return lengths
 
 
-Cost = Packed | Padded
+def _check_coefficients(cost: Padded | PaddedAttention, linear: int, quadratic: int, at_least: int) -> None:
+    for value in (linear, quadratic):
+        if not isinstance(value, int) or value < at_least:
+            raise ArgumentError(f"{cost}: a coefficient must be an integer of {at_least} or more.")
+
+
+def _check_padded(cost: Padded | PaddedAttention, linear: int, quadratic: int, lengths: NDArray[np.int64]) -> None:
+    longest = int(lengths.max(initial=0))
+    if len(lengths) * (linear * longest + quadratic * longest**2) > INT64_MAX:
+        raise ArgumentError(f"{cost} of {len(lengths)} items up to {longest} long can exceed 2^63 - 1.")
+
+
+Cost = Packed | Padded | PaddedAttention

@@ -1,18 +1,25 @@
 """The balancing algorithms as readable Python, one a file: what the native core must do."""
 
 from motet.balance.reference.bound import packed_bound
+from motet.balance.reference.grouping import isf
 from motet.balance.reference.joint import joint
 from motet.balance.reference.packed import packed
 from motet.balance.reference.padded import padded, padded_bound
+from motet.balance.reference.padded_attention import padded_attention
+from motet.balance.reference.reordering import order_microbatches, pipeline_makespan
 from motet.balance.reference.splitting import pour
 from motet.balance.reference.tokens import block_pairs
 
 __all__ = [
     "block_pairs",
+    "isf",
     "joint",
+    "order_microbatches",
     "packed",
     "packed_bound",
     "padded",
+    "padded_attention",
     "padded_bound",
+    "pipeline_makespan",
     "pour",
 ]

@@ -5,7 +5,8 @@ partition at the final limit is returned, not the one probed last. Walked from t
 from the shortest up: the first item of a batch is then its longest, and the batch's size is one division.
 
 Why this is optimal: under a limit, the batch that holds the longest item can hold limit // longest items; to fill it
-with the next longest leaves the shortest for the others, and for them the same holds.
+with the next longest leaves the shortest for the others, and for them the same holds. All that this needs is that a
+longer item has no smaller size: sizes may have a quadratic term (costs.Padded).
 """
 
 from __future__ import annotations

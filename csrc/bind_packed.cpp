@@ -1,4 +1,4 @@
-// One phase: packed and padded placements and their bounds.
+// One phase without padding: placements and their bounds.
 #include "balance.h"
 #include "bind.h"
 
@@ -38,12 +38,10 @@ Groups group_by_rank(const std::vector<std::int32_t>& ranks, int num_ranks) {
     return groups;
 }
 
-void bind_phase(nb::module_& m) {
+void bind_packed(nb::module_& m) {
     m.def("packed", &assign<packed, bool, std::int64_t>, nb::arg("weights").noconvert(), nb::arg("num_ranks"),
           nb::arg("equal_counts"), nb::arg("num_steps"));
-    m.def("padded", &assign<padded>, nb::arg("lengths").noconvert(), nb::arg("num_ranks"));
     m.def("packed_bound", &lower_bound<packed_bound>, nb::arg("weights").noconvert(), nb::arg("num_ranks"));
-    m.def("padded_bound", &lower_bound<padded_bound>, nb::arg("lengths").noconvert(), nb::arg("num_ranks"));
 }
 
 }  // namespace motet

@@ -1,0 +1,37 @@
+// Items by length: equal lengths make a class, and what is decided about lengths costs nothing per item.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "balance.h"
+
+namespace motet {
+
+// Items have positions: their places in the order by length, longest first, then by item number.
+struct Classes {
+    Weights of_items;                           // the lengths themselves, [num_items]
+    std::vector<std::int64_t> lengths;          // [num_classes], descending
+    std::vector<std::int32_t> starts;           // [num_classes + 1], the first position of each class
+    std::vector<std::int32_t> start_of_length;  // the same by length, where lengths are small; else empty
+    std::vector<std::int32_t> of_item;          // the class of each item, where they are not
+};
+
+Classes by_length(Weights lengths);
+
+struct GroupedPlacement {
+    std::vector<std::int32_t> ranks;           // [num_items]
+    std::vector<std::int64_t> items, offsets;  // [num_items] by rank, in item order; [num_ranks + 1]
+    std::vector<std::int64_t> loads;           // [num_ranks]
+    std::int64_t bound = 0;
+};
+
+// From the rank of each position, and the number of items and the load of each rank.
+GroupedPlacement place(const Classes& classes, const std::vector<std::int32_t>& rank_of_position,
+                       const std::vector<std::int64_t>& counts, std::vector<std::int64_t> loads, std::int64_t bound);
+
+// padded.cpp: minimise the largest count times longest; the bound is the optimum. num_items * longest must fit.
+GroupedPlacement padded(Weights lengths, int num_ranks);
+std::int64_t padded_bound(Weights lengths, int num_ranks);
+
+}  // namespace motet

@@ -1,0 +1,85 @@
+"""Groups of samples of nearly equal vision and text size: OmniBal Algorithm 1, iterative sampling and filtering (ISF).
+
+Corrected: a sample above a cap forms a group alone and is reported; the last group of a pass is a group like any other;
+what no pass accepts ends in leftover groups, so that no sample is lost.
+
+1. Set the samples above a cap aside.
+2. Shuffle the others; cut them into groups, each ended by the first sample that would take it above a cap.
+3. Accept the groups that reach a target, of vision or of text. The samples of the others are left for the next pass.
+4. After the last pass its rejected groups are the leftover.
+
+O(num_samples) a pass.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MASK = 2**64 - 1
+
+GroupsTuple = tuple[NDArray[np.int64], NDArray[np.int64], int, int]
+"""items [num_samples] and offsets [num_groups + 1]: the full groups, the oversized ones, the leftover; the number of
+full groups; the number of oversized ones."""
+
+
+def isf(
+    vision: NDArray[np.int64],
+    text: NDArray[np.int64],
+    max_vision: int,
+    max_text: int,
+    min_vision: int,
+    min_text: int,
+    num_iterations: int,
+    seed: int,
+) -> GroupsTuple:
+    """Group samples of sizes vision, text, int64 [num_samples], under both maxima and, where possible, at a minimum."""
+    is_oversized = (vision > max_vision) | (text > max_text)
+    oversized = [[sample] for sample in np.flatnonzero(is_oversized).tolist()]
+    left: list[int] = np.flatnonzero(~is_oversized).tolist()
+    full: list[list[int]] = []
+    rejected: list[list[int]] = []
+    state = seed
+    for _ in range(num_iterations):
+        state = _shuffle(left, state)
+        rejected = []
+        for group, is_full in _cut(
+            left, vision.tolist(), text.tolist(), (max_vision, max_text), (min_vision, min_text)
+        ):
+            (full if is_full else rejected).append(group)
+        left = [sample for group in rejected for sample in group]
+    groups = full + oversized + rejected
+    items = np.array([sample for group in groups for sample in group], dtype=np.int64)
+    offsets = np.cumsum([0] + [len(group) for group in groups], dtype=np.int64)
+    return items, offsets, len(full), len(oversized)
+
+
+def _cut(
+    samples: list[int], vision: list[int], text: list[int], most: tuple[int, int], enough: tuple[int, int]
+) -> list[tuple[list[int], bool]]:
+    """Groups in order, each as long as both sums stay within `most`, and whether one of them is `enough`."""
+    groups: list[tuple[list[int], bool]] = []
+    group: list[int] = []
+    num_vision = num_text = 0
+    for sample in samples:
+        if num_vision + vision[sample] > most[0] or num_text + text[sample] > most[1]:
+            groups.append((group, num_vision >= enough[0] or num_text >= enough[1]))
+            group, num_vision, num_text = [], 0, 0
+        group.append(sample)
+        num_vision += vision[sample]
+        num_text += text[sample]
+    if group:
+        groups.append((group, num_vision >= enough[0] or num_text >= enough[1]))
+    return groups
+
+
+def _shuffle(samples: list[int], state: int) -> int:
+    """Shuffle in place (Fisher-Yates) with splitmix64 numbers, the same as the native core's; the state after them."""
+    for i in range(len(samples), 1, -1):
+        state = (state + 0x9E3779B97F4A7C15) & _MASK
+        bits = state
+        bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK
+        other = ((bits ^ (bits >> 31)) * i) >> 64
+        samples[i - 1], samples[other] = samples[other], samples[i - 1]
+    return state

@@ -1,0 +1,78 @@
+"""In which order a pipeline computes its microbatches, where they take unevenly long.
+
+Sizes within a microbatch are `assign`'s matter (DistTrain's intra-microbatch reordering is LPT with equal counts); here
+whole microbatches change places, which changes neither loss nor gradients, only how long the first stage waits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from motet.balance.backend import Backend, algorithms
+from motet.balance.checks import checked_integers
+from motet.core.errors import ArgumentError
+
+_NS_PER_S = 1_000_000_000
+
+
+def order_microbatches(
+    forward_s: ArrayLike, backward_s: ArrayLike, num_stages: int, *, backend: Backend = "native"
+) -> NDArray[np.int64]:
+    """The order, a permutation int64 [num_microbatches], that shortens a 1F1B step; never slower than the given one.
+
+    forward_s, backward_s: seconds of each microbatch on each stage, float [num_stages, num_microbatches], or
+    [num_microbatches] where all stages take as long; >= 0. They are rounded to nanoseconds, so that all ranks agree.
+    Raises ArgumentError for num_stages < 1, shapes that differ, values that are negative or not finite, and sums of 292
+    years or more. O(num_microbatches (num_microbatches + num_stages)) and swaps with a bound of their own.
+    MMScale/DistTrain Algorithm 3 with corrections and swaps (see reference/reordering.py).
+    """
+    return np.asarray(algorithms(backend).order_microbatches(*_durations_ns(forward_s, backward_s, num_stages)))
+
+
+def pipeline_makespan(
+    forward_s: ArrayLike,
+    backward_s: ArrayLike,
+    num_stages: int,
+    order: ArrayLike | None = None,
+    *,
+    backend: Backend = "native",
+) -> float:
+    """Seconds from the first forward to the last backward of a 1F1B step, communication aside.
+
+    Arguments and errors as of `order_microbatches`; order: int [num_microbatches], a permutation, or None for as given.
+    O(num_stages * num_microbatches).
+    """
+    forward, backward = _durations_ns(forward_s, backward_s, num_stages)
+    checked = np.arange(len(forward)) if order is None else checked_integers(order, "order")
+    if not np.array_equal(np.sort(checked), np.arange(len(forward))):
+        raise ArgumentError(f"order is {checked.tolist()}; it must be a permutation of 0 .. {len(forward) - 1}.")
+    return int(algorithms(backend).pipeline_makespan(forward, backward, checked)) / _NS_PER_S
+
+
+def _durations_ns(
+    forward_s: ArrayLike, backward_s: ArrayLike, num_stages: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Both as int64 [num_microbatches, num_stages]."""
+    if num_stages < 1:
+        raise ArgumentError(f"num_stages is {num_stages}; it must be at least 1.")
+    forward = _checked_seconds(forward_s, "forward_s", num_stages)
+    backward = _checked_seconds(backward_s, "backward_s", num_stages)
+    if forward.shape != backward.shape:
+        raise ArgumentError(f"backward_s has {len(backward)} microbatches; forward_s has {len(forward)}.")
+    total_ns = _NS_PER_S * (forward.sum() + backward.sum())
+    if total_ns >= 2.0**63:
+        raise ArgumentError(f"forward_s and backward_s add up to {total_ns / _NS_PER_S} s; it must be below 292 years.")
+    return np.rint(forward * _NS_PER_S).astype(np.int64), np.rint(backward * _NS_PER_S).astype(np.int64)
+
+
+def _checked_seconds(seconds: ArrayLike, name: str, num_stages: int) -> NDArray[np.float64]:
+    given = np.asarray(seconds, dtype=np.float64)
+    if given.ndim == 1:
+        given = np.broadcast_to(given, (num_stages, len(given)))
+    if given.ndim != 2 or len(given) != num_stages:
+        raise ArgumentError(f"{name} has shape {given.shape}; it must be [num_microbatches] or [{num_stages}, ...].")
+    wrong = ~(np.isfinite(given) & (given >= 0))
+    if wrong.any():
+        raise ArgumentError(f"{name} holds {given[wrong][0]}; it must hold seconds of 0 or more.")
+    return np.ascontiguousarray(given.T)
