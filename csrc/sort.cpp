@@ -14,7 +14,7 @@ void sort_keys(Weights weights, std::int64_t longest, int weight_bits, SortedIte
     const std::size_t num_items = weights.size();
     const int item_bits = std::bit_width(num_items - 1);
     // No more counters than items, and than the fastest cache holds.
-    const int most_digit_bits = std::clamp(item_bits, 6, 12);
+    const int most_digit_bits = std::clamp(item_bits, 6, 13);
     const int num_digits = std::max(1, (weight_bits + most_digit_bits - 1) / most_digit_bits);
     const int digit_bits = (weight_bits + num_digits - 1) / num_digits;
     const std::size_t num_values = std::size_t{1} << digit_bits;

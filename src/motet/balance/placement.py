@@ -20,7 +20,7 @@ from motet.core.errors import ArgumentError
 
 _DEFAULT_COST = Packed()
 
-STEPS_PER_S = 100_000_000
+STEPS_PER_S = 250_000_000
 """What a second of `time_budget_s` buys: looks at an item that could be swapped."""
 MAX_TIME_BUDGET_S = 1_000_000
 
@@ -43,7 +43,8 @@ def assign(
     items a rank on.
     equal_counts: the numbers of items of two ranks differ by at most one (Packed).
     time_budget_s: how long swaps may go on where the bound is not reached (Packed), on one core at a nominal rate, so
-    that the result depends on the budget alone and not on the machine. A larger one is never worse.
+    that the result depends on the budget alone and not on the machine. A larger one is never worse. None: 0.4 ms and
+    6 us for each rank, which is not spent where the bound is reached before.
     Raises ArgumentError for lengths that are negative or not whole, num_ranks < 1, costs that do not fit int64, a
     negative budget, and options that the cost does not take.
     """
@@ -93,7 +94,6 @@ def lower_bound(lengths: Lengths, num_ranks: int, cost: Cost = _DEFAULT_COST) ->
 
 
 def _num_steps(time_budget_s: float | None, num_ranks: int) -> int:
-    """By default enough for every rank to swap some ten times; where the bound is in reach, most are not spent."""
     if time_budget_s is None:
         return 100_000 + 1_500 * num_ranks
     if not 0 <= time_budget_s <= MAX_TIME_BUDGET_S:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-NUM_MOVABLE = 32
+NUM_MOVABLE = 24
 """So many of a rank's items move, the lightest."""
 NUM_PAIRABLE = 16
 """So many of these form pairs."""
