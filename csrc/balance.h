@@ -33,8 +33,4 @@ std::int64_t packed_bound(Weights weights, int num_ranks);
 void swap_items(Weights descending, std::int64_t bound, bool equal_counts, std::int64_t num_steps,
                 std::vector<std::int32_t>& ranks, std::vector<std::int64_t>& loads);
 
-// padded.cpp: minimise the largest count times longest; the bound is the optimum. num_items * longest must fit.
-Placement padded(Weights lengths, int num_ranks);
-std::int64_t padded_bound(Weights lengths, int num_ranks);
-
 }  // namespace motet
