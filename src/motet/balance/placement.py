@@ -13,21 +13,36 @@ from numpy.typing import ArrayLike, NDArray
 from motet.balance.backend import Backend, algorithms
 from motet.balance.checks import checked_integers, checked_num_ranks, checked_ranks
 from motet.balance.costs import Cost, Packed
+from motet.balance.home import assign_from_home, check_unused
 from motet.core.assignment import Assignment, csr_from_ranks
 
 _DEFAULT_COST = Packed()
 
 
 def assign(
-    lengths: ArrayLike, num_ranks: int, cost: Cost = _DEFAULT_COST, *, backend: Backend = "native"
+    lengths: ArrayLike,
+    num_ranks: int,
+    cost: Cost = _DEFAULT_COST,
+    *,
+    home: ArrayLike | None = None,
+    ranks_per_node: int | None = None,
+    backend: Backend = "native",
 ) -> Assignment:
     """Place items of the given lengths, int [num_items], >= 0, on ranks so that the largest load is small.
 
     Packed: LPT and swaps, at the bound or near it. Padded: the optimum. The items of a rank are in item order.
+
+    home: int [num_items], the rank that holds each item; with it few items leave their node of `ranks_per_node` ranks
+    (None: each rank is a node of its own), and the largest load is at most 0.1 % above that without it. Packed only.
+    The nodes are ranks in their order; the last is smaller if ranks_per_node does not divide num_ranks.
+
     Raises ArgumentError for lengths that are negative or not whole, num_ranks < 1, and costs that do not fit int64.
     """
     weights = cost.weights(checked_integers(lengths, "lengths"))
     num_ranks = checked_num_ranks(num_ranks)
+    if home is not None:
+        return assign_from_home(weights, num_ranks, cost, home, ranks_per_node, backend)
+    check_unused(ranks_per_node=ranks_per_node)
     core = algorithms(backend)
     place = core.packed if isinstance(cost, Packed) else core.padded
     return Assignment(*place(weights, num_ranks))

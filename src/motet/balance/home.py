@@ -1,0 +1,81 @@
+"""Placements that start from where the items are: few leave their node, and most stay even on their rank."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from motet.balance.backend import Backend, algorithms
+from motet.balance.checks import checked_integers, checked_ranks, checked_ranks_per_node
+from motet.balance.costs import INT64_MAX, Cost, Packed
+from motet.core.assignment import Assignment
+from motet.core.errors import ArgumentError
+
+
+def assign_from_home(
+    weights: NDArray[np.int64],
+    num_ranks: int,
+    cost: Cost,
+    home: ArrayLike,
+    ranks_per_node: int | None,
+    backend: Backend = "native",
+) -> Assignment:
+    """`assign` with `home`; weights, int64 [num_items], and num_ranks are checked already.
+
+    Raises ArgumentError for another cost than Packed: the size of a padded batch is the count times the longest, so
+    that batches are made of items of like length from everywhere, and no small exchange mends one.
+    """
+    if not isinstance(cost, Packed):
+        raise ArgumentError(
+            f"home is given with {cost}; it must go with Packed (rename padded batches: place_on_nodes)."
+        )
+    checked = checked_ranks(home, "home", len(weights), num_ranks)
+    size = checked_ranks_per_node(ranks_per_node)
+    return Assignment(*algorithms(backend).packed_home(weights, num_ranks, checked, size))
+
+
+def assign_jointly_from_home(
+    costs: NDArray[np.int64],
+    num_ranks: int,
+    home: ArrayLike,
+    sizes_bytes: ArrayLike | None,
+    ranks_per_node: int | None,
+    backend: Backend = "native",
+) -> Assignment:
+    """`assign_jointly` with `home`; costs, int64 [num_examples, num_phases], and num_ranks are checked already."""
+    checked = checked_ranks(home, "home", len(costs), num_ranks)
+    sizes = checked_integers(np.ones(len(costs)) if sizes_bytes is None else sizes_bytes, "bytes")
+    if sizes.shape != (len(costs),):
+        raise ArgumentError(f"bytes has shape {sizes.shape}; it must be one size for each of {len(costs)} examples.")
+    if sum(costs.max(axis=0, initial=0).tolist()) * len(costs) > INT64_MAX:
+        total = sum(map(sum, costs.tolist()))
+        if total > INT64_MAX:
+            raise ArgumentError(f"costs add up to {total}, past 2^63 - 1.")
+    size = checked_ranks_per_node(ranks_per_node)
+    return Assignment(*algorithms(backend).joint_home(costs, num_ranks, checked, sizes, size))
+
+
+def check_unused(**options: object) -> None:
+    """Raises ArgumentError for an option that would do nothing, because `home` is missing."""
+    for name, value in options.items():
+        if value is not None:
+            raise ArgumentError(f"{name} is given without home; it must go with home, the rank that holds each item.")
+
+
+def crossing(
+    assignment: Assignment, home: ArrayLike, weights: ArrayLike | None = None, ranks_per_node: int | None = None
+) -> float:
+    """The share of `weights` that leaves its node: 0 where nothing moves, 1 where all does.
+
+    home: int [num_items], the rank that holds each item. weights: int [num_items], >= 0, what moves with it: tokens or
+    bytes; None counts items. ranks_per_node: None takes each rank as a node of its own. O(num_items).
+    Raises ArgumentError for ranks out of range and where shapes disagree.
+    """
+    checked = checked_ranks(home, "home", assignment.num_items, assignment.num_ranks)
+    size = checked_ranks_per_node(ranks_per_node)
+    given = np.ones(assignment.num_items) if weights is None else weights
+    moving = checked_integers(given, "weights").astype(np.float64)
+    if moving.shape != checked.shape:
+        raise ArgumentError(f"weights has shape {moving.shape}; it must be one for each of {len(checked)} items.")
+    crossed = moving[assignment.ranks // size != checked // size].sum()
+    return float(crossed / moving.sum()) if moving.any() else 0.0

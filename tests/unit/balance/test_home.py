@@ -1,0 +1,143 @@
+"""Minimal movement: as balanced as without `home`, and hardly anything leaves its node."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from motet.analyze.mixture import Caps
+from motet.balance import Packed, Padded, assign, crossing
+from motet.core.errors import ArgumentError
+from unit.balance.contract import BACKENDS, check_equal, check_structure
+
+COSTS = [Packed(), Packed(linear=5, quadratic=2)]
+lengths_of_a_batch = st.lists(st.integers(0, 30) | st.sampled_from([0, 256, 1024]) | st.integers(0, 2**20), max_size=60)
+
+
+@st.composite
+def held_items(draw):
+    """lengths, num_ranks and home."""
+    lengths = draw(lengths_of_a_batch)
+    num_ranks = draw(st.integers(1, 9))
+    ranks = st.integers(0, num_ranks - 1)
+    home = draw(st.lists(ranks, min_size=len(lengths), max_size=len(lengths)) | ranks.map(lambda r: [r] * len(lengths)))
+    return lengths, num_ranks, home
+
+
+@pytest.mark.parametrize("cost", COSTS, ids=str)
+@given(held=held_items(), ranks_per_node=st.none() | st.integers(1, 10))
+def test_contract_and_equal_backends(cost, held, ranks_per_node):
+    lengths, num_ranks, home = held
+    native, reference = (
+        assign(lengths, num_ranks, cost, home=home, ranks_per_node=ranks_per_node, backend=backend)
+        for backend in BACKENDS
+    )
+    check_structure(native, len(lengths), num_ranks)
+    weights = cost.weights(np.array(lengths, dtype=np.int64))
+    np.testing.assert_array_equal(native.loads, np.bincount(native.ranks, weights, num_ranks).astype(np.int64))
+    check_equal(native, reference)
+    free = assign(lengths, num_ranks, cost)
+    assert native.bound == free.bound
+    assert native.loads.max() <= free.loads.max() + (free.loads.max() >> 10)
+
+
+@given(held=held_items(), ranks_per_node=st.none() | st.integers(1, 10))
+def test_nothing_moves_where_nothing_need(held, ranks_per_node):
+    lengths, num_ranks, _ = held
+    free = assign(lengths, num_ranks)
+    if free.loads.max() <= free.bound:
+        again = assign(lengths, num_ranks, home=free.ranks, ranks_per_node=ranks_per_node)
+        np.testing.assert_array_equal(again.ranks, free.ranks)
+
+
+def in_order(num_items, num_ranks):
+    """The home of items that were dealt out in equal consecutive counts."""
+    return np.repeat(np.arange(num_ranks), num_items // num_ranks)
+
+
+def excess(lengths, home, num_nodes):
+    """What must leave its node at least, as a share of all."""
+    held = np.bincount(home, lengths, num_nodes)
+    return np.maximum(held - held.mean(), 0).sum() / held.sum()
+
+
+@pytest.mark.parametrize("ranks_per_node", [8, None])
+def test_moves_little_more_than_the_excess(mixture, ranks_per_node):
+    num_ranks = 256
+    lengths = mixture.draw(80 * num_ranks, np.random.default_rng(0), Caps())[:, 0]
+    home = in_order(len(lengths), num_ranks)
+    found = assign(lengths, num_ranks, home=home, ranks_per_node=ranks_per_node)
+    assert found.loads.max() <= 1.00002 * found.loads.mean() + 1
+    size = ranks_per_node or 1
+    least = excess(lengths, home // size, num_ranks // size)
+    assert least <= crossing(found, home, lengths, ranks_per_node) <= (1.05 if ranks_per_node else 1.3) * least
+    assert crossing(found, home, lengths) <= 0.1, "most items stay even on their rank"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_true_costs_are_levelled(backend):
+    rng = np.random.default_rng(1)
+    lengths = np.clip(rng.lognormal(7, 1, 24 * 60), 12, 16_000).astype(np.int64)
+    home = in_order(len(lengths), 24)
+    cost = Packed(linear=7000, quadratic=1)
+    found = assign(lengths, 24, cost, home=home, ranks_per_node=8, backend=backend)
+    assert found.imbalance <= 1.00002
+    assert crossing(found, home, lengths, 8) <= 0.04
+
+
+def test_all_items_on_one_rank_are_dealt_out():
+    lengths = np.arange(1, 641)
+    found = assign(lengths, 16, home=np.full(640, 3), ranks_per_node=4)
+    assert found.loads.max() <= found.bound + 1
+    assert crossing(found, np.full(640, 3), lengths, 4) == pytest.approx(0.75, abs=0.01)
+
+
+def test_a_smaller_last_node_gets_its_share():
+    lengths = np.random.default_rng(2).integers(1, 1000, 10 * 60)
+    home = in_order(600, 10)
+    found = assign(lengths, 10, home=home, ranks_per_node=4)
+    assert found.loads.max() <= found.bound + 1
+    assert crossing(found, home, lengths, 4) <= 0.1
+
+
+def test_a_giant_moves_nothing_that_fits_beside_it():
+    lengths = np.array([1000, 3, 4, 5, 6, 7, 8])
+    home = np.array([0, 1, 1, 1, 2, 2, 2])
+    np.testing.assert_array_equal(assign(lengths, 3, home=home).ranks, home)
+
+
+@pytest.mark.parametrize("size", [2**40, 2**54])
+def test_large_lengths(size):
+    lengths = np.random.default_rng(3).integers(0, size, 400)
+    home = np.arange(400) % 8
+    for ranks_per_node in (None, 3):
+        found = assign(lengths, 8, home=home, ranks_per_node=ranks_per_node)
+        check_equal(found, assign(lengths, 8, home=home, ranks_per_node=ranks_per_node, backend="reference"))
+        assert found.imbalance <= 1.00001
+
+
+@pytest.mark.parametrize(
+    ("cost", "options", "sentence"),
+    [
+        (Packed(), {"home": [0]}, r"home has shape \(1,\)"),
+        (Packed(), {"home": [0, 2]}, r"home\[1\] is 2"),
+        (Packed(), {"home": [0, -1]}, r"home\[1\] is -1"),
+        (Packed(), {"home": [0, 0], "ranks_per_node": 0}, "ranks_per_node is 0"),
+        (Packed(), {"ranks_per_node": 8}, "ranks_per_node is given without home"),
+        (Padded(), {"home": [0, 0]}, "home is given with Padded"),
+    ],
+)
+def test_wrong_input(cost, options, sentence):
+    with pytest.raises(ArgumentError, match=sentence):
+        assign([3, 4], 2, cost, **options)
+
+
+def test_crossing():
+    found = assign([4, 4, 4, 4], 4, home=[0, 1, 2, 3])
+    assert crossing(found, [0, 1, 2, 3]) == 0
+    assert crossing(found, [1, 0, 2, 3]) == 0.5
+    assert crossing(found, [1, 0, 2, 3], ranks_per_node=2) == 0
+    assert crossing(found, [3, 0, 2, 3], [1, 7, 0, 0], ranks_per_node=2) == 1 / 8
+    assert crossing(found, [0, 0, 0, 0], [0, 0, 0, 0]) == 0
+    with pytest.raises(ArgumentError, match=r"weights has shape \(3,\)"):
+        crossing(found, [0, 1, 2, 3], [1, 1, 1])
