@@ -47,20 +47,24 @@ std::pair<Held, Held> best_swap(const std::vector<Held>& heavy, const std::vecto
     return best;
 }
 
-bool exchange(Group& heavy, Group& light) {
+bool exchange(Group& heavy, Group& light, std::span<const std::int32_t> turns) {
     const __int128 apart = static_cast<__int128>(heavy.load - heavy.target) - (light.load - light.target);
     const auto room = static_cast<std::int64_t>(std::min<__int128>(apart, INT64_MAX));
     const std::int64_t gap =
         std::max<std::int64_t>(1, std::min(heavy.load - heavy.target, light.target - light.load));
     if (room <= gap) return false;
-    std::vector<Held> given, rest;
-    rest.reserve(heavy.items.size() + 1);
+    std::vector<Held> given, rest = heavy.items;
     std::int64_t left = gap;
-    for (const Held& item : heavy.items) {
-        const bool fits = item.weight > 0 && item.weight <= left;
-        (fits ? given : rest).push_back(item);
-        if (fits) left -= item.weight;
+    if (!turns.empty()) {
+        std::ranges::sort(rest, [&](const Held& a, const Held& b) { return turns[a.number] < turns[b.number]; });
     }
+    for (const Held& item : rest) {
+        if (item.weight == 0 || item.weight > left) continue;
+        given.push_back(item);
+        left -= item.weight;
+    }
+    rest = heavy.items;
+    for (const Held& item : given) take_out(rest, item);
     const auto [give, take] = best_swap(rest, light.items, left, gap - left, room);
     if (give.number >= 0) {
         given.push_back(give);
@@ -84,7 +88,7 @@ bool exchange(Group& heavy, Group& light) {
 
 }  // namespace
 
-void level(std::vector<Group>& groups) {
+void level(std::vector<Group>& groups, std::span<const std::int32_t> turns) {
     std::set<std::pair<std::int64_t, int>> lightest_first;  // (load - limit, group)
     const auto key = [&](int group) { return std::pair{groups[group].load - groups[group].limit, group}; };
     for (int group = 0; group < static_cast<int>(groups.size()); ++group) lightest_first.insert(key(group));
@@ -95,7 +99,7 @@ void level(std::vector<Group>& groups) {
         auto partner = lightest_first.begin();
         for (; partners_left > 0; --partners_left, ++partner) {
             const auto before = *partner;
-            if (!exchange(groups[heavy], groups[before.second])) continue;
+            if (!exchange(groups[heavy], groups[before.second], turns)) continue;
             lightest_first.erase(before);
             lightest_first.erase({over, heavy});
             lightest_first.insert(key(before.second));

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 namespace motet {
@@ -17,9 +18,10 @@ struct Group {
     std::int64_t load = 0, target = 0, limit = 0;
 };
 
-void level(std::vector<Group>& groups);
+// turns: by item number, whose turn to be given is first; empty: the heaviest first.
+void level(std::vector<Group>& groups, std::span<const std::int32_t> turns = {});
 
-// part * share / whole, rounded down, without overflow.
+// whole * part / parts, rounded down, without overflow.
 inline std::int64_t share_of(std::int64_t whole, std::int64_t part, std::int64_t parts) {
     return static_cast<std::int64_t>(static_cast<__int128>(whole) * part / parts);
 }

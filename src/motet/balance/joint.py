@@ -31,6 +31,10 @@ def assign_jointly(
     checked = checked_integers(costs, "costs", 2)
     num_ranks = checked_num_ranks(num_ranks)
     if home is not None:
-        return assign_jointly_from_home(checked, num_ranks, home, bytes, ranks_per_node, backend)
+
+        def anywhere() -> Assignment:
+            return assign_jointly(checked, num_ranks, backend=backend)
+
+        return assign_jointly_from_home(checked, num_ranks, home, bytes, ranks_per_node, anywhere, backend)
     check_unused(bytes=bytes, ranks_per_node=ranks_per_node)
     return Assignment(*algorithms("reference").joint(checked, num_ranks))

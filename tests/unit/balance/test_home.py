@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.analyze.mixture import Caps
-from motet.balance import Packed, Padded, assign, crossing
+from motet.analyze.mixture import MFLOP_PER_LENGTH, Caps
+from motet.balance import Packed, Padded, assign, assign_jointly, crossing
 from motet.core.errors import ArgumentError
 from unit.balance.contract import BACKENDS, check_equal, check_structure
 
@@ -141,3 +141,86 @@ def test_crossing():
     assert crossing(found, [0, 0, 0, 0], [0, 0, 0, 0]) == 0
     with pytest.raises(ArgumentError, match=r"weights has shape \(3,\)"):
         crossing(found, [0, 1, 2, 3], [1, 1, 1])
+
+
+@st.composite
+def held_examples(draw):
+    """costs, num_ranks and home; most examples lack most phases, or none does."""
+    num_phases = draw(st.integers(1, 3))
+    cost = draw(st.sampled_from([st.integers(0, 30), st.just(0) | st.integers(0, 2**40)]))
+    row = st.lists(cost, min_size=num_phases, max_size=num_phases)
+    rows = draw(st.lists(row, max_size=40))
+    num_ranks = draw(st.integers(1, 6))
+    home = draw(st.lists(st.integers(0, num_ranks - 1), min_size=len(rows), max_size=len(rows)))
+    return np.array(rows, dtype=np.int64).reshape(len(rows), num_phases), num_ranks, home
+
+
+def objective(assignment):
+    return assignment.loads.max(axis=0).sum()
+
+
+@given(held=held_examples(), ranks_per_node=st.none() | st.integers(1, 7), with_bytes=st.booleans())
+def test_joint_contract_and_equal_backends(held, ranks_per_node, with_bytes):
+    costs, num_ranks, home = held
+    sizes = np.arange(len(costs))[::-1] % 7 if with_bytes else None
+    native, reference = (
+        assign_jointly(costs, num_ranks, home=home, bytes=sizes, ranks_per_node=ranks_per_node, backend=backend)
+        for backend in BACKENDS
+    )
+    check_structure(native, len(costs), num_ranks)
+    loads = np.zeros((num_ranks, costs.shape[1]), dtype=np.int64)
+    np.add.at(loads, native.ranks, costs)
+    np.testing.assert_array_equal(native.loads, loads)
+    check_equal(native, reference)
+    free = objective(assign_jointly(costs, num_ranks))
+    assert objective(native) <= free + (free >> 6)
+
+
+@pytest.mark.parametrize(("num_ranks", "items_a_rank", "goal"), [(128, 60, 1.001), (64, 60, 1.001), (64, 32, 1.005)])
+def test_joint_moves_little(mixture, num_ranks, items_a_rank, goal):
+    """Bytes: of a token 4, of a patch of 14 x 14 pixels 588, of an audio frame of 10 ms 320."""
+    lengths = mixture.draw(num_ranks * items_a_rank, np.random.default_rng(1), Caps())
+    sizes = lengths @ np.array([4, 588, 320])
+    home = in_order(len(lengths), num_ranks)
+    found = assign_jointly(lengths * np.array(MFLOP_PER_LENGTH), num_ranks, home=home, bytes=sizes, ranks_per_node=8)
+    assert objective(found) <= goal * found.loads.mean(axis=0).sum()
+    assert crossing(found, home, sizes, 8) <= (0.08 if items_a_rank == 60 else 0.15)
+
+
+def test_of_examples_alike_those_with_fewest_bytes_move():
+    costs = np.full((40, 1), 5)
+    home = np.array([0] * 30 + [1] * 10)
+    sizes = np.array([100, 1, 100] * 10 + [50] * 10)
+    found = assign_jointly(costs, 2, home=home, bytes=sizes)
+    np.testing.assert_array_equal(np.flatnonzero(found.ranks != home), np.arange(1, 30, 3))
+
+
+def test_where_levelling_fails_the_batches_of_the_free_placement_are_renamed():
+    costs = np.array([[6, 0], [6, 0], [0, 6], [0, 6]] + [[3, 3]] * 4)[:, [0, 1]]
+    home = np.array([0, 0, 1, 1, 2, 2, 3, 3])
+    found = assign_jointly(costs, 4, home=home, ranks_per_node=2)
+    free = assign_jointly(costs, 4)
+    assert objective(found) <= objective(free) * (1 + 2**-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"home": [0]}, r"home has shape \(1,\)"),
+        ({"home": [0, 2]}, r"home\[1\] is 2"),
+        ({"home": [0, 1], "bytes": [1]}, r"bytes has shape \(1,\)"),
+        ({"home": [0, 1], "bytes": [1, -1]}, r"bytes\[1\] is -1"),
+        ({"home": [0, 1], "bytes": [2**62, 2**62]}, "bytes add up to 9223372036854775808"),
+        ({"home": [0, 1], "ranks_per_node": -1}, "ranks_per_node is -1"),
+        ({"bytes": [1, 1]}, "bytes is given without home"),
+        ({"ranks_per_node": 8}, "ranks_per_node is given without home"),
+    ],
+)
+def test_wrong_joint_input(options, sentence):
+    with pytest.raises(ArgumentError, match=sentence):
+        assign_jointly([[3, 4], [5, 6]], 2, **options)
+
+
+def test_joint_costs_that_do_not_fit():
+    with pytest.raises(ArgumentError, match="costs add up to 9223372036854775808"):
+        assign_jointly([[2**62, 0], [0, 2**62]], 2, home=[0, 1])

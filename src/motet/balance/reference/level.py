@@ -30,9 +30,10 @@ class Group:
     limit: int
 
 
-def level(groups: list[Group]) -> None:
+def level(groups: list[Group], turns: list[int] | None = None) -> None:
     """Exchange items until no group is over its limit or no exchange helps; the targets add up to the loads.
 
+    turns: by item number, whose turn to be given is first; None: the heaviest first.
     At most 100 + 20 num_groups exchanges of O(items of the two groups) with up to `MAX_PARTNERS` groups each.
     """
     for _ in range(100 + 20 * len(groups)):
@@ -40,17 +41,18 @@ def level(groups: list[Group]) -> None:
         heavy = lightest_first[-1]
         if heavy.load <= heavy.limit:
             return
-        if not any(_exchange(heavy, light) for light in lightest_first[:-1][:MAX_PARTNERS]):
+        if not any(_exchange(heavy, light, turns) for light in lightest_first[:-1][:MAX_PARTNERS]):
             return
 
 
-def _exchange(heavy: Group, light: Group) -> bool:
+def _exchange(heavy: Group, light: Group, turns: list[int] | None) -> bool:
     """Close the smaller of the two gaps, as nearly as the items allow; False where no exchange brings them closer."""
     room = (heavy.load - heavy.target) - (light.load - light.target)
     gap = max(1, min(heavy.load - heavy.target, light.target - light.load))
     if room <= gap:
         return False
-    given, rest, left = _heaviest_within(heavy.items, gap)
+    given, left = _whole_items(heavy.items if turns is None else sorted(heavy.items, key=lambda i: turns[i[1]]), gap)
+    rest = [item for item in heavy.items if item not in given]
     give, take = _best_swap(rest, light.items, left, gap - left, room)
     given += [give] if give != NOTHING else []
     if not given:
@@ -67,17 +69,14 @@ def _exchange(heavy: Group, light: Group) -> bool:
     return True
 
 
-def _heaviest_within(items: list[Item], gap: int) -> tuple[list[Item], list[Item], int]:
-    """Whole items, heaviest first, as long as they fit into the gap; the other items; what is left of the gap."""
+def _whole_items(items: list[Item], gap: int) -> tuple[list[Item], int]:
+    """Items in their turn, as long as they fit into the gap, and what is left of it."""
     given: list[Item] = []
-    rest: list[Item] = []
     for item in items:
         if 0 < -item[0] <= gap:
             given.append(item)
             gap += item[0]
-        else:
-            rest.append(item)
-    return given, rest, gap
+    return given, gap
 
 
 def _best_swap(heavy: list[Item], light: list[Item], left: int, moved: int, room: int) -> tuple[Item, Item]:
