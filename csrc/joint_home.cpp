@@ -61,7 +61,7 @@ public:
             std::vector<Group> groups(num_groups);
             for (int group = 0; group < num_groups; ++group) {
                 const int first = firsts[group], last = firsts[group + 1];
-                const __int128 limit = static_cast<__int128>(last - first) * (bound[phase] + (bound[phase] >> bits));
+                const __int128 most = bound[phase], limit = (last - first) * (most + (most >> bits));
                 groups[group].load = loads_of(group)[phase];
                 groups[group].target = share_of(totals[phase], last, firsts.back()) -
                                        share_of(totals[phase], first, firsts.back());

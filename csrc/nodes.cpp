@@ -16,7 +16,6 @@ namespace {
 
 constexpr int kVolumeBits = 26;
 constexpr int kMaxSwaps = 1000;
-constexpr int kSwapsSettled = 3;
 
 struct Entry {
     std::int32_t other;  // a batch, or a source
@@ -81,17 +80,24 @@ private:
         }
     }
     void group_by_batch() {
-        for (int source = 0; source < num_ranks; ++source) {
-            for (const Entry& entry : of_source[source]) ++start_[place_of(entry.other, node_of(source)) + 1];
+        std::vector<std::int32_t> next(num_ranks + 1, 0);
+        for (const auto& held : of_source) {
+            for (const Entry& entry : held) ++next[entry.other + 1];
         }
-        std::partial_sum(start_.begin(), start_.end(), start_.begin());
-        of_batch_.resize(start_.back());
-        auto next = start_;
+        std::partial_sum(next.begin(), next.end(), next.begin());
+        of_batch_.resize(next.back());
         for (int source = 0; source < num_ranks; ++source) {
-            for (const Entry& entry : of_source[source]) {
-                of_batch_[next[place_of(entry.other, node_of(source))]++] = {source, entry.volume};
+            for (const Entry& entry : of_source[source]) of_batch_[next[entry.other]++] = {source, entry.volume};
+        }
+        std::int32_t place = 0;  // next[batch] is by now the end of the batch
+        for (int batch = 0; batch < num_ranks; ++batch) {
+            for (int node = 0; node < num_nodes; ++node) {
+                start_[place_of(batch, node)] = place;
+                const int end = (node + 1) * ranks_per_node;
+                while (place < next[batch] && of_batch_[place].other < end) ++place;
             }
         }
+        start_.back() = place;
     }
     std::vector<Entry> of_batch_;      // by batch, then by source
     std::vector<std::int32_t> start_;  // where the sources of a node begin in of_batch_, by batch, then by node
@@ -140,18 +146,18 @@ public:
     }
 
     void swap_batches() {
-        const int num_steps = std::min(kMaxSwaps, 100 + 10 * volumes_.num_ranks);
+        const int num_steps = std::min(kMaxSwaps, 100 + 40 * volumes_.num_ranks);
         auto best = node_of_;
-        lower_threshold();
+        auto least = lower_threshold();
         for (int step = 1; step <= num_steps; ++step) {
             const int source = heaviest();
             const Swap swap = best_swap(source, step);
             if (swap.out < 0) continue;
             apply(swap);
-            settled_until_[swap.out] = settled_until_[swap.in] = step + kSwapsSettled;
-            if (sent_[heaviest()] >= most_) continue;
+            settled_until_[swap.out] = settled_until_[swap.in] = step + 2 + step % 4;
+            if (std::pair{sent_[heaviest()], total_} >= least) continue;
             best = node_of_;
-            lower_threshold();
+            least = lower_threshold();
         }
         node_of_ = best;
     }
@@ -167,14 +173,20 @@ public:
 private:
     bool is_full(int node) const { return static_cast<int>(batches_[node].size()) == volumes_.size_of(node); }
     int heaviest() const { return static_cast<int>(std::ranges::max_element(sent_) - sent_.begin()); }
+    void send(int batch, int node, int sign) {
+        for (const Entry& entry : volumes_.in_node(batch, node)) {
+            sent_[entry.other] += sign * entry.volume;
+            total_ += sign * entry.volume;
+        }
+    }
     void put(int batch, int node) {
         node_of_[batch] = node;
         batches_[node].push_back(batch);
-        for (const Entry& entry : volumes_.in_node(batch, node)) sent_[entry.other] -= entry.volume;
+        send(batch, node, -1);
     }
     void take(int batch) {
         std::erase(batches_[node_of_[batch]], batch);
-        for (const Entry& entry : volumes_.in_node(batch, node_of_[batch])) sent_[entry.other] += entry.volume;
+        send(batch, node_of_[batch], 1);
     }
     void apply(const Swap& swap) {
         const int node = node_of_[swap.out], other = node_of_[swap.in];
@@ -185,10 +197,11 @@ private:
         excess_[node] = excess_of(node);
         excess_[other] = excess_of(other);
     }
-    void lower_threshold() {
-        most_ = sent_[heaviest()];
-        threshold_ = most_ - (most_ >> 8);
+    std::pair<std::int64_t, std::int64_t> lower_threshold() {
+        const std::int64_t most = sent_[heaviest()];
+        threshold_ = most - (most >> 7);
         for (int node = 0; node < volumes_.num_nodes; ++node) excess_[node] = excess_of(node);
+        return {most, total_};
     }
     std::int64_t square(std::int64_t sent) const {
         const std::int64_t over = std::max<std::int64_t>(0, sent - threshold_);
@@ -207,16 +220,13 @@ private:
         }
         return change;
     }
-    void add(int batch, int node, int sign) {
-        for (const Entry& entry : volumes_.in_node(batch, node)) sent_[entry.other] += sign * entry.volume;
-    }
     Swap best_swap(int source, int step) {
         const int node = volumes_.node_of(source);
         Swap best;
         for (const int out : batches_[node]) {
             if (settled_until_[out] >= step) continue;
             const std::int64_t before = change(out, node, 1), sent = sent_[source];
-            add(out, node, 1);
+            send(out, node, 1);
             for (const Entry& held : volumes_.of_source[source]) {
                 if (held.volume <= sent_[source] - sent) break;
                 const int in = held.other, other = node_of_[in];
@@ -224,12 +234,12 @@ private:
                 std::int64_t all = before + change(in, node, -1);
                 if (all - excess_[other] > best.change) continue;
                 all += change(in, other, 1);
-                add(in, other, 1);
+                send(in, other, 1);
                 all += change(out, other, -1);
-                add(in, other, -1);
+                send(in, other, -1);
                 if (std::tie(all, out, in) < std::tie(best.change, best.out, best.in)) best = {all, out, in};
             }
-            add(out, node, -1);
+            send(out, node, -1);
         }
         return best;
     }
@@ -240,7 +250,8 @@ private:
     std::vector<std::int64_t> sent_;         // by each source
     std::vector<int> settled_until_;         // of each batch, the last step in which it stays
     std::vector<std::int64_t> excess_;       // of each node
-    std::int64_t most_ = 0, threshold_ = 0;
+    std::int64_t total_ = 0;                 // sent by all, less what was held in the beginning
+    std::int64_t threshold_ = 0;
 };
 
 }  // namespace

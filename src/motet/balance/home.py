@@ -32,7 +32,7 @@ def assign_from_home(
             f"home is given with {cost}; it must go with Packed (rename padded batches: place_on_nodes)."
         )
     checked = checked_ranks(home, "home", len(weights), num_ranks)
-    size = checked_ranks_per_node(ranks_per_node)
+    size = checked_ranks_per_node(ranks_per_node, num_ranks)
     return Assignment(*algorithms(backend).packed_home(weights, num_ranks, checked, size))
 
 
@@ -56,7 +56,7 @@ def assign_jointly_from_home(
         raise ArgumentError(f"bytes has shape {sizes.shape}; it must be one size for each of {len(costs)} examples.")
     _check_sum(costs, "costs")
     _check_sum(sizes, "bytes")
-    size = checked_ranks_per_node(ranks_per_node)
+    size = checked_ranks_per_node(ranks_per_node, num_ranks)
     found = Assignment(*algorithms(backend).joint_home(costs, num_ranks, checked, sizes, size))
     if _objective(found) <= _with_slack(int(np.sum(found.bound))):
         return found
@@ -111,7 +111,7 @@ def crossing(
     Raises ArgumentError for ranks out of range and where shapes disagree.
     """
     checked = checked_ranks(home, "home", assignment.num_items, assignment.num_ranks)
-    size = checked_ranks_per_node(ranks_per_node)
+    size = checked_ranks_per_node(ranks_per_node, assignment.num_ranks)
     given = np.ones(assignment.num_items) if weights is None else weights
     moving = checked_integers(given, "weights").astype(np.float64)
     if moving.shape != checked.shape:

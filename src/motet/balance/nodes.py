@@ -24,8 +24,9 @@ def place_on_nodes(
 
     exact: the smallest maximum there is, by integer programming (HiGHS), for small jobs and as a measure: seconds at
     128 ranks if it is lucky, hours if not. Without it the result is, at 128 ranks and 60 items a rank, within 1 % of
-    that. O(num_ranks^2) and at most 1000 swaps. Raises ArgumentError for another shape, for negative or fractional
-    volumes and where what a source holds does not fit int64. OrchMLLM Algorithm 3, corrected (reference/nodes.py).
+    the best known. O(num_ranks^2) and at most 1000 swaps. Raises ArgumentError for another shape, for negative or
+    fractional volumes and where what a source holds does not fit int64. OrchMLLM Algorithm 3, corrected
+    (reference/nodes.py).
     """
     checked = checked_integers(volume, "volume", 2)
     num_ranks = len(checked)
@@ -38,7 +39,7 @@ def place_on_nodes(
         most = max(sum(row) for row in checked.tolist())
         if most > INT64_MAX:
             raise ArgumentError(f"volume adds up to {most} for a source, past 2^63 - 1.")
-    size = checked_ranks_per_node(ranks_per_node)
+    size = checked_ranks_per_node(ranks_per_node, num_ranks)
     if exact:
         return exactly_on_nodes(checked, size)
     ranks: NDArray[np.int64] = algorithms(backend).place_on_nodes(checked, size)

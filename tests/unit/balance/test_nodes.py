@@ -69,6 +69,13 @@ def test_near_the_optimum(num_ranks, ranks_per_node):
     assert max(ratios) <= 1.01
 
 
+@pytest.mark.parametrize(("seed", "best"), [(0, 107969), (1, 100661), (2, 103375), (3, 99095), (4, 101374)])
+def test_within_one_percent_at_128_ranks(seed, best):
+    """HiGHS proves the first; of the others these are the best known, below what it finds in 150 s."""
+    volume = balanced_volume(128, 60, seed)
+    assert most_sent(volume, place_on_nodes(volume, 8), 8) <= 1.01 * best
+
+
 def test_a_node_of_all_ranks_sends_nothing():
     volume = balanced_volume(8, 4, 0)
     assert most_sent(volume, place_on_nodes(volume, 8), 8) == 0

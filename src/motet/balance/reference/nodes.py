@@ -8,8 +8,9 @@ milliseconds:
 1. Taking turns: the source that sends most takes the batch of which it holds most to its node.
 2. Swaps: the batches of the source that sends most are tried against those it holds more of. The best swap, not
    seldom one for the worse, is the one with the smallest sum over sources of the square of what they send above a
-   threshold, a little below the best maximum so far; a swapped batch then stays for three swaps (a tabu search). The
-   best state is kept.
+   threshold, a little below the best maximum so far; a swapped batch then stays for two to five swaps (a tabu
+   search, with stays of several lengths, so that it does not run in a circle). The result is the state with the
+   smallest maximum, of several the one in which all sources together send least.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ VOLUME_BITS = 26
 """Volumes are cut to so many bits a source: squares of them add up within 64."""
 
 MAX_SWAPS = 1000
-SWAPS_SETTLED = 3
 
 
 def place_on_nodes(volume: NDArray[np.int64], ranks_per_node: int) -> NDArray[np.int64]:
@@ -127,9 +127,9 @@ class _Renaming:
 
     def swap_batches(self) -> None:
         best = list(self.node_of)
-        most = self._lower_threshold()
+        least = self._lower_threshold()
         settled_until = [0] * self.num_ranks
-        for step in range(1, min(MAX_SWAPS, 100 + 10 * self.num_ranks) + 1):
+        for step in range(1, min(MAX_SWAPS, 100 + 40 * self.num_ranks) + 1):
             free = [batch for batch in range(self.num_ranks) if settled_until[batch] < step]
             swap = self._best_swap(self.sent.index(max(self.sent)), free)
             if swap is None:
@@ -138,12 +138,12 @@ class _Renaming:
             node, other = self.node_of[gone], self.node_of[come]
             for batch in swap:
                 self._take(batch)
-                settled_until[batch] = step + SWAPS_SETTLED
+                settled_until[batch] = step + 2 + step % 4
             self._put(come, node)
             self._put(gone, other)
-            if max(self.sent) < most:
+            if (max(self.sent), sum(self.sent)) < least:
                 best = list(self.node_of)
-                most = self._lower_threshold()
+                least = self._lower_threshold()
         self.node_of = best
 
     def _best_swap(self, source: int, free: list[int]) -> tuple[int, int] | None:
@@ -168,10 +168,11 @@ class _Renaming:
                 change += max(0, after - self.threshold) ** 2 - max(0, sent - self.threshold) ** 2
         return change
 
-    def _lower_threshold(self) -> int:
-        most = max(self.sent, default=0)
-        self.threshold = most - (most >> 8)
-        return most
+    def _lower_threshold(self) -> tuple[int, int]:
+        """Returns what the source that sends most sends, and what all send."""
+        most = max(self.sent)
+        self.threshold = most - (most >> 7)
+        return most, sum(self.sent)
 
     def _put(self, batch: int, node: int) -> None:
         self.node_of[batch] = node
