@@ -104,8 +104,8 @@ private:
         for (int phase = 0; phase < num_phases_; ++phase) loads[phase] += sign * cost(example, phase);
     }
     static int furthest_below(const std::vector<Group>& groups) {
-        const auto least = std::ranges::min_element(groups, {}, [](const Group& group) { return group.load - group.target; });
-        return static_cast<int>(least - groups.begin());
+        const auto room = [](const Group& group) { return group.load - group.target; };
+        return static_cast<int>(std::ranges::min_element(groups, {}, room) - groups.begin());
     }
 
     std::span<const std::int64_t> costs_;

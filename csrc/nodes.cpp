@@ -14,7 +14,7 @@
 namespace motet {
 namespace {
 
-constexpr int kVolumeBits = 26;
+constexpr int kVolumeBits = 24;  // squares of the volumes of 2^15 sources add up within 64 bits
 constexpr int kMaxSwaps = 1000;
 
 struct Entry {
@@ -73,7 +73,8 @@ private:
             for (const Entry& entry : held) sum += entry.volume;
             most = std::max(most, sum);
         }
-        const int shift = std::max(0, static_cast<int>(std::bit_width(static_cast<std::uint64_t>(most))) - kVolumeBits);
+        const int num_bits = static_cast<int>(std::bit_width(static_cast<std::uint64_t>(most)));
+        const int shift = std::max(0, num_bits - kVolumeBits);
         for (auto& held : of_source) {
             for (Entry& entry : held) entry.volume >>= shift;
             std::erase_if(held, [](const Entry& entry) { return entry.volume == 0; });
@@ -173,6 +174,7 @@ public:
 private:
     bool is_full(int node) const { return static_cast<int>(batches_[node].size()) == volumes_.size_of(node); }
     int heaviest() const { return static_cast<int>(std::ranges::max_element(sent_) - sent_.begin()); }
+    // What the sources of a node send more, or less, without, or with, the batch there.
     void send(int batch, int node, int sign) {
         for (const Entry& entry : volumes_.in_node(batch, node)) {
             sent_[entry.other] += sign * entry.volume;
@@ -212,7 +214,7 @@ private:
         return std::transform_reduce(first, first + volumes_.size_of(node), std::int64_t{0}, std::plus<>(),
                                      [&](std::int64_t sent) { return square(sent); });
     }
-    // How the excess of the batch's holders on `node` changes if it is put there, or taken away.
+    // The same as a change of the sum of squares.
     std::int64_t change(int batch, int node, int sign) const {
         std::int64_t change = 0;
         for (const Entry& entry : volumes_.in_node(batch, node)) {
@@ -220,6 +222,7 @@ private:
         }
         return change;
     }
+    // A batch of the source's node, and one to come instead, of which the source holds more.
     Swap best_swap(int source, int step) {
         const int node = volumes_.node_of(source);
         Swap best;
@@ -232,7 +235,7 @@ private:
                 const int in = held.other, other = node_of_[in];
                 if (other == node || settled_until_[in] >= step) continue;
                 std::int64_t all = before + change(in, node, -1);
-                if (all - excess_[other] > best.change) continue;
+                if (all - excess_[other] > best.change) continue;  // even if the other node lost all its excess
                 all += change(in, other, 1);
                 send(in, other, 1);
                 all += change(out, other, -1);

@@ -20,8 +20,8 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
-VOLUME_BITS = 26
-"""Volumes are cut to so many bits a source: squares of them add up within 64."""
+VOLUME_BITS = 24
+"""What a source holds in all is cut to so many bits, so that squares add up within 64 in the native core."""
 
 MAX_SWAPS = 1000
 
