@@ -53,7 +53,7 @@ public:
 private:
     std::size_t place_of(int batch, int node) const { return static_cast<std::size_t>(batch) * num_nodes + node; }
     std::vector<Entry> without_zeros(const std::int64_t* row) const {
-        constexpr int kStride = 16;  // of thousands of ranks, most hold nothing of a batch: many zeros in one comparison
+        constexpr int kStride = 16;  // most of thousands of ranks hold nothing of a batch: many zeros at once
         std::vector<Entry> held;
         for (int first = 0; first < num_ranks; first += kStride) {
             const int last = std::min(first + kStride, num_ranks);

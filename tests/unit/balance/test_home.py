@@ -192,7 +192,7 @@ def test_joint_contract_and_equal_backends(held, ranks_per_node, with_bytes):
     assert objective(native) <= free + (free >> 6)
 
 
-@pytest.mark.parametrize(("num_ranks", "items_a_rank", "goal"), [(128, 60, 1.001), (64, 60, 1.001), (64, 32, 1.005)])
+@pytest.mark.parametrize(("num_ranks", "items_a_rank", "goal"), [(128, 60, 1.001), (64, 60, 1.001), (64, 32, 1.01)])
 def test_joint_moves_little(mixture, num_ranks, items_a_rank, goal):
     """Bytes: of a token 4, of a patch of 14 x 14 pixels 588, of an audio frame of 10 ms 320."""
     lengths = mixture.draw(num_ranks * items_a_rank, np.random.default_rng(1), Caps())
