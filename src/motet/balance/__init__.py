@@ -16,7 +16,9 @@ from motet.balance.costs import Cost, Packed, Padded, PaddedAttention
 from motet.balance.deferring import Deferral, defer
 from motet.balance.fragments import Overhead, Split
 from motet.balance.grouping import GroupCaps, Groups, dist_ratio, group, pad_ratio, suggest_caps
+from motet.balance.home import crossing
 from motet.balance.joint import assign_jointly
+from motet.balance.nodes import place_on_nodes
 from motet.balance.placement import assign, lower_bound, score
 from motet.balance.reordering import order_microbatches, pipeline_makespan
 from motet.balance.segments import Segments
@@ -38,6 +40,7 @@ __all__ = [
     "Split",
     "assign",
     "assign_jointly",
+    "crossing",
     "defer",
     "dist_ratio",
     "distribute_tokens",
@@ -46,6 +49,7 @@ __all__ = [
     "order_microbatches",
     "pad_ratio",
     "pipeline_makespan",
+    "place_on_nodes",
     "score",
     "split",
     "suggest_caps",

@@ -18,6 +18,15 @@ def checked_num_ranks(num_ranks: int) -> int:
     return int(num_ranks)
 
 
+def checked_ranks_per_node(ranks_per_node: int | None, num_ranks: int) -> int:
+    """At most num_ranks; None takes each rank as a node of its own. Raises ArgumentError for fewer than one rank."""
+    if ranks_per_node is None:
+        return 1
+    if ranks_per_node < 1:
+        raise ArgumentError(f"ranks_per_node is {ranks_per_node}; it must be at least 1.")
+    return min(int(ranks_per_node), num_ranks)
+
+
 def checked_integers(values: ArrayLike, name: str, num_axes: int = 1) -> NDArray[np.int64]:
     """`values` as C-contiguous int64 with `num_axes` axes, all >= 0.
 

@@ -2,7 +2,10 @@
 
 from motet.balance.reference.bound import packed_bound
 from motet.balance.reference.grouping import isf
+from motet.balance.reference.home import packed_home
 from motet.balance.reference.joint import joint
+from motet.balance.reference.joint_home import joint_home
+from motet.balance.reference.nodes import place_on_nodes
 from motet.balance.reference.packed import packed
 from motet.balance.reference.padded import padded, padded_bound
 from motet.balance.reference.padded_attention import padded_attention
@@ -14,12 +17,15 @@ __all__ = [
     "block_pairs",
     "isf",
     "joint",
+    "joint_home",
     "order_microbatches",
     "packed",
     "packed_bound",
+    "packed_home",
     "padded",
     "padded_attention",
     "padded_bound",
     "pipeline_makespan",
+    "place_on_nodes",
     "pour",
 ]

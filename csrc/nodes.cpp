@@ -1,0 +1,270 @@
+// Node-wise renaming; see src/motet/balance/reference/nodes.py.
+#include "nodes.h"
+
+#include <algorithm>
+#include <bit>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <queue>
+#include <span>
+#include <tuple>
+#include <utility>
+
+namespace motet {
+namespace {
+
+constexpr int kVolumeBits = 24;  // squares of the volumes of 2^15 sources add up within 64 bits
+constexpr int kMaxSwaps = 1000;
+
+struct Entry {
+    std::int32_t other;  // a batch, or a source
+    std::int64_t volume;
+};
+
+// What is held, without the zeros.
+class Volumes {
+public:
+    const int num_ranks, ranks_per_node, num_nodes;
+    std::vector<std::vector<Entry>> of_source;  // most first, then by batch
+
+    Volumes(const std::int64_t* volume, int num_ranks, int ranks_per_node)
+        : num_ranks(num_ranks), ranks_per_node(ranks_per_node),
+          num_nodes((num_ranks + ranks_per_node - 1) / ranks_per_node), of_source(num_ranks),
+          start_(static_cast<std::size_t>(num_ranks) * num_nodes + 1, 0) {
+        for (auto& held : of_source) {
+            held = without_zeros(volume);
+            volume += num_ranks;
+        }
+        cut();
+        group_by_batch();
+        for (auto& held : of_source) {
+            std::ranges::stable_sort(held, [](const Entry& a, const Entry& b) { return a.volume > b.volume; });
+        }
+    }
+    int node_of(int source) const { return source / ranks_per_node; }
+    int size_of(int node) const { return std::min(ranks_per_node, num_ranks - node * ranks_per_node); }
+    // What the sources of a node hold of a batch.
+    std::span<const Entry> in_node(int batch, int node) const {
+        const auto* start = &start_[place_of(batch, node)];
+        return {of_batch_.data() + start[0], of_batch_.data() + start[1]};
+    }
+
+private:
+    std::size_t place_of(int batch, int node) const { return static_cast<std::size_t>(batch) * num_nodes + node; }
+    std::vector<Entry> without_zeros(const std::int64_t* row) const {
+        constexpr int kStride = 16;  // most of thousands of ranks hold nothing of a batch: many zeros at once
+        std::vector<Entry> held;
+        for (int first = 0; first < num_ranks; first += kStride) {
+            const int last = std::min(first + kStride, num_ranks);
+            std::int64_t any = 0;
+            for (int batch = first; batch < last; ++batch) any |= row[batch];
+            if (any == 0) continue;
+            for (int batch = first; batch < last; ++batch) {
+                if (row[batch] != 0) held.push_back({batch, row[batch]});
+            }
+        }
+        return held;
+    }
+    void cut() {
+        std::int64_t most = 0;
+        for (const auto& held : of_source) {
+            std::int64_t sum = 0;
+            for (const Entry& entry : held) sum += entry.volume;
+            most = std::max(most, sum);
+        }
+        const int num_bits = static_cast<int>(std::bit_width(static_cast<std::uint64_t>(most)));
+        const int shift = std::max(0, num_bits - kVolumeBits);
+        for (auto& held : of_source) {
+            for (Entry& entry : held) entry.volume >>= shift;
+            std::erase_if(held, [](const Entry& entry) { return entry.volume == 0; });
+        }
+    }
+    void group_by_batch() {
+        std::vector<std::int32_t> next(num_ranks + 1, 0);
+        for (const auto& held : of_source) {
+            for (const Entry& entry : held) ++next[entry.other + 1];
+        }
+        std::partial_sum(next.begin(), next.end(), next.begin());
+        of_batch_.resize(next.back());
+        for (int source = 0; source < num_ranks; ++source) {
+            for (const Entry& entry : of_source[source]) of_batch_[next[entry.other]++] = {source, entry.volume};
+        }
+        std::int32_t place = 0;  // next[batch] is by now the end of the batch
+        for (int batch = 0; batch < num_ranks; ++batch) {
+            for (int node = 0; node < num_nodes; ++node) {
+                start_[place_of(batch, node)] = place;
+                const int end = (node + 1) * ranks_per_node;
+                while (place < next[batch] && of_batch_[place].other < end) ++place;
+            }
+        }
+        start_.back() = place;
+    }
+    std::vector<Entry> of_batch_;      // by batch, then by source
+    std::vector<std::int32_t> start_;  // where the sources of a node begin in of_batch_, by batch, then by node
+};
+
+struct Swap {
+    std::int64_t change = std::numeric_limits<std::int64_t>::max();
+    int out = -1, in = -1;
+};
+
+class Renaming {
+public:
+    explicit Renaming(const Volumes& volumes)
+        : volumes_(volumes), node_of_(volumes.num_ranks, -1), batches_(volumes.num_nodes),
+          sent_(volumes.num_ranks, 0), settled_until_(volumes.num_ranks, 0), excess_(volumes.num_nodes, 0) {
+        for (int source = 0; source < volumes.num_ranks; ++source) {
+            for (const Entry& entry : volumes.of_source[source]) sent_[source] += entry.volume;
+        }
+    }
+
+    // The source that sends most takes the batch of which it holds most, as long as its node has room.
+    void take_turns() {
+        std::vector<std::size_t> next(volumes_.num_ranks, 0);
+        std::priority_queue<std::pair<std::int64_t, int>> waiting;  // (sent, -source): of equals the first source
+        for (int source = 0; source < volumes_.num_ranks; ++source) waiting.push({sent_[source], -source});
+        while (!waiting.empty()) {
+            const auto [sent, negated] = waiting.top();
+            const int source = -negated, node = volumes_.node_of(source);
+            waiting.pop();
+            if (sent != sent_[source]) {  // it sends less by now, because of its neighbours' batches
+                waiting.push({sent_[source], negated});
+                continue;
+            }
+            const auto& held = volumes_.of_source[source];
+            while (next[source] < held.size() && node_of_[held[next[source]].other] >= 0) ++next[source];
+            if (next[source] == held.size() || is_full(node)) continue;
+            put(held[next[source]].other, node);
+            waiting.push({sent_[source], negated});
+        }
+        int node = 0;
+        for (int batch = 0; batch < volumes_.num_ranks; ++batch) {
+            if (node_of_[batch] >= 0) continue;
+            while (is_full(node)) ++node;
+            put(batch, node);
+        }
+    }
+
+    void swap_batches() {
+        const int num_steps = std::min(kMaxSwaps, 100 + 40 * volumes_.num_ranks);
+        auto best = node_of_;
+        auto least = lower_threshold();
+        for (int step = 1; step <= num_steps; ++step) {
+            const int source = heaviest();
+            const Swap swap = best_swap(source, step);
+            if (swap.out < 0) continue;
+            apply(swap);
+            settled_until_[swap.out] = settled_until_[swap.in] = step + 2 + step % 4;
+            if (std::pair{sent_[heaviest()], total_} >= least) continue;
+            best = node_of_;
+            least = lower_threshold();
+        }
+        node_of_ = best;
+    }
+
+    // Batches of a node in batch order.
+    std::vector<std::int64_t> ranks() const {
+        std::vector<std::int64_t> next(volumes_.num_nodes), ranks;
+        for (int node = 0; node < volumes_.num_nodes; ++node) next[node] = node * volumes_.ranks_per_node;
+        for (const int node : node_of_) ranks.push_back(next[node]++);
+        return ranks;
+    }
+
+private:
+    bool is_full(int node) const { return static_cast<int>(batches_[node].size()) == volumes_.size_of(node); }
+    int heaviest() const { return static_cast<int>(std::ranges::max_element(sent_) - sent_.begin()); }
+    // What the sources of a node send more, or less, without, or with, the batch there.
+    void send(int batch, int node, int sign) {
+        for (const Entry& entry : volumes_.in_node(batch, node)) {
+            sent_[entry.other] += sign * entry.volume;
+            total_ += sign * entry.volume;
+        }
+    }
+    void put(int batch, int node) {
+        node_of_[batch] = node;
+        batches_[node].push_back(batch);
+        send(batch, node, -1);
+    }
+    void take(int batch) {
+        std::erase(batches_[node_of_[batch]], batch);
+        send(batch, node_of_[batch], 1);
+    }
+    void apply(const Swap& swap) {
+        const int node = node_of_[swap.out], other = node_of_[swap.in];
+        take(swap.out);
+        take(swap.in);
+        put(swap.in, node);
+        put(swap.out, other);
+        excess_[node] = excess_of(node);
+        excess_[other] = excess_of(other);
+    }
+    std::pair<std::int64_t, std::int64_t> lower_threshold() {
+        const std::int64_t most = sent_[heaviest()];
+        threshold_ = most - (most >> 7);
+        for (int node = 0; node < volumes_.num_nodes; ++node) excess_[node] = excess_of(node);
+        return {most, total_};
+    }
+    std::int64_t square(std::int64_t sent) const {
+        const std::int64_t over = std::max<std::int64_t>(0, sent - threshold_);
+        return over * over;
+    }
+    std::int64_t excess_of(int node) const {
+        const auto first = sent_.begin() + static_cast<std::ptrdiff_t>(node) * volumes_.ranks_per_node;
+        return std::transform_reduce(first, first + volumes_.size_of(node), std::int64_t{0}, std::plus<>(),
+                                     [&](std::int64_t sent) { return square(sent); });
+    }
+    // The same as a change of the sum of squares.
+    std::int64_t change(int batch, int node, int sign) const {
+        std::int64_t change = 0;
+        for (const Entry& entry : volumes_.in_node(batch, node)) {
+            change += square(sent_[entry.other] + sign * entry.volume) - square(sent_[entry.other]);
+        }
+        return change;
+    }
+    // A batch of the source's node, and one to come instead, of which the source holds more.
+    Swap best_swap(int source, int step) {
+        const int node = volumes_.node_of(source);
+        Swap best;
+        for (const int out : batches_[node]) {
+            if (settled_until_[out] >= step) continue;
+            const std::int64_t before = change(out, node, 1), sent = sent_[source];
+            send(out, node, 1);
+            for (const Entry& held : volumes_.of_source[source]) {
+                if (held.volume <= sent_[source] - sent) break;
+                const int in = held.other, other = node_of_[in];
+                if (other == node || settled_until_[in] >= step) continue;
+                std::int64_t all = before + change(in, node, -1);
+                if (all - excess_[other] > best.change) continue;  // even if the other node lost all its excess
+                all += change(in, other, 1);
+                send(in, other, 1);
+                all += change(out, other, -1);
+                send(in, other, -1);
+                if (std::tie(all, out, in) < std::tie(best.change, best.out, best.in)) best = {all, out, in};
+            }
+            send(out, node, -1);
+        }
+        return best;
+    }
+
+    const Volumes& volumes_;
+    std::vector<int> node_of_;               // of each batch; -1: none yet
+    std::vector<std::vector<int>> batches_;  // of each node
+    std::vector<std::int64_t> sent_;         // by each source
+    std::vector<int> settled_until_;         // of each batch, the last step in which it stays
+    std::vector<std::int64_t> excess_;       // of each node
+    std::int64_t total_ = 0;                 // sent by all, less what was held in the beginning
+    std::int64_t threshold_ = 0;
+};
+
+}  // namespace
+
+std::vector<std::int64_t> place_on_nodes(const std::int64_t* volume, int num_ranks, int ranks_per_node) {
+    const Volumes volumes(volume, num_ranks, ranks_per_node);
+    Renaming renaming(volumes);
+    renaming.take_turns();
+    renaming.swap_batches();
+    return renaming.ranks();
+}
+
+}  // namespace motet
