@@ -57,7 +57,7 @@ def test_contract_and_equal_backends(cost, lengths, num_ranks):
 
 
 @pytest.mark.parametrize("cost", COSTS, ids=str)
-@given(lengths=st.lists(st.integers(0, 12), max_size=7), num_ranks=st.integers(1, 3))
+@given(lengths=st.lists(st.integers(0, 12), max_size=6), num_ranks=st.integers(1, 3))
 def test_bound_and_load_against_brute_force(cost, lengths, num_ranks):
     best = best_load(lengths, num_ranks, cost)
     found = assign(lengths, num_ranks, cost)
