@@ -81,12 +81,12 @@ std::int64_t plain_bound(const Classes& classes, int num_ranks, AttentionCost co
 
 // Under the smallest limit that was found to suffice.
 Filled search(const Classes& classes, int num_ranks, AttentionCost cost, std::int64_t low) {
-    std::int64_t failed = low - 1, limit = low, step = std::max<std::int64_t>(low >> 6, 1);
+    const std::int64_t first_step = std::max<std::int64_t>(low >> 6, 1);
+    std::int64_t failed = low - 1, limit = low;
     Filled best = fill(classes, num_ranks, cost, limit);
     while (best.largest < 0) {
         failed = limit;
-        limit += step;
-        step *= 2;
+        limit += std::min(limit - low + first_step, INT64_MAX - limit);  // twice as far from low
         best = fill(classes, num_ranks, cost, limit);
     }
     while (best.largest - failed > std::max<std::int64_t>(low >> 10, 1)) {

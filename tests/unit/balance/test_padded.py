@@ -145,6 +145,8 @@ def test_costs_of_60_bits(backend):
     lengths = np.random.default_rng(0).integers(2**26, 2**27, 64)
     for cost in (Padded(quadratic=2), PaddedAttention(linear=2**26), PaddedAttention(quadratic=3)):
         check(assign(lengths, 5, cost, backend=backend), lengths.tolist(), 5, cost)
+    nearly_too_long = [2**31 - 1, 2**30]  # alone on a rank, together just below 2^63
+    check(assign(nearly_too_long, 1, PaddedAttention(), backend=backend), nearly_too_long, 1, PaddedAttention())
     lengths = np.random.default_rng(0).integers(2**39, 2**40, 64)
     check(assign(lengths, 5, Padded(linear=2**16), backend=backend), lengths.tolist(), 5, Padded(linear=2**16))
 
