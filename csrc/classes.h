@@ -10,14 +10,18 @@ namespace motet {
 
 // Items have positions: their places in the order by length, longest first, then by item number.
 struct Classes {
-    Weights of_items;                           // the lengths themselves, [num_items]
-    std::vector<std::int64_t> lengths;          // [num_classes], descending
-    std::vector<std::int32_t> starts;           // [num_classes + 1], the first position of each class
-    std::vector<std::int32_t> start_of_length;  // the same by length, where lengths are small; else empty
-    std::vector<std::int32_t> of_item;          // the class of each item, where they are not
+    Weights of_items;                   // the lengths themselves, [num_items]
+    std::vector<std::int64_t> lengths;  // [num_classes], descending
+    std::vector<std::int32_t> starts;   // [num_classes + 1], the first position of each class
+    std::vector<std::int32_t> of_item;  // the class of each item; empty where lengths are small enough to look it up
 };
 
 Classes by_length(Weights lengths);
+
+// How many of a class a rank takes: those that come next by item number.
+struct Take {
+    std::int32_t rank, place, count;
+};
 
 struct GroupedPlacement {
     std::vector<std::int32_t> ranks;           // [num_items]
@@ -26,9 +30,9 @@ struct GroupedPlacement {
     std::int64_t bound = 0;
 };
 
-// From the rank of each position, and the number of items and the load of each rank.
-GroupedPlacement place(const Classes& classes, const std::vector<std::int32_t>& rank_of_position,
-                       const std::vector<std::int64_t>& counts, std::vector<std::int64_t> loads, std::int64_t bound);
+// The takes must use every class up.
+GroupedPlacement place(const Classes& classes, const std::vector<Take>& takes, std::vector<std::int64_t> loads,
+                       std::int64_t bound);
 
 // padded.cpp: minimise the largest count times longest; the bound is the optimum. num_items * longest must fit.
 GroupedPlacement padded(Weights lengths, int num_ranks);

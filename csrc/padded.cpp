@@ -18,7 +18,7 @@ std::int64_t quotient(std::int64_t dividend, std::int64_t divisor) {
     return dividend / divisor;
 }
 
-// The items' lengths by position. 32 bits a position: half of what the lengths themselves take, and refilled with ranks.
+// The items' lengths by position. 32 bits a position: half of what the lengths themselves take.
 struct Descending {
     const std::vector<std::int64_t>& lengths;
     std::vector<std::int32_t> class_of_position;
@@ -76,18 +76,26 @@ std::int64_t optimum(const Classes& classes, const Descending& descending, int n
 
 GroupedPlacement padded(Weights lengths, int num_ranks) {
     const auto classes = by_length(lengths);
-    Descending descending(classes);
-    const std::int64_t limit = optimum(classes, descending, num_ranks);
-    std::vector<std::int64_t> counts(num_ranks, 0), loads(num_ranks, 0);
-    std::int64_t first = 0;
-    for (int rank = 0; rank < num_ranks && first < descending.size(); ++rank) {
-        const std::int64_t size = descending.batch_size(first, limit);
-        counts[rank] = size;
-        loads[rank] = size * descending[first];
-        std::fill_n(descending.class_of_position.begin() + first, size, rank);
-        first += size;
+    std::vector<Take> takes;
+    std::vector<std::int64_t> loads(num_ranks, 0);
+    std::int64_t limit = 0;
+    {
+        const Descending descending(classes);
+        limit = optimum(classes, descending, num_ranks);
+        std::int64_t position = 0;
+        std::int32_t place = 0;  // the class of the position
+        for (std::int32_t rank = 0; rank < num_ranks && position < descending.size(); ++rank) {
+            const std::int64_t size = descending.batch_size(position, limit);
+            loads[rank] = size * descending[position];
+            for (const std::int64_t end = position + size; position < end;) {
+                const std::int64_t until = std::min<std::int64_t>(end, classes.starts[place + 1]);
+                takes.push_back({rank, place, static_cast<std::int32_t>(until - position)});
+                position = until;
+                if (position == classes.starts[place + 1]) ++place;
+            }
+        }
     }
-    return place(classes, descending.class_of_position, counts, std::move(loads), limit);
+    return place(classes, takes, std::move(loads), limit);
 }
 
 std::int64_t padded_bound(Weights lengths, int num_ranks) {

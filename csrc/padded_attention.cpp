@@ -13,11 +13,6 @@ namespace {
 // With more items the paper's batches are tried only where these end more than a 64th above the bound.
 constexpr std::size_t kMaxItemsForPaper = 1 << 14;
 
-// How many of a class a rank takes: those that come next by item number.
-struct Take {
-    std::int32_t rank, place, count;
-};
-
 struct Filled {
     std::vector<Take> takes;
     std::int64_t largest = 0;  // load; -1 where not all items find a place
@@ -86,12 +81,12 @@ std::int64_t plain_bound(const Classes& classes, int num_ranks, AttentionCost co
 
 // Under the smallest limit that was found to suffice.
 Filled search(const Classes& classes, int num_ranks, AttentionCost cost, std::int64_t low) {
-    std::int64_t failed = low - 1, limit = low, step = std::max<std::int64_t>(low >> 6, 1);
+    const std::int64_t first_step = std::max<std::int64_t>(low >> 6, 1);
+    std::int64_t failed = low - 1, limit = low;
     Filled best = fill(classes, num_ranks, cost, limit);
     while (best.largest < 0) {
         failed = limit;
-        limit += step;
-        step *= 2;
+        limit += std::min(limit - low + first_step, INT64_MAX - limit);  // twice as far from low
         best = fill(classes, num_ranks, cost, limit);
     }
     while (best.largest - failed > std::max<std::int64_t>(low >> 10, 1)) {
@@ -106,29 +101,22 @@ Filled search(const Classes& classes, int num_ranks, AttentionCost cost, std::in
     return best;
 }
 
-// Where each position goes, and each rank's items and load.
 struct Batches {
-    std::vector<std::int32_t> rank_of_position;
-    std::vector<std::int64_t> counts, loads;
-};
+    std::vector<Take> takes;
+    std::vector<std::int64_t> loads;  // [num_ranks]
 
-Batches batches_of(const Classes& classes, int num_ranks, AttentionCost cost, const std::vector<Take>& takes) {
-    Batches batches{std::vector<std::int32_t>(classes.of_items.size()), std::vector<std::int64_t>(num_ranks, 0),
-                    std::vector<std::int64_t>(num_ranks, 0)};
-    auto next_position = classes.starts;
-    std::int64_t attention = 0;
-    std::int32_t rank = -1;
-    for (const auto& take : takes) {
-        const std::int64_t length = classes.lengths[take.place];
-        if (take.rank != rank) attention = cost.quadratic * length * length;  // a rank's first item is its longest
-        rank = take.rank;
-        std::fill_n(batches.rank_of_position.begin() + next_position[take.place], take.count, rank);
-        next_position[take.place] += take.count;
-        batches.counts[rank] += take.count;
-        batches.loads[rank] += take.count * (attention + cost.linear * length);
+    Batches(const Classes& classes, int num_ranks, AttentionCost cost, std::vector<Take>&& taken)
+        : takes(std::move(taken)), loads(num_ranks, 0) {
+        std::vector<std::int64_t> longest(num_ranks, -1);  // a rank's first item is its longest
+        for (const auto& take : takes) {
+            const std::int64_t length = classes.lengths[take.place];
+            if (longest[take.rank] < 0) longest[take.rank] = length;
+            const std::int64_t attention = cost.quadratic * longest[take.rank] * longest[take.rank];
+            loads[take.rank] += take.count * (attention + cost.linear * length);
+        }
     }
-    return batches;
-}
+    std::int64_t largest() const { return loads.empty() ? 0 : *std::max_element(loads.begin(), loads.end()); }
+};
 
 // OrchMLLM Algorithm 5, corrected.
 Batches paper(const Classes& classes, int num_ranks, AttentionCost cost) {
@@ -151,52 +139,41 @@ Batches paper(const Classes& classes, int num_ranks, AttentionCost cost) {
     std::int64_t limit = 0;
     for (const auto length : descending) limit = std::max(limit, push(plain, length).first);
 
-    Batches batches{std::vector<std::int32_t>(descending.size()), std::vector<std::int64_t>(num_ranks, 0),
-                    std::vector<std::int64_t>(num_ranks, 0)};
-    std::vector<std::int64_t> sums(num_ranks, 0), longest(num_ranks, 0);
-    const auto add = [&](std::int64_t position, std::int32_t rank) {
-        batches.rank_of_position[position] = rank;
-        longest[rank] = std::max(longest[rank], descending[position]);
-        sums[rank] += descending[position];
-        ++batches.counts[rank];
-    };
+    std::vector<Take> takes;
+    std::vector<std::int64_t> sums(num_ranks, 0);
+    std::int32_t place = 0;  // the class of the position
     std::int64_t position = 0;
+    const auto take_next = [&](std::int32_t rank) {
+        while (position == classes.starts[place + 1]) ++place;
+        takes.push_back({rank, place, 1});
+        sums[rank] += classes.lengths[place];
+        ++position;
+    };
     Queue queue;
     for (std::int32_t rank = 0; rank < num_ranks && position < num_items; ++rank) {
         const std::int64_t first = descending[position];
-        const std::int64_t count = first == 0 ? num_items : limit / first;
-        for (const std::int64_t end = std::min(num_items, position + count); position < end; ++position) {
-            add(position, rank);
-        }
+        const std::int64_t end = first == 0 ? num_items : std::min(num_items, position + limit / first);
+        while (position < end) take_next(rank);
         queue.emplace(sums[rank], rank);
     }
-    for (; position < num_items; ++position) add(position, push(queue, descending[position]).second);
-    for (int rank = 0; rank < num_ranks; ++rank) {
-        batches.loads[rank] =
-            cost.linear * sums[rank] + cost.quadratic * batches.counts[rank] * longest[rank] * longest[rank];
-    }
-    return batches;
+    while (position < num_items) take_next(push(queue, descending[position]).second);
+    return {classes, num_ranks, cost, std::move(takes)};
 }
-
-std::int64_t largest(const Batches& batches) { return *std::max_element(batches.loads.begin(), batches.loads.end()); }
 
 }  // namespace
 
 GroupedPlacement padded_attention(Weights lengths, int num_ranks, std::int64_t linear, std::int64_t quadratic) {
     const AttentionCost cost{linear, quadratic};
     const auto classes = by_length(lengths);
-    Batches batches = batches_of(classes, num_ranks, cost, {});
-    std::int64_t bound = 0;
-    if (!lengths.empty()) {
-        const std::int64_t low = plain_bound(classes, num_ranks, cost);
-        batches = batches_of(classes, num_ranks, cost, search(classes, num_ranks, cost, low).takes);
-        bound = padded_attention_bound(classes, num_ranks, cost, low, largest(batches));
-        if (lengths.size() <= kMaxItemsForPaper || largest(batches) > bound + bound / 64) {
-            Batches by_paper = paper(classes, num_ranks, cost);
-            if (largest(by_paper) < largest(batches)) batches = std::move(by_paper);
-        }
+    if (lengths.empty()) return place(classes, {}, std::vector<std::int64_t>(num_ranks, 0), 0);
+    const std::int64_t low = plain_bound(classes, num_ranks, cost);
+    Batches batches(classes, num_ranks, cost, search(classes, num_ranks, cost, low).takes);
+    const std::int64_t bound = padded_attention_bound(classes, num_ranks, cost, low, batches.largest());
+    if (lengths.size() <= kMaxItemsForPaper || batches.largest() > bound + bound / 64) {
+        Batches by_paper = paper(classes, num_ranks, cost);
+        if (by_paper.largest() < batches.largest()) batches = std::move(by_paper);
     }
-    return place(classes, batches.rank_of_position, batches.counts, std::move(batches.loads), bound);
+    return place(classes, batches.takes, std::move(batches.loads), bound);
 }
 
 }  // namespace motet

@@ -70,7 +70,7 @@ std::int64_t padded_attention_bound(const Classes& classes, int num_ranks, Atten
     }
     for (const double steepness : kSteepnesses) {
         const std::int64_t step = std::max<std::int64_t>(low >> 11, 1);
-        if (low + step > high || fractions.reach_end(low + step - 1, steepness)) continue;
+        if (high - low < step || fractions.reach_end(low + step - 1, steepness)) continue;
         low += step;
         std::int64_t enough = high;
         while (enough - low > step) {

@@ -23,6 +23,7 @@ from bisect import bisect_left
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.balance.costs import INT64_MAX
 from motet.balance.reference.padded_attention_bound import Classes, lower_bound
 from motet.balance.reference.result import Placement, placement
 
@@ -80,9 +81,10 @@ def _search(classes: Classes, num_ranks: int, linear: int, quadratic: int) -> tu
         for length, start, end in zip(classes.lengths, classes.starts, classes.starts[1:], strict=False)
     )
     low = max(-(-alone // num_ranks), longest * (linear + quadratic * longest))
-    failed, limit, step = low - 1, low, low >> 6 or 1
+    first_step = low >> 6 or 1
+    failed, limit = low - 1, low
     while (found := _fill(classes, num_ranks, linear, quadratic, limit)) is None:
-        failed, limit, step = limit, limit + step, 2 * step
+        failed, limit = limit, min(2 * limit - low + first_step, INT64_MAX)  # twice as far from low
     takes, high = found
     while high - failed > max(low >> 10, 1):
         middle = failed + (high - failed) // 2

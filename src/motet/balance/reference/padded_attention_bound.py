@@ -57,7 +57,7 @@ def lower_bound(classes: Classes, num_ranks: int, linear: int, quadratic: int, l
     """
     for steepness in STEEPNESSES:
         step = max(low >> 11, 1)
-        if low + step > high or reaches_end(classes, num_ranks, linear, quadratic, low + step - 1, steepness):
+        if high - low < step or reaches_end(classes, num_ranks, linear, quadratic, low + step - 1, steepness):
             continue
         low, enough = low + step, high
         while enough - low > step:
