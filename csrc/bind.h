@@ -46,7 +46,6 @@ void bind_split(nb::module_& m);
 void bind_padded(nb::module_& m);
 void bind_grouping(nb::module_& m);
 void bind_reordering(nb::module_& m);
-void bind_phase(nb::module_& m);
 void bind_home(nb::module_& m);
 void bind_nodes(nb::module_& m);
 

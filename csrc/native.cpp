@@ -9,7 +9,6 @@ NB_MODULE(_native, m) {
     motet::bind_padded(m);
     motet::bind_grouping(m);
     motet::bind_reordering(m);
-    motet::bind_phase(m);
     motet::bind_home(m);
     motet::bind_nodes(m);
 }

@@ -19,7 +19,7 @@ Backend = Literal["native", "reference"]
 
 try:
     _native: ModuleType | None = import_module("motet.balance._native")
-except ImportError:
+except ModuleNotFoundError:  # A core that is there but broken is an error of its own.
     _native = None
 
 ACTIVE_BACKEND: Literal["native", "fallback"] = "fallback" if _native is None else "native"

@@ -30,7 +30,8 @@ def assign_from_home(
     """`assign` with `home`; weights, int64 [num_items], and num_ranks are checked already.
 
     anywhere: gives the placement without home. It is taken, its batches renamed, where the largest load is more than
-    2^-10 (0.1 %) smaller with it; asked for only where that can be. Raises ArgumentError for another cost than Packed: the size of a padded batch is the count times the longest, so
+    2^-10 (0.1 %) smaller with it; asked for only where that can be.
+    Raises ArgumentError for another cost than Packed: the size of a padded batch is the count times the longest, so
     that batches are made of items of like length from everywhere, and no small exchange mends one.
     """
     if not isinstance(cost, Packed):
