@@ -10,7 +10,7 @@
 namespace motet {
 namespace {
 
-constexpr int kLevelBits = 13;  // a phase is level within 2^-13 of its bound
+constexpr int kLevelBits = 12;  // a phase is level within 2^-12 of its bound
 constexpr int kMaxRounds = 64;
 
 struct Entry {
@@ -43,7 +43,9 @@ public:
             const std::int64_t weight = costs_.of(example)[phase_];
             tournament.add_to_lightest(weight);
             entries_[rank].push_back({weight, example});
-            add(rank, example, 1);
+        }
+        for (int rank = 0; rank < num_ranks(); ++rank) {
+            for (const Entry& entry : entries_[rank]) add(rank, entry.example, 1);
         }
     }
 
@@ -84,10 +86,11 @@ private:
         return order.back().first > goal_;
     }
 
-    // The swap, or move, that brings the two loads closest; false where each leaves one as heavy.
+    // A swap, or move, that makes both level, or else brings their loads closest; false where each leaves one as heavy.
     bool swap(int heavy, int light) {
         Entries &from = entries_[heavy], &to = entries_[light];
         const std::int64_t room = load(heavy) - load(light);
+        const std::int64_t enough = (goal_ - load(heavy)) + (goal_ - load(light));  // with that miss both are level
         const auto takable = [&](std::size_t place) { return place < to.size() ? to[place].weight : 0; };
         std::int64_t smallest_miss = room;
         std::size_t give = 0, take = 0, below = 0;  // below: the first place that leaves more than half the room
@@ -100,6 +103,7 @@ private:
                 if (change <= 0 || change >= room || miss >= smallest_miss) continue;
                 std::tie(smallest_miss, give, take) = std::tie(miss, place, other);
             }
+            if (smallest_miss <= enough) break;
         }
         if (smallest_miss == room) return false;
         const bool is_swap = take < to.size();

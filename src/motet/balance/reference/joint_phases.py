@@ -16,8 +16,8 @@ import numpy as np
 
 from motet.balance.reference.joint_state import JointProblem, JointState
 
-LEVEL_BITS = 13
-"""A phase is level within 2^-13 of its bound."""
+LEVEL_BITS = 12
+"""A phase is level within 2^-12 of its bound."""
 
 MAX_ROUNDS = 64
 
@@ -71,7 +71,7 @@ def _swap_round(state: JointState, phase: int, entries: list[Entries], goal: int
         if heavy in moved or loads[heavy] <= goal:
             return place + 1 < len(order)
         for light in order[:place]:
-            if light not in moved and _swap(state, phase, entries, heavy, light):
+            if light not in moved and _swap(state, phase, entries, (heavy, light), goal):
                 moved.add(light)
                 break
         else:
@@ -79,10 +79,15 @@ def _swap_round(state: JointState, phase: int, entries: list[Entries], goal: int
     return True
 
 
-def _swap(state: JointState, phase: int, entries: list[Entries], heavy: int, light: int) -> bool:
-    """The swap, or move, that brings the two loads closest; False where all leave one of them as heavy."""
-    room = int(state.loads[heavy, phase] - state.loads[light, phase])
-    best = _best_swap(entries[heavy], entries[light], room)
+def _swap(state: JointState, phase: int, entries: list[Entries], ranks: tuple[int, int], goal: int) -> bool:
+    """A swap, or move, that makes the heavy and the light rank level, or else comes closest.
+
+    False where all leave one of them as heavy.
+    """
+    heavy, light = ranks
+    heavy_load, light_load = int(state.loads[heavy, phase]), int(state.loads[light, phase])
+    enough = 2 * goal - heavy_load - light_load  # with that miss both are level
+    best = _best_swap(entries[heavy], entries[light], heavy_load - light_load, enough)
     if best is None:
         return False
     give, take = best
@@ -98,7 +103,7 @@ def _swap(state: JointState, phase: int, entries: list[Entries], heavy: int, lig
     return True
 
 
-def _best_swap(heavy: Entries, light: Entries, room: int) -> tuple[int, int] | None:
+def _best_swap(heavy: Entries, light: Entries, room: int, enough: int) -> tuple[int, int] | None:
     """Places of what to give and take; the place after the light rank's last stands for nothing."""
     negated = [weight for weight, _ in light] + [0]
     smallest_miss = room
@@ -112,4 +117,6 @@ def _best_swap(heavy: Entries, light: Entries, room: int) -> tuple[int, int] | N
             if 0 < change < room and miss < smallest_miss:
                 smallest_miss = miss
                 best = (give, take)
+        if smallest_miss <= enough:
+            break
     return best
