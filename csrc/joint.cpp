@@ -5,12 +5,7 @@
 
 #include "balance.h"
 #include "tournament.h"
-
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define MOTET_WIDE __attribute__((target_clones("avx2", "default")))
-#else
-#define MOTET_WIDE
-#endif
+#include "wide.h"
 
 namespace motet {
 namespace {
@@ -128,7 +123,8 @@ std::int64_t JointState::objective() const {
 JointPlacement joint(JointCosts costs, int num_ranks, std::int64_t max_pairs) {
     const JointProblem problem = problem_of(costs, num_ranks);
     JointState state = best_state(problem, max_pairs);
-    JointPlacement placement{std::vector<std::int32_t>(costs.num_examples(), -1), std::move(state.loads), problem.bound};
+    JointPlacement placement{std::vector<std::int32_t>(costs.num_examples(), -1), std::move(state.loads),
+                             problem.bound};
     for (int rank = 0; rank < num_ranks; ++rank) {
         for (const auto example : state.examples[rank]) placement.ranks[example] = rank;
     }

@@ -1,5 +1,5 @@
-// Whole examples on ranks so that all phases are balanced at once: the fast form of src/motet/balance/reference/joint.py,
-// joint_phases.py and joint_search.py, which say what is decided and why. Both give the same ranks.
+// Whole examples on ranks so that all phases are balanced at once: the fast form of joint.py, joint_phases.py and
+// joint_search.py in src/motet/balance/reference, which say what is decided and why. Both give the same ranks.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ struct JointPlacement {
     std::vector<std::int64_t> bound;  // [num_phases]
 };
 
-// What the starts and the search share; only the first of `joint`'s own files includes more than this.
+// What the starts and the search share.
 struct JointProblem {
     JointCosts costs;
     int num_ranks;
@@ -59,7 +59,7 @@ constexpr int kNearBits = 11;
 // joint_phases.cpp: the scarcest phase first, each by LPT and swaps among the examples that it places.
 JointState place_phase_by_phase(const JointProblem& problem);
 
-// joint_search.cpp: swaps that bring the worst ranks closer to the bound in all phases, after at most max_pairs comparisons.
+// joint_search.cpp: swaps that bring the worst ranks closer to the bound in all phases; max_pairs may be compared.
 void search_swaps(const JointProblem& problem, JointState& state, std::int64_t max_pairs);
 
 // joint.cpp: the best of several starts, searched.

@@ -1,5 +1,5 @@
-// Swaps that help in all phases at once; see src/motet/balance/reference/joint_search.py. The arithmetic is in float32, one
-// operation at a time and in one order, so that it is exact to the bit everywhere.
+// Swaps that help in all phases at once; see src/motet/balance/reference/joint_search.py. The arithmetic is in float32,
+// one operation at a time (no fused multiply-add) and in one order, so that it is the same to the bit everywhere.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -7,13 +7,7 @@
 #include <utility>
 
 #include "joint.h"
-
-// A function marked so is compiled twice, and the form that the machine can run is chosen when the core is loaded.
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define MOTET_WIDE __attribute__((target_clones("avx2", "default")))
-#else
-#define MOTET_WIDE
-#endif
+#include "wide.h"
 
 namespace motet {
 namespace {
@@ -39,11 +33,11 @@ struct BestPair {
     int heavy_slot = 0, light_slot = 0;
 };
 
-// For each slot of the light rank the heavy rank's slot with which both are least in pain, and that pain times four: `least`
-// holds floats of 0 or more by their bits, which are in the same order, because comparisons of integers become wide.
-MOTET_WIDE void least_pains(const float* heavy, int num_heavy, const float* light, int num_light, const float* heavy_excess,
-                            const float* light_excess, int num_phases, float* __restrict pain, int* __restrict least,
-                            int* __restrict heavy_slot) {
+// For each slot of the light rank the heavy rank's slot with which both are least in pain, and that pain times four:
+// `least` holds floats of 0 or more by their bits, which are in the same order: comparisons of integers become wide.
+MOTET_WIDE void least_pains(const float* heavy, int num_heavy, const float* light, int num_light,
+                            const float* heavy_excess, const float* light_excess, int num_phases,
+                            float* __restrict pain, int* __restrict least, int* __restrict heavy_slot) {
     std::fill_n(least, num_light, std::numeric_limits<int>::max());
     for (int slot = 0; slot < num_heavy; ++slot) {
         std::fill_n(pain, num_light, 0.0f);
@@ -69,7 +63,11 @@ MOTET_WIDE void least_pains(const float* heavy, int num_heavy, const float* ligh
 class Search {
 public:
     Search(const JointProblem& problem, JointState& state)
-        : problem_(problem), costs_(problem.costs), state_(state), scale_(costs_.num_phases), excess_(problem.num_ranks) {
+        : problem_(problem),
+          costs_(problem.costs),
+          state_(state),
+          scale_(costs_.num_phases),
+          excess_(problem.num_ranks) {
         double all = 0;
         for (const auto sum : problem.sums) all += static_cast<double>(sum);
         for (int phase = 0; phase < costs_.num_phases; ++phase) {

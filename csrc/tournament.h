@@ -14,7 +14,9 @@ public:
         for (std::size_t rank = 0; rank < loads.size(); ++rank) {
             keys_[num_leaves_ + rank] = static_cast<Key>(loads[rank]) << 64 | rank;
         }
-        for (std::size_t node = num_leaves_ - 1; node > 0; --node) keys_[node] = lower(keys_[2 * node], keys_[2 * node + 1]);
+        for (std::size_t node = num_leaves_ - 1; node > 0; --node) {
+            keys_[node] = lower(keys_[2 * node], keys_[2 * node + 1]);
+        }
     }
     int lightest() const { return static_cast<int>(keys_[1] & 0xffffffff); }
     void add_to_lightest(std::int64_t weight) {
