@@ -48,5 +48,6 @@ void bind_grouping(nb::module_& m);
 void bind_reordering(nb::module_& m);
 void bind_home(nb::module_& m);
 void bind_nodes(nb::module_& m);
+void bind_joint(nb::module_& m);
 
 }  // namespace motet

@@ -11,4 +11,5 @@ NB_MODULE(_native, m) {
     motet::bind_reordering(m);
     motet::bind_home(m);
     motet::bind_nodes(m);
+    motet::bind_joint(m);
 }

@@ -7,8 +7,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from motet.core.errors import ArgumentError
 
+INT64_MAX = 2**63 - 1
 EXACT_FLOAT = 2**53
 """From here on floats skip integers."""
+MAX_TIME_BUDGET_S = 1_000_000
 
 
 def checked_num_ranks(num_ranks: int) -> int:
@@ -56,6 +58,23 @@ def checked_ranks(ranks: ArrayLike, name: str, num_items: int, num_ranks: int) -
         raise ArgumentError(f"{name} has shape {checked.shape}; it must be one rank for each of {num_items} items.")
     _check(checked, checked >= num_ranks, name, f"below num_ranks, which is {num_ranks}")
     return checked.astype(np.int32)
+
+
+def check_sum(values: NDArray[np.int64], name: str) -> None:
+    """Raises ArgumentError where the values, >= 0, add up past 2^63 - 1."""
+    if int(values.max(initial=0)) * values.size > INT64_MAX:
+        total = sum(values.ravel().tolist())
+        if total > INT64_MAX:
+            raise ArgumentError(f"{name} add up to {total}, past 2^63 - 1.")
+
+
+def steps_of_budget(time_budget_s: float | None, steps_per_s: int, default: int) -> int:
+    """How many elementary steps a budget buys at a nominal rate, so that every rank takes as many; None: `default`."""
+    if time_budget_s is None:
+        return default
+    if not 0 <= time_budget_s <= MAX_TIME_BUDGET_S:
+        raise ArgumentError(f"time_budget_s is {time_budget_s}; it must be from 0 to {MAX_TIME_BUDGET_S:_}.")
+    return int(time_budget_s * steps_per_s)
 
 
 def _check(given: NDArray[np.generic], wrong: NDArray[np.bool_], name: str, right: str) -> None:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.balance.checks import INT64_MAX
 from motet.core.errors import ArgumentError
-
-INT64_MAX = 2**63 - 1
 
 
 @dataclass(frozen=True)

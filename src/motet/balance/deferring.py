@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from motet.balance.backend import Backend, algorithms
-from motet.balance.checks import checked_integers, checked_num_ranks
-from motet.balance.costs import INT64_MAX
+from motet.balance.checks import INT64_MAX, checked_integers, checked_num_ranks
 from motet.balance.joint import assign_jointly
 from motet.balance.placement import assign
 from motet.balance.scoring import max_sum, scored

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from motet.balance.backend import Backend, algorithms
-from motet.balance.checks import checked_integers, checked_ranks, checked_ranks_per_node
-from motet.balance.costs import INT64_MAX, Cost, Packed
+from motet.balance.checks import check_sum, checked_integers, checked_ranks, checked_ranks_per_node
+from motet.balance.costs import Cost, Packed
 from motet.core.assignment import Assignment, csr_from_ranks
 from motet.core.errors import ArgumentError
 
@@ -62,8 +62,7 @@ def assign_jointly_from_home(
     sizes = checked_integers(np.ones(len(costs)) if sizes_bytes is None else sizes_bytes, "bytes")
     if sizes.shape != (len(costs),):
         raise ArgumentError(f"bytes has shape {sizes.shape}; it must be one size for each of {len(costs)} examples.")
-    _check_sum(costs, "costs")
-    _check_sum(sizes, "bytes")
+    check_sum(sizes, "bytes")
     size = checked_ranks_per_node(ranks_per_node, num_ranks)
     found = Assignment(*algorithms(backend).joint_home(costs, num_ranks, checked, sizes, size))
     return _unless_far(found, anywhere, 6, checked, sizes, size, backend)
@@ -86,13 +85,6 @@ def _unless_far(
     free = anywhere()
     least = _objective(free)
     return found if highest <= least + (least >> slack_bits) else _renamed(free, home, sizes, ranks_per_node, backend)
-
-
-def _check_sum(values: NDArray[np.int64], name: str) -> None:
-    if int(values.max(initial=0)) * values.size > INT64_MAX:
-        total = sum(values.ravel().tolist())
-        if total > INT64_MAX:
-            raise ArgumentError(f"{name} add up to {total}, past 2^63 - 1.")
 
 
 def _objective(assignment: Assignment) -> int:

@@ -6,8 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from motet.balance.backend import Backend, algorithms
-from motet.balance.checks import checked_integers, checked_ranks_per_node
-from motet.balance.costs import INT64_MAX
+from motet.balance.checks import INT64_MAX, checked_integers, checked_ranks_per_node
 from motet.balance.reference.nodes import exactly_on_nodes
 from motet.core.errors import ArgumentError
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from motet.balance.backend import Backend, algorithms
-from motet.balance.checks import checked_num_ranks, checked_ranks
+from motet.balance.checks import checked_num_ranks, checked_ranks, steps_of_budget
 from motet.balance.costs import Cost, Packed, PaddedAttention
 from motet.balance.home import assign_from_home, check_unused
 from motet.balance.weights import Lengths, item_weights
@@ -23,7 +23,6 @@ _DEFAULT_COST = Packed()
 
 STEPS_PER_S = 250_000_000
 """What a second of `time_budget_s` buys: looks at an item that could be swapped."""
-MAX_TIME_BUDGET_S = 1_000_000
 
 
 def assign(
@@ -109,11 +108,8 @@ def lower_bound(lengths: Lengths, num_ranks: int, cost: Cost = _DEFAULT_COST) ->
 
 
 def _num_steps(time_budget_s: float | None, num_ranks: int) -> int:
-    if time_budget_s is None:
-        return 100_000 + 1_500 * num_ranks
-    if not 0 <= time_budget_s <= MAX_TIME_BUDGET_S:
-        raise ArgumentError(f"time_budget_s is {time_budget_s}; it must be from 0 to {MAX_TIME_BUDGET_S:_}.")
-    return int(time_budget_s * STEPS_PER_S)
+    """By default enough for every rank to swap some ten times; where the bound is in reach, most are not spent."""
+    return steps_of_budget(time_budget_s, STEPS_PER_S, default=100_000 + 1_500 * num_ranks)
 
 
 def _bound(weights: NDArray[np.int64], num_ranks: int, cost: Cost) -> int:

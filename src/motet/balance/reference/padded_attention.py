@@ -23,7 +23,7 @@ from bisect import bisect_left
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.balance.costs import INT64_MAX
+from motet.balance.checks import INT64_MAX
 from motet.balance.reference.padded_attention_bound import Classes, lower_bound
 from motet.balance.reference.result import Placement, placement
 
