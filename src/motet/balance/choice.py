@@ -1,0 +1,286 @@
+"""Which way the phases of a step are balanced together: predict the seconds of each way, take the fastest, say why.
+
+joint      whole examples, one assignment for all phases: encoder outputs stay on the rank that runs their sequence.
+per_phase  each phase by itself (OrchMLLM, arXiv:2503.23830, sections 5 and 6): every phase at its best, and most
+           encoder outputs cross ranks, forward and as gradients back.
+mixed      joint, but for the encoders that gain more from an assignment of their own than its exchange takes: padded
+           ones mostly, whose cost, count times longest, no assignment of whole examples can balance.
+
+Predicted is the sum over phases of the busiest rank's seconds, as ranks wait for each other in every phase (sharded
+modules gather their weights layer by layer), and for each encoder that moves outputs the latency and the bytes of the
+rank that sends or receives most. Everything is compared in whole nanoseconds, so all ranks choose alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from motet.balance.backend import Backend
+from motet.balance.checks import checked_integers, checked_num_ranks, checked_ranks
+from motet.balance.costs import Cost
+from motet.balance.joint import assign_jointly
+from motet.balance.placement import assign, score
+from motet.core.assignment import Assignment
+from motet.core.errors import ArgumentError
+
+Method = Literal["joint", "mixed", "per_phase"]
+METHODS: tuple[Method, ...] = ("joint", "mixed", "per_phase")
+"""Those that move less first: so a tie is broken."""
+UNBALANCED = "unbalanced"
+
+_NS_PER_S = 10**9
+_JOINT_TOTAL = 2**50
+"""Joint costs are quantised so that the largest phase adds up to this: sums stay exact in float64 and in int64."""
+
+
+@dataclass(frozen=True, eq=False)
+class Phase:
+    """One phase of a microbatch: its items, what they cost, and what it takes to compute them apart from their example.
+
+    lengths:          int64 [num_items], of which `cost` is taken.
+    owner:            int64 [num_items], the example that each item belongs to; the backbone's items are the examples.
+    seconds_per_cost: seconds of a rank, forward and backward, for a unit of the cost.
+    output_bytes:     int64 [num_items], what an item's output takes on its way to another rank; None where nothing ever
+                      moves, as in the backbone.
+    num_exchanges:    how often those bytes are sent: 2, forward and as a gradient back, or 1 where nothing trains.
+    """
+
+    name: str
+    lengths: NDArray[np.int64]
+    cost: Cost
+    owner: NDArray[np.int64]
+    seconds_per_cost: float
+    output_bytes: NDArray[np.int64] | None = None
+    num_exchanges: int = 2
+
+    def compute_ns(self, assignment: Assignment) -> int:
+        """Nanoseconds of the busiest rank."""
+        return round(int(assignment.loads.max(initial=0)) * self.seconds_per_cost * _NS_PER_S)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What an exchange takes: bytes_per_s that a rank sends while it receives as much; latency_s of one exchange."""
+
+    bytes_per_s: float
+    latency_s: float
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s > 0:
+            raise ArgumentError(f"bytes_per_s is {self.bytes_per_s}; it must be above 0.")
+        if not 0 <= self.latency_s < math.inf:
+            raise ArgumentError(f"latency_s is {self.latency_s}; it must be finite and at least 0.")
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """The fastest way, as predicted.
+
+    assignments: one a phase, in the order of the phases. Items of an encoder that follows its examples are in the
+                 order of the examples' slots, so that its outputs need not even be sorted.
+    predicted_s: seconds of the step by method, with "unbalanced" where the homes of the examples were given.
+    exchange_s:  of those, what moving encoder outputs takes.
+    moved_bytes: that cross ranks, over all encoders, both ways.
+    why:         a sentence with the figures.
+    """
+
+    method: Method
+    assignments: tuple[Assignment, ...]
+    predicted_s: dict[str, float]
+    exchange_s: dict[str, float]
+    moved_bytes: int
+    why: str
+
+
+@dataclass(frozen=True, eq=False)
+class _Way:
+    """One way to place all phases, and what it takes."""
+
+    assignments: tuple[Assignment, ...]
+    compute_ns: int
+    exchange_ns: int
+    moved_bytes: int
+
+    @property
+    def total_ns(self) -> int:
+        return self.compute_ns + self.exchange_ns
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What ways are compared by."""
+        return self.total_ns, self.moved_bytes
+
+
+def choose(
+    phases: Sequence[Phase],
+    num_ranks: int,
+    link: Link,
+    *,
+    methods: Sequence[Method] = METHODS,
+    home: ArrayLike | None = None,
+    backend: Backend = "native",
+) -> Choice:
+    """Choose between `methods` for one microbatch. phases: the backbone first, whose items are the examples.
+
+    home: int [num_examples], where examples are computed without balancing; only to say what balancing gains. However
+    long an item is, the microbatch is balanced: what dominates a phase leaves the others to be balanced beside it.
+    Ties go to what moves fewer bytes, then to the earlier of `methods`. Takes one `assign` a phase and up to two
+    `assign_jointly`; a pure function of its arguments. Raises ArgumentError for wrong arguments.
+    """
+    num_ranks = checked_num_ranks(num_ranks)
+    _check(phases, methods)
+    # 1. Each phase by itself; the same assignments serve "mixed" and "per_phase".
+    alone = {}
+    if {"mixed", "per_phase"} & set(methods):
+        alone = {phase.name: assign(phase.lengths, num_ranks, phase.cost, backend=backend) for phase in phases}
+    # 2. Every way that was asked for, with its prediction.
+    ways: dict[str, _Way] = {}
+    if "per_phase" in methods:
+        ways["per_phase"] = _way(phases, link, list(alone.values()))
+    if "joint" in methods:
+        ways["joint"] = _follow_all(phases, link, _backbone(phases, num_ranks, backend), {})
+        if "mixed" in methods and (mixed := _mixed(phases, num_ranks, link, ways["joint"], alone, backend)):
+            ways["mixed"] = mixed
+    # 3. The fastest.
+    method = min((name for name in methods if name in ways), key=lambda name: ways[name].key)
+    if home is not None:
+        ranks = checked_ranks(home, "home", len(phases[0].lengths), num_ranks)
+        ways[UNBALANCED] = _follow_all(phases, link, _scored(phases[0], ranks, num_ranks), {})
+    return Choice(
+        method=method,
+        assignments=ways[method].assignments,
+        predicted_s={name: way.total_ns / _NS_PER_S for name, way in ways.items()},
+        exchange_s={name: way.exchange_ns / _NS_PER_S for name, way in ways.items()},
+        moved_bytes=ways[method].moved_bytes,
+        why=_why(method, ways),
+    )
+
+
+def follow(phase: Phase, backbone: Assignment) -> Assignment:
+    """The items of a phase on the ranks that run their examples, in the order of the examples' slots."""
+    ranks, order = backbone.follow(phase.owner)
+    return replace(_scored(phase, ranks, backbone.num_ranks), items=order)
+
+
+def _mixed(
+    phases: Sequence[Phase],
+    num_ranks: int,
+    link: Link,
+    joint: _Way,
+    alone: dict[str, Assignment],
+    backend: Backend,
+) -> _Way | None:
+    """Joint without the encoders that are better off alone; None where those are none, or all of them."""
+    backbone = joint.assignments[0]
+    apart = {}
+    for phase, placed in zip(phases[1:], joint.assignments[1:], strict=True):
+        own = alone[phase.name]
+        exchange_ns, _ = _exchange(phase, own, backbone, link)
+        if phase.compute_ns(own) + exchange_ns < phase.compute_ns(placed):
+            apart[phase.name] = own
+    together = [phase for phase in phases if phase.name not in apart]
+    if not apart or len(together) == 1:
+        return None
+    # With fewer phases to serve, the joint assignment serves them better.
+    return _follow_all(phases, link, _backbone(together, num_ranks, backend), apart)
+
+
+def _backbone(phases: Sequence[Phase], num_ranks: int, backend: Backend) -> Assignment:
+    """The backbone's part of the assignment of whole examples that serves all of `phases`, the backbone first."""
+    ranks = assign_jointly(_joint_costs(phases), num_ranks, backend=backend).ranks
+    return _scored(phases[0], ranks, num_ranks)
+
+
+def _joint_costs(phases: Sequence[Phase]) -> NDArray[np.int64]:
+    """Costs of the examples in one unit, int64 [num_examples, num_phases]; an item of a padded phase by its length."""
+    num_examples = len(phases[0].lengths)
+    weights = [phase.cost.weights(phase.lengths) for phase in phases]
+    totals_s = [int(w.sum()) * phase.seconds_per_cost for w, phase in zip(weights, phases, strict=True)]
+    unit_s = max(totals_s) / _JOINT_TOTAL or 1.0
+    columns = [
+        # Whole numbers that add up to less than 2^53: the order of the sums does not matter.
+        np.bincount(phase.owner, np.rint(w * (phase.seconds_per_cost / unit_s)), num_examples)
+        for w, phase in zip(weights, phases, strict=True)
+    ]
+    return np.stack(columns, axis=1).astype(np.int64)
+
+
+def _follow_all(phases: Sequence[Phase], link: Link, backbone: Assignment, apart: dict[str, Assignment]) -> _Way:
+    """The backbone as given; encoders follow their examples, but for those that are placed apart."""
+    encoders = [apart[phase.name] if phase.name in apart else follow(phase, backbone) for phase in phases[1:]]
+    return _way(phases, link, [backbone, *encoders])
+
+
+def _way(phases: Sequence[Phase], link: Link, assignments: Sequence[Assignment]) -> _Way:
+    exchanges = [
+        _exchange(phase, placed, assignments[0], link)
+        for phase, placed in zip(phases[1:], assignments[1:], strict=True)
+    ]
+    return _Way(
+        tuple(assignments),
+        sum(phase.compute_ns(placed) for phase, placed in zip(phases, assignments, strict=True)),
+        sum(nanoseconds for nanoseconds, _ in exchanges),
+        sum(moved_bytes for _, moved_bytes in exchanges),
+    )
+
+
+def _exchange(phase: Phase, placed: Assignment, backbone: Assignment, link: Link) -> tuple[int, int]:
+    """Nanoseconds of bringing a phase's outputs to their examples and gradients back, and the bytes that cross."""
+    destination = backbone.ranks[phase.owner]
+    moves = placed.ranks != destination
+    if phase.output_bytes is None or not moves.any():
+        return 0, 0
+    size_bytes = phase.output_bytes[moves]
+    # Gradients go the same way back, so the busiest rank of the one is that of the other.
+    busiest = max(
+        int(np.bincount(ranks[moves], size_bytes, placed.num_ranks).max()) for ranks in (placed.ranks, destination)
+    )
+    seconds = phase.num_exchanges * (link.latency_s + busiest / link.bytes_per_s)
+    return round(seconds * _NS_PER_S), phase.num_exchanges * int(size_bytes.sum())
+
+
+def _scored(phase: Phase, ranks: NDArray[np.int32], num_ranks: int) -> Assignment:
+    return score(ranks, phase.lengths, num_ranks, phase.cost)
+
+
+def _why(method: Method, ways: dict[str, _Way]) -> str:
+    def told(way: _Way) -> str:
+        exchange = f", {_ms(way.exchange_ns)} of it exchange" if way.exchange_ns else ""
+        return f"{_ms(way.total_ns)}{exchange}"
+
+    others = "; ".join(f"{name} {told(way)}" for name, way in ways.items() if name != method)
+    return f"{method}: {told(ways[method])} predicted" + (f" ({others})." if others else ".")
+
+
+def _ms(nanoseconds: int) -> str:
+    milliseconds = nanoseconds / 1e6
+    return f"{milliseconds:,.0f} ms" if milliseconds >= 1000 else f"{milliseconds:.3g} ms"
+
+
+def _check(phases: Sequence[Phase], methods: Sequence[str]) -> None:
+    if not phases:
+        raise ArgumentError("phases is empty; it must hold the backbone at least.")
+    if not methods or set(methods) - set(METHODS):
+        raise ArgumentError(f"methods is {methods!r}; it must hold some of {', '.join(METHODS)}.")
+    if "mixed" in methods and "joint" not in methods:
+        raise ArgumentError(f"methods is {methods!r}; mixed begins with joint, so it must hold that as well.")
+    num_examples = len(phases[0].lengths)
+    if not np.array_equal(phases[0].owner, np.arange(num_examples)):
+        raise ArgumentError(f"owner of {phases[0].name!r} must be 0, 1, 2, ...: the first phase's items are examples.")
+    for phase in phases:
+        num_items = len(checked_integers(phase.lengths, f"lengths of {phase.name!r}"))
+        checked_ranks(phase.owner, f"owner of {phase.name!r}", num_items, num_examples)
+        if phase.output_bytes is not None and len(phase.output_bytes) != num_items:
+            raise ArgumentError(
+                f"output_bytes of {phase.name!r} has {len(phase.output_bytes)} entries; it must have {num_items}."
+            )
+        if not 0 <= phase.seconds_per_cost < math.inf:
+            raise ArgumentError(
+                f"seconds_per_cost of {phase.name!r} is {phase.seconds_per_cost}; it must be finite and at least 0."
+            )
