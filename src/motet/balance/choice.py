@@ -250,12 +250,12 @@ def _scored(phase: Phase, ranks: NDArray[np.int32], num_ranks: int) -> Assignmen
 
 
 def _why(method: Method, ways: dict[str, _Way]) -> str:
-    def told(way: _Way) -> str:
-        exchange = f", {_ms(way.exchange_ns)} of it exchange" if way.exchange_ns else ""
-        return f"{_ms(way.total_ns)}{exchange}"
+    def exchange(way: _Way) -> str:
+        return f", {_ms(way.exchange_ns)} of it exchange" if way.exchange_ns else ""
 
-    others = "; ".join(f"{name} {told(way)}" for name, way in ways.items() if name != method)
-    return f"{method}: {told(ways[method])} predicted" + (f" ({others})." if others else ".")
+    others = "; ".join(f"{name} {_ms(way.total_ns)}{exchange(way)}" for name, way in ways.items() if name != method)
+    chosen = ways[method]
+    return f"{method}: {_ms(chosen.total_ns)} predicted{exchange(chosen)}" + (f" ({others})." if others else ".")
 
 
 def _ms(nanoseconds: int) -> str:
