@@ -16,12 +16,22 @@ struct Placement {
     std::int64_t bound = 0;
 };
 
-// sort.cpp: item numbers by weight, heaviest first; equal weights by item number.
+// sort.cpp: items by weight, heaviest first; equal weights by item number.
+struct SortedItems {
+    std::vector<std::int32_t> items;
+    std::vector<std::int64_t> weights;
+};
+void sort_heaviest_first(Weights weights, SortedItems& sorted);
 std::vector<std::int32_t> heaviest_first(Weights weights);
 
 // packed.cpp: minimise the largest sum of weights.
-Placement packed(Weights weights, int num_ranks);
+Placement packed(Weights weights, int num_ranks, bool equal_counts, std::int64_t num_steps);
 std::int64_t packed_bound(Weights weights, int num_ranks);
+
+// swaps.cpp: swap between heavy and light ranks until the heaviest is at the bound or the steps are spent.
+// descending: the weights, heaviest first; ranks: of each of them.
+void swap_items(Weights descending, std::int64_t bound, bool equal_counts, std::int64_t num_steps,
+                std::vector<std::int32_t>& ranks, std::vector<std::int64_t>& loads);
 
 // padded.cpp: minimise the largest count times longest; the bound is the optimum. num_items * longest must fit.
 Placement padded(Weights lengths, int num_ranks);

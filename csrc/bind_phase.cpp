@@ -6,13 +6,13 @@ namespace motet {
 namespace {
 
 // (ranks, items, offsets, loads, bound): items are grouped by rank, in item order.
-template <Placement (*algorithm)(Weights, int)>
-nb::tuple assign(const Input<std::int64_t>& weights, int num_ranks) {
+template <auto algorithm, class... Options>
+nb::tuple assign(const Input<std::int64_t>& weights, int num_ranks, Options... options) {
     Placement placement;
     Groups groups;
     {
         nb::gil_scoped_release released;
-        placement = algorithm(view(weights), num_ranks);
+        placement = algorithm(view(weights), num_ranks, options...);
         groups = group_by_rank(placement.ranks, num_ranks);
     }
     return nb::make_tuple(to_numpy(std::move(placement.ranks)), to_numpy(std::move(groups.items)),
@@ -39,7 +39,8 @@ Groups group_by_rank(const std::vector<std::int32_t>& ranks, int num_ranks) {
 }
 
 void bind_phase(nb::module_& m) {
-    m.def("packed", &assign<packed>, nb::arg("weights").noconvert(), nb::arg("num_ranks"));
+    m.def("packed", &assign<packed, bool, std::int64_t>, nb::arg("weights").noconvert(), nb::arg("num_ranks"),
+          nb::arg("equal_counts"), nb::arg("num_steps"));
     m.def("padded", &assign<padded>, nb::arg("lengths").noconvert(), nb::arg("num_ranks"));
     m.def("packed_bound", &lower_bound<packed_bound>, nb::arg("weights").noconvert(), nb::arg("num_ranks"));
     m.def("padded_bound", &lower_bound<padded_bound>, nb::arg("lengths").noconvert(), nb::arg("num_ranks"));

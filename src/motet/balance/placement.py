@@ -11,34 +11,57 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from motet.balance.backend import Backend, algorithms
-from motet.balance.checks import checked_integers, checked_num_ranks, checked_ranks
+from motet.balance.checks import checked_num_ranks, checked_ranks
 from motet.balance.costs import Cost, Packed
+from motet.balance.weights import Lengths, item_weights
 from motet.core.assignment import Assignment, csr_from_ranks
+from motet.core.errors import ArgumentError
 
 _DEFAULT_COST = Packed()
 
+STEPS_PER_S = 100_000_000
+"""What a second of `time_budget_s` buys: looks at an item that could be swapped."""
+MAX_TIME_BUDGET_S = 1_000_000
+
 
 def assign(
-    lengths: ArrayLike, num_ranks: int, cost: Cost = _DEFAULT_COST, *, backend: Backend = "native"
+    lengths: Lengths,
+    num_ranks: int,
+    cost: Cost = _DEFAULT_COST,
+    *,
+    equal_counts: bool = False,
+    time_budget_s: float | None = None,
+    backend: Backend = "native",
 ) -> Assignment:
-    """Place items of the given lengths, int [num_items], >= 0, on ranks so that the largest load is small.
+    """Place items of the given lengths, >= 0, on ranks so that the largest load is small.
 
-    Packed: LPT and swaps, at the bound or near it. Padded: the optimum. The items of a rank are in item order.
-    Raises ArgumentError for lengths that are negative or not whole, num_ranks < 1, and costs that do not fit int64.
+    lengths: int [num_items]; for Packed also several an item, as [num_items, max_parts] padded with zeros or as a list
+    of sequences: frames, windows or images, whose squares add. The items of a rank are in item order.
+    Packed: LPT and swaps, at the bound from some 20 items a rank on, else near it; never worse than LPT. Padded: the
+    optimum.
+    equal_counts: the numbers of items of two ranks differ by at most one (Packed).
+    time_budget_s: how long swaps may go on where the bound is not reached (Packed), on one core at a nominal rate, so
+    that the result depends on the budget alone and not on the machine. A larger one is never worse.
+    Raises ArgumentError for lengths that are negative or not whole, num_ranks < 1, costs that do not fit int64, a
+    negative budget, and options that the cost does not take.
     """
-    weights = cost.weights(checked_integers(lengths, "lengths"))
+    weights = item_weights(lengths, cost)
     num_ranks = checked_num_ranks(num_ranks)
     core = algorithms(backend)
-    place = core.packed if isinstance(cost, Packed) else core.padded
-    return Assignment(*place(weights, num_ranks))
+    if isinstance(cost, Packed):
+        return Assignment(*core.packed(weights, num_ranks, equal_counts, _num_steps(time_budget_s, num_ranks)))
+    for name, is_given in (("equal_counts", equal_counts), ("time_budget_s", time_budget_s is not None)):
+        if is_given:
+            raise ArgumentError(f"{name} is given with {cost}; it is for Packed alone.")
+    return Assignment(*core.padded(weights, num_ranks))
 
 
-def score(ranks: ArrayLike, lengths: ArrayLike, num_ranks: int, cost: Cost = _DEFAULT_COST) -> Assignment:
+def score(ranks: ArrayLike, lengths: Lengths, num_ranks: int, cost: Cost = _DEFAULT_COST) -> Assignment:
     """Any placement, ranks int [num_items], as an Assignment with its loads and the bound; items in item order.
 
     Raises ArgumentError as `assign` does, and for ranks outside 0 .. num_ranks - 1 or not one for each item.
     """
-    weights = cost.weights(checked_integers(lengths, "lengths"))
+    weights = item_weights(lengths, cost)
     num_ranks = checked_num_ranks(num_ranks)
     checked = checked_ranks(ranks, "ranks", len(weights), num_ranks)
     items, offsets = csr_from_ranks(checked, num_ranks)
@@ -52,12 +75,21 @@ def score(ranks: ArrayLike, lengths: ArrayLike, num_ranks: int, cost: Cost = _DE
     return Assignment(checked, items, offsets, loads, _bound(weights, num_ranks, cost))
 
 
-def lower_bound(lengths: ArrayLike, num_ranks: int, cost: Cost = _DEFAULT_COST) -> int:
+def lower_bound(lengths: Lengths, num_ranks: int, cost: Cost = _DEFAULT_COST) -> int:
     """A maximum load that no placement of whole items undercuts; for Padded, one that the best placement reaches.
 
     Packed: the largest of the mean, the longest item and the pigeonhole bound (see reference/bound.py).
     """
-    return _bound(cost.weights(checked_integers(lengths, "lengths")), checked_num_ranks(num_ranks), cost)
+    return _bound(item_weights(lengths, cost), checked_num_ranks(num_ranks), cost)
+
+
+def _num_steps(time_budget_s: float | None, num_ranks: int) -> int:
+    """By default enough for every rank to swap some ten times; where the bound is in reach, most are not spent."""
+    if time_budget_s is None:
+        return 100_000 + 1_500 * num_ranks
+    if not 0 <= time_budget_s <= MAX_TIME_BUDGET_S:
+        raise ArgumentError(f"time_budget_s is {time_budget_s}; it must be from 0 to {MAX_TIME_BUDGET_S:_}.")
+    return int(time_budget_s * STEPS_PER_S)
 
 
 def _bound(weights: NDArray[np.int64], num_ranks: int, cost: Cost) -> int:

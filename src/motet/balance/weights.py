@@ -1,0 +1,40 @@
+"""From the lengths that a caller gives to one integer weight for each item."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from motet.balance.checks import checked_integers
+from motet.balance.costs import Cost, Packed
+from motet.core.errors import ArgumentError
+
+Lengths = ArrayLike
+"""int [num_items], or several lengths an item: [num_items, max_parts] padded with zeros, or a list of sequences."""
+
+
+def item_weights(lengths: Lengths, cost: Cost) -> NDArray[np.int64]:
+    """The weight of each item under `cost`, int64 [num_items]; of an item of several lengths, the sum over them.
+
+    So the squares of frames, windows or images add, where their total would be squared as one. Raises ArgumentError for
+    lengths that are negative or not whole, sums that do not fit int64, and several lengths an item where the cost is
+    Padded, which pads whole items to one length.
+    """
+    if isinstance(lengths, (list, tuple)) and any(np.ndim(parts) == 1 for parts in lengths[:1]):
+        lengths_of_items = [checked_integers(parts, f"lengths[{item}]") for item, parts in enumerate(lengths)]
+        offsets = np.cumsum([0, *map(len, lengths_of_items)])
+        flat = np.concatenate(lengths_of_items)
+    else:
+        try:
+            given = np.asarray(lengths)
+        except ValueError as error:
+            raise ArgumentError(f"lengths cannot be read as an array of numbers and sequences: {error}") from error
+        if given.ndim != 2:
+            return cost.weights(checked_integers(given, "lengths"))
+        flat = checked_integers(given, "lengths", 2).ravel()
+        offsets = np.arange(len(given) + 1) * given.shape[1]
+    if not isinstance(cost, Packed):
+        raise ArgumentError(f"lengths has several lengths an item; {cost} takes one.")
+    before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(cost.weights(flat))])
+    weights: NDArray[np.int64] = before[offsets[1:]] - before[offsets[:-1]]
+    return weights
