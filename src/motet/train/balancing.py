@@ -1,4 +1,4 @@
-"""The Orchestrator of a model: what its modules cost, and from which seconds the way of balancing is chosen."""
+"""The Orchestrator of a model: what its modules cost, from which seconds a way is chosen, and by which core."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from functools import partial
 
 import torch
 
+from motet.balance import ACTIVE_BACKEND
 from motet.cost.flops import batch_flops
 from motet.dispatch import BalanceConfig, Orchestrator, StepTimes
 from motet.models.module import MLLM
 from motet.runtime.stage import is_trainable, modules_by_phase
+from motet.train.world import JointUserError, World
 
 
 def build_orchestrator(
@@ -35,3 +37,13 @@ def build_orchestrator(
         times=times,
         methods=config.methods,
     )
+
+
+def check_same_backend(world: World) -> None:
+    """Ranks decide alike with the same core only. A collective; raises JointUserError where it is not the same."""
+    found = world.gather(ACTIVE_BACKEND)
+    if len(set(found)) > 1:
+        raise JointUserError(
+            f"Rank {found.index('fallback')} balances without the native core and rank {found.index('native')} with "
+            "it, so they would not decide alike: install the same build of Motet on all machines."
+        )

@@ -25,7 +25,7 @@ from motet.runtime.clock import ActionClock
 from motet.runtime.fsdp import shard
 from motet.runtime.mesh import Mesh, build_mesh
 from motet.runtime.step import TrainStep
-from motet.train.balancing import build_orchestrator
+from motet.train.balancing import build_orchestrator, check_same_backend
 from motet.train.checkpoint import Checkpointer, Progress, load, read_progress, whole_checkpoints
 from motet.train.evaluate import Evaluator
 from motet.train.loading import ExchangeLoading, IndexLoading, Loading
@@ -60,6 +60,7 @@ class Job:
 
 def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: ExitStack) -> Job:
     """All ranks call it alike; what fails on one fails on all. cleanup: gets what must be closed at the end."""
+    check_same_backend(world)
     with world.together():
         dtype = _DTYPES[recipe.run.dtype]
         tokenizer = ChatTokenizer.from_directory(recipe.data.tokenizer)
