@@ -41,5 +41,6 @@ struct Groups {
 Groups group_by_rank(const std::vector<std::int32_t>& ranks, int num_ranks);
 
 void bind_phase(nb::module_& m);
+void bind_split(nb::module_& m);
 
 }  // namespace motet

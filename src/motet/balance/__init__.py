@@ -2,7 +2,9 @@
 
 assign(lengths, num_ranks, cost)      one phase: packed or padded
 assign_jointly(costs, num_ranks)      all phases at once, whole examples
-choose(phases, num_ranks, link)       which way is the fastest for these lengths, and why
+split(costs, num_ranks, overhead)     items that dominate, cut into fragments
+defer(costs, num_ranks, num_microbatches)  items that dominate, put into a microbatch of their own level
+choose(phases, num_ranks, link)       which of these is the fastest for a microbatch, and why
 lower_bound, score                    what no placement undercuts; any placement, with its loads
 ACTIVE_BACKEND                        "native", or "fallback" where the native core is not built
 """
@@ -10,8 +12,11 @@ ACTIVE_BACKEND                        "native", or "fallback" where the native c
 from motet.balance.backend import ACTIVE_BACKEND, Backend
 from motet.balance.choice import METHODS, Choice, Link, Method, Phase, choose, follow
 from motet.balance.costs import Cost, Packed, Padded
+from motet.balance.deferring import Deferral, defer
+from motet.balance.fragments import Overhead, Split
 from motet.balance.joint import assign_jointly
 from motet.balance.placement import assign, lower_bound, score
+from motet.balance.splitting import split
 
 __all__ = [
     "ACTIVE_BACKEND",
@@ -19,15 +24,20 @@ __all__ = [
     "Backend",
     "Choice",
     "Cost",
+    "Deferral",
     "Link",
     "Method",
+    "Overhead",
     "Packed",
     "Padded",
     "Phase",
+    "Split",
     "assign",
     "assign_jointly",
     "choose",
+    "defer",
     "follow",
     "lower_bound",
     "score",
+    "split",
 ]

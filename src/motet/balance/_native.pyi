@@ -13,3 +13,17 @@ def packed(weights: NDArray[np.int64], num_ranks: int, equal_counts: bool, num_s
 def padded(lengths: NDArray[np.int64], num_ranks: int) -> _Placement: ...
 def packed_bound(weights: NDArray[np.int64], num_ranks: int) -> int: ...
 def padded_bound(lengths: NDArray[np.int64], num_ranks: int) -> int: ...
+
+_Pieces = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]
+"""item, begin, end, rank of each fragment; what finds no room is left out."""
+
+def pour(
+    costs: NDArray[np.int64],
+    overheads: NDArray[np.int64],
+    units: NDArray[np.int64],
+    parts: NDArray[np.int64],
+    turns: NDArray[np.int64],
+    phases: NDArray[np.int64],
+    limits: NDArray[np.int64],
+    num_ranks: int,
+) -> _Pieces: ...

@@ -4,5 +4,6 @@ from motet.balance.reference.bound import packed_bound
 from motet.balance.reference.joint import joint
 from motet.balance.reference.packed import packed
 from motet.balance.reference.padded import padded, padded_bound
+from motet.balance.reference.splitting import pour
 
-__all__ = ["joint", "packed", "packed_bound", "padded", "padded_bound"]
+__all__ = ["joint", "packed", "packed_bound", "padded", "padded_bound", "pour"]

@@ -1,0 +1,26 @@
+"""Any placement over one or several phases, as an Assignment with its loads and bounds."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.balance.placement import lower_bound
+from motet.core.assignment import Assignment, csr_from_ranks
+
+
+def scored(ranks: NDArray[np.int32], costs: NDArray[np.int64], num_ranks: int) -> Assignment:
+    """Items on the given ranks, int32 [num_items]; costs int64 [num_items] or [num_items, num_phases], that sum up."""
+    loads = np.zeros((num_ranks, *costs.shape[1:]), dtype=np.int64)
+    np.add.at(loads, ranks, costs)
+    bound: int | NDArray[np.int64]
+    if costs.ndim == 1:
+        bound = lower_bound(costs, num_ranks)
+    else:
+        bound = np.array([lower_bound(column, num_ranks) for column in costs.T], dtype=np.int64)
+    return Assignment(ranks, *csr_from_ranks(ranks, num_ranks), loads, bound)
+
+
+def max_sum(loads: NDArray[np.int64]) -> int:
+    """The largest load of each phase, summed over phases: what a step takes whose phases wait for all ranks."""
+    return sum(np.atleast_1d(loads.max(axis=0)).tolist())
