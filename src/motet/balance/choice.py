@@ -5,6 +5,8 @@ per_phase  each phase by itself (OrchMLLM, arXiv:2503.23830, sections 5 and 6): 
            encoder outputs cross ranks, forward and as gradients back.
 mixed      joint, but for the encoders that gain more from an assignment of their own than its exchange takes: padded
            ones mostly, whose cost, count times longest, no assignment of whole examples can balance.
+split      joint, with the examples that dominate cut into fragments (splitting.py): a decision that training cannot run
+           yet, so it is considered only where it is asked for.
 
 Predicted is the sum over phases of the busiest rank's seconds, as ranks wait for each other in every phase (sharded
 modules gather their weights layer by layer), and for each encoder that moves outputs the latency and the bytes of the
@@ -16,25 +18,27 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from motet.balance.backend import Backend
 from motet.balance.checks import checked_integers, checked_num_ranks, checked_ranks
-from motet.balance.costs import Cost
+from motet.balance.costs import Cost, Packed, Padded
+from motet.balance.fragments import Overhead, Split
 from motet.balance.joint import assign_jointly
 from motet.balance.placement import assign, score
+from motet.balance.splitting import split
 from motet.core.assignment import Assignment
 from motet.core.errors import ArgumentError
 
-Method = Literal["joint", "mixed", "per_phase"]
+Method = Literal["joint", "mixed", "per_phase", "split"]
 METHODS: tuple[Method, ...] = ("joint", "mixed", "per_phase")
-"""Those that move less first: so a tie is broken."""
+"""Those that training can run, what moves less first: so a tie is broken."""
 UNBALANCED = "unbalanced"
 
-_NS_PER_S = 10**9
+NS_PER_S = 10**9
 _JOINT_TOTAL = 2**50
 """Joint costs are quantised so that the largest phase adds up to this: sums stay exact in float64 and in int64."""
 
@@ -61,7 +65,7 @@ class Phase:
 
     def compute_ns(self, assignment: Assignment) -> int:
         """Nanoseconds of the busiest rank."""
-        return round(int(assignment.loads.max(initial=0)) * self.seconds_per_cost * _NS_PER_S)
+        return round(int(assignment.loads.max(initial=0)) * self.seconds_per_cost * NS_PER_S)
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,9 @@ class Choice:
     """The fastest way, as predicted.
 
     assignments: one a phase, in the order of the phases. Items of an encoder that follows its examples are in the
-                 order of the examples' slots, so that its outputs need not even be sorted.
+                 order of the examples' slots, so that its outputs need not even be sorted. With "split", those of
+                 "joint", the nearest for whole items.
+    fragments:   with "split", the examples and the fragments of examples, and where each is computed; else None.
     predicted_s: seconds of the step by method, with "unbalanced" where the homes of the examples were given.
     exchange_s:  of those, what moving encoder outputs takes.
     moved_bytes: that cross ranks, over all encoders, both ways.
@@ -92,10 +98,16 @@ class Choice:
 
     method: Method
     assignments: tuple[Assignment, ...]
+    fragments: Split | None
     predicted_s: dict[str, float]
     exchange_s: dict[str, float]
     moved_bytes: int
     why: str
+
+    @property
+    def predicted_ns(self) -> int:
+        """What was compared: nanoseconds of the method that was chosen."""
+        return round(self.predicted_s[self.method] * NS_PER_S)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +118,7 @@ class _Way:
     compute_ns: int
     exchange_ns: int
     moved_bytes: int
+    fragments: Split | None = None
 
     @property
     def total_ns(self) -> int:
@@ -124,17 +137,20 @@ def choose(
     *,
     methods: Sequence[Method] = METHODS,
     home: ArrayLike | None = None,
+    overhead: Overhead | None = None,
     backend: Backend = "native",
 ) -> Choice:
     """Choose between `methods` for one microbatch. phases: the backbone first, whose items are the examples.
 
-    home: int [num_examples], where examples are computed without balancing; only to say what balancing gains. However
-    long an item is, the microbatch is balanced: what dominates a phase leaves the others to be balanced beside it.
-    Ties go to what moves fewer bytes, then to the earlier of `methods`. Takes one `assign` a phase and up to two
+    home: int [num_examples], where examples are computed without balancing; only to say what balancing gains.
+    overhead: of a fragment, for "split"; its fixed part in nanoseconds.
+
+    However long an item is, the microbatch is balanced: what dominates a phase leaves the others to be balanced beside
+    it. Ties go to what moves fewer bytes, then to the earlier of `methods`. Takes one `assign` a phase and up to two
     `assign_jointly`; a pure function of its arguments. Raises ArgumentError for wrong arguments.
     """
     num_ranks = checked_num_ranks(num_ranks)
-    _check(phases, methods)
+    _check(phases, methods, overhead)
     # 1. Each phase by itself; the same assignments serve "mixed" and "per_phase".
     alone = {}
     if {"mixed", "per_phase"} & set(methods):
@@ -147,6 +163,8 @@ def choose(
         ways["joint"] = _follow_all(phases, link, _backbone(phases, num_ranks, backend), {})
         if "mixed" in methods and (mixed := _mixed(phases, num_ranks, link, ways["joint"], alone, backend)):
             ways["mixed"] = mixed
+        if overhead is not None and "split" in methods:
+            ways["split"] = _split(phases, num_ranks, ways["joint"], overhead, backend)
     # 3. The fastest.
     method = min((name for name in methods if name in ways), key=lambda name: ways[name].key)
     if home is not None:
@@ -155,8 +173,9 @@ def choose(
     return Choice(
         method=method,
         assignments=ways[method].assignments,
-        predicted_s={name: way.total_ns / _NS_PER_S for name, way in ways.items()},
-        exchange_s={name: way.exchange_ns / _NS_PER_S for name, way in ways.items()},
+        fragments=ways[method].fragments,
+        predicted_s={name: way.total_ns / NS_PER_S for name, way in ways.items()},
+        exchange_s={name: way.exchange_ns / NS_PER_S for name, way in ways.items()},
         moved_bytes=ways[method].moved_bytes,
         why=_why(method, ways),
     )
@@ -191,14 +210,31 @@ def _mixed(
     return _follow_all(phases, link, _backbone(together, num_ranks, backend), apart)
 
 
+def _split(phases: Sequence[Phase], num_ranks: int, joint: _Way, overhead: Overhead, backend: Backend) -> _Way:
+    """Whole examples but for those that dominate; a fragment has the same share of every phase of its example."""
+    costs, unit_s = joint_costs(phases)
+    in_units = Overhead(round(overhead.fixed / NS_PER_S / unit_s), overhead.fraction)
+    fragments = split(costs, num_ranks, in_units, backend=backend)
+    compute_ns = 0
+    for phase, column in zip(phases, fragments.costs.T, strict=True):
+        # A padded phase is computed with padding also where its items are cut.
+        cost = Packed() if isinstance(phase.cost, Packed) else Padded()
+        loads = score(fragments.assignment.ranks, column, num_ranks, cost).loads
+        compute_ns += round(int(loads.max()) * unit_s * NS_PER_S)
+    return replace(joint, compute_ns=compute_ns, fragments=fragments)
+
+
 def _backbone(phases: Sequence[Phase], num_ranks: int, backend: Backend) -> Assignment:
     """The backbone's part of the assignment of whole examples that serves all of `phases`, the backbone first."""
-    ranks = assign_jointly(_joint_costs(phases), num_ranks, backend=backend).ranks
+    ranks = assign_jointly(joint_costs(phases)[0], num_ranks, backend=backend).ranks
     return _scored(phases[0], ranks, num_ranks)
 
 
-def _joint_costs(phases: Sequence[Phase]) -> NDArray[np.int64]:
-    """Costs of the examples in one unit, int64 [num_examples, num_phases]; an item of a padded phase by its length."""
+def joint_costs(phases: Sequence[Phase]) -> tuple[NDArray[np.int64], float]:
+    """Costs of the examples in one unit, int64 [num_examples, num_phases], and the seconds of the unit.
+
+    An item of a padded phase counts by its length.
+    """
     num_examples = len(phases[0].lengths)
     weights = [phase.cost.weights(phase.lengths) for phase in phases]
     totals_s = [int(w.sum()) * phase.seconds_per_cost for w, phase in zip(weights, phases, strict=True)]
@@ -208,7 +244,7 @@ def _joint_costs(phases: Sequence[Phase]) -> NDArray[np.int64]:
         np.bincount(phase.owner, np.rint(w * (phase.seconds_per_cost / unit_s)), num_examples)
         for w, phase in zip(weights, phases, strict=True)
     ]
-    return np.stack(columns, axis=1).astype(np.int64)
+    return np.stack(columns, axis=1).astype(np.int64), unit_s
 
 
 def _follow_all(phases: Sequence[Phase], link: Link, backbone: Assignment, apart: dict[str, Assignment]) -> _Way:
@@ -242,7 +278,7 @@ def _exchange(phase: Phase, placed: Assignment, backbone: Assignment, link: Link
         int(np.bincount(ranks[moves], size_bytes, placed.num_ranks).max()) for ranks in (placed.ranks, destination)
     )
     seconds = phase.num_exchanges * (link.latency_s + busiest / link.bytes_per_s)
-    return round(seconds * _NS_PER_S), phase.num_exchanges * int(size_bytes.sum())
+    return round(seconds * NS_PER_S), phase.num_exchanges * int(size_bytes.sum())
 
 
 def _scored(phase: Phase, ranks: NDArray[np.int32], num_ranks: int) -> Assignment:
@@ -251,25 +287,28 @@ def _scored(phase: Phase, ranks: NDArray[np.int32], num_ranks: int) -> Assignmen
 
 def _why(method: Method, ways: dict[str, _Way]) -> str:
     def exchange(way: _Way) -> str:
-        return f", {_ms(way.exchange_ns)} of it exchange" if way.exchange_ns else ""
+        return f", {as_ms(way.exchange_ns)} of it exchange" if way.exchange_ns else ""
 
-    others = "; ".join(f"{name} {_ms(way.total_ns)}{exchange(way)}" for name, way in ways.items() if name != method)
+    others = "; ".join(f"{name} {as_ms(way.total_ns)}{exchange(way)}" for name, way in ways.items() if name != method)
     chosen = ways[method]
-    return f"{method}: {_ms(chosen.total_ns)} predicted{exchange(chosen)}" + (f" ({others})." if others else ".")
+    return f"{method}: {as_ms(chosen.total_ns)} predicted{exchange(chosen)}" + (f" ({others})." if others else ".")
 
 
-def _ms(nanoseconds: int) -> str:
+def as_ms(nanoseconds: int) -> str:
+    """Milliseconds to three digits, for people."""
     milliseconds = nanoseconds / 1e6
     return f"{milliseconds:,.0f} ms" if milliseconds >= 1000 else f"{milliseconds:.3g} ms"
 
 
-def _check(phases: Sequence[Phase], methods: Sequence[str]) -> None:
+def _check(phases: Sequence[Phase], methods: Sequence[str], overhead: Overhead | None) -> None:
     if not phases:
         raise ArgumentError("phases is empty; it must hold the backbone at least.")
-    if not methods or set(methods) - set(METHODS):
-        raise ArgumentError(f"methods is {methods!r}; it must hold some of {', '.join(METHODS)}.")
-    if "mixed" in methods and "joint" not in methods:
-        raise ArgumentError(f"methods is {methods!r}; mixed begins with joint, so it must hold that as well.")
+    if not methods or set(methods) - set(get_args(Method)):
+        raise ArgumentError(f"methods is {methods!r}; it must hold some of {', '.join(get_args(Method))}.")
+    if {"mixed", "split"} & set(methods) and "joint" not in methods:
+        raise ArgumentError(f"methods is {methods!r}; mixed and split begin with joint, so it must hold that as well.")
+    if ("split" in methods) != (overhead is not None):
+        raise ArgumentError(f"overhead is {overhead}; it must be given where methods holds split, and only there.")
     num_examples = len(phases[0].lengths)
     if not np.array_equal(phases[0].owner, np.arange(num_examples)):
         raise ArgumentError(f"owner of {phases[0].name!r} must be 0, 1, 2, ...: the first phase's items are examples.")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.analyze.mixture import MFLOP_PER_LENGTH, PHASES, Caps
-from motet.balance import METHODS, Link, Packed, Padded, Phase, choose, follow
+from motet.balance import METHODS, Link, Overhead, Packed, Padded, Phase, choose, follow
 from motet.core.errors import ArgumentError
 
 FAST = Link(bytes_per_s=1e15, latency_s=0.0)
@@ -139,6 +139,21 @@ def test_a_giant_is_no_reason_to_leave_the_rest_unbalanced(longest, seed):
     assert choice.assignments[1].imbalance < 1.2
 
 
+def test_a_giant_is_cut_where_fragments_cost_less_than_waiting():
+    phases = [backbone([1000] + [10] * 60), encoder("audio", range(1, 61), [5] * 60, Padded())]
+    methods = (*METHODS, "split")
+    cheap = choose(phases, 4, SLOW, methods=methods, overhead=Overhead(fixed=10**9, fraction=0.01))
+    assert cheap.method == "split"
+    assert cheap.fragments.num_cut == 1
+    # 1600 tokens and 300 frames on 4 ranks, beside the overhead of the fragments.
+    assert 400 + 75 < cheap.predicted_s["split"] < 1.06 * (400 + 75)
+    assert cheap.moved_bytes == 0
+    dear = choose(phases, 4, SLOW, methods=methods, overhead=Overhead(fixed=10**12))
+    assert dear.method == "joint"
+    assert dear.fragments is None
+    assert dear.predicted_s["joint"] >= 1000
+
+
 def test_on_mixed_lengths_the_chosen_way_is_near_the_bound(mixture):
     """Predicted seconds over the sum of each phase's bound, on a link of 40 GB/s a rank."""
     rng = np.random.default_rng(0)
@@ -167,8 +182,14 @@ GOOD = backbone([3, 4])
         (([], 2, FAST), {}, "phases is empty"),
         (([GOOD], 0, FAST), {}, "num_ranks is 0"),
         (([GOOD], 2, FAST), {"methods": []}, r"methods is \[\]"),
-        (([GOOD], 2, FAST), {"methods": ["off"]}, "methods is .'off'.; it must hold some of joint, mixed, per_phase"),
-        (([GOOD], 2, FAST), {"methods": ["mixed"]}, "mixed begins with joint"),
+        (
+            ([GOOD], 2, FAST),
+            {"methods": ["off"]},
+            "methods is .'off'.; it must hold some of joint, mixed, per_phase, split",
+        ),
+        (([GOOD], 2, FAST), {"methods": ["mixed"]}, "mixed and split begin with joint"),
+        (([GOOD], 2, FAST), {"methods": ["joint", "split"]}, "overhead is None; it must be given where methods holds"),
+        (([GOOD], 2, FAST), {"overhead": Overhead()}, "and only there"),
         (([GOOD], 2, FAST), {"home": [0]}, "home has shape"),
         (([GOOD], 2, FAST), {"home": [0, 2]}, r"home\[1\] is 2"),
         (([encoder("image", [1, 0], [1, 1])], 2, FAST), {}, "owner of 'image' must be 0, 1, 2"),
