@@ -11,11 +11,12 @@ ACTIVE_BACKEND                        "native", or "fallback" where the native c
 """
 
 from motet.balance.backend import ACTIVE_BACKEND, Backend
-from motet.balance.choice import METHODS, Choice, Link, Method, Phase, choose, follow
+from motet.balance.choice import METHODS, Choice, Method, choose
 from motet.balance.costs import Cost, Packed, Padded
 from motet.balance.deferring import Deferral, defer
 from motet.balance.fragments import Overhead, Split
 from motet.balance.joint import assign_jointly
+from motet.balance.phases import Link, Phase, follow
 from motet.balance.placement import assign, lower_bound, score
 from motet.balance.splitting import split
 from motet.balance.step_choice import StepChoice, choose_step

@@ -15,19 +15,19 @@ rank that sends or receives most. Everything is compared in whole nanoseconds, s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from motet.balance.backend import Backend
-from motet.balance.checks import checked_integers, checked_num_ranks, checked_ranks
-from motet.balance.costs import Cost, Packed, Padded
+from motet.balance.checks import checked_num_ranks, checked_ranks
+from motet.balance.costs import Packed, Padded
 from motet.balance.fragments import Overhead, Split
 from motet.balance.joint import assign_jointly
+from motet.balance.phases import NS_PER_S, Link, Phase, check_phases, follow, joint_costs, scored_phase
 from motet.balance.placement import assign, score
 from motet.balance.splitting import split
 from motet.core.assignment import Assignment
@@ -37,49 +37,6 @@ Method = Literal["joint", "mixed", "per_phase", "split"]
 METHODS: tuple[Method, ...] = ("joint", "mixed", "per_phase")
 """Those that training can run, what moves less first: so a tie is broken."""
 UNBALANCED = "unbalanced"
-
-NS_PER_S = 10**9
-_JOINT_TOTAL = 2**50
-"""Joint costs are quantised so that the largest phase adds up to this: sums stay exact in float64 and in int64."""
-
-
-@dataclass(frozen=True, eq=False)
-class Phase:
-    """One phase of a microbatch: its items, what they cost, and what it takes to compute them apart from their example.
-
-    lengths:          int64 [num_items], of which `cost` is taken.
-    owner:            int64 [num_items], the example that each item belongs to; the backbone's items are the examples.
-    seconds_per_cost: seconds of a rank, forward and backward, for a unit of the cost.
-    output_bytes:     int64 [num_items], what an item's output takes on its way to another rank; None where nothing ever
-                      moves, as in the backbone.
-    num_exchanges:    how often those bytes are sent: 2, forward and as a gradient back, or 1 where nothing trains.
-    """
-
-    name: str
-    lengths: NDArray[np.int64]
-    cost: Cost
-    owner: NDArray[np.int64]
-    seconds_per_cost: float
-    output_bytes: NDArray[np.int64] | None = None
-    num_exchanges: int = 2
-
-    def compute_ns(self, assignment: Assignment) -> int:
-        """Nanoseconds of the busiest rank."""
-        return round(int(assignment.loads.max(initial=0)) * self.seconds_per_cost * NS_PER_S)
-
-
-@dataclass(frozen=True)
-class Link:
-    """What an exchange takes: bytes_per_s that a rank sends while it receives as much; latency_s of one exchange."""
-
-    bytes_per_s: float
-    latency_s: float
-
-    def __post_init__(self) -> None:
-        if not self.bytes_per_s > 0:
-            raise ArgumentError(f"bytes_per_s is {self.bytes_per_s}; it must be above 0.")
-        if not 0 <= self.latency_s < math.inf:
-            raise ArgumentError(f"latency_s is {self.latency_s}; it must be finite and at least 0.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +126,7 @@ def choose(
     method = min((name for name in methods if name in ways), key=lambda name: ways[name].key)
     if home is not None:
         ranks = checked_ranks(home, "home", len(phases[0].lengths), num_ranks)
-        ways[UNBALANCED] = _follow_all(phases, link, _scored(phases[0], ranks, num_ranks), {})
+        ways[UNBALANCED] = _follow_all(phases, link, scored_phase(phases[0], ranks, num_ranks), {})
     return Choice(
         method=method,
         assignments=ways[method].assignments,
@@ -179,12 +136,6 @@ def choose(
         moved_bytes=ways[method].moved_bytes,
         why=_why(method, ways),
     )
-
-
-def follow(phase: Phase, backbone: Assignment) -> Assignment:
-    """The items of a phase on the ranks that run their examples, in the order of the examples' slots."""
-    ranks, order = backbone.follow(phase.owner)
-    return replace(_scored(phase, ranks, backbone.num_ranks), items=order)
 
 
 def _mixed(
@@ -227,24 +178,7 @@ def _split(phases: Sequence[Phase], num_ranks: int, joint: _Way, overhead: Overh
 def _backbone(phases: Sequence[Phase], num_ranks: int, backend: Backend) -> Assignment:
     """The backbone's part of the assignment of whole examples that serves all of `phases`, the backbone first."""
     ranks = assign_jointly(joint_costs(phases)[0], num_ranks, backend=backend).ranks
-    return _scored(phases[0], ranks, num_ranks)
-
-
-def joint_costs(phases: Sequence[Phase]) -> tuple[NDArray[np.int64], float]:
-    """Costs of the examples in one unit, int64 [num_examples, num_phases], and the seconds of the unit.
-
-    An item of a padded phase counts by its length.
-    """
-    num_examples = len(phases[0].lengths)
-    weights = [phase.cost.weights(phase.lengths) for phase in phases]
-    totals_s = [int(w.sum()) * phase.seconds_per_cost for w, phase in zip(weights, phases, strict=True)]
-    unit_s = max(totals_s) / _JOINT_TOTAL or 1.0
-    columns = [
-        # Whole numbers that add up to less than 2^53: the order of the sums does not matter.
-        np.bincount(phase.owner, np.rint(w * (phase.seconds_per_cost / unit_s)), num_examples)
-        for w, phase in zip(weights, phases, strict=True)
-    ]
-    return np.stack(columns, axis=1).astype(np.int64), unit_s
+    return scored_phase(phases[0], ranks, num_ranks)
 
 
 def _follow_all(phases: Sequence[Phase], link: Link, backbone: Assignment, apart: dict[str, Assignment]) -> _Way:
@@ -281,10 +215,6 @@ def _exchange(phase: Phase, placed: Assignment, backbone: Assignment, link: Link
     return round(seconds * NS_PER_S), phase.num_exchanges * int(size_bytes.sum())
 
 
-def _scored(phase: Phase, ranks: NDArray[np.int32], num_ranks: int) -> Assignment:
-    return score(ranks, phase.lengths, num_ranks, phase.cost)
-
-
 def _why(method: Method, ways: dict[str, _Way]) -> str:
     def exchange(way: _Way) -> str:
         return f", {as_ms(way.exchange_ns)} of it exchange" if way.exchange_ns else ""
@@ -301,25 +231,10 @@ def as_ms(nanoseconds: int) -> str:
 
 
 def _check(phases: Sequence[Phase], methods: Sequence[str], overhead: Overhead | None) -> None:
-    if not phases:
-        raise ArgumentError("phases is empty; it must hold the backbone at least.")
     if not methods or set(methods) - set(get_args(Method)):
         raise ArgumentError(f"methods is {methods!r}; it must hold some of {', '.join(get_args(Method))}.")
     if {"mixed", "split"} & set(methods) and "joint" not in methods:
         raise ArgumentError(f"methods is {methods!r}; mixed and split begin with joint, so it must hold that as well.")
     if ("split" in methods) != (overhead is not None):
         raise ArgumentError(f"overhead is {overhead}; it must be given where methods holds split, and only there.")
-    num_examples = len(phases[0].lengths)
-    if not np.array_equal(phases[0].owner, np.arange(num_examples)):
-        raise ArgumentError(f"owner of {phases[0].name!r} must be 0, 1, 2, ...: the first phase's items are examples.")
-    for phase in phases:
-        num_items = len(checked_integers(phase.lengths, f"lengths of {phase.name!r}"))
-        checked_ranks(phase.owner, f"owner of {phase.name!r}", num_items, num_examples)
-        if phase.output_bytes is not None and len(phase.output_bytes) != num_items:
-            raise ArgumentError(
-                f"output_bytes of {phase.name!r} has {len(phase.output_bytes)} entries; it must have {num_items}."
-            )
-        if not 0 <= phase.seconds_per_cost < math.inf:
-            raise ArgumentError(
-                f"seconds_per_cost of {phase.name!r} is {phase.seconds_per_cost}; it must be finite and at least 0."
-            )
+    check_phases(phases)

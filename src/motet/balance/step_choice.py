@@ -15,9 +15,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from motet.balance.backend import Backend
 from motet.balance.checks import checked_integers, checked_ranks
-from motet.balance.choice import METHODS, NS_PER_S, Choice, Link, Method, Phase, as_ms, choose, joint_costs
+from motet.balance.choice import METHODS, Choice, Method, as_ms, choose
 from motet.balance.deferring import defer
 from motet.balance.fragments import Overhead
+from motet.balance.phases import NS_PER_S, Link, Phase, joint_costs
 
 
 @dataclass(frozen=True, eq=False)
