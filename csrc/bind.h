@@ -42,5 +42,6 @@ Groups group_by_rank(const std::vector<std::int32_t>& ranks, int num_ranks);
 
 void bind_phase(nb::module_& m);
 void bind_split(nb::module_& m);
+void bind_joint(nb::module_& m);
 
 }  // namespace motet

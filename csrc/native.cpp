@@ -5,4 +5,5 @@ NB_MODULE(_native, m) {
     m.doc() = "Native core of motet.balance: balances items over ranks.";
     motet::bind_phase(m);
     motet::bind_split(m);
+    motet::bind_joint(m);
 }

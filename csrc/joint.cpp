@@ -1,0 +1,142 @@
+// The best of several starts, searched; see src/motet/balance/reference/joint.py.
+#include "joint.h"
+
+#include <algorithm>
+
+#include "balance.h"
+#include "tournament.h"
+
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define MOTET_WIDE __attribute__((target_clones("avx2", "default")))
+#else
+#define MOTET_WIDE
+#endif
+
+namespace motet {
+namespace {
+
+JointProblem problem_of(JointCosts costs, int num_ranks) {
+    JointProblem problem{costs, num_ranks, {}, {}, {}};
+    for (int phase = 0; phase < costs.num_phases; ++phase) {
+        std::vector<std::int32_t> examples;
+        std::vector<std::int64_t> weights;
+        for (int example = 0; example < costs.num_examples(); ++example) {
+            const std::int64_t weight = costs.of(example)[phase];
+            if (weight == 0) continue;
+            examples.push_back(example);
+            weights.push_back(weight);
+        }
+        auto order = heaviest_first(weights);
+        for (auto& place : order) place = examples[place];
+        problem.orders.push_back(std::move(order));
+        problem.sums.push_back(std::accumulate(weights.begin(), weights.end(), std::int64_t{0}));
+        problem.bound.push_back(packed_bound(weights, num_ranks));
+    }
+    return problem;
+}
+
+void add(const JointProblem& problem, JointState& state, int rank, int example) {
+    state.examples[rank].push_back(example);
+    for (int phase = 0; phase < problem.costs.num_phases; ++phase) {
+        state.loads_of(rank)[phase] += problem.costs.of(example)[phase];
+    }
+}
+
+// The first rank whose largest load over phases, with the example's shares added to loads [num_phases, num_ranks], is
+// smallest; peaks [num_ranks] is room to work in.
+MOTET_WIDE int lowest_peak(const std::int32_t* shares, const std::int32_t* loads, int num_ranks, int num_phases,
+                           std::int32_t* __restrict peaks) {
+    std::fill_n(peaks, num_ranks, 0);
+    for (int phase = 0; phase < num_phases; ++phase) {
+        for (int rank = 0; rank < num_ranks; ++rank) {
+            peaks[rank] = std::max(peaks[rank], loads[phase * num_ranks + rank] + shares[phase]);
+        }
+    }
+    std::int32_t lowest = peaks[0];
+    for (int rank = 1; rank < num_ranks; ++rank) lowest = std::min(lowest, peaks[rank]);
+    return static_cast<int>(std::find(peaks, peaks + num_ranks, lowest) - peaks);
+}
+
+// Each example's shares of the phases' sums, in 2^-30: int32 [num_examples * num_phases].
+std::vector<std::int32_t> shares_of(const JointProblem& problem) {
+    const auto num_phases = static_cast<std::size_t>(problem.costs.num_phases);
+    std::vector<std::int32_t> shares(problem.costs.values.size());
+    for (std::size_t place = 0; place < shares.size(); ++place) {
+        const auto sum = std::max<std::int64_t>(problem.sums[place % num_phases], 1);
+        const double share = static_cast<double>(problem.costs.values[place]) / static_cast<double>(sum);
+        shares[place] = static_cast<std::int32_t>(share * (1 << 30));
+    }
+    return shares;
+}
+
+JointState place_by_peak(const JointProblem& problem) {
+    const int num_phases = problem.costs.num_phases, num_ranks = problem.num_ranks;
+    const auto shares = shares_of(problem);
+    std::vector<std::int64_t> largest;
+    for (auto row = shares.begin(); row != shares.end(); row += num_phases) {
+        largest.push_back(*std::max_element(row, row + num_phases));
+    }
+    std::vector<std::int32_t> loads(static_cast<std::size_t>(num_ranks) * num_phases, 0), peaks(num_ranks);
+    JointState state(problem);
+    for (const auto example : heaviest_first(largest)) {
+        const std::int32_t* row = shares.data() + static_cast<std::size_t>(example) * num_phases;
+        const int rank = lowest_peak(row, loads.data(), num_ranks, num_phases, peaks.data());
+        for (int phase = 0; phase < num_phases; ++phase) loads[phase * num_ranks + rank] += row[phase];
+        if (problem.costs.sum_of(example) > 0) add(problem, state, rank, example);
+    }
+    return state;
+}
+
+JointState place_by_sum(const JointProblem& problem) {
+    std::vector<std::int64_t> sums;
+    for (int example = 0; example < problem.costs.num_examples(); ++example) {
+        sums.push_back(problem.costs.sum_of(example));
+    }
+    JointState state(problem);
+    Tournament tournament(std::vector<std::int64_t>(problem.num_ranks, 0));
+    for (const auto example : heaviest_first(sums)) {
+        if (sums[example] == 0) break;
+        add(problem, state, tournament.lightest(), example);
+        tournament.add_to_lightest(sums[example]);
+    }
+    return state;
+}
+
+JointState best_state(const JointProblem& problem, std::int64_t max_pairs) {
+    JointState best = place_phase_by_phase(problem);
+    search_swaps(problem, best, max_pairs / 2);
+    for (const auto place : {place_by_peak, place_by_sum}) {
+        if (best.objective() <= problem.goal(kNearBits)) break;
+        JointState other = place(problem);
+        if (place == place_by_peak) search_swaps(problem, other, max_pairs / 2);
+        if (other.objective() < best.objective()) best = std::move(other);
+    }
+    return best;
+}
+
+}  // namespace
+
+std::int64_t JointState::objective() const {
+    const std::size_t num_phases = loads.size() / examples.size();
+    std::vector<std::int64_t> largest(num_phases, 0);
+    for (auto row = loads.begin(); row != loads.end(); row += static_cast<std::ptrdiff_t>(num_phases)) {
+        for (std::size_t phase = 0; phase < num_phases; ++phase) largest[phase] = std::max(largest[phase], row[phase]);
+    }
+    return std::accumulate(largest.begin(), largest.end(), std::int64_t{0});
+}
+
+JointPlacement joint(JointCosts costs, int num_ranks, std::int64_t max_pairs) {
+    const JointProblem problem = problem_of(costs, num_ranks);
+    JointState state = best_state(problem, max_pairs);
+    JointPlacement placement{std::vector<std::int32_t>(costs.num_examples(), -1), std::move(state.loads), problem.bound};
+    for (int rank = 0; rank < num_ranks; ++rank) {
+        for (const auto example : state.examples[rank]) placement.ranks[example] = rank;
+    }
+    int next = 0;  // examples that cost nothing are dealt out in turn
+    for (auto& rank : placement.ranks) {
+        if (rank < 0) rank = next++ % num_ranks;
+    }
+    return placement;
+}
+
+}  // namespace motet
