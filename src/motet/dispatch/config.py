@@ -26,8 +26,8 @@ class SpeedConfig(BaseModel):
     """`[balance.speed]`: what a rank computes and sends in a second, from which the way of balancing is predicted.
 
     Constants and no measurements, so that a run can be repeated and all ranks decide alike. What is not given is
-    assumed by the kind of device: half of what a current data-centre GPU is sold for and a network link of its own, or
-    one CPU core and a loopback. Only ratios matter: between computing and exchanging, not between two machines.
+    assumed by the kind of device, until it has been measured: what training reaches on a current data-centre GPU with a
+    network link of its own, or a CPU core and a loopback. What counts is the ratio between computing and exchanging.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -66,7 +66,7 @@ class BalanceConfig(BaseModel):
     """Which phases are balanced and in which way, how items reach their ranks, and what an item costs.
 
     phases: "off", "backbone", "all", or the names of the phases that are balanced.
-    method: how all phases are balanced together. "joint" places whole examples, so that no encoder output crosses
+    method: how the phases are balanced together, if all are. "joint" places whole examples, so that no encoder output crosses
             ranks; "per_phase" places each phase's items by themselves; "auto" predicts for each microbatch which is
             faster, or whether some encoders alone should be placed by themselves (`motet.balance.choose`).
     mode:   "index" (lengths are known before loading), "exchange" (items are moved after loading), "auto" (index where
