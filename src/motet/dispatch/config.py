@@ -66,9 +66,9 @@ class BalanceConfig(BaseModel):
     """Which phases are balanced and in which way, how items reach their ranks, and what an item costs.
 
     phases: "off", "backbone", "all", or the names of the phases that are balanced.
-    method: how the phases are balanced together, if all are. "joint" places whole examples, so that no encoder output crosses
-            ranks; "per_phase" places each phase's items by themselves; "auto" predicts for each microbatch which is
-            faster, or whether some encoders alone should be placed by themselves (`motet.balance.choose`).
+    method: how the phases are balanced together, if all are. "joint" places whole examples, so that no encoder output
+            crosses ranks; "per_phase" places the items of each phase by themselves; "auto" predicts for each microbatch
+            which is faster, or whether some encoders alone should be placed by themselves (`motet.balance.choose`).
     mode:   "index" (lengths are known before loading), "exchange" (items are moved after loading), "auto" (index where
             the data has one).
     costs:  per phase, integer coefficients in place of the default cost, which is the length.
