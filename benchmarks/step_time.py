@@ -1,10 +1,10 @@
-"""Step time without balancing, with the backbone balanced, and with every phase balanced, on the same examples.
+"""Step time unbalanced, with the backbone balanced, and with all phases balanced in every way, on the same examples.
 
     python benchmarks/step_time.py [--lengths ../shared/data/lengths.csv.gz] [--out step_time.json]
 
 Lengths are drawn from a table of real ones (a third text, a third images, a third speech), or from a sampler of similar
 shape where there is no table, and divided by --shrink, so that a small model on a few cores sees the same spread. Every
-batch is run in all three ways, in turn, in one process group, with the same parameters, so that losses must agree.
+batch is run in all ways, in turn, in one process group, with the same parameters, so that losses must agree.
 Batches come from a prefetch thread that decides and assembles the next one while a step runs, as in training.
 
 What balancing costs on the critical path is the exchange of features and gradients, and the waiting for the prefetch
@@ -22,6 +22,7 @@ import json
 import os
 import tempfile
 import time
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -34,13 +35,21 @@ import torch.multiprocessing as mp
 
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BatchLengths, ItemLengths, home_ranks
-from motet.dispatch import BalanceConfig, Orchestrator, assemble
+from motet.dispatch import BalanceConfig, assemble
 from motet.models.build import BackboneConfig, EncoderConfig, ModelConfig, build_mllm
 from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.mesh import build_mesh
 from motet.runtime.step import StepResult, TrainStep
+from motet.train.balancing import build_orchestrator
 
-WAYS = ("off", "backbone", "all")
+# What a table [balance] of a recipe would hold.
+WAYS = {
+    "off": {"phases": "off"},
+    "backbone": {"phases": "backbone"},
+    "joint": {"method": "joint"},
+    "per_phase": {"method": "per_phase"},
+    "auto": {},
+}
 VOCABULARY, PATCH_DIM, MEL_BINS = 512, 64, 16
 MODEL = ModelConfig(
     backbone=BackboneConfig(
@@ -182,9 +191,9 @@ def measure(device: torch.device, options: Options) -> dict[str, dict]:
         kinds = rng.integers(0, len(groups), options.examples_per_rank * mesh.num_ranks)
         rows = [groups[kind][rng.integers(len(groups[kind]))] for kind in kinds]
         batches.append(Batch(rows, model, mesh.num_ranks, options.shrink, pools))
-    costs = BalanceConfig(costs=COSTS).phase_costs({phase: model.encoders[phase].cost for phase in model.encoders})
     orchestrators = {
-        way: Orchestrator(costs, mesh.num_ranks, BalanceConfig(phases=way).balanced(model.encoders)) for way in WAYS
+        way: build_orchestrator(BalanceConfig(costs=COSTS, **table), model, mesh.num_ranks, device, torch.float32)
+        for way, table in WAYS.items()
     }
     shard(model, mesh, FSDPConfig())
     # A learning rate of 0: the work of an optimizer, and the same parameters for every way.
@@ -200,7 +209,11 @@ def measure(device: torch.device, options: Options) -> dict[str, dict]:
         }
         return assemble(decision, batch.lengths, mesh.rank, sequences, media, ranks_per_node=mesh.ranks_per_node)
 
-    jobs = [(batch, way) for i, batch in enumerate(batches) for way in (*WAYS[i % 3 :], *WAYS[: i % 3])]
+    in_turn = deque(WAYS)
+    jobs = []
+    for batch in batches:
+        jobs += [(batch, way) for way in in_turn]
+        in_turn.rotate(-1)
     measured: dict[str, list[dict]] = {way: [] for way in WAYS}
     with ThreadPoolExecutor(1) as prefetch:
         coming = prefetch.submit(prepare, *jobs[0])
@@ -233,6 +246,7 @@ def observe(batch, result: StepResult, wait_s: float, step_s: float, cpu_s: floa
         "exchange_s": exchanges,
         "decide_s": batch.decision.decide_s,
         "moved_bytes": result.moved_bytes,
+        "method": batch.decision.method,
         "imbalance": {phase: placed.imbalance for phase, placed in batch.decision.assignments.items()},
         "actions": result.seconds_by_action,
     }
@@ -254,6 +268,7 @@ def summarise(ranks: list[list[dict]]) -> dict:
         "moved_bytes": float(np.mean([step[0]["moved_bytes"] for step in steps])),
         "imbalance": {p: float(np.mean([s[0]["imbalance"][p] for s in steps])) for p in steps[0][0]["imbalance"]},
         "losses": [step[0]["loss"] for step in steps],
+        "methods": dict(Counter(step[0]["method"] for step in steps)),
         "actions": {a: float(np.median([s[0]["actions"].get(a, 0) for s in steps])) for a in steps[0][0]["actions"]},
     }
 
@@ -267,7 +282,7 @@ def show(figures: dict[str, dict], options: Options, num_ranks: int) -> None:
     )
     print(
         f"{'balanced':10}{'step s':>8}{'off / it':>10}{'cpu s':>8}{'off / it':>10}"
-        f"{'exchange ms':>13}{'wait ms':>9}{'share':>8}{'decide ms':>11}  max/bound"
+        f"{'exchange ms':>13}{'wait ms':>9}{'share':>8}{'decide ms':>11}{'moved kB':>10}  max/bound"
     )
     for way, it in figures.items():
         faster, lighter = (float(np.median(np.divide(off[name], it[name]))) for name in ("step_s", "cpu_s"))
@@ -275,17 +290,17 @@ def show(figures: dict[str, dict], options: Options, num_ranks: int) -> None:
         print(
             f"{way:10}{np.median(it['step_s']):8.3f}{faster:10.3f}{np.median(it['cpu_s']):8.3f}{lighter:10.3f}"
             f"{1e3 * it['exchange_s']:13.2f}{1e3 * it['wait_s']:9.2f}{it['share']:8.2%}{1e3 * it['decide_s']:11.2f}"
-            f"  {loads}"
+            f"{it['moved_bytes'] / 1e3:10.0f}  {loads}"
         )
     worst = max(abs(np.divide(it["losses"], off["losses"]) - 1).max() for it in figures.values())
-    print(f"losses differ by at most {worst:.1e} between the three")
+    print(f"losses differ by at most {worst:.1e} between the ways; auto chose {figures['auto']['methods']}")
 
 
 def main() -> None:
     table = Path(__file__).parents[2] / "shared" / "data" / "lengths.csv.gz"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", default=str(table) if table.exists() else "", help="table of lengths (csv.gz)")
-    parser.add_argument("--num-steps", type=int, default=20, help="batches, each run in all three ways")
+    parser.add_argument("--num-steps", type=int, default=20, help="batches, each run in all ways")
     parser.add_argument("--examples-per-rank", type=int, default=8)
     parser.add_argument("--shrink", type=int, default=4, help="all lengths are divided by this")
     parser.add_argument("--seed", type=int, default=0)

@@ -78,6 +78,8 @@ def test_missing_files(job, capsys, monkeypatch):
         ("optimizer.lr", "must be written as table.key=value"),
         ("run.dir.x=1", "'dir' is a value in the recipe, not a table"),
         ('balance.phases=["video"]', "there is no phase 'video'"),
+        ("balance.method=jointly", "'balance.method' must be 'auto', 'joint' or 'per_phase', not 'jointly'."),
+        ("balance.speed.device_tflops=0", "'balance.speed.device_tflops' must be greater than 0, not 0."),
         ("transforms.image.channels=3", "makes rows of 48 values, which the encoder cannot take"),
     ],
 )

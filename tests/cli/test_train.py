@@ -90,6 +90,8 @@ def test_a_run_alone_learns_and_leaves_everything(job, tmp_path):
     assert last["memory"]["kind"] == "resident"
     assert set(last["phases"]) == {"backbone", "image", "audio"}
     assert last["actions"]["forward backbone"]["max_s"] > 0
+    assert sum(last["balance"]["methods"].values()) == 1
+    assert set(last["balance"]["predicted_s"]) >= {"joint", "per_phase", "unbalanced"}
     for key in ("grad_norm", "lr", "data_wait_s", "decide_s", "exchange", "bad_examples", "num_targets", "step_s"):
         assert key in last
 
@@ -98,6 +100,8 @@ def test_a_run_alone_learns_and_leaves_everything(job, tmp_path):
     assert summary["loss_last"] < summary["loss_first"]
     assert set(summary["exact_match"]) == {"text", "image", "audio", "both"}
     assert summary["phases"]["image"]["max_over_bound"] == 1
+    assert summary["balance"]["methods"] == {"joint": 60}, "alone, there is nothing to choose"
+    assert "balanced by joint 60 of 60 microbatches" in done.stdout
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert list((tmp_path / "tensorboard").iterdir())
     assert (tmp_path / "recipe.toml").exists()

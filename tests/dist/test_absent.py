@@ -106,7 +106,7 @@ def check(
     dtype, limit = (torch.float32, 2e-2) if in_bf16 else (torch.float64, 1e-10)
     model = build(image_family).to(dtype)
     shard(model, mesh, fsdp)
-    orchestrator = orchestrator_of(model, scenario.balanced, mesh.num_ranks)
+    orchestrator = orchestrator_of(model, mesh.num_ranks, scenario.balanced)
     exchange = ItemExchange(mesh.host_group, orchestrator, dict(model.encoders.items()))
     batches = []
     for examples in microbatches:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,22 +14,34 @@ import torch
 import torch.distributed as dist
 
 from motet.core.workload import home_ranks
-from motet.dispatch import BalanceConfig, ItemExchange, LoadedExample, Orchestrator, RankBatch, assemble
+from motet.dispatch import (
+    BalanceConfig,
+    ItemExchange,
+    LoadedExample,
+    Orchestrator,
+    RankBatch,
+    SpeedConfig,
+    assemble,
+)
 from motet.dispatch.holdings import Holdings, describe
 from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.mesh import Mesh, build_mesh
 from motet.runtime.step import StepResult, TrainStep
+from motet.train.balancing import build_orchestrator
 from parity.tiny import PHASES, build_model, draw_examples, reference_step
 from ranks import run_ranks
 
 TOLERANCE = 1e-10
+NEAR = SpeedConfig(link_gbytes_per_s=1e9, link_latency_us=0.0)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run the same step."""
+    """One way to run the same step. near: the link takes no time, so that "auto" moves what it can."""
 
     phases: str | tuple[str, ...] = "all"
+    method: str = "per_phase"
+    near: bool = False
     mode: str = "index"
     num_microbatches: int = 1
     frozen: tuple[str, ...] = ()
@@ -36,15 +51,14 @@ class Case:
     contents: tuple[str, ...] = PHASES
 
 
-def orchestrator_of(model, phases, num_ranks: int) -> Orchestrator:
-    config = BalanceConfig(phases=phases)
-    costs = config.phase_costs({phase: model.encoders[phase].cost for phase in model.encoders})
-    return Orchestrator(costs, num_ranks, config.balanced(model.encoders))
+def orchestrator_of(model, num_ranks: int, phases="all", method: str = "per_phase", near: bool = False) -> Orchestrator:
+    config = BalanceConfig(phases=phases, method=method, **({"speed": NEAR} if near else {}))
+    return build_orchestrator(config, model, num_ranks, torch.device("cpu"), torch.float64)
 
 
 def rank_batch(model, examples: list[LoadedExample], mesh: Mesh, case: Case) -> RankBatch:
     """This rank's part of a microbatch, by either way."""
-    orchestrator = orchestrator_of(model, case.phases, mesh.num_ranks)
+    orchestrator = orchestrator_of(model, mesh.num_ranks, case.phases, case.method, case.near)
     home = home_ranks(len(examples), mesh.num_ranks)
     if case.mode == "exchange":
         exchange = ItemExchange(mesh.host_group, orchestrator, dict(model.encoders.items()), capacity=16)
@@ -91,6 +105,21 @@ def whole(shards: dict[str, torch.Tensor | None], mesh: Mesh) -> dict[str, torch
     return tensors
 
 
+@contextmanager
+def counted_exchanges() -> Iterator[list[int]]:
+    """The bytes that this rank gives other ranks, in each of its all-to-alls; the collectives of FSDP are others."""
+    sent_bytes = []
+    exchange = dist.all_to_all_single
+
+    def count(received, sent, recv_splits, send_splits, group):
+        away = sum(rows for rank, rows in enumerate(send_splits) if rank != dist.get_rank(group))
+        sent_bytes.append(away * sent.element_size() * sent.shape[1:].numel())
+        return exchange(received, sent, recv_splits, send_splits, group=group)
+
+    with mock.patch.object(dist, "all_to_all_single", count):
+        yield sent_bytes
+
+
 def run_case(case: Case, dtype: torch.dtype = torch.float64) -> tuple[StepResult, dict[str, torch.Tensor | None]]:
     """The step as a user runs it; whole gradients on rank 0."""
     mesh = mesh_of(case.fsdp.shard_size)
@@ -99,9 +128,24 @@ def run_case(case: Case, dtype: torch.dtype = torch.float64) -> tuple[StepResult
     examples = draw_examples(case.num_examples, case.seed, case.contents)
     parts = [[examples[i] for i in part] for part in np.array_split(np.arange(len(examples)), case.num_microbatches)]
     batches = [rank_batch(model, part, mesh, case).to("cpu", dtype=dtype) for part in parts]
-    result = TrainStep(model, mesh).run(batches)
+    with counted_exchanges() as sent_bytes:
+        result = TrainStep(model, mesh).run(batches)
+    check_bytes(case, batches, sent_bytes, result.moved_bytes)
     shards = {name: None if p.grad is None else p.grad.to_local() for name, p in model.named_parameters()}
     return result, whole(shards, mesh)
+
+
+def check_bytes(case: Case, batches: list[RankBatch], sent_bytes: list[int], moved_bytes: int) -> None:
+    """What the metrics count is what collectives were given: with joint assignment nothing, and no collective."""
+    everywhere = torch.tensor(sum(sent_bytes))
+    dist.all_reduce(everywhere)
+    assert everywhere.item() == moved_bytes, case
+    methods = {batch.decision.method for batch in batches}
+    assert case.method in methods or case.method == "auto" or case.phases != "all", (case, methods)
+    if methods == {"joint"}:
+        assert not sent_bytes, f"{case}: {sent_bytes} bytes of encoder outputs crossed ranks"
+    elif case.near and dist.get_world_size() > 1 and "image" in case.contents:
+        assert moved_bytes > 0, f"{case}: {methods} although moving takes no time"
 
 
 @cache
@@ -154,9 +198,19 @@ def every_balance(**options) -> list[Case]:
     ]
 
 
+def every_method(**options) -> list[Case]:
+    """All phases balanced in the ways that `every_balance` leaves out."""
+    ways = (("joint", False), ("auto", False), ("auto", True))
+    return [Case(method=way, near=near, mode=m, **options) for way, near in ways for m in ("index", "exchange")]
+
+
 HYBRID = FSDPConfig(shard_size=2)
 VARIANTS = [
     Case(num_microbatches=3),
+    Case(num_microbatches=3, method="joint"),
+    Case(frozen=("image encoder", "audio"), method="auto", near=True),
+    Case(num_examples=1, method="joint"),
+    Case(contents=(), method="joint"),
     Case(fsdp=FSDPConfig(recompute=True)),
     Case(fsdp=FSDPConfig(recompute=True, reshard_after_forward=False), num_microbatches=3),
     Case(frozen=("image encoder",)),
@@ -172,9 +226,9 @@ VARIANTS = [
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_gradients_equal_the_reference(num_ranks):
-    cases = every_balance() + VARIANTS
+    cases = every_balance() + every_method() + VARIANTS
     if num_ranks == 4:
-        cases += every_balance(fsdp=HYBRID, num_microbatches=3)
+        cases += every_balance(fsdp=HYBRID, num_microbatches=3) + every_method(fsdp=HYBRID, num_microbatches=3)
     if num_ranks % 2 == 0:
         cases += [Case(fsdp=FSDPConfig(shard_size=1), num_microbatches=3)]
     wrong = run_ranks(check_cases, num_ranks, cases)[0]

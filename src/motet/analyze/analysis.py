@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.analyze.lengths import UNITS, Lengths, read_lengths
-from motet.analyze.loads import Mix, PhaseLoads, sample_loads
+from motet.analyze.loads import SPEED_ASSUMPTION, Mix, PhaseLoads, PredictedSteps, sample_loads
 from motet.core.errors import UserError
 from motet.data.index_build import Progress
 
@@ -43,6 +43,7 @@ class Analysis:
     lengths: of sequences and text in tokens, of items in what their encoder computes on.
     shares:  per modality, text included, its share of each example's sequence, float64 [num_examples], 0 where absent.
     loads:   per phase, backbone first, the loads over the drawn batches.
+    steps:   seconds that are predicted for the drawn batches, and which way of balancing would be chosen.
     """
 
     source: str
@@ -57,6 +58,7 @@ class Analysis:
     lengths: tuple[Distribution, ...]
     shares: dict[str, NDArray[np.float64]]
     loads: dict[str, PhaseLoads]
+    steps: PredictedSteps
 
 
 def analyze(
@@ -85,7 +87,7 @@ def analyze(
     lengths = read_lengths(
         source, tokenizer=tokenizer, index_folder=index_folder, num_workers=num_workers, progress=progress
     )
-    drawn = sample_loads(
+    loads, steps = sample_loads(
         lengths, num_ranks=num_ranks, batch_size=batch_size, num_batches=num_batches, seed=seed, mix=mix
     )
     return Analysis(
@@ -96,11 +98,12 @@ def analyze(
         num_batches=num_batches,
         seed=seed,
         mix=mix,
-        assumptions=lengths.assumptions,
+        assumptions=(*lengths.assumptions, SPEED_ASSUMPTION),
         left_out=lengths.left_out,
         lengths=_distributions(lengths),
         shares=_shares(lengths),
-        loads=drawn,
+        loads=loads,
+        steps=steps,
     )
 
 

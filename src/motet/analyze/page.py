@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +11,20 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from motet.analyze.analysis import SEQUENCE, Analysis
-from motet.analyze.loads import MODE_NAMES, MODES, Mode
-from motet.analyze.report import QUANTILES, load_note
+from motet.analyze.loads import MODE_NAMES, MODES, PREDICTED, Mode
+from motet.analyze.report import LOAD_COLUMNS, QUANTILES, STEP_COLUMNS, load_note, load_rows, step_note, step_rows
 from motet.core.errors import UserError
 
 _NUM_BINS = 60
+_WORDS = ("of", "phase", "balanced", "unit")
 _HEIGHT = 340
 _COLOURS = {SEQUENCE: "#5c6670", "backbone": "#5c6670", "text": "#2c9a67", "image": "#1f6fd0", "audio": "#d9822b"}
-_MODE_COLOURS: dict[Mode, str] = {"off": "#98a1ac", "backbone": "#d9822b", "all": "#1f6fd0"}
+_MODE_COLOURS: dict[Mode, str] = {
+    "off": "#98a1ac",
+    "backbone": "#d9822b",
+    "joint": "#2c9a67",
+    "all": "#1f6fd0",
+}
 _STYLE = """
 body { margin: 0 auto; max-width: 1120px; padding: 32px 20px 64px; background: #fff; color: #1c1e21;
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
@@ -27,7 +34,7 @@ p, li { color: #6a7078; max-width: 80ch; margin: 4px 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 12px 0; }
 th, td { text-align: right; padding: 5px 18px 5px 0; border-bottom: 1px solid #dfe3e8; }
 th { color: #6a7078; font-weight: 500; }
-th:first-child, td:first-child { text-align: left; }
+th.word, td.word { text-align: left; }
 """
 
 
@@ -42,7 +49,13 @@ def write_html(analysis: Analysis, path: str | Path) -> None:
             _share_table(analysis),
             _share_figure(analysis),
         ),
-        ("Load of the busiest rank", load_note(analysis), _load_table(analysis), _load_figure(analysis)),
+        (
+            "Load of the busiest rank",
+            load_note(analysis),
+            _table(LOAD_COLUMNS, load_rows(analysis)),
+            _load_figure(analysis),
+        ),
+        ("Predicted step", step_note(analysis), _table(STEP_COLUMNS, step_rows(analysis)), _step_figure(analysis)),
         (
             "One batch, rank by rank",
             "The batch whose unbalanced backbone is the median one. Dashed: the lower bound of any placement.",
@@ -129,6 +142,21 @@ def _load_figure(analysis: Analysis) -> go.Figure:
     return _laid_out(figure, _HEIGHT)
 
 
+def _step_figure(analysis: Analysis) -> go.Figure:
+    rows = step_rows(analysis)
+    exchange_ms = [float(1e3 * analysis.steps.exchange_s[way].mean()) for way in PREDICTED]
+    compute_ms = [
+        float(1e3 * analysis.steps.seconds[way].mean()) - exchange for way, exchange in zip(PREDICTED, exchange_ms)
+    ]
+    figure = go.Figure()
+    for name, values, colour in (("computing", compute_ms, "#1f6fd0"), ("exchanging", exchange_ms, "#d9822b")):
+        figure.add_trace(go.Bar(y=[row[0] for row in rows], x=values, name=name, marker_color=colour, orientation="h"))
+    figure.update_layout(barmode="stack", legend_traceorder="normal")
+    figure.update_xaxes(title_text="ms, mean over batches")
+    figure.update_yaxes(autorange="reversed")
+    return _laid_out(figure, 260)
+
+
 def _batch_figure(analysis: Analysis) -> go.Figure:
     loads_of_backbone = next(iter(analysis.loads.values()))
     spread = loads_of_backbone.max_over_mean("off")
@@ -136,7 +164,7 @@ def _batch_figure(analysis: Analysis) -> go.Figure:
     figure = make_subplots(cols=len(analysis.loads), rows=1, subplot_titles=list(analysis.loads))
     ranks = [str(rank) for rank in range(analysis.num_ranks)]
     for number, loads in enumerate(analysis.loads.values(), start=1):
-        for mode in ("off", "all"):
+        for mode in ("off", "joint", "all"):
             bars = go.Bar(
                 x=ranks,
                 y=loads.loads[mode][chosen].tolist(),
@@ -180,18 +208,10 @@ def _share_table(analysis: Analysis) -> str:
     return _table(["of", "examples with it", "mean share", "standard deviation"], rows)
 
 
-def _load_table(analysis: Analysis) -> str:
-    names = [MODE_NAMES[mode] for mode in MODES]
-    rows = [
-        [phase]
-        + [f"{loads.max_over_mean(mode).mean():.3f}" for mode in MODES]
-        + [f"{loads.max_over_bound(mode).mean():.3f}" for mode in MODES]
-        for phase, loads in analysis.loads.items()
-    ]
-    return _table(["phase", *(f"max/mean, {name}" for name in names), *(f"max/bound, {name}" for name in names)], rows)
+def _table(names: Sequence[str], rows: list[list[str]]) -> str:
+    def row(kind: str, cells: Sequence[str]) -> str:
+        marked = (' class="word"' if name in _WORDS else "" for name in names)
+        return "".join(f"<{kind}{mark}>{html.escape(cell)}</{kind}>" for mark, cell in zip(marked, cells, strict=True))
 
-
-def _table(names: list[str], rows: list[list[str]]) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
+    body = "".join(f"<tr>{row('td', cells)}</tr>" for cells in rows)
+    return f"<table><tr>{row('th', names)}</tr>{body}</table>"

@@ -7,10 +7,13 @@ from rich.console import Console
 from rich.table import Table
 
 from motet.analyze.analysis import Analysis
-from motet.analyze.loads import COSTS, MODE_NAMES, MODES
+from motet.analyze.loads import COSTS, MODE_NAMES, MODES, PREDICTED
 from motet.balance import Padded
+from motet.core.workload import BACKBONE
 
 QUANTILES = {"median": 0.5, "95 %": 0.95, "99 %": 0.99, "max": 1.0}
+LOAD_COLUMNS = ("phase", "balanced", "max/mean", "95 %", "max/bound", "crossing")
+STEP_COLUMNS = ("balanced", "ms", "of it exchange", "of unbalanced")
 
 
 def print_analysis(analysis: Analysis, console: Console | None = None) -> None:
@@ -23,6 +26,8 @@ def print_analysis(analysis: Analysis, console: Console | None = None) -> None:
     console.print(_shares(analysis))
     console.print(_loads(analysis))
     console.print(load_note(analysis), style="dim", highlight=False)
+    console.print(_steps(analysis))
+    console.print(step_note(analysis), style="dim", highlight=False)
     for assumption in analysis.assumptions:
         console.print(assumption, style="dim", highlight=False)
 
@@ -39,7 +44,20 @@ def load_note(analysis: Analysis) -> str:
     return (
         f"{analysis.num_batches} batches of {analysis.batch_size} examples on {analysis.num_ranks} ranks, drawn with "
         f"seed {analysis.seed}, {drawn}; {costs}. Means over batches. Max/mean: the load of the busiest rank, for "
-        "which all others wait, over the mean. Max/bound: the same over what no placement of whole items undercuts."
+        "which all others wait, over the mean. Max/bound: the same over what no placement of whole items undercuts. "
+        "Crossing: the share of an encoder's outputs that must go to another rank, and their gradients back."
+    )
+
+
+def step_note(analysis: Analysis) -> str:
+    """What would be chosen, and why."""
+    steps = analysis.steps
+    told = ", ".join(
+        f"{method} in {count:,}" for method, count in sorted(steps.methods.items(), key=lambda entry: -entry[1])
+    )
+    return (
+        "The busiest rank's time, phase by phase, and the exchange of encoder outputs. Chosen for each batch, in the "
+        f"words of balance.method: {told} of {analysis.num_batches:,}. For instance {steps.why}"
     )
 
 
@@ -61,14 +79,45 @@ def _shares(analysis: Analysis) -> Table:
 
 def _loads(analysis: Analysis) -> Table:
     # Narrow, since a pipe has 80 columns.
-    table = _table("Load of the busiest rank", "phase", "balanced", "max/mean", "95 %", "max/bound")
+    table = _table("Load of the busiest rank", *LOAD_COLUMNS)
+    for row in load_rows(analysis):
+        table.add_row(*row, end_section=row[1] == MODE_NAMES[MODES[-1]])
+    return table
+
+
+def load_rows(analysis: Analysis) -> list[list[str]]:
+    """A row for each phase and mode, as `LOAD_COLUMNS` says; a phase is named in its first."""
+    rows = []
     for phase, loads in analysis.loads.items():
         for mode in MODES:
             ratios = loads.max_over_mean(mode)
             figures = (ratios.mean(), np.quantile(ratios, 0.95), loads.max_over_bound(mode).mean())
-            table.add_row(phase if mode == MODES[0] else "", MODE_NAMES[mode], *(f"{value:.3f}" for value in figures))
-        table.add_section()
+            crossing = "" if phase == BACKBONE else f"{loads.crossed[mode].mean():.0%}"
+            name = phase if mode == MODES[0] else ""
+            rows.append([name, MODE_NAMES[mode], *(f"{value:.3f}" for value in figures), crossing])
+    return rows
+
+
+def _steps(analysis: Analysis) -> Table:
+    table = _table("Predicted step", *STEP_COLUMNS)
+    for row in step_rows(analysis):
+        table.add_row(*row)
     return table
+
+
+def step_rows(analysis: Analysis) -> list[list[str]]:
+    """Mean over batches of what each way takes: its name, milliseconds, those of the exchange, share of unbalanced."""
+    steps = analysis.steps
+    unbalanced_s = max(steps.seconds["unbalanced"].mean(), 1e-12)
+    return [
+        [
+            name,
+            f"{1e3 * steps.seconds[way].mean():,.1f}",
+            f"{1e3 * steps.exchange_s[way].mean():,.1f}",
+            f"{steps.seconds[way].mean() / unbalanced_s:.1%}",
+        ]
+        for way, name in PREDICTED.items()
+    ]
 
 
 def _table(title: str, first: str, *others: str) -> Table:

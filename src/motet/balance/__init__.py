@@ -7,11 +7,14 @@ split(costs, num_ranks, overhead)     items that dominate, cut into fragments
 defer(costs, num_ranks, num_microbatches)  items that dominate, put into a microbatch of their own level
 group(vision, text, ...)              samples into minibatches, a whole epoch at once
 order_microbatches(forward_s, ...)    the order that leaves a pipeline short bubbles
+choose(phases, num_ranks, link)       which of these is the fastest for a microbatch, and why
+choose_step(phases, microbatch, ...)  the same for a step, whose microbatches may be dealt out anew
 lower_bound, score                    what no placement undercuts; any placement, with its loads
 ACTIVE_BACKEND                        "native", or "fallback" where the native core is not built
 """
 
 from motet.balance.backend import ACTIVE_BACKEND, Backend
+from motet.balance.choice import METHODS, Choice, Method, choose
 from motet.balance.costs import Cost, Packed, Padded, PaddedAttention
 from motet.balance.deferring import Deferral, defer
 from motet.balance.fragments import Overhead, Split
@@ -19,31 +22,42 @@ from motet.balance.grouping import GroupCaps, Groups, dist_ratio, group, pad_rat
 from motet.balance.home import crossing
 from motet.balance.joint import assign_jointly
 from motet.balance.nodes import place_on_nodes
+from motet.balance.phases import Link, Phase, follow
 from motet.balance.placement import assign, lower_bound, score
 from motet.balance.reordering import order_microbatches, pipeline_makespan
 from motet.balance.segments import Segments
 from motet.balance.splitting import split
+from motet.balance.step_choice import StepChoice, choose_step
 from motet.balance.tokens import distribute_tokens
 
 __all__ = [
     "ACTIVE_BACKEND",
+    "METHODS",
     "Backend",
+    "Choice",
     "Cost",
     "Deferral",
     "GroupCaps",
     "Groups",
+    "Link",
+    "Method",
     "Overhead",
     "Packed",
     "Padded",
     "PaddedAttention",
+    "Phase",
     "Segments",
     "Split",
+    "StepChoice",
     "assign",
     "assign_jointly",
+    "choose",
+    "choose_step",
     "crossing",
     "defer",
     "dist_ratio",
     "distribute_tokens",
+    "follow",
     "group",
     "lower_bound",
     "order_microbatches",

@@ -7,10 +7,14 @@ appendix B). Norms, activations, softmax and embedding look-ups are not counted.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
+
+from motet.core.workload import BACKBONE, BatchLengths
 
 
 @dataclass(frozen=True)
@@ -45,16 +49,28 @@ class FlopShape:
 
 def forward_flops(shape: FlopShape, lengths: NDArray[np.int64], num_targets: int = 0) -> int:
     """Operations of the forward pass on items of `lengths`, int64 [num_items]. O(num_items * num_stages)."""
-    return sum(sum(_stage_flops(stage, lengths)) for stage in shape.stages) + 2 * shape.head_weights * num_targets
+    return (
+        sum(sum(_stage_flops(stage, lengths)) for stage in _merged(shape.stages)) + 2 * shape.head_weights * num_targets
+    )
 
 
 def step_flops(shape: FlopShape, lengths: NDArray[np.int64], num_targets: int = 0) -> int:
     """Operations of forward and backward: each product again for its weights' gradient, and again for its input's."""
     total = 2 * shape.head_weights * num_targets * (2 + shape.head_trained)
-    for stage in shape.stages:
+    for stage in _merged(shape.stages):
         products, attention = _stage_flops(stage, lengths)
         total += products * (1 + stage.trained + stage.returns) + attention * (1 + 2 * stage.returns)
     return total
+
+
+def batch_flops(shapes: Mapping[str, FlopShape], lengths: BatchLengths) -> dict[str, int]:
+    """Operations of forward and backward of each phase of a microbatch, over all ranks."""
+    return {
+        phase: step_flops(shape, lengths.sequence, int(lengths.num_targets.sum()))
+        if phase == BACKBONE
+        else step_flops(shape, lengths.items[phase].length)
+        for phase, shape in shapes.items()
+    }
 
 
 def chain(*stages: FlopStage) -> tuple[FlopStage, ...]:
@@ -69,12 +85,27 @@ def chain(*stages: FlopStage) -> tuple[FlopStage, ...]:
     return tuple(chained)
 
 
+@cache
+def _merged(stages: tuple[FlopStage, ...]) -> tuple[FlopStage, ...]:
+    """Stages that see the same rows in the same way as one, with the sums of their weights: layers are mostly alike."""
+    merged: dict[FlopStage, tuple[int, int]] = {}
+    for stage in stages:
+        kind = replace(stage, weights=0, attention=0)
+        weights, attention = merged.get(kind, (0, 0))
+        merged[kind] = (weights + stage.weights, attention + stage.attention)
+    return tuple(replace(kind, weights=w, attention=a) for kind, (w, a) in merged.items())
+
+
 def _stage_flops(stage: FlopStage, lengths: NDArray[np.int64]) -> tuple[int, int]:
-    """Operations of the products with weights, and of attention."""
+    """Operations of the products with weights, and of attention; exact, so the same on every rank."""
     rows = -(-np.asarray(lengths, dtype=np.int64) // stage.divisor) + stage.extra_rows
-    # Pairs in float64 lose nothing that matters and cannot overflow.
-    pairs = rows.astype(np.float64) ** 2
+    pairs = _square_sum(rows)
     if stage.causal:
-        beyond = np.maximum(rows - stage.window, 0) if stage.window else 0
-        pairs = (pairs - np.square(beyond, dtype=np.float64)) / 2
-    return 2 * stage.weights * int(rows.sum()), int(4 * stage.attention * pairs.sum())
+        pairs -= _square_sum(np.maximum(rows - stage.window, 0)) if stage.window else 0
+    return 2 * stage.weights * int(rows.sum()), (2 if stage.causal else 4) * stage.attention * pairs
+
+
+def _square_sum(rows: NDArray[np.int64]) -> int:
+    if len(rows) * int(rows.max(initial=0)) ** 2 < 2**63:
+        return int(rows @ rows)
+    return sum(count * count for count in rows.tolist())

@@ -6,19 +6,22 @@ batch = assemble(decision, lengths, rank, sequences, media) what this rank compu
 rows = exchange(features, batch.routes["image"], group)     encoder outputs to the backbone's ranks, with autograd
 """
 
-from motet.balance import Packed, Padded
+from motet.balance import Link, Packed, Padded
 from motet.dispatch.batch import PackedSequences, RankBatch, assemble, pack
+from motet.dispatch.config import BalanceConfig, PackedCostConfig, SpeedConfig
 from motet.dispatch.exchange import exchange, exchange_rows
 from motet.dispatch.holdings import LoadedExample, Measure
 from motet.dispatch.items import ExchangedItems, ItemExchange
-from motet.dispatch.orchestrator import BalanceConfig, Decision, Orchestrator, PackedCostConfig
+from motet.dispatch.orchestrator import Decision, Orchestrator
 from motet.dispatch.route import Route, compose_route
+from motet.dispatch.times import StepTimes
 
 __all__ = [
     "BalanceConfig",
     "Decision",
     "ExchangedItems",
     "ItemExchange",
+    "Link",
     "LoadedExample",
     "Measure",
     "Orchestrator",
@@ -28,6 +31,8 @@ __all__ = [
     "Padded",
     "RankBatch",
     "Route",
+    "SpeedConfig",
+    "StepTimes",
     "assemble",
     "compose_route",
     "exchange",

@@ -1,83 +1,23 @@
 """Decides a microbatch: one Assignment a phase, from lengths alone (OrchMLLM, arXiv:2503.23830, sections 5.1 and 6).
 
-The backbone is balanced on the length of the whole interleaved sequence, each encoder on its own lengths. All costs are
-integers and nothing else is read, so every rank that sees the same lengths comes to the same decision by itself.
+The backbone is balanced on the length of the whole interleaved sequence, each encoder on its own lengths; where all
+phases are, the fastest way to balance them together is chosen. Nothing but lengths and constants is read, and times are
+compared as integers, so every rank that sees the same lengths comes to the same decision by itself.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
 
-from motet.balance import Cost, Packed, Padded, assign, score
+from motet.balance import METHODS, Cost, Method, assign, choose, score
 from motet.core.assignment import Assignment
-from motet.core.errors import UserError
 from motet.core.workload import BACKBONE, BatchLengths
-
-
-class PackedCostConfig(BaseModel):
-    """Cost of an item of length l in a phase that packs: linear * l + quadratic * l**2, in any integer unit."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    linear: int = Field(default=1, ge=0)
-    quadratic: int = Field(default=0, ge=0)
-
-
-class BalanceConfig(BaseModel):
-    """Which phases are balanced, how items reach their ranks, and what an item costs.
-
-    phases: "off", "backbone", "all", or the names of the phases that are balanced.
-    mode:   "index" (lengths are known before loading), "exchange" (items are moved after loading), "auto" (index where
-            the data has one).
-    costs:  per phase, integer coefficients in place of the default cost, which is the length.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    phases: Literal["off", "backbone", "all"] | tuple[str, ...] = "all"
-    mode: Literal["auto", "index", "exchange"] = "auto"
-    costs: dict[str, PackedCostConfig] = Field(default_factory=dict)
-
-    def balanced(self, encoders: Iterable[str]) -> frozenset[str]:
-        """The names of the phases to balance; raises UserError for a name that is no phase of the model."""
-        known = [BACKBONE, *encoders]
-        if self.phases == "off":
-            return frozenset()
-        if self.phases == "backbone":
-            return frozenset([BACKBONE])
-        if self.phases == "all":
-            return frozenset(known)
-        for name in self.phases:
-            if name not in known:
-                raise UserError(f"balance.phases: there is no phase {name!r}; the model has {', '.join(known)}.")
-        return frozenset(self.phases)
-
-    def phase_costs(self, kinds: Mapping[str, str]) -> dict[str, Cost]:
-        """The cost of each phase. kinds: encoder name -> "packed" or "padded"; the backbone is always packed.
-
-        Raises UserError for coefficients of an unknown phase, or of a padded one, which costs count times longest.
-        """
-        kinds = {BACKBONE: "packed", **kinds}
-        for name in self.costs:
-            if name not in kinds:
-                raise UserError(f"balance.costs: there is no phase {name!r}; the model has {', '.join(kinds)}.")
-            if kinds[name] == "padded":
-                raise UserError(
-                    f"balance.costs.{name}: phase {name!r} is computed with padding, so it costs its number of items "
-                    "times the longest; remove the coefficients."
-                )
-        costs: dict[str, Cost] = {}
-        for name, kind in kinds.items():
-            given = self.costs.get(name, PackedCostConfig())
-            costs[name] = Padded() if kind == "padded" else Packed(linear=given.linear, quadratic=given.quadratic)
-        return costs
+from motet.dispatch.times import StepTimes
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,12 +28,19 @@ class Decision:
     before:      per phase, the placement that there would be without balancing: everything on its example's home rank.
     costs:       per phase, the cost of which both report the loads.
     decide_s:    seconds that the decision took on this rank.
+    method:      "joint", "mixed" or "per_phase" (see `motet.balance.choose`); where not all phases are balanced, "some"
+                 or "off".
+    why:         why this method, in a sentence with figures. predicted_s: seconds of the microbatch by method. Both
+                 empty where nothing was predicted.
     """
 
     assignments: dict[str, Assignment]
     before: dict[str, Assignment]
     costs: dict[str, Cost]
     decide_s: float
+    method: str
+    why: str = ""
+    predicted_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def backbone(self) -> Assignment:
@@ -128,14 +75,27 @@ class Orchestrator:
     balanced: names of the phases to balance. A backbone that is not balanced runs every example on its home rank; the
               items of an encoder that is not balanced are encoded on the rank that runs their example's sequence, so
               that its outputs need not move.
+    times:    from which the seconds of each method are predicted where all phases are balanced. None places each
+              phase's items by themselves.
+    methods:  those to choose from if there are `times`; a single one is what is done.
     """
 
-    def __init__(self, costs: Mapping[str, Cost], num_ranks: int, balanced: Iterable[str]) -> None:
+    def __init__(
+        self,
+        costs: Mapping[str, Cost],
+        num_ranks: int,
+        balanced: Iterable[str],
+        *,
+        times: StepTimes | None = None,
+        methods: Sequence[Method] = METHODS,
+    ) -> None:
         if BACKBONE not in costs:
             raise ValueError(f"costs need an entry for {BACKBONE!r}")
         self.costs = dict(costs)
         self.num_ranks = num_ranks
         self.balanced = frozenset(balanced)
+        self.times = times
+        self.methods = tuple(methods)
         if unknown := self.balanced - self.costs.keys():
             raise ValueError(f"balanced phases without a cost: {sorted(unknown)}")
 
@@ -152,6 +112,19 @@ class Orchestrator:
         before = {
             phase: _scored(_home(phase, lengths), phase, lengths, self.num_ranks, self.costs) for phase in self.costs
         }
+        if self.times is not None and self.balanced == self.costs.keys():
+            decision = self._balance_together(lengths, before, self.times)
+        else:
+            decision = self._balance_each(lengths, before)
+        return replace(decision, decide_s=time.perf_counter() - start_s)
+
+    def _balance_together(self, lengths: BatchLengths, before: dict[str, Assignment], times: StepTimes) -> Decision:
+        phases = times.phases(lengths, self.costs)
+        choice = choose(phases, self.num_ranks, times.link, methods=self.methods, home=lengths.home)
+        assignments = {phase.name: placed for phase, placed in zip(phases, choice.assignments, strict=True)}
+        return Decision(assignments, before, self.costs, 0.0, choice.method, choice.why, choice.predicted_s)
+
+    def _balance_each(self, lengths: BatchLengths, before: dict[str, Assignment]) -> Decision:
         backbone = self._balance(BACKBONE, lengths) if BACKBONE in self.balanced else before[BACKBONE]
         assignments = {BACKBONE: backbone}
         for phase in self.encoders:
@@ -160,7 +133,8 @@ class Orchestrator:
             else:
                 ranks, order = backbone.follow(lengths.items[phase].example)
                 assignments[phase] = _placed(ranks, order, phase, lengths, self.num_ranks, self.costs)
-        return Decision(assignments, before, self.costs, decide_s=time.perf_counter() - start_s)
+        method = "per_phase" if self.balanced == self.costs.keys() else "some" if self.balanced else "off"
+        return Decision(assignments, before, self.costs, 0.0, method)
 
     def _balance(self, phase: str, lengths: BatchLengths) -> Assignment:
         return assign(_column(phase, lengths), self.num_ranks, self.costs[phase])

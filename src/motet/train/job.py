@@ -25,6 +25,7 @@ from motet.runtime.clock import ActionClock
 from motet.runtime.fsdp import shard
 from motet.runtime.mesh import Mesh, build_mesh
 from motet.runtime.step import TrainStep
+from motet.train.balancing import build_orchestrator, check_same_backend
 from motet.train.checkpoint import Checkpointer, Progress, load, read_progress, whole_checkpoints
 from motet.train.evaluate import Evaluator
 from motet.train.loading import ExchangeLoading, IndexLoading, Loading
@@ -59,17 +60,15 @@ class Job:
 
 def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: ExitStack) -> Job:
     """All ranks call it alike; what fails on one fails on all. cleanup: gets what must be closed at the end."""
+    check_same_backend(world)
     with world.together():
         dtype = _DTYPES[recipe.run.dtype]
         tokenizer = ChatTokenizer.from_directory(recipe.data.tokenizer)
         model = build_mllm(recipe.model, tokenizer.vocabulary_size, dtype, recipe.run.seed)
         _probe(recipe, model)
         model.to(world.device)
-        orchestrator = Orchestrator(
-            recipe.balance.phase_costs({name: module.cost for name, module in model.encoders.items()}),
-            world.num_ranks,
-            recipe.balance.balanced(model.encoders),
-        )
+        compute_dtype = getattr(torch, recipe.fsdp.param_dtype or recipe.run.dtype)
+        orchestrator = build_orchestrator(recipe.balance, model, world.num_ranks, world.device, compute_dtype)
         dataset = _open(recipe, recipe.data.train, tokenizer, model, say)
         heldout = _open(recipe, recipe.data.heldout, tokenizer, model, say) if recipe.data.heldout else None
         _check_bad_at_indexing(recipe, dataset)

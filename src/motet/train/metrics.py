@@ -7,6 +7,7 @@ gathered.
 from __future__ import annotations
 
 import resource
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,23 @@ def gather_measured(measured: Measured, world: World, stop: bool) -> tuple[dict[
         "actions": actions,
     }
     return joined, largest[0] > 0
+
+
+def balance_metrics(batches: Sequence[RankBatch]) -> dict[str, Any]:
+    """In how many of the microbatches each method of balancing was chosen, what was predicted, and why.
+
+    predicted_s: by method, summed over the microbatches for which it was considered. why: a sentence a method, of the
+    last microbatch in which it was chosen.
+    """
+    decisions = [batch.decision for batch in batches]
+    predicted_s: Counter[str] = Counter()
+    for decision in decisions:
+        predicted_s.update(decision.predicted_s)
+    return {
+        "methods": dict(Counter(decision.method for decision in decisions)),
+        "predicted_s": {method: _rounded(seconds) for method, seconds in predicted_s.items()},
+        "why": {decision.method: decision.why for decision in decisions if decision.why},
+    }
 
 
 def phase_metrics(batches: Sequence[RankBatch]) -> dict[str, dict[str, Any]]:

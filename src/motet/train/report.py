@@ -14,6 +14,7 @@ from typing import Any
 
 from motet.train.charts import NARROW, grouped_bars, horizontal_bars, line_chart
 from motet.train.report_style import CSS
+from motet.train.summary import methods_line
 
 _MAX_POINTS = 600
 _MAX_MEDIA_BYTES = 2_000_000
@@ -85,6 +86,7 @@ def _balance(steps: list[dict[str, Any]], summary: dict[str, Any]) -> list[str]:
             for name, phase in summary["phases"].items()
         ),
         "</table>",
+        *_methods(summary["balance"]),
     ]
     for name in summary["phases"]:
         rows = [(step["step"], step["phases"][name]) for step in steps if step["phases"][name]["bound"]]
@@ -106,6 +108,18 @@ def _balance(steps: list[dict[str, Any]], summary: dict[str, Any]) -> list[str]:
             "</div></div>",
         ]
     return parts
+
+
+def _methods(balance: dict[str, Any]) -> list[str]:
+    """Which way of balancing was chosen, and why."""
+    if not balance["why"]:
+        return []
+    return [
+        f"<p>Way of balancing, chosen for each microbatch from predicted seconds: "
+        f"{html.escape(methods_line(balance['methods']))}. “joint” places whole examples, so that no encoder output "
+        "crosses ranks; “per_phase” places the items of each phase by themselves; “mixed” only those of some "
+        f"encoders. When the most frequent way was last chosen: {html.escape(balance['why'])}</p>"
+    ]
 
 
 def _time(steps: list[dict[str, Any]]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def summarise(
         "heldout_loss_by_step": {str(step): evaluation.loss for step, evaluation in evaluations.items()},
         "exact_match": last.exact_match if last else {},
         "num_heldout": last.num_examples if last else {},
+        "balance": _balance(steps),
         "phases": _phases(steps),
         "data_wait_share": sum(step["data_wait_s"] for step in steps) / max(train_s, 1e-9),
         "decide_s_mean": _mean([step["decide_s"] for step in steps]),
@@ -70,9 +72,28 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
             f"{name}: mean max/bound load {phase['max_over_bound_before']:.3f} before balancing, "
             f"{phase['max_over_bound']:.3f} after"
         )
+    if summary["balance"]["why"]:
+        lines.append(f"balanced by {methods_line(summary['balance']['methods'])}")
     for task, share in summary["exact_match"].items():
         lines.append(f"{task}: {share:.1%} of {summary['num_heldout'][task]} held-out answers match exactly")
     return lines
+
+
+def methods_line(methods: dict[str, int]) -> str:
+    """How often each way of balancing was chosen, the most frequent first: "joint 9, mixed 3 of 12 microbatches"."""
+    told = ", ".join(f"{method} {count:,}" for method, count in sorted(methods.items(), key=lambda entry: -entry[1]))
+    return f"{told} of {sum(methods.values()):,} microbatches"
+
+
+def _balance(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """How often each method was chosen, and why the most frequent one was when it was last."""
+    methods: Counter[str] = Counter()
+    why: dict[str, str] = {}
+    for step in steps:
+        methods.update(step["balance"]["methods"])
+        why |= step["balance"]["why"]
+    most = max(methods, key=lambda method: methods[method])
+    return {"methods": dict(methods), "why": why.get(most, "")}
 
 
 def _phases(steps: list[dict[str, Any]]) -> dict[str, dict[str, float]]:

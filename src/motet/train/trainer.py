@@ -13,8 +13,7 @@ import torch
 
 from motet.core.errors import UserError
 from motet.core.timeline import Span, Timeline
-from motet.core.workload import BACKBONE
-from motet.cost.flops import FlopShape, step_flops
+from motet.cost.flops import batch_flops
 from motet.dispatch import RankBatch
 from motet.runtime.step import StepResult
 from motet.train.evaluate import Evaluation
@@ -22,7 +21,7 @@ from motet.train.export import export
 from motet.train.feed import Feed, Schedule, StepInput
 from motet.train.job import Job, build_job
 from motet.train.loading import BadExample
-from motet.train.metrics import Measured, gather_measured, phase_metrics
+from motet.train.metrics import Measured, balance_metrics, gather_measured, phase_metrics
 from motet.train.metrics_log import MetricsLog
 from motet.train.optimizer import learning_rate, set_learning_rate
 from motet.train.peak import peak_of
@@ -147,7 +146,7 @@ class _Run:
         if self.spans is not None:
             self.spans += result.timeline.spans
         if self.log is not None:
-            flops = sum(_flops(batch, self.flop_shapes) for batch in fed.batches)
+            flops = sum(sum(batch_flops(self.flop_shapes, batch.lengths).values()) for batch in fed.batches)
             tokens_per_s = result.num_tokens / joined["step_s"]
             self.log.write(
                 {
@@ -172,6 +171,7 @@ class _Run:
                         "input_bytes": fed.moved_bytes,
                         "input_crossing_bytes": fed.crossing_bytes,
                     },
+                    "balance": balance_metrics(fed.batches),
                     "phases": phase_metrics(fed.batches),
                     "bad_examples": fed.num_bad + len(self.job.dataset.left_out.bad),
                 }
@@ -225,13 +225,6 @@ def _prepare_folder(recipe: Recipe) -> None:
         (recipe.run.dir / "recipe.toml").write_text(dump_recipe(recipe), encoding="utf-8")
     except OSError as error:
         raise UserError(f"run.dir = {recipe.run.dir} cannot be written: {error.strerror}.") from error
-
-
-def _flops(batch: RankBatch, shapes: dict[str, FlopShape]) -> int:
-    """Operations that a microbatch needs on all ranks, forward and backward: no padding, no recomputation."""
-    lengths = batch.lengths
-    total = step_flops(shapes[BACKBONE], lengths.sequence, batch.num_targets)
-    return total + sum(step_flops(shapes[name], items.length) for name, items in lengths.items.items())
 
 
 def _is_due(step: int, every_steps: int) -> bool:

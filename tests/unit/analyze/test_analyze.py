@@ -72,14 +72,18 @@ def test_figures_are_right_for_batches_done_by_hand(table):
     assert batch.items["image"].example.tolist() == [0] * 5 + [3] * 5
     assert batch.items["audio"].example.tolist() == [2]
     phases = (BACKBONE, "image", "audio")
-    off, backbone, every = (place(batch, phases, 2, mode) for mode in MODES)
+    off, backbone, joint, every = (place(batch, phases, 2, mode) for mode in MODES)
     assert off[BACKBONE].loads.tolist() == [1660, 1453]
     assert off["image"].loads.tolist() == [5125, 5125]
     assert off["audio"].loads.tolist() == [0, 322]
     assert backbone[BACKBONE].loads.max() == 1660
     assert every["image"].loads.max() == 5125
-    # Media follow their examples when the backbone alone is balanced.
-    assert backbone["image"].ranks.tolist() == backbone[BACKBONE].ranks[batch.items["image"].example].tolist()
+    # Media follow their examples when the backbone alone is balanced, and when whole examples are placed.
+    for followed in (backbone, joint):
+        assert followed["image"].ranks.tolist() == followed[BACKBONE].ranks[batch.items["image"].example].tolist()
+    # One example of five tiles on each rank: the first with the clip, the other with the long text, or the reverse.
+    assert joint["image"].loads.tolist() == [5125, 5125]
+    assert sorted(joint[BACKBONE].loads) == [1453, 1660]
 
 
 def test_balancing_more_phases_never_does_worse(table):
@@ -90,10 +94,28 @@ def test_balancing_more_phases_never_does_worse(table):
         assert loads.max_over_bound("all").mean() <= loads.max_over_bound("off").mean()
         # The same work, however it is placed.
         assert loads.loads["off"].shape == loads.loads["all"].shape == (20, 4)
+    for phase in ("image", "audio"):
+        crossed = analysis.loads[phase].crossed
+        assert all((crossed[mode] == 0).all() for mode in ("off", "backbone", "joint"))
+        assert 0.5 < crossed["all"].mean() < 1
+    image = analysis.loads["image"]
+    assert image.max_over_bound("joint").mean() < image.max_over_bound("backbone").mean()
     packed = analysis.loads[BACKBONE].loads
     np.testing.assert_array_equal(packed["off"].sum(axis=1), packed["all"].sum(axis=1))
     shares = sum(analysis.shares.values())
     np.testing.assert_allclose(shares, 1)
+
+
+def test_what_is_chosen_is_what_is_predicted_to_be_fastest(table):
+    steps = analyze(table, num_ranks=4, batch_size=32, num_batches=20).steps
+    assert sum(steps.methods.values()) == 20
+    chosen = steps.seconds["chosen"]
+    for way in ("joint", "per_phase", "unbalanced"):
+        assert (chosen <= steps.seconds[way]).all()
+        assert (steps.exchange_s[way] <= steps.seconds[way]).all()
+    assert not steps.exchange_s["joint"].any()
+    assert steps.exchange_s["per_phase"].all()
+    assert steps.why.split(":")[0] == max(steps.methods, key=lambda method: steps.methods[method])
 
 
 def test_the_same_seed_gives_the_same_figures(table):
@@ -149,7 +171,16 @@ def test_wrong_use(tmp_path, table):
 def test_tables_and_page(table, tmp_path, capsys):
     analyze_command(table, num_ranks=4, batch_size=16, num_batches=3, html=tmp_path / "page.html")
     printed = " ".join(capsys.readouterr().out.split())  # a long path may wrap the line
-    for expected in ("5 examples", "patches", "frames", "unbalanced", "every phase", "1,025 patches", "Wrote"):
+    for expected in (
+        "5 examples",
+        "patches",
+        "frames",
+        "unbalanced",
+        "joint (whole",
+        "every phase",
+        "as chosen",
+        "1,025 patches",
+    ):
         assert expected in printed
     page = (tmp_path / "page.html").read_text()
     assert "<script src=" not in page, "plotly is inside"

@@ -5,7 +5,16 @@ from hypothesis import strategies as st
 
 from motet.core.errors import UserError
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, home_ranks
-from motet.dispatch import BalanceConfig, Orchestrator, Packed, Padded
+from motet.dispatch import (
+    BalanceConfig,
+    Link,
+    Orchestrator,
+    Packed,
+    Padded,
+    SpeedConfig,
+    StepTimes,
+    compose_route,
+)
 
 COSTS = {BACKBONE: Packed(), "image": Packed(linear=3, quadratic=1), "audio": Padded()}
 
@@ -83,6 +92,63 @@ def weigh(phase: str, lengths) -> int:
     return int((3 * lengths + lengths**2).sum() if phase == "image" else lengths.sum())
 
 
+def times(bytes_per_s: float, frozen=()) -> StepTimes:
+    """A rank does a unit of cost in a second; a token's output is a byte."""
+
+    def flops(lengths: BatchLengths) -> dict[str, int]:
+        columns = {BACKBONE: lengths.sequence, **{phase: items.length for phase, items in lengths.items.items()}}
+        return {phase: int(COSTS[phase].weights(column).sum()) for phase, column in columns.items()}
+
+    return StepTimes(flops, 1.0, Link(bytes_per_s, 0.0), token_bytes=1, frozen=frozenset(frozen))
+
+
+@given(batches)
+def test_a_slow_link_keeps_items_with_their_examples(batch):
+    lengths, num_ranks = batch
+    decision = Orchestrator(COSTS, num_ranks, COSTS, times=times(1e-9)).decide(lengths)
+    assert decision.method == "joint" or all(
+        (decision.assignments[phase].ranks == decision.backbone.ranks[items.example]).all()
+        for phase, items in lengths.items.items()
+    )
+    assert decision.why.startswith(decision.method)
+    for phase, items in lengths.items.items():
+        for rank in range(num_ranks):
+            route = compose_route(decision.assignments[phase], decision.backbone, items, rank)
+            assert route.is_local
+            assert route.send_index is None
+            assert route.recv_index is None
+
+
+@given(batches, st.sampled_from(["joint", "per_phase"]))
+def test_a_method_that_is_asked_for_is_taken(batch, method):
+    lengths, num_ranks = batch
+    decision = Orchestrator(COSTS, num_ranks, COSTS, times=times(1e9), methods=[method]).decide(lengths)
+    assert decision.method == method
+    assert decision.predicted_s.keys() == {method, "unbalanced"}
+    if method == "per_phase":
+        plain = Orchestrator(COSTS, num_ranks, COSTS).decide(lengths)
+        assert plain.method == method
+        for phase, placed in plain.assignments.items():
+            np.testing.assert_array_equal(placed.items, decision.assignments[phase].items)
+
+
+def test_seconds_are_those_of_the_operations():
+    lengths = draw_lengths(3, 12, 1)
+    decision = Orchestrator(COSTS, 1, COSTS, times=times(1.0)).decide(lengths)
+    image = lengths.items["image"].length
+    audio = lengths.items["audio"].length
+    # Padding is no operation that a model needs, but a rank does it.
+    seconds = lengths.sequence.sum() + (3 * image + image**2).sum() + len(audio) * audio.max()
+    assert decision.predicted_s["joint"] == seconds
+
+
+def test_methods_are_told_apart_where_not_all_phases_are_balanced():
+    lengths = draw_lengths(0, 9, 3)
+    for balanced, method in (((), "off"), (("image",), "some"), (COSTS, "per_phase")):
+        decision = Orchestrator(COSTS, 3, balanced).decide(lengths)
+        assert (decision.method, decision.why, decision.predicted_s) == (method, "", {})
+
+
 def test_config_turns_switches_into_phases():
     encoders = ["image", "audio"]
     assert BalanceConfig(phases="off").balanced(encoders) == frozenset()
@@ -101,6 +167,14 @@ def test_config_turns_coefficients_into_costs():
     ("call", "sentence"),
     [
         (
+            lambda: BalanceConfig(phases="backbone", method="joint").balanced(["image"]),
+            'balance.phases must be "all", not "backbone"',
+        ),
+        (
+            lambda: BalanceConfig(phases=["image"], speed={"device_tflops": 9}).balanced(["image"]),
+            r'no effect with balance.phases = \["image"\]; remove it',
+        ),
+        (
             lambda: BalanceConfig(phases=["video"]).balanced(["image"]),
             "no phase 'video'; the model has backbone, image",
         ),
@@ -111,3 +185,12 @@ def test_config_turns_coefficients_into_costs():
 def test_config_names_what_is_wrong(call, sentence):
     with pytest.raises(UserError, match=sentence):
         call()
+
+
+def test_config_assumes_a_speed_for_what_is_not_given():
+    cuda, cpu = (SpeedConfig(link_latency_us=0.0).resolved(kind) for kind in ("cuda", "cpu"))
+    assert cuda.link.latency_s == cpu.link.latency_s == 0
+    assert cuda.flops_per_s > 1000 * cpu.flops_per_s
+    assert cuda.link.bytes_per_s > cpu.link.bytes_per_s
+    assert BalanceConfig(method="joint").methods == ("joint",)
+    assert set(BalanceConfig().methods) == {"joint", "mixed", "per_phase"}

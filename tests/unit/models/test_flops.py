@@ -6,7 +6,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from motet.cost.flops import FlopShape, FlopStage, chain, forward_flops, step_flops
+from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
+from motet.cost.flops import FlopShape, FlopStage, batch_flops, chain, forward_flops, step_flops
 
 
 def counted(function) -> int:
@@ -54,6 +55,25 @@ def test_a_window_bounds_attention():
     assert window == pytest.approx(4 * sum(pairs) - 2 * lengths.sum(), rel=0.1)
     far = FlopShape((FlopStage(0, attention=3, causal=True, window=1000),))
     assert forward_flops(far, lengths) == 6 * (lengths**2).sum()
+
+
+def test_layers_that_are_alike_add_up():
+    lengths = np.array([3, 70, 2**33])
+    layers = [FlopStage(10, attention=2, causal=True), FlopStage(5, window=8, causal=True, attention=1)] * 3
+    whole = step_flops(FlopShape(tuple(layers)), lengths)
+    assert whole == sum(step_flops(FlopShape((layer,)), lengths) for layer in layers)
+    # Exact beyond float64, so that all ranks count the same.
+    assert forward_flops(FlopShape((FlopStage(0, attention=1),)), lengths) == 4 * sum(n**2 for n in lengths.tolist())
+
+
+def test_a_microbatch_is_the_sum_of_its_items():
+    shapes = {"image": FlopShape((FlopStage(7, attention=1),)), BACKBONE: FlopShape((FlopStage(3),), head_weights=5)}
+    images = ItemLengths(np.array([0, 0]), np.array([4, 6]), np.array([1, 2]))
+    batch = BatchLengths(np.array([9, 2]), np.array([3, 1]), np.array([0, 1], dtype=np.int32), {"image": images})
+    assert batch_flops(shapes, batch) == {
+        "image": step_flops(shapes["image"], images.length),
+        BACKBONE: step_flops(shapes[BACKBONE], batch.sequence, 4),
+    }
 
 
 def test_gradients_that_nobody_needs_cost_nothing():

@@ -23,6 +23,7 @@ SUMMARY = {
     "heldout_loss_by_step": {"3": 1.1},
     "exact_match": {"<task>": 0.5},
     "num_heldout": {"<task>": 2},
+    "balance": {"methods": {"mixed": 1, "joint": 2}, "why": "joint: 3 ms predicted (per_phase 4 ms)."},
     "phases": {"backbone": {"max_over_bound": 1.0, "max_over_bound_before": 1.5}},
     "data_wait_share": 0.01,
     "memory": {"peak_bytes": 2**30, "kind": "resident"},
@@ -50,7 +51,15 @@ def test_a_report_is_self_contained_and_escapes_what_it_shows(tmp_path):
     media = [str(tmp_path / "image.png"), str(tmp_path / "gone.wav")]
     (tmp_path / "answers.json").write_text(json.dumps([answer | {"media": media}]))
     page = write_report(tmp_path).read_text()
-    for shown in ("1 min 15 s", "&lt;image&gt; &amp; what?", "data:image/png;base64,", "gone.wav", "1.500", "50.0%"):
+    for shown in (
+        "1 min 15 s",
+        "&lt;image&gt; &amp; what?",
+        "data:image/png;base64,",
+        "gone.wav",
+        "1.500",
+        "50.0%",
+        "joint 2, mixed 1 of 3 m",
+    ):
         assert shown in page
     assert "<b>" not in page.split("Held-out examples")[1]
     assert not re.search(r"(src|href)=\"(?!data:)", page)

@@ -1,0 +1,133 @@
+"""`[balance]` of a recipe: which phases are balanced, in which way, at what cost, and at what assumed speed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from motet.balance import METHODS, Cost, Link, Method, Packed, Padded
+from motet.core.errors import UserError
+from motet.core.workload import BACKBONE
+
+
+class PackedCostConfig(BaseModel):
+    """Cost of an item of length l in a phase that packs: linear * l + quadratic * l**2, in any integer unit."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    linear: int = Field(default=1, ge=0)
+    quadratic: int = Field(default=0, ge=0)
+
+
+class SpeedConfig(BaseModel):
+    """`[balance.speed]`: what a rank computes and sends in a second, from which the way of balancing is predicted.
+
+    Constants and no measurements, so that a run can be repeated and all ranks decide alike. What is not given is
+    assumed by the kind of device, until it has been measured: what training reaches on a current data-centre GPU with a
+    network link of its own, or a CPU core and a loopback. What counts is the ratio between computing and exchanging.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    device_tflops: float | None = Field(
+        None, gt=0, description="10^12 operations a second of a rank, as training reaches them; cuda 400, cpu 0.04"
+    )
+    link_gbytes_per_s: float | None = Field(
+        None, gt=0, description="10^9 bytes a second that a rank sends in an exchange; cuda 40, cpu 1"
+    )
+    link_latency_us: float | None = Field(
+        None, ge=0, description="microseconds of an exchange of nothing; cuda 50, cpu 300"
+    )
+
+    def resolved(self, device_type: str) -> SpeedConfig:
+        """With the assumption for a type of device, "cuda" or any other, in place of what is not given."""
+        assumed = _ASSUMED["cuda" if device_type == "cuda" else "cpu"]
+        return self.model_copy(update={name: value for name, value in assumed.items() if getattr(self, name) is None})
+
+    @property
+    def flops_per_s(self) -> float:
+        return self.device_tflops * 1e12
+
+    @property
+    def link(self) -> Link:
+        return Link(self.link_gbytes_per_s * 1e9, self.link_latency_us * 1e-6)
+
+
+_ASSUMED = {
+    "cuda": {"device_tflops": 400.0, "link_gbytes_per_s": 40.0, "link_latency_us": 50.0},
+    "cpu": {"device_tflops": 0.04, "link_gbytes_per_s": 1.0, "link_latency_us": 300.0},
+}
+
+
+class BalanceConfig(BaseModel):
+    """Which phases are balanced and in which way, how items reach their ranks, and what an item costs.
+
+    phases: "off", "backbone", "all", or the names of the phases that are balanced.
+    method: how the phases are balanced together, if all are. "joint" places whole examples, so that no encoder output
+            crosses ranks; "per_phase" places the items of each phase by themselves; "auto" predicts for each microbatch
+            which is faster, or whether some encoders alone should be placed by themselves (`motet.balance.choose`).
+    mode:   "index" (lengths are known before loading), "exchange" (items are moved after loading), "auto" (index where
+            the data has one).
+    costs:  per phase, integer coefficients in place of the default cost, which is the length.
+    speed:  what the prediction takes for the speed of devices and links.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    phases: Literal["off", "backbone", "all"] | tuple[str, ...] = "all"
+    method: Literal["auto", "joint", "per_phase"] = "auto"
+    mode: Literal["auto", "index", "exchange"] = "auto"
+    costs: dict[str, PackedCostConfig] = Field(default_factory=dict)
+    speed: SpeedConfig = SpeedConfig()
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """Those that a microbatch's is chosen from."""
+        return METHODS if self.method == "auto" else (self.method,)
+
+    def balanced(self, encoders: Iterable[str]) -> frozenset[str]:
+        """The names of the phases to balance.
+
+        Raises UserError for a name that is no phase of the model, and for options that need all phases balanced.
+        """
+        known = [BACKBONE, *encoders]
+        phases = {"off": (), "backbone": (BACKBONE,), "all": known}.get(self.phases, self.phases)
+        for name in phases:
+            if name not in known:
+                raise UserError(f"balance.phases: there is no phase {name!r}; the model has {', '.join(known)}.")
+        if set(phases) != set(known):
+            given = f'"{self.phases}"' if isinstance(self.phases, str) else json.dumps(self.phases)
+            if self.method == "joint":
+                raise UserError(
+                    'balance.method = "joint" places whole examples so that all phases are balanced at once: '
+                    f'balance.phases must be "all", not {given}.'
+                )
+            if self.speed.model_fields_set:
+                raise UserError(
+                    "balance.speed is what the ways to balance all phases are compared by: it has no effect with "
+                    f"balance.phases = {given}; remove it."
+                )
+        return frozenset(phases)
+
+    def phase_costs(self, kinds: Mapping[str, str]) -> dict[str, Cost]:
+        """The cost of each phase. kinds: encoder name -> "packed" or "padded"; the backbone is always packed.
+
+        Raises UserError for coefficients of an unknown phase, or of a padded one, which costs count times longest.
+        """
+        kinds = {BACKBONE: "packed", **kinds}
+        for name in self.costs:
+            if name not in kinds:
+                raise UserError(f"balance.costs: there is no phase {name!r}; the model has {', '.join(kinds)}.")
+            if kinds[name] == "padded":
+                raise UserError(
+                    f"balance.costs.{name}: phase {name!r} is computed with padding, so it costs its number of items "
+                    "times the longest; remove the coefficients."
+                )
+        costs: dict[str, Cost] = {}
+        for name, kind in kinds.items():
+            given = self.costs.get(name, PackedCostConfig())
+            costs[name] = Padded() if kind == "padded" else Packed(linear=given.linear, quadratic=given.quadratic)
+        return costs

@@ -1,0 +1,215 @@
+"""`choose`: the fastest way by its own prediction, the same everywhere, with figures that can be checked by hand."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.analyze.mixture import MFLOP_PER_LENGTH, PHASES, Caps
+from motet.balance import METHODS, Link, Overhead, Packed, Padded, Phase, choose, follow
+from motet.core.errors import ArgumentError
+
+FAST = Link(bytes_per_s=1e15, latency_s=0.0)
+SLOW = Link(bytes_per_s=1.0, latency_s=1.0)
+
+
+def backbone(lengths, seconds_per_cost=1.0) -> Phase:
+    lengths = np.array(lengths, dtype=np.int64)
+    return Phase("backbone", lengths, Packed(), np.arange(len(lengths)), seconds_per_cost)
+
+
+def encoder(name, owner, lengths, cost=None, seconds_per_cost=1.0, token_bytes=1, num_exchanges=2) -> Phase:
+    owner, lengths = np.array(owner, dtype=np.int64), np.array(lengths, dtype=np.int64)
+    return Phase(name, lengths, cost or Packed(), owner, seconds_per_cost, lengths * token_bytes, num_exchanges)
+
+
+def draw_phases(seed: int, num_examples: int, longest: int = 300) -> list[Phase]:
+    rng = np.random.default_rng(seed)
+    drawn = [backbone(rng.integers(0, longest, num_examples), 3e-6)]
+    for name, cost in (("image", Packed(3, 1)), ("audio", Padded())):
+        owner = np.repeat(np.arange(num_examples), rng.integers(0, 3, num_examples))
+        drawn.append(encoder(name, owner, rng.integers(1, longest, len(owner)), cost, 1e-6, token_bytes=64))
+    return drawn
+
+
+def mixed_phases(rows: np.ndarray) -> list[Phase]:
+    """Examples of the mixture, lengths [num_examples, 3], with one item a phase where there is any; audio pads."""
+    drawn = []
+    for name, column, mflop in zip(PHASES, rows.T, MFLOP_PER_LENGTH):
+        owner = np.arange(len(rows)) if name == "backbone" else np.flatnonzero(column)
+        cost = Padded() if name == "audio" else Packed()
+        output_bytes = None if name == "backbone" else column[owner] // 4 * 7168
+        drawn.append(Phase(name, column[owner], cost, owner, 3e6 * mflop / 400e12, output_bytes))
+    return drawn
+
+
+microbatches = st.tuples(st.integers(0, 999), st.integers(0, 25), st.integers(1, 6))
+
+
+@given(microbatches, st.sampled_from([FAST, SLOW, Link(1e7, 1e-5)]))
+def test_the_fastest_way_is_chosen_and_told(drawn, link):
+    seed, num_examples, num_ranks = drawn
+    phases = draw_phases(seed, num_examples)
+    choice = choose(phases, num_ranks, link)
+    assert choice.predicted_s[choice.method] == min(choice.predicted_s.values())
+    assert choice.predicted_s.keys() <= set(METHODS)
+    for phase, placed in zip(phases, choice.assignments, strict=True):
+        assert sorted(placed.items) == list(range(len(phase.lengths)))
+        assert placed.num_ranks == num_ranks
+    # What is predicted follows from what was placed.
+    seconds = sum(p.seconds_per_cost * int(a.loads.max()) for p, a in zip(phases, choice.assignments))
+    assert choice.predicted_s[choice.method] - choice.exchange_s[choice.method] == pytest.approx(seconds, abs=1e-8)
+    again = choose(phases, num_ranks, link)
+    assert (again.method, again.why, again.predicted_s) == (choice.method, choice.why, choice.predicted_s)
+    for a, b in zip(again.assignments, choice.assignments):
+        np.testing.assert_array_equal(a.items, b.items)
+
+
+@given(microbatches)
+def test_joint_moves_nothing_and_needs_no_sorting(drawn):
+    seed, num_examples, num_ranks = drawn
+    phases = draw_phases(seed, num_examples)
+    choice = choose(phases, num_ranks, SLOW, methods=["joint"])
+    assert (choice.moved_bytes, choice.exchange_s) == (0, {"joint": 0.0})
+    whole = choice.assignments[0]
+    for phase, placed in zip(phases[1:], choice.assignments[1:]):
+        assert (placed.ranks == whole.ranks[phase.owner]).all()
+        assert (np.diff(whole.slots[phase.owner[placed.items]]) >= 0).all()
+
+
+@given(microbatches)
+def test_an_exchange_that_costs_nothing_is_always_worth_it_and_one_that_costs_all_never(drawn):
+    seed, num_examples, num_ranks = drawn
+    phases = draw_phases(seed, num_examples)
+    free = choose(phases, num_ranks, FAST)
+    assert free.predicted_s[free.method] <= free.predicted_s["per_phase"]
+    dear = choose(phases, num_ranks, SLOW)
+    assert dear.moved_bytes == 0
+
+
+def test_the_exchange_is_that_of_the_busiest_rank_there_and_back():
+    # Two images of one example: apart, one of them must come over.
+    phases = [backbone([5, 5]), encoder("image", [0, 0], [10, 10], token_bytes=3)]
+    link = Link(bytes_per_s=10.0, latency_s=0.5)
+    choice = choose(phases, 2, link, home=[0, 1])
+    assert choice.predicted_s == {"joint": 25.0, "per_phase": 22.0, "unbalanced": 25.0}
+    assert choice.exchange_s["per_phase"] == 2 * (0.5 + 30 / 10)
+    assert choice.method == "per_phase"
+    assert choice.moved_bytes == 60
+    assert (
+        choice.why == "per_phase: 22,000 ms predicted, 7,000 ms of it exchange (joint 25,000 ms; unbalanced 25,000 ms)."
+    )
+    # Nothing trains, so nothing comes back.
+    frozen = [phases[0], encoder("image", [0, 0], [10, 10], token_bytes=3, num_exchanges=1)]
+    assert choose(frozen, 2, link).exchange_s["per_phase"] == 3.5
+    # A link too slow for it.
+    assert choose(phases, 2, Link(1.0, 0.0)).method == "joint"
+
+
+def test_a_padded_encoder_alone_is_taken_apart():
+    # Long and short clips: alone, they are sorted by length; whole examples put both on each rank.
+    clips = [100, 1] * 8
+    images = encoder("image", range(16), range(50, 66))
+    phases = [backbone([50] * 16), images, encoder("audio", range(16), clips, Padded())]
+    choice = choose(phases, 4, Link(bytes_per_s=20.0, latency_s=0.1))
+    assert choice.method == "mixed"
+    assert choice.predicted_s["mixed"] < min(choice.predicted_s["joint"], choice.predicted_s["per_phase"])
+    whole, image, audio = choice.assignments
+    assert (image.ranks == whole.ranks).all()
+    assert (audio.ranks != whole.ranks).any()
+
+
+def test_ties_go_to_what_moves_less():
+    phases = [backbone([1, 1]), encoder("image", [0, 1], [1, 1], token_bytes=0)]
+    for methods in itertools.permutations(METHODS):
+        assert choose(phases, 2, FAST, methods=methods).moved_bytes == 0
+    assert choose(phases, 2, FAST).method == "joint"
+
+
+@pytest.mark.parametrize("longest", [0, 1, 2**40])
+@settings(max_examples=20)
+@given(st.integers(0, 5))
+def test_a_giant_is_no_reason_to_leave_the_rest_unbalanced(longest, seed):
+    phases = draw_phases(seed, 60)
+    phases[0].lengths[7] = longest
+    choice = choose(phases, 4, FAST, home=np.arange(60) // 15)
+    assert choice.predicted_s[choice.method] <= choice.predicted_s["unbalanced"]
+    assert choice.assignments[1].imbalance < 1.2
+
+
+def test_a_giant_is_cut_where_fragments_cost_less_than_waiting():
+    phases = [backbone([1000] + [10] * 60), encoder("audio", range(1, 61), [5] * 60, Padded())]
+    methods = (*METHODS, "split")
+    cheap = choose(phases, 4, SLOW, methods=methods, overhead=Overhead(fixed=10**9, fraction=0.01))
+    assert cheap.method == "split"
+    assert cheap.fragments.num_cut == 1
+    # 1600 tokens and 300 frames on 4 ranks, beside the overhead of the fragments.
+    assert 400 + 75 < cheap.predicted_s["split"] < 1.06 * (400 + 75)
+    assert cheap.moved_bytes == 0
+    dear = choose(phases, 4, SLOW, methods=methods, overhead=Overhead(fixed=10**12))
+    assert dear.method == "joint"
+    assert dear.fragments is None
+    assert dear.predicted_s["joint"] >= 1000
+
+
+def test_on_mixed_lengths_the_chosen_way_is_near_the_bound(mixture):
+    """Predicted seconds over the sum of each phase's bound, on a link of 40 GB/s a rank."""
+    rng = np.random.default_rng(0)
+    phases = mixed_phases(mixture.draw(32 * 32, rng, Caps()))
+    choice = choose(phases, 32, Link(40e9, 50e-6), home=np.arange(32 * 32) // 32)
+    ideal_s = sum(phase.seconds_per_cost * placed.bound for phase, placed in zip(phases, choice.assignments))
+    assert choice.predicted_s[choice.method] < 1.02 * ideal_s
+    assert choice.predicted_s["unbalanced"] > 1.2 * ideal_s
+
+
+def test_follow_places_items_with_their_examples():
+    phases = draw_phases(1, 20)
+    whole = choose(phases, 3, FAST, methods=["per_phase"]).assignments[0]
+    placed = follow(phases[2], whole)
+    assert (placed.ranks == whole.ranks[phases[2].owner]).all()
+    clips = [phases[2].lengths[placed.on_rank(rank)] for rank in range(3)]
+    assert placed.loads.tolist() == [len(some) * some.max(initial=0) for some in clips]
+
+
+GOOD = backbone([3, 4])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (([], 2, FAST), {}, "phases is empty"),
+        (([GOOD], 0, FAST), {}, "num_ranks is 0"),
+        (([GOOD], 2, FAST), {"methods": []}, r"methods is \[\]"),
+        (
+            ([GOOD], 2, FAST),
+            {"methods": ["off"]},
+            "methods is .'off'.; it must hold some of joint, mixed, per_phase, split",
+        ),
+        (([GOOD], 2, FAST), {"methods": ["mixed"]}, "mixed and split begin with joint"),
+        (([GOOD], 2, FAST), {"methods": ["joint", "split"]}, "overhead is None; it must be given where methods holds"),
+        (([GOOD], 2, FAST), {"overhead": Overhead()}, "and only there"),
+        (([GOOD], 2, FAST), {"home": [0]}, "home has shape"),
+        (([GOOD], 2, FAST), {"home": [0, 2]}, r"home\[1\] is 2"),
+        (([encoder("image", [1, 0], [1, 1])], 2, FAST), {}, "owner of 'image' must be 0, 1, 2"),
+        (([GOOD, encoder("image", [2], [1])], 2, FAST), {}, r"owner of 'image'\[0\] is 2"),
+        (([GOOD, encoder("image", [0], [-1])], 2, FAST), {}, r"lengths of 'image'\[0\] is -1"),
+        (([GOOD, encoder("image", [0, 1], [1])], 2, FAST), {}, "owner of 'image' has shape"),
+        (([GOOD, encoder("image", [0], [1], seconds_per_cost=np.nan)], 2, FAST), {}, "seconds_per_cost of 'image'"),
+        (
+            ([GOOD, Phase("image", np.array([1]), Packed(), np.array([0]), 1.0, np.array([1, 2]))], 2, FAST),
+            {},
+            "output_bytes of 'image' has 2 entries; it must have 1",
+        ),
+    ],
+)
+def test_wrong_arguments(arguments, options, message):
+    with pytest.raises(ArgumentError, match=message):
+        choose(*arguments, **options)
+
+
+@pytest.mark.parametrize(("link", "message"), [((0.0, 1.0), "bytes_per_s is 0.0"), ((1.0, -1.0), "latency_s is -1.0")])
+def test_wrong_links(link, message):
+    with pytest.raises(ArgumentError, match=message):
+        Link(*link)
