@@ -26,8 +26,10 @@ std::int64_t lower_bound(const Input<std::int64_t>& lengths, int num_ranks, Opti
 }  // namespace
 
 void bind_padded(nb::module_& m) {
-    m.def("padded", &assign<padded>, nb::arg("lengths").noconvert(), nb::arg("num_ranks"));
-    m.def("padded_bound", &lower_bound<padded_bound>, nb::arg("lengths").noconvert(), nb::arg("num_ranks"));
+    m.def("padded", &assign<padded, std::int64_t, std::int64_t>, nb::arg("lengths").noconvert(), nb::arg("num_ranks"),
+          nb::arg("linear"), nb::arg("quadratic"));
+    m.def("padded_bound", &lower_bound<padded_bound, std::int64_t, std::int64_t>, nb::arg("lengths").noconvert(),
+          nb::arg("num_ranks"), nb::arg("linear"), nb::arg("quadratic"));
     m.def("padded_attention", &assign<padded_attention, std::int64_t, std::int64_t>, nb::arg("lengths").noconvert(),
           nb::arg("num_ranks"), nb::arg("linear"), nb::arg("quadratic"));
 }

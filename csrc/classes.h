@@ -34,8 +34,9 @@ struct GroupedPlacement {
 GroupedPlacement place(const Classes& classes, const std::vector<Take>& takes, std::vector<std::int64_t> loads,
                        std::int64_t bound);
 
-// padded.cpp: minimise the largest count times longest; the bound is the optimum. num_items * longest must fit.
-GroupedPlacement padded(Weights lengths, int num_ranks);
-std::int64_t padded_bound(Weights lengths, int num_ranks);
+// padded.cpp: minimise the largest count * (linear * longest + quadratic * longest^2), which must fit for all items; the
+// bound is the optimum.
+GroupedPlacement padded(Weights lengths, int num_ranks, std::int64_t linear, std::int64_t quadratic);
+std::int64_t padded_bound(Weights lengths, int num_ranks, std::int64_t linear, std::int64_t quadratic);
 
 }  // namespace motet

@@ -18,21 +18,23 @@ std::int64_t quotient(std::int64_t dividend, std::int64_t divisor) {
     return dividend / divisor;
 }
 
-// The items' lengths by position. 32 bits a position: half of what the lengths themselves take.
+// What the item at a position costs alone. 32 bits a position: half of what the costs themselves take.
 struct Descending {
-    const std::vector<std::int64_t>& lengths;
+    std::vector<std::int64_t> costs;  // [num_classes]
     std::vector<std::int32_t> class_of_position;
 
-    explicit Descending(const Classes& classes)
-        : lengths(classes.lengths), class_of_position(classes.of_items.size()) {
-        for (std::size_t c = 0; c < lengths.size(); ++c) {
+    Descending(const Classes& classes, std::int64_t linear, std::int64_t quadratic)
+        : class_of_position(classes.of_items.size()) {
+        costs.reserve(classes.lengths.size());
+        for (const auto length : classes.lengths) costs.push_back(length * (linear + quadratic * length));
+        for (std::size_t c = 0; c < costs.size(); ++c) {
             std::fill(class_of_position.begin() + classes.starts[c], class_of_position.begin() + classes.starts[c + 1],
                       static_cast<std::int32_t>(c));
         }
     }
 
     std::int64_t size() const { return static_cast<std::int64_t>(class_of_position.size()); }
-    std::int64_t operator[](std::int64_t position) const { return lengths[class_of_position[position]]; }
+    std::int64_t operator[](std::int64_t position) const { return costs[class_of_position[position]]; }
 
     // How many items the batch that begins at `first` holds under `limit`: its first item is its longest.
     std::int64_t batch_size(std::int64_t first, std::int64_t limit) const {
@@ -56,8 +58,8 @@ int num_too_small(const Descending& descending, int num_ranks, const std::array<
 std::int64_t optimum(const Classes& classes, const Descending& descending, int num_ranks) {
     if (descending.size() == 0 || descending[0] == 0) return 0;
     std::int64_t total = 0;
-    for (std::size_t c = 0; c < classes.lengths.size(); ++c) {
-        total += classes.lengths[c] * (classes.starts[c + 1] - classes.starts[c]);
+    for (std::size_t c = 0; c < descending.costs.size(); ++c) {
+        total += descending.costs[c] * (classes.starts[c + 1] - classes.starts[c]);
     }
     std::int64_t low = std::max(descending[0], (total - 1) / num_ranks + 1);                 // longest alone, or the mean
     std::int64_t high = descending[0] * ((descending.size() + num_ranks - 1) / num_ranks);  // equal counts
@@ -74,13 +76,13 @@ std::int64_t optimum(const Classes& classes, const Descending& descending, int n
 
 }  // namespace
 
-GroupedPlacement padded(Weights lengths, int num_ranks) {
+GroupedPlacement padded(Weights lengths, int num_ranks, std::int64_t linear, std::int64_t quadratic) {
     const auto classes = by_length(lengths);
     std::vector<Take> takes;
     std::vector<std::int64_t> loads(num_ranks, 0);
     std::int64_t limit = 0;
     {
-        const Descending descending(classes);
+        const Descending descending(classes, linear, quadratic);
         limit = optimum(classes, descending, num_ranks);
         std::int64_t position = 0;
         std::int32_t place = 0;  // the class of the position
@@ -98,9 +100,9 @@ GroupedPlacement padded(Weights lengths, int num_ranks) {
     return place(classes, takes, std::move(loads), limit);
 }
 
-std::int64_t padded_bound(Weights lengths, int num_ranks) {
+std::int64_t padded_bound(Weights lengths, int num_ranks, std::int64_t linear, std::int64_t quadratic) {
     const auto classes = by_length(lengths);
-    return optimum(classes, Descending(classes), num_ranks);
+    return optimum(classes, Descending(classes, linear, quadratic), num_ranks);
 }
 
 }  // namespace motet

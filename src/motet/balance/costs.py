@@ -54,14 +54,9 @@ class Padded:
         _check_coefficients(self, self.linear, self.quadratic, at_least=0)
 
     def weights(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The cost of each item alone, int64 [num_items]: a longer item costs no less, so the longest sets the price.
-
-        Raises ArgumentError where all items on one rank would not fit int64.
-        """
+        """The lengths themselves. Raises ArgumentError where all items on one rank would not fit int64."""
         _check_padded(self, self.linear, self.quadratic, lengths)
-        if self.quadratic == 0:
-            return lengths if self.linear == 1 else lengths * self.linear
-        return lengths * (self.linear + self.quadratic * lengths)
+        return lengths
 
 
 @dataclass(frozen=True)

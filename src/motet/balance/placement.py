@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from motet.balance.backend import Backend, algorithms
 from motet.balance.checks import checked_num_ranks, checked_ranks, steps_of_budget
-from motet.balance.costs import Cost, Packed, PaddedAttention
+from motet.balance.costs import Cost, Packed, Padded, PaddedAttention
 from motet.balance.home import assign_from_home, check_unused
 from motet.balance.weights import Lengths, item_weights
 from motet.core.assignment import Assignment, csr_from_ranks
@@ -72,7 +72,7 @@ def assign(
         return Assignment(*core.packed(weights, num_ranks, equal_counts, _num_steps(time_budget_s, num_ranks)))
     if isinstance(cost, PaddedAttention):
         return Assignment(*core.padded_attention(weights, num_ranks, cost.linear, cost.quadratic))
-    return Assignment(*core.padded(weights, num_ranks))
+    return Assignment(*core.padded(weights, num_ranks, cost.linear, cost.quadratic))
 
 
 def score(ranks: ArrayLike, lengths: Lengths, num_ranks: int, cost: Cost = _DEFAULT_COST) -> Assignment:
@@ -90,11 +90,13 @@ def score(ranks: ArrayLike, lengths: Lengths, num_ranks: int, cost: Cost = _DEFA
     else:
         longest = np.zeros(num_ranks, dtype=np.int64)
         np.maximum.at(longest, checked, weights)
-        loads = longest * np.diff(offsets)
+        counts = np.diff(offsets)
         if isinstance(cost, PaddedAttention):
             sums = np.zeros(num_ranks, dtype=np.int64)
             np.add.at(sums, checked, weights)
-            loads = cost.linear * sums + cost.quadratic * loads * longest
+            loads = cost.linear * sums + cost.quadratic * counts * longest**2
+        else:
+            loads = counts * longest * (cost.linear + cost.quadratic * longest)
     return Assignment(checked, items, offsets, loads, _bound(weights, num_ranks, cost))
 
 
@@ -114,7 +116,8 @@ def _num_steps(time_budget_s: float | None, num_ranks: int) -> int:
 
 def _bound(weights: NDArray[np.int64], num_ranks: int, cost: Cost) -> int:
     core = algorithms("native")
-    if isinstance(cost, PaddedAttention):
-        return int(core.padded_attention(weights, num_ranks, cost.linear, cost.quadratic)[-1])
-    bound: int = (core.packed_bound if isinstance(cost, Packed) else core.padded_bound)(weights, num_ranks)
-    return bound
+    if isinstance(cost, Packed):
+        return int(core.packed_bound(weights, num_ranks))
+    if isinstance(cost, Padded):
+        return int(core.padded_bound(weights, num_ranks, cost.linear, cost.quadratic))
+    return int(core.padded_attention(weights, num_ranks, cost.linear, cost.quadratic)[-1])

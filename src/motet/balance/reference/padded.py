@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from motet.balance.reference.result import Placement, placement
 
 
-def padded(lengths: NDArray[np.int64], num_ranks: int) -> Placement:
-    """Balance count times longest of lengths, int64 [num_items], >= 0; num_items * longest must fit int64.
+def padded(lengths: NDArray[np.int64], num_ranks: int, linear: int, quadratic: int) -> Placement:
+    """Balance count * (linear * longest + quadratic * longest^2) of lengths, int64 [num_items], >= 0.
 
-    The bound is the optimum, so that the largest load equals it. Ranks may be left without items.
-    O(num_items log num_items + num_ranks log(longest * num_items)).
+    For all items at once it must fit int64. The bound is the optimum, so that the largest load equals it. Ranks may be
+    left without items. O(num_items log num_items + num_ranks log(longest * num_items)).
     """
     order = np.argsort(-lengths, kind="stable")
-    descending = lengths[order].tolist()
+    descending = _costs(lengths[order], linear, quadratic)
     limit = _optimum(descending, num_ranks)
     ranks = np.empty(len(lengths), dtype=np.int32)
     loads = np.zeros(num_ranks, dtype=np.int64)
@@ -34,9 +34,14 @@ def padded(lengths: NDArray[np.int64], num_ranks: int) -> Placement:
     return placement(ranks, loads, limit)
 
 
-def padded_bound(lengths: NDArray[np.int64], num_ranks: int) -> int:
-    """The optimum itself: no placement has a smaller maximum of count times longest."""
-    return _optimum(np.sort(lengths)[::-1].tolist(), num_ranks)
+def padded_bound(lengths: NDArray[np.int64], num_ranks: int, linear: int, quadratic: int) -> int:
+    """The optimum itself: no placement has a smaller maximum."""
+    return _optimum(_costs(np.sort(lengths)[::-1], linear, quadratic), num_ranks)
+
+
+def _costs(lengths: NDArray[np.int64], linear: int, quadratic: int) -> list[int]:
+    costs: list[int] = (lengths * (linear + quadratic * lengths)).tolist()
+    return costs
 
 
 def _optimum(descending: list[int], num_ranks: int) -> int:
