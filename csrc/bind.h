@@ -11,6 +11,9 @@
 #include <utility>
 #include <vector>
 
+#include "balance.h"
+#include "joint.h"
+
 namespace motet {
 
 namespace nb = nanobind;
@@ -39,6 +42,23 @@ struct Groups {
     std::vector<std::int64_t> items, offsets;
 };
 Groups group_by_rank(const std::vector<std::int32_t>& ranks, int num_ranks);
+
+// The fields of core.Assignment: ranks, items, offsets, loads, bound.
+nb::tuple fields(Placement&& found, Groups&& groups);
+nb::tuple fields(JointPlacement&& found, Groups&& groups);
+
+// What `solve` finds, a Placement or a JointPlacement, with the GIL released, as the fields of core.Assignment.
+template <class Solve>
+nb::tuple placed(int num_ranks, const Solve& solve) {
+    decltype(solve()) found;
+    Groups groups;
+    {
+        nb::gil_scoped_release released;
+        found = solve();
+        groups = group_by_rank(found.ranks, num_ranks);
+    }
+    return fields(std::move(found), std::move(groups));
+}
 
 void bind_packed(nb::module_& m);
 void bind_tokens(nb::module_& m);

@@ -123,9 +123,9 @@ std::vector<int> one_each(int num_ranks) {
 
 }  // namespace
 
-JointHomePlacement joint_home(std::span<const std::int64_t> costs, int num_phases, int num_ranks, Home home,
-                              std::span<const std::int64_t> sizes, int ranks_per_node) {
-    const Examples examples(costs, sizes, num_phases, num_ranks);
+JointPlacement joint_home(JointCosts costs, int num_ranks, Home home, std::span<const std::int64_t> sizes,
+                          int ranks_per_node) {
+    const Examples examples(costs.values, sizes, costs.num_phases, num_ranks);
     Numbers ranks(home.begin(), home.end()), node_of(home.begin(), home.end());
     for (auto& node : node_of) node /= ranks_per_node;
     std::vector<int> firsts;
