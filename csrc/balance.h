@@ -27,6 +27,7 @@ std::vector<std::int32_t> heaviest_first(Weights weights);
 // packed.cpp: minimise the largest sum of weights.
 Placement packed(Weights weights, int num_ranks, bool equal_counts, std::int64_t num_steps);
 std::int64_t packed_bound(Weights weights, int num_ranks);
+std::int64_t sorted_bound(Weights descending, int num_ranks);  // the same of weights that are sorted
 
 // swaps.cpp: swap between heavy and light ranks until the heaviest is at the bound or the steps are spent.
 // descending: the weights, heaviest first; ranks: of each of them.

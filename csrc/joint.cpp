@@ -12,20 +12,21 @@ namespace {
 
 JointProblem problem_of(JointCosts costs, int num_ranks) {
     JointProblem problem{costs, num_ranks, {}, {}, {}};
+    std::vector<std::int32_t> examples(costs.num_examples());
+    std::vector<std::int64_t> weights(examples.size());
+    SortedItems sorted;
     for (int phase = 0; phase < costs.num_phases; ++phase) {
-        std::vector<std::int32_t> examples;
-        std::vector<std::int64_t> weights;
+        std::size_t count = 0;  // of the examples with a cost in this phase
         for (int example = 0; example < costs.num_examples(); ++example) {
-            const std::int64_t weight = costs.of(example)[phase];
-            if (weight == 0) continue;
-            examples.push_back(example);
-            weights.push_back(weight);
+            examples[count] = example;
+            weights[count] = costs.of(example)[phase];
+            count += weights[count] > 0;
         }
-        auto order = heaviest_first(weights);
-        for (auto& place : order) place = examples[place];
-        problem.orders.push_back(std::move(order));
-        problem.sums.push_back(std::accumulate(weights.begin(), weights.end(), std::int64_t{0}));
-        problem.bound.push_back(packed_bound(weights, num_ranks));
+        sort_heaviest_first({weights.data(), count}, sorted);
+        auto& order = problem.orders.emplace_back(count);
+        for (std::size_t place = 0; place < count; ++place) order[place] = examples[sorted.items[place]];
+        problem.sums.push_back(std::accumulate(sorted.weights.begin(), sorted.weights.end(), std::int64_t{0}));
+        problem.bound.push_back(sorted_bound(sorted.weights, num_ranks));
     }
     return problem;
 }

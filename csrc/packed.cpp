@@ -19,21 +19,6 @@ std::int64_t greatest_common_divisor(Weights descending) {
     return divisor;
 }
 
-std::int64_t bound_of(Weights descending, int num_ranks) {
-    const std::int64_t divisor = greatest_common_divisor(descending);
-    if (divisor == 0) return 0;
-    const std::int64_t units = std::accumulate(descending.begin(), descending.end(), std::int64_t{0}) / divisor;
-    std::int64_t bound = (units / num_ranks + (units % num_ranks != 0)) * divisor;
-    std::int64_t sum = 0;  // of the k + 1 lightest among the k * num_ranks + 1 heaviest
-    std::size_t first = 0, last = 0;
-    for (std::size_t k = 0; k * num_ranks < descending.size(); ++k) {
-        for (; last <= k * num_ranks; ++last) sum += descending[last];
-        for (; first < k * num_ranks - k; ++first) sum -= descending[first];
-        bound = std::max(bound, sum);
-    }
-    return bound;
-}
-
 // A tournament over ranks, of which the one with the smallest key wins. Each inner node keeps the loser of its match:
 // when the winner's key grows, the way from its leaf to the root holds all that it has to play again.
 template <class Key>
@@ -102,6 +87,21 @@ void longest_first(Weights descending, int num_ranks, bool equal_counts, std::ve
 
 }  // namespace
 
+std::int64_t sorted_bound(Weights descending, int num_ranks) {
+    const std::int64_t divisor = greatest_common_divisor(descending);
+    if (divisor == 0) return 0;
+    const std::int64_t units = std::accumulate(descending.begin(), descending.end(), std::int64_t{0}) / divisor;
+    std::int64_t bound = (units / num_ranks + (units % num_ranks != 0)) * divisor;
+    std::int64_t sum = 0;  // of the k + 1 lightest among the k * num_ranks + 1 heaviest
+    std::size_t first = 0, last = 0;
+    for (std::size_t k = 0; k * num_ranks < descending.size(); ++k) {
+        for (; last <= k * num_ranks; ++last) sum += descending[last];
+        for (; first < k * num_ranks - k; ++first) sum -= descending[first];
+        bound = std::max(bound, sum);
+    }
+    return bound;
+}
+
 Placement packed(Weights weights, int num_ranks, bool equal_counts, std::int64_t num_steps) {
     // Kept from call to call: fresh memory of this size costs as much as LPT.
     static thread_local SortedItems sorted;
@@ -109,7 +109,7 @@ Placement packed(Weights weights, int num_ranks, bool equal_counts, std::int64_t
     sort_heaviest_first(weights, sorted);
     longest_first(sorted.weights, num_ranks, equal_counts, ranks);
     Placement placement{std::vector<std::int32_t>(weights.size()), std::vector<std::int64_t>(num_ranks, 0),
-                        bound_of(sorted.weights, num_ranks)};
+                        sorted_bound(sorted.weights, num_ranks)};
     for (std::size_t place = 0; place < ranks.size(); ++place) placement.loads[ranks[place]] += sorted.weights[place];
     swap_items(sorted.weights, placement.bound, equal_counts, num_steps, ranks, placement.loads);
     for (std::size_t place = 0; place < ranks.size(); ++place) placement.ranks[sorted.items[place]] = ranks[place];
@@ -119,7 +119,7 @@ Placement packed(Weights weights, int num_ranks, bool equal_counts, std::int64_t
 std::int64_t packed_bound(Weights weights, int num_ranks) {
     SortedItems sorted;
     sort_heaviest_first(weights, sorted);
-    return bound_of(sorted.weights, num_ranks);
+    return sorted_bound(sorted.weights, num_ranks);
 }
 
 }  // namespace motet
