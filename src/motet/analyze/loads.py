@@ -3,8 +3,8 @@
 Batches are drawn from the lengths with a fixed seed and placed as the trainer's orchestrator places them: unbalanced,
 an example and its media are computed on its home rank; with the backbone balanced, media go where their example goes;
 jointly, so they do, but whole examples are placed to balance all phases; with every phase balanced, each encoder's
-items are placed by themselves. Backbone and image encoders pack (cost: the sum of lengths), audio encoders pad (cost:
-clips times the longest).
+items are placed by themselves, and of those that pack only the excess leaves the rank of its example. Backbone and
+image encoders pack (cost: the sum of lengths), audio encoders pad (cost: clips times the longest).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from motet.analyze.lengths import Lengths
 from motet.analyze.mixture import MFLOP_PER_LENGTH, PHASES
-from motet.balance import Choice, Cost, Link, Packed, Padded, Phase, assign, choose, score
+from motet.balance import Choice, Cost, Link, Packed, Padded, Phase, assign, assign_apart, choose, score
 from motet.core.assignment import Assignment
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, home_ranks
 from motet.data.media import AUDIO, IMAGE
@@ -156,7 +156,7 @@ def place(batch: BatchLengths, phases: tuple[str, ...], num_ranks: int, mode: Mo
     for phase in phases[1:]:
         items = batch.items[phase]
         if mode == "all":
-            placed[phase] = assign(items.length, num_ranks, COSTS[phase])
+            placed[phase] = assign_apart(items.length, COSTS[phase], items.example, backbone)
         else:
             placed[phase] = score(backbone.ranks[items.example], items.length, num_ranks, COSTS[phase])
     return placed

@@ -1,6 +1,7 @@
 """Which rank computes which item: every balancing decision of a step, from integer costs alone, the same on all ranks.
 
 assign(lengths, num_ranks, cost)      one phase: packed, padded, or padded in attention only
+assign_apart(lengths, cost, ...)      an encoder's phase, near the ranks that run its examples
 assign_jointly(costs, num_ranks)      all phases at once, whole examples
 distribute_tokens(segments, ranks)    context parallelism: the blocks of a sequence, from who attends to whom
 split(costs, num_ranks, overhead)     items that dominate, cut into fragments
@@ -22,7 +23,7 @@ from motet.balance.grouping import GroupCaps, Groups, dist_ratio, group, pad_rat
 from motet.balance.home import crossing
 from motet.balance.joint import assign_jointly
 from motet.balance.nodes import place_on_nodes
-from motet.balance.phases import Link, Phase, follow
+from motet.balance.phases import Link, Phase, assign_apart, follow
 from motet.balance.placement import assign, lower_bound, score
 from motet.balance.reordering import order_microbatches, pipeline_makespan
 from motet.balance.segments import Segments
@@ -50,6 +51,7 @@ __all__ = [
     "Split",
     "StepChoice",
     "assign",
+    "assign_apart",
     "assign_jointly",
     "choose",
     "choose_step",

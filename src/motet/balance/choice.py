@@ -1,8 +1,8 @@
 """Which way the phases of a step are balanced together: predict the seconds of each way, take the fastest, say why.
 
 joint      whole examples, one assignment for all phases: encoder outputs stay on the rank that runs their sequence.
-per_phase  each phase by itself (OrchMLLM, arXiv:2503.23830, sections 5 and 6): every phase at its best, and most
-           encoder outputs cross ranks, forward and as gradients back.
+per_phase  each phase by itself (OrchMLLM, arXiv:2503.23830, sections 5 and 6): every phase at its best, and encoder
+           outputs cross ranks, forward and as gradients back: the excess of packed ones, most of padded ones.
 mixed      joint, but for the encoders that gain more from an assignment of their own than its exchange takes: padded
            ones mostly, whose cost, count times longest, no assignment of whole examples can balance.
 split      joint, with the examples that dominate cut into fragments (splitting.py): a decision that training cannot run
@@ -27,7 +27,7 @@ from motet.balance.checks import checked_num_ranks, checked_ranks
 from motet.balance.costs import Packed, Padded
 from motet.balance.fragments import Overhead, Split
 from motet.balance.joint import assign_jointly
-from motet.balance.phases import NS_PER_S, Link, Phase, check_phases, follow, joint_costs, scored_phase
+from motet.balance.phases import NS_PER_S, Link, Phase, assign_apart, check_phases, follow, joint_costs, scored_phase
 from motet.balance.placement import assign, score
 from motet.balance.splitting import split
 from motet.core.assignment import Assignment
@@ -103,26 +103,23 @@ def choose(
     overhead: of a fragment, for "split"; its fixed part in nanoseconds.
 
     However long an item is, the microbatch is balanced: what dominates a phase leaves the others to be balanced beside
-    it. Ties go to what moves fewer bytes, then to the earlier of `methods`. Takes one `assign` a phase and up to two
+    it. Ties go to what moves fewer bytes, then to the earlier of `methods`. Takes up to three `assign` a phase and two
     `assign_jointly`; a pure function of its arguments. Raises ArgumentError for wrong arguments.
     """
     num_ranks = checked_num_ranks(num_ranks)
     _check(phases, methods, overhead)
-    # 1. Each phase by itself; the same assignments serve "mixed" and "per_phase".
-    alone = {}
-    if {"mixed", "per_phase"} & set(methods):
-        alone = {phase.name: assign(phase.lengths, num_ranks, phase.cost, backend=backend) for phase in phases}
-    # 2. Every way that was asked for, with its prediction.
+    # 1. Every way that was asked for, with its prediction.
     ways: dict[str, _Way] = {}
     if "per_phase" in methods:
-        ways["per_phase"] = _way(phases, link, list(alone.values()))
+        backbone = assign(phases[0].lengths, num_ranks, phases[0].cost, backend=backend)
+        ways["per_phase"] = _way(phases, link, [backbone, *(_apart(phase, backbone, backend) for phase in phases[1:])])
     if "joint" in methods:
         ways["joint"] = _follow_all(phases, link, _backbone(phases, num_ranks, backend), {})
-        if "mixed" in methods and (mixed := _mixed(phases, num_ranks, link, ways["joint"], alone, backend)):
+        if "mixed" in methods and (mixed := _mixed(phases, num_ranks, link, ways["joint"], backend)):
             ways["mixed"] = mixed
         if overhead is not None and "split" in methods:
             ways["split"] = _split(phases, num_ranks, ways["joint"], overhead, backend)
-    # 3. The fastest.
+    # 2. The fastest.
     method = min((name for name in methods if name in ways), key=lambda name: ways[name].key)
     if home is not None:
         ranks = checked_ranks(home, "home", len(phases[0].lengths), num_ranks)
@@ -138,27 +135,25 @@ def choose(
     )
 
 
-def _mixed(
-    phases: Sequence[Phase],
-    num_ranks: int,
-    link: Link,
-    joint: _Way,
-    alone: dict[str, Assignment],
-    backend: Backend,
-) -> _Way | None:
+def _mixed(phases: Sequence[Phase], num_ranks: int, link: Link, joint: _Way, backend: Backend) -> _Way | None:
     """Joint without the encoders that are better off alone; None where those are none, or all of them."""
     backbone = joint.assignments[0]
-    apart = {}
+    leaving = []
     for phase, placed in zip(phases[1:], joint.assignments[1:], strict=True):
-        own = alone[phase.name]
+        own = _apart(phase, backbone, backend)
         exchange_ns, _ = _exchange(phase, own, backbone, link)
         if phase.compute_ns(own) + exchange_ns < phase.compute_ns(placed):
-            apart[phase.name] = own
-    together = [phase for phase in phases if phase.name not in apart]
-    if not apart or len(together) == 1:
+            leaving.append(phase)
+    together = [phase for phase in phases if phase not in leaving]
+    if not leaving or len(together) == 1:
         return None
     # With fewer phases to serve, the joint assignment serves them better.
-    return _follow_all(phases, link, _backbone(together, num_ranks, backend), apart)
+    backbone = _backbone(together, num_ranks, backend)
+    return _follow_all(phases, link, backbone, {phase.name: _apart(phase, backbone, backend) for phase in leaving})
+
+
+def _apart(phase: Phase, backbone: Assignment, backend: Backend) -> Assignment:
+    return assign_apart(phase.lengths, phase.cost, phase.owner, backbone, backend)
 
 
 def _split(phases: Sequence[Phase], num_ranks: int, joint: _Way, overhead: Overhead, backend: Backend) -> _Way:

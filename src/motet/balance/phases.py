@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.balance.backend import Backend
 from motet.balance.checks import checked_integers, checked_ranks
-from motet.balance.costs import Cost
-from motet.balance.placement import score
+from motet.balance.costs import Cost, Packed
+from motet.balance.placement import assign, score
 from motet.core.assignment import Assignment
 from motet.core.errors import ArgumentError
 
@@ -68,6 +69,22 @@ def follow(phase: Phase, backbone: Assignment) -> Assignment:
     """The items of a phase on the ranks that run their examples, in the order of the examples' slots."""
     ranks, order = backbone.follow(phase.owner)
     return replace(scored_phase(phase, ranks, backbone.num_ranks), items=order)
+
+
+def assign_apart(
+    lengths: NDArray[np.int64],
+    cost: Cost,
+    owner: NDArray[np.int64],
+    backbone: Assignment,
+    backend: Backend = "native",
+) -> Assignment:
+    """The items of an encoder balanced by themselves, so that few outputs leave the rank that runs their example.
+
+    owner: int64 [num_items], the example of each item. Packed items start on the rank of their example, and only the
+    excess leaves. Batches of padded items are made of like lengths from everywhere, so nearly all leave.
+    """
+    home = backbone.ranks[owner] if isinstance(cost, Packed) else None
+    return assign(lengths, backbone.num_ranks, cost, home=home, backend=backend)
 
 
 def joint_costs(phases: Sequence[Phase]) -> tuple[NDArray[np.int64], float]:

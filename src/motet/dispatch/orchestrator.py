@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.balance import METHODS, Cost, Method, assign, choose, score
+from motet.balance import METHODS, Cost, Method, assign, assign_apart, choose, score
 from motet.core.assignment import Assignment
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.dispatch.times import StepTimes
@@ -125,19 +125,20 @@ class Orchestrator:
         return Decision(assignments, before, self.costs, 0.0, choice.method, choice.why, choice.predicted_s)
 
     def _balance_each(self, lengths: BatchLengths, before: dict[str, Assignment]) -> Decision:
-        backbone = self._balance(BACKBONE, lengths) if BACKBONE in self.balanced else before[BACKBONE]
+        backbone = before[BACKBONE]
+        if BACKBONE in self.balanced:
+            backbone = assign(lengths.sequence, self.num_ranks, self.costs[BACKBONE])
         assignments = {BACKBONE: backbone}
         for phase in self.encoders:
+            items = lengths.items[phase]
             if phase in self.balanced:
-                assignments[phase] = self._balance(phase, lengths)
+                cost = self.costs[phase]
+                assignments[phase] = assign_apart(items.length, cost, items.example, backbone)
             else:
-                ranks, order = backbone.follow(lengths.items[phase].example)
+                ranks, order = backbone.follow(items.example)
                 assignments[phase] = _placed(ranks, order, phase, lengths, self.num_ranks, self.costs)
         method = "per_phase" if self.balanced == self.costs.keys() else "some" if self.balanced else "off"
         return Decision(assignments, before, self.costs, 0.0, method)
-
-    def _balance(self, phase: str, lengths: BatchLengths) -> Assignment:
-        return assign(_column(phase, lengths), self.num_ranks, self.costs[phase])
 
 
 def _column(phase: str, lengths: BatchLengths) -> NDArray[np.int64]:

@@ -94,10 +94,11 @@ def test_balancing_more_phases_never_does_worse(table):
         assert loads.max_over_bound("all").mean() <= loads.max_over_bound("off").mean()
         # The same work, however it is placed.
         assert loads.loads["off"].shape == loads.loads["all"].shape == (20, 4)
-    for phase in ("image", "audio"):
+    # Of packed items only the excess crosses; padded ones meet their like wherever they are.
+    for phase, least, most in (("image", 0.0, 0.5), ("audio", 0.5, 1.0)):
         crossed = analysis.loads[phase].crossed
         assert all((crossed[mode] == 0).all() for mode in ("off", "backbone", "joint"))
-        assert 0.5 < crossed["all"].mean() < 1
+        assert least < crossed["all"].mean() < most
     image = analysis.loads["image"]
     assert image.max_over_bound("joint").mean() < image.max_over_bound("backbone").mean()
     packed = analysis.loads[BACKBONE].loads

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.analyze.mixture import MFLOP_PER_LENGTH, PHASES, Caps
-from motet.balance import METHODS, Link, Overhead, Packed, Padded, Phase, choose, follow
+from motet.balance import METHODS, Link, Overhead, Packed, Padded, Phase, assign, assign_apart, choose, crossing, follow
 from motet.core.errors import ArgumentError
 
 FAST = Link(bytes_per_s=1e15, latency_s=0.0)
@@ -162,6 +162,27 @@ def test_on_mixed_lengths_the_chosen_way_is_near_the_bound(mixture):
     ideal_s = sum(phase.seconds_per_cost * placed.bound for phase, placed in zip(phases, choice.assignments))
     assert choice.predicted_s[choice.method] < 1.02 * ideal_s
     assert choice.predicted_s["unbalanced"] > 1.2 * ideal_s
+
+
+def test_of_packed_items_only_the_excess_leaves_the_rank_of_its_example(mixture):
+    phases = mixed_phases(mixture.draw(32 * 60, np.random.default_rng(0), Caps()))
+    whole, image, audio = choose(phases, 32, FAST, methods=["per_phase"]).assignments
+    home = whole.ranks[phases[1].owner]
+    assert crossing(image, home, phases[1].output_bytes) < 0.3
+    anywhere = assign(phases[1].lengths, 32)
+    assert crossing(anywhere, home, phases[1].output_bytes) > 0.9
+    assert image.loads.max() <= 1.001 * anywhere.loads.max()
+    # Padded items lose nothing.
+    assert audio.loads.max() == audio.bound
+
+
+@given(microbatches)
+def test_what_is_balanced_already_stays(drawn):
+    seed, num_examples, num_ranks = drawn
+    lengths = np.full(num_examples * num_ranks, seed)
+    whole = assign(lengths, num_ranks)
+    apart = assign_apart(lengths, Packed(), np.arange(len(lengths)), whole)
+    np.testing.assert_array_equal(apart.ranks, whole.ranks)
 
 
 def test_follow_places_items_with_their_examples():
