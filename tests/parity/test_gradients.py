@@ -231,5 +231,5 @@ def test_gradients_equal_the_reference(num_ranks):
         cases += every_balance(fsdp=HYBRID, num_microbatches=3) + every_method(fsdp=HYBRID, num_microbatches=3)
     if num_ranks % 2 == 0:
         cases += [Case(fsdp=FSDPConfig(shard_size=1), num_microbatches=3)]
-    wrong = run_ranks(check_cases, num_ranks, cases)[0]
+    wrong = run_ranks(check_cases, num_ranks, cases, timeout_s=110)[0]
     assert not wrong, "\n".join(wrong)
