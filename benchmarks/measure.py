@@ -7,7 +7,7 @@ import selectors
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,17 @@ ENOUGH_S = 0.3
 """Of a peer that takes longer, one batch tells enough."""
 
 
+def over_bound(found: Any, _: Any) -> dict[str, float]:
+    return {"max / bound - 1": float(found.imbalance) - 1}
+
+
 @dataclass(frozen=True)
 class Case:
     """One algorithm on batches of one size and source. A batch is an array of lengths, or whatever `solve` takes.
 
-    over:    how far from even a result is, 0 for even.
-    peers:   names in PEERS: they are given `weights(batch)` to balance, and judged by `over` as scored with `cost`.
+    quality:     figures of a result for a batch, by what they are; the less the better.
+    max_batches: of those that are slow.
+    peers:       names in PEERS: given `weights(batch)` to balance, and judged by `quality` as scored with `cost`.
     """
 
     algorithm: str
@@ -37,7 +42,8 @@ class Case:
     source: str
     draw: Callable[[np.random.Generator], Any]
     solve: Callable[[Any], Any]
-    over: Callable[[Any], float] = lambda found: float(found.imbalance) - 1
+    quality: Callable[[Any, Any], dict[str, float]] = over_bound
+    max_batches: int = 1000
     who: str = "motet"
     num_ranks: int = 0
     peers: Sequence[str] = ()
@@ -47,7 +53,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table; None where a peer was stopped. over: the median and the worst of the batches."""
+    """A line of the table; median_ms is None where a peer was stopped.
+
+    quality: the median and the worst of the batches, by what they are.
+    """
 
     algorithm: str
     size: str
@@ -55,8 +64,7 @@ class Row:
     who: str
     num_batches: int = 0
     median_ms: float | None = None
-    median_over: float | None = None
-    worst_over: float | None = None
+    quality: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 class Peers:
@@ -115,14 +123,14 @@ class Peers:
 def measure(case: Case, repeats: int, peers: Peers, starts: Callable[[str], None]) -> Iterator[Row]:
     """Rows of Motet and of every peer that is there. starts: is told the name of what is measured next."""
     starts(case.who)
-    seconds, over = [], []
-    for seed in range(repeats):
+    seconds, judged = [], []
+    for seed in range(min(repeats, case.max_batches)):
         batch = case.draw(np.random.default_rng(seed))
         start = time.perf_counter()
         found = case.solve(batch)
         seconds.append(time.perf_counter() - start)
-        over.append(case.over(found))
-    yield _row(case, case.who, seconds, over)
+        judged.append(case.quality(found, batch))
+    yield _row(case, case.who, seconds, judged)
     for name in case.peers:
         starts(name)
         if peers.there(name):
@@ -133,7 +141,7 @@ def measure(case: Case, repeats: int, peers: Peers, starts: Callable[[str], None
 
 def _measure_peer(case: Case, repeats: int, name: str, peers: Peers) -> Row:
     seconds: list[float] = []
-    over: list[float] = []
+    judged: list[dict[str, float]] = []
     for seed in range(repeats):
         batch = case.draw(np.random.default_rng(seed))
         weights = case.weights(batch)
@@ -142,22 +150,26 @@ def _measure_peer(case: Case, repeats: int, name: str, peers: Peers) -> Row:
         if answer is None:
             return Row(case.algorithm, case.size, case.source, name)
         seconds.append(answer["seconds"])
-        over.append(case.over(score(answer["ranks"], lengths, case.num_ranks, case.cost)))
+        judged.append(case.quality(score(answer["ranks"], lengths, case.num_ranks, case.cost), batch))
         if seconds[-1] > ENOUGH_S:
             break
-    return _row(case, name, seconds, over)
+    return _row(case, name, seconds, judged)
 
 
-def _row(case: Case, who: str, seconds: Sequence[float], over: Sequence[float]) -> Row:
-    return Row(
-        case.algorithm, case.size, case.source, who, len(seconds),
-        median_ms=1e3 * float(np.median(seconds)), median_over=float(np.median(over)), worst_over=max(over),
-    )  # fmt: skip
+def _row(case: Case, who: str, seconds: Sequence[float], judged: Sequence[dict[str, float]]) -> Row:
+    figures: dict[str, list[float]] = {}
+    for one in judged:
+        for name, figure in one.items():
+            figures.setdefault(name, []).append(figure)
+    quality = {name: (float(np.median(of)), max(of)) for name, of in figures.items()}
+    return Row(case.algorithm, case.size, case.source, who, len(seconds), 1e3 * float(np.median(seconds)), quality)
 
 
 def table_of(rows: Sequence[Row], limit_s: float) -> Table:
     table = Table("algorithm", "ranks x items", "lengths", "who")
-    for heading in ("median ms", "over, median", "worst"):
+    table.add_column("median ms", justify="right")
+    table.add_column("quality")
+    for heading in ("median", "worst"):
         table.add_column(heading, justify="right")
     last = None
     for row in rows:
@@ -166,7 +178,9 @@ def table_of(rows: Sequence[Row], limit_s: float) -> Table:
             table.add_section()
         figures = (f"> {1e3 * limit_s:g}",)
         if row.median_ms is not None:
-            figures = (f"{row.median_ms:.3f}", f"{row.median_over:.1e}", f"{row.worst_over:.1e}")
+            pairs = row.quality.values()
+            medians, worst = ("\n".join(f"{pair[i]:.3g}" for pair in pairs) for i in (0, 1))
+            figures = (f"{row.median_ms:.3f}", "\n".join(row.quality), medians, worst)
         table.add_row(*(("", "", "") if case == last else case), row.who, *figures)
         last = case
     return table
