@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -47,6 +48,8 @@ def main() -> None:
     parser.add_argument("--peers-python", default=sys.executable, help="the Python that has the peers installed")
     parser.add_argument("--out", type=Path, help="write all rows to this JSON file")
     options = parser.parse_args()
+    if shutil.which(options.peers_python) is None:
+        parser.error(f"--peers-python {options.peers_python}: there is no such program; it must be a Python")
     console = Console(width=150)
     mixture = Mixture.of(read_lengths(options.lengths)) if options.lengths.is_file() else None
     if mixture is None:
