@@ -97,6 +97,8 @@ class PredictedSteps:
 
     @staticmethod
     def of(choices: list[Choice]) -> PredictedSteps:
+        """One entry of each array a choice, in their order."""
+
         def by_way(of_choices: list[dict[str, float]]) -> dict[str, NDArray[np.float64]]:
             chosen = [told | {CHOSEN: told[choice.method]} for told, choice in zip(of_choices, choices, strict=True)]
             return {way: np.array([told[way] for told in chosen]) for way in PREDICTED}

@@ -35,9 +35,11 @@ class Packed:
                 raise ArgumentError(
                     f"{self} of {len(lengths)} items up to {longest} long adds up to {exact}, past 2^63 - 1."
                 )
-        if self.quadratic == 0:
-            return lengths if self.linear == 1 else lengths * self.linear
-        return lengths * (self.linear + self.quadratic * lengths)
+        return self.alone(lengths)
+
+    def alone(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What each item costs by itself on a rank, int64 [num_items]."""
+        return _alone(lengths, self.linear, self.quadratic)
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,10 @@ class Padded:
         _check_padded(self, self.linear, self.quadratic, lengths)
         return lengths
 
+    def alone(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What each item costs by itself on a rank, int64 [num_items]; together they cost more."""
+        return _alone(lengths, self.linear, self.quadratic)
+
 
 @dataclass(frozen=True)
 class PaddedAttention:
@@ -77,6 +83,16 @@ class PaddedAttention:
         """The lengths themselves. Raises ArgumentError where all items on one rank would not fit int64."""
         _check_padded(self, self.linear, self.quadratic, lengths)
         return lengths
+
+    def alone(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What each item costs by itself on a rank, int64 [num_items]; together they cost more."""
+        return _alone(lengths, self.linear, self.quadratic)
+
+
+def _alone(lengths: NDArray[np.int64], linear: int, quadratic: int) -> NDArray[np.int64]:
+    if quadratic == 0:
+        return lengths if linear == 1 else lengths * linear
+    return lengths * (linear + quadratic * lengths)
 
 
 def _check_coefficients(cost: Padded | PaddedAttention, linear: int, quadratic: int, at_least: int) -> None:

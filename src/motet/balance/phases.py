@@ -90,10 +90,10 @@ def assign_apart(
 def joint_costs(phases: Sequence[Phase]) -> tuple[NDArray[np.int64], float]:
     """Costs of the examples in one unit, int64 [num_examples, num_phases], and the seconds of the unit.
 
-    An item of a padded phase counts by its length.
+    An item of a padded phase counts as it would by itself.
     """
     num_examples = len(phases[0].lengths)
-    weights = [phase.cost.weights(phase.lengths) for phase in phases]
+    weights = [phase.cost.alone(phase.lengths) for phase in phases]
     totals_s = [int(w.sum()) * phase.seconds_per_cost for w, phase in zip(weights, phases, strict=True)]
     unit_s = max(totals_s) / _JOINT_TOTAL or 1.0
     columns = [
@@ -113,6 +113,7 @@ def check_phases(phases: Sequence[Phase]) -> None:
         raise ArgumentError(f"owner of {phases[0].name!r} must be 0, 1, 2, ...: the first phase's items are examples.")
     for phase in phases:
         num_items = len(checked_integers(phase.lengths, f"lengths of {phase.name!r}"))
+        phase.cost.weights(phase.lengths)  # raises where they do not fit int64
         checked_ranks(phase.owner, f"owner of {phase.name!r}", num_items, num_examples)
         if phase.output_bytes is not None and len(phase.output_bytes) != num_items:
             raise ArgumentError(

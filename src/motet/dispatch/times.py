@@ -39,7 +39,7 @@ class StepTimes:
         def phase(name: str) -> Phase:
             items = None if name == BACKBONE else lengths.items[name]
             column = lengths.sequence if items is None else items.length
-            total = int(costs[name].weights(column).sum())
+            total = int(costs[name].alone(column).sum())
             return Phase(
                 name,
                 column,

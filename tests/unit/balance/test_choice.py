@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from motet.analyze.mixture import MFLOP_PER_LENGTH, PHASES, Caps
 from motet.balance import METHODS, Link, Overhead, Packed, Padded, Phase, assign, assign_apart, choose, crossing, follow
+from motet.balance.phases import joint_costs
 from motet.core.errors import ArgumentError
 
 FAST = Link(bytes_per_s=1e15, latency_s=0.0)
@@ -119,6 +120,12 @@ def test_a_padded_encoder_alone_is_taken_apart():
     whole, image, audio = choice.assignments
     assert (image.ranks == whole.ranks).all()
     assert (audio.ranks != whole.ranks).any()
+
+
+def test_joint_costs_count_each_item_as_it_would_cost_alone():
+    clips = encoder("audio", [0, 0, 2], [1, 2, 3], Padded(linear=1, quadratic=2))
+    costs, unit_s = joint_costs([backbone([10, 10, 10]), clips])
+    assert costs[:, 1] * unit_s == pytest.approx(np.array([3 + 10, 0, 21]) * clips.seconds_per_cost)
 
 
 def test_ties_go_to_what_moves_less():

@@ -97,7 +97,7 @@ def times(bytes_per_s: float, frozen=()) -> StepTimes:
 
     def flops(lengths: BatchLengths) -> dict[str, int]:
         columns = {BACKBONE: lengths.sequence, **{phase: items.length for phase, items in lengths.items.items()}}
-        return {phase: int(COSTS[phase].weights(column).sum()) for phase, column in columns.items()}
+        return {phase: int(COSTS[phase].alone(column).sum()) for phase, column in columns.items()}
 
     return StepTimes(flops, 1.0, Link(bytes_per_s, 0.0), token_bytes=1, frozen=frozenset(frozen))
 

@@ -105,6 +105,7 @@ class _Renaming:
         self.threshold = 0
 
     def take_turns(self) -> None:
+        """The start: whoever sends most takes the batch that it holds most of to its node, while that has room."""
         wanted = [  # most last, to be popped; of equals the first batch last
             sorted((batch for batch, part in enumerate(row) if part), key=lambda batch: (row[batch], -batch))
             for row in self.held
@@ -126,6 +127,7 @@ class _Renaming:
                 self._put(batch, next(node for node, free in enumerate(self.num_free) if free))
 
     def swap_batches(self) -> None:
+        """Tabu search: the best swap each time, also where it is worse; batches that moved stay for some steps."""
         best = list(self.node_of)
         least = self._lower_threshold()
         settled_until = [0] * self.num_ranks
