@@ -51,6 +51,16 @@ def checked_integers(values: ArrayLike, name: str, num_axes: int = 1) -> NDArray
     return np.ascontiguousarray(given, dtype=np.int64)
 
 
+def checked_costs(costs: ArrayLike) -> NDArray[np.int64]:
+    """Costs of items, int64 [num_items] or [num_items, num_phases], all >= 0. Raises ArgumentError as checked_integers
+    does, and where there is no phase."""
+    given = np.asarray(costs)
+    checked = checked_integers(given, "costs", 1 if given.ndim == 1 else 2)
+    if checked.ndim == 2 and checked.shape[1] == 0:
+        raise ArgumentError(f"costs has shape {checked.shape}; it must have at least one phase.")
+    return checked
+
+
 def checked_ranks(ranks: ArrayLike, name: str, num_items: int, num_ranks: int) -> NDArray[np.int32]:
     """One rank for each item, int32 [num_items]; raises ArgumentError for another shape and for ranks out of range."""
     checked = checked_integers(ranks, name)

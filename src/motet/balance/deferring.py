@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from motet.balance.backend import Backend, algorithms
-from motet.balance.checks import INT64_MAX, checked_integers, checked_num_ranks
+from motet.balance.checks import check_sum, checked_costs, checked_num_ranks
 from motet.balance.joint import assign_jointly
 from motet.balance.placement import assign
-from motet.balance.scoring import max_sum, scored
+from motet.balance.scoring import scored
 from motet.balance.splitting import turns_by_rarity
-from motet.core.assignment import Assignment
+from motet.core.assignment import Assignment, max_sum
 from motet.core.errors import ArgumentError
 
 NEARLY_FULL = 0.9
@@ -77,16 +77,12 @@ def defer(
     Raises ArgumentError for bad costs and counts, and where no placement within the capacity was found.
     O(num_microbatches * num_items * num_ranks * num_phases), beside balancing each microbatch.
     """
-    given = np.asarray(costs)
-    checked = checked_integers(given, "costs", 1 if given.ndim == 1 else 2)
-    if checked.ndim == 2 and checked.shape[1] == 0:
-        raise ArgumentError(f"costs has shape {checked.shape}; it must have at least one phase.")
+    checked = checked_costs(costs)
     if num_microbatches < 1:
         raise ArgumentError(f"num_microbatches is {num_microbatches}; it must be at least 1.")
     if capacity is not None and capacity < 1:
         raise ArgumentError(f"capacity is {capacity}; it must be at least 1.")
-    if checked.sum(dtype=float) > INT64_MAX / 2 and (total := sum(checked.ravel().tolist())) > INT64_MAX:
-        raise ArgumentError(f"costs add up to {total}, past 2^63 - 1.")
+    check_sum(checked, "costs")
     step = _Step(checked, checked_num_ranks(num_ranks), num_microbatches, capacity, backend)
     found = [deferral for deferral in (_by_level(step), _spread_evenly(step)) if deferral is not None]
     if not found:

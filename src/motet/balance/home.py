@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from motet.balance.backend import Backend, algorithms
 from motet.balance.checks import check_sum, checked_integers, checked_ranks, checked_ranks_per_node
 from motet.balance.costs import Cost, Packed
-from motet.core.assignment import Assignment, csr_from_ranks
+from motet.core.assignment import Assignment, csr_from_ranks, max_sum
 from motet.core.errors import ArgumentError
 
 
@@ -78,17 +78,13 @@ def _unless_far(
     backend: Backend,
 ) -> Assignment:
     """`found`, or the placement `anywhere`, renamed, where `found` is more than 2^-slack_bits above it."""
-    highest = _objective(found)
+    highest = max_sum(found.loads)
     bound = int(np.sum(found.bound))
     if highest <= bound + (bound >> slack_bits):
         return found
     free = anywhere()
-    least = _objective(free)
+    least = max_sum(free.loads)
     return found if highest <= least + (least >> slack_bits) else _renamed(free, home, sizes, ranks_per_node, backend)
-
-
-def _objective(assignment: Assignment) -> int:
-    return int(assignment.loads.max(axis=0).sum())
 
 
 def _renamed(

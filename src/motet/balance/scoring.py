@@ -19,8 +19,3 @@ def scored(ranks: NDArray[np.int32], costs: NDArray[np.int64], num_ranks: int) -
     else:
         bound = np.array([lower_bound(column, num_ranks) for column in costs.T], dtype=np.int64)
     return Assignment(ranks, *csr_from_ranks(ranks, num_ranks), loads, bound)
-
-
-def max_sum(loads: NDArray[np.int64]) -> int:
-    """The largest load of each phase, summed over phases: what a step takes whose phases wait for all ranks."""
-    return sum(np.atleast_1d(loads.max(axis=0)).tolist())

@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from motet.balance.backend import Backend, algorithms
-from motet.balance.checks import INT64_MAX, checked_integers, checked_num_ranks
+from motet.balance.checks import INT64_MAX, checked_costs, checked_integers, checked_num_ranks
 from motet.balance.fragments import MILLION, Overhead, Split, fragment_costs
 from motet.balance.joint import assign_jointly
 from motet.balance.placement import assign
-from motet.balance.scoring import max_sum, scored
+from motet.balance.scoring import scored
+from motet.core.assignment import max_sum
 from motet.core.errors import ArgumentError
 
 FIRST_RELAXATION = 5_000
@@ -269,10 +270,7 @@ def _checked_problem(
     target: float,
     backend: Backend,
 ) -> _Problem:
-    given = np.asarray(costs)
-    checked = checked_integers(given, "costs", 1 if given.ndim == 1 else 2)
-    if checked.ndim == 2 and checked.shape[1] == 0:
-        raise ArgumentError(f"costs has shape {checked.shape}; it must have at least one phase.")
+    checked = checked_costs(costs)
     one_phase = checked.ndim == 1
     rows = checked[:, None] if one_phase else checked
     num_ranks = checked_num_ranks(num_ranks)

@@ -90,6 +90,14 @@ class Assignment:
         return self.ranks[owner], np.argsort(self.slots[owner], kind="stable")
 
 
+def max_sum(loads: NDArray[np.int64]) -> int:
+    """The largest load of each phase, summed over phases: what a step takes whose phases wait for all ranks.
+
+    loads: int64 [num_ranks] or [num_ranks, num_phases].
+    """
+    return sum(np.atleast_1d(loads.max(axis=0)).tolist())
+
+
 def csr_from_ranks(ranks: NDArray[np.int32], num_ranks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Items grouped by rank, in item order, int64 [num_items], and the offsets of the groups, int64 [num_ranks + 1]."""
     offsets = np.zeros(num_ranks + 1, dtype=np.int64)
