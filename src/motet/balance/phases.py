@@ -46,20 +46,6 @@ class Phase:
         return round(int(assignment.loads.max(initial=0)) * self.seconds_per_cost * NS_PER_S)
 
 
-@dataclass(frozen=True)
-class Link:
-    """What an exchange takes: bytes_per_s that a rank sends while it receives as much; latency_s of one exchange."""
-
-    bytes_per_s: float
-    latency_s: float
-
-    def __post_init__(self) -> None:
-        if not self.bytes_per_s > 0:
-            raise ArgumentError(f"bytes_per_s is {self.bytes_per_s}; it must be above 0.")
-        if not 0 <= self.latency_s < math.inf:
-            raise ArgumentError(f"latency_s is {self.latency_s}; it must be finite and at least 0.")
-
-
 def scored_phase(phase: Phase, ranks: NDArray[np.int32], num_ranks: int) -> Assignment:
     """The items of a phase on the given ranks, int32 [num_items]."""
     return score(ranks, phase.lengths, num_ranks, phase.cost)

@@ -1,15 +1,27 @@
-"""What ran when on which rank, measured or simulated, and its export as a Chrome trace."""
+"""What ran when on which rank, measured or simulated alike, so that prediction error is a subtraction."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+COMPUTE = "compute"
+"""The stream that computes; every other one communicates beside it."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """One action of one rank: its name, e.g. "forward image", its step and microbatch, start and end in seconds."""
+    """One action of one rank.
+
+    action: what ran, e.g. "forward image" (measured) or "2F0" (of a Program). step, microbatch: which; -1 is none.
+    kind:   the action without its numbers: "forward", "F", "GATHER". module: whose it is; "" is nobody's.
+    stream: COMPUTE, or the communication stream that it held, e.g. "send".
+    """
 
     rank: int
     action: str
@@ -17,42 +29,96 @@ class Span:
     microbatch: int
     start_s: float
     end_s: float
+    kind: str = ""
+    module: str = ""
+    stream: str = COMPUTE
 
     @property
     def duration_s(self) -> float:
         return self.end_s - self.start_s
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Timeline:
-    """Spans in the order in which they were recorded; times of one Timeline share one zero."""
+    """Spans as columns, in the order in which they were recorded; times of one Timeline share one zero.
 
-    spans: list[Span] = field(default_factory=list)
+    rank, microbatch, step: int32 [num_spans]. start_s, end_s: float64 [num_spans]. The others: a text per span.
+    """
+
+    rank: NDArray[np.int32]
+    start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+    action: Sequence[str]
+    kind: Sequence[str]
+    module: Sequence[str]
+    stream: Sequence[str]
+    microbatch: NDArray[np.int32]
+    step: NDArray[np.int32]
+    num_ranks: int = field(default=0)
+
+    @staticmethod
+    def of(spans: Iterable[Span] = ()) -> Timeline:
+        rows = list(spans)
+        ranks = np.array([span.rank for span in rows], dtype=np.int32)
+        return Timeline(
+            ranks,
+            np.array([span.start_s for span in rows], dtype=np.float64),
+            np.array([span.end_s for span in rows], dtype=np.float64),
+            [span.action for span in rows],
+            [span.kind for span in rows],
+            [span.module for span in rows],
+            [span.stream for span in rows],
+            np.array([span.microbatch for span in rows], dtype=np.int32),
+            np.array([span.step for span in rows], dtype=np.int32),
+            int(ranks.max(initial=-1)) + 1,
+        )
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def __iter__(self) -> Iterator[Span]:
+        columns = (self.rank, self.action, self.step, self.microbatch, self.start_s, self.end_s)
+        for rank, action, step, microbatch, start_s, end_s, kind, module, stream in zip(
+            *columns, self.kind, self.module, self.stream
+        ):
+            yield Span(
+                int(rank), action, int(step), int(microbatch), float(start_s), float(end_s), kind, module, stream
+            )
+
+    @property
+    def makespan_s(self) -> float:
+        """From the first start to the last end; 0 without spans."""
+        return float(self.end_s.max() - self.start_s.min()) if len(self) else 0.0
 
     def seconds_by_action(self) -> dict[str, float]:
         """Summed duration per action name, in order of first appearance."""
         seconds: dict[str, float] = {}
-        for span in self.spans:
-            seconds[span.action] = seconds.get(span.action, 0.0) + span.duration_s
+        for action, duration in zip(self.action, (self.end_s - self.start_s).tolist()):
+            seconds[action] = seconds.get(action, 0.0) + duration
         return seconds
 
     def write_chrome_trace(self, path: Path) -> None:
-        """Write the JSON that chrome://tracing and Perfetto open; a row a rank, microseconds."""
+        """Write the JSON that chrome://tracing and Perfetto open; a row a rank and stream, microseconds."""
+        streams = sorted(set(self.stream), key=lambda stream: (stream != COMPUTE, stream))
+        row = {stream: number for number, stream in enumerate(streams)}
         events = [
             {
                 "name": span.action,
-                "cat": span.action.split()[0],
+                "cat": span.kind or span.action.split()[0],
                 "ph": "X",
-                "pid": 0,
-                "tid": span.rank,
+                "pid": span.rank,
+                "tid": row[span.stream],
                 "ts": span.start_s * 1e6,
                 "dur": span.duration_s * 1e6,
-                "args": {"step": span.step, "microbatch": span.microbatch},
+                "args": {"step": span.step, "microbatch": span.microbatch, "module": span.module},
             }
-            for span in self.spans
+            for span in self
         ]
-        names = [
-            {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
-            for rank in sorted({span.rank for span in self.spans})
-        ]
+        names: list[dict[str, object]] = []
+        for rank in sorted(set(self.rank.tolist())):
+            names.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
+            names += [
+                {"name": "thread_name", "ph": "M", "pid": rank, "tid": number, "args": {"name": stream}}
+                for stream, number in row.items()
+            ]
         path.write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}))

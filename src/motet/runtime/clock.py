@@ -41,11 +41,9 @@ class ActionClock:
         pending, self._pending = self._pending, []
         if self._on_device and pending:
             pending[-1][-1].synchronize()
-        return Timeline(
-            [
-                Span(self.rank, action, step, microbatch, self._seconds(start), self._seconds(end))
-                for action, step, microbatch, start, end in pending
-            ]
+        return Timeline.of(
+            Span(self.rank, action, step, microbatch, self._seconds(start), self._seconds(end))
+            for action, step, microbatch, start, end in pending
         )
 
     def _mark(self) -> Mark:

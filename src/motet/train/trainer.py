@@ -144,7 +144,7 @@ class _Run:
         """Log the step; whether any rank was asked to stop."""
         joined, stopping = gather_measured(measured, self.world, bool(self.stop.received))
         if self.spans is not None:
-            self.spans += result.timeline.spans
+            self.spans += result.timeline
         if self.log is not None:
             flops = sum(sum(batch_flops(self.flop_shapes, batch.lengths).values()) for batch in fed.batches)
             tokens_per_s = result.num_tokens / joined["step_s"]
@@ -199,7 +199,7 @@ class _Run:
             return
         spans = [span for told in self.world.gather(self.spans) for span in told]
         if self.world.is_first:
-            Timeline(spans).write_chrome_trace(self.recipe.run.dir / "trace.json")
+            Timeline.of(spans).write_chrome_trace(self.recipe.run.dir / "trace.json")
 
     def _write_summary(self) -> None:
         run_dir = self.recipe.run.dir

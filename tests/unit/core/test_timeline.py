@@ -7,7 +7,7 @@ from motet.core.timeline import Span, Timeline
 
 @pytest.fixture
 def timeline():
-    return Timeline(
+    return Timeline.of(
         [
             Span(0, "forward image", step=3, microbatch=0, start_s=1.0, end_s=1.5),
             Span(1, "exchange image", step=3, microbatch=0, start_s=1.5, end_s=1.75),
@@ -24,16 +24,16 @@ def test_chrome_trace_has_a_row_a_rank_in_microseconds(timeline, tmp_path):
     timeline.write_chrome_trace(tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert [(span["tid"], span["ts"], span["dur"]) for span in spans] == [
+    assert [(span["pid"], span["ts"], span["dur"]) for span in spans] == [
         (0, 1_000_000, 500_000),
         (1, 1_500_000, 250_000),
         (0, 2_000_000, 250_000),
     ]
-    assert spans[2]["args"] == {"step": 3, "microbatch": 1}
+    assert spans[2]["args"] == {"step": 3, "microbatch": 1, "module": ""}
     names = [event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"]
-    assert names == ["rank 0", "rank 1"]
+    assert names == ["rank 0", "compute", "rank 1", "compute"]
 
 
 def test_empty_timeline(tmp_path):
-    Timeline().write_chrome_trace(tmp_path / "trace.json")
+    Timeline.of().write_chrome_trace(tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []

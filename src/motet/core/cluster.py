@@ -1,0 +1,59 @@
+"""What there is to compute on: devices, how many in a node, how many nodes, and the links between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from motet.core.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a message takes: bytes_per_s that a rank sends while it receives as much; latency_s of one message."""
+
+    bytes_per_s: float
+    latency_s: float
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s > 0:
+            raise ArgumentError(f"bytes_per_s is {self.bytes_per_s}; it must be above 0.")
+        if not 0 <= self.latency_s < math.inf:
+            raise ArgumentError(f"latency_s is {self.latency_s}; it must be finite and at least 0.")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or one CPU rank.
+
+    peak_flops:         operations a second by precision ("bf16", "fp16", "fp8", "tf32", "fp32"), dense.
+    memory_bytes:       of the device. memory_bytes_per_s: of its memory.
+    """
+
+    name: str
+    peak_flops: Mapping[str, float]
+    memory_bytes: int
+    memory_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """num_nodes nodes of ranks_per_node ranks, a device each; rank r sits in node r // ranks_per_node."""
+
+    device: Device
+    num_nodes: int
+    ranks_per_node: int
+    intra_node: Link
+    inter_node: Link
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    def link(self, ranks: Iterable[int]) -> Link:
+        """The slowest link that a message among these ranks takes."""
+        return self.intra_node if len({self.node_of(rank) for rank in ranks}) <= 1 else self.inter_node

@@ -1,0 +1,97 @@
+"""The placement of a job: which ranks run which layers, with which parallelism, recomputation and schedule.
+
+A Plan is made once a job, by hand or by the planner, and is read alike by the simulator and by the runtime. It carries
+the model and the cluster that it was made for, so that a file of it stands alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from motet.core.cluster import Cluster
+from motet.core.spec import ModelSpec
+
+ScheduleKind = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "data_parallel"]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Ranks that run the same modules with the same parallelism: MMScale's parallelism unit (section 4.1).
+
+    first_rank:  its ranks are first_rank ... first_rank + num_ranks - 1; tensor-parallel ranks are neighbours, then
+                 context-, data- and pipeline-parallel ones: rank = first + ((p * dp + d) * cp + c) * tp + t. Units
+                 may share ranks: encoders that run in the backbone's bubbles (Optimus section 3.1).
+    stages:      per stage, in the order of the data: how many layers of which modules, e.g. {"image": 10}. A module's
+                 layers go to its stages in order. With more stages than pp, a rank has several (chunks): stage s is on
+                 pipeline rank s % pp (zb_v: in a V, down and up again).
+    replicated:  modules that every stage computes whole, beside its own layers (Cornstarch section 2.2, Figure 1b).
+    recompute:   per stage, of how many of those layers the activations are recomputed in backward; () is none.
+    zero:        what is sharded over data-parallel ranks: nothing, optimizer state, and gradients, and parameters.
+    shard_size:  data-parallel ranks that share one copy of what is sharded (hybrid sharding); 0 is all.
+    """
+
+    name: str
+    stages: tuple[Mapping[str, int], ...]
+    first_rank: int = 0
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    cp: int = 1
+    replicated: tuple[str, ...] = ()
+    recompute: tuple[Mapping[str, int], ...] = ()
+    zero: Literal[0, 1, 2, 3] = 1
+    shard_size: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        return self.dp * self.pp * self.tp * self.cp
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """All that it computes, in the order of the data."""
+        return tuple(dict.fromkeys([*self.replicated, *(name for stage in self.stages for name in stage)]))
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A slice of an encoder's work in a bubble of the backbone, as the planner placed it (Optimus section 4.2).
+
+    rank:   pipeline rank of the Program. action: what runs, e.g. "9F3.2". before: the action of the backbone on that
+            rank that it runs just before, in its compute stream, e.g. "2F5.1"; "" is the end of the step.
+    """
+
+    rank: int
+    action: str
+    before: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A placement of a model on a cluster.
+
+    units:           between them they hold every layer of every module.
+    schedule:        in which order a pipeline rank takes its microbatches.
+    batch_size:      examples of a step, over all ranks.
+    microbatch_size: examples of a microbatch of one replica of the backbone's unit; the other units take as many
+                     microbatches, of more or fewer examples, as they have fewer or more replicas (MMScale section 4.2).
+    deferred_warmup: interleaved only: warm-up microbatches are taken as late as delays nothing (Optimus Figure 12).
+    balance:         how the items of colocated phases are placed: "off", "joint", "per_phase" or "auto".
+    fills:           what runs in bubbles.
+    """
+
+    model: ModelSpec
+    cluster: Cluster
+    units: tuple[Unit, ...]
+    batch_size: int
+    microbatch_size: int = 1
+    schedule: ScheduleKind = "1f1b"
+    deferred_warmup: bool = False
+    precision: str = "bf16"
+    balance: Literal["off", "joint", "per_phase", "auto"] = "off"
+    fills: tuple[Fill, ...] = field(default=())
+
+    def unit_of(self, module: str) -> Unit:
+        """The unit that runs a module."""
+        return next(unit for unit in self.units if module in unit.modules)

@@ -1,0 +1,152 @@
+"""What is to be computed: the modules of a multimodal model, the layers of each, what is frozen, and what feeds what.
+
+A `ModelSpec` says nothing of where or how anything is computed. It is read off a model (`models/spec.py`) or written
+down from shapes (`core/shapes.py`); costs, schedules and plans are made from it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from motet.core.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of one layer, over the rows of one item.
+
+    width:    num_heads * head_dim, of queries. kv_width: num_kv_heads * head_dim (grouped queries: less than width).
+    causal:   a row attends to itself and earlier rows of its item; else to all rows of its item.
+    window:   0, or: a causal row attends to no more than `window` rows; without causality, rows attend within blocks
+              (frames, windows) of `window` rows.
+    density:  the share of those pairs that a mask leaves.
+    """
+
+    width: int
+    kv_width: int
+    causal: bool = False
+    window: int = 0
+    density: float = 1.0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer. An item of length l has ceil(l / divisor) + extra_rows rows in it.
+
+    kind:         what it is, e.g. "attention", "patches", "convolution", "merge", "projector", "embedding", "head";
+                  layers of a module that are of a kind are timed as one.
+    weights:      entries of the matrices that each row is multiplied with.
+    parameters:   all that it holds, `weights` and what is no matrix product (norms, biases, look-up tables).
+    output_width: elements of a row that it gives to the next layer, and so of what is sent where a pipeline is cut.
+    saved_width:  elements of a row that its forward pass keeps for backward, its input included.
+    divisor:      rows of the item that became one row here: convolutions with a stride, merged patches.
+    trained:      its parameters learn.
+    targets_only: it sees only the rows on which loss is taken (the output layer).
+    """
+
+    kind: str
+    weights: int
+    parameters: int
+    output_width: int
+    saved_width: int
+    attention: Attention | None = None
+    divisor: int = 1
+    extra_rows: int = 0
+    trained: bool = True
+    targets_only: bool = False
+
+
+@dataclass(frozen=True)
+class Stack:
+    """`count` layers, one after the other, that are alike."""
+
+    layer: Layer
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Module:
+    """An encoder with its projector, the backbone, or a generator with its projector.
+
+    padded: the items of a microbatch are computed as if each were as long as the longest.
+    """
+
+    name: str
+    stacks: tuple[Stack, ...]
+    padded: bool = False
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """In execution order."""
+        return tuple(stack.layer for stack in self.stacks for _ in range(stack.count))
+
+    @property
+    def num_layers(self) -> int:
+        return sum(stack.count for stack in self.stacks)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(stack.layer.parameters * stack.count for stack in self.stacks)
+
+    @property
+    def trains(self) -> bool:
+        return any(stack.layer.trained for stack in self.stacks)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """modules: in an order in which they can run. edges: (from, to), the outputs of a module that another takes in."""
+
+    name: str
+    modules: tuple[Module, ...]
+    edges: tuple[tuple[str, str], ...]
+
+    def __post_init__(self) -> None:
+        place = {module.name: number for number, module in enumerate(self.modules)}
+        if len(place) < len(self.modules):
+            raise ArgumentError(f"{self.name}: two modules have one name; each must have its own.")
+        for source, sink in self.edges:
+            for name in (source, sink):
+                if name not in place:
+                    raise ArgumentError(f"{self.name}: an edge names {name!r}; the modules are {', '.join(place)}.")
+            if place[source] >= place[sink]:
+                raise ArgumentError(f"{self.name}: {source!r} feeds {sink!r}, so it must come before it.")
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, Module]:
+        return {module.name: module for module in self.modules}
+
+    def module(self, name: str) -> Module:
+        """Raises ArgumentError for a name that is no module."""
+        if name not in self._by_name:
+            raise ArgumentError(f"{self.name} has no module {name!r}; it has {', '.join(self._by_name)}.")
+        return self._by_name[name]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(module.num_parameters for module in self.modules)
+
+    def sources(self, name: str) -> tuple[str, ...]:
+        """The modules whose outputs the named one takes in."""
+        return tuple(source for source, sink in self.edges if sink == name)
+
+    @cached_property
+    def input_gradients(self) -> Mapping[str, tuple[bool, ...]]:
+        """Per module and layer: whether backward must give a gradient for the layer's input.
+
+        It must where anything before the layer learns: an earlier layer of the module, or any layer of a module that
+        feeds it (Cornstarch section 4.2). A layer that neither learns nor has to do this has no backward pass.
+        """
+        found: dict[str, tuple[bool, ...]] = {}
+        learns: dict[str, bool] = {}
+        for module in self.modules:
+            learned = any(learns[source] for source in self.sources(module.name))
+            flags = []
+            for layer in module.layers:
+                flags.append(learned)
+                learned = learned or layer.trained
+            found[module.name] = tuple(flags)
+            learns[module.name] = learned
+        return found

@@ -1,0 +1,116 @@
+"""A Program: for each pipeline rank, the ordered list of actions of one step. What a Plan implies, and what both the
+simulator and the runtime execute.
+
+A *program rank* is one pipeline rank of one replica that is told apart from the others: it stands for a group of
+tensor-parallel ranks, and for all replicas that are alike. A *stage* is what one program rank runs of one module (or of
+several, one after the other) for a microbatch; edges say whose output a stage takes in. Program ranks, stages and
+microbatches are numbered from 0.
+
+An action prints as in torch's pipelining: `2F0` is stage 2's forward pass of microbatch 0; `2F0.3` part 3 of it;
+`2SEND_F0>5` sends its output to stage 5; `5RECV_F0<2` receives it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Kind(StrEnum):
+    """What an action does to its stage."""
+
+    F = "F"  # forward
+    B = "B"  # backward, for the input and for the weights
+    I = "I"  # backward for the input alone (zero-bubble)  # noqa: E741
+    W = "W"  # backward for the weights alone, after I
+    R = "R"  # forward again, before backward, for the activations that were not kept
+    SEND_F = "SEND_F"  # the output of F, to the stage `peer`
+    RECV_F = "RECV_F"  # the input of F, from the stage `peer`
+    SEND_B = "SEND_B"  # the gradient of the input, back to the stage `peer`
+    RECV_B = "RECV_B"  # the gradient of the output, from the stage `peer`
+    EXCHANGE_F = "EXCHANGE_F"  # outputs of F of all stages of the group go to the stages `peer` ... of its group
+    EXCHANGE_B = "EXCHANGE_B"  # and their gradients back
+    GATHER = "GATHER"  # all-gather of the stage's parameters within its group
+    REDUCE = "REDUCE"  # reduction of the stage's gradients within its group
+    STEP = "STEP"  # optimizer, for all stages of the rank
+
+
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.STEP})
+"""Kinds that occupy the compute stream; the others communicate."""
+
+
+class Action(NamedTuple):
+    """One action of one program rank.
+
+    part: a slice of a pass, numbered in execution order (for backward: of backward), or of a stage's parameters; -1 is
+          the whole.
+    peer: the stage at the other end, -1 where there is none.
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int = -1
+    part: int = -1
+    peer: int = -1
+
+    def __str__(self) -> str:
+        text = f"{self.stage}{self.kind}{self.microbatch if self.microbatch >= 0 else ''}"
+        if self.part >= 0:
+            text += f".{self.part}"
+        if self.peer >= 0:
+            text += f"{'<' if self.kind in (Kind.RECV_F, Kind.RECV_B) else '>'}{self.peer}"
+        return text
+
+
+@dataclass(frozen=True)
+class Stage:
+    """rank: the program rank that runs it. module: names it in pictures, e.g. "backbone", "image".
+
+    group: stages of one group hold the same parameters on different ranks, and take part in each other's collectives;
+           -1 is a stage that has none.
+    """
+
+    rank: int
+    module: str = "stage"
+    group: int = -1
+
+
+@dataclass(frozen=True)
+class Program:
+    """stages: by number. edges: (from, to), the stages whose output a stage takes in. actions: by program rank."""
+
+    stages: tuple[Stage, ...]
+    edges: tuple[tuple[int, int], ...]
+    actions: tuple[tuple[Action, ...], ...]
+    num_microbatches: int
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.actions)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    @property
+    def num_actions(self) -> int:
+        return sum(len(actions) for actions in self.actions)
+
+    def sources(self, stage: int) -> tuple[int, ...]:
+        """The stages whose output a stage takes in."""
+        return tuple(source for source, sink in self.edges if sink == stage)
+
+    def sinks(self, stage: int) -> tuple[int, ...]:
+        """The stages that take in a stage's output."""
+        return tuple(sink for source, sink in self.edges if source == stage)
+
+    def __str__(self) -> str:
+        return grid(self.actions)
+
+
+def grid(actions: Sequence[Sequence[Action]]) -> str:
+    """A line a rank: `rank 0: 0F0 0F1 0B0 0B1`."""
+    width = len(str(max(len(actions) - 1, 0)))
+    return "\n".join(f"rank {rank:>{width}}: {' '.join(map(str, row))}" for rank, row in enumerate(actions))
