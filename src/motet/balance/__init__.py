@@ -23,7 +23,7 @@ from motet.balance.grouping import GroupCaps, Groups, dist_ratio, group, pad_rat
 from motet.balance.home import crossing
 from motet.balance.joint import assign_jointly
 from motet.balance.nodes import place_on_nodes
-from motet.balance.phases import Link, Phase, assign_apart, follow
+from motet.balance.phases import Phase, assign_apart, follow
 from motet.balance.placement import assign, lower_bound, score
 from motet.balance.reordering import order_microbatches, pipeline_makespan
 from motet.balance.segments import Segments

@@ -27,10 +27,11 @@ from motet.balance.checks import checked_num_ranks, checked_ranks
 from motet.balance.costs import Packed, Padded
 from motet.balance.fragments import Overhead, Split
 from motet.balance.joint import assign_jointly
-from motet.balance.phases import NS_PER_S, Link, Phase, assign_apart, check_phases, follow, joint_costs, scored_phase
+from motet.balance.phases import NS_PER_S, Phase, assign_apart, check_phases, follow, joint_costs, scored_phase
 from motet.balance.placement import assign, score
 from motet.balance.splitting import split
 from motet.core.assignment import Assignment
+from motet.core.cluster import Link
 from motet.core.errors import ArgumentError
 
 Method = Literal["joint", "mixed", "per_phase", "split"]

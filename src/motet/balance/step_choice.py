@@ -18,7 +18,7 @@ from motet.balance.checks import checked_integers, checked_ranks
 from motet.balance.choice import METHODS, Choice, Method, as_ms, choose
 from motet.balance.deferring import defer
 from motet.balance.fragments import Overhead
-from motet.balance.phases import NS_PER_S, Link, Phase, joint_costs
+from motet.balance.phases import NS_PER_S, Phase, joint_costs
 
 
 @dataclass(frozen=True, eq=False)
