@@ -30,6 +30,7 @@ from motet.balance.segments import Segments
 from motet.balance.splitting import split
 from motet.balance.step_choice import StepChoice, choose_step
 from motet.balance.tokens import distribute_tokens
+from motet.core.cluster import Link
 
 __all__ = [
     "ACTIVE_BACKEND",
