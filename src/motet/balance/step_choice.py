@@ -19,6 +19,7 @@ from motet.balance.choice import METHODS, Choice, Method, as_ms, choose
 from motet.balance.deferring import defer
 from motet.balance.fragments import Overhead
 from motet.balance.phases import NS_PER_S, Phase, joint_costs
+from motet.core.cluster import Link
 
 
 @dataclass(frozen=True, eq=False)
