@@ -30,9 +30,10 @@ class Kind(StrEnum):
     RECV_F = "RECV_F"  # the input of F, from the stage `peer`
     SEND_B = "SEND_B"  # the gradient of the input, back to the stage `peer`
     RECV_B = "RECV_B"  # the gradient of the output, from the stage `peer`
-    EXCHANGE_F = "EXCHANGE_F"  # outputs of F of all stages of the group go to the stages `peer` ... of its group
-    EXCHANGE_B = "EXCHANGE_B"  # and their gradients back
-    GATHER = "GATHER"  # all-gather of the stage's parameters within its group
+    EXCHANGE_F = "EXCHANGE_F"  # all-to-all: outputs of F of the stage's group to the stages of the group of `peer`
+    EXCHANGE_B = "EXCHANGE_B"  # and the gradients of those outputs back
+    GATHER = "GATHER"  # all-gather of the stage's parameters within its group, for forward
+    GATHER_B = "GATHER_B"  # the same again for backward, where they were freed after forward
     REDUCE = "REDUCE"  # reduction of the stage's gradients within its group
     STEP = "STEP"  # optimizer, for all stages of the rank
 
@@ -44,8 +45,8 @@ COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.STEP})
 class Action(NamedTuple):
     """One action of one program rank.
 
-    part: a slice of a pass, numbered in execution order (for backward: of backward), or of a stage's parameters; -1 is
-          the whole.
+    part: a slice of a pass, numbered in execution order (of backward, for backward); of GATHER, GATHER_B and REDUCE, a
+          slice of the stage's parameters, numbered as forward's parts are; -1 is the whole.
     peer: the stage at the other end, -1 where there is none.
     """
 

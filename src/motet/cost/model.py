@@ -1,0 +1,64 @@
+"""What a cost model answers: seconds for a layer on given work, and for a message. Analytic or fitted to a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.core.cluster import Cluster
+from motet.core.spec import Layer
+
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What one layer is given in each of several microbatches.
+
+    rows:  float64 [num_microbatches], rows in it, padding included where the module pads.
+    pairs: float64 [num_microbatches], pairs of a query and a key that attention computes; 0 without attention.
+    """
+
+    rows: NDArray[np.float64]
+    pairs: NDArray[np.float64]
+
+
+class LayerSeconds(NamedTuple):
+    """Compute of one rank for its share of a layer, float64 [num_microbatches] each.
+
+    forward_s; input_s, the gradient of the input; weight_s, the gradients of the weights. All as if they were needed:
+    what is frozen is left out by who adds up layers.
+    """
+
+    forward_s: Seconds
+    input_s: Seconds
+    weight_s: Seconds
+
+
+class CostModel(Protocol):
+    """Times of one rank. tp: tensor-parallel ranks that share a layer; ranks: those of the cluster that take part."""
+
+    cluster: Cluster
+
+    def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds: ...
+
+    def tensor_seconds(self, layer: Layer, work: Work, ranks: Sequence[int]) -> Seconds:
+        """Tensor-parallel communication of one pass (forward, or backward) of a layer, float64 [num_microbatches]."""
+
+    def send_seconds(self, size_bytes: NDArray[np.float64], ranks: Sequence[int]) -> Seconds:
+        """A message from one of two ranks to the other."""
+
+    def gather_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
+        """All-gather after which every rank has `size_bytes`, or the reduce-scatter that is its mirror image."""
+
+    def all_reduce_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float: ...
+
+    def exchange_seconds(self, size_bytes: NDArray[np.float64], ranks: Sequence[int]) -> Seconds:
+        """All-to-all in which the busiest rank sends or receives `size_bytes`."""
+
+    def step_seconds(self, num_parameters: int) -> float:
+        """The optimizer's update of the parameters that one rank holds."""

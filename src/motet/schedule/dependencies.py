@@ -1,0 +1,167 @@
+"""What an action has to wait for, beside the actions before it in its stream. The one place where this is decided.
+
+The rules are those of training: a forward pass needs the outputs that feed it, a backward pass its own forward pass and
+the gradients of its output, an optimizer step all gradients. Where data crosses ranks a Program says how: by a pair
+SEND and RECV, or by an exchange; a Program without communication (as generators make it) needs the other rank's pass
+itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+
+from motet.schedule.program import Action, Kind, Program
+
+PARTNERS = {
+    Kind.SEND_F: Kind.RECV_F,
+    Kind.RECV_F: Kind.SEND_F,
+    Kind.SEND_B: Kind.RECV_B,
+    Kind.RECV_B: Kind.SEND_B,
+}
+COLLECTIVES = frozenset({Kind.EXCHANGE_F, Kind.EXCHANGE_B, Kind.GATHER, Kind.GATHER_B, Kind.REDUCE})
+_PREFETCHED = 1
+"""Parts of a stage whose parameters are gathered ahead of the one that is computed, as FSDP does."""
+
+
+def partner(action: Action) -> Action | None:
+    """The other end of a SEND or RECV; the two take place together. None for every other kind."""
+    if action.kind not in PARTNERS:
+        return None
+    return Action(action.peer, PARTNERS[action.kind], action.microbatch, action.part, action.stage)
+
+
+class Dependencies:
+    """The actions of a Program that each action needs. An action is told by its fields: no two of a Program are equal."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    @cached_property
+    def _parts(self) -> Mapping[tuple[int, Kind, int], list[int]]:
+        """The parts of each pass that the Program has, ascending; [-1] if it is whole."""
+        parts: dict[tuple[int, Kind, int], list[int]] = {}
+        for actions in self.program.actions:
+            for action in actions:
+                parts.setdefault((action.stage, action.kind, action.microbatch), []).append(action.part)
+        return {key: sorted(set(found)) for key, found in parts.items()}
+
+    @cached_property
+    def _present(self) -> frozenset[Action]:
+        return frozenset(action for actions in self.program.actions for action in actions)
+
+    @cached_property
+    def _sources(self) -> Mapping[int, tuple[int, ...]]:
+        return {stage: self.program.sources(stage) for stage in range(self.program.num_stages)}
+
+    @cached_property
+    def _sinks(self) -> Mapping[int, tuple[int, ...]]:
+        return {stage: self.program.sinks(stage) for stage in range(self.program.num_stages)}
+
+    @cached_property
+    def _microbatches(self) -> Mapping[tuple[int, Kind], list[int]]:
+        found: dict[tuple[int, Kind], list[int]] = {}
+        for stage, kind, microbatch in self._parts:
+            found.setdefault((stage, kind), []).append(microbatch)
+        return found
+
+    def of(self, action: Action) -> Iterator[Action]:
+        """The actions that must have ended before this one starts; each at least once. O(neighbours of the stage)."""
+        stage, kind, microbatch, part, peer = action
+        first = part == self._parts[stage, kind, microbatch][0]
+        match kind:
+            case Kind.F:
+                yield from self._inputs(stage, microbatch) if first else [action._replace(part=part - 1)]
+                yield from self._gathered(Kind.GATHER, stage, microbatch, part)
+            case Kind.R:
+                yield from self._last(stage, Kind.F, microbatch) if first else [action._replace(part=part - 1)]
+            case Kind.B | Kind.I:
+                yield from self._gradients(stage, microbatch) if first else [action._replace(part=part - 1)]
+                unit = self._num_parts(stage, kind, microbatch) - 1 - part if part >= 0 else -1
+                yield from self._gathered(Kind.GATHER_B, stage, microbatch, unit)
+            case Kind.W:
+                yield from self._last(stage, Kind.I, microbatch)
+                if not first:
+                    yield action._replace(part=part - 1)
+            case Kind.SEND_F:
+                yield from self._last(stage, Kind.F, microbatch)
+            case Kind.SEND_B:
+                yield from self._backward(stage, microbatch)
+            case Kind.EXCHANGE_F:
+                yield from self._last(stage, Kind.F, microbatch)
+            case Kind.EXCHANGE_B:
+                yield from self._backward(peer, microbatch)
+            case Kind.GATHER:
+                yield from self._freed(stage, Kind.F, microbatch, part - 1 - _PREFETCHED)
+            case Kind.GATHER_B:
+                for backward in (Kind.B, Kind.I):
+                    if num_parts := self._num_parts(stage, backward, microbatch):
+                        yield from self._freed(stage, backward, microbatch, num_parts - part - 2 - _PREFETCHED)
+            case Kind.REDUCE:
+                yield from self._all_gradients(stage, microbatch, part)
+            case Kind.STEP:
+                yield from self._whole_step(self.program.stages[stage].rank)
+
+    def _num_parts(self, stage: int, kind: Kind, microbatch: int) -> int:
+        return len(self._parts.get((stage, kind, microbatch), ()))
+
+    def _last(self, stage: int, kind: Kind, microbatch: int) -> Iterator[Action]:
+        if parts := self._parts.get((stage, kind, microbatch)):
+            yield Action(stage, kind, microbatch, parts[-1])
+
+    def _backward(self, stage: int, microbatch: int) -> Iterator[Action]:
+        """The end of the pass that gives the gradient of the stage's input."""
+        yield from self._last(stage, Kind.B, microbatch)
+        yield from self._last(stage, Kind.I, microbatch)
+
+    def _inputs(self, stage: int, microbatch: int) -> Iterator[Action]:
+        for source in self._sources[stage]:
+            received = Action(stage, Kind.RECV_F, microbatch, peer=source)
+            exchanged = Action(source, Kind.EXCHANGE_F, microbatch, peer=stage)
+            if received in self._present:
+                yield received
+            elif exchanged in self._present:
+                yield exchanged
+            else:
+                yield from self._last(source, Kind.F, microbatch)
+
+    def _gradients(self, stage: int, microbatch: int) -> Iterator[Action]:
+        yield from self._last(stage, Kind.F, microbatch)
+        yield from self._last(stage, Kind.R, microbatch)
+        for sink in self._sinks[stage]:
+            received = Action(stage, Kind.RECV_B, microbatch, peer=sink)
+            exchanged = Action(stage, Kind.EXCHANGE_B, microbatch, peer=sink)
+            if received in self._present:
+                yield received
+            elif exchanged in self._present:
+                yield exchanged
+            else:
+                yield from self._backward(sink, microbatch)
+
+    def _gathered(self, kind: Kind, stage: int, microbatch: int, unit: int) -> Iterator[Action]:
+        """The all-gather of the parameters that a part computes with: its own, its pass's, or the step's."""
+        for of_microbatch in dict.fromkeys((microbatch, -1)):
+            for of_unit in dict.fromkeys((unit, -1)):
+                gather = Action(stage, kind, of_microbatch, of_unit)
+                if gather in self._present:
+                    yield gather
+
+    def _freed(self, stage: int, kind: Kind, microbatch: int, part: int) -> Iterator[Action]:
+        """The part of the pass that must be over before one more slice of parameters is gathered."""
+        if part >= 0 and (freed := Action(stage, kind, microbatch, part)) in self._present:
+            yield freed
+
+    def _all_gradients(self, stage: int, microbatch: int, unit: int) -> Iterator[Action]:
+        """The ends of all passes that add to a gradient: of one microbatch or all, of a slice of parameters or all."""
+        for kind in (Kind.B, Kind.W):
+            for found in self._microbatches.get((stage, kind), ()):
+                if microbatch not in (-1, found):
+                    continue
+                parts = self._parts[stage, kind, found]
+                sliced = unit >= 0 and parts[-1] >= 0
+                yield Action(stage, kind, found, len(parts) - 1 - unit if sliced else parts[-1])
+
+    def _whole_step(self, rank: int) -> Iterator[Action]:
+        for action in self.program.actions[rank]:
+            if action.kind in (Kind.B, Kind.W, Kind.REDUCE):
+                yield action
