@@ -32,7 +32,7 @@ def partner(action: Action) -> Action | None:
 
 
 class Dependencies:
-    """The actions of a Program that each action needs. An action is told by its fields: no two of a Program are equal."""
+    """The actions that each action of a Program needs. An action is told by its fields: no two are equal."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
