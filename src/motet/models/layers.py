@@ -1,42 +1,42 @@
-"""The shape of a module for counting its operations, read off its layers."""
+"""The layers of a model beside the modules that compute them: what a spec is made of, and what a profiler times."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import NamedTuple
 
 from torch import nn
 
-from motet.cost.flops import FlopStage
+from motet.core.shapes import unused
+from motet.core.spec import Layer
 
 _PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def product_weights(*modules: nn.Module) -> int:
-    """Weights that a row meets in the linear layers and convolutions of `modules`, if each is applied once a row."""
-    return sum(_weights(module) for module in modules)
+class LayerModules(NamedTuple):
+    """A layer and the modules that hold its parameters, all of them and no others."""
+
+    layer: Layer
+    modules: tuple[nn.Module, ...]
 
 
-def _weights(module: nn.Module) -> int:
-    return sum(child.weight.numel() for child in module.modules() if isinstance(child, _PRODUCTS))
+def products_layer(kind: str, module: nn.Module, output_width: int, divisor: int = 1) -> LayerModules:
+    """A module of which nothing is known: its linear layers and convolutions, each applied once to every row."""
+    products = [child.weight for child in module.modules() if isinstance(child, _PRODUCTS)]
+    layer = Layer(
+        kind,
+        weights=sum(weight.numel() for weight in products),
+        parameters=sum(p.numel() for p in module.parameters()),
+        output_width=output_width,
+        saved_width=sum(weight.shape[1] for weight in products),
+        divisor=divisor,
+        trained=trains(module),
+    )
+    return LayerModules(layer, (module,))
 
 
-def product_stage(*modules: nn.Module, divisor: int = 1, extra_rows: int = 0) -> FlopStage:
-    """A stage without attention."""
-    return FlopStage(product_weights(*modules), divisor, extra_rows, trained=trains(*modules))
-
-
-def layers_stage(
-    layers: Iterable[nn.Module],
-    attention: int,
-    divisor: int = 1,
-    extra_rows: int = 0,
-    causal: bool = False,
-    window: int | None = None,
-) -> FlopStage:
-    """A stage of transformer layers; attention: heads * head_dim of one layer."""
-    layers = list(layers)
-    weights, width = product_weights(*layers), attention * len(layers)
-    return FlopStage(weights, divisor, extra_rows, width, causal, window or 0, trained=trains(*layers))
+def unused_layer(module: nn.Module, output_width: int) -> LayerModules:
+    """A module that the model holds and never calls."""
+    return LayerModules(unused(sum(p.numel() for p in module.parameters()), output_width), (module,))
 
 
 def trains(*modules: nn.Module) -> bool:
