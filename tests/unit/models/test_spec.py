@@ -1,15 +1,18 @@
 """The spec of a model: exact parameter counts, from a built model, a recipe and an HF directory alike."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 from torch import nn
 
+from motet.core import shapes
 from motet.core.errors import UserError
+from motet.core.shapes import Transformer
 from motet.core.workload import BACKBONE
-from motet.models.build import BackboneConfig, EncoderConfig, ModelConfig, build_mllm
+from motet.models.build import BackboneConfig, EncoderConfig, ModelConfig, build_mllm, build_modality
 from motet.models.module import ModalityModule
 from motet.models.projector import Projector, ProjectorConfig
 from motet.models.spec import model_spec, spec_of_config, spec_of_directory
@@ -205,3 +208,26 @@ def test_what_a_directory_holds_and_no_family_stands_for_is_named(tiny, tmp_path
     config = transformers.LlavaConfig(text_config={"model_type": "llama"}, vision_config={"model_type": "vit"})
     with pytest.raises(UserError, match="vision_config is of type 'vit'"):
         spec_of_directory(saved(tmp_path, config))
+
+
+def test_shapes_alone_describe_the_same_modules(tiny):
+    """What has no model yet is described by the functions that describe models."""
+    options = tiny.encoders["siglip"]
+    shape = Transformer(24, 40, 2, activation="gelu_pytorch_tanh")
+    image = shapes.vit("image", shape, 2, row_dim=48, num_positions=16)
+    encoder = EncoderConfig(family="siglip", config=options | {"vision_use_head": False})
+    assert shapes.connect(image, tiny.dim) == build_modality("image", encoder, tiny.dim, torch.float32, 0).spec_module(
+        "image"
+    )
+    shape = Transformer(16, 24, 2, biases=("query", "value", "output", "mlp"))
+    for family, pooled in (("whisper", 1), ("qwen2_audio", 2)):
+        audio = shapes.audio_encoder("audio", shape, 2, num_mel_bins=8, num_positions=20, pooled=pooled)
+        connected = shapes.connect(audio, tiny.dim, "linear", 2)
+        built = tiny.encoder(family, projector={"kind": "linear", "downsample": 2})
+        assert connected == built.spec_module("audio")
+    shape = Transformer(
+        32, 48, 4, num_kv_heads=2, gated=True, activation="silu", norm="rms", biases=(), causal=True, qk_norm=True
+    )
+    backbone = tiny.backbone("qwen3", head_dim=8, tie_word_embeddings=True)
+    shape = replace(shape, head_dim=8)
+    assert shapes.language_model(shape, 2, tiny.vocab, tied=True) == backbone.spec_module()
