@@ -1,6 +1,7 @@
 """Operations against torch's counter, tiny on the CPU and full size on `meta`, forward and backward.
 
-The counter knows of no mask: it counts all pairs of causal attention. Attention must be plain products for it to see.
+They are equal to the last one. The counter knows of no mask, so it counts all pairs of causal attention, and it sees
+attention only where that is plain products.
 """
 
 from dataclasses import replace
@@ -60,8 +61,8 @@ def test_encoder(tiny, family, train):
     values = tiny.values(family, sizes)
     lengths, spec = module.lengths(sizes.numpy()), module.spec_module("it")
     forward, step = counted_step(lambda: module(values, sizes))
-    assert forward_flops(spec, lengths) == pytest.approx(forward, rel=0.005)
-    assert step_flops(spec, lengths) == pytest.approx(step, rel=0.005)
+    assert forward_flops(spec, lengths) == forward
+    assert step_flops(spec, lengths) == step
 
 
 def test_padding_is_computed_on(tiny):
@@ -74,7 +75,7 @@ def test_padding_is_computed_on(tiny):
     encoder = replace(spec, stacks=spec.stacks[:-1])
     projector = replace(spec, stacks=spec.stacks[-1:])
     padded = forward_flops(encoder, lengths, microbatch=together) + forward_flops(projector, lengths)
-    assert padded == pytest.approx(expected, rel=0.005)
+    assert padded == expected
 
 
 @pytest.mark.parametrize("family", BACKBONES)
@@ -85,9 +86,9 @@ def test_backbone(tiny, family, train):
     num_targets = backbone(packed, {})[1]
     lengths, spec = np.array([64]), all_pairs(backbone.spec_module())
     forward, step = counted_step(lambda: backbone(packed, {})[0])
-    assert forward_flops(spec, lengths, num_targets) == pytest.approx(forward, rel=0.005)
+    assert forward_flops(spec, lengths, num_targets) == forward
     # A frozen backbone is run backward for the encoders before it.
-    assert step_flops(spec, lengths, num_targets, reached=not train) == pytest.approx(step, rel=0.005)
+    assert step_flops(spec, lengths, num_targets, reached=not train) == step
 
 
 @pytest.mark.parametrize("family", ["clip", "qwen2_vl", "whisper"])
@@ -101,7 +102,7 @@ def test_recomputation_runs_forward_again(tiny, family):
     with set_checkpoint_early_stop(False):
         expected = counted(lambda: module(values, sizes).sum().backward())
     lengths = module.lengths(sizes.numpy())
-    assert step_flops(module.spec_module("it"), lengths, recomputed=True) == pytest.approx(expected, rel=0.005)
+    assert step_flops(module.spec_module("it"), lengths, recomputed=True) == expected
 
 
 FULL_SIZE = {
@@ -201,8 +202,8 @@ def test_full_size_encoder(family):
     values = torch.empty(int(sizes.prod(1).sum()), row_dim, device="meta")
     lengths, spec = module.lengths(sizes.numpy()), module.spec_module("it")
     forward, step = counted_step(lambda: module(values, sizes))
-    assert forward_flops(spec, lengths) == pytest.approx(forward, rel=0.005)
-    assert step_flops(spec, lengths) == pytest.approx(step, rel=0.005)
+    assert forward_flops(spec, lengths) == forward
+    assert step_flops(spec, lengths) == step
 
 
 @pytest.mark.parametrize("family", BACKBONES)
@@ -224,5 +225,5 @@ def test_full_size_backbone(family):
         return backbone.causal_lm.lm_head(hidden)
 
     forward, step = counted_step(run)
-    assert forward_flops(spec, lengths) == pytest.approx(forward, rel=0.005)
-    assert step_flops(spec, lengths) == pytest.approx(step, rel=0.005)
+    assert forward_flops(spec, lengths) == forward
+    assert step_flops(spec, lengths) == step
