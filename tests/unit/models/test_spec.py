@@ -175,6 +175,71 @@ def test_a_directory_with_qwen2_audio(tiny, tmp_path):
     assert spec.num_parameters == num_parameters(model)
 
 
+QWEN2_VL = {
+    "model_type": "qwen2_vl",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vision_config": {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "hidden_size": 3584},
+}
+SMALLER = {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "vision_config": QWEN2_VL["vision_config"] | {"hidden_size": 1536},
+}
+CLIP_LARGE = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 336,
+    "patch_size": 14,
+}
+QWEN_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 156032,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "published"),
+    [
+        pytest.param(QWEN2_VL, 8_291_375_616, id="Qwen2-VL-7B"),
+        pytest.param(QWEN2_VL | SMALLER, 2_208_985_600, id="Qwen2-VL-2B"),
+        pytest.param(
+            {"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": 32064}}
+            | {"vision_config": CLIP_LARGE},
+            7_063_427_072,
+            id="LLaVA-1.5-7B",
+        ),
+        pytest.param(
+            {"model_type": "qwen2_audio", "audio_config": {"model_type": "qwen2_audio_encoder"}}
+            | {"text_config": QWEN_7B},
+            8_397_094_912,
+            id="Qwen2-Audio-7B",
+        ),
+    ],
+)
+def test_files_as_published_have_the_published_number_of_parameters(tmp_path, config, published):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    assert spec_of_directory(file).num_parameters == published
+
+
 @pytest.mark.parametrize("family", [*ENCODERS, *BACKBONES])
 def test_a_directory_with_one_module(tiny, tmp_path, family):
     if family in BACKBONES:
