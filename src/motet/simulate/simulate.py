@@ -11,6 +11,7 @@ import numpy as np
 from motet.core.errors import ArgumentError
 from motet.core.timeline import Timeline
 from motet.schedule.dependencies import PARTNERS
+from motet.schedule.passes import add_communication
 from motet.schedule.program import Program
 from motet.simulate import reference
 from motet.simulate.backend import Backend, engine
@@ -47,8 +48,6 @@ def simulate(
     native = engine(backend)
     table = action_table(program)
     if _lacks_communication(table, times):
-        from motet.schedule.passes import add_communication
-
         program = add_communication(program, blocking=not overlap)
         table = action_table(program)
     lookup = Lookup(table)

@@ -128,7 +128,7 @@ def programs(draw):
     program = Program(tuple(stages), edges, ((),) * (num_replicas * ranks), num_microbatches)
     seed = draw(st.integers(0, 1000))
     rng = np.random.default_rng(seed)
-    luck = defaultdict(lambda: rng.random())
+    luck = defaultdict(rng.random)
     return ordered(program, everywhere, key=luck.__getitem__)
 
 
