@@ -1,10 +1,9 @@
 """A Plan into its Program: the generator that its units and schedule name, then passes in a fixed order: replicated
-encoders, recomputation, parts, bubbles, communication, data parallelism.
+encoders, recomputation, parts, bubbles, data parallelism, communication.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -23,10 +22,9 @@ from motet.schedule.modality import add_replicas
 from motet.schedule.passes import add_communication, add_recompute, split_parts
 from motet.schedule.planned import LAYER_PARTS, Layout, PlannedStage, part_layers
 from motet.schedule.program import Kind, Program
+from motet.schedule.text import parse_action
 from motet.schedule.zb_h1 import zb_h1
 from motet.schedule.zb_v import zb_v
-
-_FORWARD = re.compile(r"(\d+)F(\d+)(\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -96,9 +94,9 @@ def _pipelined(layout: Layout) -> Planned:
     if layout.colocated:
         program, added = _filled(layout, program)
         stages += added
-    program = add_communication(program)
     zero = {number: stage.zero for number, stage in enumerate(stages) if len(stage.data_ranks) > 1}
     program = add_data_parallel(program, zero, [number for number, stage in enumerate(stages) if stage.trained])
+    program = add_communication(program)
     shares = whole.shares + (Fraction(1),) * (len(program.edges) - len(whole.shares))
     return Planned(program, tuple(stages), shares)
 
@@ -187,10 +185,10 @@ def _microbatches(layout: Layout, numbers: list[range]) -> tuple[tuple[int, ...]
         return global_order([size // num + (j < size % num) for j in range(num)])
     taken: list[dict[int, None]] = [{} for _ in numbers]
     for fill in layout.plan.fills:
-        match = _FORWARD.fullmatch(fill.action)
+        action = parse_action(fill.action)
         for own, stages in zip(taken, numbers):
-            if match and int(match[1]) == stages.start:
-                own[int(match[2])] = None
+            if action.kind is Kind.F and action.stage == stages.start:
+                own[action.microbatch] = None
     if not all(taken):
         empty = numbers[taken.index({})].start
         raise UserError(f"no fill says where the forward passes of stage {empty} run; every pass needs a place.")
