@@ -36,7 +36,8 @@ def simulate(
 ) -> Timeline:
     """The Timeline of one step; it starts at 0, and its ranks are the Program's. O(actions + dependencies).
 
-    program: with communication, or, if it has none and sending takes time, given SEND and RECV first.
+    program: with communication, or, if it has none and sending takes time, given SEND and RECV first, which takes far
+             longer than to simulate it: call add_communication once for a Program that is simulated often.
     overlap: whether compute goes on beside communication. If not, a rank's communication holds its compute stream: what
              stands in its list between two actions of compute is posted together, and waited for.
     jitter:  sigma of the log-normal factor, of mean 1, on each action of compute (stragglers); drawn from seed.
@@ -64,7 +65,11 @@ def simulate(
         of_rank: Ints = table.rank * len(STREAMS) + held
         start_s, end_s = native.run(of_rank, lookup.operation, took, needs.dependent, needs.dependency)
     if np.isnan(end_s).any():
-        raise deadlock(lookup, waits(lookup, seconds.stream, overlap), held, end_s)
+        circle = deadlock(lookup, waits(lookup, seconds.stream, overlap), held, end_s)
+        hint = (
+            "" if overlap else " without overlap; add_communication(..., blocking=True) puts moves in an order that can"
+        )
+        raise ArgumentError(f"The program cannot run{hint}: {circle}.")
     return timeline_of(table, seconds, start_s, end_s)
 
 

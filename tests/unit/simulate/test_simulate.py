@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from motet.core.errors import ArgumentError
-from motet.schedule import add_communication, add_recompute, gpipe, one_f_one_b
+from motet.schedule import add_communication, add_recompute, gpipe, interleaved_1f1b, one_f_one_b
 from motet.schedule.program import Action, Kind, Program, Stage
 from motet.simulate import Part, simulate, stage_times
 
@@ -149,6 +149,15 @@ def test_a_deadlock_names_the_circle(program, circle, backend):
     assert str(error.value) == circle
 
 
+@BACKENDS
+def test_moves_that_block_each_other_are_told_what_would_help(backend):
+    program, times = interleaved_1f1b(2, 2, 4), stage_times([1] * 4, [2] * 4, send_s=0.1)
+    with pytest.raises(ArgumentError, match=r"without overlap; add_communication\(..., blocking=True\)"):
+        simulate(add_communication(program), times, overlap=False, backend=backend)
+    blocking = add_communication(program, blocking=True)
+    assert simulate(blocking, times, overlap=False, backend=backend).makespan_s > simulate(program, times).makespan_s
+
+
 def chain(*rows, edges=((0, 1),), groups=(-1, -1)):
     return Program((Stage(0, "a", groups[0]), Stage(1, "a", groups[1])), edges, rows, 2)
 
@@ -169,6 +178,7 @@ SEND, RECV = Action(0, Kind.SEND_F, 0, peer=1), Action(1, Kind.RECV_F, 0, peer=0
             chain((SEND._replace(part=0),), ()),
             "0SEND_F0.0>1 is a part; only passes, gathers and reductions have parts.",
         ),
+        (chain((F0._replace(peer=1),), ()), "0F0>1 has a peer; only sends, receives and exchanges have one."),
         (chain((F0, F0), ()), "0F0 must be there once, whole or in parts numbered from 0."),
         (chain((F0._replace(part=1),), ()), "0F0 must be there once, whole or in parts numbered from 0."),
         (chain((SEND, SEND), (RECV,)), "0SEND_F0>1 is in the program twice."),
