@@ -102,6 +102,25 @@ def test_recomputation_is_part_of_backward_unless_it_is_an_action(backend):
     assert found.makespan_s == 7.0
 
 
+@BACKENDS
+def test_parts_take_the_shares_that_the_times_say(backend):
+    rows = [(kind, 0, part) for kind in (Kind.GATHER, Kind.F, Kind.B) for part in range(2)] + [(Kind.REDUCE, 0, 1)]
+    times = replace(
+        stage_times([4, 4], [8, 8]),
+        gather_s=np.array([8.0]),
+        reduce_s=np.array([1.0]),
+        forward_tensor_s=np.array([[2.0]]),
+        forward_parts=dict.fromkeys(range(2), (Part(0.25), Part(0.75))),
+    )
+    timeline = simulate(replicas(2, *rows), times, backend=backend)
+    took_s = {name: end_s - start_s for name, (start_s, end_s) in spans(timeline).items()}
+    assert [took_s[f"0GATHER0.{part}", "collective"] for part in range(2)] == [2.0, 6.0]
+    assert [took_s[f"0F0.{part}", "compute"] for part in range(2)] == [1.0, 3.0]
+    assert [took_s[f"0F0.{part}", "tensor"] for part in range(2)] == [0.5, 1.5]
+    assert [took_s[f"0B0.{part}", "compute"] for part in range(2)] == [4.0, 4.0]
+    assert took_s["0REDUCE0.1", "collective"] == 1.0  # the only slice that learns
+
+
 def test_jitter_slows_compute_alone_and_follows_from_the_seed():
     times = stage_times([1] * 4, [2] * 4, send_s=0.5)
     plain, first, again, other = (
@@ -231,6 +250,22 @@ def test_parts_that_the_times_count_differently_are_named():
     with pytest.raises(ArgumentError) as error:
         simulate(Program((Stage(0),), (), (row,), 1), times)
     assert str(error.value) == "0F0.0 is one of 2 parts; the times have 1 of that pass."
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (
+            {0: (Part(0.5), Part(0.25))},
+            "forward_parts of stage 0: the shares of compute are [0.5, 0.25]; they must be at least 0 and sum to 1.",
+        ),
+        ({1: (Part(1.0),)}, "forward_parts has stage 1; there are 1, numbered from 0."),
+    ],
+)
+def test_parts_that_are_no_shares_are_named(parts, said):
+    with pytest.raises(ArgumentError) as error:
+        simulate(gpipe(1, 1), replace(stage_times([1], [1]), forward_parts=parts))
+    assert str(error.value) == said
 
 
 @pytest.mark.parametrize("options", [{"jitter": -0.1}, {"jitter": float("nan")}, {"backend": "gpu"}])
