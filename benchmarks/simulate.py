@@ -2,8 +2,9 @@
 
     .venv/bin/python benchmarks/simulate.py [--repeats 20] [--out benchmarks/results/simulate-2-cpu-cores.json]
 
-Lowering turns a Program into arrays, the engine runs them, and simulate() is both and the Timeline; the best of the
-repeats counts, as what else the machine does can only slow a repeat down. Making the Program is not part of it.
+Lowering turns a Program into arrays, the engine runs them, and simulate() is both and the Timeline. Times are the
+processor's, the best of the repeats, as what else the machine does can only slow one down. Making the Program is not
+part of it.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ def times_of(program: Program) -> StageTimes:
 def best_s(work: Callable[[], object], repeats: int) -> float:
     seconds = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.process_time()
         work()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     return min(seconds)
 
 
