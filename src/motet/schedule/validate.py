@@ -135,13 +135,14 @@ class _Proof:
                 raise self.refuse(sentence, Action(source, Kind.B, 0), Action(source, Kind.I, 0))
         for stage, backward in enumerate(self.has_backward):
             for microbatch in range(self.program.num_microbatches):
-                self._check_pass(Action(stage, Kind.F, microbatch), True)
+                taken = self.program.stages[stage].takes(microbatch)
                 split = (stage, Kind.I, microbatch) in self.parts or (stage, Kind.W, microbatch) in self.parts
-                self._check_pass(Action(stage, Kind.B, microbatch), backward and not split)
-                self._check_pass(Action(stage, Kind.I, microbatch), backward and split)
-                self._check_pass(Action(stage, Kind.W, microbatch), backward and split)
+                self._check_pass(Action(stage, Kind.F, microbatch), taken)
+                self._check_pass(Action(stage, Kind.B, microbatch), taken and backward and not split)
+                self._check_pass(Action(stage, Kind.I, microbatch), taken and backward and split)
+                self._check_pass(Action(stage, Kind.W, microbatch), taken and backward and split)
                 recomputed = (stage, Kind.R, microbatch) in self.parts
-                self._check_pass(Action(stage, Kind.R, microbatch), backward and recomputed)
+                self._check_pass(Action(stage, Kind.R, microbatch), taken and backward and recomputed)
 
     def _check_pass(self, action: Action, needed: bool) -> None:
         found = self.parts.get(action[:3], [])
@@ -167,6 +168,8 @@ class _Proof:
             if stages[source].rank == stages[sink].rank:
                 continue
             for microbatch in range(self.program.num_microbatches):
+                if not (stages[source].takes(microbatch) and stages[sink].takes(microbatch)):
+                    continue
                 self._check_received(Action(sink, Kind.RECV_F, microbatch, peer=source), Kind.EXCHANGE_F)
                 if self.has_backward[source]:
                     self._check_received(Action(source, Kind.RECV_B, microbatch, peer=sink), Kind.EXCHANGE_B)
