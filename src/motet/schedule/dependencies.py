@@ -20,7 +20,7 @@ PARTNERS = {
     Kind.RECV_B: Kind.SEND_B,
 }
 COLLECTIVES = frozenset({Kind.EXCHANGE_F, Kind.EXCHANGE_B, Kind.GATHER, Kind.GATHER_B, Kind.REDUCE})
-_PREFETCHED = 1
+PREFETCHED = 1
 """Parts of a stage whose parameters are gathered ahead of the one that is computed, as FSDP does."""
 
 
@@ -92,11 +92,11 @@ class Dependencies:
             case Kind.EXCHANGE_B:
                 yield from self._backward(peer, microbatch)
             case Kind.GATHER:
-                yield from self._freed(stage, Kind.F, microbatch, part - 1 - _PREFETCHED)
+                yield from self._freed(stage, Kind.F, microbatch, part - 1 - PREFETCHED)
             case Kind.GATHER_B:
-                for backward in (Kind.B, Kind.I):
+                for backward in (Kind.B, Kind.I) if part >= 0 else ():
                     if num_parts := self._num_parts(stage, backward, microbatch):
-                        yield from self._freed(stage, backward, microbatch, num_parts - part - 2 - _PREFETCHED)
+                        yield from self._freed(stage, backward, microbatch, num_parts - part - 2 - PREFETCHED)
             case Kind.REDUCE:
                 yield from self._all_gradients(stage, microbatch, part)
             case Kind.STEP:
