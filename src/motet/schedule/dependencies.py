@@ -51,12 +51,18 @@ class Dependencies:
         return frozenset(action for actions in self.program.actions for action in actions)
 
     @cached_property
-    def _sources(self) -> Mapping[int, tuple[int, ...]]:
-        return {stage: self.program.sources(stage) for stage in range(self.program.num_stages)}
+    def _sources(self) -> Mapping[int, list[int]]:
+        sources: dict[int, list[int]] = {stage: [] for stage in range(self.program.num_stages)}
+        for source, sink in self.program.edges:
+            sources[sink].append(source)
+        return sources
 
     @cached_property
-    def _sinks(self) -> Mapping[int, tuple[int, ...]]:
-        return {stage: self.program.sinks(stage) for stage in range(self.program.num_stages)}
+    def _sinks(self) -> Mapping[int, list[int]]:
+        sinks: dict[int, list[int]] = {stage: [] for stage in range(self.program.num_stages)}
+        for source, sink in self.program.edges:
+            sinks[source].append(sink)
+        return sinks
 
     @cached_property
     def _microbatches(self) -> Mapping[tuple[int, Kind], list[int]]:
