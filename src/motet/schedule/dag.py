@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from motet.core.errors import ArgumentError
-from motet.schedule.program import Action, Kind, Program, Stage
+from motet.schedule.one_f_one_b import alternate
+from motet.schedule.program import Action, Program, Stage
 
 Edges = Sequence[tuple[int, int]]
 
@@ -25,8 +26,8 @@ def dag_1f1b(
     before it and has no backward pass. O(edges + stages * microbatches).
     """
     backward = _checked(stages, edges, num_microbatches, has_backward)
-    warmups = [min(distance, num_microbatches) for distance in distances(len(stages), edges)]
-    return _program(stages, edges, num_microbatches, backward, warmups)
+    num_aheads = [min(distance, num_microbatches) for distance in distances(len(stages), edges)]
+    return _program(stages, edges, num_microbatches, backward, num_aheads)
 
 
 def dag_gpipe(
@@ -78,21 +79,10 @@ def _checked(stages: Sequence[Stage], edges: Edges, num_microbatches: int, flags
 
 
 def _program(
-    stages: Sequence[Stage], edges: Edges, num_microbatches: int, backward: list[bool], warmups: list[int]
+    stages: Sequence[Stage], edges: Edges, num_microbatches: int, backward: list[bool], num_aheads: list[int]
 ) -> Program:
     rows: list[tuple[Action, ...]] = [()] * len(stages)
     for number, stage in enumerate(stages):
-        forwards = [Action(number, Kind.F, i) for i in range(num_microbatches)]
-        backwards = [Action(number, Kind.B, i) for i in range(num_microbatches)] if backward[number] else []
-        rows[stage.rank] = tuple(alternate(forwards, backwards, warmups[number]))
+        num_ahead = num_aheads[number] if backward[number] else num_microbatches
+        rows[stage.rank] = tuple(alternate(number, num_ahead, num_microbatches, backward[number]))
     return Program(tuple(stages), tuple(edges), tuple(rows), num_microbatches)
-
-
-def alternate(forwards: list[Action], backwards: list[Action], num_warmups: int) -> list[Action]:
-    """num_warmups forward passes, then one forward and one backward in turn, then what is left."""
-    if not backwards:
-        return forwards
-    row = forwards[:num_warmups]
-    for forward, backward in zip(forwards[num_warmups:], backwards, strict=False):
-        row += [forward, backward]
-    return row + backwards[len(forwards) - num_warmups :]

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd
+from typing import NamedTuple
 
 from motet.core.errors import ArgumentError
 from motet.schedule.dag import dag_1f1b
@@ -25,6 +26,15 @@ class Pipeline:
 
     modules: tuple[str, ...]
     dp: int = 1
+
+
+class Feed(NamedTuple):
+    """One unit feeds another: from the replicas of a stage of it to those of a stage of the other."""
+
+    source: int
+    sink: int
+    source_stage: int = -1
+    sink_stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,16 +52,16 @@ class Island:
 
 def disaggregated(
     units: Sequence[Pipeline],
-    edges: Sequence[tuple[int, int]],
+    feeds: Sequence[Feed],
     num_microbatches: int,
     has_backward: Sequence[Sequence[bool]] | None = None,
 ) -> Program:
     """One island of units that feed each other, in 1F1B across units, without communication.
 
-    edges: pairs of units; the last stages of the one feed the first stages of the other.
+    feeds: pairs of units, by place; the last stages of the one feed the first of the other, or those that are named.
     has_backward: per unit and stage. Raises ArgumentError as `dag_1f1b` does, or for a size below 1.
     """
-    whole = island(units, edges)
+    whole = island(units, feeds)
     flags = None
     if has_backward is not None:
         flags = [flag for unit, number in zip(has_backward, whole.num_replicas) for flag in list(unit) * number]
@@ -71,7 +81,7 @@ def broker(num_sources: int, num_sinks: int) -> list[tuple[int, int, Fraction]]:
     return found
 
 
-def island(units: Sequence[Pipeline], edges: Sequence[tuple[int, int]]) -> Island:
+def island(units: Sequence[Pipeline], feeds: Sequence[Feed]) -> Island:
     """The stages of one island and its edges: those within the replicas of each unit, then those between units.
 
     Replicas of a stage form a group. Raises ArgumentError for a unit without stages, or a dp below 1.
@@ -93,9 +103,10 @@ def island(units: Sequence[Pipeline], edges: Sequence[tuple[int, int]]) -> Islan
             numbers[-1].append(range(first, len(stages)))
         groups += len(unit.modules) if replicas > 1 else 0
     joined = [(stage, stage + 1, Fraction(1)) for unit in numbers for one in unit for stage in one[:-1]]
-    for upstream, downstream in edges:
-        for source, sink, share in broker(num_replicas[upstream], num_replicas[downstream]):
-            joined.append((numbers[upstream][source][-1], numbers[downstream][sink][0], share))
+    for feed in feeds:
+        for source, sink, share in broker(num_replicas[feed.source], num_replicas[feed.sink]):
+            ends = numbers[feed.source][source][feed.source_stage], numbers[feed.sink][sink][feed.sink_stage]
+            joined.append((*ends, share))
     return Island(
         tuple(stages),
         tuple((source, sink) for source, sink, _ in joined),

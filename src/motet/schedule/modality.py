@@ -14,7 +14,7 @@ from itertools import chain
 from motet.core.errors import ArgumentError
 from motet.core.workload import BACKBONE
 from motet.schedule.dag import dag_1f1b
-from motet.schedule.disaggregated import Pipeline, disaggregated
+from motet.schedule.disaggregated import Feed, Pipeline, disaggregated
 from motet.schedule.program import Action, Kind, Program, Stage
 
 
@@ -37,14 +37,14 @@ def modality_parallel(
     names = [*encoders, BACKBONE, *after]
     units = [Pipeline((name,) * number) for name, number in zip(names, num_stages)]
     llm = len(encoders)
-    edges = [(unit, llm) for unit in range(llm)] + [(llm, unit) for unit in range(llm + 1, len(units))]
+    feeds = [Feed(unit, llm) for unit in range(llm)] + [Feed(llm, unit) for unit in range(llm + 1, len(units))]
     flags = None
     if has_backward is not None:
         if len(has_backward) != sum(num_stages):
             raise ArgumentError(f"has_backward has {len(has_backward)} entries; there are {sum(num_stages)} stages.")
         left = iter(has_backward)
         flags = [[next(left) for _ in range(number)] for number in num_stages]
-    return disaggregated(units, edges, num_microbatches, flags)
+    return disaggregated(units, feeds, num_microbatches, flags)
 
 
 def encoders_colocated(
@@ -74,31 +74,31 @@ def encoders_replicated(
     return add_replicas(dag_1f1b(stages, edges, num_microbatches), learn)
 
 
-def add_replicas(program: Program, encoders: Mapping[str, bool]) -> Program:
-    """Let every stage of a Program run all encoders, for each microbatch, just before its own forward pass.
+def add_replicas(program: Program, encoders: Mapping[str, bool], stages: Sequence[int] | None = None) -> Program:
+    """Let stages of a Program (all, if not said) run all encoders, for each microbatch, just before their own pass.
 
-    encoders: by name, whether it has a backward pass, which runs right after the stage's. Replica e of stage s becomes
-    stage (e + 1) * num_stages + s, feeds s, and forms a group with the encoder's other replicas. Any schedule of whole
-    passes will do; raises ArgumentError for passes in parts. O(actions * encoders).
+    encoders: by name, whether it has a backward pass, which runs right after the stage's. Replica e beside the n-th of
+    the stages becomes stage num_stages + e * len(stages) + n, feeds it, and forms a group with the encoder's other
+    replicas. Any schedule of whole passes will do; raises ArgumentError for passes in parts. O(actions * encoders).
     """
-    num_stages = program.num_stages
+    beside = range(program.num_stages) if stages is None else stages
+    first = {stage: program.num_stages + place for place, stage in enumerate(beside)}
     group = 1 + max((stage.group for stage in program.stages), default=-1)
-    stages, edges = list(program.stages), list(program.edges)
+    added, edges = list(program.stages), list(program.edges)
     for number, name in enumerate(encoders):
-        stages += [Stage(stage.rank, name, group + number) for stage in program.stages]
-        edges += [((number + 1) * num_stages + stage, stage) for stage in range(num_stages)]
+        added += [Stage(program.stages[stage].rank, name, group + number) for stage in beside]
+        edges += [(first[stage] + number * len(beside), stage) for stage in beside]
     learns = list(encoders.values())
 
     def expanded(action: Action) -> list[Action]:
+        if action.stage not in first or action.kind not in (Kind.F, Kind.B, Kind.I):
+            return [action]
         if action.part >= 0:
             raise ArgumentError(f"{action} is a part of a pass; encoders are added to whole passes.")
-        own = [action._replace(stage=(e + 1) * num_stages + action.stage) for e in range(len(learns))]
+        own = [action._replace(stage=first[action.stage] + number * len(beside)) for number in range(len(learns))]
         if action.kind is Kind.F:
             return [*own, action]
-        if action.kind in (Kind.B, Kind.I):
-            passes = [other._replace(kind=Kind.B) for other, learned in zip(own, learns) if learned]
-            return [action, *reversed(passes)]
-        return [action]
+        return [action, *(other._replace(kind=Kind.B) for other, learned in zip(own[::-1], learns[::-1]) if learned)]
 
     rows = tuple(tuple(chain.from_iterable(map(expanded, row))) for row in program.actions)
-    return replace(program, stages=tuple(stages), edges=tuple(edges), actions=rows)
+    return replace(program, stages=tuple(added), edges=tuple(edges), actions=rows)
