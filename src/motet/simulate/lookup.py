@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import COLLECTIVES, PARTNERS
 from motet.schedule.program import Kind
-from motet.simulate.table import EXCHANGES, PASSES, UNITS, ActionTable, Ints, Rows
+from motet.simulate.table import EXCHANGES, PASSES, ActionTable, Ints, Rows
 
 NONE = -1
 _FROM_SOURCE = (Kind.SEND_F, Kind.RECV_B, *EXCHANGES)
@@ -55,6 +55,11 @@ class Lookup:
         for kind in COLLECTIVES:
             if table.rows(kind).size:
                 self._join(kind)
+        steps = table.rows(Kind.STEP)
+        if len(twice := steps[np.bincount(table.rank[steps])[table.rank[steps]] > 1]):
+            raise ArgumentError(
+                f"{table.action(twice[0])} is not the only optimizer step of rank {table.rank[twice[0]]}."
+            )
 
     def part(self, kind: Kind, stage: ArrayLike, microbatch: ArrayLike, part: ArrayLike) -> NDArray[np.int64]:
         """The row of a numbered part of a pass; NONE where there is none."""
@@ -128,19 +133,23 @@ class Lookup:
         groups = np.array([stage.group for stage in table.program.stages], dtype=np.int64)
         groups = np.where(groups < 0, groups.max() + 1 + np.arange(len(groups)), groups)
         group = groups[table.stage[rows]]
-        box = [group, _from_zero(table.microbatch[rows]), _from_zero(table.part[rows])]
+        box: list[NDArray[np.int64]] = [group, _from_zero(table.microbatch[rows]), _from_zero(table.part[rows])]
         if kind in EXCHANGES:
-            classes = np.unique(groups[self.sources] * (groups.max() + 1) + groups[self.sinks], return_inverse=True)[1]
-            box.append(classes[self.edge[rows]])
-        key = np.ravel_multi_index(box, [int(axis.max()) + 1 for axis in box])
+            between = groups[self.sources] * (int(groups.max()) + 1) + groups[self.sinks]
+            box.append(np.unique(between, return_inverse=True)[1][self.edge[rows]])
+        key = np.zeros(len(rows), dtype=np.int64)
+        for axis in box:
+            key = key * (int(axis.max()) + 1) + axis
         first = np.full(int(key.max()) + 1, NONE, dtype=np.int32)
         first[key[::-1]] = rows[::-1]
         self.operation[rows] = first[key]
-        sizes = np.bincount(groups)
-        if (wrong := np.flatnonzero(np.bincount(key)[key] != sizes[group])).size:
-            action = table.action(rows[wrong[0]])
-            count, size = np.bincount(key)[key[wrong[0]]], sizes[group[wrong[0]]]
-            raise ArgumentError(f"{action} is entered {count} times in a group of {size} stages; each must enter it once.")
+        count, size = np.bincount(key)[key], np.bincount(groups)[group]
+        if (wrong := np.flatnonzero(count != size)).size:
+            bad = wrong[0]
+            raise ArgumentError(
+                f"{table.action(rows[bad])} is entered {count[bad]} times in a group of {size[bad]} stages; "
+                "each stage must enter it once."
+            )
 
 
 class Unit:
@@ -162,11 +171,9 @@ class Unit:
         for column, low, size in zip(box, self.low, self.row.shape):
             there &= (column >= low) & (column < low + size)
             index.append(np.clip(column - low, 0, size - 1))
-        return np.where(there, self.row[tuple(index)], NONE)
+        found: Ints = np.where(there, self.row[tuple(index)], NONE)
+        return found
 
 
-def _from_zero(column: Ints) -> Ints:
-    return column - column.min()
-
-
-__all__ = ["NONE", "UNITS", "Lookup", "Pass", "Unit"]
+def _from_zero(column: Ints) -> NDArray[np.int64]:
+    return column.astype(np.int64) - int(column.min())

@@ -15,7 +15,7 @@ from motet.schedule.dependencies import PREFETCHED
 from motet.schedule.program import Action, Kind
 from motet.simulate.lookup import NONE, Lookup
 from motet.simulate.streams import holds_compute
-from motet.simulate.table import EXCHANGES, Ints, Rows
+from motet.simulate.table import Ints, Rows
 
 BACKWARD = (Kind.B, Kind.I)
 WEIGHTS = (Kind.B, Kind.W)
@@ -193,6 +193,3 @@ class _Waits:
             dependent, dependency = dependent[there], dependency[there]
             alike = rank[dependent] == rank[dependency]
             self.add(dependent[alike], dependency[alike])
-
-
-__all__ = ["EXCHANGES", "Waits", "waits"]

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import PARTNERS
 from motet.schedule.program import Kind
-from motet.simulate.lookup import NONE, Lookup
+from motet.simulate.lookup import Lookup
 from motet.simulate.streams import COMPUTE, OF_KIND, TENSOR
-from motet.simulate.table import EXCHANGES, UNITS, ActionTable, Ints, Rows
+from motet.simulate.table import EXCHANGES, UNITS, Ints, Rows
 from motet.simulate.times import Part, StageTimes, Table
 
 Seconds = NDArray[np.float64]
@@ -58,18 +58,18 @@ def _broadcast(lookup: Lookup, times: StageTimes) -> Mapping[str, Table]:
         table = getattr(times, field.name)
         if not isinstance(table, np.ndarray):
             continue
-        axes, shape = "[num_stages, num_microbatches]", (num_stages, num_microbatches)
+        axes, shape = "[num_stages, num_microbatches]", [num_stages, num_microbatches]
         if field.name in _OF_EDGE:
-            axes, shape = "[num_edges, num_microbatches]", (num_edges, num_microbatches)
+            axes, shape = "[num_edges, num_microbatches]", [num_edges, num_microbatches]
         elif field.name in _OF_STAGE:
-            axes, shape = "[num_stages]", (num_stages,)
+            axes, shape = "[num_stages]", [num_stages]
         elif field.name == "step_s":
-            axes, shape = "[num_ranks]", (lookup.table.program.num_ranks,)
+            axes, shape = "[num_ranks]", [lookup.table.program.num_ranks]
         try:
             tables[field.name] = np.broadcast_to(table, shape)
         except ValueError:
             raise ArgumentError(
-                f"{field.name} has shape {list(table.shape)}; the program needs {axes} = {list(shape)}, "
+                f"{field.name} has shape {list(table.shape)}; the program needs {axes} = {shape}, "
                 "or what broadcasts to it."
             ) from None
     return tables
@@ -145,6 +145,3 @@ class _Spread:
             if of_stage.size and count[of] == len(slices) and all(slice_.stream == "compute" for slice_ in slices):
                 share[of_stage] = np.array([slice_.share for slice_ in slices])[part[of_stage]]
         return share
-
-
-__all__ = ["NONE", "ActionSeconds", "ActionTable", "action_seconds"]

@@ -1,8 +1,7 @@
 """When everything in a step happens: a Program and the times of its stages into a Timeline.
 
 Streams and what they hold are in streams.py; what waits for what, in motet.schedule.dependencies; how operations follow
-from both, in reference.py. All that is uncertain is in the times: the same arguments give the same Timeline, to the bit,
-on every machine.
+from both, in reference.py. The same arguments give the same Timeline, to the bit, on every machine.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import numpy as np
 
 from motet.core.errors import ArgumentError
 from motet.core.timeline import Timeline
-from motet.schedule import add_communication
 from motet.schedule.dependencies import PARTNERS
 from motet.schedule.program import Program
 from motet.simulate import reference
@@ -49,7 +47,9 @@ def simulate(
     native = engine(backend)
     table = action_table(program)
     if _lacks_communication(table, times):
-        program = add_communication(program)
+        from motet.schedule.passes import add_communication
+
+        program = add_communication(program, blocking=not overlap)
         table = action_table(program)
     lookup = Lookup(table)
     seconds = action_seconds(lookup, times, jitter, seed)
@@ -70,5 +70,7 @@ def simulate(
 
 
 def _lacks_communication(table: ActionTable, times: StageTimes) -> bool:
+    stages = table.program.stages
+    crosses = any(stages[source].rank != stages[sink].rank for source, sink in table.program.edges)
     takes_time = bool(times.send_s.any() or times.return_s.any())
-    return takes_time and not any(table.rows(kind).size for kind in (*PARTNERS, *EXCHANGES))
+    return crosses and takes_time and not any(table.rows(kind).size for kind in (*PARTNERS, *EXCHANGES))

@@ -31,7 +31,7 @@ class Labels(Sequence[str]):
     def __getitem__(self, place: int | slice) -> str | Labels:
         if isinstance(place, slice):
             return Labels(self.names, self.number[place])
-        return self.names[self.number[place]]
+        return self.names[int(self.number[place])]
 
     def __iter__(self) -> Iterator[str]:
         return map(self.names.__getitem__, self.number.tolist())

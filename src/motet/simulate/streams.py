@@ -34,4 +34,5 @@ OF_KIND: Ints = np.array([_stream_of(kind) for kind in KINDS], dtype=np.int32)
 
 def holds_compute(stream: Ints) -> NDArray[np.bool_]:
     """Whether an action holds the compute stream of a rank whose communication blocks, as all of a pass does."""
-    return (stream == COMPUTE) | (stream == TENSOR)
+    held: NDArray[np.bool_] = (stream == COMPUTE) | (stream == TENSOR)
+    return held
