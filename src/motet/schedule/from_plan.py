@@ -18,9 +18,9 @@ from motet.schedule.dag import dag_1f1b, dag_gpipe
 from motet.schedule.data_parallel import ShardedModule, Sharding, data_parallel
 from motet.schedule.disaggregated import Island, Pipeline, island
 from motet.schedule.interleaved_1f1b import interleaved_1f1b
+from motet.schedule.layout import LAYER_PARTS, Layout, PlannedStage, part_layers
 from motet.schedule.modality import add_replicas
 from motet.schedule.passes import add_communication, add_recompute, split_parts
-from motet.schedule.planned import LAYER_PARTS, Layout, PlannedStage, part_layers
 from motet.schedule.program import Kind, Program
 from motet.schedule.text import parse_action
 from motet.schedule.zb_h1 import zb_h1

@@ -77,6 +77,8 @@ class _Reader:
 
     def read(self, line: str) -> None:
         if found := re.fullmatch(r"microbatches (\d+)", line, re.ASCII):
+            if self.num_microbatches >= 0:
+                raise UserError("the number of microbatches stands here a second time; it must stand once.")
             self.num_microbatches = int(found[1])
         elif found := _STAGE.fullmatch(line):
             self._expect("stage", found[1], len(self.stages))

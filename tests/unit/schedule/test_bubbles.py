@@ -123,7 +123,7 @@ def test_a_backward_pass_before_its_gradient_is_refused():
     program = one_f_one_b(2, 2)
     encoders = pipelines(2, 1, [1, 1])
     fills = [replace(fill, before="0B0") if fill.action == "2B0" else fill for fill in coarse_fills(program, encoders)]
-    with pytest.raises(ArgumentError, match="fill 2B0 can never run before 0B0: 0B0, 2B0 wait for each other"):
+    with pytest.raises(ArgumentError, match="fill 2B0 can never run before 0B0: 2B0, 0B0 wait for each other"):
         fill_bubbles(program, encoders, fills)
 
 
