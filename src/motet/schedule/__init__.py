@@ -7,7 +7,7 @@ from motet.schedule.data_parallel import ShardedModule, Sharding, data_parallel
 from motet.schedule.disaggregated import Feed, Pipeline, disaggregated
 from motet.schedule.error import ScheduleError
 from motet.schedule.fit import check_fit
-from motet.schedule.from_plan import Planned, planned, program_of
+from motet.schedule.from_plan import Planned, fillable, planned, program_of
 from motet.schedule.gpipe import gpipe
 from motet.schedule.interleaved_1f1b import interleaved_1f1b
 from motet.schedule.layout import PlannedStage, part_layers
@@ -48,6 +48,7 @@ __all__ = [
     "encoders_colocated",
     "encoders_replicated",
     "fill_bubbles",
+    "fillable",
     "global_order",
     "gpipe",
     "high_water",
