@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import groupby
 
 from motet.core.errors import UserError
 from motet.core.plan import Plan
@@ -188,11 +187,13 @@ def _encoder_pipelines(layout: Layout, program: Program) -> Iterator[tuple[Encod
                 yield EncoderPipeline(module, tuple(at), taken, sinks[replica], flags), stages
 
 
-def _sinks(layout: Layout) -> list[int]:
+def _sinks(layout: Layout) -> dict[int, int]:
     """Per replica of the backbone, the number of the first stage that runs any of it."""
-    runs = [(n, stage) for n, stage in enumerate(layout.stages) if stage.unit is layout.backbone]
-    replicas = groupby((n for n, stage in runs if BACKBONE in stage.modules), key=lambda n: layout.stages[n].replica)
-    return [next(numbers) for _, numbers in replicas]
+    found: dict[int, int] = {}
+    for number, stage in enumerate(layout.stages):
+        if BACKBONE in stage.modules:
+            found.setdefault(stage.replica, number)
+    return found
 
 
 def _microbatches(layout: Layout, numbers: list[range]) -> tuple[tuple[int, ...], ...]:

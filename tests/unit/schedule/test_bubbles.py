@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from motet.core.errors import ArgumentError
 from motet.core.plan import Fill
 from motet.schedule import (
+    ScheduleError,
     add_communication,
     dumps,
     interleaved_1f1b,
@@ -142,3 +143,20 @@ def test_wrong_encoders_are_refused():
 
 def test_stages_are_numbered_after_the_backbones():
     assert encoder_stages(one_f_one_b(4, 4), pipelines(4, 2, [2, 2])) == (range(4, 6), range(6, 8))
+
+
+@pytest.mark.parametrize("dropped", ["2F0", "3F1", "3B1", "3SEND_F1>0", "0RECV_F1<3"])
+def test_a_proof_holds_stages_to_the_microbatches_that_they_take(dropped):
+    program = one_f_one_b(2, 3)
+    encoders = pipelines(2, 1, [1, 2])
+    placed = add_communication(fill_bubbles(program, encoders, coarse_fills(program, encoders)))
+    rows = tuple(tuple(action for action in row if str(action) != dropped) for row in placed.actions)
+    assert rows != placed.actions
+    with pytest.raises(ScheduleError):
+        validate(replace(placed, actions=rows))
+
+
+def test_a_stage_cannot_take_microbatches_that_are_not_there():
+    program = one_f_one_b(1, 2)
+    with pytest.raises(ScheduleError, match=r"Stage 0 takes microbatches \(0, 2\); there are 2"):
+        validate(replace(program, stages=(replace(program.stages[0], microbatches=(0, 2)),)))
