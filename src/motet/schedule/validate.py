@@ -92,6 +92,10 @@ class _Proof:
             if not 0 <= stage.rank < num_ranks:
                 sentence = f"Stage {number} is on rank {stage.rank}; there are {num_ranks} ranks, from 0."
                 raise ScheduleError(sentence, self.program, 0, 0)
+            if not set(stage.microbatches) <= set(range(self.program.num_microbatches)):
+                num_microbatches = self.program.num_microbatches
+                sentence = f"Stage {number} takes microbatches {stage.microbatches}; there are {num_microbatches}."
+                raise ScheduleError(sentence, self.program, stage.rank, 0)
         for (source, sink), count in Counter(self.program.edges).items():
             if count > 1 or not (0 <= source < num_stages and 0 <= sink < num_stages):
                 found = f"is there {count} times" if count > 1 else "names a stage that the Program does not have"
@@ -136,8 +140,8 @@ class _Proof:
         for stage, backward in enumerate(self.has_backward):
             for microbatch in range(self.program.num_microbatches):
                 taken = self.program.stages[stage].takes(microbatch)
-                split = (stage, Kind.I, microbatch) in self.parts or (stage, Kind.W, microbatch) in self.parts
                 self._check_pass(Action(stage, Kind.F, microbatch), taken)
+                split = (stage, Kind.I, microbatch) in self.parts or (stage, Kind.W, microbatch) in self.parts
                 self._check_pass(Action(stage, Kind.B, microbatch), taken and backward and not split)
                 self._check_pass(Action(stage, Kind.I, microbatch), taken and backward and split)
                 self._check_pass(Action(stage, Kind.W, microbatch), taken and backward and split)
