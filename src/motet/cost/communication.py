@@ -14,7 +14,8 @@ rank's own network card. Where the ranks share a node, or each has a node of its
   the rank that has the same place there as the one that it is for, then between ranks of the same place (k = n / m):
   (k - 1) a + S (k - 1) m / (n - 1) / B  +  (m - 1) A + S (m - 1) k / (n - 1) / b
 
-Nothing is sent to nobody: 0 seconds for a group of one, and for 0 bytes.
+Nothing is sent to nobody: 0 seconds for a group of one, and for 0 bytes. Sizes are one number or an array of any shape;
+seconds have the same.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from motet.core.cluster import Cluster
 from motet.core.errors import ArgumentError
 
 FloatArray = NDArray[np.float64]
+Sizes = FloatArray | float
 
 
 class Placement(NamedTuple):
@@ -50,42 +52,39 @@ def placement(cluster: Cluster, ranks: Sequence[int]) -> Placement:
     return Placement(len(ranks), len(counts), min(counts.values()))
 
 
-def send_s(cluster: Cluster, size_bytes: FloatArray, ranks: Sequence[int]) -> FloatArray:
-    """A message from one of `ranks` to another, by the slowest link among them; of the shape of size_bytes."""
-    if placement(cluster, ranks).num_ranks == 1:
-        return np.zeros_like(size_bytes)
+def send_s(cluster: Cluster, size_bytes: Sizes, ranks: Sequence[int]) -> FloatArray:
+    """A message from one of `ranks` to another, by the slowest link among them."""
     link = cluster.link(ranks)
-    return np.where(size_bytes > 0, link.latency_s + size_bytes / link.bytes_per_s, 0.0)
+    return _seconds(placement(cluster, ranks), size_bytes, link.latency_s, 1 / link.bytes_per_s)
 
 
-def gather_s(cluster: Cluster, size_bytes: float, ranks: Sequence[int]) -> float:
+def gather_s(cluster: Cluster, size_bytes: Sizes, ranks: Sequence[int]) -> FloatArray:
     """All-gather after which each of `ranks` has size_bytes, or the reduce-scatter of size_bytes on each."""
     n, m, _ = place = placement(cluster, ranks)
-    if n == 1 or size_bytes == 0:
-        return 0.0
-    hops_s = (m - 1) * cluster.inter_node.latency_s + (n - m) * cluster.intra_node.latency_s
-    return hops_s + size_bytes * (n - 1) / n / _ring_bytes_per_s(cluster, place)
+    latency_s = (m - 1) * cluster.inter_node.latency_s + (n - m) * cluster.intra_node.latency_s
+    return _seconds(place, size_bytes, latency_s, (n - 1) / n / _ring_bytes_per_s(cluster, place))
 
 
-def all_reduce_s(cluster: Cluster, size_bytes: float, ranks: Sequence[int]) -> float:
+def all_reduce_s(cluster: Cluster, size_bytes: Sizes, ranks: Sequence[int]) -> FloatArray:
     """Of size_bytes on each of `ranks`."""
     n, m, _ = place = placement(cluster, ranks)
-    if n == 1 or size_bytes == 0:
-        return 0.0
-    hops_s = math.ceil(math.log2(m)) * cluster.inter_node.latency_s + (n / m - 1) * cluster.intra_node.latency_s
-    tree_s = 2 * hops_s + 2 * size_bytes / _ring_bytes_per_s(cluster, place)
-    return min(tree_s, 2 * gather_s(cluster, size_bytes, ranks))
+    latency_s = math.ceil(math.log2(m)) * cluster.inter_node.latency_s + (n / m - 1) * cluster.intra_node.latency_s
+    tree_s = _seconds(place, size_bytes, 2 * latency_s, 2 / _ring_bytes_per_s(cluster, place))
+    return np.minimum(tree_s, 2 * gather_s(cluster, size_bytes, ranks))
 
 
-def exchange_s(cluster: Cluster, size_bytes: FloatArray, ranks: Sequence[int]) -> FloatArray:
-    """All-to-all in which the busiest rank sends or receives size_bytes; of the shape of size_bytes."""
-    n, m, _ = placement(cluster, ranks)
-    if n == 1:
-        return np.zeros_like(size_bytes)
+def exchange_s(cluster: Cluster, size_bytes: Sizes, ranks: Sequence[int]) -> FloatArray:
+    """All-to-all in which the busiest rank sends or receives size_bytes."""
+    n, m, _ = place = placement(cluster, ranks)
     k, inside, between = n / m, cluster.intra_node, cluster.inter_node
     latency_s = (k - 1) * inside.latency_s + (m - 1) * between.latency_s
-    s_per_byte = ((k - 1) * m / inside.bytes_per_s + (m - 1) * k / between.bytes_per_s) / (n - 1)
-    return np.where(size_bytes > 0, latency_s + size_bytes * s_per_byte, 0.0)
+    s_per_byte = ((k - 1) * m / inside.bytes_per_s + (m - 1) * k / between.bytes_per_s) / max(n - 1, 1)
+    return _seconds(place, size_bytes, latency_s, s_per_byte)
+
+
+def _seconds(place: Placement, size_bytes: Sizes, latency_s: float, s_per_byte: float) -> FloatArray:
+    size = np.asarray(size_bytes, dtype=np.float64)
+    return np.where((size > 0) & (place.num_ranks > 1), latency_s + size * s_per_byte, 0.0)
 
 
 def _ring_bytes_per_s(cluster: Cluster, place: Placement) -> float:
