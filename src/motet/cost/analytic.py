@@ -106,7 +106,9 @@ class Analytic:
             product_s + 2.5 * attention_s + 3 * moved_s,
             self._product_s(layer, work.rows, tp, layer.parameters),
         )
-        return LayerSeconds(*(np.where(work.rows > 0, self.efficiency.launch_s + s, 0.0) for s in passes))
+        # What is held and never computed with takes no time.
+        runs = (work.rows > 0) & (layer.weights + layer.saved_width > 0)
+        return LayerSeconds(*(np.where(runs, self.efficiency.launch_s + s, 0.0) for s in passes))
 
     def tensor_seconds(self, layer: Layer, work: Work, ranks: Sequence[int]) -> Seconds:
         width = layer.output_width if layer.attention else _narrower(layer)

@@ -6,9 +6,9 @@
 - Activations (Korthikanti et al. 2022, section 4, with sequence parallelism and fused attention): saved_width elements
   a row; or, recomputed, the layer's input alone, and the rest once, for the layer that runs. A layer without a backward
   pass keeps nothing.
-- Transients, of which the largest counts: gathered layers (stage 3: the one that runs, and the next, which is
-  prefetched), the gradient of a layer before it is reduced (from stage 2 on), what a layer that runs has beside what is
-  kept, and the logits with their float32 copies.
+- Transients, the largest of each: gathered layers (stage 3: the one that runs, and the next, which is prefetched); the
+  gradient of a layer before it is reduced (from stage 2 on); what a layer that runs has beside what is kept, with the
+  gradients of its output and input, or the logits with their float32 copies.
 
 Fragmentation, buffers of communication libraries, and the temporaries of the optimizer's step, which comes when no
 activations are left, are not counted.
@@ -123,6 +123,27 @@ class StageMemory:
         return self.held_bytes + self.transient
 
 
+class _LayerBytes(NamedTuple):
+    """Of one layer and microbatch. gradients: of its output and of its input; of logits, with all their copies."""
+
+    saved: int
+    input: int
+    gradients: int
+
+    @classmethod
+    def of(cls, layer: Layer, num_rows: float, tp: int, precision: MixedPrecision) -> _LayerBytes:
+        element_bytes = precision.compute
+        if layer.targets_only:
+            gradients = logits_bytes(num_rows, layer.output_width, element_bytes=element_bytes, tp=tp)
+        else:
+            gradients = math.ceil(2 * num_rows * layer.output_width * element_bytes / tp)
+        return cls(
+            activation_bytes(layer, num_rows, element_bytes=element_bytes, tp=tp),
+            activation_bytes(layer, num_rows, element_bytes=element_bytes, tp=tp, recomputed=True),
+            gradients,
+        )
+
+
 class _Placed(NamedTuple):
     module: str
     layer: Layer
@@ -140,20 +161,14 @@ def stage_memory(
     state, activations = np.zeros(3, dtype=np.int64), 0
     working, gathered, unreduced = [0], [0, 0], [0]
     for module, layer, has_backward, recomputed in _layers(plan.model, unit, stage):
-        num_rows = rows(module, layer) / unit.cp
         num_parameters = math.ceil(layer.parameters / unit.tp)
         num_trained = num_parameters if layer.trained else 0
-        state += state_bytes(
-            num_parameters, num_trained, precision=precision, zero=unit.zero, shard_ranks=unit.shard_size or unit.dp
-        )
-        whole = activation_bytes(layer, num_rows, element_bytes=precision.compute, tp=unit.tp)
-        kept = 0
-        if has_backward:
-            kept = activation_bytes(layer, num_rows, element_bytes=precision.compute, tp=unit.tp, recomputed=recomputed)
+        shard_ranks = unit.shard_size or unit.dp
+        state += state_bytes(num_parameters, num_trained, precision=precision, zero=unit.zero, shard_ranks=shard_ranks)
+        size = _LayerBytes.of(layer, rows(module, layer) / unit.cp, unit.tp, precision)
+        kept = (size.input if recomputed else size.saved) if has_backward else 0
         activations += kept
-        working.append(whole - kept)
-        if layer.targets_only:
-            working.append(logits_bytes(num_rows, layer.output_width, element_bytes=precision.compute, tp=unit.tp))
+        working.append(size.saved - kept + (size.gradients if has_backward else 0))
         gathered.append(num_parameters * precision.compute if unit.zero == 3 else 0)
         unreduced.append(num_trained * (precision.compute + precision.gradient) if unit.zero >= 2 else 0)
     transient = max(working) + sum(sorted(gathered)[-2:]) + max(unreduced)

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.core.errors import ArgumentError
-from motet.core.spec import Attention, Layer
+from motet.core.shapes import Transformer, head, projector, unused
+from motet.core.spec import Layer
 from motet.cost.analytic import EFFICIENCY, Analytic, Efficiency
 from motet.cost.catalogue import DEVICES, cluster
 from motet.cost.communication import gather_s
@@ -18,17 +19,9 @@ GPUS = [name for name in DEVICES if name not in ("cpu", "v100", "t4")]
 IDEAL = Efficiency(products=1, half_rows=0, half_width=0, attention=1, half_length=0, memory=1, links=1, launch_s=0)
 
 
-def transformer(hidden, mlp, kv_width=None, trained=True, gated=True):
-    kv_width = kv_width or hidden
-    weights = 2 * hidden * hidden + 2 * hidden * kv_width + (3 if gated else 2) * hidden * mlp
-    saved = 4 * hidden + 2 * hidden + 2 * kv_width + (4 if gated else 2) * mlp
-    attention = Attention(hidden, kv_width, causal=True)
-    return Layer("attention", weights, weights + 2 * hidden, hidden, saved, attention, trained=trained)
-
-
-def projector(input_dim, output_dim):
-    weights = input_dim * output_dim
-    return Layer("projector", weights, weights, output_dim, input_dim)
+def transformer(hidden, mlp, num_kv_heads=0, trained=True, gated=True):
+    shape = Transformer(hidden, mlp, hidden // 64, num_kv_heads, gated=gated, norm="rms", biases=(), causal=True)
+    return shape.layer(trained=trained)
 
 
 def work(rows, length=None):
@@ -100,11 +93,13 @@ def test_a_trained_layer_with_attention_passes_gradients_inside():
 def test_no_rows_take_no_time():
     seconds = Analytic(cluster("h100")).layer_seconds("any", transformer(1024, 4096), work([0, 512]))
     assert all(one[0] == 0 < one[1] for one in seconds)
+    held = Analytic(cluster("h100")).layer_seconds("any", unused(10**6, 1024), work(512))
+    assert all(one[0] == 0 for one in held)
 
 
 def test_a_large_product_runs_at_its_share_of_the_peak():
     model = Analytic(cluster("h100"))
-    layer, rows = projector(16384, 16384), 1 << 20
+    layer, rows = projector(16384, 16384, "linear"), 1 << 20
     reached = 2 * layer.weights * rows / model.layer_seconds("any", layer, Work(np.array([1.0 * rows]), np.zeros(1)))[2]
     assert reached[0] == pytest.approx(989.4e12 * 0.8, rel=0.01)
 
@@ -135,7 +130,7 @@ def test_efficiency_grows_with_rows_and_widths(name):
     model = Analytic(cluster(name))
 
     def reached(rows, width):
-        seconds = model.layer_seconds("any", projector(width, width), Work(np.array([rows]), np.zeros(1)))
+        seconds = model.layer_seconds("any", projector(width, width, "linear"), Work(np.array([rows]), np.zeros(1)))
         return 2 * width**2 * rows / seconds.weight_s[0]
 
     by_rows = [reached(rows, 4096) for rows in (64.0, 512.0, 4096.0, 65536.0)]
@@ -150,8 +145,7 @@ def test_tensor_parallel_communication_is_megatrons():
     one = float(gather_s(model.cluster, 2 * 2048 * 12288.0, range(8)))
     assert model.tensor_seconds(transformer(12288, 49152), work([2048, 0]), range(8)).tolist() == [4 * one, 0]
     # Of a single product the narrower side: what goes into an output layer, not its logits.
-    head = Layer("head", 12288 * 50257, 12288 * 50257, 50257, 12288, targets_only=True)
-    assert model.tensor_seconds(head, work(2048), range(8)).tolist() == [2 * one]
+    assert model.tensor_seconds(head(50257, 12288), work(2048), range(8)).tolist() == [2 * one]
 
 
 def test_tensor_parallel_bubbles_are_of_the_published_size():
@@ -177,7 +171,7 @@ def test_links_are_used_at_their_efficiency():
     ("trained", "rows", "forward_ms", "backward_ms"),
     [
         (transformer(1024, 4096, gated=False), 2 * 577, 67.94, 205.09),
-        (transformer(4096, 14336, 1024), 2 * 2048, 400.87, 1184.65),
+        (transformer(4096, 14336, 16), 2 * 2048, 400.87, 1184.65),
     ],
     ids=["clip", "mistral"],
 )
@@ -199,7 +193,7 @@ def test_cornstarch_figure_3b(trained, rows, forward_ms, backward_ms):
 )
 def test_cornstarch_table_3(forward_ms, backward_ms):
     """Stages of a frozen Llama of 8B behind a trained projector, on A40 with tensor parallelism of 2."""
-    frozen = transformer(4096, 14336, 1024, trained=False)
+    frozen = transformer(4096, 14336, 16, trained=False)
     model = Analytic(cluster("a40"))
     seconds = model.layer_seconds("any", frozen, work(2500, 2500), tp=2)
     tensor_s = model.tensor_seconds(frozen, work(2500), range(2))
