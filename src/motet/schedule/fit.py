@@ -203,8 +203,8 @@ def _check_schedule(plan: Plan) -> None:
             )
     if backbone.replicated and len(backbone.stages) > backbone.pp:
         raise UserError(
-            f"unit {backbone.name!r} replicates {', '.join(backbone.replicated)} beside {len(backbone.stages)} stages on "
-            f"{backbone.pp} pipeline ranks; a rank would compute it more than once, so there must be one stage on each."
+            f"unit {backbone.name!r} replicates {', '.join(backbone.replicated)} beside {len(backbone.stages)} stages "
+            f"on {backbone.pp} pipeline ranks, where a rank would compute it twice; there must be one stage on each."
         )
     if plan.deferred_warmup and kind != "interleaved_1f1b":
         raise UserError(f"deferred_warmup is of 'interleaved_1f1b'; the schedule is {kind!r}.")
