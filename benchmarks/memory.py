@@ -10,6 +10,7 @@ operation of torch returns is counted until it is freed.
 What a CPU holds beyond the prediction: each packed sequence is attended to by itself, so that its output is kept once
 more, and keys and values are repeated for grouped queries; a GPU's kernel does neither. Qwen2-VL's values are views
 that keep its queries and keys alive. The backbone's log-softmax is predicted as a transient, as the loss comes last.
+What it holds less: widths are those of 16-bit training, where float32 rows of norms count twice.
 
 Several ranks (gloo): what each holds after a step of AdamW, sharded by FSDP2 over all ranks and over none.
 """

@@ -29,8 +29,8 @@ from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer, ModelSpec
 
 Rows = Callable[[str, Layer], float]
-"""(module, layer) -> rows that the layer is given in one microbatch; of a layer that sees targets only, those whose
-logits exist at once."""
+"""(module, layer) -> rows of a microbatch that the layer is given in one replica, over all its context-parallel ranks;
+of a layer that sees targets only, those whose logits exist at once."""
 
 
 @dataclass(frozen=True)

@@ -222,8 +222,9 @@ def test_state_is_what_torch_holds_after_a_step():
     from motet.models.spec import model_spec
 
     heads = {"num_attention_heads": 2, "num_hidden_layers": 2}
+    backbone = {"hidden_size": 32, "intermediate_size": 48, "num_key_value_heads": 2, **heads}
     config = ModelConfig(
-        backbone=BackboneConfig(family="qwen2", config={"hidden_size": 32, "intermediate_size": 48, **heads}),
+        backbone=BackboneConfig(family="qwen2", config=backbone),
         encoders={
             "image": EncoderConfig(
                 family="clip",
