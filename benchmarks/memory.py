@@ -38,12 +38,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from motet.core.plan import Plan, Unit
+from motet.core.plan import Unit
 from motet.core.spec import Layer, ModelSpec
 from motet.core.workload import BACKBONE
-from motet.cost.catalogue import cluster
 from motet.cost.flops import work_of
-from motet.cost.memory import FSDP_BF16, FSDP_FP32, MixedPrecision, StageMemory, stage_memory
+from motet.cost.memory import FSDP_BF16, FSDP_FP32, MixedPrecision, StageMemory, stage_layers, stage_memory
 from motet.models.build import BackboneConfig, EncoderConfig, ModelConfig, build_mllm
 from motet.models.module import MLLM
 from motet.models.spec import model_spec
@@ -171,12 +170,10 @@ class Microbatch:
 def predicted(
     spec: ModelSpec, name: str, batch: Microbatch, precision: MixedPrecision, recompute: bool = False, **unit: int
 ) -> StageMemory:
-    layers = spec.module(name).layers
-    blocks = sum(layer.attention is not None for layer in layers)
-    recomputed = ({name: blocks},) if recompute else ()
-    placed = Unit(name, ({name: len(layers)},), recompute=recomputed, **unit)
-    plan = Plan(spec, cluster("h100"), (placed,), batch_size=1)
-    return stage_memory(plan, placed, 0, batch.rows(spec), 1, precision)
+    num_blocks = len(spec.module(name).blocks)
+    placed = Unit(name, ({name: num_blocks},), **unit)
+    layers = stage_layers(spec, {name: (0, num_blocks)}, {name: num_blocks if recompute else 0})
+    return stage_memory(placed, layers, batch.rows(spec), 1, precision)
 
 
 def one_rank(device: torch.device) -> Iterator[Row]:

@@ -23,7 +23,8 @@ class Unit:
     first_rank:  its ranks are first_rank ... first_rank + num_ranks - 1; tensor-parallel ranks are neighbours, then
                  context-, data- and pipeline-parallel ones: rank = first + ((p * dp + d) * cp + c) * tp + t. Units
                  may share ranks: encoders that run in the backbone's bubbles (Optimus section 3.1).
-    stages:      per stage, in the order of the data: how many layers of which modules, e.g. {"image": 10}. A module's
+    stages:      per stage, in the order of the data: how many layers of which modules, e.g. {"image": 10}. Counted are
+                 transformer layers; what stands before, between and after them goes along (`Module.blocks`). A module's
                  layers go to its stages in order. With more stages than pp, a rank has several (chunks): stage s is on
                  pipeline rank s % pp (zb_v: in a V, down and up again).
     replicated:  modules that every stage computes whole, beside its own layers (Cornstarch section 2.2, Figure 1b).

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from operator import or_
 
 from motet.core.errors import ArgumentError
@@ -92,6 +92,19 @@ class Module:
     @property
     def num_layers(self) -> int:
         return sum(stack.count for stack in self.stacks)
+
+    @cached_property
+    def blocks(self) -> tuple[range, ...]:
+        """Places in `layers` of what a pipeline is cut into, and what its layers are counted in: each transformer layer
+        is a block, the first one with all before it, and each with what follows it. Without any, the module is one.
+        """
+        starts = [place for place, layer in enumerate(self.layers) if layer.attention is not None]
+        edges = [0, *starts[1:], self.num_layers]
+        return tuple(range(first, stop) for first, stop in pairwise(edges))
+
+    def block_layers(self, first: int, stop: int) -> range:
+        """Places in `layers` of the blocks first ... stop - 1."""
+        return range(self.blocks[first].start, self.blocks[stop - 1].stop) if stop > first else range(0)
 
     @property
     def num_parameters(self) -> int:

@@ -17,15 +17,14 @@ activations are left, are not counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.core.errors import ArgumentError
-from motet.core.plan import Plan, Unit
+from motet.core.plan import Unit
 from motet.core.spec import Layer, ModelSpec
 
 Rows = Callable[[str, Layer], float]
@@ -145,77 +144,68 @@ class _LayerBytes(NamedTuple):
 
 
 class StageLayer(NamedTuple):
-    """A layer as a stage computes it. has_backward: it learns, or something before it does."""
+    """A layer as a stage computes it. needs_input: a gradient must pass through it, to what learns before it."""
 
     module: str
     layer: Layer
-    has_backward: bool
+    needs_input: bool
     recomputed: bool
 
+    @property
+    def has_backward(self) -> bool:
+        return self.needs_input or self.layer.trained
 
-def stage_layers(model: ModelSpec, unit: Unit, stage: int) -> Iterator[StageLayer]:
-    """What a stage computes, in execution order: replicated modules whole, and its own layers of the others.
 
-    Of a module's layers that are recomputed, those with attention come first: they are what frameworks recompute.
+Spans = Mapping[str, tuple[int, int]]
+"""Per module, the first of its blocks (`Module.blocks`), and the first after them."""
+
+
+def stage_layers(model: ModelSpec, spans: Spans, recompute: Mapping[str, int]) -> Iterator[StageLayer]:
+    """What a stage computes, in execution order. recompute: of how many of its blocks the activations are recomputed.
+
+    A block that is recomputed is so in its transformer layer, as frameworks do it, or, without one, in all of it; of
+    the blocks of a module in a stage, the first are. What has no backward pass is not.
     """
-    recompute = unit.recompute[stage] if unit.recompute else {}
-    counts = {name: model.module(name).num_layers for name in unit.replicated} | dict(unit.stages[stage])
-    for name, count in counts.items():
+    for name, (first, stop) in spans.items():
         module = model.module(name)
-        first = 0 if name in unit.replicated else sum(before.get(name, 0) for before in unit.stages[:stage])
-        own = range(first, first + count)
-        in_turn = sorted(own, key=lambda index: module.layers[index].attention is None)
-        recomputed = set(in_turn[: recompute.get(name, 0)])
-        for index in own:
-            layer = module.layers[index]
-            has_backward = layer.trained or model.input_gradients[name][index]
-            yield StageLayer(name, layer, has_backward, index in recomputed)
+        for number, block in enumerate(module.blocks[first:stop]):
+            whole = all(module.layers[place].attention is None for place in block)
+            for place in block:
+                layer, needs_input = module.layers[place], model.input_gradients[name][place]
+                recomputed = number < recompute.get(name, 0) and (whole or layer.attention is not None)
+                yield StageLayer(name, layer, needs_input, recomputed and (needs_input or layer.trained))
+
+
+def unit_spans(model: ModelSpec, unit: Unit, stage: int) -> Spans:
+    """What a stage of a unit computes: replicated modules whole, and its own blocks of the others."""
+    spans = {name: (0, len(model.module(name).blocks)) for name in unit.replicated}
+    for name, count in unit.stages[stage].items():
+        first = sum(before.get(name, 0) for before in unit.stages[:stage])
+        spans[name] = (first, first + count)
+    return spans
 
 
 def stage_memory(
-    plan: Plan, unit: Unit, stage: int, rows: Rows, in_flight: int, precision: MixedPrecision
+    unit: Unit, layers: Iterable[StageLayer], rows: Rows, in_flight: int, precision: MixedPrecision
 ) -> StageMemory:
-    """in_flight: microbatches whose forward pass is done and backward is not, at most; the schedule says how many.
+    """Of a stage of a unit with the given layers. O(layers).
 
-    O(layers of the stage).
+    in_flight: microbatches whose forward pass is done and backward is not, at most; the schedule says how many.
     """
     state, activations = np.zeros(3, dtype=np.int64), 0
     working, gathered, unreduced = [0], [0, 0], [0]
-    for module, layer, has_backward, recomputed in stage_layers(plan.model, unit, stage):
+    for placed in layers:
+        layer = placed.layer
         num_parameters = math.ceil(layer.parameters / unit.tp)
         num_trained = num_parameters if layer.trained else 0
         shard_ranks = unit.shard_size or unit.dp
         state += state_bytes(num_parameters, num_trained, precision=precision, zero=unit.zero, shard_ranks=shard_ranks)
-        size = _LayerBytes.of(layer, rows(module, layer) / unit.cp, unit.tp, precision)
-        kept = (size.input if recomputed else size.saved) if has_backward else 0
+        size = _LayerBytes.of(layer, rows(placed.module, layer) / unit.cp, unit.tp, precision)
+        kept = (size.input if placed.recomputed else size.saved) if placed.has_backward else 0
         activations += kept
-        working.append(size.saved - kept + (size.gradients if has_backward else 0))
+        working.append(size.saved - kept + (size.gradients if placed.has_backward else 0))
         gathered.append(num_parameters * precision.compute if unit.zero == 3 else 0)
         unreduced.append(num_trained * (precision.compute + precision.gradient) if unit.zero >= 2 else 0)
     transient = max(working) + sum(sorted(gathered)[-2:]) + max(unreduced)
     parameters, gradients, optimizer = state.tolist()
     return StageMemory(parameters, gradients, optimizer, activations, in_flight, transient)
-
-
-def rank_memory(
-    plan: Plan, rows: Rows, in_flight: Mapping[tuple[str, int], int], precision: MixedPrecision
-) -> NDArray[np.int64]:
-    """Peak bytes of each rank of the cluster, int64 [num_ranks]. in_flight: by (name of the unit, stage).
-
-    A rank with several stages, or with stages of several units, holds all they hold and computes one at a time.
-    """
-    held = np.zeros(plan.cluster.num_ranks, dtype=np.int64)
-    transient = np.zeros_like(held)
-    for unit in plan.units:
-        replicas = unit.dp * unit.cp * unit.tp
-        for stage in range(len(unit.stages)):
-            memory = stage_memory(plan, unit, stage, rows, in_flight[unit.name, stage], precision)
-            first = unit.first_rank + _pipeline_rank(plan, unit, stage) * replicas
-            held[first : first + replicas] += memory.held_bytes
-            transient[first : first + replicas] = np.maximum(transient[first : first + replicas], memory.transient)
-    return held + transient
-
-
-def _pipeline_rank(plan: Plan, unit: Unit, stage: int) -> int:
-    turns, place = divmod(stage, unit.pp)
-    return unit.pp - 1 - place if plan.schedule == "zb_v" and turns % 2 else place

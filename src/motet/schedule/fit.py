@@ -92,8 +92,8 @@ def _check_layers(plan: Plan) -> None:
         count = held[module.name]
         if replicated and count:
             raise UserError(f"module {module.name!r} is replicated, and in stages; it must be either.")
-        if not replicated and count != module.num_layers:
-            raise UserError(f"module {module.name!r} has {module.num_layers} layers; the plan's stages hold {count}.")
+        if not replicated and count != len(module.blocks):
+            raise UserError(f"module {module.name!r} has {len(module.blocks)} layers; the plan's stages hold {count}.")
     if BACKBONE not in held:
         raise UserError(f"no unit holds a module named {BACKBONE!r}; a plan needs one.")
     for unit in plan.units:

@@ -27,7 +27,7 @@ halves (attention, MLP), and the halves: parts 0 and 2 of the four are communica
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """layers:       per module, the first of its layers that the stage runs, and the first after them.
+    """layers:       per module, the blocks (`Module.blocks`) that the stage runs: first, and first after.
     recomputed:   per module, of how many of them the activations are recomputed.
     replica:      which one of the unit's, in the first island.
     rank:         the program rank.
@@ -126,7 +126,11 @@ class Layout:
 
     def trains(self, layers: Mapping[str, tuple[int, int]]) -> bool:
         modules = self.plan.model.module
-        return any(layer.trained for name, span in layers.items() for layer in modules(name).layers[slice(*span)])
+        return any(
+            modules(name).layers[place].trained
+            for name, span in layers.items()
+            for place in modules(name).block_layers(*span)
+        )
 
     @cached_property
     def has_backward(self) -> Mapping[str, tuple[bool, ...]]:
@@ -146,8 +150,12 @@ class Layout:
         return {name: tuple(found) for name, found in flags.items()}
 
     def _feeds_back(self, layers: Mapping[str, tuple[int, int]]) -> bool:
-        gradients = self.plan.model.input_gradients
-        return any(any(gradients[name][slice(*span)]) for name, span in layers.items())
+        model = self.plan.model
+        return any(
+            model.input_gradients[name][place]
+            for name, span in layers.items()
+            for place in model.module(name).block_layers(*span)
+        )
 
     def pipeline_rank(self, unit: Unit, stage: int) -> int:
         if self.plan.schedule == "zb_v" and stage >= unit.pp:
@@ -196,7 +204,7 @@ class Layout:
 
     def _replicated(self, pipelined: list[PlannedStage]) -> Iterator[PlannedStage]:
         for name in self.backbone.replicated:
-            layers = {name: (0, self.plan.model.module(name).num_layers)}
+            layers = {name: (0, len(self.plan.model.module(name).blocks))}
             trains = self.trains(layers)
             for stage in pipelined:
                 if stage.unit is self.backbone:

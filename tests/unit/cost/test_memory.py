@@ -18,9 +18,10 @@ from motet.cost.memory import (
     MixedPrecision,
     activation_bytes,
     logits_bytes,
-    rank_memory,
+    stage_layers,
     stage_memory,
     state_bytes,
+    unit_spans,
 )
 
 SHAPE = Transformer(256, 1024, 4, num_kv_heads=2, gated=True, norm="rms", biases=(), causal=True)
@@ -44,12 +45,14 @@ def plan_of(*units, model=MODEL, **options):
 
 def whole(recompute=None, **options):
     """One stage of everything."""
-    stage = {"image": IMAGE.num_layers, "backbone": BACKBONE.num_layers}
+    stage = {"image": len(IMAGE.blocks), "backbone": len(BACKBONE.blocks)}
     return Unit("all", (stage,), recompute=(recompute,) if recompute else (), **options)
 
 
 def memory_of(unit, precision=FSDP_FP32, in_flight=1, model=MODEL, stage=0):
-    return stage_memory(plan_of(unit, model=model), unit, stage, rows, in_flight, precision)
+    spans = unit_spans(model, unit, stage)
+    layers = stage_layers(model, spans, unit.recompute[stage] if unit.recompute else {})
+    return stage_memory(unit, layers, rows, in_flight, precision)
 
 
 def test_state_by_hand():
@@ -150,69 +153,43 @@ def test_what_is_frozen_keeps_activations_only_where_a_gradient_passes():
     assert everything.gradients - encoder_frozen.gradients == 4 * IMAGE.num_parameters
     # The same encoder behind a trained one has to pass gradients on.
     chained = replace(model, modules=(replace(IMAGE, name="before"), *model.modules), edges=(("before", "image"),))
-    unit = Unit("image", ({"image": IMAGE.num_layers},))
+    unit = Unit("image", ({"image": len(IMAGE.blocks)},))
     assert memory_of(unit, model=model).activations == 0
     assert memory_of(unit, model=chained).activations == kept
 
 
 def test_transients_by_hand():
-    """ZeRO-3 of the backbone's decoder layers alone, in bf16, with everything recomputed."""
-    unit = Unit("part", ({"backbone": 1}, {"backbone": 8}, {"backbone": 2}), pp=3, dp=4, zero=3)
-    unit = replace(unit, recompute=({}, {"backbone": 8}, {}))
+    """ZeRO-3 of the backbone, in bf16, with its middle recomputed."""
+    unit = Unit("llm", ({"backbone": 1}, {"backbone": 6}, {"backbone": 1}), pp=3, dp=4, zero=3)
+    unit = replace(unit, recompute=({}, {"backbone": 6}, {}))
     layer = SHAPE.layer()
-    found = stage_memory(plan_of(unit), unit, 1, rows, 2, FSDP_BF16)
-    gathered = 2 * 2 * layer.parameters
+    found = memory_of(unit, FSDP_BF16, stage=1)
     unreduced = (2 + 4) * layer.parameters
     working = 2 * ROWS * (layer.saved_width - 256) + 2 * 2 * ROWS * 256
-    assert found.activations == 8 * 2 * ROWS * 256
-    assert found.transient == gathered + unreduced + working
-    assert found.parameters == 8 * layer.parameters
-    last = stage_memory(plan_of(unit), unit, 2, rows, 1, FSDP_BF16)
-    assert last.transient == 2 * (1000 * 256 + 256) + (2 + 4) * 1000 * 256 + logits_bytes(
-        ROWS / 4, 1000, element_bytes=2
-    )
+    assert found.activations == 6 * 2 * ROWS * 256
+    assert found.transient == 2 * 2 * layer.parameters + unreduced + working
+    assert found.parameters == 6 * layer.parameters
+    last = memory_of(unit, FSDP_BF16, stage=2)
+    gathered = 2 * (1000 * 256 + layer.parameters)
+    logits = logits_bytes(ROWS / 4, 1000, element_bytes=2)
+    assert last.transient == gathered + unreduced + max(logits, 2 * 2 * ROWS * 256)
 
 
 def test_stages_add_up_to_the_whole():
-    unit = Unit("llm", ({"backbone": 3}, {"backbone": 4}, {"backbone": 4}), pp=3, zero=0)
+    unit = Unit("llm", ({"backbone": 2}, {"backbone": 3}, {"backbone": 3}), pp=3, zero=0)
     parts = [memory_of(unit, stage=stage) for stage in range(3)]
-    together = memory_of(Unit("llm", ({"backbone": 11},), zero=0))
+    together = memory_of(Unit("llm", ({"backbone": 8},), zero=0))
     for name in ("parameters", "gradients", "optimizer", "activations"):
         assert sum(getattr(part, name) for part in parts) == getattr(together, name)
     assert together.parameters == 4 * BACKBONE.num_parameters
 
 
 def test_replicated_modules_are_whole_on_every_stage():
-    unit = Unit("llm", ({"backbone": 5}, {"backbone": 6}), pp=2, replicated=("image",), zero=0)
+    unit = Unit("llm", ({"backbone": 3}, {"backbone": 5}), pp=2, replicated=("image",), zero=0)
     without = replace(unit, replicated=())
     for stage in range(2):
         extra = memory_of(unit, stage=stage).parameters - memory_of(without, stage=stage).parameters
         assert extra == 4 * IMAGE.num_parameters
-
-
-def test_peaks_by_rank():
-    """An encoder on ranks 0 and 1, a backbone of two chunks a rank on 2 to 5: V-shaped, or one way."""
-    encoder = Unit("image", ({"image": IMAGE.num_layers},), dp=2)
-    llm = Unit("llm", tuple({"backbone": n} for n in (2, 2, 3, 4)), first_rank=2, pp=2, dp=2)
-    in_flight = {("image", 0): 2} | {("llm", stage): 4 - stage for stage in range(4)}
-    for schedule, chunks in (("interleaved_1f1b", ((0, 2), (1, 3))), ("zb_v", ((0, 3), (1, 2)))):
-        plan = plan_of(encoder, llm, schedule=schedule)
-        found = rank_memory(plan, rows, in_flight, FSDP_FP32)
-        stages = [stage_memory(plan, llm, stage, rows, 4 - stage, FSDP_FP32) for stage in range(4)]
-        assert found[0] == found[1] == stage_memory(plan, encoder, 0, rows, 2, FSDP_FP32).peak_bytes
-        for rank, (one, other) in zip((2, 4), chunks):
-            held = stages[one].held_bytes + stages[other].held_bytes
-            expected = held + max(stages[one].transient, stages[other].transient)
-            assert found[rank] == found[rank + 1] == expected
-        assert (found[6:] == 0).all()
-
-
-def test_units_that_share_ranks_add_up():
-    encoder, llm = Unit("image", ({"image": IMAGE.num_layers},), dp=2), Unit("llm", ({"backbone": 11},), dp=2)
-    plan = plan_of(encoder, llm)
-    found = rank_memory(plan, rows, {("image", 0): 1, ("llm", 0): 1}, FSDP_FP32)
-    both = [stage_memory(plan, unit, 0, rows, 1, FSDP_FP32) for unit in plan.units]
-    assert found[0] == sum(one.held_bytes for one in both) + max(one.transient for one in both)
 
 
 def test_state_is_what_torch_holds_after_a_step():

@@ -2,11 +2,11 @@
 
 from motet.core.cluster import Cluster, Device, Link
 from motet.core.plan import Plan, Unit
-from motet.core.spec import Layer, ModelSpec, Module, Stack
+from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
 
 
 def layer(trained=True):
-    return Layer("block", weights=12, parameters=12, output_width=4, saved_width=8, trained=trained)
+    return Layer("attention", 12, 12, output_width=4, saved_width=8, attention=Attention(4, 4), trained=trained)
 
 
 def model(**modules):

@@ -4,13 +4,13 @@ import pytest
 from motet.core.cluster import Cluster, Device, Link
 from motet.core.errors import UserError
 from motet.core.plan import Plan, Unit
-from motet.core.spec import Layer, ModelSpec, Module, Stack
+from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
 from motet.core.workload import BatchLengths, ItemLengths, Workload
 from motet.simulate.placement import draw_batch, num_microbatches, place
 
 LINK = Link(1e9, 1e-5)
 CLUSTER = Cluster(Device("test", {"bf16": 1e12}, 1 << 30, 1e12), 1, 16, LINK, LINK)
-LAYER = Layer("attention", 100, 100, output_width=10, saved_width=40)
+LAYER = Layer("attention", 100, 100, output_width=10, saved_width=40, attention=Attention(10, 10))
 MODEL = ModelSpec(
     "tiny",
     (
