@@ -4,7 +4,7 @@ The keys are the fields of the dataclasses (core/plan.py, spec.py, cluster.py), 
 strictly: an unknown key, or a text where a number belongs, is an error. Defaults are left out, and layers that are
 alike stay one entry with a count. A file that is written by hand may name what others know, instead of spelling it out:
 `model` the path of a recipe or of a model's directory, relative to the file, and `cluster` a device of the catalogue
-with `num_nodes`. Core knows neither; who reads the file says how they are looked up.
+with num_nodes and perhaps ranks_per_node. Core knows neither; who reads the file says how they are looked up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import json
 import math
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,7 +24,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from motet.core.cluster import Cluster
-from motet.core.errors import UserError
+from motet.core.errors import ArgumentError, UserError
 from motet.core.plan import Plan
 from motet.core.spec import ModelSpec
 
@@ -47,10 +48,21 @@ _AT_LEAST_ONE = frozenset(
 """Keys whose number must be 1 or more; no number of a Plan is negative."""
 
 
-class _Document(BaseModel, extra="forbid", strict=True):
+@dataclass(frozen=True)
+class _NamedCluster:
+    device: str
+    num_nodes: int = 1
+    ranks_per_node: int | None = None
+
+
+class _OfPlan(BaseModel, extra="forbid", strict=True):
     """Gives the dataclasses in it this configuration, which they have no place for themselves."""
 
     plan: Plan
+
+
+class _OfCluster(BaseModel, extra="forbid", strict=True):
+    cluster: _NamedCluster
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
@@ -66,18 +78,22 @@ def read_plan(
     path: str | Path,
     *,
     model_at: Callable[[Path], ModelSpec] | None = None,
-    cluster_of: Callable[[Mapping[str, Any]], Cluster] | None = None,
+    cluster_named: Callable[[str, int, int | None], Cluster] | None = None,
 ) -> Plan:
     """Read a Plan.
 
-    model_at:   makes the model where the file has a path; it is given the path, absolute if the file's own is.
-    cluster_of: makes the cluster where the file names a device of the catalogue; it is given the table, and may raise
-                pydantic's ValidationError.
+    model_at:      makes the model where the file has a path; the path is absolute if the file's own is.
+    cluster_named: makes the cluster where the file names a device, from name, num_nodes and ranks_per_node; may raise
+                   ArgumentError.
     Raises UserError, one sentence with the file, the key and what would be right, for the first thing that is wrong.
     """
     document = _parsed(Path(path))
     if document.pop("motet_plan", None) != _VERSION:
         raise UserError(f'{path} is no plan that this version reads: it must have "motet_plan": {_VERSION}.')
+    for key, number in _numbers(document, ()):
+        least = 1 if key[-1] in _AT_LEAST_ONE else 0
+        if not least <= number < math.inf:
+            raise UserError(f"{path}: '{_text(key)}' must be at least {least}, and finite, not {number}.")
     model, cluster = document.get("model"), document.get("cluster")
     if isinstance(model, str):
         if model_at is None:
@@ -85,21 +101,25 @@ def read_plan(
         spec = model_at(Path(path).parent / Path(model).expanduser())
         document["model"] = TypeAdapter(ModelSpec).dump_python(spec, mode="json")
     if isinstance(cluster, dict) and isinstance(cluster.get("device"), str):
-        if cluster_of is None:
+        if cluster_named is None:
             raise UserError(f"{path}: 'cluster.device' is a name, {cluster['device']!r}; here it must be a table.")
-        try:
-            found = cluster_of(cluster)
-        except ValidationError as error:
-            _fail(path, error.errors(), ("cluster",))
-        document["cluster"] = TypeAdapter(Cluster).dump_python(found, mode="json")
-    for key, number in _numbers(document, ()):
-        least = 1 if key[-1] in _AT_LEAST_ONE else 0
-        if not least <= number < math.inf:
-            raise UserError(f"{path}: '{_text(key)}' must be at least {least}, and finite, not {number}.")
+        document["cluster"] = TypeAdapter(Cluster).dump_python(_looked_up(path, cluster, cluster_named), mode="json")
     try:
-        return _Document.model_validate_json(json.dumps({"plan": document})).plan
+        return _OfPlan.model_validate_json(json.dumps({"plan": document})).plan
     except ValidationError as error:
-        _fail(path, error.errors(), ())
+        _fail(path, error.errors(), Plan, ())
+
+
+def _looked_up(
+    path: str | Path, table: dict[str, Any], cluster_named: Callable[[str, int, int | None], Cluster]
+) -> Cluster:
+    try:
+        named = _OfCluster.model_validate_json(json.dumps({"cluster": table})).cluster
+        return cluster_named(named.device, named.num_nodes, named.ranks_per_node)
+    except ValidationError as error:
+        _fail(path, error.errors(), _NamedCluster, ("cluster",))
+    except ArgumentError as error:
+        raise UserError(f"{path}: 'cluster' is wrong: {str(error).rstrip('.')}.") from error
 
 
 def _parsed(path: Path) -> dict[str, Any]:
@@ -133,14 +153,17 @@ def _numbers(value: Any, key: Key) -> Iterator[tuple[Key, float]]:
         yield key, value
 
 
-def _fail(path: str | Path, errors: Sequence[ErrorDetails], prefix: Key) -> NoReturn:
-    """An unknown key first: a misspelt one is often missing under its right name as well."""
+def _fail(path: str | Path, errors: Sequence[ErrorDetails], root: type, prefix: Key) -> NoReturn:
+    """An unknown key first: a misspelt one is often missing under its right name as well.
+
+    root: the dataclass that was read; prefix: where it stands in the file. Errors have a place that starts above it.
+    """
     unknown = ("unexpected_keyword_argument", "extra_forbidden")
     error = next((error for error in errors if error["type"] in unknown), errors[0])
-    key = (*prefix, *error["loc"]) if prefix else error["loc"][1:]
-    name, message = _text(key), error["msg"].removeprefix("Value error, ").rstrip(".")
+    key = error["loc"][1:]
+    name, message = _text((*prefix, *key)), error["msg"].removeprefix("Value error, ").rstrip(".")
     if error["type"] in unknown:
-        raise UserError(f"{path}: unknown key '{name}'{'.' if prefix else _suggestion(key)}")
+        raise UserError(f"{path}: unknown key '{name}'{_suggestion(root, key)}")
     if error["type"] == "missing":
         raise UserError(f"{path}: '{name}' is missing and has no default.")
     if error["type"] == "value_error":
@@ -154,20 +177,19 @@ def _text(key: Key) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key).removeprefix(".")
 
 
-def _suggestion(key: Key) -> str:
-    known = [field.name for field in dataclasses.fields(_class_at(key[:-1]))]
+def _suggestion(root: type, key: Key) -> str:
+    known = [field.name for field in dataclasses.fields(_class_at(root, key[:-1]))]
     close = difflib.get_close_matches(str(key[-1]), known, n=1)
     return f"; did you mean '{close[0]}'?" if close else f"; known here: {', '.join(known)}."
 
 
-def _class_at(key: Key) -> Any:
-    """The dataclass that stands at a key of a Plan."""
-    found: Any = Plan
+def _class_at(root: Any, key: Key) -> Any:
+    """The dataclass that stands at a key of another."""
     for part in key:
-        found = typing.get_type_hints(found)[part] if isinstance(part, str) else typing.get_args(found)[0]
-        if isinstance(found, types.UnionType):
-            found = typing.get_args(found)[0]
-    return found
+        root = typing.get_type_hints(root)[part] if isinstance(part, str) else typing.get_args(root)[0]
+        if isinstance(root, types.UnionType):
+            root = typing.get_args(root)[0]
+    return root
 
 
 def _laid_out(value: Any, indent: int = 0, lead: int = 0) -> str:

@@ -3,10 +3,9 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
 
 from motet.core.cluster import Cluster, Device, Link
-from motet.core.errors import UserError
+from motet.core.errors import ArgumentError, UserError
 from motet.core.plan import Fill, Plan, Unit
 from motet.core.plan_file import read_plan, write_plan
 from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
@@ -151,11 +150,6 @@ def test_a_file_that_is_missing_or_cannot_be_written(tmp_path):
         write_plan(PLAN, tmp_path / "none" / "plan.json")
 
 
-class Named(BaseModel, extra="forbid"):
-    device: str
-    num_nodes: int = 1
-
-
 def test_model_and_cluster_by_name(document, tmp_path):
     document |= {"model": "recipes/small.toml", "cluster": {"device": "h100", "num_nodes": 2}}
     asked = []
@@ -164,14 +158,21 @@ def test_model_and_cluster_by_name(document, tmp_path):
         asked.append(path)
         return SPEC
 
-    def cluster_of(table):
-        Named(**table)
-        asked.append(table)
+    def cluster_named(device, num_nodes, ranks_per_node):
+        if device != "h100":
+            raise ArgumentError(f"there is no device {device!r}.")
+        asked.append((device, num_nodes, ranks_per_node))
         return CLUSTER
 
-    assert read(document, tmp_path, model_at=model_at, cluster_of=cluster_of) == PLAN
-    assert asked == [tmp_path / "recipes/small.toml", {"device": "h100", "num_nodes": 2}]
+    assert read(document, tmp_path, model_at=model_at, cluster_named=cluster_named) == PLAN
+    assert asked == [tmp_path / "recipes/small.toml", ("h100", 2, None)]
     assert "'model' is a path" in complaint(document, tmp_path)
     assert "'cluster.device' is a name" in complaint(document, tmp_path, model_at=model_at)
-    document["cluster"]["nodes"] = 3
-    assert complaint(document, tmp_path, model_at=model_at, cluster_of=cluster_of) == "unknown key 'cluster.nodes'."
+    for cluster, said in [
+        ({"device": "h100", "nodes": 3}, "unknown key 'cluster.nodes'; did you mean 'num_nodes'?"),
+        ({"device": "h100", "num_nodes": "3"}, "'cluster.num_nodes' must be a whole number, not \"3\"."),
+        ({"device": "h100", "num_nodes": 0}, "'cluster.num_nodes' must be at least 1, and finite, not 0."),
+        ({"device": "h1000"}, "'cluster' is wrong: there is no device 'h1000'."),
+    ]:
+        document["cluster"] = cluster
+        assert complaint(document, tmp_path, model_at=model_at, cluster_named=cluster_named) == said
