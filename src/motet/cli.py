@@ -47,7 +47,11 @@ def train(
         typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Set a key of the recipe; repeatable. VALUE is TOML."),
     ] = None,
     trace: Annotated[
-        bool, typer.Option("--trace", help="Write trace.json, every action of every rank, for chrome://tracing.")
+        bool,
+        typer.Option(
+            "--trace",
+            help="Write trace.json, each action of each rank, for chrome://tracing, and timeline.html of the last step.",
+        ),
     ] = False,
     resume: Annotated[
         str,
