@@ -50,7 +50,7 @@ def train(
         bool,
         typer.Option(
             "--trace",
-            help="Write trace.json, each action of each rank, for chrome://tracing, and timeline.html of the last step.",
+            help="Write trace.json, every action of every rank, for chrome://tracing, and timeline.html.",
         ),
     ] = False,
     resume: Annotated[
