@@ -9,7 +9,7 @@ RANKS := 4
 venv: .venv/installed
 
 # Made last, so that an install that failed is tried again. Sources under src/ need no install.
-.venv/installed: pyproject.toml constraints.txt scripts/venv $(wildcard csrc/*.txt csrc/*.cpp csrc/*.h)
+.venv/installed: pyproject.toml constraints.txt scripts/venv $(wildcard csrc/*.txt csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h)
 	@rm -f $@
 	@scripts/venv
 	@touch $@
@@ -35,5 +35,5 @@ format: venv
 	.venv/bin/ruff check --fix .
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis src/motet/balance/*.so
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis src/motet/*/*.so
 	git clean -fdXq csrc

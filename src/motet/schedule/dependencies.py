@@ -20,7 +20,7 @@ PARTNERS = {
     Kind.RECV_B: Kind.SEND_B,
 }
 COLLECTIVES = frozenset({Kind.EXCHANGE_F, Kind.EXCHANGE_B, Kind.GATHER, Kind.GATHER_B, Kind.REDUCE})
-_PREFETCHED = 1
+PREFETCHED = 1
 """Parts of a stage whose parameters are gathered ahead of the one that is computed, as FSDP does."""
 
 
@@ -51,12 +51,18 @@ class Dependencies:
         return frozenset(action for actions in self.program.actions for action in actions)
 
     @cached_property
-    def _sources(self) -> Mapping[int, tuple[int, ...]]:
-        return {stage: self.program.sources(stage) for stage in range(self.program.num_stages)}
+    def _sources(self) -> Mapping[int, list[int]]:
+        sources: dict[int, list[int]] = {stage: [] for stage in range(self.program.num_stages)}
+        for source, sink in self.program.edges:
+            sources[sink].append(source)
+        return sources
 
     @cached_property
-    def _sinks(self) -> Mapping[int, tuple[int, ...]]:
-        return {stage: self.program.sinks(stage) for stage in range(self.program.num_stages)}
+    def _sinks(self) -> Mapping[int, list[int]]:
+        sinks: dict[int, list[int]] = {stage: [] for stage in range(self.program.num_stages)}
+        for source, sink in self.program.edges:
+            sinks[source].append(sink)
+        return sinks
 
     @cached_property
     def _microbatches(self) -> Mapping[tuple[int, Kind], list[int]]:
@@ -92,11 +98,11 @@ class Dependencies:
             case Kind.EXCHANGE_B:
                 yield from self._backward(peer, microbatch)
             case Kind.GATHER:
-                yield from self._freed(stage, Kind.F, microbatch, part - 1 - _PREFETCHED)
+                yield from self._freed(stage, Kind.F, microbatch, part - 1 - PREFETCHED)
             case Kind.GATHER_B:
-                for backward in (Kind.B, Kind.I):
+                for backward in (Kind.B, Kind.I) if part >= 0 else ():
                     if num_parts := self._num_parts(stage, backward, microbatch):
-                        yield from self._freed(stage, backward, microbatch, num_parts - part - 2 - _PREFETCHED)
+                        yield from self._freed(stage, backward, microbatch, num_parts - part - 2 - PREFETCHED)
             case Kind.REDUCE:
                 yield from self._all_gradients(stage, microbatch, part)
             case Kind.STEP:

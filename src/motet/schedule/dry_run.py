@@ -1,0 +1,124 @@
+"""A Program run through without computing: in which order its actions can take place, or why they cannot.
+
+The model of execution is the simulator's. A rank has four streams, for compute, sends, receives and collectives, and
+each takes its actions in the order of the rank's list. An action starts when the one before it in its stream and all
+that `Dependencies` names have ended. A SEND and its RECV are one event on the sender's send stream and the receiver's
+receive stream; a collective is one event on the collective streams of all stages of its group. Where communication
+blocks, a rank has a single stream.
+
+Durations are nominal: backward takes twice as long as forward, communication nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from motet.schedule.dependencies import COLLECTIVES, Dependencies, partner
+from motet.schedule.program import COMPUTE, Action, Kind, Program
+
+NOMINAL = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0, Kind.R: 1.0, Kind.STEP: 1.0}
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """start, end: of every action that takes place, in nominal forward passes. cycle: actions of which each waits for
+    the next, and the last for the first; empty if there is no deadlock.
+    """
+
+    start: Mapping[Action, float]
+    end: Mapping[Action, float]
+    cycle: tuple[Action, ...]
+
+
+def stream_of(kind: Kind) -> str:
+    """The stream of its rank that an action of this kind occupies."""
+    if kind in COMPUTE:
+        return "compute"
+    if kind in COLLECTIVES:
+        return "collective"
+    return "send" if kind in (Kind.SEND_F, Kind.SEND_B) else "receive"
+
+
+def event_of(action: Action, program: Program) -> tuple[object, ...]:
+    """What an action takes part in: the same for both ends of a transfer, and for all stages in a collective."""
+    if action.kind in (Kind.RECV_F, Kind.RECV_B):
+        return partner(action) or action
+    group = program.stages[action.stage].group
+    if action.kind in COLLECTIVES and group >= 0:
+        towards = program.stages[action.peer].group if action.peer >= 0 else -1
+        return (action.kind, group, action.microbatch, action.part, towards)
+    return action
+
+
+def dry_run(program: Program, *, blocking: bool = False) -> DryRun:
+    """Run a Program whose actions are all different. blocking: communication holds the compute stream. O(actions)."""
+    graph = _Graph(program, blocking)
+    start = [0.0] * len(graph.members)
+    end = list(graph.duration)
+    waiting = [len(before) for before in graph.before]
+    ready = [event for event, count in enumerate(waiting) if not count]
+    for event in ready:  # grows while it is walked
+        end[event] += start[event]
+        for after in graph.after[event]:
+            start[after] = max(start[after], end[event])
+            waiting[after] -= 1
+            if not waiting[after]:
+                ready.append(after)
+    return DryRun(
+        {action: start[event] for event in ready for action in graph.members[event]},
+        {action: end[event] for event in ready for action in graph.members[event]},
+        graph.cycle(waiting) if len(ready) < len(waiting) else (),
+    )
+
+
+class _Graph:
+    """Events, numbered, and which comes before which."""
+
+    def __init__(self, program: Program, blocking: bool) -> None:
+        number: dict[tuple[object, ...], int] = {}
+        self.members: list[list[Action]] = []
+        for actions in program.actions:
+            for action in actions:
+                event = number.setdefault(event_of(action, program), len(number))
+                if event == len(self.members):
+                    self.members.append([])
+                self.members[event].append(action)
+        event_by_action = {action: event for event, members in enumerate(self.members) for action in members}
+        self.before: list[list[int]] = [[] for _ in self.members]
+        self.after: list[list[int]] = [[] for _ in self.members]
+        dependencies = Dependencies(program)
+        for actions in program.actions:
+            last: dict[str, int] = {}
+            for action in actions:
+                event = event_by_action[action]
+                stream = "compute" if blocking else stream_of(action.kind)
+                for needed in dependencies.of(action):
+                    self._add(event_by_action[needed], event)
+                if stream in last:
+                    self._add(last[stream], event)
+                last[stream] = event
+        self.duration = _durations(self.members)
+
+    def _add(self, before: int, after: int) -> None:
+        self.before[after].append(before)
+        self.after[before].append(after)
+
+    def cycle(self, waiting: list[int]) -> tuple[Action, ...]:
+        """Events that wait for each other in a ring, from the lowest-numbered one that is part of the one found."""
+        seen: dict[int, None] = {}
+        event = next(event for event, count in enumerate(waiting) if count)
+        while event not in seen:
+            seen[event] = None
+            event = next(before for before in self.before[event] if waiting[before])
+        path = list(seen)
+        ring = path[path.index(event) :]
+        first = ring.index(min(ring))
+        return tuple(self.members[event][0] for event in ring[first:] + ring[:first])
+
+
+def _durations(members: list[list[Action]]) -> list[float]:
+    """Of events; the parts of a pass share its duration."""
+    num_parts = Counter(action[:3] for event in members for action in event)
+    return [NOMINAL.get(event[0].kind, 0.0) / num_parts[event[0][:3]] for event in members]

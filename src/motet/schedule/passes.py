@@ -1,0 +1,172 @@
+"""Programs into Programs: add the communication that edges need, add recomputation, split passes into parts."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from motet.core.errors import ArgumentError
+from motet.schedule.dependencies import PARTNERS
+from motet.schedule.dry_run import DryRun, dry_run
+from motet.schedule.program import Action, Kind, Program
+
+_BACKWARD = (Kind.B, Kind.I)
+
+
+class _Transfer(NamedTuple):
+    """Both ends, the last part of the pass that makes what is sent, and the first part of the pass that takes it in."""
+
+    send: Action
+    receive: Action
+    producer: Action
+    consumer: Action
+
+
+def add_communication(program: Program, *, blocking: bool = False) -> Program:
+    """Give every edge between ranks a SEND and a RECV per microbatch, forward, and backward where there is one.
+
+    A SEND stands right after the pass that makes what it sends, a RECV right before the pass that takes it in: nothing
+    is sent later than it could be, and who waits at a RECV would have to wait in the pass. All transfers follow one
+    order, that in which they are taken in (by a dry run), on every stream of every rank; where that needs it, a SEND
+    stands later. So the sends and receives of two ranks match in order, and there is no deadlock: of the transfers that
+    have not taken place, the first is at the head of both its streams, and what its producer needs came before it.
+    This holds where a SEND does not hold up its rank's compute (`dry_run` says how streams work).
+
+    blocking: for ranks that do nothing else while they send or receive. A pair stands at one point of a common order of
+    all actions, that at which its producer ends; who receives may then wait earlier than it needs to.
+
+    SEND and RECV that are there already are placed anew; edges with an EXCHANGE get none.
+    Raises ArgumentError for a Program that deadlocks without them. O(actions log actions).
+    """
+    bare = replace(program, actions=tuple(tuple(a for a in row if a.kind not in PARTNERS) for row in program.actions))
+    run = dry_run(bare, blocking=blocking)
+    if run.cycle:
+        raise ArgumentError(f"add_communication: {run.cycle[0]} can never start, whatever is sent; see validate().")
+    inserted: list[list[tuple[int, int, Action]]] = [[] for _ in bare.actions]
+    for action, index, turn in (_at_producers if blocking else _at_both_passes)(bare, run):
+        inserted[bare.stages[action.stage].rank].append((index, turn, action))
+    rows = []
+    for row, found in zip(bare.actions, inserted):
+        rows.append(_merged(row, sorted(found, key=lambda entry: entry[:2])))
+    return replace(bare, actions=tuple(rows))
+
+
+def _at_both_passes(program: Program, run: DryRun) -> Iterator[tuple[Action, int, int]]:
+    """Every SEND and RECV, the index in its row before which it stands, and its turn there."""
+    index = {action: index for row in program.actions for index, action in enumerate(row)}
+    sent = [0] * program.num_ranks
+    transfers = sorted(_transfers(program), key=lambda transfer: (run.start[transfer.consumer], transfer.send))
+    for turn, (send, receive, producer, consumer) in enumerate(transfers):
+        rank = program.stages[send.stage].rank
+        sent[rank] = max(sent[rank], index[producer] + 1)
+        yield send, sent[rank], turn - len(transfers)  # before what is received at the same place
+        yield receive, index[consumer], turn
+
+
+def _at_producers(program: Program, run: DryRun) -> Iterator[tuple[Action, int, int]]:
+    """The same, for ranks that block: before all that starts when the producer has ended, on both ranks."""
+    starts = [[run.start[action] for action in row] for row in program.actions]
+    transfers = sorted(_transfers(program), key=lambda transfer: (run.end[transfer.producer], transfer.send))
+    for turn, (send, receive, producer, _) in enumerate(transfers):
+        for end in (send, receive):
+            yield end, bisect_left(starts[program.stages[end.stage].rank], run.end[producer]), turn
+
+
+def _transfers(program: Program) -> Iterator[_Transfer]:
+    """What has to pass from rank to rank, in no particular order."""
+    first: dict[tuple[int, Kind, int], Action] = {}
+    last: dict[tuple[int, Kind, int], Action] = {}
+    present = set()
+    for row in program.actions:
+        for action in row:
+            first.setdefault(action[:3], action)
+            last[action[:3]] = action
+            present.add(action)
+
+    def end(ends: dict[tuple[int, Kind, int], Action], stage: int, microbatch: int) -> Action | None:
+        return ends.get((stage, Kind.B, microbatch)) or ends.get((stage, Kind.I, microbatch))
+
+    for source, sink in program.edges:
+        if program.stages[source].rank == program.stages[sink].rank:
+            continue
+        for microbatch in range(program.num_microbatches):
+            made, taken = last.get((source, Kind.F, microbatch)), first.get((sink, Kind.F, microbatch))
+            if made and taken and Action(source, Kind.EXCHANGE_F, microbatch, peer=sink) not in present:
+                send = Action(source, Kind.SEND_F, microbatch, peer=sink)
+                yield _Transfer(send, Action(sink, Kind.RECV_F, microbatch, peer=source), made, taken)
+            made, taken = end(last, sink, microbatch), end(first, source, microbatch)
+            if made and taken and Action(source, Kind.EXCHANGE_B, microbatch, peer=sink) not in present:
+                send = Action(sink, Kind.SEND_B, microbatch, peer=source)
+                yield _Transfer(send, Action(source, Kind.RECV_B, microbatch, peer=sink), made, taken)
+
+
+def _merged(row: tuple[Action, ...], inserted: list[tuple[int, int, Action]]) -> tuple[Action, ...]:
+    merged: list[Action] = []
+    done = 0
+    for index, _, action in inserted:
+        merged += row[done:index]
+        merged.append(action)
+        done = index
+    return tuple(merged) + row[done:]
+
+
+def add_recompute(program: Program, stages: Collection[int]) -> Program:
+    """Put R, the forward pass again, before every backward pass of the given stages: a rank recomputes while it waits
+    for the gradient, so R stands before the RECV of it. What has an R is left as it is.
+
+    Raises ArgumentError for a stage that the Program does not have, or that has no backward pass. O(actions).
+    """
+    served = {action.stage for row in program.actions for action in row if action.kind in _BACKWARD}
+    for stage in stages:
+        if stage not in served:
+            raise ArgumentError(f"add_recompute: stage {stage} has no backward pass that recomputation could serve.")
+    present = {action[:3] for row in program.actions for action in row if action.kind is Kind.R}
+    rows = []
+    for row in program.actions:
+        new: list[Action] = []
+        for action in row:
+            recomputed = (action.stage, Kind.R, action.microbatch)
+            if action.stage in stages and action.kind in _BACKWARD and action.part <= 0 and recomputed not in present:
+                at = len(new)
+                while at and new[at - 1].kind is Kind.RECV_B and new[at - 1].stage == action.stage:
+                    at -= 1
+                new.insert(at, Action(*recomputed))
+            new.append(action)
+        rows.append(tuple(new))
+    return replace(program, actions=tuple(rows))
+
+
+def split_parts(program: Program, stage: int, num_forward_parts: int, num_backward_parts: int) -> Program:
+    """Make the passes of a stage consist of parts, one right after the other: F and R of num_forward_parts, B, I and W
+    of num_backward_parts; 1 leaves them whole. What is in as many parts already stays.
+
+    Raises ArgumentError for a stage that the Program does not have, for counts below 1, for parts of a backward pass
+    where there is none, and for passes that are in another number of parts. O(actions).
+    """
+    if not 0 <= stage < program.num_stages:
+        raise ArgumentError(f"split_parts: there is no stage {stage}; the Program has {program.num_stages}.")
+    if min(num_forward_parts, num_backward_parts) < 1:
+        raise ArgumentError(f"split_parts: parts are {num_forward_parts}, {num_backward_parts}; the least is 1.")
+    num_parts = dict.fromkeys((Kind.F, Kind.R), num_forward_parts)
+    num_parts |= dict.fromkeys((Kind.B, Kind.I, Kind.W), num_backward_parts)
+    found: Counter[tuple[int, Kind, int]] = Counter()
+    for row in program.actions:
+        for action in row:
+            if action.stage == stage and action.kind in num_parts:
+                found[action[:3]] += action.part >= 0
+    if num_backward_parts > 1 and not any(kind in _BACKWARD for _, kind, _ in found):
+        raise ArgumentError(f"split_parts: stage {stage} has no backward pass; num_backward_parts must be 1.")
+    for (_, kind, microbatch), count in found.items():
+        if count not in (0, num_parts[kind]):
+            whole = Action(stage, kind, microbatch)
+            raise ArgumentError(f"split_parts: {whole} is in {count} parts already, not {num_parts[kind]}.")
+
+    def parts(action: Action) -> Sequence[Action]:
+        num = num_parts.get(action.kind, 1) if action.stage == stage and action.part < 0 else 1
+        return [action] if num == 1 else [action._replace(part=part) for part in range(num)]
+
+    rows = (tuple(part for action in row for part in parts(action)) for row in program.actions)
+    return replace(program, actions=tuple(rows))

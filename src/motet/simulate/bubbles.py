@@ -1,0 +1,129 @@
+"""Where time goes in which nothing computes: the bubbles of a Timeline by cause, as in Optimus section 2.2, Table 1.
+
+A rank is busy while a span on its compute stream runs that is no communication. Of all other time until the last span
+of any rank has ended, what the rank then does tells the cause, the first that applies:
+
+- tp: tensor-parallel communication of a pass;
+- exchange: encoder outputs or their gradients move (an all-to-all);
+- dp_gather, dp_reduce: collectives of parameters, of gradients;
+- straggler: it does nothing until one of those three starts, which needs other ranks too. Where a Timeline was measured
+  this is part of the collective, which runs while it waits;
+- pp_warmup, pp_cooldown: it has not begun its first pass, or has ended its last;
+- pp_other: it waits between two passes, for its neighbours or for a transfer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.core.timeline import COMPUTE, Timeline
+from motet.schedule.program import COMPUTE as PASSES_AND_STEP
+from motet.schedule.program import Kind
+
+BUBBLE_KINDS = ("tp", "exchange", "dp_gather", "dp_reduce", "straggler", "pp_warmup", "pp_cooldown", "pp_other")
+_TP, _EXCHANGE, _GATHER, _REDUCE, _STRAGGLER, _WARMUP, _COOLDOWN, _OTHER = range(len(BUBBLE_KINDS))
+_BUSY = -1
+_NOTHING = len(BUBBLE_KINDS)
+_CAUSES = {
+    Kind.EXCHANGE_F: _EXCHANGE,
+    Kind.EXCHANGE_B: _EXCHANGE,
+    Kind.GATHER: _GATHER,
+    Kind.GATHER_B: _GATHER,
+    Kind.REDUCE: _REDUCE,
+}
+_COMMUNICATION = frozenset(Kind) - PASSES_AND_STEP
+_BY_PRIORITY = (_BUSY, _TP, _EXCHANGE, _GATHER, _REDUCE)
+
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Bubbles:
+    """step_s: how long the step is, on every rank. busy_s: [num_ranks]. idle_s: [num_ranks, len(BUBBLE_KINDS)], by cause.
+
+    busy_s and the sum of idle_s over its causes add up to step_s on every rank.
+    """
+
+    step_s: float
+    busy_s: Seconds
+    idle_s: Seconds
+
+    @property
+    def mean_s(self) -> dict[str, float]:
+        """Seconds of each kind of bubble, mean over ranks."""
+        return dict(zip(BUBBLE_KINDS, (self.idle_s.sum(axis=0) / max(len(self.idle_s), 1)).tolist()))
+
+    @property
+    def share(self) -> dict[str, float]:
+        """The same as shares of the step."""
+        return {kind: seconds / self.step_s if self.step_s else 0.0 for kind, seconds in self.mean_s.items()}
+
+    @property
+    def total_share(self) -> float:
+        """The share of the step in which nothing computes, mean over ranks."""
+        return sum(self.share.values())
+
+
+def bubbles(timeline: Timeline) -> Bubbles:
+    """The bubbles of a Timeline of one step, simulated or measured. O(spans log spans)."""
+    if not len(timeline):
+        return Bubbles(0.0, np.zeros(timeline.num_ranks), np.zeros((timeline.num_ranks, len(BUBBLE_KINDS))))
+    begin_s, end_s = float(timeline.start_s.min()), float(timeline.end_s.max())
+    cause, passes = _causes(timeline)
+    rank, start_s, stop_s, doing = _segments(timeline, cause, begin_s, end_s)
+    first_s = np.full(timeline.num_ranks, end_s)
+    last_s = np.full(timeline.num_ranks, begin_s)
+    np.minimum.at(first_s, timeline.rank[passes], timeline.start_s[passes])
+    np.maximum.at(last_s, timeline.rank[passes], timeline.end_s[passes])
+    then = np.append(np.where(rank[1:] == rank[:-1], doing[1:], _NOTHING), _NOTHING)
+    waits = doing == _NOTHING
+    why = np.full(len(doing), _OTHER)
+    why[start_s >= last_s[rank]] = _COOLDOWN
+    why[stop_s <= first_s[rank]] = _WARMUP
+    why[(then >= _EXCHANGE) & (then <= _REDUCE)] = _STRAGGLER
+    doing = np.where(waits, why, doing)
+    seconds = np.zeros((timeline.num_ranks, len(BUBBLE_KINDS) + 1))
+    np.add.at(seconds, (rank, doing - _BUSY), stop_s - start_s)
+    return Bubbles(end_s - begin_s, seconds[:, 0], seconds[:, 1:])
+
+
+def _causes(timeline: Timeline) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """What each span counts as, and which are passes."""
+    told: dict[tuple[str, str], int] = {}
+    numbers = [told.setdefault(pair, len(told)) for pair in zip(timeline.stream, timeline.kind)]
+    cause = np.array([_cause(stream, kind) for stream, kind in told])
+    step = np.array([kind == Kind.STEP for _, kind in told])
+    number = np.array(numbers)
+    return cause[number], (cause[number] == _BUSY) & ~step[number]
+
+
+def _cause(stream: str, kind: str) -> int:
+    if stream == "tensor":
+        return _TP
+    if stream == COMPUTE and kind not in _COMMUNICATION:
+        return _BUSY
+    return next((cause for of, cause in _CAUSES.items() if of == kind), _NOTHING)
+
+
+def _segments(
+    timeline: Timeline, cause: NDArray[np.int64], begin_s: float, end_s: float
+) -> tuple[NDArray[np.int64], Seconds, Seconds, NDArray[np.int64]]:
+    """rank, start, end and what it does, of pieces of time in which no span of the rank starts or ends, in order."""
+    known = np.flatnonzero(cause != _NOTHING)
+    every = np.arange(timeline.num_ranks)
+    rank = np.concatenate([timeline.rank[known], timeline.rank[known], every, every])
+    at_s = np.concatenate(
+        [timeline.start_s[known], timeline.end_s[known], np.full(len(every), begin_s), np.full(len(every), end_s)]
+    )
+    change = np.concatenate([np.ones(len(known)), -np.ones(len(known)), np.zeros(2 * len(every))]).astype(np.int64)
+    of = np.concatenate([cause[known], cause[known], np.full(2 * len(every), _NOTHING)])
+    order = np.lexsort((at_s, rank))
+    rank, at_s, change, of = rank[order], at_s[order], change[order], of[order]
+    doing = np.full(len(order), _NOTHING)
+    for one in reversed(_BY_PRIORITY):
+        doing[np.cumsum(np.where(of == one, change, 0)) > 0] = one
+    pieces = np.flatnonzero((rank[1:] == rank[:-1]) & (at_s[1:] > at_s[:-1]))
+    return rank[pieces], at_s[pieces], at_s[pieces + 1], doing[pieces]

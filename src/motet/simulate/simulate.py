@@ -1,0 +1,76 @@
+"""When everything in a step happens: a Program and the times of its stages into a Timeline.
+
+Streams and what they hold are in streams.py; what waits for what, in motet.schedule.dependencies; how operations follow
+from both, in reference.py. The same arguments give the same Timeline, to the bit, on every machine.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from motet.core.errors import ArgumentError
+from motet.core.timeline import Timeline
+from motet.schedule.dependencies import PARTNERS
+from motet.schedule.program import Program
+from motet.simulate import reference
+from motet.simulate.backend import Backend, engine
+from motet.simulate.deadlock import deadlock
+from motet.simulate.lookup import Lookup
+from motet.simulate.lower import waits
+from motet.simulate.seconds import Seconds, action_seconds
+from motet.simulate.spans import timeline_of
+from motet.simulate.streams import COMPUTE, STREAMS, TENSOR
+from motet.simulate.table import EXCHANGES, ActionTable, Ints, action_table
+from motet.simulate.times import StageTimes
+
+
+def simulate(
+    program: Program,
+    times: StageTimes,
+    *,
+    overlap: bool = True,
+    jitter: float = 0.0,
+    seed: int = 0,
+    backend: Backend = "native",
+) -> Timeline:
+    """The Timeline of one step; it starts at 0, and its ranks are the Program's. O(actions + dependencies).
+
+    program: with communication, or, if it has none and sending takes time, given SEND and RECV first.
+    overlap: whether compute goes on beside communication. If not, a rank's communication holds its compute stream: what
+             stands in its list between two actions of compute is posted together, and waited for.
+    jitter:  sigma of the log-normal factor, of mean 1, on each action of compute (stragglers); drawn from seed.
+    Raises ArgumentError for times that do not fit the Program, for a Program that is not whole, and for one that cannot
+    run, with the actions that wait for each other.
+    """
+    if not 0 <= jitter < np.inf:
+        raise ArgumentError(f"jitter is {jitter}; it must be the sigma of a log-normal distribution, 0 or more.")
+    native = engine(backend)
+    table = action_table(program)
+    if _lacks_communication(table, times):
+        from motet.schedule.passes import add_communication
+
+        program = add_communication(program, blocking=not overlap)
+        table = action_table(program)
+    lookup = Lookup(table)
+    seconds = action_seconds(lookup, times, jitter, seed)
+    held = seconds.stream if overlap else np.where(seconds.stream == TENSOR, np.int32(COMPUTE), seconds.stream)
+    took = seconds.held_s + seconds.tensor_s
+    start_s: Seconds
+    end_s: Seconds
+    if native is None:
+        found = reference.run(program, seconds.stream.tolist(), took.tolist(), overlap)
+        start_s, end_s = (np.array(column) for column in found)
+    else:
+        needs = waits(lookup, seconds.stream, overlap)
+        of_rank: Ints = table.rank * len(STREAMS) + held
+        start_s, end_s = native.run(of_rank, lookup.operation, took, needs.dependent, needs.dependency)
+    if np.isnan(end_s).any():
+        raise deadlock(lookup, waits(lookup, seconds.stream, overlap), held, end_s)
+    return timeline_of(table, seconds, start_s, end_s)
+
+
+def _lacks_communication(table: ActionTable, times: StageTimes) -> bool:
+    stages = table.program.stages
+    crosses = any(stages[source].rank != stages[sink].rank for source, sink in table.program.edges)
+    takes_time = bool(times.send_s.any() or times.return_s.any())
+    return crosses and takes_time and not any(table.rows(kind).size for kind in (*PARTNERS, *EXCHANGES))
