@@ -1,0 +1,221 @@
+"""Whether a Plan fits its model and its cluster: every layer is held once, every rank exists, every count divides.
+
+What is wrong is said in one sentence that names the unit, module or key, and what would be right.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+from motet.core.errors import UserError
+from motet.core.plan import Plan, Unit
+from motet.core.workload import BACKBONE
+
+_CHUNKS = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_v": 2, "data_parallel": 1}
+
+
+def check_fit(plan: Plan) -> None:
+    """Raises UserError for the first thing that does not fit. O(layers + units^2)."""
+    _check_units(plan)
+    _check_layers(plan)
+    _check_order(plan)
+    _check_ranks(plan)
+    _check_batch(plan)
+    _check_schedule(plan)
+
+
+def backbone_unit(plan: Plan) -> Unit:
+    return plan.unit_of(BACKBONE)
+
+
+def colocated_units(plan: Plan) -> tuple[Unit, ...]:
+    """Encoder units that run in the bubbles of the backbone's, on its ranks (Optimus section 3.1)."""
+    backbone = backbone_unit(plan)
+    return tuple(unit for unit in plan.units if unit is not backbone and unit.first_rank == backbone.first_rank)
+
+
+def pipelined_units(plan: Plan) -> tuple[Unit, ...]:
+    """The units that have ranks of their own, the backbone's among them."""
+    colocated = colocated_units(plan)
+    return tuple(unit for unit in plan.units if unit not in colocated)
+
+
+def _check_units(plan: Plan) -> None:
+    names = Counter(unit.name for unit in plan.units)
+    for name, count in names.items():
+        if count > 1:
+            raise UserError(f"{count} units are named {name!r}; each must have its own name.")
+    for unit in plan.units:
+        sizes = {"dp": unit.dp, "pp": unit.pp, "tp": unit.tp, "cp": unit.cp}
+        for key, size in sizes.items():
+            if size < 1:
+                raise UserError(f"unit {unit.name!r}: {key} is {size}; it must be at least 1.")
+        if unit.shard_size < 0 or (unit.shard_size and unit.dp % unit.shard_size):
+            raise UserError(
+                f"unit {unit.name!r}: shard_size is {unit.shard_size}; it must divide dp, {unit.dp}, or be 0."
+            )
+        if not unit.stages or any(sum(stage.values()) < 1 or min(stage.values()) < 1 for stage in unit.stages):
+            raise UserError(f"unit {unit.name!r} has a stage without layers, or a module without; all need at least 1.")
+        _check_recompute(unit)
+
+
+def _check_recompute(unit: Unit) -> None:
+    if unit.recompute and len(unit.recompute) != len(unit.stages):
+        raise UserError(
+            f"unit {unit.name!r}: recompute is said for {len(unit.recompute)} stages of {len(unit.stages)}; "
+            "it must be for all or none."
+        )
+    for number, (recompute, stage) in enumerate(zip(unit.recompute, unit.stages)):
+        for module, count in recompute.items():
+            if not 0 <= count <= stage.get(module, 0):
+                raise UserError(
+                    f"unit {unit.name!r}: stage {number} recomputes {count} layers of {module!r}; "
+                    f"it has {stage.get(module, 0)}."
+                )
+
+
+def _check_layers(plan: Plan) -> None:
+    held = Counter[str]()
+    for unit in plan.units:
+        for stage in unit.stages:
+            held.update(stage)
+    for name in [*held, *(name for unit in plan.units for name in unit.replicated)]:
+        if name not in {module.name for module in plan.model.modules}:
+            names = ", ".join(module.name for module in plan.model.modules)
+            raise UserError(f"the plan places module {name!r}, which {plan.model.name} has not; it has {names}.")
+    for module in plan.model.modules:
+        units = [unit.name for unit in plan.units if module.name in unit.modules]
+        if len(units) > 1:
+            raise UserError(f"module {module.name!r} is in units {', '.join(units)}; one unit must hold all of it.")
+        replicated = any(module.name in unit.replicated for unit in plan.units)
+        count = held[module.name]
+        if replicated and count:
+            raise UserError(f"module {module.name!r} is replicated, and in stages; it must be either.")
+        if not replicated and count != module.num_layers:
+            raise UserError(f"module {module.name!r} has {module.num_layers} layers; the plan's stages hold {count}.")
+    if BACKBONE not in held:
+        raise UserError(f"no unit holds a module named {BACKBONE!r}; a plan needs one.")
+    for unit in plan.units:
+        if unit.replicated and unit is not backbone_unit(plan):
+            raise UserError(f"unit {unit.name!r} replicates modules; only the backbone's unit may.")
+
+
+def _check_order(plan: Plan) -> None:
+    """Within a unit modules come in the order of the data; between units there is no circle."""
+    replicated = {name for unit in plan.units for name in unit.replicated}
+    for source, sink in plan.model.edges:
+        unit, other = plan.unit_of(source), plan.unit_of(sink)
+        if sink in replicated or (source in replicated and sink != BACKBONE):
+            raise UserError(f"{source!r} feeds {sink!r}; only what feeds the backbone alone can be replicated.")
+        if other in colocated_units(plan) or (unit in colocated_units(plan) and other is not backbone_unit(plan)):
+            raise UserError(
+                f"{source!r} feeds {sink!r}; what runs in the backbone's bubbles may feed the backbone alone."
+            )
+        if unit is other and source not in replicated and _places(unit, source)[-1] > _places(unit, sink)[0]:
+            raise UserError(f"unit {unit.name!r}: {source!r} feeds {sink!r}, so its stages must not come after.")
+    left = list(plan.units)
+    feeds = {(plan.unit_of(source).name, plan.unit_of(sink).name) for source, sink in plan.model.edges}
+    while left:
+        free = [
+            unit for unit in left if not any((other.name, unit.name) in feeds for other in left if other is not unit)
+        ]
+        if not free:
+            names = ", ".join(unit.name for unit in left)
+            raise UserError(
+                f"units {names} feed each other in a circle; a module between two others needs its own unit."
+            )
+        left = [unit for unit in left if unit not in free]
+
+
+def _places(unit: Unit, module: str) -> list[int]:
+    return [number for number, stage in enumerate(unit.stages) if module in stage]
+
+
+def _check_ranks(plan: Plan) -> None:
+    for unit in plan.units:
+        last = unit.first_rank + unit.num_ranks - 1
+        if unit.first_rank < 0 or last >= plan.cluster.num_ranks:
+            raise UserError(
+                f"unit {unit.name!r} is on ranks {unit.first_rank} to {last}; "
+                f"the cluster has ranks 0 to {plan.cluster.num_ranks - 1}."
+            )
+    backbone = backbone_unit(plan)
+    for unit in colocated_units(plan):
+        if unit.num_ranks != backbone.num_ranks:
+            raise UserError(
+                f"unit {unit.name!r} has {unit.num_ranks} ranks and shares some with the backbone, which has "
+                f"{backbone.num_ranks}; it must share all or none."
+            )
+        if backbone.pp % unit.pp or (backbone.tp * backbone.cp) % (unit.tp * unit.cp):
+            raise UserError(
+                f"unit {unit.name!r} runs on the backbone's ranks, so its pp ({unit.pp}) and tp * cp "
+                f"({unit.tp * unit.cp}) must divide the backbone's ({backbone.pp} and {backbone.tp * backbone.cp})."
+            )
+        if len(unit.stages) != unit.pp:
+            raise UserError(
+                f"unit {unit.name!r} runs in bubbles with {len(unit.stages)} stages; it must have pp, {unit.pp}."
+            )
+    placed = sorted(pipelined_units(plan), key=lambda unit: unit.first_rank)
+    for unit, other in pairwise(placed):
+        if unit.first_rank + unit.num_ranks > other.first_rank:
+            raise UserError(f"units {unit.name!r} and {other.name!r} share rank {other.first_rank}, but not all ranks.")
+
+
+def _check_batch(plan: Plan) -> None:
+    """Every microbatch is whole on every replica, and there is one for every encoder pipeline."""
+    backbone = backbone_unit(plan)
+    taken = backbone.dp * plan.microbatch_size
+    if plan.microbatch_size < 1 or plan.batch_size < 1 or plan.batch_size % taken:
+        raise UserError(
+            f"batch_size is {plan.batch_size}; it must be a multiple of dp * microbatch_size of the backbone, {taken}."
+        )
+    for unit in colocated_units(plan):
+        if plan.batch_size // taken < backbone.pp // unit.pp:
+            raise UserError(
+                f"unit {unit.name!r} has {backbone.pp // unit.pp} pipelines beside each of the backbone's, which takes "
+                f"{plan.batch_size // taken} microbatches; each needs at least one."
+            )
+    for unit in pipelined_units(plan):
+        if taken % unit.dp:
+            raise UserError(
+                f"unit {unit.name!r}: dp is {unit.dp}; it must divide the {taken} examples that are taken at a time "
+                "(dp * microbatch_size of the backbone)."
+            )
+
+
+def _check_schedule(plan: Plan) -> None:
+    kind, backbone, units = plan.schedule, backbone_unit(plan), pipelined_units(plan)
+    if kind not in ("gpipe", "1f1b") and len(units) > 1:
+        raise UserError(f"schedule {kind!r} is of one pipeline; units that feed each other need 'gpipe' or '1f1b'.")
+    for unit in units:
+        num_chunks, left = divmod(len(unit.stages), unit.pp)
+        wanted = _CHUNKS.get(kind)
+        if left or (wanted and num_chunks != wanted) or (wanted is None and num_chunks < 2):
+            right = f"{wanted} a pipeline rank" if wanted else "2 or more a pipeline rank, equally many on each"
+            raise UserError(
+                f"unit {unit.name!r} has {len(unit.stages)} stages on {unit.pp} pipeline ranks; {kind!r} needs {right}."
+            )
+    if plan.deferred_warmup and kind != "interleaved_1f1b":
+        raise UserError(f"deferred_warmup is of 'interleaved_1f1b'; the schedule is {kind!r}.")
+    if plan.fills and not colocated_units(plan):
+        raise UserError("there are fills, but no unit that shares the backbone's ranks, whose work they would place.")
+    if kind == "data_parallel":
+        _check_data_parallel(plan, backbone)
+    elif plan.balance != "off":
+        raise UserError(f"balance {plan.balance!r} is of schedule 'data_parallel'; with {kind!r} it must be 'off'.")
+
+
+def _check_data_parallel(plan: Plan, unit: Unit) -> None:
+    if unit.pp > 1 or unit.replicated or colocated_units(plan):
+        raise UserError(
+            f"unit {unit.name!r}: under 'data_parallel' one unit holds all modules, with pp 1, in one stage."
+        )
+    if unit.zero == 1:
+        raise UserError(
+            f"unit {unit.name!r}: zero is 1; under 'data_parallel' it is 3, 2 (parameters stay gathered from forward "
+            "to backward) or 0."
+        )
+    for module in plan.model.modules:
+        if module.name != BACKBONE and (module.name, BACKBONE) not in plan.model.edges:
+            raise UserError(f"module {module.name!r} does not feed the backbone; under 'data_parallel' all others do.")

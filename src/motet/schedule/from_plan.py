@@ -1,0 +1,197 @@
+"""A Plan into its Program: the generator that its units and schedule name, then passes in a fixed order: replicated
+encoders, recomputation, parts, bubbles, communication, data parallelism.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import groupby
+
+from motet.core.errors import UserError
+from motet.core.plan import Plan
+from motet.core.workload import BACKBONE
+from motet.schedule.bubbles import EncoderPipeline, coarse_fills, fill_bubbles, global_order
+from motet.schedule.collectives import add_data_parallel
+from motet.schedule.dag import dag_1f1b, dag_gpipe
+from motet.schedule.data_parallel import ShardedModule, Sharding, data_parallel
+from motet.schedule.disaggregated import Island, Pipeline, island
+from motet.schedule.interleaved_1f1b import interleaved_1f1b
+from motet.schedule.modality import add_replicas
+from motet.schedule.passes import add_communication, add_recompute, split_parts
+from motet.schedule.planned import LAYER_PARTS, Layout, PlannedStage, part_layers
+from motet.schedule.program import Kind, Program
+from motet.schedule.zb_h1 import zb_h1
+from motet.schedule.zb_v import zb_v
+
+_FORWARD = re.compile(r"(\d+)F(\d+)(\.\d+)?")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A Program, and what its stages and edges stand for.
+
+    stages: by number. shares: per edge, the share of its source's output that it carries (`disaggregated.broker`).
+    """
+
+    program: Program
+    stages: tuple[PlannedStage, ...]
+    shares: tuple[Fraction, ...]
+
+
+def program_of(plan: Plan) -> Program:
+    """The Program of a Plan, with its communication and collectives.
+
+    Raises UserError for a Plan that does not fit its model or its cluster, and for fills that cannot be.
+    """
+    return planned(plan).program
+
+
+def planned(plan: Plan) -> Planned:
+    """The same with what it stands for. Raises as `program_of` does. O(actions log actions)."""
+    layout = Layout(plan)
+    return _data_parallel(layout) if plan.schedule == "data_parallel" else _pipelined(layout)
+
+
+def _data_parallel(layout: Layout) -> Planned:
+    plan, unit = layout.plan, layout.backbone
+    stages = tuple(layout.data_parallel_stages())
+    modules = [_sharded(layout, stage) for stage in stages if stage.rank == 0]
+    moves = plan.balance in ("per_phase", "auto")
+    program = data_parallel(
+        modules,
+        unit.dp,
+        layout.num_microbatches,
+        exchanged=None if moves else (),
+        sharding=Sharding(1 if unit.zero == 0 else unit.shard_size, reshard_after_forward=unit.zero == 3),
+    )
+    return Planned(program, stages, (Fraction(1),) * len(program.edges))
+
+
+def _sharded(layout: Layout, stage: PlannedStage) -> ShardedModule:
+    (name,) = stage.modules
+    parts = part_layers(stage.num_layers, stage.num_parts)
+    return ShardedModule(name, tuple(layout.trains({name: span}) for span in parts))
+
+
+def _pipelined(layout: Layout) -> Planned:
+    units = [Pipeline(tuple("+".join(stage) for stage in unit.stages), unit.dp) for unit in layout.units]
+    whole = island(units, layout.feeds)
+    stages = list(layout.stages)
+    num_pipelined = len(whole.stages)
+    program = _passes(layout, whole, stages[:num_pipelined])
+    beside = [number for number, stage in enumerate(stages[:num_pipelined]) if stage.unit is layout.backbone]
+    learn = {stage.modules[0]: stage.has_backward for stage in stages[num_pipelined:]}
+    program = add_replicas(program, learn, beside)
+    recomputed = [
+        number for number, stage in enumerate(stages) if any(stage.recomputed.values()) and stage.has_backward
+    ]
+    program = add_recompute(program, recomputed)
+    for number in beside if any("." in fill.before for fill in layout.plan.fills) else ():
+        num_parts = LAYER_PARTS * stages[number].num_layers
+        program = split_parts(program, number, num_parts, num_parts if stages[number].has_backward else 1)
+        stages[number] = replace(stages[number], num_parts=num_parts)
+    if layout.colocated:
+        program, added = _filled(layout, program)
+        stages += added
+    program = add_communication(program)
+    zero = {number: stage.zero for number, stage in enumerate(stages) if len(stage.data_ranks) > 1}
+    program = add_data_parallel(program, zero, [number for number, stage in enumerate(stages) if stage.trained])
+    shares = whole.shares + (Fraction(1),) * (len(program.edges) - len(whole.shares))
+    return Planned(program, tuple(stages), shares)
+
+
+def _passes(layout: Layout, whole: Island, stages: list[PlannedStage]) -> Program:
+    """Forward and backward passes of the units with ranks of their own, in the order of the schedule."""
+    plan, backward = layout.plan, [stage.has_backward for stage in stages]
+    size, unit = layout.num_microbatches, layout.backbone
+    if plan.schedule in ("gpipe", "1f1b"):
+        generate = dag_gpipe if plan.schedule == "gpipe" else dag_1f1b
+        return generate(whole.stages, whole.edges, size, backward)
+    if plan.schedule == "interleaved_1f1b":
+        num_chunks = len(unit.stages) // unit.pp
+        program = interleaved_1f1b(unit.pp, num_chunks, size, deferred_warmup=plan.deferred_warmup)
+    else:
+        program = zb_h1(unit.pp, size) if plan.schedule == "zb_h1" else zb_v(unit.pp, size)
+    named = tuple(replace(stage, module=one.module) for stage, one in zip(program.stages, whole.stages))
+    rows = tuple(tuple(a for a in row if a.kind is Kind.F or backward[a.stage]) for row in program.actions)
+    return replace(program, stages=named, actions=rows)
+
+
+def _filled(layout: Layout, program: Program) -> tuple[Program, list[PlannedStage]]:
+    """The Program with the encoders in bubbles: where the fills say, or else before and after the backbone's work."""
+    pipelines = list(_encoder_pipelines(layout, program))
+    encoders = [encoder for encoder, _ in pipelines]
+    fills = layout.plan.fills or coarse_fills(program, encoders)
+    filled = fill_bubbles(program, encoders, fills)
+    num_parts = [1] * filled.num_stages
+    for row in filled.actions:
+        for action in row:
+            num_parts[action.stage] = max(num_parts[action.stage], action.part + 1)
+    stages = [stage for _, own in pipelines for stage in own]
+    first = program.num_stages
+    return filled, [replace(stage, num_parts=num) for stage, num in zip(stages, num_parts[first:])]
+
+
+def _encoder_pipelines(layout: Layout, program: Program) -> Iterator[tuple[EncoderPipeline, list[PlannedStage]]]:
+    """The encoder pipelines beside each replica of the backbone: pp of the backbone / pp of the encoder each.
+
+    Place p of pipeline j of k is on the backbone's pipeline rank p * k + j, which is where a unit's ranks lie.
+    """
+    backbone = [stage for stage in layout.stages if stage.unit is layout.backbone]
+    number = program.num_stages
+    sinks = _sinks(layout)
+    for unit in layout.colocated:
+        num_pipelines = layout.backbone.pp // unit.pp
+        for replica in range(layout.num_replicas(layout.backbone)):
+            on_rank = {stage.rank: stage for stage in backbone if stage.replica == replica}
+            first_rank = min(on_rank)
+            numbers = [range(number + j * unit.pp, number + (j + 1) * unit.pp) for j in range(num_pipelines)]
+            number += num_pipelines * unit.pp
+            for j, taken in enumerate(_microbatches(layout, numbers)):
+                at = [first_rank + place * num_pipelines + j for place in range(unit.pp)]
+                stages = [
+                    PlannedStage(
+                        unit,
+                        layers,
+                        unit.recompute[place] if unit.recompute else {},
+                        replica * num_pipelines + j,
+                        rank,
+                        on_rank[rank].ranks,
+                        layout.data_ranks(unit, range(place, place + 1)),
+                        on_rank[rank].examples,
+                        taken,
+                        layout.has_backward[unit.name][place],
+                        layout.trains(layers),
+                    )
+                    for place, (rank, layers) in enumerate(zip(at, layout.layers(unit)))
+                ]
+                flags = tuple(stage.has_backward for stage in stages)
+                module = "+".join(unit.modules)
+                yield EncoderPipeline(module, tuple(at), taken, sinks[replica], flags), stages
+
+
+def _sinks(layout: Layout) -> list[int]:
+    """Per replica of the backbone, the number of the first stage that runs any of it."""
+    runs = [(n, stage) for n, stage in enumerate(layout.stages) if stage.unit is layout.backbone]
+    replicas = groupby((n for n, stage in runs if BACKBONE in stage.modules), key=lambda n: layout.stages[n].replica)
+    return [next(numbers) for _, numbers in replicas]
+
+
+def _microbatches(layout: Layout, numbers: list[range]) -> tuple[tuple[int, ...], ...]:
+    """Per pipeline, what its stages encode: as the fills say, or else every one in turn."""
+    if not layout.plan.fills:
+        num, size = len(numbers), layout.num_microbatches
+        return global_order([size // num + (j < size % num) for j in range(num)])
+    taken: list[dict[int, None]] = [{} for _ in numbers]
+    for fill in layout.plan.fills:
+        match = _FORWARD.fullmatch(fill.action)
+        for own, stages in zip(taken, numbers):
+            if match and int(match[1]) == stages.start:
+                own[int(match[2])] = None
+    if not all(taken):
+        empty = numbers[taken.index({})].start
+        raise UserError(f"no fill says where the forward passes of stage {empty} run; every pass needs a place.")
+    return tuple(tuple(own) for own in taken)

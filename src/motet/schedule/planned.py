@@ -1,0 +1,242 @@
+"""What the stages of a Plan's Program stand for: layers, ranks of the cluster, examples. From this a stage is priced.
+
+Stages are numbered by unit with ranks of its own (in the Plan's order), replica in the island, and place; then come
+replicated encoders, by encoder and stage; then encoders in bubbles, by unit, replica of the backbone, pipeline and
+place. Program ranks are numbered alike: by unit, replica, and pipeline rank. Under "data_parallel" a rank has one stage
+a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import gcd
+
+from motet.core.plan import Plan, Unit
+from motet.core.workload import BACKBONE
+from motet.schedule.disaggregated import Feed
+from motet.schedule.fit import backbone_unit, check_fit, colocated_units, pipelined_units
+
+MAX_PARTS = 16
+"""Units in which the layers of a module are gathered in a "data_parallel" Program: enough to tell what overlaps."""
+LAYER_PARTS = 4
+"""Slices of a layer where the backbone's passes are split: tensor-parallel communication before each of the layer's two
+halves (attention, MLP), and the halves: parts 0 and 2 of the four are communication (Optimus Figure 3)."""
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """layers:       per module, the first of its layers that the stage runs, and the first after them.
+    recomputed:   per module, of how many of them the activations are recomputed.
+    replica:      which one of the unit's, in the first island.
+    rank:         the program rank.
+    ranks:        of the cluster, in that replica: those that share the stage's work. tp * cp of them share an example;
+                  where there are more, they share the examples (`num_shares`).
+    data_ranks:   of the cluster: one of each tensor-parallel group that holds the same parameters, over all islands.
+    examples:     (first, stop) of an island's microbatch, that one of `num_examples`, which the stage takes.
+    microbatches: which the stage takes; all, but for encoders in bubbles.
+    has_backward: backward runs through it. trained: something in it learns.
+    num_parts:    of its forward pass, and of its backward pass, in the Program; 1 is whole.
+    """
+
+    unit: Unit
+    layers: Mapping[str, tuple[int, int]]
+    recomputed: Mapping[str, int]
+    replica: int
+    rank: int
+    ranks: tuple[int, ...]
+    data_ranks: tuple[int, ...]
+    examples: tuple[int, int]
+    microbatches: tuple[int, ...]
+    has_backward: bool
+    trained: bool
+    num_parts: int = 1
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return tuple(self.layers)
+
+    @property
+    def num_layers(self) -> int:
+        return sum(stop - first for first, stop in self.layers.values())
+
+    @property
+    def num_shares(self) -> int:
+        return len(self.ranks) // (self.unit.tp * self.unit.cp)
+
+    @property
+    def zero(self) -> int:
+        """What is sharded: a unit whose shard groups are single ranks shards nothing."""
+        return 0 if self.unit.shard_size == 1 else self.unit.zero
+
+
+def part_layers(num_layers: int, num_parts: int) -> tuple[tuple[int, int], ...]:
+    """(first, stop) of the layers of each part of a forward pass that is cut between layers, as evenly as can be."""
+    return tuple((part * num_layers // num_parts, (part + 1) * num_layers // num_parts) for part in range(num_parts))
+
+
+def num_microbatches(plan: Plan) -> int:
+    return plan.batch_size // (backbone_unit(plan).dp * plan.microbatch_size)
+
+
+class Layout:
+    """A Plan that fits, laid out in stages. Raises UserError for one that does not (`fit.py`)."""
+
+    def __init__(self, plan: Plan) -> None:
+        check_fit(plan)
+        self.plan = plan
+        self.backbone = backbone_unit(plan)
+        self.units = pipelined_units(plan)
+        self.colocated = colocated_units(plan)
+        whole = plan.schedule == "data_parallel"
+        self.num_islands = 1 if whole else gcd(*(unit.dp for unit in self.units))
+        self.num_microbatches = num_microbatches(plan)
+
+    @property
+    def num_examples(self) -> int:
+        """Of a microbatch of an island."""
+        return self.backbone.dp // self.num_islands * self.plan.microbatch_size
+
+    def num_replicas(self, unit: Unit) -> int:
+        """Of a unit with ranks of its own, in an island."""
+        return unit.dp // self.num_islands
+
+    @cached_property
+    def feeds(self) -> tuple[Feed, ...]:
+        """Which stages of the units with ranks of their own feed which of another."""
+        place = {unit.name: number for number, unit in enumerate(self.units)}
+        found = []
+        for source, sink in self.plan.model.edges:
+            unit, other = self.plan.unit_of(source), self.plan.unit_of(sink)
+            if unit.name in place and unit is not other:
+                ends = [number for number, stage in enumerate(unit.stages) if source in stage]
+                starts = [number for number, stage in enumerate(other.stages) if sink in stage]
+                found.append(Feed(place[unit.name], place[other.name], ends[-1], starts[0]))
+        return tuple(dict.fromkeys(found))
+
+    def layers(self, unit: Unit) -> list[dict[str, tuple[int, int]]]:
+        """Per stage of a unit, its layers of each module, in the order in which they run."""
+        reached = dict.fromkeys(unit.modules, 0)
+        found = []
+        for stage in unit.stages:
+            found.append({name: (reached[name], reached[name] + count) for name, count in stage.items()})
+            reached.update({name: stop for name, (_, stop) in found[-1].items()})
+        return found
+
+    def trains(self, layers: Mapping[str, tuple[int, int]]) -> bool:
+        modules = self.plan.model.module
+        return any(layer.trained for name, span in layers.items() for layer in modules(name).layers[slice(*span)])
+
+    @cached_property
+    def has_backward(self) -> Mapping[str, tuple[bool, ...]]:
+        """Per unit and stage: something in it learns, or its gradient goes to a stage before it that has backward."""
+        flags = {
+            unit.name: [self.trains(layers) or self._feeds_back(layers) for layers in self.layers(unit)]
+            for unit in self.plan.units
+        }
+        for _ in self.plan.units:  # along the longest way between units
+            for unit in self.units:
+                own = flags[unit.name]
+                for stage in range(1, len(own)):
+                    own[stage] |= own[stage - 1]
+            for feed in self.feeds:
+                source, sink = self.units[feed.source].name, self.units[feed.sink].name
+                flags[sink][feed.sink_stage] |= flags[source][feed.source_stage]
+        return {name: tuple(found) for name, found in flags.items()}
+
+    def _feeds_back(self, layers: Mapping[str, tuple[int, int]]) -> bool:
+        gradients = self.plan.model.input_gradients
+        return any(any(gradients[name][slice(*span)]) for name, span in layers.items())
+
+    def pipeline_rank(self, unit: Unit, stage: int) -> int:
+        if self.plan.schedule == "zb_v" and stage >= unit.pp:
+            return 2 * unit.pp - 1 - stage
+        return stage % unit.pp
+
+    def ranks(self, unit: Unit, pipeline_rank: int, replica: int) -> tuple[int, ...]:
+        """Of the cluster: those of one replica of a unit that share the work of one pipeline rank."""
+        size = unit.cp * unit.tp
+        first = unit.first_rank + (pipeline_rank * unit.dp + replica) * size
+        return tuple(range(first, first + size))
+
+    def data_ranks(self, unit: Unit, pipeline_ranks: range) -> tuple[int, ...]:
+        """The first of each tensor-parallel group of some pipeline ranks, over all replicas."""
+        groups = unit.dp * unit.cp
+        first = pipeline_ranks.start * groups
+        return tuple(unit.first_rank + (first + group) * unit.tp for group in range(len(pipeline_ranks) * groups))
+
+    @cached_property
+    def stages(self) -> tuple[PlannedStage, ...]:
+        """Of the units with ranks of their own, then the replicated encoders' (not those in bubbles)."""
+        pipelined = list(self._pipelined())
+        return (*pipelined, *self._replicated(pipelined))
+
+    def _pipelined(self) -> Iterator[PlannedStage]:
+        first_rank = 0
+        for unit in self.units:
+            for replica in range(self.num_replicas(unit)):
+                size = self.num_examples // self.num_replicas(unit)
+                for stage, layers in enumerate(self.layers(unit)):
+                    pipeline_rank = self.pipeline_rank(unit, stage)
+                    yield PlannedStage(
+                        unit,
+                        layers,
+                        unit.recompute[stage] if unit.recompute else {},
+                        replica,
+                        first_rank + replica * unit.pp + pipeline_rank,
+                        self.ranks(unit, pipeline_rank, replica),
+                        self.data_ranks(unit, range(pipeline_rank, pipeline_rank + 1)),
+                        (replica * size, (replica + 1) * size),
+                        tuple(range(self.num_microbatches)),
+                        self.has_backward[unit.name][stage],
+                        self.trains(layers),
+                    )
+            first_rank += self.num_replicas(unit) * unit.pp
+
+    def _replicated(self, pipelined: list[PlannedStage]) -> Iterator[PlannedStage]:
+        for name in self.backbone.replicated:
+            layers = {name: (0, self.plan.model.module(name).num_layers)}
+            trains = self.trains(layers)
+            for stage in pipelined:
+                if stage.unit is self.backbone:
+                    yield replace(
+                        stage,
+                        layers=layers,
+                        recomputed={},
+                        data_ranks=self.data_ranks(self.backbone, range(self.backbone.pp)),
+                        has_backward=trains,
+                        trained=trains,
+                    )
+
+    def data_parallel_stages(self) -> Iterator[PlannedStage]:
+        """A stage a module on each data-parallel rank: encoders, then the backbone."""
+        unit = self.backbone
+        recompute = unit.recompute[0] if unit.recompute else {}
+        order = [module.name for module in self.plan.model.modules if module.name != BACKBONE]
+        names = [*order, BACKBONE]
+        layers = [{name: (0, unit.stages[0][name])} for name in names]
+        trains = [self.trains(span) for span in layers]
+        alike = [
+            PlannedStage(
+                unit,
+                span,
+                {name: recompute[name]} if name in recompute else {},
+                0,
+                0,
+                (),
+                self.data_ranks(unit, range(1)),
+                (0, 0),
+                tuple(range(self.num_microbatches)),
+                any(trains) if name == BACKBONE else trained,
+                trained,
+                min(unit.stages[0][name], MAX_PARTS),
+            )
+            for name, span, trained in zip(names, layers, trains)
+        ]
+        size = self.plan.microbatch_size
+        for rank in range(unit.dp):
+            ranks = self.ranks(unit, 0, rank)
+            examples = rank * size, (rank + 1) * size
+            for stage in alike:
+                yield replace(stage, replica=rank, rank=rank, ranks=ranks, examples=examples)
