@@ -195,9 +195,7 @@ class _Proof:
                 sender = stages[action.peer].rank
                 expected = sent[sender, rank].popleft()
                 if action != expected:
-                    sentence = (
-                        f"{action} on rank {rank} comes where rank {sender} has sent for {expected}."
-                    )
+                    sentence = f"{action} on rank {rank} comes where rank {sender} has sent for {expected}."
                     raise self.refuse(sentence, action)
 
     def check_collectives(self) -> None:

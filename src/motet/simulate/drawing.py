@@ -19,6 +19,7 @@ from motet.core.timeline import COMPUTE, Timeline
 from motet.core.workload import BACKBONE
 from motet.schedule.program import COMPUTE as COMPUTE_KINDS
 from motet.schedule.program import Kind
+from motet.simulate.bubbles import bubbles
 
 BUBBLE = "#e8eaed"
 INK = "#1c1e21"
@@ -43,6 +44,7 @@ _COMMUNICATION = {
     "REDUCE": ("reduction of gradients", "#59616b"),
     "EXCHANGE": ("exchange between modules", "#1f2328"),
 }
+_TENSOR_COMMUNICATION = ("tensor-parallel communication", "#a08d84")
 _OTHER_COMMUNICATION = ("other communication", "#b6bcc4")
 
 
@@ -74,8 +76,8 @@ class Drawing:
 
     ranks:          int64 [num_rows], ascending. bubble_share: float64 [num_rows], of the makespan.
     row, paint:     int64 [num_boxes]. start_s, end_s: float64 [num_boxes], from the first start of the Timeline.
-    number:         int64 [num_boxes], the microbatch, -1 where there is none. action: what it is, in words.
-    total_bubble_share: over all ranks, drawn or not. note: "", or which ranks are drawn.
+    number:         int64 [num_boxes], the microbatch, -1 where there is none. span: int64 [num_boxes], in the Timeline.
+    facts: a sentence: makespan, bubbles over all ranks, and which ranks are drawn where some are not.
     """
 
     ranks: NDArray[np.int64]
@@ -85,12 +87,11 @@ class Drawing:
     start_s: NDArray[np.float64]
     end_s: NDArray[np.float64]
     number: NDArray[np.int64]
-    action: Sequence[str]
+    span: NDArray[np.int64]
     paints: tuple[Paint, ...]
     legend: tuple[Key, ...]
     makespan_s: float
-    total_bubble_share: float
-    note: str
+    facts: str
 
 
 def draw(timeline: Timeline, *, max_rows: int) -> Drawing:
@@ -101,18 +102,12 @@ def draw(timeline: Timeline, *, max_rows: int) -> Drawing:
     paints = {look: _paint(look, hues) for look in known}
     number = {look: place for place, look in enumerate(known)}
     paint = np.fromiter((number[look] for look in looks), np.int64, len(looks))
-    bubble_share = _bubble_shares(timeline, np.array([not paints[look].band for look in known], dtype=bool)[paint])
+    idle = bubbles(timeline)
+    bubble_share = idle.idle_s.sum(axis=1) / (idle.step_s or 1.0)
     ranks = _chosen(bubble_share, max_rows)
-    is_drawn = np.isin(timeline.rank, ranks)
-    drawn = np.flatnonzero(is_drawn)
-    # Communication is drawn in the order of its streams, so that what blocks most is not hidden by what is everywhere.
+    drawn = np.flatnonzero(np.isin(timeline.rank, ranks))
     start_s = timeline.start_s - timeline.start_s.min(initial=np.inf)
     drawn = drawn[np.lexsort((start_s[drawn], timeline.rank[drawn]))]
-    note = (
-        ""
-        if len(ranks) == len(bubble_share)
-        else (f"{len(ranks)} of {len(bubble_share):,} ranks: evenly spaced ones, and the most and the least busy")
-    )
     return Drawing(
         ranks=ranks,
         bubble_share=bubble_share[ranks],
@@ -121,12 +116,11 @@ def draw(timeline: Timeline, *, max_rows: int) -> Drawing:
         start_s=start_s[drawn],
         end_s=start_s[drawn] + (timeline.end_s - timeline.start_s)[drawn],
         number=timeline.microbatch[drawn].astype(np.int64),
-        action=[timeline.action[place] for place in drawn.tolist()],
+        span=drawn,
         paints=tuple(paints.values()),
         legend=_legend(list(known), hues),
         makespan_s=timeline.makespan_s,
-        total_bubble_share=float(bubble_share.mean()) if len(bubble_share) else 0.0,
-        note=note,
+        facts=_facts(timeline.makespan_s, idle.total_share, len(ranks), len(bubble_share)),
     )
 
 
@@ -148,6 +142,16 @@ def time_unit(seconds: float) -> tuple[float, str]:
     return next(((scale, name) for scale, name in ((1.0, "s"), (1e3, "ms")) if seconds * scale >= 1), (1e6, "µs"))
 
 
+def _facts(makespan_s: float, bubble_share: float, num_drawn: int, num_ranks: int) -> str:
+    scale, unit = time_unit(makespan_s)
+    value = makespan_s * scale
+    facts = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    facts += f" {unit}, {bubble_share:.1%} bubbles"
+    if num_drawn < num_ranks:
+        facts += f". {num_drawn} of {num_ranks:,} ranks: evenly spaced ones, and the most and the least busy"
+    return facts
+
+
 def _computes(kind: str, stream: str) -> bool:
     return stream == COMPUTE and (kind in COMPUTE_KINDS or kind.split("_", maxsplit=1)[0] not in _COMMUNICATION)
 
@@ -165,18 +169,10 @@ def _hues(modules: Sequence[str]) -> dict[str, str]:
 def _paint(look: Look, hues: dict[str, str]) -> Paint:
     kind, module, stream = look
     if not _computes(kind, stream):
-        return Paint(_communication(kind)[1], True, module)
+        return Paint(_communication(kind, stream)[1], True, module)
     if kind == Kind.STEP:
         return Paint(_OPTIMIZER, False, module)
     return Paint(_shaded(hues[module], kind), False, module)
-
-
-def _bubble_shares(timeline: Timeline, computes: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Per rank, the share of the makespan in which its compute stream has nothing to do."""
-    num_ranks = max(timeline.num_ranks, int(timeline.rank.max(initial=-1)) + 1)
-    seconds = (timeline.end_s - timeline.start_s)[computes]
-    busy_s = np.bincount(timeline.rank[computes], seconds, num_ranks)
-    return np.clip(1 - busy_s / max(timeline.makespan_s, 1e-300), 0.0, 1.0)
 
 
 def _chosen(bubble_share: NDArray[np.float64], max_rows: int) -> NDArray[np.int64]:
@@ -203,8 +199,8 @@ def _legend(looks: Sequence[Look], hues: dict[str, str]) -> tuple[Key, ...]:
     keys += [Key(_SHADE_NAMES[kind], colours([(kind, of) for of in hues])[:_MAX_HUES]) for kind in shades]
     if any(kind == Kind.STEP for kind, _ in computing):
         keys.append(Key("optimizer", (_OPTIMIZER,)))
-    found = {_communication(kind) for kind, _, stream in looks if not _computes(kind, stream)}
-    known = dict.fromkeys([*_COMMUNICATION.values(), _OTHER_COMMUNICATION])
+    found = {_communication(kind, stream) for kind, _, stream in looks if not _computes(kind, stream)}
+    known = dict.fromkeys([*_COMMUNICATION.values(), _TENSOR_COMMUNICATION, _OTHER_COMMUNICATION])
     return (
         *keys,
         *(Key(name, (colour,)) for name, colour in known if (name, colour) in found),
@@ -212,7 +208,9 @@ def _legend(looks: Sequence[Look], hues: dict[str, str]) -> tuple[Key, ...]:
     )
 
 
-def _communication(kind: str) -> tuple[str, str]:
+def _communication(kind: str, stream: str) -> tuple[str, str]:
+    if stream == "tensor":
+        return _TENSOR_COMMUNICATION
     return _COMMUNICATION.get(kind.split("_", maxsplit=1)[0], _OTHER_COMMUNICATION)
 
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from motet.core.errors import UserError
 from motet.core.timeline import Timeline
-from motet.simulate.drawing import BUBBLE, INK, SOFT, Drawing, Key, draw, is_light, time_unit
+from motet.simulate.drawing import BUBBLE, INK, SOFT, Drawing, Key, draw, is_light
 
-_MAX_ROWS = 512
+_MAX_ROWS, _MAX_SPANS = 512, 200_000
 _NUM_TICKS = 10_000_000
 """Of the makespan: a span of a second is told to 0.1 microseconds."""
 _STYLE = f"""
@@ -37,23 +37,22 @@ canvas {{ display: block; width: 100%; }}
 
 
 def write_html(timeline: Timeline, path: str | Path, *, title: str = "Timeline") -> None:
-    """Write the page: 25 to 40 bytes a span. Of more than 512 ranks, some are drawn that stand for all.
+    """Write the page: 25 to 40 bytes a span. Of more than 512 ranks, or 200,000 spans, some ranks stand for all.
 
     Raises UserError if it cannot be written. O(spans).
     """
-    drawing = draw(timeline, max_rows=_MAX_ROWS)
-    scale, unit = time_unit(drawing.makespan_s)
-    facts = f"{drawing.makespan_s * scale:.4g} {unit}, {drawing.total_bubble_share:.1%} bubbles"
+    num_ranks = max(timeline.num_ranks, 1)
+    drawing = draw(timeline, max_rows=min(_MAX_ROWS, max(_MAX_SPANS * num_ranks // max(len(timeline), 1), 4)))
     hint = "The wheel zooms, dragging pans, a double click shows the whole; at the right, the share of bubbles."
-    notes = ". ".join(filter(None, (facts, drawing.note)))
     # "</" would end the script that the text stands in.
-    data = json.dumps(_data(drawing), ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
+    spans = _data(drawing, list(timeline.action))
+    data = json.dumps(spans, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
     script = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
     page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>{html.escape(title)}</h1><p>{html.escape(notes)}.</p><p>{hint}</p>"
+        f"<h1>{html.escape(title)}</h1><p>{html.escape(drawing.facts)}.</p><p>{hint}</p>"
         f'<div class="legend">{"".join(map(_key, drawing.legend))}</div>'
         '<div><canvas id="rows"></canvas><canvas id="axis"></canvas></div><div id="tip" hidden></div>'
         f"<script>const DATA = {data};\n{script}</script></body></html>\n"
@@ -64,8 +63,10 @@ def write_html(timeline: Timeline, path: str | Path, *, title: str = "Timeline")
         raise UserError(f"the page cannot be written to {path}: {error.strerror}.") from error
 
 
-def _data(drawing: Drawing) -> dict[str, Any]:
-    """ticks: of the makespan. paints: colour, 1 in the band of communication, colour of text on it, module.
+def _data(drawing: Drawing, actions: list[str]) -> dict[str, Any]:
+    """What page.js reads. actions: a text a span of the Timeline.
+
+    ticks: of the makespan. paints: colour, 1 in the band of communication, colour of text on it, module.
 
     rows: a rank each; per span, in order of start: ticks from the start before it, ticks that it takes, the rest.
     """
@@ -84,7 +85,7 @@ def _data(drawing: Drawing) -> dict[str, Any]:
                 "durations": (end - start)[spans].tolist(),
                 "paints": drawing.paint[spans].tolist(),
                 "microbatches": drawing.number[spans].tolist(),
-                "actions": drawing.action[spans],
+                "actions": [actions[span] for span in drawing.span[spans].tolist()],
             }
         )
     paints = [

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from motet.core.errors import UserError
 from motet.core.timeline import Timeline
@@ -27,16 +28,14 @@ _LINE_INCHES, _SWATCH_INCHES = 0.24, 0.24
 def write_png(timeline: Timeline, path: str | Path, *, title: str = "") -> None:
     """Draw a Timeline. Of more than 96 ranks, some are drawn that stand for all, and it is said which.
 
-    Raises UserError if the file cannot be written. O(spans); 100,000 spans take some seconds.
+    Raises UserError if the file cannot be written. O(spans); a million spans take some 20 s.
     """
     # Late, and without pyplot: matplotlib takes long to import, and no state of it outlives the picture.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     drawing = draw(timeline, max_rows=_MAX_ROWS)
-    scale, unit = time_unit(drawing.makespan_s)
-    facts = f"{drawing.makespan_s * scale:.4g} {unit}, {drawing.total_bubble_share:.1%} bubbles"
-    head = [line for line in (title, ". ".join(filter(None, (facts, drawing.note)))) if line]
+    head = [line for line in (title, drawing.facts) if line]
     legend = _lines(drawing.legend)
     num_rows = max(len(drawing.ranks), 1)
     row_inches = float(np.clip(5.0 / num_rows, 0.15, 0.46))
@@ -63,6 +62,11 @@ def _pixels_per_s(drawing: Drawing) -> float:
     return width / max(drawing.makespan_s, 1e-300)
 
 
+def _widths(drawing: Drawing) -> NDArray[np.float64]:
+    """In pixels."""
+    return (drawing.end_s - drawing.start_s) * _pixels_per_s(drawing)
+
+
 def _draw_boxes(axes: Axes, drawing: Drawing) -> None:
     from matplotlib.collections import PolyCollection
 
@@ -76,27 +80,28 @@ def _draw_boxes(axes: Axes, drawing: Drawing) -> None:
     bottom = drawing.row + np.where(band, 0.96, _COMPUTE_SHARE)
     x0, x1 = drawing.start_s * scale, drawing.end_s * scale
     corners = np.stack([x0, top, x0, bottom, x1, bottom, x1, top], axis=1).reshape(-1, 4, 2)
-    is_wide = (drawing.end_s - drawing.start_s) * _pixels_per_s(drawing) > 12
-    for chosen, line in ((~is_wide, 0.0), (is_wide, 0.4)):
-        axes.add_collection(
-            PolyCollection(
-                list(corners[chosen]), facecolors=colours[chosen].tolist(), edgecolors="white", linewidths=line
-            )
+    width = _widths(drawing)
+    for chosen, line in ((width < 5, 0.0), ((width >= 5) & (width < 16), 0.25), (width >= 16, 0.4)):
+        boxes = PolyCollection(
+            list(corners[chosen]), facecolors=colours[chosen].tolist(), edgecolors="white", linewidths=line
         )
+        # Snapped to whole pixels, boxes narrower than one would be lost.
+        boxes.set_snap(line > 0)
+        axes.add_collection(boxes)
 
 
 def _draw_numbers(axes: Axes, drawing: Drawing, font_size: float) -> None:
     scale, _ = time_unit(drawing.makespan_s)
-    width = (drawing.end_s - drawing.start_s) * _pixels_per_s(drawing)
     digits = np.char.str_len(drawing.number.astype(str))
-    has_room = width > (digits * 0.62 + 0.2) * font_size * _PIXELS_PER_INCH / 72
+    fitting_size = _widths(drawing) / _PIXELS_PER_INCH * 72 / (digits * 0.62 + 0.2)
+    has_room = fitting_size > max(0.5 * font_size, 4.0)
     is_numbered = (drawing.number >= 0) & ~np.array([paint.band for paint in drawing.paints], dtype=bool)[drawing.paint]
     for place in np.flatnonzero(has_room & is_numbered).tolist():
         axes.text(
             float(drawing.start_s[place] + drawing.end_s[place]) / 2 * scale,
             float(drawing.row[place]) + _COMPUTE_SHARE / 2,
             str(drawing.number[place]),
-            fontsize=font_size,
+            fontsize=min(font_size, float(fitting_size[place])),
             color=INK if is_light(drawing.paints[drawing.paint[place]].colour) else "white",
             ha="center",
             va="center_baseline",
