@@ -28,7 +28,7 @@ _BACKBONE_HUE = "#0072b2"
 _HUES = ("#e69f00", "#009e73", "#cc79a7", "#d55e00", "#8c6d31", "#7b61c9")
 _NOBODYS_HUE = "#8a9099"
 # Share of white (above 0) or of black (below 0) that is mixed into the hue.
-_SHADES = {Kind.R: 0.78, Kind.F: 0.5, Kind.B: 0.0, Kind.I: 0.0, Kind.W: -0.38}
+_SHADES = {Kind.R: 0.78, Kind.F: 0.42, Kind.B: 0.0, Kind.I: 0.0, Kind.W: -0.38}
 _SHADE_NAMES = {
     Kind.R: "recomputation",
     Kind.F: "forward",

@@ -85,8 +85,9 @@ def _draw_boxes(axes: Axes, drawing: Drawing) -> None:
         boxes = PolyCollection(
             list(corners[chosen]), facecolors=colours[chosen].tolist(), edgecolors="white", linewidths=line
         )
-        # Snapped to whole pixels, boxes narrower than one would be lost.
+        # Boxes narrower than a pixel would be lost if snapped to whole ones, and faint if blended with what is below.
         boxes.set_snap(line > 0)
+        boxes.set_antialiased(line > 0)
         axes.add_collection(boxes)
 
 

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.simulate.programs import operation, programs, times_of
 
 from motet.core.errors import ArgumentError
 from motet.schedule import gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
@@ -14,6 +13,7 @@ from motet.simulate.lookup import Lookup
 from motet.simulate.lower import waits
 from motet.simulate.streams import OF_KIND
 from motet.simulate.table import action_table
+from unit.simulate.programs import operation, programs, times_of
 
 
 def check_waits(program):
