@@ -11,7 +11,7 @@ import csv
 import gzip
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
-from motet.core.workload import BatchLengths, ItemLengths
+from motet.core.workload import BatchLengths, ItemLengths, Workload
 from motet.data.audio import AudioTransform
 from motet.data.conversation import Conversation
 from motet.data.dataset import Dataset, Modality, describe
@@ -65,6 +65,13 @@ class Lengths:
         for place, phase in enumerate(self.phases):
             kinds[self.batch.items[phase].example] |= 1 << place
         return kinds
+
+    def workload(self, *, even: bool = False) -> Workload:
+        """To draw batches from; even: each kind of example equally often. Loss is taken on all text of a table."""
+        kinds = self.kinds()
+        weight = 1.0 / np.bincount(kinds)[kinds] if even else None
+        batch = self.batch if self.batch.num_targets.any() else replace(self.batch, num_targets=self.text_tokens())
+        return Workload(self.source, batch, weight, self.assumptions)
 
     def text_tokens(self) -> NDArray[np.int64]:
         """Tokens of each example's sequence that are text, int64 [num_examples]."""

@@ -10,7 +10,7 @@ image encoders pack (cost: the sum of lengths), audio encoders pad (cost: clips 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -20,7 +20,7 @@ from motet.analyze.lengths import Lengths
 from motet.analyze.mixture import MFLOP_PER_LENGTH, PHASES
 from motet.balance import Choice, Cost, Link, Packed, Padded, Phase, assign, assign_apart, choose, score
 from motet.core.assignment import Assignment
-from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, home_ranks
+from motet.core.workload import BACKBONE, BatchLengths, home_ranks
 from motet.data.media import AUDIO, IMAGE
 
 Mode = Literal["off", "backbone", "joint", "all"]
@@ -193,18 +193,8 @@ def _crossed(batch: BatchLengths, phase: str, placed: Assignment, backbone: Assi
 
 
 def take(batch: BatchLengths, examples: NDArray[np.int64], num_ranks: int) -> BatchLengths:
-    """Some examples, in the order given; int64 [n], repeats allowed."""
-    items = {}
-    for name, column in batch.items.items():
-        # Items are in order of their examples: those of one example stand together.
-        first, end = (np.searchsorted(column.example, examples, side=side) for side in ("left", "right"))
-        counts = end - first
-        owner = np.repeat(np.arange(len(examples)), counts)
-        chosen = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts - first, counts)
-        items[name] = ItemLengths(owner, column.length[chosen], column.num_tokens[chosen])
-    return BatchLengths(
-        batch.sequence[examples], batch.num_targets[examples], home_ranks(len(examples), num_ranks), items
-    )
+    """Some examples, in the order given; int64 [n], repeats allowed; at home in equal consecutive shares."""
+    return replace(batch.take(examples), home=home_ranks(len(examples), num_ranks))
 
 
 def _draw(lengths: Lengths, batch_size: int, rng: np.random.Generator, mix: Mix) -> NDArray[np.int64]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,13 @@ class ItemLengths:
     def num_items(self) -> int:
         return len(self.example)
 
+    def take(self, examples: NDArray[np.int64]) -> ItemLengths:
+        """The items of these examples, int64 [n], which become examples 0 ... n - 1."""
+        first = np.searchsorted(self.example, examples)
+        counts = np.searchsorted(self.example, examples, side="right") - first
+        taken = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+        return ItemLengths(np.repeat(np.arange(len(examples)), counts), self.length[taken], self.num_tokens[taken])
+
 
 @dataclass(frozen=True, eq=False)
 class BatchLengths:
@@ -50,18 +57,35 @@ class BatchLengths:
 
     def keep(self, kept: NDArray[np.bool_]) -> BatchLengths:
         """The batch without the examples where `kept`, bool [num_examples], is False; examples are renumbered."""
-        renumbered = np.cumsum(kept) - 1
-        items = {}
-        for name, column in self.items.items():
-            stays = kept[column.example]
-            items[name] = ItemLengths(
-                example=renumbered[column.example[stays]],
-                length=column.length[stays],
-                num_tokens=column.num_tokens[stays],
-            )
-        return replace(
-            self, sequence=self.sequence[kept], num_targets=self.num_targets[kept], home=self.home[kept], items=items
-        )
+        return self.take(np.flatnonzero(kept))
+
+    def take(self, examples: NDArray[np.int64]) -> BatchLengths:
+        """The batch of these examples, int64 [n], in this order and as often as they are named; renumbered.
+
+        O(n + items taken).
+        """
+        items = {name: column.take(examples) for name, column in self.items.items()}
+        return BatchLengths(self.sequence[examples], self.num_targets[examples], self.home[examples], items)
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """Examples to draw batches from: those of a manifest or of a table of lengths, or sampled.
+
+    source:      where they are from, for messages. examples: all of them, as one batch.
+    weight:      float64 [num_examples], how often each is drawn, in proportion; None is all alike.
+    assumptions: sentences: what was assumed to get the lengths.
+    """
+
+    source: str
+    examples: BatchLengths
+    weight: NDArray[np.float64] | None = None
+    assumptions: tuple[str, ...] = ()
+
+    def draw(self, num_examples: int, rng: np.random.Generator) -> BatchLengths:
+        """A batch, drawn with replacement; home is rank 0. O(num_examples + items drawn)."""
+        share = None if self.weight is None else self.weight / self.weight.sum()
+        return self.examples.take(rng.choice(self.examples.num_examples, num_examples, p=share))
 
 
 def home_ranks(num_examples: int, num_ranks: int) -> NDArray[np.int32]:

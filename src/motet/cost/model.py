@@ -39,6 +39,21 @@ class LayerSeconds(NamedTuple):
     weight_s: Seconds
 
 
+def backward_seconds(seconds: LayerSeconds, layer: Layer, input_gradient: bool, recomputed: bool = False) -> Seconds:
+    """Backward of a layer by what is trainable, and where (Cornstarch section 4.2, and recomputation, which it omits).
+
+    input_gradient: something before the layer learns (`ModelSpec.input_gradients`). Where products are all there is,
+    backward takes 2 (trained), 1 (frozen, but a gradient must pass) or 0 (neither) times as long as forward, and with
+    recomputation 3, 2 or 0. A layer with attention that learns needs gradients inside, whatever is before it.
+    """
+    total = np.zeros_like(seconds.forward_s)
+    if input_gradient or (layer.trained and layer.attention is not None):
+        total = total + seconds.input_s
+    if layer.trained:
+        total = total + seconds.weight_s
+    return total + seconds.forward_s if recomputed and (input_gradient or layer.trained) else total
+
+
 class CostModel(Protocol):
     """Times of one rank. tp: tensor-parallel ranks that share a layer; ranks: those of the cluster that take part."""
 

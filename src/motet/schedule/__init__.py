@@ -1,9 +1,18 @@
 """Plans into Programs: what each pipeline rank does in a step, in which order."""
 
+from motet.schedule.bubbles import EncoderPipeline, coarse_fills, fill_bubbles, global_order
+from motet.schedule.collectives import add_data_parallel
+from motet.schedule.dag import dag_1f1b, dag_gpipe
+from motet.schedule.data_parallel import ShardedModule, Sharding, data_parallel
+from motet.schedule.disaggregated import Feed, Pipeline, disaggregated
 from motet.schedule.error import ScheduleError
+from motet.schedule.fit import check_fit
+from motet.schedule.from_plan import Planned, fillable, planned, program_of
 from motet.schedule.gpipe import gpipe
 from motet.schedule.interleaved_1f1b import interleaved_1f1b
+from motet.schedule.layout import PlannedStage, part_layers
 from motet.schedule.memory import high_water
+from motet.schedule.modality import add_replicas, encoders_colocated, encoders_replicated, modality_parallel
 from motet.schedule.one_f_one_b import one_f_one_b
 from motet.schedule.passes import add_communication, add_recompute, split_parts
 from motet.schedule.program import Action, Kind, Program, Stage
@@ -14,19 +23,43 @@ from motet.schedule.zb_v import zb_v
 
 __all__ = [
     "Action",
+    "EncoderPipeline",
+    "Feed",
     "Kind",
+    "Pipeline",
+    "Planned",
+    "PlannedStage",
     "Program",
     "ScheduleError",
+    "ShardedModule",
+    "Sharding",
     "Stage",
     "add_communication",
+    "add_data_parallel",
     "add_recompute",
+    "add_replicas",
+    "check_fit",
+    "coarse_fills",
+    "dag_1f1b",
+    "dag_gpipe",
+    "data_parallel",
+    "disaggregated",
     "dumps",
+    "encoders_colocated",
+    "encoders_replicated",
+    "fill_bubbles",
+    "fillable",
+    "global_order",
     "gpipe",
     "high_water",
     "interleaved_1f1b",
     "loads",
+    "modality_parallel",
     "one_f_one_b",
     "parse_action",
+    "part_layers",
+    "planned",
+    "program_of",
     "split_parts",
     "validate",
     "zb_h1",

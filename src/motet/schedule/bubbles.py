@@ -8,7 +8,6 @@ becomes (global ordering, Figure 13). A slice of a pass is a part: a layer, a su
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,8 +16,7 @@ from motet.core.errors import ArgumentError
 from motet.core.plan import Fill
 from motet.schedule.dry_run import dry_run
 from motet.schedule.program import COMPUTE, Action, Kind, Program, Stage
-
-_ACTION = re.compile(r"(\d+)(F|B)(\d+)(?:\.(\d+))?")
+from motet.schedule.text import parse_action
 
 
 @dataclass(frozen=True)
@@ -125,19 +123,15 @@ def _with_stages(program: Program, encoders: Sequence[EncoderPipeline]) -> Progr
     groups: dict[tuple[str, int], int] = {}
     for encoder, numbers in zip(encoders, encoder_stages(program, encoders)):
         for place, rank in enumerate(encoder.ranks):
-            stages.append(Stage(rank, encoder.module, groups.setdefault((encoder.module, place), group + len(groups))))
+            own = groups.setdefault((encoder.module, place), group + len(groups))
+            stages.append(Stage(rank, encoder.module, own, tuple(sorted(encoder.microbatches))))
         edges += [*pairwise(numbers), (numbers[-1], encoder.sink)]
     return replace(program, stages=tuple(stages), edges=tuple(edges))
 
 
 def _parsed(fill: Fill, program: Program, first: int) -> Action:
-    match = _ACTION.fullmatch(fill.action)
-    if match is None:
-        raise ArgumentError(
-            f"a fill says {fill.action!r}; it must be an encoder's pass or a slice of it, like '9F3.2'."
-        )
-    stage, kind, microbatch, part = match.groups()
-    action = Action(int(stage), Kind(kind), int(microbatch), -1 if part is None else int(part))
+    action = parse_action(fill.action)
+    stage = action.stage
     if not first <= action.stage < program.num_stages:
         raise ArgumentError(
             f"fill {fill.action}: stage {stage} is no encoder's; they are {first} to {program.num_stages - 1}."

@@ -4,7 +4,8 @@ The model of execution is the simulator's. A rank has four streams, for compute,
 each takes its actions in the order of the rank's list. An action starts when the one before it in its stream and all
 that `Dependencies` names have ended. A SEND and its RECV are one event on the sender's send stream and the receiver's
 receive stream; a collective is one event on the collective streams of all stages of its group. Where communication
-blocks, a rank has a single stream.
+blocks, a rank has a single stream. Stricter than the simulator, communication also waits for the compute before it in
+the list, so that what comes to its end here does so on ranks that walk their lists, waiting for each pass.
 
 Durations are nominal: backward takes twice as long as forward, communication nothing.
 """
@@ -96,8 +97,9 @@ class _Graph:
                 stream = "compute" if blocking else stream_of(action.kind)
                 for needed in dependencies.of(action):
                     self._add(event_by_action[needed], event)
-                if stream in last:
-                    self._add(last[stream], event)
+                for ahead in dict.fromkeys((stream, "compute")):
+                    if ahead in last:
+                        self._add(last[ahead], event)
                 last[stream] = event
         self.duration = _durations(self.members)
 

@@ -207,9 +207,9 @@ def _check_schedule(plan: Plan) -> None:
 
 
 def _check_data_parallel(plan: Plan, unit: Unit) -> None:
-    if unit.pp > 1 or unit.replicated or colocated_units(plan):
+    if unit.pp * unit.cp > 1 or unit.replicated or colocated_units(plan):
         raise UserError(
-            f"unit {unit.name!r}: under 'data_parallel' one unit holds all modules, with pp 1, in one stage."
+            f"unit {unit.name!r}: under 'data_parallel' one unit holds all modules in one stage, with pp and cp 1."
         )
     if unit.zero == 1:
         raise UserError(

@@ -1,14 +1,12 @@
 """A Plan into its Program: the generator that its units and schedule name, then passes in a fixed order: replicated
-encoders, recomputation, parts, bubbles, communication, data parallelism.
+encoders, recomputation, parts, bubbles, data parallelism, communication.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import groupby
 
 from motet.core.errors import UserError
 from motet.core.plan import Plan
@@ -19,14 +17,13 @@ from motet.schedule.dag import dag_1f1b, dag_gpipe
 from motet.schedule.data_parallel import ShardedModule, Sharding, data_parallel
 from motet.schedule.disaggregated import Island, Pipeline, island
 from motet.schedule.interleaved_1f1b import interleaved_1f1b
+from motet.schedule.layout import LAYER_PARTS, Layout, PlannedStage, part_layers
 from motet.schedule.modality import add_replicas
 from motet.schedule.passes import add_communication, add_recompute, split_parts
-from motet.schedule.planned import LAYER_PARTS, Layout, PlannedStage, part_layers
 from motet.schedule.program import Kind, Program
+from motet.schedule.text import parse_action
 from motet.schedule.zb_h1 import zb_h1
 from motet.schedule.zb_v import zb_v
-
-_FORWARD = re.compile(r"(\d+)F(\d+)(\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,33 @@ def _sharded(layout: Layout, stage: PlannedStage) -> ShardedModule:
     return ShardedModule(name, tuple(layout.trains({name: span}) for span in parts))
 
 
+def fillable(plan: Plan, *, split: bool = False) -> tuple[Program, tuple[EncoderPipeline, ...]]:
+    """What fills are decided from: the Program of a Plan but for its bubbles, without communication, and the encoder
+    pipelines that run in them.
+
+    split: the backbone's passes in parts (`layout.LAYER_PARTS`), so that encoders can run beside its tensor-parallel
+           communication; a Plan's fills are read so if any runs before a part.
+    """
+    layout = Layout(plan)
+    if plan.schedule == "data_parallel":
+        raise UserError("a Plan under 'data_parallel' has no bubbles of a pipeline to fill.")
+    program, _, _ = _unfilled(layout, split)
+    return program, tuple(encoder for encoder, _ in _encoder_pipelines(layout, program))
+
+
 def _pipelined(layout: Layout) -> Planned:
+    program, stages, shares = _unfilled(layout, any("." in fill.before for fill in layout.plan.fills))
+    if layout.colocated:
+        program, added = _filled(layout, program)
+        stages += added
+    zero = {number: stage.zero for number, stage in enumerate(stages) if len(stage.data_ranks) > 1}
+    program = add_data_parallel(program, zero, [number for number, stage in enumerate(stages) if stage.trained])
+    program = add_communication(program)
+    return Planned(program, tuple(stages), shares + (Fraction(1),) * (len(program.edges) - len(shares)))
+
+
+def _unfilled(layout: Layout, split: bool) -> tuple[Program, list[PlannedStage], tuple[Fraction, ...]]:
+    """All but encoders in bubbles and communication; its stages; the shares of the edges between and within units."""
     units = [Pipeline(tuple("+".join(stage) for stage in unit.stages), unit.dp) for unit in layout.units]
     whole = island(units, layout.feeds)
     stages = list(layout.stages)
@@ -85,22 +108,13 @@ def _pipelined(layout: Layout) -> Planned:
     beside = [number for number, stage in enumerate(stages[:num_pipelined]) if stage.unit is layout.backbone]
     learn = {stage.modules[0]: stage.has_backward for stage in stages[num_pipelined:]}
     program = add_replicas(program, learn, beside)
-    recomputed = [
-        number for number, stage in enumerate(stages) if any(stage.recomputed.values()) and stage.has_backward
-    ]
-    program = add_recompute(program, recomputed)
-    for number in beside if any("." in fill.before for fill in layout.plan.fills) else ():
+    served = [n for n, stage in enumerate(stages) if any(stage.recomputed.values()) and stage.has_backward]
+    program = add_recompute(program, served)
+    for number in beside if split else ():
         num_parts = LAYER_PARTS * stages[number].num_layers
         program = split_parts(program, number, num_parts, num_parts if stages[number].has_backward else 1)
         stages[number] = replace(stages[number], num_parts=num_parts)
-    if layout.colocated:
-        program, added = _filled(layout, program)
-        stages += added
-    program = add_communication(program)
-    zero = {number: stage.zero for number, stage in enumerate(stages) if len(stage.data_ranks) > 1}
-    program = add_data_parallel(program, zero, [number for number, stage in enumerate(stages) if stage.trained])
-    shares = whole.shares + (Fraction(1),) * (len(program.edges) - len(whole.shares))
-    return Planned(program, tuple(stages), shares)
+    return program, stages, whole.shares
 
 
 def _passes(layout: Layout, whole: Island, stages: list[PlannedStage]) -> Program:
@@ -173,11 +187,13 @@ def _encoder_pipelines(layout: Layout, program: Program) -> Iterator[tuple[Encod
                 yield EncoderPipeline(module, tuple(at), taken, sinks[replica], flags), stages
 
 
-def _sinks(layout: Layout) -> list[int]:
+def _sinks(layout: Layout) -> dict[int, int]:
     """Per replica of the backbone, the number of the first stage that runs any of it."""
-    runs = [(n, stage) for n, stage in enumerate(layout.stages) if stage.unit is layout.backbone]
-    replicas = groupby((n for n, stage in runs if BACKBONE in stage.modules), key=lambda n: layout.stages[n].replica)
-    return [next(numbers) for _, numbers in replicas]
+    found: dict[int, int] = {}
+    for number, stage in enumerate(layout.stages):
+        if BACKBONE in stage.modules:
+            found.setdefault(stage.replica, number)
+    return found
 
 
 def _microbatches(layout: Layout, numbers: list[range]) -> tuple[tuple[int, ...], ...]:
@@ -187,10 +203,10 @@ def _microbatches(layout: Layout, numbers: list[range]) -> tuple[tuple[int, ...]
         return global_order([size // num + (j < size % num) for j in range(num)])
     taken: list[dict[int, None]] = [{} for _ in numbers]
     for fill in layout.plan.fills:
-        match = _FORWARD.fullmatch(fill.action)
+        action = parse_action(fill.action)
         for own, stages in zip(taken, numbers):
-            if match and int(match[1]) == stages.start:
-                own[int(match[2])] = None
+            if action.kind is Kind.F and action.stage == stages.start:
+                own[action.microbatch] = None
     if not all(taken):
         empty = numbers[taken.index({})].start
         raise UserError(f"no fill says where the forward passes of stage {empty} run; every pass needs a place.")

@@ -71,11 +71,16 @@ class Stage:
 
     group: stages of one group hold the same parameters on different ranks, and take part in each other's collectives;
            -1 is a stage that has none.
+    microbatches: those that it takes; () is all. Encoders in bubbles share them out (`bubbles.py`).
     """
 
     rank: int
     module: str = "stage"
     group: int = -1
+    microbatches: tuple[int, ...] = ()
+
+    def takes(self, microbatch: int) -> bool:
+        return not self.microbatches or microbatch in self.microbatches
 
 
 @dataclass(frozen=True)

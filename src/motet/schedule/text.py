@@ -2,12 +2,13 @@
 
     microbatches 2
     stage 0 rank 0 "image" group 3
-    stage 1 rank 1 "backbone"
+    stage 1 rank 1 "backbone" microbatches 0,1
     edge 0>1
     rank 0: 0F0 0SEND_F0>1 0F1 0SEND_F1>1
     rank 1: 1RECV_F0<0 1F0 1B0 1RECV_F1<0 1F1 1B1
 
-Modules are written as JSON strings; a stage without a group has none written. Blank lines mean nothing.
+Modules are written as JSON strings; a stage without a group has none written, one that takes all microbatches need not
+say so. Blank lines mean nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from motet.core.errors import UserError
 from motet.schedule.program import Action, Kind, Program, Stage, grid
 
 _ACTION = re.compile(r"(\d+)([A-Z_]+)(\d+)?(?:\.(\d+))?(?:([<>])(\d+))?", re.ASCII)
-_STAGE = re.compile(r'stage (\d+) rank (\d+) (".*")(?: group (\d+))?', re.ASCII)
+_STAGE = re.compile(r'stage (\d+) rank (\d+) (".*")(?: group (\d+))?(?: microbatches ([\d,]+))?', re.ASCII)
 _RANK = re.compile(r"rank +(\d+):(.*)", re.ASCII)
 
 
@@ -28,7 +29,8 @@ def dumps(program: Program) -> str:
     lines = [f"microbatches {program.num_microbatches}"]
     for number, stage in enumerate(program.stages):
         group = f" group {stage.group}" if stage.group >= 0 else ""
-        lines.append(f"stage {number} rank {stage.rank} {json.dumps(stage.module)}{group}")
+        taken = f" microbatches {','.join(map(str, stage.microbatches))}" if stage.microbatches else ""
+        lines.append(f"stage {number} rank {stage.rank} {json.dumps(stage.module)}{group}{taken}")
     lines += [f"edge {source}>{sink}" for source, sink in program.edges]
     if program.actions:
         lines.append(grid(program.actions))
@@ -75,10 +77,13 @@ class _Reader:
 
     def read(self, line: str) -> None:
         if found := re.fullmatch(r"microbatches (\d+)", line, re.ASCII):
+            if self.num_microbatches >= 0:
+                raise UserError("the number of microbatches stands here a second time; it must stand once.")
             self.num_microbatches = int(found[1])
         elif found := _STAGE.fullmatch(line):
             self._expect("stage", found[1], len(self.stages))
-            self.stages.append(Stage(int(found[2]), _module(found[3]), int(found[4]) if found[4] else -1))
+            taken = tuple(int(number) for number in (found[5] or "").split(",") if number)
+            self.stages.append(Stage(int(found[2]), _module(found[3]), int(found[4]) if found[4] else -1, taken))
         elif found := re.fullmatch(r"edge (\d+)>(\d+)", line, re.ASCII):
             self.edges.append((int(found[1]), int(found[2])))
         elif found := _RANK.fullmatch(line):

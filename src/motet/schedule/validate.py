@@ -2,7 +2,8 @@
 
 What is proven: each stage makes each of its passes once, in parts that are complete; all data that crosses ranks is
 sent and received, and the sends and receives of two ranks match in order; all stages of a group enter the same
-collectives in the same order; a dry run by streams comes to its end; activations fit into memory.
+collectives in the same order; what an action needs of its own rank stands before it in the list; a dry run by streams
+comes to its end; activations fit into memory.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from motet.core.errors import ArgumentError
-from motet.schedule.dependencies import COLLECTIVES, PARTNERS, partner
+from motet.schedule.dependencies import COLLECTIVES, PARTNERS, Dependencies, partner
 from motet.schedule.dry_run import dry_run, event_of
 from motet.schedule.error import ScheduleError
 from motet.schedule.memory import held_table, levels
@@ -47,6 +48,7 @@ def validate(
     proof.check_edges()
     proof.check_transfers()
     proof.check_collectives()
+    proof.check_order()
     proof.check_deadlock()
     if held_bytes is not None and cap_bytes is not None:
         _check_memory(program, held_bytes, cap_bytes)
@@ -90,11 +92,14 @@ class _Proof:
             if not 0 <= stage.rank < num_ranks:
                 sentence = f"Stage {number} is on rank {stage.rank}; there are {num_ranks} ranks, from 0."
                 raise ScheduleError(sentence, self.program, 0, 0)
+            if not set(stage.microbatches) <= set(range(self.program.num_microbatches)):
+                num_microbatches = self.program.num_microbatches
+                sentence = f"Stage {number} takes microbatches {stage.microbatches}; there are {num_microbatches}."
+                raise ScheduleError(sentence, self.program, stage.rank, 0)
         for (source, sink), count in Counter(self.program.edges).items():
             if count > 1 or not (0 <= source < num_stages and 0 <= sink < num_stages):
-                sentence = (
-                    f"Edge {source}>{sink} is there {count} times, among {num_stages} stages; an edge joins two once."
-                )
+                found = f"is there {count} times" if count > 1 else "names a stage that the Program does not have"
+                sentence = f"Edge {source}>{sink} {found}; an edge joins two of the {num_stages} stages, once."
                 raise ScheduleError(sentence, self.program, 0, 0)
 
     def check_actions(self) -> None:
@@ -134,13 +139,14 @@ class _Proof:
                 raise self.refuse(sentence, Action(source, Kind.B, 0), Action(source, Kind.I, 0))
         for stage, backward in enumerate(self.has_backward):
             for microbatch in range(self.program.num_microbatches):
-                self._check_pass(Action(stage, Kind.F, microbatch), True)
-                whole = (stage, Kind.B, microbatch) in self.parts
-                self._check_pass(Action(stage, Kind.B, microbatch), backward and whole)
-                self._check_pass(Action(stage, Kind.I, microbatch), backward and not whole)
-                self._check_pass(Action(stage, Kind.W, microbatch), backward and not whole)
+                taken = self.program.stages[stage].takes(microbatch)
+                self._check_pass(Action(stage, Kind.F, microbatch), taken)
+                split = (stage, Kind.I, microbatch) in self.parts or (stage, Kind.W, microbatch) in self.parts
+                self._check_pass(Action(stage, Kind.B, microbatch), taken and backward and not split)
+                self._check_pass(Action(stage, Kind.I, microbatch), taken and backward and split)
+                self._check_pass(Action(stage, Kind.W, microbatch), taken and backward and split)
                 recomputed = (stage, Kind.R, microbatch) in self.parts
-                self._check_pass(Action(stage, Kind.R, microbatch), backward and recomputed)
+                self._check_pass(Action(stage, Kind.R, microbatch), taken and backward and recomputed)
 
     def _check_pass(self, action: Action, needed: bool) -> None:
         found = self.parts.get(action[:3], [])
@@ -166,6 +172,8 @@ class _Proof:
             if stages[source].rank == stages[sink].rank:
                 continue
             for microbatch in range(self.program.num_microbatches):
+                if not (stages[source].takes(microbatch) and stages[sink].takes(microbatch)):
+                    continue
                 self._check_received(Action(sink, Kind.RECV_F, microbatch, peer=source), Kind.EXCHANGE_F)
                 if self.has_backward[source]:
                     self._check_received(Action(source, Kind.RECV_B, microbatch, peer=sink), Kind.EXCHANGE_B)
@@ -216,6 +224,16 @@ class _Proof:
                         f"{theirs or 'none'}; all must enter the same collectives in the same order."
                     )
                     raise self.refuse(sentence, *(action for action in (ours, theirs) if action))
+
+    def check_order(self) -> None:
+        """What an action needs of its own rank stands before it; gathers alone are held back by what comes later."""
+        dependencies = Dependencies(self.program)
+        for action, (rank, index) in self.place.items():
+            if action.kind in (Kind.GATHER, Kind.GATHER_B):
+                continue
+            for needed in dependencies.of(action):
+                if self.place[needed][0] == rank and self.place[needed][1] > index:
+                    raise self.refuse(f"{action} on rank {rank} stands before {needed}, which it needs.", action)
 
     def check_deadlock(self) -> None:
         cycle = dry_run(self.program).cycle

@@ -43,7 +43,7 @@ def engine(backend: Backend) -> ModuleType | None:
 def _warn() -> None:
     warnings.warn(
         "The native engine of motet.simulate is not built for this Python. Programs are simulated by the Python "
-        "reference, some 100 times slower, with the same results. To build it, install Motet where there is a C++20 "
+        "reference, some 40 times slower, with the same results. To build it, install Motet where there is a C++20 "
         "compiler.",
         stacklevel=4,
     )

@@ -42,7 +42,7 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Bubbles:
-    """step_s: how long the step is, on every rank. busy_s: [num_ranks]. idle_s: [num_ranks, len(BUBBLE_KINDS)], by cause.
+    """step_s: how long the step is. busy_s: [num_ranks]. idle_s: [num_ranks, len(BUBBLE_KINDS)], by cause.
 
     busy_s and the sum of idle_s over its causes add up to step_s on every rank.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from motet.core.errors import ArgumentError
 from motet.simulate.lookup import Lookup
 from motet.simulate.lower import Waits
 from motet.simulate.seconds import Seconds
@@ -13,8 +12,8 @@ from motet.simulate.table import Ints
 _SHOWN = 6
 
 
-def deadlock(lookup: Lookup, waits: Waits, held: Ints, end_s: Seconds) -> ArgumentError:
-    """The error that names the circle. end_s: NaN where an action never ran; held: the stream that each holds."""
+def deadlock(lookup: Lookup, waits: Waits, held: Ints, end_s: Seconds) -> str:
+    """The circle in words. end_s: NaN where an action never ran; held: the stream that each holds."""
     table = lookup.table
     way = [int(np.flatnonzero(np.isnan(end_s))[0])]
     while (row := _waits_for(lookup, waits, held, end_s, way[-1])) not in way:
@@ -23,7 +22,7 @@ def deadlock(lookup: Lookup, waits: Waits, held: Ints, end_s: Seconds) -> Argume
     shown = [str(action) for action in [*circle[:_SHOWN], circle[0]]]
     if len(circle) > _SHOWN:
         shown.insert(-1, "...")
-    return ArgumentError(f"The program cannot run: {' waits for '.join(shown)}.")
+    return " waits for ".join(shown)
 
 
 def _waits_for(lookup: Lookup, waits: Waits, held: Ints, end_s: Seconds, row: int) -> int:

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import COLLECTIVES, PARTNERS
 from motet.schedule.program import Kind
-from motet.simulate.table import EXCHANGES, PASSES, ActionTable, Ints, Rows
+from motet.simulate.table import EXCHANGES, PASSES, ActionTable, Ints
 
 NONE = -1
 _FROM_SOURCE = (Kind.SEND_F, Kind.RECV_B, *EXCHANGES)
@@ -70,10 +70,6 @@ class Lookup:
         row = np.where(there, found.at[np.where(there, found.offset[key] + part, 0)], NONE)
         return np.where(there & (self.table.part[row] == part), row, NONE)
 
-    def unit(self, kind: Kind) -> Unit:
-        """Where the gathers of a kind are."""
-        return Unit(self.table, kind)
-
     def _pass(self, kind: Kind) -> Pass:
         table, rows = self.table, self.table.rows(kind)
         key = table.stage[rows].astype(np.int64) * self.shape[1] + table.microbatch[rows]
@@ -101,20 +97,16 @@ class Lookup:
         names = self.sources.astype(np.int64) * self.shape[0] + self.sinks
         order = np.argsort(names, kind="stable")
         wanted = source.astype(np.int64) * self.shape[0] + sink
-        place = np.minimum(np.searchsorted(names[order], wanted), max(len(names) - 1, 0))
-        if not len(names) or (wrong := np.flatnonzero(names[order][place] != wanted)).size:
-            row = rows[0 if not len(names) else wrong[0]]
-            raise ArgumentError(f"{table.action(row)} moves data where the program has no edge.")
+        place = np.searchsorted(names[order], wanted)
+        if (wrong := np.flatnonzero(np.append(names[order], NONE)[place] != wanted)).size:
+            raise ArgumentError(f"{table.action(rows[wrong[0]])} moves data where the program has no edge.")
         edge = order[place]
         self.edge[rows] = edge
         found = np.full((len(names), self.shape[1]), NONE, dtype=np.int32)
         found[edge, table.microbatch[rows]] = rows
-        self._check_once(rows, found[edge, table.microbatch[rows]])
+        if (twice := rows[found[edge, table.microbatch[rows]] != rows]).size:
+            raise ArgumentError(f"{table.action(twice[0])} is in the program twice.")
         return found
-
-    def _check_once(self, rows: Rows, found: Ints) -> None:
-        if (wrong := np.flatnonzero(found != rows)).size:
-            raise ArgumentError(f"{self.table.action(rows[wrong[0]])} is in the program twice.")
 
     def _pair(self, send: Kind, receive: Kind) -> None:
         none = np.full((len(self.sources), self.shape[1]), NONE, dtype=np.int32)

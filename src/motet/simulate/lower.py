@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import PREFETCHED
 from motet.schedule.program import Action, Kind
-from motet.simulate.lookup import NONE, Lookup
+from motet.simulate.lookup import NONE, Lookup, Unit
 from motet.simulate.streams import holds_compute
 from motet.simulate.table import Ints, Rows
 
@@ -133,7 +133,7 @@ class _Waits:
             stage, microbatch, part = (column[rows] for column in self._columns())
             if kind in BACKWARD:
                 part = np.where(part >= 0, self.lookup.passes[kind].count[stage, microbatch] - 1 - part, -1)
-            unit = self.lookup.unit(gather)
+            unit = Unit(self.table, gather)
             for of_microbatch in (microbatch, -1):
                 for of_part in (part, -1):
                     self.add(rows, unit.at(stage, of_microbatch, of_part))

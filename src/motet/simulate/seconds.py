@@ -13,7 +13,7 @@ from motet.schedule.dependencies import PARTNERS
 from motet.schedule.program import Kind
 from motet.simulate.lookup import Lookup
 from motet.simulate.streams import COMPUTE, OF_KIND, TENSOR
-from motet.simulate.table import EXCHANGES, UNITS, Ints, Rows
+from motet.simulate.table import EXCHANGES, UNITS, Ints
 from motet.simulate.times import Part, StageTimes, Table
 
 Seconds = NDArray[np.float64]
@@ -40,9 +40,10 @@ def action_seconds(lookup: Lookup, times: StageTimes, jitter: float = 0.0, seed:
     Raises ArgumentError for tables or parts that do not fit the Program.
     """
     found = _Spread(lookup, _broadcast(lookup, times))
-    found.passes(times)
+    forward = _Shares("forward_parts", times.forward_parts, lookup.shape[0])
+    found.passes(forward, _Shares("backward_parts", times.backward_parts, lookup.shape[0]))
     found.moves()
-    found.units(times.forward_parts)
+    found.units(forward)
     rows = lookup.table.rows(Kind.STEP)
     found.held_s[rows] = found.times["step_s"][lookup.table.rank[rows]]
     if jitter:
@@ -75,6 +76,39 @@ def _broadcast(lookup: Lookup, times: StageTimes) -> Mapping[str, Table]:
     return tables
 
 
+class _Shares:
+    """What the parts of each stage's passes take: the times' parts, flat.
+
+    first, count: of each stage, [num_stages]; count 0 is a stage of which nothing is said. share, on_tensor: of a part.
+    has_tensor: [num_stages], whether tensor-parallel communication is in parts of its own.
+    """
+
+    def __init__(self, name: str, parts: Mapping[int, tuple[Part, ...]], num_stages: int) -> None:
+        self.first, self.count = (np.zeros(num_stages, dtype=np.int64) for _ in range(2))
+        self.has_tensor = np.zeros(num_stages, dtype=np.bool_)
+        flat: list[Part] = []
+        starts: dict[tuple[Part, ...], int] = {}
+        streams: dict[tuple[Part, ...], set[str]] = {}
+        for stage, slices in parts.items():
+            if not 0 <= stage < num_stages:
+                raise ArgumentError(f"{name} has stage {stage}; there are {num_stages}, numbered from 0.")
+            if slices not in starts:
+                _check_shares(f"{name} of stage {stage}", slices)
+                starts[slices], streams[slices] = len(flat), {part.stream for part in slices}
+                flat += slices
+            self.first[stage], self.count[stage] = starts[slices], len(slices)
+            self.has_tensor[stage] = "tensor" in streams[slices]
+        self.share: Seconds = np.array([part.share for part in flat] or [1.0])
+        self.on_tensor = np.array([part.stream == "tensor" for part in flat] or [False])
+
+
+def _check_shares(name: str, slices: tuple[Part, ...]) -> None:
+    for stream in ("compute", "tensor"):
+        shares = [part.share for part in slices if part.stream == stream]
+        if (shares or stream == "compute") and not (abs(sum(shares) - 1) < 1e-6 and min(shares) >= 0):
+            raise ArgumentError(f"{name}: the shares of {stream} are {shares}; they must be at least 0 and sum to 1.")
+
+
 class _Spread:
     def __init__(self, lookup: Lookup, times: Mapping[str, Table]) -> None:
         self.lookup, self.table, self.times = lookup, lookup.table, times
@@ -82,44 +116,36 @@ class _Spread:
         self.held_s: Seconds = np.zeros(len(self.table))
         self.tensor_s: Seconds = np.zeros(len(self.table))
 
-    def passes(self, times: StageTimes) -> None:
-        table = self.times
-        self._pass(Kind.F, table["forward_s"], table["forward_tensor_s"], times.forward_parts)
-        again = table["recompute_s"]
-        self._pass(Kind.R, again, None, {})
+    def passes(self, forward: _Shares, backward: _Shares) -> None:
+        times, even = self.times, _Shares("", {}, self.lookup.shape[0])
+        self._pass(Kind.F, times["forward_s"], times["forward_tensor_s"], forward)
+        none, again = np.zeros_like(times["recompute_s"]), times["recompute_s"]
+        self._pass(Kind.R, again, none, even)
         if Kind.R in self.lookup.passes:
             again = np.where(self.lookup.passes[Kind.R].count > 0, 0.0, again)
-        backward_tensor = table["backward_tensor_s"]
-        both = table["input_s"] + table["weight_s"] + again
-        self._pass(Kind.B, both, backward_tensor, times.backward_parts)
-        self._pass(Kind.I, table["input_s"] + again, backward_tensor, times.backward_parts)
-        self._pass(Kind.W, table["weight_s"], None, {})
+        both = times["input_s"] + times["weight_s"] + again
+        self._pass(Kind.B, both, times["backward_tensor_s"], backward)
+        self._pass(Kind.I, times["input_s"] + again, times["backward_tensor_s"], backward)
+        self._pass(Kind.W, times["weight_s"], none, even)
 
-    def _pass(self, kind: Kind, held: Table, tensor: Table | None, parts: Mapping[int, tuple[Part, ...]]) -> None:
+    def _pass(self, kind: Kind, held: Table, tensor: Table, shares: _Shares) -> None:
         """A part takes the share that is said; parts of which nothing is said share alike."""
         if kind not in self.lookup.passes:
             return
         rows = self.table.rows(kind)
-        pass_ = self.table.stage[rows], self.table.microbatch[rows]
-        part, count = self.table.part[rows], self.lookup.passes[kind].count[pass_]
-        share = 1.0 / count
-        on_tensor = np.zeros(len(rows), dtype=np.bool_)
-        said = np.zeros(len(rows), dtype=np.bool_)
-        for stage, slices in parts.items():
-            of_stage = np.flatnonzero((pass_[0] == stage) & (part >= 0))
-            if not of_stage.size:
-                continue
-            if (wrong := np.flatnonzero(count[of_stage] != len(slices))).size:
-                action, found = self.table.action(rows[of_stage[wrong[0]]]), count[of_stage[wrong[0]]]
-                raise ArgumentError(f"{action} is one of {found} parts; the times have {len(slices)} of that pass.")
-            share[of_stage] = np.array([slice_.share for slice_ in slices])[part[of_stage]]
-            on_tensor[of_stage] = np.array([slice_.stream == "tensor" for slice_ in slices])[part[of_stage]]
-            said[of_stage] = True
-        seconds = held[pass_]
-        if tensor is not None:
-            self.tensor_s[rows] = np.where(said, 0.0, tensor[pass_] * share)
-            seconds = np.where(on_tensor, tensor[pass_], seconds)
-        self.held_s[rows] = seconds * share
+        stage, microbatch, part = self.table.stage[rows], self.table.microbatch[rows], self.table.part[rows]
+        count = self.lookup.passes[kind].count[stage, microbatch]
+        said = (part >= 0) & (shares.count[stage] > 0)
+        if (wrong := np.flatnonzero(said & (count != shares.count[stage]))).size:
+            bad, found = self.table.action(rows[wrong[0]]), count[wrong[0]]
+            there = shares.count[bad.stage]
+            raise ArgumentError(f"{bad} is one of {found} parts; the times have {there} of that pass.")
+        place = np.where(said, shares.first[stage] + part, 0)
+        share = np.where(said, shares.share[place], 1.0 / count)
+        on_tensor = said & shares.on_tensor[place]
+        tensor_s = tensor[stage, microbatch] * share
+        self.held_s[rows] = np.where(on_tensor, tensor_s, held[stage, microbatch] * share)
+        self.tensor_s[rows] = np.where(said & shares.has_tensor[stage], 0.0, tensor_s)
         self.stream[rows[on_tensor]] = TENSOR
 
     def moves(self) -> None:
@@ -128,20 +154,18 @@ class _Spread:
             name = "exchange_s" if kind in EXCHANGES else "send_s" if kind in (Kind.SEND_F, Kind.RECV_F) else "return_s"
             self.held_s[rows] = self.times[name][self.lookup.edge[rows], self.table.microbatch[rows]]
 
-    def units(self, parts: Mapping[int, tuple[Part, ...]]) -> None:
-        """A slice of parameters takes the share of forward's part of the same number."""
+    def units(self, shares: _Shares) -> None:
+        """Slices of parameters share as forward's parts of the same numbers do among themselves, else alike."""
         for kind in UNITS:
             rows = self.table.rows(kind)
-            seconds = self.times["reduce_s" if kind is Kind.REDUCE else "gather_s"]
-            self.held_s[rows] = seconds[self.table.stage[rows]] * self._share_of_unit(rows, parts)
-
-    def _share_of_unit(self, rows: Rows, parts: Mapping[int, tuple[Part, ...]]) -> Seconds:
-        stage, part = self.table.stage[rows], self.table.part[rows]
-        count = np.ones(self.lookup.shape[0], dtype=np.int32)
-        np.maximum.at(count, stage, part + 1)
-        share = np.where(part >= 0, 1.0 / count[stage], 1.0)
-        for of, slices in parts.items():
-            of_stage = np.flatnonzero((stage == of) & (part >= 0))
-            if of_stage.size and count[of] == len(slices) and all(slice_.stream == "compute" for slice_ in slices):
-                share[of_stage] = np.array([slice_.share for slice_ in slices])[part[of_stage]]
-        return share
+            if not rows.size:
+                continue
+            stage, part = self.table.stage[rows], self.table.part[rows]
+            weight = np.zeros((self.lookup.shape[0], max(int(part.max()), 0) + 1))
+            said = (shares.count > int(part.max())) & ~shares.has_tensor
+            sliced = part >= 0
+            place = np.where(said[stage], shares.first[stage] + part, 0)
+            weight[stage[sliced], part[sliced]] = np.where(said[stage], shares.share[place], 1.0)[sliced]
+            total = weight.sum(axis=1)[stage]
+            share = np.where(sliced, weight[stage, part] / np.where(sliced & (total > 0), total, 1.0), 1.0)
+            self.held_s[rows] = self.times["reduce_s" if kind is Kind.REDUCE else "gather_s"][stage] * share

@@ -11,6 +11,7 @@ import numpy as np
 from motet.core.errors import ArgumentError
 from motet.core.timeline import Timeline
 from motet.schedule.dependencies import PARTNERS
+from motet.schedule.passes import add_communication
 from motet.schedule.program import Program
 from motet.simulate import reference
 from motet.simulate.backend import Backend, engine
@@ -35,7 +36,8 @@ def simulate(
 ) -> Timeline:
     """The Timeline of one step; it starts at 0, and its ranks are the Program's. O(actions + dependencies).
 
-    program: with communication, or, if it has none and sending takes time, given SEND and RECV first.
+    program: with communication, or, if it has none and sending takes time, given SEND and RECV first, which takes far
+             longer than to simulate it: call add_communication once for a Program that is simulated often.
     overlap: whether compute goes on beside communication. If not, a rank's communication holds its compute stream: what
              stands in its list between two actions of compute is posted together, and waited for.
     jitter:  sigma of the log-normal factor, of mean 1, on each action of compute (stragglers); drawn from seed.
@@ -47,8 +49,6 @@ def simulate(
     native = engine(backend)
     table = action_table(program)
     if _lacks_communication(table, times):
-        from motet.schedule.passes import add_communication
-
         program = add_communication(program, blocking=not overlap)
         table = action_table(program)
     lookup = Lookup(table)
@@ -65,7 +65,11 @@ def simulate(
         of_rank: Ints = table.rank * len(STREAMS) + held
         start_s, end_s = native.run(of_rank, lookup.operation, took, needs.dependent, needs.dependency)
     if np.isnan(end_s).any():
-        raise deadlock(lookup, waits(lookup, seconds.stream, overlap), held, end_s)
+        circle = deadlock(lookup, waits(lookup, seconds.stream, overlap), held, end_s)
+        hint = (
+            "" if overlap else " without overlap; add_communication(..., blocking=True) puts moves in an order that can"
+        )
+        raise ArgumentError(f"The program cannot run{hint}: {circle}.")
     return timeline_of(table, seconds, start_s, end_s)
 
 

@@ -82,6 +82,8 @@ def _check(table: ActionTable) -> None:
         raise ArgumentError(f"{table.action(row)} is in the list of rank {rank}; its stage is on rank {right}.")
     _check_range(table, "microbatch", table.microbatch, (*PASSES, *PARTNERS, *EXCHANGES), program.num_microbatches)
     _check_range(table, "peer", table.peer, (*PARTNERS, *EXCHANGES), program.num_stages)
+    if (wrong := np.flatnonzero((table.peer >= 0) & ~_among((*PARTNERS, *EXCHANGES))[table.kind])).size:
+        raise ArgumentError(f"{table.action(wrong[0])} has a peer; only sends, receives and exchanges have one.")
     if (wrong := np.flatnonzero((table.part >= 0) & ~_among((*PASSES, *UNITS))[table.kind])).size:
         raise ArgumentError(f"{table.action(wrong[0])} is a part; only passes, gathers and reductions have parts.")
 

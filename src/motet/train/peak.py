@@ -1,7 +1,7 @@
 """Peak FLOP/s of a device, what MFU is a share of: the vendor's figure where it is known, else a measured matmul.
 
-Vendors' figures are dense (without sparsity), from the data sheets of NVIDIA and AMD. On CPUs, and on devices that are
-not in the catalogue, the ranks of a node measure at the same time, as they share its cores.
+Vendors' figures stand in `cost/catalogue.py`. On CPUs, and on devices that are not in the catalogue, the ranks of a
+node measure at the same time, as they share its cores.
 """
 
 from __future__ import annotations
@@ -11,26 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-# Part of the device's name -> TFLOP/s in (bfloat16 or float16, TF32, float32). The first match counts.
-_CATALOGUE: tuple[tuple[str, tuple[float, float, float]], ...] = (
-    ("GB200", (2500.0, 1250.0, 80.0)),
-    ("B200", (2250.0, 1125.0, 80.0)),
-    ("H200 NVL", (835.0, 417.0, 60.0)),
-    ("H200", (989.4, 494.7, 66.9)),
-    ("H100 NVL", (835.0, 417.0, 60.0)),
-    ("H100 PCIe", (756.0, 378.0, 51.2)),
-    ("H100", (989.4, 494.7, 66.9)),
-    ("A100", (312.0, 156.0, 19.5)),
-    ("A10", (125.0, 62.5, 31.2)),
-    ("L40S", (362.0, 183.0, 91.6)),
-    ("L40", (181.0, 90.5, 90.5)),
-    ("L4", (121.0, 60.0, 30.3)),
-    ("RTX 4090", (165.2, 82.6, 82.6)),
-    ("RTX 3090", (71.0, 35.6, 35.6)),
-    ("V100", (125.0, 15.7, 15.7)),
-    ("T4", (65.0, 8.1, 8.1)),
-    ("MI300X", (1307.4, 653.7, 163.4)),
-)
+from motet.cost.catalogue import device_called
+
 _MATMUL_DIM = {"cpu": 512, "cuda": 8192}
 _MEASURE_S = 0.2
 
@@ -51,11 +33,13 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
 
 
 def _catalogued(name: str, dtype: torch.dtype) -> float | None:
-    column = {torch.bfloat16: 0, torch.float16: 0, torch.float32: 2}.get(dtype)
-    if column == 2 and torch.backends.cuda.matmul.allow_tf32:
-        column = 1
-    figures = next((figures for part, figures in _CATALOGUE if part in name), None)
-    return None if figures is None or column is None else figures[column] * 1e12
+    device = device_called(name)
+    if device is None:
+        return None
+    # Where tf32 is allowed but the device has none, it computes in fp32.
+    fp32 = ("tf32", "fp32") if torch.backends.cuda.matmul.allow_tf32 else ("fp32",)
+    precisions = {torch.bfloat16: ("bf16",), torch.float16: ("fp16",), torch.float32: fp32}.get(dtype, ())
+    return next((device.peak_flops[name] for name in precisions if name in device.peak_flops), None)
 
 
 def _measured(device: torch.device, dtype: torch.dtype) -> float:

@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 
 from motet.analyze.lengths import read_lengths
 from motet.analyze.mixture import Caps, Mixture
@@ -27,3 +28,15 @@ def test_a_third_of_each_kind_cut_to_the_caps():
     assert ((rows[:, 1:] > 0).sum(axis=0) == 33).all()
     whole = mixture.draw(100, np.random.default_rng(0), None)
     assert (whole.max(axis=0) > [900, 1500, 900]).all()
+
+
+def test_a_workload_draws_each_kind_equally_often_if_asked_to(tmp_path):
+    table = tmp_path / "lengths.csv"
+    table.write_text("text_tokens,audio_seconds\n" + "10,\n" * 9 + "20,3.0\n")
+    lengths = read_lengths(table)
+    rng = np.random.default_rng(0)
+    rows, even = (lengths.workload(even=even).draw(2000, rng) for even in (False, True))
+    assert rows.items["audio"].num_items / 2000 == pytest.approx(0.1, abs=0.03)
+    assert even.items["audio"].num_items / 2000 == pytest.approx(0.5, abs=0.05)
+    # A table does not say what is learnt: loss is taken on all of its text.
+    assert set(even.num_targets.tolist()) == {10, 20}

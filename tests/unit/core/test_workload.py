@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from motet.core.workload import BatchLengths, ItemLengths, home_ranks
+from motet.core.workload import BatchLengths, ItemLengths, Workload, home_ranks
 
 
 @pytest.fixture
@@ -40,3 +40,18 @@ def test_home_ranks_are_consecutive_and_even(num_examples, num_ranks, expected):
     home = home_ranks(num_examples, num_ranks)
     assert home.tolist() == expected
     assert home.dtype == np.int32
+
+
+def test_take_repeats_and_reorders_examples_with_their_items(batch):
+    taken = batch.take(np.array([2, 1, 2, 0]))
+    assert taken.sequence.tolist() == [102, 101, 102, 100]
+    assert taken.items["image"].example.tolist() == [0, 0, 2, 2, 3]
+    assert taken.items["image"].length.tolist() == [20, 21, 20, 21, 10]
+    assert batch.take(np.array([], dtype=np.int64)).items["image"].num_items == 0
+
+
+def test_a_workload_draws_in_proportion_to_weights(batch):
+    drawn = Workload("made", batch, weight=np.array([0.0, 1.0, 3.0, 0.0])).draw(4000, np.random.default_rng(0))
+    assert set(drawn.sequence.tolist()) == {101, 102}
+    assert (drawn.sequence == 102).mean() == pytest.approx(0.75, abs=0.03)
+    assert drawn.items["image"].num_items == 2 * (drawn.sequence == 102).sum()

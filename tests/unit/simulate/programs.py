@@ -128,8 +128,18 @@ def programs(draw):
     program = Program(tuple(stages), edges, ((),) * (num_replicas * ranks), num_microbatches)
     seed = draw(st.integers(0, 1000))
     rng = np.random.default_rng(seed)
-    luck = defaultdict(lambda: rng.random())
+    luck = defaultdict(rng.random)
     return ordered(program, everywhere, key=luck.__getitem__)
+
+
+def slices_of(number, rng):
+    """Parts of which every other one is tensor-parallel communication, or none is."""
+    streams = (
+        [("compute", "tensor")[part % 2] for part in range(number)] if rng.random() < 0.5 else ["compute"] * number
+    )
+    weights = rng.random(number)
+    totals = {stream: sum(weight for weight, of in zip(weights, streams) if of == stream) for stream in streams}
+    return tuple(Part(weight / totals[stream], stream) for weight, stream in zip(weights, streams))
 
 
 @st.composite
@@ -144,11 +154,7 @@ def times_of(draw, program):
             if action.microbatch == 0 and action.part >= 0:
                 count[action.stage, action.kind] += 1
     parts = [
-        {
-            stage: tuple(Part(1 / number, ("compute", "tensor")[part % 2]) for part in range(number))
-            for (stage, of), number in count.items()
-            if of in kinds and not whole
-        }
+        {stage: slices_of(number, rng) for (stage, of), number in count.items() if of in kinds and not whole}
         for kinds in ((Kind.F,), (Kind.B, Kind.I))
     ]
     return StageTimes(

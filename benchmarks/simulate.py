@@ -1,0 +1,138 @@
+"""How many actions of a Program are simulated in a second, on one core.
+
+    .venv/bin/python benchmarks/simulate.py [--repeats 20] [--out benchmarks/results/simulate-2-cpu-cores.json]
+
+Lowering turns a Program into arrays, the engine runs them, and simulate() is both and the Timeline. Times are the
+processor's, the best of the repeats, as what else the machine does can only slow one down. Making the Program is not
+part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from balance import device
+from rich.console import Console
+from rich.table import Table
+
+from motet.schedule import add_communication, interleaved_1f1b, one_f_one_b
+from motet.schedule.data_parallel import ShardedModule, data_parallel
+from motet.schedule.program import Program
+from motet.simulate import StageTimes, simulate, stage_times
+from motet.simulate.backend import engine
+from motet.simulate.lookup import Lookup
+from motet.simulate.lower import waits
+from motet.simulate.seconds import action_seconds
+from motet.simulate.streams import STREAMS
+from motet.simulate.table import action_table
+
+
+@dataclass(frozen=True)
+class Row:
+    program: str
+    num_ranks: int
+    num_actions: int
+    lowering_s: float
+    engine_s: float
+    simulate_s: float
+    reference_s: float | None
+
+
+def sharded(num_ranks: int) -> Program:
+    """OrchMLLM's largest job: an MLLM with two encoders on 2,560 GPUs, FSDP by groups of layers."""
+    modules = [("image", 4), ("audio", 4), ("backbone", 16)]
+    return data_parallel([ShardedModule(name, (True,) * num_units) for name, num_units in modules], num_ranks, 1)
+
+
+def programs() -> dict[str, Program]:
+    return {
+        "1F1B, 64 stages, 4,096 microbatches": one_f_one_b(64, 4096),
+        "1F1B, 64 stages, 1,024 microbatches, sends": add_communication(one_f_one_b(64, 1024)),
+        "interleaved 1F1B, 8 ranks x 12 chunks, 16 microbatches": interleaved_1f1b(8, 12, 16),
+        "the same, sends": add_communication(interleaved_1f1b(8, 12, 16)),
+        "colocated data parallel, 2,560 ranks": sharded(2560),
+    }
+
+
+def times_of(program: Program) -> StageTimes:
+    """Seconds that differ from stage to stage and from microbatch to microbatch."""
+    rng = np.random.default_rng(0)
+    shape = (program.num_stages, program.num_microbatches)
+    forward_s = rng.uniform(0.9, 1.1, shape)
+    small = np.array([0.1])
+    times = stage_times(forward_s, 2 * forward_s, send_s=0.05)
+    return replace(times, exchange_s=small.reshape(1, 1), gather_s=small, reduce_s=small, step_s=small)
+
+
+def best_s(work: Callable[[], object], repeats: int) -> float:
+    seconds = []
+    for _ in range(repeats):
+        start = time.process_time()
+        work()
+        seconds.append(time.process_time() - start)
+    return min(seconds)
+
+
+def measure(name: str, program: Program, repeats: int) -> Row:
+    times = times_of(program)
+    if not any(action.kind.startswith("SEND") for actions in program.actions for action in actions):
+        times = replace(times, send_s=np.zeros((1, 1)), return_s=np.zeros((1, 1)))
+    native = engine("native")
+    if native is None:
+        raise SystemExit("The native engine is not built.")
+
+    def lower():
+        table = action_table(program)
+        lookup = Lookup(table)
+        seconds = action_seconds(lookup, times)
+        needs = waits(lookup, seconds.stream, overlap=True)
+        stream = table.rank * len(STREAMS) + seconds.stream
+        return stream, lookup.operation, seconds.held_s, needs.dependent, needs.dependency
+
+    lowered = lower()
+    is_small = program.num_actions < 20_000
+    return Row(
+        name,
+        program.num_ranks,
+        program.num_actions,
+        best_s(lower, repeats),
+        best_s(lambda: native.run(*lowered), repeats),
+        best_s(lambda: simulate(program, times).makespan_s, repeats),
+        best_s(lambda: simulate(program, times, backend="reference"), 3) if is_small else None,
+    )
+
+
+def table_of(rows: list[Row]) -> Table:
+    table = Table("program", title="million actions a second")
+    for heading in ("actions", "lowering", "engine", "simulate()", "reference", "ms"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        seconds = (row.lowering_s, row.engine_s, row.simulate_s, row.reference_s)
+        speeds = (f"{row.num_actions / took / 1e6:.2f}" if took else "" for took in seconds)
+        table.add_row(row.program, f"{row.num_actions:,}", *speeds, f"{1e3 * row.simulate_s:.1f}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=20, help="of which the best counts")
+    parser.add_argument("--out", type=Path, help="write all rows to this JSON file")
+    options = parser.parse_args()
+    rows = [measure(name, program, options.repeats) for name, program in programs().items()]
+    console = Console(width=150)
+    console.print(table_of(rows))
+    console.print(device())
+    if options.out:
+        about = {"device": device(), "python": platform.python_version(), "repeats": options.repeats}
+        options.out.write_text(json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

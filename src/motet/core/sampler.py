@@ -1,0 +1,131 @@
+"""Sampled workloads: what examples of each task look like, as distributions, where there is no data to measure yet.
+
+A file of it is TOML:
+
+    [[task]]
+    name = "image chat"
+    share = 2.0                                                    # of examples, in proportion to the other tasks
+    text = { median = 70, spread = 0.8, min = 8, max = 5000 }      # tokens, log-normal
+    answer = 0.5                                                   # share of the text on which loss is taken
+    [task.items.image]                                             # a column a module
+    count = { choices = [1, 3, 5], weights = [1, 5, 4] }           # items in an example
+    length = { value = 1025 }                                      # patches, audio frames ... of an item
+    length_per_token = 4                                           # of them make a row of the backbone's sequence
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from motet.core.errors import UserError
+from motet.core.workload import BatchLengths, ItemLengths, Workload
+
+_POPULATION = 1 << 16
+
+
+class Distribution(BaseModel):
+    """Of a length or a count: `value`; `choices`, with `weights`; or log-normal: exp(normal(log median, spread))."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    value: int | None = Field(default=None, ge=0)
+    choices: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+    median: float | None = Field(default=None, gt=0)
+    spread: float = Field(default=0.0, ge=0, description="standard deviation of the logarithm")
+    min: int = Field(default=1, ge=0)
+    max: int = Field(default=1 << 40, ge=0)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Distribution:
+        if (self.value is not None) + bool(self.choices) + (self.median is not None) != 1:
+            raise ValueError("must have one of value, choices, median")
+        if self.weights and len(self.weights) != len(self.choices):
+            raise ValueError("must have as many weights as choices")
+        if self.min > self.max:
+            raise ValueError("has min above max")
+        return self
+
+    def sample(self, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        if self.value is not None:
+            return np.full(count, self.value, dtype=np.int64)
+        if self.choices:
+            share = np.array(self.weights or [1.0] * len(self.choices))
+            return rng.choice(np.array(self.choices, dtype=np.int64), count, p=share / share.sum())
+        drawn = rng.lognormal(np.log(self.median or 1.0), self.spread, count)
+        return np.clip(drawn, self.min, self.max).astype(np.int64)
+
+
+class Items(BaseModel):
+    """The items of one module in an example of a task."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    length: Distribution
+    count: Distribution = Distribution(value=1)
+    length_per_token: float = Field(default=1.0, gt=0)
+
+
+class Task(BaseModel):
+    """Examples of one kind."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    text: Distribution
+    share: float = Field(default=1.0, gt=0)
+    answer: float = Field(default=1.0, ge=0, le=1)
+    items: dict[str, Items] = Field(default_factory=dict)
+
+
+class Sampler(BaseModel):
+    """A mixture of tasks."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    task: tuple[Task, ...] = Field(min_length=1)
+
+    def workload(self, seed: int = 0, num_examples: int = _POPULATION) -> Workload:
+        """num_examples examples, of each task as many as its share says, to within one. The same for the same seed."""
+        rng = np.random.default_rng(seed)
+        share = np.array([task.share for task in self.task])
+        ends = np.rint(np.cumsum(share) / share.sum() * num_examples).astype(np.int64)
+        counts = np.diff(ends, prepend=0)
+        names = dict.fromkeys(name for task in self.task for name in task.items)
+        columns: dict[str, list[NDArray[np.int64]]] = {name: [] for name in names}
+        sequence, num_targets = np.zeros(num_examples, np.int64), np.zeros(num_examples, np.int64)
+        for task, start, count in zip(self.task, ends - counts, counts):
+            text = task.text.sample(int(count), rng)
+            sequence[start : start + count] = text
+            num_targets[start : start + count] = np.rint(text * task.answer)
+            for name, items in task.items.items():
+                owner = start + np.repeat(np.arange(count), items.count.sample(int(count), rng))
+                length = items.length.sample(len(owner), rng)
+                columns[name].append(
+                    np.stack([owner, length, np.ceil(length / items.length_per_token)]).astype(np.int64)
+                )
+        items_of = {name: ItemLengths(*np.concatenate(rows, axis=1)) for name, rows in columns.items()}
+        for column in items_of.values():
+            sequence += np.bincount(column.example, column.num_tokens, num_examples).astype(np.int64)
+        batch = BatchLengths(sequence, num_targets, np.zeros(num_examples, np.int32), items_of)
+        return Workload("sampled: " + ", ".join(task.name for task in self.task), batch)
+
+
+def read_sampler(path: Path) -> Sampler:
+    """Raises UserError with one sentence for a file that is missing, no TOML, or describes no mixture of tasks."""
+    try:
+        return Sampler.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"Cannot read the sampler {path}: {error}.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is no valid TOML: {error}.") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        message = first["msg"].removeprefix("Value error, ")
+        raise UserError(f"{path}: {where}: {message[0].lower()}{message[1:]}.") from error

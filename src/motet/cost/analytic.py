@@ -1,0 +1,155 @@
+"""Times from shapes and from a device's published figures alone: a roofline whose efficiency depends on size.
+
+- Matrix products: max(operations / (peak * efficiency), bytes / bandwidth), where
+  efficiency = products / (1 + half_rows / rows + half_width * tp / width).
+  Products are computed in tiles, and a tile that is filled in part costs a whole one, so that a side of r rows costs
+  like one of r + half_rows. width is the narrower side of the matrix; tensor parallelism makes it narrower still. The
+  time is therefore linear in rows with a constant, which is also what profiles show.
+- Attention by pairs of a query and a key, at a share of the peak of its own, which short items do not reach. Backward
+  computes five products for forward's two (FlashAttention-2, section 4.1).
+- What is no product (norms, activations, residuals, rotations) by memory bandwidth: each element that is kept for
+  backward is written once and read once in forward, and once more in backward.
+- Backward for the input, and backward for the weights, cost the products of a forward pass each: backward is 2, 1 or 0
+  times forward, by what is trainable, and one more where activations are recomputed (Cornstarch section 4.2, whose
+  formula leaves recomputation out).
+- Tensor parallelism divides all this, and communicates as Megatron with sequence parallelism: two all-gathers and two
+  reduce-scatters a transformer layer and pass (Optimus section 2.2), one of each where there is a single product.
+- AdamW is bound by memory: it reads a gradient, and reads and writes a weight and two moments.
+
+Shares of the peak are measured ones: of large bf16 products 271 TFLOP/s on A100, 795 on H100, 1,745 on B200 and 782 on
+MI300X ("Maximum Achievable Matmul FLOPS", S. Bekman, Machine Learning Engineering, 2025); of attention 50 to 73 % on
+A100 (FlashAttention-2, section 4.1), 35 to 75 % on H100 (FlashAttention-3, section 4.1); of links, 360 of 450 GB/s on
+Hopper (what NCCL plans with). Devices of which no figure is published get the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.core.cluster import Cluster, Link
+from motet.core.errors import ArgumentError
+from motet.core.spec import Layer
+from motet.cost import communication
+from motet.cost.model import LayerSeconds, Seconds, Work
+
+ELEMENT_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+"""Of an activation, by the precision of products: those in fp8 read and write bf16."""
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What training reaches of a device's figures.
+
+    products:    share of peak FLOP/s of large products.
+    half_rows:   rows at which a product reaches half of that. half_width: the same for the narrower side of its matrix.
+    attention:   share of peak FLOP/s of fused attention on long items.
+    half_length: keys a query attends to, in the mean, at which attention reaches half of that.
+    memory:      share of memory bandwidth. links: share of the bandwidth of links.
+    launch_s:    between the kernels of one pass of a layer: some 15 of them, 2 us each.
+    """
+
+    products: float = 0.8
+    half_rows: float = 128
+    half_width: float = 128
+    attention: float = 0.5
+    half_length: float = 256
+    memory: float = 0.85
+    links: float = 0.8
+    launch_s: float = 30e-6
+
+
+EFFICIENCY: Mapping[str, Efficiency] = {
+    "a100-80g": Efficiency(products=0.87, attention=0.6),
+    "a800": Efficiency(products=0.87, attention=0.6),
+    "b200": Efficiency(products=0.776),
+    "gb200": Efficiency(products=0.776),
+    "mi300x": Efficiency(products=0.6),
+    # Peak and bandwidths are measured as they are reached. The rest as PyTorch runs a layer of Qwen2, width 256 to 1536
+    # and 16 to 1024 rows, in float32 on one core: dispatch takes longer than on a GPU, whose host runs ahead.
+    "cpu": Efficiency(0.85, 16, 16, attention=0.5, half_length=16, memory=1, links=1, launch_s=300e-6),
+}
+"""By device, where it is not the default."""
+
+
+class Analytic:
+    """A CostModel without measurements. efficiency: of the device, by default what EFFICIENCY says.
+
+    Raises ArgumentError for a precision in which the device has no peak.
+    """
+
+    def __init__(self, cluster: Cluster, precision: str = "bf16", efficiency: Efficiency | None = None) -> None:
+        device = cluster.device
+        if precision not in device.peak_flops:
+            raise ArgumentError(
+                f"device {device.name!r} has no peak in {precision!r}; it has one in {', '.join(device.peak_flops)}."
+            )
+        self.cluster = cluster
+        self.precision = precision
+        self.efficiency = efficiency or EFFICIENCY.get(device.name, Efficiency())
+        self._peak_flops = device.peak_flops[precision]
+        self._bytes_per_s = device.memory_bytes_per_s * self.efficiency.memory
+        self._element_bytes = ELEMENT_BYTES[precision]
+        self._reached = replace(
+            cluster, intra_node=self._link(cluster.intra_node), inter_node=self._link(cluster.inter_node)
+        )
+
+    def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
+        product_s = self._product_s(layer, work.rows, tp, layer.weights)
+        attention_s = self._attention_s(layer, work, tp)
+        moved_s = work.rows * layer.saved_width * self._element_bytes / tp / self._bytes_per_s
+        passes = LayerSeconds(
+            product_s + attention_s + 2 * moved_s,
+            product_s + 2.5 * attention_s + 3 * moved_s,
+            self._product_s(layer, work.rows, tp, layer.parameters),
+        )
+        # What is held and never computed with takes no time.
+        runs = (work.rows > 0) & (layer.weights + layer.saved_width > 0)
+        return LayerSeconds(*(np.where(runs, self.efficiency.launch_s + s, 0.0) for s in passes))
+
+    def tensor_seconds(self, layer: Layer, work: Work, ranks: Sequence[int]) -> Seconds:
+        width = layer.output_width if layer.attention else _narrower(layer)
+        pairs = 2 if layer.attention else 1
+        # A gather and its mirror image take the same time.
+        return 2 * pairs * communication.gather_s(self._reached, work.rows * width * self._element_bytes, ranks)
+
+    def send_seconds(self, size_bytes: NDArray[np.float64], ranks: Sequence[int]) -> Seconds:
+        return communication.send_s(self._reached, size_bytes, ranks)
+
+    def gather_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
+        return float(communication.gather_s(self._reached, size_bytes, ranks))
+
+    def all_reduce_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
+        return float(communication.all_reduce_s(self._reached, size_bytes, ranks))
+
+    def exchange_seconds(self, size_bytes: NDArray[np.float64], ranks: Sequence[int]) -> Seconds:
+        return communication.exchange_s(self._reached, size_bytes, ranks)
+
+    def step_seconds(self, num_parameters: int) -> float:
+        state_bytes = 8 if self.precision == "fp64" else 4
+        return 7 * state_bytes * num_parameters / self._bytes_per_s
+
+    def _product_s(self, layer: Layer, rows: NDArray[np.float64], tp: int, num_entries: int) -> Seconds:
+        """num_entries: of the matrices, or of their gradients and what else learns, to be read or written."""
+        reached = self.efficiency
+        narrow = 1 + reached.half_width * tp / max(_narrower(layer), 1)
+        computed_s = 2 * layer.weights * (rows * narrow + reached.half_rows) / (self._peak_flops * reached.products)
+        moved_s = (num_entries + 2 * rows * layer.output_width) * self._element_bytes / self._bytes_per_s
+        return np.maximum(computed_s, moved_s) / tp
+
+    def _attention_s(self, layer: Layer, work: Work, tp: int) -> Seconds:
+        if layer.attention is None:
+            return np.zeros_like(work.rows)
+        pairs = work.pairs + self.efficiency.half_length * work.rows
+        return 4 * layer.attention.width * pairs / tp / (self._peak_flops * self.efficiency.attention)
+
+    def _link(self, link: Link) -> Link:
+        return Link(link.bytes_per_s * self.efficiency.links, link.latency_s)
+
+
+def _narrower(layer: Layer) -> int:
+    """The narrower of the two sides of the layer's matrices, as if they were one that gives its output."""
+    return min(layer.output_width, layer.weights // layer.output_width) or layer.output_width

@@ -1,0 +1,75 @@
+import numpy as np
+import pytest
+
+from motet.core.errors import UserError
+from motet.core.sampler import Distribution, read_sampler
+
+MIXTURE = """
+[[task]]
+name = "text"
+text = { median = 1000, spread = 1.0, min = 12, max = 16000 }
+
+[[task]]
+name = "image chat"
+share = 3.0
+text = { median = 70, spread = 0.8, min = 8, max = 5000 }
+answer = 0.5
+[task.items.image]
+count = { choices = [1, 3], weights = [3, 1] }
+length = { value = 1025 }
+length_per_token = 4
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "workload.toml"
+    path.write_text(MIXTURE)
+    return path
+
+
+def test_tasks_have_their_shares_and_lengths(path):
+    batch = read_sampler(path).workload(seed=1, num_examples=4000).examples
+    images = batch.items["image"]
+    chats = np.unique(images.example)
+    assert len(chats) == 3000 and chats.min() == 1000
+    assert (images.length == 1025).all() and (images.num_tokens == 257).all()
+    assert images.num_items / len(chats) == pytest.approx(1.5, rel=0.05)
+    assert np.median(batch.sequence[:1000]) == pytest.approx(1000, rel=0.1)
+    text = batch.sequence - np.bincount(images.example, images.num_tokens, 4000)
+    assert text[:1000].min() >= 12 and text.max() <= 16000
+    np.testing.assert_array_equal(batch.num_targets[:1000], text[:1000])
+    np.testing.assert_array_equal(batch.num_targets[1000:], np.rint(text[1000:] / 2))
+
+
+def test_a_seed_gives_the_same_examples(path):
+    sampler = read_sampler(path)
+    first, again, other = (sampler.workload(seed).examples.sequence for seed in (3, 3, 4))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("task = []", "task: "),
+        ("[[task]]\nname = 'a'\ntext = {}", "one of value, choices, median"),
+        ("[[task]]\nname = 'a'\ntext = { median = 3, min = 9, max = 2 }", "min above max"),
+        ("[[task]]\nname = 'a'\ntext = { choices = [1], weights = [1, 2] }", "as many weights"),
+        ("[[task]]\nname = 'a'\ntexts = 3\ntext = { value = 1 }", "texts"),
+        ("[[task", "no valid TOML"),
+    ],
+)
+def test_a_wrong_file_is_one_sentence(tmp_path, text, says):
+    path = tmp_path / "workload.toml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=says) as error:
+        read_sampler(path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(UserError, match="Cannot read"):
+        read_sampler(tmp_path / "absent.toml")
+
+
+def test_choices_without_weights_are_equally_likely():
+    drawn = Distribution(choices=(2, 7)).sample(4000, np.random.default_rng(0))
+    assert (drawn == 7).mean() == pytest.approx(0.5, abs=0.03)

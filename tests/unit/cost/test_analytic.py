@@ -1,0 +1,218 @@
+"""Roofline times: what must hold for any layer and device, the rule of backward, and published measurements."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from motet.core.errors import ArgumentError
+from motet.core.shapes import Transformer, head, projector, unused
+from motet.core.spec import Layer
+from motet.cost.analytic import EFFICIENCY, Analytic, Efficiency
+from motet.cost.catalogue import DEVICES, cluster
+from motet.cost.communication import gather_s
+from motet.cost.model import Work, backward_seconds
+
+GPUS = [name for name in DEVICES if name not in ("cpu", "v100", "t4")]
+IDEAL = Efficiency(products=1, half_rows=0, half_width=0, attention=1, half_length=0, memory=1, links=1, launch_s=0)
+
+
+def transformer(hidden, mlp, num_kv_heads=0, trained=True, gated=True):
+    shape = Transformer(hidden, mlp, hidden // 64, num_kv_heads, gated=gated, norm="rms", biases=(), causal=True)
+    return shape.layer(trained=trained)
+
+
+def work(rows, length=None):
+    rows = np.atleast_1d(np.asarray(rows, dtype=np.float64))
+    return Work(rows, rows * (length or 1024) / 2)
+
+
+layers = st.one_of(
+    st.builds(transformer, st.sampled_from([256, 1024, 4096, 12288]), st.sampled_from([1024, 11008, 49152])),
+    st.builds(projector, st.integers(64, 8192), st.integers(64, 8192)),
+    st.builds(
+        lambda width, count: Layer("embedding", 0, width * count, width, 1), st.just(4096), st.integers(1, 10**6)
+    ),
+)
+models = st.builds(lambda name: Analytic(cluster(name, num_nodes=2)), st.sampled_from(GPUS))
+
+
+@given(models, layers, st.floats(1, 1e5), st.floats(1, 100), st.integers(2, 32768))
+def test_more_work_never_takes_less(model, layer, rows, more, length):
+    less = model.layer_seconds("any", layer, work(rows, length))
+    larger = model.layer_seconds("any", layer, work(rows * more, length))
+    longer = model.layer_seconds("any", layer, work(rows, 2 * length))
+    for i in range(3):
+        assert larger[i][0] >= less[i][0] > 0
+        assert longer[i][0] >= less[i][0]
+
+
+@given(models, layers, st.floats(1, 1e5), st.sampled_from([2, 4, 8]))
+def test_tensor_parallelism_divides(model, layer, rows, tp):
+    """A share is never faster than a perfect one, and never slower than the whole."""
+    whole = model.layer_seconds("any", layer, work(rows))
+    share = model.layer_seconds("any", layer, work(rows), tp)
+    for i in range(3):
+        assert whole[i][0] / tp * (1 - 1e-12) <= share[i][0] <= whole[i][0]
+
+
+@given(models, layers, st.booleans(), st.booleans(), st.floats(1, 1e5))
+def test_recomputation_never_takes_less(model, layer, input_gradient, trained, rows):
+    layer = dataclasses.replace(layer, trained=trained)
+    seconds = model.layer_seconds("any", layer, work(rows))
+    kept = backward_seconds(seconds, layer, input_gradient)
+    again = backward_seconds(seconds, layer, input_gradient, recomputed=True)
+    assert again[0] >= kept[0]
+    # Nothing is recomputed for a layer that has no backward pass.
+    assert (again[0] == kept[0] == 0) == (not trained and not input_gradient)
+
+
+@pytest.mark.parametrize(
+    ("trained", "input_gradient", "recomputed", "times"),
+    [
+        (True, True, False, 2), (False, True, False, 1), (False, False, False, 0),
+        (True, True, True, 3), (False, True, True, 2), (False, False, True, 0),
+    ],
+)  # fmt: skip
+def test_backward_over_forward_is_a_whole_number_for_products(trained, input_gradient, recomputed, times):
+    model = Analytic(cluster("h100"), efficiency=Efficiency(launch_s=0))
+    layer = Layer("projector", 4096**2, 4096**2, 4096, saved_width=0, trained=trained)
+    seconds = model.layer_seconds("any", layer, work([512, 65536]))
+    backward_s = backward_seconds(seconds, layer, input_gradient, recomputed)
+    assert backward_s == pytest.approx(times * seconds.forward_s)
+
+
+def test_a_trained_layer_with_attention_passes_gradients_inside():
+    layer = transformer(1024, 4096)
+    seconds = Analytic(cluster("h100")).layer_seconds("any", layer, work(512))
+    assert backward_seconds(seconds, layer, False) == seconds.input_s + seconds.weight_s
+
+
+def test_no_rows_take_no_time():
+    seconds = Analytic(cluster("h100")).layer_seconds("any", transformer(1024, 4096), work([0, 512]))
+    assert all(one[0] == 0 < one[1] for one in seconds)
+    held = Analytic(cluster("h100")).layer_seconds("any", unused(10**6, 1024), work(512))
+    assert all(one[0] == 0 for one in held)
+
+
+def test_a_large_product_runs_at_its_share_of_the_peak():
+    model = Analytic(cluster("h100"))
+    layer, rows = projector(16384, 16384, "linear"), 1 << 20
+    reached = 2 * layer.weights * rows / model.layer_seconds("any", layer, Work(np.array([1.0 * rows]), np.zeros(1)))[2]
+    assert reached[0] == pytest.approx(989.4e12 * 0.8, rel=0.01)
+
+
+def test_a_small_product_waits_for_memory():
+    model = Analytic(cluster("h100"), efficiency=IDEAL)
+    layer = Layer("projector", 8192**2, 8192**2, 8192, saved_width=0)
+    one_row = model.layer_seconds("any", layer, work(1)).forward_s[0]
+    assert one_row == pytest.approx(2 * (8192**2 + 2 * 8192) / 3.35e12)
+
+
+def test_ideal_times_by_hand():
+    model = Analytic(cluster("h100"), efficiency=IDEAL)
+    layer = transformer(4096, 16384, gated=False)
+    rows, pairs = 8192.0, 8192 * 4096.0
+    seconds = model.layer_seconds("any", layer, Work(np.array([rows]), np.array([pairs])), tp=2)
+    product_s = 2 * layer.weights * rows / 2 / 989.4e12
+    attention_s = 4 * 4096 * pairs / 2 / 989.4e12
+    moved_s = 2 * rows * layer.saved_width / 2 / 3.35e12
+    assert seconds.forward_s == pytest.approx(product_s + attention_s + 2 * moved_s)
+    assert seconds.input_s == pytest.approx(product_s + 2.5 * attention_s + 3 * moved_s)
+    assert seconds.weight_s == pytest.approx(product_s)
+    assert model.step_seconds(10**9) == pytest.approx(28e9 / 3.35e12)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_efficiency_grows_with_rows_and_widths(name):
+    model = Analytic(cluster(name))
+
+    def reached(rows, width):
+        seconds = model.layer_seconds("any", projector(width, width, "linear"), Work(np.array([rows]), np.zeros(1)))
+        return 2 * width**2 * rows / seconds.weight_s[0]
+
+    by_rows = [reached(rows, 4096) for rows in (64.0, 512.0, 4096.0, 65536.0)]
+    by_width = [reached(8192.0, width) for width in (256, 1024, 4096, 16384)]
+    assert by_rows == sorted(by_rows) and by_width == sorted(by_width)
+    assert by_rows[-1] < model.cluster.device.peak_flops["bf16"]
+
+
+def test_tensor_parallel_communication_is_megatrons():
+    """Two all-gathers and two reduce-scatters of rows x hidden, in bf16, a layer and pass."""
+    model = Analytic(cluster("h100"), efficiency=IDEAL)
+    one = float(gather_s(model.cluster, 2 * 2048 * 12288.0, range(8)))
+    assert model.tensor_seconds(transformer(12288, 49152), work([2048, 0]), range(8)).tolist() == [4 * one, 0]
+    # Of a single product the narrower side: what goes into an output layer, not its logits.
+    assert model.tensor_seconds(head(50257, 12288), work(2048), range(8)).tolist() == [2 * one]
+
+
+def test_tensor_parallel_bubbles_are_of_the_published_size():
+    """Optimus section 2.2: 300 us each in the mean, for GPT-175B on Hopper; 8 ranks, 2 x 2,048 tokens."""
+    model = Analytic(cluster("h100"))
+    bubble_s = model.tensor_seconds(transformer(12288, 49152, gated=False), work(4096), range(8)) / 4
+    assert bubble_s == pytest.approx(300e-6, rel=0.15)
+
+
+def test_links_are_used_at_their_efficiency():
+    model = Analytic(cluster("h100", num_nodes=2), efficiency=Efficiency(links=0.5))
+    link = model.cluster.inter_node
+    expected = [0, link.latency_s + 1e9 / (0.5 * link.bytes_per_s)]
+    assert model.send_seconds(np.array([0, 1e9]), [0, 8]).tolist() == expected
+    ranks = range(16)
+    assert (
+        model.gather_seconds(1e9, ranks) < model.all_reduce_seconds(1e9, ranks) <= 2 * model.gather_seconds(1e9, ranks)
+    )
+    assert model.exchange_seconds(np.array([1e9]), ranks)[0] > model.exchange_seconds(np.array([1e9]), range(8))[0]
+
+
+@pytest.mark.parametrize(
+    ("trained", "rows", "forward_ms", "backward_ms"),
+    [
+        (transformer(1024, 4096, gated=False), 2 * 577, 67.94, 205.09),
+        (transformer(4096, 14336, 16), 2 * 2048, 400.87, 1184.65),
+    ],
+    ids=["clip", "mistral"],
+)
+def test_cornstarch_figure_3b(trained, rows, forward_ms, backward_ms):
+    """CLIP ViT-L/14 and Mistral-7B on an A40, batch 2, with recomputation; frozen CLIP has no backward.
+
+    The frozen LLM's published 1.34 is less than recomputation and a gradient can take; Table 3 has 1.8 to 1.9 for it.
+    """
+    seconds = Analytic(cluster("a40")).layer_seconds("any", trained, work(rows, rows / 2))
+    ratio = backward_seconds(seconds, trained, True, recomputed=True) / seconds.forward_s
+    assert ratio == pytest.approx(backward_ms / forward_ms, rel=0.1)
+    frozen = dataclasses.replace(trained, trained=False)
+    assert backward_seconds(seconds, frozen, False, recomputed=True) == 0
+
+
+@pytest.mark.parametrize(
+    ("forward_ms", "backward_ms"),
+    [(28.15, 51.30), (45.26, 84.89), (81.73, 157.12), (82.19, 157.51), (98.25, 189.11), (34.67, 63.77)],
+)
+def test_cornstarch_table_3(forward_ms, backward_ms):
+    """Stages of a frozen Llama of 8B behind a trained projector, on A40 with tensor parallelism of 2."""
+    frozen = transformer(4096, 14336, 16, trained=False)
+    model = Analytic(cluster("a40"))
+    seconds = model.layer_seconds("any", frozen, work(2500, 2500), tp=2)
+    tensor_s = model.tensor_seconds(frozen, work(2500), range(2))
+    backward_s = backward_seconds(seconds, frozen, True, recomputed=True) + 2 * tensor_s
+    assert backward_s / (seconds.forward_s + tensor_s) == pytest.approx(backward_ms / forward_ms, rel=0.2)
+
+
+def test_bad_precision():
+    with pytest.raises(ArgumentError, match="device 'a40' has no peak in 'fp8'; it has one in bf16, fp16"):
+        Analytic(cluster("a40"), "fp8")
+
+
+def test_efficiencies_are_of_devices_in_the_catalogue():
+    assert set(EFFICIENCY) <= set(DEVICES)
+
+
+def test_a_cpu_computes_in_what_was_measured():
+    model = Analytic(cluster("cpu"), "fp64")
+    half = Analytic(cluster("cpu"), "fp32")
+    layer, given = transformer(1024, 4096), work(512, 512)
+    assert model.layer_seconds("any", layer, given).forward_s > half.layer_seconds("any", layer, given).forward_s
+    assert model.step_seconds(10) == 2 * half.step_seconds(10)

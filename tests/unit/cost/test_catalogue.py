@@ -1,0 +1,129 @@
+"""Clusters by name: published numbers, each of which a recipe may state otherwise; a CPU is measured."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+from pydantic import ValidationError
+
+from motet.core.cluster import Link
+from motet.core.errors import ArgumentError
+from motet.cost.catalogue import DEVICES, ClusterConfig, cluster, device_called
+from motet.cost.cpu import measured_cpu
+
+GPUS = [name for name in DEVICES if name != "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops", "gbytes", "tbytes_per_s", "intra", "inter"),
+    [
+        ("a40", 149.7, 48, 0.696, 31.5, 6.25),
+        ("a100-80g", 312, 80, 2.039, 300, 25),
+        ("a800", 312, 80, 2.039, 200, 25),
+        ("h100", 989.4, 80, 3.35, 450, 50),
+        ("h800", 989.4, 80, 3.35, 200, 50),
+        ("h200", 989.4, 141, 4.8, 450, 50),
+        ("b200", 2250, 180, 8, 900, 50),
+    ],
+)
+def test_published_numbers(name, tflops, gbytes, tbytes_per_s, intra, inter):
+    found = cluster(name)
+    assert found.device.peak_flops["bf16"] == pytest.approx(1e12 * tflops)
+    assert found.device.memory_bytes == 1e9 * gbytes
+    assert found.device.memory_bytes_per_s == pytest.approx(1e12 * tbytes_per_s)
+    assert (found.intra_node.bytes_per_s, found.inter_node.bytes_per_s) == pytest.approx((1e9 * intra, 1e9 * inter))
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_device_is_plausible(name):
+    found = cluster(name, num_nodes=3)
+    assert found.num_ranks == 3 * found.ranks_per_node
+    # Slower formats are never faster, memory is faster than links, and nodes are further apart than ranks in one.
+    peaks = found.device.peak_flops
+    order = [peaks[precision] for precision in ("fp8", "fp16", "tf32", "fp32") if precision in peaks]
+    assert order == sorted(order, reverse=True)
+    assert found.device.memory_bytes_per_s > found.intra_node.bytes_per_s > found.inter_node.bytes_per_s
+    assert found.intra_node.latency_s < found.inter_node.latency_s
+
+
+def test_links_are_ordered_by_kind():
+    nvlink, pcie, network = cluster("h100").intra_node, cluster("a40").intra_node, cluster("a40").inter_node
+    assert nvlink.bytes_per_s > pcie.bytes_per_s > network.bytes_per_s
+    assert nvlink.latency_s < pcie.latency_s < network.latency_s
+
+
+def test_a_cluster_of_thousands():
+    found = cluster("H100", num_nodes=320)
+    assert found.num_ranks == 2560
+    assert found.link(range(8)) == found.intra_node
+    assert found.link([7, 8]) == found.inter_node
+
+
+@pytest.mark.parametrize(
+    ("driver_name", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80g"),
+        ("NVIDIA A10G", "a10g"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA RTX A4000", None),
+    ],
+)
+def test_a_device_is_known_by_its_drivers_name(driver_name, name):
+    found = device_called(driver_name)
+    assert (found and found.name) == name
+
+
+def test_a_recipe_states_numbers_otherwise():
+    config = ClusterConfig(
+        device="h100", nodes=2, ranks_per_node=4, peak_tflops={"bf16": 500.0}, memory_gbytes=40,
+        memory_gbytes_per_s=1000, intra_node_gbytes_per_s=100, intra_node_latency_us=7,
+        inter_node_gbytes_per_s=10, inter_node_latency_us=20,
+    )  # fmt: skip
+    found, usual = config.cluster(), cluster("h100")
+    assert (found.num_nodes, found.ranks_per_node) == (2, 4)
+    assert found.device.peak_flops["bf16"] == 500e12
+    assert found.device.peak_flops["fp32"] == usual.device.peak_flops["fp32"]
+    assert (found.device.memory_bytes, found.device.memory_bytes_per_s) == (40e9, 1000e9)
+    assert found.intra_node == Link(100e9, 7 * 1e-6)
+    assert found.inter_node == Link(10e9, 20 * 1e-6)
+
+
+def test_what_a_recipe_does_not_state_is_usual():
+    assert ClusterConfig(device="b200", nodes=4).cluster() == cluster("b200", num_nodes=4)
+
+
+def test_wrong_names_and_counts():
+    with pytest.raises(ArgumentError, match="no device 'h1000' in the catalogue; it has a40, a100-80g"):
+        cluster("h1000")
+    with pytest.raises(ValidationError, match="no device 'h1000' in the catalogue"):
+        ClusterConfig(device="h1000")
+    with pytest.raises(ValidationError, match="there is no precision 'bf61'; those with a peak are fp8, bf16"):
+        ClusterConfig(device="h100", peak_tflops={"bf61": 1})
+    with pytest.raises(ValidationError, match="the peak in bf16 is -1"):
+        ClusterConfig(device="h100", peak_tflops={"bf16": -1})
+    with pytest.raises(ArgumentError, match="0 nodes of None ranks: both counts must be at least 1"):
+        cluster("h100", num_nodes=0)
+
+
+def test_a_cpu_is_measured_once():
+    found = cluster("cpu", num_nodes=2)
+    start_s = time.perf_counter()
+    assert cluster("cpu", num_nodes=2) == found
+    assert time.perf_counter() - start_s < 0.01
+    assert found.ranks_per_node == measured_cpu().num_cores
+    # Of anything from a small board to a large server.
+    assert 1e9 < found.device.peak_flops["fp64"] < found.device.peak_flops["fp32"] < 1e13
+    assert 1e8 < found.device.memory_bytes_per_s < 1e12
+    assert 1e7 < found.intra_node.bytes_per_s < 1e12
+    assert 0 < found.intra_node.latency_s < 0.1
+    assert cluster("cpu", ranks_per_node=1).device.memory_bytes >= found.device.memory_bytes
+
+
+def test_measuring_a_cpu_needs_no_torch():
+    script = "import sys; from motet.cost.catalogue import cluster; cluster('cpu'); print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"

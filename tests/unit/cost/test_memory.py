@@ -1,0 +1,215 @@
+"""Bytes of a rank: sharding never adds, recomputation never adds to what is kept, sums by hand, and torch's own."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from motet.core.errors import ArgumentError
+from motet.core.plan import Plan, Unit
+from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
+from motet.cost.catalogue import cluster
+from motet.cost.memory import (
+    FSDP_BF16,
+    FSDP_FP32,
+    FSDP_FP64,
+    MEGATRON_BF16,
+    MixedPrecision,
+    activation_bytes,
+    logits_bytes,
+    rank_memory,
+    stage_memory,
+    state_bytes,
+)
+
+SHAPE = Transformer(256, 1024, 4, num_kv_heads=2, gated=True, norm="rms", biases=(), causal=True)
+BACKBONE = language_model(SHAPE, 8, 1000)
+IMAGE = connect(vit("image", Transformer(128, 512, 4), 6), 256)
+MODEL = multimodal("tiny", BACKBONE, [IMAGE])
+"""6 + 3 layers of the encoder with stem, norm and projector; 8 + 3 of the backbone."""
+ROWS = 96.0
+
+precisions = st.sampled_from([FSDP_BF16, FSDP_FP32, FSDP_FP64, MEGATRON_BF16])
+counts = st.integers(0, 10**10)
+
+
+def rows(module, layer):
+    return ROWS / 4 if layer.targets_only else ROWS
+
+
+def plan_of(*units, model=MODEL, **options):
+    return Plan(model, cluster("h100"), units, batch_size=8, **options)
+
+
+def whole(recompute=None, **options):
+    """One stage of everything."""
+    stage = {"image": IMAGE.num_layers, "backbone": BACKBONE.num_layers}
+    return Unit("all", (stage,), recompute=(recompute,) if recompute else (), **options)
+
+
+def memory_of(unit, precision=FSDP_FP32, in_flight=1, model=MODEL, stage=0):
+    return stage_memory(plan_of(unit, model=model), unit, stage, rows, in_flight, precision)
+
+
+def test_state_by_hand():
+    # Megatron with its distributed optimizer: 2 + 4 bytes whole, 12 over 8 ranks (ZeRO, Figure 1, with fp32 gradients).
+    assert state_bytes(10**9, 10**9, precision=MEGATRON_BF16, zero=1, shard_ranks=8) == (2e9, 4e9, 1.5e9)
+    # FSDP2, resharding: 4 + 4 + 8 bytes over 8 ranks. Not resharding: its bf16 copies stay, too.
+    assert state_bytes(10**9, 10**9, precision=FSDP_BF16, zero=3, shard_ranks=8) == (0.5e9, 0.5e9, 1e9)
+    assert state_bytes(10**9, 10**9, precision=FSDP_BF16, zero=2, shard_ranks=8) == (2.5e9, 0.5e9, 1e9)
+    # 16 bytes a parameter without sharding; what is frozen has neither gradient nor moments.
+    assert sum(state_bytes(10**9, 10**9, precision=FSDP_FP32)) == 16e9
+    assert state_bytes(10**9, 0, precision=FSDP_FP32) == (4e9, 0, 0)
+
+
+@pytest.mark.parametrize(("zero", "gbytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_zero_figure_1(zero, gbytes):
+    """7.5 B parameters over 64 ranks; parameters and gradients in 2 bytes, 12 bytes of optimizer state."""
+    precision = MixedPrecision(compute=2, stored=2, gradient=2, optimizer=12)
+    found = state_bytes(75 * 10**8, 75 * 10**8, precision=precision, zero=zero, shard_ranks=64)
+    assert sum(found) / 1e9 == pytest.approx(gbytes, abs=0.05)
+
+
+def test_korthikanti_section_4():
+    """34 s b h bytes a layer, of which two are masks of dropout; the scores are not kept with fused attention."""
+    layer = Transformer(12288, 4 * 12288, 96, causal=True).layer()
+    for tp in (1, 8):
+        expected = (34 - 2) * 2048 * 12288 / tp
+        assert activation_bytes(layer, 2048, element_bytes=2, tp=tp) == pytest.approx(expected, rel=1e-3)
+
+
+@given(precisions, counts, st.floats(0, 1), st.integers(0, 3), st.integers(1, 4096), st.integers(1, 8))
+def test_more_ranks_never_hold_more(precision, num_parameters, trained, zero, shard_ranks, more):
+    num_trained = int(trained * num_parameters)
+    fewer = state_bytes(num_parameters, num_trained, precision=precision, zero=zero, shard_ranks=shard_ranks)
+    further = state_bytes(num_parameters, num_trained, precision=precision, zero=zero, shard_ranks=shard_ranks * more)
+    assert all(after <= before for after, before in zip(further, fewer))
+
+
+@given(precisions, counts, st.integers(0, 2), st.integers(1, 4096))
+def test_a_higher_stage_never_holds_more(precision, num_parameters, zero, shard_ranks):
+    lower = state_bytes(num_parameters, num_parameters, precision=precision, zero=zero, shard_ranks=shard_ranks)
+    higher = state_bytes(num_parameters, num_parameters, precision=precision, zero=zero + 1, shard_ranks=shard_ranks)
+    assert all(after <= before for after, before in zip(higher, lower))
+
+
+@pytest.mark.parametrize(("zero", "shard_ranks"), [(4, 1), (-1, 1), (1, 0)])
+def test_wrong_stages(zero, shard_ranks):
+    with pytest.raises(ArgumentError, match="it must be 0, 1, 2 or 3, over at least 1"):
+        state_bytes(1, 1, precision=FSDP_FP32, zero=zero, shard_ranks=shard_ranks)
+
+
+@given(st.floats(0, 1e6), st.sampled_from([1, 2, 4, 8]), st.sampled_from([2, 4]), st.booleans())
+def test_recomputation_keeps_less_and_tensor_parallelism_divides(num_rows, tp, element_bytes, recomputed):
+    layer = SHAPE.layer()
+    kept = activation_bytes(layer, num_rows, element_bytes=element_bytes, tp=tp, recomputed=recomputed)
+    assert kept <= activation_bytes(layer, num_rows, element_bytes=element_bytes, tp=tp)
+    alone = activation_bytes(layer, num_rows, element_bytes=element_bytes, recomputed=recomputed)
+    assert alone / tp <= kept < alone / tp + 1
+
+
+def test_activations_by_hand():
+    layer = SHAPE.layer()
+    assert activation_bytes(layer, 10, element_bytes=2) == 20 * layer.saved_width
+    assert activation_bytes(layer, 10, element_bytes=2, recomputed=True) == 20 * 256
+    # bf16 logits, and float32 logits and log-softmax; in float32 they are what the layer gives.
+    assert logits_bytes(10, 1000, element_bytes=2) == 10 * 1000 * (2 + 4 + 4)
+    assert logits_bytes(10, 1000, element_bytes=4, tp=2) == 10 * 1000 * (4 + 4) / 2
+
+
+@given(st.dictionaries(st.sampled_from(["image", "backbone"]), st.integers(0, 12)), st.integers(1, 16))
+def test_a_stage_recomputes_what_its_plan_says(recompute, in_flight):
+    kept, again = memory_of(whole(), in_flight=in_flight), memory_of(whole(recompute), in_flight=in_flight)
+    assert again.activations <= kept.activations
+    assert (again.parameters, again.gradients, again.optimizer) == (kept.parameters, kept.gradients, kept.optimizer)
+    # What is dropped comes back for one layer alone.
+    assert again.transient + again.activations <= kept.transient + kept.activations
+    if sum(recompute.values()) > 2:
+        assert again.activations < kept.activations
+
+
+def test_microbatches_in_flight_and_tensor_and_context_parallelism():
+    one, three = memory_of(whole()), memory_of(whole(), in_flight=3)
+    assert three.peak_bytes - one.peak_bytes == 2 * one.activations
+    halved = memory_of(whole(tp=2))
+    for name in ("parameters", "gradients", "optimizer", "activations", "transient"):
+        assert getattr(halved, name) == pytest.approx(getattr(one, name) / 2, rel=1e-3)
+    by_context = memory_of(whole(cp=2))
+    assert by_context.activations == pytest.approx(one.activations / 2, rel=1e-3)
+    assert by_context.parameters == one.parameters
+
+
+def test_what_is_frozen_keeps_activations_only_where_a_gradient_passes():
+    frozen = [replace(stack, layer=replace(stack.layer, trained=False)) for stack in IMAGE.stacks]
+    model = multimodal("frozen", BACKBONE, [replace(IMAGE, stacks=tuple(frozen))])
+    everything, encoder_frozen = memory_of(whole()), memory_of(whole(), model=model)
+    kept = sum(activation_bytes(layer, ROWS, element_bytes=4) for layer in IMAGE.layers)
+    assert everything.activations - encoder_frozen.activations == kept
+    assert everything.parameters == encoder_frozen.parameters
+    assert everything.gradients - encoder_frozen.gradients == 4 * IMAGE.num_parameters
+    # The same encoder behind a trained one has to pass gradients on.
+    chained = replace(model, modules=(replace(IMAGE, name="before"), *model.modules), edges=(("before", "image"),))
+    unit = Unit("image", ({"image": IMAGE.num_layers},))
+    assert memory_of(unit, model=model).activations == 0
+    assert memory_of(unit, model=chained).activations == kept
+
+
+def test_transients_by_hand():
+    """ZeRO-3 of the backbone's decoder layers alone, in bf16, with everything recomputed."""
+    unit = Unit("part", ({"backbone": 1}, {"backbone": 8}, {"backbone": 2}), pp=3, dp=4, zero=3)
+    unit = replace(unit, recompute=({}, {"backbone": 8}, {}))
+    layer = SHAPE.layer()
+    found = stage_memory(plan_of(unit), unit, 1, rows, 2, FSDP_BF16)
+    gathered = 2 * 2 * layer.parameters
+    unreduced = (2 + 4) * layer.parameters
+    working = 2 * ROWS * (layer.saved_width - 256) + 2 * 2 * ROWS * 256
+    assert found.activations == 8 * 2 * ROWS * 256
+    assert found.transient == gathered + unreduced + working
+    assert found.parameters == 8 * layer.parameters
+    last = stage_memory(plan_of(unit), unit, 2, rows, 1, FSDP_BF16)
+    assert last.transient == 2 * (1000 * 256 + 256) + (2 + 4) * 1000 * 256 + logits_bytes(
+        ROWS / 4, 1000, element_bytes=2
+    )
+
+
+def test_stages_add_up_to_the_whole():
+    unit = Unit("llm", ({"backbone": 3}, {"backbone": 4}, {"backbone": 4}), pp=3, zero=0)
+    parts = [memory_of(unit, stage=stage) for stage in range(3)]
+    together = memory_of(Unit("llm", ({"backbone": 11},), zero=0))
+    for name in ("parameters", "gradients", "optimizer", "activations"):
+        assert sum(getattr(part, name) for part in parts) == getattr(together, name)
+    assert together.parameters == 4 * BACKBONE.num_parameters
+
+
+def test_replicated_modules_are_whole_on_every_stage():
+    unit = Unit("llm", ({"backbone": 5}, {"backbone": 6}), pp=2, replicated=("image",), zero=0)
+    without = replace(unit, replicated=())
+    for stage in range(2):
+        extra = memory_of(unit, stage=stage).parameters - memory_of(without, stage=stage).parameters
+        assert extra == 4 * IMAGE.num_parameters
+
+
+def test_peaks_by_rank():
+    """An encoder on ranks 0 and 1, a backbone of two chunks a rank on 2 to 5: V-shaped, or one way."""
+    encoder = Unit("image", ({"image": IMAGE.num_layers},), dp=2)
+    llm = Unit("llm", tuple({"backbone": n} for n in (2, 2, 3, 4)), first_rank=2, pp=2, dp=2)
+    in_flight = {("image", 0): 2} | {("llm", stage): 4 - stage for stage in range(4)}
+    for schedule, chunks in (("interleaved_1f1b", ((0, 2), (1, 3))), ("zb_v", ((0, 3), (1, 2)))):
+        plan = plan_of(encoder, llm, schedule=schedule)
+        found = rank_memory(plan, rows, in_flight, FSDP_FP32)
+        stages = [stage_memory(plan, llm, stage, rows, 4 - stage, FSDP_FP32) for stage in range(4)]
+        assert found[0] == found[1] == stage_memory(plan, encoder, 0, rows, 2, FSDP_FP32).peak_bytes
+        for rank, (one, other) in zip((2, 4), chunks):
+            held = stages[one].held_bytes + stages[other].held_bytes
+            expected = held + max(stages[one].transient, stages[other].transient)
+            assert found[rank] == found[rank + 1] == expected
+        assert (found[6:] == 0).all()
+
+
+def test_units_that_share_ranks_add_up():
+    encoder, llm = Unit("image", ({"image": IMAGE.num_layers},), dp=2), Unit("llm", ({"backbone": 11},), dp=2)
+    plan = plan_of(encoder, llm)
+    found = rank_memory(plan, rows, {("image", 0): 1, ("llm", 0): 1}, FSDP_FP32)
+    both = [stage_memory(plan, unit, 0, rows, 1, FSDP_FP32) for unit in plan.units]
+    assert found[0] == sum(one.held_bytes for one in both) + max(one.transient for one in both)

@@ -1,0 +1,130 @@
+"""A Plan that does not fit its model or cluster gets one sentence."""
+
+from dataclasses import replace
+
+import pytest
+
+from motet.core.errors import UserError
+from motet.core.plan import Fill, Unit
+from motet.schedule import check_fit, program_of
+from unit.schedule.plans import PLANS, VLM, model, plan
+
+ENCODERS = Unit("encoders", ({"image": 4, "audio": 2},))
+LLM = Unit("llm", ({"backbone": 4}, {"backbone": 4}), first_rank=1, pp=2)
+COLOCATED = Unit("image", ({"image": 4, "audio": 2},), dp=2)
+FIRST = replace(LLM, first_rank=0)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans_that_fit_pass(name):
+    check_fit(PLANS[name])
+
+
+WRONG = {
+    "2 units are named 'llm'": [LLM, LLM],
+    "unit 'llm': tp is 0; it must be at least 1": [ENCODERS, replace(LLM, tp=0)],
+    "unit 'llm': shard_size is 2; it must divide dp, 1": [ENCODERS, replace(LLM, shard_size=2)],
+    "unit 'llm' has a stage without layers": [ENCODERS, replace(LLM, stages=({"backbone": 8}, {}))],
+    "unit 'llm': recompute is said for 1 stages of 2": [ENCODERS, replace(LLM, recompute=({},))],
+    "stage 1 recomputes 5 layers of 'backbone'; it has 4": [ENCODERS, replace(LLM, recompute=({}, {"backbone": 5}))],
+    "the plan places module 'video', which toy has not; it has image, audio, backbone": [
+        replace(ENCODERS, stages=({"video": 4},)),
+        LLM,
+    ],
+    "module 'image' has 4 layers; the plan's stages hold 3": [
+        replace(ENCODERS, stages=({"image": 3, "audio": 2},)),
+        LLM,
+    ],
+    "module 'image' has 4 layers; the plan's stages hold 0": [replace(ENCODERS, stages=({"audio": 2},)), LLM],
+    "module 'image' is in units encoders, more": [
+        ENCODERS,
+        LLM,
+        Unit("more", ({"image": 4},), first_rank=3),
+    ],
+    "module 'audio' is replicated, and in stages": [
+        Unit("llm", ({"image": 4, "audio": 2}, {"backbone": 8}), pp=2, replicated=("audio",))
+    ],
+    "unit 'image' replicates modules; only the backbone's": [
+        Unit("image", ({"image": 4},), replicated=("audio",)),
+        LLM,
+    ],
+    "unit 'llm' is on ranks 63 to 64; the cluster has ranks 0 to 63": [ENCODERS, replace(LLM, first_rank=63)],
+    "unit 'image' has 1 ranks and shares some with the backbone, which has 2": [replace(COLOCATED, dp=1), FIRST],
+    "so its pp .2. and tp . cp .2. must divide the backbone's .4 and 1.": [
+        Unit("image", ({"image": 4}, {"audio": 2}), pp=2, tp=2),
+        Unit("llm", ({"backbone": 2},) * 4, pp=4),
+    ],
+    "units 'encoders' and 'llm' share rank 1, but not all": [replace(ENCODERS, dp=2), LLM],
+    "unit 'encoders': dp is 3; it must divide the 1 examples": [
+        replace(ENCODERS, dp=3),
+        replace(LLM, first_rank=3),
+    ],
+    "unit 'llm': 'image' feeds 'backbone', so its stages must not come after": [
+        Unit("llm", ({"backbone": 8}, {"image": 4, "audio": 2}), pp=2)
+    ],
+    "unit 'encoders' has 1 stages on 2 pipeline ranks; '1f1b' needs 1 a pipeline rank": [
+        replace(ENCODERS, pp=2),
+        replace(LLM, first_rank=2),
+    ],
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_wrong_unit_is_named(words):
+    made = plan(VLM, *WRONG[words])
+    with pytest.raises(UserError, match=words) as caught:
+        program_of(made)
+    sentence = str(caught.value)
+    assert "\n" not in sentence and sentence.endswith(".")
+
+
+FSDP = PLANS["fsdp"]
+OPTIONS = {
+    "batch_size is 15; it must be a multiple of .*, 2": (PLANS["chain"], {"batch_size": 15}),
+    "schedule 'zb_h1' is of one pipeline": (PLANS["modality parallel"], {"schedule": "zb_h1"}),
+    "'interleaved_1f1b' needs 2 or more a pipeline rank": (PLANS["chain"], {"schedule": "interleaved_1f1b"}),
+    "'zb_v' needs 2 a pipeline rank": (PLANS["chain"], {"schedule": "zb_v"}),
+    "deferred_warmup is of 'interleaved_1f1b'; the schedule is '1f1b'": (PLANS["chain"], {"deferred_warmup": True}),
+    "there are fills, but no unit that shares": (PLANS["chain"], {"fills": (Fill(0, "3F0"),)}),
+    "balance 'joint' is of schedule 'data_parallel'": (PLANS["chain"], {"balance": "joint"}),
+    "under 'data_parallel' one unit holds all": (PLANS["replicated"], {"schedule": "data_parallel"}),
+    "zero is 1; under 'data_parallel' it is 3": (FSDP, {"units": (replace(FSDP.units[0], zero=1),)}),
+    "module 'generator' does not feed the backbone": (
+        plan(
+            model(backbone=2, generator=1), Unit("all", ({"backbone": 2, "generator": 1},), zero=3)
+        ),
+        {"schedule": "data_parallel"},
+    ),
+    "unit 'image' has 2 pipelines beside each .* 1 microbatches": (PLANS["filled"], {"batch_size": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", OPTIONS)
+def test_a_wrong_option_is_named(words):
+    made, options = OPTIONS[words]
+    with pytest.raises(UserError, match=words) as caught:
+        program_of(replace(made, **options))
+    sentence = str(caught.value)
+    assert "\n" not in sentence and sentence.endswith(".")
+
+
+def test_what_runs_in_bubbles_feeds_the_backbone_alone():
+    spec = model(image=4, backbone=8, generator=2)
+    spec = replace(spec, edges=(*spec.edges, ("image", "generator")))
+    units = [FIRST, Unit("image", ({"image": 4},), dp=2), Unit("generator", ({"generator": 2},), first_rank=2)]
+    with pytest.raises(UserError, match="'image' feeds 'generator'; what runs in the backbone's bubbles"):
+        program_of(plan(spec, *units))
+
+
+def test_units_must_not_feed_each_other_in_a_circle():
+    spec = model(image=4, backbone=8, generator=2)
+    both = Unit("both", ({"image": 4}, {"generator": 2}), first_rank=2, pp=2)
+    with pytest.raises(UserError, match="units llm, both feed each other in a circle"):
+        program_of(plan(spec, FIRST, both))
+
+
+def test_a_plan_needs_a_backbone():
+    spec = model(backbone=2)
+    spec = replace(spec, modules=(replace(spec.modules[0], name="llm"),))
+    with pytest.raises(UserError, match="no unit holds a module named 'backbone'"):
+        program_of(plan(spec, Unit("llm", ({"llm": 2},))))

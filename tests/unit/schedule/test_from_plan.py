@@ -1,0 +1,187 @@
+"""Plans into Programs, and what their stages stand for."""
+
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from motet.core.errors import UserError
+from motet.core.plan import Fill, Unit
+from motet.schedule import Kind, coarse_fills, dumps, fillable, loads, planned, program_of, validate
+from motet.schedule.bubbles import EncoderPipeline
+from unit.schedule.plans import PLANS, VLM, model, plan
+
+COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)
+
+
+@pytest.fixture(params=PLANS)
+def any_plan(request):
+    return PLANS[request.param]
+
+
+def passes(program, rank):
+    return " ".join(str(action) for action in program.actions[rank] if action.kind in COMPUTE)
+
+
+def test_every_plan_gives_a_proper_program(any_plan):
+    found = planned(any_plan)
+    validate(found.program)
+    assert found.program == program_of(any_plan)
+    assert loads(dumps(found.program)) == found.program
+    assert len(found.stages) == found.program.num_stages
+    assert len(found.shares) == len(found.program.edges)
+    for stage, planned_stage in zip(found.program.stages, found.stages, strict=True):
+        assert (stage.rank, stage.module) == (planned_stage.rank, "+".join(planned_stage.modules))
+
+
+def test_a_stage_has_the_passes_that_it_is_said_to_have(any_plan):
+    found = planned(any_plan)
+    kinds = {(a.stage, a.kind) for row in found.program.actions for a in row}
+    parts = Counter((a.stage, a.kind, a.microbatch) for row in found.program.actions for a in row)
+    for number, stage in enumerate(found.stages):
+        assert ((number, Kind.B) in kinds or (number, Kind.I) in kinds) == stage.has_backward
+        assert (number, Kind.STEP) not in kinds or stage.trained
+        assert ((number, Kind.REDUCE) in kinds) == (stage.trained and len(stage.data_ranks) > 1)
+        assert parts[number, Kind.F, stage.microbatches[0]] == stage.num_parts
+
+
+def test_replicas_hold_every_layer_once(any_plan):
+    held = Counter()
+    for stage in planned(any_plan).stages:
+        replicated = set(stage.modules) & set(stage.unit.replicated)
+        for name, (first, stop) in stage.layers.items():
+            assert not replicated or (first, stop) == (0, any_plan.model.module(name).num_layers)
+            held.update((stage.unit.name, stage.replica, name, layer) for layer in range(first, stop))
+    times = {name: len(unit.stages) for unit in any_plan.units for name in unit.replicated}
+    for unit in any_plan.units:
+        replicas = {key[1] for key in held if key[0] == unit.name}
+        layers = [(name, n) for name in unit.modules for n in range(any_plan.model.module(name).num_layers)]
+        for replica in replicas:
+            assert all(held[unit.name, replica, name, n] == times.get(name, 1) for name, n in layers)
+
+
+def test_stages_of_a_unit_share_its_ranks_and_examples(any_plan):
+    stages = planned(any_plan).stages
+    for unit in any_plan.units:
+        own = [stage for stage in stages if stage.unit.name == unit.name]
+        inside = set(range(unit.first_rank, unit.first_rank + unit.num_ranks))
+        assert all(set(stage.ranks) <= inside and set(stage.data_ranks) <= inside for stage in own)
+        assert all(len(stage.ranks) == unit.tp * unit.cp * stage.num_shares for stage in own)
+        ranks = [rank for stage in {(s.replica, s.rank): s for s in own}.values() for rank in stage.ranks]
+        assert len(ranks) == len(set(ranks))
+    ends = {stage.examples[1] for stage in stages}
+    for name in any_plan.model.modules:
+        taken = {(s.examples, s.microbatches) for s in stages if name.name in s.modules}
+        counted = sum((stop - first) * len(microbatches) for (first, stop), microbatches in taken)
+        assert counted == max(ends) * planned(any_plan).program.num_microbatches
+
+
+def test_a_chain_of_one_unit():
+    program = program_of(PLANS["chain"])
+    assert [stage.module for stage in program.stages] == ["image+audio", "backbone", "backbone"]
+    assert passes(program, 2) == " ".join(f"2F{i} 2B{i}" for i in range(8))
+
+
+def test_recomputation_precedes_backward():
+    assert passes(program_of(PLANS["chain gpipe"]), 1).endswith("1R14 1B14 1R15 1B15")
+
+
+def test_modalities_run_in_parallel():
+    found = planned(PLANS["modality parallel"])
+    assert found.program.sources(3) == (1, 2)
+    assert [stage.has_backward for stage in found.stages] == [True, True, False, True, True]
+    assert [stage.layers for stage in found.stages[:2]] == [{"image": (0, 1)}, {"image": (1, 4)}]
+
+
+def test_replicated_encoders_are_reduced_over_all_stages():
+    found = planned(PLANS["replicated"])
+    assert found.stages[2].modules == ("image",)
+    assert found.stages[2].data_ranks == (0, 1, 2, 3)
+    assert found.stages[0].data_ranks == (0, 1)
+    assert not found.stages[4].has_backward
+
+
+def test_disaggregated_units_take_examples_by_their_size():
+    found = planned(PLANS["disaggregated"])
+    by_unit = {}
+    for stage in found.stages:
+        by_unit.setdefault(stage.unit.name, []).append(stage.examples)
+    assert by_unit["image"] == [(0, 3), (3, 6)]
+    assert by_unit["llm"] == [(0, 2)] * 2 + [(2, 4)] * 2 + [(4, 6)] * 2
+    assert by_unit["generator"] == [(0, 6)]
+    share = dict(zip(found.program.edges, found.shares, strict=True))
+    assert share[0, 3] == Fraction(2, 3) and share[0, 5] == Fraction(1, 3)
+    assert [stage.ranks for stage in found.stages[3:7]] == [(3, 4), (9, 10), (5, 6), (11, 12)]
+    assert found.stages[3].data_ranks == (3, 5, 7)
+
+
+def test_fsdp_has_a_stage_a_module_on_every_rank():
+    found = planned(PLANS["fsdp"])
+    assert found.program.num_ranks == 4
+    assert [stage.modules[0] for stage in found.stages[:3]] == ["image", "audio", "backbone"]
+    assert found.stages[-1].examples == (6, 8)
+    assert Kind.EXCHANGE_F in {a.kind for a in found.program.actions[0]}
+    joint = program_of(replace(PLANS["fsdp"], balance="joint"))
+    assert Kind.EXCHANGE_F not in {a.kind for a in joint.actions[0]}
+
+
+def test_interleaved_chunks_lie_on_ranks_in_turn():
+    found = planned(PLANS["interleaved"])
+    assert [stage.rank for stage in found.stages] == [0, 1, 0, 1]
+    assert planned(PLANS["zb_v"]).stages[2].rank == 1
+
+
+def test_a_frozen_stage_has_no_backward_under_zero_bubble():
+    assert passes(program_of(PLANS["zb_h1"]), 0) == " ".join(f"0F{i}" for i in range(16))
+
+
+def test_encoders_in_bubbles_are_laid_over_the_backbones_ranks():
+    found = planned(PLANS["filled"])
+    image, audio = found.stages[4:6], found.stages[6:]
+    assert [stage.rank for stage in image] == [0, 1]
+    assert [stage.microbatches for stage in image] == [(0, 2), (1, 3)]
+    assert [stage.ranks for stage in image] == [(0, 1), (4, 5)]
+    assert [stage.rank for stage in audio] == [0, 1]
+    assert [stage.num_shares for stage in audio] == [2, 2]
+    assert found.program.actions[0][1].stage == 4
+
+
+def test_fills_say_where_encoders_run():
+    spec = model(image=4, backbone=4)
+    made = plan(
+        spec, Unit("llm", ({"backbone": 2},) * 2, pp=2), Unit("image", ({"image": 4},), dp=2),
+        batch_size=3,
+    )  # fmt: skip
+    backbone, encoders = fillable(made, split=True)
+    assert encoders == (
+        EncoderPipeline("image", (0,), (0, 2), 0, (True,)),
+        EncoderPipeline("image", (1,), (1,), 0, (True,)),
+    )
+    coarse = program_of(replace(made, fills=coarse_fills(backbone, encoders, num_parts=2)))
+    validate(coarse)
+    assert passes(coarse, 1).startswith("3F1.0 3F1.1 1F0.0")
+    fills = [Fill(0, "2F0", "0F0.0"), Fill(1, "3F1", "1F0.0"), Fill(1, "3F2.0", "1F0.3"), Fill(1, "3F2.1", "1B0.1")]
+    with pytest.raises(UserError, match="fill 3F1 is no pass of its stage, or whole where others of it are in parts"):
+        program_of(replace(made, fills=tuple(fills)))
+    fills[1:2] = [Fill(1, f"3F1.{part}", "1F0.0") for part in (0, 1)]
+    ends = [Fill(0, "2B0"), Fill(1, "3B1"), Fill(1, "3B2")]
+    found = planned(replace(made, fills=(*fills, *ends)))
+    validate(found.program)
+    assert [stage.num_parts for stage in found.stages] == [8, 8, 1, 2]
+    assert [stage.microbatches for stage in found.stages[2:]] == [(0,), (1, 2)]
+    assert passes(found.program, 1).startswith("3F1.0 3F1.1 1F0.0 1F0.1 1F0.2 3F2.0 1F0.3")
+    with pytest.raises(UserError, match="no fill says where the forward passes of stage 3 run"):
+        program_of(replace(made, fills=tuple(fill for fill in fills if fill.rank == 0)))
+
+
+def test_gradients_pass_through_what_is_frozen():
+    spec = model(image=2, audio=(2, 0), backbone=(4, 0))
+    stages = planned(plan(spec, Unit("all", ({"image": 2}, {"audio": 2}, {"backbone": 4}), pp=3))).stages
+    assert [stage.has_backward for stage in stages] == [True, True, True]
+    assert [stage.trained for stage in stages] == [True, False, False]
+
+
+def test_zero_with_single_shards_shards_nothing():
+    unit = Unit("all", ({"image": 4, "audio": 2, "backbone": 8},), dp=4, shard_size=1)
+    assert Kind.GATHER not in {action.kind for action in program_of(plan(VLM, unit)).actions[0]}
