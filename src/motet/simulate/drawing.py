@@ -142,11 +142,15 @@ def time_unit(seconds: float) -> tuple[float, str]:
     return next(((scale, name) for scale, name in ((1.0, "s"), (1e3, "ms")) if seconds * scale >= 1), (1e6, "µs"))
 
 
+def shown_seconds(seconds: float) -> str:
+    """A time with four digits and its unit."""
+    scale, unit = time_unit(seconds)
+    value = seconds * scale
+    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.4g} {unit}"
+
+
 def _facts(makespan_s: float, bubble_share: float, num_drawn: int, num_ranks: int) -> str:
-    scale, unit = time_unit(makespan_s)
-    value = makespan_s * scale
-    facts = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-    facts += f" {unit}, {bubble_share:.1%} bubbles"
+    facts = f"{shown_seconds(makespan_s)}, {bubble_share:.1%} bubbles"
     if num_drawn < num_ranks:
         facts += f". {num_drawn} of {num_ranks:,} ranks: evenly spaced ones, and the most and the least busy"
     return facts
