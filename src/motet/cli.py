@@ -1,6 +1,7 @@
 """The command line: `motet train | simulate | analyze | demo-data`.
 
-Wrong input ends in one sentence on stderr and exit code 2. Imports nothing heavy before a command runs, so that `motet --help` answers at once.
+Wrong input ends in one sentence on stderr and exit code 2. Imports nothing heavy before a command runs, so that
+`motet --help` answers at once.
 """
 
 from __future__ import annotations
