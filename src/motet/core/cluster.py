@@ -27,7 +27,7 @@ class Link:
 class Device:
     """One accelerator, or one CPU rank.
 
-    peak_flops:         operations a second by precision ("bf16", "fp16", "fp8", "tf32", "fp32"), dense.
+    peak_flops:         operations a second by precision ("bf16", "fp16", "fp8", "tf32", "fp32", "fp64"), dense.
     memory_bytes:       of the device. memory_bytes_per_s: of its memory.
     """
 

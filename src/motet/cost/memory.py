@@ -29,8 +29,8 @@ from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer, ModelSpec
 
 Rows = Callable[[str, Layer], float]
-"""(module, layer) -> rows that the layer is given in one microbatch; of a layer that sees targets only, those whose
-logits exist at once."""
+"""(module, layer) -> rows of a microbatch that the layer is given in one replica, over all its context-parallel ranks;
+of a layer that sees targets only, those whose logits exist at once."""
 
 
 @dataclass(frozen=True)
@@ -144,11 +144,32 @@ class _LayerBytes(NamedTuple):
         )
 
 
-class _Placed(NamedTuple):
+class StageLayer(NamedTuple):
+    """A layer as a stage computes it. has_backward: it learns, or something before it does."""
+
     module: str
     layer: Layer
     has_backward: bool
     recomputed: bool
+
+
+def stage_layers(model: ModelSpec, unit: Unit, stage: int) -> Iterator[StageLayer]:
+    """What a stage computes, in execution order: replicated modules whole, and its own layers of the others.
+
+    Of a module's layers that are recomputed, those with attention come first: they are what frameworks recompute.
+    """
+    recompute = unit.recompute[stage] if unit.recompute else {}
+    counts = {name: model.module(name).num_layers for name in unit.replicated} | dict(unit.stages[stage])
+    for name, count in counts.items():
+        module = model.module(name)
+        first = 0 if name in unit.replicated else sum(before.get(name, 0) for before in unit.stages[:stage])
+        own = range(first, first + count)
+        in_turn = sorted(own, key=lambda index: module.layers[index].attention is None)
+        recomputed = set(in_turn[: recompute.get(name, 0)])
+        for index in own:
+            layer = module.layers[index]
+            has_backward = layer.trained or model.input_gradients[name][index]
+            yield StageLayer(name, layer, has_backward, index in recomputed)
 
 
 def stage_memory(
@@ -156,11 +177,11 @@ def stage_memory(
 ) -> StageMemory:
     """in_flight: microbatches whose forward pass is done and backward is not, at most; the schedule says how many.
 
-    Of a stage's layers of a module, the first are those that are recomputed. O(layers of the stage).
+    O(layers of the stage).
     """
     state, activations = np.zeros(3, dtype=np.int64), 0
     working, gathered, unreduced = [0], [0, 0], [0]
-    for module, layer, has_backward, recomputed in _layers(plan.model, unit, stage):
+    for module, layer, has_backward, recomputed in stage_layers(plan.model, unit, stage):
         num_parameters = math.ceil(layer.parameters / unit.tp)
         num_trained = num_parameters if layer.trained else 0
         shard_ranks = unit.shard_size or unit.dp
@@ -198,16 +219,3 @@ def rank_memory(
 def _pipeline_rank(plan: Plan, unit: Unit, stage: int) -> int:
     turns, place = divmod(stage, unit.pp)
     return unit.pp - 1 - place if plan.schedule == "zb_v" and turns % 2 else place
-
-
-def _layers(model: ModelSpec, unit: Unit, stage: int) -> Iterator[_Placed]:
-    """What a stage computes: replicated modules whole, and its own layers of the others."""
-    recompute = unit.recompute[stage] if unit.recompute else {}
-    counts = {name: model.module(name).num_layers for name in unit.replicated} | dict(unit.stages[stage])
-    for name, count in counts.items():
-        module = model.module(name)
-        first = 0 if name in unit.replicated else sum(before.get(name, 0) for before in unit.stages[:stage])
-        for index in range(first, first + count):
-            layer = module.layers[index]
-            has_backward = layer.trained or model.input_gradients[name][index]
-            yield _Placed(name, layer, has_backward, index - first < recompute.get(name, 0))

@@ -5,6 +5,9 @@ Under ZeRO 0 gradients are all-reduced once a step. Under ZeRO 1 (Megatron's dis
 are gathered at the start of the step and gradients scattered at its end: a chunk's gather runs beside the computation
 of the chunks before it, and only the first one's is exposed (Optimus section 2.2). Under ZeRO 2 gradients are reduced
 each microbatch, and under ZeRO 3 parameters are gathered for every pass.
+
+Ranks that share several groups must enter the collectives of these in one order, whatever the order of their passes. So
+those of the whole step are entered by number of group, gathers before and reductions after those of a microbatch.
 """
 
 from __future__ import annotations
@@ -33,12 +36,13 @@ def add_data_parallel(program: Program, zero: Mapping[int, int], trained: Collec
             )
     if any(action.kind in _ADDED for row in program.actions for action in row):
         raise ArgumentError("the Program has collectives of data parallelism already; add them once.")
-    rule = _Rule(zero, frozenset(trained))
+    rule = _Rule([stage.group for stage in program.stages], zero, frozenset(trained))
     return replace(program, actions=tuple(tuple(rule.row(row)) for row in program.actions))
 
 
 @dataclass(frozen=True)
 class _Rule:
+    groups: Sequence[int]
     zero: Mapping[int, int]
     trained: frozenset[int]
 
@@ -50,7 +54,9 @@ class _Rule:
                 first.setdefault(gather, place)
             for reduction in self.reductions(action):
                 last[reduction] = place
-        before, after = _by_place(first), _by_place(last)
+        self.put_in_order(first, last)
+        before = _by_place(first, sorted(first, key=lambda one: (one.microbatch >= 0, self.groups[one.stage])))
+        after = _by_place(last, sorted(last, key=lambda one: (one.microbatch < 0, self.groups[one.stage])))
         for place, action in enumerate(row):
             yield from before.get(place, ())
             yield action
@@ -58,6 +64,18 @@ class _Rule:
         learning = [action.stage for action in row if self.is_gradient(action)]
         if learning:
             yield Action(min(learning), Kind.STEP)
+
+    def put_in_order(self, first: dict[Action, int], last: dict[Action, int]) -> None:
+        """Move the whole step's gathers forward and its reductions back, of stages that have a group."""
+        shared = [action for action in (*first, *last) if self.groups[action.stage] >= 0]
+        places = [place[a] for place in (first, last) for a in shared if a.microbatch >= 0 and a in place]
+        whole = sorted((one for one in shared if one.microbatch < 0), key=lambda one: self.groups[one.stage])
+        for gather in reversed([one for one in whole if one in first]):
+            first[gather] = min([first[gather], *places])
+            places.append(first[gather])
+        for reduction in [one for one in whole if one in last]:
+            last[reduction] = max([last[reduction], *places])
+            places.append(last[reduction])
 
     def gathers(self, action: Action) -> Iterator[Action]:
         """What a pass needs to have gathered."""
@@ -76,8 +94,8 @@ class _Rule:
         return action.kind in (Kind.B, Kind.W) and action.stage in self.trained
 
 
-def _by_place(places: Mapping[Action, int]) -> dict[int, list[Action]]:
+def _by_place(places: Mapping[Action, int], order: Sequence[Action]) -> dict[int, list[Action]]:
     found: dict[int, list[Action]] = {}
-    for action, place in places.items():
-        found.setdefault(place, []).append(action)
+    for action in order:
+        found.setdefault(places[action], []).append(action)
     return found

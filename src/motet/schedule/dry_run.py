@@ -4,8 +4,11 @@ The model of execution is the simulator's. A rank has four streams, for compute,
 each takes its actions in the order of the rank's list. An action starts when the one before it in its stream and all
 that `Dependencies` names have ended. A SEND and its RECV are one event on the sender's send stream and the receiver's
 receive stream; a collective is one event on the collective streams of all stages of its group. Where communication
-blocks, a rank has a single stream. Stricter than the simulator, communication also waits for the compute before it in
-the list, so that what comes to its end here does so on ranks that walk their lists, waiting for each pass.
+blocks, a rank has a single stream.
+
+Stricter than the simulator, a SEND or RECV also waits for the compute before it in the list: what comes to its end here
+does so on ranks that walk their lists and wait for each pass. Collectives need not wait for that; a rank that walks has
+to enter them ahead of its compute, as FSDP's prefetching does.
 
 Durations are nominal: backward takes twice as long as forward, communication nothing.
 """
@@ -16,7 +19,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from motet.schedule.dependencies import COLLECTIVES, Dependencies, partner
+from motet.schedule.dependencies import COLLECTIVES, PARTNERS, Dependencies, partner
 from motet.schedule.program import COMPUTE, Action, Kind, Program
 
 NOMINAL = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0, Kind.R: 1.0, Kind.STEP: 1.0}
@@ -97,9 +100,10 @@ class _Graph:
                 stream = "compute" if blocking else stream_of(action.kind)
                 for needed in dependencies.of(action):
                     self._add(event_by_action[needed], event)
-                for ahead in dict.fromkeys((stream, "compute")):
-                    if ahead in last:
-                        self._add(last[ahead], event)
+                if stream in last:
+                    self._add(last[stream], event)
+                if action.kind in PARTNERS and not blocking and "compute" in last:
+                    self._add(last["compute"], event)
                 last[stream] = event
         self.duration = _durations(self.members)
 

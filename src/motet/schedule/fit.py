@@ -152,6 +152,11 @@ def _check_ranks(plan: Plan) -> None:
                 f"unit {unit.name!r} runs on the backbone's ranks, so its pp ({unit.pp}) and tp * cp "
                 f"({unit.tp * unit.cp}) must divide the backbone's ({backbone.pp} and {backbone.tp * backbone.cp})."
             )
+        if unit.zero > 1:
+            raise UserError(
+                f"unit {unit.name!r}: zero is {unit.zero}; what runs in bubbles takes other microbatches on each "
+                "replica, so it must be 0 or 1."
+            )
         if len(unit.stages) != unit.pp:
             raise UserError(
                 f"unit {unit.name!r} runs in bubbles with {len(unit.stages)} stages; it must have pp, {unit.pp}."
@@ -196,6 +201,11 @@ def _check_schedule(plan: Plan) -> None:
             raise UserError(
                 f"unit {unit.name!r} has {len(unit.stages)} stages on {unit.pp} pipeline ranks; {kind!r} needs {right}."
             )
+    if backbone.replicated and len(backbone.stages) > backbone.pp:
+        raise UserError(
+            f"unit {backbone.name!r} replicates {', '.join(backbone.replicated)} beside {len(backbone.stages)} stages "
+            f"on {backbone.pp} pipeline ranks, where a rank would compute it twice; there must be one stage on each."
+        )
     if plan.deferred_warmup and kind != "interleaved_1f1b":
         raise UserError(f"deferred_warmup is of 'interleaved_1f1b'; the schedule is {kind!r}.")
     if plan.fills and not colocated_units(plan):

@@ -3,7 +3,7 @@
 What is proven: each stage makes each of its passes once, in parts that are complete; all data that crosses ranks is
 sent and received, and the sends and receives of two ranks match in order; all stages of a group enter the same
 collectives in the same order; what an action needs of its own rank stands before it in the list; a dry run by streams
-comes to its end; activations fit into memory.
+comes to its end (`dry_run` says what that means); activations fit into memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bytes of a rank: sharding never adds, recomputation never adds to what is kept, sums by hand, and torch's own."""
+"""Bytes of a rank: sharding never adds, recomputation never adds to what is kept, published sums, and torch's own."""
 
 from dataclasses import replace
 
@@ -213,3 +213,40 @@ def test_units_that_share_ranks_add_up():
     found = rank_memory(plan, rows, {("image", 0): 1, ("llm", 0): 1}, FSDP_FP32)
     both = [stage_memory(plan, unit, 0, rows, 1, FSDP_FP32) for unit in plan.units]
     assert found[0] == sum(one.held_bytes for one in both) + max(one.transient for one in both)
+
+
+def test_state_is_what_torch_holds_after_a_step():
+    import torch
+
+    from motet.models.build import BackboneConfig, EncoderConfig, ModelConfig, build_mllm
+    from motet.models.spec import model_spec
+
+    heads = {"num_attention_heads": 2, "num_hidden_layers": 2}
+    backbone = {"hidden_size": 32, "intermediate_size": 48, "num_key_value_heads": 2, **heads}
+    config = ModelConfig(
+        backbone=BackboneConfig(family="qwen2", config=backbone),
+        encoders={
+            "image": EncoderConfig(
+                family="clip",
+                config={"hidden_size": 24, "intermediate_size": 40, "image_size": 16, "patch_size": 4, **heads},
+                train_encoder=False,
+            )
+        },
+    )
+    mllm = build_mllm(config, 50)
+    trained = [parameter for parameter in mllm.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+    def held(tensors):
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    spec = model_spec(mllm)
+    unit = Unit("all", ({module.name: module.num_layers for module in spec.modules},), zero=0)
+    found = memory_of(unit, model=spec)
+    assert found.parameters == held(mllm.parameters())
+    assert found.gradients == held(parameter.grad for parameter in trained)
+    moments = [moment for state in optimizer.state.values() for name, moment in state.items() if name != "step"]
+    assert found.optimizer == held(moments)

@@ -1,10 +1,14 @@
 """Gathers and reductions around the passes of a pipeline."""
 
+from dataclasses import replace
+
 import pytest
 
 from motet.core.errors import ArgumentError
 from motet.schedule import Kind, add_communication, interleaved_1f1b, one_f_one_b, split_parts, validate, zb_h1
+from motet.schedule.bubbles import EncoderPipeline, coarse_fills, fill_bubbles
 from motet.schedule.collectives import add_data_parallel
+from motet.schedule.disaggregated import Feed, Pipeline, disaggregated
 
 
 def row(program, rank=0):
@@ -61,3 +65,17 @@ def test_wrong_arguments_are_refused():
             add_data_parallel(program, zero, [0])
     with pytest.raises(ArgumentError, match="already"):
         add_data_parallel(add_data_parallel(program, {0: 1}, [0]), {0: 1}, [0])
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_groups_are_entered_in_one_order_whatever_the_order_of_passes(level):
+    """Two replicas of a backbone with two encoders, of which one replica runs the one first, the other the other."""
+    program = disaggregated([Pipeline(("backbone",), 2), Pipeline(("generator",))], [Feed(0, 1)], 3)
+    encoders = [EncoderPipeline(name, (j,), (0, 1, 2), sink=j) for name in ("image", "audio") for j in range(2)]
+    fills = coarse_fills(program, encoders)
+    swapped = [fill for fill in fills if fill.rank == 0] + [fill for fill in reversed(fills) if fill.rank == 1]
+    swapped = [replace(fill, before="1B1") if fill.action in ("4B0", "6B0") else fill for fill in swapped]
+    filled = fill_bubbles(program, encoders, swapped)
+    added = add_data_parallel(filled, {0: level, 1: level} | dict.fromkeys(range(3, 7), 1), range(7))
+    validate(added)
+    validate(add_communication(added))

@@ -50,6 +50,7 @@ WRONG = {
     ],
     "unit 'llm' is on ranks 63 to 64; the cluster has ranks 0 to 63": [ENCODERS, replace(LLM, first_rank=63)],
     "unit 'image' has 1 ranks and shares some with the backbone, which has 2": [replace(COLOCATED, dp=1), FIRST],
+    "unit 'image': zero is 3; what runs in bubbles": [replace(COLOCATED, zero=3), FIRST],
     "so its pp .2. and tp . cp .2. must divide the backbone's .4 and 1.": [
         Unit("image", ({"image": 4}, {"audio": 2}), pp=2, tp=2),
         Unit("llm", ({"backbone": 2},) * 4, pp=4),
@@ -88,6 +89,13 @@ OPTIONS = {
     "there are fills, but no unit that shares": (PLANS["chain"], {"fills": (Fill(0, "3F0"),)}),
     "balance 'joint' is of schedule 'data_parallel'": (PLANS["chain"], {"balance": "joint"}),
     "under 'data_parallel' one unit holds all": (PLANS["replicated"], {"schedule": "data_parallel"}),
+    "unit 'llm' replicates image, audio beside 4 stages on 2": (
+        replace(
+            PLANS["replicated"],
+            units=(replace(PLANS["replicated"].units[0], stages=({"backbone": 2},) * 4),),
+        ),
+        {"schedule": "interleaved_1f1b"},
+    ),
     "zero is 1; under 'data_parallel' it is 3": (FSDP, {"units": (replace(FSDP.units[0], zero=1),)}),
     "module 'generator' does not feed the backbone": (
         plan(

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from motet.schedule import gpipe, interleaved_1f1b, one_f_one_b, split_parts, zb_h1
+from motet.schedule.modality import modality_parallel
 from motet.schedule.program import Action, Kind, Program, Stage
 from motet.simulate import bubbles, simulate, stage_times
 
@@ -93,3 +94,11 @@ def test_encoders_in_parallel_feed_one_backbone(backend):
     ]
     assert timeline.makespan_s == 17.0
     assert list(timeline.module) == ["image", "image", "audio", "backbone", "backbone"]
+
+
+@BACKENDS
+@pytest.mark.parametrize(("image", "audio", "llm", "m"), [(1, 2, 3, 8), (3, 1, 2, 5)])
+def test_encoders_in_parallel_fill_the_pipeline_as_long_as_the_longest(image, audio, llm, m, backend):
+    program = modality_parallel({"image": image, "audio": audio}, llm, m)
+    times = stage_times([1] * program.num_stages, [2] * program.num_stages)
+    assert simulate(program, times, backend=backend).makespan_s == (m - 1 + llm + max(image, audio)) * 3.0

@@ -6,9 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.core.errors import ArgumentError
-from motet.schedule import gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
+from motet.schedule import add_communication, add_recompute, gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
+from motet.schedule.bubbles import EncoderPipeline, coarse_fills, fill_bubbles, global_order
+from motet.schedule.collectives import add_data_parallel
+from motet.schedule.data_parallel import ShardedModule, Sharding, data_parallel
 from motet.schedule.dependencies import Dependencies
-from motet.simulate import simulate
+from motet.schedule.disaggregated import Feed, Pipeline, disaggregated
+from motet.schedule.modality import encoders_replicated, modality_parallel
+from motet.simulate import simulate, stage_times
 from motet.simulate.lookup import Lookup
 from motet.simulate.lower import waits
 from motet.simulate.streams import OF_KIND
@@ -36,13 +41,48 @@ def check_waits(program):
     assert pairs == wanted
 
 
-@pytest.mark.parametrize(
-    "program",
-    [gpipe(3, 4), one_f_one_b(4, 6), interleaved_1f1b(2, 3, 4), zb_h1(3, 5), zb_v(3, 6)],
-    ids=["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"],
-)
-def test_what_actions_of_a_chain_wait_for(program):
+def filled():
+    """Two encoder pipelines in the bubbles of an interleaved backbone, in slices."""
+    backbone = interleaved_1f1b(2, 2, 4)
+    first, second = global_order([2, 2])
+    encoders = [EncoderPipeline("image", (0,), first), EncoderPipeline("image", (1,), second)]
+    return add_communication(fill_bubbles(backbone, encoders, coarse_fills(backbone, encoders, num_parts=3)))
+
+
+def sharded(num_ranks, sharding):
+    modules = [ShardedModule("image", (False, False, True)), ShardedModule("backbone", (True,) * 4)]
+    return data_parallel(modules, num_ranks, 2, sharding=sharding)
+
+
+GENERATED = {
+    "gpipe": gpipe(3, 4, has_backward=[False, True, True]),
+    "1f1b": one_f_one_b(4, 6),
+    "1f1b, sends, recomputation": add_recompute(add_communication(one_f_one_b(4, 6)), [0, 2]),
+    "interleaved": interleaved_1f1b(2, 3, 4),
+    "zb_h1": zb_h1(3, 5),
+    "zb_v, sends": add_communication(zb_v(3, 6)),
+    "modality parallel": add_communication(modality_parallel({"image": 2, "audio": 1}, 3, 5)),
+    "encoders replicated": encoders_replicated(["image", "audio"], 3, 4),
+    "disaggregated": add_communication(
+        disaggregated([Pipeline(("image",), 3), Pipeline(("backbone",) * 2, 2)], [Feed(0, 1)], 4)
+    ),
+    "filled": filled(),
+    "sharded": sharded(4, Sharding()),
+    "sharded in replicas": sharded(4, Sharding(2)),
+    "not sharded": sharded(2, Sharding(1)),
+} | {
+    f"ZeRO {zero}": add_data_parallel(interleaved_1f1b(2, 2, 4), dict.fromkeys(range(4), zero), range(1, 4))
+    for zero in range(4)
+}
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_what_actions_of_every_schedule_wait_for(name):
+    program = GENERATED[name]
     check_waits(program)
+    times = stage_times(1.0 + np.arange(program.num_stages), 2.0 + np.arange(program.num_stages))
+    native, reference = (simulate(program, times, backend=backend) for backend in ("native", "reference"))
+    assert list(native) == list(reference)
 
 
 @given(program=programs())
