@@ -159,5 +159,4 @@ document.addEventListener("keydown", (event) => {
   if (keys[event.key] && !event.ctrlKey && !event.metaKey) keys[event.key]();
 });
 window.addEventListener("resize", draw);
-window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 draw();

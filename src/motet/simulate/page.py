@@ -17,9 +17,7 @@ _MAX_ROWS, _MAX_SPANS = 512, 200_000
 _NUM_TICKS = 10_000_000
 """Of the makespan: a span of a second is told to 0.1 microseconds."""
 _STYLE = f"""
-:root {{ --ink: {INK}; --soft: {SOFT}; --page: #ffffff; --bubble: {BUBBLE}; --card: #ffffff; --line: #c9ced5; }}
-@media (prefers-color-scheme: dark) {{ :root {{ --ink: #e6e8eb; --soft: #9aa2ad; --page: #16181c; --bubble: #2a2f36;
-  --card: #1f2328; --line: #434a54; }} }}
+:root {{ --ink: {INK}; --soft: {SOFT}; --page: #ffffff; --bubble: {BUBBLE}; --line: #c9ced5; }}
 * {{ box-sizing: border-box; }}
 body {{ margin: 0; padding: 24px 20px 40px; background: var(--page); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }}
@@ -31,7 +29,7 @@ p {{ margin: 2px 0; color: var(--soft); font-size: 14px; }}
 canvas {{ display: block; width: 100%; }}
 #rows {{ cursor: crosshair; touch-action: pan-y; }}
 #axis {{ position: sticky; bottom: 0; background: var(--page); }}
-#tip {{ position: absolute; white-space: pre; background: var(--card); border: 1px solid var(--line); font-size: 13px;
+#tip {{ position: absolute; white-space: pre; background: var(--page); border: 1px solid var(--line); font-size: 13px;
   border-radius: 6px; padding: 5px 9px; pointer-events: none; font-variant-numeric: tabular-nums; }}
 """
 
