@@ -1,6 +1,7 @@
-"""The command line: `motet train | analyze | demo-data`. Wrong input ends in one sentence on stderr and exit code 2.
+"""The command line: `motet train | simulate | analyze | demo-data`.
 
-Imports nothing heavy before a command runs, so that `motet --help` answers at once.
+Wrong input ends in one sentence on stderr and exit code 2. Imports nothing heavy before a command runs, so that
+`motet --help` answers at once.
 """
 
 from __future__ import annotations
@@ -47,7 +48,11 @@ def train(
         typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Set a key of the recipe; repeatable. VALUE is TOML."),
     ] = None,
     trace: Annotated[
-        bool, typer.Option("--trace", help="Write trace.json, every action of every rank, for chrome://tracing.")
+        bool,
+        typer.Option(
+            "--trace",
+            help="Write trace.json, every action of every rank, for chrome://tracing, and timeline.html.",
+        ),
     ] = False,
     resume: Annotated[
         str,
@@ -62,6 +67,32 @@ def train(
     from motet.train.trainer import train as run_training
 
     run_training(load_recipe(recipe, overrides or ()), resume=resume, trace=trace)
+
+
+@app.command()
+def simulate(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="The placement of a job on a cluster.")],
+    workload: Annotated[
+        Path | None,
+        typer.Option(
+            help="Lengths of examples: a manifest, a CSV, a TOML of distributions, or a recipe; "
+            "by default those of the recipe that the plan names as its model."
+        ),
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a trace for Perfetto.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a page to zoom and pan in.")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a picture.")] = None,
+) -> None:
+    """Predict a step of a plan before any GPU is hired: time, throughput, MFU, memory, bubbles."""
+    from motet.train.plan_sources import read_plan_and_workload
+
+    read, lengths = read_plan_and_workload(plan, workload)
+    from motet.cost.analytic import Analytic
+    from motet.simulate.command import Outputs, show_prediction
+    from motet.simulate.predict import predict
+
+    prediction = predict(read, lengths, Analytic(read.cluster, read.precision))
+    show_prediction(read, prediction, Outputs(trace, html, png), title=f"{plan.stem}, predicted")
 
 
 @app.command()

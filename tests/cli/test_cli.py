@@ -18,7 +18,7 @@ def test_version_and_help_do_not_import_torch():
     )
     said = motet_command("-c", program + "print('torch' in sys.modules)")
     assert said.stdout.endswith("False\n")
-    for command in ("train", "analyze", "demo-data"):
+    for command in ("train", "simulate", "analyze", "demo-data"):
         assert command in said.stdout
 
 

@@ -102,7 +102,10 @@ def test_a_run_alone_learns_and_leaves_everything(job, tmp_path):
     assert summary["phases"]["image"]["max_over_bound"] == 1
     assert summary["balance"]["methods"] == {"joint": 60}, "alone, there is nothing to choose"
     assert "balanced by joint 60 of 60 microbatches" in done.stdout
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    kinds = {(span["cat"], span["args"]["module"]) for span in spans}
+    assert kinds >= {("F", "image"), ("B", "backbone"), ("STEP", "")}
+    assert "Step 60, measured" in (tmp_path / "timeline.html").read_text()
     assert list((tmp_path / "tensorboard").iterdir())
     assert (tmp_path / "recipe.toml").exists()
     assert (tmp_path / "export/backbone/model.safetensors").exists()

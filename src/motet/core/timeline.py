@@ -12,6 +12,16 @@ from numpy.typing import NDArray
 
 COMPUTE = "compute"
 """The stream that computes; every other one communicates beside it."""
+# Colours that chrome://tracing has names for: pale blue for forward, blue for backward, dark blue for weights alone.
+# Perfetto chooses its own, by the name of the action without its numbers.
+_TRACE_COLOURS = {
+    "R": "thread_state_sleeping",
+    "F": "thread_state_runnable",
+    "B": "rail_response",
+    "I": "rail_response",
+    "W": "light_memory_dump",
+    "STEP": "black",
+}
 
 
 @dataclass(frozen=True)
@@ -19,7 +29,7 @@ class Span:
     """One action of one rank.
 
     action: what ran, e.g. "forward image" (measured) or "2F0" (of a Program). step, microbatch: which; -1 is none.
-    kind:   the action without its numbers: "forward", "F", "GATHER". module: whose it is; "" is nobody's.
+    kind:   what it does, as schedule/program.py calls it: "F", "EXCHANGE_F". module: whose it is; "" is nobody's.
     stream: COMPUTE, or the communication stream that it held, e.g. "send".
     """
 
@@ -98,7 +108,7 @@ class Timeline:
         return seconds
 
     def write_chrome_trace(self, path: Path) -> None:
-        """Write the JSON that chrome://tracing and Perfetto open; a row a rank and stream, microseconds."""
+        """Write the JSON that chrome://tracing and Perfetto open: a process a rank, a thread a stream, microseconds."""
         streams = sorted(set(self.stream), key=lambda stream: (stream != COMPUTE, stream))
         row = {stream: number for number, stream in enumerate(streams)}
         events = [
@@ -110,6 +120,7 @@ class Timeline:
                 "tid": row[span.stream],
                 "ts": span.start_s * 1e6,
                 "dur": span.duration_s * 1e6,
+                "cname": _TRACE_COLOURS.get(span.kind, "generic_work"),
                 "args": {"step": span.step, "microbatch": span.microbatch, "module": span.module},
             }
             for span in self
@@ -117,6 +128,7 @@ class Timeline:
         names: list[dict[str, object]] = []
         for rank in sorted(set(self.rank.tolist())):
             names.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
+            names.append({"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}})
             names += [
                 {"name": "thread_name", "ph": "M", "pid": rank, "tid": number, "args": {"name": stream}}
                 for stream, number in row.items()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from motet.core.workload import BACKBONE
+from motet.schedule.program import Kind as ProgramKind
 
 
 class Kind(StrEnum):
@@ -18,6 +19,19 @@ class Kind(StrEnum):
     EXCHANGE = "exchange"
     BACKWARD = "backward"
     EXCHANGE_GRADIENTS = "exchange gradients"
+
+    @property
+    def of_program(self) -> ProgramKind:
+        """What a Program calls it."""
+        return _OF_PROGRAM[self]
+
+
+_OF_PROGRAM = {
+    Kind.FORWARD: ProgramKind.F,
+    Kind.EXCHANGE: ProgramKind.EXCHANGE_F,
+    Kind.BACKWARD: ProgramKind.B,
+    Kind.EXCHANGE_GRADIENTS: ProgramKind.EXCHANGE_B,
+}
 
 
 @dataclass(frozen=True)

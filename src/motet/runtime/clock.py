@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ class ActionClock:
         self.rank = rank
         self.zero_s = time.perf_counter() if zero_s is None else zero_s
         self._on_device = device.type == "cuda"
-        self._pending: list[tuple[str, int, int, Mark, Mark]] = []
+        self._pending: list[tuple[Span, Mark, Mark]] = []
         if self._on_device:
             self._origin = torch.cuda.Event(enable_timing=True)
             self._origin.record()
@@ -30,11 +31,15 @@ class ActionClock:
             self._origin_s = time.perf_counter() - self.zero_s
 
     @contextmanager
-    def span(self, action: str, step: int, microbatch: int) -> Iterator[None]:
-        """Records what runs inside, on the host or on the device's current stream, as one action."""
+    def span(self, action: str, step: int, microbatch: int, *, kind: str, module: str = "") -> Iterator[None]:
+        """Records what runs inside, on the host or on the device's current stream, as one action.
+
+        kind, module: as in core/timeline.py, so that what is measured is drawn and counted as what is simulated.
+        """
         start = self._mark()
         yield
-        self._pending.append((action, step, microbatch, start, self._mark()))
+        span = Span(self.rank, action, step, microbatch, 0.0, 0.0, kind, module)
+        self._pending.append((span, start, self._mark()))
 
     def take(self) -> Timeline:
         """The spans recorded since the last call. On a device this waits for the last of them to end."""
@@ -42,8 +47,8 @@ class ActionClock:
         if self._on_device and pending:
             pending[-1][-1].synchronize()
         return Timeline.of(
-            Span(self.rank, action, step, microbatch, self._seconds(start), self._seconds(end))
-            for action, step, microbatch, start, end in pending
+            dataclasses.replace(span, start_s=self._seconds(start), end_s=self._seconds(end))
+            for span, start, end in pending
         )
 
     def _mark(self) -> Mark:

@@ -1,9 +1,8 @@
 """Executes a step: the actions of each microbatch, then the reduction over ranks and the optimizer.
 
 Modules are cut apart: a module's forward pass runs on inputs detached from the modules before it, and its backward pass
-                       is
-called by name with the gradient that came back. So the order of collectives is written down (`runtime/actions.py`), not
-left to the autograd engine, and every action is a span of the Timeline.
+is called by name with the gradient that came back. So the order of collectives is written down (`runtime/actions.py`),
+not left to the autograd engine, and every action is a span of the Timeline.
 
 The loss of a step is the sum over all targets of all ranks and microbatches, divided by their number.
 """
@@ -29,6 +28,7 @@ from motet.runtime.clock import ActionClock
 from motet.runtime.fsdp import sum_over_replicas
 from motet.runtime.mesh import Mesh
 from motet.runtime.stage import Model, is_trainable, modules_by_phase
+from motet.schedule.program import Kind as ProgramKind
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,14 +117,14 @@ class TrainStep:
                 if self.mesh.is_hybrid and action.kind is Kind.BACKWARD:
                     last = not any(action in later for later in plans[i + 1 :])
                     sum_over_replicas(self.modules[action.phase], last)
-                with self.clock.span(str(action), step, i):
+                with self.clock.span(str(action), step, i, kind=action.kind.of_program, module=action.phase):
                     microbatch.take(action)
             moved_bytes += microbatch.moved_bytes
             crossing_bytes += microbatch.crossing_bytes
-        with self.clock.span("reduce", step, len(batches)):
+        with self.clock.span("reduce", step, -1, kind=ProgramKind.REDUCE):
             self._reduce(totals)
         if self.optimizer is not None:
-            with self.clock.span("optimizer", step, len(batches)):
+            with self.clock.span("optimizer", step, -1, kind=ProgramKind.STEP):
                 self.optimizer.step()
         return StepResult(
             step,

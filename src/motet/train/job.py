@@ -69,8 +69,8 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
         model.to(world.device)
         compute_dtype = getattr(torch, recipe.fsdp.param_dtype or recipe.run.dtype)
         orchestrator = build_orchestrator(recipe.balance, model, world.num_ranks, world.device, compute_dtype)
-        dataset = _open(recipe, recipe.data.train, tokenizer, model, say)
-        heldout = _open(recipe, recipe.data.heldout, tokenizer, model, say) if recipe.data.heldout else None
+        dataset = open_dataset(recipe, recipe.data.train, tokenizer, model, say)
+        heldout = open_dataset(recipe, recipe.data.heldout, tokenizer, model, say) if recipe.data.heldout else None
         _check_bad_at_indexing(recipe, dataset)
         decoder = cleanup.enter_context(Decoder(dataset.transforms, recipe.data.num_workers))
     with world.together():
@@ -108,7 +108,8 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
     )
 
 
-def _open(recipe: Recipe, manifests: Sequence[str], tokenizer: ChatTokenizer, model: MLLM, say: Say) -> Dataset:
+def open_dataset(recipe: Recipe, manifests: Sequence[str], tokenizer: ChatTokenizer, model: MLLM, say: Say) -> Dataset:
+    """The examples of manifests as the recipe's model takes them; the model's weights are not looked at."""
     modalities = {
         name: Modality(recipe.transform(name), module.num_tokens, module.lengths)
         for name, module in model.encoders.items()

@@ -17,6 +17,7 @@ from motet.cost.flops import mfu
 from motet.dispatch import RankBatch
 from motet.models.spec import model_spec
 from motet.runtime.step import StepResult
+from motet.simulate.page import write_html
 from motet.train.evaluate import Evaluation
 from motet.train.export import export
 from motet.train.feed import Feed, Schedule, StepInput
@@ -36,7 +37,7 @@ from motet.train.world import JointUserError, join_world
 def train(recipe: Recipe, *, resume: str = "auto", trace: bool = False) -> None:
     """Run a recipe on this rank, together with all others; everything that it leaves is in `recipe.run.dir`.
 
-    resume: "auto", "never", or the path of a checkpoint. trace: write trace.json.
+    resume: "auto", "never", or the path of a checkpoint. trace: write trace.json and timeline.html.
     Raises UserError for what is wrong with the input, and SystemExit with 128 + signal if it was asked to stop.
     """
     start_s = time.perf_counter()
@@ -201,6 +202,12 @@ class _Run:
         spans = [span for told in self.world.gather(self.spans) for span in told]
         if self.world.is_first:
             Timeline.of(spans).write_chrome_trace(self.recipe.run.dir / "trace.json")
+            last = max((span.step for span in spans), default=0)
+            write_html(
+                Timeline.of(span for span in spans if span.step == last),
+                self.recipe.run.dir / "timeline.html",
+                title=f"Step {last + 1}, measured",
+            )
 
     def _write_summary(self) -> None:
         run_dir = self.recipe.run.dir

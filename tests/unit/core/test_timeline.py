@@ -29,8 +29,11 @@ def test_chrome_trace_has_a_row_a_rank_in_microseconds(timeline, tmp_path):
         (1, 1_500_000, 250_000),
         (0, 2_000_000, 250_000),
     ]
+    orders = [event["args"]["sort_index"] for event in trace["traceEvents"] if event["name"] == "process_sort_index"]
+    assert orders == [0, 1]
+    assert [span["cname"] for span in spans] == ["generic_work"] * 3
     assert spans[2]["args"] == {"step": 3, "microbatch": 1, "module": ""}
-    names = [event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"]
+    names = [event["args"]["name"] for event in trace["traceEvents"] if event["name"].endswith("_name")]
     assert names == ["rank 0", "compute", "rank 1", "compute"]
 
 

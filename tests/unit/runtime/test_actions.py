@@ -2,6 +2,7 @@ from itertools import combinations
 
 from motet.core.workload import BACKBONE
 from motet.runtime.actions import microbatch_actions
+from motet.schedule.program import Kind
 
 EVERYTHING = ["image", "audio", BACKBONE]
 
@@ -23,6 +24,13 @@ def test_full_sequence():
         "exchange gradients image",
         "backward image",
     ]
+
+
+def test_actions_are_of_the_kinds_of_a_program():
+    actions = microbatch_actions(["image"], ["image", BACKBONE], ["image"])
+    assert [action.kind.of_program for action in actions] == [
+        Kind.F, Kind.EXCHANGE_F, Kind.F, Kind.B, Kind.EXCHANGE_B, Kind.B
+    ]  # fmt: skip
 
 
 def test_absent_phase_is_left_out():

@@ -1,0 +1,216 @@
+"""A Plan as a JSON file: `{"motet_plan": 1, "model": ..., "cluster": ..., "units": [...], ...}`.
+
+The keys are the fields of the dataclasses (core/plan.py, spec.py, cluster.py), which pydantic reads as they stand, and
+strictly: an unknown key, or a text where a number belongs, is an error. Defaults are left out, and layers that are
+alike stay one entry with a count. A file that is written by hand may name what others know, instead of spelling it out:
+`model` the path of a recipe or of a model's directory, relative to the file, and `cluster` a device of the catalogue
+with num_nodes and perhaps ranks_per_node. Core knows neither; who reads the file says how they are looked up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from motet.core.cluster import Cluster
+from motet.core.errors import ArgumentError, UserError
+from motet.core.plan import Plan
+from motet.core.spec import ModelSpec
+
+Key = tuple[int | str, ...]
+
+_VERSION = 1
+_WIDTH = 120
+_NAMES = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "tuple_type": "a list",
+    "dict_type": "a table",
+    "mapping_type": "a table",
+    "dataclass_type": "a table",
+}
+_AT_LEAST_ONE = frozenset(
+    ["batch_size", "microbatch_size", "dp", "pp", "tp", "cp", "count", "divisor", "num_nodes", "ranks_per_node"]
+)
+"""Keys whose number must be 1 or more; no number of a Plan is negative."""
+
+
+@dataclass(frozen=True)
+class _NamedCluster:
+    device: str
+    num_nodes: int = 1
+    ranks_per_node: int | None = None
+
+
+class _OfPlan(BaseModel, extra="forbid", strict=True):
+    """Gives the dataclasses in it this configuration, which they have no place for themselves."""
+
+    plan: Plan
+
+
+class _OfCluster(BaseModel, extra="forbid", strict=True):
+    cluster: _NamedCluster
+
+
+def write_plan(plan: Plan, path: str | Path) -> None:
+    """Write a file from which `read_plan` gives an equal Plan. Raises UserError if it cannot be written."""
+    fields = TypeAdapter(Plan).dump_python(plan, mode="json", exclude_defaults=True)
+    try:
+        Path(path).write_text(_laid_out({"motet_plan": _VERSION, **fields}) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"The plan cannot be written to {path}: {error.strerror}.") from error
+
+
+def read_plan(
+    path: str | Path,
+    *,
+    model_at: Callable[[Path], ModelSpec] | None = None,
+    cluster_named: Callable[[str, int, int | None], Cluster] | None = None,
+) -> Plan:
+    """Read a Plan.
+
+    model_at:      makes the model where the file has a path; the path is absolute if the file's own is.
+    cluster_named: makes the cluster where the file names a device, from name, num_nodes and ranks_per_node; may raise
+                   ArgumentError.
+    Raises UserError, one sentence with the file, the key and what would be right, for the first thing that is wrong.
+    """
+    document = _parsed(Path(path))
+    if document.pop("motet_plan", None) != _VERSION:
+        raise UserError(f'{path} is no plan that this version reads: it must have "motet_plan": {_VERSION}.')
+    for key, number in _numbers(document, ()):
+        least = 1 if key[-1] in _AT_LEAST_ONE else 0
+        if not least <= number < math.inf:
+            raise UserError(f"{path}: '{_text(key)}' must be at least {least}, and finite, not {number}.")
+    model, cluster = document.get("model"), document.get("cluster")
+    if isinstance(model, str):
+        if model_at is None:
+            raise UserError(f"{path}: 'model' is a path, {model!r}; here it must be the modules themselves.")
+        spec = model_at(Path(path).parent / Path(model).expanduser())
+        document["model"] = TypeAdapter(ModelSpec).dump_python(spec, mode="json")
+    if isinstance(cluster, dict) and isinstance(cluster.get("device"), str):
+        if cluster_named is None:
+            raise UserError(f"{path}: 'cluster.device' is a name, {cluster['device']!r}; here it must be a table.")
+        document["cluster"] = TypeAdapter(Cluster).dump_python(_looked_up(path, cluster, cluster_named), mode="json")
+    try:
+        return _OfPlan.model_validate_json(json.dumps({"plan": document})).plan
+    except ValidationError as error:
+        _fail(path, error.errors(), Plan, ())
+
+
+def _looked_up(
+    path: str | Path, table: dict[str, Any], cluster_named: Callable[[str, int, int | None], Cluster]
+) -> Cluster:
+    try:
+        named = _OfCluster.model_validate_json(json.dumps({"cluster": table})).cluster
+        return cluster_named(named.device, named.num_nodes, named.ranks_per_node)
+    except ValidationError as error:
+        _fail(path, error.errors(), _NamedCluster, ("cluster",))
+    except ArgumentError as error:
+        raise UserError(f"{path}: 'cluster' is wrong: {str(error).rstrip('.')}.") from error
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise UserError(f"{path} has the key '{twice[0]}' twice in one table; each key must stand once.")
+        return dict(pairs)
+
+    def constant(name: str) -> NoReturn:
+        raise UserError(f"{path} has {name} where a finite number must be.")
+
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=table, parse_constant=constant)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}, line {error.lineno}, is no valid JSON: {error.msg}.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"Cannot read the plan {path}: it is not UTF-8 text.") from error
+    except OSError as error:
+        raise UserError(f"Cannot read the plan {path}: {error.strerror}.") from error
+    if not isinstance(document, dict):
+        raise UserError(f'{path} is no plan: it must be a table with the keys "motet_plan", "model", "units", ...')
+    return document
+
+
+def _numbers(value: Any, key: Key) -> Iterator[tuple[Key, float]]:
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for part, entry in entries:
+        yield from _numbers(entry, (*key, part))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        yield key, value
+
+
+def _fail(path: str | Path, errors: Sequence[ErrorDetails], root: type, prefix: Key) -> NoReturn:
+    """An unknown key first: a misspelt one is often missing under its right name as well.
+
+    root: the dataclass that was read; prefix: where it stands in the file. Errors have a place that starts above it.
+    """
+    unknown = ("unexpected_keyword_argument", "extra_forbidden")
+    error = next((error for error in errors if error["type"] in unknown), errors[0])
+    key = error["loc"][1:]
+    name, message = _text((*prefix, *key)), error["msg"].removeprefix("Value error, ").rstrip(".")
+    if error["type"] in unknown:
+        raise UserError(f"{path}: unknown key '{name}'{_suggestion(root, key)}")
+    if error["type"] == "missing":
+        raise UserError(f"{path}: '{name}' is missing and has no default.")
+    if error["type"] == "value_error":
+        raise UserError(f"{path}: '{name or 'plan'}' is wrong: {message}.")
+    right = _NAMES.get(error["type"]) or message.removeprefix("Input should be ")
+    given = "" if isinstance(error["input"], dict | list) else f", not {json.dumps(error['input'], default=str)}"
+    raise UserError(f"{path}: '{name}' must be {right}{given}.")
+
+
+def _text(key: Key) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key).removeprefix(".")
+
+
+def _suggestion(root: type, key: Key) -> str:
+    known = [field.name for field in dataclasses.fields(_class_at(root, key[:-1]))]
+    close = difflib.get_close_matches(str(key[-1]), known, n=1)
+    return f"; did you mean '{close[0]}'?" if close else f"; known here: {', '.join(known)}."
+
+
+def _class_at(root: Any, key: Key) -> Any:
+    """The dataclass that stands at a key of another."""
+    for part in key:
+        root = typing.get_type_hints(root)[part] if isinstance(part, str) else typing.get_args(root)[0]
+        if isinstance(root, types.UnionType):
+            root = typing.get_args(root)[0]
+    return root
+
+
+def _laid_out(value: Any, indent: int = 0, lead: int = 0) -> str:
+    """JSON with as much in a line as fits, but a line for each key of the whole. lead: characters before it there."""
+    line = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if not isinstance(value, dict | list) or indent + lead + len(line) < _WIDTH or not value:
+        return line
+    if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
+        return f"[{', '.join(_laid_out(entry, indent, lead + 1) for entry in value)}]"
+    inside = " " * (indent + 2)
+    if isinstance(value, dict):
+        entries = [(f"{json.dumps(key, ensure_ascii=False)}: ", entry) for key, entry in value.items()]
+    else:
+        entries = [("", entry) for entry in value]
+    lines: list[str] = []
+    for head, entry in entries:
+        text = head + _laid_out(entry, indent + 2, len(head))
+        if lines and indent and len(inside) + len(f"{lines[-1]}, {text}") < _WIDTH and "\n" not in lines[-1] + text:
+            lines[-1] += f", {text}"
+        else:
+            lines.append(text)
+    body = f",\n{inside}".join(lines)
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return f"{opening}\n{inside}{body}\n{' ' * indent}{closing}"

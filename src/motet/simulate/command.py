@@ -1,0 +1,42 @@
+"""`motet simulate`: a Prediction as tables, and, where asked for, as a trace, a page and a picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from motet.core.errors import UserError
+from motet.core.plan import Plan
+from motet.simulate.prediction import Prediction
+from motet.simulate.report import print_prediction
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Files to write. trace: JSON for Perfetto. html: the page. png: the picture."""
+
+    trace: Path | None = None
+    html: Path | None = None
+    png: Path | None = None
+
+
+def show_prediction(plan: Plan, prediction: Prediction, outputs: Outputs, title: str) -> None:
+    """Print the tables and write the files. title: of page and picture. Raises UserError for a file that cannot be."""
+    print_prediction(plan, prediction)
+    if outputs.trace is not None:
+        try:
+            prediction.timeline.write_chrome_trace(outputs.trace)
+        except OSError as error:
+            raise UserError(f"the trace cannot be written to {outputs.trace}: {error.strerror}.") from error
+    if outputs.html is not None:
+        from motet.simulate.page import write_html
+
+        write_html(prediction.timeline, outputs.html, title=title)
+    if outputs.png is not None:
+        # Imported here: matplotlib takes half a second, which the tables need not wait for.
+        from motet.simulate.picture import write_png
+
+        write_png(prediction.timeline, outputs.png, title=title)
+    for written in (outputs.trace, outputs.html, outputs.png):
+        if written is not None:
+            print(f"Wrote {written}.")

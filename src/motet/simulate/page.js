@@ -1,0 +1,162 @@
+// Draws DATA (page.py says what is in it) on a canvas; the wheel zooms, dragging pans, hovering names an action.
+"use strict";
+const LEFT = 74, RIGHT = 56, COMPUTE = 0.74, TICK_STEPS = [1, 2, 5];
+const canvas = document.getElementById("rows"), axis = document.getElementById("axis");
+const tip = document.getElementById("tip");
+const height = Math.max(14, Math.min(44, Math.floor(480 / DATA.rows.length)));
+const rows = DATA.rows.map((row) => {
+  let start = 0;
+  const starts = row.gaps.map((gap) => (start += gap));
+  return { ...row, starts };
+});
+let from = 0, to = DATA.ticks, width = 0;
+
+const x = (tick) => LEFT + ((tick - from) / (to - from)) * (width - LEFT - RIGHT);
+const tickAt = (pixel) => from + ((pixel - LEFT) / (width - LEFT - RIGHT)) * (to - from);
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function unitOf(value_s) {
+  return value_s >= 1 ? [1, "s"] : value_s >= 1e-3 ? [1e3, "ms"] : [1e6, "µs"];
+}
+
+function seconds(tick, digits) {
+  const value_s = (tick / DATA.ticks) * DATA.makespan_s, [scale, unit] = unitOf(value_s);
+  return `${Number((value_s * scale).toPrecision(digits))} ${unit}`;
+}
+
+function prepared(element, tall) {
+  const ratio = window.devicePixelRatio || 1;
+  element.width = Math.round(width * ratio);
+  element.height = Math.round(tall * ratio);
+  element.style.height = `${tall}px`;
+  const context = element.getContext("2d");
+  context.scale(ratio, ratio);
+  context.clearRect(0, 0, width, tall);
+  context.textBaseline = "middle";
+  return context;
+}
+
+function draw() {
+  width = canvas.parentElement.clientWidth;
+  const context = prepared(canvas, rows.length * height);
+  const font = Math.max(8, Math.min(12, height * 0.48));
+  const [ink, bubble] = [colour("--ink"), colour("--bubble")];
+  context.font = `${font}px system-ui, sans-serif`;
+  rows.forEach((row, place) => {
+    const top = place * height;
+    context.fillStyle = bubble;
+    context.fillRect(LEFT, top, width - LEFT - RIGHT, height - 1);
+    context.save();
+    context.beginPath();
+    context.rect(LEFT, top, width - LEFT - RIGHT, height);
+    context.clip();
+    drawRow(context, row, top, font);
+    context.restore();
+    context.fillStyle = ink;
+    context.textAlign = "right";
+    context.fillText(`rank ${row.rank}`, LEFT - 8, top + (height * COMPUTE) / 2);
+    context.textAlign = "left";
+    context.fillText(`${(100 * row.bubble).toFixed(1)}%`, width - RIGHT + 8, top + (height * COMPUTE) / 2);
+  });
+  drawAxis();
+}
+
+function drawRow(context, row, top, font) {
+  const drawnTo = [-1, -1];
+  context.textAlign = "center";
+  for (let i = 0; i < row.starts.length && row.starts[i] < to; i++) {
+    const end = row.starts[i] + row.durations[i];
+    if (end < from) continue;
+    const [fill, band, text] = DATA.paints[row.paints[i]];
+    const left = x(row.starts[i]), right = x(end);
+    if (right - left < 0.3 && right < drawnTo[band] + 0.3) continue;
+    drawnTo[band] = right;
+    const gap = right - left > 6 ? 0.7 : 0;
+    const y = top + (band ? COMPUTE + 0.04 : 0) * height;
+    context.fillStyle = fill;
+    context.fillRect(left, y, Math.max(right - left - gap, 0.3), (band ? 0.2 : COMPUTE) * height);
+    const number = row.microbatches[i];
+    if (band || number < 0 || right - left < (String(number).length * 0.62 + 0.3) * font) continue;
+    context.fillStyle = text;
+    context.fillText(number, (Math.max(left, LEFT) + Math.min(right, width - RIGHT)) / 2, y + (height * COMPUTE) / 2);
+  }
+}
+
+function drawAxis() {
+  const context = prepared(axis, 26);
+  const shown_s = ((to - from) / DATA.ticks) * DATA.makespan_s;
+  if (!(shown_s > 0)) return;
+  const power = 10 ** Math.floor(Math.log10(shown_s / 8));
+  const step_s = power * (TICK_STEPS.find((each) => each * power * 10 >= shown_s) || 10);
+  context.fillStyle = colour("--soft");
+  context.font = "11px system-ui, sans-serif";
+  context.textAlign = "center";
+  const ticksPer_s = DATA.ticks / DATA.makespan_s, [scale, unit] = unitOf(to / ticksPer_s);
+  const decimals = Math.max(0, -Math.floor(Math.log10(step_s * scale) + 1e-9));
+  for (let n = Math.ceil(from / ticksPer_s / step_s - 1e-9); n * step_s * ticksPer_s <= to; n++) {
+    const pixel = x(n * step_s * ticksPer_s);
+    context.fillRect(pixel, 0, 1, 5);
+    context.fillText(`${(n * step_s * scale).toFixed(decimals)} ${unit}`, pixel, 15);
+  }
+}
+
+function look(first, last) {
+  const span = Math.min(Math.max(last - first, DATA.ticks / 1e5), DATA.ticks);
+  from = Math.min(Math.max(first, 0), DATA.ticks - span);
+  to = from + span;
+  requestAnimationFrame(draw);
+}
+
+function zoom(factor, pixel) {
+  const fixed = tickAt(pixel);
+  look(fixed - (fixed - from) * factor, fixed - (fixed - from) * factor + (to - from) * factor);
+}
+
+function hover(event) {
+  const box = canvas.getBoundingClientRect();
+  const inside = (event.clientY - box.top) / height, row = rows[Math.floor(inside)];
+  const band = inside % 1 > COMPUTE ? 1 : 0, tick = tickAt(event.clientX - box.left);
+  const slack = ((to - from) / width) * 1.5;
+  let found = -1;
+  for (let i = 0; row && i < row.starts.length && row.starts[i] <= tick + slack; i++)
+    if (row.starts[i] + row.durations[i] >= tick - slack && DATA.paints[row.paints[i]][1] === band) found = i;
+  tip.hidden = found < 0;
+  if (found < 0) return;
+  const times = `${seconds(row.durations[found], 4)}, from ${seconds(row.starts[found], 6)}`;
+  const of = DATA.paints[row.paints[found]][3];
+  tip.textContent = `${row.actions[found]}${of ? ` (${of})` : ""}\nrank ${row.rank}\n${times}`;
+  const room = document.documentElement.clientWidth - tip.offsetWidth - 8;
+  tip.style.left = `${Math.min(event.pageX + 14, room)}px`;
+  tip.style.top = `${event.pageY + 16}px`;
+}
+
+let held = null;
+canvas.addEventListener("pointerdown", (event) => {
+  held = { x: event.clientX, y: event.clientY, from, to, scroll: window.scrollY };
+  canvas.setPointerCapture(event.pointerId);
+});
+canvas.addEventListener("pointerup", () => (held = null));
+canvas.addEventListener("pointermove", (event) => {
+  if (!held) return hover(event);
+  const moved = ((event.clientX - held.x) / (width - LEFT - RIGHT)) * (held.to - held.from);
+  tip.hidden = true;
+  look(held.from - moved, held.to - moved);
+  window.scrollTo(window.scrollX, held.scroll - (event.clientY - held.y));
+});
+canvas.addEventListener("pointerleave", () => (tip.hidden = true));
+canvas.addEventListener("dblclick", () => look(0, DATA.ticks));
+canvas.addEventListener("wheel", (event) => {
+  if (event.shiftKey) return;
+  event.preventDefault();
+  zoom(Math.exp(event.deltaY * 0.0015), event.clientX - canvas.getBoundingClientRect().left);
+}, { passive: false });
+document.addEventListener("keydown", (event) => {
+  const part = (to - from) / 5, middle = LEFT + (width - LEFT - RIGHT) / 2;
+  const keys = {
+    "+": () => zoom(0.7, middle), "-": () => zoom(1 / 0.7, middle), 0: () => look(0, DATA.ticks),
+    ArrowLeft: () => look(from - part, to - part), ArrowRight: () => look(from + part, to + part),
+  };
+  if (keys[event.key] && !event.ctrlKey && !event.metaKey) keys[event.key]();
+});
+window.addEventListener("resize", draw);
+draw();

@@ -1,0 +1,88 @@
+"""What a Plan is simulated for, read from where it is: the model of a plan file that names one, and the workload.
+
+Core and simulate know neither recipes nor HF models nor manifests; this is what they are handed.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from motet.analyze.lengths import read_lengths
+from motet.core.errors import UserError
+from motet.core.plan import Plan
+from motet.core.plan_file import read_plan
+from motet.core.sampler import read_sampler
+from motet.core.spec import ModelSpec
+from motet.core.workload import Workload
+from motet.cost.catalogue import cluster
+from motet.data.text import ChatTokenizer
+from motet.models.build import build_mllm
+from motet.models.spec import spec_of_config, spec_of_directory
+from motet.train.job import open_dataset
+from motet.train.recipe import Recipe, load_recipe
+
+
+def read_plan_and_workload(plan_file: Path, workload_file: Path | None) -> tuple[Plan, Workload]:
+    """A plan file, and the lengths that it is to be simulated for.
+
+    workload_file: a manifest, a CSV of lengths (both as in `motet analyze`), a TOML of distributions
+                   (`core/sampler.py`), or a recipe; by default the recipe that the plan file names as its model.
+    Raises UserError for what is wrong with either.
+    """
+    recipes: list[Path] = []
+
+    def model_at(path: Path) -> ModelSpec:
+        if path.suffix == ".toml":
+            recipes.append(path)
+        return _model_at(path)
+
+    plan = read_plan(plan_file, model_at=model_at, cluster_named=cluster)
+    source = workload_file or next(iter(recipes), None)
+    if source is None:
+        raise UserError(
+            f"{plan_file} names no recipe, so --workload must say which lengths to simulate: a manifest, a CSV of "
+            "lengths, a TOML of distributions, or a recipe."
+        )
+    return plan, _workload_at(source)
+
+
+def _model_at(path: Path) -> ModelSpec:
+    """Of a recipe, or of an HF model's directory."""
+    if path.suffix != ".toml":
+        return spec_of_directory(path)
+    recipe = load_recipe(path)
+    return spec_of_config(recipe.model, _tokenizer(recipe).vocabulary_size, path.stem)
+
+
+def _workload_at(path: Path) -> Workload:
+    if path.suffix != ".toml":
+        return read_lengths(path).workload()
+    if _has_tasks(path):
+        return read_sampler(path).workload()
+    recipe = load_recipe(path)
+    tokenizer = _tokenizer(recipe)
+    with torch.device("meta"):
+        model = build_mllm(recipe.model, tokenizer.vocabulary_size)
+    dataset = open_dataset(recipe, recipe.data.train, tokenizer, model, _say)
+    return Workload(str(path), dataset.batch_lengths(np.arange(dataset.num_examples), 1))
+
+
+def _has_tasks(path: Path) -> bool:
+    """Whether a TOML file is one of distributions; who reads it says what is wrong with one that is neither."""
+    try:
+        return "task" in tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return False
+
+
+def _tokenizer(recipe: Recipe) -> ChatTokenizer:
+    return ChatTokenizer.from_directory(recipe.data.tokenizer)
+
+
+def _say(sentence: str) -> None:
+    print(sentence, file=sys.stderr)
