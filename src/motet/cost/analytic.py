@@ -7,8 +7,9 @@
   time is therefore linear in rows with a constant, which is also what profiles show.
 - Attention by pairs of a query and a key, at a share of the peak of its own, which short items do not reach. Backward
   computes five products for forward's two (FlashAttention-2, section 4.1).
-- What is no product (norms, activations, residuals, rotations) by memory bandwidth: each element that is kept for
-  backward is written once and read once in forward, and once more in backward.
+- What is no product (norms, activations, residuals, rotations) by memory bandwidth: in forward each element that is
+  kept for backward is written once and read twice, by what makes it or takes it in; in backward it is read once more,
+  and its gradient is written and read; gradients of weights, biases and norms read both again.
 - Backward for the input, and backward for the weights, cost the products of a forward pass each: backward is 2, 1 or 0
   times forward, by what is trainable, and one more where activations are recomputed (Cornstarch section 4.2, whose
   formula leaves recomputation out).
@@ -102,9 +103,9 @@ class Analytic:
         attention_s = self._attention_s(layer, work, tp)
         moved_s = work.rows * layer.saved_width * self._element_bytes / tp / self._bytes_per_s
         passes = LayerSeconds(
-            product_s + attention_s + 2 * moved_s,
+            product_s + attention_s + 3 * moved_s,
             product_s + 2.5 * attention_s + 3 * moved_s,
-            self._product_s(layer, work.rows, tp, layer.parameters),
+            self._product_s(layer, work.rows, tp, layer.parameters) + 2 * moved_s,
         )
         # What is held and never computed with takes no time.
         runs = (work.rows > 0) & (layer.weights + layer.saved_width > 0)

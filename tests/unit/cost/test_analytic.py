@@ -24,6 +24,11 @@ def transformer(hidden, mlp, num_kv_heads=0, trained=True, gated=True):
     return shape.layer(trained=trained)
 
 
+def product(width):
+    """A square matrix, and nothing kept, so that nothing else takes time."""
+    return Layer("projector", width**2, width**2, width, saved_width=0)
+
+
 def work(rows, length=None):
     rows = np.atleast_1d(np.asarray(rows, dtype=np.float64))
     return Work(rows, rows * (length or 1024) / 2)
@@ -78,7 +83,7 @@ def test_recomputation_never_takes_less(model, layer, input_gradient, trained, r
 )  # fmt: skip
 def test_backward_over_forward_is_a_whole_number_for_products(trained, input_gradient, recomputed, times):
     model = Analytic(cluster("h100"), efficiency=Efficiency(launch_s=0))
-    layer = Layer("projector", 4096**2, 4096**2, 4096, saved_width=0, trained=trained)
+    layer = dataclasses.replace(product(4096), trained=trained)
     seconds = model.layer_seconds("any", layer, work([512, 65536]))
     backward_s = backward_seconds(seconds, layer, input_gradient, recomputed)
     assert backward_s == pytest.approx(times * seconds.forward_s)
@@ -99,14 +104,14 @@ def test_no_rows_take_no_time():
 
 def test_a_large_product_runs_at_its_share_of_the_peak():
     model = Analytic(cluster("h100"))
-    layer, rows = projector(16384, 16384, "linear"), 1 << 20
+    layer, rows = product(16384), 1 << 20
     reached = 2 * layer.weights * rows / model.layer_seconds("any", layer, Work(np.array([1.0 * rows]), np.zeros(1)))[2]
     assert reached[0] == pytest.approx(989.4e12 * 0.8, rel=0.01)
 
 
 def test_a_small_product_waits_for_memory():
     model = Analytic(cluster("h100"), efficiency=IDEAL)
-    layer = Layer("projector", 8192**2, 8192**2, 8192, saved_width=0)
+    layer = product(8192)
     one_row = model.layer_seconds("any", layer, work(1)).forward_s[0]
     assert one_row == pytest.approx(2 * (8192**2 + 2 * 8192) / 3.35e12)
 
@@ -119,9 +124,9 @@ def test_ideal_times_by_hand():
     product_s = 2 * layer.weights * rows / 2 / 989.4e12
     attention_s = 4 * 4096 * pairs / 2 / 989.4e12
     moved_s = 2 * rows * layer.saved_width / 2 / 3.35e12
-    assert seconds.forward_s == pytest.approx(product_s + attention_s + 2 * moved_s)
+    assert seconds.forward_s == pytest.approx(product_s + attention_s + 3 * moved_s)
     assert seconds.input_s == pytest.approx(product_s + 2.5 * attention_s + 3 * moved_s)
-    assert seconds.weight_s == pytest.approx(product_s)
+    assert seconds.weight_s == pytest.approx(product_s + 2 * moved_s)
     assert model.step_seconds(10**9) == pytest.approx(28e9 / 3.35e12)
 
 
@@ -130,7 +135,7 @@ def test_efficiency_grows_with_rows_and_widths(name):
     model = Analytic(cluster(name))
 
     def reached(rows, width):
-        seconds = model.layer_seconds("any", projector(width, width, "linear"), Work(np.array([rows]), np.zeros(1)))
+        seconds = model.layer_seconds("any", product(width), Work(np.array([rows]), np.zeros(1)))
         return 2 * width**2 * rows / seconds.weight_s[0]
 
     by_rows = [reached(rows, 4096) for rows in (64.0, 512.0, 4096.0, 65536.0)]
@@ -189,8 +194,16 @@ def test_cornstarch_figure_3b(trained, rows, forward_ms, backward_ms):
 
 @pytest.mark.parametrize(
     ("forward_ms", "backward_ms"),
-    [(28.15, 51.30), (45.26, 84.89), (81.73, 157.12), (82.19, 157.51), (98.25, 189.11), (34.67, 63.77)],
-)
+    [
+        (28.15, 51.30),
+        (45.26, 84.89),
+        (81.73, 157.12),
+        (82.19, 157.51),
+        (98.25, 189.11),
+        (34.67, 63.77),
+        (121.21, 235.23),
+    ],
+)  # fmt: skip
 def test_cornstarch_table_3(forward_ms, backward_ms):
     """Stages of a frozen Llama of 8B behind a trained projector, on A40 with tensor parallelism of 2."""
     frozen = transformer(4096, 14336, 16, trained=False)
@@ -198,7 +211,7 @@ def test_cornstarch_table_3(forward_ms, backward_ms):
     seconds = model.layer_seconds("any", frozen, work(2500, 2500), tp=2)
     tensor_s = model.tensor_seconds(frozen, work(2500), range(2))
     backward_s = backward_seconds(seconds, frozen, True, recomputed=True) + 2 * tensor_s
-    assert backward_s / (seconds.forward_s + tensor_s) == pytest.approx(backward_ms / forward_ms, rel=0.2)
+    assert backward_s / (seconds.forward_s + tensor_s) == pytest.approx(backward_ms / forward_ms, rel=0.15)
 
 
 def test_bad_precision():
