@@ -19,7 +19,8 @@ def interleaved_1f1b(
 ) -> Program:
     """Stage c * num_ranks + r is chunk c of rank r; no communication yet.
 
-    deferred_warmup: a rank is one forward pass ahead for each rank behind it, instead of two.
+    deferred_warmup: a rank is one forward pass ahead for each rank behind it, instead of two. With equal stage times
+                     and messages that take none nothing is delayed, and one pass less on any rank would delay the step.
     Microbatches that are no multiple of num_ranks go in groups of num_ranks and more, the larger ones first; fewer than
     num_ranks are one group. With equal stage times and a multiple of num_ranks, bubbles are a share of
     (num_ranks - 1) / (num_chunks * num_microbatches) of the time that is computed, deferred or not.

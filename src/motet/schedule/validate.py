@@ -31,12 +31,17 @@ _NUM_SHOWN = 6
 
 
 def validate(
-    program: Program, *, held_bytes: ArrayLike | None = None, cap_bytes: float | Sequence[float] | None = None
+    program: Program,
+    *,
+    held_bytes: ArrayLike | None = None,
+    cap_bytes: float | Sequence[float] | None = None,
+    blocking: bool = False,
 ) -> None:
     """Prove that a Program can be executed; one without any SEND or RECV is taken as not having been given them yet.
 
     held_bytes: what a forward pass leaves for backward, as of `high_water`. cap_bytes: what any rank, or each, may hold
                 of it at a time. Both or neither.
+    blocking:   prove it for ranks that do nothing else while they communicate.
     Raises ScheduleError for a wrong Program, ArgumentError for wrong arguments. O(actions).
     """
     if (held_bytes is None) != (cap_bytes is None):
@@ -49,7 +54,7 @@ def validate(
     proof.check_transfers()
     proof.check_collectives()
     proof.check_order()
-    proof.check_deadlock()
+    proof.check_deadlock(blocking)
     if held_bytes is not None and cap_bytes is not None:
         _check_memory(program, held_bytes, cap_bytes)
 
@@ -235,8 +240,8 @@ class _Proof:
                 if self.place[needed][0] == rank and self.place[needed][1] > index:
                     raise self.refuse(f"{action} on rank {rank} stands before {needed}, which it needs.", action)
 
-    def check_deadlock(self) -> None:
-        cycle = dry_run(self.program).cycle
+    def check_deadlock(self, blocking: bool) -> None:
+        cycle = dry_run(self.program, blocking=blocking).cycle
         if cycle:
             names = [*map(str, cycle[:_NUM_SHOWN]), *["..."] * (len(cycle) > _NUM_SHOWN), str(cycle[0])]
             waits = ", which waits for ".join(names[1:])

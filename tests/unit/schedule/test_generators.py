@@ -1,12 +1,14 @@
 """Schedules of a chain: valid for every size, and as long, and as thrifty, as their papers say."""
 
 import itertools
+import math
+from dataclasses import replace
 
 import pytest
 
 from motet.core.errors import ArgumentError
 from motet.schedule import Kind, gpipe, high_water, interleaved_1f1b, one_f_one_b, validate, zb_h1, zb_v
-from unit.schedule.executor import execute, makespan, seconds_of
+from unit.schedule.executor import Refused, execute, makespan, seconds_of
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 6) for m in (1, 2, 3, 4, 5, 8, 12, 13)]
 SECONDS = [(1, 2), (1, 1), (2, 1), (3, 4)]
@@ -74,6 +76,33 @@ def test_deferred_warmup_of_the_paper():
         warmup = itertools.takewhile(lambda action: action.kind is Kind.F, row)
         taken.append([action.microbatch for action in warmup if action.stage == 0])
     assert taken == [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3]]
+
+
+def with_one_less_ahead(program, rank):
+    forward, backward = ([a for a in program.actions[rank] if a.kind is kind] for kind in (Kind.F, Kind.B))
+    num_ahead = program.actions[rank].index(backward[0]) - 2
+    if num_ahead < 0:
+        return None
+    turns = itertools.chain.from_iterable(itertools.zip_longest(forward[num_ahead:], backward))
+    row = (*forward[:num_ahead], *(action for action in turns if action))
+    return replace(program, actions=(*program.actions[:rank], row, *program.actions[rank + 1 :]))
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (3, 3, 3), (4, 2, 8), (4, 3, 12), (3, 1, 6)])
+@pytest.mark.parametrize(("f", "b"), SECONDS)
+def test_deferred_warmup_is_as_late_as_it_can_be(p, v, m, f, b):
+    """One forward pass less ahead, on any rank, delays the step or ends it in a deadlock."""
+    program = interleaved_1f1b(p, v, m, deferred_warmup=True)
+    for rank in range(p):
+        if later := with_one_less_ahead(program, rank):
+            assert taken(later, seconds_of(f, b)) > makespan(program, seconds_of(f, b))
+
+
+def taken(program, seconds):
+    try:
+        return makespan(program, seconds)
+    except Refused:
+        return math.inf
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
