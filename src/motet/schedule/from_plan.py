@@ -179,6 +179,7 @@ def _encoder_pipelines(layout: Layout, program: Program) -> Iterator[tuple[Encod
                         taken,
                         layout.has_backward[unit.name][place],
                         layout.trains(layers),
+                        place=place,
                     )
                     for place, (rank, layers) in enumerate(zip(at, layout.layers(unit)))
                 ]

@@ -38,6 +38,7 @@ class PlannedStage:
     microbatches: which the stage takes; all, but for encoders in bubbles.
     has_backward: backward runs through it. trained: something in it learns.
     num_parts:    of its forward pass, and of its backward pass, in the Program; 1 is whole.
+    place:        among the stages of its unit.
     """
 
     unit: Unit
@@ -52,6 +53,12 @@ class PlannedStage:
     has_backward: bool
     trained: bool
     num_parts: int = 1
+    place: int = 0
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """Equal for stages of one unit that hold the same layers and parts, in whichever replica."""
+        return self.unit.name, self.place, self.num_parts, *self.layers.items(), *self.recomputed.items()
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -199,6 +206,7 @@ class Layout:
                         tuple(range(self.num_microbatches)),
                         self.has_backward[unit.name][stage],
                         self.trains(layers),
+                        place=stage,
                     )
             first_rank += self.num_replicas(unit) * unit.pp
 

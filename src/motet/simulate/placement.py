@@ -19,6 +19,7 @@ from motet.core.cluster import Link
 from motet.core.errors import UserError
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE, BatchLengths, Workload
+from motet.schedule.fit import colocated_units
 
 Count = NDArray[np.int64]
 PhaseSeconds = Callable[[str, Count], float]
@@ -62,6 +63,16 @@ class Placement:
             busiest = np.maximum(busiest, totals.reshape(self.num_microbatches, num_replicas).max(axis=1))
         return busiest
 
+    def island_key(self, island: int, num_islands: int) -> bytes:
+        """Equal for islands whose replicas compute items of the same lengths: they take the same time."""
+        parts: list[bytes] = []
+        for items in self.items.values():
+            in_island = (int(items.replica.max(initial=0)) + num_islands) // num_islands
+            own = items.replica // in_island == island
+            rows = np.stack([items.replica[own] % in_island, items.microbatch[own], items.length[own]])
+            parts.append(rows[:, np.lexsort(rows[::-1])].tobytes())
+        return b"|".join(parts)
+
 
 def num_microbatches(plan: Plan) -> int:
     """Microbatches of a step. Raises UserError where batch_size is no whole number of them."""
@@ -95,12 +106,14 @@ def place(plan: Plan, batch: BatchLengths, seconds: PhaseSeconds, link: Link, el
     parts = np.split(np.arange(batch.num_examples), count)
     if plan.schedule == "data_parallel":
         return _colocated(plan, batch, parts, _Prices(plan, seconds, link, element_bytes))
-    backbone = plan.unit_of(BACKBONE)
+    backbone, in_bubbles = plan.unit_of(BACKBONE), colocated_units(plan)
     replica = np.concatenate([_replicas(plan, batch.take(part), backbone.dp, seconds) for part in parts])
     microbatch = np.repeat(np.arange(count, dtype=np.int32), len(parts[0]))
     items = {}
     for module in plan.model.modules:
-        shared = _shared_out(plan.unit_of(module.name), backbone, replica, microbatch)
+        unit = plan.unit_of(module.name)
+        # Encoders in bubbles encode for the replica of the backbone on whose ranks they run.
+        shared = replica if unit in in_bubbles else _shared_out(unit, backbone, replica, microbatch)
         items[module.name] = _follow(batch, module.name, shared, microbatch)
     return Placement(batch, count, items)
 

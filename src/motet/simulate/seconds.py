@@ -18,7 +18,7 @@ from motet.simulate.times import Part, StageTimes, Table
 
 Seconds = NDArray[np.float64]
 _OF_EDGE = ("send_s", "return_s", "exchange_s")
-_OF_STAGE = ("gather_s", "reduce_s")
+_OF_STAGE = ("gather_s", "reduce_s", "replicas_s")
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,4 +168,11 @@ class _Spread:
             weight[stage[sliced], part[sliced]] = np.where(said[stage], shares.share[place], 1.0)[sliced]
             total = weight.sum(axis=1)[stage]
             share = np.where(sliced, weight[stage, part] / np.where(sliced & (total > 0), total, 1.0), 1.0)
-            self.held_s[rows] = self.times["reduce_s" if kind is Kind.REDUCE else "gather_s"][stage] * share
+            self.held_s[rows] = self._collective_s(kind, stage, self.table.microbatch[rows]) * share
+
+    def _collective_s(self, kind: Kind, stage: Ints, microbatch: Ints) -> Seconds:
+        if kind is not Kind.REDUCE:
+            return self.times["gather_s"][stage]
+        each = np.bincount(stage[microbatch >= 0], minlength=self.lookup.shape[0]) > 0
+        over_copies = (microbatch < 0) & each[stage]
+        return np.where(over_copies, self.times["replicas_s"][stage], self.times["reduce_s"][stage])

@@ -1,0 +1,59 @@
+"""The most that each rank of the cluster holds in a step: state, activations in flight by the Program, transients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.core.spec import Layer
+from motet.cost.memory import StageMemory, stage_memory
+from motet.schedule import PlannedStage, high_water
+from motet.simulate.pricing import Pricing
+
+MAX_LOGITS = 1 << 28
+"""Logits that exist at once: the loss of Motet's backbone is taken in slices."""
+PARTS = ("parameters", "gradients", "optimizer", "activations", "transient")
+
+
+def memory_of(pricing: Pricing) -> dict[str, NDArray[np.int64]]:
+    """Bytes by part, int64 [num_ranks of the cluster] each; 0 on ranks that the Plan does not use.
+
+    A rank with several stages holds all they hold and computes one at a time. Activations are those of the fullest
+    moment; transients are added as if they came then. O(actions).
+    """
+    program, stages = pricing.planned.program, pricing.planned.stages
+    bytes_of = {part: np.zeros(pricing.plan.cluster.num_ranks, dtype=np.int64) for part in PARTS}
+    found: dict[tuple[object, ...], StageMemory] = {}
+    peaks: dict[bytes, NDArray[np.float64]] = {}
+    for island in range(pricing.num_islands):
+        held = np.stack([pricing.stage(stage, island).held for stage in stages])
+        if (alike := held.tobytes()) not in peaks:
+            peaks[alike] = high_water(program, held)
+        activations = peaks[alike].astype(np.int64)
+        for stage in stages:
+            if stage.key not in found:
+                found[stage.key] = _stage_memory(pricing, stage)
+            ranks, own = _ranks(pricing, stage, island), found[stage.key]
+            for part in ("parameters", "gradients", "optimizer"):
+                bytes_of[part][ranks] += getattr(own, part)
+            bytes_of["activations"][ranks] = activations[stage.rank]
+            bytes_of["transient"][ranks] = np.maximum(bytes_of["transient"][ranks], own.transient)
+    return bytes_of
+
+
+def _stage_memory(pricing: Pricing, stage: PlannedStage) -> StageMemory:
+    def rows(module: str, layer: Layer) -> float:
+        found = pricing.largest_rows(module, layer) / stage.num_shares
+        return min(found, MAX_LOGITS / layer.output_width) if layer.targets_only else found
+
+    unit = stage.unit if stage.zero else replace(stage.unit, zero=0)
+    return stage_memory(unit, pricing.layers(stage), rows, 0, pricing.precision)
+
+
+def _ranks(pricing: Pricing, stage: PlannedStage, island: int) -> slice:
+    """Of the cluster: those that share the stage's work, in an island."""
+    unit = pricing.owner(stage)
+    first = stage.ranks[0] + island * (unit.dp // pricing.num_islands) * unit.cp * unit.tp
+    return slice(first, first + len(stage.ranks))

@@ -1,0 +1,132 @@
+"""A Plan, lengths and a cost model into a Prediction: what a step takes before any of it has run.
+
+The batch is placed on the Plan (`placement.py`), its stages are priced (`pricing.py`, `traffic.py`), and the Program
+that the Plan implies is simulated. Islands, the parts of a job that do not speak to each other before its gradients are
+reduced, run the same Program on different examples: each is simulated, and the slowest one is the step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.core.plan import Plan
+from motet.core.workload import BACKBONE, BatchLengths, Workload
+from motet.cost.flops import batch_flops, work_of
+from motet.cost.memory import stage_layers
+from motet.cost.model import CostModel, backward_seconds
+from motet.schedule import Planned, planned
+from motet.simulate.backend import Backend
+from motet.simulate.memory import memory_of
+from motet.simulate.placement import Placement, draw_batch, place
+from motet.simulate.prediction import Prediction
+from motet.simulate.pricing import Pricing
+from motet.simulate.simulate import simulate
+from motet.simulate.times import StageTimes
+from motet.simulate.traffic import Traffic
+
+
+def predict(
+    plan: Plan,
+    workload: Workload,
+    cost: CostModel,
+    *,
+    seed: int = 0,
+    jitter: float = 0.0,
+    backend: Backend = "native",
+) -> Prediction:
+    """One step of `plan.batch_size` examples drawn from a workload.
+
+    jitter: spread of the factor by which each computation takes longer or shorter than priced (`simulate`).
+    Raises UserError for a Plan that does not fit its model or cluster, and for a workload without a module's lengths.
+    """
+    stages = planned(plan)
+    batch = draw_batch(plan, workload, np.random.default_rng(seed))
+    return predict_placed(plan, stages, place_batch(plan, batch, cost), cost, seed=seed, jitter=jitter, backend=backend)
+
+
+def place_batch(plan: Plan, batch: BatchLengths, cost: CostModel) -> Placement:
+    """The batch on the Plan, its phases weighed by what the cost model says of them."""
+
+    def seconds(name: str, lengths: NDArray[np.int64]) -> float:
+        total, module = 0.0, plan.model.module(name)
+        for placed, count in Counter(stage_layers(plan.model, {name: (0, len(module.blocks))}, {})).items():
+            priced = cost.layer_seconds(name, placed.layer, work_of(placed.layer, lengths), plan.unit_of(name).tp)
+            backward_s = backward_seconds(priced, placed.layer, placed.needs_input)
+            total += count * float(priced.forward_s[0] + backward_s[0])
+        return total
+
+    unit = plan.unit_of(BACKBONE)
+    link = plan.cluster.link(range(unit.first_rank, unit.first_rank + unit.num_ranks))
+    return place(plan, batch, seconds, link)
+
+
+def predict_placed(
+    plan: Plan,
+    stages: Planned,
+    placement: Placement,
+    cost: CostModel,
+    *,
+    seed: int = 0,
+    jitter: float = 0.0,
+    backend: Backend = "native",
+) -> Prediction:
+    """The same for a batch that is already placed, by training's own balancer say."""
+    pricing = Pricing(plan, stages, placement, cost)
+    traffic = Traffic(pricing)
+    slowest, seen = None, set[bytes]()
+    for island in range(pricing.num_islands):
+        if (alike := placement.island_key(island, pricing.num_islands)) in seen:
+            continue
+        seen.add(alike)
+        times = stage_times_of(pricing, traffic, island)
+        timeline = simulate(stages.program, times, jitter=jitter, seed=seed + island, backend=backend)
+        if slowest is None or timeline.makespan_s > slowest.makespan_s:
+            slowest = timeline
+    assert slowest is not None
+    used = np.zeros(plan.cluster.num_ranks, dtype=np.bool_)
+    for unit in plan.units:
+        used[unit.first_rank : unit.first_rank + unit.num_ranks] = True
+    num_ranks = int(used.sum())
+    lengths = placement.batch
+    model_flops = sum(batch_flops(plan.model, lengths).values())
+    return Prediction(
+        slowest,
+        num_ranks,
+        lengths.num_examples,
+        int(lengths.sequence.sum()),
+        model_flops,
+        pricing.hardware_flops(),
+        num_ranks * plan.cluster.device.peak_flops[plan.precision],
+        {part: rows[used] for part, rows in memory_of(pricing).items()},
+        plan.cluster.device.memory_bytes,
+    )
+
+
+def stage_times_of(pricing: Pricing, traffic: Traffic, island: int = 0) -> StageTimes:
+    """Of the Program's stages, edges and ranks, for the examples of one island."""
+    stages, colocated = pricing.planned.stages, pricing.plan.schedule == "data_parallel"
+    rows = [pricing.stage(stage, island) for stage in stages]
+    forward, backward_input, weight, recompute, forward_tensor, backward_tensor, _ = map(np.stack, zip(*rows))
+    send_s = np.zeros((1, 1)) if colocated else traffic.send_s(island)
+    gather_s, reduce_s, replicas_s = np.array([traffic.collectives(stage) for stage in stages]).T
+    parted = [(number, stage) for number, stage in enumerate(stages) if stage.num_parts > 1]
+    return StageTimes(
+        forward,
+        backward_input,
+        weight,
+        recompute,
+        forward_tensor,
+        backward_tensor,
+        send_s=send_s,
+        return_s=send_s,
+        exchange_s=traffic.exchange_s() if colocated else np.zeros((1, 1)),
+        gather_s=gather_s,
+        reduce_s=reduce_s,
+        replicas_s=replicas_s,
+        step_s=traffic.step_s(),
+        forward_parts={number: pricing.parts(stage) for number, stage in parted},
+        backward_parts={number: pricing.parts(stage, backward=True) for number, stage in parted if stage.has_backward},
+    )

@@ -1,0 +1,215 @@
+"""What the stages of a Plan's Program compute and hold for a batch, in seconds and bytes, from a cost model.
+
+Each distinct layer of a module is priced once, for all replicas and microbatches of its unit together; a stage adds up
+the layers that it runs. Backward is priced by what is trained and where (Cornstarch section 4.2, with the erratum on
+recomputation).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.core.plan import Plan, Unit
+from motet.core.spec import Layer
+from motet.core.workload import BACKBONE
+from motet.cost.flops import layer_flops, work_of
+from motet.cost.memory import (
+    FSDP_BF16,
+    FSDP_FP32,
+    FSDP_FP64,
+    MEGATRON_BF16,
+    MixedPrecision,
+    StageLayer,
+    activation_bytes,
+    stage_layers,
+)
+from motet.cost.model import CostModel, LayerSeconds, Work
+from motet.schedule import Planned, PlannedStage, part_layers
+from motet.schedule.fit import colocated_units
+from motet.schedule.layout import LAYER_PARTS
+from motet.simulate.placement import Placement
+from motet.simulate.times import Part
+
+Table = NDArray[np.float64]
+
+
+def precision_of(plan: Plan) -> MixedPrecision:
+    """Bytes of a number: as FSDP2 has them in data parallelism, as Megatron's distributed optimizer in a pipeline."""
+    if plan.precision in ("fp32", "tf32"):
+        return FSDP_FP32
+    if plan.precision == "fp64":
+        return FSDP_FP64
+    return FSDP_BF16 if plan.schedule == "data_parallel" else MEGATRON_BF16
+
+
+class StageSeconds(NamedTuple):
+    """Of one stage, [num_replicas, num_microbatches] each. held: bytes that forward keeps for backward."""
+
+    forward: Table
+    input: Table
+    weight: Table
+    recompute: Table
+    forward_tensor: Table
+    backward_tensor: Table
+    held: Table
+
+
+@dataclass(frozen=True, eq=False)
+class _Priced:
+    """One layer, for all replicas and microbatches of its unit, flat, replica by replica."""
+
+    work: Work
+    seconds: LayerSeconds
+    tensor_s: Table
+
+
+class Pricing:
+    """Prices the stages of one Plan for one placed batch."""
+
+    def __init__(self, plan: Plan, planned: Planned, placement: Placement, cost: CostModel) -> None:
+        self.plan, self.planned, self.placement, self.cost = plan, planned, placement, cost
+        self.precision = precision_of(plan)
+        self.backbone = plan.unit_of(BACKBONE)
+        self._in_bubbles = {unit.name for unit in colocated_units(plan)}
+        self._priced = cache(self._price)
+        self._first = {stage.key: stage for stage in reversed(planned.stages)}
+        self._seconds = cache(lambda key: self._sum(self._first[key], self.layers(self._first[key])))
+        self._parts = cache(lambda key, backward: self._slices(self._first[key], backward))
+
+    @cached_property
+    def num_islands(self) -> int:
+        """The alike parts that the job falls into (schedule/disaggregated.py); the Program is of one."""
+        return self.backbone.dp // len({stage.replica for stage in self.planned.stages if BACKBONE in stage.modules})
+
+    def stage(self, stage: PlannedStage, island: int) -> StageSeconds:
+        """[num_microbatches] each."""
+        replica = self.replica(stage, island)
+        return StageSeconds(*(table[replica] for table in self._seconds(stage.key)))
+
+    def replica(self, stage: PlannedStage, island: int) -> int:
+        """Whose items the stage computes: its unit's own, or, in bubbles, the backbone's on whose ranks it runs."""
+        if stage.unit.name not in self._in_bubbles:
+            return island * (stage.unit.dp // self.num_islands) + stage.replica
+        pipelines = self.backbone.pp // stage.unit.pp
+        return island * (self.backbone.dp // self.num_islands) + stage.replica // pipelines
+
+    def owner(self, stage: PlannedStage) -> Unit:
+        """The unit on whose ranks the stage runs."""
+        return self.backbone if stage.unit.name in self._in_bubbles else stage.unit
+
+    def layers(self, stage: PlannedStage) -> list[StageLayer]:
+        """What a stage runs, in execution order."""
+        return list(stage_layers(self.plan.model, stage.layers, stage.recomputed))
+
+    def rows(self, name: str, layer: Layer, stage: PlannedStage, island: int) -> Table:
+        """Rows that a layer of a module has on one of the ranks that share the stage's work, [num_microbatches]."""
+        rows = self._priced(name, layer, stage.num_shares).work.rows
+        found: Table = rows.reshape(-1, self.placement.num_microbatches)[self.replica(stage, island)]
+        return found
+
+    def largest_rows(self, name: str, layer: Layer) -> float:
+        """Rows of a layer in the largest microbatch of any replica."""
+        return float(self._priced(name, layer, 1).work.rows.max(initial=0.0))
+
+    def parts(self, stage: PlannedStage, *, backward: bool = False) -> tuple[Part, ...]:
+        """Slices of a pass: of blocks, in data parallelism; of halves of layers, where a pipeline's bubbles are filled.
+
+        Backward's are numbered in its own order, and end with the first block that has one.
+        """
+        found: tuple[Part, ...] = self._parts(stage.key, backward)
+        return found
+
+    def _slices(self, stage: PlannedStage, backward: bool) -> tuple[Part, ...]:
+        if self.plan.schedule != "data_parallel":
+            num_layers, left = divmod(stage.num_parts, LAYER_PARTS)
+            if left or stage.unit.name in self._in_bubbles:
+                return (Part(1 / stage.num_parts),) * stage.num_parts
+            half = 1 / (2 * num_layers)
+            return (Part(half, "tensor"), Part(half)) * (2 * num_layers)
+        layers, (name,) = self.layers(stage), stage.modules
+        blocks = self.plan.model.module(name).blocks
+        seconds = []
+        for first, stop in part_layers(stage.num_layers, stage.num_parts):
+            own = layers[blocks[first].start : blocks[stop - 1].stop]
+            total = self._sum(stage, own)
+            if not backward:
+                seconds.append(float(total.forward.sum()))
+            elif any(placed.has_backward for placed in own):
+                seconds.append(float((total.input + total.weight + total.recompute).sum()))
+        shares = [second / sum(seconds) if sum(seconds) else 1 / len(seconds) for second in seconds]
+        return tuple(Part(share) for share in (reversed(shares) if backward else shares))
+
+    def hardware_flops(self) -> int:
+        """Operations of all ranks: with padding, recomputation, and what is computed several times over."""
+        total = 0.0
+        for key, count in Counter(stage.key for stage in self.planned.stages).items():
+            stage = self._first[key]
+            in_island = self._num_replicas(stage.unit) // self.num_islands
+            # Pipelines in bubbles share the microbatches.
+            total += self._stage_flops(stage) * (1 if stage.unit.name in self._in_bubbles else count // in_island)
+        return round(total)
+
+    def _stage_flops(self, stage: PlannedStage) -> float:
+        """Over all replicas of the unit."""
+        total = 0.0
+        for placed, count in Counter(self.layers(stage)).items():
+            layer = placed.layer
+            flops = layer_flops(layer, self._priced(placed.module, layer, 1).work)
+            own = flops.forward * (1 + placed.recomputed) + flops.weight * layer.trained
+            if placed.needs_input or (layer.trained and layer.attention is not None):
+                own = own + flops.input
+            total += count * float(own.sum()) * stage.unit.cp
+        return total
+
+    def _num_replicas(self, unit: Unit) -> int:
+        return self.backbone.dp if unit.name in self._in_bubbles else unit.dp
+
+    def _sum(self, stage: PlannedStage, layers: Iterable[StageLayer]) -> StageSeconds:
+        shape = self._num_replicas(stage.unit), self.placement.num_microbatches
+        total = {name: np.zeros(shape) for name in StageSeconds._fields}
+        for placed, count in Counter(layers).items():
+            priced = self._priced(placed.module, placed.layer, stage.num_shares)
+            for name, seconds in self._passes(placed, priced, stage.unit.tp).items():
+                total[name] += count * seconds.reshape(shape)
+        return StageSeconds(**total)
+
+    def _passes(self, placed: StageLayer, priced: _Priced, tp: int) -> dict[str, Table]:
+        """The passes that a layer has: its gradients as `cost.model.backward_seconds` has them."""
+        layer, (forward_s, input_s, weight_s) = placed.layer, priced.seconds
+        passes = {"forward": forward_s, "forward_tensor": priced.tensor_s}
+        if placed.needs_input or (layer.trained and layer.attention is not None):
+            passes["input"] = input_s
+        if layer.trained:
+            passes["weight"] = weight_s
+        if placed.recomputed:
+            passes["recompute"] = forward_s
+        if placed.has_backward:
+            passes["backward_tensor"] = priced.tensor_s * (2 if placed.recomputed else 1)
+            row_bytes = activation_bytes(
+                layer, 1.0, element_bytes=self.precision.compute, tp=tp, recomputed=placed.recomputed
+            )
+            passes["held"] = priced.work.rows * row_bytes
+        return passes
+
+    def _price(self, name: str, layer: Layer, num_shares: int) -> _Priced:
+        unit, module = self.plan.unit_of(name), self.plan.model.module(name)
+        num = self.placement.num_microbatches
+        items, size = self.placement.items[name], self._num_replicas(unit) * num
+        place = items.replica.astype(np.int64) * num + items.microbatch
+        targets = None
+        if name == BACKBONE:
+            targets = np.bincount(place, self.placement.batch.num_targets, size).astype(np.int64)
+        whole = work_of(layer, items.length, place, size, padded=module.padded, num_targets=targets)
+        share = 1 / (unit.cp * num_shares)
+        work = Work(whole.rows * share, whole.pairs * share)
+        tensor_s = np.zeros(size)
+        if unit.tp > 1:
+            tensor_s = self.cost.tensor_seconds(layer, work, range(unit.first_rank, unit.first_rank + unit.tp))
+        return _Priced(work, self.cost.layer_seconds(name, layer, work, unit.tp), tensor_s)

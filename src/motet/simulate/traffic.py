@@ -1,0 +1,148 @@
+"""What a Plan's Program sends, in seconds: from stage to stage, between phases, and over data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.schedule import PlannedStage
+from motet.simulate.pricing import Pricing
+
+Table = NDArray[np.float64]
+
+
+class Collectives(NamedTuple):
+    """Seconds. gather_s: of the parameters, over the ranks that share one copy. reduce_s: of the gradients, within a
+    copy; where no rank shares one, over all. replicas_s: of one rank's share of the gradients, over copies.
+    """
+
+    gather_s: float
+    reduce_s: float
+    replicas_s: float
+
+
+class _Size(NamedTuple):
+    """Parameters of one tensor-parallel rank: all, those that learn, and those of them that it updates itself."""
+
+    total: float
+    trained: float
+    updated: float
+
+
+class Traffic:
+    """The messages of the stages that `pricing` prices."""
+
+    def __init__(self, pricing: Pricing) -> None:
+        self.pricing, self.cost = pricing, pricing.cost
+        self.plan, self.planned, self.placement = pricing.plan, pricing.planned, pricing.placement
+        self.precision = pricing.precision
+        self._collectives = cache(lambda key: self._priced(first[key]))
+        self._sizes = cache(lambda key: self._size(first[key]))
+        first = {stage.key: stage for stage in reversed(self.planned.stages)}
+
+    def send_s(self, island: int) -> Table:
+        """[num_edges, num_microbatches]; 0 where both ends are on one rank."""
+        stages, edges = self.planned.stages, self.planned.program.edges
+        seconds = np.zeros((len(edges), self.placement.num_microbatches))
+        for number, ((source, sink), share) in enumerate(zip(edges, self.planned.shares, strict=True)):
+            ends = stages[source].ranks[0], stages[sink].ranks[0]
+            if ends[0] != ends[1]:
+                sent = self._sent_bytes(stages[source], stages[sink], island) * float(share)
+                seconds[number] = self.cost.send_seconds(sent, ends)
+        return seconds
+
+    def exchange_s(self) -> Table:
+        """[num_edges, num_microbatches]: outputs of encoders, to the ranks that run their examples' sequences."""
+        unit = self.pricing.backbone
+        ranks = range(unit.first_rank, unit.first_rank + unit.dp * unit.tp, unit.tp)
+        seconds: dict[str, Table] = {}
+        for module in self.plan.model.modules[:-1]:
+            rows = self.placement.exchanged_rows(module.name, unit.dp).astype(np.float64)
+            size_bytes = rows * module.layers[-1].output_width * self.precision.compute
+            seconds[module.name] = self.cost.exchange_seconds(size_bytes, ranks)
+        names = [self.planned.stages[source].modules[0] for source, _ in self.planned.program.edges]
+        return np.stack([seconds[name] for name in names]) if names else np.zeros((1, 1))
+
+    def collectives(self, stage: PlannedStage) -> Collectives:
+        """Of a stage's parameters and gradients."""
+        found: Collectives = self._collectives(stage.key)
+        return found
+
+    def step_s(self) -> Table:
+        """The optimizer, [num_ranks] of the Program: each updates its share of what learns."""
+        held = np.zeros(self.planned.program.num_ranks)
+        for stage in self.planned.stages:
+            held[stage.rank] += self._sizes(stage.key).updated
+        seconds = {number: self.cost.step_seconds(round(number)) for number in set(held.tolist())}
+        return np.array([seconds[number] for number in held.tolist()])
+
+    def _size(self, stage: PlannedStage) -> _Size:
+        layers = [placed.layer for placed in self.pricing.layers(stage)]
+        total = sum(layer.parameters for layer in layers) / stage.unit.tp
+        trained = sum(layer.parameters for layer in layers if layer.trained) / stage.unit.tp
+        return _Size(total, trained, trained / len(self._sharing(stage)[0]))
+
+    def _priced(self, stage: PlannedStage) -> Collectives:
+        """In a pipeline, one reduction is over all ranks; in data parallelism the sum over copies is one of its own."""
+        (shards, replicas), size, cost = self._sharing(stage), self._sizes(stage.key), self.cost
+        gradient_bytes = size.trained * self.precision.gradient
+        replicas_s = 0.0
+        if len(replicas) > 1:
+            replicas_s = cost.all_reduce_seconds(gradient_bytes / len(shards), replicas)
+        if len(shards) == 1:
+            return Collectives(0.0, replicas_s, replicas_s)
+        gather_s = cost.gather_seconds(size.total * self.precision.compute, shards)
+        reduce_s = cost.gather_seconds(gradient_bytes, shards)
+        if self.plan.schedule != "data_parallel":
+            reduce_s += replicas_s
+        return Collectives(gather_s, reduce_s, replicas_s)
+
+    def _sharing(self, stage: PlannedStage) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ranks that share one copy of the stage's state with its first, and those that hold the same share."""
+        ranks = stage.data_ranks
+        size = (stage.unit.shard_size or len(ranks)) if stage.zero else 1
+        return ranks[:size], ranks[::size]
+
+    def _sent_bytes(self, source: PlannedStage, sink: PlannedStage, island: int) -> Table:
+        """What one tensor-parallel rank of a stage sends to another stage, [num_microbatches]."""
+        total = np.zeros(self.placement.num_microbatches)
+        for name, stop in self._under_way(source, sink):
+            module = self.plan.model.module(name)
+            layer = module.layers[module.blocks[stop - 1][-1]]
+            rows = self.pricing.rows(name, layer, source, island)
+            total += rows * layer.output_width * self.precision.compute / source.unit.tp
+        return total
+
+    def _under_way(self, source: PlannedStage, sink: PlannedStage) -> Iterator[tuple[str, int]]:
+        """The modules whose output leaves the source for the sink, and of how many of their blocks it is the output.
+
+        To another unit: modules that end in the source and feed one there. Within a unit: those begun and not ended,
+        and those ended that feed one which has not begun.
+        """
+        ends = {name: len(self.plan.model.module(name).blocks) for name in source.unit.modules}
+        if sink.unit is not source.unit:
+            for name, (_, stop) in source.layers.items():
+                if stop == ends[name] and any(taker in sink.layers for taker in self._takers(name)):
+                    yield name, stop
+            return
+        done = self._done(source)
+        for name, stop in done.items():
+            waiting = any(done.get(taker, 1) == 0 for taker in self._takers(name))
+            if 0 < stop < ends[name] or (stop == ends[name] and waiting):
+                yield name, stop
+
+    def _takers(self, name: str) -> list[str]:
+        return [sink for source, sink in self.plan.model.edges if source == name]
+
+    def _done(self, stage: PlannedStage) -> Mapping[str, int]:
+        """Blocks of each module of the unit (those replicated aside) that are over after the stage."""
+        before = stage.unit.stages[: stage.place + 1]
+        return {
+            name: sum(counts.get(name, 0) for counts in before)
+            for name in stage.unit.modules
+            if name not in stage.unit.replicated
+        }
