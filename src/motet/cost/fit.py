@@ -84,11 +84,12 @@ class Surface:
     """
 
     def __init__(self, rows: Sequence[float], pairs: Sequence[float], seconds: Sequence[float]) -> None:
-        """rows (above 0), pairs, seconds: [num_points], at least one. Raises ArgumentError where there is none."""
-        if not len(rows) or min(rows) <= 0:
-            raise ArgumentError("a surface of seconds needs points, each of more than 0 rows.")
-        at, keys = np.asarray(rows, dtype=np.float64), np.round(np.asarray(pairs) / np.asarray(rows), 6)
-        measured = np.asarray(seconds, dtype=np.float64)
+        """rows, pairs, seconds: [num_points]. Raises ArgumentError where no point has any rows."""
+        known = np.asarray(rows) > 0
+        if not known.any():
+            raise ArgumentError("a surface of seconds needs a point that has rows.")
+        at, measured = np.asarray(rows, dtype=np.float64)[known], np.asarray(seconds, dtype=np.float64)[known]
+        keys = np.round(np.asarray(pairs)[known] / at, 6)
         self._keys = np.unique(keys)
         self._lines = [_line(at[keys == key], measured[keys == key]) for key in self._keys]
 

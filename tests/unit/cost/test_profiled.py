@@ -261,3 +261,9 @@ def test_a_file_that_cannot_be_written_is_named(profile, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         profile.write(tmp_path / "file" / "profile.json")
+
+
+def test_a_surface_needs_rows():
+    with pytest.raises(ArgumentError, match="a point that has rows"):
+        Surface([0.0], [0.0], [1.0])
+    assert Surface([0.0, 2.0], [0.0, 0.0], [1.0, 3.0])(np.array([4.0]), np.zeros(1)).tolist() == [6.0]
