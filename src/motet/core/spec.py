@@ -6,9 +6,11 @@ down from shapes (`core/shapes.py`); costs, schedules and plans are made from it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, groupby
+from operator import or_
 
 from motet.core.errors import ArgumentError
 
@@ -77,6 +79,11 @@ class Module:
     stacks: tuple[Stack, ...]
     padded: bool = False
 
+    @classmethod
+    def of(cls, name: str, layers: Iterable[Layer], padded: bool = False) -> Module:
+        """The module with these layers, in execution order; neighbours that are alike become one stack."""
+        return cls(name, tuple(Stack(layer, len(list(alike))) for layer, alike in groupby(layers)), padded)
+
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
         """In execution order."""
@@ -93,6 +100,13 @@ class Module:
     @property
     def trains(self) -> bool:
         return any(stack.layer.trained for stack in self.stacks)
+
+    def input_gradients(self, reached: bool = False) -> tuple[bool, ...]:
+        """Per layer: whether backward must give a gradient for the layer's input, as an earlier layer learns.
+
+        reached: something before the module learns.
+        """
+        return tuple(accumulate((layer.trained for layer in self.layers), or_, initial=reached))[:-1]
 
 
 @dataclass(frozen=True)
@@ -142,11 +156,7 @@ class ModelSpec:
         found: dict[str, tuple[bool, ...]] = {}
         learns: dict[str, bool] = {}
         for module in self.modules:
-            learned = any(learns[source] for source in self.sources(module.name))
-            flags = []
-            for layer in module.layers:
-                flags.append(learned)
-                learned = learned or layer.trained
-            found[module.name] = tuple(flags)
-            learns[module.name] = learned
+            reached = any(learns[source] for source in self.sources(module.name))
+            found[module.name] = module.input_gradients(reached)
+            learns[module.name] = reached or module.trains
         return found

@@ -1,111 +1,239 @@
-"""Floating-point operations of a module on items of given lengths: neither padding nor recomputation is counted.
+"""Floating-point operations of layers and modules on items of given lengths, forward and backward.
 
-A matrix product of a row with w weights is 2 w operations; attention of r rows is two products of [r, width] by [width,
-r], that is 4 r^2 width a layer, half of it if causal (Kaplan et al. 2020, section 2.1; the convention of MFU in PaLM,
-appendix B). Norms, activations, softmax and embedding look-ups are not counted.
+A matrix product of a row with w weights is 2 w operations; attention, for each pair of a query and a key that the mask
+leaves, is two products over all heads: 4 * width operations (Kaplan et al. 2020, section 2.1; PaLM, appendix B). Norms,
+activations, softmax and look-ups are not counted. Backward is each product again for its weights' gradient, where they
+are trained, and again for its input's, where a gradient must pass (Cornstarch section 4.2, with the erratum on
+recomputation). What a model needs, without recomputation and padding, gives MFU; what the hardware does, HFU: Optimus
+(section 5) calls the second by the first's name. Megatron's formula, which it uses, counts all pairs of a causal mask.
+
+Counted in integers, so that all ranks count the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import cache
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.core.spec import Attention, Layer, ModelSpec, Module
 from motet.core.workload import BACKBONE, BatchLengths
+from motet.cost.model import Work
+
+Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class FlopStage:
-    """A stretch of a module that sees the same rows: an item of length l has ceil(l / divisor) + extra_rows of them.
-
-    weights:    weights that each row meets in matrix products.
-    attention:  heads * head_dim, summed over the layers.
-    causal:     a row attends to earlier rows only, and, if window > 0, to no more than `window` rows.
-    trained:    gradients of the weights are computed.
-    returns:    gradients of the input are computed: the stage, or one before it, trains.
+class LayerFlops(NamedTuple):
+    """Operations, float64 [num_microbatches] each: forward; input, for the gradient of the input and of all that is
+    within; weight, for those of the weights. All as if they were needed.
     """
 
-    weights: int
-    divisor: int = 1
-    extra_rows: int = 0
-    attention: int = 0
-    causal: bool = False
-    window: int = 0
-    trained: bool = True
-    returns: bool = True
+    forward: NDArray[np.float64]
+    input: NDArray[np.float64]
+    weight: NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class FlopShape:
-    """A module as its stages; head_weights: weights of the output layer, which only rows that predict a target meet."""
+def work_of(
+    layer: Layer,
+    lengths: Ints,
+    microbatch: Ints | None = None,
+    num_microbatches: int = 1,
+    *,
+    padded: bool = False,
+    num_targets: Ints | int | None = None,
+) -> Work:
+    """Rows and pairs of a layer in each microbatch. O(num_items).
 
-    stages: tuple[FlopStage, ...]
-    head_weights: int = 0
-    head_trained: bool = True
-
-
-def forward_flops(shape: FlopShape, lengths: NDArray[np.int64], num_targets: int = 0) -> int:
-    """Operations of the forward pass on items of `lengths`, int64 [num_items]. O(num_items * num_stages)."""
-    return (
-        sum(sum(_stage_flops(stage, lengths)) for stage in _merged(shape.stages)) + 2 * shape.head_weights * num_targets
-    )
-
-
-def step_flops(shape: FlopShape, lengths: NDArray[np.int64], num_targets: int = 0) -> int:
-    """Operations of forward and backward: each product again for its weights' gradient, and again for its input's."""
-    total = 2 * shape.head_weights * num_targets * (2 + shape.head_trained)
-    for stage in _merged(shape.stages):
-        products, attention = _stage_flops(stage, lengths)
-        total += products * (1 + stage.trained + stage.returns) + attention * (1 + 2 * stage.returns)
-    return total
-
-
-def batch_flops(shapes: Mapping[str, FlopShape], lengths: BatchLengths) -> dict[str, int]:
-    """Operations of forward and backward of each phase of a microbatch, over all ranks."""
-    return {
-        phase: step_flops(shape, lengths.sequence, int(lengths.num_targets.sum()))
-        if phase == BACKBONE
-        else step_flops(shape, lengths.items[phase].length)
-        for phase, shape in shapes.items()
-    }
-
-
-def chain(*stages: FlopStage) -> tuple[FlopStage, ...]:
-    """The stages in execution order, with `returns` set wherever the stage itself or an earlier one trains.
-
-    A stage without attention is taken for a single product: its input has a gradient only if an earlier stage trains.
+    lengths, microbatch: int64 [num_items], of each item its length and its microbatch, by default the first.
+    padded:              every item is computed as if it were as long as the longest of its microbatch.
+    num_targets:         int64 [num_microbatches], the rows of a layer that sees targets only; by default all rows.
     """
-    chained, trains = [], False
-    for stage in stages:
-        chained.append(replace(stage, returns=trains or (stage.trained and stage.attention > 0)))
-        trains = trains or stage.trained
-    return tuple(chained)
+    rows, pairs = _work(layer, lengths, microbatch, num_microbatches, padded, num_targets)
+    return Work(rows.astype(np.float64), pairs.astype(np.float64))
+
+
+def layer_flops(layer: Layer, work: Work) -> LayerFlops:
+    """Operations of one layer on given work."""
+    products = 2.0 * layer.weights * work.rows
+    attention = 4.0 * (layer.attention.width if layer.attention else 0) * work.pairs
+    return LayerFlops(products + attention, products + 2 * attention, products)
+
+
+def forward_flops(
+    module: Module, lengths: Ints, num_targets: int | None = None, *, microbatch: Ints | None = None
+) -> int:
+    """Operations of the forward pass on items of `lengths`, int64 [num_items]; arguments as in `step_flops`."""
+    per_work = {like: (own.forward_row, own.forward_pair) for like, own in _operations(module, False, False).items()}
+    return _total(module, per_work, lengths, num_targets, microbatch)
+
+
+def step_flops(
+    module: Module,
+    lengths: Ints,
+    num_targets: int | None = None,
+    *,
+    reached: bool = False,
+    recomputed: bool = False,
+    microbatch: Ints | None = None,
+) -> int:
+    """Operations of forward and backward. O(num_items), once for all layers that see the same rows.
+
+    num_targets: rows that the output layer sees; by default all.
+    reached:     something before the module learns, so that its input needs a gradient.
+    recomputed:  transformer layers that have a backward pass run forward again in it, whole, as in Megatron's formula
+                 (torch leaves out the last product of each).
+    microbatch:  int64 [num_items]; if given, a padded module's padding is counted, to the longest of each microbatch.
+    """
+    per_work = {like: (own.row, own.pair) for like, own in _operations(module, reached, recomputed).items()}
+    return _total(module, per_work, lengths, num_targets, microbatch)
+
+
+def batch_flops(
+    spec: ModelSpec,
+    lengths: BatchLengths,
+    *,
+    recomputed: Collection[str] = (),
+    computed_on: Mapping[str, Ints] = MappingProxyType({}),
+) -> dict[str, int]:
+    """Operations of forward and backward of each phase of a microbatch, over all ranks.
+
+    recomputed:  modules whose transformer layers are recomputed.
+    computed_on: per padded module whose padding is to count, int64 [num_items], the rank that computes each item.
+    """
+    flops = {}
+    for module in spec.modules:
+        backbone = module.name == BACKBONE
+        flops[module.name] = step_flops(
+            module,
+            lengths.sequence if backbone else lengths.items[module.name].length,
+            int(lengths.num_targets.sum()) if backbone else None,
+            reached=spec.input_gradients[module.name][0],
+            recomputed=module.name in recomputed,
+            microbatch=computed_on.get(module.name),
+        )
+    return flops
+
+
+def mfu(spec: ModelSpec, batches: Iterable[BatchLengths], time_s: float, peak_flops: float) -> float:
+    """Model FLOPs utilisation: the share of what all ranks could do in time_s that the model itself needs.
+
+    peak_flops: operations a second, of all ranks together.
+    """
+    return sum(sum(batch_flops(spec, batch).values()) for batch in batches) / time_s / peak_flops
+
+
+def hfu(
+    spec: ModelSpec,
+    batches: Iterable[tuple[BatchLengths, Mapping[str, Ints]]],
+    time_s: float,
+    peak_flops: float,
+    recomputed: Collection[str] = (),
+) -> float:
+    """Hardware FLOPs utilisation: as MFU, but with recomputation and padding.
+
+    batches: the lengths of each, and where the items of padded modules are computed, as in `batch_flops`.
+    """
+    total = 0
+    for lengths, computed_on in batches:
+        total += sum(batch_flops(spec, lengths, recomputed=recomputed, computed_on=computed_on).values())
+    return total / time_s / peak_flops
+
+
+class _Operations(NamedTuple):
+    """Operations for each row, and for each pair, of all layers that are given the same work."""
+
+    forward_row: int = 0
+    forward_pair: int = 0
+    row: int = 0
+    pair: int = 0
 
 
 @cache
-def _merged(stages: tuple[FlopStage, ...]) -> tuple[FlopStage, ...]:
-    """Stages that see the same rows in the same way as one, with the sums of their weights: layers are mostly alike."""
-    merged: dict[FlopStage, tuple[int, int]] = {}
-    for stage in stages:
-        kind = replace(stage, weights=0, attention=0)
-        weights, attention = merged.get(kind, (0, 0))
-        merged[kind] = (weights + stage.weights, attention + stage.attention)
-    return tuple(replace(kind, weights=w, attention=a) for kind, (w, a) in merged.items())
+def _operations(module: Module, reached: bool, recomputed: bool) -> dict[Layer, _Operations]:
+    """By a layer that stands for all that are given the same work: layers are mostly alike."""
+    found: dict[Layer, _Operations] = {}
+    for layer, returns in zip(module.layers, module.input_gradients(reached), strict=True):
+        attention = layer.attention
+        again = recomputed and attention is not None and (returns or layer.trained)
+        # A transformer layer is several products: gradients pass between them even if none leaves it.
+        inner = returns or (layer.trained and attention is not None)
+        like = _representative(layer)
+        old = found.get(like, _Operations())
+        products, pairs = 2 * layer.weights, 4 * attention.width if attention else 0
+        found[like] = _Operations(
+            old.forward_row + products,
+            old.forward_pair + pairs,
+            old.row + products * (1 + inner + layer.trained + again),
+            old.pair + pairs * (1 + 2 * inner + again),
+        )
+    return found
 
 
-def _stage_flops(stage: FlopStage, lengths: NDArray[np.int64]) -> tuple[int, int]:
-    """Operations of the products with weights, and of attention; exact, so the same on every rank."""
-    rows = -(-np.asarray(lengths, dtype=np.int64) // stage.divisor) + stage.extra_rows
-    pairs = _square_sum(rows)
-    if stage.causal:
-        pairs -= _square_sum(np.maximum(rows - stage.window, 0)) if stage.window else 0
-    return 2 * stage.weights * int(rows.sum()), (2 if stage.causal else 4) * stage.attention * pairs
+def _representative(layer: Layer) -> Layer:
+    attention = replace(layer.attention, width=0, kv_width=0) if layer.attention else None
+    like = replace(layer, kind="", weights=0, parameters=0, output_width=0, saved_width=0)
+    return replace(like, attention=attention, trained=False)
 
 
-def _square_sum(rows: NDArray[np.int64]) -> int:
-    if len(rows) * int(rows.max(initial=0)) ** 2 < 2**63:
-        return int(rows @ rows)
-    return sum(count * count for count in rows.tolist())
+def _total(
+    module: Module,
+    per_work: Mapping[Layer, tuple[int, int]],
+    lengths: Ints,
+    num_targets: int | None,
+    microbatch: Ints | None,
+) -> int:
+    total = 0
+    num_microbatches = 1 if microbatch is None else int(microbatch.max(initial=0)) + 1
+    padded = module.padded and microbatch is not None
+    for like, (row, pair) in per_work.items():
+        if row or pair:
+            rows, pairs = _work(like, lengths, microbatch, num_microbatches, padded, None)
+            given = num_targets if like.targets_only and num_targets is not None else sum(rows.tolist())
+            total += row * given + pair * sum(pairs.tolist())
+    return total
+
+
+def _work(
+    layer: Layer,
+    lengths: Ints,
+    microbatch: Ints | None,
+    num_microbatches: int,
+    padded: bool,
+    num_targets: Ints | int | None,
+) -> tuple[Ints, Ints]:
+    """Rows and pairs, integers [num_microbatches]: int64, or Python's own where those would overflow."""
+    rows = -(-np.asarray(lengths, dtype=np.int64) // layer.divisor) + layer.extra_rows
+    if len(rows) * int(rows.max(initial=0)) ** 2 >= 2**62:
+        rows = rows.astype(object)
+    place = np.zeros(len(rows), dtype=np.int64) if microbatch is None else microbatch
+    if padded:
+        longest = np.zeros(num_microbatches, dtype=rows.dtype)
+        np.maximum.at(longest, place, rows)
+        rows = longest[place]
+    summed = np.zeros((2, num_microbatches), dtype=rows.dtype)
+    np.add.at(summed[0], place, rows)
+    if layer.attention:
+        np.add.at(summed[1], place, _pairs(layer.attention, rows))
+        if layer.attention.density != 1:
+            summed[1] = np.rint(summed[1].astype(np.float64) * layer.attention.density).astype(rows.dtype)
+    if layer.targets_only and num_targets is not None:
+        summed[0] = num_targets
+    return summed[0], summed[1]
+
+
+def _pairs(attention: Attention, rows: Ints) -> Ints:
+    """Pairs of a query and a key in items of `rows`, int64 [num_items] each, whatever the density."""
+    if not attention.window:
+        pairs: Ints = rows * (rows + 1) // 2 if attention.causal else rows * rows
+    elif attention.causal:
+        within = np.minimum(rows, attention.window)
+        pairs = within * (within + 1) // 2 + (rows - within) * attention.window
+    else:
+        last = rows % attention.window
+        pairs = (rows - last) * attention.window + last * last
+    return pairs

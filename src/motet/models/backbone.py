@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from motet.cost.flops import FlopShape
+from motet.core.shapes import Transformer, embedding, final_norm, head
+from motet.core.spec import Module
+from motet.core.workload import BACKBONE
 from motet.models.attention import ATTENTION, Segments
 from motet.models.block import Block, outside_blocks, pass_through, wrap_blocks
 from motet.models.contract import Sequences
 from motet.models.exact import keep_float64
-from motet.models.flops import layers_stage, product_weights, trains
+from motet.models.layers import LayerModules, trains
 
 _LOGITS_AT_ONCE = 2**28
 """Logits that are in memory at a time, 1 GiB in float32; a long pack with a large vocabulary has many times as many."""
@@ -63,18 +65,46 @@ class Backbone(nn.Module):
         """Whether the backbone has trainable parameters; it takes part in backward also if only an encoder has."""
         return any(p.requires_grad for p in self.parameters())
 
-    def flop_shape(self) -> FlopShape:
-        """For counting operations on sequences; gradients reach the embeddings even if nothing here trains."""
-        config, head = self.causal_lm.config, self.causal_lm.lm_head
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        # Qwen decides the window by layer, Mistral for all layers, Llama has none.
-        everywhere = getattr(config, "sliding_window", None)
-        windows = [getattr(block.self_attn, "sliding_window", everywhere) for block in self._blocks]
-        stages = tuple(
-            layers_stage([block], config.num_attention_heads * head_dim, causal=True, window=window)
-            for block, window in zip(self._blocks, windows, strict=True)
+    def layers(self) -> list[LayerModules]:
+        """In execution order, from tokens to logits."""
+        model, hidden, vocab_size = self.causal_lm.model, self.dim, self.causal_lm.config.vocab_size
+        table, output = model.embed_tokens, self.causal_lm.lm_head
+        tied = output.weight is table.weight
+        return [
+            LayerModules(embedding(vocab_size, hidden, trained=trains(table)), (table,)),
+            *(LayerModules(self._shape(block).layer(trained=trains(block)), (block,)) for block in self._blocks),
+            LayerModules(final_norm(hidden, "rms", trained=trains(model.norm)), (model.norm,)),
+            LayerModules(head(vocab_size, hidden, tied=tied, trained=trains(output)), (output,)),
+        ]
+
+    def _shape(self, block: Block) -> Transformer:
+        config, attention = self.causal_lm.config, block.self_attn
+        products = {
+            "query": attention.q_proj,
+            "key": attention.k_proj,
+            "value": attention.v_proj,
+            "output": attention.o_proj,
+            "mlp": block.mlp.up_proj,
+        }
+        return Transformer(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=attention.head_dim,
+            gated=True,
+            activation=config.hidden_act,
+            norm="rms",
+            biases=tuple(name for name, product in products.items() if product.bias is not None),
+            qk_norm=hasattr(attention, "q_norm"),
+            causal=True,
+            # Qwen decides the window by layer, Mistral for all layers, Llama has none.
+            window=getattr(attention, "sliding_window", getattr(config, "sliding_window", None)) or 0,
         )
-        return FlopShape(stages, product_weights(head), trains(head))
+
+    def spec_module(self, name: str = BACKBONE) -> Module:
+        """What the backbone is, for all that is computed from shapes."""
+        return Module.of(name, (each.layer for each in self.layers()))
 
     def forward(
         self, sequences: Sequences, features: dict[str, Tensor], predict: bool = False

@@ -24,7 +24,7 @@ from motet.core.workload import BACKBONE
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
 from motet.models.families.registry import BACKBONES, ENCODERS, Family
-from motet.models.load import load_pretrained, one_line
+from motet.models.load import load_pretrained, one_line, read_config
 from motet.models.module import MLLM, ModalityModule
 from motet.models.projector import Projector, ProjectorConfig
 
@@ -87,6 +87,7 @@ class ModelConfig(BaseModel):
 def build_mllm(config: ModelConfig, vocab_size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> MLLM:
     """The model on the CPU, whole, in `dtype`. vocab_size: what the tokenizer needs.
 
+    Under `torch.device("meta")` it has shapes only: no memory is taken and no weights are read.
     Raises UserError for an unknown HF option, a directory that is missing or holds another family, a vocabulary that is
     too small, or a custom class that does not fulfil the contract.
     """
@@ -120,13 +121,14 @@ def build_modality(
 def _build_hf(
     where: str, family: Family, path: Path | None, options: dict[str, Any], dtype: torch.dtype, seed: int
 ) -> nn.Module:
-    if path is not None:
+    on_meta = torch.get_default_device().type == "meta"
+    if path is not None and not on_meta:
         return load_pretrained(where, family, path, options, dtype)
     unknown = sorted(set(options) - set(inspect.signature(family.config).parameters))
     if unknown:
         raise UserError(f"model.{where}.config: {family.config.__name__} has no option {', '.join(unknown)}")
     try:
-        hf_config = family.config(**options)
+        hf_config = read_config(where, family, path, options) if path else family.config(**options)
         hf_config._attn_implementation = ATTENTION
         with _seeded(seed, where):
             model = family.model(hf_config)

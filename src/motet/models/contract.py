@@ -7,8 +7,8 @@ Any `torch.nn.Module` with the members of `Encoder` can be an encoder. Four more
                      none.
     cost:            "packed" (work grows with the sum of lengths; the default) or "padded" (with count x longest).
     lengths(sizes):  int64 [num_items], what the phase is balanced on. Default: the product of an item's sizes.
-    flop_stages():   tuple of `cost.flops.FlopStage` that says what an item of a length costs, for MFU. Default: one
-                     product of every row with all linear layers and convolutions.
+    layers():        list of `layers.LayerModules` in execution order: what it consists of, for FLOPs, memory, profiles
+                     and plans. Default: one product of every row with all linear layers and convolutions.
 """
 
 from __future__ import annotations

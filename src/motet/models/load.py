@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from motet.core.errors import UserError
@@ -27,7 +27,7 @@ def load_pretrained(
     Never reaches for the network. Raises UserError for a missing directory, another kind of model, or weights that are
     missing or of another shape.
     """
-    config = _read_config(where, family, path, options)
+    config = read_config(where, family, path, options)
     config._attn_implementation = ATTENTION
     try:
         with quiet_transformers():
@@ -77,7 +77,8 @@ def quiet_transformers() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-def _read_config(where: str, family: Family, path: Path, options: dict[str, Any]) -> Any:
+def read_config(where: str, family: Family, path: Path, options: dict[str, Any]) -> PreTrainedConfig:
+    """The family's config from a directory that holds it, or a larger model's. Raises UserError as load_pretrained."""
     file = path / "config.json"
     if not file.is_file():
         raise UserError(f"model.{where}.path: there is no {file}; give a local directory that holds an HF model")

@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from motet.core.errors import UserError
-from motet.cost.flops import FlopShape, chain
+from motet.core.shapes import projector
+from motet.core.spec import Module
 from motet.models.backbone import Backbone
 from motet.models.block import Block, outside_blocks, pass_through, wrap_blocks
 from motet.models.contract import Sequences
-from motet.models.flops import product_stage
+from motet.models.layers import LayerModules, products_layer, trains
 from motet.models.projector import Projector
 
 Sizes = NDArray[np.int64]
@@ -82,14 +83,27 @@ class ModalityModule(nn.Module):
         """Rows that each item takes in the backbone's sequence, int64 [num_items]."""
         return self.count(sizes) if self.count else self.projector.num_outputs(self.encoder.num_outputs(sizes))
 
-    def flop_shape(self) -> FlopShape:
-        """For counting operations on items of `lengths(sizes)`. A custom encoder that offers no `flop_stages()` is
-        taken for its linear layers and convolutions, each applied once to every row.
+    def layers(self) -> list[LayerModules]:
+        """In execution order, on items of `lengths(sizes)`. A custom encoder that offers no `layers()` is taken for
+        its linear layers and convolutions, each applied once to every row; and so are hooks that are modules.
         """
-        own = getattr(self.encoder, "flop_stages", None)
-        stages = own() if own else (product_stage(self.encoder),)
-        divisor = stages[-1].divisor * self.projector.downsample
-        return FlopShape(chain(*stages, product_stage(self.projector, divisor=divisor)))
+        own = getattr(self.encoder, "layers", None)
+        layers = own() if own else [products_layer("products", self.encoder, self.encoder.output_dim)]
+        last, to = layers[-1].layer, self.projector
+        joining = projector(
+            to.input_dim, to.output_dim, to.kind, to.downsample, divisor=last.divisor, trained=trains(to)
+        )
+        layers = [*layers, LayerModules(joining, (to,))]
+        if isinstance(self.before, nn.Module):
+            # What it gives on is the input, which the first layer keeps.
+            layers.insert(0, products_layer("before", self.before, layers[0].layer.saved_width))
+        if isinstance(self.after, nn.Module):
+            layers.append(products_layer("after", self.after, to.output_dim, joining.divisor))
+        return layers
+
+    def spec_module(self, name: str) -> Module:
+        """What the module is, for all that is computed from shapes."""
+        return Module.of(name, (each.layer for each in self.layers()), padded=self.cost == "padded")
 
     def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
         """values [sum(rows), row_dim], sizes int64 [num_items, size_dim] on the host -> [sum(num_tokens),

@@ -27,9 +27,9 @@ class Projector(nn.Module):
 
     def __init__(self, input_dim: int, output_dim: int, config: ProjectorConfig) -> None:
         super().__init__()
-        self.downsample = config.downsample
+        self.kind, self.downsample = config.kind, config.downsample
         joined = input_dim * config.downsample
-        self.output_dim = output_dim
+        self.input_dim, self.output_dim = input_dim, output_dim
         self.layers = (
             nn.Sequential(nn.Linear(joined, output_dim))
             if config.kind == "linear"

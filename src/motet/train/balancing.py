@@ -10,6 +10,7 @@ from motet.balance import ACTIVE_BACKEND
 from motet.cost.flops import batch_flops
 from motet.dispatch import BalanceConfig, Orchestrator, StepTimes
 from motet.models.module import MLLM
+from motet.models.spec import model_spec
 from motet.runtime.stage import is_trainable, modules_by_phase
 from motet.train.world import JointUserError, World
 
@@ -24,7 +25,7 @@ def build_orchestrator(
     speed = config.speed.resolved(device.type)
     modules = modules_by_phase(model)
     times = StepTimes(
-        flops=partial(batch_flops, {name: module.flop_shape() for name, module in modules.items()}),
+        flops=partial(batch_flops, model_spec(model)),
         flops_per_s=speed.flops_per_s,
         link=speed.link,
         token_bytes=model.backbone.dim * dtype.itemsize,

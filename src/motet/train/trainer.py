@@ -13,8 +13,9 @@ import torch
 
 from motet.core.errors import UserError
 from motet.core.timeline import Span, Timeline
-from motet.cost.flops import batch_flops
+from motet.cost.flops import mfu
 from motet.dispatch import RankBatch
+from motet.models.spec import model_spec
 from motet.runtime.step import StepResult
 from motet.train.evaluate import Evaluation
 from motet.train.export import export
@@ -55,7 +56,7 @@ class _Run:
         self.stop, self.start_s = stop, start_s
         self.spans: list[Span] | None = [] if trace else None
         self.evaluations: dict[int, Evaluation] = {}
-        self.flop_shapes = {name: module.flop_shape() for name, module in job.step.modules.items()}
+        self.spec = model_spec(job.model)
         compute_dtype = self.recipe.fsdp.param_dtype or self.recipe.run.dtype
         self.peak = peak_of(self.world.device, getattr(torch, compute_dtype))
         self.peak_flops_per_s = sum(self.world.gather(self.peak.flops_per_s))
@@ -146,7 +147,7 @@ class _Run:
         if self.spans is not None:
             self.spans += result.timeline
         if self.log is not None:
-            flops = sum(sum(batch_flops(self.flop_shapes, batch.lengths).values()) for batch in fed.batches)
+            lengths = [batch.lengths for batch in fed.batches]
             tokens_per_s = result.num_tokens / joined["step_s"]
             self.log.write(
                 {
@@ -160,7 +161,7 @@ class _Run:
                     "num_tokens": result.num_tokens,
                     "tokens_per_s": round(tokens_per_s, 1),
                     "tokens_per_s_per_rank": round(tokens_per_s / self.world.num_ranks, 1),
-                    "mfu": flops / joined["step_s"] / self.peak_flops_per_s,
+                    "mfu": mfu(self.spec, lengths, joined["step_s"], self.peak_flops_per_s),
                     **joined,
                     "exchange": {
                         "seconds": sum(

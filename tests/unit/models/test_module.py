@@ -53,7 +53,7 @@ def test_custom_module_needs_two_members_only():
     assert module(torch.randn(7, 4), sizes).shape == (7, 8)
     assert (module.cost, module.blocks) == ("packed", ())
     assert module.lengths(sizes.numpy()).tolist() == [6, 1]
-    assert module.flop_shape().stages[0].weights == 24
+    assert module.layers()[0].layer.weights == 24
 
 
 def test_blocks_in_a_plain_list_are_run_as_blocks():

@@ -15,15 +15,19 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu
 
 from motet.core.errors import UserError
-from motet.cost.flops import FlopStage
+from motet.core.shapes import Transformer, convolution, final_norm
 from motet.models.attention import Padded
-from motet.models.flops import layers_stage, product_stage
+from motet.models.layers import LayerModules, trains
 
 
 class AudioEncoder(nn.Module):
-    """Rows are log-mel frames, sizes are (frames,). Padded, so balanced with the padded cost."""
+    """Rows are log-mel frames, sizes are (frames,). Padded, so balanced with the padded cost.
+
+    pooled: rows that are averaged to one before the last norm.
+    """
 
     cost = "padded"
+    pooled = 1
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -45,12 +49,32 @@ class AudioEncoder(nn.Module):
             )
         return (sizes[:, 0] + 1) // 2
 
-    def flop_stages(self) -> tuple[FlopStage, ...]:
-        return (
-            product_stage(self.model.conv1),
-            product_stage(self.model.conv2, divisor=2),
-            layers_stage(self.blocks, self.output_dim, divisor=2),
+    def layers(self) -> list[LayerModules]:
+        model, config = self.model, self.model.config
+        hidden, strided = config.d_model, (model.conv2, model.embed_positions)
+        first = convolution(config.num_mel_bins, hidden, trained=trains(model.conv1))
+        second = convolution(
+            hidden,
+            hidden,
+            stride=2,
+            divisor=2,
+            num_positions=config.max_source_positions,
+            trained=trains(*strided),
         )
+        shape = Transformer(
+            hidden,
+            config.encoder_ffn_dim,
+            config.encoder_attention_heads,
+            activation=config.activation_function,
+            biases=("query", "value", "output", "mlp"),
+        )
+        norm = final_norm(hidden, divisor=2 * self.pooled, trained=trains(model.layer_norm))
+        return [
+            LayerModules(first, (model.conv1,)),
+            LayerModules(second, strided),
+            *(LayerModules(shape.layer(divisor=2, trained=trains(block)), (block,)) for block in self.blocks),
+            LayerModules(norm, (model.layer_norm,)),
+        ]
 
     def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
         hidden, counts = self._hidden(values, sizes.numpy())

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import CLIPVisionModel
 
-from motet.cost.flops import FlopStage
+from motet.core.shapes import Transformer, patches
 from motet.models.attention import Segments
 from motet.models.families.patches import add_class_rows, embed_patches, patch_positions
-from motet.models.flops import layers_stage, product_stage
+from motet.models.layers import LayerModules, trains, unused_layer
 
 
 class ClipEncoder(nn.Module):
@@ -33,11 +33,24 @@ class ClipEncoder(nn.Module):
     def num_outputs(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.prod(sizes, axis=1)
 
-    def flop_stages(self) -> tuple[FlopStage, ...]:
-        return (
-            product_stage(self.model.embeddings.patch_embedding),
-            layers_stage(self.blocks, self.output_dim, extra_rows=1),
+    def layers(self) -> list[LayerModules]:
+        model, config = self.model, self.model.config
+        hidden, before = config.hidden_size, (model.embeddings, model.pre_layrnorm)
+        stem = patches(
+            config.num_channels * config.patch_size**2,
+            hidden,
+            bias=False,
+            num_positions=model.embeddings.num_positions,
+            extra_parameters=hidden,
+            norm=True,
+            trained=trains(*before),
         )
+        shape = Transformer(hidden, config.intermediate_size, config.num_attention_heads, activation=config.hidden_act)
+        return [
+            LayerModules(stem, before),
+            *(LayerModules(shape.layer(extra_rows=1, trained=trains(block)), (block,)) for block in self.blocks),
+            unused_layer(model.post_layernorm, hidden),
+        ]
 
     def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
         grids = sizes.numpy()

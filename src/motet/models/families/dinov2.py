@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from transformers import Dinov2Model
 
 from motet.core.errors import UserError
-from motet.cost.flops import FlopStage
+from motet.core.shapes import BIASES, Transformer, final_norm, patches
 from motet.models.attention import Segments
 from motet.models.families.patches import add_class_rows, embed_patches, patch_positions
-from motet.models.flops import layers_stage, product_stage
+from motet.models.layers import LayerModules, trains
 
 
 class Dinov2Encoder(nn.Module):
@@ -36,11 +36,32 @@ class Dinov2Encoder(nn.Module):
     def num_outputs(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.prod(sizes, axis=1)
 
-    def flop_stages(self) -> tuple[FlopStage, ...]:
-        return (
-            product_stage(self.model.embeddings.patch_embeddings.projection),
-            layers_stage(self.blocks, self.output_dim, extra_rows=1),
+    def layers(self) -> list[LayerModules]:
+        model, config = self.model, self.model.config
+        hidden, embeddings = config.hidden_size, model.embeddings
+        stem = patches(
+            config.num_channels * config.patch_size**2,
+            hidden,
+            num_positions=embeddings.position_embeddings.shape[1],
+            extra_parameters=hidden * (1 if embeddings.mask_token is None else 2),
+            trained=trains(embeddings),
         )
+        mlp = model.encoder.layer[0].mlp
+        shape = Transformer(
+            hidden,
+            (mlp.down_proj if config.use_swiglu_ffn else mlp.fc2).in_features,
+            config.num_attention_heads,
+            gated=config.use_swiglu_ffn,
+            activation="silu" if config.use_swiglu_ffn else config.hidden_act,
+            biases=BIASES if config.qkv_bias else ("output", "mlp"),
+            layer_scale=True,
+        )
+        norm = final_norm(hidden, extra_rows=1, trained=trains(model.layernorm))
+        return [
+            LayerModules(stem, (embeddings,)),
+            *(LayerModules(shape.layer(extra_rows=1, trained=trains(block)), (block,)) for block in self.blocks),
+            LayerModules(norm, (model.layernorm,)),
+        ]
 
     def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
         grids = sizes.numpy()

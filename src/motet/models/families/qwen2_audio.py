@@ -6,20 +6,17 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from motet.cost.flops import FlopStage
 from motet.models.families.audio import AudioEncoder, real_rows
 
 
 class Qwen2AudioEncoder(AudioEncoder):
     """HF's Qwen2AudioEncoder on clips of any length up to its position table."""
 
+    pooled = 2
+
     def num_outputs(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows per clip; as in HF an odd last row is dropped, so a clip of one or two frames becomes no row."""
-        return super().num_outputs(sizes) // 2
-
-    def flop_stages(self) -> tuple[FlopStage, ...]:
-        # The mean costs nothing worth counting, but leaves the projector a quarter of the frames.
-        return (*super().flop_stages(), FlopStage(weights=0, divisor=4, trained=False))
+        return super().num_outputs(sizes) // self.pooled
 
     def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
         hidden, counts = self._hidden(values, sizes.numpy())

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel, VisionAttention
 
 from motet.core.errors import UserError
-from motet.cost.flops import FlopStage
+from motet.core.shapes import Transformer, merge, patches
 from motet.models.attention import Segments
 from motet.models.families.patches import embed_patches
-from motet.models.flops import layers_stage, product_stage
+from motet.models.layers import LayerModules, trains
 
 
 class _Rotation:
@@ -74,12 +74,23 @@ class Qwen2VLEncoder(nn.Module):
             )
         return np.prod(sizes, axis=1) // self.merge**2
 
-    def flop_stages(self) -> tuple[FlopStage, ...]:
-        return (
-            product_stage(self.model.patch_embed),
-            layers_stage(self.blocks, self.model.config.embed_dim),
-            product_stage(self.model.merger, divisor=self.merge**2),
+    def layers(self) -> list[LayerModules]:
+        model, config = self.model, self.model.config
+        row_dim = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        stem = patches(row_dim, config.embed_dim, bias=False, trained=trains(model.patch_embed))
+        shape = Transformer(
+            config.embed_dim,
+            int(config.embed_dim * config.mlp_ratio),
+            config.num_heads,
+            activation=config.hidden_act,
         )
+        size = self.merge**2
+        merger = merge(config.embed_dim, config.hidden_size, size, divisor=size, trained=trains(model.merger))
+        return [
+            LayerModules(stem, (model.patch_embed,)),
+            *(LayerModules(shape.layer(trained=trains(block)), (block,)) for block in self.blocks),
+            LayerModules(merger, (model.merger,)),
+        ]
 
     def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
         grids = sizes.numpy()

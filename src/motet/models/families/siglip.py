@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import SiglipVisionModel
 
-from motet.cost.flops import FlopStage
+from motet.core.shapes import Transformer, final_norm, patches
 from motet.models.attention import Segments
 from motet.models.families.patches import embed_patches, patch_positions
-from motet.models.flops import layers_stage, product_stage
+from motet.models.layers import LayerModules, trains, unused_layer
 
 
 class SiglipEncoder(nn.Module):
@@ -31,11 +31,22 @@ class SiglipEncoder(nn.Module):
     def num_outputs(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.prod(sizes, axis=1)
 
-    def flop_stages(self) -> tuple[FlopStage, ...]:
-        return (
-            product_stage(self.model.embeddings.patch_embedding),
-            layers_stage(self.blocks, self.output_dim),
+    def layers(self) -> list[LayerModules]:
+        model, config = self.model, self.model.config
+        hidden, embeddings = config.hidden_size, model.embeddings
+        stem = patches(
+            config.num_channels * config.patch_size**2,
+            hidden,
+            num_positions=embeddings.num_positions,
+            trained=trains(embeddings),
         )
+        shape = Transformer(hidden, config.intermediate_size, config.num_attention_heads, activation=config.hidden_act)
+        return [
+            LayerModules(stem, (embeddings,)),
+            *(LayerModules(shape.layer(trained=trains(block)), (block,)) for block in self.blocks),
+            LayerModules(final_norm(hidden, trained=trains(model.post_layernorm)), (model.post_layernorm,)),
+            *([unused_layer(model.head, hidden)] if model.use_head else []),
+        ]
 
     def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
         grids = sizes.numpy()

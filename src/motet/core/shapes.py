@@ -1,0 +1,358 @@
+"""Layers and whole modules from their shapes: what they hold, multiply, give on and keep for backward.
+
+Here alone is said what a kind of layer consists of; models that exist (`models/`) are described by the same functions,
+and a test holds their parameters, operations and saved tensors to torch's own.
+
+`saved_width` counts, as Korthikanti et al. 2022 (section 4.1) do, the elements of a row that stay until backward, each
+once, with an attention that keeps its log-sum-exp in place of the scores. A transformer layer keeps
+
+    of each norm:   its input, its output (which the next product needs), a root mean square norm also the normalised
+                    row, and one or two statistics;
+    of attention:   query, key, value, output, log-sum-exp of each head;
+    of the MLP:     its inner row before and after the activation; if gated, the gate before and after the activation,
+                    the other factor, and their product.
+
+What it gives on is kept, where it must be, by the next layer. Dropout is taken to be off, masks of it not counted.
+Elements are of the dtype computed in; a norm that computes in float32 keeps its input twice as wide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from motet.core.spec import Attention, Layer, ModelSpec, Module
+from motet.core.workload import BACKBONE
+
+Norm = Literal["layer", "rms"]
+
+BIASES = ("query", "key", "value", "output", "mlp")
+"""The products of a transformer layer that may have a bias."""
+
+_ACTIVATION_KEEPS = {"relu": 0, "quick_gelu": 2}
+"""Elements that an activation keeps beside its output, if not its input alone: x * sigmoid(1.702 x) keeps both."""
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """The shape of a transformer layer.
+
+    hidden, mlp:  width of a row, and of the MLP's inner row.
+    num_kv_heads: 0 is as many as num_heads. head_dim: 0 is hidden / num_heads.
+    gated:        the MLP is activation(gate(x)) * up(x), then down: three matrices.
+    biases:       those of BIASES that there are.
+    qk_norm:      queries and keys of each head are normalised, with `norm`.
+    layer_scale:  both residual branches are multiplied by a learned vector.
+    causal, window: as in core.spec.Attention.
+    """
+
+    hidden: int
+    mlp: int
+    num_heads: int
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    gated: bool = False
+    activation: str = "gelu"
+    norm: Norm = "layer"
+    biases: Sequence[str] = BIASES
+    qk_norm: bool = False
+    layer_scale: bool = False
+    causal: bool = False
+    window: int = 0
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.hidden // self.num_heads
+
+    @property
+    def width(self) -> int:
+        """Of all queries of a row."""
+        return self.num_heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        """Of all keys of a row, and of all values."""
+        return (self.num_kv_heads or self.num_heads) * self.head_width
+
+    @property
+    def weights(self) -> int:
+        attention = self.hidden * 2 * (self.width + self.kv_width)
+        return attention + (3 if self.gated else 2) * self.hidden * self.mlp
+
+    @property
+    def parameters(self) -> int:
+        lengths = {
+            "query": self.width,
+            "key": self.kv_width,
+            "value": self.kv_width,
+            "output": self.hidden,
+            "mlp": (2 if self.gated else 1) * self.mlp + self.hidden,
+        }
+        biases = sum(length for name, length in lengths.items() if name in self.biases)
+        norms = 2 * _norm_parameters(self.norm, self.hidden)
+        heads = 2 * _norm_parameters(self.norm, self.head_width) if self.qk_norm else 0
+        return self.weights + biases + norms + heads + (2 * self.hidden if self.layer_scale else 0)
+
+    @property
+    def saved_width(self) -> int:
+        norms = 2 * _norm_keeps(self.norm, self.hidden) + 2 * self.hidden
+        attention = 2 * (self.width + self.kv_width) + self.num_heads
+        mlp = (_ACTIVATION_KEEPS.get(self.activation, 1) + (3 if self.gated else 1)) * self.mlp
+        heads = 0
+        if self.qk_norm:
+            heads = (self.width + self.kv_width) // self.head_width * _norm_keeps(self.norm, self.head_width)
+        return norms + attention + mlp + heads + (2 * self.hidden if self.layer_scale else 0)
+
+    def layer(self, divisor: int = 1, extra_rows: int = 0, trained: bool = True) -> Layer:
+        """One layer of this shape."""
+        return Layer(
+            "attention",
+            weights=self.weights,
+            parameters=self.parameters,
+            output_width=self.hidden,
+            saved_width=self.saved_width,
+            attention=Attention(self.width, self.kv_width, self.causal, self.window),
+            divisor=divisor,
+            extra_rows=extra_rows,
+            trained=trained,
+        )
+
+
+def _norm_parameters(norm: Norm, width: int) -> int:
+    return width if norm == "rms" else 2 * width
+
+
+def _norm_keeps(norm: Norm, width: int) -> int:
+    """Elements that a norm keeps beside its output."""
+    return 2 * width + 1 if norm == "rms" else width + 2
+
+
+def patches(
+    row_dim: int,
+    hidden: int,
+    *,
+    bias: bool = True,
+    num_positions: int = 0,
+    extra_parameters: int = 0,
+    norm: bool = False,
+    trained: bool = True,
+) -> Layer:
+    """The map of patches [row_dim] to rows [hidden], with its position table and what else stands before the layers.
+
+    norm: a norm follows (CLIP). extra_parameters: a class row, say.
+    """
+    weights = row_dim * hidden
+    tables = num_positions * hidden + extra_parameters + (2 * hidden if norm else 0)
+    return Layer(
+        "patches",
+        weights=weights,
+        parameters=weights + (hidden if bias else 0) + tables,
+        output_width=hidden,
+        saved_width=row_dim + (_norm_keeps("layer", hidden) if norm else 0),
+        trained=trained,
+    )
+
+
+def convolution(
+    input_dim: int,
+    hidden: int,
+    *,
+    kernel: int = 3,
+    stride: int = 1,
+    divisor: int = 1,
+    num_positions: int = 0,
+    trained: bool = True,
+) -> Layer:
+    """A convolution over the rows of an item, with bias and GELU, followed by a position table if there is one.
+
+    divisor: rows of the item that one row of the output stands for.
+    """
+    weights = input_dim * kernel * hidden
+    return Layer(
+        "convolution" if stride == 1 else "strided_convolution",
+        weights=weights,
+        parameters=weights + hidden + num_positions * hidden,
+        output_width=hidden,
+        saved_width=input_dim * stride + hidden,
+        divisor=divisor,
+        trained=trained,
+    )
+
+
+def merge(input_dim: int, output_dim: int, size: int, *, divisor: int = 1, trained: bool = True) -> Layer:
+    """Norm of each row, `size` rows joined to one, then an MLP of two matrices with biases (Qwen2-VL).
+
+    divisor: rows of the item that one row of the output stands for.
+    """
+    joined = size * input_dim
+    weights = joined * (joined + output_dim)
+    return Layer(
+        "merge",
+        weights=weights,
+        parameters=weights + joined + output_dim + 2 * input_dim,
+        output_width=output_dim,
+        saved_width=size * _norm_keeps("layer", input_dim) + 3 * joined,
+        divisor=divisor,
+        trained=trained,
+    )
+
+
+def final_norm(
+    hidden: int, norm: Norm = "layer", *, divisor: int = 1, extra_rows: int = 0, trained: bool = True
+) -> Layer:
+    """The norm after the last layer. divisor: above that of the layers where rows are averaged before it."""
+    return Layer(
+        "norm",
+        weights=0,
+        parameters=_norm_parameters(norm, hidden),
+        output_width=hidden,
+        saved_width=_norm_keeps(norm, hidden),
+        divisor=divisor,
+        extra_rows=extra_rows,
+        trained=trained,
+    )
+
+
+def projector(
+    input_dim: int,
+    output_dim: int,
+    kind: Literal["linear", "mlp"] = "mlp",
+    downsample: int = 1,
+    *,
+    divisor: int = 1,
+    trained: bool = True,
+) -> Layer:
+    """`downsample` rows joined, then a matrix with bias, or two with GELU between them.
+
+    divisor: rows of the item that one row of the encoder's output stands for.
+    """
+    joined = input_dim * downsample
+    weights = joined * output_dim + (output_dim**2 if kind == "mlp" else 0)
+    return Layer(
+        "projector",
+        weights=weights,
+        parameters=weights + (2 if kind == "mlp" else 1) * output_dim,
+        output_width=output_dim,
+        saved_width=joined + (2 * output_dim if kind == "mlp" else 0),
+        divisor=divisor * downsample,
+        trained=trained,
+    )
+
+
+def embedding(vocab_size: int, hidden: int, *, trained: bool = True) -> Layer:
+    """A row looked up for each token; what is kept of it is the token."""
+    return Layer("embedding", 0, vocab_size * hidden, output_width=hidden, saved_width=1, trained=trained)
+
+
+def head(vocab_size: int, hidden: int, *, tied: bool = False, trained: bool = True) -> Layer:
+    """The output layer. tied: its matrix is the embedding's, and counted there. The logits are kept by the loss."""
+    weights = vocab_size * hidden
+    return Layer(
+        "head",
+        weights=weights,
+        parameters=0 if tied else weights,
+        output_width=vocab_size,
+        saved_width=hidden,
+        trained=trained,
+        targets_only=True,
+    )
+
+
+def unused(parameters: int, output_width: int) -> Layer:
+    """Parameters that are held and never computed with, nor trained."""
+    return Layer("unused", 0, parameters, output_width, saved_width=0, trained=False)
+
+
+def vit(
+    name: str,
+    shape: Transformer,
+    num_layers: int,
+    *,
+    row_dim: int = 3 * 14 * 14,
+    num_positions: int = 0,
+    class_row: bool = False,
+    trained: bool = True,
+) -> Module:
+    """A vision transformer: patches [row_dim], position table, layers, norm. class_row: each image has a row more."""
+    extra = int(class_row)
+    stem = patches(
+        row_dim,
+        shape.hidden,
+        num_positions=num_positions + extra if num_positions else 0,
+        extra_parameters=extra * shape.hidden,
+        trained=trained,
+    )
+    layers = [shape.layer(extra_rows=extra, trained=trained)] * num_layers
+    return Module.of(name, [stem, *layers, final_norm(shape.hidden, shape.norm, extra_rows=extra, trained=trained)])
+
+
+def audio_encoder(
+    name: str,
+    shape: Transformer,
+    num_layers: int,
+    *,
+    num_mel_bins: int = 128,
+    num_positions: int = 1500,
+    pooled: int = 1,
+    trained: bool = True,
+) -> Module:
+    """Whisper's encoder: two convolutions, the second with stride 2, layers, norm; clips are padded to the longest.
+
+    num_positions: length of the position table. pooled: rows that are averaged to one before the norm (Qwen2-Audio: 2).
+    """
+    return Module.of(
+        name,
+        [
+            convolution(num_mel_bins, shape.hidden, trained=trained),
+            convolution(shape.hidden, shape.hidden, stride=2, divisor=2, num_positions=num_positions, trained=trained),
+            *[shape.layer(divisor=2, trained=trained)] * num_layers,
+            final_norm(shape.hidden, shape.norm, divisor=2 * pooled, trained=trained),
+        ],
+        padded=True,
+    )
+
+
+def language_model(
+    shape: Transformer,
+    num_layers: int,
+    vocab_size: int,
+    *,
+    name: str = BACKBONE,
+    tied: bool = False,
+    trained: bool = True,
+) -> Module:
+    """A decoder: embedding, layers, norm, output layer. `shape` says itself whether it is causal."""
+    return Module.of(
+        name,
+        [
+            embedding(vocab_size, shape.hidden, trained=trained),
+            *[shape.layer(trained=trained)] * num_layers,
+            final_norm(shape.hidden, shape.norm, trained=trained),
+            head(vocab_size, shape.hidden, tied=tied, trained=trained),
+        ],
+    )
+
+
+def connect(
+    encoder: Module,
+    output_dim: int,
+    kind: Literal["linear", "mlp"] = "mlp",
+    downsample: int = 1,
+    *,
+    trained: bool = True,
+) -> Module:
+    """The encoder with a projector on the rows that its last layer gives."""
+    last = encoder.layers[-1]
+    added = projector(last.output_width, output_dim, kind, downsample, divisor=last.divisor, trained=trained)
+    return replace(encoder, stacks=(*encoder.stacks, *Module.of(encoder.name, [added]).stacks))
+
+
+def multimodal(name: str, backbone: Module, encoders: Sequence[Module], generators: Sequence[Module] = ()) -> ModelSpec:
+    """Encoders feed the backbone, and the backbone feeds the generators.
+
+    Raises ArgumentError if two modules have one name.
+    """
+    edges = [(encoder.name, backbone.name) for encoder in encoders]
+    edges += [(backbone.name, generator.name) for generator in generators]
+    return ModelSpec(name, (*encoders, backbone, *generators), tuple(edges))

@@ -1,0 +1,43 @@
+"""The layers of a model beside the modules that compute them: what a spec is made of, and what a profiler times."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import nn
+
+from motet.core.shapes import unused
+from motet.core.spec import Layer
+
+_PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class LayerModules(NamedTuple):
+    """A layer and the modules that hold its parameters, all of them and no others."""
+
+    layer: Layer
+    modules: tuple[nn.Module, ...]
+
+
+def products_layer(kind: str, module: nn.Module, output_width: int, divisor: int = 1) -> LayerModules:
+    """A module of which nothing is known: its linear layers and convolutions, each applied once to every row."""
+    products = [child.weight for child in module.modules() if isinstance(child, _PRODUCTS)]
+    layer = Layer(
+        kind,
+        weights=sum(weight.numel() for weight in products),
+        parameters=sum(p.numel() for p in module.parameters()),
+        output_width=output_width,
+        saved_width=sum(weight.shape[1] for weight in products),
+        divisor=divisor,
+        trained=trains(module),
+    )
+    return LayerModules(layer, (module,))
+
+
+def unused_layer(module: nn.Module, output_width: int) -> LayerModules:
+    """A module that the model holds and never calls."""
+    return LayerModules(unused(sum(p.numel() for p in module.parameters()), output_width), (module,))
+
+
+def trains(*modules: nn.Module) -> bool:
+    return any(p.requires_grad for module in modules for p in module.parameters())

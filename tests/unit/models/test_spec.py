@@ -1,0 +1,207 @@
+"""The spec of a model: exact parameter counts, from a built model, a recipe and an HF directory alike."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from motet.core.errors import UserError
+from motet.core.workload import BACKBONE
+from motet.models.build import BackboneConfig, EncoderConfig, ModelConfig, build_mllm
+from motet.models.module import ModalityModule
+from motet.models.projector import Projector, ProjectorConfig
+from motet.models.spec import model_spec, spec_of_config, spec_of_directory
+
+ENCODERS = ["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio"]
+BACKBONES = ["qwen2", "qwen3", "llama", "mistral"]
+VARIANTS = {
+    "dinov2": [{"use_swiglu_ffn": True}, {"qkv_bias": False}],
+    "siglip": [{"vision_use_head": False}],
+    "llama": [{"attention_bias": True, "mlp_bias": True}],
+    "qwen3": [{"attention_bias": True, "head_dim": 16}],
+}
+
+
+def num_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def check_layers(module: nn.Module, layers) -> None:
+    """Between them they hold every parameter, each once but for what is tied."""
+    held = [id(p) for each in layers for part in each.modules for p in part.parameters()]
+    assert set(held) == {id(p) for p in module.parameters()}
+    for layer, modules in layers:
+        if layer.parameters:
+            assert layer.parameters == sum(num_parameters(part) for part in modules), layer.kind
+        assert layer.trained == any(p.requires_grad for part in modules for p in part.parameters())
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize("variant", [0, 1, 2])
+@pytest.mark.parametrize("train", [True, False])
+def test_an_encoders_layers_hold_its_parameters(tiny, family, variant, train):
+    options = [{}, *VARIANTS.get(family, [])]
+    if variant >= len(options):
+        return
+    config = EncoderConfig(family=family, config=tiny.encoders[family] | options[variant], train_encoder=train)
+    module = build_mllm(
+        ModelConfig(backbone={"family": "qwen2", "config": tiny.backbone_options}, encoders={"it": config}), 50
+    ).encoders["it"]
+    check_layers(module, module.layers())
+    spec = module.spec_module("it")
+    assert spec.num_parameters == num_parameters(module)
+    assert spec.padded == (module.cost == "padded")
+    assert spec.layers[-1].output_width == tiny.dim
+
+
+@pytest.mark.parametrize("family", BACKBONES)
+@pytest.mark.parametrize("variant", [0, 1])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_backbones_layers_hold_its_parameters(tiny, family, variant, tied):
+    options = [{}, *VARIANTS.get(family, [])]
+    if variant >= len(options):
+        return
+    backbone = tiny.backbone(family, tie_word_embeddings=tied, **options[variant])
+    check_layers(backbone, backbone.layers())
+    assert backbone.spec_module().num_parameters == num_parameters(backbone)
+    assert backbone.spec_module().layers[-1].weights == tiny.vocab * tiny.dim
+
+
+def test_windows_are_of_the_layers_that_have_them(tiny):
+    options = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    stacks = tiny.backbone("qwen2", **options).spec_module().stacks
+    assert [stack.layer.attention.window for stack in stacks if stack.layer.attention] == [0, 8]
+
+
+def test_a_module_of_the_users_own_is_its_products():
+    class Own(nn.Module):
+        output_dim = 6
+
+        def __init__(self):
+            super().__init__()
+            self.linear, self.scale = nn.Linear(4, 6), nn.Parameter(torch.ones(6))
+
+        def num_outputs(self, sizes):
+            return sizes.prod(1)
+
+    projector = Projector(6, 8, ProjectorConfig(downsample=3))
+    module = ModalityModule(Own(), projector, after=nn.Linear(8, 8))
+    check_layers(module, module.layers())
+    first, second, third = (each.layer for each in module.layers())
+    assert (first.kind, first.weights, first.parameters) == ("products", 24, 36)
+    assert (second.kind, second.divisor, third.divisor) == ("projector", 3, 3)
+
+
+def test_a_recipe_is_described_without_building_it(tiny):
+    encoders = {
+        "image": EncoderConfig(family="clip", config=tiny.encoders["clip"], train_encoder=False),
+        "audio": EncoderConfig(family="whisper", config=tiny.encoders["whisper"], projector={"downsample": 2}),
+    }
+    backbone = BackboneConfig(family="llama", config=tiny.backbone_options)
+    config = ModelConfig(backbone=backbone, encoders=encoders)
+    mllm = build_mllm(config, 50)
+    spec = spec_of_config(config, 50)
+    assert spec == model_spec(mllm)
+    assert spec.num_parameters == num_parameters(mllm)
+    assert spec.edges == (("image", BACKBONE), ("audio", BACKBONE))
+
+
+def test_84_billion_parameters_take_no_memory():
+    """OrchMLLM's MLLM-84B, section 8, Table 1."""
+    audio = {"d_model": 3072, "encoder_layers": 48, "encoder_attention_heads": 24, "encoder_ffn_dim": 12288}
+    image = {"hidden_size": 3200, "intermediate_size": 12800, "num_hidden_layers": 45, "num_attention_heads": 25}
+    backbone = {
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    }
+    encoders = {
+        "image": {"family": "siglip", "config": image, "projector": {"downsample": 4}},
+        "audio": {"family": "whisper", "config": audio, "projector": {"downsample": 4}},
+    }
+    config = ModelConfig(backbone={"family": "qwen2", "config": backbone}, encoders=encoders)
+    assert spec_of_config(config, 152_064).num_parameters == pytest.approx(84e9, rel=0.015)
+
+
+def saved(directory, config):
+    config.save_pretrained(directory)
+    return directory
+
+
+def on_meta(model, config) -> nn.Module:
+    with torch.device("meta"):
+        return model(config)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_directory_with_qwen2_vl(tiny, tmp_path, tied):
+    config = transformers.Qwen2VLConfig(
+        text_config=tiny.backbone_options | {"tie_word_embeddings": tied, "vocab_size": 50},
+        vision_config=tiny.encoders["qwen2_vl"] | {"hidden_size": tiny.dim},
+        tie_word_embeddings=tied,
+    )
+    spec = spec_of_directory(saved(tmp_path, config))
+    assert [module.name for module in spec.modules] == ["image", BACKBONE]
+    assert spec.num_parameters == num_parameters(on_meta(transformers.Qwen2VLForConditionalGeneration, config))
+
+
+def test_a_directory_with_llava(tiny, tmp_path):
+    config = transformers.LlavaConfig(
+        text_config=tiny.backbone_options | {"model_type": "llama", "vocab_size": 50},
+        vision_config=tiny.encoders["clip"] | {"model_type": "clip_vision_model"},
+    )
+    spec = spec_of_directory(saved(tmp_path, config) / "config.json")
+    model = on_meta(transformers.LlavaForConditionalGeneration, config)
+    assert spec.num_parameters == num_parameters(model)
+    assert spec.edges == (("image", BACKBONE),)
+
+
+def test_a_directory_with_qwen2_audio(tiny, tmp_path):
+    config = transformers.Qwen2AudioConfig(
+        text_config=tiny.backbone_options | {"model_type": "qwen2", "vocab_size": 50},
+        audio_config=tiny.encoders["qwen2_audio"] | {"model_type": "qwen2_audio_encoder"},
+    )
+    spec = spec_of_directory(saved(tmp_path, config))
+    assert spec.module("audio").padded
+    model = on_meta(transformers.Qwen2AudioForConditionalGeneration, config)
+    assert spec.num_parameters == num_parameters(model)
+
+
+@pytest.mark.parametrize("family", [*ENCODERS, *BACKBONES])
+def test_a_directory_with_one_module(tiny, tmp_path, family):
+    if family in BACKBONES:
+        module = tiny.backbone(family)
+        module.causal_lm.config.save_pretrained(tmp_path)
+        assert spec_of_directory(tmp_path).modules == (module.spec_module(),)
+    else:
+        module = tiny.encoder(family)
+        module.encoder.model.config.save_pretrained(tmp_path)
+        spec = spec_of_directory(tmp_path)
+        assert spec.modules[0].name == ("audio" if "audio" in family or family == "whisper" else "image")
+        assert spec.num_parameters == num_parameters(module.encoder)
+
+
+def test_what_a_directory_holds_and_no_family_stands_for_is_named(tiny, tmp_path):
+    with pytest.raises(UserError, match=r"There is no .*config\.json"):
+        spec_of_directory(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text("{")
+    with pytest.raises(UserError, match="is no JSON"):
+        spec_of_directory(tmp_path)
+    file.write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(UserError, match="no family stands for a model of type 'gpt2'"):
+        spec_of_directory(tmp_path)
+    file.write_text(json.dumps({"model_type": "llama", "hidden_size": "wide"}))
+    with pytest.raises(UserError, match="is no config of llama"):
+        spec_of_directory(tmp_path)
+    config = transformers.LlavaConfig(text_config={"model_type": "gpt2"}, vision_config={"model_type": "vit"})
+    with pytest.raises(UserError, match="text_config is of type 'gpt2'"):
+        spec_of_directory(saved(tmp_path, config))
+    config = transformers.LlavaConfig(text_config={"model_type": "llama"}, vision_config={"model_type": "vit"})
+    with pytest.raises(UserError, match="vision_config is of type 'vit'"):
+        spec_of_directory(saved(tmp_path, config))
