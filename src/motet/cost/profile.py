@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from motet.core.errors import UserError
 
+PROFILE_FILE = "profile.json"
+"""Its name in a run's folder, where nothing else is said."""
 Column = tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
 Batch = tuple[tuple[Annotated[int, Field(gt=0)], Annotated[int, Field(gt=0)]], ...]
 """The items of a measured batch as (number of items, length of each)."""

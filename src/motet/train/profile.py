@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from motet.core.spec import ModelSpec
-from motet.cost.profile import MessageTimes, ModuleTimes, OptimizerTimes, Profile
+from motet.cost.profile import PROFILE_FILE, MessageTimes, ModuleTimes, OptimizerTimes, Profile
 from motet.data.text import ChatTokenizer
 from motet.models.build import build_mllm
 from motet.models.module import MLLM
@@ -30,7 +30,6 @@ from motet.train.world import World, join_world
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _OPTIMIZER_REPEATS = 5
-PROFILE_FILE = "profile.json"
 
 
 def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: float = 60.0) -> Profile:

@@ -70,13 +70,13 @@ def _timed(world: World, watch: Stopwatch, send: Callable[[], object]) -> float:
 def _gather(count: int, world: World) -> Callable[[], object]:
     whole = torch.zeros(count // world.num_ranks * world.num_ranks, device=world.device)
     part = torch.zeros(count // world.num_ranks, device=world.device)
-    return lambda: dist.all_gather_into_tensor(whole, part)
+    return lambda: dist.all_gather_single(whole, part)
 
 
 def _reduce_scatter(count: int, world: World) -> Callable[[], object]:
     whole = torch.zeros(count // world.num_ranks * world.num_ranks, device=world.device)
     part = torch.zeros(count // world.num_ranks, device=world.device)
-    return lambda: dist.reduce_scatter_tensor(part, whole)
+    return lambda: dist.reduce_scatter_single(part, whole)
 
 
 def _all_reduce(count: int, world: World) -> Callable[[], object]:
@@ -157,6 +157,9 @@ def _obstacle(block: Block, kv_width: int, width: int, num_ranks: int) -> str:
 def _shared(block: Block, world: World) -> nn.Module:
     """A copy of the layer, shared by all ranks (Shoeybi et al. 2019, section 3): columns first, then rows."""
     inner = copy.deepcopy(block.inner)
+    if hasattr(inner.self_attn, "num_heads"):
+        # Read by those families that do not take it from the width of the product.
+        inner.self_attn.num_heads //= world.num_ranks
     mesh = init_device_mesh(world.device.type, (world.num_ranks,))
     whole = Replicate()
     plan: dict[str, Any] = {

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 import numpy as np
 from rich import box
@@ -10,11 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from motet.core.spec import ModelSpec
-from motet.cost.fit import RelativeError, Surface, fit, relative_error
+from motet.cost.fit import Floats, RelativeError, Surface, fit, relative_error
 from motet.cost.phases import PS_PER_NS, phase_times
 from motet.cost.profile import LayerTimes, Points, Profile
 from motet.cost.profiled import message_fit
 
+_WIDTH = 140
 _PASSES: tuple[Callable[[Points], tuple[float, ...]], ...] = (
     lambda points: points.forward_s,
     lambda points: points.input_s,
@@ -25,7 +29,8 @@ _PASSES: tuple[Callable[[Points], tuple[float, ...]], ...] = (
 def print_tables(profile: Profile, spec: ModelSpec, *, recompute: bool) -> None:
     """spec: of the whole model, as it trains."""
     # As wide as it needs to be where the output is no terminal, but a file that is read later.
-    console = Console(soft_wrap=True)
+    console = Console()
+    console = console if console.is_terminal else Console(width=_WIDTH)
     for table in (_layers(profile), _phases(profile, spec, recompute), _messages(profile)):
         if table.row_count:
             console.print(table)
@@ -33,16 +38,34 @@ def print_tables(profile: Profile, spec: ModelSpec, *, recompute: bool) -> None:
         console.print(f"Left out: {sentence}.")
 
 
-def layer_errors(times: LayerTimes) -> tuple[RelativeError, RelativeError]:
-    """Of interpolation and of the fit, in the sum of all passes at the held-out batches."""
-    seen, unseen = times.grid, times.held_out
-    rows, pairs = np.array(unseen.rows), np.array(unseen.pairs)
-    between, fitted = np.zeros(len(rows)), np.zeros(len(rows))
-    for seconds in _PASSES:
-        between += Surface(seen.rows, seen.pairs, seconds(seen))(rows, pairs)
-        fitted += fit(seconds(seen), seen.rows, seen.pairs).seconds(rows, pairs)
-    measured = sum(np.array(seconds(unseen)) for seconds in _PASSES)
-    return relative_error(between, measured), relative_error(fitted, measured)
+@dataclass(frozen=True)
+class HeldOut:
+    """Seconds of all passes at the held-out batches, float64 [num_batches]: measured, and predicted in two ways."""
+
+    measured: Floats
+    interpolated: Floats
+    fitted: Floats
+
+    @classmethod
+    def of(cls, times: LayerTimes) -> HeldOut:
+        seen, unseen = times.grid, times.held_out
+        rows, pairs = np.array(unseen.rows), np.array(unseen.pairs)
+        return cls(
+            np.sum([seconds(unseen) for seconds in _PASSES], axis=0),
+            np.sum([Surface(seen.rows, seen.pairs, seconds(seen))(rows, pairs) for seconds in _PASSES], axis=0),
+            np.sum([fit(seconds(seen), seen.rows, seen.pairs).seconds(rows, pairs) for seconds in _PASSES], axis=0),
+        )
+
+    def __add__(self, other: HeldOut) -> HeldOut:
+        """Of two layers, one after the other."""
+        return HeldOut(
+            self.measured + other.measured, self.interpolated + other.interpolated, self.fitted + other.fitted
+        )
+
+    @property
+    def errors(self) -> tuple[RelativeError, RelativeError]:
+        """Of interpolation, and of the fit."""
+        return relative_error(self.interpolated, self.measured), relative_error(self.fitted, self.measured)
 
 
 def _layers(profile: Profile) -> Table:
@@ -52,15 +75,17 @@ def _layers(profile: Profile) -> Table:
         ("forward", "input", "weights", "ns a row", "interpolated", "fitted"),
     )
     for module in profile.modules:
+        batches = f"{len(module.grid)} + {len(module.held_out)}"
         for times in module.layers:
             passes_s = np.sum([seconds(times.grid) for seconds in _PASSES], axis=0)
             if not passes_s.any():
                 continue
             shares = [f"{sum(seconds(times.grid)) / passes_s.sum():.0%}" for seconds in _PASSES]
             per_row = fit(passes_s, times.grid.rows, times.grid.pairs)
-            errors = [_error(error) for error in layer_errors(times)]
-            batches = f"{len(module.grid)} + {len(module.held_out)}"
+            errors = [_error(error) for error in HeldOut.of(times).errors]
             table.add_row(module.name, times.kind, str(times.tp), batches, *shares, f"{per_row.linear_ns:.4g}", *errors)
+        whole = reduce(add, (HeldOut.of(times) for times in module.layers if times.tp == 1))
+        table.add_row(module.name, "all of these", "1", batches, "", "", "", "", *map(_error, whole.errors))
     return table
 
 
