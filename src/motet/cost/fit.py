@@ -58,10 +58,13 @@ def fit(seconds: ArrayLike, amount: ArrayLike, square: ArrayLike | None = None) 
 
 @dataclass(frozen=True)
 class RelativeError:
-    """|predicted - measured| / measured over some points: its mean and its largest."""
+    """|predicted - measured| over some points. mean, worst: relative to what was measured at each point.
+    overall: all of it relative to all that was measured, which points of next to nothing do not spoil.
+    """
 
     mean: float
     worst: float
+    overall: float
 
 
 def relative_error(predicted: ArrayLike, measured: ArrayLike) -> RelativeError:
@@ -69,9 +72,10 @@ def relative_error(predicted: ArrayLike, measured: ArrayLike) -> RelativeError:
     true = np.asarray(measured, dtype=np.float64)
     known = true > 0
     if not known.any():
-        return RelativeError(0.0, 0.0)
-    errors = np.abs(np.asarray(predicted, dtype=np.float64)[known] / true[known] - 1)
-    return RelativeError(float(errors.mean()), float(errors.max()))
+        return RelativeError(0.0, 0.0, 0.0)
+    off = np.abs(np.asarray(predicted, dtype=np.float64) - true)[known]
+    errors = off / true[known]
+    return RelativeError(float(errors.mean()), float(errors.max()), float(off.sum() / true.sum()))
 
 
 class Surface:

@@ -29,8 +29,9 @@ Result = TypeVar("Result")
 Calls = dict[nn.Module, list[tuple[tuple[Any, ...], dict[str, Any]]]]
 
 MIN_ROUNDS = 3
+_AIMED_ROUNDS = 10
 _MAX_ROWS = 2**16
-_PASSES_A_ROUND = 40
+_PASSES_A_ROUND = 20
 """Time of a round of a module, in passes of its largest batch: the whole, and each layer, of some 20 batches."""
 _SETTLED = 0.02
 """Standard error of a median over the median, below which it need not be measured again."""
@@ -138,12 +139,12 @@ class Measured:
 
     def times(self, world: World) -> ModuleTimes:
         """Medians over rounds, then over ranks; a collective."""
-        own = np.stack([np.median(np.stack(samples), axis=0) for samples in self.samples])
-        seconds = np.median(np.stack(world.gather(own)), axis=0)
+        own = np.stack([np.median(_passes(np.stack(samples)), axis=0) for samples in self.samples])
+        seconds = np.maximum(np.median(np.stack(world.gather(own)), axis=0), 0)
         layers: list[LayerTimes] = []
         for number, (layer, _) in enumerate(self.subject.layers):
             if not any((times.kind, times.weights) == (layer.kind, layer.weights) for times in layers):
-                points = self.points(number, _passes(seconds)[:, number])
+                points = self.points(number, seconds[:, number])
                 layers.append(LayerTimes(kind=layer.kind, weights=layer.weights, grid=points[0], held_out=points[1]))
         return ModuleTimes(name=self.subject.name, grid=self.grid, held_out=self.held_out, layers=layers)
 
@@ -169,14 +170,17 @@ class Measured:
 
 
 def _passes(seconds: Floats) -> Floats:
-    """Medians [num_batches, 1 + num_layers, 3] to forward, input, weights [num_batches, num_layers, 3]."""
-    whole, layers = seconds[:, 0], seconds[:, 1:].copy()
-    layers[..., WEIGHTS] = np.maximum(layers[..., BOTH] - layers[..., INPUT], 0)
+    """Samples [..., 1 + num_layers, 3], as `measure_once` gives them, to forward, input, weights [..., num_layers, 3].
+
+    Differences are taken within a sample, whose parts met the same moment of the machine; they may be below 0.
+    """
+    whole, layers = seconds[..., 0, :], seconds[..., 1:, :].copy()
+    layers[..., WEIGHTS] = layers[..., BOTH] - layers[..., INPUT]
     # Nothing before the first layer wants a gradient, and the whole was not asked for one.
-    layers[:, 0, INPUT] = 0
-    told = layers.sum(axis=1)
-    layers[:, 0, FORWARD] += np.maximum(whole[:, FORWARD] - told[:, FORWARD], 0)
-    layers[:, 0, WEIGHTS] += np.maximum(whole[:, BOTH] - told[:, INPUT] - told[:, WEIGHTS], 0)
+    layers[..., 0, INPUT] = 0
+    told = layers.sum(axis=-2)
+    layers[..., 0, FORWARD] += whole[..., FORWARD] - told[..., FORWARD]
+    layers[..., 0, WEIGHTS] += whole[..., BOTH] - told[..., INPUT] - told[..., WEIGHTS]
     return layers
 
 
@@ -193,9 +197,10 @@ def measure(
     A collective. seconds: what all of it may take; MIN_ROUNDS are measured in any case.
     """
     start_s = time.perf_counter()
+    most_s = seconds / len(subjects) / _AIMED_ROUNDS / _PASSES_A_ROUND
     measured = []
     for subject in subjects:
-        max_rows = min(world.gather(_max_rows(subject, watch, seconds / len(subjects) / _PASSES_A_ROUND)))
+        max_rows = min(world.gather(_max_rows(subject, watch, most_s)))
         measured.append(Measured(subject, *grid_of(subject.lengths, max_rows, padded=subject.spec.padded)))
     for each in measured:
         each.samples = [[] for _ in each.batches]
@@ -213,7 +218,7 @@ def measure(
 
 
 def _max_rows(subject: Subject, watch: Stopwatch, most_s: float) -> int:
-    """The largest sum of lengths, by doubling, that a rank computes within most_s / MIN_ROUNDS and has memory for."""
+    """The largest sum of lengths, by doubling, that a rank computes within most_s and has memory for."""
     rows = int(subject.lengths[0])
     while rows < _MAX_ROWS:
         length = int(subject.lengths[subject.lengths <= 2 * rows][-1])
@@ -224,7 +229,7 @@ def _max_rows(subject: Subject, watch: Stopwatch, most_s: float) -> int:
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             break
-        if seconds > most_s / MIN_ROUNDS:
+        if seconds > most_s:
             break
         rows *= 2
     return rows

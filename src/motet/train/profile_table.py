@@ -122,5 +122,4 @@ def _table(title: str, names: tuple[str, ...], figures: tuple[str, ...]) -> Tabl
 
 
 def _error(error: RelativeError) -> str:
-    """Mean and largest error, or that nothing was held out."""
-    return f"{error.mean:.1%} (to {error.worst:.0%})"
+    return f"{error.overall:.1%} (to {error.worst:.0%})"
