@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from motet.balance import ACTIVE_BACKEND
+from motet.balance import ACTIVE_BACKEND, Cost
 from motet.core.cluster import Link
 from motet.core.errors import UserError
 from motet.core.spec import ModelSpec
@@ -18,7 +18,7 @@ from motet.cost.flops import batch_flops
 from motet.cost.phases import PhaseTimes, phase_times
 from motet.cost.profile import PROFILE_FILE, read_profile
 from motet.cost.profiled import message_fit
-from motet.dispatch import BalanceConfig, Orchestrator, Packed, Padded, SpeedConfig, StepTimes
+from motet.dispatch import BalanceConfig, Orchestrator, SpeedConfig, StepTimes
 from motet.models.module import MLLM
 from motet.models.spec import model_spec
 from motet.runtime.stage import is_trainable, modules_by_phase
@@ -58,6 +58,12 @@ def read_measured(recipe: Recipe, model: MLLM) -> MeasuredPhases | None:
     phases = {
         module.name: phase_times(profile, spec, module.name, recompute=recipe.fsdp.recompute) for module in spec.modules
     }
+    for name, times in phases.items():
+        if not times.linear_ps and not times.quadratic_ps:
+            raise UserError(
+                f"balance.profile: in {path} the seconds of {name!r} do not grow with the length; measure for longer: "
+                "motet profile --seconds."
+            )
     exchange = [times for times in profile.messages if times.kind == "exchange"]
     line = message_fit(*exchange) if exchange else None
     link = Link(NS_PER_S / line.linear_ns, line.constant_ns / NS_PER_S) if line and line.linear_ns else None
@@ -77,14 +83,13 @@ def build_orchestrator(
     Raises UserError for what in `config` does not fit the model.
     """
     modules = modules_by_phase(model)
-    kinds = {name: module.cost for name, module in model.encoders.items()}
-    costs = config.phase_costs(kinds)
+    costs = config.phase_costs({name: module.cost for name, module in model.encoders.items()})
     speed = config.speed.resolved(device.type)
     link, seconds = speed.link, _CountedSeconds(model_spec(model), speed)
     if measured is not None:
         costs = {
-            name: (Padded if kinds.get(name) == "padded" else Packed)(*_coefficients(measured.phases[name]))
-            for name in costs
+            name: type(cost)(measured.phases[name].linear_ps, measured.phases[name].quadratic_ps)
+            for name, cost in costs.items()
         }
         seconds = _MeasuredSeconds(costs, measured.phases[BACKBONE].target_ps)
         link = _link(config.speed, speed, measured.link)
@@ -112,7 +117,7 @@ class _CountedSeconds:
 class _MeasuredSeconds:
     """Seconds of the phases of a microbatch, from costs in picoseconds. target_ps: of a token with loss."""
 
-    costs: Mapping[str, Packed | Padded]
+    costs: Mapping[str, Cost]
     target_ps: int
 
     def __call__(self, lengths: BatchLengths) -> dict[str, float]:
@@ -122,11 +127,6 @@ class _MeasuredSeconds:
         }
         picoseconds[BACKBONE] += self.target_ps * int(lengths.num_targets.sum())
         return {name: total / _PS_PER_S for name, total in picoseconds.items()}
-
-
-def _coefficients(times: PhaseTimes) -> tuple[int, int]:
-    # A phase whose items took no time that could be told apart is balanced on their lengths.
-    return (times.linear_ps, times.quadratic_ps) if times.linear_ps or times.quadratic_ps else (1, 0)
 
 
 def _link(given: SpeedConfig, resolved: SpeedConfig, measured: Link | None) -> Link:

@@ -16,6 +16,7 @@ from motet.cost.fit import relative_error
 from motet.cost.profile import LayerTimes, Points
 from motet.data.text import ChatTokenizer
 from motet.models.build import ModelConfig, build_mllm
+from motet.models.families.registry import BACKBONES, ENCODERS
 from motet.models.spec import spec_of_config
 from motet.train.profile_measure import Measured, Stopwatch, measure, measure_once, time_passes
 from motet.train.profile_subjects import grid_of, items, one_layer_deep, subjects
@@ -89,6 +90,23 @@ def test_every_family_can_be_one_layer_deep():
         for module in spec.modules:
             assert [layer.kind for layer in module.layers].count("attention") == 1
             assert all(layer.trained for layer in module.layers if layer.kind not in ("unused",))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "whisper"])
+def test_a_directory_is_read_one_layer_deep(tmp_path, family):
+    registered = (BACKBONES | ENCODERS)[family]
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    small |= {"vocab_size": 64, "layer_types": ["full_attention"] * 3}
+    if family == "whisper":
+        small = {"d_model": 16, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
+    registered.model(registered.config(**small, **{registered.depth: 3})).save_pretrained(tmp_path)
+    given = {"backbone": {"family": "qwen2", "config": {"hidden_size": 16, "num_attention_heads": 2}}}
+    if family == "whisper":
+        given["encoders"] = {"audio": {"family": family, "path": tmp_path}}
+    else:
+        given["backbone"] = {"family": family, "path": tmp_path}
+    model = build_mllm(one_layer_deep(ModelConfig.model_validate(given)), 64)
+    assert len((model.encoders["audio"] if family == "whisper" else model.backbone).blocks) == 1
 
 
 def test_lengths_are_those_that_transform_and_encoder_allow(recipe, chosen):
