@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from motet.data.text import ChatTokenizer
 from motet.models.build import build_mllm
 from motet.models.module import MLLM
 from motet.models.spec import spec_of_config
+from motet.runtime.clip import clip_factor, scale_gradients, square_sum
+from motet.runtime.fsdp import shard
+from motet.runtime.mesh import SHARD, build_mesh
 from motet.train.optimizer import OptimizerConfig, build_optimizer
 from motet.train.profile_measure import MIN_ROUNDS, Measured, Stopwatch, measure
 from motet.train.profile_ranks import measure_messages, measure_shared
@@ -41,9 +45,11 @@ def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: floa
     with join_world(recipe.run.device) as world:
         with world.together():
             vocab_size = ChatTokenizer.from_directory(recipe.data.tokenizer).vocabulary_size
-            model = _build(recipe, vocab_size, world.device)
-            chosen = subjects(recipe, model, world.device)
+            model = _build(recipe, vocab_size, compute_dtype(recipe), world.device)
+            sharded = _build(recipe, vocab_size, recipe.run.dtype, world.device)
+            chosen = subjects(recipe, model, sharded, world.device)
             spec = spec_of_config(recipe.model, vocab_size)
+        _shard_alone(sharded, recipe, world)
         watch = Stopwatch(world.device)
         with _progress(world) as show:
             measured = measure(chosen, watch, world, seconds, show)
@@ -58,7 +64,7 @@ def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: floa
             num_ranks=world.num_ranks,
             modules=modules,
             messages=messages,
-            optimizer=_optimizer_times(model, recipe.optimizer, watch, world),
+            optimizer=_optimizer_times(sharded, recipe.optimizer, watch, world),
             left_out=left_out,
         )
         with world.together():
@@ -72,10 +78,16 @@ def compute_dtype(recipe: Recipe) -> str:
     return recipe.fsdp.param_dtype or recipe.run.dtype
 
 
-def _build(recipe: Recipe, vocab_size: int, device: torch.device) -> MLLM:
-    dtype = _DTYPES[compute_dtype(recipe)]
-    model = build_mllm(one_layer_deep(recipe.model), vocab_size, dtype, recipe.run.seed)
+def _build(recipe: Recipe, vocab_size: int, dtype: str, device: torch.device) -> MLLM:
+    model = build_mllm(one_layer_deep(recipe.model), vocab_size, _DTYPES[dtype], recipe.run.seed)
     return model.to(device).train()
+
+
+def _shard_alone(model: MLLM, recipe: Recipe, world: World) -> None:
+    """Over a mesh of this rank alone, and without recomputation, which is a matter of the plan; a collective."""
+    mesh = build_mesh(world.device, shard_size=1, ranks_per_node=world.ranks_per_node)
+    config = recipe.fsdp.model_copy(update={"recompute": False})
+    shard(model, replace(mesh, shards=mesh.shards[SHARD]), config)
 
 
 def _modules(
@@ -93,7 +105,7 @@ def _modules(
 
 
 def _optimizer_times(model: MLLM, config: OptimizerConfig, watch: Stopwatch, world: World) -> OptimizerTimes:
-    """Of each module by itself, and of all together."""
+    """Norm of the gradients, clipping and update, as the step does them, of each module and of all together."""
     found: dict[int, float] = {}
     parts: list[nn.Module] = [*model.encoders.values(), model.backbone, model]
     for part in parts:
@@ -101,8 +113,14 @@ def _optimizer_times(model: MLLM, config: OptimizerConfig, watch: Stopwatch, wor
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         optimizer = build_optimizer(part, config)
+
+        def step(parameters: list[nn.Parameter] = parameters, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            norm = square_sum(parameters, 1, world.device).sqrt()
+            scale_gradients(parameters, clip_factor(norm, config.clip_norm))
+            optimizer.step()
+
         # The first makes the optimizer's state.
-        samples = [watch(optimizer.step)[0] for _ in range(_OPTIMIZER_REPEATS + 1)][1:]
+        samples = [watch(step)[0] for _ in range(_OPTIMIZER_REPEATS + 1)][1:]
         found[sum(p.numel() for p in parameters)] = float(np.median(world.gather(float(np.median(samples)))))
         for parameter in parameters:
             parameter.grad = None

@@ -1,9 +1,9 @@
 """Times the layers of a module, forward, backward for the input and for the weights, in rounds over all batches.
 
 A round measures every batch of every module once, so that a slow moment of the machine does not fall on one of them
-alone; rounds go on until the medians have settled or the time is up. In each, the module runs whole and what its layers
-are given is kept; then each layer runs alone on that. What the layers do not account for (positions, gathering of rows,
-calls of kernels between layers) is added to the module's first layer, so that layers add up to the module.
+alone; rounds go on until the medians have settled or the time is up. In each, the module runs whole, and then each
+layer alone on what it was given inside. What the layers do not account for (positions, gathering of rows, caches that
+another module has filled) is added to the module's first layer, so that layers add up to the module.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,7 +30,7 @@ Result = TypeVar("Result")
 Calls = dict[nn.Module, list[tuple[tuple[Any, ...], dict[str, Any]]]]
 
 MIN_ROUNDS = 3
-_AIMED_ROUNDS = 10
+_AIMED_ROUNDS = 20
 _MAX_ROWS = 2**16
 _PASSES_A_ROUND = 20
 """Time of a round of a module, in passes of its largest batch: the whole, and each layer, of some 20 batches."""
@@ -96,16 +97,35 @@ def kept_calls(modules: Sequence[nn.Module]) -> Iterator[Calls]:
 
 
 def measure_once(subject: Subject, batch: Batch, watch: Stopwatch) -> Floats:
-    """Seconds of the whole (row 0; there, backward for the input is not taken apart) and of each layer; [n + 1, 3]."""
-    run = subject.prepare(batch)
+    """Seconds of the whole (row 0; there, backward for the input is not taken apart) and of each layer; [n + 1, 3].
+
+    The whole, and the blocks that parameters are sharded by, run under FSDP, as they train.
+    """
     seconds = np.zeros((1 + len(subject.layers), 3))
-    with kept_calls([module for layer in subject.layers for module in layer.modules]) as calls:
-        seconds[0] = time_passes(watch, run.call, (), [*run.inputs, *_trained(subject.module)])
+    seconds[0] = _time_sharded(subject, subject.prepare(batch, subject.sharded), watch)
+    with kept_calls([module for layer in subject.layers for module in layer.modules]) as calls, torch.no_grad():
+        subject.prepare(batch, subject.module)()
+    blocks = dict(zip(subject.module.blocks, subject.sharded.blocks, strict=True))
     for number, (layer, modules) in enumerate(subject.layers, start=1):
         for module in modules:
             for args, kwargs in calls.get(module, ()):
-                seconds[number] += _alone(subject, layer.targets_only, module, args, kwargs, watch)
+                alone = _alone(subject, layer.targets_only, module, args, kwargs, watch)
+                if module in blocks:
+                    call = partial(blocks[module], args[0].detach(), *args[1:], **kwargs)
+                    alone[[FORWARD, BOTH]] = _time_sharded(subject, call, watch)[[FORWARD, BOTH]]
+                seconds[number] += alone
     return seconds
+
+
+def _time_sharded(subject: Subject, call: Callable[[], Tensor], watch: Stopwatch) -> Floats:
+    """FSDP reduces gradients as they are put to parameters, so here they are."""
+    with torch.enable_grad():
+        forward_s, output = watch(call)
+    gradient = torch.ones_like(output)
+    backward_s, _ = watch(lambda: output.backward(gradient))
+    for parameter in subject.sharded.parameters():
+        parameter.grad = None
+    return np.array([forward_s, 0.0, backward_s])
 
 
 def _alone(
@@ -208,10 +228,12 @@ def measure(
         each.samples = [[] for _ in each.batches]
     num_rounds = 0
     while True:
-        for each in measured:
-            for samples, batch in zip(each.samples, each.batches, strict=True):
-                samples.append(measure_once(each.subject, batch, watch))
-                show(min((time.perf_counter() - start_s) / seconds, 1.0))
+        # In turns, as in a step: no module finds its own weights in the caches.
+        for index in range(max(len(each.batches) for each in measured)):
+            for each in measured:
+                if index < len(each.batches):
+                    each.samples[index].append(measure_once(each.subject, each.batches[index], watch))
+                    show(min((time.perf_counter() - start_s) / seconds, 1.0))
         num_rounds += 1
         spent_s = time.perf_counter() - start_s
         is_over = spent_s * (num_rounds + 1) / num_rounds > seconds or all(each.is_settled() for each in measured)

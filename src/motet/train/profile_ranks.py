@@ -179,9 +179,9 @@ def _shared(block: Block, world: World) -> nn.Module:
 
 def _shared_once(measured: Measured, index: int, block: Block, shared: nn.Module, watch: Stopwatch) -> Floats:
     torch.manual_seed(index)  # All ranks compute on the same rows.
-    run = measured.subject.prepare(measured.batches[index])
+    subject = measured.subject
     with kept_calls([block]) as calls, torch.no_grad():
-        run.call()
+        subject.prepare(measured.batches[index], subject.module)()
     seconds = np.zeros(3)
     for args, kwargs in calls[block]:
         hidden = args[0].detach().requires_grad_()

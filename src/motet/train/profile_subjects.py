@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,20 +37,15 @@ _NUM_COUNTS = 4
 _ROW_RATIO = 256
 
 
-class Run(NamedTuple):
-    """One call of a whole module. inputs: of which gradients are taken beside those of the parameters."""
-
-    call: Callable[[], Tensor]
-    inputs: tuple[Tensor, ...]
-
-
 @dataclass(frozen=True, eq=False)
 class Subject:
     """A module to measure.
 
     spec:    of the module as it stands, truncated. layers: what computes each of its layers.
     lengths: int64 [n], ascending: those that its items can have.
-    prepare: a batch, and a seed for its contents, to a call.
+    sharded: the same module again, under FSDP as the recipe has it, on this rank alone: with all of FSDP's hooks and
+             copies, and no messages.
+    prepare: a batch, with contents drawn at random, to a call of either module.
     head:    what computes the layer that sees targets alone, from hidden states [rows, dim] to the loss.
     """
 
@@ -59,7 +54,8 @@ class Subject:
     spec: Module
     layers: Sequence[LayerModules]
     lengths: NDArray[np.int64]
-    prepare: Callable[[Batch], Run]
+    sharded: nn.Module
+    prepare: Callable[[Batch, nn.Module], Callable[[], Tensor]]
     head: Callable[[Tensor], Tensor] | None = None
 
 
@@ -84,10 +80,10 @@ def _truncated(part: EncoderConfig | BackboneConfig, families: dict[str, Family]
     return {"config": options}
 
 
-def subjects(recipe: Recipe, model: MLLM, device: torch.device) -> list[Subject]:
-    """Of a model that stands on `device`, encoders first. Raises UserError for an encoder that no item fits."""
-    found = [_encoder(recipe, name, module, device) for name, module in model.encoders.items()]
-    return [*found, _backbone(recipe, model.backbone, device)]
+def subjects(recipe: Recipe, model: MLLM, sharded: MLLM, device: torch.device) -> list[Subject]:
+    """Of a model that stands on `device` twice, encoders first. Raises UserError for an encoder that no item fits."""
+    found = [_encoder(recipe, name, module, sharded.encoders[name], device) for name, module in model.encoders.items()]
+    return [*found, _backbone(recipe, model.backbone, sharded.backbone, device)]
 
 
 def grid_of(lengths: NDArray[np.int64], max_rows: int, *, padded: bool) -> tuple[list[Batch], list[Batch]]:
@@ -121,18 +117,18 @@ def items(batch: Batch) -> NDArray[np.int64]:
     return np.concatenate([np.full(count, length, dtype=np.int64) for count, length in batch])
 
 
-def _encoder(recipe: Recipe, name: str, module: ModalityModule, device: torch.device) -> Subject:
+def _encoder(recipe: Recipe, name: str, module: ModalityModule, sharded: nn.Module, device: torch.device) -> Subject:
     sizes = _sizes(recipe, name, module)
     row_dim = recipe.transform(name).row_dim
 
-    def prepare(batch: Batch) -> Run:
+    def prepare(batch: Batch, called: nn.Module) -> Callable[[], Tensor]:
         chosen = np.stack([sizes[length] for length in items(batch).tolist()])
         values = torch.randn(int(chosen.prod(axis=1).sum()), row_dim, device=device)
         on_host = torch.from_numpy(chosen)
-        return Run(lambda: module(values, on_host), ())
+        return lambda: called(values, on_host)
 
     lengths = np.array(sorted(sizes), dtype=np.int64)
-    return Subject(name, module, module.spec_module(name), module.layers(), lengths, prepare)
+    return Subject(name, module, module.spec_module(name), module.layers(), lengths, sharded, prepare)
 
 
 def _sizes(recipe: Recipe, name: str, module: ModalityModule) -> dict[int, NDArray[np.int64]]:
@@ -154,13 +150,13 @@ def _sizes(recipe: Recipe, name: str, module: ModalityModule) -> dict[int, NDArr
     return found
 
 
-def _backbone(recipe: Recipe, backbone: Backbone, device: torch.device) -> Subject:
+def _backbone(recipe: Recipe, backbone: Backbone, sharded: nn.Module, device: torch.device) -> Subject:
     config = backbone.causal_lm.config
     longest = recipe.data.max_sequence_length or config.max_position_embeddings
     shortest = min(_SHORTEST, longest)
     lengths = np.unique(np.geomspace(shortest, longest, _NUM_CANDIDATES).astype(np.int64))
 
-    def prepare(batch: Batch) -> Run:
+    def prepare(batch: Batch, called: nn.Module) -> Callable[[], Tensor]:
         """A feature row begins each sequence, as behind an encoder; loss is taken on every other token."""
         each = items(batch)
         offsets = np.concatenate([[0], np.cumsum(each)])
@@ -175,9 +171,9 @@ def _backbone(recipe: Recipe, backbone: Backbone, device: torch.device) -> Subje
         )
         dtype = next(backbone.parameters()).dtype
         rows = torch.randn(len(each), backbone.dim, dtype=dtype, device=device, requires_grad=True)
-        return Run(lambda: backbone(sequences, {"feature": rows})[0], (rows,))
+        return lambda: called(sequences, {"feature": rows})[0]
 
     def head(hidden: Tensor) -> Tensor:
         return backbone.loss(hidden, torch.zeros(len(hidden), dtype=torch.int64, device=device))
 
-    return Subject(BACKBONE, backbone, backbone.spec_module(), backbone.layers(), lengths, prepare, head)
+    return Subject(BACKBONE, backbone, backbone.spec_module(), backbone.layers(), lengths, sharded, prepare, head)

@@ -34,8 +34,8 @@ def recipe(tmp_path_factory):
 @pytest.fixture(scope="module")
 def chosen(recipe):
     vocab_size = ChatTokenizer.from_directory(recipe.data.tokenizer).vocabulary_size
-    model = build_mllm(one_layer_deep(recipe.model), vocab_size)
-    return {subject.name: subject for subject in subjects(recipe, model, torch.device("cpu"))}
+    model, twin = (build_mllm(one_layer_deep(recipe.model), vocab_size) for _ in range(2))
+    return {subject.name: subject for subject in subjects(recipe, model, twin, torch.device("cpu"))}
 
 
 def counting_watch(work):
@@ -124,7 +124,7 @@ def test_an_encoder_that_no_item_fits_is_named(recipe, chosen, monkeypatch):
 
     monkeypatch.setattr(chosen["image"].module, "count", refuse)
     with pytest.raises(UserError, match=r"transforms.image makes no item that model.encoders.image can take"):
-        subjects(recipe, model, torch.device("cpu"))
+        subjects(recipe, model, model, torch.device("cpu"))
 
 
 def test_passes_are_timed_apart_and_only_where_there_are_any():
