@@ -87,7 +87,8 @@ def step_flops(
     reached:     something before the module learns, so that its input needs a gradient.
     recomputed:  transformer layers that have a backward pass run forward again in it, whole, as in Megatron's formula
                  (torch leaves out the last product of each).
-    microbatch:  int64 [num_items]; if given, a padded module's padding is counted, to the longest of each microbatch.
+    microbatch:  int64 [num_items]; if given, a padded module's padding is counted, to the longest of each microbatch
+                 (its projector's too, which is then some per cent above what Motet's encoders compute).
     """
     per_work = {like: (own.row, own.pair) for like, own in _operations(module, reached, recomputed).items()}
     return _total(module, per_work, lengths, num_targets, microbatch)

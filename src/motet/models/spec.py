@@ -22,7 +22,7 @@ from motet.models.backbone import Backbone
 from motet.models.build import ModelConfig, build_mllm
 from motet.models.families.audio import AudioEncoder
 from motet.models.families.registry import BACKBONES, ENCODERS, Family
-from motet.models.load import one_line
+from motet.models.load import one_line, quiet_transformers
 from motet.models.module import MLLM
 from motet.models.projector import ProjectorConfig
 
@@ -94,7 +94,8 @@ def _read(file: Path) -> PreTrainedConfig:
         raise UserError(f"{file}: no family stands for a model of type {found!r}; there are {', '.join(known)}.")
     kind = _ENCODER_TYPES[found].config if found in _ENCODER_TYPES else CONFIG_MAPPING[found]
     try:
-        return kind.from_dict(stored)
+        with quiet_transformers():
+            return kind.from_dict(stored)
     except (StrictDataclassError, TypeError, ValueError, KeyError) as error:
         raise UserError(f"{file} is no config of {found} ({one_line(error)}).") from error
 

@@ -99,6 +99,18 @@ def test_what_has_no_backward_is_not_recomputed():
         assert step_flops(module(*layers), lengths, recomputed=True) == plain + again * one
 
 
+@pytest.mark.parametrize(
+    ("trained", "reached", "recomputed", "ratio"),
+    [(True, True, True, 3), (False, True, True, 2), (False, False, True, 0)]
+    + [(True, True, False, 2), (False, True, False, 1), (False, False, False, 0)],
+)
+def test_backward_over_forward(trained, reached, recomputed, ratio):
+    """Cornstarch section 4.2, with the erratum: what training, freezing and recomputation make of it."""
+    it = replace(layer(10, trained=trained), attention=Attention(0, 0))
+    once = forward_flops(module(it), np.array([3]))
+    assert step_flops(module(it), np.array([3]), reached=reached, recomputed=recomputed) == (1 + ratio) * once
+
+
 def image_and_text(**options) -> ModelSpec:
     image = module(layer(7, width=1), name="image", **options)
     backbone = module(layer(3, width=2, causal=True), layer(5, kind="head", targets_only=True), name=BACKBONE)

@@ -1,6 +1,7 @@
 """Operations against torch's counter, tiny on the CPU and full size on `meta`, forward and backward.
 
-The counter knows of no mask: it counts all pairs of causal attention. Attention must be plain products for it to see.
+They are equal to the last one. The counter knows of no mask, so it counts all pairs of causal attention, and it sees
+attention only where that is plain products.
 """
 
 from dataclasses import replace
@@ -28,6 +29,15 @@ def counted(function) -> int:
     return counter.get_total_flops()
 
 
+def counted_step(forward) -> tuple[int, int]:
+    """Operations of the forward pass, and of forward and backward."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        result = forward().sum()
+        once = counter.get_total_flops()
+        result.backward()
+    return once, counter.get_total_flops()
+
+
 def all_pairs(module: Module) -> Module:
     """The module as the counter sees it."""
     stacks = []
@@ -50,9 +60,9 @@ def test_encoder(tiny, family, train):
     sizes = torch.tensor([[40]]) if is_audio(family) else torch.tensor([[8, 6]])
     values = tiny.values(family, sizes)
     lengths, spec = module.lengths(sizes.numpy()), module.spec_module("it")
-    assert forward_flops(spec, lengths) == pytest.approx(counted(lambda: module(values, sizes)), rel=0.005)
-    expected = counted(lambda: module(values, sizes).sum().backward())
-    assert step_flops(spec, lengths) == pytest.approx(expected, rel=0.005)
+    forward, step = counted_step(lambda: module(values, sizes))
+    assert forward_flops(spec, lengths) == forward
+    assert step_flops(spec, lengths) == step
 
 
 def test_padding_is_computed_on(tiny):
@@ -65,7 +75,7 @@ def test_padding_is_computed_on(tiny):
     encoder = replace(spec, stacks=spec.stacks[:-1])
     projector = replace(spec, stacks=spec.stacks[-1:])
     padded = forward_flops(encoder, lengths, microbatch=together) + forward_flops(projector, lengths)
-    assert padded == pytest.approx(expected, rel=0.005)
+    assert padded == expected
 
 
 @pytest.mark.parametrize("family", BACKBONES)
@@ -75,10 +85,10 @@ def test_backbone(tiny, family, train):
     packed = tiny.Packed.of([64])
     num_targets = backbone(packed, {})[1]
     lengths, spec = np.array([64]), all_pairs(backbone.spec_module())
-    assert forward_flops(spec, lengths, num_targets) == pytest.approx(counted(lambda: backbone(packed, {})), rel=0.005)
+    forward, step = counted_step(lambda: backbone(packed, {})[0])
+    assert forward_flops(spec, lengths, num_targets) == forward
     # A frozen backbone is run backward for the encoders before it.
-    expected = counted(lambda: backbone(packed, {})[0].mul(1).backward())
-    assert step_flops(spec, lengths, num_targets, reached=not train) == pytest.approx(expected, rel=0.005)
+    assert step_flops(spec, lengths, num_targets, reached=not train) == step
 
 
 @pytest.mark.parametrize("family", ["clip", "qwen2_vl", "whisper"])
@@ -92,7 +102,7 @@ def test_recomputation_runs_forward_again(tiny, family):
     with set_checkpoint_early_stop(False):
         expected = counted(lambda: module(values, sizes).sum().backward())
     lengths = module.lengths(sizes.numpy())
-    assert step_flops(module.spec_module("it"), lengths, recomputed=True) == pytest.approx(expected, rel=0.005)
+    assert step_flops(module.spec_module("it"), lengths, recomputed=True) == expected
 
 
 FULL_SIZE = {
@@ -158,12 +168,12 @@ FULL_SIZE = {
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
-    "llama": {  # meta-llama/Llama-3.1-70B
+    "llama": {  # meta-llama/Llama-3.1-8B
         "vocab_size": 128256,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
     "mistral": {  # mistralai/Mistral-7B-v0.1
@@ -191,9 +201,9 @@ def test_full_size_encoder(family):
     row_dim = 128 if is_audio(family) else stem.saved_width if family != "clip" else 3 * 14 * 14
     values = torch.empty(int(sizes.prod(1).sum()), row_dim, device="meta")
     lengths, spec = module.lengths(sizes.numpy()), module.spec_module("it")
-    assert forward_flops(spec, lengths) == pytest.approx(counted(lambda: module(values, sizes)), rel=0.005)
-    expected = counted(lambda: module(values, sizes).sum().backward())
-    assert step_flops(spec, lengths) == pytest.approx(expected, rel=0.005)
+    forward, step = counted_step(lambda: module(values, sizes))
+    assert forward_flops(spec, lengths) == forward
+    assert step_flops(spec, lengths) == step
 
 
 @pytest.mark.parametrize("family", BACKBONES)
@@ -203,7 +213,7 @@ def test_full_size_backbone(family):
         backbone = build_backbone(config, 10, torch.float32, 0)
     lengths, spec = np.array([4096]), all_pairs(backbone.spec_module(BACKBONE))
 
-    def forward():
+    def run():
         # What Backbone.forward does, but for the places of targets, which `meta` does not know.
         positions = torch.arange(4096, device="meta")[None]
         hidden = backbone.causal_lm.model(
@@ -212,7 +222,8 @@ def test_full_size_backbone(family):
             use_cache=False,
             segments=Segments(np.array([0, 4096]), causal=True),
         ).last_hidden_state[0]
-        return backbone.causal_lm.lm_head(hidden).sum()
+        return backbone.causal_lm.lm_head(hidden)
 
-    assert forward_flops(spec, lengths) == pytest.approx(counted(forward), rel=0.005)
-    assert step_flops(spec, lengths) == pytest.approx(counted(lambda: forward().backward()), rel=0.005)
+    forward, step = counted_step(run)
+    assert forward_flops(spec, lengths) == forward
+    assert step_flops(spec, lengths) == step

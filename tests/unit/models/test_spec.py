@@ -1,15 +1,18 @@
 """The spec of a model: exact parameter counts, from a built model, a recipe and an HF directory alike."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 from torch import nn
 
+from motet.core import shapes
 from motet.core.errors import UserError
+from motet.core.shapes import Transformer
 from motet.core.workload import BACKBONE
-from motet.models.build import BackboneConfig, EncoderConfig, ModelConfig, build_mllm
+from motet.models.build import BackboneConfig, EncoderConfig, ModelConfig, build_mllm, build_modality
 from motet.models.module import ModalityModule
 from motet.models.projector import Projector, ProjectorConfig
 from motet.models.spec import model_spec, spec_of_config, spec_of_directory
@@ -172,6 +175,71 @@ def test_a_directory_with_qwen2_audio(tiny, tmp_path):
     assert spec.num_parameters == num_parameters(model)
 
 
+QWEN2_VL = {
+    "model_type": "qwen2_vl",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vision_config": {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "hidden_size": 3584},
+}
+SMALLER = {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "vision_config": QWEN2_VL["vision_config"] | {"hidden_size": 1536},
+}
+CLIP_LARGE = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 336,
+    "patch_size": 14,
+}
+QWEN_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 156032,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "published"),
+    [
+        pytest.param(QWEN2_VL, 8_291_375_616, id="Qwen2-VL-7B"),
+        pytest.param(QWEN2_VL | SMALLER, 2_208_985_600, id="Qwen2-VL-2B"),
+        pytest.param(
+            {"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": 32064}}
+            | {"vision_config": CLIP_LARGE},
+            7_063_427_072,
+            id="LLaVA-1.5-7B",
+        ),
+        pytest.param(
+            {"model_type": "qwen2_audio", "audio_config": {"model_type": "qwen2_audio_encoder"}}
+            | {"text_config": QWEN_7B},
+            8_397_094_912,
+            id="Qwen2-Audio-7B",
+        ),
+    ],
+)
+def test_files_as_published_have_the_published_number_of_parameters(tmp_path, config, published):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    assert spec_of_directory(file).num_parameters == published
+
+
 @pytest.mark.parametrize("family", [*ENCODERS, *BACKBONES])
 def test_a_directory_with_one_module(tiny, tmp_path, family):
     if family in BACKBONES:
@@ -205,3 +273,26 @@ def test_what_a_directory_holds_and_no_family_stands_for_is_named(tiny, tmp_path
     config = transformers.LlavaConfig(text_config={"model_type": "llama"}, vision_config={"model_type": "vit"})
     with pytest.raises(UserError, match="vision_config is of type 'vit'"):
         spec_of_directory(saved(tmp_path, config))
+
+
+def test_shapes_alone_describe_the_same_modules(tiny):
+    """What has no model yet is described by the functions that describe models."""
+    options = tiny.encoders["siglip"]
+    shape = Transformer(24, 40, 2, activation="gelu_pytorch_tanh")
+    image = shapes.vit("image", shape, 2, row_dim=48, num_positions=16)
+    encoder = EncoderConfig(family="siglip", config=options | {"vision_use_head": False})
+    assert shapes.connect(image, tiny.dim) == build_modality("image", encoder, tiny.dim, torch.float32, 0).spec_module(
+        "image"
+    )
+    shape = Transformer(16, 24, 2, biases=("query", "value", "output", "mlp"))
+    for family, pooled in (("whisper", 1), ("qwen2_audio", 2)):
+        audio = shapes.audio_encoder("audio", shape, 2, num_mel_bins=8, num_positions=20, pooled=pooled)
+        connected = shapes.connect(audio, tiny.dim, "linear", 2)
+        built = tiny.encoder(family, projector={"kind": "linear", "downsample": 2})
+        assert connected == built.spec_module("audio")
+    shape = Transformer(
+        32, 48, 4, num_kv_heads=2, gated=True, activation="silu", norm="rms", biases=(), causal=True, qk_norm=True
+    )
+    backbone = tiny.backbone("qwen3", head_dim=8, tie_word_embeddings=True)
+    shape = replace(shape, head_dim=8)
+    assert shapes.language_model(shape, 2, tiny.vocab, tied=True) == backbone.spec_module()

@@ -1,0 +1,61 @@
+"""Modules and models as data: stacks, counts, edges, and which layers need a gradient for their input."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from motet.core.errors import ArgumentError
+from motet.core.spec import Layer, ModelSpec, Module, Stack
+
+
+def layer(parameters=1, trained=True, kind="attention") -> Layer:
+    return Layer(kind, parameters, parameters, 1, 1, trained=trained)
+
+
+def module(name, *trained: bool) -> Module:
+    return Module.of(name, [layer(trained=each) for each in trained])
+
+
+def test_neighbours_that_are_alike_become_one_stack():
+    layers = [layer(1), layer(2), layer(2), layer(1), layer(1, trained=False)]
+    it = Module.of("it", iter(layers), padded=True)
+    assert it.stacks == (Stack(layer(1)), Stack(layer(2), 2), Stack(layer(1)), Stack(layer(1, trained=False)))
+    assert it.layers == tuple(layers)
+    assert (it.num_layers, it.num_parameters, it.trains, it.padded) == (5, 7, True, True)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=6), st.booleans())
+def test_a_gradient_must_pass_where_anything_before_learns(trained, reached):
+    flags = module("it", *trained).input_gradients(reached)
+    assert flags == tuple(reached or any(trained[:number]) for number in range(len(trained)))
+
+
+def test_gradients_pass_from_module_to_module():
+    """Cornstarch Figure 3: a frozen backbone must pass gradients on to what feeds it, if that learns."""
+    image, audio = module("image", False, True), module("audio", False, False)
+    backbone, generator = module("backbone", False, False), module("generator", True)
+    modules = (image, audio, backbone, generator)
+    edges = (("image", "backbone"), ("audio", "backbone"), ("backbone", "generator"))
+    spec = ModelSpec("model", modules, edges)
+    assert spec.input_gradients == {
+        "image": (False, False),
+        "audio": (False, False),
+        "backbone": (True, True),
+        "generator": (True,),
+    }
+    assert spec.sources("backbone") == ("image", "audio")
+    assert spec.num_parameters == 7
+    without = ModelSpec("model", (audio, backbone, generator), edges[1:])
+    assert without.input_gradients["generator"] == (False,)
+
+
+def test_what_does_not_fit_together_is_named():
+    image, backbone = module("image", True), module("backbone", True)
+    with pytest.raises(ArgumentError, match="two modules have one name"):
+        ModelSpec("model", (image, image), ())
+    with pytest.raises(ArgumentError, match="an edge names 'audio'; the modules are image, backbone"):
+        ModelSpec("model", (image, backbone), (("audio", "backbone"),))
+    with pytest.raises(ArgumentError, match="'image' feeds 'backbone', so it must come before it"):
+        ModelSpec("model", (backbone, image), (("image", "backbone"),))
+    with pytest.raises(ArgumentError, match="has no module 'audio'; it has image, backbone"):
+        ModelSpec("model", (image, backbone), ()).module("audio")

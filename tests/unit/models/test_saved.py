@@ -1,0 +1,110 @@
+"""The widths that a spec says are kept for backward, against the tensors that torch keeps.
+
+In bfloat16, as one trains. Counted are storages that no parameter owns, each once. A tenth at most is left out: a copy
+of keys and values for each query head where no kernel groups queries, rotary tables, a copy of attention's output.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from motet.cost.flops import work_of
+from motet.models.build import BackboneConfig, EncoderConfig, build_backbone, build_modality
+
+VISION = {
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": 64,
+    "patch_size": 4,
+}
+AUDIO = {
+    "d_model": 128,
+    "encoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 512,
+    "num_mel_bins": 80,
+    "max_source_positions": 200,
+}
+ENCODERS = {
+    "siglip": VISION,
+    "clip": VISION,
+    "dinov2": {name: value for name, value in VISION.items() if name != "intermediate_size"},
+    "qwen2_vl": {"depth": 3, "embed_dim": 128, "hidden_size": 160, "num_heads": 4, "patch_size": 4},
+    "whisper": AUDIO,
+    "qwen2_audio": AUDIO,
+}
+BACKBONE = {
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 352,
+}
+UNROTATED = 2 * 128
+"""Qwen2-VL's queries and keys before rotation: they share a storage with the values, which attention keeps as they are.
+Where the kernel for packed segments runs, on a GPU, it is given a copy of the values.
+"""
+
+
+def kept(model: torch.nn.Module, run) -> float:
+    """Elements of the model's dtype."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    storages = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            # Held, so that no other tensor gets its place.
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    size_bytes = sum(storage.nbytes() for storage in storages.values())
+    return size_bytes / next(model.parameters()).element_size()
+
+
+def kept_by_a_block(model, blocks, run) -> float:
+    """Elements that the second block keeps, called by itself on what it is given within the model."""
+    calls = []
+    hook = blocks[1].inner.register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
+    run()
+    hook.remove()
+    ((hidden, *args), kwargs) = calls[0]
+    return kept(model, lambda: blocks[1].inner(hidden.detach().requires_grad_(), *args, **kwargs))
+
+
+def expected(layers, lengths, more: int) -> float:
+    """more: elements of a row that attention layers keep besides."""
+    return sum(
+        (layer.saved_width + (more if layer.attention else 0)) * work_of(layer, lengths).rows[0] for layer in layers
+    )
+
+
+def check(model, run, lengths, more: int = 0) -> None:
+    layers = [each.layer for each in model.layers()]
+    one = next(layer for layer in layers if layer.attention)
+    assert expected([one], lengths, more) == pytest.approx(kept_by_a_block(model, model.blocks, run), rel=0.1)
+    assert expected(layers, lengths, more) == pytest.approx(kept(model, run), rel=0.1)
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_encoder(family):
+    module = build_modality("it", EncoderConfig(family=family, config=ENCODERS[family]), 160, torch.bfloat16, 0)
+    audio = ENCODERS[family] is AUDIO
+    sizes = torch.tensor([[400]] if audio else [[16, 16]])
+    row_dim = 80 if audio else 48 * (2 if family == "qwen2_vl" else 1)
+    values = torch.randn(int(sizes.prod()), row_dim)
+    more = UNROTATED if family == "qwen2_vl" else 0
+    check(module, lambda: module(values, sizes), module.lengths(sizes.numpy()), more)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+def test_backbone(tiny, family):
+    config = BACKBONE | ({"head_dim": 32} if family == "qwen3" else {})
+    backbone = build_backbone(BackboneConfig(family=family, config=config), 50, torch.bfloat16, 0)
+    packed = tiny.Packed.of([300])
+    packed.targets[:] = True
+    check(backbone, lambda: backbone(packed, {}), np.array([300]))
