@@ -1,8 +1,8 @@
 """A cost model made of a profile: seconds of layers are interpolated between measured ones, those of messages too.
 
-Where other ranks than the measured ones send messages, the measured latency and bandwidth are carried over by the steps
-and the bytes of a ring (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH"): n - 1
-steps, (n - 1) / n of the bytes; an all-reduce has twice both, before and after alike.
+Where more or fewer ranks than the measured ones take part, what was measured is carried over by the steps and the bytes
+of a ring (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH"): n - 1 steps, each of the
+latency that was fitted, and (n - 1) / n of the bytes; an all-reduce has twice both, before and after alike.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Profiled:
         if len(ranks) <= 1:
             return np.zeros(len(size_bytes))
         is_local = len({self.cluster.node_of(rank) for rank in ranks}) == 1
-        # The interface takes a reduce-scatter for the mirror image of an all-gather: the fit is to both.
+        # The interface takes a reduce-scatter for the mirror image of an all-gather: the mean is of both.
         kinds = ("gather", "reduce_scatter") if kind == "gather" else (kind,)
         found = [t for t in self.profile.messages if t.kind in kinds and (t.num_nodes == 1) == is_local]
         if not found:
@@ -98,9 +98,12 @@ class Profiled:
                 f"run `motet profile` under torchrun on ranks {where}."
             )
         steps, share = _grown(kind, found[0].num_ranks, len(ranks))
-        line = message_fit(*found)
-        nanoseconds = line.constant_ns * steps + line.linear_ns * share * np.asarray(size_bytes)
-        return np.asarray(nanoseconds / NS_PER_S, dtype=np.float64)
+        sizes = np.asarray(size_bytes, dtype=np.float64) * share
+        nothing = np.zeros(len(sizes))
+        lines = [Surface(times.size_bytes, [0.0] * len(times.size_bytes), times.seconds) for times in found]
+        measured = np.mean([line(sizes, nothing) for line in lines], axis=0)
+        latency_s = message_fit(*found).constant_ns / NS_PER_S
+        return np.where(sizes > 0, np.maximum(measured, latency_s) + (steps - 1) * latency_s, 0.0)
 
 
 def message_fit(*measured: MessageTimes) -> Fit:

@@ -25,7 +25,7 @@ from motet.runtime.clip import clip_factor, scale_gradients, square_sum
 from motet.runtime.fsdp import shard
 from motet.runtime.mesh import SHARD, build_mesh
 from motet.train.optimizer import OptimizerConfig, build_optimizer
-from motet.train.profile_measure import MIN_ROUNDS, Measured, Stopwatch, measure
+from motet.train.profile_measure import Measured, Stopwatch, measure
 from motet.train.profile_ranks import measure_messages, measure_shared
 from motet.train.profile_subjects import one_layer_deep, subjects
 from motet.train.profile_table import print_tables
@@ -97,7 +97,7 @@ def _modules(
     for each in measured:
         times = each.times(world)
         if world.num_ranks > 1:
-            shared, reasons = measure_shared(each, watch, world, messages, MIN_ROUNDS)
+            shared, reasons = measure_shared(each, watch, world, messages)
             left_out += reasons
             times = times.model_copy(update={"layers": (*times.layers, *shared)})
         modules.append(times)

@@ -38,6 +38,7 @@ from motet.train.world import World
 
 _SIZES = {"cpu": tuple(2**n for n in range(12, 25, 2)), "cuda": tuple(2**n for n in range(12, 29, 2))}
 _REPEATS = 7
+_ROUNDS = 9
 _COLUMNS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1"})
 _ROWS = frozenset({"o_proj", "out_proj", "down_proj", "fc2"})
 
@@ -115,7 +116,7 @@ _MESSAGES: dict[MessageKind, Callable[[int, World], Callable[[], object]]] = {
 
 
 def measure_shared(
-    measured: Measured, watch: Stopwatch, world: World, messages: Sequence[MessageTimes], num_rounds: int
+    measured: Measured, watch: Stopwatch, world: World, messages: Sequence[MessageTimes]
 ) -> tuple[list[LayerTimes], list[str]]:
     """The module's transformer layers as one of all ranks computes its share of them, and why one cannot be shared.
 
@@ -133,7 +134,7 @@ def measure_shared(
         shared = _shared(module, world)
         samples = [
             [_shared_once(measured, index, module, shared, watch) for index in range(len(measured.batches))]
-            for _ in range(num_rounds + 1)
+            for _ in range(_ROUNDS + 1)
         ][1:]
         seconds = np.median(np.stack(world.gather(np.median(np.array(samples), axis=0))), axis=0)
         points = measured.points(number, _without_sums(seconds, measured, number, messages))

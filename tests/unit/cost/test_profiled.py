@@ -183,6 +183,31 @@ def test_messages_are_those_measured_and_carried_over_to_other_ranks(profile):
     assert cost.step_seconds(10**7) == pytest.approx(1e-2, rel=1e-3)
 
 
+def test_messages_between_as_many_ranks_take_what_was_measured_however_uneven(profile):
+    uneven = MessageTimes(kind="send", num_ranks=2, num_nodes=1, size_bytes=[1e3, 1e4, 1e6], seconds=[1e-4, 5e-4, 6e-4])
+    cost = Profiled(profile.model_copy(update={"messages": (uneven,)}), cluster())
+    assert np.allclose(cost.send_seconds(np.array([1e3, 1e4, 1e6]), (0, 1)), uneven.seconds)
+    assert cost.send_seconds(np.array([5.5e3]), (0, 1))[0] == pytest.approx(3e-4)
+
+
+@given(st.integers(2, 16), st.floats(1, 1e8))
+def test_messages_take_longer_the_larger_and_among_more_ranks(num_ranks, size_bytes):
+    found = Profile(
+        recipe="demo",
+        device="cpu",
+        precision="float32",
+        torch="",
+        measured_at="",
+        num_ranks=4,
+        modules=(),
+        messages=[message("all_reduce")],
+    )
+    cost = Profiled(found, cluster(ranks_per_node=32))
+    seconds = cost.all_reduce_seconds(size_bytes, range(num_ranks))
+    assert 0 < seconds <= cost.all_reduce_seconds(2 * size_bytes, range(num_ranks))
+    assert seconds <= cost.all_reduce_seconds(size_bytes, range(num_ranks + 1))
+
+
 def test_tensor_parallel_layers_sum_their_rows_twice_a_pass(profile):
     cost, work = Profiled(profile, cluster()), Work(np.array([1000.0]), np.array([0.0]))
     layer = Layer("attention", 100, 100, 8, 8, Attention(8, 8))
