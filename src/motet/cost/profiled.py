@@ -102,7 +102,7 @@ class Profiled:
         nothing = np.zeros(len(sizes))
         lines = [Surface(times.size_bytes, [0.0] * len(times.size_bytes), times.seconds) for times in found]
         measured = np.mean([line(sizes, nothing) for line in lines], axis=0)
-        latency_s = message_fit(*found).constant_ns / NS_PER_S
+        latency_s = min(message_fit(*found).constant_ns / NS_PER_S, *(min(times.seconds) for times in found))
         return np.where(sizes > 0, np.maximum(measured, latency_s) + (steps - 1) * latency_s, 0.0)
 
 
