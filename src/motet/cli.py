@@ -1,4 +1,4 @@
-"""The command line: `motet train | simulate | analyze | demo-data`.
+"""The command line: `motet train | profile | simulate | analyze | demo-data`.
 
 Wrong input ends in one sentence on stderr and exit code 2. Imports nothing heavy before a command runs, so that
 `motet --help` answers at once.
@@ -125,6 +125,25 @@ def analyze(
         tokenizer=tokenizer,
         html=html,
     )
+
+
+@app.command()
+def profile(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="The training job.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="JSON", help="The file; default: profile.json in run.dir.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Set a key of the recipe; repeatable. VALUE is TOML."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="Time to measure layers for; a few rounds in any case.")] = 60,
+) -> None:
+    """Time each kind of layer of a recipe's model on this device, alone or as every rank under torchrun."""
+    from motet.train.profile import profile as run_profile
+    from motet.train.recipe import load_recipe
+
+    run_profile(load_recipe(recipe, overrides or ()), recipe.stem, out=out, seconds=seconds)
 
 
 @app.command("demo-data")

@@ -1,12 +1,13 @@
-"""`[balance]` of a recipe: which phases are balanced, in which way, at what cost, and at what assumed speed."""
+"""`[balance]` of a recipe: which phases are balanced, in which way, at what cost, and at what speed."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from motet.balance import METHODS, Cost, Link, Method, Packed, Padded
 from motet.core.errors import UserError
@@ -71,6 +72,9 @@ class BalanceConfig(BaseModel):
             which is faster, or whether some encoders alone should be placed by themselves (`motet.balance.choose`).
     mode:   "index" (lengths are known before loading), "exchange" (items are moved after loading), "auto" (index where
             the data has one).
+    cost:   "length" (the cost of an item is its length, or as `costs` say), or "profile": what `motet profile` measured
+            of the model, fitted linear + quadratic per phase, and the seconds that it measured for the prediction.
+    profile: the file that it has written; by default profile.json in run.dir.
     costs:  per phase, integer coefficients in place of the default cost, which is the length.
     speed:  what the prediction takes for the speed of devices and links.
     """
@@ -80,8 +84,23 @@ class BalanceConfig(BaseModel):
     phases: Literal["off", "backbone", "all"] | tuple[str, ...] = "all"
     method: Literal["auto", "joint", "per_phase"] = "auto"
     mode: Literal["auto", "index", "exchange"] = "auto"
+    cost: Literal["length", "profile"] = "length"
+    profile: Path | None = None
     costs: dict[str, PackedCostConfig] = Field(default_factory=dict)
     speed: SpeedConfig = SpeedConfig()
+
+    @model_validator(mode="after")
+    def _one_source_of_costs(self) -> BalanceConfig:
+        if self.cost == "profile":
+            if self.costs:
+                raise ValueError('costs are given, and cost = "profile" measures them; remove one of the two')
+            if self.phases == "off":
+                raise ValueError('cost = "profile" has no effect with phases = "off"; remove it')
+            if self.speed.device_tflops is not None:
+                raise ValueError('speed.device_tflops has no effect with cost = "profile", which has measured times')
+        elif self.profile is not None:
+            raise ValueError('profile has no effect without cost = "profile"')
+        return self
 
     @property
     def methods(self) -> tuple[Method, ...]:

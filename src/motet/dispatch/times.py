@@ -13,17 +13,15 @@ from motet.core.workload import BACKBONE, BatchLengths
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Constants that are the same on all ranks, nothing measured while training.
+    """Pure functions and constants that are the same on all ranks, nothing measured while training.
 
-    flops:       operations of each phase for a microbatch, forward and backward, over all ranks: integers.
-    flops_per_s: operations that a rank does in a second.
+    seconds:     of a rank that did all of a phase of a microbatch by itself, forward and backward; from integers.
     link:        what an exchange takes.
     token_bytes: of one row of an encoder's output.
     frozen:      encoders that get no gradient back, as nothing in them trains.
     """
 
-    flops: Callable[[BatchLengths], Mapping[str, int]]
-    flops_per_s: float
+    seconds: Callable[[BatchLengths], Mapping[str, float]]
     link: Link
     token_bytes: int
     frozen: frozenset[str] = frozenset()
@@ -32,9 +30,9 @@ class StepTimes:
         """The phases of a microbatch, backbone first.
 
         A unit of a phase's cost takes what it does on average over the microbatch: the cost may leave out what the
-        count of operations knows of (attention, an output layer), and is balanced as it is.
+        seconds hold (attention, an output layer), and is balanced as it is.
         """
-        flops = self.flops(lengths)
+        seconds = self.seconds(lengths)
 
         def phase(name: str) -> Phase:
             items = None if name == BACKBONE else lengths.items[name]
@@ -45,7 +43,7 @@ class StepTimes:
                 column,
                 costs[name],
                 np.arange(lengths.num_examples) if items is None else items.example,
-                flops[name] / total / self.flops_per_s if total else 0.0,
+                seconds[name] / total if total else 0.0,
                 None if items is None else items.num_tokens * self.token_bytes,
                 num_exchanges=1 if name in self.frozen else 2,
             )

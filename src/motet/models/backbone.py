@@ -122,14 +122,14 @@ class Backbone(nn.Module):
         rows = _predicted_rows(sequences).to(hidden.device)
         if len(hidden) == 0:
             return hidden.sum(dtype=torch.promote_types(hidden.dtype, torch.float32)), 0
-        return self._loss(hidden[rows - 1], sequences.tokens[rows]), len(rows)
+        return self.loss(hidden[rows - 1], sequences.tokens[rows]), len(rows)
 
     def next_tokens(self, sequences: Sequences, features: dict[str, Tensor]) -> Tensor:
         """The likeliest next token of each sequence, int64 [num_sequences]; by way of forward, where FSDP hooks in."""
         with torch.no_grad():
             return self(sequences, features, predict=True)
 
-    def _loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+    def loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """Cross entropy of predicting `tokens` [n] from `hidden` [n, dim], summed."""
         at_once = max(1, _LOGITS_AT_ONCE // self.causal_lm.config.vocab_size)
         if len(tokens) <= at_once:

@@ -25,7 +25,7 @@ from motet.runtime.clock import ActionClock
 from motet.runtime.fsdp import shard
 from motet.runtime.mesh import Mesh, build_mesh
 from motet.runtime.step import TrainStep
-from motet.train.balancing import build_orchestrator, check_same_backend
+from motet.train.balancing import build_orchestrator, check_same_backend, check_same_profile, read_measured
 from motet.train.checkpoint import Checkpointer, Progress, load, read_progress, whole_checkpoints
 from motet.train.evaluate import Evaluator
 from motet.train.loading import ExchangeLoading, IndexLoading, Loading
@@ -68,11 +68,13 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
         _probe(recipe, model)
         model.to(world.device)
         compute_dtype = getattr(torch, recipe.fsdp.param_dtype or recipe.run.dtype)
-        orchestrator = build_orchestrator(recipe.balance, model, world.num_ranks, world.device, compute_dtype)
+        measured = read_measured(recipe, model)
+        orchestrator = build_orchestrator(recipe.balance, model, world.num_ranks, world.device, compute_dtype, measured)
         dataset = open_dataset(recipe, recipe.data.train, tokenizer, model, say)
         heldout = open_dataset(recipe, recipe.data.heldout, tokenizer, model, say) if recipe.data.heldout else None
         _check_bad_at_indexing(recipe, dataset)
         decoder = cleanup.enter_context(Decoder(dataset.transforms, recipe.data.num_workers))
+    check_same_profile(world, measured)
     with world.together():
         mesh = build_mesh(world.device, shard_size=recipe.fsdp.shard_size, ranks_per_node=world.ranks_per_node)
         shard(model, mesh, recipe.fsdp)

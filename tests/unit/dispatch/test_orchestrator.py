@@ -95,11 +95,11 @@ def weigh(phase: str, lengths) -> int:
 def times(bytes_per_s: float, frozen=()) -> StepTimes:
     """A rank does a unit of cost in a second; a token's output is a byte."""
 
-    def flops(lengths: BatchLengths) -> dict[str, int]:
+    def seconds(lengths: BatchLengths) -> dict[str, float]:
         columns = {BACKBONE: lengths.sequence, **{phase: items.length for phase, items in lengths.items.items()}}
-        return {phase: int(COSTS[phase].alone(column).sum()) for phase, column in columns.items()}
+        return {phase: float(COSTS[phase].alone(column).sum()) for phase, column in columns.items()}
 
-    return StepTimes(flops, 1.0, Link(bytes_per_s, 0.0), token_bytes=1, frozen=frozenset(frozen))
+    return StepTimes(seconds, Link(bytes_per_s, 0.0), token_bytes=1, frozen=frozenset(frozen))
 
 
 @given(batches)

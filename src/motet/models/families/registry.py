@@ -25,6 +25,7 @@ class Family:
 
     adapter:    class that makes the HF model fulfil the encoder contract; None for a backbone.
     part:       name under which a larger model's config holds this family's ("vision_config"); "" if none does.
+    depth:      the option that says how many layers it has.
     prefixes:   where the weights may sit in a larger checkpoint, as a regular expression; "" if nowhere.
     """
 
@@ -33,6 +34,7 @@ class Family:
     adapter: type[nn.Module] | None = None
     part: str = ""
     prefixes: str = ""
+    depth: str = "num_hidden_layers"
 
 
 ENCODERS = {
@@ -45,14 +47,23 @@ ENCODERS = {
         Qwen2VLEncoder,
         "vision_config",
         r"^(model\.)?visual\.",
+        depth="depth",
     ),
-    "whisper": Family(transformers.WhisperConfig, HFWhisperEncoder, WhisperEncoder, "", r"^(model\.)?encoder\."),
+    "whisper": Family(
+        transformers.WhisperConfig,
+        HFWhisperEncoder,
+        WhisperEncoder,
+        "",
+        r"^(model\.)?encoder\.",
+        depth="encoder_layers",
+    ),
     "qwen2_audio": Family(
         transformers.Qwen2AudioEncoderConfig,
         HFQwen2AudioEncoder,
         Qwen2AudioEncoder,
         "audio_config",
         r"^(model\.)?audio_tower\.",
+        depth="encoder_layers",
     ),
 }
 

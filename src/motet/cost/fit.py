@@ -1,0 +1,128 @@
+"""Seconds as a function of work, from measured points: a fit with few coefficients, and piecewise-linear surfaces.
+
+The fit is what balancing needs: constant + linear * tokens + quadratic * tokens^2 (OrchMLLM equation 2, whose
+coefficients are thus measured and not assumed). The surface is what prediction needs: linear interpolation of profiled
+times (MMScale/DistTrain section 3), along rows, and between batches whose rows attend to more or fewer others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import nnls
+
+from motet.core.errors import ArgumentError
+
+Floats = NDArray[np.float64]
+NS_PER_S = 1e9
+
+
+@dataclass(frozen=True)
+class Fit:
+    """constant_ns + linear_ns * amount + quadratic_ns * square: nanoseconds, none of the coefficients below 0."""
+
+    constant_ns: float
+    linear_ns: float
+    quadratic_ns: float = 0.0
+
+    def seconds(self, amount: ArrayLike, square: ArrayLike = 0.0) -> Floats:
+        """amount, square: float64 [n], e.g. sums of lengths and of squared lengths."""
+        total = self.constant_ns + self.linear_ns * np.asarray(amount) + self.quadratic_ns * np.asarray(square)
+        return np.asarray(total / NS_PER_S, dtype=np.float64)
+
+
+def fit(seconds: ArrayLike, amount: ArrayLike, square: ArrayLike | None = None) -> Fit:
+    """The non-negative coefficients with the least sum of squared *relative* errors, so that short counts like long.
+
+    seconds: float64 [n], what was measured; points of 0 seconds are left out. amount, square: float64 [n].
+    Raises ArgumentError for columns of unequal length. O(n).
+    """
+    measured = np.asarray(seconds, dtype=np.float64)
+    columns = [np.ones(len(measured)), np.asarray(amount, dtype=np.float64)]
+    if square is not None:
+        columns.append(np.asarray(square, dtype=np.float64))
+    if any(len(column) != len(measured) for column in columns):
+        raise ArgumentError(f"fit: {len(measured)} seconds, but {[len(column) for column in columns[1:]]} of work.")
+    known = measured > 0
+    if not known.any():
+        return Fit(0.0, 0.0)
+    matrix = np.stack(columns, axis=1)[known] / measured[known, None]
+    # Of one order of magnitude: squares of long lengths are 10^8 times as large as the constant's column.
+    scale = np.maximum(matrix.max(axis=0), np.finfo(np.float64).tiny)
+    coefficients = nnls(matrix / scale, np.ones(len(matrix)))[0] / scale * NS_PER_S
+    return Fit(*coefficients.tolist())
+
+
+@dataclass(frozen=True)
+class RelativeError:
+    """|predicted - measured| over some points. mean, worst: relative to what was measured at each point.
+    overall: all of it relative to all that was measured, which points of next to nothing do not spoil.
+    """
+
+    mean: float
+    worst: float
+    overall: float
+
+
+def relative_error(predicted: ArrayLike, measured: ArrayLike) -> RelativeError:
+    """float64 [n] each; points of 0 measured seconds are left out, and without any other the error is 0."""
+    true = np.asarray(measured, dtype=np.float64)
+    known = true > 0
+    if not known.any():
+        return RelativeError(0.0, 0.0, 0.0)
+    off = np.abs(np.asarray(predicted, dtype=np.float64) - true)[known]
+    errors = off / true[known]
+    return RelativeError(float(errors.mean()), float(errors.max()), float(off.sum() / true.sum()))
+
+
+class Surface:
+    """Seconds over rows and pairs, through all measured points.
+
+    Points whose rows attend to equally many rows each (pairs / rows) make a line over rows, interpolated linearly;
+    between two such lines the seconds of equally many rows are interpolated linearly in pairs / rows. So at a given
+    number of rows seconds are piecewise linear in pairs. Beyond the grid the last slope goes on, but never downwards;
+    below its fewest rows a line runs to its intercept, which is at least 0. Without rows nothing is computed: 0 s.
+    """
+
+    def __init__(self, rows: Sequence[float], pairs: Sequence[float], seconds: Sequence[float]) -> None:
+        """rows, pairs, seconds: [num_points]. Raises ArgumentError where no point has any rows."""
+        known = np.asarray(rows) > 0
+        if not known.any():
+            raise ArgumentError("a surface of seconds needs a point that has rows.")
+        at, measured = np.asarray(rows, dtype=np.float64)[known], np.asarray(seconds, dtype=np.float64)[known]
+        keys = np.round(np.asarray(pairs)[known] / at, 6)
+        self._keys = np.unique(keys)
+        self._lines = [_line(at[keys == key], measured[keys == key]) for key in self._keys]
+
+    def __call__(self, rows: Floats, pairs: Floats) -> Floats:
+        """rows, pairs: float64 [n] -> seconds, float64 [n]. O(n * lines)."""
+        values = np.stack([_along(line, rows) for line in self._lines])
+        if len(values) == 1:
+            return np.where(rows > 0, values[0], 0.0)
+        keys = pairs / np.maximum(rows, 1e-9)
+        low = np.clip(np.searchsorted(self._keys, keys) - 1, 0, len(values) - 2)
+        column = np.arange(len(rows))
+        below, above = values[low, column], values[low + 1, column]
+        share = (keys - self._keys[low]) / (self._keys[low + 1] - self._keys[low])
+        rise = np.where(share > 1, np.maximum(above - below, 0), above - below)
+        found = np.where(share > 1, above + (share - 1) * rise, below + share * rise)
+        return np.where(rows > 0, np.maximum(found, 0.0), 0.0)
+
+
+def _line(rows: Floats, seconds: Floats) -> tuple[Floats, Floats]:
+    """Corners of a line, ascending, from 0 rows on; several points of equal rows are averaged."""
+    at, place = np.unique(rows, return_inverse=True)
+    mean = np.bincount(place, seconds) / np.bincount(place)
+    intercept = 0.0
+    if len(at) > 1:
+        intercept = max(0.0, float(mean[0] - at[0] * (mean[1] - mean[0]) / (at[1] - at[0])))
+    return np.concatenate([[0.0], at]), np.concatenate([[min(intercept, float(mean[0]))], mean])
+
+
+def _along(line: tuple[Floats, Floats], rows: Floats) -> Floats:
+    at, seconds = line
+    slope = max(0.0, float((seconds[-1] - seconds[-2]) / (at[-1] - at[-2])))
+    return np.asarray(np.interp(rows, at, seconds) + np.maximum(rows - at[-1], 0.0) * slope)

@@ -1,0 +1,110 @@
+"""What an item of a phase costs, from a profile: whole numbers of picoseconds a token and a token squared.
+
+The seconds of a module on each measured batch are those of its layers, as often as the model has them, forward and
+backward as the model trains: no gradient of weights that are frozen, none of an input that nothing needs (Cornstarch
+section 4.2). A fit to them is a phase's cost (OrchMLLM equation 2), quantised, so that all ranks balance alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.core.errors import UserError
+from motet.core.spec import Layer, ModelSpec, Module
+from motet.cost.fit import Fit, RelativeError, fit, relative_error
+from motet.cost.profile import LayerTimes, ModuleTimes, Points, Profile, amounts
+
+PS_PER_NS = 1000
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class PhaseTimes:
+    """Picoseconds of a rank for forward and backward. constant_ps: once a microbatch, whatever is in it.
+
+    linear_ps, quadratic_ps: a unit of length and of length^2; padded phases count each item as long as the longest.
+    target_ps: a token on which loss is taken.
+    """
+
+    constant_ps: int
+    linear_ps: int
+    quadratic_ps: int
+    target_ps: int
+    held_out: RelativeError
+
+
+def phase_times(profile: Profile, model: ModelSpec, name: str, *, recompute: bool = False) -> PhaseTimes:
+    """Of the module `name` of the model. recompute: layers with attention run forward again before backward.
+
+    Raises UserError where the profile lacks the module or one of its kinds of layer.
+    """
+    module, times = model.module(name), profile.module(name)
+    if times is None:
+        raise UserError(
+            f"The profile of {profile.recipe} has no module {name!r}, only "
+            f"{', '.join(repr(measured.name) for measured in profile.modules)}: profile the recipe that is trained."
+        )
+    seconds = _Seconds(profile, model, module, times, recompute)
+    body = seconds.fit(times)
+    targets = [seconds.target_fit(layer, number) for number, layer in enumerate(module.layers) if layer.targets_only]
+    predicted = body.seconds(*amounts(times.held_out, padded=module.padded))
+    return PhaseTimes(
+        round(body.constant_ns * PS_PER_NS),
+        round(body.linear_ns * PS_PER_NS),
+        round(body.quadratic_ns * PS_PER_NS),
+        round(sum(line.linear_ns for line in targets) * PS_PER_NS),
+        relative_error(predicted, seconds.total(lambda layer: layer.held_out, len(times.held_out))),
+    )
+
+
+@dataclass(frozen=True)
+class _Seconds:
+    """Seconds of one module as the model trains it."""
+
+    profile: Profile
+    model: ModelSpec
+    module: Module
+    times: ModuleTimes
+    recompute: bool
+
+    def fit(self, times: ModuleTimes) -> Fit:
+        """To the batches of the grid; layers that see targets alone are left out."""
+        seconds = self.total(lambda layer: layer.grid, len(times.grid))
+        return fit(seconds, *amounts(times.grid, padded=self.module.padded))
+
+    def target_fit(self, layer: Layer, number: int) -> Fit:
+        points = self._measured(layer).grid
+        return fit(self._of_layer(layer, number, points), points.rows)
+
+    def total(self, points: Callable[[LayerTimes], Points], num_batches: int) -> Floats:
+        """float64 [num_batches], of all layers but those that see targets alone."""
+        total = np.zeros(num_batches)
+        for number, layer in enumerate(self.module.layers):
+            if not layer.targets_only:
+                total += self._of_layer(layer, number, points(self._measured(layer)))
+        return total
+
+    def _of_layer(self, layer: Layer, number: int, points: Points) -> Floats:
+        """Seconds of one layer at its points, of the passes that it has."""
+        # Inside a layer of several products, gradients flow from one to the other whoever is before it.
+        inner = layer.trained and layer.attention is not None
+        has_input = self.model.input_gradients[self.module.name][number] or inner
+        seconds = np.array(points.forward_s)
+        if self.recompute and layer.attention is not None and (has_input or layer.trained):
+            seconds = 2 * seconds
+        if has_input:
+            seconds = seconds + np.array(points.input_s)
+        return seconds + np.array(points.weight_s) if layer.trained else seconds
+
+    def _measured(self, layer: Layer) -> LayerTimes:
+        for times in self.times.layers:
+            if (times.kind, times.weights, times.tp) == (layer.kind, layer.weights, 1):
+                return times
+        raise UserError(
+            f"The profile of {self.profile.recipe} is of another model: module {self.module.name!r} has a layer "
+            f"{layer.kind!r} of {layer.weights} weights, of which it has no times; profile the recipe that is trained."
+        )

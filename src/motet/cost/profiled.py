@@ -1,0 +1,128 @@
+"""A cost model made of a profile: seconds of layers are interpolated between measured ones, those of messages too.
+
+Where more or fewer ranks than the measured ones take part, what was measured is carried over by the steps and the bytes
+of a ring (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH"): n - 1 steps, each of the
+latency that was fitted, and (n - 1) / n of the bytes; an all-reduce has twice both, before and after alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.core.cluster import Cluster
+from motet.core.errors import UserError
+from motet.core.spec import Layer
+from motet.cost.fit import NS_PER_S, Fit, Surface, fit
+from motet.cost.model import LayerSeconds, Seconds, Work
+from motet.cost.profile import LayerTimes, MessageKind, MessageTimes, Profile
+
+_ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_REDUCES_A_PASS = 2
+"""Megatron's tensor parallelism sums a layer's activations twice a pass: after attention and after the MLP."""
+
+
+class Profiled:
+    """`cost.model.CostModel` of a profile; `cluster` says which ranks share a node.
+
+    Every question about what was not measured raises UserError that says what to profile.
+    """
+
+    def __init__(self, profile: Profile, cluster: Cluster) -> None:
+        self.profile = profile
+        self.cluster = cluster
+        self._surfaces: dict[tuple[str, str, int, int], tuple[Surface, Surface, Surface]] = {}
+
+    def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
+        key = (module, layer.kind, layer.weights, tp)
+        if key not in self._surfaces:
+            self._surfaces[key] = _surfaces(self._times(module, layer, tp))
+        forward, of_input, of_weights = (surface(work.rows, work.pairs) for surface in self._surfaces[key])
+        return LayerSeconds(forward, of_input, of_weights)
+
+    def tensor_seconds(self, layer: Layer, work: Work, ranks: Sequence[int]) -> Seconds:
+        """Of one pass: two all-reduces of the layer's rows; none of a layer without attention, which is not split."""
+        if len(ranks) <= 1 or layer.attention is None:
+            return np.zeros(len(work.rows))
+        size_bytes = work.rows * layer.output_width * _ELEMENT_BYTES[self.profile.precision]
+        return _REDUCES_A_PASS * self._seconds("all_reduce", size_bytes, ranks)
+
+    def send_seconds(self, size_bytes: NDArray[np.float64], ranks: Sequence[int]) -> Seconds:
+        return self._seconds("send", size_bytes, ranks)
+
+    def gather_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
+        return float(self._seconds("gather", np.array([size_bytes]), ranks)[0])
+
+    def all_reduce_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
+        return float(self._seconds("all_reduce", np.array([size_bytes]), ranks)[0])
+
+    def exchange_seconds(self, size_bytes: NDArray[np.float64], ranks: Sequence[int]) -> Seconds:
+        return self._seconds("exchange", size_bytes, ranks)
+
+    def step_seconds(self, num_parameters: int) -> float:
+        return float(self._step.seconds(num_parameters)) if num_parameters else 0.0
+
+    @cached_property
+    def _step(self) -> Fit:
+        times = self.profile.optimizer
+        if times is None:
+            raise UserError("The profile has no times of the optimizer: profile a recipe in which something trains.")
+        return fit(times.seconds, times.num_parameters)
+
+    def _times(self, module: str, layer: Layer, tp: int) -> LayerTimes:
+        """The measured layer of that kind and those weights."""
+        of_module = self.profile.module(module)
+        for times in () if of_module is None else of_module.layers:
+            if (times.kind, times.weights, times.tp) == (layer.kind, layer.weights, tp):
+                return times
+        with_ranks = f", under torchrun with {tp} ranks" if tp > 1 else ""
+        raise UserError(
+            f"The profile of {self.profile.recipe} has no times of layer {layer.kind!r} of {layer.weights} weights in "
+            f"module {module!r} at tensor parallelism {tp}: run `motet profile` on a recipe of this model{with_ranks}."
+        )
+
+    def _seconds(self, kind: MessageKind, size_bytes: NDArray[np.float64], ranks: Sequence[int]) -> Seconds:
+        if len(ranks) <= 1:
+            return np.zeros(len(size_bytes))
+        is_local = len({self.cluster.node_of(rank) for rank in ranks}) == 1
+        # The interface takes a reduce-scatter for the mirror image of an all-gather: the mean is of both.
+        kinds = ("gather", "reduce_scatter") if kind == "gather" else (kind,)
+        found = [t for t in self.profile.messages if t.kind in kinds and (t.num_nodes == 1) == is_local]
+        if not found:
+            where = "of one node" if is_local else "of several nodes"
+            raise UserError(
+                f"The profile of {self.profile.recipe} has no times of {kind.replace('_', '-')} between ranks {where}: "
+                f"run `motet profile` under torchrun on ranks {where}."
+            )
+        steps, share = _grown(kind, found[0].num_ranks, len(ranks))
+        sizes = np.asarray(size_bytes, dtype=np.float64) * share
+        nothing = np.zeros(len(sizes))
+        lines = [Surface(times.size_bytes, [0.0] * len(times.size_bytes), times.seconds) for times in found]
+        measured = np.mean([line(sizes, nothing) for line in lines], axis=0)
+        latency_s = min(message_fit(*found).constant_ns / NS_PER_S, *(min(times.seconds) for times in found))
+        return np.where(sizes > 0, np.maximum(measured, latency_s) + (steps - 1) * latency_s, 0.0)
+
+
+def message_fit(*measured: MessageTimes) -> Fit:
+    """Latency (constant) and inverse bandwidth (linear, nanoseconds a byte) of measured messages, taken as one kind."""
+    return fit([s for times in measured for s in times.seconds], [b for times in measured for b in times.size_bytes])
+
+
+def _grown(kind: MessageKind, num_measured: int, num_ranks: int) -> tuple[float, float]:
+    """By what latency and time of the bytes grow from the measured ranks to `num_ranks`."""
+    if kind == "send":
+        return 1.0, 1.0
+    steps = (num_ranks - 1) / (num_measured - 1)
+    # The size of an exchange is what a rank sends, that of the others what a ring of ranks shares.
+    return steps, 1.0 if kind == "exchange" else steps * num_measured / num_ranks
+
+
+def _surfaces(times: LayerTimes) -> tuple[Surface, Surface, Surface]:
+    points = times.grid
+    forward, of_input, of_weights = (
+        Surface(points.rows, points.pairs, seconds) for seconds in (points.forward_s, points.input_s, points.weight_s)
+    )
+    return forward, of_input, of_weights

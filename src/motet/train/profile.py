@@ -1,0 +1,154 @@
+"""`motet profile`: measures a recipe's layers, messages and optimizer on the device at hand, and tells the error.
+
+Nothing is trained and no data is read but the tokenizer: contents are random, lengths are those that the recipe allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from motet.core.spec import ModelSpec
+from motet.cost.profile import PROFILE_FILE, MessageTimes, ModuleTimes, OptimizerTimes, Profile
+from motet.data.text import ChatTokenizer
+from motet.models.build import build_mllm
+from motet.models.module import MLLM
+from motet.models.spec import spec_of_config
+from motet.runtime.clip import clip_factor, scale_gradients, square_sum
+from motet.runtime.fsdp import shard
+from motet.runtime.mesh import SHARD, build_mesh
+from motet.train.optimizer import OptimizerConfig, build_optimizer
+from motet.train.profile_measure import Measured, Stopwatch, measure
+from motet.train.profile_ranks import measure_messages, measure_shared
+from motet.train.profile_subjects import one_layer_deep, subjects
+from motet.train.profile_table import print_tables
+from motet.train.recipe import Recipe
+from motet.train.world import World, join_world
+
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+_OPTIMIZER_REPEATS = 5
+
+
+def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: float = 60.0) -> Profile:
+    """Measure on this rank, together with all others; rank 0 writes the file and prints its tables.
+
+    name: of the recipe, to be stored. out: the file, by default in `recipe.run.dir`. seconds: for the layers' times.
+    Raises UserError for what is wrong with the recipe, or a file that cannot be written.
+    """
+    with join_world(recipe.run.device) as world:
+        with world.together():
+            vocab_size = ChatTokenizer.from_directory(recipe.data.tokenizer).vocabulary_size
+            model = _build(recipe, vocab_size, compute_dtype(recipe), world.device)
+            sharded = _build(recipe, vocab_size, recipe.run.dtype, world.device)
+            chosen = subjects(recipe, model, sharded, world.device)
+            spec = spec_of_config(recipe.model, vocab_size)
+        _shard_alone(sharded, recipe, world)
+        watch = Stopwatch(world.device)
+        with _progress(world) as show:
+            measured = measure(chosen, watch, world, seconds, show)
+        messages = measure_messages(world, watch) if world.num_ranks > 1 else []
+        modules, left_out = _modules(measured, watch, world, messages)
+        found = Profile(
+            recipe=name,
+            device=_device_name(world.device),
+            precision=compute_dtype(recipe),
+            torch=torch.__version__,
+            measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            num_ranks=world.num_ranks,
+            modules=modules,
+            messages=messages,
+            optimizer=_optimizer_times(sharded, recipe.optimizer, watch, world),
+            left_out=left_out,
+        )
+        with world.together():
+            if world.is_first:
+                _finish(found, spec, recipe, out or recipe.run.dir / PROFILE_FILE)
+        return found
+
+
+def compute_dtype(recipe: Recipe) -> str:
+    """What modules compute in."""
+    return recipe.fsdp.param_dtype or recipe.run.dtype
+
+
+def _build(recipe: Recipe, vocab_size: int, dtype: str, device: torch.device) -> MLLM:
+    model = build_mllm(one_layer_deep(recipe.model), vocab_size, _DTYPES[dtype], recipe.run.seed)
+    return model.to(device).train()
+
+
+def _shard_alone(model: MLLM, recipe: Recipe, world: World) -> None:
+    """Over a mesh of this rank alone, and without recomputation, which is a matter of the plan; a collective."""
+    mesh = build_mesh(world.device, shard_size=1, ranks_per_node=world.ranks_per_node)
+    config = recipe.fsdp.model_copy(update={"recompute": False})
+    shard(model, replace(mesh, shards=mesh.shards[SHARD]), config)
+
+
+def _modules(
+    measured: Sequence[Measured], watch: Stopwatch, world: World, messages: Sequence[MessageTimes]
+) -> tuple[list[ModuleTimes], list[str]]:
+    modules, left_out = [], []
+    for each in measured:
+        times = each.times(world)
+        if world.num_ranks > 1:
+            shared, reasons = measure_shared(each, watch, world, messages)
+            left_out += reasons
+            times = times.model_copy(update={"layers": (*times.layers, *shared)})
+        modules.append(times)
+    return modules, left_out
+
+
+def _optimizer_times(model: MLLM, config: OptimizerConfig, watch: Stopwatch, world: World) -> OptimizerTimes:
+    """Norm of the gradients, clipping and update, as the step does them, of each module and of all together."""
+    found: dict[int, float] = {}
+    parts: list[nn.Module] = [*model.encoders.values(), model.backbone, model]
+    for part in parts:
+        parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer = build_optimizer(part, config)
+
+        def step(parameters: list[nn.Parameter] = parameters, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            norm = square_sum(parameters, 1, world.device).sqrt()
+            scale_gradients(parameters, clip_factor(norm, config.clip_norm))
+            optimizer.step()
+
+        # The first makes the optimizer's state.
+        samples = [watch(step)[0] for _ in range(_OPTIMIZER_REPEATS + 1)][1:]
+        found[sum(p.numel() for p in parameters)] = float(np.median(world.gather(float(np.median(samples)))))
+        for parameter in parameters:
+            parameter.grad = None
+    return OptimizerTimes(num_parameters=tuple(found), seconds=tuple(found.values()))
+
+
+def _finish(found: Profile, spec: ModelSpec, recipe: Recipe, path: Path) -> None:
+    found.write(path)
+    print_tables(found, spec, recompute=recipe.fsdp.recompute)
+    print(f"Profile: {path}", flush=True)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"cpu, {threads} thread{'s' if threads > 1 else ''} a rank"
+
+
+@contextmanager
+def _progress(world: World) -> Iterator[Callable[[float], None]]:
+    """A bar on the first rank: the share of the time that is spent."""
+    if not world.is_first:
+        yield lambda share: None
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, transient=True) as bars:
+        task = bars.add_task("Measuring layers", total=1.0)
+        yield lambda share: bars.update(task, completed=share)

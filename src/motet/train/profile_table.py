@@ -1,0 +1,125 @@
+"""What `motet profile` prints: how far off interpolation and fit are on lengths that they did not see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from motet.core.spec import ModelSpec
+from motet.cost.fit import Floats, RelativeError, Surface, fit, relative_error
+from motet.cost.phases import PS_PER_NS, phase_times
+from motet.cost.profile import LayerTimes, Points, Profile
+from motet.cost.profiled import message_fit
+
+_WIDTH = 140
+_PASSES: tuple[Callable[[Points], tuple[float, ...]], ...] = (
+    lambda points: points.forward_s,
+    lambda points: points.input_s,
+    lambda points: points.weight_s,
+)
+
+
+def print_tables(profile: Profile, spec: ModelSpec, *, recompute: bool) -> None:
+    """spec: of the whole model, as it trains."""
+    # As wide as it needs to be where the output is no terminal, but a file that is read later.
+    console = Console()
+    console = console if console.is_terminal else Console(width=_WIDTH)
+    for table in (_layers(profile), _phases(profile, spec, recompute), _messages(profile)):
+        if table.row_count:
+            console.print(table)
+    for sentence in profile.left_out:
+        console.print(f"Left out: {sentence}.")
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Seconds of all passes at the held-out batches, float64 [num_batches]: measured, and predicted in two ways."""
+
+    measured: Floats
+    interpolated: Floats
+    fitted: Floats
+
+    @classmethod
+    def of(cls, times: LayerTimes) -> HeldOut:
+        seen, unseen = times.grid, times.held_out
+        rows, pairs = np.array(unseen.rows), np.array(unseen.pairs)
+        return cls(
+            np.sum([seconds(unseen) for seconds in _PASSES], axis=0),
+            np.sum([Surface(seen.rows, seen.pairs, seconds(seen))(rows, pairs) for seconds in _PASSES], axis=0),
+            np.sum([fit(seconds(seen), seen.rows, seen.pairs).seconds(rows, pairs) for seconds in _PASSES], axis=0),
+        )
+
+    def __add__(self, other: HeldOut) -> HeldOut:
+        """Of two layers, one after the other."""
+        return HeldOut(
+            self.measured + other.measured, self.interpolated + other.interpolated, self.fitted + other.fitted
+        )
+
+    @property
+    def errors(self) -> tuple[RelativeError, RelativeError]:
+        """Of interpolation, and of the fit."""
+        return relative_error(self.interpolated, self.measured), relative_error(self.fitted, self.measured)
+
+
+def _layers(profile: Profile) -> Table:
+    table = _table(
+        f"{profile.recipe} on {profile.device}, {profile.precision}",
+        ("module", "layer", "tp", "batches"),
+        ("forward", "input", "weights", "ns a row", "interpolated", "fitted"),
+    )
+    for module in profile.modules:
+        batches = f"{len(module.grid)} + {len(module.held_out)}"
+        for times in module.layers:
+            passes_s = np.sum([seconds(times.grid) for seconds in _PASSES], axis=0)
+            if not passes_s.any():
+                continue
+            shares = [f"{sum(seconds(times.grid)) / passes_s.sum():.0%}" for seconds in _PASSES]
+            per_row = fit(passes_s, times.grid.rows, times.grid.pairs)
+            errors = [_error(error) for error in HeldOut.of(times).errors]
+            table.add_row(module.name, times.kind, str(times.tp), batches, *shares, f"{per_row.linear_ns:.4g}", *errors)
+        whole = reduce(add, (HeldOut.of(times) for times in module.layers if times.tp == 1))
+        table.add_row(module.name, "all of these", "1", batches, "", "", "", "", *map(_error, whole.errors))
+    return table
+
+
+def _phases(profile: Profile, spec: ModelSpec, recompute: bool) -> Table:
+    table = _table(
+        "Forward and backward of whole modules",
+        ("module",),
+        ("us a microbatch", "ns a length", "ns a length²", "ns a target", "fitted"),
+    )
+    for module in spec.modules:
+        times = phase_times(profile, spec, module.name, recompute=recompute)
+        columns = (times.constant_ps / PS_PER_NS, times.linear_ps, times.quadratic_ps, times.target_ps)
+        table.add_row(module.name, *(f"{value / PS_PER_NS:.4g}" for value in columns), _error(times.held_out))
+    return table
+
+
+def _messages(profile: Profile) -> Table:
+    table = _table(f"Messages between {profile.num_ranks} ranks", ("kind",), ("latency, us", "10⁹ bytes/s", "fitted"))
+    for times in profile.messages:
+        line = message_fit(times)
+        bandwidth = f"{1 / line.linear_ns:.3g}" if line.linear_ns else "-"
+        error = relative_error(line.seconds(times.size_bytes), times.seconds)
+        table.add_row(times.kind.replace("_", "-"), f"{line.constant_ns / 1e3:.4g}", bandwidth, _error(error))
+    return table
+
+
+def _table(title: str, names: tuple[str, ...], figures: tuple[str, ...]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for name in names:
+        table.add_column(name, no_wrap=True)
+    for figure in figures:
+        table.add_column(figure, justify="right", no_wrap=True)
+    return table
+
+
+def _error(error: RelativeError) -> str:
+    return f"{error.overall:.1%} (to {error.worst:.0%})"

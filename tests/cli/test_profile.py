@@ -1,0 +1,173 @@
+"""`motet profile`, and training that is balanced on what it measured."""
+
+import json
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from cli.tiny_job import losses, metrics, write_tiny_job
+from motet.cli import app
+from motet.core.cluster import Cluster, Device, Link
+from motet.core.errors import UserError
+from motet.cost.flops import work_of
+from motet.cost.profile import read_profile
+from motet.cost.profiled import Profiled
+from motet.models.spec import spec_of_config
+from motet.train.profile import profile
+from motet.train.recipe import load_recipe
+from motet.train.trainer import train
+from ranks import run_ranks
+
+# Long enough for a machine with other work to do.
+TIMEOUT_S = 200
+pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
+# Without dropout, whose mask depends on where an item is computed, and in float64, losses do not depend on balancing.
+EXACT = ("run.dtype=float64", "model.encoders.audio.config.dropout=0.0", "data.heldout=[]", "run.steps=4")
+SMALL = ("transforms.image.max_pixels_side=64",)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return write_tiny_job(tmp_path_factory.mktemp("job") / "data", num_train=24, num_heldout=2)
+
+
+@pytest.fixture(scope="module")
+def of_two(job, tmp_path_factory):
+    """A profile made on two ranks, and what the first of them printed."""
+    path = tmp_path_factory.mktemp("profile") / "two.json"
+    printed = run_ranks(profile_rank, 2, str(job), [*EXACT, *SMALL], str(path), timeout_s=TIMEOUT_S)
+    return path, printed
+
+
+def profile_rank(rank, num_ranks, recipe, overrides, path):
+    with redirect_stdout(StringIO()) as printed:
+        profile(load_recipe(Path(recipe), overrides), "tiny", out=Path(path), seconds=3.0)
+    return printed.getvalue()
+
+
+def train_rank(rank, num_ranks, recipe, overrides):
+    with redirect_stdout(StringIO()):
+        try:
+            train(load_recipe(Path(recipe), overrides[rank % len(overrides)]))
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def run(job, num_ranks, run_dir, *overrides):
+    common = [*EXACT, *SMALL, f"run.dir={run_dir}"]
+    ranks = [[*common, *own] for own in overrides] if overrides and isinstance(overrides[0], list) else None
+    return run_ranks(train_rank, num_ranks, str(job), ranks or [[*common, *overrides]], timeout_s=TIMEOUT_S)
+
+
+def test_the_command_writes_a_profile_of_the_whole_model_and_prints_its_error(job, tmp_path):
+    sets = [part for override in (f"run.dir={tmp_path}", *SMALL) for part in ("--set", override)]
+    done = CliRunner().invoke(app, ["profile", str(job), "--seconds", "1", *sets], catch_exceptions=False)
+    assert done.exit_code == 0
+    for said in (
+        "interpolated",
+        "attention",
+        "strided_convolution",
+        "ns a length",
+        f"Profile: {tmp_path}/profile.json",
+    ):
+        assert said in done.output
+    found = read_profile(tmp_path / "profile.json")
+    assert (found.recipe, found.num_ranks, found.messages) == ("recipe", 1, ())
+    cluster = Cluster(Device("cpu", {}, 1, 1.0), 1, 1, Link(1e9, 0.0), Link(1e9, 0.0))
+    cost = Profiled(found, cluster)
+    for module in spec_of_config(load_recipe(job).model, 45).modules:
+        for layer in module.layers:
+            work = work_of(layer, np.array([16, 32]), padded=module.padded)
+            if layer.kind != "head":  # of another vocabulary here
+                seconds = cost.layer_seconds(module.name, layer, work)
+                assert all(np.isfinite(column).all() and (column >= 0).all() for column in seconds)
+    assert cost.step_seconds(10**6) > 0
+
+
+def test_ranks_measure_messages_and_shared_layers(of_two):
+    path, printed = of_two
+    found = read_profile(path)
+    assert printed[1] == "" and "all-reduce" in printed[0]
+    assert {times.kind for times in found.messages} == {"gather", "reduce_scatter", "all_reduce", "exchange", "send"}
+    assert {(times.num_ranks, times.num_nodes) for times in found.messages} == {(2, 1)}
+    shared = {(module.name, layer.kind) for module in found.modules for layer in module.layers if layer.tp == 2}
+    assert shared == {("backbone", "attention"), ("audio", "attention")}
+    # Why the third cannot be shared is said in the file and in the table.
+    assert [sentence.partition(":")[0] for sentence in found.left_out] == ["image"]
+    assert "Left out: image: tensor parallelism over 2 ranks" in printed[0]
+
+
+def test_training_balanced_on_measured_cost_has_the_same_losses(job, of_two, tmp_path):
+    measured = ('balance.cost="profile"', f'balance.profile="{of_two[0]}"')
+    assert set(run(job, 2, tmp_path / "length")) == {""}
+    assert set(run(job, 2, tmp_path / "profile", *measured)) == {""}
+    assert np.allclose(losses(tmp_path / "profile"), losses(tmp_path / "length"), rtol=1e-9, atol=0)
+    by_length, by_time = (metrics(tmp_path / name)[0]["phases"]["backbone"] for name in ("length", "profile"))
+    # Loads are picoseconds where they were tokens.
+    assert sum(by_time["loads"]) > 1000 * sum(by_length["loads"])
+    assert metrics(tmp_path / "profile")[0]["balance"]["predicted_s"]
+
+
+def test_the_file_is_looked_for_in_the_runs_folder(job, of_two, tmp_path):
+    (tmp_path / "profile.json").write_bytes(of_two[0].read_bytes())
+    assert run(job, 1, tmp_path, 'balance.cost="profile"') == [""]
+
+
+def altered(source, path, change):
+    stored = json.loads(source.read_text())
+    change(stored)
+    path.write_text(json.dumps(stored))
+    return path
+
+
+def test_wrong_combinations_are_one_sentence_with_exit_code_2(job, of_two, tmp_path):
+    without_audio = altered(of_two[0], tmp_path / "a.json", lambda p: p.update(modules=p["modules"][:1]))
+    other = altered(of_two[0], tmp_path / "b.json", lambda p: p["modules"][2]["layers"][1].update(weights=7))
+    in_bf16 = altered(of_two[0], tmp_path / "c.json", lambda p: p.update(precision="bfloat16"))
+    for overrides, said in (
+        (['balance.cost="profile"'], f"Cannot read the profile {tmp_path}/run/profile.json"),
+        (['balance.cost="profile"', f'balance.profile="{without_audio}"'], "has no module 'audio', only 'image'"),
+        (['balance.cost="profile"', f'balance.profile="{other}"'], "is of another model"),
+        (['balance.cost="profile"', f'balance.profile="{in_bf16}"'], "was measured in bfloat16"),
+    ):
+        (sentence,) = run(job, 1, tmp_path / "run", *overrides)
+        assert said in sentence and "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (('balance.cost="profile"', "balance.costs={image={linear=2}}"), "remove one of the two"),
+        (('balance.profile="x.json"',), "has no effect without"),
+        (('balance.cost="profile"', 'balance.phases="off"'), "has no effect with phases"),
+        (('balance.cost="profile"', "balance.speed.device_tflops=1"), "speed.device_tflops has no effect"),
+        (('balance.cost="flops"',), "balance.cost"),
+    ],
+)
+def test_a_recipe_with_options_without_effect_is_refused(job, overrides, said):
+    with pytest.raises(UserError, match=said):
+        load_recipe(job, overrides)
+
+
+def test_ranks_with_different_profiles_are_refused(job, of_two, tmp_path):
+    other = altered(of_two[0], tmp_path / "other.json", lambda stored: stored.update(recipe="another"))
+    told = run(
+        job,
+        2,
+        tmp_path / "run",
+        ['balance.cost="profile"', f'balance.profile="{of_two[0]}"'],
+        ['balance.cost="profile"', f'balance.profile="{other}"'],
+    )
+    assert (
+        told
+        == [
+            "Rank 1 has read another profile than rank 0, so they would not decide alike: copy one file to all "
+            "machines, or name one that all of them see in balance.profile."
+        ]
+        * 2
+    )

@@ -1,0 +1,294 @@
+"""Profiles, what is fitted to them, and the cost model that interpolates between their points."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from motet.core.cluster import Cluster, Device, Link
+from motet.core.errors import ArgumentError, UserError
+from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
+from motet.cost.fit import Surface, fit, relative_error
+from motet.cost.model import Work
+from motet.cost.phases import phase_times
+from motet.cost.profile import LayerTimes, MessageTimes, ModuleTimes, OptimizerTimes, Points, Profile, read_profile
+from motet.cost.profiled import Profiled
+
+# Seconds of a layer: a constant, a row, a pair; of backward twice that for the input, and of the weights no pair.
+CONSTANT, ROW, PAIR = 1e-5, 1e-6, 1e-9
+LINK = Link(1e9, 1e-6)
+DEVICE = Device("cpu", {"fp32": 1e10}, 2**30, 1e9)
+GRID = tuple(((count, length),) for length in (16, 64, 256) for count in (1, 4, 16))
+HELD_OUT = (((3, 40),), ((2, 128), (5, 20)), ((1, 200),))
+
+
+def seconds(rows, pairs):
+    return CONSTANT + ROW * rows + PAIR * pairs
+
+
+def points(batches, attends):
+    rows = [sum(count * length for count, length in batch) for batch in batches]
+    pairs = [sum(count * length**2 for count, length in batch) if attends else 0 for batch in batches]
+    forward = [seconds(r, p) for r, p in zip(rows, pairs)]
+    return Points(
+        rows=rows,
+        pairs=pairs,
+        forward_s=forward,
+        input_s=[2 * second for second in forward],
+        weight_s=[ROW * r for r in rows],
+    )
+
+
+def layer_times(kind, weights, attends, tp=1):
+    return LayerTimes(kind=kind, weights=weights, tp=tp, grid=points(GRID, attends), held_out=points(HELD_OUT, attends))
+
+
+def message(kind, num_ranks=4, num_nodes=1, latency_s=1e-4, bytes_per_s=1e9):
+    sizes = [1e3, 1e5, 1e7]
+    return MessageTimes(
+        kind=kind,
+        num_ranks=num_ranks,
+        num_nodes=num_nodes,
+        size_bytes=sizes,
+        seconds=[latency_s + size / bytes_per_s for size in sizes],
+    )
+
+
+@pytest.fixture
+def profile():
+    layers = (
+        layer_times("embedding", 0, attends=False),
+        layer_times("attention", 100, attends=True),
+        layer_times("attention", 100, attends=True, tp=4),
+        layer_times("head", 50, attends=False),
+    )
+    return Profile(
+        recipe="demo",
+        device="cpu",
+        precision="float32",
+        torch="2.13.0",
+        measured_at="2026-01-01T00:00:00Z",
+        num_ranks=4,
+        modules=(ModuleTimes(name="backbone", grid=GRID, held_out=HELD_OUT, layers=layers),),
+        messages=tuple(message(kind) for kind in ("gather", "all_reduce", "exchange", "send")),
+        optimizer=OptimizerTimes(num_parameters=[1e3, 1e6], seconds=[1e-6 + 1e-6, 1e-6 + 1e-3]),
+    )
+
+
+@pytest.fixture
+def model():
+    layers = (
+        Stack(Layer("embedding", 0, 10, 8, 1)),
+        Stack(Layer("attention", 100, 100, 8, 8, Attention(8, 8)), 3),
+        Stack(Layer("head", 50, 50, 8, 8, targets_only=True)),
+    )
+    return ModelSpec("demo", (Module("backbone", layers),), ())
+
+
+def cluster(ranks_per_node=8, num_nodes=2):
+    return Cluster(DEVICE, num_nodes, ranks_per_node, LINK, LINK)
+
+
+def attention(profile, rows, pairs, **changed):
+    layer = Layer("attention", changed.pop("weights", 100), 100, 8, 8, Attention(8, 8))
+    work = Work(np.array(rows, dtype=float), np.array(pairs, dtype=float))
+    return Profiled(profile, cluster()).layer_seconds(changed.pop("module", "backbone"), layer, work, **changed)
+
+
+@given(st.floats(0, 5), st.floats(1e-3, 1e3), st.floats(0, 1))
+def test_a_fit_finds_the_coefficients_that_made_the_seconds(constant_ns, linear_ns, quadratic_ns):
+    lengths = np.array([1, 3, 10, 30, 100, 300, 1000.0])
+    measured = (constant_ns + linear_ns * lengths + quadratic_ns * lengths**2) / 1e9
+    found = fit(measured, lengths, lengths**2)
+    assert np.allclose(found.seconds(lengths, lengths**2), measured, rtol=1e-6)
+    assert found.linear_ns == pytest.approx(linear_ns, rel=1e-3, abs=1e-6)
+
+
+@given(st.lists(st.floats(1e-9, 1.0), min_size=1, max_size=8))
+def test_no_coefficient_is_negative_whatever_was_measured(measured):
+    lengths = np.arange(1.0, len(measured) + 1)
+    found = fit(measured, lengths, lengths**2)
+    assert min(found.constant_ns, found.linear_ns, found.quadratic_ns) >= 0
+
+
+def test_a_fit_weighs_errors_relative_to_what_was_measured():
+    # The best constant for 1 and 100 ns in relative terms is near 1; in absolute terms it would be 50.
+    found = fit([1e-9, 1e-7], [0.0, 0.0])
+    assert found.constant_ns == pytest.approx(1.01, rel=0.01)
+
+
+def test_relative_error_leaves_out_what_took_no_time():
+    error = relative_error([1.1, 2.0, 5.0], [1.0, 2.0, 0.0])
+    assert (error.mean, error.worst) == (pytest.approx(0.05), pytest.approx(0.1))
+    assert relative_error([1.0], [0.0]).worst == 0
+
+
+def test_fit_refuses_columns_of_unequal_length():
+    with pytest.raises(ArgumentError, match="2 seconds"):
+        fit([1.0, 2.0], [1.0])
+
+
+def test_interpolation_goes_through_the_points_and_is_linear_between_and_beyond(profile):
+    grid = profile.modules[0].layers[1].grid
+    found = attention(profile, grid.rows, grid.pairs)
+    assert np.allclose(found.forward_s, grid.forward_s)
+    assert np.allclose(found.input_s, grid.input_s)
+    assert np.allclose(found.weight_s, grid.weight_s)
+    # Seconds that are linear in rows and pairs are met everywhere: between lines, far beyond, and below.
+    for rows, pairs in ((500, 500 * 100), (10**6, 10**6 * 64), (4096, 4096 * 4096), (5, 25)):
+        assert attention(profile, [rows], [pairs]).forward_s[0] == pytest.approx(seconds(rows, pairs), rel=1e-9)
+
+
+def test_work_without_rows_takes_no_time(profile):
+    assert attention(profile, [0.0, 16.0], [0.0, 256.0]).forward_s[0] == 0
+
+
+@given(st.lists(st.tuples(st.integers(1, 1000), st.floats(0, 1e3), st.floats(0, 10)), min_size=1, max_size=12))
+def test_no_surface_is_ever_negative_or_falls_beyond_its_grid(measured):
+    rows, keys, values = zip(*measured)
+    surface = Surface(rows, [r * k for r, k in zip(rows, keys)], values)
+    ask = np.array([0.0, 0.5, 1e4, 2e4])
+    found = surface(ask, ask * 7)
+    assert found[0] == 0 and (found >= 0).all() and np.isfinite(found).all()
+    assert found[3] >= found[2] or len({round(k, 6) for k in keys}) > 1
+
+
+def test_one_line_without_attention_is_piecewise_linear():
+    surface = Surface([10, 20, 40], [0, 0, 0], [1.0, 2.0, 8.0])
+    assert surface(np.array([15.0, 30.0, 80.0]), np.zeros(3)).tolist() == [1.5, 5.0, 20.0]
+
+
+def test_what_was_not_measured_is_named(profile):
+    with pytest.raises(UserError, match="'attention' of 100 weights in module 'image'"):
+        attention(profile, [1], [1], module="image")
+    with pytest.raises(UserError, match="of 101 weights"):
+        attention(profile, [1], [1], weights=101)
+    with pytest.raises(UserError, match="torchrun with 2 ranks"):
+        attention(profile, [1], [1], tp=2)
+    with pytest.raises(UserError, match="exchange between ranks of several nodes"):
+        Profiled(profile, cluster(ranks_per_node=2)).exchange_seconds(np.ones(1), range(4))
+
+
+def test_messages_are_those_measured_and_carried_over_to_other_ranks(profile):
+    cost = Profiled(profile, cluster())
+    assert cost.send_seconds(np.array([1e6]), (0, 1))[0] == pytest.approx(1e-4 + 1e-3)
+    assert cost.gather_seconds(1e6, range(4)) == pytest.approx(1e-4 + 1e-3)
+    # A ring of 8 has 7 steps instead of 3, and each rank receives 7/8 instead of 3/4 of the bytes.
+    assert cost.all_reduce_seconds(1e6, range(8)) == pytest.approx(1e-4 * 7 / 3 + 1e-3 * (7 / 8) / (3 / 4))
+    assert cost.exchange_seconds(np.array([1e6]), range(2))[0] == pytest.approx(1e-4 / 3 + 1e-3)
+    assert cost.gather_seconds(1e6, [3]) == 0
+    assert cost.step_seconds(0) == 0
+    assert cost.step_seconds(10**7) == pytest.approx(1e-2, rel=1e-3)
+
+
+def test_messages_between_as_many_ranks_take_what_was_measured_however_uneven(profile):
+    uneven = MessageTimes(kind="send", num_ranks=2, num_nodes=1, size_bytes=[1e3, 1e4, 1e6], seconds=[1e-4, 5e-4, 6e-4])
+    cost = Profiled(profile.model_copy(update={"messages": (uneven,)}), cluster())
+    assert np.allclose(cost.send_seconds(np.array([1e3, 1e4, 1e6]), (0, 1)), uneven.seconds)
+    assert cost.send_seconds(np.array([5.5e3]), (0, 1))[0] == pytest.approx(3e-4)
+
+
+@given(st.integers(2, 16), st.floats(1, 1e8))
+def test_messages_take_longer_the_larger_and_among_more_ranks(num_ranks, size_bytes):
+    found = Profile(
+        recipe="demo",
+        device="cpu",
+        precision="float32",
+        torch="",
+        measured_at="",
+        num_ranks=4,
+        modules=(),
+        messages=[message("all_reduce")],
+    )
+    cost = Profiled(found, cluster(ranks_per_node=32))
+    seconds = cost.all_reduce_seconds(size_bytes, range(num_ranks))
+    assert 0 < seconds <= cost.all_reduce_seconds(2 * size_bytes, range(num_ranks))
+    assert seconds <= cost.all_reduce_seconds(size_bytes, range(num_ranks + 1))
+
+
+def test_tensor_parallel_layers_sum_their_rows_twice_a_pass(profile):
+    cost, work = Profiled(profile, cluster()), Work(np.array([1000.0]), np.array([0.0]))
+    layer = Layer("attention", 100, 100, 8, 8, Attention(8, 8))
+    assert cost.tensor_seconds(layer, work, range(4))[0] == pytest.approx(2 * (1e-4 + 1000 * 8 * 4 / 1e9))
+    assert cost.tensor_seconds(layer, work, [0])[0] == 0
+    assert cost.tensor_seconds(Layer("head", 50, 50, 8, 8), work, range(4))[0] == 0
+
+
+def test_a_phase_costs_what_its_layers_do_as_the_model_trains(profile, model):
+    times = phase_times(profile, model, "backbone")
+    # The embedding has nothing before it that learns; three layers give both gradients; the head counts by targets.
+    assert times.linear_ps == pytest.approx(1e12 * ROW * (2 + 3 * 4), rel=1e-3)
+    assert times.quadratic_ps == pytest.approx(1e12 * PAIR * 3 * 3, rel=1e-3)
+    assert times.target_ps == pytest.approx(1e12 * ROW * 4, rel=1e-3)
+    assert times.held_out.worst < 1e-3
+    recomputed = phase_times(profile, model, "backbone", recompute=True)
+    assert recomputed.linear_ps - times.linear_ps == pytest.approx(1e12 * ROW * 3, rel=1e-3)
+
+
+def test_frozen_layers_have_no_backward(profile, model):
+    frozen = [
+        Stack(Layer(s.layer.kind, s.layer.weights, 1, 8, 8, s.layer.attention, trained=False))
+        for s in model.modules[0].stacks[:2]
+    ]
+    times = phase_times(profile, ModelSpec("demo", (Module("backbone", tuple(frozen)),), ()), "backbone")
+    assert times.linear_ps == pytest.approx(1e12 * ROW * 2, rel=1e-3)
+
+
+def test_padded_phases_count_each_item_as_long_as_the_longest(profile, model):
+    padded = ModelSpec("demo", (Module("backbone", model.modules[0].stacks, padded=True),), ())
+    uniform = phase_times(profile, padded, "backbone")
+    assert uniform.linear_ps == phase_times(profile, model, "backbone").linear_ps
+
+
+def test_a_profile_of_another_model_is_refused(profile, model):
+    other = ModelSpec("other", (Module("backbone", (Stack(Layer("attention", 7, 7, 8, 8)),)),), ())
+    with pytest.raises(UserError, match="of another model: module 'backbone' has a layer 'attention' of 7 weights"):
+        phase_times(profile, other, "backbone")
+    image = ModelSpec("other", (Module("image", model.modules[0].stacks),), ())
+    with pytest.raises(UserError, match="no module 'image', only 'backbone'"):
+        phase_times(profile, image, "image")
+
+
+def test_a_profile_is_read_as_it_was_written(profile, tmp_path):
+    profile.write(tmp_path / "deep" / "profile.json")
+    assert read_profile(tmp_path / "deep" / "profile.json") == profile
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda stored: stored.update(format=2), "format"),
+        (lambda stored: stored.pop("device"), "device"),
+        (lambda stored: stored.update(extra=1), "extra"),
+        (lambda stored: stored["modules"][0]["layers"][0]["grid"]["rows"].pop(), "equally many"),
+        (lambda stored: stored["modules"][0]["grid"].pop(), "a point for each batch"),
+        (lambda stored: stored["messages"][0].update(seconds=[-1, 0, 0]), "seconds"),
+    ],
+)
+def test_a_wrong_file_is_one_sentence(profile, tmp_path, change, said):
+    stored = json.loads(profile.model_dump_json())
+    change(stored)
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(stored))
+    with pytest.raises(UserError, match=said) as raised:
+        read_profile(path)
+    assert str(raised.value).startswith(f"{path} is no profile of format 1") and "\n" not in str(raised.value)
+
+
+def test_a_missing_file_says_how_to_make_it(tmp_path):
+    with pytest.raises(UserError, match="motet profile RECIPE"):
+        read_profile(tmp_path / "profile.json")
+
+
+def test_a_file_that_cannot_be_written_is_named(profile, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        profile.write(tmp_path / "file" / "profile.json")
+
+
+def test_a_surface_needs_rows():
+    with pytest.raises(ArgumentError, match="a point that has rows"):
+        Surface([0.0], [0.0], [1.0])
+    assert Surface([0.0, 2.0], [0.0, 0.0], [1.0, 3.0])(np.array([4.0]), np.zeros(1)).tolist() == [6.0]
