@@ -237,7 +237,7 @@ def measure(device: torch.device, options: Options) -> dict[str, dict]:
 
 
 def observe(batch, result: StepResult, wait_s: float, step_s: float, cpu_s: float) -> dict:
-    exchanges = [span.duration_s for span in result.timeline.spans if span.action.startswith("exchange")]
+    exchanges = [span.duration_s for span in result.timeline if span.action.startswith("exchange")]
     return {
         "loss": result.loss,
         "step_s": step_s,
