@@ -57,6 +57,15 @@ MEGATRON_BF16 = MixedPrecision(compute=2, stored=2, gradient=4, optimizer=12)
 """Megatron's distributed optimizer: bfloat16 parameters, float32 gradients, float32 master copy and two moments."""
 
 
+def mixed_precision(precision: str, *, pipeline: bool) -> MixedPrecision:
+    """Of what is computed in "bf16", "fp32" ...: as Megatron's distributed optimizer has it in a pipeline, or as FSDP2."""
+    if precision in ("fp32", "tf32"):
+        return FSDP_FP32
+    if precision == "fp64":
+        return FSDP_FP64
+    return MEGATRON_BF16 if pipeline else FSDP_BF16
+
+
 class State(NamedTuple):
     """Bytes that a rank holds between passes."""
 

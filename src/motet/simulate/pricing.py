@@ -21,13 +21,9 @@ from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
 from motet.cost.flops import layer_flops, work_of
 from motet.cost.memory import (
-    FSDP_BF16,
-    FSDP_FP32,
-    FSDP_FP64,
-    MEGATRON_BF16,
-    MixedPrecision,
     StageLayer,
     activation_bytes,
+    mixed_precision,
     stage_layers,
 )
 from motet.cost.model import CostModel, LayerSeconds, Work
@@ -38,15 +34,6 @@ from motet.simulate.placement import Placement
 from motet.simulate.times import Part
 
 Table = NDArray[np.float64]
-
-
-def precision_of(plan: Plan) -> MixedPrecision:
-    """Bytes of a number: as FSDP2 has them in data parallelism, as Megatron's distributed optimizer in a pipeline."""
-    if plan.precision in ("fp32", "tf32"):
-        return FSDP_FP32
-    if plan.precision == "fp64":
-        return FSDP_FP64
-    return FSDP_BF16 if plan.schedule == "data_parallel" else MEGATRON_BF16
 
 
 class StageSeconds(NamedTuple):
@@ -75,7 +62,7 @@ class Pricing:
 
     def __init__(self, plan: Plan, planned: Planned, placement: Placement, cost: CostModel) -> None:
         self.plan, self.planned, self.placement, self.cost = plan, planned, placement, cost
-        self.precision = precision_of(plan)
+        self.precision = mixed_precision(plan.precision, pipeline=plan.schedule != "data_parallel")
         self.backbone = plan.unit_of(BACKBONE)
         self._in_bubbles = {unit.name for unit in colocated_units(plan)}
         self._priced = cache(self._price)

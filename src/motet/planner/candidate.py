@@ -1,0 +1,65 @@
+"""What a strategy proposes, what it rules out, and what a user has decided beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from motet.core.plan import Plan, ScheduleKind
+from motet.planner.job import Job
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A Plan that fits its cluster, by number of ranks and by memory.
+
+    strategy:   which one proposes it, e.g. "data parallel". what: the degrees, e.g. "TP 8, PP 4, DP 10, 1F1B".
+    estimate_s: of a step, in closed form: candidates are simulated in this order.
+    bound_s:    no simulation of it can be faster; what cannot win is not simulated.
+    facts:      sentences: what it gains from.
+    """
+
+    strategy: str
+    what: str
+    plan: Plan
+    estimate_s: float
+    bound_s: float = 0.0
+    facts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RuledOut:
+    """What was considered and cannot be.
+
+    why:         a sentence: the memory that lacks and where, or what does not divide.
+    lacks_bytes: on the fullest rank; 0 where memory is not the reason. mends: what would make it fit.
+    """
+
+    strategy: str
+    what: str
+    why: str
+    lacks_bytes: float = 0.0
+    mends: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What the search may not change; None is free. tp, pp, dp: of the backbone. recompute: of all that learns."""
+
+    strategies: tuple[str, ...] = ()
+    tp: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    microbatch_size: int | None = None
+    schedule: ScheduleKind | None = None
+    recompute: Literal["none", "least", "full"] | None = None
+    balance: Literal["off", "joint", "per_phase", "auto"] | None = None
+
+    def allow(self, **chosen: object) -> bool:
+        """Whether nothing that was chosen, by the names above, goes against what is pinned."""
+        return all(getattr(self, name) in (None, value) for name, value in chosen.items())
+
+
+Strategy = Callable[[Job, Pins], Iterator[Candidate | RuledOut]]
+"""Proposes, best estimate first as far as it knows; deterministic, whatever the order of dicts and sets."""

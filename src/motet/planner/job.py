@@ -1,0 +1,142 @@
+"""What is planned: a model, its data, a cluster and a batch size; and what the blocks of its modules cost on them.
+
+All strategies read costs from here, so that they compare alike: of one batch, drawn once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.core.cluster import Cluster
+from motet.core.spec import ModelSpec
+from motet.core.workload import BACKBONE, BatchLengths, Workload
+from motet.cost.flops import work_of
+from motet.cost.memory import (
+    MixedPrecision,
+    activation_bytes,
+    mixed_precision,
+    stage_layers,
+)
+from motet.cost.model import CostModel, backward_seconds
+
+USABLE_MEMORY = 0.94
+"""Of a device, before fragmentation and the buffers of communication libraries take the rest."""
+
+Column = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class BlockCosts:
+    """Of each block (`Module.blocks`) of a module, for one microbatch on one tensor-parallel rank: [num_blocks].
+
+    forward_s, backward_s: mean over microbatches, tensor-parallel communication included; backward by what is trained
+                           and where, without recomputation. again_s: what recomputing the block adds to backward.
+    kept_bytes:            activations kept for backward, of the largest microbatch. spared_bytes: what recomputing
+                           the block would not keep of them. output_bytes: sent where a pipeline is cut after it.
+    parameters, trained:   held, and learning, by one tensor-parallel rank.
+    """
+
+    forward_s: Column
+    backward_s: Column
+    again_s: Column
+    kept_bytes: Column
+    spared_bytes: Column
+    output_bytes: Column
+    parameters: Column
+    trained: Column
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.forward_s)
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """batch_size: examples of a step, over all ranks. cost: says what layers and messages take on the cluster."""
+
+    model: ModelSpec
+    cluster: Cluster
+    workload: Workload
+    batch_size: int
+    cost: CostModel
+    precision: str = "bf16"
+    seed: int = 0
+
+    @cached_property
+    def batch(self) -> BatchLengths:
+        """The batch that every candidate is simulated on."""
+        return self.workload.draw(self.batch_size, np.random.default_rng(self.seed))
+
+    @property
+    def capacity_bytes(self) -> int:
+        """That a plan may fill of one device."""
+        return int(self.cluster.device.memory_bytes * USABLE_MEMORY)
+
+    def mixed_precision(self, *, pipeline: bool) -> MixedPrecision:
+        """Bytes of a number, as `cost.memory.mixed_precision` has them."""
+        return mixed_precision(self.precision, pipeline=pipeline)
+
+    def block_costs(self, name: str, num_examples: float, tp: int = 1) -> BlockCosts:
+        """For microbatches of num_examples examples (a fraction: less than one a microbatch, on average). Cached."""
+        found: BlockCosts = self._block_costs(name, num_examples, tp)
+        return found
+
+    @cached_property
+    def _block_costs(self):  # type: ignore[no-untyped-def]
+        return cache(self._price)
+
+    def _price(self, name: str, num_examples: float, tp: int) -> BlockCosts:
+        module, element_bytes = self.model.module(name), self.mixed_precision(pipeline=True).compute
+        length, microbatch, count, targets = self._microbatches(name, max(round(num_examples), 1))
+        share = min(num_examples, 1.0) if num_examples < 1 else 1.0
+        columns: dict[str, Column] = {field: np.zeros(len(module.blocks)) for field in BlockCosts.__dataclass_fields__}
+        priced: dict[object, tuple[float, ...]] = {}
+        number = -1
+        starts = {block.start for block in module.blocks}
+        for place, placed in enumerate(stage_layers(self.model, {name: (0, len(module.blocks))}, {})):
+            number += place in starts
+            layer = placed.layer
+            if placed not in priced:
+                work = work_of(layer, length, microbatch, count, padded=module.padded, num_targets=targets)
+                seconds = self.cost.layer_seconds(name, layer, work, tp)
+                tensor_s = float(self.cost.tensor_seconds(layer, work, range(tp)).mean()) if tp > 1 else 0.0
+                backward = backward_seconds(seconds, layer, placed.needs_input)
+                rows, most = float(work.rows.mean()), float(work.rows.max())
+                whole = activation_bytes(layer, most, element_bytes=element_bytes, tp=tp)
+                input_bytes = activation_bytes(layer, most, element_bytes=element_bytes, tp=tp, recomputed=True)
+                does = float(placed.has_backward)
+                again = does * (layer.attention is not None or len(module.blocks) == 1)
+                forward_s = float(seconds.forward_s.mean()) + tensor_s
+                priced[placed] = (
+                    forward_s * share,
+                    (float(backward.mean()) + does * tensor_s) * share,
+                    again * forward_s * share,
+                    does * whole,
+                    again * (whole - input_bytes),
+                    rows * layer.output_width * element_bytes / tp * share,
+                    layer.parameters / tp,
+                    layer.parameters / tp * layer.trained,
+                )
+            for field, value in zip(BlockCosts.__dataclass_fields__, priced[placed], strict=True):
+                if field == "output_bytes":
+                    columns[field][number] = value
+                else:
+                    columns[field][number] += value
+        return BlockCosts(**columns)
+
+    def _microbatches(
+        self, name: str, num_examples: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], int, NDArray[np.int64] | None]:
+        """Lengths of a module's items, their microbatches, how many of these, and targets of each."""
+        batch = self.batch
+        count = max(batch.num_examples // num_examples, 1)
+        of_example = np.minimum(np.arange(batch.num_examples) // num_examples, count - 1)
+        if name == BACKBONE:
+            targets = np.bincount(of_example, batch.num_targets, count).astype(np.int64)
+            return batch.sequence, of_example, count, targets
+        items = batch.items[name]
+        return items.length, of_example[items.example], count, None
