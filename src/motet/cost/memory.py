@@ -58,7 +58,7 @@ MEGATRON_BF16 = MixedPrecision(compute=2, stored=2, gradient=4, optimizer=12)
 
 
 def mixed_precision(precision: str, *, pipeline: bool) -> MixedPrecision:
-    """Of what is computed in "bf16", "fp32" ...: as Megatron's distributed optimizer has it in a pipeline, or as FSDP2."""
+    """Of what is computed in "bf16", "fp32" ...: as Megatron's distributed optimizer has it in a pipeline, or FSDP2."""
     if precision in ("fp32", "tf32"):
         return FSDP_FP32
     if precision == "fp64":

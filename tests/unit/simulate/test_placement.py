@@ -45,8 +45,8 @@ def colocated(balance, dp=4):
 def apart(encoder_dp, backbone_dp, batch_size, microbatch_size=1, balance="off"):
     units = (
         Unit("image", ({"image": 2},), dp=encoder_dp),
-        Unit("audio", ({"audio": 2},), dp=encoder_dp),
-        Unit("backbone", ({"backbone": 4},), dp=backbone_dp),
+        Unit("audio", ({"audio": 2},), dp=encoder_dp, first_rank=encoder_dp),
+        Unit("backbone", ({"backbone": 4},), dp=backbone_dp, first_rank=2 * encoder_dp),
     )
     return Plan(MODEL, CLUSTER, units, batch_size, microbatch_size, balance=balance)
 
