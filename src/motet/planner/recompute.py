@@ -115,15 +115,16 @@ def _undominated(states: NDArray[np.int64], needed: int) -> NDArray[np.int64]:
 class StageBytes:
     """What a stage takes on one of its ranks when nothing is recomputed, as `cost.memory.stage_memory` counts it.
 
-    state_bytes: parameters, gradients, optimizer. kept_bytes: activations of all microbatches in flight.
-    transient_bytes: the largest.
+    state_bytes: parameters, gradients, optimizer. sharding_bytes: transients of gathers and reductions.
+    kept_bytes: activations of all microbatches in flight. largest_bytes: transients of the layer that has the largest.
     spared_bytes, working_bytes: [num_blocks] of each module of the stage: what recomputing a block spares of all in
-                                 flight, and the transients while it is recomputed.
+                                 flight, and the transients of its layer while it is recomputed.
     """
 
     state_bytes: int
+    sharding_bytes: int
     kept_bytes: int
-    transient_bytes: int
+    largest_bytes: int
     spared_bytes: Mapping[str, Column]
     working_bytes: Mapping[str, Column]
 
@@ -156,11 +157,12 @@ def stage_bytes(
         largest = max(largest, size.gradients)
         if recomputed:
             spared[name][-1] += in_flight * (size.saved - size.input)
-            working[name][-1] = max(working[name][-1], held.transient + size.saved - size.input + size.gradients)
+            working[name][-1] = max(working[name][-1], size.saved - size.input + size.gradients)
     return StageBytes(
         held.held_bytes,
+        held.transient,
         kept * in_flight,
-        held.transient + largest,
+        largest,
         {name: np.array(column) for name, column in spared.items()},
         {name: np.array(column) for name, column in working.items()},
     )
@@ -198,10 +200,10 @@ def fit_rank(
     the largest transients count once.
     """
     base = sum(stage.state_bytes + stage.kept_bytes for stage in stages)
-    idle = max(stage.transient_bytes for stage in stages)
+    idle = max(stage.sharding_bytes + stage.largest_bytes for stage in stages)
     spared = {(n, name): column for n, stage in enumerate(stages) for name, column in stage.spared_bytes.items()}
     grown = {
-        (n, name): np.maximum(column - idle, 0)
+        (n, name): np.maximum(stage.sharding_bytes + column - idle, 0)
         for n, stage in enumerate(stages)
         for name, column in stage.working_bytes.items()
     }
