@@ -1,0 +1,285 @@
+"""Colocated data parallelism: every rank has a share of every module (FSDP) and examples of its own (OrchMLLM).
+
+Decided are what is sharded and over how many ranks, how many examples a rank takes at a time, and what is recomputed.
+Memory holds the fullest rank's activations, so that balanced lengths let larger microbatches fit (section 8.1): fewer
+gathers, and each hidden behind more computation. Everything is first weighed as if balance were perfect, which takes no
+placement; the best of it is then placed as training and the simulator place it, and weighed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from motet.core.errors import UserError
+from motet.core.plan import Plan, Unit
+from motet.core.workload import BACKBONE
+from motet.planner.candidate import Candidate, Pins, RuledOut
+from motet.planner.colocated import Load, State, even_load, fit, placed_load, state_of
+from motet.planner.job import Job
+from motet.planner.recompute import Fit, Mode
+from motet.planner.sharding import Sharded, Zero, shardings, step_s
+from motet.schedule import check_fit
+
+NAME = "data parallel"
+Balance = Literal["off", "joint", "per_phase", "auto"]
+MAX_CANDIDATES = 6
+_MAX_PER_SIZE = 3
+"""Shardings that are proposed of a size of microbatches."""
+_TENSOR = (1, 2, 4, 8)
+
+
+def data_parallel(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
+    """A `Strategy`. Without tensor parallelism; with the least of it that fits, where nothing fits without.
+
+    Rules out what no rank has memory for, and batch sizes that do not divide among the ranks.
+    """
+    if not pins.allow(pp=1, schedule="data_parallel"):
+        return
+    for tp in (pins.tp,) if pins.tp else _TENSOR:
+        if not pins.tp and job.cluster.ranks_per_node % tp:
+            continue
+        found = list(_Ranks(job, pins, tp).proposals())
+        yield from found
+        if any(isinstance(one, Candidate) for one in found) or not any(
+            isinstance(one, RuledOut) and one.lacks_bytes for one in found
+        ):
+            return
+
+
+@dataclass(frozen=True, eq=False)
+class _Weighed:
+    """A sharding with microbatches of a size: what is recomputed, and what a step is estimated to take."""
+
+    unit: Unit
+    size: int
+    fit: Fit
+    estimate_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Ranks:
+    """The search over the ranks that share no example: num_ranks // tp of them."""
+
+    job: Job
+    pins: Pins
+    tp: int
+
+    @property
+    def dp(self) -> int:
+        return self.pins.dp or self.job.cluster.num_ranks // self.tp
+
+    @property
+    def balance(self) -> Balance:
+        return "off" if self.dp == 1 else self.pins.balance or "auto"
+
+    def proposals(self) -> Iterator[Candidate | RuledOut]:
+        if (wrong := self._wrong()) is not None:
+            yield wrong
+            return
+        weighed, lacking = self._weigh_evenly()
+        yield from self._without_memory(weighed, lacking)
+        yield from self._placed(weighed)
+
+    def _wrong(self) -> RuledOut | None:
+        """What does not divide, or cannot be run so."""
+        what, size = f"DP {self.dp}", self.job.batch_size
+        if not 1 <= self.dp * self.tp <= self.job.cluster.num_ranks:
+            num_ranks = self.job.cluster.num_ranks
+            why = f"DP {self.dp} with TP {self.tp} needs {self.dp * self.tp} ranks; the cluster has {num_ranks}."
+            return RuledOut(NAME, what, why)
+        if size % self.dp:
+            below = size // self.dp * self.dp
+            fitting = [f"a batch of {near:,}" for near in (below, below + self.dp) if near]
+            why = f"{size:,} examples do not divide among {self.dp:,} ranks."
+            return RuledOut(NAME, what, why, mends=tuple(fitting))
+        if not self._sizes:
+            why = f"{size // self.dp} examples a rank are no multiple of {self.pins.microbatch_size} at a time."
+            return RuledOut(NAME, what, why)
+        try:
+            check_fit(self._plan(self._unit(3, 0), self._sizes[-1]))
+        except UserError as error:
+            return RuledOut(NAME, what, str(error))
+        return None
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """Examples that a rank can take at a time, the most first."""
+        per_rank = self.job.batch_size // self.dp
+        fitting = [size for size in range(per_rank, 0, -1) if per_rank % size == 0]
+        return [size for size in fitting if self.pins.allow(microbatch_size=size)]
+
+    def _unit(self, zero: Zero, shard_size: int, recompute: Mapping[str, int] | None = None) -> Unit:
+        order = [module.name for module in self.job.model.modules if module.name != BACKBONE] + [BACKBONE]
+        stage = {name: len(self.job.model.module(name).blocks) for name in order}
+        chosen = {name: count for name, count in (recompute or {}).items() if count}
+        recomputed = (chosen,) if chosen else ()
+        return Unit("all", (stage,), 0, self.dp, 1, self.tp, recompute=recomputed, zero=zero, shard_size=shard_size)
+
+    def _plan(self, unit: Unit, size: int) -> Plan:
+        job = self.job
+        return Plan(
+            job.model,
+            job.cluster,
+            (unit,),
+            job.batch_size,
+            size,
+            "data_parallel",
+            precision=job.precision,
+            balance=self.balance,
+        )
+
+    def _weigh(self, load: Load, unit: Unit, state: Mapping[str, State], size: int) -> _Weighed:
+        found = fit(load, state, self.job.capacity_bytes, self.pins.recompute or "least")
+        exchanged = self.balance in ("per_phase", "auto")
+        seconds = step_s(load, self._sharded(unit), found.recompute[0], exchanged=exchanged)
+        return _Weighed(unit, size, found, seconds)
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int], Sharded]:
+        return {}
+
+    def _sharded(self, unit: Unit) -> Sharded:
+        key = unit.zero, unit.shard_size
+        if key not in self._known:
+            self._known[key] = Sharded.of(self.job, unit)
+        return self._known[key]
+
+    def _weigh_evenly(self) -> tuple[list[_Weighed], list[_Weighed]]:
+        """All shardings and sizes, as if balance were perfect: those that fit, best first, and the others."""
+        per_rank = self.job.batch_size // self.dp
+        loads = {size: even_load(self.job, self.dp, per_rank // size, self.tp) for size in self._sizes}
+        found = []
+        for zero, shard_size in shardings(self.job, self.dp, self.tp):
+            unit = self._unit(zero, shard_size)
+            state = state_of(self.job, unit)
+            found += [self._weigh(load, unit, state, size) for size, load in loads.items()]
+        fitting = [one for one in found if not one.fit.lacks_bytes]
+        lacking = [one for one in found if one.fit.lacks_bytes]
+        return sorted(fitting, key=lambda one: one.estimate_s), sorted(
+            lacking, key=lambda one: (one.fit.lacks_bytes, one.size)
+        )
+
+    def _without_memory(self, fitting: Sequence[_Weighed], lacking: Sequence[_Weighed]) -> Iterator[RuledOut]:
+        """Of each ZeRO stage that never fits, and of larger microbatches than those that fit, the nearest miss."""
+        for zero in (3, 2, 0):
+            missed = [one for one in lacking if one.unit.zero == zero]
+            if missed and all(one.unit.zero != zero for one in fitting):
+                mends = [f"ZeRO {fitting[0].unit.zero}"] if fitting else [f"TP {tp}" for tp in self._more_tensor()]
+                yield self._lacks(missed[0], mends)
+        largest = max((one.size for one in fitting), default=0)
+        larger = [one for one in lacking if fitting and one.size > largest]
+        if larger:
+            yield self._lacks(larger[0], [f"{largest} examples at a time"])
+
+    def _more_tensor(self) -> list[int]:
+        """Tensor parallelism of which a rank would fit, with one example at a time: the least."""
+        for tp in _TENSOR:
+            ranks = _Ranks(self.job, replace(self.pins, dp=None), tp)
+            if tp <= self.tp or self.job.cluster.ranks_per_node % tp or ranks.dp < 1:
+                continue
+            count = max(self.job.batch_size // ranks.dp, 1)
+            load = even_load(self.job, ranks.dp, count, tp)
+            found = fit(load, state_of(self.job, ranks._unit(3, 0)), self.job.capacity_bytes, "full")
+            if not found.lacks_bytes:
+                return [tp]
+        return []
+
+    def _lacks(self, missed: _Weighed, mends: Sequence[str]) -> RuledOut:
+        recomputed = "no" if self.pins.recompute == "none" else "full"
+        why = (
+            f"A rank lacks {_gbytes(missed.fit.lacks_bytes)} of {_gbytes(self.job.capacity_bytes)} with {recomputed} "
+            f"recomputation and {_examples(missed.size)} at a time."
+        )
+        return RuledOut(NAME, self._what(missed), why, missed.fit.lacks_bytes, tuple(mends))
+
+    def _placed(self, weighed: Sequence[_Weighed]) -> Iterator[Candidate | RuledOut]:
+        """The best sizes, as they are balanced, each with its best shardings; as long as perfect balance would make the
+        next size better than what was found.
+        """
+        found: list[tuple[Load, _Weighed]] = []
+        for size in dict.fromkeys(one.size for one in weighed):
+            best = [one for one in weighed if one.size == size][:_MAX_PER_SIZE]
+            if len(found) >= MAX_CANDIDATES or any(one.estimate_s <= best[0].estimate_s for _, one in found):
+                break
+            load = placed_load(self.job, self._plan(best[0].unit, size))
+            again = [self._weigh(load, one.unit, state_of(self.job, one.unit), size) for one in best]
+            fitting = [one for one in again if not one.fit.lacks_bytes]
+            found += [(load, one) for one in fitting]
+            if not fitting:
+                yield self._lacks(min(again, key=lambda one: one.fit.lacks_bytes), ["fewer examples at a time"])
+        for load, one in sorted(found, key=lambda pair: pair[1].estimate_s)[:MAX_CANDIDATES]:
+            yield self._candidate(load, one)
+
+    def _candidate(self, load: Load, one: _Weighed) -> Candidate:
+        recompute = one.fit.recompute[0]
+        unit = self._unit(one.unit.zero, one.unit.shard_size, recompute)
+        bound_s = load.busiest_s(recompute) + self._sharded(one.unit).step_s
+        plan = self._plan(unit, one.size)
+        return Candidate(NAME, self._what(one), plan, one.estimate_s, bound_s, tuple(self._facts(load, one)))
+
+    def _what(self, one: _Weighed) -> str:
+        tensor = f"TP {self.tp}, " if self.tp > 1 else ""
+        groups = f" in groups of {one.unit.shard_size}" if one.unit.shard_size else ""
+        return f"{tensor}DP {self.dp}, ZeRO {one.unit.zero}{groups}, {_examples(one.size)} at a time"
+
+    def _facts(self, load: Load, one: _Weighed) -> Iterator[str]:
+        recompute, sharded = one.fit.recompute[0], self._sharded(one.unit)
+        again_s = load.waiting_s(recompute) - load.waiting_s({})
+        if self.balance != "off":
+            most, kept = self._most_unbalanced(one), " with everything recomputed" if again_s else ""
+            if most < one.size:
+                yield f"Balanced lengths let {_examples(one.size)} a rank fit; unbalanced, {most}{kept}."
+            waits, longer = load.waiting_s(recompute), self._unbalanced(one.size, None).waiting_s(recompute)
+            if longer > waits:
+                yield f"The busiest ranks compute for {waits:.3g} s a step; without balancing, for {longer:.3g} s."
+        number = self.job.batch_size // self.dp // one.size
+        if one.unit.shard_size:
+            whole = self._sharded(replace(one.unit, shard_size=0)).communication_s(number)
+            yield (
+                f"Sharding in groups of {one.unit.shard_size} communicates for {sharded.communication_s(number):.3g} s "
+                f"a step, hidden or not; over all {self.dp:,} ranks, for {whole:.3g} s."
+            )
+        if again_s:
+            counts = [
+                f"{count} of {len(self.job.model.module(name).blocks)} layers of {name}"
+                for name, count in recompute.items()
+                if count
+            ]
+            yield f"Recomputes {', '.join(counts)}: {again_s:.3g} s a step."
+
+    def _unbalanced(self, size: int, batch_size: int | None) -> Load:
+        """Examples where they are drawn: of the whole batch, or the first batch_size of it."""
+        key = size, batch_size
+        if key not in self._unbalanced_loads:
+            plan = self._plan(self._unit(3, 0), size)
+            plan = replace(plan, batch_size=batch_size or plan.batch_size, balance="off")
+            self._unbalanced_loads[key] = placed_load(self.job, plan)
+        return self._unbalanced_loads[key]
+
+    @cached_property
+    def _unbalanced_loads(self) -> dict[tuple[int, int | None], Load]:
+        return {}
+
+    def _most_unbalanced(self, one: _Weighed) -> int:
+        """Examples of a rank, at most one.size, that fit where nothing is balanced: with all recomputation there is, if
+        it takes any.
+        """
+        mode: Mode = self.pins.recompute or ("full" if any(one.fit.recompute[0].values()) else "none")
+        state, fits, above = state_of(self.job, one.unit), 0, one.size + 1
+        while above - fits > 1:
+            size = (fits + above) // 2
+            load = self._unbalanced(size, size * self.dp)
+            enough = not fit(load, state, self.job.capacity_bytes, mode).lacks_bytes
+            fits, above = (size, above) if enough else (fits, size)
+        return fits
+
+
+def _examples(count: int) -> str:
+    return f"{count:,} example{'' if count == 1 else 's'}"
+
+
+def _gbytes(size_bytes: float) -> str:
+    return f"{size_bytes / 1e9:.1f} GB"
