@@ -8,6 +8,7 @@ placement; the best of it is then placed as training and the simulator place it,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -163,29 +164,35 @@ class _Ranks:
         )
 
     def _without_memory(self, fitting: Sequence[_Weighed], lacking: Sequence[_Weighed]) -> Iterator[RuledOut]:
-        """Of each ZeRO stage that never fits, and of larger microbatches than those that fit, the nearest miss."""
+        """The nearest miss: of each ZeRO stage that never fits, and of larger microbatches than those that fit; where
+        nothing fits, of all.
+        """
+        if not fitting:
+            yield self._lacks(lacking[0], self._mends(lacking[0]))
+            return
         for zero in (3, 2, 0):
             missed = [one for one in lacking if one.unit.zero == zero]
             if missed and all(one.unit.zero != zero for one in fitting):
-                mends = [f"ZeRO {fitting[0].unit.zero}"] if fitting else [f"TP {tp}" for tp in self._more_tensor()]
-                yield self._lacks(missed[0], mends)
-        largest = max((one.size for one in fitting), default=0)
-        larger = [one for one in lacking if fitting and one.size > largest]
+                yield self._lacks(missed[0], [f"ZeRO {fitting[0].unit.zero}"])
+        largest = max(one.size for one in fitting)
+        larger = [one for one in lacking if one.size > largest]
         if larger:
-            yield self._lacks(larger[0], [f"{largest} examples at a time"])
+            yield self._lacks(larger[0], [f"{_examples(largest)} at a time"])
 
-    def _more_tensor(self) -> list[int]:
-        """Tensor parallelism of which a rank would fit, with one example at a time: the least."""
+    def _mends(self, missed: _Weighed) -> list[str]:
+        """Nodes over which the state would be small enough, and the least tensor parallelism with which a rank fits."""
+        mends, cluster = [], self.job.cluster
+        held = sum(own.held_bytes for own in state_of(self.job, missed.unit).values())
+        if missed.unit.zero == 3 and held > missed.fit.lacks_bytes:
+            needed = cluster.num_ranks * held / (held - missed.fit.lacks_bytes)
+            mends.append(f"{math.ceil(needed / cluster.ranks_per_node):,} nodes")
         for tp in _TENSOR:
             ranks = _Ranks(self.job, replace(self.pins, dp=None), tp)
-            if tp <= self.tp or self.job.cluster.ranks_per_node % tp or ranks.dp < 1:
-                continue
-            count = max(self.job.batch_size // ranks.dp, 1)
-            load = even_load(self.job, ranks.dp, count, tp)
-            found = fit(load, state_of(self.job, ranks._unit(3, 0)), self.job.capacity_bytes, "full")
-            if not found.lacks_bytes:
-                return [tp]
-        return []
+            if tp > self.tp and cluster.ranks_per_node % tp == 0:
+                load = even_load(self.job, ranks.dp, max(self.job.batch_size // ranks.dp, 1), tp)
+                if not fit(load, state_of(self.job, ranks._unit(3, 0)), self.job.capacity_bytes, "full").lacks_bytes:
+                    return [*mends, f"TP {tp}"]
+        return mends
 
     def _lacks(self, missed: _Weighed, mends: Sequence[str]) -> RuledOut:
         recomputed = "no" if self.pins.recompute == "none" else "full"
@@ -237,11 +244,13 @@ class _Ranks:
                 yield f"The busiest ranks compute for {waits:.3g} s a step; without balancing, for {longer:.3g} s."
         number = self.job.batch_size // self.dp // one.size
         if one.unit.shard_size:
-            whole = self._sharded(replace(one.unit, shard_size=0)).communication_s(number)
-            yield (
-                f"Sharding in groups of {one.unit.shard_size} communicates for {sharded.communication_s(number):.3g} s "
-                f"a step, hidden or not; over all {self.dp:,} ranks, for {whole:.3g} s."
-            )
+            own_s = sharded.communication_s(number)
+            whole_s = self._sharded(replace(one.unit, shard_size=0)).communication_s(number)
+            if whole_s > own_s:
+                yield (
+                    f"Sharding in groups of {one.unit.shard_size} communicates for {own_s:.3g} s a step, hidden or "
+                    f"not; over all {self.dp:,} ranks, for {whole_s:.3g} s."
+                )
         if again_s:
             counts = [
                 f"{count} of {len(self.job.model.module(name).blocks)} layers of {name}"
