@@ -33,21 +33,26 @@ _TENSOR = (1, 2, 4, 8)
 
 
 def data_parallel(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
-    """A `Strategy`. Without tensor parallelism; with the least of it that fits, where nothing fits without.
+    """A `Strategy`: over all ranks (or those of the dp and tp that are pinned), alone and with tensor parallelism.
 
     Rules out what no rank has memory for, and batch sizes that do not divide among the ranks.
     """
     if not pins.allow(pp=1, schedule="data_parallel"):
         return
+    found: list[_Placed] = []
+    said: set[str] = set()
     for tp in (pins.tp,) if pins.tp else _TENSOR:
         if not pins.tp and job.cluster.ranks_per_node % tp:
             continue
-        found = list(_Ranks(job, pins, tp).proposals())
-        yield from found
-        if any(isinstance(one, Candidate) for one in found) or not any(
-            isinstance(one, RuledOut) and one.lacks_bytes for one in found
-        ):
-            return
+        best_s = min((one.weighed.estimate_s for one in found), default=math.inf)
+        for one in _Ranks(job, pins, tp).proposals(best_s):
+            if isinstance(one, _Placed):
+                found.append(one)
+            elif not found and one.why not in said:
+                said.add(one.why)
+                yield one
+    for placed in sorted(found, key=lambda one: one.weighed.estimate_s)[:MAX_CANDIDATES]:
+        yield placed.ranks.candidate(placed.load, placed.weighed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +63,15 @@ class _Weighed:
     size: int
     fit: Fit
     estimate_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Placed:
+    """What fits when it is placed."""
+
+    ranks: _Ranks
+    load: Load
+    weighed: _Weighed
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,13 +90,18 @@ class _Ranks:
     def balance(self) -> Balance:
         return "off" if self.dp == 1 else self.pins.balance or "auto"
 
-    def proposals(self) -> Iterator[Candidate | RuledOut]:
+    def proposals(self, best_s: float) -> Iterator[_Placed | RuledOut]:
+        """What may be better than best_s, a step that another tensor parallelism gives."""
         if (wrong := self._wrong()) is not None:
             yield wrong
-            return
-        weighed, lacking = self._weigh_evenly()
-        yield from self._without_memory(weighed, lacking)
-        yield from self._placed(weighed)
+        elif self._floor_s() < best_s:
+            weighed, lacking = self._weigh_evenly()
+            yield from self._without_memory(weighed, lacking)
+            yield from self._placed(weighed, best_s)
+
+    def _floor_s(self) -> float:
+        """Computation with all examples at a time and no recomputation: no step is estimated to take less."""
+        return even_load(self.job, self.dp, 1, self.tp).waiting_s({})
 
     def _wrong(self) -> RuledOut | None:
         """What does not divide, or cannot be run so."""
@@ -202,25 +221,25 @@ class _Ranks:
         )
         return RuledOut(NAME, self._what(missed), why, missed.fit.lacks_bytes, tuple(mends))
 
-    def _placed(self, weighed: Sequence[_Weighed]) -> Iterator[Candidate | RuledOut]:
+    def _placed(self, weighed: Sequence[_Weighed], best_s: float) -> Iterator[_Placed | RuledOut]:
         """The best sizes, as they are balanced, each with its best shardings; as long as perfect balance would make the
         next size better than what was found.
         """
-        found: list[tuple[Load, _Weighed]] = []
+        num_found = 0
         for size in dict.fromkeys(one.size for one in weighed):
             best = [one for one in weighed if one.size == size][:_MAX_PER_SIZE]
-            if len(found) >= MAX_CANDIDATES or any(one.estimate_s <= best[0].estimate_s for _, one in found):
-                break
+            if num_found >= MAX_CANDIDATES or best_s <= best[0].estimate_s:
+                return
             load = placed_load(self.job, self._plan(best[0].unit, size))
             again = [self._weigh(load, one.unit, state_of(self.job, one.unit), size) for one in best]
             fitting = [one for one in again if not one.fit.lacks_bytes]
-            found += [(load, one) for one in fitting]
+            yield from (_Placed(self, load, one) for one in fitting)
+            num_found += len(fitting)
+            best_s = min([best_s, *(one.estimate_s for one in fitting)])
             if not fitting:
                 yield self._lacks(min(again, key=lambda one: one.fit.lacks_bytes), ["fewer examples at a time"])
-        for load, one in sorted(found, key=lambda pair: pair[1].estimate_s)[:MAX_CANDIDATES]:
-            yield self._candidate(load, one)
 
-    def _candidate(self, load: Load, one: _Weighed) -> Candidate:
+    def candidate(self, load: Load, one: _Weighed) -> Candidate:
         recompute = one.fit.recompute[0]
         unit = self._unit(one.unit.zero, one.unit.shard_size, recompute)
         bound_s = load.busiest_s(recompute) + self._sharded(one.unit).step_s
