@@ -95,7 +95,7 @@ class _Ranks:
         if (wrong := self._wrong()) is not None:
             yield wrong
         elif self._floor_s() < best_s:
-            weighed, lacking = self._weigh_evenly()
+            weighed, lacking = self._weigh_evenly(best_s)
             yield from self._without_memory(weighed, lacking)
             yield from self._placed(weighed, best_s)
 
@@ -153,9 +153,10 @@ class _Ranks:
 
     def _weigh(self, load: Load, unit: Unit, state: Mapping[str, State], size: int) -> _Weighed:
         found = fit(load, state, self.job.capacity_bytes, self.pins.recompute or "least")
-        exchanged = self.balance in ("per_phase", "auto")
-        seconds = step_s(load, self._sharded(unit), found.recompute[0], exchanged=exchanged)
-        return _Weighed(unit, size, found, seconds)
+        return _Weighed(unit, size, found, self._step_s(load, unit, found.recompute[0]))
+
+    def _step_s(self, load: Load, unit: Unit, recompute: Mapping[str, int]) -> float:
+        return step_s(load, self._sharded(unit), recompute, exchanged=self.balance in ("per_phase", "auto"))
 
     @cached_property
     def _known(self) -> dict[tuple[int, int], Sharded]:
@@ -167,15 +168,21 @@ class _Ranks:
             self._known[key] = Sharded.of(self.job, unit)
         return self._known[key]
 
-    def _weigh_evenly(self) -> tuple[list[_Weighed], list[_Weighed]]:
-        """All shardings and sizes, as if balance were perfect: those that fit, best first, and the others."""
+    def _weigh_evenly(self, best_s: float) -> tuple[list[_Weighed], list[_Weighed]]:
+        """All shardings and sizes, as if balance were perfect: those that fit, best first, and the rest; without those
+        that would not beat best_s even if they recomputed nothing.
+        """
         per_rank = self.job.batch_size // self.dp
         loads = {size: even_load(self.job, self.dp, per_rank // size, self.tp) for size in self._sizes}
         found = []
         for zero, shard_size in shardings(self.job, self.dp, self.tp):
             unit = self._unit(zero, shard_size)
             state = state_of(self.job, unit)
-            found += [self._weigh(load, unit, state, size) for size, load in loads.items()]
+            found += [
+                self._weigh(load, unit, state, size)
+                for size, load in loads.items()
+                if self._step_s(load, unit, {}) < best_s
+            ]
         fitting = [one for one in found if not one.fit.lacks_bytes]
         lacking = [one for one in found if one.fit.lacks_bytes]
         return sorted(fitting, key=lambda one: one.estimate_s), sorted(
@@ -187,7 +194,7 @@ class _Ranks:
         nothing fits, of all.
         """
         if not fitting:
-            yield self._lacks(lacking[0], self._mends(lacking[0]))
+            yield from (self._lacks(missed, self._mends(missed)) for missed in lacking[:1])
             return
         for zero in (3, 2, 0):
             missed = [one for one in lacking if one.unit.zero == zero]

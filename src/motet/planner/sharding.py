@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.core.plan import Unit
-from motet.core.workload import BACKBONE
 from motet.planner.colocated import Load
 from motet.planner.job import Job
 from motet.schedule.layout import MAX_PARTS
@@ -100,7 +99,7 @@ def step_s(load: Load, sharded: Sharded, recompute: Mapping[str, int], *, exchan
             again_s = gather_s if sharded.unit.zero == 3 or not reduce_s else 0.0
             reduced_s = reduce_s + last * replicas_s
             total += _pass_s(backward_s, again_s + reduced_s, num_parts) + (again_s + reduced_s) / num_parts
-        if exchanged and name != BACKBONE:
+        if exchanged and own.moved_bytes.any():
             moved_s = load.job.cost.exchange_seconds(own.moved_bytes, range(0, sharded.unit.num_ranks, load.tp))
             total += moved_s * (2 if load.job.model.module(name).trains else 1)
     return float(total.sum()) + sharded.step_s
