@@ -14,15 +14,17 @@ from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
 from motet.core.workload import BatchLengths, ItemLengths
 from motet.cost.analytic import Analytic
 from motet.schedule import planned, validate
-from motet.simulate.predict import place_batch, predict, predict_placed, predictions
+from motet.simulate.predict import place_batch, predict, predict_placed, predictions, stage_times_of
 from motet.simulate.pricing import Pricing
 from motet.simulate.report import out_of_memory
+from motet.simulate.traffic import Traffic
 from unit.simulate.jobs import (
     CHAIN,
     EXCHANGE_S,
     FORWARD_S,
     GATHER_S,
     INPUT_S,
+    MODELS,
     PLANS,
     SEND_S,
     STEP_S,
@@ -32,6 +34,7 @@ from unit.simulate.jobs import (
     alike,
     cluster,
     lengths,
+    of,
     plan,
     workload,
 )
@@ -174,6 +177,39 @@ def test_messages_and_the_optimizer_take_their_time():
     found = step(made, even(1), Linear)
     message_s = ROWS * 10 * 2 * SEND_S
     assert found.step_s == pytest.approx(8 * (LAYER_F + LAYER_B) + 2 * message_s + 4 * 1000 * STEP_S)
+
+
+def test_a_frozen_encoder_gets_nothing_back():
+    """Two encoders in a chain: the second one's output needs no gradient, that of the first goes back through it."""
+    made = of(MODELS["audio frozen"], plan(Unit("all", ({"image": 4}, {"audio": 3}, {"backbone": 8}), pp=3)))
+    pricing = Pricing(made, planned(made), place_batch(made, alike(16), Linear(made.cluster)), Linear(made.cluster))
+    times = stage_times_of(pricing, Traffic(pricing))
+    image_s, audio_s = 16 / 4 * 32 * 2 * SEND_S, (16 / 8 + 1) * 32 * 2 * SEND_S
+    np.testing.assert_allclose(times.send_s[1], image_s + audio_s)
+    np.testing.assert_allclose(times.return_s[1], image_s)
+
+
+def test_parts_gather_what_they_hold_and_reduce_what_learns():
+    """An encoder whose last block is as large as the others together; of the backbone the second half learns."""
+    wide = replace(LAYER, weights=3000, parameters=3000)
+    frozen = replace(LAYER, trained=False)
+    modules = (
+        Module("image", (Stack(frozen, 3), Stack(replace(wide, trained=False), 1))),
+        Module("backbone", (Stack(frozen, 6), Stack(LAYER, 6))),
+    )
+    spec = ModelSpec("uneven", modules, (("image", "backbone"),))
+    unit = Unit("all", ({"image": 4, "backbone": 12},), dp=2, zero=3)
+    found = step(plan(unit, spec=spec, batch_size=2, schedule="data_parallel"), even(1), Linear)
+    took = {}
+    for span in found.timeline:
+        if span.rank == 0:
+            took.setdefault((span.module, span.kind), []).append(span.duration_s)
+    layer_s = 1000 * 2 * GATHER_S
+    assert took["image", "GATHER"] == pytest.approx([layer_s] * 3 + [3 * layer_s])
+    assert took["backbone", "GATHER"] == pytest.approx([layer_s] * 12)
+    assert took["backbone", "GATHER_B"] == pytest.approx([layer_s] * 6)
+    assert took["backbone", "REDUCE"] == pytest.approx([2 * layer_s] * 6)
+    assert ("image", "B") not in took
 
 
 def test_gradients_of_replicas_are_reduced_and_parameters_gathered():
