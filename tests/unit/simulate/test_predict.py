@@ -33,6 +33,7 @@ from unit.simulate.jobs import (
     Linear,
     alike,
     cluster,
+    colocated,
     lengths,
     of,
     plan,
@@ -362,6 +363,22 @@ def test_balancing_shortens_a_data_parallel_step(balance):
         assert found.step_s < paid.step_s <= found.step_s + 2 * moved * 32 * 2 * EXCHANGE_S
 
 
+def test_phases_are_weighed_by_what_they_take_with_recomputation(monkeypatch):
+    import motet.simulate.predict as module
+
+    prices = []
+    monkeypatch.setattr(module, "place", lambda plan, batch, seconds, *_: prices.append(seconds))
+    for recompute in ((), ({"image": 4},)):
+        made = colocated(unit={"recompute": recompute})
+        place_batch(made, lengths(), Free(made.cluster))
+    kept, again = (price("image", np.array([10, 30])) for price in prices)
+    layers_s = 40 * 4 * 12 * 16 * FORWARD_S
+    first_s, projector_s = 40 * 30, (3 + 8) * 70
+    once = first_s * (FORWARD_S + WEIGHT_S) + projector_s * (FORWARD_S + INPUT_S + WEIGHT_S)
+    assert kept == pytest.approx(layers_s * (1 + 2 + 5) + once)
+    assert again == pytest.approx(kept + layers_s)
+
+
 class Exchanges(Free):
     """Exchanges take time; gathers and reductions do not."""
 
@@ -390,6 +407,12 @@ def test_the_rank_that_lacks_memory_is_named_by_its_place_in_the_cluster():
     found = step(made, even(1))
     assert found.ranks.tolist() == [3, 6, 7] and found.num_ranks == 3
     assert out_of_memory(made, found).startswith("Out of memory on 2 of 3 ranks: rank 6, of unit 'llm', needs")
+
+
+def test_units_that_share_the_rank_that_lacks_memory_are_all_named():
+    made = PLANS["encoders together in bubbles"]
+    made = replace(made, cluster=replace(made.cluster, device=replace(made.cluster.device, memory_bytes=1000)))
+    assert ", of units 'llm', 'encoders', needs" in out_of_memory(made, step(made, lengths()))
 
 
 def test_what_does_not_fit_is_said():
