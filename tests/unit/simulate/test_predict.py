@@ -10,16 +10,16 @@ import pytest
 from motet.core.errors import UserError
 from motet.core.plan import Unit
 from motet.core.sampler import read_sampler
-from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
-from motet.core.workload import BatchLengths, ItemLengths
+from motet.core.spec import ModelSpec, Module, Stack
+from motet.core.workload import ItemLengths
 from motet.cost.analytic import Analytic
 from motet.schedule import planned, validate
-from motet.simulate.predict import place_batch, predict, predict_placed, predictions, stage_times_of
+from motet.simulate.predict import place_batch, predict, predict_placed, stage_times_of
 from motet.simulate.pricing import Pricing
 from motet.simulate.report import out_of_memory
 from motet.simulate.traffic import Traffic
+from unit.simulate.even_jobs import EVEN, LAYER, LAYER_B, LAYER_F, ROWS, Free, even, even_plan, step
 from unit.simulate.jobs import (
-    CHAIN,
     EXCHANGE_S,
     FORWARD_S,
     GATHER_S,
@@ -39,54 +39,6 @@ from unit.simulate.jobs import (
     plan,
     workload,
 )
-
-LAYER = Layer("attention", 1000, 1000, 10, 50, Attention(10, 10))
-EVEN = ModelSpec(
-    "even", (Module("image", (Stack(LAYER, 4),)), Module("backbone", (Stack(LAYER, 12),))), (("image", "backbone"),)
-)
-"""Layers that all cost the same on a row."""
-ROWS = 20
-
-
-class Free(Linear):
-    """Messages and the optimizer take no time."""
-
-    def tensor_seconds(self, layer, work, ranks):
-        return np.zeros_like(work.rows)
-
-    def send_seconds(self, size_bytes, ranks):
-        return np.zeros_like(size_bytes)
-
-    def gather_seconds(self, size_bytes, ranks):
-        return 0.0
-
-    all_reduce_seconds = gather_seconds
-
-    def exchange_seconds(self, size_bytes, ranks):
-        return np.zeros_like(size_bytes)
-
-    def step_seconds(self, num_parameters):
-        return 0.0
-
-
-def even(num_examples, rows=ROWS):
-    """As many rows in the image of each example as in its sequence."""
-    each = np.arange(num_examples)
-    sequence, num_targets, length, num_tokens = np.full((4, num_examples), rows)
-    home = np.zeros(num_examples, np.int32)
-    return BatchLengths(sequence, num_targets, home, {"image": ItemLengths(each, length, num_tokens)})
-
-
-def step(made, batch, cost=Free, **options):
-    return predict(made, workload(batch), cost(made.cluster), **options)
-
-
-def even_plan(*stages, spec=EVEN, recompute=(), **options):
-    unit = Unit("all", stages, pp=options.pop("pp", len(stages)), recompute=recompute)
-    return plan(unit, spec=spec, batch_size=options.pop("batch_size", 10), **options)
-
-
-LAYER_F, LAYER_B = ROWS * 1000 * FORWARD_S, ROWS * 1000 * (INPUT_S + WEIGHT_S)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -222,56 +174,6 @@ def test_gradients_of_replicas_are_reduced_and_parameters_gathered():
     assert found.step_s == pytest.approx(computed + collectives + 16 * 1000 / 4 * STEP_S)
 
 
-def test_the_slowest_island_is_the_step():
-    """Four replicas, and all that is long in the third one's part of the only microbatch."""
-    batch = even(8)
-    batch.sequence[4:6] *= 3
-    made = plan(Unit("all", ({"image": 4, "backbone": 12},), dp=4), spec=EVEN, batch_size=8, microbatch_size=2)
-    cost = Free(made.cluster)
-    placed = place_batch(made, batch, cost)
-    found = predict_placed(made, planned(made), placed, cost)
-    assert found.step_s == pytest.approx(2 * (4 + 3 * 12) * (LAYER_F + LAYER_B))
-
-
-def test_islands_are_told_apart_by_targets_too():
-    """Two replicas of like lengths; loss is taken on more tokens in the second."""
-    batch = alike(2)
-    batch.num_targets[1] *= 2
-    made = plan(Unit("all", ({"image": 4, "audio": 3, "backbone": 8},), dp=2), batch_size=2)
-    cost = Free(made.cluster)
-    found = predict_placed(made, planned(made), place_batch(made, batch, cost), cost)
-    swapped = replace(batch, num_targets=batch.num_targets[::-1])
-    other = predict_placed(made, planned(made), place_batch(made, swapped, cost), cost)
-    assert found.step_s == other.step_s
-
-
-def test_islands_whose_last_have_no_items_are_told_apart():
-    """Three islands of two encoder replicas; images are in the first two alone, and more of them in the second."""
-    batch = even(6)
-    few = ItemLengths(np.array([0, 1, 2]), np.array([20, 20, 20]), np.array([5, 5, 5]))
-    units = Unit("image", ({"image": 4},), dp=6), Unit("llm", ({"backbone": 12},), first_rank=6, dp=3)
-    made = plan(*units, spec=EVEN, batch_size=6, microbatch_size=2)
-    cost = Free(made.cluster)
-    placed = place_batch(made, replace(batch, items={"image": few}), cost)
-    assert len({placed.island_key(island, 3) for island in range(3)}) == 3
-
-
-def test_islands_that_are_alike_are_simulated_once(monkeypatch):
-    import motet.simulate.predict as module
-
-    made, ran = plan(Unit("all", CHAIN, pp=3, dp=4)), []
-    monkeypatch.setattr(module, "simulate", lambda *a, _run=module.simulate, **k: ran.append(1) or _run(*a, **k))
-    once = step(made, alike(1))
-    assert len(ran) == 1
-    assert once.step_s == step(replace(made, units=(replace(made.units[0], dp=1),), batch_size=4), alike(1)).step_s
-    ran.clear()
-    step(made, lengths())
-    assert len(ran) == 4
-    ran.clear()
-    step(made, alike(1), jitter=0.1)
-    assert len(ran) == 4
-
-
 @pytest.mark.parametrize("name", PLANS)
 def test_every_way_of_placing_modules_is_predicted(name):
     made, batch = PLANS[name], lengths()
@@ -383,20 +285,6 @@ class Exchanges(Free):
     """Exchanges take time; gathers and reductions do not."""
 
     exchange_seconds = Linear.exchange_seconds
-
-
-def test_one_seed_one_prediction():
-    made = plan(Unit("all", CHAIN, dp=2, pp=3))
-    runs = [step(made, lengths(200), seed=seed, jitter=0.2) for seed in (1, 1, 2)]
-    assert list(runs[0].timeline) == list(runs[1].timeline)
-    assert runs[0].step_s != runs[2].step_s
-    batches = list(predictions(made, workload(lengths(200)), Free(made.cluster), 3, seed=1, jitter=0.2))
-    assert batches[0].step_s == runs[0].step_s and len({each.step_s for each in batches}) == 3
-
-
-def test_jitter_makes_a_pipeline_longer():
-    made = plan(Unit("all", CHAIN, dp=2, pp=3), batch_size=64)
-    assert step(made, alike(1), jitter=0.4).step_s > 1.005 * step(made, alike(1)).step_s
 
 
 def test_the_rank_that_lacks_memory_is_named_by_its_place_in_the_cluster():
