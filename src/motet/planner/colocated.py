@@ -231,15 +231,15 @@ def placed_load(job: Job, plan: Plan) -> Load:
         padded = job.model.module(name).padded
         return work_of(layer, items.length, place, shape[0] * shape[1], padded=padded, num_targets=targets)
 
-    return _load(job, unit.tp, work, shape, lambda name: _moved_bytes(job, name, placement, unit.dp))
+    return _load(job, unit.tp, work, shape, lambda name: _moved_bytes(job, name, placement, unit.tp))
 
 
-def _moved_bytes(job: Job, name: str, placement: Placement, num_ranks: int) -> Table:
+def _moved_bytes(job: Job, name: str, placement: Placement, tp: int) -> Table:
     if name == BACKBONE:
         return np.zeros(placement.num_microbatches)
     width = job.model.module(name).layers[-1].output_width
-    rows = placement.exchanged_rows(name, num_ranks).astype(np.float64)
-    moved: Table = rows * width * job.mixed_precision(pipeline=False).compute
+    rows = placement.exchanged_rows(name).astype(np.float64)
+    moved: Table = rows * width * job.mixed_precision(pipeline=False).compute / tp
     return moved
 
 

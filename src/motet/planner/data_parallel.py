@@ -29,6 +29,8 @@ Balance = Literal["off", "joint", "per_phase", "auto"]
 MAX_CANDIDATES = 6
 _MAX_PER_SIZE = 3
 """Shardings that are proposed of a size of microbatches."""
+_MAX_ROUNDS = 5
+"""Placements of one of them."""
 _TENSOR = (1, 2, 4, 8)
 
 
@@ -151,9 +153,8 @@ class _Ranks:
             balance=self.balance,
         )
 
-    def _weigh(self, load: Load, unit: Unit, state: Mapping[str, State], size: int) -> _Weighed:
-        found = fit(load, state, self.job.capacity_bytes, self.pins.recompute or "least")
-        return _Weighed(unit, size, found, self._step_s(load, unit, found.recompute[0]))
+    def _fit(self, load: Load, state: Mapping[str, State]) -> Fit:
+        return fit(load, state, self.job.capacity_bytes, self.pins.recompute or "least")
 
     def _step_s(self, load: Load, unit: Unit, recompute: Mapping[str, int]) -> float:
         return step_s(load, self._sharded(unit), recompute, exchanged=self.balance in ("per_phase", "auto"))
@@ -178,11 +179,11 @@ class _Ranks:
         for zero, shard_size in shardings(self.job, self.dp, self.tp):
             unit = self._unit(zero, shard_size)
             state = state_of(self.job, unit)
-            found += [
-                self._weigh(load, unit, state, size)
-                for size, load in loads.items()
-                if self._step_s(load, unit, {}) < best_s
-            ]
+            for size, load in loads.items():
+                if self._step_s(load, unit, {}) < best_s:
+                    chosen = self._fit(load, state)
+                    estimate_s = self._step_s(load, unit, chosen.recompute[0])
+                    found.append(_Weighed(unit, size, chosen, estimate_s))
         fitting = [one for one in found if not one.fit.lacks_bytes]
         lacking = [one for one in found if one.fit.lacks_bytes]
         return sorted(fitting, key=lambda one: one.estimate_s), sorted(
@@ -237,14 +238,48 @@ class _Ranks:
             best = [one for one in weighed if one.size == size][:_MAX_PER_SIZE]
             if num_found >= MAX_CANDIDATES or best_s <= best[0].estimate_s:
                 return
-            load = placed_load(self.job, self._plan(best[0].unit, size))
-            again = [self._weigh(load, one.unit, state_of(self.job, one.unit), size) for one in best]
-            fitting = [one for one in again if not one.fit.lacks_bytes]
-            yield from (_Placed(self, load, one) for one in fitting)
+            settled = [self._settled(one) for one in best]
+            fitting = [one for one in settled if not one.weighed.fit.lacks_bytes]
+            yield from fitting
             num_found += len(fitting)
-            best_s = min([best_s, *(one.estimate_s for one in fitting)])
+            best_s = min([best_s, *(one.weighed.estimate_s for one in fitting)])
             if not fitting:
-                yield self._lacks(min(again, key=lambda one: one.fit.lacks_bytes), ["fewer examples at a time"])
+                nearest = min(settled, key=lambda one: one.weighed.fit.lacks_bytes).weighed
+                yield self._lacks(nearest, ["fewer examples at a time"])
+
+    def _settled(self, even: _Weighed) -> _Placed:
+        """What is recomputed depends on where items are, and that on what is recomputed: more, as long as it does not
+        fit; then less, once, if that fits as well.
+        """
+        unit, size, state = even.unit, even.size, state_of(self.job, even.unit)
+        recompute, fitting = even.fit.recompute[0], None
+        for _ in range(_MAX_ROUNDS):
+            load = self._load(size, recompute)
+            chosen = self._fit(load, state).recompute[0]
+            peak_bytes = load.peak_bytes(recompute, state)
+            lacks_bytes = max(peak_bytes - self.job.capacity_bytes, 0.0)
+            own = Fit((recompute,), peak_bytes, lacks_bytes)
+            here = _Placed(self, load, _Weighed(unit, size, own, self._step_s(load, unit, recompute)))
+            if chosen == recompute or (fitting and not lacks_bytes):
+                return here
+            if fitting:
+                return fitting
+            if lacks_bytes:
+                recompute = {name: max(count, chosen[name]) for name, count in recompute.items()}
+            else:
+                fitting, recompute = here, chosen
+        return fitting or here
+
+    def _load(self, size: int, recompute: Mapping[str, int]) -> Load:
+        """Placed as the simulator does it for this recomputation."""
+        key = size, tuple(sorted(recompute.items()))
+        if key not in self._loads:
+            self._loads[key] = placed_load(self.job, self._plan(self._unit(3, 0, recompute), size))
+        return self._loads[key]
+
+    @cached_property
+    def _loads(self) -> dict[tuple[int, tuple[tuple[str, int], ...]], Load]:
+        return {}
 
     def candidate(self, load: Load, one: _Weighed) -> Candidate:
         recompute = one.fit.recompute[0]
@@ -317,4 +352,4 @@ def _examples(count: int) -> str:
 
 
 def _gbytes(size_bytes: float) -> str:
-    return f"{size_bytes / 1e9:.1f} GB"
+    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
