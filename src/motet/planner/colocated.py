@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -191,28 +191,48 @@ def _trimmed(load: Load, recompute: Mapping[str, int], over: Callable[[Mapping[s
     return chosen
 
 
-def even_load(job: Job, num_ranks: int, num_microbatches: int, tp: int) -> Load:
-    """As if every rank had the mean of each microbatch, or its longest item if that is more; padding is nothing."""
-    batch, size = job.batch, job.batch.num_examples // num_microbatches
+class EvenBatch:
+    """A job's batch in perfect balance, and padding is nothing: no placement computes less, or keeps less on the
+    fullest rank. It is that of a rank with the mean of each microbatch, and of one for each module with its longest
+    item alone.
+    """
 
-    def work(name: str, layer: Layer) -> Work:
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._alone = cache(self._items)
+
+    def load(self, num_ranks: int, num_microbatches: int, tp: int) -> Load:
+        """Over num_ranks groups of tp ranks, of which those that are said above are in the Load."""
+        size, names = self.job.batch.num_examples // num_microbatches, list(self.job.model.input_gradients)
+
+        def work(name: str, layer: Layer) -> Work:
+            example, rows, pairs = self._alone(name, layer)
+            first = np.searchsorted(example, size * np.arange(num_microbatches))
+            columns = np.zeros((2, 1 + len(names), num_microbatches))
+            for own, amount in zip(columns, (rows, pairs), strict=True):
+                own[0] = _reduced(np.add, amount, first) / num_ranks
+                own[1 + names.index(name)] = _reduced(np.maximum, amount, first)
+            return Work(columns[0].ravel(), columns[1].ravel())
+
+        shape = 1 + len(names), num_microbatches
+        return _load(self.job, tp, work, shape, lambda _: np.zeros(num_microbatches))
+
+    def _items(self, name: str, layer: Layer) -> tuple[NDArray[np.int64], Table, Table]:
+        """The example of each item of a module, ascending, and its rows and pairs."""
+        batch = self.job.batch
         lengths, example = batch.sequence, np.arange(batch.num_examples)
         if name != BACKBONE:
             lengths, example = batch.items[name].length, batch.items[name].example
         targets = batch.num_targets if name == BACKBONE else None
         alone = work_of(layer, lengths, np.arange(len(lengths)), len(lengths), num_targets=targets)
-        microbatch = np.minimum(example // size, num_microbatches - 1)
-        return Work(*(_even(own, microbatch, num_microbatches, num_ranks) for own in (alone.rows, alone.pairs)))
-
-    return _load(job, tp, work, (1, num_microbatches), lambda _: np.zeros(num_microbatches))
+        return example, alone.rows, alone.pairs
 
 
-def _even(amount: Table, microbatch: NDArray[np.int64], num_microbatches: int, num_ranks: int) -> Table:
-    longest = np.zeros(num_microbatches)
-    np.maximum.at(longest, microbatch, amount)
-    mean = np.bincount(microbatch, amount, num_microbatches) / num_ranks
-    even: Table = np.maximum(mean, longest)
-    return even
+def _reduced(join: np.ufunc, amount: Table, first: NDArray[np.int64]) -> Table:
+    """Of the microbatches that start at the items `first`; 0 where there is no item."""
+    has_items = np.diff(np.append(first, len(amount))) > 0
+    joined: Table = np.where(has_items, join.reduceat(np.append(amount, 0.0), first), 0.0)
+    return joined
 
 
 def placed_load(job: Job, plan: Plan) -> Load:

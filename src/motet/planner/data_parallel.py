@@ -18,7 +18,7 @@ from motet.core.errors import UserError
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Candidate, Pins, RuledOut
-from motet.planner.colocated import Load, State, even_load, fit, placed_load, state_of
+from motet.planner.colocated import EvenBatch, Load, State, fit, placed_load, state_of
 from motet.planner.job import Job
 from motet.planner.recompute import Fit, Mode
 from motet.planner.sharding import Sharded, Zero, shardings, step_s
@@ -29,6 +29,8 @@ Balance = Literal["off", "joint", "per_phase", "auto"]
 MAX_CANDIDATES = 6
 _MAX_PER_SIZE = 3
 """Shardings that are proposed of a size of microbatches."""
+_FAR = 1.3
+"""How much slower than the best a step may be in perfect balance, and still be the best when it is placed."""
 _MAX_ROUNDS = 5
 """Placements of one of them."""
 _TENSOR = (1, 2, 4, 8)
@@ -42,12 +44,13 @@ def data_parallel(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     if not pins.allow(pp=1, schedule="data_parallel"):
         return
     found: list[_Placed] = []
+    even = EvenBatch(job)
     said: set[str] = set()
     for tp in (pins.tp,) if pins.tp else _TENSOR:
         if not pins.tp and job.cluster.ranks_per_node % tp:
             continue
         best_s = min((one.weighed.estimate_s for one in found), default=math.inf)
-        for one in _Ranks(job, pins, tp).proposals(best_s):
+        for one in _Ranks(job, pins, tp, even).proposals(best_s):
             if isinstance(one, _Placed):
                 found.append(one)
             elif not found and one.why not in said:
@@ -83,6 +86,7 @@ class _Ranks:
     job: Job
     pins: Pins
     tp: int
+    even: EvenBatch
 
     @property
     def dp(self) -> int:
@@ -103,7 +107,7 @@ class _Ranks:
 
     def _floor_s(self) -> float:
         """Computation with all examples at a time and no recomputation: no step is estimated to take less."""
-        return even_load(self.job, self.dp, 1, self.tp).waiting_s({})
+        return self.even.load(self.dp, 1, self.tp).waiting_s({})
 
     def _wrong(self) -> RuledOut | None:
         """What does not divide, or cannot be run so."""
@@ -159,36 +163,46 @@ class _Ranks:
     def _step_s(self, load: Load, unit: Unit, recompute: Mapping[str, int]) -> float:
         return step_s(load, self._sharded(unit), recompute, exchanged=self.balance in ("per_phase", "auto"))
 
-    @cached_property
-    def _known(self) -> dict[tuple[int, int], Sharded]:
-        return {}
-
     def _sharded(self, unit: Unit) -> Sharded:
         key = unit.zero, unit.shard_size
         if key not in self._known:
             self._known[key] = Sharded.of(self.job, unit)
         return self._known[key]
 
+    def _state(self, unit: Unit) -> Mapping[str, State]:
+        key = unit.zero, unit.shard_size
+        if key not in self._states:
+            self._states[key] = state_of(self.job, unit)
+        return self._states[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int], Sharded]:
+        return {}
+
+    @cached_property
+    def _states(self) -> dict[tuple[int, int], Mapping[str, State]]:
+        return {}
+
     def _weigh_evenly(self, best_s: float) -> tuple[list[_Weighed], list[_Weighed]]:
-        """All shardings and sizes, as if balance were perfect: those that fit, best first, and the rest; without those
-        that would not beat best_s even if they recomputed nothing.
+        """All shardings and sizes, as if balance were perfect: those that fit, best first, and the rest. Left out are
+        those that, if they recomputed nothing, would not beat best_s, or be far behind the best that fits.
         """
         per_rank = self.job.batch_size // self.dp
-        loads = {size: even_load(self.job, self.dp, per_rank // size, self.tp) for size in self._sizes}
-        found = []
-        for zero, shard_size in shardings(self.job, self.dp, self.tp):
-            unit = self._unit(zero, shard_size)
-            state = state_of(self.job, unit)
-            for size, load in loads.items():
-                if self._step_s(load, unit, {}) < best_s:
-                    chosen = self._fit(load, state)
-                    estimate_s = self._step_s(load, unit, chosen.recompute[0])
-                    found.append(_Weighed(unit, size, chosen, estimate_s))
-        fitting = [one for one in found if not one.fit.lacks_bytes]
-        lacking = [one for one in found if one.fit.lacks_bytes]
-        return sorted(fitting, key=lambda one: one.estimate_s), sorted(
-            lacking, key=lambda one: (one.fit.lacks_bytes, one.size)
-        )
+        loads = {size: self.even.load(self.dp, per_rank // size, self.tp) for size in self._sizes}
+        units = [self._unit(zero, shard_size) for zero, shard_size in shardings(self.job, self.dp, self.tp)]
+        pairs = [(self._step_s(load, unit, {}), unit, size) for unit in units for size, load in loads.items()]
+        fitting: list[_Weighed] = []
+        lacking: list[_Weighed] = []
+        for floor_s, unit, size in sorted(pairs, key=lambda pair: pair[0]):
+            far_s = _FAR * min((one.estimate_s for one in fitting), default=math.inf)
+            if floor_s >= min(best_s, far_s):
+                break
+            chosen = self._fit(loads[size], self._state(unit))
+            one = _Weighed(unit, size, chosen, self._step_s(loads[size], unit, chosen.recompute[0]))
+            (lacking if chosen.lacks_bytes else fitting).append(one)
+        fitting.sort(key=lambda one: one.estimate_s)
+        lacking.sort(key=lambda one: (one.fit.lacks_bytes, one.size))
+        return fitting, lacking
 
     def _without_memory(self, fitting: Sequence[_Weighed], lacking: Sequence[_Weighed]) -> Iterator[RuledOut]:
         """The nearest miss: of each ZeRO stage that never fits, and of larger microbatches than those that fit; where
@@ -209,15 +223,15 @@ class _Ranks:
     def _mends(self, missed: _Weighed) -> list[str]:
         """Nodes over which the state would be small enough, and the least tensor parallelism with which a rank fits."""
         mends, cluster = [], self.job.cluster
-        held = sum(own.held_bytes for own in state_of(self.job, missed.unit).values())
+        held = sum(own.held_bytes for own in self._state(missed.unit).values())
         if missed.unit.zero == 3 and held > missed.fit.lacks_bytes:
             needed = cluster.num_ranks * held / (held - missed.fit.lacks_bytes)
             mends.append(f"{math.ceil(needed / cluster.ranks_per_node):,} nodes")
         for tp in _TENSOR:
-            ranks = _Ranks(self.job, replace(self.pins, dp=None), tp)
+            ranks = replace(self, pins=replace(self.pins, dp=None), tp=tp)
             if tp > self.tp and cluster.ranks_per_node % tp == 0:
-                load = even_load(self.job, ranks.dp, max(self.job.batch_size // ranks.dp, 1), tp)
-                if not fit(load, state_of(self.job, ranks._unit(3, 0)), self.job.capacity_bytes, "full").lacks_bytes:
+                load = self.even.load(ranks.dp, max(self.job.batch_size // ranks.dp, 1), tp)
+                if not fit(load, ranks._state(ranks._unit(3, 0)), self.job.capacity_bytes, "full").lacks_bytes:
                     return [*mends, f"TP {tp}"]
         return mends
 
@@ -251,7 +265,7 @@ class _Ranks:
         """What is recomputed depends on where items are, and that on what is recomputed: more, as long as it does not
         fit; then less, once, if that fits as well.
         """
-        unit, size, state = even.unit, even.size, state_of(self.job, even.unit)
+        unit, size, state = even.unit, even.size, self._state(even.unit)
         recompute, fitting = even.fit.recompute[0], None
         for _ in range(_MAX_ROUNDS):
             load = self._load(size, recompute)
@@ -338,7 +352,7 @@ class _Ranks:
         it takes any.
         """
         mode: Mode = self.pins.recompute or ("full" if any(one.fit.recompute[0].values()) else "none")
-        state, fits, above = state_of(self.job, one.unit), 0, one.size + 1
+        state, fits, above = self._state(one.unit), 0, one.size + 1
         while above - fits > 1:
             size = (fits + above) // 2
             load = self._unbalanced(size, size * self.dp)

@@ -15,7 +15,7 @@ from motet.core.shapes import Transformer, audio_encoder, connect, language_mode
 from motet.core.spec import ModelSpec
 from motet.cost.analytic import Analytic
 from motet.planner.candidate import Candidate, Pins, RuledOut
-from motet.planner.colocated import even_load, placed_load, state_of
+from motet.planner.colocated import EvenBatch, placed_load, state_of
 from motet.planner.data_parallel import data_parallel
 from motet.planner.job import Job
 from motet.planner.sharding import Sharded, shardings, step_s
@@ -246,7 +246,7 @@ def test_perfect_balance_is_no_slower_than_any_placement():
     for one in candidates:
         (unit,) = one.plan.units
         sharded, number = Sharded.of(given_job, unit), 8 // one.plan.microbatch_size
-        even = even_load(given_job, 8, number, 1)
+        even = EvenBatch(given_job).load(8, number, 1)
         for balance in ("off", "auto"):
             load = placed_load(given_job, replace(one.plan, balance=balance))
             for recompute in ({}, unit.stages[0]):
