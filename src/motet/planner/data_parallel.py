@@ -27,8 +27,8 @@ from motet.schedule import check_fit
 NAME = "data parallel"
 Balance = Literal["off", "joint", "per_phase", "auto"]
 MAX_CANDIDATES = 6
-_MAX_PER_SIZE = 3
-"""Shardings that are proposed of a size of microbatches."""
+_MAX_ALIKE = 2
+"""Shardings that are proposed beside the best."""
 _FAR = 1.3
 """How much slower than the best a step may be in perfect balance, and still be the best when it is placed."""
 _MAX_ROUNDS = 5
@@ -244,29 +244,36 @@ class _Ranks:
         return RuledOut(NAME, self._what(missed), why, missed.fit.lacks_bytes, tuple(mends))
 
     def _placed(self, weighed: Sequence[_Weighed], best_s: float) -> Iterator[_Placed | RuledOut]:
-        """The best sizes, as they are balanced, each with its best shardings; as long as perfect balance would make the
-        next size better than what was found.
+        """Sizes as they are balanced, each with its best sharding, as long as perfect balance would make the next one
+        better than what was found; and of the best of all the next best shardings.
         """
-        num_found = 0
+        best: _Placed | None = None
         for size in dict.fromkeys(one.size for one in weighed):
-            best = [one for one in weighed if one.size == size][:_MAX_PER_SIZE]
-            if num_found >= MAX_CANDIDATES or best_s <= best[0].estimate_s:
-                return
-            settled = [self._settled(one) for one in best]
-            fitting = [one for one in settled if not one.weighed.fit.lacks_bytes]
-            yield from fitting
-            num_found += len(fitting)
-            best_s = min([best_s, *(one.weighed.estimate_s for one in fitting)])
-            if not fitting:
-                nearest = min(settled, key=lambda one: one.weighed.fit.lacks_bytes).weighed
-                yield self._lacks(nearest, ["fewer examples at a time"])
+            even = next(one for one in weighed if one.size == size)
+            if best_s <= even.estimate_s:
+                break
+            placed = self._settled(even, even.fit.recompute[0])
+            if placed.weighed.fit.lacks_bytes:
+                yield self._lacks(placed.weighed, ["fewer examples at a time"])
+                continue
+            yield placed
+            if placed.weighed.estimate_s < best_s:
+                best, best_s = placed, placed.weighed.estimate_s
+        if best is not None:
+            alike = [one for one in weighed if one.size == best.weighed.size and one.unit != best.weighed.unit]
+            others = [self._settled(one, self._guess(best, one)) for one in alike[:_MAX_ALIKE]]
+            yield from (one for one in others if not one.weighed.fit.lacks_bytes)
 
-    def _settled(self, even: _Weighed) -> _Placed:
+    def _guess(self, placed: _Placed, other: _Weighed) -> Mapping[str, int]:
+        """What another sharding recomputes, as it would where items are placed for this one."""
+        return self._fit(placed.load, self._state(other.unit)).recompute[0]
+
+    def _settled(self, even: _Weighed, recompute: Mapping[str, int]) -> _Placed:
         """What is recomputed depends on where items are, and that on what is recomputed: more, as long as it does not
         fit; then less, once, if that fits as well.
         """
         unit, size, state = even.unit, even.size, self._state(even.unit)
-        recompute, fitting = even.fit.recompute[0], None
+        fitting = None
         for _ in range(_MAX_ROUNDS):
             load = self._load(size, recompute)
             chosen = self._fit(load, state).recompute[0]
