@@ -136,6 +136,14 @@ def test_more_memory_is_never_slower():
     assert all(after <= before * 1.005 for before, after in pairwise(steps))
 
 
+def test_more_nodes_are_never_slower():
+    steps = []
+    for num_nodes in (1, 2, 4, 8):
+        given_job = job(500, num_nodes)
+        steps.append(min(simulated(given_job, one.plan).step_s for one in proposed(given_job)[0]))
+    assert all(after < before for before, after in pairwise(steps))
+
+
 def test_no_less_recomputation_would_fit_where_items_are():
     given_job = job(700)
     for one in proposed(given_job, Pins(tp=1))[0]:
