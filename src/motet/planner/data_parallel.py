@@ -59,7 +59,7 @@ def _proposals(ranks: Ranks, best_s: float) -> Iterator[Placed | RuledOut]:
     weighed, lacking = ranks.weigh_evenly(best_s)
     yield from _without_memory(ranks, weighed, lacking)
     placed = list(ranks.place(weighed, best_s))
-    if weighed and all(one.weighed.fit.lacks_bytes for one in placed):
+    if best_s == math.inf and weighed and all(one.weighed.fit.lacks_bytes for one in placed):
         # Balance is not perfect: what is slower, but takes less memory, is needed.
         weighed, _ = ranks.weigh_evenly(best_s, far=math.inf)
         placed = list(ranks.place(weighed, best_s))

@@ -25,6 +25,8 @@ _MAX_ALIKE = 2
 """Shardings that are proposed beside the best."""
 _FAR = 1.3
 """How much slower than the best a step may be in perfect balance, and still be the best when it is placed."""
+_NEAR = 1.03
+"""How much slower a step may be and still be about as fast."""
 _MAX_ROUNDS = 5
 """Placements of a sharding."""
 
@@ -149,29 +151,32 @@ class Ranks:
         return fitting, lacking
 
     def place(self, weighed: Sequence[Weighed], best_s: float) -> Iterator[Placed]:
-        """Sizes as they are balanced, each with its best sharding, as long as perfect balance would make the next one
-        better than what was found; and of the best of all the next best shardings. What does not fit is given as well.
+        """Sizes as they are balanced, each with its best sharding, if perfect balance would make it better than what
+        was found before; and of the best of all the next best shardings. What does not fit is given as well.
+
+        Of sizes that are about as good in perfect balance the largest comes first, which is the nearest to it.
         """
         best: Placed | None = None
-        for size in dict.fromkeys(one.size for one in weighed):
-            even = next(one for one in weighed if one.size == size)
-            if best_s <= even.estimate_s:
-                break
-            placed = self._settled(even, even.fit.recompute[0])
-            yield placed
-            if not placed.weighed.fit.lacks_bytes and placed.weighed.estimate_s < best_s:
-                best, best_s = placed, placed.weighed.estimate_s
+        firsts = {one.size: one for one in reversed(weighed)}.values()
+        about_s = _NEAR * min((one.estimate_s for one in firsts), default=0.0)
+        for even in sorted(firsts, key=lambda one: (max(one.estimate_s, about_s), -one.size)):
+            if even.estimate_s < best_s and (placed := self._settled(even, even.fit.recompute[0], best_s)):
+                yield placed
+                if not placed.weighed.fit.lacks_bytes and placed.weighed.estimate_s < best_s:
+                    best, best_s = placed, placed.weighed.estimate_s
         if best is not None:
             own = best.weighed
             alike = [one for one in weighed if one.size == own.size and one.sharding != own.sharding]
             for one in alike[:_MAX_ALIKE]:
-                yield self._settled(one, self.fit(best.load, one.sharding).recompute[0])
+                if placed := self._settled(one, self.fit(best.load, one.sharding).recompute[0], math.inf):
+                    yield placed
 
-    def _settled(self, even: Weighed, recompute: Mapping[str, int]) -> Placed:
+    def _settled(self, even: Weighed, recompute: Mapping[str, int], best_s: float) -> Placed | None:
         """What is recomputed depends on where items are, and that on what is recomputed: more, as long as it does not
-        fit; then less, once, if that fits as well.
+        fit; then less, once, if that fits as well. None for what, before it fits, takes best_s already.
         """
-        fitting = None
+        fitting: Placed | None = None
+        here: Placed | None = None
         for _ in range(_MAX_ROUNDS):
             load = self.load(even.size, recompute)
             chosen = self.fit(load, even.sharding).recompute[0]
@@ -183,6 +188,8 @@ class Ranks:
                 return here
             if fitting:
                 return fitting
+            if own.lacks_bytes and estimate_s >= best_s:
+                return None
             if own.lacks_bytes:
                 recompute = {name: max(count, chosen[name]) for name, count in recompute.items()}
             else:
