@@ -77,7 +77,7 @@ class Sharded:
 def shardings(job: Job, dp: int, tp: int) -> Iterator[Sharding]:
     """All that can be told apart: over all ranks, and in groups of whole nodes, in powers of two; and none."""
     node = max(job.cluster.ranks_per_node // tp, 1)
-    sizes = [node << power for power in range(dp.bit_length()) if node << power < dp and dp % (node << power) == 0]
+    sizes = [size for power in range(dp.bit_length()) if 1 < (size := node << power) < dp and dp % size == 0]
     if dp > 1:
         for size in (0, *reversed(sizes)):
             yield Sharding(3, size)
