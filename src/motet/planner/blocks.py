@@ -107,7 +107,7 @@ def _block_bytes(job: Job, name: str, num_examples: int, tp: int, dp: int) -> Co
     precision = job.mixed_precision(pipeline=True)
 
     def rows(module: str, layer: Layer) -> float:
-        found = job.largest_rows(module, layer, num_examples)
+        found = float(job.work(module, layer, num_examples).rows.max())
         return min(found, MAX_LOGITS / layer.output_width) if layer.targets_only else found
 
     priced: dict[object, StageMemory] = {}
