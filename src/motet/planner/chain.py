@@ -22,7 +22,7 @@ from motet.core.plan import Plan, ScheduleKind, Unit
 from motet.planner import anchor
 from motet.planner.blocks import Blocks, blocks_of
 from motet.planner.candidate import Candidate, Pins, RuledOut
-from motet.planner.degrees import Degrees, all_degrees
+from motet.planner.degrees import Considered, Degrees
 from motet.planner.job import Column, Job
 from motet.planner.partition import partition
 from motet.planner.stages import Ints, Room, Stages, settle, stage_numbers, stages_of
@@ -39,10 +39,15 @@ from motet.simulate import simulate, stage_times
 
 NUM_CANDIDATES = 6
 NUM_RULED_OUT = 4
+NUM_CUT = 32
+"""Degrees that are looked at, unless fewer than NUM_CANDIDATES of them fit."""
 NUM_DECIDED = 12
 """Of OmniBal's candidates that are simulated (section 5.2: 10 to 15)."""
 
 STRATEGY = "chain"
+
+_FILLED = 2
+"""Microbatches by pipeline rank that fill a pipeline: with more, neither what it holds nor its bubbles change."""
 
 
 def chain(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
@@ -129,7 +134,7 @@ class Pipeline:
         start = anchor.anchor(block_s, own.num_stages)
         cuts = [tuple(np.bincount(exact.stage).tolist())]
         cuts += anchor.candidates(block_s, self.sends(), start, radius=radius, num=NUM_DECIDED)
-        program = add_communication(passes(own, num_microbatches=min(own.num_microbatches, 4 * own.pp)))
+        program = add_communication(passes(own, num_microbatches=min(own.num_microbatches, _FILLED * own.pp)))
 
         @cache
         def settled(counts: anchor.Counts) -> Stages:
@@ -172,11 +177,11 @@ class Search:
     def run(self) -> tuple[list[Candidate], list[RuledOut]]:
         best: dict[tuple[int, ScheduleKind], tuple[float, Degrees, Stages]] = {}
         full: dict[tuple[int, ScheduleKind], tuple[float, Degrees, Stages]] = {}
-        kept, ruled_out = all_degrees(self.job, self.pins, self.names)
-        for at_best_s, degrees in kept:
+        considered = Considered(self.job, self.pins, self.names)
+        for number, (at_best_s, degrees) in enumerate(considered.by_seconds()):
             key = (degrees.tp, degrees.schedule)
             limit = sorted(step_s for step_s, _, _ in best.values())[:NUM_CANDIDATES]
-            if len(limit) == NUM_CANDIDATES and at_best_s >= limit[-1]:
+            if len(limit) == NUM_CANDIDATES and (at_best_s >= limit[-1] or number >= NUM_CUT):
                 break
             if key in best and at_best_s >= best[key][0]:
                 continue
@@ -191,11 +196,11 @@ class Search:
             (self._candidate(degrees, stages) for _, degrees, stages in ranked), key=lambda found: found.estimate_s
         )
         nearest = sorted(full.values(), key=lambda entry: entry[0])[:NUM_RULED_OUT]
-        return candidates, [*(self._ruled_out(degrees, stages) for _, degrees, stages in nearest), *ruled_out]
+        return candidates, [*(self._ruled_out(degrees, stages) for _, degrees, stages in nearest), *considered.ruled_out]
 
     def pipeline(self, degrees: Degrees) -> Pipeline:
         own = degrees
-        num = min(own.num_microbatches, 4 * own.pp)
+        num = min(own.num_microbatches, _FILLED * own.pp)
         room = self.room(replace(own, dp=1, tp=1, microbatch_size=1, num_microbatches=num))
         blocks = blocks_of(self.job, self.names, own.microbatch_size, own.tp, own.dp)
         return Pipeline(self.job, own, room, blocks)
@@ -206,7 +211,7 @@ class Search:
 
     def _candidate(self, degrees: Degrees, exact: Stages) -> Candidate:
         pipeline = self.pipeline(degrees)
-        stages, num_simulated = pipeline.omnibal(exact)
+        stages, num_simulated = pipeline.omnibal(exact) if 1 < degrees.num_stages == degrees.pp else (exact, 1)
         return Candidate(
             STRATEGY,
             degrees.words,

@@ -21,7 +21,7 @@ from motet.planner.job import Column
 from motet.planner.recompute import Mode, least_recompute
 from motet.schedule import Kind, Program
 
-ROUNDS = 6
+ROUNDS = 4
 
 ROUNDING = 1e-4
 """Of memory, that is left free: bytes of a row are rounded up in each layer."""
@@ -158,6 +158,9 @@ def _recomputed_on(blocks: Blocks, stage: Ints, room: Room, rank: int) -> NDArra
     none = np.zeros(blocks.num_blocks, dtype=np.bool_)
     all_of_it = none.copy()
     all_of_it[own] = True
+    capacity = room.capacity_bytes * (1 - ROUNDING)
+    if _peak_bytes(blocks, stage, room, rank, all_of_it) > capacity:
+        return all_of_it
     numbers = np.flatnonzero(room.rank == rank)
     kept = np.bincount(stage, blocks.kept_bytes, len(room.rank))[numbers]
     moments = room.moments[rank]
@@ -173,7 +176,6 @@ def _recomputed_on(blocks: Blocks, stage: Ints, room: Room, rank: int) -> NDArra
     again = {name: blocks.again_s[places] for name, places in of_module.items()}
     spared = {name: blocks.spared_bytes[places] * in_flight[stage[places]] for name, places in of_module.items()}
     grown = {name: np.maximum(blocks.working_again_bytes[places] - idle, 0) for name, places in of_module.items()}
-    capacity = room.capacity_bytes * (1 - ROUNDING)
     lacking = float(blocks.state_bytes[mine].sum() + in_flight[numbers] @ kept + idle) - capacity
     while True:
         counts = least_recompute(again, spared, lacking, grown)
