@@ -65,11 +65,12 @@ class Pipeline:
     degrees: Degrees
     room: Room
     blocks: Blocks
+    uneven: float
 
     @property
     def flow(self) -> Flow:
         own, num_stages = self.degrees, len(self.room.rank)
-        return Flow(own.schedule, own.num_microbatches, self.room.rank, tuple(pairwise(range(num_stages))))
+        return Flow(own.schedule, own.num_microbatches, self.room.rank, tuple(pairwise(range(num_stages))), self.uneven)
 
     def sends(self) -> Column:
         """Seconds of a message at each edge if the chain is cut there after each block, [num_edges, num_blocks]."""
@@ -172,13 +173,13 @@ class Search:
     def __init__(self, job: Job, pins: Pins) -> None:
         self.job, self.pins = job, pins
         self.names = tuple(module.name for module in job.model.modules)
+        self.considered = Considered(job, pins, self.names)
         self.room = cache(self._room)
 
     def run(self) -> tuple[list[Candidate], list[RuledOut]]:
         best: dict[tuple[int, ScheduleKind], tuple[float, Degrees, Stages]] = {}
         full: dict[tuple[int, ScheduleKind], tuple[float, Degrees, Stages]] = {}
-        considered = Considered(self.job, self.pins, self.names)
-        for number, (at_best_s, degrees) in enumerate(considered.by_seconds()):
+        for number, (at_best_s, degrees) in enumerate(self.considered.by_seconds()):
             key = (degrees.tp, degrees.schedule)
             limit = sorted(step_s for step_s, _, _ in best.values())[:NUM_CANDIDATES]
             if len(limit) == NUM_CANDIDATES and (at_best_s >= limit[-1] or number >= NUM_CUT):
@@ -196,14 +197,14 @@ class Search:
             (self._candidate(degrees, stages) for _, degrees, stages in ranked), key=lambda found: found.estimate_s
         )
         nearest = sorted(full.values(), key=lambda entry: entry[0])[:NUM_RULED_OUT]
-        return candidates, [*(self._ruled_out(degrees, stages) for _, degrees, stages in nearest), *considered.ruled_out]
+        return candidates, [*(self._ruled_out(degrees, stages) for _, degrees, stages in nearest), *self.considered.ruled_out]
 
     def pipeline(self, degrees: Degrees) -> Pipeline:
         own = degrees
         num = min(own.num_microbatches, _FILLED * own.pp)
         room = self.room(replace(own, dp=1, tp=1, microbatch_size=1, num_microbatches=num))
         blocks = blocks_of(self.job, self.names, own.microbatch_size, own.tp, own.dp)
-        return Pipeline(self.job, own, room, blocks)
+        return Pipeline(self.job, own, room, blocks, self.considered.uneven(own))
 
     def _room(self, degrees: Degrees) -> Room:
         program = passes(degrees, degrees.num_microbatches)

@@ -20,6 +20,7 @@ from motet.core.plan import ScheduleKind
 from motet.planner.candidate import Pins, RuledOut
 from motet.planner.job import Column, Job
 from motet.planner.recompute import Mode
+from motet.planner.uneven import unevenness
 
 TENSOR = (1, 2, 4, 8)
 MICROBATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -92,6 +93,7 @@ class Considered:
         self.job, self.mode = job, pins.recompute or "least"
         self.ruled_out: list[RuledOut] = []
         self._whole = cache(lambda size, tp: _Whole.of(job, names, size, tp))
+        self._uneven = cache(lambda *shape: unevenness(job, shape[0], shape[1], shape[2:]))
         self._found: list[Degrees] = []
         full: list[tuple[float, Degrees]] = []
         for degrees in _allowed(job, pins, sum(len(job.model.module(name).blocks) for name in names)):
@@ -112,6 +114,12 @@ class Considered:
         found: _Whole = self._whole(degrees.microbatch_size, degrees.tp)
         return found
 
+    def uneven(self, degrees: Degrees) -> float:
+        """How much longer the steady state is because microbatches differ."""
+        own = degrees
+        found: float = self._uneven(own.microbatch_size, own.tp, own.schedule, own.pp, own.dp)
+        return found
+
     def by_seconds(self) -> Iterator[tuple[float, Degrees]]:
         """(seconds at best, degrees), the fewest seconds first."""
         at_best = functools.partial(_at_best_s, self.job, mode=self.mode)
@@ -124,7 +132,7 @@ class Considered:
                 heappop(queue)
                 yield at_best_s, degrees
             else:
-                even_s = at_best(self.whole(degrees), degrees, whole_blocks=True)
+                even_s = at_best(self.whole(degrees), degrees, uneven=self.uneven(degrees))
                 heapreplace(queue, (max(at_best_s, even_s), place, True))
 
 
@@ -205,8 +213,11 @@ class _Whole:
         return size.stored * self.parameters + (size.gradient + size.optimizer / dp) * self.trained
 
 
-def _at_best_s(job: Job, whole: _Whole, degrees: Degrees, mode: Mode, *, whole_blocks: bool = False) -> float:
-    """Of passes that are cut evenly, as `step_time.pipeline_s` has them. whole_blocks: as evenly as blocks can be."""
+def _at_best_s(job: Job, whole: _Whole, degrees: Degrees, mode: Mode, uneven: float = 0.0) -> float:
+    """Of passes that are cut evenly, as `step_time.pipeline_s` has them.
+
+    uneven: of microbatches; and the cut is as even as blocks can be. 0: as if both were as even as can be.
+    """
     share = 1.0 if mode == "full" else 0.0
     if mode == "least":
         in_flight = _in_flight(degrees)
@@ -215,10 +226,10 @@ def _at_best_s(job: Job, whole: _Whole, degrees: Degrees, mode: Mode, *, whole_b
         share = float(np.clip(lacking / np.maximum(in_flight * whole.spared_bytes / degrees.pp, 1), 0, 1).mean())
     total_s = whole.total_s + share * whole.again_s
     rank_s = total_s / degrees.pp
-    if whole_blocks:
+    if uneven:
         block_s = whole.block_s + share * whole.block_again_s
         rank_s = max(rank_s, (_slowest_s if degrees.num_chunks == 1 else _fullest_s)(block_s, degrees.pp))
-    steady = degrees.num_microbatches * rank_s
+    steady = degrees.num_microbatches * rank_s * (uneven or 1.0)
     if degrees.schedule == "1f1b":
         return steady - rank_s + total_s
     if degrees.schedule == "zb_h1":

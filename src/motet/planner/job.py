@@ -5,6 +5,7 @@ All strategies read costs from here, so that they compare alike: of one batch, d
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -102,6 +103,24 @@ class Job:
         length, microbatch, count, targets = self._microbatches(name, num_examples)
         padded = self.model.module(name).padded
         return work_of(layer, length, microbatch, count, padded=padded, num_targets=targets)
+
+    def microbatch_seconds(self, name: str, num_examples: int, tp: int = 1) -> Column:
+        """Forward and backward of a module in each microbatch of num_examples examples, without recomputation and
+        tensor-parallel communication, [num_microbatches]. Cached."""
+        found: Column = self._microbatch_seconds(name, num_examples, tp)
+        return found
+
+    @cached_property
+    def _microbatch_seconds(self):  # type: ignore[no-untyped-def]
+        return cache(self._time)
+
+    def _time(self, name: str, num_examples: int, tp: int) -> Column:
+        layers = stage_layers(self.model, {name: (0, len(self.model.module(name).blocks))}, {})
+        total: Column = np.zeros(max(self.batch.num_examples // num_examples, 1))
+        for placed, count in Counter(layers).items():
+            seconds = self.cost.layer_seconds(name, placed.layer, self.work(name, placed.layer, num_examples), tp)
+            total += count * (seconds.forward_s + backward_seconds(seconds, placed.layer, placed.needs_input))
+        return total
 
     def _price(self, name: str, num_examples: float, tp: int) -> BlockCosts:
         module, element_bytes = self.model.module(name), self.mixed_precision(pipeline=True).compute
