@@ -53,6 +53,18 @@ def partition(
     return tuple(stop - start for start, stop in pairwise(cut))
 
 
+def slowest_stages(layer_s: Sequence[float], most: int) -> NDArray[np.float64]:
+    """Seconds of the slowest stage, the least that any cut gives, into 1, 2, ... `most` stages, or as many as there are
+    layers. To 1e-9 of all layers. Raises ArgumentError as `partition` does. O(num_layers^2 * stages).
+    """
+    prefix = _prefix(layer_s, 1, 1)
+    span = prefix[None, :] - prefix[:, None]
+    span = np.where(np.tril(np.ones_like(span, dtype=np.bool_)), _NEVER, span)
+    tables = _tables(span, min(most, len(layer_s)), np.maximum)
+    unit = float(np.sum(layer_s)) / max(float(prefix[-1]), 1.0)
+    return np.array([float(table[-1]) for table in tables]) * unit
+
+
 def _prefix(layer_s: Sequence[float], num_stages: int, num_chunks: int) -> NDArray[np.int64]:
     """Whole units of the first 0, 1, ... layers; int64 [num_layers + 1]."""
     seconds = np.asarray(layer_s, dtype=np.float64)
