@@ -102,9 +102,7 @@ class Pipeline:
     def cut(self, block_s: Column) -> Ints:
         """The stage of each block: the exact optimum."""
         own = self.degrees
-        counts = partition(
-            block_s.tolist(), own.pp, num_chunks=own.num_chunks, folded=own.schedule == "zb_v"
-        )
+        counts = partition(block_s.tolist(), own.pp, num_chunks=own.num_chunks, folded=own.schedule == "zb_v")
         return stage_numbers(counts)
 
     def settled(self) -> Stages:
@@ -197,7 +195,10 @@ class Search:
             (self._candidate(degrees, stages) for _, degrees, stages in ranked), key=lambda found: found.estimate_s
         )
         nearest = sorted(full.values(), key=lambda entry: entry[0])[:NUM_RULED_OUT]
-        return candidates, [*(self._ruled_out(degrees, stages) for _, degrees, stages in nearest), *self.considered.ruled_out]
+        return candidates, [
+            *(self._ruled_out(degrees, stages) for _, degrees, stages in nearest),
+            *self.considered.ruled_out,
+        ]
 
     def pipeline(self, degrees: Degrees) -> Pipeline:
         own = degrees
@@ -237,7 +238,10 @@ class Search:
 def _facts(pipeline: Pipeline, exact: Stages, stages: Stages, num_simulated: int) -> Iterator[str]:
     blocks, room, num_stages = pipeline.blocks, pipeline.room, stages.num_stages
     if num_stages > 1:
-        others = {"layers": anchor.by_layers(blocks, num_stages), "parameters": anchor.by_parameters(blocks, num_stages)}
+        others = {
+            "layers": anchor.by_layers(blocks, num_stages),
+            "parameters": anchor.by_parameters(blocks, num_stages),
+        }
         ratios: Mapping[str, float] = {name: _unevenness(blocks.seconds, cut, room) for name, cut in others.items()}
         own = _unevenness(blocks.seconds + blocks.again_s * stages.recomputed, stages.stage, room)
         yield (

@@ -105,7 +105,8 @@ class Considered:
                 self._found.append(degrees)
         if full:
             lacks_bytes, degrees = min(full, key=lambda entry: entry[0])
-            why = f"Parameters, gradients and optimizer alone lack {lacks_bytes / 1e9:.1f} GB on {degrees.pp} pipeline ranks."
+            lacks = f"{lacks_bytes / 1e9:.1f} GB on {degrees.pp} pipeline ranks"
+            why = f"Parameters, gradients and optimizer alone lack {lacks}."
             self.ruled_out.append(RuledOut("chain", degrees.words, why, lacks_bytes, tuple(degrees.mends(job))))
         elif not self._found:
             self.ruled_out.append(_nothing_allowed(job, pins))
@@ -203,7 +204,10 @@ class _Whole:
             total("forward_s"),
             total("forward_s") + total("backward_s"),
             total("again_s"),
-            *map(total, ("parameters", "trained", "kept_bytes", "spared_bytes")),
+            total("parameters"),
+            total("trained"),
+            total("kept_bytes"),
+            total("spared_bytes"),
             np.concatenate([cost.forward_s + cost.backward_s for cost in costs]),
             np.concatenate([cost.again_s for cost in costs]),
         )
@@ -221,8 +225,8 @@ def _at_best_s(job: Job, whole: _Whole, degrees: Degrees, mode: Mode, uneven: fl
     share = 1.0 if mode == "full" else 0.0
     if mode == "least":
         in_flight = _in_flight(degrees)
-        lacking = whole.state_bytes(job, degrees.dp) / degrees.pp - job.capacity_bytes
-        lacking = lacking + in_flight * whole.kept_bytes / degrees.pp
+        left_bytes = job.capacity_bytes - whole.state_bytes(job, degrees.dp) / degrees.pp
+        lacking = in_flight * whole.kept_bytes / degrees.pp - left_bytes
         share = float(np.clip(lacking / np.maximum(in_flight * whole.spared_bytes / degrees.pp, 1), 0, 1).mean())
     total_s = whole.total_s + share * whole.again_s
     rank_s = total_s / degrees.pp

@@ -85,9 +85,7 @@ class Modalities:
     @cached_property
     def flow(self) -> Flow:
         edges = [
-            (stage, stage + 1)
-            for first, stop in zip(self.first, self.first[1:])
-            for stage in range(first, stop - 1)
+            (stage, stage + 1) for first, stop in zip(self.first, self.first[1:]) for stage in range(first, stop - 1)
         ]
         place = {name: number for number, name in enumerate(self.names)}
         edges += [(self.first[place[source] + 1] - 1, self.first[place[sink]]) for source, sink in self.job.model.edges]
@@ -102,9 +100,7 @@ class Modalities:
         size = self.shape.dp * self.shape.tp
         cost, sent = self.job.cost, stages.output_bytes
         ends = [(source * size, sink * size) for source, sink in self.flow.edges]
-        return np.array(
-            [float(cost.send_seconds(sent[edge[:1],], two)[0]) for edge, two in zip(self.flow.edges, ends)]
-        )
+        return np.array([float(cost.send_seconds(sent[edge[:1],], two)[0]) for edge, two in zip(self.flow.edges, ends)])
 
     def step_s(self, stages: Stages) -> float:
         own = self.shape
@@ -175,9 +171,8 @@ def _lacks(own: Modalities, stages: Stages, pins: Pins) -> str:
     stage = int(np.argmax(stages.fullness))
     place = int(np.searchsorted(own.first, stage, side="right")) - 1
     recomputed = "with nothing recomputed" if pins.recompute == "none" else "with all layers recomputed"
-    return (
-        f"Stage {stage - own.first[place]} of {own.names[place]!r} lacks {stages.lacks_bytes / 1e9:.1f} GB {recomputed}."
-    )
+    where = f"Stage {stage - own.first[place]} of {own.names[place]!r}"
+    return f"{where} lacks {stages.lacks_bytes / 1e9:.1f} GB {recomputed}."
 
 
 def _cannot(job: Job, pins: Pins) -> str:
@@ -204,9 +199,10 @@ def shapes(job: Job, pins: Pins, *, aware: bool = True) -> Iterator[tuple[float,
 
     aware: of what is frozen; if not, as if backward took twice as long as forward everywhere.
     """
-    found = [entry for tp in tensor_degrees(job) if pins.allow(tp=tp) for entry in _of_tensor_degree(job, pins, tp, aware)]
-    unique = dict((shape, at_best_s) for at_best_s, shape in found)
-    return iter(sorted(((at_best_s, shape) for shape, at_best_s in unique.items()), key=lambda entry: entry[0]))
+    found = [
+        entry for tp in tensor_degrees(job) if pins.allow(tp=tp) for entry in _of_tensor_degree(job, pins, tp, aware)
+    ]
+    return iter(sorted(dict.fromkeys(found), key=lambda entry: entry[0]))
 
 
 def _of_tensor_degree(job: Job, pins: Pins, tp: int, aware: bool) -> Iterator[tuple[float, Shape]]:
@@ -286,7 +282,7 @@ class Baseline:
 
 
 def encoders_colocated(job: Job, shape: Baseline) -> Plan:
-    """A chain whose first stages hold a part of every encoder, cut by forward alone (Cornstarch sections 2.2 and 6.1)."""
+    """A chain whose first stages hold a part of every encoder, by forward alone (Cornstarch sections 2.2, 6.1)."""
     before, _ = _sides(job)
     parts = {name: _by_forward(job, name, shape.num_encoder_stages, shape) for name in before}
     stages = [{name: counts[stage] for name, counts in parts.items()} for stage in range(shape.num_encoder_stages)]
@@ -307,6 +303,4 @@ def _by_forward(job: Job, name: str, num_stages: int, shape: Baseline) -> tuple[
 def _plan(job: Job, shape: Baseline, unit: Unit) -> Plan:
     recompute = unit.stages if shape.recomputed else ()
     unit = replace(unit, dp=shape.dp, tp=shape.tp, recompute=recompute, zero=1)
-    return Plan(
-        job.model, job.cluster, (unit,), job.batch_size, shape.microbatch_size, "1f1b", precision=job.precision
-    )
+    return Plan(job.model, job.cluster, (unit,), job.batch_size, shape.microbatch_size, "1f1b", precision=job.precision)

@@ -103,9 +103,7 @@ def _cut(tables: list[NDArray[np.int64]], cost: NDArray[np.int64]) -> list[int]:
     return [0, *reversed(bounds)]
 
 
-def _even_devices(
-    cut: list[int], prefix: NDArray[np.int64], num_stages: int, slowest: int, folded: bool
-) -> list[int]:
+def _even_devices(cut: list[int], prefix: NDArray[np.int64], num_stages: int, slowest: int, folded: bool) -> list[int]:
     """Move single layers between stages, always by the best move, while that evens the devices out.
 
     A move from one stage to another shifts every stage between them by a layer. No stage may exceed `slowest`.
@@ -153,12 +151,12 @@ def _best_move(
         ends[way, 0, :-1] = stage_s[:-1] + sign * passed
         ends[way, 1, 1:] = stage_s[1:] - sign * passed
     shifts, over = shifts.cumsum(axis=1), over.cumsum(axis=1)
-    way = down.astype(np.int64)
+    ways = down.astype(np.int64)
     giver = np.where(down, first, last)
-    able = (counts[giver] > 1) & (over[way, last] == over[way, first + 1])
-    able &= np.maximum(ends[way, 0, first], ends[way, 1, last]) <= slowest
-    able = np.flatnonzero(able)
-    moved = device + shifts[way[able], last[able]] - shifts[way[able], first[able]]
+    possible = (counts[giver] > 1) & (over[ways, last] == over[ways, first + 1])
+    possible &= np.maximum(ends[ways, 0, first], ends[ways, 1, last]) <= slowest
+    able = np.flatnonzero(possible)
+    moved = device + shifts[ways[able], last[able]] - shifts[ways[able], first[able]]
     largest, square = moved.max(axis=1), (moved * moved).sum(axis=1)
     now = device.max(), (device * device).sum()
     better = (largest < now[0]) | ((largest == now[0]) & (square < now[1]))

@@ -60,7 +60,8 @@ def _moments(program: Program, rank: int) -> Ints:
         change[place, own.index(action.stage)] = (action.kind is Kind.F) - (action.kind in (Kind.B, Kind.W))
     held = np.unique(change.cumsum(axis=0)[begins], axis=0)
     beaten = [bool(((held >= row).all(axis=1) & (held > row).any(axis=1)).any()) for row in held]
-    return held[~np.array(beaten)]
+    fullest: Ints = held[~np.array(beaten)]
+    return fullest
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +103,7 @@ class Stages:
 
     def sums(self, column: Column) -> Column:
         """Of each stage."""
-        return np.bincount(self.stage, column, self.num_stages)
+        return np.bincount(self.stage, column, self.num_stages).astype(np.float64)
 
     @property
     def layers(self) -> tuple[Mapping[str, int], ...]:

@@ -10,7 +10,8 @@ With D of a rank its forward and backward seconds of one microbatch, m microbatc
   ranks take turns, so that between ranks that are even and chunks that are, the larger of both is waited for.
 - ZB-H1: m * D and, of the other ranks, F + I - W, at least F; ZB-V: a sixth of their D (Qi et al. 2024).
 
-As microbatches differ, the steady state is longer (`uneven.py`). Parameters are gathered and gradients reduced at the ends of the step, as far as passes of others do not hide it.
+As microbatches differ, the steady state is longer (`uneven.py`). Parameters are gathered and gradients reduced at the
+ends of the step, as far as passes of others do not hide it.
 """
 
 from __future__ import annotations
