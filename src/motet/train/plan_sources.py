@@ -1,16 +1,18 @@
 """What a Plan is simulated for, read from where it is: the model of a plan file that names one, and the workload.
 
-Core and simulate know neither recipes nor HF models nor manifests; this is what they are handed.
+Core and simulate know neither recipes nor HF models nor manifests; this is what they are handed. What needs torch,
+seconds to import, is imported where it is needed: a plan file that stands alone is simulated without it.
 """
 
 from __future__ import annotations
 
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from motet.analyze.lengths import read_lengths
 from motet.core.errors import UserError
@@ -21,10 +23,9 @@ from motet.core.spec import ModelSpec
 from motet.core.workload import Workload
 from motet.cost.catalogue import cluster
 from motet.data.text import ChatTokenizer
-from motet.models.build import build_mllm
-from motet.models.spec import spec_of_config, spec_of_directory
-from motet.train.job import open_dataset
-from motet.train.recipe import Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from motet.train.recipe import Recipe
 
 
 def read_plan_and_workload(plan_file: Path, workload_file: Path | None) -> tuple[Plan, Workload]:
@@ -53,6 +54,9 @@ def read_plan_and_workload(plan_file: Path, workload_file: Path | None) -> tuple
 
 def _model_at(path: Path) -> ModelSpec:
     """Of a recipe, or of an HF model's directory."""
+    from motet.models.spec import spec_of_config, spec_of_directory
+    from motet.train.recipe import load_recipe
+
     if path.suffix != ".toml":
         return spec_of_directory(path)
     recipe = load_recipe(path)
@@ -63,7 +67,17 @@ def _workload_at(path: Path) -> Workload:
     if path.suffix != ".toml":
         return read_lengths(path).workload()
     if _has_tasks(path):
-        return read_sampler(path).workload()
+        return replace(read_sampler(path).workload(), source=str(path))
+    return _workload_of_recipe(path)
+
+
+def _workload_of_recipe(path: Path) -> Workload:
+    import torch
+
+    from motet.models.build import build_mllm
+    from motet.train.job import open_dataset
+    from motet.train.recipe import load_recipe
+
     recipe = load_recipe(path)
     tokenizer = _tokenizer(recipe)
     with torch.device("meta"):
