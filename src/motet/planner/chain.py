@@ -21,7 +21,7 @@ import numpy as np
 from motet.core.plan import Plan, ScheduleKind, Unit
 from motet.planner import anchor
 from motet.planner.blocks import Blocks, blocks_of
-from motet.planner.candidate import Candidate, Pins, RuledOut
+from motet.planner.candidate import Candidate, Pins, RuledOut, size_words
 from motet.planner.degrees import Considered, Degrees
 from motet.planner.job import Column, Job
 from motet.planner.partition import partition
@@ -229,7 +229,7 @@ class Search:
         return RuledOut(
             STRATEGY,
             degrees.words,
-            f"Pipeline rank {rank} of {degrees.pp} lacks {stages.lacks_bytes / 1e9:.1f} GB {recomputed}.",
+            f"Pipeline rank {rank} of {degrees.pp} lacks {size_words(stages.lacks_bytes)} {recomputed}.",
             stages.lacks_bytes,
             tuple(degrees.mends(self.job, can_recompute=self.pins.recompute == "none")),
         )

@@ -17,7 +17,7 @@ from heapq import heapify, heappop, heapreplace
 import numpy as np
 
 from motet.core.plan import ScheduleKind
-from motet.planner.candidate import Pins, RuledOut
+from motet.planner.candidate import Pins, RuledOut, size_words
 from motet.planner.job import Column, Job
 from motet.planner.recompute import Mode
 from motet.planner.uneven import unevenness
@@ -105,7 +105,7 @@ class Considered:
                 self._found.append(degrees)
         if full:
             lacks_bytes, degrees = min(full, key=lambda entry: entry[0])
-            lacks = f"{lacks_bytes / 1e9:.1f} GB on {degrees.pp} pipeline ranks"
+            lacks = f"{size_words(lacks_bytes)} on {degrees.pp} pipeline ranks"
             why = f"Parameters, gradients and optimizer alone lack {lacks}."
             self.ruled_out.append(RuledOut("chain", degrees.words, why, lacks_bytes, tuple(degrees.mends(job))))
         elif not self._found:

@@ -19,7 +19,7 @@ import numpy as np
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.planner.blocks import Blocks, blocks_of, join
-from motet.planner.candidate import Candidate, Pins, RuledOut
+from motet.planner.candidate import Candidate, Pins, RuledOut, size_words
 from motet.planner.degrees import microbatch_sizes, most_replicas, tensor_degrees
 from motet.planner.job import Column, Job
 from motet.planner.partition import partition, slowest_stages
@@ -151,7 +151,11 @@ def modality_parallel(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     mode: Mode = pins.recompute or "least"
     found: list[tuple[float, Modalities, Stages]] = []
     full: list[tuple[float, Modalities, Stages]] = []
-    for number, (at_best_s, shape) in enumerate(shapes(job, pins)):
+    options = list(shapes(job, pins))
+    if not options:
+        ranks = f"{job.cluster.num_ranks} ranks and a batch of {job.batch_size}"
+        yield RuledOut(STRATEGY, "any", f"No degrees that are allowed divide {ranks}.")
+    for number, (at_best_s, shape) in enumerate(options):
         enough = sorted(step_s for step_s, _, _ in found)[:NUM_CANDIDATES]
         if len(enough) == NUM_CANDIDATES and (at_best_s >= enough[-1] or number >= NUM_CUT):
             break
@@ -172,7 +176,7 @@ def _lacks(own: Modalities, stages: Stages, pins: Pins) -> str:
     place = int(np.searchsorted(own.first, stage, side="right")) - 1
     recomputed = "with nothing recomputed" if pins.recompute == "none" else "with all layers recomputed"
     where = f"Stage {stage - own.first[place]} of {own.names[place]!r}"
-    return f"{where} lacks {stages.lacks_bytes / 1e9:.1f} GB {recomputed}."
+    return f"{where} lacks {size_words(stages.lacks_bytes)} {recomputed}."
 
 
 def _cannot(job: Job, pins: Pins) -> str:
