@@ -11,7 +11,7 @@ candidates are cut too, and a simulation of mean microbatches decides.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -22,7 +22,7 @@ from motet.core.plan import Plan, ScheduleKind, Unit
 from motet.planner import anchor
 from motet.planner.blocks import Blocks, blocks_of
 from motet.planner.candidate import Candidate, Pins, RuledOut, size_words
-from motet.planner.degrees import Considered, Degrees
+from motet.planner.degrees import STRATEGY, Considered, Degrees
 from motet.planner.job import Column, Job
 from motet.planner.partition import partition
 from motet.planner.stages import Ints, Room, Stages, settle, stage_numbers, stages_of
@@ -44,8 +44,6 @@ NUM_CUT = 32
 NUM_DECIDED = 12
 """Of OmniBal's candidates that are simulated (section 5.2: 10 to 15)."""
 
-STRATEGY = "chain"
-
 _FILLED = 2
 """Microbatches by pipeline rank that fill a pipeline: with more, neither what it holds nor its bubbles change."""
 
@@ -55,6 +53,23 @@ def chain(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     found, ruled_out = Search(job, pins).run()
     yield from found
     yield from ruled_out
+
+
+def plan_of(job: Job, degrees: Degrees, cut: Callable[[Blocks, int], Ints], pins: Pins | None = None) -> Plan:
+    """A chain that is cut otherwise: `anchor.by_layers`, `by_parameters`, `encoders_first`. With the least
+    recomputation that fits, if that is not pinned; with all of it, where even that does not fit.
+
+    cut: (blocks, number of stages) -> stage of each block.
+    """
+    pipeline = Search(job, pins or Pins()).pipeline(degrees)
+    return pipeline.plan(stages_of(pipeline.blocks, cut(pipeline.blocks, degrees.num_stages), pipeline.room))
+
+
+def near_plans(job: Job, degrees: Degrees, pins: Pins | None = None) -> list[Plan]:
+    """The exact cut in these degrees, if it fits, and OmniBal's candidates that do, best first: for
+    `anchor.decide(plans, measure)` where steps can be measured."""
+    pipeline = Search(job, pins or Pins()).pipeline(degrees)
+    return [pipeline.plan(stages) for stages in pipeline.near(pipeline.settled()) if not stages.lacks_bytes]
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,27 +139,29 @@ class Pipeline:
             precision=job.precision,
         )
 
-    def omnibal(self, exact: Stages, *, radius: int = 2) -> tuple[Stages, int]:
-        """The cut that a simulation of mean microbatches decides for, of the exact one and of OmniBal's candidates; and
-        how many were simulated. Recomputation is counted as the exact cut needs it.
-        """
-        own, again = self.degrees, self.blocks.again_s * exact.recomputed
-        block_s = self.blocks.seconds + again
+    def near(self, exact: Stages, *, radius: int = 2) -> list[Stages]:
+        """The exact cut, and OmniBal's candidates that fit, best first. Candidates are ranked with the recomputation of
+        the exact cut, and each gets its own then."""
+        own = self.degrees
+        block_s = self.blocks.seconds + self.blocks.again_s * exact.recomputed
         start = anchor.anchor(block_s, own.num_stages)
-        cuts = [tuple(np.bincount(exact.stage).tolist())]
-        cuts += anchor.candidates(block_s, self.sends(), start, radius=radius, num=NUM_DECIDED)
+        cuts = anchor.candidates(block_s, self.sends(), start, radius=radius, num=NUM_DECIDED)
+        settled = [stages_of(self.blocks, stage_numbers(counts), self.room) for counts in cuts]
+        other = [
+            stages for stages in settled if not stages.lacks_bytes and not np.array_equal(stages.stage, exact.stage)
+        ]
+        return [exact, *other]
+
+    def decided(self, exact: Stages) -> tuple[Stages, int]:
+        """Of those, the one that is fastest in a simulation of mean microbatches; and how many were simulated."""
+        own = self.degrees
         program = add_communication(passes(own, num_microbatches=min(own.num_microbatches, _FILLED * own.pp)))
 
-        @cache
-        def settled(counts: anchor.Counts) -> Stages:
-            return stages_of(self.blocks, stage_numbers(counts), self.room)
-
-        def step_s(counts: anchor.Counts) -> float:
-            stages = settled(counts)
+        def step_s(stages: Stages) -> float:
             return simulated_s(program, stages, self.send_s(stages), own.num_microbatches)
 
-        cuts = [counts for counts in dict.fromkeys(cuts) if not settled(counts).lacks_bytes]
-        return settled(anchor.decide(cuts, step_s)), len(cuts)
+        near = self.near(exact)
+        return anchor.decide(near, step_s), len(near)
 
 
 def passes(degrees: Degrees, num_microbatches: int) -> Program:
@@ -213,7 +230,7 @@ class Search:
 
     def _candidate(self, degrees: Degrees, exact: Stages) -> Candidate:
         pipeline = self.pipeline(degrees)
-        stages, num_simulated = pipeline.omnibal(exact) if 1 < degrees.num_stages == degrees.pp else (exact, 1)
+        stages, num_simulated = pipeline.decided(exact) if 1 < degrees.num_stages == degrees.pp else (exact, 1)
         return Candidate(
             STRATEGY,
             degrees.words,

@@ -22,6 +22,7 @@ from motet.planner.job import Column, Job
 from motet.planner.recompute import Mode
 from motet.planner.uneven import unevenness
 
+STRATEGY = "chain"
 TENSOR = (1, 2, 4, 8)
 MICROBATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 CHUNKS = (2, 4, 8, 12)
@@ -107,7 +108,7 @@ class Considered:
             lacks_bytes, degrees = min(full, key=lambda entry: entry[0])
             lacks = f"{size_words(lacks_bytes)} on {degrees.pp} pipeline ranks"
             why = f"Parameters, gradients and optimizer alone lack {lacks}."
-            self.ruled_out.append(RuledOut("chain", degrees.words, why, lacks_bytes, tuple(degrees.mends(job))))
+            self.ruled_out.append(RuledOut(STRATEGY, degrees.words, why, lacks_bytes, tuple(degrees.mends(job))))
         elif not self._found:
             self.ruled_out.append(_nothing_allowed(job, pins))
 
@@ -140,10 +141,10 @@ class Considered:
 def _nothing_allowed(job: Job, pins: Pins) -> RuledOut:
     if not pins.allow(balance="off"):
         why = f"Balance {pins.balance!r} is of data parallelism; in a pipeline it is 'off'."
-        return RuledOut("chain", "any", why, mends=("balance 'off'",))
+        return RuledOut(STRATEGY, "any", why, mends=("balance 'off'",))
     ranks = f"{job.cluster.num_ranks} ranks and a batch of {job.batch_size}"
     why = f"No degrees that are allowed divide {ranks}; TP must divide {job.cluster.ranks_per_node} ranks of a node."
-    return RuledOut("chain", "any", why)
+    return RuledOut(STRATEGY, "any", why)
 
 
 def _allowed(job: Job, pins: Pins, num_blocks: int) -> Iterator[Degrees]:
