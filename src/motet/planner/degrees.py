@@ -27,9 +27,12 @@ TENSOR = (1, 2, 4, 8)
 MICROBATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 CHUNKS = (2, 4, 8, 12)
 MAX_STAGES = 96
-"""Of a pipeline with chunks: more take long to even out, and send more than they save."""
+"""Of an interleaved pipeline: more take long to even out, and send more than they save."""
 
 _PROBES = 64
+
+MAX_CHUNKED = 32
+"""Pipeline ranks with several chunks."""
 
 NAMES = {"1f1b": "1F1B", "interleaved_1f1b": "interleaved 1F1B", "zb_h1": "ZB-H1", "zb_v": "ZB-V"}
 
@@ -172,7 +175,9 @@ def _schedules(pp: int, num_microbatches: int, num_blocks: int, pins: Pins) -> I
         return
     if pins.allow(schedule="zb_h1"):
         yield "zb_h1", 1
-    if pins.allow(schedule="zb_v") and 2 * pp <= min(num_blocks, MAX_STAGES):
+    if pp > MAX_CHUNKED:
+        return
+    if pins.allow(schedule="zb_v") and 2 * pp <= num_blocks:
         yield "zb_v", 2
     if pins.allow(schedule="interleaved_1f1b") and num_microbatches % pp == 0:
         for num_chunks in CHUNKS:
