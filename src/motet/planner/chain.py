@@ -11,6 +11,7 @@ candidates are cut too, and a simulation of mean microbatches decides.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -39,8 +40,9 @@ from motet.simulate import simulate, stage_times
 
 NUM_CANDIDATES = 6
 NUM_RULED_OUT = 4
-NUM_CUT = 32
-"""Degrees that are looked at, unless fewer than NUM_CANDIDATES of them fit."""
+NUM_CUT = 40
+NUM_CUT_ALIKE = 5
+"""Degrees that are cut, so many of each schedule and tensor-parallel degree; and, where none of them fits, as many of those that need the least memory."""
 NUM_DECIDED = 12
 """Of OmniBal's candidates that are simulated (section 5.2: 10 to 15)."""
 
@@ -190,32 +192,40 @@ class Search:
         self.names = tuple(module.name for module in job.model.modules)
         self.considered = Considered(job, pins, self.names)
         self.room = cache(self._room)
+        self.best: dict[tuple[int, ScheduleKind], tuple[float, Degrees, Stages]] = {}
+        self.full: dict[tuple[int, ScheduleKind], tuple[float, Degrees, Stages]] = {}
 
     def run(self) -> tuple[list[Candidate], list[RuledOut]]:
-        best: dict[tuple[int, ScheduleKind], tuple[float, Degrees, Stages]] = {}
-        full: dict[tuple[int, ScheduleKind], tuple[float, Degrees, Stages]] = {}
-        for number, (at_best_s, degrees) in enumerate(self.considered.by_seconds()):
-            key = (degrees.tp, degrees.schedule)
-            limit = sorted(step_s for step_s, _, _ in best.values())[:NUM_CANDIDATES]
-            if len(limit) == NUM_CANDIDATES and (at_best_s >= limit[-1] or number >= NUM_CUT):
+        num_cut: Counter[tuple[int, ScheduleKind]] = Counter()
+        for at_best_s, degrees in self.considered.by_seconds():
+            limit = sorted(step_s for step_s, _, _ in self.best.values())[:NUM_CANDIDATES]
+            if num_cut.total() == NUM_CUT or (len(limit) == NUM_CANDIDATES and at_best_s >= limit[-1]):
                 break
-            if key in best and at_best_s >= best[key][0]:
-                continue
-            pipeline = self.pipeline(degrees)
-            stages = pipeline.settled()
-            entry = (stages.lacks_bytes or pipeline.step_s(stages), degrees, stages)
-            of_kind = full if stages.lacks_bytes else best
-            if key not in of_kind or entry[0] < of_kind[key][0]:
-                of_kind[key] = entry
-        ranked = sorted(best.values(), key=lambda entry: entry[0])[:NUM_CANDIDATES]
+            key = (degrees.tp, degrees.schedule)
+            if num_cut[key] < NUM_CUT_ALIKE and (key not in self.best or at_best_s < self.best[key][0]):
+                num_cut[key] += 1
+                self._cut(degrees)
+        for degrees in self.considered.by_memory()[:NUM_CUT]:
+            if self.best:
+                break
+            self._cut(degrees)
+        ranked = sorted(self.best.values(), key=lambda entry: entry[0])[:NUM_CANDIDATES]
         candidates = sorted(
             (self._candidate(degrees, stages) for _, degrees, stages in ranked), key=lambda found: found.estimate_s
         )
-        nearest = sorted(full.values(), key=lambda entry: entry[0])[:NUM_RULED_OUT]
-        return candidates, [
-            *(self._ruled_out(degrees, stages) for _, degrees, stages in nearest),
-            *self.considered.ruled_out,
-        ]
+        nearest = sorted(self.full.values(), key=lambda entry: entry[0])[:NUM_RULED_OUT]
+        ruled_out = [self._ruled_out(degrees, stages) for _, degrees, stages in nearest]
+        return candidates, [*ruled_out, *self.considered.ruled_out]
+
+    def _cut(self, degrees: Degrees) -> None:
+        """Cut, and keep what is best of the schedule and tensor-parallel degree: of what fits, and of what does not."""
+        pipeline = self.pipeline(degrees)
+        stages = pipeline.settled()
+        entry = (stages.lacks_bytes or pipeline.step_s(stages), degrees, stages)
+        of_kind = self.full if stages.lacks_bytes else self.best
+        key = (degrees.tp, degrees.schedule)
+        if key not in of_kind or entry[0] < of_kind[key][0]:
+            of_kind[key] = entry
 
     def pipeline(self, degrees: Degrees) -> Pipeline:
         own = degrees
@@ -266,8 +276,9 @@ def _facts(pipeline: Pipeline, exact: Stages, stages: Stages, num_simulated: int
             f"cut into equal layers {ratios['layers']:.2f} times, into equal parameters {ratios['parameters']:.2f}."
         )
     if stages.recomputed.any():
-        again = [sum(counts.values()) for counts in stages.recompute]
-        yield f"Recomputed layers by stage: {again} of {[sum(counts.values()) for counts in stages.layers]}."
+        of_block = room.rank[stages.stage]
+        again, held = np.bincount(of_block, stages.recomputed), np.bincount(of_block)
+        yield f"Recomputed layers by pipeline rank: {again.astype(int).tolist()} of {held.tolist()}."
     else:
         yield "Nothing need be recomputed."
     if (stages.stage != exact.stage).any():

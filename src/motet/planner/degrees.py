@@ -140,11 +140,24 @@ class Considered:
                 even_s = at_best(self.whole(degrees), degrees, uneven=self.uneven(degrees))
                 heapreplace(queue, (max(at_best_s, even_s), place, True))
 
+    def by_memory(self) -> list[Degrees]:
+        """Those that need the least first, all recomputed that may be."""
+
+        def needed(degrees: Degrees) -> float:
+            whole, most = self.whole(degrees), float(_in_flight(degrees).max())
+            kept_bytes = whole.kept_bytes - whole.spared_bytes * (self.mode != "none")
+            return (whole.state_bytes(self.job, degrees.dp) + most * kept_bytes) / degrees.pp
+
+        return sorted(self._found, key=needed)
+
 
 def _nothing_allowed(job: Job, pins: Pins) -> RuledOut:
     if not pins.allow(balance="off"):
         why = f"Balance {pins.balance!r} is of data parallelism; in a pipeline it is 'off'."
         return RuledOut(STRATEGY, "any", why, mends=("balance 'off'",))
+    if pins.schedule not in (None, *NAMES):
+        why = f"A chain runs in {', '.join(NAMES.values())}; schedule {pins.schedule!r} is pinned."
+        return RuledOut(STRATEGY, "any", why, mends=("schedule '1f1b'",))
     ranks = f"{job.cluster.num_ranks} ranks and a batch of {job.batch_size}"
     why = f"No degrees that are allowed divide {ranks}; TP must divide {job.cluster.ranks_per_node} ranks of a node."
     return RuledOut(STRATEGY, "any", why)
@@ -175,7 +188,7 @@ def _schedules(pp: int, num_microbatches: int, num_blocks: int, pins: Pins) -> I
         return
     if pins.allow(schedule="zb_h1"):
         yield "zb_h1", 1
-    if pp > MAX_CHUNKED:
+    if pp > MAX_CHUNKED and pins.pp is None:
         return
     if pins.allow(schedule="zb_v") and 2 * pp <= num_blocks:
         yield "zb_v", 2

@@ -98,7 +98,12 @@ def test_with_the_state_fitting_activations_are_what_lacks():
 
 @pytest.mark.parametrize(
     ("pins", "why"),
-    [(Pins(tp=3), "No degrees"), (Pins(dp=5), "No degrees"), (Pins(balance="joint"), "Balance 'joint'")],
+    [
+        (Pins(tp=3), "No degrees"),
+        (Pins(dp=5), "No degrees"),
+        (Pins(balance="joint"), "Balance 'joint'"),
+        (Pins(schedule="gpipe"), "A chain runs in 1F1B"),
+    ],
 )
 def test_pins_that_cannot_be_are_ruled_out(pins, why):
     candidates, (ruled_out,) = proposed(job(), pins)
