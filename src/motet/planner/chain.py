@@ -4,9 +4,9 @@ Megatron-LM balanced (Optimus appendix B, corrected in `partition.py`) and OmniB
 parallelism within a node, pipelines, data parallelism over the rest, microbatches and schedules. What a block takes is
 forward and backward under what is frozen, and where, and what of it is recomputed (`stages.py`).
 
-Degrees are taken by what they would take at best, cut evenly and without recomputation or messages, until no other can
-be among the best; each is then cut by `partition`. Of the best of each schedule and tensor-parallel degree OmniBal's
-candidates are cut too, and a simulation of mean microbatches decides.
+Degrees are taken by what they would take at best (`degrees.py`), until no other can be among the best, and cut by
+`partition`. Of the best of each schedule and tensor-parallel degree, if a rank has one stage, OmniBal's candidates are
+cut too, and a simulation of mean microbatches decides.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ NUM_CANDIDATES = 6
 NUM_RULED_OUT = 4
 NUM_CUT = 40
 NUM_CUT_ALIKE = 5
-"""Degrees that are cut, so many of each schedule and tensor-parallel degree; and, where none of them fits, as many of those that need the least memory."""
+"""Degrees that are cut: in all, and of a schedule and tensor-parallel degree. Where none of them fits, as many more of
+those that need the least memory."""
 NUM_DECIDED = 12
 """Of OmniBal's candidates that are simulated (section 5.2: 10 to 15)."""
 
