@@ -200,9 +200,10 @@ def _schedules(pp: int, num_microbatches: int, num_blocks: int, pins: Pins) -> I
 
 @dataclass(frozen=True, eq=False)
 class _Whole:
-    """The model on one tensor-parallel rank, for one microbatch."""
+    """The model on one tensor-parallel rank, for one microbatch. input_s: without gradients of weights."""
 
     forward_s: float
+    input_s: float
     total_s: float
     again_s: float
     parameters: float
@@ -221,6 +222,7 @@ class _Whole:
 
         return cls(
             total("forward_s"),
+            total("forward_s") + total("backward_s") / 2,
             total("forward_s") + total("backward_s"),
             total("again_s"),
             total("parameters"),
@@ -256,9 +258,10 @@ def _at_best_s(job: Job, whole: _Whole, degrees: Degrees, mode: Mode, uneven: fl
     if degrees.schedule == "1f1b":
         return steady - rank_s + total_s
     if degrees.schedule == "zb_h1":
-        return steady + whole.forward_s * (degrees.pp - 1) / degrees.pp
+        return max(steady + whole.forward_s * (degrees.pp - 1) / degrees.pp, whole.input_s)
     chunks = 6 if degrees.schedule == "zb_v" else degrees.num_chunks
-    return steady + max(total_s - rank_s, 0.0) / chunks
+    at_least_s = whole.input_s if degrees.schedule == "zb_v" else 0.0
+    return max(steady + max(total_s - rank_s, 0.0) / chunks, at_least_s)
 
 
 def _slowest_s(block_s: Column, num_stages: int) -> float:
