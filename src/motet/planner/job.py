@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.core.cluster import Cluster
-from motet.core.spec import ModelSpec
+from motet.core.spec import Layer, ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths, Workload
 from motet.cost.flops import work_of
 from motet.cost.memory import (
@@ -21,7 +21,7 @@ from motet.cost.memory import (
     mixed_precision,
     stage_layers,
 )
-from motet.cost.model import CostModel, backward_seconds
+from motet.cost.model import CostModel, Work, backward_seconds
 
 USABLE_MEMORY = 0.94
 """Of a device, before fragmentation and the buffers of communication libraries take the rest."""
@@ -89,19 +89,33 @@ class Job:
     def _block_costs(self):  # type: ignore[no-untyped-def]
         return cache(self._price)
 
+    def work(self, name: str, layer: Layer, num_examples: int) -> Work:
+        """What a layer of a module is given in each microbatch of num_examples examples. Cached."""
+        found: Work = self._work(name, layer, num_examples)
+        return found
+
+    @cached_property
+    def _work(self):  # type: ignore[no-untyped-def]
+        return cache(self._count)
+
+    def _count(self, name: str, layer: Layer, num_examples: int) -> Work:
+        length, microbatch, count, targets = self._microbatches(name, num_examples)
+        padded = self.model.module(name).padded
+        return work_of(layer, length, microbatch, count, padded=padded, num_targets=targets)
+
     def _price(self, name: str, num_examples: float, tp: int) -> BlockCosts:
         module, element_bytes = self.model.module(name), self.mixed_precision(pipeline=True).compute
-        length, microbatch, count, targets = self._microbatches(name, max(round(num_examples), 1))
         share = min(num_examples, 1.0) if num_examples < 1 else 1.0
         columns: dict[str, Column] = {field: np.zeros(len(module.blocks)) for field in BlockCosts.__dataclass_fields__}
         priced: dict[object, tuple[float, ...]] = {}
         number = -1
         starts = {block.start for block in module.blocks}
+        whole_blocks = all(layer.attention is None for layer in module.layers)
         for place, placed in enumerate(stage_layers(self.model, {name: (0, len(module.blocks))}, {})):
             number += place in starts
             layer = placed.layer
             if placed not in priced:
-                work = work_of(layer, length, microbatch, count, padded=module.padded, num_targets=targets)
+                work = self.work(name, layer, max(round(num_examples), 1))
                 seconds = self.cost.layer_seconds(name, layer, work, tp)
                 tensor_s = float(self.cost.tensor_seconds(layer, work, range(tp)).mean()) if tp > 1 else 0.0
                 backward = backward_seconds(seconds, layer, placed.needs_input)
@@ -109,7 +123,7 @@ class Job:
                 whole = activation_bytes(layer, most, element_bytes=element_bytes, tp=tp)
                 input_bytes = activation_bytes(layer, most, element_bytes=element_bytes, tp=tp, recomputed=True)
                 does = float(placed.has_backward)
-                again = does * (layer.attention is not None or len(module.blocks) == 1)
+                again = does * (layer.attention is not None or whole_blocks)
                 forward_s = float(seconds.forward_s.mean()) + tensor_s
                 priced[placed] = (
                     forward_s * share,
