@@ -71,13 +71,29 @@ def train(
 
 @app.command()
 def simulate(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="The placement of a job on a cluster.")],
+    plan: Annotated[
+        Path,
+        typer.Argument(metavar="PLAN.json|RECIPE.toml", help="The placement of a job, or a job as it trains."),
+    ],
     workload: Annotated[
         Path | None,
         typer.Option(
             help="Lengths of examples: a manifest, a CSV, a TOML of distributions, or a recipe; "
-            "by default those of the recipe that the plan names as its model."
+            "by default those of the recipe that is given, or that the plan names as its model."
         ),
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="JSON", help="Times that motet profile measured, instead of estimates.")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Of a recipe: what it runs on, e.g. h100; default: cpu, this machine."),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Of a recipe: on how many devices; default: those of a node.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Set a key of a recipe; repeatable.")
     ] = None,
     trace: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a trace for Perfetto.")] = None,
     html: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a page to zoom and pan in.")] = None,
@@ -88,16 +104,21 @@ def simulate(
         float, typer.Option(min=0, help="Spread of the time of each computation, as a share of it: stragglers.")
     ] = 0.0,
 ) -> None:
-    """Predict a step of a plan before any GPU is hired: time, throughput, MFU, memory, bubbles."""
-    from motet.train.plan_sources import read_plan_and_workload
+    """Predict a step of a plan or a recipe before any GPU is hired: time, throughput, MFU, memory, bubbles."""
+    if plan.suffix == ".toml":
+        from motet.train.plan_of_recipe import read_recipe_as_plan
 
-    read, lengths = read_plan_and_workload(plan, workload)
-    from motet.cost.analytic import Analytic
-    from motet.simulate.command import Outputs, show_predictions
+        read, lengths = read_recipe_as_plan(plan, overrides or (), device or "cpu", ranks, workload)
+    elif device or ranks or overrides:
+        raise UserError(f"--device, --ranks and --set are for a recipe; {plan} is a plan, which says all that itself.")
+    else:
+        from motet.train.plan_sources import read_plan_and_workload
+
+        read, lengths = read_plan_and_workload(plan, workload)
+    from motet.simulate.command import Outputs, cost_model_of, show_predictions
     from motet.simulate.predict import predictions
 
-    cost = Analytic(read.cluster, read.precision)
-    found = predictions(read, lengths, cost, batches, seed=seed, jitter=jitter)
+    found = predictions(read, lengths, cost_model_of(read, profile), batches, seed=seed, jitter=jitter)
     show_predictions(read, found, Outputs(trace, html, png), title=f"{plan.stem}, predicted")
 
 

@@ -171,3 +171,18 @@ def test_ranks_with_different_profiles_are_refused(job, of_two, tmp_path):
         ]
         * 2
     )
+
+
+def test_a_recipe_is_simulated_from_what_was_measured(job, of_two):
+    path, _ = of_two
+    arguments = ["simulate", str(job), "--ranks", "2", "--profile", str(path), *_set(*SMALL)]
+    wrong = CliRunner().invoke(app, arguments)
+    assert isinstance(wrong.exception, UserError)
+    assert "was measured in float64 and the plan computes in fp32" in str(wrong.exception)
+    found = CliRunner().invoke(app, [*arguments, *_set("run.dtype=float64")])
+    assert found.exit_code == 0, found.exception
+    assert "on 1 node of 2 cpu, in fp64" in " ".join(found.output.split())
+
+
+def _set(*overrides):
+    return [word for override in overrides for word in ("--set", override)]

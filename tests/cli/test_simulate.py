@@ -194,3 +194,18 @@ def test_a_wrong_plan(document, said, tmp_path, simulate):
     if document is not None:
         (tmp_path / "plan.json").write_text(json.dumps(document))
     assert simulate("plan.json") == (2, "", said)
+
+
+def test_a_recipe_as_it_trains(job, simulate):
+    code, out, err = simulate(
+        job / "recipe.toml", "--device", "h100", "--ranks", 3, "--set", "fsdp.param_dtype=bfloat16"
+    )
+    assert (code, err) == (0, "")
+    assert "on 1 node of 3 h100, in bf16" in out and "Items are balanced: auto" in out
+
+
+@pytest.mark.parametrize("option", [("--device", "h100"), ("--ranks", 2), ("--set", "run.batch_size=4")])
+def test_options_of_recipes_are_not_for_plans(option, files, simulate):
+    code, _, err = simulate("plan.json", "--workload", "lengths.toml", *option)
+    assert code == 2
+    assert err == "--device, --ranks and --set are for a recipe; plan.json is a plan, which says all that itself."

@@ -29,12 +29,14 @@ class Device:
 
     peak_flops:         operations a second by precision ("bf16", "fp16", "fp8", "tf32", "fp32", "fp64"), dense.
     memory_bytes:       of the device. memory_bytes_per_s: of its memory.
+    overlaps:           it computes while it communicates. A CPU rank does not: who calls a collective waits for it.
     """
 
     name: str
     peak_flops: Mapping[str, float]
     memory_bytes: int
     memory_bytes_per_s: float
+    overlaps: bool = True
 
 
 @dataclass(frozen=True)

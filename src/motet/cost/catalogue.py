@@ -139,6 +139,7 @@ class ClusterConfig(BaseModel):
             peak_flops,
             usual.device.memory_bytes if self.memory_gbytes is None else int(1e9 * self.memory_gbytes),
             _or(self.memory_gbytes_per_s, 1e9, usual.device.memory_bytes_per_s),
+            usual.device.overlaps,
         )
         intra_node = Link(
             _or(self.intra_node_gbytes_per_s, 1e9, usual.intra_node.bytes_per_s),
@@ -176,5 +177,5 @@ def _gpu(name: str) -> Cluster:
 def _cpu(ranks_per_node: int | None) -> Cluster:
     found = measured_cpu()
     ranks_per_node = ranks_per_node or found.num_cores
-    device = Device("cpu", found.flops_per_s, found.memory_bytes // ranks_per_node, found.memory_bytes_per_s)
+    device = Device("cpu", found.flops_per_s, found.memory_bytes // ranks_per_node, found.memory_bytes_per_s, False)
     return Cluster(device, 1, ranks_per_node, Link(found.link_bytes_per_s, found.link_latency_s), _ETHERNET)

@@ -18,6 +18,8 @@ from motet.core.errors import ArgumentError
 
 Floats = NDArray[np.float64]
 NS_PER_S = 1e9
+_ALIKE = 1.2
+"""Numbers of rows that are taken for one, by their ratio."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,13 @@ def relative_error(predicted: ArrayLike, measured: ArrayLike) -> RelativeError:
 
 
 class Surface:
-    """Seconds over rows and pairs, through all measured points.
+    """Seconds over rows and pairs, through all measured points; those of about as many rows are averaged.
 
     Points whose rows attend to equally many rows each (pairs / rows) make a line over rows, interpolated linearly;
     between two such lines the seconds of equally many rows are interpolated linearly in pairs / rows. So at a given
-    number of rows seconds are piecewise linear in pairs. Beyond the grid the last slope goes on, but never downwards;
-    below its fewest rows a line runs to its intercept, which is at least 0. Without rows nothing is computed: 0 s.
+    number of rows seconds are piecewise linear in pairs. Beyond the grid a line goes on as over its last half, and from
+    line to line the last slope goes on, but never downwards; below its fewest rows a line runs to its intercept, which
+    is at least 0. Without rows nothing is computed: 0 s.
     """
 
     def __init__(self, rows: Sequence[float], pairs: Sequence[float], seconds: Sequence[float]) -> None:
@@ -113,9 +116,16 @@ class Surface:
 
 
 def _line(rows: Floats, seconds: Floats) -> tuple[Floats, Floats]:
-    """Corners of a line, ascending, from 0 rows on; several points of equal rows are averaged."""
-    at, place = np.unique(rows, return_inverse=True)
-    mean = np.bincount(place, seconds) / np.bincount(place)
+    """Corners of a line, ascending, from 0 rows on; points of about as many rows are averaged: what noise there is
+    between two of them would be a slope of any size.
+    """
+    order = np.argsort(rows, kind="stable")
+    ascending, groups, first = rows[order], [], 0
+    while first < len(order):
+        stop = int(np.searchsorted(ascending, ascending[first] * _ALIKE, side="right"))
+        groups.append(order[first:stop])
+        first = stop
+    at, mean = (np.array([column[group].mean() for group in groups]) for column in (rows, seconds))
     intercept = 0.0
     if len(at) > 1:
         intercept = max(0.0, float(mean[0] - at[0] * (mean[1] - mean[0]) / (at[1] - at[0])))
@@ -123,6 +133,8 @@ def _line(rows: Floats, seconds: Floats) -> tuple[Floats, Floats]:
 
 
 def _along(line: tuple[Floats, Floats], rows: Floats) -> Floats:
+    """Beyond the last corner as steep as over the last half, or what reaches farther back."""
     at, seconds = line
-    slope = max(0.0, float((seconds[-1] - seconds[-2]) / (at[-1] - at[-2])))
+    back = int(np.searchsorted(at, at[-1] / 2, side="right")) - 1
+    slope = max(0.0, float((seconds[-1] - seconds[back]) / (at[-1] - at[back])))
     return np.asarray(np.interp(rows, at, seconds) + np.maximum(rows - at[-1], 0.0) * slope)

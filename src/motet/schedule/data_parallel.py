@@ -3,7 +3,7 @@ then the backbone, and encoder outputs go to the ranks that need them (OrchMLLM 
 
 The order is that of `runtime/actions.py` and `runtime/step.py`, and within a module that of FSDP2: the parameters of
 the next unit are gathered while one computes, freed after forward, gathered again for backward, and the gradients of a
-unit are reduced right after its backward pass. The sum of three numbers that gives the gradient's norm is left out.
+unit are reduced right after its backward pass. The sum of three numbers that gives the gradient's norm is part of STEP.
 """
 
 from __future__ import annotations

@@ -6,17 +6,19 @@ section 4.2). Colocated phases (`data_parallel`) are balanced as training balanc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from motet.balance import METHODS, Method, Packed, Padded, Phase, choose
+from motet.core.assignment import Assignment
 from motet.core.cluster import Link
-from motet.core.errors import UserError
+from motet.core.errors import ArgumentError, UserError
 from motet.core.plan import Plan
-from motet.core.workload import BACKBONE, BatchLengths, Workload, home_ranks
+from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, Workload, home_ranks
 from motet.schedule.fit import colocated_units
 from motet.schedule.layout import num_microbatches
 
@@ -109,6 +111,41 @@ def place(plan: Plan, batch: BatchLengths, seconds: PhaseSeconds, link: Link, el
         places = (replica[example].astype(np.int32), microbatch[example].astype(np.int32))
         items[module.name] = PlacedItems(example, length, num_tokens, *places, num_replicas)
     return Placement(batch, count, items)
+
+
+def placed_as(microbatches: Sequence[BatchLengths], assignments: Sequence[Mapping[str, Assignment]]) -> Placement:
+    """The step that was decided elsewhere, by training's own balancer say: per microbatch, one Assignment a module.
+
+    The modules come in the order of the first microbatch's assignments. Raises ArgumentError where the two are not
+    equally many.
+    """
+    if len(microbatches) != len(assignments) or not microbatches:
+        raise ArgumentError(
+            f"{len(microbatches)} microbatches have {len(assignments)} assignments; each must have one."
+        )
+    firsts = np.cumsum([0, *(part.num_examples for part in microbatches)])
+
+    def joined(columns: Iterable[NDArray[Any]]) -> NDArray[Any]:
+        return np.concatenate(list(columns))
+
+    items = {}
+    for name in assignments[0]:
+        columns = [_column(part, name) for part in microbatches]
+        items[name] = PlacedItems(
+            joined(example + first for (example, _, _), first in zip(columns, firsts)),
+            joined(length for _, length, _ in columns),
+            joined(num_tokens for _, _, num_tokens in columns),
+            joined(assigned[name].ranks for assigned in assignments),
+            np.repeat(np.arange(len(columns), dtype=np.int32), [len(example) for example, _, _ in columns]),
+            assignments[0][name].num_ranks,
+        )
+    batch = BatchLengths(
+        joined(part.sequence for part in microbatches),
+        joined(part.num_targets for part in microbatches),
+        joined(part.home for part in microbatches),
+        {name: ItemLengths(of.example, of.length, of.num_tokens) for name, of in items.items() if name != BACKBONE},
+    )
+    return Placement(batch, len(microbatches), items)
 
 
 def _column(batch: BatchLengths, module: str) -> tuple[Count, Count, Count]:

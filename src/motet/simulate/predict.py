@@ -26,7 +26,7 @@ from motet.simulate.prediction import Prediction
 from motet.simulate.pricing import Pricing
 from motet.simulate.simulate import simulate
 from motet.simulate.times import StageTimes
-from motet.simulate.traffic import Traffic
+from motet.simulate.traffic import Traffic, without_idle_exchanges
 
 
 def predict(plan: Plan, workload: Workload, cost: CostModel, *, seed: int = 0, jitter: float = 0.0) -> Prediction:
@@ -93,10 +93,11 @@ def _slowest_island(pricing: Pricing, seed: int, jitter: float) -> Timeline:
     for island in range(pricing.num_islands):
         lengths = pricing.placement.island_key(island, pricing.num_islands)
         islands.setdefault(str(island).encode() if jitter else lengths, island)
-    timelines = (
-        simulate(pricing.planned.program, stage_times_of(pricing, traffic, island), jitter=jitter, seed=seed + island)
-        for island in islands.values()
-    )
+    overlap, timelines = pricing.plan.cluster.device.overlaps, []
+    program = without_idle_exchanges(pricing.planned, pricing.placement)
+    for island in islands.values():
+        times = stage_times_of(pricing, traffic, island)
+        timelines.append(simulate(program, times, overlap=overlap, jitter=jitter, seed=seed + island))
     return max(timelines, key=lambda timeline: timeline.makespan_s)
 
 

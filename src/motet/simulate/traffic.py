@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.schedule import PlannedStage
+from motet.core.spec import Layer
+from motet.schedule import Planned, PlannedStage, Program
+from motet.schedule.program import Action, Kind
+from motet.simulate.placement import Placement
 from motet.simulate.pricing import Pricing
 
 Table = NDArray[np.float64]
+
+
+_TOTALS_BYTES = 3 * 8
+_EXCHANGES = frozenset({Kind.EXCHANGE_F, Kind.EXCHANGE_B})
 
 
 class Collectives(NamedTuple):
@@ -73,15 +81,32 @@ class Traffic:
         return found
 
     def step_s(self) -> Table:
-        """The optimizer, [num_ranks] of the Program: each updates its share of what learns."""
+        """The optimizer, [num_ranks] of the Program: each updates its share of what learns.
+
+        In data parallelism the sum of the norm, the loss and the number of targets over all ranks goes before it.
+        """
         held = np.zeros(self.planned.program.num_ranks)
         for stage in self.planned.stages:
             held[stage.rank] += self._sizes(stage.key).updated
         seconds = {number: self.cost.step_seconds(round(number)) for number in set(held.tolist())}
-        return np.array([seconds[number] for number in held.tolist()])
+        summed_s = 0.0
+        if self.plan.schedule == "data_parallel":
+            summed_s = self.cost.all_reduce_seconds(_TOTALS_BYTES, self.planned.stages[0].data_ranks)
+        return np.array([summed_s + seconds[number] for number in held.tolist()])
 
     def _size(self, stage: PlannedStage) -> _Size:
+        return self._size_of([placed.layer for placed in self.pricing.layers(stage)], stage)
+
+    def _units(self, stage: PlannedStage) -> list[_Size]:
+        """What is gathered and reduced by a message each: in data parallelism the transformer layers, and the rest."""
         layers = [placed.layer for placed in self.pricing.layers(stage)]
+        if self.plan.schedule != "data_parallel":
+            return [self._size_of(layers, stage)]
+        blocks = [[layer] for layer in layers if layer.attention is not None]
+        rest = [layer for layer in layers if layer.attention is None]
+        return [self._size_of(unit, stage) for unit in [*blocks, rest]]
+
+    def _size_of(self, layers: Sequence[Layer], stage: PlannedStage) -> _Size:
         total = sum(layer.parameters for layer in layers) / stage.unit.tp
         trained = sum(layer.parameters for layer in layers if layer.trained) / stage.unit.tp
         return _Size(total, trained, trained / len(self._sharing(stage)[0]))
@@ -92,16 +117,16 @@ class Traffic:
         Frozen parameters are gathered only where they are sharded: under ZeRO 3, and by FSDP.
         """
         colocated = self.plan.schedule == "data_parallel"
-        (shards, replicas), size, cost = self._sharing(stage), self._sizes(stage.key), self.cost
-        gradient_bytes = size.trained * self.precision.gradient
+        (shards, replicas), units, cost = self._sharing(stage), self._units(stage), self.cost
         replicas_s = 0.0
         if len(replicas) > 1:
-            replicas_s = cost.all_reduce_seconds(gradient_bytes / len(shards), replicas)
+            shares = (one.trained * self.precision.gradient / len(shards) for one in units)
+            replicas_s = sum(cost.all_reduce_seconds(size_bytes, replicas) for size_bytes in shares)
         if len(shards) == 1:
             return Collectives(0.0, replicas_s, replicas_s)
-        gathered = size.total if colocated or stage.zero == 3 else size.trained
-        gather_s = cost.gather_seconds(gathered * self.precision.compute, shards)
-        reduce_s = cost.gather_seconds(gradient_bytes, shards)
+        gathered = (one.total if colocated or stage.zero == 3 else one.trained for one in units)
+        gather_s = sum(cost.gather_seconds(number * self.precision.compute, shards) for number in gathered)
+        reduce_s = sum(cost.gather_seconds(one.trained * self.precision.gradient, shards) for one in units)
         if not colocated:
             reduce_s += replicas_s
         return Collectives(gather_s, reduce_s, replicas_s)
@@ -154,3 +179,18 @@ class Traffic:
             for name in stage.unit.modules
             if name not in stage.unit.replicated
         }
+
+
+def without_idle_exchanges(planned: Planned, placement: Placement) -> Program:
+    """The Program as the step runs it: where no row moves, no rank calls an exchange, and so none waits. O(actions)."""
+    program = planned.program
+    if not any(action.kind in _EXCHANGES for action in program.actions[0]):
+        return program
+    moves = [placement.exchanged_rows(stage.modules[0]) > 0 for stage in planned.stages if stage.rank == 0][:-1]
+    if np.all(moves):
+        return program
+
+    def runs(action: Action) -> bool:
+        return action.kind not in _EXCHANGES or bool(moves[action.stage % (len(moves) + 1)][action.microbatch])
+
+    return replace(program, actions=tuple(tuple(filter(runs, row)) for row in program.actions))

@@ -49,7 +49,7 @@ def read_plan_and_workload(plan_file: Path, workload_file: Path | None) -> tuple
             f"{plan_file} names no recipe, so --workload must say which lengths to simulate: a manifest, a CSV of "
             "lengths, a TOML of distributions, or a recipe."
         )
-    return plan, _workload_at(source)
+    return plan, workload_at(source)
 
 
 def _model_at(path: Path) -> ModelSpec:
@@ -63,27 +63,29 @@ def _model_at(path: Path) -> ModelSpec:
     return spec_of_config(recipe.model, _tokenizer(recipe).vocabulary_size, path.stem)
 
 
-def _workload_at(path: Path) -> Workload:
+def workload_at(path: Path) -> Workload:
+    """Of a manifest, a CSV, a TOML of distributions or a recipe. Raises UserError for what is wrong with it."""
     if path.suffix != ".toml":
         return read_lengths(path).workload()
     if _has_tasks(path):
         return replace(read_sampler(path).workload(), source=str(path))
-    return _workload_of_recipe(path)
+    from motet.train.recipe import load_recipe
+
+    return workload_of(load_recipe(path), str(path))
 
 
-def _workload_of_recipe(path: Path) -> Workload:
+def workload_of(recipe: Recipe, source: str) -> Workload:
+    """The training data of a recipe. source: what messages call it."""
     import torch
 
     from motet.models.build import build_mllm
     from motet.train.job import open_dataset
-    from motet.train.recipe import load_recipe
 
-    recipe = load_recipe(path)
     tokenizer = _tokenizer(recipe)
     with torch.device("meta"):
         model = build_mllm(recipe.model, tokenizer.vocabulary_size)
     dataset = open_dataset(recipe, recipe.data.train, tokenizer, model, _say)
-    return Workload(str(path), dataset.batch_lengths(np.arange(dataset.num_examples), 1))
+    return Workload(source, dataset.batch_lengths(np.arange(dataset.num_examples), 1))
 
 
 def _has_tasks(path: Path) -> bool:

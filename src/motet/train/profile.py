@@ -33,7 +33,9 @@ from motet.train.recipe import Recipe
 from motet.train.world import World, join_world
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-_OPTIMIZER_REPEATS = 5
+_OPTIMIZER_REPEATS = 9
+_CACHED_BYTES = 2**26
+"""More than a core, or a device, keeps of what it has last seen."""
 
 
 def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: float = 60.0) -> Profile:
@@ -50,9 +52,9 @@ def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: floa
             chosen = subjects(recipe, model, sharded, world.device)
             spec = spec_of_config(recipe.model, vocab_size)
         _shard_alone(sharded, recipe, world)
-        watch = Stopwatch(world.device)
+        watch, layers = Stopwatch(world.device), Stopwatch(world.device, waits=False)
         with _progress(world) as show:
-            measured = measure(chosen, watch, world, seconds, show)
+            measured = measure(chosen, layers, world, seconds, show)
         messages = measure_messages(world, watch) if world.num_ranks > 1 else []
         modules, left_out = _modules(measured, watch, world, messages)
         found = Profile(
@@ -64,7 +66,7 @@ def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: floa
             num_ranks=world.num_ranks,
             modules=modules,
             messages=messages,
-            optimizer=_optimizer_times(sharded, recipe.optimizer, watch, world),
+            optimizer=_optimizer_times(sharded, recipe.optimizer, layers, world),
             left_out=left_out,
         )
         with world.together():
@@ -107,6 +109,7 @@ def _modules(
 def _optimizer_times(model: MLLM, config: OptimizerConfig, watch: Stopwatch, world: World) -> OptimizerTimes:
     """Norm of the gradients, clipping and update, as the step does them, of each module and of all together."""
     found: dict[int, float] = {}
+    others = torch.zeros(_CACHED_BYTES // 4, device=world.device)
     parts: list[nn.Module] = [*model.encoders.values(), model.backbone, model]
     for part in parts:
         parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
@@ -119,8 +122,12 @@ def _optimizer_times(model: MLLM, config: OptimizerConfig, watch: Stopwatch, wor
             scale_gradients(parameters, clip_factor(norm, config.clip_norm))
             optimizer.step()
 
-        # The first makes the optimizer's state.
-        samples = [watch(step)[0] for _ in range(_OPTIMIZER_REPEATS + 1)][1:]
+        samples = []
+        for _ in range(_OPTIMIZER_REPEATS + 1):
+            # A step comes after a backward pass, which has left nothing else in the caches.
+            others.add_(1)
+            samples.append(watch(step)[0])
+        samples = samples[1:]  # The first makes the optimizer's state.
         found[sum(p.numel() for p in parameters)] = float(np.median(world.gather(float(np.median(samples)))))
         for parameter in parameters:
             parameter.grad = None

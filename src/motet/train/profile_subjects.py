@@ -31,8 +31,10 @@ from motet.train.recipe import Recipe
 
 _SHORTEST = 8
 _NUM_CANDIDATES = 40
-_NUM_LENGTHS = 5
-_LENGTH_RATIO = 4
+_NUM_LENGTHS = 6
+_LENGTH_RATIO = 3
+_SPREAD = (0.5, 0.7, 0.85, 1.0, 1.4, 3.0)
+"""Lengths of a batch over the one that it is about: those of real data have a tail."""
 _NUM_COUNTS = 4
 _ROW_RATIO = 256
 
@@ -87,21 +89,29 @@ def subjects(recipe: Recipe, model: MLLM, sharded: MLLM, device: torch.device) -
 
 
 def grid_of(lengths: NDArray[np.int64], max_rows: int, *, padded: bool) -> tuple[list[Batch], list[Batch]]:
-    """Batches to interpolate between, and batches of other lengths, mixed ones among them, that are held out.
+    """Batches to interpolate between, and batches that are held out: of other lengths, and of all of them mixed.
 
+    A batch of the grid has equally many items of each of a few lengths about one, where one item of each fits.
     lengths: int64 [n], ascending, that items can have. max_rows: sum of lengths that no batch exceeds, unless a single
     item of the shortest length does.
     """
     usable = lengths[lengths <= max(max_rows, lengths[0])]
+    usable = usable[usable >= min(_SHORTEST, usable[-1])]
     chosen = [int(usable[-1])]
     while len(chosen) < _NUM_LENGTHS and (shorter := usable[usable * _LENGTH_RATIO <= chosen[0]]).size:
         chosen.insert(0, int(shorter[-1]))
+    if chosen[0] > usable[0]:
+        # Nothing but the shortest items: rows cannot attend to fewer others.
+        chosen.insert(0, int(usable[0]))
     grid: list[Batch] = []
     for length in chosen:
-        most = max(max_rows // length, 1)
-        least = max(max_rows // _ROW_RATIO // length, 1)
+        pattern = _around(length, usable, padded=padded) if length > usable[0] else [length]
+        if (rows := _rows(pattern, padded=padded)) > max_rows:
+            pattern, rows = [length], length
+        most = max(max_rows // rows, 1)
+        least = max(max_rows // _ROW_RATIO // rows, 1)
         counts = sorted({round(count) for count in np.geomspace(least, most, _NUM_COUNTS)})
-        grid += [((count, length),) for count in counts]
+        grid += [tuple((count, each) for each in pattern) for count in counts]
     between = [int(usable[np.abs(np.log(usable / np.sqrt(low * high))).argmin()]) for low, high in pairwise(chosen)]
     held_out: list[Batch] = [((max(max_rows // (3 * length), 1), length),) for length in between or chosen]
     if between:
@@ -109,7 +119,21 @@ def grid_of(lengths: NDArray[np.int64], max_rows: int, *, padded: bool) -> tuple
         for mixed, rows in ((between, max_rows // 2), (chosen[:-1], max_rows // 8)):
             share = rows // len(mixed)
             held_out.append(tuple((max(share // (max(mixed) if padded else length), 1), length) for length in mixed))
+    grid = list(dict.fromkeys(grid))
     return grid, [batch for batch in held_out if batch not in grid]
+
+
+def _around(length: int, usable: NDArray[np.int64], *, padded: bool) -> list[int]:
+    """Lengths about a length, which is the longest where all are padded to it.
+
+    Items that are of one length share calls of kernels, and need no mask of padding, as those of real data do not.
+    """
+    wanted = [length * ratio for ratio in _SPREAD if ratio <= 1 or not padded]
+    return sorted({int(usable[np.abs(usable - each).argmin()]) for each in wanted})
+
+
+def _rows(lengths: list[int], *, padded: bool) -> int:
+    return len(lengths) * max(lengths) if padded else sum(lengths)
 
 
 def items(batch: Batch) -> NDArray[np.int64]:

@@ -292,3 +292,10 @@ def test_a_surface_needs_rows():
     with pytest.raises(ArgumentError, match="a point that has rows"):
         Surface([0.0], [0.0], [1.0])
     assert Surface([0.0, 2.0], [0.0, 0.0], [1.0, 3.0])(np.array([4.0]), np.zeros(1)).tolist() == [6.0]
+
+
+def test_noise_between_points_of_about_as_many_rows_is_no_slope():
+    surface = Surface([100, 200, 1000, 1010, 1020], [0] * 5, [1.0, 2.0, 9.0, 10.0, 11.0])
+    found = surface(np.array([1010.0, 2020.0]), np.zeros(2))
+    assert found[0] == pytest.approx(10.0)
+    assert found[1] == pytest.approx(10.0 + 1010 * 8 / 810)

@@ -1,12 +1,19 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from motet.balance.scoring import scored
 from motet.core.cluster import Cluster, Device, Link
-from motet.core.errors import UserError
+from motet.core.errors import ArgumentError, UserError
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
 from motet.core.workload import BatchLengths, ItemLengths, Workload
-from motet.simulate.placement import draw_batch, place
+from motet.cost.analytic import Analytic
+from motet.schedule import Kind, planned, validate
+from motet.simulate.placement import draw_batch, place, placed_as
+from motet.simulate.pricing import Pricing
+from motet.simulate.traffic import without_idle_exchanges
 
 LINK = Link(1e9, 1e-5)
 CLUSTER = Cluster(Device("test", {"bf16": 1e12}, 1 << 30, 1e12), 1, 16, LINK, LINK)
@@ -113,3 +120,74 @@ def test_a_workload_without_a_modules_lengths_is_refused():
     lacking = BatchLengths(batch.sequence, batch.num_targets, batch.home, {**batch.items, "audio": empty})
     with pytest.raises(UserError, match=r"'audio' needs lengths, but table.csv has none"):
         draw_batch(plan, Workload("table.csv", lacking), np.random.default_rng(0))
+
+
+def test_what_was_decided_elsewhere_is_placed_as_it_is():
+    microbatches = [lengths(12, seed=seed) for seed in (1, 2)]
+    rng = np.random.default_rng(3)
+    decided = []
+    for part in microbatches:
+        columns = {"image": part.items["image"].length, "audio": part.items["audio"].length, "backbone": part.sequence}
+        decided.append(
+            {name: scored(rng.integers(0, 4, len(column), np.int32), column, 4) for name, column in columns.items()}
+        )
+    placement = placed_as(microbatches, decided)
+    assert (placement.num_microbatches, placement.batch.num_examples) == (2, 24)
+    for name, items in placement.items.items():
+        assert items.num_replicas == 4
+        for number, (part, assigned) in enumerate(zip(microbatches, decided, strict=True)):
+            own = items.microbatch == number
+            np.testing.assert_array_equal(items.replica[own], assigned[name].ranks)
+            column = part.sequence if name == "backbone" else part.items[name].length
+            np.testing.assert_array_equal(items.length[own], column)
+            if name != "backbone":
+                np.testing.assert_array_equal(items.example[own], part.items[name].example + 12 * number)
+    made = sharded("per_phase")
+    stages = planned(made)
+    pricing = Pricing(made, stages, placement, Analytic(CLUSTER, "bf16"))
+    for stage in stages.stages:
+        (name,) = stage.modules
+        rows = pricing.rows(name, LAYER, stage, 0)
+        for number, assigned in enumerate(decided):
+            own = columns_of(microbatches[number], name)[assigned[name].ranks == stage.replica]
+            assert rows[number] == (len(own) * own.max(initial=0) if name == "audio" else own.sum())
+    with pytest.raises(ArgumentError, match="2 microbatches have 1 assignments"):
+        placed_as(microbatches, decided[:1])
+
+
+def sharded(balance):
+    made = colocated(balance)
+    return replace(made, units=(replace(made.units[0], zero=3),))
+
+
+def columns_of(part, name):
+    return part.sequence if name == "backbone" else part.items[name].length
+
+
+def test_an_exchange_that_moves_nothing_is_not_called():
+    made = sharded("auto")
+    stages = planned(made)
+    batch = lengths(48)
+    home = np.repeat(np.arange(4, dtype=np.int32), 6)
+    still = {
+        name: [scored(home[columns_home(part, name)], columns_of(part, name), 4) for part in halves(batch)]
+        for name in ("image", "audio", "backbone")
+    }
+    moved = still["image"][1]
+    still["image"][1] = scored((moved.ranks + 1) % 4, columns_of(halves(batch)[1], "image"), 4)
+    placement = placed_as(halves(batch), [{name: rows[i] for name, rows in still.items()} for i in range(2)])
+    program = without_idle_exchanges(stages, placement)
+    exchanges = [action for action in program.actions[2] if action.kind in (Kind.EXCHANGE_F, Kind.EXCHANGE_B)]
+    assert [(program.stages[a.stage].module, a.kind, a.microbatch) for a in exchanges] == [
+        ("image", Kind.EXCHANGE_F, 1),
+        ("image", Kind.EXCHANGE_B, 1),
+    ]
+    validate(program)
+
+
+def halves(batch):
+    return [batch.take(np.arange(24)), batch.take(np.arange(24, 48))]
+
+
+def columns_home(part, name):
+    return np.arange(part.num_examples) if name == "backbone" else part.items[name].example

@@ -246,3 +246,20 @@ def test_replicated_encoders_are_summed_over_pipeline_ranks_as_well():
     assert found.cost.asked[-1][2] == (0, 1, 2, 3)
     send_s = found.send_s(0).any(axis=1)
     assert send_s.tolist() == [edge == (0, 1) for edge in found.planned.program.edges]
+
+
+def test_each_block_is_gathered_and_reduced_by_a_message_of_its_own():
+    found, _ = traffic(colocated())
+    stage = next(stage for stage in found.planned.stages if stage.modules == ("image",))
+    found.collectives(stage)
+    asked = [size_bytes / BYTES for kind, size_bytes, _ in found.cost.asked if kind == "gather"]
+    blocks = [layer.parameters for layer in found.plan.model.module("image").layers if layer.attention is not None]
+    rest = found.plan.model.module("image").num_parameters - sum(blocks)
+    assert asked[: len(blocks) + 1] == [*blocks, rest]
+
+
+def test_the_optimizer_waits_for_the_sum_of_the_norm():
+    found, _ = traffic(colocated())
+    share = found.plan.model.num_parameters / 4
+    np.testing.assert_allclose(found.step_s(), share * STEP_S + 24 * REDUCE_S)
+    assert found.cost.asked[-1] == ("all_reduce", 24, (0, 1, 2, 3))

@@ -1,5 +1,6 @@
 """What is measured and how it is taken apart; the seconds themselves are the machine's matter."""
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -66,7 +67,7 @@ def test_a_grid_tells_rows_from_pairs():
     grid, held_out = grid_of(np.arange(8, 2049), 8192, padded=False)
     rows = np.array([items(batch).sum() for batch in grid])
     squares = np.array([np.square(items(batch)).sum() for batch in grid])
-    assert len({length for batch in grid for _, length in batch}) == 5
+    assert len({tuple(length for _, length in batch) for batch in grid}) == 6
     assert np.linalg.matrix_rank(np.stack([np.ones(len(grid)), rows / rows.max(), squares / squares.max()])) == 3
     assert any(len(batch) > 1 for batch in held_out)
 
@@ -174,7 +175,7 @@ def test_measuring_takes_about_the_time_that_it_is_given(chosen):
     assert all(len(samples) >= 3 for samples in found[0].samples)
     assert shares == sorted(shares) and shares[-1] <= 1
     attention = next(layer for layer in times.layers if layer.kind == "attention")
-    assert min(attention.grid.forward_s) > 0 and min(attention.held_out.forward_s) > 0
+    assert attention.grid.forward_s and min(attention.grid.forward_s + attention.held_out.forward_s) > 0
 
 
 def test_the_error_is_that_of_lengths_that_were_not_seen():
@@ -187,3 +188,17 @@ def test_the_error_is_that_of_lengths_that_were_not_seen():
     assert interpolated.mean == pytest.approx(0.2) and fitted.overall == pytest.approx(0.2)
     two = HeldOut.of(times) + HeldOut.of(times)
     assert relative_error(two.interpolated, two.measured).overall == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_processor_time_leaves_out_what_is_waited_for(waits):
+    seconds, result = Stopwatch(torch.device("cpu"), waits=waits)(lambda: time.sleep(0.05) or "slept")
+    assert result == "slept" and (seconds >= 0.05) == waits
+
+
+def test_items_of_a_batch_are_not_all_alike_where_there_is_room():
+    grid, _ = grid_of(np.arange(8, 2049), 8192, padded=False)
+    assert {len(batch) for batch in grid} >= {1, 6}
+    assert all(len({count for count, _ in batch}) == 1 for batch in grid)
+    padded, _ = grid_of(np.arange(8, 2049), 8192, padded=True)
+    assert all(2 * min(batch)[1] >= max(length for _, length in batch) - 1 for batch in padded)

@@ -1,0 +1,229 @@
+"""Predicted against measured steps of the demo recipe: profiled, trained and simulated on the same ranks.
+
+    python benchmarks/own_truth.py [--ranks 2] [--rounds 3] [--out own_truth.json]
+
+A round measures layers, messages and optimizer (`motet profile`), then runs real batches of the demo's data in
+several settings, in turns. For each setting the recipe's own Plan (`plan_of_recipe`) is simulated from the round's
+profile, with the Assignments by which the batches ran. Nothing is fitted to a step. Batches are loaded beforehand, as
+training's prefetch thread does, so decoding takes no part. A step lasts from a barrier to the end of its slowest rank.
+
+One profile, with the recipe's own `[fsdp]`, serves all settings of a round. Prediction and measurement are compared
+within a round, since a machine that others use does not keep its speed. Where ranks have no core each, steps take
+longer than predicted by what they are delayed: the share of a step in which threads of a rank could have run and had no
+core is told beside it, as is the processor time of the slowest rank's main thread, against the computation predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from own_truth_report import Sample, compare, show, summary
+
+from motet.core.plan import Plan
+from motet.core.timeline import Timeline
+from motet.cost.catalogue import cluster
+from motet.cost.profiled import Profiled
+from motet.models.spec import model_spec
+from motet.runtime.clock import ActionClock
+from motet.schedule import planned
+from motet.simulate.placement import placed_as
+from motet.simulate.predict import predict_placed
+from motet.train.feed import Feed, Schedule
+from motet.train.job import Job, build_job
+from motet.train.plan_of_recipe import plan_of_recipe
+from motet.train.profile import profile
+from motet.train.recipe import Recipe, load_recipe
+from motet.train.world import World, join_world
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "demo.toml"
+WHOLE, SHARDED = ("fsdp.shard_size=1",), ("fsdp.shard_size={ranks}", "fsdp.reshard_after_forward=true")
+KEPT = ("fsdp.shard_size={ranks}", "fsdp.reshard_after_forward=false")
+SETTINGS = {
+    "off": (*WHOLE, "balance.phases=off"),
+    "joint": (*WHOLE, "balance.method=joint"),
+    "per_phase": (*WHOLE, "balance.method=per_phase"),
+    "auto": (*WHOLE, "balance.method=auto"),
+    "joint, 2 microbatches": (*WHOLE, "balance.method=joint", "run.microbatches=2"),
+    "joint, FSDP": (*SHARDED, "balance.method=joint"),
+    "per_phase, FSDP": (*SHARDED, "balance.method=per_phase"),
+    "off, FSDP": (*SHARDED, "balance.phases=off"),
+    "joint, FSDP, 2 microbatches": (*SHARDED, "balance.method=joint", "run.microbatches=2"),
+    "joint, FSDP, kept": (*KEPT, "balance.method=joint"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    rounds: int
+    profile_seconds: float
+    batches: int
+    repeats: int
+    batch_size: int
+    settings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A setting on one rank: its job, and steps that are ready to run."""
+
+    recipe: Recipe
+    job: Job
+    plan: Plan
+    steps: list
+
+
+def run_rank(rank: int, num_ranks: int, folder: str, options: Options, out: str | None) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks, init_method=f"file://{folder}/rendezvous")
+    with join_world("cpu") as world, ExitStack() as stack:
+        hardware = cluster("cpu", 1, num_ranks)
+        runs = {name: prepared(name, world, folder, options, hardware, stack) for name in options.settings}
+        rounds = []
+        for number in range(options.rounds):
+            load = os.getloadavg()[0]
+            with contextlib.redirect_stdout(io.StringIO()):
+                own = load_recipe(RECIPE, overrides(folder, options))
+                measured = profile(own, "demo", out=Path(folder) / f"{number}.json", seconds=options.profile_seconds)
+            found = measure(runs, options, world)
+            everywhere = world.gather(found)
+            if world.is_first:
+                settings = {}
+                for name, run in runs.items():
+                    repeats = [list(zip(*ranks, strict=True)) for ranks in zip(*(rank[name] for rank in everywhere))]
+                    settings[name] = compare(zip(repeats, predicted(run, Profiled(measured, hardware)), strict=True))
+                rounds.append({"load": [load, os.getloadavg()[0]], "settings": settings})
+                print(
+                    f"round {number + 1} of {options.rounds}, load {load:.1f} to {os.getloadavg()[0]:.1f}", flush=True
+                )
+        if world.is_first:
+            figures = summary(rounds)
+            print(f"{num_ranks} ranks on {len(os.sched_getaffinity(0))} cores")
+            show(figures)
+            if out:
+                document = {
+                    "num_ranks": num_ranks,
+                    "num_cores": len(os.sched_getaffinity(0)),
+                    "options": asdict(options),
+                }
+                Path(out).write_text(json.dumps(document | {"settings": figures, "rounds": rounds}, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+def overrides(folder: str, options: Options) -> list[str]:
+    data = f"{folder}/data"
+    return [
+        f'data.train=["{data}/train.jsonl"]', "data.heldout=[]", f'data.tokenizer="{data}/tokenizer"',
+        f"run.batch_size={options.batch_size}", f"run.dir={folder}/run", "optimizer.lr=1e-9",
+    ]  # fmt: skip
+
+
+def prepared(name: str, world: World, folder: str, options: Options, hardware, stack: ExitStack) -> Run:
+    chosen = [text.format(ranks=world.num_ranks) for text in SETTINGS[name]]
+    recipe = load_recipe(RECIPE, overrides(folder, options) + chosen)
+    job = build_job(recipe, world, "never", lambda _: None, stack)
+    job.step.clock = BothClocks(world.rank, world.device)
+    schedule = Schedule(0, options.batches, recipe.run.batch_size, recipe.run.microbatches, 0, 0)
+    with Feed(job.order, job.loading, job.mesh.host_group, schedule, recipe.data) as feed:
+        steps = [feed.next_step().batches for _ in range(options.batches)]
+    return Run(recipe, job, plan_of_recipe(recipe, model_spec(job.model), hardware), steps)
+
+
+class BothClocks(ActionClock):
+    """Measures the processor time of this thread beside: what other programs take of the core does not count there."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        super().__init__(rank, device)
+        self.processor_s: dict[str, float] = defaultdict(float)
+
+    @contextlib.contextmanager
+    def span(self, action: str, *place, **names):
+        start_s = time.thread_time()
+        with super().span(action, *place, **names):
+            yield
+        self.processor_s[action] += time.thread_time() - start_s
+
+    def taken(self) -> dict[str, float]:
+        taken, self.processor_s = dict(self.processor_s), defaultdict(float)
+        return taken
+
+
+def delayed_s() -> float:
+    """Seconds that threads of this process could have run and others did."""
+    return sum(int(path.read_text().split()[1]) for path in Path("/proc/self/task").glob("*/schedstat")) / 1e9
+
+
+def measure(runs: dict[str, Run], options: Options, world: World) -> dict[str, list[list[Sample]]]:
+    """Per setting and batch, a sample a repeat, on this rank."""
+    found = {name: [[] for _ in run.steps] for name, run in runs.items()}
+    for _ in range(options.repeats):
+        for name, run in runs.items():
+            # The first step after another model has run meets cold caches, which training does not.
+            run.job.step.run(run.steps[-1])
+            for number, batches in enumerate(run.steps):
+                run.job.step.clock.taken()
+                world.barrier()
+                delay_s, start_s = delayed_s(), time.perf_counter()
+                result = run.job.step.run(batches)
+                step_s = time.perf_counter() - start_s
+                delay_s, processor_s = delayed_s() - delay_s, run.job.step.clock.taken()
+                actions = result.seconds_by_action
+                for seconds in (actions, processor_s):
+                    # The Program has no action for the norm: it is priced with the optimizer.
+                    seconds["optimizer"] += seconds.pop("reduce")
+                found[name][number].append(Sample(step_s, delay_s, actions, processor_s))
+    return found
+
+
+def predicted(run: Run, cost: Profiled) -> list[Timeline]:
+    stages, names, found = planned(run.plan), [module.name for module in run.plan.model.modules], []
+    for batches in run.steps:
+        decided = [{name: batch.decision.assignments[name] for name in names} for batch in batches]
+        placement = placed_as([batch.lengths for batch in batches], decided)
+        found.append(predict_placed(run.plan, stages, placement, cost).timeline)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3, help="of profiling and measuring")
+    parser.add_argument("--profile-seconds", type=float, default=40.0)
+    parser.add_argument("--batches", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="of each batch in each setting, a round")
+    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=tuple(SETTINGS))
+    parser.add_argument("--out", help="write all figures to this JSON file")
+    given = vars(parser.parse_args())
+    num_ranks, out = given.pop("ranks"), given.pop("out")
+    options = Options(**given | {"settings": tuple(given["settings"])})
+    with tempfile.TemporaryDirectory() as folder:
+        making = [
+            sys.executable,
+            "-m",
+            "motet",
+            "demo-data",
+            f"{folder}/data",
+            "--num-train",
+            str(options.batches * options.batch_size),
+        ]
+        subprocess.run([*making, "--num-heldout", "1"], check=True, stdout=subprocess.DEVNULL)
+        mp.spawn(run_rank, (num_ranks, folder, options, out), nprocs=num_ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""What `own_truth.py` tells of its rounds: predicted against measured, by setting and by action."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from motet.core.timeline import COMPUTE, Timeline
+
+NAMES = {
+    "F": "forward {}", "GATHER": "forward {}", "EXCHANGE_F": "exchange {}", "EXCHANGE_B": "exchange gradients {}",
+    "B": "backward {}", "GATHER_B": "backward {}", "REDUCE": "backward {}", "STEP": "optimizer",
+}  # fmt: skip
+"""What the step calls the actions of a Program, whose gathers and reductions are parts of its passes."""
+
+
+class Sample(NamedTuple):
+    """One step on one rank. delay_s: that its threads could have run and had no core.
+
+    actions, processor_s: seconds by action, by the clock and of the main thread's processor; "optimizer" with the norm.
+    """
+
+    step_s: float
+    delay_s: float
+    actions: dict[str, float]
+    processor_s: dict[str, float]
+
+
+Repeats = list[tuple[Sample, ...]]
+"""A sample a rank, for each repeat of a step."""
+
+
+def compare(steps: Iterable[tuple[Repeats, Timeline]]) -> dict:
+    """Figures of one setting: columns over its batches, and by action the mean over batches and ranks, in seconds:
+    by the clock, predicted, of the processor.
+
+    Of the repeats of a step those count, by the clock, in which ranks were least delayed: a tenth, or two.
+    """
+    columns = defaultdict(list)
+    actions: dict[str, tuple[list, list, list]] = defaultdict(lambda: ([], [], []))
+    for repeats, timeline in steps:
+        calm = sorted(repeats, key=lambda sample: sum(own.delay_s for own in sample))[: max(len(repeats) // 10, 2)]
+        columns["measured_s"].append(_median(max(own.step_s for own in sample) for sample in calm))
+        columns["predicted_s"].append(timeline.makespan_s)
+        columns["delayed_share"].append(_median(max(own.delay_s / own.step_s for own in sample) for sample in calm))
+        columns["measured_processor_s"].append(
+            max(_median(sum(own.processor_s.values()) for own in rank) for rank in zip(*repeats, strict=True))
+        )
+        columns["predicted_processor_s"].append(max(_busy(timeline, rank) for rank in range(timeline.num_ranks)))
+        for rank, (own, all_own) in enumerate(zip(zip(*calm, strict=True), zip(*repeats, strict=True), strict=True)):
+            predicted = by_action(timeline, rank)
+            for action in own[0].actions:
+                actions[action][0].append(_median(sample.actions[action] for sample in own))
+                actions[action][1].append(predicted.get(action, 0.0))
+                actions[action][2].append(_median(sample.processor_s[action] for sample in all_own))
+    means = {action: [float(np.mean(each)) for each in three] for action, three in actions.items()}
+    return {**columns, "actions": means}
+
+
+def by_action(timeline: Timeline, rank: int) -> dict[str, float]:
+    """Seconds of a simulated rank by the step's actions: each lasts from the end of the one before it to its own."""
+    seconds: dict[str, float] = defaultdict(float)
+    last_s = 0.0
+    for span in timeline:
+        if span.rank == rank and span.end_s > last_s:
+            seconds[NAMES[span.kind].format(span.module)] += span.end_s - last_s
+            last_s = span.end_s
+    return seconds
+
+
+def summary(rounds: Sequence[dict]) -> dict[str, dict]:
+    """Per setting, medians over batches and rounds."""
+    figures = {}
+    for name in rounds[0]["settings"]:
+        own = [each["settings"][name] for each in rounds]
+        column = {key: np.array([each[key] for each in own]) for key in own[0] if key != "actions"}
+        ratio = column["predicted_s"] / column["measured_s"]
+        figures[name] = {key: float(np.median(values)) for key, values in column.items()} | {
+            "ratio": float(np.median(ratio)),
+            "worst_ratio": float(ratio.flat[np.abs(np.log(ratio)).argmax()]),
+            "processor_ratio": float(np.median(column["predicted_processor_s"] / column["measured_processor_s"])),
+            "ratio_by_round": np.median(ratio, axis=1).tolist(),
+            "actions": {
+                action: np.median([each["actions"][action] for each in own], axis=0).tolist()
+                for action in own[0]["actions"]
+            },
+        }
+    return figures
+
+
+def show(figures: dict[str, dict]) -> None:
+    heads = ("measured ms", "predicted", "off by", "worst", "delayed", "processor ms", "predicted", "off by")
+    print(f"{'setting':30}" + "".join(f"{head:>13}" for head in heads))
+    for name, it in figures.items():
+        cells = [
+            _ms(it["measured_s"]), _ms(it["predicted_s"]), f"{it['ratio'] - 1:+.1%}", f"{it['worst_ratio'] - 1:+.0%}",
+            f"{it['delayed_share']:.0%}", _ms(it["measured_processor_s"]), _ms(it["predicted_processor_s"]),
+            f"{it['processor_ratio'] - 1:+.1%}",
+        ]  # fmt: skip
+        print(f"{name:30}" + "".join(f"{cell:>13}" for cell in cells))
+    print(f"\n{'ms of a rank, in the mean':30}{'measured':>13}{'predicted':>13}{'off by':>13}{'processor':>13}")
+    for name, it in figures.items():
+        print(name)
+        for action, (measured, predicted, processor) in it["actions"].items():
+            cells = map(_ms, (measured, predicted, predicted - measured, processor))
+            print(f"  {action:28}" + "".join(f"{cell:>13}" for cell in cells))
+
+
+def _busy(timeline: Timeline, rank: int) -> float:
+    return sum(span.duration_s for span in timeline if span.rank == rank and span.stream == COMPUTE)
+
+
+def _median(values: Iterable[float]) -> float:
+    return float(np.median(list(values)))
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f}"
