@@ -40,6 +40,10 @@ class Row:
     starts_s: tuple[float, ...]
     busy_s: Seconds
 
+    @property
+    def computing_s(self) -> float:
+        return float((self.busy_s[1] - self.busy_s[0]).sum())
+
 
 @dataclass(frozen=True, eq=False)
 class Backbone:
@@ -91,7 +95,7 @@ def backbone_of(timeline: Timeline, num_microbatches: int, *, sink: int = 0) -> 
         passes = np.flatnonzero(own & is_pass)
         passes = passes[np.lexsort((timeline.end_s[passes], timeline.start_s[passes]))]
         held = passes[on_compute[passes]]
-        names = tuple(timeline.action[span] for span in passes)
+        names = tuple(timeline.action[span] for span in passes.tolist())
         busy_s = np.stack([timeline.start_s[held], timeline.end_s[held]])
         rows.append(Row(names, tuple(timeline.start_s[passes].tolist()), busy_s))
         done_s.append(float(timeline.end_s[own & (kind != Kind.STEP)].max(initial=0.0)))

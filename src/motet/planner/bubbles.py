@@ -55,6 +55,7 @@ class Encoders:
     send_s:   a message from place to place, and between the last place and the backbone.
     gather_s: of the encoders' parameters, before a rank's first pass.
     finish_s: after a rank's last pass: reducing the encoders' gradients, and the optimizer.
+    most:     microbatches that a pipeline may take, all of whose activations it may hold at once; 0 is any number.
     """
 
     forward: Passes
@@ -62,6 +63,7 @@ class Encoders:
     send_s: float = 0.0
     gather_s: float = 0.0
     finish_s: float = 0.0
+    most: int = 0
 
     @property
     def num_places(self) -> int:
@@ -115,8 +117,11 @@ def fill(backbone: Backbone, encoders: Encoders, first_stage: int) -> Filling:
             f"encoders have {encoders.num_places} places forward and {len(encoders.backward)} backward; both must be "
             f"one number, which divides the {backbone.num_ranks} ranks of the backbone."
         )
-    if backbone.num_microbatches < num_pipelines:
-        raise ArgumentError(f"{num_pipelines} encoder pipelines cannot share {backbone.num_microbatches} microbatches.")
+    if not num_pipelines <= backbone.num_microbatches <= num_pipelines * (encoders.most or backbone.num_microbatches):
+        raise ArgumentError(
+            f"{num_pipelines} encoder pipelines cannot share {backbone.num_microbatches} microbatches, each taking "
+            f"from 1 to {encoders.most or 'all'}."
+        )
     if encoders.has_backward and not np.isfinite(backbone.ready_s).all():
         raise ArgumentError("encoders have backward passes, and the backbone has none that give them gradients.")
     search = _Search(backbone, encoders, fine=False)
@@ -174,6 +179,7 @@ class _Search:
         self._mirrored = [Room(-stop[-2::-1], -start[-2::-1]) for start, stop in gaps]
         self._needed_s = (encoders.send_s - backbone.needed_s).tolist()
         self._ready_s = (backbone.ready_s + encoders.send_s).tolist()
+        self._most = encoders.most or backbone.num_microbatches
         self._singles: dict[tuple[int, tuple[int, ...]], _Single] = {}
 
     def _gaps(self, busy_s: Seconds, fine: bool) -> tuple[Seconds, Seconds]:
@@ -201,7 +207,9 @@ class _Search:
         else:
             cuts = [tuple(pipeline * size // num for pipeline in range(num + 1))]
         for cut in cuts:
-            yield global_order([stop - start for start, stop in pairwise(cut)])
+            sizes = [stop - start for start, stop in pairwise(cut)]
+            if max(sizes) <= self._most:
+                yield global_order(sizes)
         yield self._assigned(range(size - 1, -1, -1), self._needed_s, self.encoders.forward, self._mirrored)
         if self.encoders.has_backward:
             yield self._assigned(range(size), self._ready_s, self.encoders.backward, self.rooms)
@@ -217,7 +225,7 @@ class _Search:
                 if sink == source:
                     continue
                 for returned in (None, *(one for one in other if abs(one - moved) <= len(singles))):
-                    if returned is not None or len(own) > 1:
+                    if returned is not None or (len(own) > 1 and len(other) < self._most):
                         yield _exchanged(found.pipelines, (source, moved), (sink, returned))
 
     def judge(self, pipelines: Pipelines) -> _Found:
@@ -276,13 +284,13 @@ class _Search:
         return found
 
     def _assigned(self, order: range, due_s: Sequence[float], passes: Passes, rooms: Sequence[Room]) -> Pipelines:
-        """Each microbatch in turn to the pipeline that is through with it first; to each pipeline one at least."""
+        """Each microbatch in turn to the pipeline that is through with it first, of those that may take it."""
         free = dict.fromkeys(range(self.backbone.num_ranks), -np.inf)
         taken: list[list[int]] = [[] for _ in range(self.num_pipelines)]
         places = [self.places(pipeline)[::-1] for pipeline in range(self.num_pipelines)]
         for left, microbatch in zip(range(len(order), 0, -1), order):
             empty = [pipeline for pipeline, own in enumerate(taken) if not own]
-            may = empty if len(empty) == left else range(self.num_pipelines)
+            may = empty if len(empty) == left else [j for j, own in enumerate(taken) if len(own) < self._most]
             flows = {j: self._flow(places[j], passes, due_s[microbatch], free, rooms) for j in may}
             first = min(may, key=lambda j: (flows[j][-1].end_s, j * order.step))
             free.update((stay.rank, stay.end_s) for stay in flows[first])
@@ -300,11 +308,13 @@ def _late(single: _Single) -> float:
 
 def _exchanged(pipelines: Pipelines, given: tuple[int, int], returned: tuple[int, int | None]) -> Pipelines:
     (source, moved), (sink, back) = given, returned
-    changed = {
-        source: {*pipelines[source], back} - {moved, None},
-        sink: {*pipelines[sink], moved} - {back},
-    }
-    return tuple(tuple(sorted(changed[j])) if j in changed else own for j, own in enumerate(pipelines))
+    found = [set(own) for own in pipelines]
+    found[source].remove(moved)
+    found[sink].add(moved)
+    if back is not None:
+        found[sink].remove(back)
+        found[source].add(back)
+    return tuple(tuple(sorted(own)) for own in found)
 
 
 def _placement(search: _Search, found: _Found, first_stage: int) -> Placement:
@@ -317,7 +327,9 @@ def _placement(search: _Search, found: _Found, first_stage: int) -> Placement:
         row, at_s = backbone.rows[rank], begin_s
         passes = (encoders.forward if kind is Kind.F else encoders.backward)[place]
         for number, (slice_s, num) in enumerate(passes):
-            stage = first_stage + number * backbone.num_ranks + rank % search.num_pipelines * encoders.num_places + place
+            stage = (
+                first_stage + number * backbone.num_ranks + rank % search.num_pipelines * encoders.num_places + place
+            )
             for part in range(num):
                 at_s = search.rooms[rank].end(at_s, [Slices(slice_s, 1)])
                 start_s = at_s - slice_s

@@ -2,10 +2,10 @@
 
 An action starts when the one before it in its stream and all that `Dependencies` names have ended. A SEND and its RECV,
 and a collective of all stages of a group, are one operation: it starts when all its actions can, and is as long as the
-longest of them. Tensor-parallel communication in parts of its own begins when the part of a pass before it on its rank,
-of stages that have such parts, has ended: a rank does not communicate ahead for its next pass. Where communication does not overlap, what stands between two actions of compute is posted together
-when the first has ended, and the second starts when all of it has (as batched P2P does, so that a SEND and a RECV of
-two neighbours do not block each other).
+longest of them. Tensor-parallel communication in parts of its own begins when the part before it on its rank, of any
+pass that has such parts, has ended: a rank does not communicate ahead for its next pass. Where communication does not
+overlap, what stands between two actions of compute is posted together when the first has ended, and the second starts
+when all of it has (as batched P2P does, so that a SEND and a RECV of two neighbours do not block each other).
 """
 
 from __future__ import annotations
