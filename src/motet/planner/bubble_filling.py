@@ -34,7 +34,7 @@ from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.job import BlockCosts, Column, Job
 from motet.planner.partition import partition
 from motet.planner.recompute import Fit, StageBytes, fit_rank, stage_bytes
-from motet.schedule import PlannedStage, add_communication, add_data_parallel, fillable, planned
+from motet.schedule import PlannedStage, add_communication, add_data_parallel, fillable, planned, split_parts
 from motet.schedule.layout import LAYER_PARTS
 from motet.schedule.program import Kind, Program
 from motet.simulate import simulate
@@ -44,7 +44,7 @@ from motet.simulate.times import Part, StageTimes
 from motet.simulate.traffic import Traffic
 
 STRATEGY = "bubble filling"
-MAX_BACKBONES = 3
+MAX_BACKBONES = 2
 """That are simulated and filled: the best by estimate of those that fit."""
 SLICES = 8
 """Of an encoder's layer and pass: it has some 15 kernels, and tensor-parallel communication leaves room for about one
@@ -181,11 +181,11 @@ class _Fitted:
 
 
 class _Timed(NamedTuple):
-    """The backbone's stages in some Plan, and what they take."""
+    """The backbone without encoders: its stages, what they take, and its Program."""
 
-    plan: Plan
     stages: tuple[PlannedStage, ...]
     times: StageTimes
+    program: Program
 
 
 class _Filler:
@@ -200,7 +200,7 @@ class _Filler:
         self.backbone = Unit(BACKBONE, stages, dp=shape.dp, pp=shape.pp, tp=shape.tp)
         self._bytes: dict[object, StageBytes] = {}
         self._learns: dict[int, Mapping[str, tuple[bool, ...]]] = {}
-        self._times: dict[object, _Timed] = {}
+        self._timed: dict[object, _Timed] = {}
         self._alone: dict[object, Backbone] = {}
 
     def proposals(self) -> Iterator[Candidate | RuledOut]:
@@ -227,19 +227,24 @@ class _Filler:
             yield self.candidate(best, coarse, f"{self.shape}; {best.plan}, coarse", ())
 
     def best(self, fitted: list[_Fitted]) -> tuple[Placement, _Fitted]:
-        """Of the encoder plans, the one whose finest placement ends first."""
+        """Of the encoder plans, the one whose finest placement ends first; those that cannot are not placed.
+
+        Those that recompute least of the backbone come first: what recomputes more cannot be faster alone.
+        """
+        order = sorted(fitted, key=lambda one: sum(sum(stage.values()) for stage in one.units[0].recompute))
+        base = self.alone(order[0], parted=True)
         found: tuple[Placement, _Fitted] | None = None
-        for one in sorted(fitted, key=self.least_s):
-            if found is None or self.least_s(one) < found[0].step_s:
+        for least_s, _, one in sorted((self.least_s(base, one), place, one) for place, one in enumerate(order)):
+            if found is None or least_s < found[0].step_s:
                 placed = self.place(one, fine=True)
                 if found is None or placed.step_s < found[0].step_s:
                     found = placed, one
         assert found is not None
         return found
 
-    def least_s(self, fitted: _Fitted) -> float:
+    def least_s(self, alone: Backbone, fitted: _Fitted) -> float:
         """The step, if all bubbles could be filled to the last."""
-        alone, encoders = self.alone(fitted, parted=True), self._encoders(fitted, 0)
+        encoders = self._encoders(fitted, 0)
         idle_s = sum(alone.end_s - row.computing_s for row in alone.rows)
         over_s = max(0.0, encoders.microbatch_s * alone.num_microbatches - idle_s) / alone.num_ranks
         return encoders.gather_s + alone.end_s + over_s + encoders.finish_s
@@ -302,7 +307,7 @@ class _Filler:
         units, shape = self.units(plan), self.shape
         num_pipelines = shape.pp // plan.pp
         most = ceil(shape.num_microbatches / num_pipelines)
-        fits = [self._fit_rank(units, rank, rank // num_pipelines, most) for rank in range(shape.pp)]
+        fits, spare = zip(*(self._fit_rank(units, rank, rank // num_pipelines, most) for rank in range(shape.pp)))
         worst = max(range(shape.pp), key=lambda rank: fits[rank].lacks_bytes)
         if fits[worst].lacks_bytes:
             lacks = fits[worst].lacks_bytes
@@ -320,14 +325,17 @@ class _Filler:
             of_rank = [fit.recompute[shape.chunks + number].get(unit.name, 0) for fit in fits]
             places = [max(of_rank[place * num_pipelines : (place + 1) * num_pipelines]) for place in range(plan.pp)]
             recomputed.append(replace(unit, recompute=_or_none([{unit.name: count} for count in places])))
-        return _Fitted(plan, tuple(recomputed), most)
+        return _Fitted(plan, tuple(recomputed), min(most + min(spare), shape.num_microbatches))
 
     @property
     def mode(self) -> Literal["none", "least", "full"]:
         return self.pins.recompute or "least"
 
-    def _fit_rank(self, units: tuple[Unit, ...], rank: int, place: int, most: int) -> Fit:
-        """Recomputation on one rank. Where another moment turns out to hold more, that one must fit as well."""
+    def _fit_rank(self, units: tuple[Unit, ...], rank: int, place: int, most: int) -> tuple[Fit, int]:
+        """Recomputation on one rank, and how many more of the encoders' microbatches could then be held.
+
+        Where another moment turns out to hold more than the one that was fitted, that one must fit as well.
+        """
         shape, moments = self.shape, self.in_flight[rank]
         places = [(units[0], stage) for stage in range(rank, shape.pp * shape.chunks, shape.pp)]
         places += [(unit, place) for unit in units[1:]]
@@ -339,10 +347,12 @@ class _Filler:
         while True:
             count = np.concatenate([held, encoders])
             fit = fit_rank(list(map(_times, single, count.tolist())), again_s, self.job.capacity_bytes, self.mode)
-            left = np.array([_kept(stage, chosen) for stage, chosen in zip(single, fit.recompute)])[: shape.chunks]
-            worst = moments[np.argmax(moments @ left)]
-            if fit.lacks_bytes or fit.peak_bytes + (worst - held) @ left <= self.job.capacity_bytes:
-                return fit
+            left = np.array([_kept(stage, chosen) for stage, chosen in zip(single, fit.recompute)])
+            chunks, beside = left[: shape.chunks], float(left[shape.chunks :].sum())
+            worst = moments[np.argmax(moments @ chunks)]
+            spare_bytes = self.job.capacity_bytes - fit.peak_bytes - float((worst - held) @ chunks)
+            if fit.lacks_bytes or spare_bytes >= 0:
+                return fit, int(min(max(spare_bytes, 0.0) // max(beside, 1.0), shape.num_microbatches))
             held = np.maximum(held, worst)
 
     def _stage_bytes(self, unit: Unit, stage: int) -> StageBytes:
@@ -428,34 +438,36 @@ class _Filler:
 
         parted: with its passes in parts, if tensor parallelism leaves bubbles between them.
         """
-        key = parted, tuple(tuple(stage.items()) for stage in fitted.units[0].recompute)
-        if key not in self._alone:
-            self._alone[key] = self._simulated(self._timed(fitted), parted)
-        return self._alone[key]
+        recompute = tuple(tuple(stage.items()) for stage in fitted.units[0].recompute)
+        if recompute not in self._timed:
+            self._timed[recompute] = self._time(fitted)
+        if (recompute, parted) not in self._alone:
+            run = self._timed[recompute]
+            run = self._parted(run) if parted else run
+            self._alone[recompute, parted] = backbone_of(simulate(run.program, run.times), run.program.num_microbatches)
+        return self._alone[recompute, parted]
 
-    def _timed(self, fitted: _Fitted) -> _Timed:
-        key = tuple(tuple(stage.items()) for stage in fitted.units[0].recompute)
-        if key not in self._times:
-            pricing = self._priced(fitted.units)
-            traffic, stages = Traffic(pricing), pricing.planned.stages[: len(self.backbone.stages)]
-            islands = [stage_times_of(pricing, traffic, n) for n in range(min(pricing.num_islands, _ISLANDS))]
-            num_edges = sum(max(edge) < len(stages) for edge in pricing.planned.program.edges)
-            self._times[key] = _Timed(pricing.plan, stages, _mean(islands, len(stages), num_edges))
-        return self._times[key]
-
-    def _simulated(self, timed: _Timed, parted: bool) -> Backbone:
-        stages, times = timed.stages, timed.times
-        num_parts = 2 * LAYER_PARTS * self.shape.num_microbatches * sum(stage.num_layers for stage in stages)
-        parted = parted and bool(times.forward_tensor_s.any()) and num_parts <= MAX_PARTS
-        if parted:
-            halves = {n: _halves(stage.num_layers) for n, stage in enumerate(stages)}
-            back = {n: parts for n, parts in halves.items() if stages[n].has_backward}
-            times = replace(times, forward_parts=halves, backward_parts=back)
+    def _time(self, fitted: _Fitted) -> _Timed:
+        pricing = self._priced(fitted.units)
+        traffic, stages = Traffic(pricing), pricing.planned.stages[: len(self.backbone.stages)]
+        islands = [stage_times_of(pricing, traffic, n) for n in range(min(pricing.num_islands, _ISLANDS))]
         zero = {n: stage.zero for n, stage in enumerate(stages) if len(stage.data_ranks) > 1}
         trained = [n for n, stage in enumerate(stages) if stage.trained]
-        program, _ = fillable(timed.plan, split=parted)
-        program = add_communication(add_data_parallel(program, zero, trained))
-        return backbone_of(simulate(program, times), program.num_microbatches)
+        program, _ = fillable(pricing.plan)
+        times = _mean(islands, len(stages), len(program.edges))
+        return _Timed(stages, times, add_communication(add_data_parallel(program, zero, trained)))
+
+    def _parted(self, run: _Timed) -> _Timed:
+        """In the parts that `fillable` makes."""
+        stages, times, program = run
+        num_parts = LAYER_PARTS * sum(stage.num_layers for stage in stages)
+        if not times.forward_tensor_s.any() or 2 * num_parts * self.shape.num_microbatches > MAX_PARTS:
+            return run
+        forward = {n: _halves(stage.num_layers) for n, stage in enumerate(stages)}
+        backward = {n: parts for n, parts in forward.items() if stages[n].has_backward}
+        for stage, parts in forward.items():
+            program = split_parts(program, stage, len(parts), len(backward.get(stage, "1")))
+        return _Timed(stages, replace(times, forward_parts=forward, backward_parts=backward), program)
 
 
 def _halves(num_layers: int) -> tuple[Part, ...]:
