@@ -49,6 +49,8 @@ MAX_BACKBONES = 2
 SLICES = 8
 """Of an encoder's layer and pass: it has some 15 kernels, and tensor-parallel communication leaves room for about one
 of ViT-22B's slices at a time (Optimus section 2.3)."""
+HARDLY = 0.002
+"""By which a step may take longer for fewer slices."""
 MAX_FILLS, MAX_PARTS = 60_000, 200_000
 """Slices of encoders, and parts of the backbone's passes, above which layers are cut into fewer, and passes are not."""
 _ISLANDS = 8
@@ -217,7 +219,8 @@ class _Filler:
                 yield RuledOut(STRATEGY, str(self.shape), why)
             return
         placed, best = self.best(fitted)
-        coarse = self.place(best, fine=False)
+        placed = self.thinned(best, placed)
+        coarse = self.place(best, 0)
         facts = (
             f"{placed.hidden:.1%} of the encoders' computation runs in bubbles of the backbone; "
             f"{coarse.hidden:.1%} where passes stay whole, before and after the backbone's.",
@@ -236,7 +239,7 @@ class _Filler:
         found: tuple[Placement, _Fitted] | None = None
         for least_s, _, one in sorted((self.least_s(base, one), place, one) for place, one in enumerate(order)):
             if found is None or least_s < found[0].step_s:
-                placed = self.place(one, fine=True)
+                placed = self.place(one, SLICES)
                 if found is None or placed.step_s < found[0].step_s:
                     found = placed, one
         assert found is not None
@@ -379,13 +382,21 @@ class _Filler:
         spans = unit_spans(self.job.model, unit, stage)
         return {name: count * self._costs(unit).again_s[slice(*span)] for name, span in spans.items()}
 
-    def place(self, fitted: _Fitted, *, fine: bool) -> Placement:
-        encoders = self._encoders(fitted, SLICES if fine else 0)
-        found = fill(self.alone(fitted, parted=fine), encoders, len(self.backbone.stages))
+    def place(self, fitted: _Fitted, num_slices: int) -> Placement:
+        """num_slices: of a layer's pass, placed finely; 0: whole passes, placed coarsely."""
+        fine = num_slices > 0
+        found = fill(self.alone(fitted, parted=fine), self._encoders(fitted, num_slices), len(self.backbone.stages))
         return found.fine if fine else found.coarse
 
+    def thinned(self, fitted: _Fitted, placed: Placement) -> Placement:
+        """The same in fewer slices, where that takes hardly longer: Plans are then shorter, and kernels larger."""
+        for num_slices in (1, 2, 4):
+            fewer = self.place(fitted, num_slices)
+            if fewer.step_s <= placed.step_s * (1 + HARDLY):
+                return fewer
+        return placed
+
     def _encoders(self, fitted: _Fitted, num_slices: int) -> Encoders:
-        """num_slices: of a layer's pass; 0 leaves passes whole."""
         units, costs = fitted.units[1:], [self._costs(unit) for unit in fitted.units[1:]]
         num_layers = self.shape.num_microbatches * sum(own.num_blocks for own in costs)
         num_slices = min(num_slices, max(MAX_FILLS // (2 * num_layers), 1))
