@@ -49,7 +49,8 @@ class Search:
     """Of the best encoder plan. alone_s: the backbone's own step. took_s: the search."""
 
     encoders: Encoders
-    filling: Filling
+    coarse: Placement
+    fine: Placement
     alone_s: float
     took_s: float
 
@@ -98,8 +99,9 @@ def search(column: Published, constants: Constants, times: StageTimes) -> Search
         forward, backward = (((Slices(float(s) / SLICES, SLICES * len(VIT.blocks) // pp),),) * pp for s in layers_s)
         encoders = Encoders(forward, backward)
         found.append((encoders, fill(backbone, encoders, NUM_STAGES)))
-    best = min(found, key=lambda one: one[1].fine.step_s)
-    return Search(*best, alone.makespan_s, time.process_time() - started)
+    encoders, filling = min(found, key=lambda one: one[1].fine_s)
+    coarse, fine = filling.coarse, filling.fine
+    return Search(encoders, coarse, fine, alone.makespan_s, time.process_time() - started)
 
 
 def simulated_s(column: Published, times: StageTimes, encoders: Encoders, placed: Placement) -> float:
@@ -143,7 +145,7 @@ def main() -> None:
         for tensor, bubbles in ((False, "PP"), (True, "PP and TP")):
             times = backbone_times(column, constants, tensor=tensor)
             found = search(column, constants, times)
-            coarse, fine = found.filling.coarse, found.filling.fine
+            coarse, fine = found.coarse, found.fine
             for placed in (coarse, fine):
                 step_s = simulated_s(column, times, found.encoders, placed)
                 if not np.isclose(step_s, placed.step_s, rtol=1e-6):

@@ -80,9 +80,10 @@ def backbone_of(timeline: Timeline, num_microbatches: int, *, sink: int = 0) -> 
     """
     kind = np.array(timeline.kind, dtype=object)
     is_pass = np.isin(kind, [Kind.F, Kind.B, Kind.I, Kind.W, Kind.R])
-    on_compute = np.array([stream == COMPUTE for stream in timeline.stream])
+    on_compute = np.array([stream == COMPUTE for stream in timeline.stream], dtype=np.bool_)
     needed_s, ready_s = np.full(num_microbatches, np.inf), np.full(num_microbatches, -np.inf)
-    of_sink = np.array([name.startswith((f"{sink}F", f"{sink}B", f"{sink}I")) for name in timeline.action])
+    names = (f"{sink}F", f"{sink}B", f"{sink}I")
+    of_sink = np.array([action.startswith(names) for action in timeline.action], dtype=np.bool_)
     forward = is_pass & of_sink & (kind == Kind.F)
     backward = is_pass & of_sink & ~forward
     np.minimum.at(needed_s, timeline.microbatch[forward], timeline.start_s[forward])
@@ -95,9 +96,9 @@ def backbone_of(timeline: Timeline, num_microbatches: int, *, sink: int = 0) -> 
         passes = np.flatnonzero(own & is_pass)
         passes = passes[np.lexsort((timeline.end_s[passes], timeline.start_s[passes]))]
         held = passes[on_compute[passes]]
-        names = tuple(timeline.action[span] for span in passes.tolist())
+        actions = tuple(timeline.action[span] for span in passes.tolist())
         busy_s = np.stack([timeline.start_s[held], timeline.end_s[held]])
-        rows.append(Row(names, tuple(timeline.start_s[passes].tolist()), busy_s))
+        rows.append(Row(actions, tuple(timeline.start_s[passes].tolist()), busy_s))
         done_s.append(float(timeline.end_s[own & (kind != Kind.STEP)].max(initial=0.0)))
     return Backbone(tuple(rows), needed_s, np.where(np.isneginf(ready_s), np.inf, ready_s), tuple(done_s))
 

@@ -29,7 +29,7 @@ from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
 from motet.cost.memory import unit_spans
 from motet.planner.backbone_bubbles import Backbone, Slices, backbone_of
-from motet.planner.bubbles import Encoders, Placement, fill
+from motet.planner.bubbles import Encoders, Filling, Placement, fill
 from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.job import BlockCosts, Column, Job
 from motet.planner.partition import partition
@@ -218,9 +218,8 @@ class _Filler:
                 why = "no encoder plan leaves each stage a block and each pipeline a microbatch."
                 yield RuledOut(STRATEGY, str(self.shape), why)
             return
-        placed, best = self.best(fitted)
-        placed = self.thinned(best, placed)
-        coarse = self.place(best, 0)
+        finest, best = self.best(fitted)
+        placed, coarse = self.thinned(best, finest), self.fill(best, 0).coarse
         facts = (
             f"{placed.hidden:.1%} of the encoders' computation runs in bubbles of the backbone; "
             f"{coarse.hidden:.1%} where passes stay whole, before and after the backbone's.",
@@ -229,19 +228,19 @@ class _Filler:
         if coarse.step_s > placed.step_s or coarse.fills != placed.fills:
             yield self.candidate(best, coarse, f"{self.shape}; {best.plan}, coarse", ())
 
-    def best(self, fitted: list[_Fitted]) -> tuple[Placement, _Fitted]:
+    def best(self, fitted: list[_Fitted]) -> tuple[Filling, _Fitted]:
         """Of the encoder plans, the one whose finest placement ends first; those that cannot are not placed.
 
         Those that recompute least of the backbone come first: what recomputes more cannot be faster alone.
         """
         order = sorted(fitted, key=lambda one: sum(sum(stage.values()) for stage in one.units[0].recompute))
         base = self.alone(order[0], parted=True)
-        found: tuple[Placement, _Fitted] | None = None
+        found: tuple[Filling, _Fitted] | None = None
         for least_s, _, one in sorted((self.least_s(base, one), place, one) for place, one in enumerate(order)):
-            if found is None or least_s < found[0].step_s:
-                placed = self.place(one, SLICES)
-                if found is None or placed.step_s < found[0].step_s:
-                    found = placed, one
+            if found is None or least_s < found[0].fine_s:
+                filling = self.fill(one, SLICES)
+                if found is None or filling.fine_s < found[0].fine_s:
+                    found = filling, one
         assert found is not None
         return found
 
@@ -292,7 +291,7 @@ class _Filler:
 
     @cached_property
     def pricing(self) -> Pricing:
-        """For lengths alone: they are the same for all encoder plans."""
+        """With encoders of some plan, and no recomputation."""
         return self._priced(self.units(next(self.encoder_plans())))
 
     def _priced(self, units: tuple[Unit, ...]) -> Pricing:
@@ -382,19 +381,18 @@ class _Filler:
         spans = unit_spans(self.job.model, unit, stage)
         return {name: count * self._costs(unit).again_s[slice(*span)] for name, span in spans.items()}
 
-    def place(self, fitted: _Fitted, num_slices: int) -> Placement:
-        """num_slices: of a layer's pass, placed finely; 0: whole passes, placed coarsely."""
-        fine = num_slices > 0
-        found = fill(self.alone(fitted, parted=fine), self._encoders(fitted, num_slices), len(self.backbone.stages))
-        return found.fine if fine else found.coarse
+    def fill(self, fitted: _Fitted, num_slices: int) -> Filling:
+        """num_slices: of a layer's pass, beside parts of the backbone's passes; 0: all passes stay whole."""
+        alone, encoders = self.alone(fitted, parted=num_slices > 0), self._encoders(fitted, num_slices)
+        return fill(alone, encoders, len(self.backbone.stages))
 
-    def thinned(self, fitted: _Fitted, placed: Placement) -> Placement:
+    def thinned(self, fitted: _Fitted, finest: Filling) -> Placement:
         """The same in fewer slices, where that takes hardly longer: Plans are then shorter, and kernels larger."""
         for num_slices in (1, 2, 4):
-            fewer = self.place(fitted, num_slices)
-            if fewer.step_s <= placed.step_s * (1 + HARDLY):
-                return fewer
-        return placed
+            fewer = self.fill(fitted, num_slices)
+            if fewer.fine_s <= finest.fine_s * (1 + HARDLY):
+                return fewer.fine
+        return finest.fine
 
     def _encoders(self, fitted: _Fitted, num_slices: int) -> Encoders:
         units, costs = fitted.units[1:], [self._costs(unit) for unit in fitted.units[1:]]
@@ -459,7 +457,7 @@ class _Filler:
         return self._alone[recompute, parted]
 
     def _time(self, fitted: _Fitted) -> _Timed:
-        pricing = self._priced(fitted.units)
+        pricing = self._priced(fitted.units) if fitted.units[0].recompute else self.pricing
         traffic, stages = Traffic(pricing), pricing.planned.stages[: len(self.backbone.stages)]
         islands = [stage_times_of(pricing, traffic, n) for n in range(min(pricing.num_islands, _ISLANDS))]
         zero = {n: stage.zero for n, stage in enumerate(stages) if len(stage.data_ranks) > 1}

@@ -23,6 +23,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, combinations, pairwise, product
 from math import comb
 from typing import NamedTuple
@@ -95,12 +96,38 @@ class Placement:
     fills: tuple[Fill, ...] = field(repr=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Filling:
-    """coarse: before and after the backbone's work. fine: in all bubbles; never slower."""
+    """Placements of encoders in the bubbles of a backbone, each found when it is asked for."""
 
-    coarse: Placement
-    fine: Placement
+    backbone: Backbone
+    encoders: Encoders
+    first_stage: int
+
+    @cached_property
+    def coarse(self) -> Placement:
+        """Before and after the backbone's work."""
+        return _placement(*self._coarse, self.first_stage)
+
+    @cached_property
+    def fine(self) -> Placement:
+        """In all bubbles; never slower than coarse."""
+        return _placement(*self._fine, self.first_stage)
+
+    @property
+    def fine_s(self) -> float:
+        """The step of `fine`."""
+        return self._fine[1].step_s
+
+    @cached_property
+    def _coarse(self) -> tuple[_Search, _Found]:
+        search = _Search(self.backbone, self.encoders, fine=False)
+        return search, search.best()
+
+    @cached_property
+    def _fine(self) -> tuple[_Search, _Found]:
+        search = _Search(self.backbone, self.encoders, fine=True)
+        return search, search.best(self._coarse[1].pipelines)
 
 
 def fill(backbone: Backbone, encoders: Encoders, first_stage: int) -> Filling:
@@ -108,8 +135,8 @@ def fill(backbone: Backbone, encoders: Encoders, first_stage: int) -> Filling:
 
     first_stage: the number of the encoders' first stage, after those of the backbone.
     Raises ArgumentError for places that do not divide the backbone's ranks, for fewer microbatches than pipelines, and
-    for backward passes where the backbone has none. Deterministic; each partition that is tried costs
-    O(microbatches * ranks * log bubbles).
+    for backward passes where the backbone has none. Deterministic; each assignment of microbatches that is tried costs
+    O(microbatches * ranks * log bubbles) at most.
     """
     num_pipelines, left = divmod(backbone.num_ranks, max(encoders.num_places, 1))
     if left or len(encoders.backward) != encoders.num_places:
@@ -124,11 +151,7 @@ def fill(backbone: Backbone, encoders: Encoders, first_stage: int) -> Filling:
         )
     if encoders.has_backward and not np.isfinite(backbone.ready_s).all():
         raise ArgumentError("encoders have backward passes, and the backbone has none that give them gradients.")
-    search = _Search(backbone, encoders, fine=False)
-    coarse = search.best()
-    finer = _Search(backbone, encoders, fine=True)
-    best = finer.best(coarse.pipelines)
-    return Filling(_placement(search, coarse, first_stage), _placement(finer, best, first_stage))
+    return Filling(backbone, encoders, first_stage)
 
 
 class _Stay(NamedTuple):
@@ -177,6 +200,7 @@ class _Search:
         gaps = [self._gaps(row.busy_s, fine) for row in backbone.rows]
         self.rooms = [Room(start, stop) for start, stop in gaps]
         self._mirrored = [Room(-stop[-2::-1], -start[-2::-1]) for start, stop in gaps]
+        self._forward_mirrored = tuple(place[::-1] for place in encoders.forward)
         self._needed_s = (encoders.send_s - backbone.needed_s).tolist()
         self._ready_s = (backbone.ready_s + encoders.send_s).tolist()
         self._most = encoders.most or backbone.num_microbatches
@@ -210,7 +234,7 @@ class _Search:
             sizes = [stop - start for start, stop in pairwise(cut)]
             if max(sizes) <= self._most:
                 yield global_order(sizes)
-        yield self._assigned(range(size - 1, -1, -1), self._needed_s, self.encoders.forward, self._mirrored)
+        yield self._assigned(range(size - 1, -1, -1), self._needed_s, self._forward_mirrored, self._mirrored)
         if self.encoders.has_backward:
             yield self._assigned(range(size), self._ready_s, self.encoders.backward, self.rooms)
 
@@ -245,7 +269,7 @@ class _Search:
             free = {rank: -np.inf for _, rank in places}
             for microbatch in reversed(microbatches):
                 at_s = self._needed_s[microbatch]
-                for stay in self._flow(places, self.encoders.forward, at_s, free, self._mirrored):
+                for stay in self._flow(places, self._forward_mirrored, at_s, free, self._mirrored):
                     free[stay.rank] = stay.end_s
             lead_s = max(0.0, *free.values())
             ends = {stay.rank: stay.end_s for stay, _, _ in self.runs(pipeline, microbatches, lead_s)}
