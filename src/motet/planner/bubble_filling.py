@@ -249,7 +249,7 @@ class _Filler:
         encoders = self._encoders(fitted, 0)
         idle_s = sum(alone.end_s - row.computing_s for row in alone.rows)
         over_s = max(0.0, encoders.microbatch_s * alone.num_microbatches - idle_s) / alone.num_ranks
-        return encoders.gather_s + alone.end_s + over_s + encoders.finish_s
+        return encoders.gather_s + alone.end_s + over_s + min(encoders.finish_s)
 
     def encoder_plans(self) -> Iterator[_EncoderPlan]:
         """What divides the backbone's degrees, and leaves a block to each stage, a microbatch to each pipeline, and
@@ -313,12 +313,8 @@ class _Filler:
         worst = max(range(shape.pp), key=lambda rank: fits[rank].lacks_bytes)
         if fits[worst].lacks_bytes:
             lacks = fits[worst].lacks_bytes
-            why = f"pipeline rank {worst} lacks {lacks / 1e9:.1f} GB"
-            why += (
-                " with all activations recomputed."
-                if self.mode != "none"
-                else " without recomputation, which is pinned."
-            )
+            how = "and no recomputation is pinned" if self.mode == "none" else "with all activations recomputed"
+            why = f"pipeline rank {worst} lacks {lacks / 1e9:.1f} GB, {how}."
             mends = ("more tensor or pipeline parallelism", "smaller microbatches")
             return RuledOut(STRATEGY, f"{shape}; {plan}", why, lacks, mends)
         backbone = [fits[stage % shape.pp].recompute[stage // shape.pp] for stage in range(len(self.backbone.stages))]
@@ -346,6 +342,8 @@ class _Filler:
         again_s = [self._again_s(unit, stage, most) for unit, stage in places]
         encoders = np.full(len(units) - 1, most)
         held = moments[np.argmax(moments @ kept[: shape.chunks])]
+        if self.mode == "full":  # also of stages that hold nothing at that moment
+            held = np.maximum(held, 1)
         while True:
             count = np.concatenate([held, encoders])
             fit = fit_rank(list(map(_times, single, count.tolist())), again_s, self.job.capacity_bytes, self.mode)
@@ -426,21 +424,29 @@ class _Filler:
             self._learns[pp] = {one.module: one.has_backward for one in fillable(plan)[1]}
         return self._learns[pp]
 
-    def _data_s(self, fitted: _Fitted) -> tuple[float, float]:
-        """Before the encoders' first pass and after their last: gathering parameters; reducing gradients, and the
-        optimizer for all that a rank updates."""
-        cost, precision = self.job.cost, self.job.mixed_precision(pipeline=True)
-        gather_s = finish_s = updated = 0.0
-        for unit in fitted.units:
-            own, num_places = self._costs(unit), unit.pp
-            trained = float(own.trained.sum()) / num_places
-            updated += trained / unit.dp
-            if unit.name == BACKBONE or not trained or unit.dp == 1:
-                continue
+    def _data_s(self, fitted: _Fitted) -> tuple[float, tuple[float, ...]]:
+        """Gathering the encoders' parameters, before their first pass; per place, reducing their gradients after the
+        last, and the optimizer for all that a rank of the place updates."""
+        cost, precision, pp = self.job.cost, self.job.mixed_precision(pipeline=True), fitted.plan.pp
+        held, learning = self._by_stage(fitted.units[0])
+        updated = learning.reshape(-1, pp, self.shape.pp // pp).sum(axis=0).max(axis=1) / self.shape.dp
+        gather_s, finish_s = 0.0, np.zeros(pp)
+        for unit in fitted.units[1:]:
             ranks = range(0, unit.dp * unit.tp, unit.tp)
-            gather_s += cost.gather_seconds(float(own.parameters.sum()) / num_places * precision.compute, ranks)
-            finish_s += cost.gather_seconds(trained * precision.gradient, ranks)
-        return gather_s, finish_s + cost.step_seconds(round(updated))
+            held, learning = self._by_stage(unit)
+            updated += learning / unit.dp
+            if unit.dp > 1:
+                sizes = np.where(learning > 0, held, 0.0).max() * precision.compute
+                gather_s += cost.gather_seconds(float(sizes), ranks)
+                finish_s += [cost.gather_seconds(size * precision.gradient, ranks) for size in learning.tolist()]
+        finish_s += [cost.step_seconds(round(number)) for number in updated.tolist()]
+        return gather_s, tuple(finish_s.tolist())
+
+    def _by_stage(self, unit: Unit) -> tuple[Column, Column]:
+        """Parameters of a tensor-parallel rank: all, and those that learn."""
+        costs = self._costs(unit)
+        first = np.cumsum([0, *(sum(stage.values()) for stage in unit.stages[:-1])])
+        return np.add.reduceat(costs.parameters, first), np.add.reduceat(costs.trained, first)
 
     def alone(self, fitted: _Fitted, *, parted: bool) -> Backbone:
         """The backbone without encoders, the same for all plans that leave it to recompute as much.

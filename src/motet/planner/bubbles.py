@@ -55,7 +55,8 @@ class Encoders:
 
     send_s:   a message from place to place, and between the last place and the backbone.
     gather_s: of the encoders' parameters, before a rank's first pass.
-    finish_s: after a rank's last pass: reducing the encoders' gradients, and the optimizer.
+    finish_s: per place, after the last pass on all of its ranks: reducing the encoders' gradients, which these ranks do
+              together, and the optimizer; () is nothing.
     most:     microbatches that a pipeline may take, all of whose activations it may hold at once; 0 is any number.
     """
 
@@ -63,7 +64,7 @@ class Encoders:
     backward: Passes
     send_s: float = 0.0
     gather_s: float = 0.0
-    finish_s: float = 0.0
+    finish_s: tuple[float, ...] = ()
     most: int = 0
 
     @property
@@ -201,6 +202,8 @@ class _Search:
         self.rooms = [Room(start, stop) for start, stop in gaps]
         self._mirrored = [Room(-stop[-2::-1], -start[-2::-1]) for start, stop in gaps]
         self._forward_mirrored = tuple(place[::-1] for place in encoders.forward)
+        ranks = np.array(backbone.done_s).reshape(encoders.num_places, -1)
+        self._done_s = ranks.max(axis=1).tolist()
         self._needed_s = (encoders.send_s - backbone.needed_s).tolist()
         self._ready_s = (backbone.ready_s + encoders.send_s).tolist()
         self._most = encoders.most or backbone.num_microbatches
@@ -255,11 +258,13 @@ class _Search:
     def judge(self, pipelines: Pipelines) -> _Found:
         singles = tuple(self._single(pipeline, own) for pipeline, own in enumerate(pipelines))
         encoders, end_s = self.encoders, self.backbone.end_s
-        lead_s = max(single.lead_s for single in singles)
-        late_s = max(map(_late, singles))
         over_s = sum(max(0.0, late - end_s) for single in singles for late in single.late_s)
         before_s = encoders.num_places * sum(single.lead_s for single in singles)
-        step_s = encoders.gather_s + lead_s + max(late_s, end_s) + encoders.finish_s
+        late_s = map(max, zip(*(single.late_s for single in singles)))
+        finished_s = max(
+            map(sum, zip(map(max, late_s, self._done_s), encoders.finish_s or (0.0,) * encoders.num_places))
+        )
+        step_s = encoders.gather_s + max(single.lead_s for single in singles) + finished_s
         return _Found(pipelines, singles, step_s, before_s + over_s)
 
     def _single(self, pipeline: int, microbatches: tuple[int, ...]) -> _Single:
@@ -272,8 +277,8 @@ class _Search:
                 for stay in self._flow(places, self._forward_mirrored, at_s, free, self._mirrored):
                     free[stay.rank] = stay.end_s
             lead_s = max(0.0, *free.values())
-            ends = {stay.rank: stay.end_s for stay, _, _ in self.runs(pipeline, microbatches, lead_s)}
-            self._singles[key] = _Single(lead_s, tuple(ends.values()))
+            ends = {stay.place: stay.end_s for stay, _, _ in self.runs(pipeline, microbatches, lead_s)}
+            self._singles[key] = _Single(lead_s, tuple(ends[place] for place, _ in self.places(pipeline)))
         return self._singles[key]
 
     def runs(self, pipeline: int, microbatches: tuple[int, ...], lead_s: float) -> Iterator[_Run]:

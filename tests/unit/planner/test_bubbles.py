@@ -197,7 +197,7 @@ def test_more_slices_are_never_slower():
 def test_messages_and_collectives_of_encoders_delay_what_waits_for_them():
     case = Case(places=2)
     plain = fill(case.backbone, case.encoders, case.num_stages).fine.step_s
-    later = replace(case.encoders, gather_s=0.25, finish_s=0.5)
+    later = replace(case.encoders, gather_s=0.25, finish_s=(0.5, 0.5))
     assert fill(case.backbone, later, case.num_stages).fine.step_s == pytest.approx(plain + 0.75)
     sent = replace(case.encoders, send_s=0.5)
     assert fill(case.backbone, sent, case.num_stages).fine.step_s > plain
