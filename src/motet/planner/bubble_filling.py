@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.core.plan import Fill, Plan, Unit
+from motet.core.plan import Fill, Plan, ScheduleKind, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
 from motet.cost.memory import unit_spans
@@ -44,8 +44,8 @@ from motet.simulate.times import Part, StageTimes
 from motet.simulate.traffic import Traffic
 
 STRATEGY = "bubble filling"
-MAX_BACKBONES = 2
-"""That are simulated and filled: the best by estimate of those that fit."""
+MAX_BACKBONES, MAX_TRIED = 2, 12
+"""Backbones that are simulated and filled, the best by estimate of those that fit; and that are tried for it."""
 SLICES = 8
 """Of an encoder's layer and pass: it has some 15 kernels, and tensor-parallel communication leaves room for about one
 of ViT-22B's slices at a time (Optimus section 2.3)."""
@@ -84,7 +84,7 @@ def bubble_filling(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
         why = f"no TP, PP of at least 2 and microbatch size take {job.batch_size} examples on {job.cluster.num_ranks} "
         yield RuledOut(STRATEGY, "any degrees", why + "ranks in equal microbatches.")
     num_proposed = 0
-    for shape in shapes:
+    for shape in shapes[:MAX_TRIED]:
         proposed = list(_Filler(job, pins, shape).proposals())
         yield from proposed
         num_proposed += any(isinstance(one, Candidate) for one in proposed)
@@ -130,7 +130,7 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _schedule(chunks: int) -> str:
+def _schedule(chunks: int) -> ScheduleKind:
     return "interleaved_1f1b" if chunks > 1 else "1f1b"
 
 
@@ -279,7 +279,7 @@ class _Filler:
             units,
             job.batch_size,
             self.shape.microbatch_size,
-            "interleaved_1f1b" if chunks > 1 else "1f1b",
+            _schedule(chunks),
             deferred_warmup=chunks > 1,
             precision=job.precision,
             fills=fills,
