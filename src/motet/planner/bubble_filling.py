@@ -1,0 +1,312 @@
+"""Encoders on the ranks of the backbone's pipeline, their work in its bubbles (Optimus, Algorithm 1).
+
+A 3D-parallel backbone, interleaved 1F1B with deferred warm-up or 1F1B, and beside it encoders with a parallelism of
+their own (`encoder_plans.py`). Backbones are ranked in closed form; the best are simulated, alone, and not again for
+each encoder plan. Of the encoder plans that fit memory, the one whose work is best placed (`bubbles.py`) is proposed:
+with slices of passes where they were placed, and, beside it, with whole passes before and after the backbone's.
+Seconds are means over microbatches: where lengths differ a step is longer than is estimated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from motet.core.plan import Unit
+from motet.core.workload import BACKBONE
+from motet.cost.memory import unit_spans
+from motet.planner.backbone_bubbles import Backbone, Slices, backbone_of
+from motet.planner.bubbles import Encoders, Filling, Placement, fill
+from motet.planner.candidate import Candidate, Pins, RuledOut
+from motet.planner.encoder_plans import STRATEGY, EncoderPlans, Fitted, Shape, divisors, encoders_of
+from motet.planner.job import Column, Job
+from motet.schedule import PlannedStage, add_communication, add_data_parallel, fillable, split_parts
+from motet.schedule.layout import LAYER_PARTS
+from motet.schedule.program import Program
+from motet.simulate import simulate
+from motet.simulate.predict import stage_times_of
+from motet.simulate.times import Part, StageTimes
+from motet.simulate.traffic import Traffic
+
+MAX_BACKBONES, MAX_TRIED = 2, 12
+"""Backbones that are simulated and filled, the best by estimate of those that fit; and that are tried for it."""
+SLICES = 8
+"""Of an encoder's layer and pass: it has some 15 kernels, and tensor-parallel communication leaves room for about one
+of ViT-22B's slices at a time (Optimus section 2.3)."""
+HARDLY = 0.002
+"""By which a step may take longer for fewer slices."""
+MAX_FILLS, MAX_PARTS = 60_000, 200_000
+"""Slices of encoders, and parts of the backbone's passes, above which layers are cut into fewer, and passes are not."""
+_ISLANDS = 8
+"""Replicas of the backbone over whose microbatches seconds are averaged."""
+
+
+def bubble_filling(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
+    """Encoders in the bubbles of the best backbones, finely and coarsely placed."""
+    if why := _never(job, pins):
+        yield RuledOut(STRATEGY, "encoders beside the backbone", why)
+        return
+    shapes = sorted(_shapes(job, pins), key=lambda shape: shape.estimate_s)
+    if not shapes:
+        why = f"no TP, PP of at least 2 and microbatch size take {job.batch_size} examples on {job.cluster.num_ranks} "
+        yield RuledOut(STRATEGY, "any degrees", why + "ranks in equal microbatches.")
+    num_proposed = 0
+    for shape in shapes[:MAX_TRIED]:
+        proposed = list(_Filler(job, EncoderPlans(job, shape, pins.recompute or "least")).proposals())
+        yield from proposed
+        num_proposed += any(isinstance(one, Candidate) for one in proposed)
+        if num_proposed == MAX_BACKBONES:
+            return
+
+
+def _never(job: Job, pins: Pins) -> str:
+    encoders = encoders_of(job)
+    if not encoders:
+        return "the model has no encoders to run in bubbles."
+    if set(job.model.edges) != {(name, BACKBONE) for name in encoders}:
+        return "bubbles are filled with modules that feed the backbone alone, and the model has others."
+    if not (pins.allow(schedule="interleaved_1f1b") or pins.allow(schedule="1f1b")):
+        return f"the schedule is pinned to {pins.schedule!r}; bubbles are filled under 'interleaved_1f1b' and '1f1b'."
+    if not pins.allow(balance="off"):
+        return f"balance is pinned to {pins.balance!r}; in a pipeline it is 'off'."
+    return ""
+
+
+def _shapes(job: Job, pins: Pins) -> Iterator[Shape]:
+    """The backbones that use all ranks, each with the number of chunks that is estimated best."""
+    num_ranks, num_blocks = job.cluster.num_ranks, len(job.model.module(BACKBONE).blocks)
+    for tp, pp in product(divisors(job.cluster.ranks_per_node), divisors(num_ranks)):
+        dp, left = divmod(num_ranks, tp * pp)
+        if left or not 2 <= pp <= num_blocks or tp > 8 or not pins.allow(tp=tp, pp=pp, dp=dp):
+            continue
+        for microbatch_size in (1, 2, 4, 8):
+            count, left = divmod(job.batch_size, dp * microbatch_size)
+            if left or not count or not pins.allow(microbatch_size=microbatch_size):
+                continue
+            chunks = [n for n in range(1, num_blocks // pp + 1) if num_blocks % (pp * n) == 0 or n == 1]
+            sized = [Shape(tp, pp, dp, n, microbatch_size, count, 0.0) for n in chunks]
+            sized = [_estimated(job, shape) for shape in sized if pins.allow(schedule=shape.schedule)]
+            yield from sorted(sized, key=lambda shape: shape.estimate_s)[:1]
+
+
+def _estimated(job: Job, shape: Shape) -> Shape:
+    """The backbone's passes, and its bubbles or the encoders' work, whichever is more.
+
+    What lacks of memory for a whole model's activations in flight is recomputed; a backbone without room for its own
+    parameters comes last.
+    """
+    costs = job.block_costs(BACKBONE, shape.microbatch_size, shape.tp)
+    encoders = [job.block_costs(name, shape.microbatch_size, shape.tp) for name in encoders_of(job)]
+    encoder_s = sum(float((own.forward_s + own.backward_s).sum()) for own in encoders)
+    precision = job.mixed_precision(pipeline=True)
+    learning_bytes = precision.gradient + precision.optimizer / shape.dp
+    state_bytes = sum(
+        float((precision.stored * own.parameters + learning_bytes * own.trained).sum()) / shape.pp
+        for own in (costs, *encoders)
+    )
+    lacking = state_bytes + float(costs.kept_bytes.sum()) - job.capacity_bytes
+    again = min(max(lacking / max(float(costs.spared_bytes.sum()), 1.0), 0.0), 1.0)
+    pass_s = float((costs.forward_s + costs.backward_s + again * costs.again_s).sum()) / shape.pp
+    chunk_bytes = float(costs.parameters.sum()) / (shape.pp * shape.chunks)
+    ranks = range(0, shape.dp * shape.tp, shape.tp)
+    data_s = job.cost.gather_seconds(chunk_bytes * precision.compute, ranks)
+    data_s += job.cost.gather_seconds(chunk_bytes * precision.gradient, ranks)
+    ends = 0, (shape.pp - 1) * shape.dp * shape.tp
+    sends_s = 2 * shape.pp * shape.chunks * float(job.cost.send_seconds(costs.output_bytes.max(keepdims=True), ends)[0])
+    bubbles_s = (shape.pp - 1) * pass_s / shape.chunks + data_s + sends_s
+    step_s = shape.num_microbatches * pass_s + max(bubbles_s, shape.num_microbatches * encoder_s / shape.pp)
+    return replace(shape, estimate_s=step_s * (1 if state_bytes < job.capacity_bytes else 1e3))
+
+
+class _Timed(NamedTuple):
+    """The backbone without encoders: its stages, what they take, and its Program."""
+
+    stages: tuple[PlannedStage, ...]
+    times: StageTimes
+    program: Program
+
+
+class _Filler:
+    """Proposes encoders beside one backbone."""
+
+    def __init__(self, job: Job, plans: EncoderPlans) -> None:
+        self.job, self.plans, self.shape = job, plans, plans.shape
+        self._timed: dict[object, _Timed] = {}
+        self._alone: dict[object, Backbone] = {}
+
+    def proposals(self) -> Iterator[Candidate | RuledOut]:
+        found = [self.plans.fit(plan) for plan in self.plans]
+        fitted = [one for one in found if isinstance(one, Fitted)]
+        missed = [one for one in found if isinstance(one, RuledOut)]
+        if missed:
+            yield min(missed, key=lambda one: one.lacks_bytes)
+        if not fitted:
+            if not missed:
+                why = "no encoder plan leaves each stage a block and each pipeline a microbatch."
+                yield RuledOut(STRATEGY, str(self.shape), why)
+            return
+        finest, best = self.best(fitted)
+        placed, coarse = self.thinned(best, finest), self.fill(best, 0).coarse
+        facts = (
+            f"{placed.hidden:.1%} of the encoders' computation runs in bubbles of the backbone; "
+            f"{coarse.hidden:.1%} where passes stay whole, before and after the backbone's.",
+        )
+        yield self.candidate(best, placed, f"{self.shape}; {best.plan}, fine", facts)
+        if coarse.step_s > placed.step_s or coarse.fills != placed.fills:
+            yield self.candidate(best, coarse, f"{self.shape}; {best.plan}, coarse", ())
+
+    def best(self, fitted: list[Fitted]) -> tuple[Filling, Fitted]:
+        """Of the encoder plans, the one whose finest placement ends first; those that cannot are not placed.
+
+        Those that recompute least of the backbone come first: what recomputes more cannot be faster alone.
+        """
+        order = sorted(fitted, key=lambda one: sum(sum(stage.values()) for stage in one.units[0].recompute))
+        base = self.alone(order[0], parted=True)
+        found: tuple[Filling, Fitted] | None = None
+        for least_s, _, one in sorted((self.least_s(base, one), place, one) for place, one in enumerate(order)):
+            if found is None or least_s < found[0].fine_s:
+                filling = self.fill(one, SLICES)
+                if found is None or filling.fine_s < found[0].fine_s:
+                    found = filling, one
+        assert found is not None
+        return found
+
+    def least_s(self, alone: Backbone, fitted: Fitted) -> float:
+        """The step, if all bubbles could be filled to the last."""
+        encoders = self._encoders(fitted, 0)
+        idle_s = sum(alone.end_s - row.computing_s for row in alone.rows)
+        over_s = max(0.0, encoders.microbatch_s * alone.num_microbatches - idle_s) / alone.num_ranks
+        return encoders.gather_s + alone.end_s + over_s + min(encoders.finish_s)
+
+    def candidate(self, fitted: Fitted, placed: Placement, what: str, facts: tuple[str, ...]) -> Candidate:
+        bound_s = max(row.computing_s for row in self.alone(fitted, parted=True).rows)
+        return Candidate(STRATEGY, what, self.plans.plan(fitted.units, placed.fills), placed.step_s, bound_s, facts)
+
+    def fill(self, fitted: Fitted, num_slices: int) -> Filling:
+        """num_slices: of a layer's pass, beside parts of the backbone's passes; 0: all passes stay whole."""
+        alone, encoders = self.alone(fitted, parted=num_slices > 0), self._encoders(fitted, num_slices)
+        return fill(alone, encoders, len(self.plans.backbone.stages))
+
+    def thinned(self, fitted: Fitted, finest: Filling) -> Placement:
+        """The same in fewer slices, where that takes hardly longer: Plans are then shorter, and kernels larger."""
+        for num_slices in (1, 2, 4):
+            fewer = self.fill(fitted, num_slices)
+            if fewer.fine_s <= finest.fine_s * (1 + HARDLY):
+                return fewer.fine
+        return finest.fine
+
+    def _encoders(self, fitted: Fitted, num_slices: int) -> Encoders:
+        units, costs = fitted.units[1:], [self.plans.costs(unit) for unit in fitted.units[1:]]
+        num_layers = self.shape.num_microbatches * sum(own.num_blocks for own in costs)
+        num_slices = min(num_slices, max(MAX_FILLS // (2 * num_layers), 1))
+        passes = [[self._slices(unit, place, num_slices) for unit in units] for place in range(fitted.plan.pp)]
+        learns = self.plans.learns(fitted.plan.pp)
+        forward = tuple(tuple(forward for forward, _ in place) for place in passes)
+        backward = tuple(
+            tuple(back if learns[unit.name][place] else back._replace(num=0) for unit, (_, back) in zip(units, row))
+            for place, row in enumerate(passes)
+        )
+        gather_s, finish_s = self._data_s(fitted)
+        ends = 0, (self.shape.pp - 1) * self.shape.dp * self.shape.tp
+        sent = np.array([max(float(own.output_bytes.max()) for own in costs)])
+        send_s = float(self.job.cost.send_seconds(sent, ends)[0])
+        return Encoders(forward, backward, send_s, gather_s, finish_s, fitted.most)
+
+    def _slices(self, unit: Unit, place: int, num_slices: int) -> tuple[Slices, Slices]:
+        """Of a microbatch's forward pass and of its backward pass at a place."""
+        own, (first, stop) = self.plans.costs(unit), unit_spans(self.job.model, unit, place)[unit.name]
+        again = first + (unit.recompute[place].get(unit.name, 0) if unit.recompute else 0)
+        back_s = float(own.backward_s[first:stop].sum() + own.again_s[first:again].sum())
+        num = max(num_slices * (stop - first), 1)
+        return Slices(float(own.forward_s[first:stop].sum()) / num, num), Slices(back_s / num, num)
+
+    def _data_s(self, fitted: Fitted) -> tuple[float, tuple[float, ...]]:
+        """Gathering the encoders' parameters, before their first pass; per place, reducing their gradients after the
+        last, and the optimizer for all that a rank of the place updates."""
+        cost, precision, pp = self.job.cost, self.job.mixed_precision(pipeline=True), fitted.plan.pp
+        held, learning = self._by_stage(fitted.units[0])
+        updated = learning.reshape(-1, pp, self.shape.pp // pp).sum(axis=0).max(axis=1) / self.shape.dp
+        gather_s, finish_s = 0.0, np.zeros(pp)
+        for unit in fitted.units[1:]:
+            ranks = range(0, unit.dp * unit.tp, unit.tp)
+            held, learning = self._by_stage(unit)
+            updated += learning / unit.dp
+            if unit.dp > 1:
+                sizes = np.where(learning > 0, held, 0.0).max() * precision.compute
+                gather_s += cost.gather_seconds(float(sizes), ranks)
+                finish_s += [cost.gather_seconds(size * precision.gradient, ranks) for size in learning.tolist()]
+        finish_s += [cost.step_seconds(round(number)) for number in updated.tolist()]
+        return gather_s, tuple(finish_s.tolist())
+
+    def _by_stage(self, unit: Unit) -> tuple[Column, Column]:
+        """Parameters of a tensor-parallel rank: all, and those that learn."""
+        costs = self.plans.costs(unit)
+        first = np.cumsum([0, *(sum(stage.values()) for stage in unit.stages[:-1])])
+        return np.add.reduceat(costs.parameters, first), np.add.reduceat(costs.trained, first)
+
+    def alone(self, fitted: Fitted, *, parted: bool) -> Backbone:
+        """The backbone without encoders, the same for all plans that leave it to recompute as much.
+
+        parted: with its passes in parts, if tensor parallelism leaves bubbles between them.
+        """
+        recompute = tuple(tuple(stage.items()) for stage in fitted.units[0].recompute)
+        if recompute not in self._timed:
+            self._timed[recompute] = self._time(fitted)
+        if (recompute, parted) not in self._alone:
+            run = self._timed[recompute]
+            run = self._parted(run) if parted else run
+            self._alone[recompute, parted] = backbone_of(simulate(run.program, run.times), run.program.num_microbatches)
+        return self._alone[recompute, parted]
+
+    def _time(self, fitted: Fitted) -> _Timed:
+        pricing = self.plans.priced(fitted.units) if fitted.units[0].recompute else self.plans.pricing
+        traffic, stages = Traffic(pricing), pricing.planned.stages[: len(self.plans.backbone.stages)]
+        islands = [stage_times_of(pricing, traffic, n) for n in range(min(pricing.num_islands, _ISLANDS))]
+        zero = {n: stage.zero for n, stage in enumerate(stages) if len(stage.data_ranks) > 1}
+        trained = [n for n, stage in enumerate(stages) if stage.trained]
+        program, _ = fillable(pricing.plan)
+        times = _mean(islands, len(stages), len(program.edges))
+        return _Timed(stages, times, add_communication(add_data_parallel(program, zero, trained)))
+
+    def _parted(self, run: _Timed) -> _Timed:
+        """In the parts that `fillable` makes."""
+        stages, times, program = run
+        num_parts = LAYER_PARTS * sum(stage.num_layers for stage in stages)
+        if not times.forward_tensor_s.any() or 2 * num_parts * self.shape.num_microbatches > MAX_PARTS:
+            return run
+        forward = {n: _halves(stage.num_layers) for n, stage in enumerate(stages)}
+        backward = {n: parts for n, parts in forward.items() if stages[n].has_backward}
+        for stage, parts in forward.items():
+            program = split_parts(program, stage, len(parts), len(backward.get(stage, "1")))
+        return _Timed(stages, replace(times, forward_parts=forward, backward_parts=backward), program)
+
+
+def _halves(num_layers: int) -> tuple[Part, ...]:
+    half = 1 / (2 * num_layers)
+    return (Part(half, "tensor"), Part(half)) * (2 * num_layers)
+
+
+def _mean(islands: list[StageTimes], num_stages: int, num_edges: int) -> StageTimes:
+    """Of all microbatches alike, and of the first stages and edges alone."""
+
+    def mean(name: str, count: int) -> Column:
+        tables = [getattr(times, name)[:count].reshape(count, -1) for times in islands]
+        averaged: Column = np.mean([table.mean(axis=1, keepdims=True) for table in tables], axis=0)
+        return averaged
+
+    return StageTimes(
+        forward_s=mean("forward_s", num_stages),
+        input_s=mean("input_s", num_stages),
+        weight_s=mean("weight_s", num_stages),
+        recompute_s=mean("recompute_s", num_stages),
+        forward_tensor_s=mean("forward_tensor_s", num_stages),
+        backward_tensor_s=mean("backward_tensor_s", num_stages),
+        send_s=mean("send_s", num_edges),
+        return_s=mean("return_s", num_edges),
+        gather_s=islands[0].gather_s[:num_stages],
+        reduce_s=islands[0].reduce_s[:num_stages],
+    )
