@@ -1,16 +1,18 @@
 """What a Plan is simulated for, read from where it is: the model of a plan file that names one, and the workload.
 
-Core and simulate know neither recipes nor HF models nor manifests; this is what they are handed.
+Core and simulate know neither recipes nor HF models nor manifests; this is what they are handed. What needs torch,
+seconds to import, is imported where it is needed: a plan file that stands alone is simulated without it.
 """
 
 from __future__ import annotations
 
 import sys
 import tomllib
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from motet.analyze.lengths import read_lengths
 from motet.core.errors import UserError
@@ -21,10 +23,7 @@ from motet.core.spec import ModelSpec
 from motet.core.workload import Workload
 from motet.cost.catalogue import cluster
 from motet.data.text import ChatTokenizer
-from motet.models.build import build_mllm
-from motet.models.spec import spec_of_config, spec_of_directory
-from motet.train.job import open_dataset
-from motet.train.recipe import Recipe, load_recipe
+from motet.train.plan_recipe import read_job_recipe
 
 
 def read_plan_and_workload(plan_file: Path, workload_file: Path | None) -> tuple[Plan, Workload]:
@@ -48,40 +47,56 @@ def read_plan_and_workload(plan_file: Path, workload_file: Path | None) -> tuple
             f"{plan_file} names no recipe, so --workload must say which lengths to simulate: a manifest, a CSV of "
             "lengths, a TOML of distributions, or a recipe."
         )
-    return plan, _workload_at(source)
+    return plan, workload_at(source)
 
 
 def _model_at(path: Path) -> ModelSpec:
     """Of a recipe, or of an HF model's directory."""
-    if path.suffix != ".toml":
-        return spec_of_directory(path)
-    recipe = load_recipe(path)
-    return spec_of_config(recipe.model, _tokenizer(recipe).vocabulary_size, path.stem)
+    if path.suffix == ".toml":
+        return read_job_recipe(path).model
+    from motet.models.spec import spec_of_directory
+
+    return spec_of_directory(path)
 
 
-def _workload_at(path: Path) -> Workload:
+def workload_at(path: Path) -> Workload:
+    """The lengths in a manifest, a CSV, a TOML of distributions, or a recipe, whose file ends in .toml as well.
+
+    Raises UserError for what is wrong with it.
+    """
     if path.suffix != ".toml":
         return read_lengths(path).workload()
-    if _has_tasks(path):
-        return read_sampler(path).workload()
-    recipe = load_recipe(path)
-    tokenizer = _tokenizer(recipe)
+    if _has("task", path):
+        return replace(read_sampler(path).workload(), source=str(path))
+    if _has("data", path):
+        return workload_of_data(path)
+    if (found := read_job_recipe(path).workload) is None:
+        raise UserError(f"{path} is to say which lengths there are; it has neither [data], [workload] nor [[task]].")
+    return found
+
+
+def workload_of_data(path: Path, overrides: Sequence[str] = ()) -> Workload:
+    """The lengths of a training recipe's examples, as its model takes them. Raises UserError."""
+    import torch
+
+    from motet.models.build import build_mllm
+    from motet.train.job import open_dataset
+    from motet.train.recipe import load_recipe
+
+    recipe = load_recipe(path, overrides)
+    tokenizer = ChatTokenizer.from_directory(recipe.data.tokenizer)
     with torch.device("meta"):
         model = build_mllm(recipe.model, tokenizer.vocabulary_size)
     dataset = open_dataset(recipe, recipe.data.train, tokenizer, model, _say)
     return Workload(str(path), dataset.batch_lengths(np.arange(dataset.num_examples), 1))
 
 
-def _has_tasks(path: Path) -> bool:
-    """Whether a TOML file is one of distributions; who reads it says what is wrong with one that is neither."""
+def _has(key: str, path: Path) -> bool:
+    """Whether a TOML file has a table; who reads it says what is wrong with one that cannot be read."""
     try:
-        return "task" in tomllib.loads(path.read_text(encoding="utf-8"))
+        return key in tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return False
-
-
-def _tokenizer(recipe: Recipe) -> ChatTokenizer:
-    return ChatTokenizer.from_directory(recipe.data.tokenizer)
 
 
 def _say(sentence: str) -> None:
