@@ -1,0 +1,10 @@
+"""The strategies that `motet plan` searches, by the names that they are pinned by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from motet.planner.candidate import Strategy
+
+STRATEGIES: Mapping[str, Strategy] = {}
+"""Of equally fast Plans, that of the earlier strategy is preferred."""
