@@ -131,7 +131,7 @@ class StageMemory:
         return self.held_bytes + self.transient
 
 
-class _LayerBytes(NamedTuple):
+class LayerBytes(NamedTuple):
     """Of one layer and microbatch. gradients: of its output and of its input; of logits, with all their copies."""
 
     saved: int
@@ -139,7 +139,7 @@ class _LayerBytes(NamedTuple):
     gradients: int
 
     @classmethod
-    def of(cls, layer: Layer, num_rows: float, tp: int, precision: MixedPrecision) -> _LayerBytes:
+    def of(cls, layer: Layer, num_rows: float, tp: int, precision: MixedPrecision) -> LayerBytes:
         element_bytes = precision.compute
         if layer.targets_only:
             gradients = logits_bytes(num_rows, layer.output_width, element_bytes=element_bytes, tp=tp)
@@ -209,7 +209,7 @@ def stage_memory(
         num_trained = num_parameters if layer.trained else 0
         shard_ranks = unit.shard_size or unit.dp
         state += state_bytes(num_parameters, num_trained, precision=precision, zero=unit.zero, shard_ranks=shard_ranks)
-        size = _LayerBytes.of(layer, rows(placed.module, layer) / unit.cp, unit.tp, precision)
+        size = LayerBytes.of(layer, rows(placed.module, layer) / unit.cp, unit.tp, precision)
         kept = (size.input if placed.recomputed else size.saved) if placed.has_backward else 0
         activations += kept
         working.append(size.saved - kept + (size.gradients if placed.has_backward else 0))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.core.cluster import Cluster
-from motet.core.spec import ModelSpec
+from motet.core.spec import Layer, ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths, Workload
 from motet.cost.flops import work_of
 from motet.cost.memory import (
@@ -89,6 +89,20 @@ class Job:
     def _block_costs(self):  # type: ignore[no-untyped-def]
         return cache(self._price)
 
+    def largest_rows(self, name: str, layer: Layer, num_examples: int) -> float:
+        """Rows that a layer of a module has in the largest microbatch of num_examples examples. Cached."""
+        found: float = self._largest_rows(name, layer, num_examples)
+        return found
+
+    @cached_property
+    def _largest_rows(self):  # type: ignore[no-untyped-def]
+        return cache(self._count_rows)
+
+    def _count_rows(self, name: str, layer: Layer, num_examples: int) -> float:
+        length, microbatch, count, targets = self._microbatches(name, num_examples)
+        padded = self.model.module(name).padded
+        return float(work_of(layer, length, microbatch, count, padded=padded, num_targets=targets).rows.max())
+
     def _price(self, name: str, num_examples: float, tp: int) -> BlockCosts:
         module, element_bytes = self.model.module(name), self.mixed_precision(pipeline=True).compute
         length, microbatch, count, targets = self._microbatches(name, max(round(num_examples), 1))
@@ -97,6 +111,7 @@ class Job:
         priced: dict[object, tuple[float, ...]] = {}
         number = -1
         starts = {block.start for block in module.blocks}
+        whole_blocks = all(layer.attention is None for layer in module.layers)
         for place, placed in enumerate(stage_layers(self.model, {name: (0, len(module.blocks))}, {})):
             number += place in starts
             layer = placed.layer
@@ -109,7 +124,7 @@ class Job:
                 whole = activation_bytes(layer, most, element_bytes=element_bytes, tp=tp)
                 input_bytes = activation_bytes(layer, most, element_bytes=element_bytes, tp=tp, recomputed=True)
                 does = float(placed.has_backward)
-                again = does * (layer.attention is not None or len(module.blocks) == 1)
+                again = does * (layer.attention is not None or whole_blocks)
                 forward_s = float(seconds.forward_s.mean()) + tensor_s
                 priced[placed] = (
                     forward_s * share,

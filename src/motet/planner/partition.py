@@ -24,12 +24,15 @@ _NEVER = 1 << 61
 """More than the sum of squares of any cut; twice it still fits into 64 bits."""
 
 
-def partition(layer_s: Sequence[float], num_stages: int, *, num_chunks: int = 1) -> tuple[int, ...]:
+def partition(
+    layer_s: Sequence[float], num_stages: int, *, num_chunks: int = 1, folded: bool = False
+) -> tuple[int, ...]:
     """How many layers each stage takes: num_stages * num_chunks counts, in order, each at least 1.
 
     layer_s:    seconds (or operations) of each layer, in the order in which they run.
     num_stages: devices in the pipeline.
     num_chunks: stages of each device; stage s is on device s % num_stages.
+    folded:     every other chunk goes back over the devices, from the last one to the first (ZB-V).
 
     The slowest stage is the least that any cut gives (seconds are told apart to 1e-9 of all layers). Among the cuts
     that give it, with one chunk, the sum of squares of the stages is the least; then the last stage has the fewest
@@ -46,7 +49,7 @@ def partition(layer_s: Sequence[float], num_stages: int, *, num_chunks: int = 1)
     square = np.where(empty | (span > slowest), _NEVER, span * span)
     cut = _cut(_tables(square, num_stages * num_chunks, np.add), square)
     if num_chunks > 1:
-        cut = _even_devices(cut, prefix, num_stages, int(slowest))
+        cut = _even_devices(cut, prefix, num_stages, int(slowest), folded)
     return tuple(stop - start for start, stop in pairwise(cut))
 
 
@@ -88,7 +91,9 @@ def _cut(tables: list[NDArray[np.int64]], cost: NDArray[np.int64]) -> list[int]:
     return [0, *reversed(bounds)]
 
 
-def _even_devices(cut: list[int], prefix: NDArray[np.int64], num_stages: int, slowest: int) -> list[int]:
+def _even_devices(
+    cut: list[int], prefix: NDArray[np.int64], num_stages: int, slowest: int, folded: bool
+) -> list[int]:
     """Move single layers between stages, always by the best move, while that evens the devices out.
 
     A move from one stage to another shifts every stage between them by a layer. No stage may exceed `slowest`.
@@ -106,7 +111,10 @@ def _even_devices(cut: list[int], prefix: NDArray[np.int64], num_stages: int, sl
         moved = np.concatenate([bounds[None], bounds + moves])
         moved = moved[(np.diff(moved) >= 1).all(axis=1)]
         moved = moved[(np.diff(prefix[moved]) <= slowest).all(axis=1)]
-        device = np.diff(prefix[moved]).reshape(len(moved), -1, num_stages).sum(axis=1)
+        chunks = np.diff(prefix[moved]).reshape(len(moved), -1, num_stages)
+        if folded:
+            chunks[:, 1::2] = chunks[:, 1::2, ::-1].copy()
+        device = chunks.sum(axis=1)
         best = int(np.lexsort([(device * device).sum(axis=1), device.max(axis=1)])[0])
         if best == 0:
             return [int(bound) for bound in bounds]

@@ -1,0 +1,253 @@
+"""All modules in one chain of stages, encoders first, cut where the stages are even.
+
+Megatron-LM balanced (Optimus appendix B, corrected in `partition.py`) and OmniBal (section 4.2, `anchor.py`): tensor
+parallelism within a node, pipelines, data parallelism over the rest, microbatches and schedules. What a block takes is
+forward and backward under what is frozen, and where, and what of it is recomputed (`stages.py`).
+
+Degrees are taken by what they would take at best, cut evenly and without recomputation or messages, until no other can
+be among the best; each is then cut by `partition`. Of the best of each schedule and tensor-parallel degree OmniBal's
+candidates are cut too, and a simulation of mean microbatches decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+
+from motet.core.plan import Plan, ScheduleKind, Unit
+from motet.planner import anchor
+from motet.planner.blocks import Blocks, blocks_of
+from motet.planner.candidate import Candidate, Pins, RuledOut
+from motet.planner.degrees import Degrees, all_degrees
+from motet.planner.job import Column, Job
+from motet.planner.partition import partition
+from motet.planner.stages import Ints, Room, Stages, settle, stage_numbers, stages_of
+from motet.planner.step_time import Flow, ends_s, pipeline_s, work_s
+from motet.schedule import (
+    Program,
+    add_communication,
+    interleaved_1f1b,
+    one_f_one_b,
+    zb_h1,
+    zb_v,
+)
+from motet.simulate import simulate, stage_times
+
+NUM_CANDIDATES = 6
+NUM_RULED_OUT = 4
+NUM_DECIDED = 12
+"""Of OmniBal's candidates that are simulated (section 5.2: 10 to 15)."""
+
+STRATEGY = "chain"
+
+
+def chain(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
+    """The best chains that fit, best estimate first; then the nearest of those that do not."""
+    found, ruled_out = Search(job, pins).run()
+    yield from found
+    yield from ruled_out
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """A job's chain of modules in some degrees."""
+
+    job: Job
+    degrees: Degrees
+    room: Room
+    blocks: Blocks
+
+    @property
+    def flow(self) -> Flow:
+        own, num_stages = self.degrees, len(self.room.rank)
+        return Flow(own.schedule, own.num_microbatches, self.room.rank, tuple(pairwise(range(num_stages))))
+
+    def sends(self) -> Column:
+        """Seconds of a message at each edge if the chain is cut there after each block, [num_edges, num_blocks]."""
+        own, size_bytes = self.degrees, self.blocks.output_bytes
+        first = [rank * own.dp * own.tp for rank in self.room.rank.tolist()]
+        by_node: dict[bool, Column] = {}
+        rows = [np.zeros(0)] * (len(first) - 1)
+        for number, ends in enumerate(pairwise(first)):
+            near = self.job.cluster.node_of(ends[0]) == self.job.cluster.node_of(ends[1])
+            if near not in by_node and ends[0] != ends[1]:
+                by_node[near] = self.job.cost.send_seconds(size_bytes, ends)
+            rows[number] = by_node[near] if ends[0] != ends[1] else np.zeros(len(size_bytes))
+        return np.stack(rows) if rows else np.zeros((0, len(size_bytes)))
+
+    def send_s(self, stages: Stages) -> Column:
+        """[num_edges]"""
+        last = np.searchsorted(stages.stage, np.arange(1, stages.num_stages)) - 1
+        found: Column = self.sends()[np.arange(len(last)), last]
+        return found
+
+    def step_s(self, stages: Stages) -> float:
+        own = self.degrees
+        data_ranks = [
+            range(rank * own.dp * own.tp, (rank + 1) * own.dp * own.tp, own.tp) for rank in self.room.rank.tolist()
+        ]
+        passes_s = pipeline_s(self.flow, stages, self.send_s(stages))
+        return passes_s + ends_s(self.job, stages, self.room.rank, data_ranks)
+
+    def cut(self, block_s: Column) -> Ints:
+        """The stage of each block: the exact optimum."""
+        own = self.degrees
+        counts = partition(
+            block_s.tolist(), own.pp, num_chunks=own.num_chunks, folded=own.schedule == "zb_v"
+        )
+        return stage_numbers(counts)
+
+    def settled(self) -> Stages:
+        return settle(self.blocks, self.room, self.cut, self.step_s)
+
+    def unit(self, stages: Stages) -> Unit:
+        own = self.degrees
+        return Unit("all", stages.layers, 0, own.dp, own.pp, own.tp, recompute=stages.recompute, zero=1)
+
+    def plan(self, stages: Stages) -> Plan:
+        own, job = self.degrees, self.job
+        return Plan(
+            job.model,
+            job.cluster,
+            (self.unit(stages),),
+            job.batch_size,
+            own.microbatch_size,
+            own.schedule,
+            precision=job.precision,
+        )
+
+    def omnibal(self, exact: Stages, *, radius: int = 2) -> tuple[Stages, int]:
+        """The cut that a simulation of mean microbatches decides for, of the exact one and of OmniBal's candidates; and
+        how many were simulated. Recomputation is counted as the exact cut needs it.
+        """
+        own, again = self.degrees, self.blocks.again_s * exact.recomputed
+        block_s = self.blocks.seconds + again
+        start = anchor.anchor(block_s, own.num_stages)
+        cuts = [tuple(np.bincount(exact.stage).tolist())]
+        cuts += anchor.candidates(block_s, self.sends(), start, radius=radius, num=NUM_DECIDED)
+        program = add_communication(passes(own, num_microbatches=min(own.num_microbatches, 4 * own.pp)))
+
+        @cache
+        def settled(counts: anchor.Counts) -> Stages:
+            return stages_of(self.blocks, stage_numbers(counts), self.room)
+
+        def step_s(counts: anchor.Counts) -> float:
+            stages = settled(counts)
+            return simulated_s(program, stages, self.send_s(stages), own.num_microbatches)
+
+        cuts = [counts for counts in dict.fromkeys(cuts) if not settled(counts).lacks_bytes]
+        return settled(anchor.decide(cuts, step_s)), len(cuts)
+
+
+def passes(degrees: Degrees, num_microbatches: int) -> Program:
+    """Of a pipeline of these degrees."""
+    if degrees.schedule == "interleaved_1f1b":
+        return interleaved_1f1b(degrees.pp, degrees.num_chunks, num_microbatches)
+    generate = {"1f1b": one_f_one_b, "zb_h1": zb_h1, "zb_v": zb_v}[degrees.schedule]
+    program: Program = generate(degrees.pp, num_microbatches)
+    return program
+
+
+def simulated_s(program: Program, stages: Stages, send_s: Column, num_microbatches: int) -> float:
+    """Of passes that all take what a mean microbatch takes; those that the Program has not, at the slowest rank's."""
+    weight = np.where(stages.blocks.trained > 0, stages.blocks.backward_s / 2, 0.0)
+    times = stage_times(stages.forward_s, stages.backward_s, weight_s=stages.sums(weight), send_s=send_s[:, None])
+    rank = [stage.rank for stage in program.stages]
+    more = (num_microbatches - program.num_microbatches) * float(np.bincount(rank, stages.seconds).max())
+    return simulate(program, times).makespan_s + more
+
+
+class Search:
+    """Over degrees. Of one job, under pins."""
+
+    def __init__(self, job: Job, pins: Pins) -> None:
+        self.job, self.pins = job, pins
+        self.names = tuple(module.name for module in job.model.modules)
+        self.room = cache(self._room)
+
+    def run(self) -> tuple[list[Candidate], list[RuledOut]]:
+        best: dict[tuple[int, ScheduleKind], tuple[float, Degrees, Stages]] = {}
+        full: dict[tuple[int, ScheduleKind], tuple[float, Degrees, Stages]] = {}
+        kept, ruled_out = all_degrees(self.job, self.pins, self.names)
+        for at_best_s, degrees in kept:
+            key = (degrees.tp, degrees.schedule)
+            limit = sorted(step_s for step_s, _, _ in best.values())[:NUM_CANDIDATES]
+            if len(limit) == NUM_CANDIDATES and at_best_s >= limit[-1]:
+                break
+            if key in best and at_best_s >= best[key][0]:
+                continue
+            pipeline = self.pipeline(degrees)
+            stages = pipeline.settled()
+            entry = (stages.lacks_bytes or pipeline.step_s(stages), degrees, stages)
+            of_kind = full if stages.lacks_bytes else best
+            if key not in of_kind or entry[0] < of_kind[key][0]:
+                of_kind[key] = entry
+        ranked = sorted(best.values(), key=lambda entry: entry[0])[:NUM_CANDIDATES]
+        candidates = sorted(
+            (self._candidate(degrees, stages) for _, degrees, stages in ranked), key=lambda found: found.estimate_s
+        )
+        nearest = sorted(full.values(), key=lambda entry: entry[0])[:NUM_RULED_OUT]
+        return candidates, [*(self._ruled_out(degrees, stages) for _, degrees, stages in nearest), *ruled_out]
+
+    def pipeline(self, degrees: Degrees) -> Pipeline:
+        own = degrees
+        num = min(own.num_microbatches, 4 * own.pp)
+        room = self.room(replace(own, dp=1, tp=1, microbatch_size=1, num_microbatches=num))
+        blocks = blocks_of(self.job, self.names, own.microbatch_size, own.tp, own.dp)
+        return Pipeline(self.job, own, room, blocks)
+
+    def _room(self, degrees: Degrees) -> Room:
+        program = passes(degrees, degrees.num_microbatches)
+        return Room.of(program, self.job.capacity_bytes, self.pins.recompute or "least")
+
+    def _candidate(self, degrees: Degrees, exact: Stages) -> Candidate:
+        pipeline = self.pipeline(degrees)
+        stages, num_simulated = pipeline.omnibal(exact)
+        return Candidate(
+            STRATEGY,
+            degrees.words,
+            pipeline.plan(stages),
+            pipeline.step_s(stages),
+            work_s(pipeline.flow, stages),
+            tuple(_facts(pipeline, exact, stages, num_simulated)),
+        )
+
+    def _ruled_out(self, degrees: Degrees, stages: Stages) -> RuledOut:
+        rank = int(np.argmax(stages.fullness))
+        recomputed = "with nothing recomputed" if self.pins.recompute == "none" else "with all layers recomputed"
+        return RuledOut(
+            STRATEGY,
+            degrees.words,
+            f"Pipeline rank {rank} of {degrees.pp} lacks {stages.lacks_bytes / 1e9:.1f} GB {recomputed}.",
+            stages.lacks_bytes,
+            tuple(degrees.mends(self.job, can_recompute=self.pins.recompute == "none")),
+        )
+
+
+def _facts(pipeline: Pipeline, exact: Stages, stages: Stages, num_simulated: int) -> Iterator[str]:
+    blocks, room, num_stages = pipeline.blocks, pipeline.room, stages.num_stages
+    if num_stages > 1:
+        others = {"layers": anchor.by_layers(blocks, num_stages), "parameters": anchor.by_parameters(blocks, num_stages)}
+        ratios: Mapping[str, float] = {name: _unevenness(blocks.seconds, cut, room) for name, cut in others.items()}
+        own = _unevenness(blocks.seconds + blocks.again_s * stages.recomputed, stages.stage, room)
+        yield (
+            f"Cut by the seconds of forward and backward, the slowest rank takes {own:.2f} times the mean; "
+            f"cut into equal layers {ratios['layers']:.2f} times, into equal parameters {ratios['parameters']:.2f}."
+        )
+    if stages.recomputed.any():
+        again = [sum(counts.values()) for counts in stages.recompute]
+        yield f"Recomputed layers by stage: {again} of {[sum(counts.values()) for counts in stages.layers]}."
+    else:
+        yield "Nothing need be recomputed."
+    if (stages.stage != exact.stage).any():
+        yield f"Of {num_simulated} cuts that were simulated, the fastest is not the most even one."
+
+
+def _unevenness(block_s: Column, stage: Ints, room: Room) -> float:
+    """The slowest rank by the mean one."""
+    device = np.bincount(room.rank[stage], block_s, len(room.moments))
+    return float(device.max() / device.mean())
