@@ -129,17 +129,23 @@ def simulate(
     trace: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a trace for Perfetto.")] = None,
     html: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a page to zoom and pan in.")] = None,
     png: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a picture.")] = None,
+    batches: Annotated[int, typer.Option(min=1, help="Batches drawn; the slowest is shown.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of the batches drawn, and of the jitter.")] = 0,
+    jitter: Annotated[
+        float, typer.Option(min=0, help="Spread of the time of each computation, as a share of it: stragglers.")
+    ] = 0.0,
 ) -> None:
     """Predict a step of a plan before any GPU is hired: time, throughput, MFU, memory, bubbles."""
     from motet.train.plan_sources import read_plan_and_workload
 
     read, lengths = read_plan_and_workload(plan, workload)
     from motet.cost.analytic import Analytic
-    from motet.simulate.command import Outputs, show_prediction
-    from motet.simulate.predict import predict
+    from motet.simulate.command import Outputs, show_predictions
+    from motet.simulate.predict import predictions
 
-    prediction = predict(read, lengths, Analytic(read.cluster, read.precision))
-    show_prediction(read, prediction, Outputs(trace, html, png), title=f"{plan.stem}, predicted")
+    cost = Analytic(read.cluster, read.precision)
+    found = predictions(read, lengths, cost, batches, seed=seed, jitter=jitter)
+    show_predictions(read, found, Outputs(trace, html, png), title=f"{plan.stem}, predicted")
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from motet.planner.candidate import Strategy
+from motet.planner.chain import chain
 
-STRATEGIES: Mapping[str, Strategy] = {}
+STRATEGIES: Mapping[str, Strategy] = {"chain": chain}
 """Of equally fast Plans, that of the earlier strategy is preferred."""

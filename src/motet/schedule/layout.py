@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
+from typing import Literal
 
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
@@ -73,9 +74,14 @@ class PlannedStage:
         return len(self.ranks) // (self.unit.tp * self.unit.cp)
 
     @property
-    def zero(self) -> int:
+    def zero(self) -> Literal[0, 1, 2, 3]:
         """What is sharded: a unit whose shard groups are single ranks shards nothing."""
         return 0 if self.unit.shard_size == 1 else self.unit.zero
+
+    @property
+    def shard_size(self) -> int:
+        """Of `data_ranks`, those from the first on that share one copy of what is sharded."""
+        return (self.unit.shard_size or len(self.data_ranks)) if self.zero else 1
 
 
 def part_layers(num_layers: int, num_parts: int) -> tuple[tuple[int, int], ...]:

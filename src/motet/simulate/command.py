@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from motet.core.errors import UserError
 from motet.core.plan import Plan
+from motet.simulate.drawing import shown_seconds
 from motet.simulate.prediction import Prediction
 from motet.simulate.report import print_prediction
 
@@ -20,9 +22,21 @@ class Outputs:
     png: Path | None = None
 
 
-def show_prediction(plan: Plan, prediction: Prediction, outputs: Outputs, title: str) -> None:
-    """Print the tables and write the files. title: of page and picture. Raises UserError for a file that cannot be."""
+def show_predictions(plan: Plan, predictions: Iterable[Prediction], outputs: Outputs, title: str) -> None:
+    """Print the tables and write the files, of the slowest of one or more predictions.
+
+    title: of page and picture. Raises UserError for a file that cannot be written.
+    """
+    steps_s: list[float] = []
+    for each in predictions:
+        # One at a time: a timeline of thousands of ranks is large.
+        if not steps_s or each.step_s > max(steps_s):
+            prediction = each
+        steps_s.append(each.step_s)
     print_prediction(plan, prediction)
+    if len(steps_s) > 1:
+        mean, most = shown_seconds(sum(steps_s) / len(steps_s)), shown_seconds(prediction.step_s)
+        print(f"\nOf {len(steps_s)} batches, a step takes {mean} in the mean, and {most} in the slowest, shown here.")
     if outputs.trace is not None:
         try:
             prediction.timeline.write_chrome_trace(outputs.trace)

@@ -48,7 +48,7 @@ def _stage_memory(pricing: Pricing, stage: PlannedStage) -> StageMemory:
         found = pricing.largest_rows(module, layer) / stage.num_shares
         return min(found, MAX_LOGITS / layer.output_width) if layer.targets_only else found
 
-    unit = stage.unit if stage.zero else replace(stage.unit, zero=0)
+    unit = replace(stage.unit, zero=stage.zero, shard_size=stage.shard_size)
     return stage_memory(unit, pricing.layers(stage), rows, 0, pricing.precision)
 
 

@@ -8,17 +8,18 @@ reduced, run the same Program on different examples: each is simulated, and the 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from motet.core.plan import Plan
+from motet.core.timeline import Timeline
 from motet.core.workload import BACKBONE, BatchLengths, Workload
 from motet.cost.flops import batch_flops, work_of
-from motet.cost.memory import stage_layers
+from motet.cost.memory import mixed_precision, stage_layers
 from motet.cost.model import CostModel, backward_seconds
 from motet.schedule import Planned, planned
-from motet.simulate.backend import Backend
 from motet.simulate.memory import memory_of
 from motet.simulate.placement import Placement, draw_batch, place
 from motet.simulate.prediction import Prediction
@@ -28,23 +29,23 @@ from motet.simulate.times import StageTimes
 from motet.simulate.traffic import Traffic
 
 
-def predict(
-    plan: Plan,
-    workload: Workload,
-    cost: CostModel,
-    *,
-    seed: int = 0,
-    jitter: float = 0.0,
-    backend: Backend = "native",
-) -> Prediction:
-    """One step of `plan.batch_size` examples drawn from a workload.
+def predict(plan: Plan, workload: Workload, cost: CostModel, *, seed: int = 0, jitter: float = 0.0) -> Prediction:
+    """One step of `plan.batch_size` examples drawn from a workload, by a seed.
 
     jitter: spread of the factor by which each computation takes longer or shorter than priced (`simulate`).
     Raises UserError for a Plan that does not fit its model or cluster, and for a workload without a module's lengths.
     """
-    stages = planned(plan)
-    batch = draw_batch(plan, workload, np.random.default_rng(seed))
-    return predict_placed(plan, stages, place_batch(plan, batch, cost), cost, seed=seed, jitter=jitter, backend=backend)
+    return next(predictions(plan, workload, cost, 1, seed=seed, jitter=jitter))
+
+
+def predictions(
+    plan: Plan, workload: Workload, cost: CostModel, num_batches: int, *, seed: int = 0, jitter: float = 0.0
+) -> Iterator[Prediction]:
+    """The same for several batches, one after the other; the first is that of `predict`."""
+    stages, rng = planned(plan), np.random.default_rng(seed)
+    for _ in range(num_batches):
+        placement = place_batch(plan, draw_batch(plan, workload, rng), cost)
+        yield predict_placed(plan, stages, placement, cost, seed=int(rng.integers(1 << 32)), jitter=jitter)
 
 
 def place_batch(plan: Plan, batch: BatchLengths, cost: CostModel) -> Placement:
@@ -60,49 +61,41 @@ def place_batch(plan: Plan, batch: BatchLengths, cost: CostModel) -> Placement:
 
     unit = plan.unit_of(BACKBONE)
     link = plan.cluster.link(range(unit.first_rank, unit.first_rank + unit.num_ranks))
-    return place(plan, batch, seconds, link)
+    precision = mixed_precision(plan.precision, pipeline=plan.schedule != "data_parallel")
+    return place(plan, batch, seconds, link, precision.compute)
 
 
 def predict_placed(
-    plan: Plan,
-    stages: Planned,
-    placement: Placement,
-    cost: CostModel,
-    *,
-    seed: int = 0,
-    jitter: float = 0.0,
-    backend: Backend = "native",
+    plan: Plan, stages: Planned, placement: Placement, cost: CostModel, *, seed: int = 0, jitter: float = 0.0
 ) -> Prediction:
     """The same for a batch that is already placed, by training's own balancer say."""
     pricing = Pricing(plan, stages, placement, cost)
-    traffic = Traffic(pricing)
-    slowest, seen = None, set[bytes]()
-    for island in range(pricing.num_islands):
-        if (alike := placement.island_key(island, pricing.num_islands)) in seen:
-            continue
-        seen.add(alike)
-        times = stage_times_of(pricing, traffic, island)
-        timeline = simulate(stages.program, times, jitter=jitter, seed=seed + island, backend=backend)
-        if slowest is None or timeline.makespan_s > slowest.makespan_s:
-            slowest = timeline
-    assert slowest is not None
-    used = np.zeros(plan.cluster.num_ranks, dtype=np.bool_)
-    for unit in plan.units:
-        used[unit.first_rank : unit.first_rank + unit.num_ranks] = True
-    num_ranks = int(used.sum())
-    lengths = placement.batch
-    model_flops = sum(batch_flops(plan.model, lengths).values())
+    ranks = np.unique(np.concatenate([unit.first_rank + np.arange(unit.num_ranks) for unit in plan.units]))
     return Prediction(
-        slowest,
-        num_ranks,
-        lengths.num_examples,
-        int(lengths.sequence.sum()),
-        model_flops,
+        _slowest_island(pricing, seed, jitter),
+        ranks,
+        placement.batch.num_examples,
+        int(placement.batch.sequence.sum()),
+        sum(batch_flops(plan.model, placement.batch).values()),
         pricing.hardware_flops(),
-        num_ranks * plan.cluster.device.peak_flops[plan.precision],
-        {part: rows[used] for part, rows in memory_of(pricing).items()},
+        len(ranks) * plan.cluster.device.peak_flops[plan.precision],
+        {part: rows[ranks] for part, rows in memory_of(pricing).items()},
         plan.cluster.device.memory_bytes,
     )
+
+
+def _slowest_island(pricing: Pricing, seed: int, jitter: float) -> Timeline:
+    """Islands of like lengths take the same time, unless something is left to chance."""
+    traffic = Traffic(pricing)
+    islands: dict[bytes, int] = {}
+    for island in range(pricing.num_islands):
+        lengths = pricing.placement.island_key(island, pricing.num_islands)
+        islands.setdefault(str(island).encode() if jitter else lengths, island)
+    timelines = (
+        simulate(pricing.planned.program, stage_times_of(pricing, traffic, island), jitter=jitter, seed=seed + island)
+        for island in islands.values()
+    )
+    return max(timelines, key=lambda timeline: timeline.makespan_s)
 
 
 def stage_times_of(pricing: Pricing, traffic: Traffic, island: int = 0) -> StageTimes:
@@ -110,7 +103,7 @@ def stage_times_of(pricing: Pricing, traffic: Traffic, island: int = 0) -> Stage
     stages, colocated = pricing.planned.stages, pricing.plan.schedule == "data_parallel"
     rows = [pricing.stage(stage, island) for stage in stages]
     forward, backward_input, weight, recompute, forward_tensor, backward_tensor, _ = map(np.stack, zip(*rows))
-    send_s = np.zeros((1, 1)) if colocated else traffic.send_s(island)
+    none = np.zeros((1, 1))
     gather_s, reduce_s, replicas_s = np.array([traffic.collectives(stage) for stage in stages]).T
     parted = [(number, stage) for number, stage in enumerate(stages) if stage.num_parts > 1]
     return StageTimes(
@@ -120,9 +113,9 @@ def stage_times_of(pricing: Pricing, traffic: Traffic, island: int = 0) -> Stage
         recompute,
         forward_tensor,
         backward_tensor,
-        send_s=send_s,
-        return_s=send_s,
-        exchange_s=traffic.exchange_s() if colocated else np.zeros((1, 1)),
+        send_s=none if colocated else traffic.send_s(island),
+        return_s=none if colocated else traffic.send_s(island, gradient=True),
+        exchange_s=traffic.exchange_s() if colocated else none,
         gather_s=gather_s,
         reduce_s=reduce_s,
         replicas_s=replicas_s,

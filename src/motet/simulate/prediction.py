@@ -18,16 +18,16 @@ class Prediction:
     """One step.
 
     timeline:       of the program ranks, each of which may stand for several ranks of the cluster.
-    num_ranks:      that the plan uses.
+    ranks:          int64 [num_ranks], those of the cluster that the plan uses.
     num_examples, num_tokens: over all ranks; tokens of whole sequences, media included.
     model_flops:    operations that the model needs; hardware_flops: that are done, with recomputation and padding.
     peak_flops:     operations a second, of all num_ranks together.
-    memory_bytes:   int64 [num_ranks] by part ("parameters", "activations", ...), when their sum is largest.
+    memory_bytes:   int64 [num_ranks] of `ranks` by part ("parameters", "activations", ...), when their sum is largest.
     capacity_bytes: of one rank's device.
     """
 
     timeline: Timeline
-    num_ranks: int
+    ranks: NDArray[np.int64]
     num_examples: int
     num_tokens: int
     model_flops: int
@@ -35,6 +35,10 @@ class Prediction:
     peak_flops: float
     memory_bytes: Mapping[str, NDArray[np.int64]]
     capacity_bytes: int
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
 
     @property
     def step_s(self) -> float:

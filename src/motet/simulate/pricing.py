@@ -102,46 +102,37 @@ class Pricing:
         return found
 
     def largest_rows(self, name: str, layer: Layer) -> float:
-        """Rows of a layer in the largest microbatch of any replica."""
-        return float(self._priced(name, layer, 1).work.rows.max(initial=0.0))
+        """Rows of a layer in the largest microbatch of any replica, over all its context-parallel ranks."""
+        return float(self._priced(name, layer, 1).work.rows.max(initial=0.0)) * self.plan.unit_of(name).cp
 
     def parts(self, stage: PlannedStage, *, backward: bool = False) -> tuple[Part, ...]:
         """Slices of a pass: of blocks, in data parallelism; of halves of layers, where a pipeline's bubbles are filled.
 
-        Backward's are numbered in its own order, and end with the first block that has one.
+        Backward's are numbered in its own order; what neither learns nor passes a gradient on takes no time of it.
         """
         found: tuple[Part, ...] = self._parts(stage.key, backward)
         return found
 
     def _slices(self, stage: PlannedStage, backward: bool) -> tuple[Part, ...]:
+        if stage.unit.name in self._in_bubbles:
+            return (Part(1 / stage.num_parts),) * stage.num_parts
         if self.plan.schedule != "data_parallel":
-            num_layers, left = divmod(stage.num_parts, LAYER_PARTS)
-            if left or stage.unit.name in self._in_bubbles:
-                return (Part(1 / stage.num_parts),) * stage.num_parts
-            half = 1 / (2 * num_layers)
-            return (Part(half, "tensor"), Part(half)) * (2 * num_layers)
+            num_halves = 2 * (stage.num_parts // LAYER_PARTS)
+            return (Part(1 / num_halves, "tensor"), Part(1 / num_halves)) * num_halves
         layers, (name,) = self.layers(stage), stage.modules
         blocks = self.plan.model.module(name).blocks
         seconds = []
         for first, stop in part_layers(stage.num_layers, stage.num_parts):
-            own = layers[blocks[first].start : blocks[stop - 1].stop]
-            total = self._sum(stage, own)
-            if not backward:
-                seconds.append(float(total.forward.sum()))
-            elif any(placed.has_backward for placed in own):
-                seconds.append(float((total.input + total.weight + total.recompute).sum()))
+            of_part = self._sum(stage, layers[blocks[first].start : blocks[stop - 1].stop])
+            passes = (of_part.input, of_part.weight, of_part.recompute) if backward else (of_part.forward,)
+            seconds.append(sum(float(table.sum()) for table in passes))
         shares = [second / sum(seconds) if sum(seconds) else 1 / len(seconds) for second in seconds]
         return tuple(Part(share) for share in (reversed(shares) if backward else shares))
 
     def hardware_flops(self) -> int:
         """Operations of all ranks: with padding, recomputation, and what is computed several times over."""
-        total = 0.0
-        for key, count in Counter(stage.key for stage in self.planned.stages).items():
-            stage = self._first[key]
-            in_island = self._num_replicas(stage.unit) // self.num_islands
-            # Pipelines in bubbles share the microbatches.
-            total += self._stage_flops(stage) * (1 if stage.unit.name in self._in_bubbles else count // in_island)
-        return round(total)
+        places = {(stage.unit.name, stage.place, stage.modules): stage for stage in self.planned.stages}
+        return round(sum(self._stage_flops(stage) for stage in places.values()))
 
     def _stage_flops(self, stage: PlannedStage) -> float:
         """Over all replicas of the unit."""
@@ -155,11 +146,8 @@ class Pricing:
             total += count * float(own.sum()) * stage.unit.cp
         return total
 
-    def _num_replicas(self, unit: Unit) -> int:
-        return self.backbone.dp if unit.name in self._in_bubbles else unit.dp
-
     def _sum(self, stage: PlannedStage, layers: Iterable[StageLayer]) -> StageSeconds:
-        shape = self._num_replicas(stage.unit), self.placement.num_microbatches
+        shape = self.placement.items[stage.modules[0]].num_replicas, self.placement.num_microbatches
         total = {name: np.zeros(shape) for name in StageSeconds._fields}
         for placed, count in Counter(layers).items():
             priced = self._priced(placed.module, placed.layer, stage.num_shares)
@@ -188,7 +176,8 @@ class Pricing:
     def _price(self, name: str, layer: Layer, num_shares: int) -> _Priced:
         unit, module = self.plan.unit_of(name), self.plan.model.module(name)
         num = self.placement.num_microbatches
-        items, size = self.placement.items[name], self._num_replicas(unit) * num
+        items = self.placement.items[name]
+        size = items.num_replicas * num
         place = items.replica.astype(np.int64) * num + items.microbatch
         targets = None
         if name == BACKBONE:

@@ -47,10 +47,12 @@ def out_of_memory(plan: Plan, prediction: Prediction) -> str:
     if not lacking:
         return ""
     worst = int(prediction.peak_bytes.argmax())
-    holder = next(unit.name for unit in plan.units if 0 <= worst - unit.first_rank < unit.num_ranks)
+    rank = int(prediction.ranks[worst])
+    holders = [repr(unit.name) for unit in plan.units if 0 <= rank - unit.first_rank < unit.num_ranks]
     largest = max(prediction.memory_bytes, key=lambda part: int(prediction.memory_bytes[part][worst]))
     return (
-        f"Out of memory on {lacking:,} of {prediction.num_ranks:,} ranks: rank {worst}, of unit {holder!r}, needs "
+        f"Out of memory on {lacking:,} of {prediction.num_ranks:,} ranks: rank {rank}, of unit "
+        f"{' and '.join(holders)}, needs "
         f"{_gbytes(prediction.peak_bytes[worst])} GB, most of it {largest}; the {plan.cluster.device.name} has "
         f"{_gbytes(prediction.capacity_bytes)} GB."
     )
@@ -70,7 +72,7 @@ def _speed(prediction: Prediction) -> Table:
 def _memory(prediction: Prediction) -> Table:
     """Parts in the mean over ranks, and on the rank that needs most."""
     worst = int(prediction.peak_bytes.argmax())
-    table = _table("Memory of a rank, GB", "", "mean", f"rank {worst}, the most")
+    table = _table("Memory of a rank, GB", "", "mean", f"rank {prediction.ranks[worst]}, the most")
     for part, size_bytes in prediction.memory_bytes.items():
         table.add_row(part, _gbytes(size_bytes.mean()), _gbytes(size_bytes[worst]))
     table.add_section()

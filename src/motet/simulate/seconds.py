@@ -155,18 +155,25 @@ class _Spread:
             self.held_s[rows] = self.times[name][self.lookup.edge[rows], self.table.microbatch[rows]]
 
     def units(self, shares: _Shares) -> None:
-        """Slices of parameters share as forward's parts of the same numbers do among themselves, else alike."""
+        """Slices of parameters share as forward's parts of the same numbers do, else alike.
+
+        What is reduced is gradients of the slices that learn, which share among themselves; parameters are all slices'.
+        """
         for kind in UNITS:
             rows = self.table.rows(kind)
             if not rows.size:
                 continue
             stage, part = self.table.stage[rows], self.table.part[rows]
             weight = np.zeros((self.lookup.shape[0], max(int(part.max()), 0) + 1))
-            said = (shares.count > int(part.max())) & ~shares.has_tensor
+            last = np.full(self.lookup.shape[0], -1)
+            np.maximum.at(last, stage, part)
+            said = (shares.count > last) & ~shares.has_tensor
             sliced = part >= 0
             place = np.where(said[stage], shares.first[stage] + part, 0)
             weight[stage[sliced], part[sliced]] = np.where(said[stage], shares.share[place], 1.0)[sliced]
             total = weight.sum(axis=1)[stage]
+            if kind is not Kind.REDUCE:
+                total = np.where(said[stage], 1.0, total)
             share = np.where(sliced, weight[stage, part] / np.where(sliced & (total > 0), total, 1.0), 1.0)
             self.held_s[rows] = self._collective_s(kind, stage, self.table.microbatch[rows]) * share
 

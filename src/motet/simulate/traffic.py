@@ -40,19 +40,19 @@ class Traffic:
         self.pricing, self.cost = pricing, pricing.cost
         self.plan, self.planned, self.placement = pricing.plan, pricing.planned, pricing.placement
         self.precision = pricing.precision
+        first = {stage.key: stage for stage in self.planned.stages}
         self._collectives = cache(lambda key: self._priced(first[key]))
         self._sizes = cache(lambda key: self._size(first[key]))
-        first = {stage.key: stage for stage in reversed(self.planned.stages)}
 
-    def send_s(self, island: int) -> Table:
-        """[num_edges, num_microbatches]; 0 where both ends are on one rank."""
+    def send_s(self, island: int, *, gradient: bool = False) -> Table:
+        """[num_edges, num_microbatches], of outputs, or of their gradients; 0 where both ends are on one rank."""
         stages, edges = self.planned.stages, self.planned.program.edges
         seconds = np.zeros((len(edges), self.placement.num_microbatches))
         for number, ((source, sink), share) in enumerate(zip(edges, self.planned.shares, strict=True)):
             ends = stages[source].ranks[0], stages[sink].ranks[0]
             if ends[0] != ends[1]:
-                sent = self._sent_bytes(stages[source], stages[sink], island) * float(share)
-                seconds[number] = self.cost.send_seconds(sent, ends)
+                sent = self._sent_bytes(stages[source], stages[sink], island, gradient=gradient)
+                seconds[number] = self.cost.send_seconds(sent * float(share), ends)
         return seconds
 
     def exchange_s(self) -> Table:
@@ -61,8 +61,8 @@ class Traffic:
         ranks = range(unit.first_rank, unit.first_rank + unit.dp * unit.tp, unit.tp)
         seconds: dict[str, Table] = {}
         for module in self.plan.model.modules[:-1]:
-            rows = self.placement.exchanged_rows(module.name, unit.dp).astype(np.float64)
-            size_bytes = rows * module.layers[-1].output_width * self.precision.compute
+            rows = self.placement.exchanged_rows(module.name).astype(np.float64)
+            size_bytes = rows * module.layers[-1].output_width * self.precision.compute / unit.tp
             seconds[module.name] = self.cost.exchange_seconds(size_bytes, ranks)
         names = [self.planned.stages[source].modules[0] for source, _ in self.planned.program.edges]
         return np.stack([seconds[name] for name in names]) if names else np.zeros((1, 1))
@@ -87,7 +87,11 @@ class Traffic:
         return _Size(total, trained, trained / len(self._sharing(stage)[0]))
 
     def _priced(self, stage: PlannedStage) -> Collectives:
-        """In a pipeline, one reduction is over all ranks; in data parallelism the sum over copies is one of its own."""
+        """In a pipeline, one reduction is over all ranks; in data parallelism the sum over copies is one of its own.
+
+        Frozen parameters are gathered only where they are sharded: under ZeRO 3, and by FSDP.
+        """
+        colocated = self.plan.schedule == "data_parallel"
         (shards, replicas), size, cost = self._sharing(stage), self._sizes(stage.key), self.cost
         gradient_bytes = size.trained * self.precision.gradient
         replicas_s = 0.0
@@ -95,24 +99,27 @@ class Traffic:
             replicas_s = cost.all_reduce_seconds(gradient_bytes / len(shards), replicas)
         if len(shards) == 1:
             return Collectives(0.0, replicas_s, replicas_s)
-        gather_s = cost.gather_seconds(size.total * self.precision.compute, shards)
+        gathered = size.total if colocated or stage.zero == 3 else size.trained
+        gather_s = cost.gather_seconds(gathered * self.precision.compute, shards)
         reduce_s = cost.gather_seconds(gradient_bytes, shards)
-        if self.plan.schedule != "data_parallel":
+        if not colocated:
             reduce_s += replicas_s
         return Collectives(gather_s, reduce_s, replicas_s)
 
     def _sharing(self, stage: PlannedStage) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The ranks that share one copy of the stage's state with its first, and those that hold the same share."""
         ranks = stage.data_ranks
-        size = (stage.unit.shard_size or len(ranks)) if stage.zero else 1
-        return ranks[:size], ranks[::size]
+        return ranks[: stage.shard_size], ranks[:: stage.shard_size]
 
-    def _sent_bytes(self, source: PlannedStage, sink: PlannedStage, island: int) -> Table:
-        """What one tensor-parallel rank of a stage sends to another stage, [num_microbatches]."""
-        total = np.zeros(self.placement.num_microbatches)
+    def _sent_bytes(self, source: PlannedStage, sink: PlannedStage, island: int, *, gradient: bool) -> Table:
+        """What one tensor-parallel rank of a stage sends to another stage, or gets back, [num_microbatches]."""
+        total, model = np.zeros(self.placement.num_microbatches), self.plan.model
         for name, stop in self._under_way(source, sink):
-            module = self.plan.model.module(name)
-            layer = module.layers[module.blocks[stop - 1][-1]]
+            module = model.module(name)
+            place = module.blocks[stop - 1][-1]
+            layer = module.layers[place]
+            if gradient and not (layer.trained or model.input_gradients[name][place]):
+                continue
             rows = self.pricing.rows(name, layer, source, island)
             total += rows * layer.output_width * self.precision.compute / source.unit.tp
         return total
@@ -121,18 +128,19 @@ class Traffic:
         """The modules whose output leaves the source for the sink, and of how many of their blocks it is the output.
 
         To another unit: modules that end in the source and feed one there. Within a unit: those begun and not ended,
-        and those ended that feed one which has not begun.
+        and those ended that feed one which has not begun. Of a unit in bubbles the last stage alone sends to the
+        backbone, and so all that has ended before it goes through it.
         """
-        ends = {name: len(self.plan.model.module(name).blocks) for name in source.unit.modules}
-        if sink.unit is not source.unit:
-            for name, (_, stop) in source.layers.items():
-                if stop == ends[name] and any(taker in sink.layers for taker in self._takers(name)):
-                    yield name, stop
-            return
-        done = self._done(source)
+        done, in_bubbles = self._done(source), self.pricing.owner(source) is not source.unit
         for name, stop in done.items():
-            waiting = any(done.get(taker, 1) == 0 for taker in self._takers(name))
-            if 0 < stop < ends[name] or (stop == ends[name] and waiting):
+            takers, ended = self._takers(name), stop == len(self.plan.model.module(name).blocks)
+            if sink.unit is source.unit:
+                waiting = any(done.get(taker, 0 if in_bubbles else 1) == 0 for taker in takers)
+                leaves = stop > 0 and (waiting or not ended)
+            else:
+                here = in_bubbles or name in source.layers
+                leaves = here and ended and any(taker in sink.layers for taker in takers)
+            if leaves:
                 yield name, stop
 
     def _takers(self, name: str) -> list[str]:

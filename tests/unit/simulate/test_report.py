@@ -11,7 +11,7 @@ from motet.core.plan import Fill, Plan, Unit
 from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
 from motet.schedule import one_f_one_b
 from motet.simulate import simulate, stage_times
-from motet.simulate.command import Outputs, show_prediction
+from motet.simulate.command import Outputs, show_predictions
 from motet.simulate.plan_words import plan_in_words
 from motet.simulate.prediction import Prediction
 from motet.simulate.report import out_of_memory, print_prediction
@@ -42,7 +42,7 @@ def prediction() -> Prediction:
     activations[5] = 30 * 10**9
     return Prediction(
         timeline=simulate(one_f_one_b(4, 8), stage_times([1.0] * 4, [2.0] * 4)),
-        num_ranks=32,
+        ranks=np.arange(32),
         num_examples=64,
         num_tokens=33 * 32 * 1000,
         model_flops=int(33 * 32 * 989e12 * 0.4),
@@ -125,11 +125,11 @@ def test_a_plan_of_several_units_in_words():
 
 def test_files_are_written_where_asked_for(prediction, tmp_path, capsys):
     outputs = Outputs(tmp_path / "t.json", tmp_path / "t.html", tmp_path / "t.png")
-    show_prediction(PLAN, prediction, outputs, "small, predicted")
+    show_predictions(PLAN, [prediction], outputs, "small, predicted")
     said = capsys.readouterr().out.replace("\n", "")
     for path in (outputs.trace, outputs.html, outputs.png):
         assert path.stat().st_size > 1000
         assert f"Wrote {path}." in said
     assert "small, predicted" in outputs.html.read_text()
     with pytest.raises(UserError, match="the trace cannot be written to"):
-        show_prediction(PLAN, prediction, Outputs(trace=tmp_path / "none" / "t.json"), "")
+        show_predictions(PLAN, [prediction], Outputs(trace=tmp_path / "none" / "t.json"), "")

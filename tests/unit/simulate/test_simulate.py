@@ -276,3 +276,16 @@ def test_wrong_options_are_refused(options):
 
 def test_an_empty_program_has_an_empty_timeline():
     assert len(simulate(Program((Stage(0),), (), ((),), 1), stage_times([1], [1]))) == 0
+
+
+def test_the_sum_over_copies_has_a_price_of_its_own():
+    """Hybrid sharding: each microbatch's gradients within a copy, and once, at the end, over the copies."""
+    passes = [Action(0, kind, microbatch) for microbatch in range(2) for kind in (Kind.F, Kind.B, Kind.REDUCE)]
+    program = Program((Stage(0, group=0),), (), ((*passes, Action(0, Kind.REDUCE)),), 2)
+    times = replace(stage_times([1], [1]), reduce_s=np.array([0.5]), replicas_s=np.array([8.0]))
+    for backend in ("native", "reference"):
+        timeline = simulate(program, times, backend=backend)
+        reduces = [span.duration_s for span in timeline if span.kind == "REDUCE"]
+        assert reduces == [0.5, 0.5, 8.0]
+    alone = Program((Stage(0, group=0),), (), ((*passes[:2], Action(0, Kind.REDUCE)),), 1)
+    assert [span.duration_s for span in simulate(alone, times) if span.kind == "REDUCE"] == [0.5]

@@ -1,0 +1,224 @@
+"""A model with a layer of every kind, plans of it for every way of placing modules, lengths, and a cost model whose
+answers can be worked out by hand."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from motet.core.cluster import Cluster, Device, Link
+from motet.core.plan import Plan, Unit
+from motet.core.spec import Attention, Layer, ModelSpec, Module
+from motet.core.workload import BatchLengths, ItemLengths, Workload
+from motet.cost.model import LayerSeconds
+
+FORWARD_S, INPUT_S, WEIGHT_S = 1e-6, 2e-6, 5e-6
+"""Of a row and a weight."""
+TENSOR_S, SEND_S, GATHER_S, REDUCE_S, EXCHANGE_S, STEP_S = 1e-6, 1e-7, 1e-8, 3e-8, 2e-7, 1e-7
+"""Of a row and an element; of a byte; of a parameter."""
+BIG_FREE = Link(1e15, 0.0)
+
+
+@dataclass
+class Linear:
+    """A CostModel: seconds in proportion to rows, bytes, parameters. asked: of each message, what and which ranks."""
+
+    cluster: Cluster
+    asked: list = field(default_factory=list)
+
+    def layer_seconds(self, module, layer, work, tp=1):
+        work_done = work.rows * layer.weights / tp
+        return LayerSeconds(work_done * FORWARD_S, work_done * INPUT_S, work_done * WEIGHT_S)
+
+    def tensor_seconds(self, layer, work, ranks):
+        return work.rows * layer.output_width * TENSOR_S * (len(ranks) > 1)
+
+    def send_seconds(self, size_bytes, ranks):
+        return size_bytes * SEND_S
+
+    def gather_seconds(self, size_bytes, ranks):
+        self.asked.append(("gather", size_bytes, tuple(ranks)))
+        return size_bytes * GATHER_S
+
+    def all_reduce_seconds(self, size_bytes, ranks):
+        self.asked.append(("all_reduce", size_bytes, tuple(ranks)))
+        return size_bytes * REDUCE_S
+
+    def exchange_seconds(self, size_bytes, ranks):
+        self.asked.append(("exchange", size_bytes, tuple(ranks)))
+        return size_bytes * EXCHANGE_S
+
+    def step_seconds(self, num_parameters):
+        return num_parameters * STEP_S
+
+
+def block(width, trained, divisor=1, causal=False):
+    attention = Attention(width, width // 2, causal)
+    return Layer("attention", 12 * width, 13 * width, width, 10 * width, attention, divisor, trained=trained)
+
+
+def model(image=True, projector=True, audio=True, backbone=True):
+    """What of it learns. Blocks: image 4, audio 3 (padded), backbone 8."""
+    images = [
+        Layer("patches", 30, 40, 16, 20, trained=image),
+        *[block(16, image)] * 4,
+        Layer("projector", 70, 80, 32, 48, divisor=4, trained=projector),
+    ]
+    clips = [
+        Layer("convolution", 20, 20, 8, 24, divisor=2, trained=audio),
+        *[block(8, audio, divisor=2)] * 3,
+        Layer("projector", 50, 60, 32, 40, divisor=8, extra_rows=1, trained=audio),
+    ]
+    texts = [
+        Layer("embedding", 0, 3200, 32, 0, trained=backbone),
+        *[block(32, backbone, causal=True)] * 8,
+        Layer("head", 3200, 3200, 100, 32, trained=backbone, targets_only=True),
+    ]
+    modules = Module.of("image", images), Module.of("audio", clips, padded=True), Module.of("backbone", texts)
+    return ModelSpec("rich", modules, (("image", "backbone"), ("audio", "backbone")))
+
+
+MODELS = {
+    "all learns": model(),
+    "encoders frozen": model(image=False, audio=False),
+    "backbone frozen": model(image=False, backbone=False, audio=False),
+    "audio frozen": model(audio=False),
+    "encoder alone learns": model(backbone=False, audio=False),
+    "backbone alone learns": model(image=False, projector=False, audio=False),
+}
+
+
+def cluster(num_ranks=32, link=BIG_FREE):
+    return Cluster(Device("test", {"bf16": 1e12, "fp32": 5e11}, 10**9, 1e12), 1, num_ranks, link, link)
+
+
+def plan(*units, spec=MODELS["all learns"], batch_size=16, **options):
+    return Plan(spec, cluster(), units, batch_size, **options)
+
+
+CHAIN = ({"image": 4}, {"audio": 3, "backbone": 2}, {"backbone": 6})
+BACKBONE = ({"backbone": 4},) * 2
+WHOLE = {"image": 4, "audio": 3, "backbone": 8}
+
+
+def colocated(**options):
+    unit = Unit("all", (WHOLE,), dp=4, **{"zero": 3, **options.pop("unit", {})})
+    return plan(unit, schedule="data_parallel", microbatch_size=2, **options)
+
+
+PLANS = {
+    "chain": plan(Unit("all", CHAIN, dp=2, pp=3, recompute=({"image": 2}, {"audio": 3}, {"backbone": 1}))),
+    "chain of two encoders": plan(
+        Unit("all", ({"image": 2}, {"image": 2}, {"audio": 3}, {"backbone": 8}), pp=4, tp=2, cp=2), schedule="gpipe"
+    ),
+    "interleaved": plan(Unit("all", (*CHAIN[:2], *({"backbone": 3},) * 2), pp=2, dp=2), schedule="interleaved_1f1b"),
+    "zb_h1": plan(Unit("all", CHAIN, pp=3, dp=2), schedule="zb_h1"),
+    "zb_v": plan(Unit("all", (*CHAIN[:2], *({"backbone": 3},) * 2), pp=2), schedule="zb_v"),
+    "modality parallel": plan(
+        Unit("image", ({"image": 1}, {"image": 3}), pp=2, tp=2),
+        Unit("audio", ({"audio": 3},), first_rank=4),
+        Unit("llm", BACKBONE, first_rank=5, pp=2, cp=2),
+    ),
+    "dp 2 and 1 to 4": plan(
+        Unit("image", ({"image": 4},), dp=2),
+        Unit("audio", ({"audio": 3},), first_rank=2),
+        Unit("llm", BACKBONE, first_rank=3, dp=4, pp=2),
+        microbatch_size=2,
+    ),
+    "dp 2 to 4": plan(
+        Unit("image", ({"image": 4},), dp=2),
+        Unit("audio", ({"audio": 3},), first_rank=2, dp=4),
+        Unit("llm", BACKBONE, first_rank=6, dp=4, pp=2, tp=2),
+        microbatch_size=2,
+    ),
+    "dp 4 to 2": plan(
+        Unit("encoders", ({"image": 4}, {"audio": 3}), dp=4, pp=2),
+        Unit("llm", BACKBONE, first_rank=8, dp=2, pp=2),
+        microbatch_size=4,
+    ),
+    "replicated": plan(Unit("llm", BACKBONE, pp=2, dp=2, tp=2, replicated=("image", "audio"), zero=2)),
+    "in bubbles": plan(
+        Unit("llm", ({"backbone": 2},) * 4, pp=2, dp=2, tp=2),
+        Unit("image", ({"image": 4},), dp=4, tp=2),
+        Unit("audio", ({"audio": 1}, {"audio": 2}), dp=4, pp=2),
+        schedule="interleaved_1f1b",
+    ),
+    "encoders together in bubbles": plan(
+        Unit("llm", BACKBONE, pp=2, dp=2), Unit("encoders", ({"image": 4}, {"audio": 3}), dp=2, pp=2)
+    ),
+    "data parallel": colocated(),
+}  # fmt: skip
+"""A plan for each way of placing modules."""
+
+
+def of(spec, made):
+    return replace(made, model=spec)
+
+
+def lengths(num_examples=16, seed=0):
+    rng = np.random.default_rng(seed)
+    items, sequence = {}, rng.integers(10, 60, num_examples)
+    num_targets = sequence // 2
+    for name, share, per_token in (("image", 0.8, 4), ("audio", 0.6, 8)):
+        example = np.sort(np.concatenate([np.flatnonzero(rng.random(num_examples) < share)] * 2))
+        length = rng.integers(8, 100, len(example))
+        items[name] = ItemLengths(example, length, -(-length // per_token))
+        np.add.at(sequence, example, items[name].num_tokens)
+    return BatchLengths(sequence, num_targets, np.zeros(num_examples, np.int32), items)
+
+
+def alike(num_examples=16, image=16, audio=16, tokens=24):
+    """Each example with an image, a clip, and as many tokens."""
+    each, ones = np.arange(num_examples), np.ones(num_examples, dtype=np.int64)
+    items = {name: ItemLengths(each, length * ones, 4 * ones) for name, length in (("image", image), ("audio", audio))}
+    return BatchLengths(tokens * ones, 8 * ones, np.zeros(num_examples, np.int32), items)
+
+
+def workload(batch):
+    return Workload("lengths.csv", batch)
+
+
+def num_islands(made, stages):
+    unit = made.unit_of("backbone")
+    return unit.dp // len({stage.replica for stage in stages if "backbone" in stage.modules})
+
+
+def items_of(made, batch, module, stage, island, microbatch, islands):
+    """Lengths of a module's items in one microbatch of a stage, and targets: by the examples that the stage takes."""
+    size = made.unit_of("backbone").dp * made.microbatch_size
+    in_island = size // islands
+    first = microbatch * size + island * in_island
+    examples = range(first + stage.examples[0], first + stage.examples[1])
+    if module == "backbone":
+        return [int(batch.sequence[e]) for e in examples], sum(int(batch.num_targets[e]) for e in examples)
+    items = batch.items[module]
+    return [int(n) for e, n in zip(items.example, items.length) if e in examples], 0
+
+
+def rows_of(made, batch, module, layer, stage, island, microbatch, islands):
+    """Rows that one of the ranks that share the stage's work computes."""
+    found, num_targets = items_of(made, batch, module, stage, island, microbatch, islands)
+    rows = [math.ceil(length / layer.divisor) + layer.extra_rows for length in found]
+    if made.model.module(module).padded and rows:
+        rows = [max(rows)] * len(rows)
+    shared = made.unit_of(module).cp * stage.num_shares
+    return (num_targets if layer.targets_only else sum(rows)) / shared
+
+
+def learns_before(spec, name, place):
+    """Whether anything that a layer's input comes from learns."""
+    own = any(layer.trained for layer in spec.module(name).layers[:place])
+    return own or any(
+        learns_before(spec, source, len(spec.module(source).layers)) for source, sink in spec.edges if sink == name
+    )
+
+
+def layers_of(made, stage):
+    """(module, layer, learns before it, recomputed) of a stage."""
+    for name, (first, stop) in stage.layers.items():
+        module = made.model.module(name)
+        for number, blocks in enumerate(module.blocks[first:stop]):
+            for place in blocks:
+                layer, before = module.layers[place], learns_before(made.model, name, place)
+                again = number < stage.recomputed.get(name, 0) and layer.attention is not None
+                yield name, layer, before, again and (before or layer.trained)
