@@ -151,7 +151,7 @@ def _simulated(
 def predict_candidate(job: Job, candidate: Candidate) -> Prediction:
     """A step of the candidate's Plan on the job's batch."""
     plan = candidate.plan
-    return predict_placed(plan, planned(plan), place_batch(plan, job.batch, job.cost), job.cost, seed=job.seed)
+    return predict_placed(plan, planned(plan), place_batch(plan, job.batch, job.cost), job.cost)
 
 
 def _too_large(candidate: Candidate, prediction: Prediction, lacks_bytes: float) -> RuledOut:
