@@ -129,11 +129,11 @@ def test_a_plan_that_stands_alone_is_simulated_without_torch(files):
     ("changes", "said"),
     [
         (
-            {"units": [Unit("all", CHAIN, dp=20, pp=3)]},
+            {"units": (Unit("all", CHAIN, dp=20, pp=3),)},
             "unit 'all' is on ranks 0 to 59; the cluster has ranks 0 to 31.",
         ),
         (
-            {"units": [Unit("all", ({**WHOLE, "backbone": 7},))]},
+            {"units": (Unit("all", ({**WHOLE, "backbone": 7},)),)},
             "module 'backbone' has 8 layers; the plan's stages hold 7.",
         ),
         (

@@ -56,15 +56,17 @@ def predictions(
 def place_batch(plan: Plan, batch: BatchLengths, cost: CostModel) -> Placement:
     """The batch on the Plan, its phases weighed by what the cost model says of them."""
 
+    unit = plan.unit_of(BACKBONE)
+    recompute = unit.recompute[0] if unit.recompute else {}
+
     def seconds(name: str, lengths: NDArray[np.int64]) -> float:
         total, module = 0.0, plan.model.module(name)
-        for placed, count in Counter(stage_layers(plan.model, {name: (0, len(module.blocks))}, {})).items():
-            priced = cost.layer_seconds(name, placed.layer, work_of(placed.layer, lengths), plan.unit_of(name).tp)
-            backward_s = backward_seconds(priced, placed.layer, placed.needs_input)
+        for placed, count in Counter(stage_layers(plan.model, {name: (0, len(module.blocks))}, recompute)).items():
+            priced = cost.layer_seconds(name, placed.layer, work_of(placed.layer, lengths), unit.tp)
+            backward_s = backward_seconds(priced, placed.layer, placed.needs_input, placed.recomputed)
             total += count * float(priced.forward_s[0] + backward_s[0])
         return total
 
-    unit = plan.unit_of(BACKBONE)
     link = plan.cluster.link(range(unit.first_rank, unit.first_rank + unit.num_ranks))
     precision = mixed_precision(plan.precision, pipeline=plan.schedule != "data_parallel")
     return place(plan, batch, seconds, link, precision.compute)

@@ -51,8 +51,8 @@ def out_of_memory(plan: Plan, prediction: Prediction) -> str:
     holders = [repr(unit.name) for unit in plan.units if 0 <= rank - unit.first_rank < unit.num_ranks]
     largest = max(prediction.memory_bytes, key=lambda part: int(prediction.memory_bytes[part][worst]))
     return (
-        f"Out of memory on {lacking:,} of {prediction.num_ranks:,} ranks: rank {rank}, of unit "
-        f"{' and '.join(holders)}, needs "
+        f"Out of memory on {lacking:,} of {prediction.num_ranks:,} ranks: rank {rank}, of "
+        f"unit{'s' if len(holders) > 1 else ''} {', '.join(holders)}, needs "
         f"{_gbytes(prediction.peak_bytes[worst])} GB, most of it {largest}; the {plan.cluster.device.name} has "
         f"{_gbytes(prediction.capacity_bytes)} GB."
     )

@@ -108,6 +108,7 @@ def colocated(**options):
 
 PLANS = {
     "chain": plan(Unit("all", CHAIN, dp=2, pp=3, recompute=({"image": 2}, {"audio": 3}, {"backbone": 1}))),
+    "chain, recomputed": plan(Unit("all", CHAIN, pp=3, tp=2, recompute=CHAIN)),
     "chain of two encoders": plan(
         Unit("all", ({"image": 2}, {"image": 2}, {"audio": 3}, {"backbone": 8}), pp=4, tp=2, cp=2), schedule="gpipe"
     ),

@@ -111,6 +111,38 @@ def _held_bytes(made, batch, stage, island, i, islands):
     )
 
 
+def transient_of(made, found, batch, stage):
+    """Of the layer of a stage that works with most, in the largest microbatch of any replica; without ZeRO 2 and 3."""
+    islands, most = num_islands(made, found.stages), 0
+    alike = [one for one in found.stages if (one.unit.name, one.place) == (stage.unit.name, stage.place)]
+    for name, layer, before, again in layers_of(made, stage):
+        rows = max(
+            rows_of(made, batch, name, layer, one, island, i, islands)
+            for one in alike
+            for island in range(islands)
+            for i in range(found.program.num_microbatches)
+        )
+        saved, kept, gradients = layer.saved_width * 2, 0, 0
+        if before or layer.trained:
+            kept = min(layer.output_width * 2, saved) if again else saved
+            gradients = layer.output_width * (2 + 4 + 4 if layer.targets_only else 2 + 2)
+        most = max(most, rows * (saved - kept + gradients) / stage.unit.tp)
+    return most
+
+
+@pytest.mark.parametrize("longer", [1, 30])
+@pytest.mark.parametrize("learns", ["all learns", "encoders frozen"])
+@pytest.mark.parametrize("name", [name for name in PLANS if name not in ("data parallel", "replicated")])
+def test_what_the_largest_layer_of_a_ranks_stages_works_with_comes_on_top(name, learns, longer):
+    made, batch = of(MODELS[learns], PLANS[name]), lengths()
+    batch.items["audio"].length[:] *= longer
+    found, transient = planned(made), memory(made, batch)["transient"]
+    for number in range(found.program.num_ranks):
+        own = [stage for stage in found.stages if stage.rank == number]
+        most = max(transient_of(made, found, batch, stage) for stage in own)
+        assert transient[own[0].ranks[0]] == pytest.approx(most, abs=4)
+
+
 @pytest.mark.parametrize("learns", ["all learns", "encoders frozen", "backbone frozen"])
 @pytest.mark.parametrize("name", PLANS)
 def test_every_rank_holds_its_layers_and_what_is_in_flight(name, learns):

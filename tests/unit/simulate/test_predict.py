@@ -10,19 +10,21 @@ import pytest
 from motet.core.errors import UserError
 from motet.core.plan import Unit
 from motet.core.sampler import read_sampler
-from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
-from motet.core.workload import BatchLengths, ItemLengths
+from motet.core.spec import ModelSpec, Module, Stack
+from motet.core.workload import ItemLengths
 from motet.cost.analytic import Analytic
 from motet.schedule import planned, validate
-from motet.simulate.predict import place_batch, predict, predict_placed, predictions
+from motet.simulate.predict import place_batch, predict, predict_placed, stage_times_of
 from motet.simulate.pricing import Pricing
 from motet.simulate.report import out_of_memory
+from motet.simulate.traffic import Traffic
+from unit.simulate.even_jobs import EVEN, LAYER, LAYER_B, LAYER_F, ROWS, Free, even, even_plan, step
 from unit.simulate.jobs import (
-    CHAIN,
     EXCHANGE_S,
     FORWARD_S,
     GATHER_S,
     INPUT_S,
+    MODELS,
     PLANS,
     SEND_S,
     STEP_S,
@@ -31,58 +33,12 @@ from unit.simulate.jobs import (
     Linear,
     alike,
     cluster,
+    colocated,
     lengths,
+    of,
     plan,
     workload,
 )
-
-LAYER = Layer("attention", 1000, 1000, 10, 50, Attention(10, 10))
-EVEN = ModelSpec(
-    "even", (Module("image", (Stack(LAYER, 4),)), Module("backbone", (Stack(LAYER, 12),))), (("image", "backbone"),)
-)
-"""Layers that all cost the same on a row."""
-ROWS = 20
-
-
-class Free(Linear):
-    """Messages and the optimizer take no time."""
-
-    def tensor_seconds(self, layer, work, ranks):
-        return np.zeros_like(work.rows)
-
-    def send_seconds(self, size_bytes, ranks):
-        return np.zeros_like(size_bytes)
-
-    def gather_seconds(self, size_bytes, ranks):
-        return 0.0
-
-    all_reduce_seconds = gather_seconds
-
-    def exchange_seconds(self, size_bytes, ranks):
-        return np.zeros_like(size_bytes)
-
-    def step_seconds(self, num_parameters):
-        return 0.0
-
-
-def even(num_examples, rows=ROWS):
-    """As many rows in the image of each example as in its sequence."""
-    each = np.arange(num_examples)
-    sequence, num_targets, length, num_tokens = np.full((4, num_examples), rows)
-    home = np.zeros(num_examples, np.int32)
-    return BatchLengths(sequence, num_targets, home, {"image": ItemLengths(each, length, num_tokens)})
-
-
-def step(made, batch, cost=Free, **options):
-    return predict(made, workload(batch), cost(made.cluster), **options)
-
-
-def even_plan(*stages, spec=EVEN, recompute=(), **options):
-    unit = Unit("all", stages, pp=options.pop("pp", len(stages)), recompute=recompute)
-    return plan(unit, spec=spec, batch_size=options.pop("batch_size", 10), **options)
-
-
-LAYER_F, LAYER_B = ROWS * 1000 * FORWARD_S, ROWS * 1000 * (INPUT_S + WEIGHT_S)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -176,6 +132,39 @@ def test_messages_and_the_optimizer_take_their_time():
     assert found.step_s == pytest.approx(8 * (LAYER_F + LAYER_B) + 2 * message_s + 4 * 1000 * STEP_S)
 
 
+def test_a_frozen_encoder_gets_nothing_back():
+    """Two encoders in a chain: the second one's output needs no gradient, that of the first goes back through it."""
+    made = of(MODELS["audio frozen"], plan(Unit("all", ({"image": 4}, {"audio": 3}, {"backbone": 8}), pp=3)))
+    pricing = Pricing(made, planned(made), place_batch(made, alike(16), Linear(made.cluster)), Linear(made.cluster))
+    times = stage_times_of(pricing, Traffic(pricing))
+    image_s, audio_s = 16 / 4 * 32 * 2 * SEND_S, (16 / 8 + 1) * 32 * 2 * SEND_S
+    np.testing.assert_allclose(times.send_s[1], image_s + audio_s)
+    np.testing.assert_allclose(times.return_s[1], image_s)
+
+
+def test_parts_gather_what_they_hold_and_reduce_what_learns():
+    """An encoder whose last block is as large as the others together; of the backbone the second half learns."""
+    wide = replace(LAYER, weights=3000, parameters=3000)
+    frozen = replace(LAYER, trained=False)
+    modules = (
+        Module("image", (Stack(frozen, 3), Stack(replace(wide, trained=False), 1))),
+        Module("backbone", (Stack(frozen, 6), Stack(LAYER, 6))),
+    )
+    spec = ModelSpec("uneven", modules, (("image", "backbone"),))
+    unit = Unit("all", ({"image": 4, "backbone": 12},), dp=2, zero=3)
+    found = step(plan(unit, spec=spec, batch_size=2, schedule="data_parallel"), even(1), Linear)
+    took = {}
+    for span in found.timeline:
+        if span.rank == 0:
+            took.setdefault((span.module, span.kind), []).append(span.duration_s)
+    layer_s = 1000 * 2 * GATHER_S
+    assert took["image", "GATHER"] == pytest.approx([layer_s] * 3 + [3 * layer_s])
+    assert took["backbone", "GATHER"] == pytest.approx([layer_s] * 12)
+    assert took["backbone", "GATHER_B"] == pytest.approx([layer_s] * 6)
+    assert took["backbone", "REDUCE"] == pytest.approx([2 * layer_s] * 6)
+    assert ("image", "B") not in took
+
+
 def test_gradients_of_replicas_are_reduced_and_parameters_gathered():
     unit = Unit("all", ({"image": 4, "backbone": 12},), dp=4)
     made = plan(unit, spec=EVEN, batch_size=8)
@@ -183,56 +172,6 @@ def test_gradients_of_replicas_are_reduced_and_parameters_gathered():
     computed = 2 * 16 * (LAYER_F + LAYER_B)
     collectives = 16 * 1000 * (2 + 4) * GATHER_S
     assert found.step_s == pytest.approx(computed + collectives + 16 * 1000 / 4 * STEP_S)
-
-
-def test_the_slowest_island_is_the_step():
-    """Four replicas, and all that is long in the third one's part of the only microbatch."""
-    batch = even(8)
-    batch.sequence[4:6] *= 3
-    made = plan(Unit("all", ({"image": 4, "backbone": 12},), dp=4), spec=EVEN, batch_size=8, microbatch_size=2)
-    cost = Free(made.cluster)
-    placed = place_batch(made, batch, cost)
-    found = predict_placed(made, planned(made), placed, cost)
-    assert found.step_s == pytest.approx(2 * (4 + 3 * 12) * (LAYER_F + LAYER_B))
-
-
-def test_islands_are_told_apart_by_targets_too():
-    """Two replicas of like lengths; loss is taken on more tokens in the second."""
-    batch = alike(2)
-    batch.num_targets[1] *= 2
-    made = plan(Unit("all", ({"image": 4, "audio": 3, "backbone": 8},), dp=2), batch_size=2)
-    cost = Free(made.cluster)
-    found = predict_placed(made, planned(made), place_batch(made, batch, cost), cost)
-    swapped = replace(batch, num_targets=batch.num_targets[::-1])
-    other = predict_placed(made, planned(made), place_batch(made, swapped, cost), cost)
-    assert found.step_s == other.step_s
-
-
-def test_islands_whose_last_have_no_items_are_told_apart():
-    """Three islands of two encoder replicas; images are in the first two alone, and more of them in the second."""
-    batch = even(6)
-    few = ItemLengths(np.array([0, 1, 2]), np.array([20, 20, 20]), np.array([5, 5, 5]))
-    units = Unit("image", ({"image": 4},), dp=6), Unit("llm", ({"backbone": 12},), first_rank=6, dp=3)
-    made = plan(*units, spec=EVEN, batch_size=6, microbatch_size=2)
-    cost = Free(made.cluster)
-    placed = place_batch(made, replace(batch, items={"image": few}), cost)
-    assert len({placed.island_key(island, 3) for island in range(3)}) == 3
-
-
-def test_islands_that_are_alike_are_simulated_once(monkeypatch):
-    import motet.simulate.predict as module
-
-    made, ran = plan(Unit("all", CHAIN, pp=3, dp=4)), []
-    monkeypatch.setattr(module, "simulate", lambda *a, _run=module.simulate, **k: ran.append(1) or _run(*a, **k))
-    once = step(made, alike(1))
-    assert len(ran) == 1
-    assert once.step_s == step(replace(made, units=(replace(made.units[0], dp=1),), batch_size=4), alike(1)).step_s
-    ran.clear()
-    step(made, lengths())
-    assert len(ran) == 4
-    ran.clear()
-    step(made, alike(1), jitter=0.1)
-    assert len(ran) == 4
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -326,24 +265,26 @@ def test_balancing_shortens_a_data_parallel_step(balance):
         assert found.step_s < paid.step_s <= found.step_s + 2 * moved * 32 * 2 * EXCHANGE_S
 
 
+def test_phases_are_weighed_by_what_they_take_with_recomputation(monkeypatch):
+    import motet.simulate.predict as module
+
+    prices = []
+    monkeypatch.setattr(module, "place", lambda plan, batch, seconds, *_: prices.append(seconds))
+    for recompute in ((), ({"image": 4},)):
+        made = colocated(unit={"recompute": recompute})
+        place_batch(made, lengths(), Free(made.cluster))
+    kept, again = (price("image", np.array([10, 30])) for price in prices)
+    layers_s = 40 * 4 * 12 * 16 * FORWARD_S
+    first_s, projector_s = 40 * 30, (3 + 8) * 70
+    once = first_s * (FORWARD_S + WEIGHT_S) + projector_s * (FORWARD_S + INPUT_S + WEIGHT_S)
+    assert kept == pytest.approx(layers_s * (1 + 2 + 5) + once)
+    assert again == pytest.approx(kept + layers_s)
+
+
 class Exchanges(Free):
     """Exchanges take time; gathers and reductions do not."""
 
     exchange_seconds = Linear.exchange_seconds
-
-
-def test_one_seed_one_prediction():
-    made = plan(Unit("all", CHAIN, dp=2, pp=3))
-    runs = [step(made, lengths(200), seed=seed, jitter=0.2) for seed in (1, 1, 2)]
-    assert list(runs[0].timeline) == list(runs[1].timeline)
-    assert runs[0].step_s != runs[2].step_s
-    batches = list(predictions(made, workload(lengths(200)), Free(made.cluster), 3, seed=1, jitter=0.2))
-    assert batches[0].step_s == runs[0].step_s and len({each.step_s for each in batches}) == 3
-
-
-def test_jitter_makes_a_pipeline_longer():
-    made = plan(Unit("all", CHAIN, dp=2, pp=3), batch_size=64)
-    assert step(made, alike(1), jitter=0.4).step_s > 1.005 * step(made, alike(1)).step_s
 
 
 def test_the_rank_that_lacks_memory_is_named_by_its_place_in_the_cluster():
@@ -354,6 +295,12 @@ def test_the_rank_that_lacks_memory_is_named_by_its_place_in_the_cluster():
     found = step(made, even(1))
     assert found.ranks.tolist() == [3, 6, 7] and found.num_ranks == 3
     assert out_of_memory(made, found).startswith("Out of memory on 2 of 3 ranks: rank 6, of unit 'llm', needs")
+
+
+def test_units_that_share_the_rank_that_lacks_memory_are_all_named():
+    made = PLANS["encoders together in bubbles"]
+    made = replace(made, cluster=replace(made.cluster, device=replace(made.cluster.device, memory_bytes=1000)))
+    assert ", of units 'llm', 'encoders', needs" in out_of_memory(made, step(made, lengths()))
 
 
 def test_what_does_not_fit_is_said():
