@@ -62,7 +62,7 @@ def least_recompute(
         left -= int(freed[-1])
         joined = state[:, :, None] + np.stack([cost, freed, grown])[:, None, :]
         joined[2] = np.maximum(state[2][:, None], grown[None, :])
-        kept = _undominated(joined.reshape(3, -1), needed - left)
+        kept = _undominated(joined.reshape(3, -1), needed, left)
         before, count = np.divmod(kept, len(cost))
         counts = np.concatenate([counts[:, before], count[None]])
         state = joined.reshape(3, -1)[:, kept]
@@ -94,12 +94,16 @@ def _prefixes(
     return found
 
 
-def _undominated(states: NDArray[np.int64], needed: int) -> NDArray[np.int64]:
-    """Numbers of the states [3, num_states] (cost, freed, grown) that still can reach `needed` and that no other beats.
+def _undominated(states: NDArray[np.int64], needed: int, left: int) -> NDArray[np.int64]:
+    """Numbers of the states [3, num_states] (cost, freed, grown) that can be part of the best choice.
 
-    By growth, smallest first: of those with no more growth, a state must free more than all that cost no more.
+    That is: with all that is left to be freed they reach `needed`, they cost no more than one that reaches it already,
+    and no other beats them: by growth, smallest first, of those with no more growth, a state must free more than all
+    that cost no more.
     """
-    able = np.flatnonzero(states[1] - states[2] >= needed)
+    gained = states[1] - states[2]
+    limit = states[0].min(where=gained >= needed, initial=np.iinfo(np.int64).max)
+    able = np.flatnonzero((gained >= needed - left) & (states[0] <= limit))
     cost, freed, grown = states[:, able]
     order = able[np.lexsort((grown, -freed, cost))]
     kept = []

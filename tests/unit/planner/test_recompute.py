@@ -128,7 +128,7 @@ def test_chunks_of_a_rank_share_its_memory():
     again_s = [{name: np.ones(stop - first) for name, (first, stop) in own.items()} for own in spans]
     whole = fit_rank(stages, again_s, 1e18)
     assert whole.peak_bytes == sum(s.state_bytes + s.kept_bytes for s in stages) + max(
-        s.transient_bytes for s in stages
+        s.sharding_bytes + s.largest_bytes for s in stages
     )
     fit = fit_rank(stages, again_s, whole.peak_bytes - 1)
     assert fit.lacks_bytes == 0 and sum(sum(own.values()) for own in fit.recompute) == 1
