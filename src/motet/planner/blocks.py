@@ -79,11 +79,14 @@ def blocks_of(job: Job, names: tuple[str, ...], num_examples: int, tp: int, dp: 
     passed = np.array(
         [sum(last[done] for done in range(place) if wanted[done] > place) for place in range(len(names))], dtype=float
     )
-    shared = ("forward_s", "backward_s", "again_s", "parameters", "trained")
     return Blocks(
         names,
         owner,
-        *(np.concatenate([getattr(cost, field) for cost in costs]) for field in shared),
+        np.concatenate([cost.forward_s for cost in costs]),
+        np.concatenate([cost.backward_s for cost in costs]),
+        np.concatenate([cost.again_s for cost in costs]),
+        np.concatenate([cost.parameters for cost in costs]),
+        np.concatenate([cost.trained for cost in costs]),
         own + passed[owner],
         *np.concatenate(sizes, axis=1),
     )
@@ -107,7 +110,7 @@ def _block_bytes(job: Job, name: str, num_examples: int, tp: int, dp: int) -> Co
     precision = job.mixed_precision(pipeline=True)
 
     def rows(module: str, layer: Layer) -> float:
-        found = job.largest_rows(module, layer, num_examples)
+        found = float(job.work(module, layer, num_examples).rows.max())
         return min(found, MAX_LOGITS / layer.output_width) if layer.targets_only else found
 
     priced: dict[object, StageMemory] = {}

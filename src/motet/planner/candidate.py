@@ -43,6 +43,11 @@ class RuledOut:
     mends: tuple[str, ...] = ()
 
 
+def size_words(size_bytes: float) -> str:
+    """As a sentence has it."""
+    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 5e7 else f"{size_bytes / 1e6:.3g} MB"
+
+
 @dataclass(frozen=True)
 class Pins:
     """What the search may not change; None is free. tp, pp, dp: of the backbone. recompute: of all that learns."""

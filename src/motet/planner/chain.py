@@ -21,8 +21,8 @@ import numpy as np
 from motet.core.plan import Plan, ScheduleKind, Unit
 from motet.planner import anchor
 from motet.planner.blocks import Blocks, blocks_of
-from motet.planner.candidate import Candidate, Pins, RuledOut
-from motet.planner.degrees import Degrees, all_degrees
+from motet.planner.candidate import Candidate, Pins, RuledOut, size_words
+from motet.planner.degrees import Considered, Degrees
 from motet.planner.job import Column, Job
 from motet.planner.partition import partition
 from motet.planner.stages import Ints, Room, Stages, settle, stage_numbers, stages_of
@@ -39,10 +39,15 @@ from motet.simulate import simulate, stage_times
 
 NUM_CANDIDATES = 6
 NUM_RULED_OUT = 4
+NUM_CUT = 32
+"""Degrees that are looked at, unless fewer than NUM_CANDIDATES of them fit."""
 NUM_DECIDED = 12
 """Of OmniBal's candidates that are simulated (section 5.2: 10 to 15)."""
 
 STRATEGY = "chain"
+
+_FILLED = 2
+"""Microbatches by pipeline rank that fill a pipeline: with more, neither what it holds nor its bubbles change."""
 
 
 def chain(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
@@ -60,11 +65,12 @@ class Pipeline:
     degrees: Degrees
     room: Room
     blocks: Blocks
+    uneven: float
 
     @property
     def flow(self) -> Flow:
         own, num_stages = self.degrees, len(self.room.rank)
-        return Flow(own.schedule, own.num_microbatches, self.room.rank, tuple(pairwise(range(num_stages))))
+        return Flow(own.schedule, own.num_microbatches, self.room.rank, tuple(pairwise(range(num_stages))), self.uneven)
 
     def sends(self) -> Column:
         """Seconds of a message at each edge if the chain is cut there after each block, [num_edges, num_blocks]."""
@@ -96,9 +102,7 @@ class Pipeline:
     def cut(self, block_s: Column) -> Ints:
         """The stage of each block: the exact optimum."""
         own = self.degrees
-        counts = partition(
-            block_s.tolist(), own.pp, num_chunks=own.num_chunks, folded=own.schedule == "zb_v"
-        )
+        counts = partition(block_s.tolist(), own.pp, num_chunks=own.num_chunks, folded=own.schedule == "zb_v")
         return stage_numbers(counts)
 
     def settled(self) -> Stages:
@@ -129,7 +133,7 @@ class Pipeline:
         start = anchor.anchor(block_s, own.num_stages)
         cuts = [tuple(np.bincount(exact.stage).tolist())]
         cuts += anchor.candidates(block_s, self.sends(), start, radius=radius, num=NUM_DECIDED)
-        program = add_communication(passes(own, num_microbatches=min(own.num_microbatches, 4 * own.pp)))
+        program = add_communication(passes(own, num_microbatches=min(own.num_microbatches, _FILLED * own.pp)))
 
         @cache
         def settled(counts: anchor.Counts) -> Stages:
@@ -167,16 +171,16 @@ class Search:
     def __init__(self, job: Job, pins: Pins) -> None:
         self.job, self.pins = job, pins
         self.names = tuple(module.name for module in job.model.modules)
+        self.considered = Considered(job, pins, self.names)
         self.room = cache(self._room)
 
     def run(self) -> tuple[list[Candidate], list[RuledOut]]:
         best: dict[tuple[int, ScheduleKind], tuple[float, Degrees, Stages]] = {}
         full: dict[tuple[int, ScheduleKind], tuple[float, Degrees, Stages]] = {}
-        kept, ruled_out = all_degrees(self.job, self.pins, self.names)
-        for at_best_s, degrees in kept:
+        for number, (at_best_s, degrees) in enumerate(self.considered.by_seconds()):
             key = (degrees.tp, degrees.schedule)
             limit = sorted(step_s for step_s, _, _ in best.values())[:NUM_CANDIDATES]
-            if len(limit) == NUM_CANDIDATES and at_best_s >= limit[-1]:
+            if len(limit) == NUM_CANDIDATES and (at_best_s >= limit[-1] or number >= NUM_CUT):
                 break
             if key in best and at_best_s >= best[key][0]:
                 continue
@@ -191,14 +195,17 @@ class Search:
             (self._candidate(degrees, stages) for _, degrees, stages in ranked), key=lambda found: found.estimate_s
         )
         nearest = sorted(full.values(), key=lambda entry: entry[0])[:NUM_RULED_OUT]
-        return candidates, [*(self._ruled_out(degrees, stages) for _, degrees, stages in nearest), *ruled_out]
+        return candidates, [
+            *(self._ruled_out(degrees, stages) for _, degrees, stages in nearest),
+            *self.considered.ruled_out,
+        ]
 
     def pipeline(self, degrees: Degrees) -> Pipeline:
         own = degrees
-        num = min(own.num_microbatches, 4 * own.pp)
+        num = min(own.num_microbatches, _FILLED * own.pp)
         room = self.room(replace(own, dp=1, tp=1, microbatch_size=1, num_microbatches=num))
         blocks = blocks_of(self.job, self.names, own.microbatch_size, own.tp, own.dp)
-        return Pipeline(self.job, own, room, blocks)
+        return Pipeline(self.job, own, room, blocks, self.considered.uneven(own))
 
     def _room(self, degrees: Degrees) -> Room:
         program = passes(degrees, degrees.num_microbatches)
@@ -206,7 +213,7 @@ class Search:
 
     def _candidate(self, degrees: Degrees, exact: Stages) -> Candidate:
         pipeline = self.pipeline(degrees)
-        stages, num_simulated = pipeline.omnibal(exact)
+        stages, num_simulated = pipeline.omnibal(exact) if 1 < degrees.num_stages == degrees.pp else (exact, 1)
         return Candidate(
             STRATEGY,
             degrees.words,
@@ -222,7 +229,7 @@ class Search:
         return RuledOut(
             STRATEGY,
             degrees.words,
-            f"Pipeline rank {rank} of {degrees.pp} lacks {stages.lacks_bytes / 1e9:.1f} GB {recomputed}.",
+            f"Pipeline rank {rank} of {degrees.pp} lacks {size_words(stages.lacks_bytes)} {recomputed}.",
             stages.lacks_bytes,
             tuple(degrees.mends(self.job, can_recompute=self.pins.recompute == "none")),
         )
@@ -231,7 +238,10 @@ class Search:
 def _facts(pipeline: Pipeline, exact: Stages, stages: Stages, num_simulated: int) -> Iterator[str]:
     blocks, room, num_stages = pipeline.blocks, pipeline.room, stages.num_stages
     if num_stages > 1:
-        others = {"layers": anchor.by_layers(blocks, num_stages), "parameters": anchor.by_parameters(blocks, num_stages)}
+        others = {
+            "layers": anchor.by_layers(blocks, num_stages),
+            "parameters": anchor.by_parameters(blocks, num_stages),
+        }
         ratios: Mapping[str, float] = {name: _unevenness(blocks.seconds, cut, room) for name, cut in others.items()}
         own = _unevenness(blocks.seconds + blocks.again_s * stages.recomputed, stages.stage, room)
         yield (

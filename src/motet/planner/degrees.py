@@ -1,26 +1,34 @@
 """The degrees of parallelism that a job can be given: what divides, in order of what each would take at best.
 
-At best is cut evenly, without recomputation, messages and collectives. Tensor parallelism stays within a node, data
-parallelism takes the rest: the most replicas that the batch divides into. Interleaving needs microbatches in multiples
-of the pipeline ranks, as Megatron-LM does.
+At best is cut evenly, without messages and collectives, with the recomputation that the ranks need if they are all as
+full as the mean. Tensor parallelism stays within a node, pipelines divide the rest, and data parallelism takes the most
+replicas that the batch divides into. Interleaving needs microbatches in multiples of the pipeline ranks, as Megatron-LM
+does.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from heapq import heapify, heappop, heapreplace
 
 import numpy as np
 
 from motet.core.plan import ScheduleKind
-from motet.planner.candidate import Pins, RuledOut
-from motet.planner.job import Job
+from motet.planner.candidate import Pins, RuledOut, size_words
+from motet.planner.job import Column, Job
+from motet.planner.recompute import Mode
+from motet.planner.uneven import unevenness
 
 TENSOR = (1, 2, 4, 8)
 MICROBATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 CHUNKS = (2, 4, 8, 12)
-MAX_STAGES = 128
-"""Of an interleaved pipeline: more take long to even out, and send more than they save."""
+MAX_STAGES = 96
+"""Of a pipeline with chunks: more take long to even out, and send more than they save."""
+
+_PROBES = 64
 
 NAMES = {"1f1b": "1F1B", "interleaved_1f1b": "interleaved 1F1B", "zb_h1": "ZB-H1", "zb_v": "ZB-V"}
 
@@ -49,7 +57,7 @@ class Degrees:
             f"microbatches of {self.microbatch_size}"
         )
 
-    def mends(self, job: Job, *, can_recompute: bool) -> Iterator[str]:
+    def mends(self, job: Job, *, can_recompute: bool = False) -> Iterator[str]:
         """What would leave more room."""
         if can_recompute:
             yield "recomputation"
@@ -78,28 +86,82 @@ def microbatch_sizes(job: Job, dp: int, pins: Pins) -> list[int]:
     return [size for size in sizes if job.batch_size % (dp * size) == 0]
 
 
-def all_degrees(job: Job, pins: Pins, names: tuple[str, ...]) -> tuple[list[tuple[float, Degrees]], list[RuledOut]]:
-    """(seconds at best, degrees), the fewest seconds first; and what the pins rule out."""
+class Considered:
+    """All degrees of a job that the pins allow, and that the state of a model as such fits into."""
+
+    def __init__(self, job: Job, pins: Pins, names: tuple[str, ...]) -> None:
+        self.job, self.mode = job, pins.recompute or "least"
+        self.ruled_out: list[RuledOut] = []
+        self._whole = cache(lambda size, tp: _Whole.of(job, names, size, tp))
+        self._uneven = cache(lambda *shape: unevenness(job, shape[0], shape[1], shape[2:]))
+        self._found: list[Degrees] = []
+        full: list[tuple[float, Degrees]] = []
+        for degrees in _allowed(job, pins, sum(len(job.model.module(name).blocks) for name in names)):
+            state_bytes = self.whole(degrees).state_bytes(job, degrees.dp)
+            lacks_bytes = state_bytes / degrees.pp - job.capacity_bytes
+            if lacks_bytes > 0:
+                full.append((lacks_bytes, degrees))
+            else:
+                self._found.append(degrees)
+        if full:
+            lacks_bytes, degrees = min(full, key=lambda entry: entry[0])
+            lacks = f"{size_words(lacks_bytes)} on {degrees.pp} pipeline ranks"
+            why = f"Parameters, gradients and optimizer alone lack {lacks}."
+            self.ruled_out.append(RuledOut("chain", degrees.words, why, lacks_bytes, tuple(degrees.mends(job))))
+        elif not self._found:
+            self.ruled_out.append(_nothing_allowed(job, pins))
+
+    def whole(self, degrees: Degrees) -> _Whole:
+        found: _Whole = self._whole(degrees.microbatch_size, degrees.tp)
+        return found
+
+    def uneven(self, degrees: Degrees) -> float:
+        """How much longer the steady state is because microbatches differ."""
+        own = degrees
+        found: float = self._uneven(own.microbatch_size, own.tp, own.schedule, own.pp, own.dp)
+        return found
+
+    def by_seconds(self) -> Iterator[tuple[float, Degrees]]:
+        """(seconds at best, degrees), the fewest seconds first."""
+        at_best = functools.partial(_at_best_s, self.job, mode=self.mode)
+        queue = [(at_best(self.whole(own), own), place, False) for place, own in enumerate(self._found)]
+        heapify(queue)
+        while queue:
+            at_best_s, place, exact = queue[0]
+            degrees = self._found[place]
+            if exact:
+                heappop(queue)
+                yield at_best_s, degrees
+            else:
+                even_s = at_best(self.whole(degrees), degrees, uneven=self.uneven(degrees))
+                heapreplace(queue, (max(at_best_s, even_s), place, True))
+
+
+def _nothing_allowed(job: Job, pins: Pins) -> RuledOut:
     if not pins.allow(balance="off"):
         why = f"Balance {pins.balance!r} is of data parallelism; in a pipeline it is 'off'."
-        return [], [RuledOut("chain", "any", why, mends=("balance 'off'",))]
-    num_blocks = sum(len(job.model.module(name).blocks) for name in names)
-    found = []
+        return RuledOut("chain", "any", why, mends=("balance 'off'",))
+    ranks = f"{job.cluster.num_ranks} ranks and a batch of {job.batch_size}"
+    why = f"No degrees that are allowed divide {ranks}; TP must divide {job.cluster.ranks_per_node} ranks of a node."
+    return RuledOut("chain", "any", why)
+
+
+def _allowed(job: Job, pins: Pins, num_blocks: int) -> Iterator[Degrees]:
+    if not pins.allow(balance="off"):
+        return
     for tp in tensor_degrees(job):
         if not pins.allow(tp=tp):
             continue
-        for pp in range(1, min(num_blocks, job.cluster.num_ranks // tp) + 1):
-            dp = most_replicas(job, tp * pp, pins) if pins.allow(pp=pp) else 0
+        for pp in _divisors(job.cluster.num_ranks // tp, num_blocks) if pins.pp is None else (pins.pp,):
+            dp = most_replicas(job, tp * pp, pins) if pp <= num_blocks else 0
             for size in microbatch_sizes(job, dp, pins) if dp else ():
                 num = job.batch_size // (dp * size)
                 for kind, num_chunks in _schedules(pp, num, num_blocks, pins):
-                    degrees = Degrees(tp, pp, dp, size, num, kind, num_chunks)
-                    found.append((_at_best_s(job, names, degrees), degrees))
-    if not found:
-        ranks = f"{job.cluster.num_ranks} ranks and a batch of {job.batch_size}"
-        why = f"No degrees that are allowed divide {ranks}; TP must divide {job.cluster.ranks_per_node} ranks of a node."
-        return [], [RuledOut("chain", "any", why)]
-    return sorted(found, key=lambda entry: entry[0]), []
+                    yield Degrees(tp, pp, dp, size, num, kind, num_chunks)
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
 
 
 def _schedules(pp: int, num_microbatches: int, num_blocks: int, pins: Pins) -> Iterator[tuple[ScheduleKind, int]]:
@@ -109,7 +171,7 @@ def _schedules(pp: int, num_microbatches: int, num_blocks: int, pins: Pins) -> I
         return
     if pins.allow(schedule="zb_h1"):
         yield "zb_h1", 1
-    if pins.allow(schedule="zb_v") and 2 * pp <= num_blocks:
+    if pins.allow(schedule="zb_v") and 2 * pp <= min(num_blocks, MAX_STAGES):
         yield "zb_v", 2
     if pins.allow(schedule="interleaved_1f1b") and num_microbatches % pp == 0:
         for num_chunks in CHUNKS:
@@ -117,16 +179,93 @@ def _schedules(pp: int, num_microbatches: int, num_blocks: int, pins: Pins) -> I
                 yield "interleaved_1f1b", num_chunks
 
 
-def _at_best_s(job: Job, names: tuple[str, ...], degrees: Degrees) -> float:
-    """Of passes that are cut evenly: no cut takes less, as `step_time.pipeline_s` has it."""
-    costs = [job.block_costs(name, degrees.microbatch_size, degrees.tp) for name in names]
-    forward_s = sum(float(cost.forward_s.sum()) for cost in costs)
-    total_s = forward_s + sum(float(cost.backward_s.sum()) for cost in costs)
-    largest = max(float((cost.forward_s + cost.backward_s).max()) for cost in costs)
-    rank_s, others = max(total_s / degrees.pp, largest), degrees.pp - 1
-    steady = degrees.num_microbatches * rank_s
+@dataclass(frozen=True, eq=False)
+class _Whole:
+    """The model on one tensor-parallel rank, for one microbatch."""
+
+    forward_s: float
+    total_s: float
+    again_s: float
+    parameters: float
+    trained: float
+    kept_bytes: float
+    spared_bytes: float
+    block_s: Column
+    block_again_s: Column
+
+    @classmethod
+    def of(cls, job: Job, names: tuple[str, ...], num_examples: int, tp: int) -> _Whole:
+        costs = [job.block_costs(name, num_examples, tp) for name in names]
+
+        def total(column: str) -> float:
+            return float(sum(getattr(cost, column).sum() for cost in costs))
+
+        return cls(
+            total("forward_s"),
+            total("forward_s") + total("backward_s"),
+            total("again_s"),
+            total("parameters"),
+            total("trained"),
+            total("kept_bytes"),
+            total("spared_bytes"),
+            np.concatenate([cost.forward_s + cost.backward_s for cost in costs]),
+            np.concatenate([cost.again_s for cost in costs]),
+        )
+
+    def state_bytes(self, job: Job, dp: int) -> float:
+        size = job.mixed_precision(pipeline=True)
+        return size.stored * self.parameters + (size.gradient + size.optimizer / dp) * self.trained
+
+
+def _at_best_s(job: Job, whole: _Whole, degrees: Degrees, mode: Mode, uneven: float = 0.0) -> float:
+    """Of passes that are cut evenly, as `step_time.pipeline_s` has them.
+
+    uneven: of microbatches; and the cut is as even as blocks can be. 0: as if both were as even as can be.
+    """
+    share = 1.0 if mode == "full" else 0.0
+    if mode == "least":
+        in_flight = _in_flight(degrees)
+        left_bytes = job.capacity_bytes - whole.state_bytes(job, degrees.dp) / degrees.pp
+        lacking = in_flight * whole.kept_bytes / degrees.pp - left_bytes
+        share = float(np.clip(lacking / np.maximum(in_flight * whole.spared_bytes / degrees.pp, 1), 0, 1).mean())
+    total_s = whole.total_s + share * whole.again_s
+    rank_s = total_s / degrees.pp
+    if uneven:
+        block_s = whole.block_s + share * whole.block_again_s
+        rank_s = max(rank_s, (_slowest_s if degrees.num_chunks == 1 else _fullest_s)(block_s, degrees.pp))
+    steady = degrees.num_microbatches * rank_s * (uneven or 1.0)
     if degrees.schedule == "1f1b":
-        return (degrees.num_microbatches - 1) * rank_s + total_s
-    share = {"interleaved_1f1b": 1 / degrees.num_chunks, "zb_v": 1 / 6, "zb_h1": 0.0}[degrees.schedule]
-    waits = share * (total_s - rank_s) if share else forward_s * others / degrees.pp
-    return steady + float(np.maximum(waits, 0.0))
+        return steady - rank_s + total_s
+    if degrees.schedule == "zb_h1":
+        return steady + whole.forward_s * (degrees.pp - 1) / degrees.pp
+    chunks = 6 if degrees.schedule == "zb_v" else degrees.num_chunks
+    return steady + max(total_s - rank_s, 0.0) / chunks
+
+
+def _slowest_s(block_s: Column, num_stages: int) -> float:
+    """Less than the slowest stage of any cut, by a part in _PROBES at most (or in two, where that is far from even)."""
+    prefix = np.concatenate([[0.0], np.cumsum(block_s)])
+    probes = max(prefix[-1] / num_stages, float(block_s.max())) * (1 + np.arange(_PROBES) / _PROBES)
+    place = np.zeros(_PROBES, dtype=np.int64)
+    for _ in range(num_stages):
+        place = np.searchsorted(prefix, prefix[place] + probes, side="right") - 1
+    enough = int(np.argmax(place == len(block_s))) if (place == len(block_s)).any() else _PROBES
+    return float(probes[max(enough - 1, 0)])
+
+
+def _fullest_s(block_s: Column, num_ranks: int) -> float:
+    """Less than the slowest of ranks that may hold any blocks: one has its share, rounded up, of the n slowest."""
+    slowest = np.sort(block_s)[::-1]
+    return float((np.ceil(np.arange(1, len(slowest) + 1) / num_ranks) * slowest).max())
+
+
+def _in_flight(degrees: Degrees) -> Column:
+    """Microbatches that each pipeline rank holds at most, as many of its whole share of the model."""
+    rank, pp, num = np.arange(degrees.pp), degrees.pp, degrees.num_microbatches
+    if degrees.schedule == "1f1b":
+        held = pp - rank.astype(np.float64)
+    elif degrees.schedule == "interleaved_1f1b":
+        held = ((degrees.num_chunks - 1) * pp + 2 * (pp - 1 - rank) + 1) / degrees.num_chunks
+    else:
+        held = np.full(pp, float(pp))
+    return np.minimum(held, num)

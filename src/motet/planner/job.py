@@ -5,6 +5,7 @@ All strategies read costs from here, so that they compare alike: of one batch, d
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -21,7 +22,7 @@ from motet.cost.memory import (
     mixed_precision,
     stage_layers,
 )
-from motet.cost.model import CostModel, backward_seconds
+from motet.cost.model import CostModel, Work, backward_seconds
 
 USABLE_MEMORY = 0.94
 """Of a device, before fragmentation and the buffers of communication libraries take the rest."""
@@ -89,23 +90,40 @@ class Job:
     def _block_costs(self):  # type: ignore[no-untyped-def]
         return cache(self._price)
 
-    def largest_rows(self, name: str, layer: Layer, num_examples: int) -> float:
-        """Rows that a layer of a module has in the largest microbatch of num_examples examples. Cached."""
-        found: float = self._largest_rows(name, layer, num_examples)
+    def work(self, name: str, layer: Layer, num_examples: int) -> Work:
+        """What a layer of a module is given in each microbatch of num_examples examples. Cached."""
+        found: Work = self._work(name, layer, num_examples)
         return found
 
     @cached_property
-    def _largest_rows(self):  # type: ignore[no-untyped-def]
-        return cache(self._count_rows)
+    def _work(self):  # type: ignore[no-untyped-def]
+        return cache(self._count)
 
-    def _count_rows(self, name: str, layer: Layer, num_examples: int) -> float:
+    def _count(self, name: str, layer: Layer, num_examples: int) -> Work:
         length, microbatch, count, targets = self._microbatches(name, num_examples)
         padded = self.model.module(name).padded
-        return float(work_of(layer, length, microbatch, count, padded=padded, num_targets=targets).rows.max())
+        return work_of(layer, length, microbatch, count, padded=padded, num_targets=targets)
+
+    def microbatch_seconds(self, name: str, num_examples: int, tp: int = 1) -> Column:
+        """Forward and backward of a module in each microbatch of num_examples examples, without recomputation and
+        tensor-parallel communication, [num_microbatches]. Cached."""
+        found: Column = self._microbatch_seconds(name, num_examples, tp)
+        return found
+
+    @cached_property
+    def _microbatch_seconds(self):  # type: ignore[no-untyped-def]
+        return cache(self._time)
+
+    def _time(self, name: str, num_examples: int, tp: int) -> Column:
+        layers = stage_layers(self.model, {name: (0, len(self.model.module(name).blocks))}, {})
+        total: Column = np.zeros(max(self.batch.num_examples // num_examples, 1))
+        for placed, count in Counter(layers).items():
+            seconds = self.cost.layer_seconds(name, placed.layer, self.work(name, placed.layer, num_examples), tp)
+            total += count * (seconds.forward_s + backward_seconds(seconds, placed.layer, placed.needs_input))
+        return total
 
     def _price(self, name: str, num_examples: float, tp: int) -> BlockCosts:
         module, element_bytes = self.model.module(name), self.mixed_precision(pipeline=True).compute
-        length, microbatch, count, targets = self._microbatches(name, max(round(num_examples), 1))
         share = min(num_examples, 1.0) if num_examples < 1 else 1.0
         columns: dict[str, Column] = {field: np.zeros(len(module.blocks)) for field in BlockCosts.__dataclass_fields__}
         priced: dict[object, tuple[float, ...]] = {}
@@ -116,7 +134,7 @@ class Job:
             number += place in starts
             layer = placed.layer
             if placed not in priced:
-                work = work_of(layer, length, microbatch, count, padded=module.padded, num_targets=targets)
+                work = self.work(name, layer, max(round(num_examples), 1))
                 seconds = self.cost.layer_seconds(name, layer, work, tp)
                 tensor_s = float(self.cost.tensor_seconds(layer, work, range(tp)).mean()) if tp > 1 else 0.0
                 backward = backward_seconds(seconds, layer, placed.needs_input)

@@ -10,7 +10,7 @@ sum of squares.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,18 @@ def partition(
     return tuple(stop - start for start, stop in pairwise(cut))
 
 
+def slowest_stages(layer_s: Sequence[float], most: int) -> NDArray[np.float64]:
+    """Seconds of the slowest stage, the least that any cut gives, into 1, 2, ... `most` stages, or as many as there are
+    layers. To 1e-9 of all layers. Raises ArgumentError as `partition` does. O(num_layers^2 * stages).
+    """
+    prefix = _prefix(layer_s, 1, 1)
+    span = prefix[None, :] - prefix[:, None]
+    span = np.where(np.tril(np.ones_like(span, dtype=np.bool_)), _NEVER, span)
+    tables = _tables(span, min(most, len(layer_s)), np.maximum)
+    unit = float(np.sum(layer_s)) / max(float(prefix[-1]), 1.0)
+    return np.array([float(table[-1]) for table in tables]) * unit
+
+
 def _prefix(layer_s: Sequence[float], num_stages: int, num_chunks: int) -> NDArray[np.int64]:
     """Whole units of the first 0, 1, ... layers; int64 [num_layers + 1]."""
     seconds = np.asarray(layer_s, dtype=np.float64)
@@ -91,31 +103,63 @@ def _cut(tables: list[NDArray[np.int64]], cost: NDArray[np.int64]) -> list[int]:
     return [0, *reversed(bounds)]
 
 
-def _even_devices(
-    cut: list[int], prefix: NDArray[np.int64], num_stages: int, slowest: int, folded: bool
-) -> list[int]:
+def _even_devices(cut: list[int], prefix: NDArray[np.int64], num_stages: int, slowest: int, folded: bool) -> list[int]:
     """Move single layers between stages, always by the best move, while that evens the devices out.
 
     A move from one stage to another shifts every stage between them by a layer. No stage may exceed `slowest`.
     """
     bounds = np.array(cut)
-    num_bounds = len(cut)
-    moves = np.array(
-        [
-            np.where((np.arange(num_bounds) > first) & (np.arange(num_bounds) <= last), shift, 0)
-            for first, last in combinations(range(num_bounds - 1), 2)
-            for shift in (-1, 1)
-        ]
-    )
+    num = len(cut) - 1
+    order = np.arange(num)
+    chunk = order // num_stages
+    on = np.where(folded & (chunk % 2 == 1), num_stages - 1 - order % num_stages, order % num_stages)
+    first, last = (np.repeat(ends, 2) for ends in np.triu_indices(num, 1))
+    down = np.tile([True, False], len(first) // 2)
     while True:
-        moved = np.concatenate([bounds[None], bounds + moves])
-        moved = moved[(np.diff(moved) >= 1).all(axis=1)]
-        moved = moved[(np.diff(prefix[moved]) <= slowest).all(axis=1)]
-        chunks = np.diff(prefix[moved]).reshape(len(moved), -1, num_stages)
-        if folded:
-            chunks[:, 1::2] = chunks[:, 1::2, ::-1].copy()
-        device = chunks.sum(axis=1)
-        best = int(np.lexsort([(device * device).sum(axis=1), device.max(axis=1)])[0])
-        if best == 0:
+        found = _best_move(bounds, prefix, on, slowest, (first, last, down))
+        if found < 0:
             return [int(bound) for bound in bounds]
-        bounds = moved[best]
+        bounds[first[found] + 1 : last[found] + 1] += -1 if down[found] else 1
+
+
+def _best_move(
+    bounds: NDArray[np.int64],
+    prefix: NDArray[np.int64],
+    on: NDArray[np.int64],
+    slowest: int,
+    moves: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]],
+) -> int:
+    """The number of the move after which the slowest device, then the sum of squares, is the least; -1 for none.
+
+    moves: (first, last, down): stage `first` gives its last layer (down), or takes the next stage's first one, and so
+    do the stages between it and `last`. O(moves * devices).
+    """
+    first, last, down = moves
+    num = len(on)
+    stage_s, counts, layer_s = np.diff(prefix[bounds]), np.diff(bounds), np.diff(prefix)
+    device = np.bincount(on, stage_s, on.max() + 1).astype(np.int64)
+    shifts = np.zeros((2, num, len(device)), dtype=np.int64)
+    over = np.zeros((2, num + 1), dtype=np.int64)
+    ends = np.zeros((2, 2, num), dtype=np.int64)
+    for way, passed in enumerate((layer_s[bounds[1:-1]], layer_s[bounds[1:-1] - 1])):
+        sign = -1 if way else 1
+        place = np.arange(1, num)
+        shifts[way, place, on[:-1]] += sign * passed
+        shifts[way, place, on[1:]] -= sign * passed
+        gained = sign * np.diff(passed)
+        over[way, 2:num] = stage_s[1:-1] + gained > slowest
+        ends[way, 0, :-1] = stage_s[:-1] + sign * passed
+        ends[way, 1, 1:] = stage_s[1:] - sign * passed
+    shifts, over = shifts.cumsum(axis=1), over.cumsum(axis=1)
+    ways = down.astype(np.int64)
+    giver = np.where(down, first, last)
+    possible = (counts[giver] > 1) & (over[ways, last] == over[ways, first + 1])
+    possible &= np.maximum(ends[ways, 0, first], ends[ways, 1, last]) <= slowest
+    able = np.flatnonzero(possible)
+    moved = device + shifts[ways[able], last[able]] - shifts[ways[able], first[able]]
+    largest, square = moved.max(axis=1), (moved * moved).sum(axis=1)
+    now = device.max(), (device * device).sum()
+    better = (largest < now[0]) | ((largest == now[0]) & (square < now[1]))
+    if not better.any():
+        return -1
+    return int(able[np.lexsort([square, largest])[0]])

@@ -21,7 +21,7 @@ from motet.planner.job import Column
 from motet.planner.recompute import Mode, least_recompute
 from motet.schedule import Kind, Program
 
-ROUNDS = 6
+ROUNDS = 4
 
 ROUNDING = 1e-4
 """Of memory, that is left free: bytes of a row are rounded up in each layer."""
@@ -60,7 +60,8 @@ def _moments(program: Program, rank: int) -> Ints:
         change[place, own.index(action.stage)] = (action.kind is Kind.F) - (action.kind in (Kind.B, Kind.W))
     held = np.unique(change.cumsum(axis=0)[begins], axis=0)
     beaten = [bool(((held >= row).all(axis=1) & (held > row).any(axis=1)).any()) for row in held]
-    return held[~np.array(beaten)]
+    fullest: Ints = held[~np.array(beaten)]
+    return fullest
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +103,7 @@ class Stages:
 
     def sums(self, column: Column) -> Column:
         """Of each stage."""
-        return np.bincount(self.stage, column, self.num_stages)
+        return np.bincount(self.stage, column, self.num_stages).astype(np.float64)
 
     @property
     def layers(self) -> tuple[Mapping[str, int], ...]:
@@ -158,6 +159,9 @@ def _recomputed_on(blocks: Blocks, stage: Ints, room: Room, rank: int) -> NDArra
     none = np.zeros(blocks.num_blocks, dtype=np.bool_)
     all_of_it = none.copy()
     all_of_it[own] = True
+    capacity = room.capacity_bytes * (1 - ROUNDING)
+    if _peak_bytes(blocks, stage, room, rank, all_of_it) > capacity:
+        return all_of_it
     numbers = np.flatnonzero(room.rank == rank)
     kept = np.bincount(stage, blocks.kept_bytes, len(room.rank))[numbers]
     moments = room.moments[rank]
@@ -173,7 +177,6 @@ def _recomputed_on(blocks: Blocks, stage: Ints, room: Room, rank: int) -> NDArra
     again = {name: blocks.again_s[places] for name, places in of_module.items()}
     spared = {name: blocks.spared_bytes[places] * in_flight[stage[places]] for name, places in of_module.items()}
     grown = {name: np.maximum(blocks.working_again_bytes[places] - idle, 0) for name, places in of_module.items()}
-    capacity = room.capacity_bytes * (1 - ROUNDING)
     lacking = float(blocks.state_bytes[mine].sum() + in_flight[numbers] @ kept + idle) - capacity
     while True:
         counts = least_recompute(again, spared, lacking, grown)

@@ -10,7 +10,8 @@ With D of a rank its forward and backward seconds of one microbatch, m microbatc
   ranks take turns, so that between ranks that are even and chunks that are, the larger of both is waited for.
 - ZB-H1: m * D and, of the other ranks, F + I - W, at least F; ZB-V: a sixth of their D (Qi et al. 2024).
 
-Parameters are gathered and gradients reduced at the ends of the step, as far as passes of others do not hide it.
+As microbatches differ, the steady state is longer (`uneven.py`). Parameters are gathered and gradients reduced at the
+ends of the step, as far as passes of others do not hide it.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from motet.schedule.dag import distances
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """rank: [num_stages], of each stage. edges: between stages, from lower to higher numbers."""
+    """rank: [num_stages], of each stage. edges: between stages, from lower to higher numbers. uneven: see uneven.py."""
 
     schedule: ScheduleKind
     num_microbatches: int
     rank: Ints
     edges: Sequence[tuple[int, int]]
+    uneven: float = 1.0
 
 
 def pipeline_s(flow: Flow, stages: Stages, send_s: Column) -> float:
@@ -41,11 +43,11 @@ def pipeline_s(flow: Flow, stages: Stages, send_s: Column) -> float:
     device = np.bincount(flow.rank, stages.seconds)
     slowest, longest = float(device.max()), _longest(flow, stages.seconds, 2 * send_s)
     others, sent = float(device.sum()) - slowest, 2 * float(send_s[: len(device)].sum())
-    steady = flow.num_microbatches * slowest
+    steady = flow.num_microbatches * slowest * flow.uneven
     if flow.schedule == "interleaved_1f1b":
         chunk = stages.seconds.reshape(-1, len(device))
-        uneven = flow.num_microbatches * float(chunk.max(axis=1).sum())
-        return (steady + uneven) / 2 + others / len(chunk) + sent
+        in_turns = flow.num_microbatches * float(chunk.max(axis=1).sum()) * flow.uneven
+        return (steady + in_turns) / 2 + others / len(chunk) + sent
     if flow.schedule in ("zb_h1", "zb_v"):
         blocks = stages.blocks
         weight = stages.sums(np.where(blocks.trained > 0, blocks.backward_s / 2, 0.0))
@@ -55,7 +57,7 @@ def pipeline_s(flow: Flow, stages: Stages, send_s: Column) -> float:
         return steady + float(np.delete(waits, int(np.argmax(device))).sum()) + sent
     depth = np.array(distances(len(flow.rank), flow.edges)) + 1
     period = max(slowest, float((longest / depth).max()))
-    return (flow.num_microbatches - 1) * period + float(longest.max())
+    return (flow.num_microbatches - 1) * period * flow.uneven + float(longest.max())
 
 
 def _longest(flow: Flow, stage_s: Column, edge_s: Column) -> Column:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from motet.core.errors import ArgumentError
 from motet.planner import partition
+from motet.planner.partition import slowest_stages
 
 seconds = st.lists(st.integers(0, 6), min_size=1, max_size=9)
 
@@ -49,6 +50,29 @@ def test_with_chunks_the_slowest_stage_is_the_least_and_devices_are_no_less_even
     assert max(stages_of(layer_s, counts)) == max(stages_of(layer_s, partition(layer_s, num_cuts)))
     flat = devices_of(layer_s, partition(layer_s, num_cuts), num_stages)
     assert max(devices_of(layer_s, counts, num_stages)) <= max(flat)
+
+
+@given(seconds, st.integers(1, 3))
+@settings(max_examples=40)
+def test_folded_chunks_are_no_less_even_on_their_devices(layer_s, num_stages):
+    layer_s = [*layer_s, *([1] * 2 * num_stages)]
+    flat, folded = partition(layer_s, 2 * num_stages), partition(layer_s, num_stages, num_chunks=2, folded=True)
+
+    def slowest(counts):
+        stages = stages_of(layer_s, counts)
+        return max(stages[rank] + stages[2 * num_stages - 1 - rank] for rank in range(num_stages))
+
+    assert slowest(folded) <= slowest(flat)
+    assert max(stages_of(layer_s, folded)) == max(stages_of(layer_s, flat))
+
+
+@given(seconds, st.integers(1, 12))
+def test_the_slowest_of_any_number_of_stages_is_that_of_the_cut(layer_s, most):
+    layer_s = [*layer_s, 1]
+    found = slowest_stages(layer_s, most)
+    assert len(found) == min(most, len(layer_s))
+    for number, second in enumerate(found, start=1):
+        assert second == pytest.approx(max(stages_of(layer_s, partition(layer_s, number))))
 
 
 def test_nearly_as_many_stages_as_layers_leaves_the_devices_even():

@@ -1,0 +1,147 @@
+"""Modules side by side: Cornstarch's algorithm, what it gains where modules are frozen, and what it is held against."""
+
+import numpy as np
+import pytest
+
+from motet.core.sampler import Sampler
+from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
+from motet.cost.analytic import Analytic
+from motet.cost.catalogue import cluster
+from motet.planner import modality
+from motet.planner.candidate import Candidate, Pins, RuledOut
+from motet.planner.job import Job
+from motet.planner.modality import Baseline, encoders_colocated, encoders_replicated, frozen_unaware, modality_parallel
+from motet.planner.partition import slowest_stages
+from motet.schedule import check_fit, program_of, validate
+from motet.simulate.predict import predict
+from unit.planner.jobs import job, model
+
+
+def proposed(given_job, pins=None):
+    found = list(modality_parallel(given_job, pins or Pins()))
+    return [one for one in found if isinstance(one, Candidate)], [one for one in found if isinstance(one, RuledOut)]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("memory_mbytes", [4000, 320])
+def test_every_plan_fits_runs_and_takes_about_what_was_estimated(frozen, memory_mbytes):
+    given_job = job(model(frozen=frozen), memory_mbytes=memory_mbytes, num_nodes=4)
+    candidates, _ = proposed(given_job)
+    assert 1 <= len(candidates) <= modality.NUM_CANDIDATES
+    for candidate in candidates:
+        check_fit(candidate.plan)
+        validate(program_of(candidate.plan))
+        found = predict(candidate.plan, given_job.workload, given_job.cost)
+        assert found.peak_bytes.max() <= given_job.capacity_bytes
+        assert candidate.bound_s <= found.step_s
+        assert candidate.estimate_s == pytest.approx(found.step_s, rel=0.3)
+
+
+def test_encoders_get_the_stages_that_come_nearest_to_the_backbones():
+    slowest_s = np.array([8.0, 5.0, 3.0, 2.0])
+    assert modality._nearest(slowest_s, 5.0) == (2, 1)
+    assert modality._nearest(slowest_s, 4.0) == (3, 2)
+    assert modality._nearest(slowest_s, 9.0) == (1,)
+    assert modality._nearest(slowest_s, 1.0) == (4, 3)
+
+
+def test_the_fastest_shape_is_about_as_fast_as_any():
+    """Against all numbers of stages of all modules, by the same closed form."""
+    given_job = job(model(frozen=True), num_nodes=4)
+    pins = Pins(tp=1, microbatch_size=1, dp=1)
+    at_best_s, shape = next(modality.shapes(given_job, pins))
+    times = []
+    for module in given_job.model.modules:
+        cost = given_job.block_costs(module.name, 1, 1)
+        times.append((cost.forward_s + cost.backward_s).tolist())
+    columns = [slowest_stages(block_s, 16) for block_s in times]
+    longest = sum(times[-1]) + max(sum(times[0]), sum(times[1]))
+    every = [
+        31 * max(columns[0][i - 1], columns[1][j - 1], columns[2][n - 1]) + longest
+        for i in range(1, 7)
+        for j in range(1, 5)
+        for n in range(1, 9)
+        if i + j + n <= 16
+    ]
+    assert sum(shape.num_stages) <= 16
+    assert at_best_s == pytest.approx(min(every), rel=0.02)
+
+
+VISION = {"S": (24, 1792, 15_360, 16), "M": (32, 4096, 16_384, 32), "L": (48, 5120, 20_480, 40)}
+SAMPLE = {"name": "1,024 tokens and an image", "text": {"value": 1024}}
+
+
+def vlm(size):
+    """Cornstarch Table 1 with the medium LLM, frozen but for the projector, on its 24 A40 (section 6.1)."""
+    num_layers, hidden, mlp, num_heads = VISION[size]
+    llm = Transformer(4096, 14_336, 32, 8, gated=True, norm="rms", biases=(), causal=True)
+    encoder = vit("image", Transformer(hidden, mlp, num_heads), num_layers, trained=False)
+    spec = multimodal(size, language_model(llm, 32, 128_256, trained=False), [connect(encoder, 4096, "linear")])
+    items = {"image": {"length": {"value": 1600}, "length_per_token": 3.2}}
+    lengths = Sampler.model_validate({"task": [SAMPLE | {"items": items}]}).workload(num_examples=24)
+    devices = cluster("a40", 6, ranks_per_node=4)
+    return Job(spec, devices, lengths, 24, Analytic(devices))
+
+
+@pytest.mark.parametrize(("size", "published"), [("S", 6.47 / 5.30), ("M", 5.15 / 3.73), ("L", 3.17 / 2.06)])
+def test_to_know_what_is_frozen_gains_about_what_cornstarch_measured(size, published):
+    """Table 3: 1.22, 1.38 and 1.53 times the throughput a GPU. How long its images are is not said: 1,600 patches."""
+    given_job, pins = vlm(size), Pins(tp=2, dp=1, microbatch_size=1, recompute="full")
+    candidates, _ = proposed(given_job, pins)
+    per_gpu = []
+    for plan in (candidates[0].plan, frozen_unaware(given_job, pins)):
+        found = predict(plan, given_job.workload, given_job.cost)
+        per_gpu.append(found.examples_per_s / found.num_ranks)
+    assert per_gpu[0] / per_gpu[1] == pytest.approx(published, rel=0.1)
+
+
+@pytest.mark.parametrize("make", [encoders_colocated, encoders_replicated])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_baselines_are_plans(make, recomputed):
+    given_job = job(model(frozen=True))
+    plan = make(given_job, Baseline(3, 2 if make is encoders_colocated else 0, tp=1, dp=1, recomputed=recomputed))
+    validate(program_of(plan))
+    found = predict(plan, given_job.workload, given_job.cost)
+    assert found.step_s > 0
+    if make is encoders_colocated:
+        assert [set(stage) for stage in plan.units[0].stages[:2]] == [{"image", "audio"}] * 2
+    else:
+        assert plan.units[0].replicated == ("image", "audio")
+
+
+def test_replicated_encoders_are_slower_than_those_with_ranks_of_their_own():
+    given_job = job(model(frozen=True))
+    plans = [
+        encoders_replicated(given_job, Baseline(4)),
+        proposed(given_job, Pins(tp=1, dp=1, pp=4, microbatch_size=1, recompute="none"))[0][0].plan,
+    ]
+    replicated, parallel = (predict(plan, given_job.workload, given_job.cost).step_s for plan in plans)
+    assert parallel < replicated
+
+
+def test_pins_are_kept():
+    candidates, _ = proposed(job(num_nodes=4), Pins(tp=2, pp=2, dp=2, microbatch_size=2, recompute="full"))
+    assert candidates
+    for candidate in candidates:
+        backbone = candidate.plan.unit_of("backbone")
+        assert (backbone.tp, backbone.pp, backbone.dp, candidate.plan.microbatch_size) == (2, 2, 2, 2)
+        assert backbone.recompute == backbone.stages
+
+
+@pytest.mark.parametrize(
+    ("pins", "why"),
+    [(Pins(schedule="zb_v"), "1F1B"), (Pins(balance="joint"), "balance is 'off'"), (Pins(dp=5), "divide")],
+)
+def test_pins_that_cannot_be_are_ruled_out(pins, why):
+    candidates, ruled_out = proposed(job(), pins)
+    assert not candidates and why in ruled_out[0].why
+
+
+def test_a_model_of_one_module_is_ruled_out():
+    llm = multimodal("llm", model().module("backbone"), [])
+    assert "one module" in proposed(job(llm))[1][0].why
+
+
+def test_what_does_not_fit_is_ruled_out_with_what_lacks():
+    candidates, ruled_out = proposed(job(memory_mbytes=40))
+    assert not candidates and ruled_out and all(one.lacks_bytes > 0 for one in ruled_out)
