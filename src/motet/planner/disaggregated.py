@@ -1,0 +1,172 @@
+"""Strategy: encoders, backbone and generators on ranks of their own (MMScale sections 4.1 to 4.3).
+
+Ranks are allocated exactly (`allocate.py`), for every TP and microbatch size of the backbone apart, from estimates of
+bytes and of how much is recomputed. The units of each allocation are then cut into stages that recompute the least that
+fits memory (`unit_stages.py`), and time and bytes are counted again, which MMScale's rounding leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from motet.core.workload import BACKBONE
+from motet.planner.allocate import allocate, rigid
+from motet.planner.allocation import Limits, UnitOptions
+from motet.planner.candidate import Candidate, Pins, RuledOut
+from motet.planner.degrees import tensor_degrees
+from motet.planner.job import Job
+from motet.planner.placed_units import PlacedUnits, side_of
+from motet.planner.unit_options import RECOMPUTED, microbatch_sizes, unit_options
+
+NAME = "disaggregated"
+_MAX_MICROBATCH = 16
+"""Of the backbone: larger ones fill a pipeline worse and hold more."""
+_NUM_PROPOSED = 6
+_NUM_TRIES = 3
+
+
+def disaggregated(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
+    """Each module on ranks of its own, 1F1B across units: the best by estimate, and what is fast and lacks memory."""
+    if (why := _unable(job, pins)) is not None:
+        yield RuledOut(NAME, "units of their own", why)
+        return
+    units = _options(job, pins)
+    stiff = list(_rigid(job, pins, units))
+    placed = list({one.what: one for one in (*_placed(job, pins, units), *stiff)}.values())
+    if not placed:
+        names = ", ".join(unit.name for unit in units)
+        why = f"{job.cluster.num_ranks} ranks are too few for units of {names}, with a batch of {job.batch_size}."
+        yield RuledOut(NAME, "units of their own", why, mends=("more ranks",))
+    baseline = next((one for one in stiff if not one.lacks_bytes), None)
+    fitting = sorted((one for one in placed if not one.lacks_bytes), key=lambda one: one.estimate_s)
+    for one in fitting[:_NUM_PROPOSED]:
+        facts = (_ranks_fact(one, baseline), _slowest_fact(one))
+        yield Candidate(NAME, one.what, one.plan, one.estimate_s, one.bound_s, facts)
+    yield from (_ruled_out(one, pins) for one in placed if one.lacks_bytes)
+
+
+def _unable(job: Job, pins: Pins) -> str | None:
+    """Why there can be no such Plan, in a sentence."""
+    names = [module.name for module in job.model.modules]
+    aside = [name for name in names if name != BACKBONE and side_of(job.model, name) == 0]
+    if aside:
+        return f"module {aside[0]!r} must feed the backbone and nothing else, or be fed by it alone, to be a unit."
+    if len(names) == 1:
+        return "the backbone is the only module; there is nothing to take apart."
+    if not pins.allow(schedule="1f1b"):
+        return f"units that feed each other run 1F1B; the schedule is pinned to {pins.schedule!r}."
+    if not pins.allow(balance="off"):
+        return (
+            f"phases on ranks of their own are not balanced against each other; balance is pinned to {pins.balance!r}."
+        )
+    if pins.tp is not None and pins.tp not in tensor_degrees(job):
+        return (
+            f"TP is pinned to {pins.tp}; it must be one of {', '.join(map(str, tensor_degrees(job)))}, within a node."
+        )
+    num_blocks = len(job.model.module(BACKBONE).blocks)
+    if pins.pp is not None and not 1 <= pins.pp <= num_blocks:
+        return f"PP is pinned to {pins.pp}; it must be 1 to {num_blocks}, the layers of the backbone."
+    taken = (pins.dp or 1) * (pins.microbatch_size or 1)
+    if job.batch_size % taken:
+        return f"a batch of {job.batch_size} is no multiple of the pinned DP times the pinned microbatch, {taken}."
+    return None
+
+
+def _options(job: Job, pins: Pins) -> list[UnitOptions]:
+    """In the order of the data; the backbone's as pinned."""
+    shares = RECOMPUTED[pins.recompute or "least"]
+    found = []
+    for module in job.model.modules:
+        own = module.name == BACKBONE
+        sizes = microbatch_sizes(job, _MAX_MICROBATCH, apart=2) if own else microbatch_sizes(job)
+        if own and pins.microbatch_size:
+            sizes = (pins.microbatch_size,)
+        unit = unit_options(job, module.name, side_of(job.model, module.name), sizes, shares, pins.pp if own else None)
+        found.append(unit.take(unit.tp == pins.tp) if own and pins.tp else unit)
+    return found
+
+
+def _placed(job: Job, pins: Pins, units: Sequence[UnitOptions]) -> Iterator[PlacedUnits]:
+    """The fastest for each TP and microbatch size of the backbone; where memory by estimate allows none of a TP, the
+    fastest with the smallest microbatch, whatever it lacks."""
+    backbone = next(unit for unit in units if unit.side == 0)
+    sizes = sorted(set(backbone.num_examples.tolist()))
+    for tp in sorted(set(backbone.tp.tolist())):
+        found = [one for size in sizes for one in _fitting(job, pins, *_pinned(job, pins, units, size, tp))]
+        if not found:
+            alike, limits = _pinned(job, pins, units, sizes[0], tp)
+            fastest = allocate(alike, replace(limits, capacity_bytes=np.inf))
+            found = [PlacedUnits(job, fastest, pins.recompute or "least")] if fastest else []
+        yield from found
+
+
+def _fitting(job: Job, pins: Pins, units: Sequence[UnitOptions], limits: Limits) -> Iterator[PlacedUnits]:
+    """The fastest allocation; as bytes are estimated there, again with less memory if its stages lack some."""
+    placed = None
+    for _ in range(_NUM_TRIES):
+        allocation = allocate(units, limits)
+        if allocation is None:
+            break
+        placed = PlacedUnits(job, allocation, pins.recompute or "least")
+        if not placed.lacks_bytes:
+            break
+        limits = replace(limits, capacity_bytes=limits.capacity_bytes - placed.lacks_bytes)
+    if placed is not None:
+        yield placed
+
+
+def _rigid(job: Job, pins: Pins, units: Sequence[UnitOptions]) -> Iterator[PlacedUnits]:
+    """The fastest with the backbone's TP and DP for all modules."""
+    backbone = next(unit for unit in units if unit.side == 0)
+    sizes = sorted(set(backbone.num_examples.tolist()))
+    found = [rigid(*_pinned(job, pins, units, size)) for size in sizes]
+    fastest = min((one for one in found if one), key=lambda one: one.time_s, default=None)
+    if fastest is not None:
+        yield PlacedUnits(job, fastest, pins.recompute or "least")
+
+
+def _pinned(
+    job: Job, pins: Pins, units: Sequence[UnitOptions], size: int, tp: int | None = None
+) -> tuple[list[UnitOptions], Limits]:
+    """The units with microbatches of one size, and one TP, of the backbone; DP as pinned."""
+    limits = Limits(job.cluster.num_ranks, job.batch_size, job.capacity_bytes, num_taken=(pins.dp or 0) * size)
+    rows = [(unit.num_examples == size) & ((unit.tp == tp) | (tp is None)) | (unit.side != 0) for unit in units]
+    return [unit if unit.side else unit.take(row) for unit, row in zip(units, rows)], limits
+
+
+def _ranks_fact(placed: PlacedUnits, stiff: PlacedUnits | None) -> str:
+    """What each unit got, against the best rigid allocation."""
+    if stiff is placed:
+        return f"Ranks: {_ranks(placed)}; the backbone's TP and DP for all modules are as good as any."
+    if stiff is None:
+        return f"Ranks: {_ranks(placed)}; with the backbone's TP and DP for all modules, none fits."
+    ratio = stiff.estimate_s / placed.estimate_s
+    return (
+        f"Ranks: {_ranks(placed)}; predicted {ratio:.2f} times as fast as with the backbone's TP and DP for all "
+        f"modules ({stiff.what}): {_ranks(stiff)}."
+    )
+
+
+def _ranks(placed: PlacedUnits) -> str:
+    return ", ".join(f"{name} {cut.share.num_ranks:,}" for name, cut in placed.cuts.items())
+
+
+def _slowest_fact(placed: PlacedUnits) -> str:
+    each = ", ".join(f"{name} {1e3 * cut.slowest_s:.0f} ms" for name, cut in placed.cuts.items())
+    return f"Slowest stage of each unit, forward and backward of a microbatch: {each}."
+
+
+def _ruled_out(placed: PlacedUnits, pins: Pins) -> RuledOut:
+    cut = max(placed.cuts.values(), key=lambda cut: cut.lacks_bytes)
+    stage = max(range(len(cut.fits)), key=lambda number: cut.fits[number].lacks_bytes)
+    lacks, share = cut.lacks_bytes, cut.share
+    done = "without recomputation" if pins.recompute == "none" else "with all recomputed"
+    why = f"stage {stage} of {share.name} lacks {lacks / 1e9:.1f} GB {done}."
+    mends = ["recomputation"] if pins.recompute == "none" else []
+    if share.num_examples > 1:
+        mends.append("a smaller microbatch")
+    mends.append("more ranks")
+    return RuledOut(NAME, placed.what, why, lacks, tuple(mends))
