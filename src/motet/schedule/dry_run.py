@@ -10,7 +10,8 @@ Stricter than the simulator, a SEND or RECV also waits for the compute before it
 does so on ranks that walk their lists and wait for each pass. Collectives need not wait for that; a rank that walks has
 to enter them ahead of its compute, as FSDP's prefetching does.
 
-Durations are nominal: backward takes twice as long as forward, communication nothing.
+Durations are nominal: backward takes twice as long as forward, communication nothing, and encoders in bubbles next to
+nothing, as what they do there is not to delay the backbone, nor to change the order in which it communicates.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from motet.schedule.dependencies import COLLECTIVES, PARTNERS, Dependencies, par
 from motet.schedule.program import COMPUTE, Action, Kind, Program
 
 NOMINAL = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0, Kind.R: 1.0, Kind.STEP: 1.0}
+IN_BUBBLES = 1e-3
+"""Of a pass, for encoders in bubbles: more than nothing, so that what needs it comes after it."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ class _Graph:
                 if action.kind in PARTNERS and not blocking and "compute" in last:
                     self._add(last["compute"], event)
                 last[stream] = event
-        self.duration = _durations(self.members)
+        self.duration = _durations(self.members, program)
 
     def _add(self, before: int, after: int) -> None:
         self.before[after].append(before)
@@ -124,7 +127,11 @@ class _Graph:
         return tuple(self.members[event][0] for event in ring[first:] + ring[:first])
 
 
-def _durations(members: list[list[Action]]) -> list[float]:
+def _durations(members: list[list[Action]], program: Program) -> list[float]:
     """Of events; the parts of a pass share its duration."""
     num_parts = Counter(action[:3] for event in members for action in event)
-    return [NOMINAL.get(event[0].kind, 0.0) / num_parts[event[0][:3]] for event in members]
+    share = [IN_BUBBLES if stage.microbatches else 1.0 for stage in program.stages]
+    return [
+        NOMINAL.get(first.kind, 0.0) * (1.0 if first.kind is Kind.STEP else share[first.stage]) / num_parts[first[:3]]
+        for first, *_ in members
+    ]

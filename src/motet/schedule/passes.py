@@ -144,7 +144,7 @@ def split_parts(program: Program, stage: int, num_forward_parts: int, num_backwa
     of num_backward_parts; 1 leaves them whole. What is in as many parts already stays.
 
     Raises ArgumentError for a stage that the Program does not have, for counts below 1, for parts of a backward pass
-    where there is none, and for passes that are in another number of parts. O(actions).
+    where there is none, and for passes that are in another number of parts. O(actions of the stage's rank).
     """
     if not 0 <= stage < program.num_stages:
         raise ArgumentError(f"split_parts: there is no stage {stage}; the Program has {program.num_stages}.")
@@ -152,11 +152,11 @@ def split_parts(program: Program, stage: int, num_forward_parts: int, num_backwa
         raise ArgumentError(f"split_parts: parts are {num_forward_parts}, {num_backward_parts}; the least is 1.")
     num_parts = dict.fromkeys((Kind.F, Kind.R), num_forward_parts)
     num_parts |= dict.fromkeys((Kind.B, Kind.I, Kind.W), num_backward_parts)
+    rank = program.stages[stage].rank
     found: Counter[tuple[int, Kind, int]] = Counter()
-    for row in program.actions:
-        for action in row:
-            if action.stage == stage and action.kind in num_parts:
-                found[action[:3]] += action.part >= 0
+    for action in program.actions[rank]:
+        if action.stage == stage and action.kind in num_parts:
+            found[action[:3]] += action.part >= 0
     if num_backward_parts > 1 and not any(kind in _BACKWARD for _, kind, _ in found):
         raise ArgumentError(f"split_parts: stage {stage} has no backward pass; num_backward_parts must be 1.")
     for (_, kind, microbatch), count in found.items():
@@ -168,5 +168,6 @@ def split_parts(program: Program, stage: int, num_forward_parts: int, num_backwa
         num = num_parts.get(action.kind, 1) if action.stage == stage and action.part < 0 else 1
         return [action] if num == 1 else [action._replace(part=part) for part in range(num)]
 
-    rows = (tuple(part for action in row for part in parts(action)) for row in program.actions)
+    rows = list(program.actions)
+    rows[rank] = tuple(part for action in rows[rank] for part in parts(action))
     return replace(program, actions=tuple(rows))

@@ -14,7 +14,7 @@ from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import PREFETCHED
 from motet.schedule.program import Action, Kind
 from motet.simulate.lookup import NONE, Lookup, Unit
-from motet.simulate.streams import holds_compute
+from motet.simulate.streams import COMPUTE, TENSOR, holds_compute
 from motet.simulate.table import Ints, Rows
 
 BACKWARD = (Kind.B, Kind.I)
@@ -35,6 +35,9 @@ def waits(lookup: Lookup, stream: Ints, overlap: bool) -> Waits:
 
     overlap: False adds what makes communication hold the compute stream: it begins when the compute before it in its
              rank's list has ended, and the compute after it begins when it has ended.
+
+    Tensor-parallel communication that is in parts of its own waits for the part of its rank before it, whichever pass
+    that belongs to: a rank does not communicate ahead for the next pass.
     """
     found = _Waits(lookup)
     found.forward()
@@ -43,6 +46,7 @@ def waits(lookup: Lookup, stream: Ints, overlap: bool) -> Waits:
     found.gathers()
     found.reductions()
     found.steps()
+    found.in_turn(stream)
     if not overlap:
         found.blocking(stream)
     return Waits(np.concatenate(found.dependents), lookup.operation[np.concatenate(found.dependencies)])
@@ -181,6 +185,17 @@ class _Waits:
         for kind in (*WEIGHTS, Kind.REDUCE):
             rows = self.table.rows(kind)
             self.add(step[self.table.rank[rows]], rows)
+
+    def in_turn(self, stream: Ints) -> None:
+        communicates = np.flatnonzero(stream == TENSOR)
+        if not communicates.size:
+            return
+        parted = np.zeros(self.lookup.shape[0], dtype=np.bool_)
+        parted[self.table.stage[communicates]] = True
+        passes = np.flatnonzero(parted[self.table.stage] & np.isin(stream, (COMPUTE, TENSOR)))
+        before = np.full(len(self.table), NONE, dtype=np.int32)
+        before[passes[1:]] = np.where(self.table.rank[passes[1:]] == self.table.rank[passes[:-1]], passes[:-1], NONE)
+        self.add(communicates, before[communicates])
 
     def blocking(self, stream: Ints) -> None:
         rank, row = self.table.rank, np.arange(len(self.table), dtype=np.int32)

@@ -2,9 +2,10 @@
 
 An action starts when the one before it in its stream and all that `Dependencies` names have ended. A SEND and its RECV,
 and a collective of all stages of a group, are one operation: it starts when all its actions can, and is as long as the
-longest of them. Where communication does not overlap, what stands between two actions of compute is posted together
-when the first has ended, and the second starts when all of it has (as batched P2P does, so that a SEND and a RECV of
-two neighbours do not block each other).
+longest of them. Tensor-parallel communication in parts of its own begins when the part before it on its rank, of any
+pass that has such parts, has ended: a rank does not communicate ahead for its next pass. Where communication does not
+overlap, what stands between two actions of compute is posted together when the first has ended, and the second starts
+when all of it has (as batched P2P does, so that a SEND and a RECV of two neighbours do not block each other).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def run(
             if needed not in operations:
                 raise ArgumentError(f"{action} waits for {needed}, which the program does not have.")
             needs[operation].add(operations[needed])
-    for first, second in _ordered([rank for rank, _ in actions], stream, overlap):
+    for first, second in (*_ordered([rank for rank, _ in actions], stream, overlap), *_in_turn(actions, stream)):
         needs[of[second]].add(of[first])
     start, end = _times(needs, length)
     return [start.get(operation, NEVER) for operation in of], [end.get(operation, NEVER) for operation in of]
@@ -76,6 +77,17 @@ def _ordered(rank: Sequence[int], stream: Sequence[int], overlap: bool) -> Itera
             posted[on].append(number)
             if (on, COMPUTE) in last:
                 yield last[on, COMPUTE], number
+
+
+def _in_turn(actions: Sequence[tuple[int, Action]], stream: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Which part of a pass each one that is tensor-parallel communication comes after, by number."""
+    parted = {action.stage for (_, action), of in zip(actions, stream) if of == TENSOR}
+    last: dict[int, int] = {}
+    for number, ((rank, action), of) in enumerate(zip(actions, stream)):
+        if action.stage in parted and of in (COMPUTE, TENSOR):
+            if of == TENSOR and rank in last:
+                yield last[rank], number
+            last[rank] = number
 
 
 def _times(
