@@ -1,4 +1,4 @@
-"""The command line: `motet train | profile | simulate | analyze | demo-data`.
+"""The command line: `motet train | plan | simulate | profile | analyze | demo-data`.
 
 Wrong input ends in one sentence on stderr and exit code 2. Imports nothing heavy before a command runs, so that
 `motet --help` answers at once.
@@ -67,6 +67,53 @@ def train(
     from motet.train.trainer import train as run_training
 
     run_training(load_recipe(recipe, overrides or ()), resume=resume, trace=trace)
+
+
+@app.command()
+def plan(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="The job: model, batch size, data.")],
+    cluster: Annotated[
+        str | None, typer.Option(metavar="DEVICE", help="h100, a100-80g, a40 ...; default: [cluster] of the recipe.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of the cluster.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Devices of a node; default: as usual.")] = None,
+    workload: Annotated[
+        Path | None,
+        typer.Option(
+            help="Lengths of examples: a manifest, a CSV, a TOML of distributions, or a recipe; "
+            "by default those of the recipe itself."
+        ),
+    ] = None,
+    pins: Annotated[
+        list[str] | None,
+        typer.Option("--pin", metavar="KEY=VALUE", help="Decide something beforehand, e.g. tp=8; repeatable."),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="JSON", help="Times that motet profile measured."),
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="JSON", help="The file for the best plan.")] = Path("plan.json"),
+    png: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="A picture of its step; default: beside the plan.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a page of its step to zoom in.")] = None,
+    explain: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="Write a page of all plans that were simulated, side by side.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Set a key of the recipe; repeatable. VALUE is TOML."),
+    ] = None,
+) -> None:
+    """Find the plan by which a job trains fastest, and whether it fits, before any GPU is hired."""
+    from motet.planner.command import Outputs, plan_command
+    from motet.planner.pins import parse_pins
+    from motet.planner.strategies import STRATEGIES
+    from motet.train.plan_job import Given, job_of_recipe
+
+    pinned = parse_pins(pins or (), STRATEGIES)
+    job = job_of_recipe(recipe, Given(cluster, nodes, ranks_per_node, workload, profile), overrides or ())
+    plan_command(job, STRATEGIES, pinned, Outputs(out, png or out.with_suffix(".png"), html, explain))
 
 
 @app.command()

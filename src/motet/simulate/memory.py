@@ -21,17 +21,13 @@ def memory_of(pricing: Pricing) -> dict[str, NDArray[np.int64]]:
     """Bytes by part, int64 [num_ranks of the cluster] each; 0 on ranks that the Plan does not use.
 
     A rank with several stages holds all they hold and computes one at a time. Activations are those of the fullest
-    moment; transients are added as if they came then. O(actions).
+    moment; transients are added as if they came then. O(islands * actions).
     """
     program, stages = pricing.planned.program, pricing.planned.stages
     bytes_of = {part: np.zeros(pricing.plan.cluster.num_ranks, dtype=np.int64) for part in PARTS}
     found: dict[tuple[object, ...], StageMemory] = {}
-    peaks: dict[bytes, NDArray[np.float64]] = {}
-    for island in range(pricing.num_islands):
-        held = np.stack([pricing.stage(stage, island).held for stage in stages])
-        if (alike := held.tobytes()) not in peaks:
-            peaks[alike] = high_water(program, held)
-        activations = peaks[alike].astype(np.int64)
+    held = np.stack([pricing.islands(stage).held for stage in stages], axis=1)
+    for island, activations in enumerate(high_water(program, held).astype(np.int64)):
         for stage in stages:
             if stage.key not in found:
                 found[stage.key] = _stage_memory(pricing, stage)

@@ -39,14 +39,23 @@ def write_html(timeline: Timeline, path: str | Path, *, title: str = "Timeline")
 
     Raises UserError if it cannot be written. O(spans).
     """
+    page = page_of(timeline, title=title, max_spans=_MAX_SPANS)
+    try:
+        Path(path).write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"the page cannot be written to {path}: {error.strerror}.") from error
+
+
+def page_of(timeline: Timeline, *, title: str, max_spans: int) -> str:
+    """The page itself, with some ranks for all where they have more than max_spans spans. O(spans)."""
     num_ranks = max(timeline.num_ranks, 1)
-    drawing = draw(timeline, max_rows=min(_MAX_ROWS, max(_MAX_SPANS * num_ranks // max(len(timeline), 1), 4)))
+    drawing = draw(timeline, max_rows=min(_MAX_ROWS, max(max_spans * num_ranks // max(len(timeline), 1), 4)))
     hint = "The wheel zooms, dragging pans, a double click shows the whole; at the right, the share of bubbles."
     # "</" would end the script that the text stands in.
     spans = _data(drawing, list(timeline.action))
     data = json.dumps(spans, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
     script = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
-    page = (
+    return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>"
@@ -55,10 +64,6 @@ def write_html(timeline: Timeline, path: str | Path, *, title: str = "Timeline")
         '<div><canvas id="rows"></canvas><canvas id="axis"></canvas></div><div id="tip" hidden></div>'
         f"<script>const DATA = {data};\n{script}</script></body></html>\n"
     )
-    try:
-        Path(path).write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"the page cannot be written to {path}: {error.strerror}.") from error
 
 
 def _data(drawing: Drawing, actions: list[str]) -> dict[str, Any]:

@@ -80,6 +80,20 @@ class Pricing:
         replica = self.replica(stage, island)
         return StageSeconds(*(table[replica] for table in self._seconds(stage.key)))
 
+    def islands(self, stage: PlannedStage) -> StageSeconds:
+        """The same of all islands, [num_islands, num_microbatches] each."""
+        replicas = [self.replica(stage, island) for island in range(self.num_islands)]
+        return StageSeconds(*(table[replicas] for table in self._seconds(stage.key)))
+
+    def paced_s(self) -> Table:
+        """Of each island, its microbatches' seconds on the ranks that take longest for them, [num_islands]."""
+        shape = self.planned.program.num_ranks, self.num_islands, self.placement.num_microbatches
+        total_s = np.zeros(shape)
+        for stage in self.planned.stages:
+            total_s[stage.rank] += np.sum(self.islands(stage)[:-1], axis=0)
+        found: Table = total_s.max(axis=0).sum(axis=1)
+        return found
+
     def replica(self, stage: PlannedStage, island: int) -> int:
         """Whose items the stage computes: its unit's own, or, in bubbles, the backbone's on whose ranks it runs."""
         if stage.unit.name not in self._in_bubbles:

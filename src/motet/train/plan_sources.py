@@ -23,6 +23,7 @@ from motet.core.spec import ModelSpec
 from motet.core.workload import Workload
 from motet.cost.catalogue import cluster
 from motet.data.text import ChatTokenizer
+from motet.train.plan_recipe import read_job_recipe
 
 if TYPE_CHECKING:
     from motet.train.recipe import Recipe
@@ -54,50 +55,51 @@ def read_plan_and_workload(plan_file: Path, workload_file: Path | None) -> tuple
 
 def _model_at(path: Path) -> ModelSpec:
     """Of a recipe, or of an HF model's directory."""
-    from motet.models.spec import spec_of_config, spec_of_directory
-    from motet.train.recipe import load_recipe
+    if path.suffix == ".toml":
+        return read_job_recipe(path).model
+    from motet.models.spec import spec_of_directory
 
-    if path.suffix != ".toml":
-        return spec_of_directory(path)
-    recipe = load_recipe(path)
-    return spec_of_config(recipe.model, _tokenizer(recipe).vocabulary_size, path.stem)
+    return spec_of_directory(path)
 
 
 def workload_at(path: Path) -> Workload:
-    """Of a manifest, a CSV, a TOML of distributions or a recipe. Raises UserError for what is wrong with it."""
+    """The lengths in a manifest, a CSV, a TOML of distributions, or a recipe, whose file ends in .toml as well.
+
+    Raises UserError for what is wrong with it.
+    """
     if path.suffix != ".toml":
         return read_lengths(path).workload()
-    if _has_tasks(path):
+    if _has("task", path):
         return replace(read_sampler(path).workload(), source=str(path))
-    from motet.train.recipe import load_recipe
+    if _has("data", path):
+        from motet.train.recipe import load_recipe
 
-    return workload_of(load_recipe(path), str(path))
+        return workload_of(load_recipe(path), str(path))
+    if (found := read_job_recipe(path).workload) is None:
+        raise UserError(f"{path} is to say which lengths there are; it has neither [data], [workload] nor [[task]].")
+    return found
 
 
 def workload_of(recipe: Recipe, source: str) -> Workload:
-    """The training data of a recipe. source: what messages call it."""
+    """The training data of a recipe, as its model takes them. source: what messages call it. Raises UserError."""
     import torch
 
     from motet.models.build import build_mllm
     from motet.train.job import open_dataset
 
-    tokenizer = _tokenizer(recipe)
+    tokenizer = ChatTokenizer.from_directory(recipe.data.tokenizer)
     with torch.device("meta"):
         model = build_mllm(recipe.model, tokenizer.vocabulary_size)
     dataset = open_dataset(recipe, recipe.data.train, tokenizer, model, _say)
     return Workload(source, dataset.batch_lengths(np.arange(dataset.num_examples), 1))
 
 
-def _has_tasks(path: Path) -> bool:
-    """Whether a TOML file is one of distributions; who reads it says what is wrong with one that is neither."""
+def _has(key: str, path: Path) -> bool:
+    """Whether a TOML file has a table; who reads it says what is wrong with one that cannot be read."""
     try:
-        return "task" in tomllib.loads(path.read_text(encoding="utf-8"))
+        return key in tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return False
-
-
-def _tokenizer(recipe: Recipe) -> ChatTokenizer:
-    return ChatTokenizer.from_directory(recipe.data.tokenizer)
 
 
 def _say(sentence: str) -> None:

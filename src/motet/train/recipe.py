@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from motet.core.errors import UserError
+from motet.cost.catalogue import ClusterConfig
 from motet.data.audio import AudioTransform
 from motet.data.config import DataConfig
 from motet.data.images import ImageTransform
@@ -28,7 +28,7 @@ from motet.train.evaluate import EvaluateConfig
 from motet.train.export import ExportConfig
 from motet.train.optimizer import OptimizerConfig
 from motet.train.recipe_errors import sentence
-from motet.train.toml_text import Key, dumps, parse_value
+from motet.train.toml_text import dumps, read_recipe
 
 
 class RunConfig(BaseModel):
@@ -75,6 +75,9 @@ class Recipe(BaseModel):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     export: ExportConfig = ExportConfig()
+    cluster: ClusterConfig | None = Field(
+        None, description="what `motet plan` plans for; training takes what it is given"
+    )
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Recipe:
@@ -107,22 +110,13 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     overrides: "table.key=value", the value in TOML (a bare word is a string).
     Raises UserError with one sentence for a file that is missing or is no TOML, and for the first wrong key.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"Cannot read the recipe {path}: {reason}.") from error
-    try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is no valid TOML: {error}.") from error
-    set_keys = {_override(tables, override) for override in overrides}
+    read = read_recipe(path, overrides)
     try:
         # As JSON, which has lists for tuples and strings for paths, it can be strict: no "8" for 8, no true for 1.
-        recipe = Recipe.model_validate_json(json.dumps(tables, default=str), strict=True)
+        recipe = Recipe.model_validate_json(json.dumps(read.tables, default=str), strict=True)
     except ValidationError as error:
-        raise UserError(sentence(error.errors(), Recipe, str(path), text, set_keys)) from error
-    resolved = _absolute(recipe.model_dump(exclude_unset=True), path.resolve().parent)
+        raise UserError(sentence(error.errors(), Recipe, str(path), read.text, read.set_keys)) from error
+    resolved = absolute(recipe.model_dump(exclude_unset=True), path.resolve().parent)
     return Recipe.model_validate(resolved)
 
 
@@ -131,21 +125,7 @@ def dump_recipe(recipe: Recipe) -> str:
     return dumps(recipe.model_dump(mode="json"))
 
 
-def _override(tables: dict[str, Any], override: str) -> Key:
-    name, equals, value = override.partition("=")
-    key = tuple(part.strip() for part in name.split("."))
-    if not equals or not all(key):
-        raise UserError(f"--set {override}: must be written as table.key=value, for example --set optimizer.lr=1e-3.")
-    table = tables
-    for part in key[:-1]:
-        table = table.setdefault(part, {})
-        if not isinstance(table, dict):
-            raise UserError(f"--set {override}: '{part}' is a value in the recipe, not a table.")
-    table[key[-1]] = parse_value(value.strip())
-    return key
-
-
-def _absolute(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
+def absolute(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The same tables with every Path, and the manifests, joined to the recipe's folder; what is absolute stays."""
 
     def joined(value: Any) -> Any:
@@ -159,6 +139,6 @@ def _absolute(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
     tables = joined(tables)
     for split in ("train", "heldout"):
         # Patterns of shards, and so text and not paths.
-        if split in tables["data"]:
+        if split in tables.get("data", {}):
             tables["data"][split] = [str(joined(Path(manifest))) for manifest in tables["data"][split]]
     return tables

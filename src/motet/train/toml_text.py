@@ -1,4 +1,4 @@
-"""The text side of TOML: on which line a key stands, values from a command line, and writing a resolved recipe."""
+"""The text side of TOML: reading a recipe, on which line a key stands, values from a command line, and writing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from motet.core.errors import UserError
 
 Key = tuple[str | int, ...]
 
@@ -15,6 +18,42 @@ _ASSIGNMENT = re.compile(
     r"^\s*((?:[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*'))*)\s*="
 )
 _BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
+
+
+class RecipeText(NamedTuple):
+    """A recipe before it is validated. set_keys: those in `tables` that were given on the command line."""
+
+    text: str
+    tables: dict[str, Any]
+    set_keys: set[Key]
+
+
+def read_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeText:
+    """Read and override. Raises UserError for a file that is missing or is no TOML, and for a wrong override."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"Cannot read the recipe {path}: {reason}.") from error
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is no valid TOML: {error}.") from error
+    return RecipeText(text, tables, {_override(tables, override) for override in overrides})
+
+
+def _override(tables: dict[str, Any], override: str) -> Key:
+    name, equals, value = override.partition("=")
+    key = tuple(part.strip() for part in name.split("."))
+    if not equals or not all(key):
+        raise UserError(f"--set {override}: must be written as table.key=value, for example --set optimizer.lr=1e-3.")
+    table = tables
+    for part in key[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise UserError(f"--set {override}: '{part}' is a value in the recipe, not a table.")
+    table[key[-1]] = parse_value(value.strip())
+    return key
 
 
 def line_of_key(text: str, key: Key) -> int | None:

@@ -1,0 +1,144 @@
+"""A model written down as shapes alone, as in a recipe's `[model]`: for what has no HF family, and needs none to plan.
+
+    [model.backbone]
+    num_layers = 80
+    hidden = 8192
+    mlp = 29568
+    num_heads = 64
+    num_kv_heads = 8
+    gated = true
+    norm = "rms"
+    biases = ["query", "key", "value"]
+    vocab_size = 152064
+
+    [model.encoders.image]                                         # named after its column of lengths
+    kind = "vit"                                                   # or "audio": Whisper's encoder
+    num_layers = 45
+    hidden = 3200
+    mlp = 12800
+    num_heads = 25
+    projector = { kind = "mlp", downsample = 4 }
+
+`[model.generators.NAME]` are like encoders, and are fed by the backbone.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from motet.core.shapes import (
+    BIASES,
+    Norm,
+    Transformer,
+    audio_encoder,
+    connect,
+    language_model,
+    multimodal,
+    vit,
+)
+from motet.core.spec import ModelSpec, Module
+
+
+class _Layers(BaseModel):
+    """Transformer layers that are alike; the keys are those of `core.shapes.Transformer`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_layers: int = Field(gt=0)
+    hidden: int = Field(gt=0)
+    mlp: int = Field(gt=0)
+    num_heads: int = Field(gt=0)
+    num_kv_heads: int = Field(0, ge=0, description="0 is num_heads")
+    head_dim: int = Field(0, ge=0, description="0 is hidden / num_heads")
+    gated: bool = False
+    activation: str = "gelu"
+    norm: Norm = "layer"
+    biases: tuple[str, ...] = BIASES
+    qk_norm: bool = False
+    layer_scale: bool = False
+    window: int = Field(0, ge=0)
+    train: bool = True
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> _Layers:
+        self.transformer()
+        return self
+
+    def transformer(self, causal: bool = False) -> Transformer:
+        names = ("hidden", "mlp", "num_heads", "num_kv_heads", "head_dim", "gated", "activation", "norm", "biases")
+        given = {name: getattr(self, name) for name in (*names, "qk_norm", "layer_scale", "window")}
+        return Transformer(**given, causal=causal)
+
+
+class BackboneShape(_Layers):
+    """`[model.backbone]`: a causal decoder with embedding and output layer."""
+
+    vocab_size: int = Field(gt=0)
+    tied: bool = Field(False, description="the output layer's matrix is the embedding's")
+
+    def module(self) -> Module:
+        shape = self.transformer(causal=True)
+        return language_model(shape, self.num_layers, self.vocab_size, tied=self.tied, trained=self.train)
+
+
+class ProjectorShape(BaseModel):
+    """One matrix, or two with GELU between them, after `downsample` rows are joined."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["linear", "mlp"] = "mlp"
+    downsample: int = Field(default=1, gt=0)
+    train: bool = True
+
+
+class EncoderShape(_Layers):
+    """`[model.encoders.NAME]`, `[model.generators.NAME]`: transformer layers after patches or convolutions.
+
+    row_dim:      values of a patch. class_row: each image has a row more. num_positions: of the position table.
+    num_mel_bins: values of an audio frame.
+    """
+
+    kind: Literal["vit", "audio"]
+    row_dim: int = Field(588, gt=0)
+    class_row: bool = False
+    num_positions: int = Field(0, ge=0)
+    num_mel_bins: int = Field(128, gt=0)
+    projector: ProjectorShape = ProjectorShape()
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> EncoderShape:
+        others = {"vit": ("num_mel_bins",), "audio": ("row_dim", "class_row")}[self.kind]
+        if stray := [name for name in others if name in self.model_fields_set]:
+            raise ValueError(f"has {stray[0]}, which has no effect on an encoder of kind {self.kind!r}")
+        return self
+
+    def module(self, name: str, output_dim: int) -> Module:
+        shape, count = self.transformer(), self.num_layers
+        if self.kind == "vit":
+            sizes = {"row_dim": self.row_dim, "num_positions": self.num_positions}
+            encoder = vit(name, shape, count, class_row=self.class_row, trained=self.train, **sizes)
+        else:
+            sizes = {"num_mel_bins": self.num_mel_bins, "num_positions": self.num_positions or 1500}
+            encoder = audio_encoder(name, shape, count, trained=self.train, **sizes)
+        joined = self.projector
+        return connect(encoder, output_dim, joined.kind, joined.downsample, trained=joined.train)
+
+
+class ModelShapes(BaseModel):
+    """`[model]`: names of encoders and generators are those of the columns of lengths that they compute on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    backbone: BackboneShape
+    encoders: dict[str, EncoderShape] = Field(default_factory=dict)
+    generators: dict[str, EncoderShape] = Field(default_factory=dict)
+
+    def spec(self, name: str) -> ModelSpec:
+        """The model. Raises ArgumentError if two modules have one name."""
+        width = self.backbone.hidden
+        encoders, generators = (
+            [shape.module(each, width) for each, shape in shapes.items()] for shapes in (self.encoders, self.generators)
+        )
+        return multimodal(name, self.backbone.module(), encoders, generators)

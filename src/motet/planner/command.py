@@ -1,0 +1,62 @@
+"""`motet plan`: searches, prints what was found, and writes the best Plan and a picture of its step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from motet.core.plan_file import write_plan
+from motet.planner.candidate import Pins, Strategy
+from motet.planner.explain import write_explanation
+from motet.planner.job import Job
+from motet.planner.report import print_found
+from motet.planner.search import Found, search
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Files to write. plan: JSON, for `motet simulate`. png: a picture of its step. html: a page of it to zoom in.
+    explanation: a page of all plans that were simulated.
+    """
+
+    plan: Path
+    png: Path
+    html: Path | None = None
+    explanation: Path | None = None
+
+
+def plan_command(job: Job, strategies: Mapping[str, Strategy], pins: Pins, outputs: Outputs) -> None:
+    """Raises UserError if nothing fits, naming the nearest miss, and for a file that cannot be written."""
+    found = _search(job, strategies, pins)
+    print_found(found)
+    best = found.best
+    title = f"{job.model.name}: {best.candidate.strategy}, {best.candidate.what}, predicted"
+    timeline = best.prediction.timeline
+    write_plan(best.candidate.plan, outputs.plan)
+    # Imported here: matplotlib takes half a second, which the tables need not wait for.
+    from motet.simulate.picture import write_png
+
+    write_png(timeline, outputs.png, title=title)
+    if outputs.html is not None:
+        from motet.simulate.page import write_html
+
+        write_html(timeline, outputs.html, title=title)
+    if outputs.explanation is not None:
+        write_explanation(found, outputs.explanation)
+    written = [outputs.plan, outputs.png, outputs.html, outputs.explanation]
+    print(f"\nWrote {', '.join(str(path) for path in written if path is not None)}.")
+
+
+def _search(job: Job, strategies: Mapping[str, Strategy], pins: Pins) -> Found:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("considering", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            bars.update(task, description=what, completed=done, total=total)
+
+        return search(job, strategies, pins, progress=show)

@@ -1,0 +1,61 @@
+"""What a user pins, as it is written on the command line: `tp=8`, `recompute=none`, `schedule=1f1b`."""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+
+from pydantic import TypeAdapter, ValidationError
+
+from motet.core.errors import UserError
+from motet.planner.candidate import Pins
+
+_KEYS = tuple("strategy" if field.name == "strategies" else field.name for field in fields(Pins))
+
+
+def parse_pins(texts: Sequence[str], strategies: Iterable[str]) -> Pins:
+    """Pins from texts KEY=VALUE; a key is one of Pins, with `strategy` for a name among `strategies`, repeatable.
+
+    Raises UserError for a key or a value that there is not, and for a key that is pinned twice.
+    """
+    given: dict[str, typing.Any] = {}
+    chosen: list[str] = []
+    for text in texts:
+        key, equals, value = (part.strip() for part in text.partition("="))
+        if not equals:
+            raise UserError(f"--pin {text}: must be written as KEY=VALUE, for example --pin tp=8.")
+        if key == "strategy":
+            chosen.append(_one_of(text, value, tuple(strategies)))
+        elif key not in _KEYS:
+            raise UserError(f"--pin {text}: there is no {key!r} to pin{_suggestion(key, _KEYS)}")
+        elif key in given:
+            raise UserError(f"--pin {text}: {key} is pinned twice; it can be pinned to one value.")
+        else:
+            given[key] = _value(text, key, value)
+    return Pins(strategies=tuple(dict.fromkeys(chosen)), **given)
+
+
+def _value(text: str, key: str, value: str) -> object:
+    hint = typing.get_type_hints(Pins)[key]
+    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+    if kinds == [int]:
+        if not value.isdecimal() or int(value) < 1:
+            raise UserError(f"--pin {text}: {key} must be a whole number of at least 1.")
+        return int(value)
+    try:
+        return TypeAdapter(hint).validate_python(value)
+    except ValidationError:
+        return _one_of(text, value, tuple(str(choice) for kind in kinds for choice in typing.get_args(kind)))
+
+
+def _one_of(text: str, value: str, choices: Sequence[str]) -> str:
+    if value not in choices:
+        raise UserError(f"--pin {text}: must be one of {', '.join(choices)}.")
+    return value
+
+
+def _suggestion(key: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"; did you mean '{close[0]}'?" if close else f"; there are {', '.join(known)}."

@@ -1,0 +1,158 @@
+"""What a search has found, on the terminal: the ranking, what was ruled out and why, and the winner in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+
+from motet.planner.candidate import RuledOut
+from motet.planner.search import Found, Result, pins_in_words
+from motet.simulate.drawing import shown_seconds
+from motet.simulate.plan_words import plan_in_words
+
+_MAX_REASONS = 3
+_MAX_FACTS = 3
+_CLEARLY = 0.02
+"""Of a step: what differs by less is not told as a reason."""
+
+
+def print_found(found: Found, console: Console | None = None) -> None:
+    """Written to stdout unless a console is given. Raises UserError, which names the nearest miss, if nothing fits."""
+    console = console or Console()
+    if found.results:
+        console.print(_ranking(found))
+        for sentence in _left(found):
+            console.print(sentence, style="dim", highlight=False, markup=False)
+        console.print()
+    if found.ruled_out:
+        console.print(_ruled_out(found.ruled_out))
+        console.print()
+    best = found.best
+    console.print(f"{best.candidate.strategy}, {best.candidate.what}", style="bold", highlight=False, markup=False)
+    for sentence in winner_in_words(found):
+        console.print(sentence, highlight=False, markup=False)
+
+
+def winner_in_words(found: Found) -> list[str]:
+    """Which ranks run what, what is recomputed and balanced; why it won; what it costs. Sentences."""
+    best = found.best
+    prediction = best.prediction
+    hours = prediction.num_ranks * prediction.step_s / prediction.num_tokens * 1e9 / 3600
+    sentences = plan_in_words(best.candidate.plan)
+    sentences += best.candidate.facts[:_MAX_FACTS]
+    if rival := _rival(found):
+        sentences += _against(best, rival)
+    device = best.candidate.plan.cluster.device.name
+    return [*sentences, f"A billion tokens take {hours:,.4g} hours of one {device}."]
+
+
+def _rival(found: Found) -> Result | None:
+    """The fastest of another strategy; without any, the second."""
+    others = [result for result in found.results[1:] if result.candidate.strategy != found.best.candidate.strategy]
+    return next(iter(others or found.results[1:]), None)
+
+
+def _against(best: Result, rival: Result) -> Iterator[str]:
+    """What its step gains on another's: bubbles, and time that a rank computes for, by recomputation and ranks."""
+    one, other = best.prediction, rival.prediction
+    gain = other.step_s / one.step_s - 1
+    if gain < _CLEARLY:
+        yield f"{rival.candidate.strategy} ({rival.candidate.what}) is as fast, to {gain:.1%}."
+        return
+    reasons = []
+    idle, other_idle = (each.bubbles.total_share for each in (one, other))
+    if other_idle - idle > _CLEARLY:
+        reasons.append(f"{idle:.0%} of it are bubbles, of the other's step {other_idle:.0%}")
+    again, other_again = (each.hardware_flops / each.model_flops - 1 for each in (one, other))
+    if other_again - again > _CLEARLY:
+        reasons.append(f"recomputation and padding add {again:.0%} to the operations, there {other_again:.0%}")
+    if one.num_ranks > other.num_ranks:
+        reasons.append(f"it uses {one.num_ranks:,} ranks, that {other.num_ranks:,}")
+    busy, other_busy = (
+        each.hardware_flops / each.peak_flops / (each.step_s * (1 - each.bubbles.total_share)) for each in (one, other)
+    )
+    if busy - other_busy > _CLEARLY:
+        reasons.append(f"while they compute, ranks reach {busy:.0%} of their peak, there {other_busy:.0%}")
+    why = f": {'; '.join(reasons[:_MAX_FACTS])}" if reasons else ""
+    yield f"It is {gain:.0%} faster than {rival.candidate.strategy} ({rival.candidate.what}){why}."
+
+
+def _ranking(found: Found) -> Table:
+    job = found.job
+    title = (
+        f"{job.model.name} on {job.cluster.num_ranks:,} {job.cluster.device.name}, steps of {job.batch_size:,} examples"
+    )
+    table = _table(title + (f", with {pinned}" if (pinned := pins_in_words(found.pins)) else ""))
+    for name in ("strategy", "plan"):
+        table.add_column(name, header_style="dim")
+    for name in ("step", "tokens/s", "MFU", "memory, GB", "bubbles", "GPUs"):
+        table.add_column(name, justify="right", header_style="dim", no_wrap=True)
+    for place, result in enumerate(found.results):
+        prediction = result.prediction
+        table.add_row(
+            result.candidate.strategy,
+            result.candidate.what,
+            shown_seconds(prediction.step_s),
+            f"{prediction.tokens_per_s:,.0f}",
+            f"{prediction.mfu:.1%}",
+            f"{prediction.peak_bytes.max() / 1e9:,.1f}",
+            f"{prediction.bubbles.total_share:.1%}",
+            f"{prediction.num_ranks:,}",
+            style="bold" if place == 0 else None,
+        )
+    return table
+
+
+def _left(found: Found) -> Iterator[str]:
+    of = Counter(passed.why for passed in found.passed_over)
+    if of["bound"]:
+        yield f"{_plans(of['bound'])} cannot be faster than the first, by lower bounds: not simulated."
+    if of["estimate"]:
+        yield f"{_plans(of['estimate'])} not simulated, being slower by estimate."
+
+
+def _plans(count: int) -> str:
+    return f"{count:,} more {'plan' if count == 1 else 'plans'}"
+
+
+def _ruled_out(ruled_out: tuple[RuledOut, ...]) -> Table:
+    """By strategy: what lacks memory, with the nearest to fit, then other reasons, the most frequent first."""
+    table = _table("Ruled out")
+    table.add_column("strategy", header_style="dim")
+    table.add_column("plans", justify="right", header_style="dim")
+    table.add_column("why", header_style="dim")
+    for strategy in dict.fromkeys(ruled.strategy for ruled in ruled_out):
+        of_strategy = [ruled for ruled in ruled_out if ruled.strategy == strategy]
+        reasons = [*_memory(of_strategy), *_others(of_strategy)]
+        for place, (count, why) in enumerate(reasons):
+            table.add_row(strategy if place == 0 else "", f"{count:,}", why)
+    return table
+
+
+def _memory(ruled_out: list[RuledOut]) -> Iterator[tuple[int, str]]:
+    lacking = sorted((ruled for ruled in ruled_out if ruled.lacks_bytes > 0), key=lambda ruled: ruled.lacks_bytes)
+    if lacking:
+        nearest = lacking[0]
+        mends = f"; fits with {' or '.join(nearest.mends)}" if nearest.mends else ""
+        one = "" if len(lacking) == 1 else "memory; nearest: "
+        yield len(lacking), f"{one}{_told(nearest)}{mends}"
+
+
+def _others(ruled_out: list[RuledOut]) -> Iterator[tuple[int, str]]:
+    others = [ruled for ruled in ruled_out if not ruled.lacks_bytes > 0]
+    counts = Counter(ruled.why for ruled in others)
+    for why, count in counts.most_common(_MAX_REASONS):
+        yield count, _told(next(ruled for ruled in others if ruled.why == why)) if count == 1 else why.rstrip(".")
+    if left := sum(counts.values()) - sum(count for _, count in counts.most_common(_MAX_REASONS)):
+        yield left, "for other reasons"
+
+
+def _told(ruled: RuledOut) -> str:
+    return f"{ruled.what}: {ruled.why.rstrip('.')}" if ruled.what else ruled.why.rstrip(".")
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)

@@ -1,0 +1,196 @@
+"""The search: the same answer every time, never worse than simulating everything, and never slower for more memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.core.errors import UserError
+from motet.core.plan import Plan, Unit
+from motet.core.sampler import Sampler
+from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
+from motet.cost.analytic import Analytic
+from motet.cost.catalogue import cluster
+from motet.planner import partition
+from motet.planner.candidate import Candidate, Pins, RuledOut
+from motet.planner.job import Job
+from motet.planner.search import nothing_fits, predict_candidate, search
+
+SAMPLER = Sampler.model_validate(
+    {
+        "task": [
+            {
+                "name": "images",
+                "text": {"median": 200, "spread": 0.6, "max": 2000},
+                "items": {"image": {"length": {"median": 500, "spread": 0.5}, "length_per_token": 4}},
+            }
+        ]
+    }
+)
+MODEL = multimodal(
+    "tiny",
+    language_model(Transformer(1024, 4096, 8, causal=True), 8, 32_000),
+    [connect(vit("image", Transformer(512, 2048, 8), 8), 1024, downsample=4)],
+)
+
+
+def job_on(memory_bytes: int = 80 * 10**9) -> Job:
+    eight = cluster("h100")
+    eight = replace(eight, device=replace(eight.device, memory_bytes=memory_bytes))
+    return Job(MODEL, eight, SAMPLER.workload(num_examples=1000), 64, Analytic(eight))
+
+
+def work_s(job: Job) -> float:
+    """Of the whole batch, on all ranks together, without tensor parallelism."""
+    costs = [job.block_costs(module.name, job.batch_size) for module in job.model.modules]
+    return sum(float((each.forward_s + each.backward_s).sum()) for each in costs)
+
+
+class Chains:
+    """Chains of 1, 2, 4 and 8 stages, cut by the seconds of their layers."""
+
+    def __init__(self, name: str, schedule: str) -> None:
+        self.name, self.schedule = name, schedule
+
+    def __call__(self, job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
+        for pp, microbatch_size in product((1, 2, 4, 8), (1, 2, 4)):
+            if pins.allow(pp=pp, microbatch_size=microbatch_size, schedule=self.schedule, tp=1, dp=8 // pp):
+                yield self._chain(job, pp, microbatch_size)
+
+    def _chain(self, job: Job, pp: int, microbatch_size: int) -> Candidate | RuledOut:
+        names = [module.name for module in job.model.modules for _ in module.blocks]
+        costs = [job.block_costs(module.name, microbatch_size) for module in job.model.modules]
+        seconds = [s for each in costs for s in each.forward_s + each.backward_s]
+        stages, first, slowest_s = [], 0, 0.0
+        for count in partition(seconds, pp):
+            held = names[first : first + count]
+            stages.append({name: held.count(name) for name in dict.fromkeys(held)})
+            slowest_s = max(slowest_s, sum(seconds[first : first + count]))
+            first += count
+        unit = Unit("all", tuple(stages), dp=8 // pp, pp=pp)
+        plan = Plan(job.model, job.cluster, (unit,), job.batch_size, microbatch_size, self.schedule)
+        num_microbatches = job.batch_size * pp // (8 * microbatch_size)
+        what = f"PP {pp}, {microbatch_size} examples a microbatch"
+        estimate_s = (num_microbatches + pp - 1) * slowest_s
+        # Priced one by one, examples take longer than in larger microbatches; so half is below all of them.
+        candidate = Candidate(self.name, what, plan, estimate_s, bound_s=0.5 * work_s(job) / 8)
+        lacks_bytes = float(predict_candidate(job, candidate).peak_bytes.max()) - job.capacity_bytes
+        if lacks_bytes > 0:
+            return RuledOut(self.name, what, f"lacks {lacks_bytes / 1e9:.2f} GB", lacks_bytes, ("more stages",))
+        return candidate
+
+
+STRATEGIES = {"chain": Chains("chain", "1f1b"), "gpipe": Chains("gpipe", "gpipe")}
+
+
+def told(found) -> list[tuple[str, str, float]]:
+    return [(each.candidate.strategy, each.candidate.what, each.prediction.step_s) for each in found.results]
+
+
+def brute_force(job: Job, strategies) -> float:
+    """The fastest step of everything that is proposed."""
+    proposed = [each for strategy in strategies.values() for each in strategy(job, Pins())]
+    steps = [predict_candidate(job, each).step_s for each in proposed if isinstance(each, Candidate)]
+    return min(steps, default=float("inf"))
+
+
+@pytest.fixture(scope="module")
+def proposed() -> tuple[Job, list[Candidate], float]:
+    job, strategies = job_on(), {"chain": STRATEGIES["chain"]}
+    return job, list(strategies["chain"](job, Pins())), brute_force(job, strategies)
+
+
+def test_the_same_answer_every_time():
+    found = search(job_on(), STRATEGIES)
+    assert told(found) == told(search(job_on(), STRATEGIES))
+    assert [each.prediction.step_s for each in found.results] == sorted(each[2] for each in told(found))
+
+
+def test_the_best_of_each_strategy_is_simulated_whatever_the_limit():
+    found = search(job_on(), STRATEGIES, max_simulated=1)
+    assert {each.candidate.strategy for each in found.results} == {"chain", "gpipe"}
+    assert len(found.results) == 2
+    assert len(found.results) + len(found.passed_over) == 24
+
+
+@settings(max_examples=20)
+@given(wrong=st.lists(st.floats(0.2, 5), min_size=12, max_size=12))
+def test_without_a_limit_nothing_that_is_passed_over_is_faster(proposed, wrong):
+    """However wrong the estimates are, as long as the bounds are bounds."""
+    job, candidates, fastest_s = proposed
+    misjudged = [replace(each, estimate_s=each.estimate_s * factor) for each, factor in zip(candidates, wrong)]
+    found = search(job, {"chain": lambda job, pins: iter(misjudged)}, max_simulated=None)
+    assert found.best.prediction.step_s == fastest_s
+
+
+def test_bounds_prune():
+    """A bound that is exact leaves nothing to simulate after the fastest."""
+
+    def strategy(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
+        for candidate in STRATEGIES["chain"](job, pins):
+            step_s = predict_candidate(job, candidate).step_s
+            yield replace(candidate, estimate_s=step_s, bound_s=step_s)
+
+    found = search(job_on(), {"exact": strategy}, max_simulated=None)
+    assert len(found.results) == 1
+    assert {passed.why for passed in found.passed_over} == {"bound"}
+    assert found.best.prediction.step_s == brute_force(job_on(), {"exact": strategy})
+
+
+def test_more_memory_is_never_slower():
+    steps = []
+    for mbytes in (500, 700, 1000, 1500, 3000, 10_000):
+        found = search(job_on(mbytes * 10**6), STRATEGIES, max_simulated=None)
+        steps.append(found.best.prediction.step_s if found.results else float("inf"))
+    assert steps == sorted(steps, reverse=True)
+    assert len(set(steps)) > 2
+
+
+def test_what_needs_too_much_memory_in_simulation_is_ruled_out():
+    def careless(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
+        return STRATEGIES["chain"](job_on(), pins)
+
+    found = search(job_on(10**9), {"careless": careless}, max_simulated=None)
+    assert all(each.prediction.peak_bytes.max() <= job_on(10**9).capacity_bytes for each in found.results)
+    assert any("in simulation it lacks" in ruled.why and ruled.lacks_bytes > 0 for ruled in found.ruled_out)
+
+
+def test_pins_choose_strategies_and_are_passed_on():
+    found = search(job_on(), STRATEGIES, Pins(strategies=("gpipe",), pp=2))
+    assert {each.candidate.strategy for each in found.results} == {"gpipe"}
+    assert all(each.candidate.plan.units[0].pp == 2 for each in found.results)
+
+
+def test_equal_plans_are_considered_once():
+    found = search(job_on(), {"first": STRATEGIES["chain"], "second": STRATEGIES["chain"]}, max_simulated=None)
+    assert len(found.results) + len(found.passed_over) == 12
+
+
+def test_nothing_fits_names_the_nearest_miss():
+    found = search(job_on(10**8), STRATEGIES)
+    nearest = min(found.ruled_out, key=lambda ruled: ruled.lacks_bytes)
+    assert nearest.why in nothing_fits(found)
+    assert nothing_fits(found).endswith("; fits with more stages.")
+    with pytest.raises(UserError, match="Nothing fits for tiny in batches of 64 on 8 h100"):
+        found.best  # noqa: B018
+
+
+def test_a_strategy_that_cannot_price_a_plan_leaves_the_others_their_way():
+    def unpriced(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
+        raise UserError("The profile has no times of it.")
+        yield
+
+    found = search(job_on(), {"unpriced": unpriced, **STRATEGIES})
+    assert found.ruled_out[0] == RuledOut("unpriced", "", "The profile has no times of it.")
+    assert found.results
+
+
+def test_a_workload_without_a_modules_lengths():
+    text = Sampler.model_validate({"task": [{"name": "text", "text": {"value": 100}}]}).workload(num_examples=10)
+    with pytest.raises(UserError, match="'image' needs lengths"):
+        search(replace(job_on(), workload=text), STRATEGIES)
