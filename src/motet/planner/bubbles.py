@@ -99,11 +99,15 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class Filling:
-    """Placements of encoders in the bubbles of a backbone, each found when it is asked for."""
+    """Placements of encoders in the bubbles of a backbone, each found when it is asked for.
+
+    pipelines: which microbatches each encoder pipeline takes; () is to be searched for.
+    """
 
     backbone: Backbone
     encoders: Encoders
     first_stage: int
+    pipelines: Pipelines = ()
 
     @cached_property
     def coarse(self) -> Placement:
@@ -115,6 +119,10 @@ class Filling:
         """In all bubbles; never slower than coarse."""
         return _placement(*self._fine, self.first_stage)
 
+    def sliced(self, encoders: Encoders) -> Filling:
+        """The same encoders with other slices, and each microbatch where the best fine placement has it."""
+        return Filling(self.backbone, encoders, self.first_stage, self._fine[1].pipelines)
+
     @property
     def fine_s(self) -> float:
         """The step of `fine`."""
@@ -123,12 +131,12 @@ class Filling:
     @cached_property
     def _coarse(self) -> tuple[_Search, _Found]:
         search = _Search(self.backbone, self.encoders, fine=False)
-        return search, search.best()
+        return search, search.judge(self.pipelines) if self.pipelines else search.best()
 
     @cached_property
     def _fine(self) -> tuple[_Search, _Found]:
         search = _Search(self.backbone, self.encoders, fine=True)
-        return search, search.best(self._coarse[1].pipelines)
+        return search, search.judge(self.pipelines) if self.pipelines else search.best(self._coarse[1].pipelines)
 
 
 def fill(backbone: Backbone, encoders: Encoders, first_stage: int) -> Filling:
