@@ -35,7 +35,7 @@ from motet.simulate.traffic import Traffic
 
 MAX_BACKBONES, MAX_TRIED = 2, 12
 """Backbones that are simulated and filled, the best by estimate of those that fit; and that are tried for it."""
-MAX_PLACED = 4
+MAX_PLACED = 3
 """Encoder plans of a backbone that are placed."""
 SLICES = 8
 """Of an encoder's layer and pass: it has some 15 kernels, and tensor-parallel communication leaves room for about one

@@ -38,6 +38,8 @@ from motet.schedule.program import Kind
 
 MAX_PARTITIONS = 64
 """Of microbatches among pipelines, that are all tried."""
+MAX_MOVES = 400
+"""That are tried, in all."""
 
 Passes = tuple[tuple[Slices, ...], ...]
 """Per place of an encoder pipeline, and per encoder: a pass of one microbatch; num 0 is none."""
@@ -231,8 +233,12 @@ class _Search:
     def best(self, *known: Pipelines) -> _Found:
         """known: assignments to be no worse than."""
         found = min(map(self.judge, dict.fromkeys([*self._starts(), *known])), key=lambda one: one.key)
-        while better := next((one for one in map(self.judge, self._moves(found)) if one.key < found.key), None):
-            found = better
+        left = MAX_MOVES
+        moves = self._moves(found)
+        while left and (moved := next(moves, None)):
+            left -= 1
+            if (better := self.judge(moved)).key < found.key:
+                found, moves = better, self._moves(better)
         return found
 
     def _starts(self) -> Iterator[Pipelines]:
