@@ -169,6 +169,7 @@ def times_of(draw, program):
         rng.random(edges),
         rng.random(program.num_stages),
         rng.random(program.num_stages),
+        rng.random(program.num_stages),
         rng.random(program.num_ranks),
         *parts,
     )
