@@ -4,7 +4,8 @@ A 3D-parallel backbone, interleaved 1F1B with deferred warm-up or 1F1B, and besi
 their own (`encoder_plans.py`). Backbones are ranked in closed form; the best are simulated, alone, and not again for
 each encoder plan. Of the encoder plans that fit memory, the one whose work is best placed (`bubbles.py`) is proposed:
 with slices of passes where they were placed, and, beside it, with whole passes before and after the backbone's.
-Seconds are means over microbatches: where lengths differ a step is longer than is estimated here.
+Placements are decided on microbatches that are all as long as the mean, since a Plan is for every step; where lengths
+differ, the estimate is longer by as much as the backbone's own step is.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from motet.simulate.traffic import Traffic
 
 MAX_BACKBONES, MAX_TRIED = 2, 12
 """Backbones that are simulated and filled, the best by estimate of those that fit; and that are tried for it."""
+MAX_PLACED = 3
+"""Encoder plans of a backbone that are placed."""
 SLICES = 8
 """Of an encoder's layer and pass: it has some 15 kernels, and tensor-parallel communication leaves room for about one
 of ViT-22B's slices at a time (Optimus section 2.3)."""
@@ -123,11 +126,13 @@ def _estimated(job: Job, shape: Shape) -> Shape:
 
 
 class _Timed(NamedTuple):
-    """The backbone without encoders: its stages, what they take, and its Program."""
+    """The backbone without encoders: its stages, what they take for microbatches that are all alike, its Program, and
+    how many times as long the slowest replica takes for those that there are."""
 
     stages: tuple[PlannedStage, ...]
     times: StageTimes
     program: Program
+    slower: float
 
 
 class _Filler:
@@ -160,14 +165,16 @@ class _Filler:
             yield self.candidate(best, coarse, f"{self.shape}; {best.plan}, coarse", ())
 
     def best(self, fitted: list[Fitted]) -> tuple[Filling, Fitted]:
-        """Of the encoder plans, the one whose finest placement ends first; those that cannot are not placed.
+        """Of the encoder plans, the one whose finest placement ends first.
 
-        Those that recompute least of the backbone come first: what recomputes more cannot be faster alone.
+        Placed are the few that could be best, judged beside the backbone that recomputes least: what recomputes more
+        cannot be faster alone.
         """
         order = sorted(fitted, key=lambda one: sum(sum(stage.values()) for stage in one.units[0].recompute))
         base = self.alone(order[0], parted=True)
         found: tuple[Filling, Fitted] | None = None
-        for least_s, _, one in sorted((self.least_s(base, one), place, one) for place, one in enumerate(order)):
+        bounds = sorted((self.least_s(base, one), place, one) for place, one in enumerate(order))
+        for least_s, _, one in bounds[:MAX_PLACED]:
             if found is None or least_s < found[0].fine_s:
                 filling = self.fill(one, SLICES)
                 if found is None or filling.fine_s < found[0].fine_s:
@@ -184,7 +191,8 @@ class _Filler:
 
     def candidate(self, fitted: Fitted, placed: Placement, what: str, facts: tuple[str, ...]) -> Candidate:
         bound_s = max(row.computing_s for row in self.alone(fitted, parted=True).rows)
-        return Candidate(STRATEGY, what, self.plans.plan(fitted.units, placed.fills), placed.step_s, bound_s, facts)
+        estimate_s = placed.step_s * self._timed[_recompute(fitted)].slower
+        return Candidate(STRATEGY, what, self.plans.plan(fitted.units, placed.fills), estimate_s, bound_s, facts)
 
     def fill(self, fitted: Fitted, num_slices: int) -> Filling:
         """num_slices: of a layer's pass, beside parts of the backbone's passes; 0: all passes stay whole."""
@@ -194,7 +202,7 @@ class _Filler:
     def thinned(self, fitted: Fitted, finest: Filling) -> Placement:
         """The same in fewer slices, where that takes hardly longer: Plans are then shorter, and kernels larger."""
         for num_slices in (1, 2, 4):
-            fewer = self.fill(fitted, num_slices)
+            fewer = finest.sliced(self._encoders(fitted, num_slices))
             if fewer.fine_s <= finest.fine_s * (1 + HARDLY):
                 return fewer.fine
         return finest.fine
@@ -253,7 +261,7 @@ class _Filler:
 
         parted: with its passes in parts, if tensor parallelism leaves bubbles between them.
         """
-        recompute = tuple(tuple(stage.items()) for stage in fitted.units[0].recompute)
+        recompute = _recompute(fitted)
         if recompute not in self._timed:
             self._timed[recompute] = self._time(fitted)
         if (recompute, parted) not in self._alone:
@@ -269,12 +277,15 @@ class _Filler:
         zero = {n: stage.zero for n, stage in enumerate(stages) if len(stage.data_ranks) > 1}
         trained = [n for n, stage in enumerate(stages) if stage.trained]
         program, _ = fillable(pricing.plan)
-        times = _mean(islands, len(stages), len(program.edges))
-        return _Timed(stages, times, add_communication(add_data_parallel(program, zero, trained)))
+        program = add_communication(add_data_parallel(program, zero, trained))
+        columns = [_columns(times, len(stages), len(program.edges)) for times in islands]
+        times = _mean(columns)
+        slowest_s = max(simulate(program, own).makespan_s for own in columns)
+        return _Timed(stages, times, program, slowest_s / simulate(program, times).makespan_s)
 
     def _parted(self, run: _Timed) -> _Timed:
         """In the parts that `fillable` makes."""
-        stages, times, program = run
+        stages, times, program, _ = run
         num_parts = LAYER_PARTS * sum(stage.num_layers for stage in stages)
         if not times.forward_tensor_s.any() or 2 * num_parts * self.shape.num_microbatches > MAX_PARTS:
             return run
@@ -282,7 +293,7 @@ class _Filler:
         backward = {n: parts for n, parts in forward.items() if stages[n].has_backward}
         for stage, parts in forward.items():
             program = split_parts(program, stage, len(parts), len(backward.get(stage, "1")))
-        return _Timed(stages, replace(times, forward_parts=forward, backward_parts=backward), program)
+        return _Timed(stages, replace(times, forward_parts=forward, backward_parts=backward), program, run.slower)
 
 
 def _halves(num_layers: int) -> tuple[Part, ...]:
@@ -290,23 +301,43 @@ def _halves(num_layers: int) -> tuple[Part, ...]:
     return (Part(half, "tensor"), Part(half)) * (2 * num_layers)
 
 
-def _mean(islands: list[StageTimes], num_stages: int, num_edges: int) -> StageTimes:
-    """Of all microbatches alike, and of the first stages and edges alone."""
+def _recompute(fitted: Fitted) -> tuple[tuple[tuple[str, int], ...], ...]:
+    """Of the backbone, to tell Plans apart by."""
+    return tuple(tuple(stage.items()) for stage in fitted.units[0].recompute)
 
-    def mean(name: str, count: int) -> Column:
-        tables = [getattr(times, name)[:count].reshape(count, -1) for times in islands]
-        averaged: Column = np.mean([table.mean(axis=1, keepdims=True) for table in tables], axis=0)
+
+def _columns(times: StageTimes, num_stages: int, num_edges: int) -> StageTimes:
+    """Of the first stages and edges alone."""
+    return StageTimes(
+        times.forward_s[:num_stages],
+        times.input_s[:num_stages],
+        times.weight_s[:num_stages],
+        times.recompute_s[:num_stages],
+        times.forward_tensor_s[:num_stages],
+        times.backward_tensor_s[:num_stages],
+        times.send_s[:num_edges],
+        times.return_s[:num_edges],
+        gather_s=times.gather_s[:num_stages],
+        reduce_s=times.reduce_s[:num_stages],
+    )
+
+
+def _mean(replicas: list[StageTimes]) -> StageTimes:
+    """Over replicas and microbatches."""
+
+    def mean(name: str) -> Column:
+        averaged: Column = np.mean([getattr(times, name).mean(axis=1, keepdims=True) for times in replicas], axis=0)
         return averaged
 
     return StageTimes(
-        forward_s=mean("forward_s", num_stages),
-        input_s=mean("input_s", num_stages),
-        weight_s=mean("weight_s", num_stages),
-        recompute_s=mean("recompute_s", num_stages),
-        forward_tensor_s=mean("forward_tensor_s", num_stages),
-        backward_tensor_s=mean("backward_tensor_s", num_stages),
-        send_s=mean("send_s", num_edges),
-        return_s=mean("return_s", num_edges),
-        gather_s=islands[0].gather_s[:num_stages],
-        reduce_s=islands[0].reduce_s[:num_stages],
+        mean("forward_s"),
+        mean("input_s"),
+        mean("weight_s"),
+        mean("recompute_s"),
+        mean("forward_tensor_s"),
+        mean("backward_tensor_s"),
+        mean("send_s"),
+        mean("return_s"),
+        gather_s=replicas[0].gather_s,
+        reduce_s=replicas[0].reduce_s,
     )

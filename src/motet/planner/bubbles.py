@@ -38,6 +38,8 @@ from motet.schedule.program import Kind
 
 MAX_PARTITIONS = 64
 """Of microbatches among pipelines, that are all tried."""
+MAX_MOVES = 400
+"""That are tried, in all."""
 
 Passes = tuple[tuple[Slices, ...], ...]
 """Per place of an encoder pipeline, and per encoder: a pass of one microbatch; num 0 is none."""
@@ -99,11 +101,15 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class Filling:
-    """Placements of encoders in the bubbles of a backbone, each found when it is asked for."""
+    """Placements of encoders in the bubbles of a backbone, each found when it is asked for.
+
+    pipelines: which microbatches each encoder pipeline takes; () is to be searched for.
+    """
 
     backbone: Backbone
     encoders: Encoders
     first_stage: int
+    pipelines: Pipelines = ()
 
     @cached_property
     def coarse(self) -> Placement:
@@ -115,6 +121,10 @@ class Filling:
         """In all bubbles; never slower than coarse."""
         return _placement(*self._fine, self.first_stage)
 
+    def sliced(self, encoders: Encoders) -> Filling:
+        """The same encoders with other slices, and each microbatch where the best fine placement has it."""
+        return Filling(self.backbone, encoders, self.first_stage, self._fine[1].pipelines)
+
     @property
     def fine_s(self) -> float:
         """The step of `fine`."""
@@ -123,12 +133,12 @@ class Filling:
     @cached_property
     def _coarse(self) -> tuple[_Search, _Found]:
         search = _Search(self.backbone, self.encoders, fine=False)
-        return search, search.best()
+        return search, search.judge(self.pipelines) if self.pipelines else search.best()
 
     @cached_property
     def _fine(self) -> tuple[_Search, _Found]:
         search = _Search(self.backbone, self.encoders, fine=True)
-        return search, search.best(self._coarse[1].pipelines)
+        return search, search.judge(self.pipelines) if self.pipelines else search.best(self._coarse[1].pipelines)
 
 
 def fill(backbone: Backbone, encoders: Encoders, first_stage: int) -> Filling:
@@ -223,8 +233,12 @@ class _Search:
     def best(self, *known: Pipelines) -> _Found:
         """known: assignments to be no worse than."""
         found = min(map(self.judge, dict.fromkeys([*self._starts(), *known])), key=lambda one: one.key)
-        while better := next((one for one in map(self.judge, self._moves(found)) if one.key < found.key), None):
-            found = better
+        left = MAX_MOVES
+        moves = self._moves(found)
+        while left and (moved := next(moves, None)):
+            left -= 1
+            if (better := self.judge(moved)).key < found.key:
+                found, moves = better, self._moves(better)
         return found
 
     def _starts(self) -> Iterator[Pipelines]:
