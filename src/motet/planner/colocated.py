@@ -7,7 +7,7 @@ The memory is as `simulate.memory` counts it, so that what fits here fits there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import NamedTuple
 
@@ -62,12 +62,15 @@ class ModuleLoad:
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """modules: by name, in the order in which they run. largest_rows: of each layer, on any rank. tp: of the ranks."""
+    """modules: by name, in the order in which they run. largest_rows: of each layer, on any rank. tp: of the ranks.
+    methods: how each microbatch is balanced; none where it is not.
+    """
 
     job: Job
     tp: int
     modules: Mapping[str, ModuleLoad]
     largest_rows: Mapping[tuple[str, Layer], float]
+    methods: tuple[str, ...] = ()
 
     @cached_property
     def stages(self) -> Mapping[str, StageBytes]:
@@ -251,7 +254,8 @@ def placed_load(job: Job, plan: Plan) -> Load:
         padded = job.model.module(name).padded
         return work_of(layer, items.length, place, shape[0] * shape[1], padded=padded, num_targets=targets)
 
-    return _load(job, unit.tp, work, shape, lambda name: _moved_bytes(job, name, placement, unit.tp))
+    load = _load(job, unit.tp, work, shape, lambda name: _moved_bytes(job, name, placement, unit.tp))
+    return replace(load, methods=placement.method)
 
 
 def _moved_bytes(job: Job, name: str, placement: Placement, tp: int) -> Table:

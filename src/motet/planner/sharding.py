@@ -23,6 +23,13 @@ Seconds = NDArray[np.float64]
 Zero = Literal[0, 1, 2, 3]
 
 
+class Sharding(NamedTuple):
+    """zero: the ZeRO stage. shard_size: ranks that share one copy; 0 is all."""
+
+    zero: Zero
+    shard_size: int
+
+
 class Collectives(NamedTuple):
     """Seconds of one module: gathering its parameters once, reducing its gradients in a group, and over groups."""
 
@@ -67,15 +74,15 @@ class Sharded:
         )
 
 
-def shardings(job: Job, dp: int, tp: int) -> Iterator[tuple[Zero, int]]:
-    """(zero, shard_size): all that can be told apart, over whole nodes, in powers of two, and over all ranks (0)."""
+def shardings(job: Job, dp: int, tp: int) -> Iterator[Sharding]:
+    """All that can be told apart: over all ranks, and in groups of whole nodes, in powers of two; and none."""
     node = max(job.cluster.ranks_per_node // tp, 1)
-    sizes = [node << power for power in range(dp.bit_length()) if node << power < dp and dp % (node << power) == 0]
+    sizes = [size for power in range(dp.bit_length()) if 1 < (size := node << power) < dp and dp % size == 0]
     if dp > 1:
         for size in (0, *reversed(sizes)):
-            yield 3, size
-            yield 2, size
-    yield 0, 0
+            yield Sharding(3, size)
+            yield Sharding(2, size)
+    yield Sharding(0, 0)
 
 
 def step_s(load: Load, sharded: Sharded, recompute: Mapping[str, int], *, exchanged: bool) -> float:

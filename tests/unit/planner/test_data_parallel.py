@@ -136,6 +136,14 @@ def test_more_memory_is_never_slower():
     assert all(after <= before * 1.005 for before, after in pairwise(steps))
 
 
+def test_more_nodes_are_never_slower():
+    steps = []
+    for num_nodes in (1, 2, 4, 8):
+        given_job = job(500, num_nodes)
+        steps.append(min(simulated(given_job, one.plan).step_s for one in proposed(given_job)[0]))
+    assert all(after < before for before, after in pairwise(steps))
+
+
 def test_no_less_recomputation_would_fit_where_items_are():
     given_job = job(700)
     for one in proposed(given_job, Pins(tp=1))[0]:
@@ -182,6 +190,23 @@ def test_what_goes_against_a_pin_is_not_proposed(pins):
     candidates, ruled_out = proposed(job(), pins)
     assert not candidates
     assert all(one.why for one in ruled_out)
+
+
+def test_groups_are_whole_nodes_in_powers_of_two():
+    given_job = job(num_nodes=12)
+    assert {size for _, size in shardings(given_job, 48, 1)} == {0, 4, 8, 16}
+    assert {size for _, size in shardings(given_job, 12, 4)} == {0, 2, 4}
+    assert list(shardings(given_job, 1, 1)) == [(0, 0)]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_memory_is_that_of_the_prediction(tp):
+    given_job = job(1000)
+    for one in proposed(given_job, Pins(tp=tp))[0]:
+        (unit,) = one.plan.units
+        recompute = unit.recompute[0] if unit.recompute else {}
+        peak_bytes = placed_load(given_job, one.plan).peak_bytes(recompute, state_of(given_job, unit))
+        assert peak_bytes == simulated(given_job, one.plan).peak_bytes.max()
 
 
 def test_pins_hold():
