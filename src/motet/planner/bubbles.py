@@ -38,6 +38,8 @@ from motet.schedule.program import Kind
 
 MAX_PARTITIONS = 64
 """Of microbatches among pipelines, that are all tried."""
+MAX_MOVES = 400
+"""That are tried, in all."""
 
 Passes = tuple[tuple[Slices, ...], ...]
 """Per place of an encoder pipeline, and per encoder: a pass of one microbatch; num 0 is none."""
@@ -55,7 +57,8 @@ class Encoders:
 
     send_s:   a message from place to place, and between the last place and the backbone.
     gather_s: of the encoders' parameters, before a rank's first pass.
-    finish_s: after a rank's last pass: reducing the encoders' gradients, and the optimizer.
+    finish_s: per place, after the last pass on all of its ranks: reducing the encoders' gradients, which these ranks do
+              together, and the optimizer; () is nothing.
     most:     microbatches that a pipeline may take, all of whose activations it may hold at once; 0 is any number.
     """
 
@@ -63,7 +66,7 @@ class Encoders:
     backward: Passes
     send_s: float = 0.0
     gather_s: float = 0.0
-    finish_s: float = 0.0
+    finish_s: tuple[float, ...] = ()
     most: int = 0
 
     @property
@@ -98,11 +101,15 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class Filling:
-    """Placements of encoders in the bubbles of a backbone, each found when it is asked for."""
+    """Placements of encoders in the bubbles of a backbone, each found when it is asked for.
+
+    pipelines: which microbatches each encoder pipeline takes; () is to be searched for.
+    """
 
     backbone: Backbone
     encoders: Encoders
     first_stage: int
+    pipelines: Pipelines = ()
 
     @cached_property
     def coarse(self) -> Placement:
@@ -114,6 +121,10 @@ class Filling:
         """In all bubbles; never slower than coarse."""
         return _placement(*self._fine, self.first_stage)
 
+    def sliced(self, encoders: Encoders) -> Filling:
+        """The same encoders with other slices, and each microbatch where the best fine placement has it."""
+        return Filling(self.backbone, encoders, self.first_stage, self._fine[1].pipelines)
+
     @property
     def fine_s(self) -> float:
         """The step of `fine`."""
@@ -122,12 +133,12 @@ class Filling:
     @cached_property
     def _coarse(self) -> tuple[_Search, _Found]:
         search = _Search(self.backbone, self.encoders, fine=False)
-        return search, search.best()
+        return search, search.judge(self.pipelines) if self.pipelines else search.best()
 
     @cached_property
     def _fine(self) -> tuple[_Search, _Found]:
         search = _Search(self.backbone, self.encoders, fine=True)
-        return search, search.best(self._coarse[1].pipelines)
+        return search, search.judge(self.pipelines) if self.pipelines else search.best(self._coarse[1].pipelines)
 
 
 def fill(backbone: Backbone, encoders: Encoders, first_stage: int) -> Filling:
@@ -201,6 +212,8 @@ class _Search:
         self.rooms = [Room(start, stop) for start, stop in gaps]
         self._mirrored = [Room(-stop[-2::-1], -start[-2::-1]) for start, stop in gaps]
         self._forward_mirrored = tuple(place[::-1] for place in encoders.forward)
+        ranks = np.array(backbone.done_s).reshape(encoders.num_places, -1)
+        self._done_s = ranks.max(axis=1).tolist()
         self._needed_s = (encoders.send_s - backbone.needed_s).tolist()
         self._ready_s = (backbone.ready_s + encoders.send_s).tolist()
         self._most = encoders.most or backbone.num_microbatches
@@ -220,8 +233,12 @@ class _Search:
     def best(self, *known: Pipelines) -> _Found:
         """known: assignments to be no worse than."""
         found = min(map(self.judge, dict.fromkeys([*self._starts(), *known])), key=lambda one: one.key)
-        while better := next((one for one in map(self.judge, self._moves(found)) if one.key < found.key), None):
-            found = better
+        left = MAX_MOVES
+        moves = self._moves(found)
+        while left and (moved := next(moves, None)):
+            left -= 1
+            if (better := self.judge(moved)).key < found.key:
+                found, moves = better, self._moves(better)
         return found
 
     def _starts(self) -> Iterator[Pipelines]:
@@ -255,11 +272,13 @@ class _Search:
     def judge(self, pipelines: Pipelines) -> _Found:
         singles = tuple(self._single(pipeline, own) for pipeline, own in enumerate(pipelines))
         encoders, end_s = self.encoders, self.backbone.end_s
-        lead_s = max(single.lead_s for single in singles)
-        late_s = max(map(_late, singles))
         over_s = sum(max(0.0, late - end_s) for single in singles for late in single.late_s)
         before_s = encoders.num_places * sum(single.lead_s for single in singles)
-        step_s = encoders.gather_s + lead_s + max(late_s, end_s) + encoders.finish_s
+        late_s = map(max, zip(*(single.late_s for single in singles)))
+        finished_s = max(
+            map(sum, zip(map(max, late_s, self._done_s), encoders.finish_s or (0.0,) * encoders.num_places))
+        )
+        step_s = encoders.gather_s + max(single.lead_s for single in singles) + finished_s
         return _Found(pipelines, singles, step_s, before_s + over_s)
 
     def _single(self, pipeline: int, microbatches: tuple[int, ...]) -> _Single:
@@ -272,8 +291,8 @@ class _Search:
                 for stay in self._flow(places, self._forward_mirrored, at_s, free, self._mirrored):
                     free[stay.rank] = stay.end_s
             lead_s = max(0.0, *free.values())
-            ends = {stay.rank: stay.end_s for stay, _, _ in self.runs(pipeline, microbatches, lead_s)}
-            self._singles[key] = _Single(lead_s, tuple(ends.values()))
+            ends = {stay.place: stay.end_s for stay, _, _ in self.runs(pipeline, microbatches, lead_s)}
+            self._singles[key] = _Single(lead_s, tuple(ends[place] for place, _ in self.places(pipeline)))
         return self._singles[key]
 
     def runs(self, pipeline: int, microbatches: tuple[int, ...], lead_s: float) -> Iterator[_Run]:

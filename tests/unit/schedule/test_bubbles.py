@@ -19,6 +19,7 @@ from motet.schedule import (
     validate,
 )
 from motet.schedule.bubbles import EncoderPipeline, coarse_fills, encoder_stages, fill_bubbles, global_order
+from motet.schedule.dry_run import dry_run
 from unit.schedule.longest_path import ends
 
 
@@ -77,6 +78,16 @@ def test_the_backbone_waits_for_what_it_is_given():
     end = ends(fill_bubbles(program, encoders, coarse_fills(program, encoders)), lambda action: 1)
     # Both encode at once; the gradient of the first microbatch waits until its rank's own work is over, at 7.
     assert [end[0, "F", 0], end[0, "F", 1], end[1, "F", 0], end[2, "B", 0]] == [2, 3, 3, 8]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_encoders_do_not_change_when_the_backbone_sends(num_stages):
+    """In the nominal times by which transfers are ordered."""
+    program = interleaved_1f1b(4, 3, 8, deferred_warmup=True)
+    encoders = pipelines(4, num_stages, [8 * num_stages // 4] * (4 // num_stages))
+    filled = dry_run(add_communication(fill_bubbles(program, encoders, coarse_fills(program, encoders))))
+    for action, start in dry_run(add_communication(program)).start.items():
+        assert start <= filled.start[action] < start + 0.1
 
 
 def test_slices_fill_the_bubbles_of_parts():

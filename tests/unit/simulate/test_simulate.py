@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from motet.core.errors import ArgumentError
-from motet.schedule import add_communication, add_recompute, gpipe, interleaved_1f1b, one_f_one_b
+from motet.schedule import add_communication, add_recompute, gpipe, interleaved_1f1b, one_f_one_b, split_parts
 from motet.schedule.program import Action, Kind, Program, Stage
 from motet.simulate import Part, simulate, stage_times
 
@@ -90,6 +90,21 @@ def test_other_work_runs_beside_tensor_parallel_parts(overlap, filled, backend):
     found = spans(simulate(program, times, overlap=overlap, backend=backend))
     assert found["0F0.1", "tensor"] == (1.0, 2.0)
     assert found["1F0", "compute"] == filled
+
+
+@BACKENDS
+def test_a_rank_does_not_communicate_ahead_for_its_next_pass(backend):
+    parts = (Part(1.0, "tensor"), Part(1.0))
+    program = gpipe(1, 2, has_backward=[False])
+    encoder = Action(1, Kind.F, 0)
+    (row,) = split_parts(program, 0, 2, 1).actions
+    program = replace(program, stages=(*program.stages, Stage(0, "image")), actions=((*row[:3], encoder, *row[3:]),))
+    times = replace(stage_times([1, 0.5], [0, 0]), forward_tensor_s=np.array([[1.0], [0.0]]), forward_parts={0: parts})
+    found = spans(simulate(program, times, backend=backend))
+    assert found["0F0.1", "compute"] == (1.0, 2.0)
+    assert found["0F1.0", "tensor"] == (2.0, 3.0)  # not beside 0F0.1, of the pass before
+    assert found["1F0", "compute"] == (2.0, 2.5)  # beside it, as an encoder's work in the bubble is
+    assert found["0F1.1", "compute"] == (3.0, 4.0)
 
 
 @BACKENDS
