@@ -12,9 +12,11 @@ as long as there are no more, all candidates are ranked.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
+from motet.core.workload import BACKBONE
 from motet.planner.blocks import Blocks
 from motet.planner.job import Column
 from motet.planner.partition import partition
@@ -22,6 +24,8 @@ from motet.planner.stages import Ints, stage_numbers
 
 Counts = tuple[int, ...]
 """Blocks of each stage, in order."""
+
+Cut = TypeVar("Cut")
 
 
 def anchor(block_s: Column, num_stages: int) -> Counts:
@@ -76,8 +80,11 @@ def _best_by_place(cuts: Ints, metric: Column, width: int) -> Ints:
     return kept
 
 
-def decide(cuts: Sequence[Counts], step_s: Callable[[Counts], float]) -> Counts:
-    """The cut of the least seconds, the first of equals. step_s: a simulated step, or the mean of measured ones."""
+def decide(cuts: Sequence[Cut], step_s: Callable[[Cut], float]) -> Cut:
+    """The one that takes the least seconds, the first of equals. cuts: counts, or Plans of them.
+
+    step_s: a simulated step, or the mean of a few that were measured (section 5.2: of 3).
+    """
     return min(cuts, key=step_s)
 
 
@@ -91,7 +98,7 @@ def by_parameters(blocks: Blocks, num_stages: int) -> Ints:
     return stage_numbers(partition(blocks.parameters.tolist(), num_stages))
 
 
-def encoders_first(blocks: Blocks, num_stages: int, backbone: str) -> Ints:
+def encoders_first(blocks: Blocks, num_stages: int, backbone: str = BACKBONE) -> Ints:
     """Stage of each block: the backbone's equally many on each, and all encoders with the first (Megatron-LM; Optimus
     section 5.1), what follows the backbone with the last.
     """

@@ -4,14 +4,15 @@ Megatron-LM balanced (Optimus appendix B, corrected in `partition.py`) and OmniB
 parallelism within a node, pipelines, data parallelism over the rest, microbatches and schedules. What a block takes is
 forward and backward under what is frozen, and where, and what of it is recomputed (`stages.py`).
 
-Degrees are taken by what they would take at best, cut evenly and without recomputation or messages, until no other can
-be among the best; each is then cut by `partition`. Of the best of each schedule and tensor-parallel degree OmniBal's
-candidates are cut too, and a simulation of mean microbatches decides.
+Degrees are taken by what they would take at best (`degrees.py`), until no other can be among the best, and cut by
+`partition`. Of the best of each schedule and tensor-parallel degree, if a rank has one stage, OmniBal's candidates are
+cut too, and a simulation of mean microbatches decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -22,7 +23,7 @@ from motet.core.plan import Plan, ScheduleKind, Unit
 from motet.planner import anchor
 from motet.planner.blocks import Blocks, blocks_of
 from motet.planner.candidate import Candidate, Pins, RuledOut, size_words
-from motet.planner.degrees import Considered, Degrees
+from motet.planner.degrees import STRATEGY, Considered, Degrees
 from motet.planner.job import Column, Job
 from motet.planner.partition import partition
 from motet.planner.stages import Ints, Room, Stages, settle, stage_numbers, stages_of
@@ -39,12 +40,12 @@ from motet.simulate import simulate, stage_times
 
 NUM_CANDIDATES = 6
 NUM_RULED_OUT = 4
-NUM_CUT = 32
-"""Degrees that are looked at, unless fewer than NUM_CANDIDATES of them fit."""
+NUM_CUT = 40
+NUM_CUT_ALIKE = 5
+"""Degrees that are cut: in all, and of a schedule and tensor-parallel degree. Where none of them fits, as many more of
+those that need the least memory."""
 NUM_DECIDED = 12
 """Of OmniBal's candidates that are simulated (section 5.2: 10 to 15)."""
-
-STRATEGY = "chain"
 
 _FILLED = 2
 """Microbatches by pipeline rank that fill a pipeline: with more, neither what it holds nor its bubbles change."""
@@ -55,6 +56,23 @@ def chain(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     found, ruled_out = Search(job, pins).run()
     yield from found
     yield from ruled_out
+
+
+def plan_of(job: Job, degrees: Degrees, cut: Callable[[Blocks, int], Ints], pins: Pins | None = None) -> Plan:
+    """A chain that is cut otherwise: `anchor.by_layers`, `by_parameters`, `encoders_first`. With the least
+    recomputation that fits, if that is not pinned; with all of it, where even that does not fit.
+
+    cut: (blocks, number of stages) -> stage of each block.
+    """
+    pipeline = Search(job, pins or Pins()).pipeline(degrees)
+    return pipeline.plan(stages_of(pipeline.blocks, cut(pipeline.blocks, degrees.num_stages), pipeline.room))
+
+
+def near_plans(job: Job, degrees: Degrees, pins: Pins | None = None) -> list[Plan]:
+    """The exact cut in these degrees, if it fits, and OmniBal's candidates that do, best first: for
+    `anchor.decide(plans, measure)` where steps can be measured."""
+    pipeline = Search(job, pins or Pins()).pipeline(degrees)
+    return [pipeline.plan(stages) for stages in pipeline.near(pipeline.settled()) if not stages.lacks_bytes]
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,27 +142,29 @@ class Pipeline:
             precision=job.precision,
         )
 
-    def omnibal(self, exact: Stages, *, radius: int = 2) -> tuple[Stages, int]:
-        """The cut that a simulation of mean microbatches decides for, of the exact one and of OmniBal's candidates; and
-        how many were simulated. Recomputation is counted as the exact cut needs it.
-        """
-        own, again = self.degrees, self.blocks.again_s * exact.recomputed
-        block_s = self.blocks.seconds + again
+    def near(self, exact: Stages, *, radius: int = 2) -> list[Stages]:
+        """The exact cut, and OmniBal's candidates that fit, best first. Candidates are ranked with the recomputation of
+        the exact cut, and each gets its own then."""
+        own = self.degrees
+        block_s = self.blocks.seconds + self.blocks.again_s * exact.recomputed
         start = anchor.anchor(block_s, own.num_stages)
-        cuts = [tuple(np.bincount(exact.stage).tolist())]
-        cuts += anchor.candidates(block_s, self.sends(), start, radius=radius, num=NUM_DECIDED)
+        cuts = anchor.candidates(block_s, self.sends(), start, radius=radius, num=NUM_DECIDED)
+        settled = [stages_of(self.blocks, stage_numbers(counts), self.room) for counts in cuts]
+        other = [
+            stages for stages in settled if not stages.lacks_bytes and not np.array_equal(stages.stage, exact.stage)
+        ]
+        return [exact, *other]
+
+    def decided(self, exact: Stages) -> tuple[Stages, int]:
+        """Of those, the one that is fastest in a simulation of mean microbatches; and how many were simulated."""
+        own = self.degrees
         program = add_communication(passes(own, num_microbatches=min(own.num_microbatches, _FILLED * own.pp)))
 
-        @cache
-        def settled(counts: anchor.Counts) -> Stages:
-            return stages_of(self.blocks, stage_numbers(counts), self.room)
-
-        def step_s(counts: anchor.Counts) -> float:
-            stages = settled(counts)
+        def step_s(stages: Stages) -> float:
             return simulated_s(program, stages, self.send_s(stages), own.num_microbatches)
 
-        cuts = [counts for counts in dict.fromkeys(cuts) if not settled(counts).lacks_bytes]
-        return settled(anchor.decide(cuts, step_s)), len(cuts)
+        near = self.near(exact)
+        return anchor.decide(near, step_s), len(near)
 
 
 def passes(degrees: Degrees, num_microbatches: int) -> Program:
@@ -173,32 +193,40 @@ class Search:
         self.names = tuple(module.name for module in job.model.modules)
         self.considered = Considered(job, pins, self.names)
         self.room = cache(self._room)
+        self.best: dict[tuple[int, ScheduleKind], tuple[float, Degrees, Stages]] = {}
+        self.full: dict[tuple[int, ScheduleKind], tuple[float, Degrees, Stages]] = {}
 
     def run(self) -> tuple[list[Candidate], list[RuledOut]]:
-        best: dict[tuple[int, ScheduleKind], tuple[float, Degrees, Stages]] = {}
-        full: dict[tuple[int, ScheduleKind], tuple[float, Degrees, Stages]] = {}
-        for number, (at_best_s, degrees) in enumerate(self.considered.by_seconds()):
-            key = (degrees.tp, degrees.schedule)
-            limit = sorted(step_s for step_s, _, _ in best.values())[:NUM_CANDIDATES]
-            if len(limit) == NUM_CANDIDATES and (at_best_s >= limit[-1] or number >= NUM_CUT):
+        num_cut: Counter[tuple[int, ScheduleKind]] = Counter()
+        for at_best_s, degrees in self.considered.by_seconds():
+            limit = sorted(step_s for step_s, _, _ in self.best.values())[:NUM_CANDIDATES]
+            if num_cut.total() == NUM_CUT or (len(limit) == NUM_CANDIDATES and at_best_s >= limit[-1]):
                 break
-            if key in best and at_best_s >= best[key][0]:
-                continue
-            pipeline = self.pipeline(degrees)
-            stages = pipeline.settled()
-            entry = (stages.lacks_bytes or pipeline.step_s(stages), degrees, stages)
-            of_kind = full if stages.lacks_bytes else best
-            if key not in of_kind or entry[0] < of_kind[key][0]:
-                of_kind[key] = entry
-        ranked = sorted(best.values(), key=lambda entry: entry[0])[:NUM_CANDIDATES]
+            key = (degrees.tp, degrees.schedule)
+            if num_cut[key] < NUM_CUT_ALIKE and (key not in self.best or at_best_s < self.best[key][0]):
+                num_cut[key] += 1
+                self._cut(degrees)
+        for degrees in self.considered.by_memory()[:NUM_CUT]:
+            if self.best:
+                break
+            self._cut(degrees)
+        ranked = sorted(self.best.values(), key=lambda entry: entry[0])[:NUM_CANDIDATES]
         candidates = sorted(
             (self._candidate(degrees, stages) for _, degrees, stages in ranked), key=lambda found: found.estimate_s
         )
-        nearest = sorted(full.values(), key=lambda entry: entry[0])[:NUM_RULED_OUT]
-        return candidates, [
-            *(self._ruled_out(degrees, stages) for _, degrees, stages in nearest),
-            *self.considered.ruled_out,
-        ]
+        nearest = sorted(self.full.values(), key=lambda entry: entry[0])[:NUM_RULED_OUT]
+        ruled_out = [self._ruled_out(degrees, stages) for _, degrees, stages in nearest]
+        return candidates, [*ruled_out, *self.considered.ruled_out]
+
+    def _cut(self, degrees: Degrees) -> None:
+        """Cut, and keep what is best of the schedule and tensor-parallel degree: of what fits, and of what does not."""
+        pipeline = self.pipeline(degrees)
+        stages = pipeline.settled()
+        entry = (stages.lacks_bytes or pipeline.step_s(stages), degrees, stages)
+        of_kind = self.full if stages.lacks_bytes else self.best
+        key = (degrees.tp, degrees.schedule)
+        if key not in of_kind or entry[0] < of_kind[key][0]:
+            of_kind[key] = entry
 
     def pipeline(self, degrees: Degrees) -> Pipeline:
         own = degrees
@@ -213,7 +241,7 @@ class Search:
 
     def _candidate(self, degrees: Degrees, exact: Stages) -> Candidate:
         pipeline = self.pipeline(degrees)
-        stages, num_simulated = pipeline.omnibal(exact) if 1 < degrees.num_stages == degrees.pp else (exact, 1)
+        stages, num_simulated = pipeline.decided(exact) if 1 < degrees.num_stages == degrees.pp else (exact, 1)
         return Candidate(
             STRATEGY,
             degrees.words,
@@ -249,8 +277,9 @@ def _facts(pipeline: Pipeline, exact: Stages, stages: Stages, num_simulated: int
             f"cut into equal layers {ratios['layers']:.2f} times, into equal parameters {ratios['parameters']:.2f}."
         )
     if stages.recomputed.any():
-        again = [sum(counts.values()) for counts in stages.recompute]
-        yield f"Recomputed layers by stage: {again} of {[sum(counts.values()) for counts in stages.layers]}."
+        of_block = room.rank[stages.stage]
+        again, held = np.bincount(of_block, stages.recomputed), np.bincount(of_block)
+        yield f"Recomputed layers by pipeline rank: {again.astype(int).tolist()} of {held.tolist()}."
     else:
         yield "Nothing need be recomputed."
     if (stages.stage != exact.stage).any():

@@ -22,13 +22,17 @@ from motet.planner.job import Column, Job
 from motet.planner.recompute import Mode
 from motet.planner.uneven import unevenness
 
+STRATEGY = "chain"
 TENSOR = (1, 2, 4, 8)
 MICROBATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 CHUNKS = (2, 4, 8, 12)
 MAX_STAGES = 96
-"""Of a pipeline with chunks: more take long to even out, and send more than they save."""
+"""Of an interleaved pipeline: more take long to even out, and send more than they save."""
 
 _PROBES = 64
+
+MAX_CHUNKED = 32
+"""Pipeline ranks with several chunks."""
 
 NAMES = {"1f1b": "1F1B", "interleaved_1f1b": "interleaved 1F1B", "zb_h1": "ZB-H1", "zb_v": "ZB-V"}
 
@@ -107,7 +111,7 @@ class Considered:
             lacks_bytes, degrees = min(full, key=lambda entry: entry[0])
             lacks = f"{size_words(lacks_bytes)} on {degrees.pp} pipeline ranks"
             why = f"Parameters, gradients and optimizer alone lack {lacks}."
-            self.ruled_out.append(RuledOut("chain", degrees.words, why, lacks_bytes, tuple(degrees.mends(job))))
+            self.ruled_out.append(RuledOut(STRATEGY, degrees.words, why, lacks_bytes, tuple(degrees.mends(job))))
         elif not self._found:
             self.ruled_out.append(_nothing_allowed(job, pins))
 
@@ -136,14 +140,27 @@ class Considered:
                 even_s = at_best(self.whole(degrees), degrees, uneven=self.uneven(degrees))
                 heapreplace(queue, (max(at_best_s, even_s), place, True))
 
+    def by_memory(self) -> list[Degrees]:
+        """Those that need the least first, all recomputed that may be."""
+
+        def needed(degrees: Degrees) -> float:
+            whole, most = self.whole(degrees), float(_in_flight(degrees).max())
+            kept_bytes = whole.kept_bytes - whole.spared_bytes * (self.mode != "none")
+            return (whole.state_bytes(self.job, degrees.dp) + most * kept_bytes) / degrees.pp
+
+        return sorted(self._found, key=needed)
+
 
 def _nothing_allowed(job: Job, pins: Pins) -> RuledOut:
     if not pins.allow(balance="off"):
         why = f"Balance {pins.balance!r} is of data parallelism; in a pipeline it is 'off'."
-        return RuledOut("chain", "any", why, mends=("balance 'off'",))
+        return RuledOut(STRATEGY, "any", why, mends=("balance 'off'",))
+    if pins.schedule not in (None, *NAMES):
+        why = f"A chain runs in {', '.join(NAMES.values())}; schedule {pins.schedule!r} is pinned."
+        return RuledOut(STRATEGY, "any", why, mends=("schedule '1f1b'",))
     ranks = f"{job.cluster.num_ranks} ranks and a batch of {job.batch_size}"
     why = f"No degrees that are allowed divide {ranks}; TP must divide {job.cluster.ranks_per_node} ranks of a node."
-    return RuledOut("chain", "any", why)
+    return RuledOut(STRATEGY, "any", why)
 
 
 def _allowed(job: Job, pins: Pins, num_blocks: int) -> Iterator[Degrees]:
@@ -171,7 +188,9 @@ def _schedules(pp: int, num_microbatches: int, num_blocks: int, pins: Pins) -> I
         return
     if pins.allow(schedule="zb_h1"):
         yield "zb_h1", 1
-    if pins.allow(schedule="zb_v") and 2 * pp <= min(num_blocks, MAX_STAGES):
+    if pp > MAX_CHUNKED and pins.pp is None:
+        return
+    if pins.allow(schedule="zb_v") and 2 * pp <= num_blocks:
         yield "zb_v", 2
     if pins.allow(schedule="interleaved_1f1b") and num_microbatches % pp == 0:
         for num_chunks in CHUNKS:
@@ -181,9 +200,10 @@ def _schedules(pp: int, num_microbatches: int, num_blocks: int, pins: Pins) -> I
 
 @dataclass(frozen=True, eq=False)
 class _Whole:
-    """The model on one tensor-parallel rank, for one microbatch."""
+    """The model on one tensor-parallel rank, for one microbatch. input_s: without gradients of weights."""
 
     forward_s: float
+    input_s: float
     total_s: float
     again_s: float
     parameters: float
@@ -202,6 +222,7 @@ class _Whole:
 
         return cls(
             total("forward_s"),
+            total("forward_s") + total("backward_s") / 2,
             total("forward_s") + total("backward_s"),
             total("again_s"),
             total("parameters"),
@@ -237,9 +258,10 @@ def _at_best_s(job: Job, whole: _Whole, degrees: Degrees, mode: Mode, uneven: fl
     if degrees.schedule == "1f1b":
         return steady - rank_s + total_s
     if degrees.schedule == "zb_h1":
-        return steady + whole.forward_s * (degrees.pp - 1) / degrees.pp
+        return max(steady + whole.forward_s * (degrees.pp - 1) / degrees.pp, whole.input_s)
     chunks = 6 if degrees.schedule == "zb_v" else degrees.num_chunks
-    return steady + max(total_s - rank_s, 0.0) / chunks
+    at_least_s = whole.input_s if degrees.schedule == "zb_v" else 0.0
+    return max(steady + max(total_s - rank_s, 0.0) / chunks, at_least_s)
 
 
 def _slowest_s(block_s: Column, num_stages: int) -> float:

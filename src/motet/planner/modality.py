@@ -149,21 +149,28 @@ def modality_parallel(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
         yield RuledOut(STRATEGY, "any", why)
         return
     mode: Mode = pins.recompute or "least"
-    found: list[tuple[float, Modalities, Stages]] = []
-    full: list[tuple[float, Modalities, Stages]] = []
     options = list(shapes(job, pins))
     if not options:
         ranks = f"{job.cluster.num_ranks} ranks and a batch of {job.batch_size}"
         yield RuledOut(STRATEGY, "any", f"No degrees that are allowed divide {ranks}.")
-    for number, (at_best_s, shape) in enumerate(options):
-        enough = sorted(step_s for step_s, _, _ in found)[:NUM_CANDIDATES]
-        if len(enough) == NUM_CANDIDATES and (at_best_s >= enough[-1] or number >= NUM_CUT):
-            break
-        if number >= 4 * NUM_CUT:
-            break
+    found: list[tuple[float, Modalities, Stages]] = []
+    full: list[tuple[float, Modalities, Stages]] = []
+
+    def cut(shape: Shape) -> None:
         own = Modalities(job, shape, mode)
         stages = own.settled()
         (full if stages.lacks_bytes else found).append((stages.lacks_bytes or own.step_s(stages), own, stages))
+
+    for at_best_s, shape in options[:NUM_CUT]:
+        enough = sorted(step_s for step_s, _, _ in found)[:NUM_CANDIDATES]
+        if len(enough) == NUM_CANDIDATES and at_best_s >= enough[-1]:
+            break
+        cut(shape)
+    widest = sorted(options, key=lambda entry: (-entry[1].tp * sum(entry[1].num_stages), entry[1].microbatch_size))
+    for _, shape in widest[:NUM_CUT]:
+        if found:
+            break
+        cut(shape)
     for step_s, own, stages in sorted(found, key=lambda entry: entry[0])[:NUM_CANDIDATES]:
         facts = tuple(_facts(own, stages))
         yield Candidate(STRATEGY, own.words, own.plan(stages), step_s, work_s(own.flow, stages), facts)

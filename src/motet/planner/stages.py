@@ -53,14 +53,13 @@ class Room:
 
 def _moments(program: Program, rank: int) -> Ints:
     own = [number for number, stage in enumerate(program.stages) if stage.rank == rank]
-    change = np.zeros((len(program.actions[rank]), len(own)), dtype=np.int64)
-    begins = np.zeros(len(change), dtype=np.bool_)
-    for place, action in enumerate(program.actions[rank]):
-        begins[place] = action.kind is Kind.F
-        change[place, own.index(action.stage)] = (action.kind is Kind.F) - (action.kind in (Kind.B, Kind.W))
-    held = np.unique(change.cumsum(axis=0)[begins], axis=0)
-    beaten = [bool(((held >= row).all(axis=1) & (held > row).any(axis=1)).any()) for row in held]
-    fullest: Ints = held[~np.array(beaten)]
+    effect = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
+    row = [(action.stage, effect.get(action.kind, 0)) for action in program.actions[rank]]
+    stage, shift = np.array(row).T
+    change = np.where(stage[:, None] == np.array(own), shift[:, None], 0)
+    held = np.unique(change.cumsum(axis=0)[shift > 0], axis=0)
+    as_full = (held[:, None] >= held[None]).all(axis=2)
+    fullest: Ints = held[as_full.sum(axis=0) == 1]
     return fullest
 
 

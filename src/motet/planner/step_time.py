@@ -8,7 +8,8 @@ With D of a rank its forward and backward seconds of one microbatch, m microbatc
   and no messages: (m - 1 + stages on the longest way) * D).
 - interleaved: the other ranks' D wait once, each for a chunk of it (Narayanan et al. 2021, section 2.2.2). In a chunk
   ranks take turns, so that between ranks that are even and chunks that are, the larger of both is waited for.
-- ZB-H1: m * D and, of the other ranks, F + I - W, at least F; ZB-V: a sixth of their D (Qi et al. 2024).
+- ZB-H1: m * D and, of the other ranks, F + I - W, at least F; ZB-V: a sixth of their D (Qi et al. 2024). With few
+  microbatches, at least F + I of all ranks, then of the slowest for each microbatch, then W.
 
 As microbatches differ, the steady state is longer (`uneven.py`). Parameters are gathered and gradients reduced at the
 ends of the step, as far as passes of others do not hide it.
@@ -51,10 +52,12 @@ def pipeline_s(flow: Flow, stages: Stages, send_s: Column) -> float:
     if flow.schedule in ("zb_h1", "zb_v"):
         blocks = stages.blocks
         weight = stages.sums(np.where(blocks.trained > 0, blocks.backward_s / 2, 0.0))
+        first = np.bincount(flow.rank, stages.seconds - weight)
+        few = float(first.sum() + weight.max()) + (flow.num_microbatches - 1) * float(first.max()) * flow.uneven
         if flow.schedule == "zb_v":
-            return max(steady + others / 6 + sent, float((stages.seconds - weight).sum()) + sent)
+            return max(steady + others / 6, few) + sent
         waits = np.maximum(stages.seconds - 2 * weight, stages.forward_s)
-        return steady + float(np.delete(waits, int(np.argmax(device))).sum()) + sent
+        return max(steady + float(np.delete(waits, int(np.argmax(device))).sum()), few) + sent
     depth = np.array(distances(len(flow.rank), flow.edges)) + 1
     period = max(slowest, float((longest / depth).max()))
     return (flow.num_microbatches - 1) * period * flow.uneven + float(longest.max())

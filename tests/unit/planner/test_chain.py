@@ -2,8 +2,10 @@
 
 import pytest
 
+from motet.planner.anchor import by_layers, by_parameters, decide, encoders_first
 from motet.planner.candidate import Candidate, Pins, RuledOut
-from motet.planner.chain import NUM_CANDIDATES, chain
+from motet.planner.chain import NUM_CANDIDATES, chain, near_plans, plan_of
+from motet.planner.degrees import Degrees
 from motet.schedule import check_fit, program_of, validate
 from motet.simulate.predict import predict
 from unit.planner.jobs import job, model
@@ -55,6 +57,25 @@ def test_least_memory_is_recomputed_least():
     assert counts == sorted(counts) and counts[0] == 0 < counts[-1]
 
 
+@pytest.mark.parametrize("cut", [by_layers, by_parameters, encoders_first])
+def test_chains_cut_otherwise_run_and_are_no_faster(cut):
+    given_job, degrees = job(), Degrees(1, 4, 2, 1, 16)
+    other = plan_of(given_job, degrees, cut)
+    validate(program_of(other))
+    pins = Pins(tp=1, pp=4, dp=2, microbatch_size=1, schedule="1f1b")
+    ours = proposed(given_job, pins)[0][0].plan
+    seconds = [predict(plan, given_job.workload, given_job.cost).step_s for plan in (ours, other)]
+    assert seconds[0] <= seconds[1]
+
+
+def test_measured_steps_can_decide():
+    given_job = job()
+    plans = near_plans(given_job, Degrees(1, 4, 2, 1, 16))
+    assert 1 < len(plans) <= 13 and len({str(plan.units) for plan in plans}) == len(plans)
+    fastest = decide(plans, lambda plan: predict(plan, given_job.workload, given_job.cost).step_s)
+    assert fastest in plans
+
+
 def test_the_same_job_gets_the_same_plans():
     first, second = (proposed(job(spread=0.5))[0] for _ in range(2))
     assert [one.plan.units for one in first] == [one.plan.units for one in second]
@@ -77,7 +98,12 @@ def test_with_the_state_fitting_activations_are_what_lacks():
 
 @pytest.mark.parametrize(
     ("pins", "why"),
-    [(Pins(tp=3), "No degrees"), (Pins(dp=5), "No degrees"), (Pins(balance="joint"), "Balance 'joint'")],
+    [
+        (Pins(tp=3), "No degrees"),
+        (Pins(dp=5), "No degrees"),
+        (Pins(balance="joint"), "Balance 'joint'"),
+        (Pins(schedule="gpipe"), "A chain runs in 1F1B"),
+    ],
 )
 def test_pins_that_cannot_be_are_ruled_out(pins, why):
     candidates, (ruled_out,) = proposed(job(), pins)

@@ -119,6 +119,21 @@ def test_closed_forms_are_near_the_simulation_where_stages_are_nearly_even(name,
     assert pipeline_s(flow, stages, sends) == pytest.approx(simulated, rel=0.2)
 
 
+@pytest.mark.parametrize("make", [zb_h1, zb_v])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4, 7, 12])
+def test_closed_forms_of_zero_bubble_schedules_hold_with_few_microbatches(make, num_microbatches):
+    program = make(4, num_microbatches)
+    number = program.num_stages
+    blocks = toy([0] * number, [0] * number, [0] * number)
+    object.__setattr__(blocks, "backward_s", np.full(number, 2.0))
+    object.__setattr__(blocks, "trained", np.ones(number))
+    stages = stages_of(blocks, np.arange(number), Room.of(program, 1.0))
+    rank = np.array([stage.rank for stage in program.stages])
+    flow = Flow(make.__name__, num_microbatches, rank, tuple(pairwise(range(number))))
+    simulated = simulate(program, stage_times(np.ones(number), np.full(number, 2.0))).makespan_s
+    assert pipeline_s(flow, stages, np.zeros(number - 1)) == pytest.approx(simulated, rel=0.07)
+
+
 def test_a_chain_carries_the_outputs_of_encoders_that_are_over():
     given_job = job()
     names = ("image", "audio", "backbone")
