@@ -25,7 +25,7 @@ MAX_SIMULATED = 12
 MAX_SPANS = 2_000_000
 """Of Timelines, simulated and pictured at some 10^5 to 10^6 a second: plans of thousands of program ranks are few."""
 
-WORTHWHILE = 0.15
+WORTHWHILE = 0.1
 """Of a step."""
 
 FREE = Pins()
@@ -80,7 +80,8 @@ def search(
     """The Plans for a job, those that were simulated ranked by their step.
 
     strategies:    by name, in the order in which equally fast Plans are preferred; `pins.strategies` chooses from them.
-    costly:        names of those that take seconds to propose, and do so only where they can gain WORTHWHILE.
+    costly:        names of those that take seconds to fill the bubbles of pipelines, and are asked where that can make
+                   the fastest step WORTHWHILE faster, and where they are pinned.
     max_simulated: at most as many, but the best estimate of each strategy in any case; None: no bound, and none on the
                    Timelines' sizes either, so that no candidate can be faster than the first result.
     Raises UserError for a workload that lacks the lengths of a module.
@@ -91,7 +92,8 @@ def search(
     late = {name: strategy for name, strategy in chosen.items() if name in costly and name not in pins.strategies}
     run.consider({name: strategy for name, strategy in chosen.items() if name not in late})
     if late and max_simulated is not None and (gain := run.possible_gain()) < WORTHWHILE:
-        why = f"no plan can be more than {gain:.0%} faster than the fastest; to consider it all the same, pin it"
+        than = f"{gain:.0%} faster" if gain > 0 else "faster"
+        why = f"without bubbles, pipelines would be no more than {than} than the fastest; pin it to consider it anyway"
         run.ruled_out += [RuledOut(name, "", why) for name in late]
     else:
         run.consider(late)
@@ -114,11 +116,13 @@ class _Run:
         return min((result.prediction.step_s for result in self.results), default=math.inf)
 
     def possible_gain(self) -> float:
-        """By how much no plan can be faster than the fastest: computing the batch, on all ranks and without bubbles."""
-        each = max(self.job.batch_size // self.job.cluster.num_ranks, 1)
-        costs = [self.job.block_costs(module.name, each) for module in self.job.model.modules]
-        work_s = sum(float((own.forward_s + own.backward_s).sum()) for own in costs) * self.job.batch_size / each
-        return self.fastest_s / (work_s / self.job.cluster.num_ranks) - 1 if work_s else math.inf
+        """By how much the fastest Plan exceeds what the pipelines among the results would take without bubbles."""
+        busy_s = [
+            result.prediction.step_s * (1 - result.prediction.bubbles.total_share)
+            for result in self.results
+            if result.candidate.plan.schedule != "data_parallel"
+        ]
+        return self.fastest_s / min(busy_s) - 1 if busy_s else math.inf
 
     def consider(self, strategies: Mapping[str, Strategy]) -> None:
         """Simulate the best of each strategy's candidates, and of the others what can win and may be."""
