@@ -25,7 +25,7 @@ MAX_SIMULATED = 12
 MAX_SPANS = 2_000_000
 """Of Timelines, simulated and pictured at some 10^5 to 10^6 a second: plans of thousands of program ranks are few."""
 
-WORTHWHILE = 0.1
+WORTHWHILE = 0.15
 """Of a step."""
 
 FREE = Pins()
@@ -92,8 +92,8 @@ def search(
     late = {name: strategy for name, strategy in chosen.items() if name in costly and name not in pins.strategies}
     run.consider({name: strategy for name, strategy in chosen.items() if name not in late})
     if late and max_simulated is not None and (gain := run.possible_gain()) < WORTHWHILE:
-        than = f"{gain:.0%} faster" if gain > 0 else "faster"
-        why = f"without bubbles, pipelines would be no more than {than} than the fastest; pin it to consider it anyway"
+        than = f"more than {gain:.0%} faster" if gain > 0 else "faster"
+        why = f"without bubbles, the fastest pipeline would be no {than} than the fastest plan; pin it to consider it"
         run.ruled_out += [RuledOut(name, "", why) for name in late]
     else:
         run.consider(late)
@@ -116,13 +116,12 @@ class _Run:
         return min((result.prediction.step_s for result in self.results), default=math.inf)
 
     def possible_gain(self) -> float:
-        """By how much the fastest Plan exceeds what the pipelines among the results would take without bubbles."""
-        busy_s = [
-            result.prediction.step_s * (1 - result.prediction.bubbles.total_share)
-            for result in self.results
-            if result.candidate.plan.schedule != "data_parallel"
-        ]
-        return self.fastest_s / min(busy_s) - 1 if busy_s else math.inf
+        """By how much the fastest Plan exceeds what the fastest pipeline would take without its bubbles."""
+        pipelines = [each.prediction for each in self.results if each.candidate.plan.schedule != "data_parallel"]
+        if not pipelines:
+            return math.inf
+        fastest = min(pipelines, key=lambda prediction: prediction.step_s)
+        return self.fastest_s / (fastest.step_s * (1 - fastest.bubbles.total_share)) - 1
 
     def consider(self, strategies: Mapping[str, Strategy]) -> None:
         """Simulate the best of each strategy's candidates, and of the others what can win and may be."""
