@@ -16,6 +16,9 @@ from motet.planner.report import print_found
 from motet.planner.search import Found, search
 from motet.planner.strategies import COSTLY, STRATEGIES
 
+_MAX_ROWS = 24
+"""Of the picture: drawing takes longer than searching otherwise."""
+
 
 @dataclass(frozen=True)
 class Outputs:
@@ -40,7 +43,7 @@ def plan_command(job: Job, pins: Pins, outputs: Outputs) -> None:
     # Imported here: matplotlib takes half a second, which the tables need not wait for.
     from motet.simulate.picture import write_png
 
-    write_png(timeline, outputs.png, title=title)
+    write_png(timeline, outputs.png, title=title, max_rows=_MAX_ROWS)
     if outputs.html is not None:
         from motet.simulate.page import write_html
 
