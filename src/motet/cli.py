@@ -113,7 +113,7 @@ def plan(
 
     pinned = parse_pins(pins or (), STRATEGIES)
     job = job_of_recipe(recipe, Given(cluster, nodes, ranks_per_node, workload, profile), overrides or ())
-    plan_command(job, STRATEGIES, pinned, Outputs(out, png or out.with_suffix(".png"), html, explain))
+    plan_command(job, pinned, Outputs(out, png or out.with_suffix(".png"), html, explain))
 
 
 @app.command()

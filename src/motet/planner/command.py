@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +9,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from motet.core.plan_file import write_plan
-from motet.planner.candidate import Pins, Strategy
+from motet.planner.candidate import Pins
 from motet.planner.explain import write_explanation
 from motet.planner.job import Job
 from motet.planner.report import print_found
 from motet.planner.search import Found, search
+from motet.planner.strategies import COSTLY, STRATEGIES
+
+_MAX_ROWS = 24
+"""Of the picture: drawing takes longer than searching otherwise."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,9 @@ class Outputs:
     explanation: Path | None = None
 
 
-def plan_command(job: Job, strategies: Mapping[str, Strategy], pins: Pins, outputs: Outputs) -> None:
+def plan_command(job: Job, pins: Pins, outputs: Outputs) -> None:
     """Raises UserError if nothing fits, naming the nearest miss, and for a file that cannot be written."""
-    found = _search(job, strategies, pins)
+    found = _search(job, pins)
     print_found(found)
     best = found.best
     title = f"{job.model.name}: {best.candidate.strategy}, {best.candidate.what}, predicted"
@@ -40,7 +43,7 @@ def plan_command(job: Job, strategies: Mapping[str, Strategy], pins: Pins, outpu
     # Imported here: matplotlib takes half a second, which the tables need not wait for.
     from motet.simulate.picture import write_png
 
-    write_png(timeline, outputs.png, title=title)
+    write_png(timeline, outputs.png, title=title, max_rows=_MAX_ROWS)
     if outputs.html is not None:
         from motet.simulate.page import write_html
 
@@ -51,7 +54,7 @@ def plan_command(job: Job, strategies: Mapping[str, Strategy], pins: Pins, outpu
     print(f"\nWrote {', '.join(str(path) for path in written if path is not None)}.")
 
 
-def _search(job: Job, strategies: Mapping[str, Strategy], pins: Pins) -> Found:
+def _search(job: Job, pins: Pins) -> Found:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("considering", total=None)
@@ -59,4 +62,4 @@ def _search(job: Job, strategies: Mapping[str, Strategy], pins: Pins) -> Found:
         def show(what: str, done: int, total: int) -> None:
             bars.update(task, description=what, completed=done, total=total)
 
-        return search(job, strategies, pins, progress=show)
+        return search(job, STRATEGIES, pins, costly=COSTLY, progress=show)

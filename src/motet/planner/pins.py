@@ -16,7 +16,7 @@ _KEYS = tuple("strategy" if field.name == "strategies" else field.name for field
 
 
 def parse_pins(texts: Sequence[str], strategies: Iterable[str]) -> Pins:
-    """Pins from texts KEY=VALUE; a key is one of Pins, with `strategy` for a name among `strategies`, repeatable.
+    """Pins from texts KEY=VALUE. A key is one of Pins; `strategy` is repeatable, with "-" or " " in names.
 
     Raises UserError for a key or a value that there is not, and for a key that is pinned twice.
     """
@@ -27,7 +27,7 @@ def parse_pins(texts: Sequence[str], strategies: Iterable[str]) -> Pins:
         if not equals:
             raise UserError(f"--pin {text}: must be written as KEY=VALUE, for example --pin tp=8.")
         if key == "strategy":
-            chosen.append(_one_of(text, value, tuple(strategies)))
+            chosen.append(_one_of(text, value.replace("-", " "), tuple(strategies)))
         elif key not in _KEYS:
             raise UserError(f"--pin {text}: there is no {key!r} to pin{_suggestion(key, _KEYS)}")
         elif key in given:

@@ -8,7 +8,8 @@ whose lower bound is not below the fastest step so far cannot win, and is passed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -23,6 +24,9 @@ from motet.simulate.prediction import Prediction
 MAX_SIMULATED = 12
 MAX_SPANS = 2_000_000
 """Of Timelines, simulated and pictured at some 10^5 to 10^6 a second: plans of thousands of program ranks are few."""
+
+WORTHWHILE = 0.15
+"""Of a step."""
 
 FREE = Pins()
 """Nothing is pinned."""
@@ -69,29 +73,100 @@ def search(
     strategies: Mapping[str, Strategy],
     pins: Pins = FREE,
     *,
+    costly: Collection[str] = (),
     max_simulated: int | None = MAX_SIMULATED,
     progress: Progress | None = None,
 ) -> Found:
     """The Plans for a job, those that were simulated ranked by their step.
 
     strategies:    by name, in the order in which equally fast Plans are preferred; `pins.strategies` chooses from them.
+    costly:        names of those that take seconds to fill the bubbles of pipelines, and are asked where that can make
+                   the fastest step WORTHWHILE faster, and where they are pinned.
     max_simulated: at most as many, but the best estimate of each strategy in any case; None: no bound, and none on the
                    Timelines' sizes either, so that no candidate can be faster than the first result.
     Raises UserError for a workload that lacks the lengths of a module.
     """
     _check_lengths(job)
-    say = progress or (lambda what, done, total: None)
     chosen = {name: strategy for name, strategy in strategies.items() if name in (pins.strategies or strategies)}
-    candidates: list[Candidate] = []
-    ruled_out: list[RuledOut] = []
-    for number, (name, strategy) in enumerate(chosen.items()):
-        say(f"considering {name}", number, len(chosen))
-        for proposed in _proposed(name, strategy, job, pins):
-            if isinstance(proposed, RuledOut):
-                ruled_out.append(proposed)
-            elif all(proposed.plan != known.plan for known in candidates):
-                candidates.append(proposed)
-    return _simulated(job, pins, candidates, ruled_out, max_simulated, say)
+    run = _Run(job, pins, max_simulated, progress or (lambda what, done, total: None))
+    late = {name: strategy for name, strategy in chosen.items() if name in costly and name not in pins.strategies}
+    run.consider({name: strategy for name, strategy in chosen.items() if name not in late})
+    if late and max_simulated is not None and (gain := run.possible_gain()) < WORTHWHILE:
+        than = f"more than {gain:.0%} faster" if gain > 0 else "faster"
+        why = f"without bubbles, the fastest pipeline would be no {than} than the fastest plan; pin it to consider it"
+        run.ruled_out += [RuledOut(name, "", why) for name in late]
+    else:
+        run.consider(late)
+    return run.found(tuple(chosen))
+
+
+class _Run:
+    """A search as far as it has come."""
+
+    def __init__(self, job: Job, pins: Pins, max_simulated: int | None, say: Progress) -> None:
+        self.job, self.pins, self.max_simulated, self.say = job, pins, max_simulated, say
+        self.candidates: list[Candidate] = []
+        self.results: list[Result] = []
+        self.passed_over: list[PassedOver] = []
+        self.ruled_out: list[RuledOut] = []
+        self.num_simulated, self.num_spans = 0, 0
+
+    @property
+    def fastest_s(self) -> float:
+        return min((result.prediction.step_s for result in self.results), default=math.inf)
+
+    def possible_gain(self) -> float:
+        """By how much the fastest Plan exceeds what the fastest pipeline would take without its bubbles."""
+        pipelines = [each.prediction for each in self.results if each.candidate.plan.schedule != "data_parallel"]
+        if not pipelines:
+            return math.inf
+        fastest = min(pipelines, key=lambda prediction: prediction.step_s)
+        return self.fastest_s / (fastest.step_s * (1 - fastest.bubbles.total_share)) - 1
+
+    def consider(self, strategies: Mapping[str, Strategy]) -> None:
+        """Simulate the best of each strategy's candidates, and of the others what can win and may be."""
+        new: list[Candidate] = []
+        for number, (name, strategy) in enumerate(strategies.items()):
+            self.say(f"considering {name}", number, len(strategies))
+            for proposed in _proposed(name, strategy, self.job, self.pins):
+                if isinstance(proposed, RuledOut):
+                    self.ruled_out.append(proposed)
+                elif all(proposed.plan != known.plan for known in (*self.candidates, *new)):
+                    new.append(proposed)
+        new.sort(key=lambda candidate: candidate.estimate_s)  # Stable: equal estimates stay as they were proposed.
+        self.candidates += new
+        leaders = list({candidate.strategy: candidate for candidate in reversed(new)}.values())
+        ratio = {leader.strategy: self._simulate(leader) / leader.estimate_s for leader in reversed(leaders)}
+        others = [candidate for candidate in new if all(candidate is not leader for leader in leaders)]
+        for candidate in sorted(others, key=lambda other: other.estimate_s * ratio[other.strategy]):
+            if candidate.bound_s >= self.fastest_s:
+                self.passed_over.append(PassedOver(candidate, "bound"))
+            elif self.max_simulated is not None and (
+                self.num_simulated >= self.max_simulated or self.num_spans >= MAX_SPANS
+            ):
+                self.passed_over.append(PassedOver(candidate, "estimate"))
+            else:
+                self._simulate(candidate)
+
+    def _simulate(self, candidate: Candidate) -> float:
+        """Seconds of a step; it is a result if it fits memory."""
+        total = min(len(self.candidates), self.max_simulated or len(self.candidates))
+        self.say(f"simulating {candidate.strategy}: {candidate.what}", self.num_simulated, total)
+        prediction = predict_candidate(self.job, candidate)
+        self.num_simulated += 1
+        self.num_spans += len(prediction.timeline)
+        lacks_bytes = float(prediction.peak_bytes.max()) - self.job.capacity_bytes
+        if lacks_bytes > 0:
+            self.ruled_out.append(_too_large(candidate, prediction, lacks_bytes))
+        else:
+            self.results.append(Result(candidate, prediction))
+        return prediction.step_s
+
+    def found(self, order: Sequence[str]) -> Found:
+        place = {name: number for number, name in enumerate(order)}
+        last = len(place)
+        self.results.sort(key=lambda each: (each.prediction.step_s, place.get(each.candidate.strategy, last)))
+        return Found(self.job, self.pins, tuple(self.results), tuple(self.passed_over), tuple(self.ruled_out))
 
 
 def _proposed(name: str, strategy: Strategy, job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
@@ -102,52 +177,6 @@ def _proposed(name: str, strategy: Strategy, job: Job, pins: Pins) -> Iterator[C
         yield RuledOut(name, "", str(error))
 
 
-def _simulated(
-    job: Job,
-    pins: Pins,
-    candidates: list[Candidate],
-    ruled_out: list[RuledOut],
-    max_simulated: int | None,
-    say: Progress,
-) -> Found:
-    candidates.sort(key=lambda candidate: candidate.estimate_s)  # Stable: equal estimates stay as they were proposed.
-    leaders = list({candidate.strategy: candidate for candidate in reversed(candidates)}.values())[::-1]
-    leaders.sort(key=lambda leader: leader.estimate_s)
-    results: list[Result] = []
-    passed_over: list[PassedOver] = []
-    fastest_s, num_simulated, num_spans = float("inf"), 0, 0
-    ratio: dict[str, float] = {}
-    total = len(candidates) if max_simulated is None else min(len(candidates), max(max_simulated, len(leaders)))
-
-    def simulate(candidate: Candidate) -> None:
-        nonlocal fastest_s, num_simulated, num_spans
-        say(f"simulating {candidate.strategy}: {candidate.what}", num_simulated, total)
-        prediction = predict_candidate(job, candidate)
-        num_simulated += 1
-        num_spans += len(prediction.timeline)
-        ratio.setdefault(candidate.strategy, prediction.step_s / candidate.estimate_s)
-        lacks_bytes = float(prediction.peak_bytes.max()) - job.capacity_bytes
-        if lacks_bytes > 0:
-            ruled_out.append(_too_large(candidate, prediction, lacks_bytes))
-            return
-        results.append(Result(candidate, prediction))
-        fastest_s = min(fastest_s, prediction.step_s)
-
-    for leader in leaders:
-        simulate(leader)
-    led = {id(leader) for leader in leaders}
-    others = [candidate for candidate in candidates if id(candidate) not in led]
-    for candidate in sorted(others, key=lambda other: other.estimate_s * ratio[other.strategy]):
-        if candidate.bound_s >= fastest_s:
-            passed_over.append(PassedOver(candidate, "bound"))
-        elif max_simulated is not None and (num_simulated >= max_simulated or num_spans >= MAX_SPANS):
-            passed_over.append(PassedOver(candidate, "estimate"))
-        else:
-            simulate(candidate)
-    results.sort(key=lambda result: result.prediction.step_s)
-    return Found(job, pins, tuple(results), tuple(passed_over), tuple(ruled_out))
-
-
 def predict_candidate(job: Job, candidate: Candidate) -> Prediction:
     """A step of the candidate's Plan on the job's batch."""
     plan = candidate.plan
@@ -155,7 +184,7 @@ def predict_candidate(job: Job, candidate: Candidate) -> Prediction:
 
 
 def _too_large(candidate: Candidate, prediction: Prediction, lacks_bytes: float) -> RuledOut:
-    worst = int(prediction.peak_bytes.argmax())
+    worst = prediction.ranks[prediction.peak_bytes.argmax()]
     why = f"in simulation it lacks {lacks_bytes / 1e9:.1f} GB on rank {worst}"
     return RuledOut(candidate.strategy, candidate.what, why, lacks_bytes)
 

@@ -30,7 +30,7 @@ def high_water(program: Program, held_bytes: ArrayLike) -> NDArray[np.float64]:
 
 
 def _events(program: Program, rank: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float64]]:
-    """Stage, microbatch, and 1 where a rank begins, -1 where it ceases to hold what F left, in the list's order."""
+    """Stage, microbatch, and 1 where a rank begins, or -1 where it ceases, to hold what F left; in order."""
     row, ends = program.actions[rank], _ends(program, rank)
     found: list[tuple[int, int, int]] = []
     for index, (stage, kind, microbatch, part, _) in enumerate(row):

@@ -25,8 +25,8 @@ _COMPUTE_SHARE = 0.74
 _LINE_INCHES, _SWATCH_INCHES = 0.24, 0.24
 
 
-def write_png(timeline: Timeline, path: str | Path, *, title: str = "") -> None:
-    """Draw a Timeline. Of more than 96 ranks, some are drawn that stand for all, and it is said which.
+def write_png(timeline: Timeline, path: str | Path, *, title: str = "", max_rows: int = _MAX_ROWS) -> None:
+    """Draw a Timeline. Of more than max_rows ranks, some are drawn that stand for all, and it is said which.
 
     Raises UserError if the file cannot be written. O(spans); a million spans take some 20 s.
     """
@@ -34,7 +34,7 @@ def write_png(timeline: Timeline, path: str | Path, *, title: str = "") -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    drawing = draw(timeline, max_rows=_MAX_ROWS)
+    drawing = draw(timeline, max_rows=max_rows)
     head = [line for line in (title, drawing.facts) if line]
     legend = _lines(drawing.legend)
     num_rows = max(len(drawing.ranks), 1)

@@ -1,0 +1,154 @@
+"""`motet plan`: from a recipe to a Plan that `motet simulate` reads; what is wrong is one sentence and exit code 2."""
+
+import json
+import sys
+
+import pytest
+
+from cli.tiny_job import write_tiny_job
+from motet.cli import main
+
+RECIPE = """
+[run]
+batch_size = 32
+
+[cluster]
+device = "h100"
+ranks_per_node = 4
+
+[model.backbone]
+num_layers = 4
+hidden = 256
+mlp = 1024
+num_heads = 4
+vocab_size = 1000
+
+[model.encoders.image]
+kind = "vit"
+num_layers = 2
+hidden = 128
+mlp = 512
+num_heads = 4
+projector = { downsample = 4 }
+
+[[workload.task]]
+name = "images"
+text = { median = 100, spread = 0.5, max = 1000 }
+[workload.task.items.image]
+length = { median = 200, spread = 0.5 }
+length_per_token = 4
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "job.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def motet(monkeypatch, *words) -> None:
+    monkeypatch.setattr(sys, "argv", ["motet", *map(str, words)])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code in (0, None)
+
+
+def fails(monkeypatch, capsys, *words) -> str:
+    monkeypatch.setattr(sys, "argv", ["motet", *map(str, words)])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err.strip()
+    assert error.count("\n") == 0
+    return error
+
+
+def test_the_plan_is_written_and_simulates_to_the_step_that_was_shown(recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    motet(monkeypatch, "plan", recipe, "--explain", "all.html", "--html", "step.html")
+    shown = capsys.readouterr().out
+    assert "Wrote plan.json, plan.png, step.html, all.html." in shown
+    for written in ("plan.png", "step.html", "all.html"):
+        assert (tmp_path / written).stat().st_size > 1000
+    motet(monkeypatch, "simulate", "plan.json", "--workload", recipe)
+    simulated = capsys.readouterr().out
+    step = next(line for line in simulated.splitlines() if line.startswith("step")).split()[1:3]
+    winner = next(line for line in shown.splitlines() if line.startswith(("data parallel", "chain", "modality")))
+    assert " ".join(step) in winner
+
+
+def test_pins_are_kept(recipe, tmp_path, monkeypatch, capsys):
+    motet(monkeypatch, "plan", recipe, "--pin", "strategy=chain", "--pin", "pp=2", "--pin", "schedule=1f1b")
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert [unit["pp"] for unit in plan["units"]] == [2]
+    assert plan.get("schedule", "1f1b") == "1f1b"
+    assert "with strategies = chain, pp = 2, schedule = 1f1b" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_command_line_names_the_cluster(recipe, tmp_path, monkeypatch):
+    motet(monkeypatch, "plan", recipe, "--cluster", "A40", "--nodes", "2", "--pin", "strategy=data-parallel")
+    cluster = json.loads((tmp_path / "plan.json").read_text())["cluster"]
+    assert (cluster["device"]["name"], cluster["num_nodes"], cluster["ranks_per_node"]) == ("a40", 2, 4)
+
+
+def test_nothing_fits(recipe, monkeypatch, capsys):
+    memory = "cluster.memory_gbytes=0.004"
+    monkeypatch.setattr(sys, "argv", ["motet", "plan", str(recipe), "--set", memory])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("Nothing fits for job in batches of 32 on 4 h100. Nearest is ")
+    assert " lack" in error
+    assert "; fits with " in error
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--pin", "tpp=2"], "--pin tpp=2: there is no 'tpp' to pin; did you mean 'tp'?"),
+        (["--pin", "tp"], "--pin tp: must be written as KEY=VALUE, for example --pin tp=8."),
+        (["--pin", "tp=0"], "--pin tp=0: tp must be a whole number of at least 1."),
+        (["--pin", "recompute=some"], "--pin recompute=some: must be one of none, least, full."),
+        (["--cluster", "h300"], "--cluster h300: there is no device 'h300' in the catalogue"),
+        (["--workload", "no.csv"], "no.csv: there is no such file"),
+        (["--set", "model.backbone.mpl=3"], "unknown key 'model.backbone.mpl'; did you mean 'mlp'?"),
+        (["--set", "model.encoders.image.num_mel_bins=3"], "num_mel_bins, which has no effect on an encoder of kind"),
+        (["--set", "model.backbone.num_heads=3"], "3 heads do not divide a row of 256"),
+    ],
+)
+def test_wrong_input(recipe, options, said, monkeypatch, capsys):
+    assert said in fails(monkeypatch, capsys, "plan", recipe, *options)
+
+
+def test_what_is_missing(recipe, monkeypatch, capsys):
+    before = RECIPE.split("[[workload.task]]", maxsplit=1)[0]
+    recipe.write_text(before)
+    assert "has neither [data] nor [workload]" in fails(monkeypatch, capsys, "plan", recipe)
+    recipe.write_text(RECIPE.replace('[cluster]\ndevice = "h100"\nranks_per_node = 4\n', ""))
+    assert "has no [cluster], so --cluster must name" in fails(monkeypatch, capsys, "plan", recipe)
+
+
+def test_a_training_recipe(tmp_path, monkeypatch, capsys):
+    """Its data are the workload, and its model HF families."""
+    monkeypatch.chdir(tmp_path)
+    recipe = write_tiny_job(tmp_path)
+    motet(monkeypatch, "plan", recipe, "--cluster", "a40", "--ranks-per-node", "2", "--out", "tiny.json")
+    plan = json.loads((tmp_path / "tiny.json").read_text())
+    assert plan["batch_size"] == 6
+    assert plan["precision"] == "fp32"
+    assert (tmp_path / "tiny.png").exists()
+
+
+def test_a_model_of_hf_families_without_data(recipe, tmp_path, monkeypatch):
+    """Their sizes are HF's options; the vocabulary must be among them, as no tokenizer tells it."""
+    options = "{ hidden_size = 64, intermediate_size = 128, num_hidden_layers = 2, vocab_size = 100 }"
+    model = f'[model.backbone]\nfamily = "llama"\nconfig = {options}\n'
+    before = RECIPE.split("[model.backbone]", maxsplit=1)[0]
+    task = '[[workload.task]]\nname = "text"\ntext = { value = 50 }\n'
+    recipe.write_text(before + model + task)
+    motet(monkeypatch, "plan", recipe)
+    names = [module["name"] for module in json.loads((tmp_path / "plan.json").read_text())["model"]["modules"]]
+    assert names == ["backbone"]
