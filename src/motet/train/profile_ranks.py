@@ -44,10 +44,7 @@ _ROWS = frozenset({"o_proj", "out_proj", "down_proj", "fc2"})
 
 
 def measure_messages(world: World, watch: Stopwatch) -> list[MessageTimes]:
-    """Of each kind of message among all ranks, the lower quartile of repetitions on the slowest rank; a collective.
-
-    Not the median: what else a machine does delays messages, and never speeds them up.
-    """
+    """Of each kind of message among all ranks, the median of repetitions on the slowest rank; a collective."""
     num_nodes = -(-world.num_ranks // world.ranks_per_node)
     sizes = _SIZES["cuda" if world.device.type == "cuda" else "cpu"]
     found = []
@@ -57,7 +54,7 @@ def measure_messages(world: World, watch: Stopwatch) -> list[MessageTimes]:
             send = prepare(size_bytes // 4, world)
             # The first opens connections.
             samples = [_timed(world, watch, send) for _ in range(_REPEATS + 1)][1:]
-            seconds.append(max(world.gather(float(np.percentile(samples, 25)))))
+            seconds.append(max(world.gather(float(np.median(samples)))))
         found.append(
             MessageTimes(
                 kind=kind, num_ranks=world.num_ranks, num_nodes=num_nodes, size_bytes=sizes, seconds=tuple(seconds)
