@@ -256,6 +256,11 @@ def main() -> None:
         # Under torchrun every rank comes to the same error; one sentence is enough.
         if os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr)
+        if "RANK" in os.environ:
+            # Process groups are still there, and taking them down after another rank has left can abort the process.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(2)
         sys.exit(2)
 
 
