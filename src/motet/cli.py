@@ -162,10 +162,13 @@ def simulate(
         from motet.train.plan_sources import read_plan_and_workload
 
         read, lengths = read_plan_and_workload(plan, workload)
-    from motet.simulate.command import Outputs, cost_model_of, show_predictions
+    from motet.cost.source import cost_model
+    from motet.simulate.command import Outputs, show_predictions
     from motet.simulate.predict import predictions
 
-    found = predictions(read, lengths, cost_model_of(read, profile), batches, seed=seed, jitter=jitter)
+    found = predictions(
+        read, lengths, cost_model(read.cluster, read.precision, profile), batches, seed=seed, jitter=jitter
+    )
     show_predictions(read, found, Outputs(trace, html, png), title=f"{plan.stem}, predicted")
 
 

@@ -8,31 +8,9 @@ from pathlib import Path
 
 from motet.core.errors import UserError
 from motet.core.plan import Plan
-from motet.cost.analytic import Analytic
-from motet.cost.model import CostModel
-from motet.cost.profile import read_profile
-from motet.cost.profiled import Profiled
 from motet.simulate.drawing import shown_seconds
 from motet.simulate.prediction import Prediction
 from motet.simulate.report import print_prediction
-
-_MEASURED_IN = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-
-
-def cost_model_of(plan: Plan, profile_file: Path | None) -> CostModel:
-    """What a profile measured, or, without one, the analytic model.
-
-    Raises UserError for a file that is no profile, or is one in another precision than the plan's.
-    """
-    if profile_file is None:
-        return Analytic(plan.cluster, plan.precision)
-    profile = read_profile(profile_file)
-    if profile.precision != _MEASURED_IN.get(plan.precision):
-        raise UserError(
-            f"{profile_file} was measured in {profile.precision} and the plan computes in {plan.precision}: profile a "
-            "recipe that computes as the plan does, or change the plan's precision."
-        )
-    return Profiled(profile, plan.cluster)
 
 
 @dataclass(frozen=True)

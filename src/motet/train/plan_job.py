@@ -11,11 +11,8 @@ from pydantic import ValidationError
 
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
-from motet.cost.analytic import Analytic
 from motet.cost.catalogue import ClusterConfig
-from motet.cost.model import CostModel
-from motet.cost.profile import read_profile
-from motet.cost.profiled import Profiled
+from motet.cost.source import cost_model
 from motet.planner.job import Job
 from motet.train.plan_recipe import read_job_recipe
 from motet.train.plan_sources import workload_at, workload_of
@@ -54,9 +51,7 @@ def job_of_recipe(path: Path, given: Given, overrides: Sequence[str] = ()) -> Jo
             f"{path} has neither [data] nor [workload], so --workload must say which lengths to plan for: a manifest, "
             "a CSV of lengths, a TOML of distributions, or a recipe."
         )
-    cost: CostModel = Analytic(cluster, read.precision)
-    if given.profile is not None:
-        cost = Profiled(read_profile(given.profile), cluster)
+    cost = cost_model(cluster, read.precision, given.profile)
     return Job(read.model, cluster, workload, read.batch_size, cost, read.precision)
 
 

@@ -1,0 +1,30 @@
+"""Where times come from: the analytic model, or a profile of the device at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from motet.core.cluster import Cluster
+from motet.core.errors import UserError
+from motet.cost.analytic import Analytic
+from motet.cost.model import CostModel
+from motet.cost.profile import read_profile
+from motet.cost.profiled import Profiled
+
+_MEASURED_IN = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+def cost_model(cluster: Cluster, precision: str, profile_file: Path | None = None) -> CostModel:
+    """What a profile measured, or, without one, the analytic model. precision: that the plan computes in.
+
+    Raises UserError for a file that is no profile, or is one in another precision.
+    """
+    if profile_file is None:
+        return Analytic(cluster, precision)
+    profile = read_profile(profile_file)
+    if profile.precision != _MEASURED_IN.get(precision):
+        raise UserError(
+            f"{profile_file} was measured in {profile.precision} and the plan computes in {precision}: profile a "
+            "recipe that computes as the plan does, or change the plan's precision."
+        )
+    return Profiled(profile, cluster)
