@@ -98,6 +98,9 @@ class Analytic:
             cluster, intra_node=self._link(cluster.intra_node), inter_node=self._link(cluster.inter_node)
         )
 
+    def on(self, cluster: Cluster) -> Analytic:
+        return Analytic(cluster, self.precision, self.efficiency)
+
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
         product_s = self._product_s(layer, work.rows, tp, layer.weights)
         attention_s = self._attention_s(layer, work, tp)

@@ -59,6 +59,9 @@ class CostModel(Protocol):
 
     cluster: Cluster
 
+    def on(self, cluster: Cluster) -> CostModel:
+        """Of the same devices in another cluster."""
+
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds: ...
 
     def tensor_seconds(self, layer: Layer, work: Work, ranks: Sequence[int]) -> Seconds:

@@ -36,6 +36,9 @@ class Profiled:
         self.cluster = cluster
         self._surfaces: dict[tuple[str, str, int, int], tuple[Surface, Surface, Surface]] = {}
 
+    def on(self, cluster: Cluster) -> Profiled:
+        return Profiled(self.profile, cluster)
+
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
         key = (module, layer.kind, layer.weights, tp)
         if key not in self._surfaces:

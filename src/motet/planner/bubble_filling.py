@@ -25,6 +25,7 @@ from motet.planner.bubbles import Encoders, Filling, Placement, fill
 from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.encoder_plans import STRATEGY, EncoderPlans, Fitted, Shape, divisors, encoders_of
 from motet.planner.job import Column, Job
+from motet.planner.refusals import indivisible, nothing_divides
 from motet.schedule import PlannedStage, add_communication, add_data_parallel, fillable, split_parts
 from motet.schedule.layout import LAYER_PARTS
 from motet.schedule.program import Program
@@ -51,12 +52,11 @@ _ISLANDS = 8
 def bubble_filling(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     """Encoders in the bubbles of the best backbones, finely and coarsely placed."""
     if why := _never(job, pins):
-        yield RuledOut(STRATEGY, "encoders beside the backbone", why)
+        yield RuledOut(STRATEGY, "", why)
         return
     shapes = sorted(_shapes(job, pins), key=lambda shape: shape.estimate_s)
     if not shapes:
-        why = f"no TP, PP of at least 2 and microbatch size take {job.batch_size} examples on {job.cluster.num_ranks} "
-        yield RuledOut(STRATEGY, "any degrees", why + "ranks in equal microbatches.")
+        yield RuledOut(STRATEGY, "", _indivisible(job, pins))
     num_proposed = 0
     for shape in shapes[:MAX_TRIED]:
         proposed = list(_Filler(job, EncoderPlans(job, shape, pins.recompute or "least")).proposals())
@@ -77,6 +77,12 @@ def _never(job: Job, pins: Pins) -> str:
     if not pins.allow(balance="off"):
         return f"balance is pinned to {pins.balance!r}; in a pipeline it is 'off'."
     return ""
+
+
+def _indivisible(job: Job, pins: Pins) -> str:
+    if pins.pp == 1:
+        return "PP is pinned to 1; a pipeline has bubbles from PP 2 on."
+    return indivisible(job, pins, len(job.model.module(BACKBONE).blocks)) or nothing_divides(job)
 
 
 def _shapes(job: Job, pins: Pins) -> Iterator[Shape]:

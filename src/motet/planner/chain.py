@@ -254,13 +254,8 @@ class Search:
     def _ruled_out(self, degrees: Degrees, stages: Stages) -> RuledOut:
         rank = int(np.argmax(stages.fullness))
         recomputed = "with nothing recomputed" if self.pins.recompute == "none" else "with all layers recomputed"
-        return RuledOut(
-            STRATEGY,
-            degrees.words,
-            f"Pipeline rank {rank} of {degrees.pp} lacks {size_words(stages.lacks_bytes)} {recomputed}.",
-            stages.lacks_bytes,
-            tuple(degrees.mends(self.job, can_recompute=self.pins.recompute == "none")),
-        )
+        why = f"pipeline rank {rank} of {degrees.pp} lacks {size_words(stages.lacks_bytes)} {recomputed}."
+        return RuledOut(STRATEGY, degrees.words, why, stages.lacks_bytes)
 
 
 def _facts(pipeline: Pipeline, exact: Stages, stages: Stages, num_simulated: int) -> Iterator[str]:

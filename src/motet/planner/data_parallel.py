@@ -12,17 +12,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from motet.core.errors import UserError
-from motet.planner.candidate import Candidate, Pins, RuledOut
+from motet.planner.candidate import Candidate, Pins, RuledOut, size_words
 from motet.planner.colocated import EvenBatch
 from motet.planner.data_parallel_search import Placed, Ranks, Weighed
 from motet.planner.job import Job
 from motet.planner.recompute import Mode
+from motet.planner.refusals import indivisible, tensor_degrees
 from motet.planner.sharding import Sharding
 from motet.schedule import check_fit
 
 NAME = "data parallel"
 MAX_CANDIDATES = 6
-_TENSOR = (1, 2, 4, 8)
 
 
 def data_parallel(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
@@ -30,14 +30,13 @@ def data_parallel(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
 
     Rules out what no rank has memory for, and batch sizes that do not divide among the ranks.
     """
-    if not pins.allow(pp=1, schedule="data_parallel"):
+    if why := _refused(job, pins):
+        yield RuledOut(NAME, "", why)
         return
     found: list[Placed] = []
     even = EvenBatch(job)
     said: set[str] = set()
-    for tp in (pins.tp,) if pins.tp else _TENSOR:
-        if not pins.tp and job.cluster.ranks_per_node % tp:
-            continue
+    for tp in (pins.tp,) if pins.tp else tensor_degrees(job):
         best_s = min((one.weighed.estimate_s for one in found), default=math.inf)
         for one in _proposals(Ranks(job, pins, tp, even), best_s):
             if isinstance(one, Placed):
@@ -47,6 +46,15 @@ def data_parallel(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
                 yield one
     for placed in sorted(found, key=lambda one: one.weighed.estimate_s)[:MAX_CANDIDATES]:
         yield _candidate(placed)
+
+
+def _refused(job: Job, pins: Pins) -> str | None:
+    if not pins.allow(pp=1):
+        return f"data parallelism has no pipeline; PP is pinned to {pins.pp}."
+    if not pins.allow(schedule="data_parallel"):
+        return f"data parallelism has no pipeline; the schedule is pinned to {pins.schedule!r}."
+    # What of the batch does not divide is told by ranks, with batches that would.
+    return indivisible(job, replace(pins, dp=None, microbatch_size=None), 1)
 
 
 def _proposals(ranks: Ranks, best_s: float) -> Iterator[Placed | RuledOut]:
@@ -64,7 +72,7 @@ def _proposals(ranks: Ranks, best_s: float) -> Iterator[Placed | RuledOut]:
         weighed, _ = ranks.weigh_evenly(best_s, far=math.inf)
         placed = list(ranks.place(weighed, best_s))
     for one in placed:
-        yield _lacks(ranks, one.weighed, ["fewer examples at a time"]) if one.weighed.fit.lacks_bytes else one
+        yield _lacks(ranks, one.weighed) if one.weighed.fit.lacks_bytes else one
 
 
 def _wrong(ranks: Ranks) -> RuledOut | None:
@@ -93,41 +101,22 @@ def _without_memory(ranks: Ranks, fitting: Sequence[Weighed], lacking: Sequence[
     nothing fits, of all.
     """
     if not fitting:
-        yield from (_lacks(ranks, missed, _mends(ranks, missed)) for missed in lacking[:1])
+        yield from (_lacks(ranks, missed) for missed in lacking[:1])
         return
     for zero in (3, 2, 0):
         missed = [one for one in lacking if one.sharding.zero == zero]
         if missed and all(one.sharding.zero != zero for one in fitting):
-            yield _lacks(ranks, missed[0], [f"ZeRO {fitting[0].sharding.zero}"])
+            yield _lacks(ranks, missed[0], f"ZeRO {fitting[0].sharding.zero}")
     largest = max(one.size for one in fitting)
     larger = [one for one in lacking if one.size > largest]
     if larger:
-        yield _lacks(ranks, larger[0], [f"{_examples(largest)} at a time"])
+        yield _lacks(ranks, larger[0], f"{_examples(largest)} at a time")
 
 
-def _mends(ranks: Ranks, missed: Weighed) -> list[str]:
-    """Nodes over which the state would be small enough, and the least tensor parallelism with which a rank fits."""
-    mends, job = [], ranks.job
-    held = sum(own.held_bytes for own in ranks.state(missed.sharding).values())
-    if missed.sharding.zero == 3 and held > missed.fit.lacks_bytes:
-        needed = ranks.dp * ranks.tp * held / (held - missed.fit.lacks_bytes)
-        mends.append(f"{math.ceil(needed / job.cluster.ranks_per_node):,} nodes")
-    for tp in _TENSOR:
-        if tp > ranks.tp and job.cluster.ranks_per_node % tp == 0:
-            other = Ranks(job, replace(ranks.pins, dp=None), tp, ranks.even)
-            load = ranks.even.load(other.dp, max(job.batch_size // other.dp, 1), tp)
-            if not other.fit(load, Sharding(3, 0), "full").lacks_bytes:
-                return [*mends, f"TP {tp}"]
-    return mends
-
-
-def _lacks(ranks: Ranks, missed: Weighed, mends: Sequence[str]) -> RuledOut:
-    recomputed = "no" if ranks.mode == "none" else "full"
-    why = (
-        f"A rank lacks {_gbytes(missed.fit.lacks_bytes)} of {_gbytes(ranks.job.capacity_bytes)} with {recomputed} "
-        f"recomputation and {_examples(missed.size)} at a time."
-    )
-    return RuledOut(NAME, _what(ranks, missed), why, missed.fit.lacks_bytes, tuple(mends))
+def _lacks(ranks: Ranks, missed: Weighed, *mends: str) -> RuledOut:
+    recomputed = "nothing" if ranks.mode == "none" else "all layers"
+    why = f"a rank lacks {size_words(missed.fit.lacks_bytes)} with {recomputed} recomputed."
+    return RuledOut(NAME, _what(ranks, missed), why, missed.fit.lacks_bytes, mends)
 
 
 def _candidate(placed: Placed) -> Candidate:
@@ -197,7 +186,3 @@ def _recompute_facts(placed: Placed) -> Iterator[str]:
 
 def _examples(count: int) -> str:
     return f"{count:,} example{'' if count == 1 else 's'}"
-
-
-def _gbytes(size_bytes: float) -> str:
-    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"

@@ -15,10 +15,10 @@ import numpy as np
 from motet.core.workload import BACKBONE
 from motet.planner.allocate import allocate, rigid
 from motet.planner.allocation import Limits, UnitOptions
-from motet.planner.candidate import Candidate, Pins, RuledOut
-from motet.planner.degrees import tensor_degrees
+from motet.planner.candidate import Candidate, Pins, RuledOut, size_words
 from motet.planner.job import Job
 from motet.planner.placed_units import PlacedUnits, side_of
+from motet.planner.refusals import indivisible, not_apart
 from motet.planner.unit_options import RECOMPUTED, microbatch_sizes, unit_options
 
 NAME = "disaggregated"
@@ -30,8 +30,8 @@ _NUM_TRIES = 3
 
 def disaggregated(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     """Each module on ranks of its own, 1F1B across units: the best by estimate, and what is fast and lacks memory."""
-    if (why := _unable(job, pins)) is not None:
-        yield RuledOut(NAME, "units of their own", why)
+    if why := not_apart(job, pins) or indivisible(job, pins, len(job.model.module(BACKBONE).blocks)):
+        yield RuledOut(NAME, "", why)
         return
     units = _options(job, pins)
     stiff = list(_rigid(job, pins, units))
@@ -39,40 +39,13 @@ def disaggregated(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     if not placed:
         names = ", ".join(unit.name for unit in units)
         why = f"{job.cluster.num_ranks} ranks are too few for units of {names}, with a batch of {job.batch_size}."
-        yield RuledOut(NAME, "units of their own", why, mends=("more ranks",))
+        yield RuledOut(NAME, "", why)
     baseline = next((one for one in stiff if not one.lacks_bytes), None)
     fitting = sorted((one for one in placed if not one.lacks_bytes), key=lambda one: one.estimate_s)
     for one in fitting[:_NUM_PROPOSED]:
         facts = (_ranks_fact(one, baseline), _slowest_fact(one))
         yield Candidate(NAME, one.what, one.plan, one.estimate_s, one.bound_s, facts)
     yield from (_ruled_out(one, pins) for one in placed if one.lacks_bytes)
-
-
-def _unable(job: Job, pins: Pins) -> str | None:
-    """Why there can be no such Plan, in a sentence."""
-    names = [module.name for module in job.model.modules]
-    aside = [name for name in names if name != BACKBONE and side_of(job.model, name) == 0]
-    if aside:
-        return f"module {aside[0]!r} must feed the backbone and nothing else, or be fed by it alone, to be a unit."
-    if len(names) == 1:
-        return "the backbone is the only module; there is nothing to take apart."
-    if not pins.allow(schedule="1f1b"):
-        return f"units that feed each other run 1F1B; the schedule is pinned to {pins.schedule!r}."
-    if not pins.allow(balance="off"):
-        return (
-            f"phases on ranks of their own are not balanced against each other; balance is pinned to {pins.balance!r}."
-        )
-    if pins.tp is not None and pins.tp not in tensor_degrees(job):
-        return (
-            f"TP is pinned to {pins.tp}; it must be one of {', '.join(map(str, tensor_degrees(job)))}, within a node."
-        )
-    num_blocks = len(job.model.module(BACKBONE).blocks)
-    if pins.pp is not None and not 1 <= pins.pp <= num_blocks:
-        return f"PP is pinned to {pins.pp}; it must be 1 to {num_blocks}, the layers of the backbone."
-    taken = (pins.dp or 1) * (pins.microbatch_size or 1)
-    if job.batch_size % taken:
-        return f"a batch of {job.batch_size} is no multiple of the pinned DP times the pinned microbatch, {taken}."
-    return None
 
 
 def _options(job: Job, pins: Pins) -> list[UnitOptions]:
@@ -163,10 +136,6 @@ def _ruled_out(placed: PlacedUnits, pins: Pins) -> RuledOut:
     cut = max(placed.cuts.values(), key=lambda cut: cut.lacks_bytes)
     stage = max(range(len(cut.fits)), key=lambda number: cut.fits[number].lacks_bytes)
     lacks, share = cut.lacks_bytes, cut.share
-    done = "without recomputation" if pins.recompute == "none" else "with all recomputed"
-    why = f"stage {stage} of {share.name} lacks {lacks / 1e9:.1f} GB {done}."
-    mends = ["recomputation"] if pins.recompute == "none" else []
-    if share.num_examples > 1:
-        mends.append("a smaller microbatch")
-    mends.append("more ranks")
-    return RuledOut(NAME, placed.what, why, lacks, tuple(mends))
+    done = "with nothing recomputed" if pins.recompute == "none" else "with all layers recomputed"
+    why = f"stage {stage} of {share.name} lacks {size_words(lacks)} {done}."
+    return RuledOut(NAME, placed.what, why, lacks)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy
 from motet.planner.job import Job
+from motet.planner.nearest import nearest_miss, would_fit
 from motet.schedule import planned
 from motet.simulate.predict import place_batch, predict_placed
 from motet.simulate.prediction import Prediction
@@ -52,13 +53,14 @@ class PassedOver(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """results: fastest first."""
+    """results: fastest first. mends: if there are none, each of what would make the nearest miss fit, tried."""
 
     job: Job
     pins: Pins
     results: tuple[Result, ...]
     passed_over: tuple[PassedOver, ...]
     ruled_out: tuple[RuledOut, ...]
+    mends: tuple[str, ...] = ()
 
     @property
     def best(self) -> Result:
@@ -97,7 +99,11 @@ def search(
         run.ruled_out += [RuledOut(name, "", why) for name in late]
     else:
         run.consider(late)
-    return run.found(tuple(chosen))
+    found = run.found(tuple(chosen))
+    if not found.results and (nearest := nearest_miss(found.ruled_out)):
+        run.say("looking for what would fit", 0, 1)
+        found = replace(found, mends=would_fit(job, strategies, pins, nearest))
+    return found
 
 
 class _Run:
@@ -194,12 +200,11 @@ def nothing_fits(found: Found) -> str:
     job, pins = found.job, found.pins
     where = f"{job.model.name} in batches of {job.batch_size:,} on {job.cluster.num_ranks:,} {job.cluster.device.name}"
     pinned = f" with {told}" if (told := pins_in_words(pins)) else ""
-    if not found.ruled_out:
+    nearest = nearest_miss(found.ruled_out)
+    if nearest is None:
         return f"No strategy has a plan for {where}{pinned}; unpin something, or change batch_size or the ranks."
-    lacking = [ruled for ruled in found.ruled_out if ruled.lacks_bytes > 0]
-    nearest = min(lacking, key=lambda ruled: ruled.lacks_bytes) if lacking else found.ruled_out[0]
     what = f"{nearest.strategy}, {nearest.what}" if nearest.what else nearest.strategy
-    mends = f"; fits with {' or '.join(nearest.mends)}" if nearest.mends else ""
+    mends = f"; fits with {' or '.join(found.mends)}" if found.mends else ""
     return f"Nothing fits for {where}{pinned}. Nearest is {what}: {nearest.why.rstrip('.')}{mends}."
 
 

@@ -14,7 +14,7 @@ from motet.core.sampler import Sampler
 from motet.core.shapes import Transformer, audio_encoder, connect, language_model, multimodal, vit
 from motet.core.spec import ModelSpec
 from motet.cost.analytic import Analytic
-from motet.planner.candidate import Candidate, Pins, RuledOut
+from motet.planner.candidate import Candidate, Pins, RuledOut, size_words
 from motet.planner.colocated import EvenBatch, placed_load, state_of
 from motet.planner.data_parallel import data_parallel
 from motet.planner.job import Job
@@ -169,27 +169,19 @@ def test_what_lacks_is_what_a_device_would_need_more():
     candidates, ruled_out = proposed(job(200), Pins(tp=1))
     assert not candidates
     (nearest,) = ruled_out
-    assert "full recomputation" in nearest.why and f"{nearest.lacks_bytes / 1e6:.1f} MB" in nearest.why
+    assert "with all layers recomputed" in nearest.why and size_words(nearest.lacks_bytes) in nearest.why
     enough = 200 + nearest.lacks_bytes / 1e6 / 0.94
     assert proposed(job(enough * 1.15), Pins(tp=1))[0]
     assert not proposed(job(enough * 0.98), Pins(tp=1))[0]
 
 
-def test_where_the_state_is_too_much_the_nodes_that_hold_it_are_named():
-    long = multimodal("deep", language_model(LLM, 40, 4000), [])
-    _, ruled_out = proposed(job(350, made=long, batch_size=64))
-    nodes = int(ruled_out[0].mends[0].split()[0])
-    candidates, _ = proposed(job(350, num_nodes=nodes * 2, made=long, batch_size=64 * nodes))
-    assert nodes > 2 and candidates
-
-
 @pytest.mark.parametrize(
-    "pins", [Pins(pp=2), Pins(schedule="1f1b"), Pins(dp=16), Pins(microbatch_size=3), Pins(tp=4, dp=4)]
+    "pins", [Pins(pp=2), Pins(schedule="1f1b"), Pins(tp=3), Pins(dp=16), Pins(microbatch_size=3), Pins(tp=4, dp=4)]
 )
 def test_what_goes_against_a_pin_is_not_proposed(pins):
     candidates, ruled_out = proposed(job(), pins)
     assert not candidates
-    assert all(one.why for one in ruled_out)
+    assert ruled_out and all(one.why for one in ruled_out)
 
 
 def test_groups_are_whole_nodes_in_powers_of_two():
