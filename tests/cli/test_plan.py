@@ -1,6 +1,7 @@
 """`motet plan`: from a recipe to a Plan that `motet simulate` reads; what is wrong is one sentence and exit code 2."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -70,6 +71,9 @@ def test_the_plan_is_written_and_simulates_to_the_step_that_was_shown(recipe, tm
     motet(monkeypatch, "plan", recipe, "--explain", "all.html", "--html", "step.html")
     shown = capsys.readouterr().out
     assert "Wrote plan.json, plan.png, step.html, all.html." in shown
+    page = (tmp_path / "all.html").read_text()
+    ranked = [line for line in shown.splitlines() if re.search(r"%  +\d+$", line)]
+    assert page.count("<section") == page.count("<iframe") == page.count('<tr><td><a href="#plan-') == len(ranked)
     for written in ("plan.png", "step.html", "all.html"):
         assert (tmp_path / written).stat().st_size > 1000
     motet(monkeypatch, "simulate", "plan.json", "--workload", recipe)
@@ -84,7 +88,7 @@ def test_pins_are_kept(recipe, tmp_path, monkeypatch, capsys):
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert [unit["pp"] for unit in plan["units"]] == [2]
     assert plan.get("schedule", "1f1b") == "1f1b"
-    assert "with strategies = chain, pp = 2, schedule = 1f1b" in " ".join(capsys.readouterr().out.split())
+    assert "with strategy = chain, pp = 2, schedule = 1f1b" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_command_line_names_the_cluster(recipe, tmp_path, monkeypatch):
@@ -94,7 +98,7 @@ def test_the_command_line_names_the_cluster(recipe, tmp_path, monkeypatch):
 
 
 def test_nothing_fits(recipe, monkeypatch, capsys):
-    memory = "cluster.memory_gbytes=0.004"
+    memory = "cluster.memory_gbytes=0.012"
     monkeypatch.setattr(sys, "argv", ["motet", "plan", str(recipe), "--set", memory])
     with pytest.raises(SystemExit) as exit_:
         main()

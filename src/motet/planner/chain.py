@@ -271,12 +271,6 @@ def _facts(pipeline: Pipeline, exact: Stages, stages: Stages, num_simulated: int
             f"Cut by the seconds of forward and backward, the slowest rank takes {own:.2f} times the mean; "
             f"cut into equal layers {ratios['layers']:.2f} times, into equal parameters {ratios['parameters']:.2f}."
         )
-    if stages.recomputed.any():
-        of_block = room.rank[stages.stage]
-        again, held = np.bincount(of_block, stages.recomputed), np.bincount(of_block)
-        yield f"Recomputed layers by pipeline rank: {again.astype(int).tolist()} of {held.tolist()}."
-    else:
-        yield "Nothing need be recomputed."
     if (stages.stage != exact.stage).any():
         yield f"Of {num_simulated} cuts that were simulated, the fastest is not the most even one."
 

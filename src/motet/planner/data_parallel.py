@@ -20,6 +20,7 @@ from motet.planner.recompute import Mode
 from motet.planner.refusals import indivisible, tensor_degrees
 from motet.planner.sharding import Sharding
 from motet.schedule import check_fit
+from motet.simulate.drawing import shown_seconds
 
 NAME = "data parallel"
 MAX_CANDIDATES = 6
@@ -84,7 +85,7 @@ def _wrong(ranks: Ranks) -> RuledOut | None:
     if size % ranks.dp:
         below = size // ranks.dp * ranks.dp
         fitting = [f"a batch of {near:,}" for near in (below, below + ranks.dp) if near]
-        why = f"{size:,} examples do not divide among {ranks.dp:,} ranks."
+        why = f"a batch of {size:,} does not divide among the replicas."
         return RuledOut(NAME, what, why, mends=tuple(fitting))
     if not ranks.sizes:
         why = f"{size // ranks.dp} examples a rank are no multiple of {ranks.pins.microbatch_size} at a time."
@@ -145,7 +146,10 @@ def _balance_facts(placed: Placed) -> Iterator[str]:
     waits_s, longer_s = placed.load.waiting_s(recompute), unbalanced.waiting_s(recompute)
     if longer_s > waits_s:
         how = ", ".join(method.replace("_", " ") for method in dict.fromkeys(placed.load.methods))
-        yield f"Balanced ({how}), the busiest ranks compute for {waits_s:.3g} s a step; otherwise, {longer_s:.3g} s."
+        yield (
+            f"Balanced ({how}), the busiest ranks compute for {shown_seconds(waits_s)} a step; otherwise, for "
+            f"{shown_seconds(longer_s)}."
+        )
 
 
 def _most_unbalanced(ranks: Ranks, one: Weighed) -> int:
@@ -169,8 +173,8 @@ def _sharding_facts(ranks: Ranks, one: Weighed) -> Iterator[str]:
     whole_s = ranks.sharded(Sharding(one.sharding.zero, 0)).communication_s(number)
     if whole_s > own_s:
         yield (
-            f"Sharding in groups of {one.sharding.shard_size} communicates for {own_s:.3g} s a step, hidden or not; "
-            f"over all {ranks.dp:,} ranks, for {whole_s:.3g} s."
+            f"Sharding in groups of {one.sharding.shard_size} communicates for {shown_seconds(own_s)} a step, hidden "
+            f"or not; over all {ranks.dp:,} ranks, for {shown_seconds(whole_s)}."
         )
 
 
@@ -181,7 +185,7 @@ def _recompute_facts(placed: Placed) -> Iterator[str]:
     ]
     if counts:
         again_s = placed.load.waiting_s(recompute) - placed.load.waiting_s({})
-        yield f"Recomputes {', '.join(counts)}: {again_s:.3g} s a step."
+        yield f"Recomputes {', '.join(counts)}: {shown_seconds(again_s)} a step."
 
 
 def _examples(count: int) -> str:

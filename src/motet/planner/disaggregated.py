@@ -20,6 +20,7 @@ from motet.planner.job import Job
 from motet.planner.placed_units import PlacedUnits, side_of
 from motet.planner.refusals import indivisible, not_apart
 from motet.planner.unit_options import RECOMPUTED, microbatch_sizes, unit_options
+from motet.simulate.drawing import shown_seconds
 
 NAME = "disaggregated"
 _MAX_MICROBATCH = 16
@@ -128,7 +129,7 @@ def _ranks(placed: PlacedUnits) -> str:
 
 
 def _slowest_fact(placed: PlacedUnits) -> str:
-    each = ", ".join(f"{name} {1e3 * cut.slowest_s:.0f} ms" for name, cut in placed.cuts.items())
+    each = ", ".join(f"{name} {shown_seconds(cut.slowest_s)}" for name, cut in placed.cuts.items())
     return f"Slowest stage of each unit, forward and backward of a microbatch: {each}."
 
 

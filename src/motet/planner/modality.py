@@ -29,6 +29,7 @@ from motet.planner.stages import Ints, Room, Stages, settle, stage_numbers
 from motet.planner.step_time import Flow, ends_s, pipeline_s, work_s
 from motet.planner.uneven import unevenness
 from motet.schedule.modality import modality_parallel as passes
+from motet.simulate.drawing import shown_seconds
 
 STRATEGY = "modality parallel"
 NUM_CANDIDATES = 3
@@ -253,11 +254,8 @@ def _nearest(slowest_s: Column, target_s: float) -> tuple[int, ...]:
 
 def _facts(own: Modalities, stages: Stages) -> Iterator[str]:
     slowest = [float(stages.seconds[first:stop].max()) for first, stop in zip(own.first, own.first[1:])]
-    times = ", ".join(f"{name} {second * 1e3:.1f}" for name, second in zip(own.names, slowest))
-    yield f"Milliseconds of forward and backward of the slowest stage: {times}."
-    if stages.recomputed.any():
-        again = [sum(counts.values()) for counts in stages.recompute]
-        yield f"Recomputed layers by stage: {again} of {[sum(counts.values()) for counts in stages.layers]}."
+    times = ", ".join(f"{name} {shown_seconds(second)}" for name, second in zip(own.names, slowest))
+    yield f"Slowest stage of each unit, forward and backward of a microbatch: {times}."
 
 
 def frozen_unaware(job: Job, pins: Pins) -> Plan | None:

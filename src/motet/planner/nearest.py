@@ -35,19 +35,23 @@ def would_fit(job: Job, strategies: Mapping[str, Strategy], pins: Pins, nearest:
     found = list(nearest.mends)
     if own is not None:
         found += _without_a_pin(job, own, pins)
+    unpinned = Pins(strategies=pins.strategies)
+    if own is not None and not found and pins != unpinned and (free := _proposed(own, job, unpinned)):
+        found.append(f"other degrees than those pinned ({free.what})")
     if not found:
-        free = next((name for name in others if _proposed(strategies[name], job, pins)), None)
-        found += [f"strategy {free!r}"] if free else []
-    if own is not None and nearest.lacks_bytes:
-        found += _on_more_nodes(job, own, pins)
+        other = next((name for name in others if _proposed(strategies[name], job, pins)), None)
+        found += [f"strategy {other!r}"] if other else []
+    if nearest.lacks_bytes:
+        chosen = [strategies[name] for name in pins.strategies or strategies]
+        found += _on_more_nodes(job, sorted(chosen, key=lambda strategy: strategy is not own), pins)
     return tuple(dict.fromkeys(found))
 
 
 def _without_a_pin(job: Job, strategy: Strategy, pins: Pins) -> Iterator[str]:
     for name in _PINS:
         free: dict[str, Any] = {name: None}
-        if getattr(pins, name) is not None and (plan := _proposed(strategy, job, replace(pins, **free))):
-            yield _words(name, plan)
+        if getattr(pins, name) is not None and (one := _proposed(strategy, job, replace(pins, **free))):
+            yield _words(name, one.plan)
 
 
 def _words(name: str, plan: Plan) -> str:
@@ -62,17 +66,18 @@ def _words(name: str, plan: Plan) -> str:
     return f"{name} {getattr(plan, name)!r}"
 
 
-def _on_more_nodes(job: Job, strategy: Strategy, pins: Pins) -> Iterator[str]:
+def _on_more_nodes(job: Job, strategies: Sequence[Strategy], pins: Pins) -> Iterator[str]:
     for times in _TIMES:
         cluster = replace(job.cluster, num_nodes=times * job.cluster.num_nodes)
-        if _proposed(strategy, replace(job, cluster=cluster, cost=job.cost.on(cluster)), pins):
+        larger = replace(job, cluster=cluster, cost=job.cost.on(cluster))
+        if any(_proposed(strategy, larger, pins) for strategy in strategies):
             yield f"{cluster.num_nodes:,} nodes"
             return
 
 
-def _proposed(strategy: Strategy, job: Job, pins: Pins) -> Plan | None:
-    """The Plan with the best estimate."""
+def _proposed(strategy: Strategy, job: Job, pins: Pins) -> Candidate | None:
+    """The one with the best estimate."""
     try:
-        return next((one.plan for one in strategy(job, pins) if isinstance(one, Candidate)), None)
+        return next((one for one in strategy(job, pins) if isinstance(one, Candidate)), None)
     except UserError:  # of a profile that lacks what the strategy asks for
         return None

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
+from motet.core.plan import Plan
 from motet.planner.candidate import RuledOut
 from motet.planner.search import Found, Result, pins_in_words
 from motet.simulate.drawing import shown_seconds
@@ -17,6 +18,8 @@ _MAX_REASONS = 3
 _MAX_FACTS = 3
 _CLEARLY = 0.02
 """Of a step: what differs by less is not told as a reason."""
+COLUMNS = ("strategy and degrees", "step", "tokens/s", "MFU", "GB a rank", "bubbles", "GPUs")
+"""Of the ranking."""
 
 
 def print_found(found: Found, console: Console | None = None) -> None:
@@ -41,18 +44,29 @@ def winner_in_words(found: Found) -> list[str]:
     best = found.best
     prediction = best.prediction
     hours = prediction.num_ranks * prediction.step_s / prediction.num_tokens * 1e9 / 3600
-    sentences = plan_in_words(best.candidate.plan)
-    sentences += best.candidate.facts[:_MAX_FACTS]
-    if rival := _rival(found):
+    plan = best.candidate.plan
+    sentences = [*plan_in_words(plan), *_recomputed(plan), *best.candidate.facts[:_MAX_FACTS]]
+    for rival in _rivals(found):
         sentences += _against(best, rival)
-    device = best.candidate.plan.cluster.device.name
-    return [*sentences, f"A billion tokens take {hours:,.4g} hours of one {device}."]
+    return [*sentences, f"A billion tokens take {hours:,.4g} hours of one {plan.cluster.device.name}."]
 
 
-def _rival(found: Found) -> Result | None:
-    """The fastest of another strategy; without any, the second."""
+def _recomputed(plan: Plan) -> Iterator[str]:
+    """By stage, as OmniBal's Table 9 has it; what has one stage is told in its own sentence."""
+    if not any(any(stage.values()) for unit in plan.units for stage in unit.recompute):
+        yield "Nothing is recomputed."
+    for unit in plan.units:
+        if unit.recompute and len(unit.stages) > 1:
+            held, again = ([sum(stage.values()) for stage in stages] for stages in (unit.stages, unit.recompute))
+            yield f"{unit.name}: of {held} layers by stage, {again} are recomputed."
+
+
+def _rivals(found: Found) -> Iterator[Result]:
+    """The fastest of another strategy and, if it is about as fast, the first that is not; without any, the second."""
     others = [result for result in found.results[1:] if result.candidate.strategy != found.best.candidate.strategy]
-    return next(iter(others or found.results[1:]), None)
+    others = others or list(found.results[1:2])
+    slower = [each for each in others if each.prediction.step_s >= found.best.prediction.step_s * (1 + _CLEARLY)]
+    yield from dict.fromkeys([*others[:1], *slower[:1]])
 
 
 def _against(best: Result, rival: Result) -> Iterator[str]:
@@ -60,7 +74,7 @@ def _against(best: Result, rival: Result) -> Iterator[str]:
     one, other = best.prediction, rival.prediction
     gain = other.step_s / one.step_s - 1
     if gain < _CLEARLY:
-        yield f"{rival.candidate.strategy} ({rival.candidate.what}) is as fast, to {gain:.1%}."
+        yield f"{rival.candidate.strategy} ({rival.candidate.what}) is as fast, but for {gain:.1%}."
         return
     reasons = []
     idle, other_idle = (each.bubbles.total_share for each in (one, other))
@@ -80,29 +94,35 @@ def _against(best: Result, rival: Result) -> Iterator[str]:
     yield f"It is {gain:.0%} faster than {rival.candidate.strategy} ({rival.candidate.what}){why}."
 
 
-def _ranking(found: Found) -> Table:
+def title_of(found: Found) -> str:
+    """What was planned for: model, ranks, batch, pins."""
     job = found.job
-    title = (
-        f"{job.model.name} on {job.cluster.num_ranks:,} {job.cluster.device.name}, steps of {job.batch_size:,} examples"
+    ranks = f"{job.cluster.num_ranks:,} {job.cluster.device.name}"
+    pinned = f", with {told}" if (told := pins_in_words(found.pins)) else ""
+    return f"{job.model.name} on {ranks}, steps of {job.batch_size:,} examples{pinned}"
+
+
+def figures(result: Result) -> tuple[str, ...]:
+    """A text for each of COLUMNS."""
+    prediction = result.prediction
+    return (
+        f"{result.candidate.strategy}, {result.candidate.what}",
+        shown_seconds(prediction.step_s),
+        f"{prediction.tokens_per_s:,.0f}",
+        f"{prediction.mfu:.1%}",
+        f"{prediction.peak_bytes.max() / 1e9:,.1f}",
+        f"{prediction.bubbles.total_share:.1%}",
+        f"{prediction.num_ranks:,}",
     )
-    table = _table(title + (f", with {pinned}" if (pinned := pins_in_words(found.pins)) else ""))
-    for name in ("strategy", "plan"):
-        table.add_column(name, header_style="dim")
-    for name in ("step", "tokens/s", "MFU", "memory, GB", "bubbles", "GPUs"):
-        table.add_column(name, justify="right", header_style="dim", no_wrap=True)
+
+
+def _ranking(found: Found) -> Table:
+    table = _table(title_of(found))
+    for name in COLUMNS:
+        first = name == COLUMNS[0]
+        table.add_column(name, justify="left" if first else "right", header_style="dim", no_wrap=not first)
     for place, result in enumerate(found.results):
-        prediction = result.prediction
-        table.add_row(
-            result.candidate.strategy,
-            result.candidate.what,
-            shown_seconds(prediction.step_s),
-            f"{prediction.tokens_per_s:,.0f}",
-            f"{prediction.mfu:.1%}",
-            f"{prediction.peak_bytes.max() / 1e9:,.1f}",
-            f"{prediction.bubbles.total_share:.1%}",
-            f"{prediction.num_ranks:,}",
-            style="bold" if place == 0 else None,
-        )
+        table.add_row(*figures(result), style="bold" if place == 0 else None)
     return table
 
 

@@ -212,7 +212,8 @@ def pins_in_words(pins: Pins) -> str:
     """`tp = 8, schedule = 1f1b`; "" where nothing is pinned."""
     given = {name: getattr(pins, name) for name in Pins.__dataclass_fields__ if getattr(pins, name) not in (None, ())}
     return ", ".join(
-        f"{name} = {' or '.join(value) if isinstance(value, tuple) else value}" for name, value in given.items()
+        f"{'strategy' if name == 'strategies' else name} = {' or '.join(value) if isinstance(value, tuple) else value}"
+        for name, value in given.items()
     )
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MAX_ROWS = 96
-_WIDTH_INCHES, _LEFT_INCHES, _RIGHT_INCHES = 14.0, 0.8, 0.75
+_WIDTH_INCHES, _LEFT_INCHES, _RIGHT_INCHES = 14.0, 1.15, 0.75
 _PIXELS_PER_INCH = 160
 _COMPUTE_SHARE = 0.74
 """Of a row's height; below it is the band of communication."""
@@ -116,7 +116,7 @@ def _draw_scales(axes: Axes, drawing: Drawing, font_size: float) -> None:
     axes.set_ylim(max(num_rows, 1), 0)
     axes.set_xlabel(unit, color=SOFT, fontsize=9)
     axes.set_yticks([row + _COMPUTE_SHARE / 2 for row in range(num_rows)])
-    axes.set_yticklabels([f"rank {rank}" for rank in drawing.ranks.tolist()], fontsize=font_size)
+    axes.set_yticklabels(drawing.names, fontsize=font_size)
     axes.tick_params(axis="y", length=0, colors=INK)
     axes.tick_params(axis="x", colors=SOFT, labelsize=8)
     for side in ("top", "left", "right", "bottom"):

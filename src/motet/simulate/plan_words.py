@@ -17,6 +17,12 @@ _SCHEDULES = {
     "data_parallel": "data parallel, without a pipeline",
 }
 
+_BALANCES = {
+    "joint": "one assignment of examples for all modules",
+    "per_phase": "an assignment of items for each module",
+    "auto": "one assignment for all modules or one for each, whichever makes the step faster",
+}
+
 
 def plan_in_words(plan: Plan) -> list[str]:
     """Sentences: what on what, how a step goes, then one a unit. The plan must fit its model (`schedule/fit.py`)."""
@@ -38,7 +44,9 @@ def plan_in_words(plan: Plan) -> list[str]:
         f"{_number(plan.microbatch_size, 'example')} on {replicas}; {schedule}."
     )
     if plan.balance != "off":
-        step += f" Items are balanced: {plan.balance.replace('_', ' ')}."
+        step += f" Items are balanced over ranks: {_BALANCES[plan.balance]}."
+    elif plan.schedule == "data_parallel" and backbone.dp > 1:
+        step += " Items are not balanced."
     if plan.fills:
         step += f" {_number(len(plan.fills), 'slice')} of encoders run in bubbles."
     return [first, step, *(_unit(unit, plan) for unit in plan.units)]

@@ -158,7 +158,7 @@ def test_no_less_recomputation_would_fit_where_items_are():
 def test_a_batch_that_does_not_divide_is_ruled_out_with_sizes_that_do():
     candidates, (ruled_out,) = proposed(job(batch_size=30), Pins(tp=1))
     assert not candidates
-    assert ruled_out.why == "30 examples do not divide among 8 ranks."
+    assert ruled_out.why == "a batch of 30 does not divide among the replicas."
     assert ruled_out.mends == ("a batch of 24", "a batch of 32")
     assert proposed(job(batch_size=24))[0] and proposed(job(batch_size=32))[0]
     _, (ruled_out,) = proposed(job(batch_size=3), Pins(tp=1))

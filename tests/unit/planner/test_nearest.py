@@ -82,6 +82,14 @@ def test_a_degree_that_does_not_divide_is_let_go():
     assert batches[::-1] == ["a batch of 30", "a batch of 35"]
 
 
+def test_where_no_pin_alone_is_to_blame_all_are_let_go():
+    pins = Pins(strategies=("chain",), tp=1, pp=1, dp=2, microbatch_size=16, recompute="none")
+    (mend, *_) = searched(pins, 400).mends
+    what = re.fullmatch(r"other degrees than those pinned \((.*)\)", mend)
+    assert what and what[1] in {one.what for one in STRATEGIES["chain"](job(memory_mbytes=400), Pins())
+                                if isinstance(one, Candidate)}  # fmt: skip
+
+
 def test_the_nearest_miss_lacks_the_least_and_memory_comes_first():
     divides, much, less = RuledOut("a", "", "x"), RuledOut("b", "", "y", 2.0), RuledOut("c", "", "z", 1.0)
     assert nearest_miss([divides, much, less]) is less
