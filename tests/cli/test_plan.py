@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from cli.tiny_job import write_tiny_job
+from motet.analyze.lengths import read_lengths
 from motet.cli import main
 
 RECIPE = """
@@ -118,6 +119,11 @@ def test_nothing_fits(recipe, monkeypatch, capsys):
         (["--pin", "recompute=some"], "--pin recompute=some: must be one of none, least, full."),
         (["--cluster", "h300"], "--cluster h300: there is no device 'h300' in the catalogue"),
         (["--workload", "no.csv"], "no.csv: there is no such file"),
+        (["--workload", "."], ". is a folder; name the manifest in it, or another file of lengths."),
+        (["--pin", "schedule=gpipe"], "--pin schedule=gpipe: must be one of 1f1b, interleaved_1f1b, zb_h1, zb_v, data"),
+        (["--out", "none/plan.json"], "none/plan.json cannot be written: there is no folder none."),
+        (["--html", "."], ". cannot be written: it is a folder; name a file."),
+        (["--explain", "plan.png"], "plan.png cannot be written: two of --out, --png, --html and --explain name it."),
         (["--set", "model.backbone.mpl=3"], "unknown key 'model.backbone.mpl'; did you mean 'mlp'?"),
         (["--set", "model.encoders.image.num_mel_bins=3"], "num_mel_bins, which has no effect on an encoder of kind"),
         (["--set", "model.backbone.num_heads=3"], "3 heads do not divide a row of 256"),
@@ -125,6 +131,16 @@ def test_nothing_fits(recipe, monkeypatch, capsys):
 )
 def test_wrong_input(recipe, options, said, monkeypatch, capsys):
     assert said in fails(monkeypatch, capsys, "plan", recipe, *options)
+
+
+def test_what_is_assumed_of_lengths_is_said(recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "400")
+    rows = ["image_width,image_height,audio_seconds,text_tokens", *["280,280,2.5,40"] * 3]
+    (tmp_path / "lengths.csv").write_text("\n".join(rows))
+    motet(monkeypatch, "plan", recipe, "--workload", "lengths.csv", "--pin", "strategy=data-parallel")
+    shown = capsys.readouterr().out
+    assert all(sentence in shown for sentence in read_lengths("lengths.csv").workload().assumptions)
+    assert "Examples have items of audio, for which the model has no module" in shown
 
 
 def test_what_is_missing(recipe, monkeypatch, capsys):

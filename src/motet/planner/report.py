@@ -10,6 +10,7 @@ from rich.table import Table
 
 from motet.core.plan import Plan
 from motet.planner.candidate import RuledOut
+from motet.planner.job import Job
 from motet.planner.search import Found, Result, pins_in_words
 from motet.simulate.drawing import shown_seconds
 from motet.simulate.plan_words import plan_in_words
@@ -27,7 +28,7 @@ def print_found(found: Found, console: Console | None = None) -> None:
     console = console or Console()
     if found.results:
         console.print(_ranking(found))
-        for sentence in _left(found):
+        for sentence in (*_left(found), *_lengths(found.job)):
             console.print(sentence, style="dim", highlight=False, markup=False)
         console.print()
     if found.ruled_out:
@@ -132,6 +133,18 @@ def _left(found: Found) -> Iterator[str]:
         yield f"{_plans(of['bound'])} cannot be faster than the first, by lower bounds: not simulated."
     if of["estimate"]:
         yield f"{_plans(of['estimate'])} not simulated, being slower by estimate."
+
+
+def _lengths(job: Job) -> Iterator[str]:
+    """What was assumed of them, and which of them the model has no use for."""
+    yield from job.workload.assumptions
+    known = {module.name for module in job.model.modules}
+    unused = [name for name, items in job.workload.examples.items.items() if items.num_items and name not in known]
+    if unused:
+        yield (
+            f"Examples have items of {' and '.join(unused)}, for which the model has no module: they are counted as "
+            "tokens of the backbone, and nothing encodes them."
+        )
 
 
 def _plans(count: int) -> str:
