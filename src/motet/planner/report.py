@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-from motet.core.plan import Plan
+from motet.core.plan import Plan, Unit
 from motet.planner.candidate import RuledOut
 from motet.planner.job import Job
 from motet.planner.search import Found, Result, pins_in_words
@@ -46,20 +46,28 @@ def winner_in_words(found: Found) -> list[str]:
     prediction = best.prediction
     hours = prediction.num_ranks * prediction.step_s / prediction.num_tokens * 1e9 / 3600
     plan = best.candidate.plan
-    sentences = [*plan_in_words(plan), *_recomputed(plan), *best.candidate.facts[:_MAX_FACTS]]
+    sentences = [*plan_in_words(plan), *recomputed_in_words(plan), *best.candidate.facts[:_MAX_FACTS]]
     for rival in _rivals(found):
         sentences += _against(best, rival)
     return [*sentences, f"A billion tokens take {hours:,.4g} hours of one {plan.cluster.device.name}."]
 
 
-def _recomputed(plan: Plan) -> Iterator[str]:
-    """By stage, as OmniBal's Table 9 has it; what has one stage is told in its own sentence."""
+def recomputed_in_words(plan: Plan) -> Iterator[str]:
+    """By pipeline rank, as OmniBal's Table 9 has it; what has one stage is told in its own sentence."""
     if not any(any(stage.values()) for unit in plan.units for stage in unit.recompute):
         yield "Nothing is recomputed."
     for unit in plan.units:
-        if unit.recompute and len(unit.stages) > 1:
-            held, again = ([sum(stage.values()) for stage in stages] for stages in (unit.stages, unit.recompute))
-            yield f"{unit.name}: of {held} layers by stage, {again} are recomputed."
+        if unit.pp > 1 and any(any(stage.values()) for stage in unit.recompute):
+            held, again = (_by_pipeline_rank(plan, unit, stages) for stages in (unit.stages, unit.recompute))
+            yield f"{unit.name}: of {held} layers by pipeline rank, {again} are recomputed."
+
+
+def _by_pipeline_rank(plan: Plan, unit: Unit, stages: Sequence[Mapping[str, int]]) -> list[int]:
+    total = [0] * unit.pp
+    for number, counts in enumerate(stages):
+        back = plan.schedule == "zb_v" and number >= unit.pp
+        total[2 * unit.pp - 1 - number if back else number % unit.pp] += sum(counts.values())
+    return total
 
 
 def _rivals(found: Found) -> Iterator[Result]:
