@@ -147,7 +147,7 @@ def _parsed(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UserError(f"Cannot read the plan {path}: it is not UTF-8 text.") from error
     except (RecursionError, ValueError) as error:
-        raise UserError(f"Cannot read the plan {path}: its lists are nested too deep, or a number is too long.") from error
+        raise UserError(f"Cannot read the plan {path}: lists are nested too deep, or a number is too long.") from error
     except OSError as error:
         raise UserError(f"Cannot read the plan {path}: {error.strerror}.") from error
     if not isinstance(document, dict):

@@ -152,7 +152,7 @@ def test_a_missing_key_is_named(document, tmp_path):
         ("[]", 'is no plan: it must be a table with the keys "motet_plan"'),
         ("{}", 'it must have "motet_plan": 1'),
         ('{"motet_plan": 2}', 'it must have "motet_plan": 1'),
-        ("[" * 100_000, "its lists are nested too deep"),
+        ("[" * 100_000, "lists are nested too deep"),
         ('{"motet_plan": 1, "batch_size": ' + "1" * 5000 + "}", "or a number is too long"),
         ('{"motet_plan": 1, "batch_size": NaN}', "has NaN where a finite number must be"),
         ('{"motet_plan": 1, "batch_size": 1, "batch_size": 2}', "has the key 'batch_size' twice"),
