@@ -105,7 +105,9 @@ def _number(count: int, one: str, many: str = "") -> str:
 
 
 def _count(number: int) -> str:
-    scale, unit = next(((scale, unit) for scale, unit in ((1e9, " B"), (1e6, " M")) if number >= scale), (1.0, ""))
+    scale, unit = next(
+        ((scale, unit) for scale, unit in ((1e9, " B"), (1e6, " M"), (1e3, " K")) if number >= scale), (1.0, "")
+    )
     return f"{number / scale:.3g}{unit}"
 
 

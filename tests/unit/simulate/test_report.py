@@ -86,6 +86,13 @@ def test_the_report_has_speed_memory_and_bubbles(prediction):
     assert not any(name.startswith("Out of memory") for name in lines)
 
 
+def test_a_small_models_memory_is_in_megabytes(prediction):
+    small = replace(prediction, memory_bytes={part: held // 1000 for part, held in prediction.memory_bytes.items()})
+    lines = printed(PLAN, small)
+    assert any(name.startswith("Memory of a rank, MB") for name in lines)
+    assert lines["parameters"].split() == ["40.0", "40.0"] and lines["of 80.0 GB"].split() == ["0%", "0%"]
+
+
 def test_a_rank_without_the_memory_is_named(prediction):
     lacking = replace(prediction, capacity_bytes=64 * 10**9)
     said = (
