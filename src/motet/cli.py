@@ -134,7 +134,7 @@ def simulate(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="Of a recipe: what it runs on, e.g. h100; default: cpu, this machine."),
+        typer.Option(help="Of a recipe: what it runs on, e.g. h100; default: its [cluster], or cpu, this machine."),
     ] = None,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Of a recipe: on how many devices; default: those of a node.")
@@ -155,7 +155,7 @@ def simulate(
     if plan.suffix == ".toml":
         from motet.train.plan_of_recipe import read_recipe_as_plan
 
-        read, lengths = read_recipe_as_plan(plan, overrides or (), device or "cpu", ranks, workload)
+        read, lengths = read_recipe_as_plan(plan, overrides or (), device, ranks, workload)
     elif device or ranks or overrides:
         raise UserError(f"--device, --ranks and --set are for a recipe; {plan} is a plan, which says all that itself.")
     else:
