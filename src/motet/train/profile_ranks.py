@@ -56,15 +56,13 @@ def measure_messages(world: World, watch: Stopwatch) -> list[MessageTimes]:
     num_nodes = -(-world.num_ranks // world.ranks_per_node)
     device = "cuda" if world.device.type == "cuda" else "cpu"
     square = torch.zeros(_WIDTH[device], _WIDTH[device], device=world.device)
+    alone_s = _chain_s(world, watch, square, lambda: None)
     found = []
     for kind, prepare in _MESSAGES.items():
         seconds = []
         for size_bytes in _SIZES[device]:
-            send = prepare(size_bytes // 4, world)
-            # The first opens connections.
-            samples = [_added_s(world, watch, send, square) for _ in range(_REPEATS + 1)][1:]
-            added_s = max(world.gather(float(np.median(samples)))) / _MESSAGES_A_CALL.get(kind, 1)
-            seconds.append(max(added_s, 0.0))
+            added_s = _chain_s(world, watch, square, prepare(size_bytes // 4, world)) - alone_s
+            seconds.append(max(added_s / _MESSAGES_A_CALL.get(kind, 1), 0.0))
         found.append(
             MessageTimes(
                 kind=kind,
@@ -77,18 +75,21 @@ def measure_messages(world: World, watch: Stopwatch) -> list[MessageTimes]:
     return found
 
 
-def _added_s(world: World, watch: Stopwatch, send: Callable[[], object], square: Tensor) -> float:
-    def chain(*, sends: bool) -> None:
+def _chain_s(world: World, watch: Stopwatch, square: Tensor, send: Callable[[], object]) -> float:
+    """Seconds of one link, on the slowest rank."""
+
+    def chain() -> None:
         for _ in range(_CHAIN):
             for _ in range(_PRODUCTS):
                 torch.mm(square, square)
-            if sends:
-                send()
+            send()
 
-    world.barrier()
-    alone_s, _ = watch(lambda: chain(sends=False))
-    world.barrier()
-    return (watch(lambda: chain(sends=True))[0] - alone_s) / _CHAIN
+    samples = []
+    for _ in range(_REPEATS + 1):
+        world.barrier()
+        samples.append(watch(chain)[0])
+    # The first opens connections.
+    return max(world.gather(float(np.median(samples[1:])))) / _CHAIN
 
 
 def _gather(count: int, world: World) -> Callable[[], object]:
