@@ -37,8 +37,8 @@ from motet.train.profile_measure import (
 from motet.train.world import World
 
 _SIZES = {"cpu": tuple(2**n for n in range(12, 25, 2)), "cuda": tuple(2**n for n in range(12, 29, 2))}
-_CHAIN = 5
-_REPEATS = 9
+_CHAIN = 4
+_REPEATS = 7
 _PRODUCTS, _WIDTH = 8, {"cpu": 256, "cuda": 2048}
 """Computed between two messages: a millisecond or two, as a layer takes."""
 _ROUNDS = 9
