@@ -10,7 +10,7 @@ from motet.planner.report import COLUMNS, figures, title_of
 from motet.planner.search import Found, Result
 from motet.simulate.drawing import INK, SOFT, shown_seconds
 from motet.simulate.page import HINT, page_of
-from motet.simulate.plan_words import plan_in_words
+from motet.simulate.plan_words import plan_in_words, rows_in_words
 
 _MAX_SPANS = 300_000
 """Of all Timelines together: some ten megabytes."""
@@ -45,7 +45,7 @@ def write_explanation(found: Found, path: str | Path) -> None:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1>"
         "<p>Simulated on one batch, fastest first. All Timelines have one scale; a row is a rank, or ranks that share "
-        f"their work, of the slowest replica. The wheel with Ctrl {HINT}</p>"
+        f"their work. The wheel with Ctrl {HINT}</p>"
         f'{_ranking(found)}<div class="plans">{plans}</div></body></html>\n'
     )
     try:
@@ -70,7 +70,8 @@ def _plan(number: int, result: Result, slowest_s: float, max_spans: int) -> str:
     _, *words = plan_in_words(candidate.plan)
     estimated = f"Estimated to take {shown_seconds(candidate.estimate_s)} before it was simulated."
     facts = "".join(f"<li>{html.escape(fact)}</li>" for fact in (*words, *candidate.facts, estimated))
-    timeline = page_of(prediction.timeline, title="", max_spans=max_spans, framed_s=slowest_s)
+    note = rows_in_words(candidate.plan)
+    timeline = page_of(prediction.timeline, title="", max_spans=max_spans, framed_s=slowest_s, note=note)
     # A frame each: the pages are independent of each other, draw when they come into view, and then say how high.
     return (
         f'<section id="plan-{number}"><h2>{title}</h2><ul>{facts}</ul>'

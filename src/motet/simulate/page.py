@@ -36,19 +36,20 @@ canvas {{ display: block; width: 100%; }}
 """
 
 
-def write_html(timeline: Timeline, path: str | Path, *, title: str = "Timeline") -> None:
+def write_html(timeline: Timeline, path: str | Path, *, title: str = "Timeline", note: str = "") -> None:
     """Write the page: 25 to 40 bytes a span. Of more than 512 ranks, or 200,000 spans, some ranks stand for all.
 
+    note: a sentence that stands above the rows.
     Raises UserError if it cannot be written. O(spans).
     """
-    page = page_of(timeline, title=title, max_spans=_MAX_SPANS)
+    page = page_of(timeline, title=title, max_spans=_MAX_SPANS, note=note)
     try:
         Path(path).write_text(page, encoding="utf-8")
     except OSError as error:
         raise UserError(f"the page cannot be written to {path}: {error.strerror}.") from error
 
 
-def page_of(timeline: Timeline, *, title: str, max_spans: int, framed_s: float = 0.0) -> str:
+def page_of(timeline: Timeline, *, title: str, max_spans: int, framed_s: float = 0.0, note: str = "") -> str:
     """The page itself, with some ranks for all where they have more than max_spans spans. O(spans).
 
     framed_s: of a page in a frame among others, which has no heading: seconds that are shown to begin with, so that all
@@ -60,7 +61,7 @@ def page_of(timeline: Timeline, *, title: str, max_spans: int, framed_s: float =
     spans = _data(drawing, list(timeline.action), framed_s)
     data = json.dumps(spans, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
     script = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
-    head = f"<p>{html.escape(drawing.facts)}.</p>"
+    head = f"<p>{html.escape(drawing.facts)}.</p>" + (f"<p>{html.escape(note)}</p>" if note else "")
     if not framed_s:
         head = f"<h1>{html.escape(title)}</h1>{head}<p>The wheel {HINT}</p>"
     return (

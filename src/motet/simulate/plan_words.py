@@ -7,6 +7,7 @@ from itertools import groupby
 
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
+from motet.schedule.layout import Layout
 
 _SCHEDULES = {
     "gpipe": "GPipe",
@@ -52,6 +53,19 @@ def plan_in_words(plan: Plan) -> list[str]:
     return [first, step, *(_unit(unit, plan) for unit in plan.units)]
 
 
+def rows_in_words(plan: Plan) -> str:
+    """A sentence for a picture of a Plan's step, whose rows are called by ranks of the cluster: which unit's they are,
+    and for how many others they stand; "" where that is what one would think. The plan must fit its model.
+    """
+    layout = Layout(plan)
+    units = layout.units if len(layout.units) > 1 else ()
+    if layout.num_islands == 1 and not units:
+        return ""
+    alike = f", of the slowest of {layout.num_islands:,} parts that work alike" if layout.num_islands > 1 else ""
+    of = [f"{unit.name} in {unit.first_rank:,} to {unit.first_rank + unit.num_ranks - 1:,}" for unit in units]
+    return f"Rows are ranks of the cluster{alike}{': ' if of else ''}{'; '.join(of)}."
+
+
 def _unit(unit: Unit, plan: Plan) -> str:
     ranks = f"ranks {unit.first_rank} to {unit.first_rank + unit.num_ranks - 1}"
     if unit.num_ranks == 1:
@@ -90,7 +104,9 @@ def _number(count: int, one: str, many: str = "") -> str:
 
 
 def _count(number: int) -> str:
-    scale, unit = next(((scale, unit) for scale, unit in ((1e9, " B"), (1e6, " M")) if number >= scale), (1.0, ""))
+    scale, unit = next(
+        ((scale, unit) for scale, unit in ((1e9, " B"), (1e6, " M"), (1e3, " K")) if number >= scale), (1.0, "")
+    )
     return f"{number / scale:.3g}{unit}"
 
 
