@@ -16,7 +16,7 @@ from motet.core.workload import BACKBONE
 from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy
 from motet.planner.job import Job
 
-_TIMES = (2, 3, 4, 8, 16)
+_TIMES = (2, 3, 4, 8)
 """As many nodes, that are tried one after the other."""
 _PINS = ("recompute", "microbatch_size", "tp", "pp", "dp", "schedule", "balance")
 """In the order in which they are let go: what costs least to change first."""
@@ -41,9 +41,8 @@ def would_fit(job: Job, strategies: Mapping[str, Strategy], pins: Pins, nearest:
     if not found:
         other = next((name for name in others if _proposed(strategies[name], job, pins)), None)
         found += [f"strategy {other!r}"] if other else []
-    if nearest.lacks_bytes:
-        chosen = [strategies[name] for name in pins.strategies or strategies]
-        found += _on_more_nodes(job, sorted(chosen, key=lambda strategy: strategy is not own), pins)
+    if own is not None and nearest.lacks_bytes:
+        found += _on_more_nodes(job, own, pins)
     return tuple(dict.fromkeys(found))
 
 
@@ -66,11 +65,11 @@ def _words(name: str, plan: Plan) -> str:
     return f"{name} {getattr(plan, name)!r}"
 
 
-def _on_more_nodes(job: Job, strategies: Sequence[Strategy], pins: Pins) -> Iterator[str]:
+def _on_more_nodes(job: Job, strategy: Strategy, pins: Pins) -> Iterator[str]:
     for times in _TIMES:
         cluster = replace(job.cluster, num_nodes=times * job.cluster.num_nodes)
         larger = replace(job, cluster=cluster, cost=job.cost.on(cluster))
-        if any(_proposed(strategy, larger, pins) for strategy in strategies):
+        if _proposed(strategy, larger, pins):
             yield f"{cluster.num_nodes:,} nodes"
             return
 

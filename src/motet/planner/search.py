@@ -102,7 +102,8 @@ def search(
     found = run.found(tuple(chosen))
     if not found.results and (nearest := nearest_miss(found.ruled_out)):
         run.say("looking for what would fit", 0, 1)
-        found = replace(found, mends=would_fit(job, strategies, pins, nearest))
+        quick = {name: own for name, own in strategies.items() if name not in costly or name in pins.strategies}
+        found = replace(found, mends=would_fit(job, quick, pins, nearest))
     return found
 
 

@@ -95,3 +95,16 @@ class Slower:
 def _busy(result: Result) -> float:
     own = result.prediction
     return own.hardware_flops / own.peak_flops / (own.step_s * (1 - own.bubbles.total_share))
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_rows_are_called_by_the_ranks_of_the_units_whose_work_they_show(number):
+    result = found().results[number]
+    plan, timeline = result.candidate.plan, result.prediction.timeline
+    assert len(timeline.rank_names) == timeline.num_ranks
+    for row, name in enumerate(timeline.rank_names):
+        first, *rest = map(int, name.split()[1].split("-"))
+        unit = next(unit for unit in plan.units if 0 <= first - unit.first_rank < unit.num_ranks)
+        assert (rest or [first])[0] - first + 1 == unit.tp * unit.cp
+        modules = {timeline.module[place] for place in (timeline.rank == row).nonzero()[0]} - {""}
+        assert any(set(unit.modules) & set(module.split("+")) for module in modules)
