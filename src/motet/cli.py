@@ -100,6 +100,15 @@ def plan(
         Path | None,
         typer.Option(metavar="JSON", help="Times that motet profile measured."),
     ] = None,
+    measure: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="K",
+            help="Run real steps of the fastest K plans that training can run, on this machine or, under torchrun, on "
+            "all its ranks; the fastest measured is the best.",
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option(metavar="JSON", help="The file for the best plan.")] = Path("plan.json"),
     png: Annotated[
         Path | None, typer.Option(metavar="OUT", help="A picture of its step; default: beside the plan.")
@@ -123,7 +132,12 @@ def plan(
     pinned = parse_pins(pins or (), STRATEGIES)
     given = Given(GivenCluster(cluster, nodes, ranks_per_node), workload, profile)
     outputs = Outputs(out, png or out.with_suffix(".png"), html, explain)
-    plan_command(job_of_recipe(recipe, given, overrides or ()), pinned, outputs)
+    if measure is not None:
+        from motet.train.plan_measure import Asked, plan_measured
+
+        plan_measured(Asked(recipe, overrides or (), given, pinned, measure), outputs)
+    else:
+        plan_command(job_of_recipe(recipe, given, overrides or ()), pinned, outputs)
 
 
 @app.command()

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from motet.core.errors import UserError
+from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy
 from motet.planner.job import Job
@@ -37,10 +38,32 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """A candidate, and what simulating it gave."""
+    """A candidate, and what simulating it gave.
+
+    measured_s: of a real step, where it was run. obstacle: what of it training cannot run yet, where that was asked.
+    """
 
     candidate: Candidate
     prediction: Prediction
+    measured_s: float | None = None
+    obstacle: str = ""
+
+    @property
+    def step_s(self) -> float:
+        """Measured, or else predicted."""
+        return self.prediction.step_s if self.measured_s is None else self.measured_s
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Of the plans that are suitable, the `count` fastest are simulated, not only what can be the fastest of all."""
+
+    count: int
+    suitable: Callable[[Plan], bool]
+
+
+NOTHING_MORE = Wanted(0, lambda plan: False)
+"""Than the fastest."""
 
 
 class PassedOver(NamedTuple):
@@ -52,7 +75,7 @@ class PassedOver(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """results: fastest first."""
+    """results: fastest first; before all others, those that were measured."""
 
     job: Job
     pins: Pins
@@ -67,6 +90,20 @@ class Found:
             raise UserError(nothing_fits(self))
         return self.results[0]
 
+    def with_measured(self, measured: Mapping[int, float | None], obstacles: Mapping[int, str]) -> Found:
+        """Real steps beside predicted ones, by place in results: their seconds; None where a rank lacked memory, which
+        rules the candidate out. obstacles: what of others training cannot run yet.
+        """
+        results, ruled_out = [], []
+        for place, result in enumerate(self.results):
+            if measured.get(place, 0.0) is None:
+                own = result.candidate
+                ruled_out.append(RuledOut(own.strategy, own.what, "in a real step, a rank ran out of memory"))
+            else:
+                results.append(replace(result, measured_s=measured.get(place), obstacle=obstacles.get(place, "")))
+        results.sort(key=lambda result: (result.measured_s is None, result.step_s))
+        return replace(self, results=tuple(results), ruled_out=(*self.ruled_out, *ruled_out))
+
 
 def search(
     job: Job,
@@ -75,6 +112,7 @@ def search(
     *,
     costly: Collection[str] = (),
     max_simulated: int | None = MAX_SIMULATED,
+    wanted: Wanted = NOTHING_MORE,
     progress: Progress | None = None,
 ) -> Found:
     """The Plans for a job, those that were simulated ranked by their step.
@@ -82,13 +120,15 @@ def search(
     strategies:    by name, in the order in which equally fast Plans are preferred; `pins.strategies` chooses from them.
     costly:        names of those that take seconds to fill the bubbles of pipelines, and are asked where that can make
                    the fastest step WORTHWHILE faster, and where they are pinned.
-    max_simulated: at most as many, but the best estimate of each strategy in any case; None: no bound, and none on the
-                   Timelines' sizes either, so that no candidate can be faster than the first result.
+    max_simulated: at most as many, but the best estimate of each strategy, and as many as are wanted, in any case;
+                   None: no bound, and none on the Timelines' sizes either, so that no candidate can be faster than the
+                   first result.
+    wanted:        which are simulated beside those that can be the fastest.
     Raises UserError for a workload that lacks the lengths of a module.
     """
     _check_lengths(job)
     chosen = {name: strategy for name, strategy in strategies.items() if name in (pins.strategies or strategies)}
-    run = _Run(job, pins, max_simulated, progress or (lambda what, done, total: None))
+    run = _Run(job, pins, max_simulated, wanted, progress or (lambda what, done, total: None))
     late = {name: strategy for name, strategy in chosen.items() if name in costly and name not in pins.strategies}
     run.consider({name: strategy for name, strategy in chosen.items() if name not in late})
     if late and max_simulated is not None and (gain := run.possible_gain()) < WORTHWHILE:
@@ -103,8 +143,8 @@ def search(
 class _Run:
     """A search as far as it has come."""
 
-    def __init__(self, job: Job, pins: Pins, max_simulated: int | None, say: Progress) -> None:
-        self.job, self.pins, self.max_simulated, self.say = job, pins, max_simulated, say
+    def __init__(self, job: Job, pins: Pins, max_simulated: int | None, wanted: Wanted, say: Progress) -> None:
+        self.job, self.pins, self.max_simulated, self.wanted, self.say = job, pins, max_simulated, wanted, say
         self.candidates: list[Candidate] = []
         self.results: list[Result] = []
         self.passed_over: list[PassedOver] = []
@@ -114,6 +154,19 @@ class _Run:
     @property
     def fastest_s(self) -> float:
         return min((result.prediction.step_s for result in self.results), default=math.inf)
+
+    def lacks(self, candidate: Candidate) -> bool:
+        """Whether fewer plans such as it are simulated than are wanted."""
+        return self.wanted.suitable(candidate.plan) and len(self._suitable_s()) < self.wanted.count
+
+    def limit_s(self, candidate: Candidate) -> float:
+        """What is not faster need not be simulated, unless it lacks."""
+        steps = self._suitable_s() if self.wanted.suitable(candidate.plan) else []
+        return steps[self.wanted.count - 1] if len(steps) >= self.wanted.count > 0 else self.fastest_s
+
+    def _suitable_s(self) -> list[float]:
+        suitable = (each for each in self.results if self.wanted.suitable(each.candidate.plan))
+        return sorted(each.prediction.step_s for each in suitable)
 
     def possible_gain(self) -> float:
         """By how much the fastest Plan exceeds what the fastest pipeline would take without its bubbles."""
@@ -139,7 +192,9 @@ class _Run:
         ratio = {leader.strategy: self._simulate(leader) / leader.estimate_s for leader in reversed(leaders)}
         others = [candidate for candidate in new if all(candidate is not leader for leader in leaders)]
         for candidate in sorted(others, key=lambda other: other.estimate_s * ratio[other.strategy]):
-            if candidate.bound_s >= self.fastest_s:
+            if self.lacks(candidate):
+                self._simulate(candidate)
+            elif candidate.bound_s >= self.limit_s(candidate):
                 self.passed_over.append(PassedOver(candidate, "bound"))
             elif self.max_simulated is not None and (
                 self.num_simulated >= self.max_simulated or self.num_spans >= MAX_SPANS
@@ -149,11 +204,15 @@ class _Run:
                 self._simulate(candidate)
 
     def _simulate(self, candidate: Candidate) -> float:
-        """Seconds of a step; it is a result if it fits memory."""
+        """Seconds of a step; it is a result if it fits memory. Without end if it cannot run on the cluster."""
         total = min(len(self.candidates), self.max_simulated or len(self.candidates))
         self.say(f"simulating {candidate.strategy}: {candidate.what}", self.num_simulated, total)
-        prediction = predict_candidate(self.job, candidate)
         self.num_simulated += 1
+        try:
+            prediction = predict_candidate(self.job, candidate)
+        except UserError as error:
+            self.ruled_out.append(RuledOut(candidate.strategy, candidate.what, str(error)))
+            return math.inf
         self.num_spans += len(prediction.timeline)
         lacks_bytes = float(prediction.peak_bytes.max()) - self.job.capacity_bytes
         if lacks_bytes > 0:

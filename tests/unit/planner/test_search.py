@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from motet.core.errors import UserError
 from motet.core.plan import Plan, Unit
@@ -19,7 +22,8 @@ from motet.cost.catalogue import cluster
 from motet.planner import partition
 from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.job import Job
-from motet.planner.search import nothing_fits, predict_candidate, search
+from motet.planner.report import print_found
+from motet.planner.search import Wanted, nothing_fits, predict_candidate, search
 
 SAMPLER = Sampler.model_validate(
     {
@@ -109,6 +113,53 @@ def test_the_same_answer_every_time():
     found = search(job_on(), STRATEGIES)
     assert told(found) == told(search(job_on(), STRATEGIES))
     assert [each.prediction.step_s for each in found.results] == sorted(each[2] for each in told(found))
+
+
+@pytest.mark.parametrize("count", [1, 4, 99])
+def test_as_many_as_are_wanted_are_simulated_and_they_are_the_fastest_of_their_kind(count):
+    def suitable(plan: Plan) -> bool:
+        return plan.schedule == "gpipe"
+
+    job = job_on()
+    every = sorted(predict_candidate(job, each).step_s for each in STRATEGIES["gpipe"](job, Pins()))
+    found = search(job, STRATEGIES, max_simulated=None, wanted=Wanted(count, suitable))
+    steps = [each.prediction.step_s for each in found.results if suitable(each.candidate.plan)]
+    assert steps[:count] == every[:count]
+    few = search(job, STRATEGIES, max_simulated=1, wanted=Wanted(count, suitable))
+    assert sum(suitable(each.candidate.plan) for each in few.results) == min(count, len(every))
+    assert len(few.results) == 1 + min(count, len(every))
+
+
+def test_the_fastest_that_is_measured_comes_first():
+    found = search(job_on(), STRATEGIES)
+    best, second, third = (each.candidate.what for each in found.results[:3])
+    measured = found.with_measured({0: 3.0, 1: None, 2: 2.0}, {3: "a pipeline"})
+    assert [each.candidate.what for each in measured.results[:2]] == [third, best]
+    assert [each.step_s for each in measured.results[:2]] == [2.0, 3.0]
+    rest = [each.candidate for each in found.results[3:]]
+    assert [each.candidate for each in measured.results[2:]] == rest
+    assert [each.measured_s for each in measured.results[2:]] == [None] * len(rest)
+    ruled = measured.ruled_out[-1]
+    assert (ruled.what, ruled.why) == (second, "in a real step, a rank ran out of memory")
+    with redirect_stdout(StringIO()) as printed:
+        print_found(measured, Console(width=200))
+    lines = printed.getvalue().splitlines()
+    assert "predicted" in lines[1] and "measured" in lines[1]
+    assert " 2 s " in lines[2] and " 3 s " in lines[3]
+    assert "Training cannot run all plans yet, so these are only predicted: 1 with a pipeline." in lines
+    assert any(
+        line.startswith(f"It is 50% faster than {found.results[0].candidate.strategy} ({best})") for line in lines
+    )
+
+
+def test_a_plan_that_cannot_run_on_the_cluster_is_ruled_out():
+    def strategy(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
+        for candidate in STRATEGIES["chain"](job, pins):
+            size = 7 if "PP 8" in candidate.what else candidate.plan.microbatch_size
+            yield replace(candidate, plan=replace(candidate.plan, microbatch_size=size))
+
+    found = search(job_on(), {"chain": strategy}, max_simulated=None)
+    assert found.results and "must be a multiple of" in found.ruled_out[0].why
 
 
 def test_the_best_of_each_strategy_is_simulated_whatever_the_limit():
