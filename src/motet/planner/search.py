@@ -17,6 +17,7 @@ from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy
+from motet.planner.degrees import TENSOR
 from motet.planner.job import Job
 from motet.schedule import planned
 from motet.simulate.predict import place_batch, predict_placed
@@ -130,6 +131,7 @@ def search(
     chosen = {name: strategy for name, strategy in strategies.items() if name in (pins.strategies or strategies)}
     run = _Run(job, pins, max_simulated, wanted, progress or (lambda what, done, total: None))
     late = {name: strategy for name, strategy in chosen.items() if name in costly and name not in pins.strategies}
+    run.ruled_out += _unpriced(job, pins)
     run.consider({name: strategy for name, strategy in chosen.items() if name not in late})
     if late and max_simulated is not None and (gain := run.possible_gain()) < WORTHWHILE:
         than = f"more than {gain:.0%} faster" if gain > 0 else "faster"
@@ -234,6 +236,13 @@ def _proposed(name: str, strategy: Strategy, job: Job, pins: Pins) -> Iterator[C
     except UserError as error:
         # A profile that lacks what a strategy asks for (tensor-parallel layers, say) leaves the others their way.
         yield RuledOut(name, "", str(error))
+
+
+def _unpriced(job: Job, pins: Pins) -> list[RuledOut]:
+    """What no strategy considers, unless it is pinned."""
+    degrees = [tp for tp in TENSOR[1:] if job.cluster.ranks_per_node % tp == 0 and pins.tp is None]
+    found = [RuledOut("tensor parallelism", f"TP {tp}", job.why_unpriced(tp)) for tp in degrees]
+    return [ruled for ruled in found if ruled.why]
 
 
 def predict_candidate(job: Job, candidate: Candidate) -> Prediction:

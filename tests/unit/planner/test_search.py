@@ -20,6 +20,7 @@ from motet.core.shapes import Transformer, connect, language_model, multimodal, 
 from motet.cost.analytic import Analytic
 from motet.cost.catalogue import cluster
 from motet.planner import partition
+from motet.planner import strategies as real
 from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.job import Job
 from motet.planner.report import print_found
@@ -239,6 +240,26 @@ def test_a_strategy_that_cannot_price_a_plan_leaves_the_others_their_way():
     found = search(job_on(), {"unpriced": unpriced, **STRATEGIES})
     assert found.ruled_out[0] == RuledOut("unpriced", "", "The profile has no times of it.")
     assert found.results
+
+
+class WithoutTensorParallelism(Analytic):
+    """As a profile that was made on one rank."""
+
+    def layer_seconds(self, module, layer, work, tp=1):
+        if tp > 1:
+            raise UserError(f"There are no times at tensor parallelism {tp}.")
+        return super().layer_seconds(module, layer, work, tp)
+
+
+@pytest.mark.parametrize("name", ["data parallel", "chain", "modality parallel", "disaggregated"])
+def test_without_times_of_tensor_parallelism_the_rest_is_searched(name):
+    job = job_on()
+    found = search(replace(job, cost=WithoutTensorParallelism(job.cluster)), {name: real.STRATEGIES[name]})
+    assert {unit.tp for each in found.results for unit in each.candidate.plan.units} == {1}
+    ruled = [each for each in found.ruled_out if each.strategy == "tensor parallelism"]
+    assert [(each.what, each.why) for each in ruled] == [
+        (f"TP {tp}", f"There are no times at tensor parallelism {tp}.") for tp in (2, 4, 8)
+    ]
 
 
 def test_a_workload_without_a_modules_lengths():
