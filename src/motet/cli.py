@@ -168,7 +168,7 @@ def simulate(
     batches: Annotated[int, typer.Option(min=1, help="Batches drawn; the slowest is shown.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of the batches drawn, and of the jitter.")] = 0,
     jitter: Annotated[
-        float, typer.Option(min=0, help="Spread of the time of each computation, as a share of it: stragglers.")
+        float, typer.Option(min=0, max=2, help="Spread of the time of each computation, as a share of it: stragglers.")
     ] = 0.0,
 ) -> None:
     """Predict a step of a plan or a recipe before any GPU is hired: time, throughput, MFU, memory, bubbles."""

@@ -21,6 +21,7 @@ from motet.planner.job import Job
 from motet.train.plan_job import Given, job_of_recipe
 from motet.train.plan_recipe import PRECISIONS
 from motet.train.recipe import Recipe, load_recipe
+from motet.train.toml_text import read_recipe
 
 
 def plan_of_recipe(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
@@ -105,6 +106,11 @@ def read_recipe_as_plan(file: Path, overrides: Sequence[str], given: Given) -> t
 
     Raises UserError for what is wrong with the recipe or with what is given.
     """
+    if "data" not in read_recipe(file, overrides).tables:
+        raise UserError(
+            f"{file} has no [data], so it says nothing of how it trains: `motet plan {file}` finds a plan, "
+            "which `motet simulate` takes."
+        )
     recipe = load_recipe(file, overrides)
     job = job_of_recipe(file, given, overrides)
     return plan_of_recipe(recipe, job.model, job.cluster), job

@@ -220,3 +220,21 @@ def test_what_a_recipe_is_simulated_to_take_is_what_it_is_planned_with(recipe_fi
         settings = recipe_of_plan(result.candidate.plan, load_recipe(recipe_file))
         plan = plan_of_recipe(settings, job.model, job.cluster)
         assert predict(plan, job.workload, job.cost).step_s == result.prediction.step_s
+
+
+def test_the_recipes_cluster_counts_where_no_other_device_is_named(recipe_file):
+    stated = ["run.batch_size=64", "cluster.device=a40", "cluster.nodes=2", "cluster.memory_gbytes=40"]
+    named = {"none": (None,), "ranks": (None, 1, 2), "the same": ("A40", 1), "another": ("h100", 1)}
+    found = {
+        how: read_recipe_as_plan(recipe_file, stated, Given(GivenCluster(*given)))[0].cluster
+        for how, given in named.items()
+    }
+    assert [found[how].num_ranks for how in named] == [8, 2, 4, 8]
+    assert [found[how].device.memory_bytes / 1e9 for how in named] == [40, 40, 40, 80]
+
+
+def test_a_recipe_that_does_not_train_is_sent_to_motet_plan(tmp_path):
+    path = tmp_path / "planned.toml"
+    path.write_text("[run]\nbatch_size = 8\n")
+    with pytest.raises(UserError, match=r"planned.toml has no \[data\], .*: `motet plan .*planned.toml` finds a plan"):
+        read_recipe_as_plan(path, [], Given(GivenCluster()))
