@@ -3,7 +3,8 @@
 Of each strategy, the candidate with the best estimate is simulated. How far its simulated step is from its estimate
 corrects the estimates of its strategy's others, which are then taken in order of what they are expected to take. One
 whose lower bound is not below the fastest step so far cannot win, and is passed over; so are those that are left when
-`max_simulated` have been simulated. What is simulated on the way depends on the job alone, and so does the answer.
+`max_simulated` have been simulated. The best pipeline of each strategy then gets the order of examples that makes it
+faster (`order.py`). What is simulated on the way depends on the job alone, and so does the answer.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from typing import Literal, NamedTuple
 from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
-from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy
+from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy, predict_candidate
 from motet.planner.degrees import TENSOR
 from motet.planner.job import Job
-from motet.schedule import planned
-from motet.simulate.predict import place_batch, predict_placed
+from motet.planner.order import pinned, reordered
 from motet.simulate.prediction import Prediction
 
 MAX_SIMULATED = 12
@@ -139,6 +139,7 @@ def search(
         run.ruled_out += [RuledOut(name, "", why) for name in late]
     else:
         run.consider(late)
+    run.reorder()
     return run.found(tuple(chosen))
 
 
@@ -205,6 +206,17 @@ class _Run:
             else:
                 self._simulate(candidate)
 
+    def reorder(self) -> None:
+        """The fastest pipeline of each strategy, or all of them, with examples in the order that makes it faster."""
+        self.results.sort(key=lambda each: each.prediction.step_s)
+        done: set[str] = set()
+        for place, given in enumerate(self.results):
+            strategy = given.candidate.strategy
+            if strategy not in done or self.max_simulated is None:
+                self.say(f"ordering examples of {strategy}", self.num_simulated, self.num_simulated)
+                self.results[place] = Result(*reordered(self.job, given.candidate, given.prediction, self.pins))
+            done.add(strategy)
+
     def _simulate(self, candidate: Candidate) -> float:
         """Seconds of a step; it is a result if it fits memory. Without end if it cannot run on the cluster."""
         total = min(len(self.candidates), self.max_simulated or len(self.candidates))
@@ -232,7 +244,8 @@ class _Run:
 
 def _proposed(name: str, strategy: Strategy, job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     try:
-        yield from strategy(job, pins)
+        for one in strategy(job, pins):
+            yield one if isinstance(one, RuledOut) else pinned(one, pins)
     except UserError as error:
         # A profile that lacks what a strategy asks for (tensor-parallel layers, say) leaves the others their way.
         yield RuledOut(name, "", str(error))
@@ -243,12 +256,6 @@ def _unpriced(job: Job, pins: Pins) -> list[RuledOut]:
     degrees = [tp for tp in TENSOR[1:] if job.cluster.ranks_per_node % tp == 0 and pins.tp is None]
     found = [RuledOut("tensor parallelism", f"TP {tp}", job.why_unpriced(tp)) for tp in degrees]
     return [ruled for ruled in found if ruled.why]
-
-
-def predict_candidate(job: Job, candidate: Candidate) -> Prediction:
-    """A step of the candidate's Plan on the job's batch."""
-    plan = candidate.plan
-    return predict_placed(plan, planned(plan), place_batch(plan, job.batch, job.cost), job.cost)
 
 
 def _too_large(candidate: Candidate, prediction: Prediction, lacks_bytes: float) -> RuledOut:

@@ -15,7 +15,7 @@ from motet.schedule.bubbles import EncoderPipeline, coarse_fills, fill_bubbles, 
 from motet.schedule.collectives import add_data_parallel
 from motet.schedule.dag import dag_1f1b, dag_gpipe
 from motet.schedule.data_parallel import ShardedModule, Sharding, data_parallel
-from motet.schedule.disaggregated import Island, Pipeline, island
+from motet.schedule.disaggregated import Island
 from motet.schedule.dry_run import dry_run
 from motet.schedule.interleaved_1f1b import interleaved_1f1b
 from motet.schedule.layout import LAYER_PARTS, Layout, PlannedStage, part_layers
@@ -107,8 +107,7 @@ def _pipelined(layout: Layout) -> Planned:
 
 def _unfilled(layout: Layout, split: bool) -> tuple[Program, list[PlannedStage], tuple[Fraction, ...]]:
     """All but encoders in bubbles and communication; its stages; the shares of the edges between and within units."""
-    units = [Pipeline(tuple("+".join(stage) for stage in unit.stages), unit.dp) for unit in layout.units]
-    whole = island(units, layout.feeds)
+    whole = layout.island
     stages = list(layout.stages)
     num_pipelined = len(whole.stages)
     program = _passes(layout, whole, stages[:num_pipelined])

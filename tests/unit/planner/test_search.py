@@ -90,6 +90,8 @@ class Chains:
         return candidate
 
 
+AS_GIVEN = Pins(order="given")
+"""What `brute_force` simulates."""
 STRATEGIES = {"chain": Chains("chain", "1f1b"), "gpipe": Chains("gpipe", "gpipe")}
 
 
@@ -176,7 +178,7 @@ def test_without_a_limit_nothing_that_is_passed_over_is_faster(proposed, wrong):
     """However wrong the estimates are, as long as the bounds are bounds."""
     job, candidates, fastest_s = proposed
     misjudged = [replace(each, estimate_s=each.estimate_s * factor) for each, factor in zip(candidates, wrong)]
-    found = search(job, {"chain": lambda job, pins: iter(misjudged)}, max_simulated=None)
+    found = search(job, {"chain": lambda job, pins: iter(misjudged)}, AS_GIVEN, max_simulated=None)
     assert found.best.prediction.step_s == fastest_s
 
 
@@ -188,7 +190,7 @@ def test_bounds_prune():
             step_s = predict_candidate(job, candidate).step_s
             yield replace(candidate, estimate_s=step_s, bound_s=step_s)
 
-    found = search(job_on(), {"exact": strategy}, max_simulated=None)
+    found = search(job_on(), {"exact": strategy}, AS_GIVEN, max_simulated=None)
     assert len(found.results) == 1
     assert {passed.why for passed in found.passed_over} == {"bound"}
     assert found.best.prediction.step_s == brute_force(job_on(), {"exact": strategy})
