@@ -68,8 +68,11 @@ def _plan(number: int, result: Result, slowest_s: float, max_spans: int) -> str:
     candidate, prediction = result.candidate, result.prediction
     title = html.escape(f"{candidate.strategy}, {candidate.what}")
     _, *words = plan_in_words(candidate.plan)
-    estimated = f"Estimated to take {shown_seconds(candidate.estimate_s)} before it was simulated."
-    facts = "".join(f"<li>{html.escape(fact)}</li>" for fact in (*words, *candidate.facts, estimated))
+    told = [*words, *candidate.facts]
+    told.append(f"Estimated to take {shown_seconds(candidate.estimate_s)} before it was simulated.")
+    if result.measured_s is not None:
+        told.append(f"Measured: {shown_seconds(result.measured_s)} a step.")
+    facts = "".join(f"<li>{html.escape(fact)}</li>" for fact in told)
     note = rows_in_words(candidate.plan)
     timeline = page_of(prediction.timeline, title="", max_spans=max_spans, framed_s=slowest_s, note=note)
     # A frame each: the pages are independent of each other, draw when they come into view, and then say how high.

@@ -10,8 +10,8 @@ TENSOR = (1, 2, 4, 8)
 
 
 def tensor_degrees(job: Job) -> list[int]:
-    """Those that stay within a node."""
-    return [tp for tp in TENSOR if job.cluster.ranks_per_node % tp == 0]
+    """Within a node, and of which it is known what they take."""
+    return [tp for tp in TENSOR if job.cluster.ranks_per_node % tp == 0 and (tp == 1 or not job.why_unpriced(tp))]
 
 
 def indivisible(job: Job, pins: Pins, num_blocks: int, of: str = "backbone") -> str | None:

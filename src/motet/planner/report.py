@@ -44,7 +44,7 @@ def winner_in_words(found: Found) -> list[str]:
     """Which ranks run what, what is recomputed and balanced; why it won; what it costs. Sentences."""
     best = found.best
     prediction = best.prediction
-    hours = prediction.num_ranks * prediction.step_s / prediction.num_tokens * 1e9 / 3600
+    hours = prediction.num_ranks * best.step_s / prediction.num_tokens * 1e9 / 3600
     plan = best.candidate.plan
     sentences = [*plan_in_words(plan), *recomputed_in_words(plan), *best.candidate.facts[:_MAX_FACTS]]
     for rival in _rivals(found):
@@ -71,17 +71,20 @@ def _by_pipeline_rank(plan: Plan, unit: Unit, stages: Sequence[Mapping[str, int]
 
 
 def _rivals(found: Found) -> Iterator[Result]:
-    """The fastest of another strategy and, if it is about as fast, the first that is not; without any, the second."""
-    others = [result for result in found.results[1:] if result.candidate.strategy != found.best.candidate.strategy]
-    others = others or list(found.results[1:2])
-    slower = [each for each in others if each.prediction.step_s >= found.best.prediction.step_s * (1 + _CLEARLY)]
+    """The fastest of another strategy and, if it is about as fast, the first that is not; without any, the second.
+    Measured, if the best is.
+    """
+    best = found.best
+    alike = [result for result in found.results[1:] if (result.measured_s is None) == (best.measured_s is None)]
+    others = [result for result in alike if result.candidate.strategy != best.candidate.strategy] or alike[:1]
+    slower = [result for result in others if result.step_s >= best.step_s * (1 + _CLEARLY)]
     yield from dict.fromkeys([*others[:1], *slower[:1]])
 
 
 def _against(best: Result, rival: Result) -> Iterator[str]:
     """What its step gains on another's: bubbles, and time that a rank computes for, by recomputation and ranks."""
     one, other = best.prediction, rival.prediction
-    gain = other.step_s / one.step_s - 1
+    gain = rival.step_s / best.step_s - 1
     if gain < _CLEARLY:
         yield f"{rival.candidate.strategy} ({rival.candidate.what}) is as fast, but for {gain:.1%}."
         return
@@ -127,12 +130,20 @@ def figures(result: Result) -> tuple[str, ...]:
 
 def _ranking(found: Found) -> Table:
     table = _table(title_of(found))
-    for name in COLUMNS:
-        first = name == COLUMNS[0]
-        table.add_column(name, justify="left" if first else "right", header_style="dim", no_wrap=not first)
+    first, step, *others = COLUMNS
+    measured = any(result.measured_s is not None for result in found.results)
+    table.add_column(first, header_style="dim")
+    for name in (*(("predicted", "measured") if measured else (step,)), *others):
+        table.add_column(name, justify="right", header_style="dim", no_wrap=True)
     for place, result in enumerate(found.results):
-        table.add_row(*figures(result), style="bold" if place == 0 else None)
+        what, predicted, *rest = figures(result)
+        steps = (predicted, _measured(result)) if measured else (predicted,)
+        table.add_row(what, *steps, *rest, style="bold" if place == 0 else None)
     return table
+
+
+def _measured(result: Result) -> str:
+    return "" if result.measured_s is None else shown_seconds(result.measured_s)
 
 
 def _left(found: Found) -> Iterator[str]:
@@ -141,6 +152,10 @@ def _left(found: Found) -> Iterator[str]:
         yield f"{_plans(of['bound'])} cannot be faster than the first, by lower bounds: not simulated."
     if of["estimate"]:
         yield f"{_plans(of['estimate'])} not simulated, being slower by estimate."
+    obstacles = Counter(result.obstacle for result in found.results if result.obstacle)
+    if obstacles:
+        having = ", ".join(f"{count:,} with {what}" for what, count in obstacles.most_common())
+        yield f"Training cannot run all plans yet, so these are only predicted: {having}."
 
 
 def _lengths(job: Job) -> Iterator[str]:

@@ -23,6 +23,13 @@ _BALANCES = {
     "per_phase": "an assignment of items for each module",
     "auto": "one assignment for all modules or one for each, whichever makes the step faster",
 }
+_ORDERS = {
+    "given": "",
+    "intra": " Examples are dealt out in every step so that replicas are even.",
+    "inter": " Replicas take the microbatches of every step in the order that leaves short bubbles.",
+    "both": " Examples are dealt out in every step so that replicas are even, and take their microbatches in the order "
+    "that leaves short bubbles.",
+}
 
 
 def plan_in_words(plan: Plan) -> list[str]:
@@ -48,6 +55,10 @@ def plan_in_words(plan: Plan) -> list[str]:
         step += f" Items are balanced over ranks: {_BALANCES[plan.balance]}."
     elif plan.schedule == "data_parallel" and backbone.dp > 1:
         step += " Items are not balanced."
+    if plan.microbatch_caps:
+        caps = _listed([f"{cap:,} of {name}" for name, cap in plan.microbatch_caps.items()])
+        step += f" That is the mean: a microbatch is a group of examples of at most {caps}, in tokens."
+    step += _ORDERS[plan.order]
     if plan.fills:
         step += f" {_number(len(plan.fills), 'slice')} of encoders run in bubbles."
     return [first, step, *(_unit(unit, plan) for unit in plan.units)]
