@@ -14,7 +14,7 @@ from motet.planner.explain import write_explanation
 from motet.planner.job import Job
 from motet.planner.report import print_found
 from motet.planner.search import Found, search
-from motet.planner.strategies import COSTLY, STRATEGIES
+from motet.planner.strategies import STRATEGIES
 
 _MAX_ROWS = 24
 """Of the picture: drawing takes longer than searching otherwise."""
@@ -62,4 +62,4 @@ def _search(job: Job, pins: Pins) -> Found:
         def show(what: str, done: int, total: int) -> None:
             bars.update(task, description=what, completed=done, total=total)
 
-        return search(job, STRATEGIES, pins, costly=COSTLY, progress=show)
+        return search(job, STRATEGIES, pins, progress=show)

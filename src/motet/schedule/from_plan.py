@@ -73,9 +73,9 @@ def _sharded(layout: Layout, stage: PlannedStage) -> ShardedModule:
     return ShardedModule(name, tuple(layout.trains({name: span}) for span in parts))
 
 
-def fillable(plan: Plan, *, split: bool = False) -> tuple[Program, tuple[EncoderPipeline, ...]]:
+def fillable(plan: Plan, *, split: bool = False) -> tuple[Planned, tuple[EncoderPipeline, ...]]:
     """What fills are decided from: the Program of a Plan but for its bubbles, without communication, and the encoder
-    pipelines that run in them.
+    pipelines that run in them. The stages are those of the Program: the encoders' are not among them.
 
     split: the backbone's passes in parts (`layout.LAYER_PARTS`), so that encoders can run beside its tensor-parallel
            communication; a Plan's fills are read so if any runs before a part.
@@ -83,8 +83,9 @@ def fillable(plan: Plan, *, split: bool = False) -> tuple[Program, tuple[Encoder
     layout = Layout(plan)
     if plan.schedule == "data_parallel":
         raise UserError("a Plan under 'data_parallel' has no bubbles of a pipeline to fill.")
-    program, _, _ = _unfilled(layout, split)
-    return program, tuple(encoder for encoder, _ in _encoder_pipelines(layout, program))
+    program, stages, shares = _unfilled(layout, split)
+    whole = Planned(program, tuple(stages), shares + (Fraction(1),) * (len(program.edges) - len(shares)))
+    return whole, tuple(encoder for encoder, _ in _encoder_pipelines(layout, program))
 
 
 def _pipelined(layout: Layout) -> Planned:
