@@ -22,6 +22,7 @@ from motet.schedule.modality import add_replicas
 from motet.schedule.passes import add_communication, add_recompute, split_parts
 from motet.schedule.program import Kind, Program
 from motet.schedule.text import parse_action
+from motet.schedule.virtual_pipeline import virtual_pipeline
 from motet.schedule.zb_h1 import zb_h1
 from motet.schedule.zb_v import zb_v
 
@@ -126,6 +127,11 @@ def _passes(layout: Layout, whole: Island, stages: list[PlannedStage]) -> Progra
         generate = dag_gpipe if plan.schedule == "gpipe" else dag_1f1b
         return generate(whole.stages, whole.edges, size, backward)
     if plan.schedule == "interleaved_1f1b":
+        if len(layout.units) > 1:
+            ranks = [stage.rank for stage in stages]
+            own = [number for number, stage in enumerate(stages) if stage.unit is unit]
+            chunked = [range(first, first + len(unit.stages)) for first in own[:: len(unit.stages)]]
+            return virtual_pipeline(whole, ranks, chunked, size, backward, deferred_warmup=plan.deferred_warmup)
         num_chunks = len(unit.stages) // unit.pp
         program = interleaved_1f1b(unit.pp, num_chunks, size, deferred_warmup=plan.deferred_warmup)
     else:
