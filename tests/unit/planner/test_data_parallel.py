@@ -239,7 +239,7 @@ def test_a_generator_is_said_to_be_none_of_it():
     candidates, ruled_out = proposed(job(made=made))
     assert not candidates
     assert [one.why for one in ruled_out] == [
-        "module 'generator' does not feed the backbone; under 'data_parallel' all others do."
+        "module 'generator' does not feed the backbone, as under 'data_parallel' all others must."
     ]
 
 
