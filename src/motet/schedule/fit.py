@@ -238,4 +238,6 @@ def _check_data_parallel(plan: Plan, unit: Unit) -> None:
         )
     for module in plan.model.modules:
         if module.name != BACKBONE and (module.name, BACKBONE) not in plan.model.edges:
-            raise UserError(f"module {module.name!r} does not feed the backbone, as under 'data_parallel' all others must.")
+            raise UserError(
+                f"module {module.name!r} does not feed the backbone, as under 'data_parallel' all others must."
+            )

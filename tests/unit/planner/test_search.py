@@ -17,7 +17,7 @@ from motet.core.shapes import Transformer, connect, language_model, multimodal, 
 from motet.cost.analytic import Analytic
 from motet.cost.catalogue import cluster
 from motet.planner import partition
-from motet.planner.candidate import Candidate, Pins, RuledOut
+from motet.planner.candidate import Candidate, Informed, Pins, RuledOut
 from motet.planner.job import Job
 from motet.planner.search import nothing_fits, predict_candidate, search
 
@@ -169,6 +169,20 @@ def test_pins_choose_strategies_and_are_passed_on():
 def test_equal_plans_are_considered_once():
     found = search(job_on(), {"first": STRATEGIES["chain"], "second": STRATEGIES["chain"]}, max_simulated=None)
     assert len(found.results) + len(found.passed_over) == 12
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_who_is_informed_is_asked_last_and_told_what_to_beat(pinned):
+    told = []
+
+    def propose(job: Job, pins: Pins, faster_than_s: float) -> Iterator[Candidate | RuledOut]:
+        told.append(faster_than_s)
+        yield RuledOut("informed", "", "no better")
+
+    pins = Pins(strategies=("informed", "chain")) if pinned else Pins()
+    found = search(job_on(), {"informed": Informed(propose), "chain": STRATEGIES["chain"]}, pins)
+    assert told == [float("inf") if pinned else found.best.prediction.step_s]
+    assert found.ruled_out[-1].why == "no better"
 
 
 def test_nothing_fits_names_the_nearest_miss():
