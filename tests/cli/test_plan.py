@@ -200,7 +200,7 @@ def test_two_ranks_measure_the_fastest_plans(tmp_path, monkeypatch):
     done = under_torchrun("plan", recipe, "--measure", "2", "--out", "tiny.json", "--pin", "recompute=none")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Wrote tiny.json, tiny.png.") == 1
-    rows = [line for line in done.stdout.splitlines() if re.match(rf"(data parallel|chain) .*{A_STEP}", line)]
+    rows = [line for line in done.stdout.splitlines() if re.match(rf"(data parallel|chain), .*{A_STEP}", line)]
     steps = [re.findall(A_STEP, row) for row in rows]
     assert [len(found) for found in steps[:3]] == [2, 2, 1]
     seconds = [float(value) * (1 if unit == "s" else 1e-3) for _, text in steps[:2] for value, unit in [text.split()]]

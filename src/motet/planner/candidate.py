@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -82,3 +83,20 @@ class Pins:
 
 Strategy = Callable[[Job, Pins], Iterator[Candidate | RuledOut]]
 """Proposes, best estimate first as far as it knows; deterministic, whatever the order of dicts and sets."""
+
+
+@dataclass(frozen=True)
+class Informed:
+    """A `Strategy` that takes seconds, and less where it is told what is to be beaten: it is asked after the others.
+
+    propose: (job, pins, seconds of the fastest step so far); it may leave out what cannot be faster, and says so.
+    """
+
+    propose: Callable[[Job, Pins, float], Iterator[Candidate | RuledOut]]
+
+    def __call__(self, job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
+        return self.propose(job, pins, math.inf)
+
+    def to_beat(self, fastest_s: float) -> Strategy:
+        """That proposes only what may be faster."""
+        return lambda job, pins: self.propose(job, pins, fastest_s)

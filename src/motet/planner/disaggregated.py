@@ -20,18 +20,22 @@ from motet.planner.job import Job
 from motet.planner.placed_units import PlacedUnits, side_of
 from motet.planner.refusals import indivisible, not_apart
 from motet.planner.unit_options import RECOMPUTED, microbatch_sizes, unit_options
+from motet.planner.virtual_units import virtual_units
 from motet.simulate.drawing import shown_seconds
 
 NAME = "disaggregated"
 _MAX_MICROBATCH = 16
 """Of the backbone: larger ones fill a pipeline worse and hold more."""
-_NUM_PROPOSED = 6
+_NUM_PROPOSED, _NUM_CHUNKED = 6, 2
+"""That are proposed in 1F1B, and that are tried with chunks of the backbone."""
 _NUM_TRIES = 3
 
 
 def disaggregated(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
-    """Each module on ranks of its own, 1F1B across units: the best by estimate, and what is fast and lacks memory."""
-    if why := not_apart(job, pins) or indivisible(job, pins, len(job.model.module(BACKBONE).blocks)):
+    """Each module on ranks of its own, 1F1B across units, the backbone's chunks interleaved or not: the best by
+    estimate, and what is fast and lacks memory."""
+    why = not_apart(job, pins, interleaved=True) or indivisible(job, pins, len(job.model.module(BACKBONE).blocks))
+    if why:
         yield RuledOut(NAME, "", why)
         return
     units = _options(job, pins)
@@ -43,10 +47,31 @@ def disaggregated(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
         yield RuledOut(NAME, "", why)
     baseline = next((one for one in stiff if not one.lacks_bytes), None)
     fitting = sorted((one for one in placed if not one.lacks_bytes), key=lambda one: one.estimate_s)
-    for one in fitting[:_NUM_PROPOSED]:
-        facts = (_ranks_fact(one, baseline), _slowest_fact(one))
-        yield Candidate(NAME, one.what, one.plan, one.estimate_s, one.bound_s, facts)
+    plain = [_candidate(one, baseline) for one in fitting[:_NUM_PROPOSED]]
+    chunked = [_interleaved(one, baseline, pins) for one in fitting[:_NUM_CHUNKED]]
+    found = [*plain, *(one for one in chunked if one)]
+    allowed = [one for one in found if pins.allow(schedule=one.plan.schedule)]
+    if fitting and not allowed:
+        why = "the backbone has one stage, or too few layers, or no memory for what interleaved chunks hold."
+        yield RuledOut(NAME, f"{fitting[0].what}; interleaved", why)
+    yield from sorted(allowed, key=lambda one: one.estimate_s)[:_NUM_PROPOSED]
     yield from (_ruled_out(one, pins) for one in placed if one.lacks_bytes)
+
+
+def _candidate(one: PlacedUnits, baseline: PlacedUnits | None) -> Candidate:
+    facts = (_ranks_fact(one, baseline), _slowest_fact(one))
+    return Candidate(NAME, one.what, one.plan, one.estimate_s, one.bound_s, facts)
+
+
+def _interleaved(one: PlacedUnits, baseline: PlacedUnits | None, pins: Pins) -> Candidate | None:
+    """The same allocation with the backbone in the number of chunks that is estimated best, if any fits."""
+    fitting = [own for own in virtual_units(one, pins.recompute or "least") if not own.lacks_bytes]
+    if not fitting:
+        return None
+    best = min(fitting, key=lambda own: own.estimate_s)
+    gain = one.estimate_s / best.estimate_s
+    fact = f"With {best.num_chunks} chunks a rank of the backbone, {gain:.2f} times as fast as with one, by estimate."
+    return Candidate(NAME, best.what, best.plan, best.estimate_s, best.bound_s, (_ranks_fact(one, baseline), fact))
 
 
 def _options(job: Job, pins: Pins) -> list[UnitOptions]:

@@ -40,8 +40,11 @@ def nothing_divides(job: Job) -> str:
     return f"no TP, PP, DP and microbatch that are allowed divide {batch}."
 
 
-def not_apart(job: Job, pins: Pins) -> str | None:
-    """Why modules cannot have ranks of their own, each, and feed each other; None if they can."""
+def not_apart(job: Job, pins: Pins, *, interleaved: bool = False) -> str | None:
+    """Why modules cannot have ranks of their own, each, and feed each other; None if they can.
+
+    interleaved: whether the backbone may have chunks.
+    """
     model = job.model
     names = [module.name for module in model.modules]
     if len(names) == 1:
@@ -50,8 +53,9 @@ def not_apart(job: Job, pins: Pins) -> str | None:
         edges = [edge for edge in model.edges if name in edge]
         if name != BACKBONE and edges not in ([(name, BACKBONE)], [(BACKBONE, name)]):
             return f"module {name!r} must feed the backbone and nothing else, or be fed by it alone, to be a unit."
-    if not pins.allow(schedule="1f1b"):
-        return f"units that feed each other run 1F1B; the schedule is pinned to {pins.schedule!r}."
+    if not pins.allow(schedule="1f1b") and not (interleaved and pins.allow(schedule="interleaved_1f1b")):
+        how = "1F1B, interleaved or not" if interleaved else "1F1B"
+        return f"units that feed each other run {how}; the schedule is pinned to {pins.schedule!r}."
     if not pins.allow(balance="off"):
         return (
             f"phases on ranks of their own are not balanced against each other; balance is pinned to {pins.balance!r}."

@@ -12,7 +12,7 @@ from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.job import Job
 from motet.planner.nearest import nearest_miss, would_fit
 from motet.planner.search import Found, nothing_fits, search
-from motet.planner.strategies import COSTLY, STRATEGIES
+from motet.planner.strategies import STRATEGIES
 from unit.planner.jobs import job
 
 PINNED = {
@@ -25,7 +25,7 @@ PINNED = {
 
 
 def searched(pins: Pins, memory_mbytes: float) -> Found:
-    return search(job(memory_mbytes=memory_mbytes), STRATEGIES, pins, costly=COSTLY)
+    return search(job(memory_mbytes=memory_mbytes), STRATEGIES, pins)
 
 
 def fits(mend: str, given: Job, pins: Pins) -> bool:

@@ -13,13 +13,13 @@ from motet.core.plan import Plan, Unit
 from motet.planner.candidate import Pins
 from motet.planner.report import figures, print_found, recomputed_in_words, winner_in_words
 from motet.planner.search import Found, Result, search
-from motet.planner.strategies import COSTLY, STRATEGIES
+from motet.planner.strategies import STRATEGIES
 from unit.planner.jobs import job
 
 
 @cache
 def found() -> Found:
-    return search(job(), STRATEGIES, costly=COSTLY)
+    return search(job(), STRATEGIES)
 
 
 def printed(width: int) -> str:
