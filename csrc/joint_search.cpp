@@ -18,7 +18,7 @@ constexpr int kMaxSlots = 128;        // of a rank with more examples, so many s
 constexpr int kPairsAStep = 1 << 15;  // compared before a swap is chosen
 constexpr float kSmallestGain = 1.0f / (1 << 13);  // of the worst rank's pain
 constexpr int kLanes = 8;             // slots compared at once
-constexpr float kNeverTaken = 1e18f;  // weight of what stands in the lanes after a rank's slots: no swap with it is best
+constexpr float kNeverTaken = 1e18f;  // weight of what fills the last lanes: no swap with it is best
 
 // What a rank can give: weights [num_phases, num_lanes], a row a phase; the last slot is nothing.
 struct Slots {

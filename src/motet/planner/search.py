@@ -18,7 +18,7 @@ from motet.core.workload import BACKBONE
 from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy
 from motet.planner.job import Job
 from motet.schedule import planned
-from motet.simulate.predict import place_batch, predict_placed
+from motet.simulate.predict import predict_placed
 from motet.simulate.prediction import Prediction
 
 MAX_SIMULATED = 12
@@ -180,7 +180,7 @@ def _proposed(name: str, strategy: Strategy, job: Job, pins: Pins) -> Iterator[C
 def predict_candidate(job: Job, candidate: Candidate) -> Prediction:
     """A step of the candidate's Plan on the job's batch."""
     plan = candidate.plan
-    return predict_placed(plan, planned(plan), place_batch(plan, job.batch, job.cost), job.cost)
+    return predict_placed(plan, planned(plan), job.placement(plan), job.cost)
 
 
 def _too_large(candidate: Candidate, prediction: Prediction, lacks_bytes: float) -> RuledOut:
