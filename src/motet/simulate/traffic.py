@@ -182,7 +182,7 @@ class Traffic:
 
 
 def without_idle_exchanges(planned: Planned, placement: Placement) -> Program:
-    """The Program as the step runs it: where no row moves, no rank calls an exchange, and so none waits. O(actions of one rank)."""
+    """The Program as the step runs it: where no row moves, no rank calls an exchange, and so none waits."""
     program, rows = planned.program, planned.program.actions
     if not isinstance(rows, AlikeRows) or not any(action.kind in _EXCHANGES for action in rows.first):
         return program
