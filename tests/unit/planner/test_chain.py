@@ -31,7 +31,7 @@ def test_every_plan_fits_runs_and_takes_about_what_was_estimated(frozen, memory_
         assert found.peak_bytes.max() <= given_job.capacity_bytes
         assert candidate.bound_s <= found.step_s
         assert candidate.estimate_s == pytest.approx(found.step_s, rel=0.5 if spread else 0.3)
-        assert candidate.facts
+        assert candidate.facts or candidate.plan.units[0].pp == 1
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1", "zb_v"])
