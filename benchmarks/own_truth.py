@@ -8,7 +8,8 @@ profile, with the Assignments by which the batches ran. Nothing is fitted to a s
 training's prefetch thread does, so decoding takes no part. A step lasts from a barrier to the end of its slowest rank.
 
 One profile, with the recipe's own `[fsdp]`, serves all settings of a round. Prediction and measurement are compared
-within a round, since a machine that others use does not keep its speed. Where ranks have no core each, steps take
+within a round, since a machine that others use does not keep its speed. Where there are cores enough, each rank is kept
+on a core of its own, with all its threads, as ranks that train on a CPU should be. Where there are not, steps take
 longer than predicted by what they are delayed: the share of a step in which threads of a rank could have run and had no
 core is told beside it, as is the processor time of the slowest rank's main thread, against the computation predicted.
 """
@@ -89,6 +90,9 @@ class Run:
 
 def run_rank(rank: int, num_ranks: int, folder: str, options: Options, out: str | None) -> None:
     torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= num_ranks:
+        os.sched_setaffinity(0, {cores[rank]})
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks, init_method=f"file://{folder}/rendezvous")
     with join_world("cpu") as world, ExitStack() as stack:
         hardware = cluster("cpu", 1, num_ranks)
@@ -112,12 +116,12 @@ def run_rank(rank: int, num_ranks: int, folder: str, options: Options, out: str 
                 )
         if world.is_first:
             figures = summary(rounds)
-            print(f"{num_ranks} ranks on {len(os.sched_getaffinity(0))} cores")
+            print(f"{num_ranks} ranks on {len(cores)} cores")
             show(figures)
             if out:
                 document = {
                     "num_ranks": num_ranks,
-                    "num_cores": len(os.sched_getaffinity(0)),
+                    "num_cores": len(cores),
                     "options": asdict(options),
                 }
                 Path(out).write_text(json.dumps(document | {"settings": figures, "rounds": rounds}, indent=1) + "\n")

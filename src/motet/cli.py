@@ -134,7 +134,7 @@ def simulate(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="Of a recipe: what it runs on, e.g. h100; default: cpu, this machine."),
+        typer.Option(help="Of a recipe: what it runs on, e.g. h100; default: its [cluster], or cpu, this machine."),
     ] = None,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Of a recipe: on how many devices; default: those of a node.")
@@ -148,14 +148,14 @@ def simulate(
     batches: Annotated[int, typer.Option(min=1, help="Batches drawn; the slowest is shown.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of the batches drawn, and of the jitter.")] = 0,
     jitter: Annotated[
-        float, typer.Option(min=0, help="Spread of the time of each computation, as a share of it: stragglers.")
+        float, typer.Option(min=0, max=2, help="Spread of the time of each computation, as a share of it: stragglers.")
     ] = 0.0,
 ) -> None:
     """Predict a step of a plan or a recipe before any GPU is hired: time, throughput, MFU, memory, bubbles."""
     if plan.suffix == ".toml":
         from motet.train.plan_of_recipe import read_recipe_as_plan
 
-        read, lengths = read_recipe_as_plan(plan, overrides or (), device or "cpu", ranks, workload)
+        read, lengths = read_recipe_as_plan(plan, overrides or (), device, ranks, workload)
     elif device or ranks or overrides:
         raise UserError(f"--device, --ranks and --set are for a recipe; {plan} is a plan, which says all that itself.")
     else:

@@ -86,7 +86,12 @@ def test_the_command_writes_a_profile_of_the_whole_model_and_prints_its_error(jo
             if layer.kind != "head":  # of another vocabulary here
                 seconds = cost.layer_seconds(module.name, layer, work)
                 assert all(np.isfinite(column).all() and (column >= 0).all() for column in seconds)
-    assert cost.step_seconds(10**6) > 0
+    # All that learns, and shares of it: what a tensor costs is told apart from what its numbers cost.
+    spec = spec_of_config(load_recipe(job).model, 45)
+    learning = sum(layer.parameters for module in spec.modules for layer in module.layers if layer.trained)
+    assert found.optimizer.num_parameters[0] == pytest.approx(learning, rel=0.2)
+    assert found.optimizer.num_parameters[0] > 6 * found.optimizer.num_parameters[-1]
+    assert cost.step_seconds(10**6) >= cost.step_seconds(10) > 0
 
 
 def test_ranks_measure_messages_and_shared_layers(of_two):

@@ -37,6 +37,8 @@ _TILE_PATCHES, _TILE_TOKENS = 1025, 256
 _IMAGES = ImageTransform(patch_size=14, merge_size=2, max_pixels_side=1344)
 # A bound that no clip reaches: an analysis is to show the long ones, too.
 _CLIPS = AudioTransform(sampling_rate=16_000, hop_length=16_000 // _FRAMES_PER_S, max_seconds=1e6)
+_MOST, _MOST_IMAGES = 1 << 32, 100_000
+"""Of a number in a table, and of the images of a row: more is a mistake, and would fill the memory."""
 _NUMBERS = ("image_width", "image_height", "num_images", "image_tokens", "audio_seconds", "text_tokens")
 
 
@@ -201,22 +203,28 @@ def _rows(path: Path) -> Iterator[dict[str, float]]:
             if not known:
                 raise UserError(f"{path}, line 1: names no known column; it must name some of {', '.join(_NUMBERS)}")
             for row in reader:
+                if None in row:
+                    raise UserError(f"{path}, line {reader.line_num}: has more fields than line 1 has names")
                 yield dict.fromkeys(_NUMBERS, 0.0) | {
-                    name: _number(row[name], f"{path}, line {reader.line_num}: '{name}'") for name in known
+                    name: _number(row[name], f"{path}, line {reader.line_num}: '{name}'", _most(name)) for name in known
                 }
     except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: is no text, or no whole gzip file ({error})") from None
 
 
-def _number(text: str | None, where: str) -> float:
+def _most(name: str) -> int:
+    return _MOST_IMAGES if name == "num_images" else _MOST
+
+
+def _number(text: str | None, where: str, most: int) -> float:
     if not text:
         return 0.0
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 <= value < math.inf:
-        raise UserError(f"{where} is '{text}', but must be empty or a number that is not negative")
+    if not 0 <= value <= most:
+        raise UserError(f"{where} is '{text}', but must be empty or a number from 0 to {most:,}")
     return value
 
 

@@ -38,6 +38,13 @@ class Device:
     memory_bytes_per_s: float
     overlaps: bool = True
 
+    def __post_init__(self) -> None:
+        peaks = {f"peak_flops.{precision}": peak for precision, peak in self.peak_flops.items()}
+        sizes = {"memory_bytes": self.memory_bytes, "memory_bytes_per_s": self.memory_bytes_per_s}
+        for name, number in (peaks | sizes).items():
+            if not number > 0:
+                raise ArgumentError(f"{name} of device {self.name!r} is {number}; it must be above 0.")
+
 
 @dataclass(frozen=True)
 class Cluster:

@@ -43,9 +43,15 @@ _NAMES = {
     "dataclass_type": "a table",
 }
 _AT_LEAST_ONE = frozenset(
-    ["batch_size", "microbatch_size", "dp", "pp", "tp", "cp", "count", "divisor", "num_nodes", "ranks_per_node"]
+    [
+        *("batch_size", "microbatch_size", "dp", "pp", "tp", "cp", "num_nodes", "ranks_per_node"),
+        *("count", "divisor", "output_width"),
+    ]
 )
 """Keys whose number must be 1 or more; no number of a Plan is negative."""
+_AT_MOST = {"batch_size": 10**7, "num_nodes": 10**6, "ranks_per_node": 10**6, "count": 10**5}
+_MOST = 10**17
+"""Of whole numbers under other keys: bytes that are counted from them fit into 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,8 @@ def read_plan(
         least = 1 if key[-1] in _AT_LEAST_ONE else 0
         if not least <= number < math.inf:
             raise UserError(f"{path}: '{_text(key)}' must be at least {least}, and finite, not {number}.")
+        if isinstance(number, int) and number > (most := _AT_MOST.get(str(key[-1]), _MOST)):
+            raise UserError(f"{path}: '{_text(key)}' must be at most {most:,}, not {number:,}.")
     model, cluster = document.get("model"), document.get("cluster")
     if isinstance(model, str):
         if model_at is None:
@@ -138,6 +146,8 @@ def _parsed(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}, line {error.lineno}, is no valid JSON: {error.msg}.") from error
     except UnicodeDecodeError as error:
         raise UserError(f"Cannot read the plan {path}: it is not UTF-8 text.") from error
+    except (RecursionError, ValueError) as error:
+        raise UserError(f"Cannot read the plan {path}: lists are nested too deep, or a number is too long.") from error
     except OSError as error:
         raise UserError(f"Cannot read the plan {path}: {error.strerror}.") from error
     if not isinstance(document, dict):

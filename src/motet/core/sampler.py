@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,14 @@ from motet.core.errors import UserError
 from motet.core.workload import BatchLengths, ItemLengths, Workload
 
 _POPULATION = 1 << 16
+_MOST = 1 << 32
+"""Of a length or a count."""
+_MOST_ITEMS = 1 << 27
+"""Of a task, in all examples that are sampled of it."""
+
+
+Amount = Annotated[int, Field(ge=0, le=_MOST)]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Distribution(BaseModel):
@@ -33,13 +42,13 @@ class Distribution(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    value: int | None = Field(default=None, ge=0)
-    choices: tuple[int, ...] = ()
-    weights: tuple[float, ...] = ()
-    median: float | None = Field(default=None, gt=0)
-    spread: float = Field(default=0.0, ge=0, description="standard deviation of the logarithm")
-    min: int = Field(default=1, ge=0)
-    max: int = Field(default=1 << 40, ge=0)
+    value: Amount | None = None
+    choices: tuple[Amount, ...] = ()
+    weights: tuple[Weight, ...] = ()
+    median: float | None = Field(default=None, gt=0, le=_MOST)
+    spread: float = Field(default=0.0, ge=0, le=10, description="standard deviation of the logarithm")
+    min: Amount = 1
+    max: Amount = _MOST
 
     @model_validator(mode="after")
     def _one_kind(self) -> Distribution:
@@ -47,6 +56,8 @@ class Distribution(BaseModel):
             raise ValueError("must have one of value, choices, median")
         if self.weights and len(self.weights) != len(self.choices):
             raise ValueError("must have as many weights as choices")
+        if self.weights and not sum(self.weights) > 0:
+            raise ValueError("must have a weight above 0")
         if self.min > self.max:
             raise ValueError("has min above max")
         return self
@@ -68,7 +79,7 @@ class Items(BaseModel):
 
     length: Distribution
     count: Distribution = Distribution(value=1)
-    length_per_token: float = Field(default=1.0, gt=0)
+    length_per_token: float = Field(default=1.0, ge=1e-3, le=_MOST)
 
 
 class Task(BaseModel):
@@ -78,7 +89,7 @@ class Task(BaseModel):
 
     name: str
     text: Distribution
-    share: float = Field(default=1.0, gt=0)
+    share: float = Field(default=1.0, gt=0, le=1e9)
     answer: float = Field(default=1.0, ge=0, le=1)
     items: dict[str, Items] = Field(default_factory=dict)
 
@@ -91,7 +102,10 @@ class Sampler(BaseModel):
     task: tuple[Task, ...] = Field(min_length=1)
 
     def workload(self, seed: int = 0, num_examples: int = _POPULATION) -> Workload:
-        """num_examples examples, of each task as many as its share says, to within one. The same for the same seed."""
+        """num_examples examples, of each task as many as its share says, to within one. The same for the same seed.
+
+        Raises UserError for a task with more items than memory is good for.
+        """
         rng = np.random.default_rng(seed)
         share = np.array([task.share for task in self.task])
         ends = np.rint(np.cumsum(share) / share.sum() * num_examples).astype(np.int64)
@@ -104,7 +118,13 @@ class Sampler(BaseModel):
             sequence[start : start + count] = text
             num_targets[start : start + count] = np.rint(text * task.answer)
             for name, items in task.items.items():
-                owner = start + np.repeat(np.arange(count), items.count.sample(int(count), rng))
+                num_items = items.count.sample(int(count), rng)
+                if num_items.sum() > _MOST_ITEMS:
+                    raise UserError(
+                        f"Task {task.name!r} has {num_items.sum():,} items of {name!r} in {count:,} examples; "
+                        f"there may be {_MOST_ITEMS:,}."
+                    )
+                owner = start + np.repeat(np.arange(count), num_items)
                 length = items.length.sample(len(owner), rng)
                 columns[name].append(
                     np.stack([owner, length, np.ceil(length / items.length_per_token)]).astype(np.int64)

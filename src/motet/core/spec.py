@@ -32,6 +32,10 @@ class Attention:
     window: int = 0
     density: float = 1.0
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.density <= 1:
+            raise ArgumentError(f"density is {self.density}; a mask leaves a share of 0 to 1 of the pairs.")
+
 
 @dataclass(frozen=True)
 class Layer:

@@ -88,6 +88,8 @@ class Analytic:
             raise ArgumentError(
                 f"device {device.name!r} has no peak in {precision!r}; it has one in {', '.join(device.peak_flops)}."
             )
+        if precision not in ELEMENT_BYTES:
+            raise ArgumentError(f"precision {precision!r} is not known; known are {', '.join(ELEMENT_BYTES)}.")
         self.cluster = cluster
         self.precision = precision
         self.efficiency = efficiency or EFFICIENCY.get(device.name, Efficiency())

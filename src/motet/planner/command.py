@@ -15,6 +15,7 @@ from motet.planner.job import Job
 from motet.planner.report import print_found
 from motet.planner.search import Found, search
 from motet.planner.strategies import COSTLY, STRATEGIES
+from motet.simulate.plan_words import rows_in_words
 
 _MAX_ROWS = 24
 """Of the picture: drawing takes longer than searching otherwise."""
@@ -43,11 +44,12 @@ def plan_command(job: Job, pins: Pins, outputs: Outputs) -> None:
     # Imported here: matplotlib takes half a second, which the tables need not wait for.
     from motet.simulate.picture import write_png
 
-    write_png(timeline, outputs.png, title=title, max_rows=_MAX_ROWS)
+    note = rows_in_words(best.candidate.plan)
+    write_png(timeline, outputs.png, title=title, note=note, max_rows=_MAX_ROWS)
     if outputs.html is not None:
         from motet.simulate.page import write_html
 
-        write_html(timeline, outputs.html, title=title)
+        write_html(timeline, outputs.html, title=title, note=note)
     if outputs.explanation is not None:
         write_explanation(found, outputs.explanation)
     written = [outputs.plan, outputs.png, outputs.html, outputs.explanation]

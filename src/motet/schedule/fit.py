@@ -12,6 +12,8 @@ from motet.core.errors import UserError
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 
+MAX_MICROBATCHES = 100_000
+"""Of a replica in a step. Real steps take up to thousands; a mistyped batch size would fill the host's memory."""
 _CHUNKS = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_v": 2, "data_parallel": 1}
 
 
@@ -174,6 +176,11 @@ def _check_batch(plan: Plan) -> None:
     if plan.microbatch_size < 1 or plan.batch_size < 1 or plan.batch_size % taken:
         raise UserError(
             f"batch_size is {plan.batch_size}; it must be a multiple of dp * microbatch_size of the backbone, {taken}."
+        )
+    if plan.batch_size // taken > MAX_MICROBATCHES:
+        raise UserError(
+            f"batch_size is {plan.batch_size:,}, which is {plan.batch_size // taken:,} microbatches on each replica of "
+            f"the backbone; there may be {MAX_MICROBATCHES:,}."
         )
     for unit in colocated_units(plan):
         if plan.batch_size // taken < backbone.pp // unit.pp:

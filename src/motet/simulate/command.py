@@ -9,6 +9,7 @@ from pathlib import Path
 from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.simulate.drawing import shown_seconds
+from motet.simulate.plan_words import rows_in_words
 from motet.simulate.prediction import Prediction
 from motet.simulate.report import print_prediction
 
@@ -45,12 +46,12 @@ def show_predictions(plan: Plan, predictions: Iterable[Prediction], outputs: Out
     if outputs.html is not None:
         from motet.simulate.page import write_html
 
-        write_html(prediction.timeline, outputs.html, title=title)
+        write_html(prediction.timeline, outputs.html, title=title, note=rows_in_words(plan))
     if outputs.png is not None:
         # Imported here: matplotlib takes half a second, which the tables need not wait for.
         from motet.simulate.picture import write_png
 
-        write_png(prediction.timeline, outputs.png, title=title)
+        write_png(prediction.timeline, outputs.png, title=title, note=rows_in_words(plan))
     for written in (outputs.trace, outputs.html, outputs.png):
         if written is not None:
             print(f"Wrote {written}.")

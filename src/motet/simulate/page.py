@@ -34,19 +34,20 @@ canvas {{ display: block; width: 100%; }}
 """
 
 
-def write_html(timeline: Timeline, path: str | Path, *, title: str = "Timeline") -> None:
+def write_html(timeline: Timeline, path: str | Path, *, title: str = "Timeline", note: str = "") -> None:
     """Write the page: 25 to 40 bytes a span. Of more than 512 ranks, or 200,000 spans, some ranks stand for all.
 
+    note: a sentence that stands above the rows.
     Raises UserError if it cannot be written. O(spans).
     """
-    page = page_of(timeline, title=title, max_spans=_MAX_SPANS)
+    page = page_of(timeline, title=title, max_spans=_MAX_SPANS, note=note)
     try:
         Path(path).write_text(page, encoding="utf-8")
     except OSError as error:
         raise UserError(f"the page cannot be written to {path}: {error.strerror}.") from error
 
 
-def page_of(timeline: Timeline, *, title: str, max_spans: int) -> str:
+def page_of(timeline: Timeline, *, title: str, max_spans: int, note: str = "") -> str:
     """The page itself, with some ranks for all where they have more than max_spans spans. O(spans)."""
     num_ranks = max(timeline.num_ranks, 1)
     drawing = draw(timeline, max_rows=min(_MAX_ROWS, max(max_spans * num_ranks // max(len(timeline), 1), 4)))
@@ -59,7 +60,8 @@ def page_of(timeline: Timeline, *, title: str, max_spans: int) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>{html.escape(title)}</h1><p>{html.escape(drawing.facts)}.</p><p>{hint}</p>"
+        f"<h1>{html.escape(title)}</h1><p>{html.escape(drawing.facts)}.</p>"
+        f"{f'<p>{html.escape(note)}</p>' if note else ''}<p>{hint}</p>"
         f'<div class="legend">{"".join(map(_key, drawing.legend))}</div>'
         '<div><canvas id="rows"></canvas><canvas id="axis"></canvas></div><div id="tip" hidden></div>'
         f"<script>const DATA = {data};\n{script}</script></body></html>\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,11 +24,15 @@ _PIXELS_PER_INCH = 160
 _COMPUTE_SHARE = 0.74
 """Of a row's height; below it is the band of communication."""
 _LINE_INCHES, _SWATCH_INCHES = 0.24, 0.24
+_LINE_LETTERS = 170
 
 
-def write_png(timeline: Timeline, path: str | Path, *, title: str = "", max_rows: int = _MAX_ROWS) -> None:
+def write_png(
+    timeline: Timeline, path: str | Path, *, title: str = "", note: str = "", max_rows: int = _MAX_ROWS
+) -> None:
     """Draw a Timeline. Of more than max_rows ranks, some are drawn that stand for all, and it is said which.
 
+    note: a sentence that stands above the rows.
     Raises UserError if the file cannot be written. O(spans); a million spans take some 20 s.
     """
     # Late, and without pyplot: matplotlib takes long to import, and no state of it outlives the picture.
@@ -35,7 +40,7 @@ def write_png(timeline: Timeline, path: str | Path, *, title: str = "", max_rows
     from matplotlib.figure import Figure
 
     drawing = draw(timeline, max_rows=max_rows)
-    head = [line for line in (title, drawing.facts) if line]
+    head = [line for line in (title, drawing.facts, *textwrap.wrap(note, _LINE_LETTERS)) if line]
     legend = _lines(drawing.legend)
     num_rows = max(len(drawing.ranks), 1)
     row_inches = float(np.clip(5.0 / num_rows, 0.15, 0.46))

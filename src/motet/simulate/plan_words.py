@@ -7,6 +7,7 @@ from itertools import groupby
 
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
+from motet.schedule.layout import Layout
 
 _SCHEDULES = {
     "gpipe": "GPipe",
@@ -42,6 +43,28 @@ def plan_in_words(plan: Plan) -> list[str]:
     if plan.fills:
         step += f" {_number(len(plan.fills), 'slice')} of encoders run in bubbles."
     return [first, step, *(_unit(unit, plan) for unit in plan.units)]
+
+
+def rows_in_words(plan: Plan) -> str:
+    """A sentence for a picture of the Plan's Program: which unit's each rank in it is, and how many of the cluster's
+    ranks it stands for; "" where that is what one would think. The plan must fit its model.
+    """
+    layout = Layout(plan)
+    size = layout.backbone.cp * layout.backbone.tp
+    if plan.schedule == "data_parallel":
+        return f"Each rank here is {size} of the cluster, which share its work." if size > 1 else ""
+    if layout.num_islands == 1 and len(layout.units) == 1 and size == 1:
+        return ""
+    parts, first = [], 0
+    for unit in layout.units:
+        num_rows, size = unit.pp * layout.num_replicas(unit), unit.cp * unit.tp
+        rows = f"{first} to {first + num_rows - 1}" if num_rows > 1 else f"{first}"
+        parts.append(
+            f"{rows} {unit.name}" + (f" ({size} of the cluster{' each' if num_rows > 1 else ''})" * (size > 1))
+        )
+        first += num_rows
+    alike = f", of the slowest of {layout.num_islands:,} parts that work alike" if layout.num_islands > 1 else ""
+    return f"Ranks here are those of the pipeline{alike}: {'; '.join(parts)}."
 
 
 def _unit(unit: Unit, plan: Plan) -> str:
@@ -82,7 +105,9 @@ def _number(count: int, one: str, many: str = "") -> str:
 
 
 def _count(number: int) -> str:
-    scale, unit = next(((scale, unit) for scale, unit in ((1e9, " B"), (1e6, " M")) if number >= scale), (1.0, ""))
+    scale, unit = next(
+        ((scale, unit) for scale, unit in ((1e9, " B"), (1e6, " M"), (1e3, " K")) if number >= scale), (1.0, "")
+    )
     return f"{number / scale:.3g}{unit}"
 
 

@@ -63,7 +63,7 @@ def _speed(prediction: Prediction) -> Table:
     num_ranks = prediction.num_ranks
     table.add_row("step", shown_seconds(prediction.step_s), "")
     for name, each_s in (("examples/s", prediction.examples_per_s), ("tokens/s", prediction.tokens_per_s)):
-        table.add_row(name, f"{each_s:,.4g}" if each_s < 1000 else f"{each_s:,.0f}", f"{each_s / num_ranks:,.4g}")
+        table.add_row(name, _rate(each_s), _rate(each_s / num_ranks))
     table.add_row("MFU", f"{prediction.mfu:.1%}", "")
     table.add_row("HFU, with recomputation and padding", f"{prediction.hfu:.1%}", "")
     return table
@@ -71,13 +71,14 @@ def _speed(prediction: Prediction) -> Table:
 
 def _memory(prediction: Prediction) -> Table:
     """Parts in the mean over ranks, and on the rank that needs most."""
-    worst = int(prediction.peak_bytes.argmax())
-    table = _table("Memory of a rank, GB", "", "mean", f"rank {prediction.ranks[worst]}, the most")
-    for part, size_bytes in prediction.memory_bytes.items():
-        table.add_row(part, _gbytes(size_bytes.mean()), _gbytes(size_bytes[worst]))
-    table.add_section()
     peak_bytes = prediction.peak_bytes
-    table.add_row("all", _gbytes(peak_bytes.mean()), _gbytes(peak_bytes[worst]))
+    worst = int(peak_bytes.argmax())
+    scale, unit = (1, "GB") if peak_bytes[worst] >= 1e9 else (1000, "MB")
+    table = _table(f"Memory of a rank, {unit}", "", "mean", f"rank {prediction.ranks[worst]}, the most")
+    for part, size_bytes in (*prediction.memory_bytes.items(), ("all", peak_bytes)):
+        if part == "all":
+            table.add_section()
+        table.add_row(part, _gbytes(scale * size_bytes.mean()), _gbytes(scale * size_bytes[worst]))
     shares = (f"{size / prediction.capacity_bytes:.0%}" for size in (peak_bytes.mean(), peak_bytes[worst]))
     table.add_row(f"of {_gbytes(prediction.capacity_bytes)} GB", *shares)
     return table
@@ -93,6 +94,10 @@ def _bubbles(prediction: Prediction) -> Table:
     table.add_section()
     table.add_row("all", f"{found.total_share:.1%}", shown_seconds(found.total_share * found.step_s))
     return table
+
+
+def _rate(each_s: float) -> str:
+    return f"{each_s:,.4g}" if each_s < 1000 else f"{each_s:,.0f}"
 
 
 def _gbytes(size_bytes: float) -> str:

@@ -24,6 +24,9 @@ from motet.simulate.streams import COMPUTE, STREAMS, TENSOR
 from motet.simulate.table import EXCHANGES, ActionTable, Ints, action_table
 from motet.simulate.times import StageTimes
 
+MAX_JITTER = 2.0
+"""With a larger sigma nearly all factors are nearly 0, and a step of some thousands has nothing of the mean of 1."""
+
 
 def simulate(
     program: Program,
@@ -44,8 +47,8 @@ def simulate(
     Raises ArgumentError for times that do not fit the Program, for a Program that is not whole, and for one that cannot
     run, with the actions that wait for each other.
     """
-    if not 0 <= jitter < np.inf:
-        raise ArgumentError(f"jitter is {jitter}; it must be the sigma of a log-normal distribution, 0 or more.")
+    if not 0 <= jitter <= MAX_JITTER:
+        raise ArgumentError(f"jitter is {jitter}; it is the sigma of a log-normal distribution, 0 to {MAX_JITTER:g}.")
     native = engine(backend)
     table = action_table(program)
     if _lacks_communication(table, times):

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Literal
 
 from motet.core.cluster import Cluster
-from motet.core.errors import ArgumentError, UserError
+from motet.core.errors import UserError
 from motet.core.plan import Plan, Unit
 from motet.core.spec import ModelSpec
 from motet.core.workload import Workload
-from motet.cost.catalogue import cluster as catalogue_cluster
+from motet.cost.catalogue import DEVICES, ClusterConfig
 from motet.data.text import ChatTokenizer
 from motet.models.spec import spec_of_config
 from motet.train.plan_sources import workload_at, workload_of
 from motet.train.recipe import Recipe, load_recipe
+from motet.train.toml_text import read_recipe
 
 PRECISIONS = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
@@ -62,16 +63,22 @@ def plan_of_recipe(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
 
 
 def read_recipe_as_plan(
-    file: Path, overrides: Sequence[str], device: str, num_ranks: int | None, workload_file: Path | None
+    file: Path, overrides: Sequence[str], device: str | None, num_ranks: int | None, workload_file: Path | None
 ) -> tuple[Plan, Workload]:
     """A recipe's Plan, and the lengths of its training data, or of `workload_file` (`plan_sources`).
 
-    device, num_ranks: of the catalogue, in nodes as they usually are; None is one node of them.
+    device:    of the catalogue; None is what `[cluster]` of the recipe says, or else this machine, "cpu".
+    num_ranks: whole nodes, or a part of one; None is all that `[cluster]` says, or else a node.
     Raises UserError for what is wrong with any of them.
     """
+    if "data" not in read_recipe(file, overrides).tables:
+        raise UserError(
+            f"{file} has no [data], so it says nothing of how it trains: `motet plan {file}` finds a plan, "
+            "which `motet simulate` takes."
+        )
     recipe = load_recipe(file, overrides)
     spec = spec_of_config(recipe.model, ChatTokenizer.from_directory(recipe.data.tokenizer).vocabulary_size, file.stem)
-    plan = plan_of_recipe(recipe, spec, _cluster(device, num_ranks))
+    plan = plan_of_recipe(recipe, spec, _cluster(recipe.cluster, device, num_ranks))
     return plan, workload_of(recipe, str(file)) if workload_file is None else workload_at(workload_file)
 
 
@@ -87,20 +94,22 @@ def _balance(recipe: Recipe, spec: ModelSpec) -> Literal["off", "joint", "per_ph
     return recipe.balance.method if balanced else "off"
 
 
-def _cluster(device: str, num_ranks: int | None) -> Cluster:
+def _cluster(stated: ClusterConfig | None, device: str | None, num_ranks: int | None) -> Cluster:
     """Whole nodes, or a part of one; all ranks of "cpu" are on this machine."""
-    try:
-        usual = catalogue_cluster(device)
-        if num_ranks is None:
-            return usual
-        if device.lower() == "cpu" or num_ranks <= usual.ranks_per_node:
-            return catalogue_cluster(device, 1, num_ranks)
-    except ArgumentError as error:
-        raise UserError(f"--device: {error}") from error
+    if stated is None or (device is not None and device.lower() != stated.device):
+        name = device or "cpu"
+        if name.lower() not in DEVICES:
+            raise UserError(f"--device: there is no device {name!r} in the catalogue; it has {', '.join(DEVICES)}.")
+        stated = ClusterConfig(device=name)
+    usual = stated.cluster()
+    if num_ranks is None:
+        return usual
+    if stated.device == "cpu" or num_ranks <= usual.ranks_per_node:
+        return stated.model_copy(update={"nodes": 1, "ranks_per_node": num_ranks}).cluster()
     num_nodes, left = divmod(num_ranks, usual.ranks_per_node)
     if left:
         raise UserError(
-            f"--ranks {num_ranks}: nodes of {device} have {usual.ranks_per_node} ranks, so it must be a multiple of "
-            "that, or less than one node."
+            f"--ranks {num_ranks}: nodes of {stated.device} have {usual.ranks_per_node} ranks, so it must be a "
+            "multiple of that, or less than one node."
         )
-    return catalogue_cluster(device, num_nodes)
+    return stated.model_copy(update={"nodes": num_nodes}).cluster()

@@ -10,7 +10,7 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -69,13 +69,15 @@ def workload_at(path: Path) -> Workload:
     """
     if path.suffix != ".toml":
         return read_lengths(path).workload()
-    if _has("task", path):
+    tables = _tables(path)
+    if "task" in tables:
         return replace(read_sampler(path).workload(), source=str(path))
-    if _has("data", path):
+    if "data" in tables:
         from motet.train.recipe import load_recipe
 
         return workload_of(load_recipe(path), str(path))
-    if (found := read_job_recipe(path).workload) is None:
+    found = read_job_recipe(path).workload if "workload" in tables else None
+    if found is None:
         raise UserError(f"{path} is to say which lengths there are; it has neither [data], [workload] nor [[task]].")
     return found
 
@@ -94,12 +96,14 @@ def workload_of(recipe: Recipe, source: str) -> Workload:
     return Workload(source, dataset.batch_lengths(np.arange(dataset.num_examples), 1))
 
 
-def _has(key: str, path: Path) -> bool:
-    """Whether a TOML file has a table; who reads it says what is wrong with one that cannot be read."""
+def _tables(path: Path) -> dict[str, Any]:
     try:
-        return key in tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
-        return False
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"Cannot read the lengths in {path}: {reason}.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is no valid TOML: {error}.") from error
 
 
 def _say(sentence: str) -> None:

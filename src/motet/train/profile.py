@@ -5,6 +5,7 @@ Nothing is trained and no data is read but the tokenizer: contents are random, l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,11 +15,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from motet.core.spec import ModelSpec
 from motet.cost.profile import PROFILE_FILE, MessageTimes, ModuleTimes, OptimizerTimes, Profile
 from motet.data.text import ChatTokenizer
-from motet.models.build import build_mllm
+from motet.models.build import ModelConfig, build_mllm
 from motet.models.module import MLLM
 from motet.models.spec import spec_of_config
 from motet.runtime.clip import clip_factor, scale_gradients, square_sum
@@ -34,6 +36,9 @@ from motet.train.world import World, join_world
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _OPTIMIZER_REPEATS = 9
+_SHARES = (1.0, 0.5, 0.25, 0.125)
+_MOST_PARAMETERS = 2**28
+"""Whose weights, gradients and optimizer state any device that trains has room for."""
 _CACHED_BYTES = 2**26
 """More than a core, or a device, keeps of what it has last seen."""
 
@@ -66,7 +71,7 @@ def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: floa
             num_ranks=world.num_ranks,
             modules=modules,
             messages=messages,
-            optimizer=_optimizer_times(sharded, recipe.optimizer, layers, world),
+            optimizer=_optimizer_times(recipe, vocab_size, layers, world),
             left_out=left_out,
         )
         with world.together():
@@ -106,32 +111,51 @@ def _modules(
     return modules, left_out
 
 
-def _optimizer_times(model: MLLM, config: OptimizerConfig, watch: Stopwatch, world: World) -> OptimizerTimes:
-    """Norm of the gradients, clipping and update, as the step does them, of each module and of all together."""
-    found: dict[int, float] = {}
+def _optimizer_times(recipe: Recipe, vocab_size: int, watch: Stopwatch, world: World) -> OptimizerTimes | None:
+    """Norm of the gradients, clipping and update, as the step does them, of all that learns and of shares of it.
+
+    A share has as many parameters as it has in FSDP: a slice of each. So what each takes is told apart from what each
+    number in it takes. Of models too large for a device, one layer a module stands for all; None if nothing learns.
+    """
+    shapes = _learning(recipe.model, vocab_size)
+    if sum(map(math.prod, shapes)) > _MOST_PARAMETERS:
+        shapes = _learning(one_layer_deep(recipe.model), vocab_size)
+    mesh = build_mesh(world.device, shard_size=1, ranks_per_node=world.ranks_per_node)
+    alone = mesh.shards[SHARD]
     others = torch.zeros(_CACHED_BYTES // 4, device=world.device)
-    parts: list[nn.Module] = [*model.encoders.values(), model.backbone, model]
-    for part in parts:
-        parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
+    numbers, seconds = [], []
+    for share in _SHARES if shapes else ():
+        slices = [(max(round(share * rows), 1), *rest) for rows, *rest in shapes]
+        held = [torch.zeros(each, dtype=_DTYPES[recipe.run.dtype], device=world.device) for each in slices]
+        numbers.append(sum(each.numel() for each in held))
+        parameters = [nn.Parameter(DTensor.from_local(each, alone, [Shard(0)])) for each in held]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        optimizer = build_optimizer(part, config)
-
-        def step(parameters: list[nn.Parameter] = parameters, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            norm = square_sum(parameters, 1, world.device).sqrt()
-            scale_gradients(parameters, clip_factor(norm, config.clip_norm))
-            optimizer.step()
-
+        step = _stepping(parameters, recipe.optimizer, world)
         samples = []
         for _ in range(_OPTIMIZER_REPEATS + 1):
             # A step comes after a backward pass, which has left nothing else in the caches.
             others.add_(1)
             samples.append(watch(step)[0])
-        samples = samples[1:]  # The first makes the optimizer's state.
-        found[sum(p.numel() for p in parameters)] = float(np.median(world.gather(float(np.median(samples)))))
-        for parameter in parameters:
-            parameter.grad = None
-    return OptimizerTimes(num_parameters=tuple(found), seconds=tuple(found.values()))
+        # The first makes the optimizer's state.
+        seconds.append(float(np.median(world.gather(float(np.median(samples[1:]))))))
+    return OptimizerTimes(num_parameters=tuple(numbers), seconds=tuple(seconds)) if shapes else None
+
+
+def _learning(config: ModelConfig, vocab_size: int) -> list[torch.Size]:
+    with torch.device("meta"):
+        return [each.shape for each in build_mllm(config, vocab_size).parameters() if each.requires_grad]
+
+
+def _stepping(parameters: Sequence[nn.Parameter], config: OptimizerConfig, world: World) -> Callable[[], None]:
+    optimizer = build_optimizer(nn.ParameterList(parameters), config)
+
+    def step() -> None:
+        norm = square_sum(parameters, 1, world.device).sqrt()
+        scale_gradients(parameters, clip_factor(norm, config.clip_norm))
+        optimizer.step()
+
+    return step
 
 
 def _finish(found: Profile, spec: ModelSpec, recipe: Recipe, path: Path) -> None:

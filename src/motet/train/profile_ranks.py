@@ -37,35 +37,59 @@ from motet.train.profile_measure import (
 from motet.train.world import World
 
 _SIZES = {"cpu": tuple(2**n for n in range(12, 25, 2)), "cuda": tuple(2**n for n in range(12, 29, 2))}
-_REPEATS = 25
+_CHAIN = 4
+_REPEATS = 7
+_PRODUCTS, _WIDTH = 8, {"cpu": 256, "cuda": 2048}
+"""Computed between two messages: a millisecond or two, as a layer takes."""
 _ROUNDS = 9
 _COLUMNS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1"})
 _ROWS = frozenset({"o_proj", "out_proj", "down_proj", "fc2"})
 
 
 def measure_messages(world: World, watch: Stopwatch) -> list[MessageTimes]:
-    """Of each kind of message among all ranks, the median of repetitions on the slowest rank; a collective."""
+    """Of each kind of message among all ranks, what one adds to ranks that compute; a collective.
+
+    A chain of computations with a message behind each, less the chain without them: ranks that do not arrive at the
+    same moment, and threads that have to wake, are a part of what a message costs in a step, and are not seen where
+    one message follows on another. The median of several chains, on the slowest rank.
+    """
     num_nodes = -(-world.num_ranks // world.ranks_per_node)
-    sizes = _SIZES["cuda" if world.device.type == "cuda" else "cpu"]
+    device = "cuda" if world.device.type == "cuda" else "cpu"
+    square = torch.zeros(_WIDTH[device], _WIDTH[device], device=world.device)
+    alone_s = _chain_s(world, watch, square, lambda: None)
     found = []
     for kind, prepare in _MESSAGES.items():
         seconds = []
-        for size_bytes in sizes:
-            send = prepare(size_bytes // 4, world)
-            # The first opens connections.
-            samples = [_timed(world, watch, send) for _ in range(_REPEATS + 1)][1:]
-            seconds.append(max(world.gather(float(np.median(samples)))))
+        for size_bytes in _SIZES[device]:
+            added_s = _chain_s(world, watch, square, prepare(size_bytes // 4, world)) - alone_s
+            seconds.append(max(added_s / _MESSAGES_A_CALL.get(kind, 1), 0.0))
         found.append(
             MessageTimes(
-                kind=kind, num_ranks=world.num_ranks, num_nodes=num_nodes, size_bytes=sizes, seconds=tuple(seconds)
+                kind=kind,
+                num_ranks=world.num_ranks,
+                num_nodes=num_nodes,
+                size_bytes=_SIZES[device],
+                seconds=tuple(seconds),
             )
         )
     return found
 
 
-def _timed(world: World, watch: Stopwatch, send: Callable[[], object]) -> float:
-    world.barrier()
-    return watch(send)[0]
+def _chain_s(world: World, watch: Stopwatch, square: Tensor, send: Callable[[], object]) -> float:
+    """Seconds of one link, on the slowest rank."""
+
+    def chain() -> None:
+        for _ in range(_CHAIN):
+            for _ in range(_PRODUCTS):
+                torch.mm(square, square)
+            send()
+
+    samples = []
+    for _ in range(_REPEATS + 1):
+        world.barrier()
+        samples.append(watch(chain)[0])
+    # The first opens connections.
+    return max(world.gather(float(np.median(samples[1:])))) / _CHAIN
 
 
 def _gather(count: int, world: World) -> Callable[[], object]:
@@ -94,14 +118,16 @@ def _exchange(count: int, world: World) -> Callable[[], object]:
 
 
 def _send(count: int, world: World) -> Callable[[], object]:
-    """From the first rank to the last, which are the farthest apart; the others have nothing to do."""
+    """From the first rank to the last, which are the farthest apart, and back; the others have nothing to do."""
     whole, last = torch.zeros(count, device=world.device), world.num_ranks - 1
 
     def send() -> None:
         if world.rank == 0:
             dist.send(whole, last)
+            dist.recv(whole, last)
         elif world.rank == last:
             dist.recv(whole, 0)
+            dist.send(whole, 0)
 
     return send
 
@@ -113,6 +139,7 @@ _MESSAGES: dict[MessageKind, Callable[[int, World], Callable[[], object]]] = {
     "exchange": _exchange,
     "send": _send,
 }
+_MESSAGES_A_CALL = {"send": 2}
 
 
 def measure_shared(

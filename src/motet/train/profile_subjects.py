@@ -7,9 +7,11 @@ batches separate what a row costs from what a pair of rows costs: items of a few
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import NormalDist
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,8 +35,10 @@ _SHORTEST = 8
 _NUM_CANDIDATES = 40
 _NUM_LENGTHS = 6
 _LENGTH_RATIO = 3
-_SPREAD = (0.5, 0.7, 0.85, 1.0, 1.4, 3.0)
-"""Lengths of a batch over the one that it is about: those of real data have a tail."""
+_SPREAD = 0.6
+"""Of the logarithms of a batch's lengths, as in real data."""
+_NUM_AROUND = (15, 7, 3)
+"""Different lengths of a batch: as many as leave room for a few items of each."""
 _NUM_COUNTS = 4
 _ROW_RATIO = 256
 
@@ -105,9 +109,8 @@ def grid_of(lengths: NDArray[np.int64], max_rows: int, *, padded: bool) -> tuple
         chosen.insert(0, int(usable[0]))
     grid: list[Batch] = []
     for length in chosen:
-        pattern = _around(length, usable, padded=padded) if length > usable[0] else [length]
-        if (rows := _rows(pattern, padded=padded)) > max_rows:
-            pattern, rows = [length], length
+        pattern = _around(length, usable, max_rows // _NUM_COUNTS, padded=padded) if length > usable[0] else [length]
+        rows = _rows(pattern, padded=padded)
         most = max(max_rows // rows, 1)
         least = max(max_rows // _ROW_RATIO // rows, 1)
         counts = sorted({round(count) for count in np.geomspace(least, most, _NUM_COUNTS)})
@@ -123,13 +126,18 @@ def grid_of(lengths: NDArray[np.int64], max_rows: int, *, padded: bool) -> tuple
     return grid, [batch for batch in held_out if batch not in grid]
 
 
-def _around(length: int, usable: NDArray[np.int64], *, padded: bool) -> list[int]:
-    """Lengths about a length, which is the longest where all are padded to it.
+def _around(length: int, usable: NDArray[np.int64], most_rows: int, *, padded: bool) -> list[int]:
+    """Lengths about a length, which is the longest where all are padded to it; that one alone where rows are too few.
 
     Items that are of one length share calls of kernels, and need no mask of padding, as those of real data do not.
     """
-    wanted = [length * ratio for ratio in _SPREAD if ratio <= 1 or not padded]
-    return sorted({int(usable[np.abs(usable - each).argmin()]) for each in wanted})
+    for count in _NUM_AROUND:
+        ratios = [math.exp(_SPREAD * NormalDist().inv_cdf((place + 0.5) / count)) for place in range(count)]
+        wanted = [length * ratio for ratio in ratios if ratio <= 1 or not padded]
+        found = sorted({int(usable[np.abs(usable - each).argmin()]) for each in wanted})
+        if _rows(found, padded=padded) <= most_rows:
+            return found
+    return [length]
 
 
 def _rows(lengths: list[int], *, padded: bool) -> int:

@@ -76,7 +76,7 @@ class Recipe(BaseModel):
     evaluate: EvaluateConfig = EvaluateConfig()
     export: ExportConfig = ExportConfig()
     cluster: ClusterConfig | None = Field(
-        None, description="what `motet plan` plans for; training takes what it is given"
+        None, description="what `motet plan` and `motet simulate` predict for; training takes what it is given"
     )
 
     @model_validator(mode="after")

@@ -140,6 +140,9 @@ def test_even_mixing_draws_each_combination_alike(tmp_path):
     ("text", "message"),
     [
         ("a,b\n1,2\n", r"line 1: names no known column; it must name some of image_width"),
+        ("text_tokens\n1e300\n", r"line 2: 'text_tokens' is '1e300', but must be empty or a number from 0 to 4,294"),
+        ("num_images,text_tokens\n1e9,3\n", r"line 2: 'num_images' is '1e9', but must be .* 0 to 100,000"),
+        ("text_tokens\n3\n3,4\n", r"line 3: has more fields than line 1 has names"),
         ("text_tokens\n3\nmany\n", r"line 3: 'text_tokens' is 'many', but must be empty or a number"),
         ("text_tokens\n-3\n", r"line 2: 'text_tokens' is '-3'"),
         ("text_tokens\nnan\n", r"line 2: 'text_tokens' is 'nan'"),

@@ -12,13 +12,15 @@ from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
 
 counts, sizes = st.integers(1, 9), st.integers(0, 2**53)
 amounts = st.floats(0, 1e300, allow_nan=False)
+speeds = st.floats(1e-300, 1e300)
+shares = st.floats(0, 1)
 names = st.text(min_size=1, max_size=6)
 flags = st.booleans()
-attentions = st.builds(Attention, sizes, sizes, flags, sizes, amounts)
-layers = st.builds(Layer, names, sizes, sizes, sizes, sizes, st.none() | attentions, counts, sizes, flags, flags)
+attentions = st.builds(Attention, sizes, sizes, flags, sizes, shares)
+layers = st.builds(Layer, names, sizes, sizes, counts, sizes, st.none() | attentions, counts, sizes, flags, flags)
 modules = st.builds(Module, names, st.lists(st.builds(Stack, layers, counts), max_size=3).map(tuple), flags)
-links = st.builds(Link, st.floats(1e-300, 1e300), amounts)
-devices = st.builds(Device, names, st.dictionaries(names, amounts, max_size=2), counts, amounts)
+links = st.builds(Link, speeds, amounts)
+devices = st.builds(Device, names, st.dictionaries(names, speeds, max_size=2), counts, speeds)
 clusters = st.builds(Cluster, devices, counts, counts, links, links)
 parts = st.lists(st.dictionaries(names, sizes, max_size=2), max_size=3).map(tuple)
 units = st.builds(
@@ -111,6 +113,21 @@ def test_the_file_is_short_and_without_defaults(document, tmp_path):
          "'model' is wrong: small: an edge names 'llm'; the modules are image, backbone."),
         (["cluster", "intra_node", "bytes_per_s"], 0.0,
          "'cluster.intra_node' is wrong: bytes_per_s is 0.0; it must be above 0."),
+        (["cluster", "device", "peak_flops"], {"bf16": 0.0},
+         "'cluster.device' is wrong: peak_flops.bf16 of device 'h100' is 0.0; it must be above 0."),
+        (["cluster", "device", "memory_bytes_per_s"], 0.0,
+         "'cluster.device' is wrong: memory_bytes_per_s of device 'h100' is 0.0; it must be above 0."),
+        (["model", "modules", 0, "stacks", 0, "layer", "attention", "density"], 1.5,
+         "'model.modules[0].stacks[0].layer.attention' is wrong: density is 1.5; a mask leaves a share of 0 to 1 of "
+         "the pairs."),
+        (["model", "modules", 0, "stacks", 0, "layer", "output_width"], 0,
+         "'model.modules[0].stacks[0].layer.output_width' must be at least 1, and finite, not 0."),
+        (["model", "modules", 0, "stacks", 0, "layer", "weights"], 10**18,
+         "'model.modules[0].stacks[0].layer.weights' must be at most 100,000,000,000,000,000, not "
+         "1,000,000,000,000,000,000."),
+        (["batch_size"], 10**12, "'batch_size' must be at most 10,000,000, not 1,000,000,000,000."),
+        (["model", "modules", 0, "stacks", 0, "count"], 10**9,
+         "'model.modules[0].stacks[0].count' must be at most 100,000, not 1,000,000,000."),
         (["hue"], "red", "unknown key 'hue'; known here: model, cluster, units, batch_size, microbatch_size, "
          "schedule, deferred_warmup, precision, balance, fills."),
     ],
@@ -135,6 +152,8 @@ def test_a_missing_key_is_named(document, tmp_path):
         ("[]", 'is no plan: it must be a table with the keys "motet_plan"'),
         ("{}", 'it must have "motet_plan": 1'),
         ('{"motet_plan": 2}', 'it must have "motet_plan": 1'),
+        ("[" * 100_000, "lists are nested too deep"),
+        ('{"motet_plan": 1, "batch_size": ' + "1" * 5000 + "}", "or a number is too long"),
         ('{"motet_plan": 1, "batch_size": NaN}', "has NaN where a finite number must be"),
         ('{"motet_plan": 1, "batch_size": 1, "batch_size": 2}', "has the key 'batch_size' twice"),
     ],

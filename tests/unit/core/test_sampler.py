@@ -58,8 +58,17 @@ def test_a_seed_gives_the_same_examples(path):
         ("[[task]]\nname = 'a'\ntext = { choices = [1], weights = [1, 2] }", "as many weights"),
         ("[[task]]\nname = 'a'\ntexts = 3\ntext = { value = 1 }", "texts"),
         ("[[task", "no valid TOML"),
+        ("[[task]]\nname = 'a'\ntext = { choices = [3, -1] }", "task.0.text.choices.1: "),
+        ("[[task]]\nname = 'a'\ntext = { choices = [1, 2], weights = [0, 0] }", "a weight above 0"),
+        ("[[task]]\nname = 'a'\ntext = { choices = [1, 2], weights = [-1, 2] }", "task.0.text.weights.0: "),
+        ("[[task]]\nname = 'a'\ntext = { choices = [1, 2], weights = [inf, 2] }", "task.0.text.weights.0: "),
+        ("[[task]]\nname = 'a'\ntext = { value = 10000000000000000000000 }", "task.0.text.value: "),
+        ("[[task]]\nname = 'a'\ntext = { median = inf }", "task.0.text.median: "),
+        ("[[task]]\nname = 'a'\nshare = inf\ntext = { value = 1 }", "task.0.share: "),
+        ("[[task]]\nname = 'a'\ntext = { value = 1 }\n[task.items.image]\nlength = { value = 5 }\n"
+         "length_per_token = 1e-300", "task.0.items.image.length_per_token: "),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_file_is_one_sentence(tmp_path, text, says):
     path = tmp_path / "workload.toml"
     path.write_text(text)
@@ -68,6 +77,13 @@ def test_a_wrong_file_is_one_sentence(tmp_path, text, says):
     assert str(path) in str(error.value) and "\n" not in str(error.value)
     with pytest.raises(UserError, match="Cannot read"):
         read_sampler(tmp_path / "absent.toml")
+
+
+def test_items_that_would_fill_the_memory_are_refused(tmp_path):
+    path = tmp_path / "workload.toml"
+    path.write_text(MIXTURE.replace("choices = [1, 3], weights = [3, 1]", "value = 1000000000"))
+    with pytest.raises(UserError, match="Task 'image chat' has 3,000,000,000 items of 'image' in 3 examples"):
+        read_sampler(path).workload(num_examples=4)
 
 
 def test_choices_without_weights_are_equally_likely():

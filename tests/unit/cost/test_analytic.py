@@ -217,6 +217,9 @@ def test_cornstarch_table_3(forward_ms, backward_ms):
 def test_bad_precision():
     with pytest.raises(ArgumentError, match="device 'a40' has no peak in 'fp8'; it has one in bf16, fp16"):
         Analytic(cluster("a40"), "fp8")
+    a40 = cluster("a40")
+    with pytest.raises(ArgumentError, match="precision 'int8' is not known; known are fp64, fp32"):
+        Analytic(dataclasses.replace(a40, device=dataclasses.replace(a40.device, peak_flops={"int8": 3e14})), "int8")
 
 
 def test_efficiencies_are_of_devices_in_the_catalogue():

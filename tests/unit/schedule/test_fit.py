@@ -103,6 +103,9 @@ OPTIONS = {
         ),
         {"schedule": "data_parallel"},
     ),
+    "batch_size is 4,000,000, which is 500,000 microbatches on each replica .*; there may be 100,000": (
+        plan(VLM, Unit("all", ({"image": 4, "audio": 2, "backbone": 8},), dp=8)), {"batch_size": 4_000_000}
+    ),
     "unit 'image' has 2 pipelines beside each .* 1 microbatches": (PLANS["filled"], {"batch_size": 2}),
 }  # fmt: skip
 

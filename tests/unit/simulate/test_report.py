@@ -12,9 +12,10 @@ from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
 from motet.schedule import one_f_one_b
 from motet.simulate import simulate, stage_times
 from motet.simulate.command import Outputs, show_predictions
-from motet.simulate.plan_words import plan_in_words
+from motet.simulate.plan_words import plan_in_words, rows_in_words
 from motet.simulate.prediction import Prediction
 from motet.simulate.report import out_of_memory, print_prediction
+from unit.schedule.plans import PLANS
 
 FROZEN = Layer("attention", 10**7, 10**7, 1024, 15000, Attention(1024, 1024), trained=False)
 LAYER = Layer("attention", 2 * 10**8, 2 * 10**8, 4096, 60000, Attention(4096, 1024, causal=True))
@@ -85,6 +86,13 @@ def test_the_report_has_speed_memory_and_bubbles(prediction):
     assert not any(name.startswith("Out of memory") for name in lines)
 
 
+def test_a_small_models_memory_is_in_megabytes(prediction):
+    small = replace(prediction, memory_bytes={part: held // 1000 for part, held in prediction.memory_bytes.items()})
+    lines = printed(PLAN, small)
+    assert any(name.startswith("Memory of a rank, MB") for name in lines)
+    assert lines["parameters"].split() == ["40.0", "40.0"] and lines["of 80.0 GB"].split() == ["0%", "0%"]
+
+
 def test_a_rank_without_the_memory_is_named(prediction):
     lacking = replace(prediction, capacity_bytes=64 * 10**9)
     said = (
@@ -123,6 +131,20 @@ def test_a_plan_of_several_units_in_words():
     ]
 
 
+def test_ranks_of_a_picture_are_told_in_words():
+    def told(plan):
+        return rows_in_words(plan).removeprefix("Ranks here are those of the pipeline")
+
+    assert told(PLANS["disaggregated"]) == (": 0 to 1 image; 2 audio; 3 to 8 llm (2 of the cluster each); 9 generator.")
+    assert told(PLANS["filled"]) == ", of the slowest of 2 parts that work alike: 0 to 1 llm (2 of the cluster each)."
+    assert told(PLANS["modality parallel"]) == ": 0 to 1 image; 2 audio; 3 to 4 llm."
+    assert told(PLANS["zb_h1"]) == ""
+    fsdp = PLANS["fsdp"]
+    assert told(fsdp) == ""
+    shared = replace(fsdp, units=(replace(fsdp.units[0], tp=2),))
+    assert told(shared) == "Each rank here is 2 of the cluster, which share its work."
+
+
 def test_files_are_written_where_asked_for(prediction, tmp_path, capsys):
     outputs = Outputs(tmp_path / "t.json", tmp_path / "t.html", tmp_path / "t.png")
     show_predictions(PLAN, [prediction], outputs, "small, predicted")
@@ -130,6 +152,6 @@ def test_files_are_written_where_asked_for(prediction, tmp_path, capsys):
     for path in (outputs.trace, outputs.html, outputs.png):
         assert path.stat().st_size > 1000
         assert f"Wrote {path}." in said
-    assert "small, predicted" in outputs.html.read_text()
+    assert "small, predicted" in outputs.html.read_text() and rows_in_words(PLAN) in outputs.html.read_text()
     with pytest.raises(UserError, match="the trace cannot be written to"):
         show_predictions(PLAN, [prediction], Outputs(trace=tmp_path / "none" / "t.json"), "")

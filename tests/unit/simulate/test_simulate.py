@@ -283,7 +283,9 @@ def test_parts_that_are_no_shares_are_named(parts, said):
     assert str(error.value) == said
 
 
-@pytest.mark.parametrize("options", [{"jitter": -0.1}, {"jitter": float("nan")}, {"backend": "gpu"}])
+@pytest.mark.parametrize(
+    "options", [{"jitter": -0.1}, {"jitter": 1000.0}, {"jitter": float("nan")}, {"backend": "gpu"}]
+)
 def test_wrong_options_are_refused(options):
     with pytest.raises(ArgumentError):
         simulate(gpipe(1, 1), stage_times([1], [1]), **options)

@@ -97,6 +97,21 @@ def test_a_recipe_is_planned_with_its_own_data(recipe_file):
     assert not on_cpu.cluster.device.overlaps and plan.cluster.device.overlaps
 
 
+def test_the_recipes_cluster_counts_where_no_other_device_is_named(recipe_file):
+    stated = ["run.batch_size=64", "cluster.device=a40", "cluster.nodes=2", "cluster.memory_gbytes=40"]
+    named = {"none": (None, None), "ranks": (None, 2), "the same": ("A40", 4), "another": ("h100", 8)}
+    found = {how: read_recipe_as_plan(recipe_file, stated, *given, None)[0].cluster for how, given in named.items()}
+    assert [found[how].num_ranks for how in named] == [8, 2, 4, 8]
+    assert [found[how].device.memory_bytes / 1e9 for how in named] == [40, 40, 40, 80]
+
+
+def test_a_recipe_that_does_not_train_is_sent_to_motet_plan(tmp_path):
+    path = tmp_path / "planned.toml"
+    path.write_text("[run]\nbatch_size = 8\n")
+    with pytest.raises(UserError, match=r"planned.toml has no \[data\], .*: `motet plan .*planned.toml` finds a plan"):
+        read_recipe_as_plan(path, [], None, None, None)
+
+
 def test_ranks_come_in_nodes(recipe_file):
     with pytest.raises(UserError, match="--ranks 12: nodes of h100 have 8 ranks"):
         read_recipe_as_plan(recipe_file, [], "h100", 12, None)

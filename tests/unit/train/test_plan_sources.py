@@ -5,7 +5,7 @@ import pytest
 
 from cli.tiny_job import write_tiny_job
 from motet.core.errors import UserError
-from motet.train.plan_sources import read_plan_and_workload
+from motet.train.plan_sources import read_plan_and_workload, workload_at
 
 TASKS = """
 [[task]]
@@ -74,3 +74,19 @@ def test_a_plan_without_a_recipe_needs_a_workload(tmp_path):
 def test_what_is_not_there_is_named(fields, said, job):
     with pytest.raises(UserError, match=said):
         read_plan_and_workload(write_plan(job.parent, **{"model": "recipe.toml"} | fields), None)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, r"Cannot read the lengths in .*lengths.toml: No such file"),
+        ("[[task", r"lengths.toml is no valid TOML"),
+        ("", r"lengths.toml is to say which lengths there are; it has neither \[data\], \[workload\] nor \[\[task"),
+        ("[model]\n", r"is to say which lengths there are"),
+    ],
+)
+def test_a_file_without_lengths_is_named(text, said, tmp_path):
+    if text is not None:
+        (tmp_path / "lengths.toml").write_text(text)
+    with pytest.raises(UserError, match=said):
+        workload_at(tmp_path / "lengths.toml")
