@@ -1,6 +1,6 @@
 """What the planner makes of five papers' jobs: every strategy's step, and what the papers' methods gain, beside theirs.
 
-    .venv/bin/python benchmarks/planner.py [--only PAPER] [--json benchmarks/results/planner.json]
+    .venv/bin/python benchmarks/planner.py [--only PAPER] [--job PART_OF_NAME] [--json benchmarks/results/planner.json]
 
 Per job: the processor seconds of a full search, and the predicted step of the best Plan of every strategy; then that of
 the paper's own method in the degrees that it gives, and of what it is compared with. Gains are in samples a second and
@@ -16,6 +16,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import planner_cornstarch
 import planner_mmscale
@@ -107,26 +108,32 @@ def reasons(tried: list[Tried]) -> Iterator[str]:
 
 
 def write(path: Path, tried: list[Tried]) -> None:
-    """The figures, in place of those of the same papers."""
-    records = [one.record() for one in tried]
-    new = {record["paper"] for record in records}
-    kept = json.loads(path.read_text())["jobs"] if path.exists() else []
-    jobs = [record for record in kept if record["paper"] not in new] + records
-    order = [name.lower() for name in PAPERS]
-    jobs.sort(key=lambda record: order.index(record["paper"].lower()))
+    """The figures, in place of those of the same jobs; in the order of the table."""
+    known = json.loads(path.read_text())["jobs"] if path.exists() else []
+    records = {_key(record): record for record in (*known, *(one.record() for one in tried))}
+    cases = [case for paper in PAPERS.values() for case in paper.cases()]
+    every = [(case.paper, case.name, case.subject.job.cluster.num_ranks) for case in cases]
+    jobs = [records[key] for key in every if key in records]
     path.write_text(json.dumps({"jobs": jobs}, indent=1) + "\n")
+
+
+def _key(record: dict[str, Any]) -> tuple[str, str, int]:
+    return record["paper"], record["job"], record["num_gpus"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=PAPERS, action="append", help="one paper; repeatable")
-    parser.add_argument("--json", type=Path, help="write all figures to this JSON file; other papers' stay in it")
+    parser.add_argument("--job", default="", help="those alone whose name has this in it")
+    parser.add_argument("--json", type=Path, help="write all figures to this JSON file; other jobs stay in it")
     options = parser.parse_args()
     console, errors = Console(width=200), Console(stderr=True)
     tried: list[Tried] = []
     with errors.status("reading") as status:
         for name in options.only or PAPERS:
             for case in PAPERS[name].cases():
+                if options.job not in case.name:
+                    continue
                 tried.append(Tried.of(case, status.update))
                 errors.print(f"{case.paper}: {case.name}, {tried[-1].planned.took_s:.1f} s", highlight=False)
     console.print(table_of(tried))

@@ -11,6 +11,7 @@ replicated, the backbone has 6 stages (Appendix B.1).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from papers_cornstarch import TABLE_3
@@ -18,9 +19,7 @@ from trials import Baseline, Case, Outcome, Subject, job_of
 
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
-from motet.planner.modality import (
-    Baseline as Stages,
-)
+from motet.planner.modality import Baseline as Stages
 from motet.planner.modality import Modalities, Shape, encoders_colocated, encoders_replicated
 
 LLMS: Mapping[str, Mapping[str, Any]] = {
@@ -106,7 +105,7 @@ def cases() -> Iterator[Case]:
             (aware.num_encoder, aware.num_llm),
             Baseline(
                 f"cut unaware of frozen, {unaware.num_llm} + {unaware.num_encoder}",
-                lambda subject=subject, stages=unaware_stages: _parallel(subject, stages, aware=False),
+                partial(_parallel, subject, unaware_stages, aware=False),
                 (aware.published / unaware.published,),
             ),
             FOUND,
@@ -123,20 +122,19 @@ def cases() -> Iterator[Case]:
                 (*row.parallel[1:], row.parallel[0]),
                 Baseline(
                     f"encoders colocated, {row.colocated[0]} + {row.colocated[1]}",
-                    lambda subject=subject, stages=colocated: _simulated(subject, encoders_colocated, stages),
+                    partial(_simulated, subject, encoders_colocated, colocated),
                     (row.published[1] / row.published[0],),
                 ),
             )
 
 
 def _case(subject: Subject, name: str, stages: tuple[int, ...], other: Baseline, fitted: str = "") -> Case:
-    replicated = Baseline(
-        "encoders replicated, 6", lambda: _simulated(subject, encoders_replicated, Stages(6, tp=2, recomputed=True))
-    )  # fmt: skip
+    six = Stages(6, tp=2, recomputed=True)
+    replicated = Baseline("encoders replicated, 6", partial(_simulated, subject, encoders_replicated, six))
     words = " + ".join(map(str, (stages[-1], *stages[:-1])))
     method = f"modality parallel, {words}"
     return Case(
-        "Cornstarch", name, subject, method, lambda: _parallel(subject, stages), (other, replicated), fitted=fitted
+        "Cornstarch", name, subject, method, partial(_parallel, subject, stages), (other, replicated), fitted=fitted
     )
 
 

@@ -8,6 +8,7 @@ copy. Small models generate images of 512 x 512 pixels, MLLM-72B of 1024 x 1024;
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from trials import Baseline, Case, Outcome, Subject, job_of
@@ -54,15 +55,15 @@ def _case(name: str, num_nodes: int, batch_size: int, published: tuple[float, ..
         f"{name}, batch {batch_size:,}",
         subject,
         "disaggregated",
-        lambda: subject.searched(Pins(strategies=("disaggregated",), microbatch_size=1)),
+        partial(subject.searched, Pins(strategies=("disaggregated",), microbatch_size=1)),
         (
             Baseline(
                 f"Megatron-LM, TP 8, PP {PP[name]} + 2",
-                lambda: _allocated(subject, rigid_units, megatron),
+                partial(_allocated, subject, rigid_units, megatron),
                 published,
             ),
-            Baseline("rigid, any TP and PP", lambda: _allocated(subject, rigid_units, Pins())),
-            Baseline("proportional to operations", lambda: _allocated(subject, proportional_units, Pins())),
+            Baseline("rigid, any TP and PP", partial(_allocated, subject, rigid_units, Pins())),
+            Baseline("proportional to operations", partial(_allocated, subject, proportional_units, Pins())),
         ),
     )
 

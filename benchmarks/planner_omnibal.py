@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -121,7 +121,7 @@ def cases() -> Iterator[Case]:
             name,
             balanced,
             f"chain, TP {run.tp}, PP {run.pp}, DP {run.dp}, 1F1B",
-            lambda balanced=balanced, degrees=degrees: balanced.searched(degrees),
+            partial(balanced.searched, degrees),
             tuple(baselines),
             _step_s(pair.gpu_days, run, num_groups * size),
             "lengths, on Table 3's means",
@@ -145,7 +145,7 @@ def _baseline(
         yield degrees.words, plan_of(job, degrees, cut, Pins(recompute="full"))
 
     published_s = _step_s(days, run, job.batch_size * subject.samples)
-    return Baseline(name, lambda: subject.fastest(plans), (days / pair.gpu_days,), published_s)
+    return Baseline(name, partial(subject.fastest, plans), (days / pair.gpu_days,), published_s)
 
 
 def _step_s(gpu_days: float, run: Run, num_samples: float) -> float:

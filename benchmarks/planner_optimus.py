@@ -8,6 +8,7 @@ encoder on the first of PP stages in 1F1B; "balanced" cuts all layers into V chu
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from trials import Baseline, Case, Outcome, Subject, job_of
@@ -81,17 +82,17 @@ def cases() -> Iterator[Case]:
             row.name,
             subject,
             "bubble filling",
-            lambda subject=subject, row=row: _optimus(subject, row),
+            partial(_optimus, subject, row),
             (
                 Baseline(
                     "Megatron-LM",
-                    lambda subject=subject, row=row: _megatron(subject, row, balanced=False),
+                    partial(_megatron, subject, row, balanced=False),
                     row.over(row.megatron_s, 1.22),
                     row.megatron_s,
                 ),
                 Baseline(
                     "Megatron-LM balanced",
-                    lambda subject=subject, row=row: _megatron(subject, row, balanced=True),
+                    partial(_megatron, subject, row, balanced=True),
                     row.over(row.balanced_s, 1.18),
                     row.balanced_s,
                 ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from trials import Baseline, Case, Outcome, Subject, job_of
@@ -54,23 +55,21 @@ def cases() -> Iterator[Case]:
             name,
             subject,
             "data parallel, balanced",
-            lambda subject=subject: subject.searched(DATA_PARALLEL),
+            partial(subject.searched, DATA_PARALLEL),
             (
                 Baseline(
                     f"one minibatch of {row.balanced}, balanced",
-                    lambda subject=subject, row=row: subject.searched(
-                        replace(DATA_PARALLEL, microbatch_size=row.balanced)
-                    ),
+                    partial(subject.searched, replace(DATA_PARALLEL, microbatch_size=row.balanced)),
                     note="as the paper runs it",
                 ),
                 Baseline(
                     f"not balanced, {row.unbalanced} a GPU",
-                    lambda job=job, row=row: _unbalanced(job, row),
+                    partial(_unbalanced, job, row),
                     row.over_unbalanced,
                 ),
                 Baseline(
                     f"Megatron-LM, TP 8, PP {row.pp}",
-                    lambda job=job, row=row: _megatron(job, row),
+                    partial(_megatron, job, row),
                     OVER_MEGATRON,
                 ),
             ),
