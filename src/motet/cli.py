@@ -25,6 +25,16 @@ app = typer.Typer(
 )
 
 
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DEVICE", help="What a recipe is for: h100, a40 ...; default: its [cluster], else cpu, this machine."
+    ),
+]
+NodesOption = Annotated[int | None, typer.Option(min=1, help="Nodes of the cluster.")]
+RanksPerNodeOption = Annotated[int | None, typer.Option(min=1, help="Devices of a node; default: as usual.")]
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"motet {motet.__version__}")
@@ -72,11 +82,9 @@ def train(
 @app.command()
 def plan(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="The job: model, batch size, data.")],
-    cluster: Annotated[
-        str | None, typer.Option(metavar="DEVICE", help="h100, a100-80g, a40 ...; default: [cluster] of the recipe.")
-    ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of the cluster.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Devices of a node; default: as usual.")] = None,
+    cluster: ClusterOption = None,
+    nodes: NodesOption = None,
+    ranks_per_node: RanksPerNodeOption = None,
     workload: Annotated[
         Path | None,
         typer.Option(
@@ -91,6 +99,15 @@ def plan(
     profile: Annotated[
         Path | None,
         typer.Option(metavar="JSON", help="Times that motet profile measured."),
+    ] = None,
+    measure: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="K",
+            help="Run real steps of the fastest K plans that training can run, on this machine or, under torchrun, on "
+            "all its ranks; the fastest measured is the best.",
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="JSON", help="The file for the best plan.")] = Path("plan.json"),
     png: Annotated[
@@ -109,11 +126,18 @@ def plan(
     from motet.planner.command import Outputs, plan_command
     from motet.planner.pins import parse_pins
     from motet.planner.strategies import STRATEGIES
+    from motet.train.plan_cluster import GivenCluster
     from motet.train.plan_job import Given, job_of_recipe
 
     pinned = parse_pins(pins or (), STRATEGIES)
-    job = job_of_recipe(recipe, Given(cluster, nodes, ranks_per_node, workload, profile), overrides or ())
-    plan_command(job, pinned, Outputs(out, png or out.with_suffix(".png"), html, explain))
+    given = Given(GivenCluster(cluster, nodes, ranks_per_node), workload, profile)
+    outputs = Outputs(out, png or out.with_suffix(".png"), html, explain)
+    if measure is not None:
+        from motet.train.plan_measure import Asked, plan_measured
+
+        plan_measured(Asked(recipe, overrides or (), given, pinned, measure), outputs)
+    else:
+        plan_command(job_of_recipe(recipe, given, overrides or ()), pinned, outputs)
 
 
 @app.command()
@@ -132,13 +156,9 @@ def simulate(
     profile: Annotated[
         Path | None, typer.Option(metavar="JSON", help="Times that motet profile measured, instead of estimates.")
     ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="Of a recipe: what it runs on, e.g. h100; default: its [cluster], or cpu, this machine."),
-    ] = None,
-    ranks: Annotated[
-        int | None, typer.Option(min=1, help="Of a recipe: on how many devices; default: those of a node.")
-    ] = None,
+    cluster: ClusterOption = None,
+    nodes: NodesOption = None,
+    ranks_per_node: RanksPerNodeOption = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Set a key of a recipe; repeatable.")
     ] = None,
@@ -153,22 +173,28 @@ def simulate(
 ) -> None:
     """Predict a step of a plan or a recipe before any GPU is hired: time, throughput, MFU, memory, bubbles."""
     if plan.suffix == ".toml":
+        from motet.train.plan_cluster import GivenCluster
+        from motet.train.plan_job import Given
         from motet.train.plan_of_recipe import read_recipe_as_plan
 
-        read, lengths = read_recipe_as_plan(plan, overrides or (), device, ranks, workload)
-    elif device or ranks or overrides:
-        raise UserError(f"--device, --ranks and --set are for a recipe; {plan} is a plan, which says all that itself.")
+        given = Given(GivenCluster(cluster, nodes, ranks_per_node), workload, profile)
+        read, job = read_recipe_as_plan(plan, overrides or (), given)
+        lengths, cost = job.workload, job.cost
+    elif cluster or nodes or ranks_per_node or overrides:
+        raise UserError(
+            f"--cluster, --nodes, --ranks-per-node and --set are for a recipe; {plan} is a plan, which says all that "
+            "itself."
+        )
     else:
+        from motet.cost.source import cost_model
         from motet.train.plan_sources import read_plan_and_workload
 
         read, lengths = read_plan_and_workload(plan, workload)
-    from motet.cost.source import cost_model
+        cost = cost_model(read.cluster, read.precision, profile)
     from motet.simulate.command import Outputs, show_predictions
     from motet.simulate.predict import predictions
 
-    found = predictions(
-        read, lengths, cost_model(read.cluster, read.precision, profile), batches, seed=seed, jitter=jitter
-    )
+    found = predictions(read, lengths, cost, batches, seed=seed, jitter=jitter)
     show_predictions(read, found, Outputs(trace, html, png), title=f"{plan.stem}, predicted")
 
 

@@ -1,9 +1,13 @@
 """`motet plan`: from a recipe to a Plan that `motet simulate` reads; what is wrong is one sentence and exit code 2."""
 
 import json
+import os
+import re
+import subprocess
 import sys
 
 import pytest
+import torch
 
 from cli.tiny_job import write_tiny_job
 from motet.cli import main
@@ -152,3 +156,69 @@ def test_a_model_of_hf_families_without_data(recipe, tmp_path, monkeypatch):
     motet(monkeypatch, "plan", recipe)
     names = [module["name"] for module in json.loads((tmp_path / "plan.json").read_text())["model"]["modules"]]
     assert names == ["backbone"]
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "motet"]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+# Long enough for a machine with other work to do.
+TIMEOUT_S = 400
+A_STEP = r"\d+\.?\d* m?s"
+
+
+def under_torchrun(*words):
+    command = [*TORCHRUN, *map(str, words)]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_two_ranks_measure_the_fastest_plans(tmp_path, monkeypatch):
+    """Predicted and measured stand beside each other, the fastest measured first; what cannot be run comes after."""
+    monkeypatch.chdir(tmp_path)
+    recipe = write_tiny_job(tmp_path / "data")
+    checkpoint = tmp_path / "data/run/checkpoints/step-1"
+    checkpoint.mkdir(parents=True)
+    done = under_torchrun("plan", recipe, "--measure", "2", "--out", "tiny.json", "--pin", "recompute=none")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Wrote tiny.json, tiny.png.") == 1
+    rows = [line for line in done.stdout.splitlines() if re.match(rf"(data parallel|chain) .*{A_STEP}", line)]
+    steps = [re.findall(A_STEP, row) for row in rows]
+    assert [len(found) for found in steps[:3]] == [2, 2, 1]
+    seconds = [float(value) * (1 if unit == "s" else 1e-3) for _, text in steps[:2] for value, unit in [text.split()]]
+    assert seconds == sorted(seconds)
+    assert re.search(r"so these are only predicted: \d with a pipeline\.", done.stdout)
+    (unit,) = json.loads((tmp_path / "tiny.json").read_text())["units"]
+    assert unit["dp"] == 2 and f"ZeRO {unit['zero']}," in rows[0]
+    # Of the recipe's own run nothing is read or changed.
+    assert [path.name for path in (tmp_path / "data/run").iterdir()] == ["checkpoints"] and checkpoint.exists()
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_other_ranks_than_those_at_hand_are_named_once(tmp_path):
+    recipe = write_tiny_job(tmp_path / "data")
+    done = under_torchrun("plan", recipe, "--measure", "2", "--cluster", "cpu", "--ranks-per-node", "4")
+    assert "exitcode  : 2" in done.stderr and "motet/train" not in done.stderr
+    said = (
+        "--measure runs on what is at hand, 2 ranks of cpu, and the job is to be planned for 4 of cpu: make --cluster"
+    )
+    assert done.stderr.count(said) == 1
+
+
+@pytest.fixture
+def process_group():
+    """Of a command that fails in this process, which would end otherwise."""
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_what_cannot_be_measured(recipe, tmp_path, process_group, monkeypatch, capsys):
+    said = fails(monkeypatch, capsys, "plan", recipe, "--measure", "1")
+    assert said == f"--measure runs real steps, and {recipe} has no [data] to train on; leave it out."
+    trained = write_tiny_job(tmp_path / "data")
+    said = fails(monkeypatch, capsys, "plan", trained, "--measure", "1", "--cluster", "h100")
+    assert "--measure runs on what is at hand, 1 rank of cpu, and the job is to be planned for 1 of h100" in said
+    said = fails(monkeypatch, capsys, "plan", trained, "--measure", "1", "--workload", recipe)
+    assert said == "--measure runs steps of the recipe's own data, so --workload cannot say other lengths."
+    said = fails(monkeypatch, capsys, "plan", trained, "--measure", "1", "--pin", "strategy=chain")
+    assert "training can run none of the" in said and "because of a pipeline" in said

@@ -180,7 +180,7 @@ def test_ranks_with_different_profiles_are_refused(job, of_two, tmp_path):
 
 def test_a_recipe_is_simulated_from_what_was_measured(job, of_two):
     path, _ = of_two
-    arguments = ["simulate", str(job), "--ranks", "2", "--profile", str(path), *_set(*SMALL)]
+    arguments = ["simulate", str(job), "--ranks-per-node", "2", "--profile", str(path), *_set(*SMALL)]
     wrong = CliRunner().invoke(app, arguments)
     assert isinstance(wrong.exception, UserError)
     assert "was measured in float64 and the plan computes in fp32" in str(wrong.exception)

@@ -198,14 +198,19 @@ def test_a_wrong_plan(document, said, tmp_path, simulate):
 
 def test_a_recipe_as_it_trains(job, simulate):
     code, out, err = simulate(
-        job / "recipe.toml", "--device", "h100", "--ranks", 3, "--set", "fsdp.param_dtype=bfloat16"
+        job / "recipe.toml", "--cluster", "h100", "--ranks-per-node", 3, "--set", "fsdp.param_dtype=bfloat16"
     )
     assert (code, err) == (0, "")
     assert "on 1 node of 3 h100, in bf16" in out and "Items are balanced: auto" in out
 
 
-@pytest.mark.parametrize("option", [("--device", "h100"), ("--ranks", 2), ("--set", "run.batch_size=4")])
+@pytest.mark.parametrize(
+    "option", [("--cluster", "h100"), ("--nodes", 2), ("--ranks-per-node", 2), ("--set", "run.batch_size=4")]
+)
 def test_options_of_recipes_are_not_for_plans(option, files, simulate):
     code, _, err = simulate("plan.json", "--workload", "lengths.toml", *option)
     assert code == 2
-    assert err == "--device, --ranks and --set are for a recipe; plan.json is a plan, which says all that itself."
+    assert err == (
+        "--cluster, --nodes, --ranks-per-node and --set are for a recipe; plan.json is a plan, which says all that "
+        "itself."
+    )

@@ -14,6 +14,7 @@ from motet.core.cluster import Cluster
 from motet.core.spec import ModelSpec
 
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "data_parallel"]
+Order = Literal["given", "intra", "inter", "both"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,13 @@ class Plan:
                      microbatches, of more or fewer examples, as they have fewer or more replicas (MMScale section 4.2).
     deferred_warmup: interleaved only: warm-up microbatches are taken as late as delays nothing (Optimus Figure 12).
     balance:         how the items of colocated phases are placed: "off", "joint", "per_phase" or "auto".
-    fills:           what runs in bubbles.
+    fills:           what runs in bubbles; they name microbatches by their place in the step, whatever is in them.
+    order:           of a pipeline's examples, decided anew in every step (MMScale section 5): "given", as they come;
+                     "intra", dealt out so that replicas, and microbatches, are even; "inter", the microbatches of each
+                     replica in the order with the shortest bubbles; "both".
+    microbatch_caps: of a pipeline: a microbatch of one replica is a group of examples, microbatch_size of them in the
+                     mean, up to these lengths (OmniBal section 4.1): of an encoder's items and of the backbone's
+                     sequences, e.g. {"image": 9225, "backbone": 4096}. {}: microbatch_size of them in each.
     """
 
     model: ModelSpec
@@ -92,6 +99,8 @@ class Plan:
     precision: str = "bf16"
     balance: Literal["off", "joint", "per_phase", "auto"] = "off"
     fills: tuple[Fill, ...] = field(default=())
+    order: Order = "given"
+    microbatch_caps: Mapping[str, int] = field(default_factory=dict)
 
     def unit_of(self, module: str) -> Unit:
         """The unit that runs a module."""

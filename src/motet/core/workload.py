@@ -84,8 +84,12 @@ class Workload:
 
     def draw(self, num_examples: int, rng: np.random.Generator) -> BatchLengths:
         """A batch, drawn with replacement; home is rank 0. O(num_examples + items drawn)."""
+        return self.examples.take(self.choose(num_examples, rng))
+
+    def choose(self, num_examples: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Which examples `draw` takes, int64 [num_examples]."""
         share = None if self.weight is None else self.weight / self.weight.sum()
-        return self.examples.take(rng.choice(self.examples.num_examples, num_examples, p=share))
+        return rng.choice(self.examples.num_examples, num_examples, p=share).astype(np.int64)
 
 
 def home_ranks(num_examples: int, num_ranks: int) -> NDArray[np.int32]:

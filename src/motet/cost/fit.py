@@ -62,11 +62,13 @@ def fit(seconds: ArrayLike, amount: ArrayLike, square: ArrayLike | None = None) 
 class RelativeError:
     """|predicted - measured| over some points. mean, worst: relative to what was measured at each point.
     overall: all of it relative to all that was measured, which points of next to nothing do not spoil.
+    num_points: that were compared; without any, the errors are 0.
     """
 
     mean: float
     worst: float
     overall: float
+    num_points: int
 
 
 def relative_error(predicted: ArrayLike, measured: ArrayLike) -> RelativeError:
@@ -74,10 +76,10 @@ def relative_error(predicted: ArrayLike, measured: ArrayLike) -> RelativeError:
     true = np.asarray(measured, dtype=np.float64)
     known = true > 0
     if not known.any():
-        return RelativeError(0.0, 0.0, 0.0)
+        return RelativeError(0.0, 0.0, 0.0, 0)
     off = np.abs(np.asarray(predicted, dtype=np.float64) - true)[known]
     errors = off / true[known]
-    return RelativeError(float(errors.mean()), float(errors.max()), float(off.sum() / true.sum()))
+    return RelativeError(float(errors.mean()), float(errors.max()), float(off.sum() / true.sum()), int(known.sum()))
 
 
 class Surface:

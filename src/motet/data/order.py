@@ -54,6 +54,17 @@ class GlobalOrder:
         return values.astype(np.int64)
 
 
+@dataclass(frozen=True, eq=False)
+class ListedOrder:
+    """The examples that are named, int64 [num_examples], once each, in the place of a `GlobalOrder`."""
+
+    examples: NDArray[np.int64]
+
+    def take(self, position: int, count: int) -> NDArray[np.int64]:
+        """Those at [position, position + count)."""
+        return self.examples[position : position + count]
+
+
 def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], half_bits: np.uint64) -> NDArray[np.uint64]:
     mask = (np.uint64(1) << half_bits) - np.uint64(1)
     left, right = values >> half_bits, values & mask

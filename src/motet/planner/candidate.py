@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from motet.core.plan import Plan, ScheduleKind
+from motet.core.plan import Order, Plan, ScheduleKind
 from motet.planner.job import Job
+from motet.schedule import planned
+from motet.simulate.predict import place_batch, predict_placed
+from motet.simulate.prediction import Prediction
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +29,12 @@ class Candidate:
     estimate_s: float
     bound_s: float = 0.0
     facts: tuple[str, ...] = ()
+
+
+def predict_candidate(job: Job, candidate: Candidate) -> Prediction:
+    """A step of the candidate's Plan on the job's batch."""
+    plan = candidate.plan
+    return predict_placed(plan, planned(plan), place_batch(plan, job.batch, job.cost), job.cost)
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,7 @@ class Pins:
     schedule: ScheduleKind | None = None
     recompute: Literal["none", "least", "full"] | None = None
     balance: Literal["off", "joint", "per_phase", "auto"] | None = None
+    order: Order | None = None
 
     def allow(self, **chosen: object) -> bool:
         """Whether nothing that was chosen, by the names above, goes against what is pinned."""

@@ -13,7 +13,7 @@ from motet.planner.candidate import Pins
 from motet.planner.explain import write_explanation
 from motet.planner.job import Job
 from motet.planner.report import print_found
-from motet.planner.search import Found, search
+from motet.planner.search import NOTHING_MORE, Found, Wanted, search
 from motet.planner.strategies import COSTLY, STRATEGIES
 from motet.simulate.plan_words import rows_in_words
 
@@ -35,10 +35,14 @@ class Outputs:
 
 def plan_command(job: Job, pins: Pins, outputs: Outputs) -> None:
     """Raises UserError if nothing fits, naming the nearest miss, and for a file that cannot be written."""
-    found = _search(job, pins)
+    show_found(find_plans(job, pins), outputs)
+
+
+def show_found(found: Found, outputs: Outputs) -> None:
+    """Print what was found, and write the best. Raises UserError as `plan_command` does."""
     print_found(found)
     best = found.best
-    title = f"{job.model.name}: {best.candidate.strategy}, {best.candidate.what}, predicted"
+    title = f"{found.job.model.name}: {best.candidate.strategy}, {best.candidate.what}, predicted"
     timeline = best.prediction.timeline
     write_plan(best.candidate.plan, outputs.plan)
     # Imported here: matplotlib takes half a second, which the tables need not wait for.
@@ -56,7 +60,8 @@ def plan_command(job: Job, pins: Pins, outputs: Outputs) -> None:
     print(f"\nWrote {', '.join(str(path) for path in written if path is not None)}.")
 
 
-def _search(job: Job, pins: Pins) -> Found:
+def find_plans(job: Job, pins: Pins, wanted: Wanted = NOTHING_MORE) -> Found:
+    """All strategies searched, with a bar of how far that is."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("considering", total=None)
@@ -64,4 +69,4 @@ def _search(job: Job, pins: Pins) -> Found:
         def show(what: str, done: int, total: int) -> None:
             bars.update(task, description=what, completed=done, total=total)
 
-        return search(job, STRATEGIES, pins, costly=COSTLY, progress=show)
+        return search(job, STRATEGIES, pins, costly=COSTLY, wanted=wanted, progress=show)

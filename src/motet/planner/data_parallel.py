@@ -15,6 +15,7 @@ from motet.core.errors import UserError
 from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.colocated import EvenBatch
 from motet.planner.data_parallel_search import Placed, Ranks, Weighed
+from motet.planner.degrees import tensor_degrees
 from motet.planner.job import Job
 from motet.planner.recompute import Mode
 from motet.planner.sharding import Sharding
@@ -22,7 +23,6 @@ from motet.schedule import check_fit
 
 NAME = "data parallel"
 MAX_CANDIDATES = 6
-_TENSOR = (1, 2, 4, 8)
 
 
 def data_parallel(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
@@ -35,9 +35,7 @@ def data_parallel(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     found: list[Placed] = []
     even = EvenBatch(job)
     said: set[str] = set()
-    for tp in (pins.tp,) if pins.tp else _TENSOR:
-        if not pins.tp and job.cluster.ranks_per_node % tp:
-            continue
+    for tp in (pins.tp,) if pins.tp else tensor_degrees(job):
         best_s = min((one.weighed.estimate_s for one in found), default=math.inf)
         for one in _proposals(Ranks(job, pins, tp, even), best_s):
             if isinstance(one, Placed):
@@ -112,8 +110,8 @@ def _mends(ranks: Ranks, missed: Weighed) -> list[str]:
     if missed.sharding.zero == 3 and held > missed.fit.lacks_bytes:
         needed = ranks.dp * ranks.tp * held / (held - missed.fit.lacks_bytes)
         mends.append(f"{math.ceil(needed / job.cluster.ranks_per_node):,} nodes")
-    for tp in _TENSOR:
-        if tp > ranks.tp and job.cluster.ranks_per_node % tp == 0:
+    for tp in tensor_degrees(job):
+        if tp > ranks.tp:
             other = Ranks(job, replace(ranks.pins, dp=None), tp, ranks.even)
             load = ranks.even.load(other.dp, max(job.batch_size // other.dp, 1), tp)
             if not other.fit(load, Sharding(3, 0), "full").lacks_bytes:

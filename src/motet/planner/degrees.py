@@ -73,7 +73,8 @@ class Degrees:
 
 
 def tensor_degrees(job: Job) -> list[int]:
-    return [tp for tp in TENSOR if job.cluster.ranks_per_node % tp == 0]
+    """Within a node, and of which it is known what they take."""
+    return [tp for tp in TENSOR if job.cluster.ranks_per_node % tp == 0 and (tp == 1 or not job.why_unpriced(tp))]
 
 
 def most_replicas(job: Job, num_ranks: int, pins: Pins) -> int:

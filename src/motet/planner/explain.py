@@ -49,8 +49,9 @@ def write_explanation(found: Found, path: str | Path) -> None:
 def _plan(result: Result, slowest_s: float) -> str:
     candidate, prediction = result.candidate, result.prediction
     title = f"{candidate.strategy}, {candidate.what}"
+    measured = "" if result.measured_s is None else f", measured {shown_seconds(result.measured_s)}"
     figures = (
-        f"{shown_seconds(prediction.step_s)} a step, estimated {shown_seconds(candidate.estimate_s)}; MFU "
+        f"{shown_seconds(prediction.step_s)} a step{measured}, estimated {shown_seconds(candidate.estimate_s)}; MFU "
         f"{prediction.mfu:.1%}, bubbles {prediction.bubbles.total_share:.1%}, {prediction.peak_bytes.max() / 1e9:.1f} "
         f"GB, {prediction.num_ranks:,} GPUs"
     )

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.core.cluster import Cluster
+from motet.core.errors import UserError
 from motet.core.spec import Layer, ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths, Workload
 from motet.cost.flops import work_of
@@ -103,6 +104,27 @@ class Job:
         length, microbatch, count, targets = self._microbatches(name, num_examples)
         padded = self.model.module(name).padded
         return work_of(layer, length, microbatch, count, padded=padded, num_targets=targets)
+
+    def why_unpriced(self, tp: int) -> str:
+        """Why it is not known what the model takes with this tensor parallelism, as a profile may lack its times; "" if
+        it is. Cached."""
+        found: str = self._why_unpriced(tp)
+        return found
+
+    @cached_property
+    def _why_unpriced(self):  # type: ignore[no-untyped-def]
+        return cache(self._try)
+
+    def _try(self, tp: int) -> str:
+        try:
+            for module in self.model.modules:
+                for layer in dict.fromkeys(module.layers):
+                    work = work_of(layer, np.ones(1, dtype=np.int64))
+                    self.cost.layer_seconds(module.name, layer, work, tp)
+                    self.cost.tensor_seconds(layer, work, range(tp))
+        except UserError as error:
+            return str(error)
+        return ""
 
     def microbatch_seconds(self, name: str, num_examples: int, tp: int = 1) -> Column:
         """Forward and backward of a module in each microbatch of num_examples examples, without recomputation and

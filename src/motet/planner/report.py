@@ -40,7 +40,7 @@ def winner_in_words(found: Found) -> list[str]:
     """Which ranks run what, what is recomputed and balanced; why it won; what it costs. Sentences."""
     best = found.best
     prediction = best.prediction
-    hours = prediction.num_ranks * prediction.step_s / prediction.num_tokens * 1e9 / 3600
+    hours = prediction.num_ranks * best.step_s / prediction.num_tokens * 1e9 / 3600
     sentences = plan_in_words(best.candidate.plan)
     sentences += best.candidate.facts[:_MAX_FACTS]
     if rival := _rival(found):
@@ -50,15 +50,16 @@ def winner_in_words(found: Found) -> list[str]:
 
 
 def _rival(found: Found) -> Result | None:
-    """The fastest of another strategy; without any, the second."""
-    others = [result for result in found.results[1:] if result.candidate.strategy != found.best.candidate.strategy]
-    return next(iter(others or found.results[1:]), None)
+    """The fastest of another strategy; without any, the second. Measured, if the best is."""
+    alike = [result for result in found.results[1:] if (result.measured_s is None) == (found.best.measured_s is None)]
+    others = [result for result in alike if result.candidate.strategy != found.best.candidate.strategy]
+    return next(iter(others or alike), None)
 
 
 def _against(best: Result, rival: Result) -> Iterator[str]:
     """What its step gains on another's: bubbles, and time that a rank computes for, by recomputation and ranks."""
     one, other = best.prediction, rival.prediction
-    gain = other.step_s / one.step_s - 1
+    gain = rival.step_s / best.step_s - 1
     if gain < _CLEARLY:
         yield f"{rival.candidate.strategy} ({rival.candidate.what}) is as fast, to {gain:.1%}."
         return
@@ -88,7 +89,9 @@ def _ranking(found: Found) -> Table:
     table = _table(title + (f", with {pinned}" if (pinned := pins_in_words(found.pins)) else ""))
     for name in ("strategy", "plan"):
         table.add_column(name, header_style="dim")
-    for name in ("step", "tokens/s", "MFU", "memory, GB", "bubbles", "GPUs"):
+    measured = any(result.measured_s is not None for result in found.results)
+    steps = ("predicted", "measured") if measured else ("step",)
+    for name in (*steps, "tokens/s", "MFU", "memory, GB", "bubbles", "GPUs"):
         table.add_column(name, justify="right", header_style="dim", no_wrap=True)
     for place, result in enumerate(found.results):
         prediction = result.prediction
@@ -96,6 +99,7 @@ def _ranking(found: Found) -> Table:
             result.candidate.strategy,
             result.candidate.what,
             shown_seconds(prediction.step_s),
+            *([_measured(result)] if measured else []),
             f"{prediction.tokens_per_s:,.0f}",
             f"{prediction.mfu:.1%}",
             f"{prediction.peak_bytes.max() / 1e9:,.1f}",
@@ -106,12 +110,20 @@ def _ranking(found: Found) -> Table:
     return table
 
 
+def _measured(result: Result) -> str:
+    return "" if result.measured_s is None else shown_seconds(result.measured_s)
+
+
 def _left(found: Found) -> Iterator[str]:
     of = Counter(passed.why for passed in found.passed_over)
     if of["bound"]:
         yield f"{_plans(of['bound'])} cannot be faster than the first, by lower bounds: not simulated."
     if of["estimate"]:
         yield f"{_plans(of['estimate'])} not simulated, being slower by estimate."
+    obstacles = Counter(result.obstacle for result in found.results if result.obstacle)
+    if obstacles:
+        having = ", ".join(f"{count:,} with {what}" for what, count in obstacles.most_common())
+        yield f"Training cannot run all plans yet, so these are only predicted: {having}."
 
 
 def _plans(count: int) -> str:

@@ -3,22 +3,24 @@
 Of each strategy, the candidate with the best estimate is simulated. How far its simulated step is from its estimate
 corrects the estimates of its strategy's others, which are then taken in order of what they are expected to take. One
 whose lower bound is not below the fastest step so far cannot win, and is passed over; so are those that are left when
-`max_simulated` have been simulated. What is simulated on the way depends on the job alone, and so does the answer.
+`max_simulated` have been simulated. The best pipeline of each strategy then gets the order of examples that makes it
+faster (`order.py`). What is simulated on the way depends on the job alone, and so does the answer.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from motet.core.errors import UserError
+from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
-from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy
+from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy, predict_candidate
+from motet.planner.degrees import TENSOR
 from motet.planner.job import Job
-from motet.schedule import planned
-from motet.simulate.predict import place_batch, predict_placed
+from motet.planner.order import pinned, reordered
 from motet.simulate.prediction import Prediction
 
 MAX_SIMULATED = 12
@@ -37,10 +39,32 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """A candidate, and what simulating it gave."""
+    """A candidate, and what simulating it gave.
+
+    measured_s: of a real step, where it was run. obstacle: what of it training cannot run yet, where that was asked.
+    """
 
     candidate: Candidate
     prediction: Prediction
+    measured_s: float | None = None
+    obstacle: str = ""
+
+    @property
+    def step_s(self) -> float:
+        """Measured, or else predicted."""
+        return self.prediction.step_s if self.measured_s is None else self.measured_s
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Of the plans that are suitable, the `count` fastest are simulated, not only what can be the fastest of all."""
+
+    count: int
+    suitable: Callable[[Plan], bool]
+
+
+NOTHING_MORE = Wanted(0, lambda plan: False)
+"""Than the fastest."""
 
 
 class PassedOver(NamedTuple):
@@ -52,7 +76,7 @@ class PassedOver(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """results: fastest first."""
+    """results: fastest first; before all others, those that were measured."""
 
     job: Job
     pins: Pins
@@ -67,6 +91,20 @@ class Found:
             raise UserError(nothing_fits(self))
         return self.results[0]
 
+    def with_measured(self, measured: Mapping[int, float | None], obstacles: Mapping[int, str]) -> Found:
+        """Real steps beside predicted ones, by place in results: their seconds; None where a rank lacked memory, which
+        rules the candidate out. obstacles: what of others training cannot run yet.
+        """
+        results, ruled_out = [], []
+        for place, result in enumerate(self.results):
+            if measured.get(place, 0.0) is None:
+                own = result.candidate
+                ruled_out.append(RuledOut(own.strategy, own.what, "in a real step, a rank ran out of memory"))
+            else:
+                results.append(replace(result, measured_s=measured.get(place), obstacle=obstacles.get(place, "")))
+        results.sort(key=lambda result: (result.measured_s is None, result.step_s))
+        return replace(self, results=tuple(results), ruled_out=(*self.ruled_out, *ruled_out))
+
 
 def search(
     job: Job,
@@ -75,6 +113,7 @@ def search(
     *,
     costly: Collection[str] = (),
     max_simulated: int | None = MAX_SIMULATED,
+    wanted: Wanted = NOTHING_MORE,
     progress: Progress | None = None,
 ) -> Found:
     """The Plans for a job, those that were simulated ranked by their step.
@@ -82,14 +121,17 @@ def search(
     strategies:    by name, in the order in which equally fast Plans are preferred; `pins.strategies` chooses from them.
     costly:        names of those that take seconds to fill the bubbles of pipelines, and are asked where that can make
                    the fastest step WORTHWHILE faster, and where they are pinned.
-    max_simulated: at most as many, but the best estimate of each strategy in any case; None: no bound, and none on the
-                   Timelines' sizes either, so that no candidate can be faster than the first result.
+    max_simulated: at most as many, but the best estimate of each strategy, and as many as are wanted, in any case;
+                   None: no bound, and none on the Timelines' sizes either, so that no candidate can be faster than the
+                   first result.
+    wanted:        which are simulated beside those that can be the fastest.
     Raises UserError for a workload that lacks the lengths of a module.
     """
     _check_lengths(job)
     chosen = {name: strategy for name, strategy in strategies.items() if name in (pins.strategies or strategies)}
-    run = _Run(job, pins, max_simulated, progress or (lambda what, done, total: None))
+    run = _Run(job, pins, max_simulated, wanted, progress or (lambda what, done, total: None))
     late = {name: strategy for name, strategy in chosen.items() if name in costly and name not in pins.strategies}
+    run.ruled_out += _unpriced(job, pins)
     run.consider({name: strategy for name, strategy in chosen.items() if name not in late})
     if late and max_simulated is not None and (gain := run.possible_gain()) < WORTHWHILE:
         than = f"more than {gain:.0%} faster" if gain > 0 else "faster"
@@ -97,14 +139,15 @@ def search(
         run.ruled_out += [RuledOut(name, "", why) for name in late]
     else:
         run.consider(late)
+    run.reorder()
     return run.found(tuple(chosen))
 
 
 class _Run:
     """A search as far as it has come."""
 
-    def __init__(self, job: Job, pins: Pins, max_simulated: int | None, say: Progress) -> None:
-        self.job, self.pins, self.max_simulated, self.say = job, pins, max_simulated, say
+    def __init__(self, job: Job, pins: Pins, max_simulated: int | None, wanted: Wanted, say: Progress) -> None:
+        self.job, self.pins, self.max_simulated, self.wanted, self.say = job, pins, max_simulated, wanted, say
         self.candidates: list[Candidate] = []
         self.results: list[Result] = []
         self.passed_over: list[PassedOver] = []
@@ -114,6 +157,19 @@ class _Run:
     @property
     def fastest_s(self) -> float:
         return min((result.prediction.step_s for result in self.results), default=math.inf)
+
+    def lacks(self, candidate: Candidate) -> bool:
+        """Whether fewer plans such as it are simulated than are wanted."""
+        return self.wanted.suitable(candidate.plan) and len(self._suitable_s()) < self.wanted.count
+
+    def limit_s(self, candidate: Candidate) -> float:
+        """What is not faster need not be simulated, unless it lacks."""
+        steps = self._suitable_s() if self.wanted.suitable(candidate.plan) else []
+        return steps[self.wanted.count - 1] if len(steps) >= self.wanted.count > 0 else self.fastest_s
+
+    def _suitable_s(self) -> list[float]:
+        suitable = (each for each in self.results if self.wanted.suitable(each.candidate.plan))
+        return sorted(each.prediction.step_s for each in suitable)
 
     def possible_gain(self) -> float:
         """By how much the fastest Plan exceeds what the fastest pipeline would take without its bubbles."""
@@ -139,7 +195,9 @@ class _Run:
         ratio = {leader.strategy: self._simulate(leader) / leader.estimate_s for leader in reversed(leaders)}
         others = [candidate for candidate in new if all(candidate is not leader for leader in leaders)]
         for candidate in sorted(others, key=lambda other: other.estimate_s * ratio[other.strategy]):
-            if candidate.bound_s >= self.fastest_s:
+            if self.lacks(candidate):
+                self._simulate(candidate)
+            elif candidate.bound_s >= self.limit_s(candidate):
                 self.passed_over.append(PassedOver(candidate, "bound"))
             elif self.max_simulated is not None and (
                 self.num_simulated >= self.max_simulated or self.num_spans >= MAX_SPANS
@@ -148,12 +206,27 @@ class _Run:
             else:
                 self._simulate(candidate)
 
+    def reorder(self) -> None:
+        """The fastest pipeline of each strategy, or all of them, with examples in the order that makes it faster."""
+        self.results.sort(key=lambda each: each.prediction.step_s)
+        done: set[str] = set()
+        for place, given in enumerate(self.results):
+            strategy = given.candidate.strategy
+            if strategy not in done or self.max_simulated is None:
+                self.say(f"ordering examples of {strategy}", self.num_simulated, self.num_simulated)
+                self.results[place] = Result(*reordered(self.job, given.candidate, given.prediction, self.pins))
+            done.add(strategy)
+
     def _simulate(self, candidate: Candidate) -> float:
-        """Seconds of a step; it is a result if it fits memory."""
+        """Seconds of a step; it is a result if it fits memory. Without end if it cannot run on the cluster."""
         total = min(len(self.candidates), self.max_simulated or len(self.candidates))
         self.say(f"simulating {candidate.strategy}: {candidate.what}", self.num_simulated, total)
-        prediction = predict_candidate(self.job, candidate)
         self.num_simulated += 1
+        try:
+            prediction = predict_candidate(self.job, candidate)
+        except UserError as error:
+            self.ruled_out.append(RuledOut(candidate.strategy, candidate.what, str(error)))
+            return math.inf
         self.num_spans += len(prediction.timeline)
         lacks_bytes = float(prediction.peak_bytes.max()) - self.job.capacity_bytes
         if lacks_bytes > 0:
@@ -171,16 +244,18 @@ class _Run:
 
 def _proposed(name: str, strategy: Strategy, job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     try:
-        yield from strategy(job, pins)
+        for one in strategy(job, pins):
+            yield one if isinstance(one, RuledOut) else pinned(one, pins)
     except UserError as error:
         # A profile that lacks what a strategy asks for (tensor-parallel layers, say) leaves the others their way.
         yield RuledOut(name, "", str(error))
 
 
-def predict_candidate(job: Job, candidate: Candidate) -> Prediction:
-    """A step of the candidate's Plan on the job's batch."""
-    plan = candidate.plan
-    return predict_placed(plan, planned(plan), place_batch(plan, job.batch, job.cost), job.cost)
+def _unpriced(job: Job, pins: Pins) -> list[RuledOut]:
+    """What no strategy considers, unless it is pinned."""
+    degrees = [tp for tp in TENSOR[1:] if job.cluster.ranks_per_node % tp == 0 and pins.tp is None]
+    found = [RuledOut("tensor parallelism", f"TP {tp}", job.why_unpriced(tp)) for tp in degrees]
+    return [ruled for ruled in found if ruled.why]
 
 
 def _too_large(candidate: Candidate, prediction: Prediction, lacks_bytes: float) -> RuledOut:

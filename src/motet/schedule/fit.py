@@ -25,6 +25,7 @@ def check_fit(plan: Plan) -> None:
     _check_ranks(plan)
     _check_batch(plan)
     _check_schedule(plan)
+    _check_examples(plan)
 
 
 def backbone_unit(plan: Plan) -> Unit:
@@ -221,6 +222,29 @@ def _check_schedule(plan: Plan) -> None:
         _check_data_parallel(plan, backbone)
     elif plan.balance != "off":
         raise UserError(f"balance {plan.balance!r} is of schedule 'data_parallel'; with {kind!r} it must be 'off'.")
+
+
+def _check_examples(plan: Plan) -> None:
+    """Whether the examples of a step may be dealt out and grouped as the Plan says."""
+    caps = plan.microbatch_caps
+    if plan.schedule == "data_parallel" and (plan.order != "given" or caps):
+        raise UserError("order and microbatch_caps are of pipelines; under 'data_parallel' balance deals examples out.")
+    if not caps:
+        return
+    names = [module.name for module in plan.model.modules]
+    if BACKBONE not in caps or len(caps) != 2 or not set(caps) <= set(names):
+        raise UserError(
+            f"microbatch_caps are of {', '.join(caps)}; they must be of {BACKBONE!r} and of one other module of "
+            f"{plan.model.name}, which has {', '.join(names)}."
+        )
+    for name, cap in caps.items():
+        if cap < 1:
+            raise UserError(f"microbatch_caps: the one of {name!r} is {cap}; it must be at least 1.")
+    if len(sizes := {unit.dp for unit in pipelined_units(plan)}) > 1:
+        raise UserError(
+            f"with microbatch_caps all units must have as many replicas, so that each takes whole groups; they have "
+            f"dp {', '.join(map(str, sorted(sizes)))}."
+        )
 
 
 def _check_data_parallel(plan: Plan, unit: Unit) -> None:

@@ -15,7 +15,8 @@ from motet.schedule.bubbles import EncoderPipeline, coarse_fills, fill_bubbles, 
 from motet.schedule.collectives import add_data_parallel
 from motet.schedule.dag import dag_1f1b, dag_gpipe
 from motet.schedule.data_parallel import ShardedModule, Sharding, data_parallel
-from motet.schedule.disaggregated import Island, Pipeline, island
+from motet.schedule.disaggregated import Island
+from motet.schedule.dry_run import dry_run
 from motet.schedule.interleaved_1f1b import interleaved_1f1b
 from motet.schedule.layout import LAYER_PARTS, Layout, PlannedStage, part_layers
 from motet.schedule.modality import add_replicas
@@ -94,14 +95,19 @@ def _pipelined(layout: Layout) -> Planned:
         stages += added
     zero = {number: stage.zero for number, stage in enumerate(stages) if len(stage.data_ranks) > 1}
     program = add_data_parallel(program, zero, [number for number, stage in enumerate(stages) if stage.trained])
-    program = add_communication(program)
+    device = layout.plan.cluster.device
+    if layout.colocated and not device.overlaps and dry_run(program, blocking=True).cycle:
+        raise UserError(
+            f"encoders in bubbles and the backbone wait for each other on device {device.name!r}, whose communication "
+            "holds up computation: encoders need zero 0 there, with no parameters to gather."
+        )
+    program = add_communication(program, blocking=not device.overlaps)
     return Planned(program, tuple(stages), shares + (Fraction(1),) * (len(program.edges) - len(shares)))
 
 
 def _unfilled(layout: Layout, split: bool) -> tuple[Program, list[PlannedStage], tuple[Fraction, ...]]:
     """All but encoders in bubbles and communication; its stages; the shares of the edges between and within units."""
-    units = [Pipeline(tuple("+".join(stage) for stage in unit.stages), unit.dp) for unit in layout.units]
-    whole = island(units, layout.feeds)
+    whole = layout.island
     stages = list(layout.stages)
     num_pipelined = len(whole.stages)
     program = _passes(layout, whole, stages[:num_pipelined])

@@ -16,7 +16,7 @@ from typing import Literal
 
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
-from motet.schedule.disaggregated import Feed
+from motet.schedule.disaggregated import Feed, Island, Pipeline, island
 from motet.schedule.fit import backbone_unit, check_fit, colocated_units, pipelined_units
 
 MAX_PARTS = 16
@@ -127,6 +127,12 @@ class Layout:
                 starts = [number for number, stage in enumerate(other.stages) if sink in stage]
                 found.append(Feed(place[unit.name], place[other.name], ends[-1], starts[0]))
         return tuple(dict.fromkeys(found))
+
+    @cached_property
+    def island(self) -> Island:
+        """Of the units with ranks of their own."""
+        units = [Pipeline(tuple("+".join(stage) for stage in unit.stages), unit.dp) for unit in self.units]
+        return island(units, self.feeds)
 
     def layers(self, unit: Unit) -> list[dict[str, tuple[int, int]]]:
         """Per stage of a unit, its layers of each module, in the order in which they run."""

@@ -1,7 +1,8 @@
 """Which replica and microbatch of a Plan computes which items of a batch: the Assignment that a prediction is made for.
 
-Examples come in their order: microbatch by microbatch, and of each an equal part to every replica of a unit (MMScale
-section 4.2). Colocated phases (`data_parallel`) are balanced as training balances them, by `motet.balance.choose`.
+In a pipeline, examples come in their order, unless the Plan has another (`order.py`): microbatch by microbatch, and of
+each an equal part to every replica of a unit (MMScale section 4.2). Colocated phases (`data_parallel`) are balanced as
+training balances them, by `motet.balance.choose`.
 """
 
 from __future__ import annotations
@@ -93,22 +94,44 @@ def draw_batch(plan: Plan, workload: Workload, rng: np.random.Generator) -> Batc
 
 
 def place(plan: Plan, batch: BatchLengths, seconds: PhaseSeconds, link: Link, element_bytes: int) -> Placement:
-    """Place a batch of `plan.batch_size` examples on a Plan that fits (`check_fit`).
+    """Place a batch of `plan.batch_size` examples on a Plan that fits (`check_fit`), a pipeline's as they come.
 
     seconds: prices colocated phases against each other. link: of their exchanges. element_bytes: of what is exchanged.
     """
-    count = num_microbatches(plan)
     if plan.schedule == "data_parallel":
-        return _colocated(plan, batch, count, _Prices(plan, seconds, link, element_bytes))
+        return _colocated(plan, batch, num_microbatches(plan), _Prices(plan, seconds, link, element_bytes))
+    return place_in(plan, batch, slots_as_given(plan))
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """Where a pipeline computes each example of a step: columns [num_examples].
+
+    microbatch: int64. position: int64, among the dp * microbatch_size of the backbone's that are taken at a time, of
+    which every replica of a unit takes an equal range; several examples may be at one.
+    """
+
+    microbatch: Count
+    position: Count
+
+
+def slots_as_given(plan: Plan) -> Slots:
+    """Examples in the order in which they come."""
+    return Slots(*np.divmod(np.arange(plan.batch_size), plan.batch_size // num_microbatches(plan)))
+
+
+def place_in(plan: Plan, batch: BatchLengths, slots: Slots) -> Placement:
+    """A pipeline's batch, where each example has its slot."""
+    count = num_microbatches(plan)
+    num_taken = plan.batch_size // count
     backbone, in_bubbles = plan.unit_of(BACKBONE), colocated_units(plan)
-    microbatch, position = np.divmod(np.arange(batch.num_examples), batch.num_examples // count)
     items = {}
     for module in plan.model.modules:
         unit = plan.unit_of(module.name)
         num_replicas = backbone.dp if unit in in_bubbles else unit.dp
-        replica = position * num_replicas // (batch.num_examples // count)
-        example, length, num_tokens = _column(batch, module.name)
-        places = (replica[example].astype(np.int32), microbatch[example].astype(np.int32))
+        replica = slots.position * num_replicas // num_taken
+        example, length, num_tokens = column(batch, module.name)
+        places = (replica[example].astype(np.int32), slots.microbatch[example].astype(np.int32))
         items[module.name] = PlacedItems(example, length, num_tokens, *places, num_replicas)
     return Placement(batch, count, items)
 
@@ -130,7 +153,7 @@ def placed_as(microbatches: Sequence[BatchLengths], assignments: Sequence[Mappin
 
     items = {}
     for name in assignments[0]:
-        columns = [_column(part, name) for part in microbatches]
+        columns = [column(part, name) for part in microbatches]
         items[name] = PlacedItems(
             joined(example + first for (example, _, _), first in zip(columns, firsts)),
             joined(length for _, length, _ in columns),
@@ -148,7 +171,7 @@ def placed_as(microbatches: Sequence[BatchLengths], assignments: Sequence[Mappin
     return Placement(batch, len(microbatches), items)
 
 
-def _column(batch: BatchLengths, module: str) -> tuple[Count, Count, Count]:
+def column(batch: BatchLengths, module: str) -> tuple[Count, Count, Count]:
     """(example, length, num_tokens) of a module's items."""
     if module == BACKBONE:
         return np.arange(batch.num_examples), batch.sequence, batch.sequence
@@ -172,7 +195,7 @@ class _Prices:
     def _phase(self, part: BatchLengths, name: str) -> Phase:
         module = self.plan.model.module(name)
         cost = Padded() if module.padded else Packed()
-        example, length, num_tokens = _column(part, name)
+        example, length, num_tokens = column(part, name)
         width = module.layers[-1].output_width
         return Phase(
             name,
@@ -195,7 +218,7 @@ def _colocated(plan: Plan, batch: BatchLengths, count: int, prices: _Prices) -> 
         lengths = batch.take(part)
         if plan.balance == "off":
             for name in names:
-                columns[name].append(home_ranks(size, num_ranks)[_column(lengths, name)[0]])
+                columns[name].append(home_ranks(size, num_ranks)[column(lengths, name)[0]])
             continue
         phases = prices.phases(lengths)
         allowed: tuple[Method, ...] = METHODS if plan.balance == "auto" else (plan.balance,)
@@ -205,7 +228,7 @@ def _colocated(plan: Plan, batch: BatchLengths, count: int, prices: _Prices) -> 
             columns[phase.name].append(placed.ranks)
     items = {}
     for name in names:
-        example, length, num_tokens = _column(batch, name)
+        example, length, num_tokens = column(batch, name)
         places = (np.concatenate(columns[name]), (example // size).astype(np.int32))
         items[name] = PlacedItems(example, length, num_tokens, *places, num_ranks)
     return Placement(batch, count, items, tuple(methods))

@@ -18,6 +18,14 @@ _SCHEDULES = {
     "data_parallel": "data parallel, without a pipeline",
 }
 
+_ORDERS = {
+    "given": "",
+    "intra": " Examples are dealt out in every step so that replicas are even.",
+    "inter": " Replicas take the microbatches of every step in the order that leaves short bubbles.",
+    "both": " Examples are dealt out in every step so that replicas are even, and take their microbatches in the order "
+    "that leaves short bubbles.",
+}
+
 
 def plan_in_words(plan: Plan) -> list[str]:
     """Sentences: what on what, how a step goes, then one a unit. The plan must fit its model (`schedule/fit.py`)."""
@@ -40,6 +48,10 @@ def plan_in_words(plan: Plan) -> list[str]:
     )
     if plan.balance != "off":
         step += f" Items are balanced: {plan.balance.replace('_', ' ')}."
+    if plan.microbatch_caps:
+        caps = _listed([f"{cap:,} of {name}" for name, cap in plan.microbatch_caps.items()])
+        step += f" That is the mean: a microbatch is a group of examples of at most {caps}, in tokens."
+    step += _ORDERS[plan.order]
     if plan.fills:
         step += f" {_number(len(plan.fills), 'slice')} of encoders run in bubbles."
     return [first, step, *(_unit(unit, plan) for unit in plan.units)]

@@ -22,7 +22,8 @@ from motet.cost.memory import mixed_precision, stage_layers
 from motet.cost.model import CostModel, backward_seconds
 from motet.schedule import Planned, planned
 from motet.simulate.memory import memory_of
-from motet.simulate.placement import Placement, draw_batch, place
+from motet.simulate.order import ordered_slots
+from motet.simulate.placement import Placement, draw_batch, place, place_in
 from motet.simulate.prediction import Prediction
 from motet.simulate.pricing import Pricing
 from motet.simulate.simulate import simulate
@@ -54,7 +55,9 @@ def predictions(
 
 
 def place_batch(plan: Plan, batch: BatchLengths, cost: CostModel) -> Placement:
-    """The batch on the Plan, its phases weighed by what the cost model says of them."""
+    """The batch on the Plan: a pipeline's examples in the Plan's order, colocated phases balanced by their seconds."""
+    if plan.order != "given" or plan.microbatch_caps:
+        return place_in(plan, batch, ordered_slots(plan, batch, cost))
 
     unit = plan.unit_of(BACKBONE)
     recompute = unit.recompute[0] if unit.recompute else {}

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from motet.core.errors import UserError
 from motet.data.config import DataConfig
-from motet.data.order import GlobalOrder
+from motet.data.order import GlobalOrder, ListedOrder
 from motet.dispatch import RankBatch
 from motet.train.loading import BadExample, Loading, Pending
 from motet.train.world import JointUserError
@@ -69,7 +69,7 @@ class Feed:
 
     def __init__(
         self,
-        order: GlobalOrder,
+        order: GlobalOrder | ListedOrder,
         loading: Loading,
         group: dist.ProcessGroup,
         schedule: Schedule,

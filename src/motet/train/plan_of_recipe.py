@@ -1,29 +1,27 @@
-"""The Plan of the job that a recipe trains today: every module on every rank, data parallel, sharded as `[fsdp]` says.
+"""The Plan of the job that a recipe trains today, and back: the settings by which training runs a Plan.
 
-What a Plan cannot say yet is refused, not rounded: a batch that ranks cannot share alike, and phases of which only some
-are balanced.
+Every module is on every rank, data parallel, sharded as `[fsdp]` says. What a Plan cannot say is refused, not rounded:
+a batch that ranks cannot share alike, and phases of which only some are balanced. So is what training cannot run yet.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.core.plan import Plan, Unit
 from motet.core.spec import ModelSpec
-from motet.core.workload import Workload
-from motet.cost.catalogue import DEVICES, ClusterConfig
-from motet.data.text import ChatTokenizer
-from motet.models.spec import spec_of_config
-from motet.train.plan_sources import workload_at, workload_of
+from motet.cost.memory import stage_layers
+from motet.dispatch import BalanceConfig, SpeedConfig
+from motet.planner.job import Job
+from motet.train.plan_job import Given, job_of_recipe
+from motet.train.plan_recipe import PRECISIONS
 from motet.train.recipe import Recipe, load_recipe
 from motet.train.toml_text import read_recipe
-
-PRECISIONS = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
 
 def plan_of_recipe(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
@@ -41,14 +39,13 @@ def plan_of_recipe(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
     shard_size = fsdp.shard_size or num_ranks
     if num_ranks % shard_size:
         raise UserError(f"fsdp.shard_size = {shard_size} must divide the number of ranks, which is {num_ranks}.")
-    blocks = {module.name: len(module.blocks) for module in spec.modules}
     unit = Unit(
         "all",
-        (blocks,),
+        ({module.name: len(module.blocks) for module in spec.modules},),
         dp=num_ranks,
-        recompute=(blocks,) if fsdp.recompute else (),
+        recompute=(_recomputable(spec),) if fsdp.recompute else (),
         zero=0 if shard_size == 1 else 3 if fsdp.reshard_after_forward else 2,
-        shard_size=fsdp.shard_size or 0,
+        shard_size=0 if shard_size in (1, num_ranks) else shard_size,
     )
     return Plan(
         spec,
@@ -57,19 +54,57 @@ def plan_of_recipe(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
         run.batch_size,
         microbatch_size,
         schedule="data_parallel",
-        precision=PRECISIONS[fsdp.param_dtype or run.dtype],
+        precision=_precision(recipe),
         balance=_balance(recipe, spec),
     )
 
 
-def read_recipe_as_plan(
-    file: Path, overrides: Sequence[str], device: str | None, num_ranks: int | None, workload_file: Path | None
-) -> tuple[Plan, Workload]:
-    """A recipe's Plan, and the lengths of its training data, or of `workload_file` (`plan_sources`).
+def recipe_of_plan(plan: Plan, recipe: Recipe) -> Recipe:
+    """The recipe with the settings by which training runs a Plan of its model; `plan_of_recipe` makes that Plan of it.
 
-    device:    of the catalogue; None is what `[cluster]` of the recipe says, or else this machine, "cpu".
-    num_ranks: whole nodes, or a part of one; None is all that `[cluster]` says, or else a node.
-    Raises UserError for what is wrong with any of them.
+    Changed are batch_size and microbatches of `[run]`, phases and method of `[balance]`, with what has no effect where
+    nothing is balanced, and all of `[fsdp]` but what is computed in.
+    Raises UserError for what training cannot run yet (`obstacle`).
+    """
+    if what := obstacle(plan, recipe):
+        raise UserError(f"The plan has {what}, which training cannot run yet.")
+    (unit,) = plan.units
+    microbatches = plan.batch_size // (unit.dp * plan.microbatch_size)
+    shard_size = (unit.shard_size or unit.dp) if unit.zero else 1
+    fsdp = {
+        "shard_size": None if shard_size == unit.dp > 1 else shard_size,
+        "reshard_after_forward": unit.zero == 3,
+        "recompute": _recomputes(plan),
+    }
+    return recipe.model_copy(
+        update={
+            "run": recipe.run.model_copy(update={"batch_size": plan.batch_size, "microbatches": microbatches}),
+            "fsdp": recipe.fsdp.model_copy(update=fsdp),
+            "balance": _balanced_as(plan, recipe.balance),
+        }
+    )
+
+
+def obstacle(plan: Plan, recipe: Recipe) -> str:
+    """What a Plan has that training cannot run yet, in a word or a few; "" if it can."""
+    unit = plan.units[0]
+    obstacles = {
+        "modules on ranks of their own": len(plan.units) > 1,
+        "a pipeline": unit.pp > 1 or plan.schedule != "data_parallel",
+        "tensor parallelism": unit.tp > 1,
+        "context parallelism": unit.cp > 1,
+        "ranks left over": unit.num_ranks < plan.cluster.num_ranks,
+        "ZeRO-1": unit.zero == 1 and unit.dp > 1,
+        "recomputation of some layers": _recomputes(plan) is None,
+        "another precision than the recipe": plan.precision != _precision(recipe),
+    }
+    return next((what for what, there in obstacles.items() if there), "")
+
+
+def read_recipe_as_plan(file: Path, overrides: Sequence[str], given: Given) -> tuple[Plan, Job]:
+    """A recipe's Plan, and the job that `motet plan` searches other Plans for.
+
+    Raises UserError for what is wrong with the recipe or with what is given.
     """
     if "data" not in read_recipe(file, overrides).tables:
         raise UserError(
@@ -77,9 +112,38 @@ def read_recipe_as_plan(
             "which `motet simulate` takes."
         )
     recipe = load_recipe(file, overrides)
-    spec = spec_of_config(recipe.model, ChatTokenizer.from_directory(recipe.data.tokenizer).vocabulary_size, file.stem)
-    plan = plan_of_recipe(recipe, spec, _cluster(recipe.cluster, device, num_ranks))
-    return plan, workload_of(recipe, str(file)) if workload_file is None else workload_at(workload_file)
+    job = job_of_recipe(file, given, overrides)
+    return plan_of_recipe(recipe, job.model, job.cluster), job
+
+
+def _precision(recipe: Recipe) -> str:
+    return PRECISIONS[recipe.fsdp.param_dtype or recipe.run.dtype]
+
+
+def _whole(spec: ModelSpec) -> dict[str, int]:
+    return {module.name: len(module.blocks) for module in spec.modules}
+
+
+def _recomputable(spec: ModelSpec) -> dict[str, int]:
+    """All blocks of the modules in which recomputation does anything: not of those without a backward pass."""
+    whole = _whole(spec)
+    return {
+        name: count
+        for name, count in whole.items()
+        if any(layer.recomputed for layer in stage_layers(spec, {name: (0, count)}, whole))
+    }
+
+
+def _recomputes(plan: Plan) -> bool | None:
+    """Whether all is recomputed that can be, or nothing; None for what is between."""
+    whole = _whole(plan.model)
+    spans = {name: (0, count) for name, count in whole.items()}
+
+    def layers(recompute: Mapping[str, int]) -> list[object]:
+        return list(stage_layers(plan.model, spans, recompute))
+
+    chosen = layers(plan.units[0].recompute[0] if plan.units[0].recompute else {})
+    return False if chosen == layers({}) else True if chosen == layers(whole) else None
 
 
 def _balance(recipe: Recipe, spec: ModelSpec) -> Literal["off", "joint", "per_phase", "auto"]:
@@ -94,22 +158,8 @@ def _balance(recipe: Recipe, spec: ModelSpec) -> Literal["off", "joint", "per_ph
     return recipe.balance.method if balanced else "off"
 
 
-def _cluster(stated: ClusterConfig | None, device: str | None, num_ranks: int | None) -> Cluster:
-    """Whole nodes, or a part of one; all ranks of "cpu" are on this machine."""
-    if stated is None or (device is not None and device.lower() != stated.device):
-        name = device or "cpu"
-        if name.lower() not in DEVICES:
-            raise UserError(f"--device: there is no device {name!r} in the catalogue; it has {', '.join(DEVICES)}.")
-        stated = ClusterConfig(device=name)
-    usual = stated.cluster()
-    if num_ranks is None:
-        return usual
-    if stated.device == "cpu" or num_ranks <= usual.ranks_per_node:
-        return stated.model_copy(update={"nodes": 1, "ranks_per_node": num_ranks}).cluster()
-    num_nodes, left = divmod(num_ranks, usual.ranks_per_node)
-    if left:
-        raise UserError(
-            f"--ranks {num_ranks}: nodes of {stated.device} have {usual.ranks_per_node} ranks, so it must be a "
-            "multiple of that, or less than one node."
-        )
-    return stated.model_copy(update={"nodes": num_nodes}).cluster()
+def _balanced_as(plan: Plan, config: BalanceConfig) -> BalanceConfig:
+    if plan.balance != "off":
+        return config.model_copy(update={"phases": "all", "method": plan.balance})
+    off: dict[str, Any] = {"phases": "off", "method": "auto", "cost": "length", "profile": None}
+    return config.model_copy(update={**off, "speed": SpeedConfig()})

@@ -35,7 +35,8 @@ from motet.cost.catalogue import ClusterConfig
 from motet.train.recipe_errors import sentence
 from motet.train.toml_text import RecipeText, read_recipe
 
-_PRECISIONS = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+PRECISIONS = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+"""What plans call the types that modules compute in."""
 
 
 class PlannedRun(BaseModel):
@@ -87,7 +88,7 @@ def _of_training(path: Path, overrides: Sequence[str]) -> JobRecipe:
     recipe = load_recipe(path, overrides)
     vocabulary_size = ChatTokenizer.from_directory(recipe.data.tokenizer).vocabulary_size
     model = spec_of_config(recipe.model, vocabulary_size, path.stem)
-    precision = _PRECISIONS[recipe.fsdp.param_dtype or recipe.run.dtype]
+    precision = PRECISIONS[recipe.fsdp.param_dtype or recipe.run.dtype]
     return JobRecipe(model, recipe.run.batch_size, precision, recipe.cluster, None, True)
 
 

@@ -19,6 +19,7 @@ from motet.cost.profile import LayerTimes, Points, Profile
 from motet.cost.profiled import message_fit
 
 _WIDTH = 140
+_FEW_BATCHES = 4
 _PASSES: tuple[Callable[[Points], tuple[float, ...]], ...] = (
     lambda points: points.forward_s,
     lambda points: points.input_s,
@@ -36,6 +37,11 @@ def print_tables(profile: Profile, spec: ModelSpec, *, recompute: bool) -> None:
             console.print(table)
     for sentence in profile.left_out:
         console.print(f"Left out: {sentence}.")
+    if few := [module.name for module in profile.modules if len(module.grid) < _FEW_BATCHES or not module.held_out]:
+        console.print(
+            f"There was time for too few batches of {', '.join(few)} to interpolate between, so what is predicted from "
+            "this profile is rough. Give more --seconds."
+        )
 
 
 @dataclass(frozen=True)
@@ -122,4 +128,6 @@ def _table(title: str, names: tuple[str, ...], figures: tuple[str, ...]) -> Tabl
 
 
 def _error(error: RelativeError) -> str:
+    if not error.num_points:
+        return "not held out"
     return f"{error.overall:.1%} (to {error.worst:.0%})"

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -74,17 +74,26 @@ class World:
         raise RuntimeError(f"rank {rank} failed with {kind}: {text}") from failure
 
 
+class Meeting(NamedTuple):
+    """Where ranks find each other, and which of how many this one is."""
+
+    store: dist.Store
+    rank: int
+    num_ranks: int
+
+
 @contextmanager
-def join_world(device: str) -> Iterator[World]:
+def join_world(device: str, meeting: Meeting | None = None) -> Iterator[World]:
     """The World, from torchrun's environment where there is one, else of one rank; left and torn down at the end.
 
-    device: "auto", "cpu" or "cuda". Raises UserError where a CUDA device is asked for and there is none.
+    device: "auto", "cpu" or "cuda". meeting: in the place of torchrun's.
+    Raises UserError where a CUDA device is asked for and there is none.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     place = _device(device, local_rank)
     borrowed = dist.is_initialized()
     if not borrowed:
-        _init_process_group(place)
+        _init_process_group(place, meeting or _meeting())
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(num_ranks)))
     control, saving = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
@@ -116,13 +125,18 @@ def _device(wanted: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _init_process_group(device: torch.device) -> None:
+def _init_process_group(device: torch.device, meeting: Meeting) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
+    store, rank, num_ranks = meeting
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, device_id=device_id)
+
+
+def _meeting() -> Meeting:
+    """Torchrun's, or of this rank alone."""
     if "RANK" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
-        return
+        return Meeting(dist.HashStore(), 0, 1)
     store, rank, num_ranks = next(iter(dist.rendezvous("env://")))
     # torchrun keeps one store over its restarts: under its own prefix, an attempt finds no addresses of dead ranks.
     store = dist.PrefixStore(f"motet/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, device_id=device_id)
+    return Meeting(store, rank, num_ranks)

@@ -41,6 +41,7 @@ plans = st.builds(
     Plan, specs(), clusters, st.lists(units, max_size=2).map(tuple), counts, counts,
     st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "data_parallel"]), flags, names,
     st.sampled_from(["off", "joint", "per_phase", "auto"]), st.lists(fills, max_size=2).map(tuple),
+    st.sampled_from(["given", "intra", "inter", "both"]), st.dictionaries(names, sizes, max_size=2),
 )  # fmt: skip
 
 
@@ -89,7 +90,7 @@ def test_the_file_is_short_and_without_defaults(document, tmp_path):
     assert document["units"] == [
         {"name": "all", "stages": [{"image": 24, "backbone": 9}, {"backbone": 24}], "dp": 8, "pp": 2}
     ]
-    assert "schedule" not in document and "fills" not in document
+    assert not {"schedule", "fills", "order", "microbatch_caps"} & set(document)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +108,8 @@ def test_the_file_is_short_and_without_defaults(document, tmp_path):
         (["batch_size"], None, "'batch_size' must be a whole number, not null."),
         (["schedule"], "2f2b", "'schedule' must be 'gpipe', '1f1b', 'interleaved_1f1b', 'zb_h1', 'zb_v' or "
          "'data_parallel', not \"2f2b\"."),
+        (["order"], "outer", "'order' must be 'given', 'intra', 'inter' or 'both', not \"outer\"."),
+        (["microbatch_caps"], {"image": -1}, "'microbatch_caps.image' must be at least 0, and finite, not -1."),
         (["model", "modules", 0, "stacks", 0, "layer", "attention", "causl"], True,
          "unknown key 'model.modules[0].stacks[0].layer.attention.causl'; did you mean 'causal'?"),
         (["model", "edges"], [["image", "llm"]],
@@ -129,7 +132,7 @@ def test_the_file_is_short_and_without_defaults(document, tmp_path):
         (["model", "modules", 0, "stacks", 0, "count"], 10**9,
          "'model.modules[0].stacks[0].count' must be at most 100,000, not 1,000,000,000."),
         (["hue"], "red", "unknown key 'hue'; known here: model, cluster, units, batch_size, microbatch_size, "
-         "schedule, deferred_warmup, precision, balance, fills."),
+         "schedule, deferred_warmup, precision, balance, fills, order, microbatch_caps."),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_named_by_its_key(document, tmp_path, key, value, sentence):

@@ -55,3 +55,9 @@ def test_a_workload_draws_in_proportion_to_weights(batch):
     assert set(drawn.sequence.tolist()) == {101, 102}
     assert (drawn.sequence == 102).mean() == pytest.approx(0.75, abs=0.03)
     assert drawn.items["image"].num_items == 2 * (drawn.sequence == 102).sum()
+
+
+def test_what_is_chosen_is_what_is_drawn(batch):
+    workload = Workload("here", batch, weight=np.array([1.0, 2.0, 3.0, 4.0]))
+    chosen = workload.choose(20, np.random.default_rng(7))
+    assert batch.sequence[chosen].tolist() == workload.draw(20, np.random.default_rng(7)).sequence.tolist()

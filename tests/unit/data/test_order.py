@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.data.order import GlobalOrder
+from motet.data.order import GlobalOrder, ListedOrder
 
 
 @given(num_examples=st.integers(1, 300), seed=st.integers(0, 5), epoch=st.integers(0, 3))
@@ -52,3 +52,8 @@ def test_wrong_arguments():
         GlobalOrder(0)
     with pytest.raises(ValueError, match="negative"):
         GlobalOrder(3).take(-1, 2)
+
+
+def test_listed_examples_come_as_they_are_listed():
+    order = ListedOrder(np.array([5, 3, 5, 8]))
+    assert order.take(0, 2).tolist() == [5, 3] and order.take(2, 2).tolist() == [5, 8]

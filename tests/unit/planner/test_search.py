@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from motet.core.errors import UserError
 from motet.core.plan import Plan, Unit
@@ -17,9 +20,11 @@ from motet.core.shapes import Transformer, connect, language_model, multimodal, 
 from motet.cost.analytic import Analytic
 from motet.cost.catalogue import cluster
 from motet.planner import partition
+from motet.planner import strategies as real
 from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.job import Job
-from motet.planner.search import nothing_fits, predict_candidate, search
+from motet.planner.report import print_found
+from motet.planner.search import Wanted, nothing_fits, predict_candidate, search
 
 SAMPLER = Sampler.model_validate(
     {
@@ -85,6 +90,8 @@ class Chains:
         return candidate
 
 
+AS_GIVEN = Pins(order="given")
+"""What `brute_force` simulates."""
 STRATEGIES = {"chain": Chains("chain", "1f1b"), "gpipe": Chains("gpipe", "gpipe")}
 
 
@@ -111,6 +118,53 @@ def test_the_same_answer_every_time():
     assert [each.prediction.step_s for each in found.results] == sorted(each[2] for each in told(found))
 
 
+@pytest.mark.parametrize("count", [1, 4, 99])
+def test_as_many_as_are_wanted_are_simulated_and_they_are_the_fastest_of_their_kind(count):
+    def suitable(plan: Plan) -> bool:
+        return plan.schedule == "gpipe"
+
+    job = job_on()
+    every = sorted(predict_candidate(job, each).step_s for each in STRATEGIES["gpipe"](job, Pins()))
+    found = search(job, STRATEGIES, max_simulated=None, wanted=Wanted(count, suitable))
+    steps = [each.prediction.step_s for each in found.results if suitable(each.candidate.plan)]
+    assert steps[:count] == every[:count]
+    few = search(job, STRATEGIES, max_simulated=1, wanted=Wanted(count, suitable))
+    assert sum(suitable(each.candidate.plan) for each in few.results) == min(count, len(every))
+    assert len(few.results) == 1 + min(count, len(every))
+
+
+def test_the_fastest_that_is_measured_comes_first():
+    found = search(job_on(), STRATEGIES)
+    best, second, third = (each.candidate.what for each in found.results[:3])
+    measured = found.with_measured({0: 3.0, 1: None, 2: 2.0}, {3: "a pipeline"})
+    assert [each.candidate.what for each in measured.results[:2]] == [third, best]
+    assert [each.step_s for each in measured.results[:2]] == [2.0, 3.0]
+    rest = [each.candidate for each in found.results[3:]]
+    assert [each.candidate for each in measured.results[2:]] == rest
+    assert [each.measured_s for each in measured.results[2:]] == [None] * len(rest)
+    ruled = measured.ruled_out[-1]
+    assert (ruled.what, ruled.why) == (second, "in a real step, a rank ran out of memory")
+    with redirect_stdout(StringIO()) as printed:
+        print_found(measured, Console(width=200))
+    lines = printed.getvalue().splitlines()
+    assert "predicted" in lines[1] and "measured" in lines[1]
+    assert " 2 s " in lines[2] and " 3 s " in lines[3]
+    assert "Training cannot run all plans yet, so these are only predicted: 1 with a pipeline." in lines
+    assert any(
+        line.startswith(f"It is 50% faster than {found.results[0].candidate.strategy} ({best})") for line in lines
+    )
+
+
+def test_a_plan_that_cannot_run_on_the_cluster_is_ruled_out():
+    def strategy(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
+        for candidate in STRATEGIES["chain"](job, pins):
+            size = 7 if "PP 8" in candidate.what else candidate.plan.microbatch_size
+            yield replace(candidate, plan=replace(candidate.plan, microbatch_size=size))
+
+    found = search(job_on(), {"chain": strategy}, max_simulated=None)
+    assert found.results and "must be a multiple of" in found.ruled_out[0].why
+
+
 def test_the_best_of_each_strategy_is_simulated_whatever_the_limit():
     found = search(job_on(), STRATEGIES, max_simulated=1)
     assert {each.candidate.strategy for each in found.results} == {"chain", "gpipe"}
@@ -124,7 +178,7 @@ def test_without_a_limit_nothing_that_is_passed_over_is_faster(proposed, wrong):
     """However wrong the estimates are, as long as the bounds are bounds."""
     job, candidates, fastest_s = proposed
     misjudged = [replace(each, estimate_s=each.estimate_s * factor) for each, factor in zip(candidates, wrong)]
-    found = search(job, {"chain": lambda job, pins: iter(misjudged)}, max_simulated=None)
+    found = search(job, {"chain": lambda job, pins: iter(misjudged)}, AS_GIVEN, max_simulated=None)
     assert found.best.prediction.step_s == fastest_s
 
 
@@ -136,7 +190,7 @@ def test_bounds_prune():
             step_s = predict_candidate(job, candidate).step_s
             yield replace(candidate, estimate_s=step_s, bound_s=step_s)
 
-    found = search(job_on(), {"exact": strategy}, max_simulated=None)
+    found = search(job_on(), {"exact": strategy}, AS_GIVEN, max_simulated=None)
     assert len(found.results) == 1
     assert {passed.why for passed in found.passed_over} == {"bound"}
     assert found.best.prediction.step_s == brute_force(job_on(), {"exact": strategy})
@@ -188,6 +242,26 @@ def test_a_strategy_that_cannot_price_a_plan_leaves_the_others_their_way():
     found = search(job_on(), {"unpriced": unpriced, **STRATEGIES})
     assert found.ruled_out[0] == RuledOut("unpriced", "", "The profile has no times of it.")
     assert found.results
+
+
+class WithoutTensorParallelism(Analytic):
+    """As a profile that was made on one rank."""
+
+    def layer_seconds(self, module, layer, work, tp=1):
+        if tp > 1:
+            raise UserError(f"There are no times at tensor parallelism {tp}.")
+        return super().layer_seconds(module, layer, work, tp)
+
+
+@pytest.mark.parametrize("name", ["data parallel", "chain", "modality parallel", "disaggregated"])
+def test_without_times_of_tensor_parallelism_the_rest_is_searched(name):
+    job = job_on()
+    found = search(replace(job, cost=WithoutTensorParallelism(job.cluster)), {name: real.STRATEGIES[name]})
+    assert {unit.tp for each in found.results for unit in each.candidate.plan.units} == {1}
+    ruled = [each for each in found.ruled_out if each.strategy == "tensor parallelism"]
+    assert [(each.what, each.why) for each in ruled] == [
+        (f"TP {tp}", f"There are no times at tensor parallelism {tp}.") for tp in (2, 4, 8)
+    ]
 
 
 def test_a_workload_without_a_modules_lengths():

@@ -88,6 +88,18 @@ OPTIONS = {
     "deferred_warmup is of 'interleaved_1f1b'; the schedule is '1f1b'": (PLANS["chain"], {"deferred_warmup": True}),
     "there are fills, but no unit that shares": (PLANS["chain"], {"fills": (Fill(0, "3F0"),)}),
     "balance 'joint' is of schedule 'data_parallel'": (PLANS["chain"], {"balance": "joint"}),
+    "order and microbatch_caps are of pipelines; under 'data_parallel' balance": (FSDP, {"order": "both"}),
+    "order and microbatch_caps are of pipelines": (FSDP, {"microbatch_caps": {"image": 9, "backbone": 9}}),
+    "microbatch_caps are of backbone; they must be of 'backbone' and of one other module of toy": (
+        PLANS["chain"], {"microbatch_caps": {"backbone": 9}}
+    ),
+    "microbatch_caps are of video, backbone; they must": (
+        PLANS["chain"], {"microbatch_caps": {"video": 9, "backbone": 9}}
+    ),
+    "microbatch_caps: the one of 'image' is 0": (PLANS["chain"], {"microbatch_caps": {"image": 0, "backbone": 9}}),
+    "all units must have as many replicas, .*; they have dp 1, 2": (
+        PLANS["disaggregated"], {"microbatch_caps": {"image": 9, "backbone": 9}}
+    ),
     "under 'data_parallel' one unit holds all": (PLANS["replicated"], {"schedule": "data_parallel"}),
     "unit 'llm' replicates image, audio beside 4 stages on 2": (
         replace(

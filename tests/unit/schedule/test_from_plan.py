@@ -10,6 +10,7 @@ from motet.core.errors import UserError
 from motet.core.plan import Fill, Unit
 from motet.schedule import Kind, coarse_fills, dumps, fillable, loads, planned, program_of, validate
 from motet.schedule.bubbles import EncoderPipeline
+from motet.schedule.fit import colocated_units
 from unit.schedule.plans import PLANS, VLM, model, plan
 
 COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)
@@ -33,6 +34,21 @@ def test_every_plan_gives_a_proper_program(any_plan):
     assert len(found.shares) == len(found.program.edges)
     for stage, planned_stage in zip(found.program.stages, found.stages, strict=True):
         assert (stage.rank, stage.module) == (planned_stage.rank, "+".join(planned_stage.modules))
+
+
+def without_overlap(of):
+    return replace(of, cluster=replace(of.cluster, device=replace(of.cluster.device, overlaps=False)))
+
+
+def test_where_communication_holds_the_compute_stream_every_plan_can_still_run(any_plan):
+    units = tuple(replace(unit, zero=0 if colocated_units(any_plan) else unit.zero) for unit in any_plan.units)
+    validate(program_of(without_overlap(replace(any_plan, units=units))), blocking=True)
+
+
+def test_parameters_of_encoders_in_bubbles_are_gathered_beside_the_backbone():
+    assert program_of(PLANS["filled"])
+    with pytest.raises(UserError, match=r"on device 'toy', .* encoders need zero 0 there"):
+        program_of(without_overlap(PLANS["filled"]))
 
 
 def test_a_stage_has_the_passes_that_it_is_said_to_have(any_plan):

@@ -12,16 +12,17 @@ from torch import nn
 
 from cli.tiny_job import write_tiny_job
 from motet.core.errors import UserError
+from motet.core.shapes import Transformer, language_model, multimodal
 from motet.core.workload import BACKBONE
 from motet.cost.fit import relative_error
-from motet.cost.profile import LayerTimes, Points
+from motet.cost.profile import LayerTimes, ModuleTimes, Points, Profile
 from motet.data.text import ChatTokenizer
 from motet.models.build import ModelConfig, build_mllm
 from motet.models.families.registry import BACKBONES, ENCODERS
 from motet.models.spec import spec_of_config
 from motet.train.profile_measure import Measured, Stopwatch, measure, measure_once, time_passes
 from motet.train.profile_subjects import grid_of, items, one_layer_deep, subjects
-from motet.train.profile_table import HeldOut
+from motet.train.profile_table import HeldOut, print_tables
 from motet.train.recipe import load_recipe
 
 ALONE = SimpleNamespace(gather=lambda own: [own], num_ranks=1)
@@ -203,3 +204,18 @@ def test_items_of_a_batch_are_not_all_alike_where_there_is_room():
     padded, _ = grid_of(np.arange(8, 2049), 8192, padded=True)
     # All are padded to the length that the batch is about.
     assert {max(length for _, length in batch) for batch in padded} == {8, 25, 75, 227, 682, 2048}
+
+
+def test_tables_say_what_there_was_no_time_for(capsys):
+    one = Points(rows=(8.0,), pairs=(0.0,), forward_s=(1e-3,), input_s=(1e-3,), weight_s=(1e-3,))
+    none = Points(rows=(), pairs=(), forward_s=(), input_s=(), weight_s=())
+    spec = multimodal("tiny", language_model(Transformer(8, 16, 1), 1, 50), ())
+    layers = [
+        LayerTimes(kind=each.kind, weights=each.weights, grid=one, held_out=none) for each in spec.modules[0].layers
+    ]
+    modules = (ModuleTimes(name=BACKBONE, grid=(((1, 8),),), held_out=(), layers=layers),)
+    about = {"recipe": "tiny", "device": "cpu", "precision": "float32", "torch": "2", "measured_at": "", "num_ranks": 1}
+    print_tables(Profile(modules=modules, **about), spec, recompute=False)
+    printed = capsys.readouterr().out
+    assert "not held out" in printed and "0.0%" not in printed
+    assert "too few batches of backbone" in printed
