@@ -110,7 +110,7 @@ def cases() -> Iterator[Case]:
         num_groups = round(BATCH_SIZE / size / 8) * 8
         balanced = Subject(_job(pair, run, grouped, num_groups), size)
         random = Subject(_job(pair, run, samples(), BATCH_SIZE, padded=True))
-        degrees = Pins(("chain",), run.tp, run.pp, run.dp, 1, "1f1b")
+        degrees = Pins(("chain",), run.tp, run.pp, run.dp, 1, "1f1b", order="given")
         baselines = [_baseline("random, equal parameters", random, run, pair, run.baseline_days)]
         if name == ABLATED:
             steps = zip(TABLE_7.items(), (anchor.by_parameters, None))
