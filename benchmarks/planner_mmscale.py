@@ -1,6 +1,6 @@
 """MMScale, sections 7.1 and 7.2.1: rigid and proportional allocation on up to 1,296 A800. Used by planner.py.
 
-Microbatches are of one sequence, as in section 4.2; DP is what the planner finds best of what divides the batch. The
+Microbatches are of one sequence (section 4.2), in 1F1B; DP is the best that divides the batch. The
 encoder and the generator of the rigid allocation have the backbone's TP, where the paper gives each GPU of a group a
 copy. Small models generate images of 512 x 512 pixels, MLLM-72B of 1024 x 1024; one a sequence, which is not given.
 """
@@ -55,7 +55,7 @@ def _case(name: str, num_nodes: int, batch_size: int, published: tuple[float, ..
         f"{name}, batch {batch_size:,}",
         subject,
         "disaggregated",
-        partial(subject.searched, Pins(strategies=("disaggregated",), microbatch_size=1)),
+        partial(subject.searched, Pins(strategies=("disaggregated",), microbatch_size=1, schedule="1f1b")),
         (
             Baseline(
                 f"Megatron-LM, TP 8, PP {PP[name]} + 2",

@@ -42,8 +42,8 @@ void add(const JointProblem& problem, JointState& state, int rank, int example) 
 // smallest; peaks [num_ranks] is room to work in.
 MOTET_WIDE int lowest_peak(const std::int32_t* shares, const std::int32_t* loads, int num_ranks, int num_phases,
                            std::int32_t* __restrict peaks) {
-    std::fill_n(peaks, num_ranks, 0);
-    for (int phase = 0; phase < num_phases; ++phase) {
+    for (int rank = 0; rank < num_ranks; ++rank) peaks[rank] = loads[rank] + shares[0];
+    for (int phase = 1; phase < num_phases; ++phase) {
         for (int rank = 0; rank < num_ranks; ++rank) {
             peaks[rank] = std::max(peaks[rank], loads[phase * num_ranks + rank] + shares[phase]);
         }

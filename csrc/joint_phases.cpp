@@ -1,6 +1,7 @@
 // Phase by phase; see src/motet/balance/reference/joint_phases.py.
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <tuple>
 #include <utility>
 
@@ -61,6 +62,8 @@ public:
     }
 
 private:
+    using Loaded = std::pair<std::int64_t, int>;  // a rank's load, and the rank
+
     int num_ranks() const { return static_cast<int>(entries_.size()); }
     std::int64_t load(int rank) const { return state_.loads_of(rank)[phase_]; }
 
@@ -71,7 +74,7 @@ private:
 
     // Each rank swaps once at most. False where the heaviest is level or finds nothing to swap.
     bool swap_round() {
-        std::vector<std::pair<std::int64_t, int>> order;
+        std::vector<Loaded> order;
         for (int rank = 0; rank < num_ranks(); ++rank) order.emplace_back(load(rank), rank);
         std::sort(order.begin(), order.end());
         std::vector<char> moved(order.size(), false);
@@ -79,18 +82,31 @@ private:
         for (std::size_t heavy = order.size(); heavy-- > 0 && !moved[heavy] && order[heavy].first > goal_;) {
             while (first < heavy && moved[first]) ++first;
             std::size_t light = first;
-            while (light < heavy && (moved[light] || !swap(order[heavy].second, order[light].second))) ++light;
+            while (light < heavy && (moved[light] || !swap(order[heavy], order[light]))) ++light;
             if (light == heavy) return heavy + 1 < order.size();
             moved[light] = true;
         }
         return order.back().first > goal_;
     }
 
+    // The least above 0 that a swap, or a move, takes from one rank to the other; most pairs of ranks have none below
+    // their room.
+    static std::int64_t smallest_change(const Entries& from, const Entries& to) {
+        std::int64_t smallest = std::numeric_limits<std::int64_t>::max();
+        auto taken = to.begin();
+        for (const Entry& given : from) {
+            while (taken != to.end() && taken->weight >= given.weight) ++taken;
+            smallest = std::min(smallest, given.weight - (taken == to.end() ? 0 : taken->weight));
+        }
+        return smallest;
+    }
+
     // A swap, or move, that makes both level, or else brings their loads closest; false where each leaves one as heavy.
-    bool swap(int heavy, int light) {
-        Entries &from = entries_[heavy], &to = entries_[light];
-        const std::int64_t room = load(heavy) - load(light);
-        const std::int64_t enough = (goal_ - load(heavy)) + (goal_ - load(light));  // with that miss both are level
+    bool swap(const Loaded& heavy, const Loaded& light) {
+        Entries &from = entries_[heavy.second], &to = entries_[light.second];
+        const std::int64_t room = heavy.first - light.first;
+        if (smallest_change(from, to) >= room) return false;
+        const std::int64_t enough = (goal_ - heavy.first) + (goal_ - light.first);  // with that miss both are level
         const auto takable = [&](std::size_t place) { return place < to.size() ? to[place].weight : 0; };
         std::int64_t smallest_miss = room;
         std::size_t give = 0, take = 0, below = 0;  // below: the first place that leaves more than half the room
@@ -107,9 +123,9 @@ private:
         }
         if (smallest_miss == room) return false;
         const bool is_swap = take < to.size();
-        const Entry given = take_out(heavy, give);
-        if (is_swap) put_in(heavy, take_out(light, take));
-        put_in(light, given);
+        const Entry given = take_out(heavy.second, give);
+        if (is_swap) put_in(heavy.second, take_out(light.second, take));
+        put_in(light.second, given);
         return true;
     }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <utility>
 
@@ -16,16 +17,13 @@ constexpr int kNone = -1;             // in place of an example: nothing
 constexpr int kMaxSlots = 128;        // of a rank with more examples, so many spread over its list are tried
 constexpr int kPairsAStep = 1 << 15;  // compared before a swap is chosen
 constexpr float kSmallestGain = 1.0f / (1 << 13);  // of the worst rank's pain
+constexpr int kLanes = 8;             // slots compared at once
+constexpr float kNeverTaken = 1e18f;  // weight of what fills the last lanes: no swap with it is best
 
-// What a rank can give: weights [num_phases, num_slots], a row a phase; the last slot is nothing.
+// What a rank can give: weights [num_phases, num_lanes], a row a phase; the last slot is nothing.
 struct Slots {
-    int num_slots = 0;
+    int num_slots = 0, num_lanes = 0;
     std::vector<float> weights;
-};
-
-struct Excess {
-    std::vector<float> of_phase;  // [num_phases]
-    float pain = 0;
 };
 
 struct BestPair {
@@ -33,31 +31,58 @@ struct BestPair {
     int heavy_slot = 0, light_slot = 0;
 };
 
+// GCC's and Clang's: an operation on all lanes, in as many instructions as the machine needs for them.
+using Floats = float __attribute__((vector_size(sizeof(float) * kLanes)));
+using Ints = int __attribute__((vector_size(sizeof(int) * kLanes)));
+
 // For each slot of the light rank the heavy rank's slot with which both are least in pain, and that pain times four:
-// `least` holds floats of 0 or more by their bits, which are in the same order: comparisons of integers become wide.
-MOTET_WIDE void least_pains(const float* heavy, int num_heavy, const float* light, int num_light,
-                            const float* heavy_excess, const float* light_excess, int num_phases,
-                            float* __restrict pain, int* __restrict least, int* __restrict heavy_slot) {
-    std::fill_n(least, num_light, std::numeric_limits<int>::max());
-    for (int slot = 0; slot < num_heavy; ++slot) {
-        std::fill_n(pain, num_light, 0.0f);
-        for (int phase = 0; phase < num_phases; ++phase) {
-            const float given = heavy[phase * num_heavy + slot];
-            const float heavy_rest = heavy_excess[phase] - given, light_sum = light_excess[phase] + given;
-            const float* taken = light + phase * num_light;
-            for (int other = 0; other < num_light; ++other) {
-                const float a = heavy_rest + taken[other], b = light_sum - taken[other];
-                const float twice_a = a + std::fabs(a), twice_b = b + std::fabs(b);  // 0 where it is negative
-                pain[other] += twice_a * twice_a + twice_b * twice_b;
+// `least` holds floats of 0 or more by their bits, which are in the same order as integers.
+MOTET_WIDE void least_pains(const Slots& heavy, const Slots& light, const float* heavy_excess,
+                            const float* light_excess, int num_phases, int* least, int* heavy_slot) {
+    const Ints no_sign = Ints{} + std::numeric_limits<int>::max();
+    for (int first = 0; first < light.num_lanes; first += kLanes) {
+        Ints lowest = no_sign, lowest_slot{};
+        for (int slot = 0; slot < heavy.num_slots; ++slot) {
+            Floats pain{};
+            for (int phase = 0; phase < num_phases; ++phase) {
+                const float given = heavy.weights[phase * heavy.num_lanes + slot];
+                Floats taken;
+                std::memcpy(&taken, light.weights.data() + phase * light.num_lanes + first, sizeof taken);
+                const Floats a = (heavy_excess[phase] - given) + taken, b = (light_excess[phase] + given) - taken;
+                const Floats twice_a = a + Floats(Ints(a) & no_sign), twice_b = b + Floats(Ints(b) & no_sign);
+                pain += twice_a * twice_a + twice_b * twice_b;  // 0 where a or b is negative
             }
+            const Ints less = Ints(pain) < lowest;
+            lowest = less ? Ints(pain) : lowest;
+            lowest_slot = less ? Ints{} + slot : lowest_slot;
         }
-        for (int other = 0; other < num_light; ++other) {
-            const int bits = std::bit_cast<int>(pain[other]);
-            const bool less = bits < least[other];
-            least[other] = less ? bits : least[other];
-            heavy_slot[other] = less ? slot : heavy_slot[other];
+        std::memcpy(least + first, &lowest, sizeof lowest);
+        std::memcpy(heavy_slot + first, &lowest_slot, sizeof lowest_slot);
+    }
+}
+
+// The largest of the floats, or 0 where none is above it: by their bits, as above.
+MOTET_WIDE float largest_above_0(const float* values, int count) {
+    int most = 0;
+    for (int place = 0; place < count; ++place) most = std::max(most, std::bit_cast<int>(values[place]));
+    return std::bit_cast<float>(most);
+}
+
+// What each rank and the heavy one would gain by perfect halves. excess: [num_phases, num_ranks]. pain: [num_ranks].
+MOTET_WIDE void gains_of_halves(const float* excess, const float* pain, int num_ranks, int num_phases, int heavy,
+                                float* __restrict gain) {
+    std::fill_n(gain, num_ranks, 0.0f);
+    for (int phase = 0; phase < num_phases; ++phase) {
+        const float* of_phase = excess + static_cast<std::ptrdiff_t>(phase) * num_ranks;
+        const float own = of_phase[heavy];
+        for (int rank = 0; rank < num_ranks; ++rank) {
+            const float half = (own + of_phase[rank]) * 0.5f;
+            const float above = half > 0 ? half : 0.0f;
+            gain[rank] += above * above;
         }
     }
+    const float own = pain[heavy];
+    for (int rank = 0; rank < num_ranks; ++rank) gain[rank] = (own + pain[rank]) - 2 * gain[rank];
 }
 
 class Search {
@@ -67,7 +92,12 @@ public:
           costs_(problem.costs),
           state_(state),
           scale_(costs_.num_phases),
-          excess_(problem.num_ranks) {
+          excess_(static_cast<std::size_t>(problem.num_ranks) * costs_.num_phases),
+          pain_(problem.num_ranks),
+          slots_(problem.num_ranks),
+          gain_(problem.num_ranks),
+          heavy_excess_(costs_.num_phases),
+          light_excess_(costs_.num_phases) {
         double all = 0;
         for (const auto sum : problem.sums) all += static_cast<double>(sum);
         for (int phase = 0; phase < costs_.num_phases; ++phase) {
@@ -106,90 +136,102 @@ private:
 
     // The phase, of those not stuck, and the rank with the largest excess.
     std::pair<int, int> worst(const std::vector<bool>& stuck) const {
-        int worst_phase = kNone, worst_rank = kNone;
+        int worst_phase = kNone;
         float most = 0;
         for (int phase = 0; phase < costs_.num_phases; ++phase) {
             if (stuck[phase]) continue;
-            for (int rank = 0; rank < problem_.num_ranks; ++rank) {
-                const float excess = excess_[rank].of_phase[phase];
-                if (excess > most) {
-                    most = excess;
-                    worst_phase = phase;
-                    worst_rank = rank;
-                }
+            const float excess = largest_above_0(of_phase(phase), problem_.num_ranks);
+            if (excess > most) {
+                most = excess;
+                worst_phase = phase;
             }
         }
-        return {worst_phase, worst_rank};
+        if (worst_phase == kNone) return {kNone, kNone};
+        const float* first = of_phase(worst_phase);
+        return {worst_phase, static_cast<int>(std::find(first, first + problem_.num_ranks, most) - first)};
     }
 
-    // The best swap of the rank with the most promising others; false where none lessens their pain.
+    const float* of_phase(int phase) const {
+        return excess_.data() + static_cast<std::ptrdiff_t>(phase) * problem_.num_ranks;
+    }
+
+    // The best swap of the rank with the most promising others; false where none lessens their pain. Of equally good
+    // ones, that with the more promising.
     bool step(int heavy) {
-        slots_of(heavy, heavy_slots_);
         BestPair best;
-        int partner = kNone;
-        float most = kSmallestGain * excess_[heavy].pain;
-        for (const int light : promising(heavy)) {
-            slots_of(light, light_slots_);
-            const BestPair pair = best_pair(heavy, light);
-            const float gain = (excess_[heavy].pain + excess_[light].pain) - pair.pain;
-            if (gain > most) {
+        std::uint64_t partner = 0;
+        bool found = false;
+        float most = kSmallestGain * pain_[heavy];
+        for (const auto other : promising(heavy)) {
+            const BestPair pair = best_pair(heavy, rank_of(other));
+            const float gain = (pain_[heavy] + pain_[rank_of(other)]) - pair.pain;
+            if (gain > most || (found && gain == most && other < partner)) {
                 most = gain;
                 best = pair;
-                partner = light;
+                partner = other;
+                found = true;
             }
         }
-        if (partner == kNone) return false;
-        const Swap swap{heavy, partner, example_at(heavy, best.heavy_slot), example_at(partner, best.light_slot)};
+        if (!found) return false;
+        const int light = rank_of(partner);
+        const Swap swap{heavy, light, example_at(heavy, best.heavy_slot), example_at(light, best.light_slot)};
         exchange(swap);
         refresh(heavy);
-        refresh(partner);
+        refresh(light);
         swaps_.push_back(swap);
         return true;
     }
 
-    // The ranks with which perfect halves would lessen the pain most.
-    std::vector<int> promising(int heavy) {
-        std::vector<std::pair<float, int>> ranks;  // negated gain, rank
+    // The ranks with which perfect halves would lessen the pain most: of each its gain and number in one integer, of
+    // which a lower one is more promising. In no order.
+    const std::vector<std::uint64_t>& promising(int heavy) {
+        gains_of_halves(excess_.data(), pain_.data(), problem_.num_ranks, costs_.num_phases, heavy, gain_.data());
+        promising_.clear();
         for (int light = 0; light < problem_.num_ranks; ++light) {
-            if (light == heavy) continue;
-            float half = 0;
-            for (int phase = 0; phase < costs_.num_phases; ++phase) {
-                const float x = (excess_[heavy].of_phase[phase] + excess_[light].of_phase[phase]) * 0.5f;
-                if (x > 0) half += x * x;
+            if (gain_[light] > 0 && light != heavy) {
+                const auto gain = static_cast<std::uint64_t>(~std::bit_cast<std::uint32_t>(gain_[light]));
+                promising_.push_back(gain << 32 | static_cast<std::uint32_t>(light));
             }
-            const float gain = (excess_[heavy].pain + excess_[light].pain) - 2 * half;
-            if (gain > 0) ranks.emplace_back(-gain, light);
         }
-        const int pairs_a_rank = heavy_slots_.num_slots * heavy_slots_.num_slots;
-        const auto num_ranks = std::min<std::size_t>(ranks.size(), std::max(4, kPairsAStep / pairs_a_rank));
-        std::partial_sort(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(num_ranks), ranks.end());
-        std::vector<int> chosen;
-        for (std::size_t place = 0; place < num_ranks; ++place) chosen.push_back(ranks[place].second);
+        const int pairs_a_rank = slots_[heavy].num_slots * slots_[heavy].num_slots;
+        const auto num_ranks = std::max<std::size_t>(4, kPairsAStep / pairs_a_rank);
+        if (promising_.size() > num_ranks) {
+            const auto last = promising_.begin() + static_cast<std::ptrdiff_t>(num_ranks);
+            std::nth_element(promising_.begin(), last, promising_.end());
+            promising_.erase(last, promising_.end());
+        }
         num_pairs_ += problem_.num_ranks;
-        return chosen;
+        return promising_;
     }
 
+    static int rank_of(std::uint64_t promise) { return static_cast<int>(promise & 0xffffffffu); }
+
     BestPair best_pair(int heavy, int light) {
-        const int num_light = light_slots_.num_slots;
-        pain_.resize(num_light);
-        least_.resize(num_light);
-        heavy_slot_.resize(num_light);
-        least_pains(heavy_slots_.weights.data(), heavy_slots_.num_slots, light_slots_.weights.data(), num_light,
-                    excess_[heavy].of_phase.data(), excess_[light].of_phase.data(), costs_.num_phases, pain_.data(),
-                    least_.data(), heavy_slot_.data());
-        num_pairs_ += static_cast<std::int64_t>(heavy_slots_.num_slots) * num_light;
-        const auto slot = std::min_element(least_.begin(), least_.end()) - least_.begin();
+        const Slots &given = slots_[heavy], &taken = slots_[light];
+        least_.resize(taken.num_lanes);
+        heavy_slot_.resize(taken.num_lanes);
+        for (std::size_t phase = 0; phase < scale_.size(); ++phase) {
+            heavy_excess_[phase] = of_phase(static_cast<int>(phase))[heavy];
+            light_excess_[phase] = of_phase(static_cast<int>(phase))[light];
+        }
+        least_pains(given, taken, heavy_excess_.data(), light_excess_.data(), costs_.num_phases, least_.data(),
+                    heavy_slot_.data());
+        num_pairs_ += static_cast<std::int64_t>(given.num_slots) * taken.num_slots;
+        const auto slot = std::min_element(least_.begin(), least_.begin() + taken.num_slots) - least_.begin();
         return {0.25f * std::bit_cast<float>(least_[slot]), heavy_slot_[slot], static_cast<int>(slot)};
     }
 
-    void slots_of(int rank, Slots& slots) const {
+    void weigh(int rank) {
+        Slots& slots = slots_[rank];
         const int num_examples = std::min<int>(static_cast<int>(state_.examples[rank].size()), kMaxSlots);
         slots.num_slots = num_examples + 1;
-        slots.weights.assign(static_cast<std::size_t>(slots.num_slots) * scale_.size(), 0.0f);
+        slots.num_lanes = (slots.num_slots + kLanes - 1) / kLanes * kLanes;
+        slots.weights.assign(static_cast<std::size_t>(slots.num_lanes) * scale_.size(), 0.0f);
+        std::fill(slots.weights.begin() + slots.num_slots, slots.weights.begin() + slots.num_lanes, kNeverTaken);
         for (int slot = 0; slot < num_examples; ++slot) {
             const std::int64_t* costs = costs_.of(example_at(rank, slot));
             for (std::size_t phase = 0; phase < scale_.size(); ++phase) {
-                slots.weights[phase * slots.num_slots + slot] = static_cast<float>(costs[phase]) * scale_[phase];
+                slots.weights[phase * slots.num_lanes + slot] = static_cast<float>(costs[phase]) * scale_[phase];
             }
         }
     }
@@ -226,13 +268,12 @@ private:
     }
 
     void refresh(int rank) {
-        Excess& excess = excess_[rank];
-        excess.of_phase.resize(scale_.size());
-        excess.pain = 0;
+        weigh(rank);
+        pain_[rank] = 0;
         for (int phase = 0; phase < costs_.num_phases; ++phase) {
             const float x = static_cast<float>(state_.loads_of(rank)[phase] - problem_.bound[phase]) * scale_[phase];
-            excess.of_phase[phase] = x;
-            if (x > 0) excess.pain += x * x;
+            excess_[static_cast<std::size_t>(phase) * problem_.num_ranks + rank] = x;
+            if (x > 0) pain_[rank] += x * x;
         }
     }
 
@@ -240,11 +281,13 @@ private:
     JointCosts costs_;
     JointState& state_;
     std::vector<float> scale_;
-    std::vector<Excess> excess_;
+    std::vector<float> excess_;  // [num_phases, num_ranks]
+    std::vector<float> pain_;    // [num_ranks]
+    std::vector<Slots> slots_;   // of each rank
     std::vector<Swap> swaps_;
     std::int64_t num_pairs_ = 0;
-    Slots heavy_slots_, light_slots_;
-    std::vector<float> pain_;
+    std::vector<float> gain_, heavy_excess_, light_excess_;
+    std::vector<std::uint64_t> promising_;
     std::vector<int> least_, heavy_slot_;
 };
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import nnls
 
 from motet.core.errors import ArgumentError
 
@@ -42,6 +41,9 @@ def fit(seconds: ArrayLike, amount: ArrayLike, square: ArrayLike | None = None) 
     seconds: float64 [n], what was measured; points of 0 seconds are left out. amount, square: float64 [n].
     Raises ArgumentError for columns of unequal length. O(n).
     """
+    # Late: it takes longer to import than to find many a plan, and published figures need no fit.
+    from scipy.optimize import nnls
+
     measured = np.asarray(seconds, dtype=np.float64)
     columns = [np.ones(len(measured)), np.asarray(amount, dtype=np.float64)]
     if square is not None:

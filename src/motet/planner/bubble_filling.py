@@ -6,10 +6,15 @@ each encoder plan. Of the encoder plans that fit memory, the one whose work is b
 with slices of passes where they were placed, and, beside it, with whole passes before and after the backbone's.
 Placements are decided on microbatches that are all as long as the mean, since a Plan is for every step; where lengths
 differ, the estimate is longer by as much as the backbone's own step is.
+
+Placing takes longest, so a backbone that cannot be the fastest is left out before: by what its ranks compute in all,
+then, simulated alone, by the step that it would take if all its bubbles were filled; and so is what was placed, where
+its estimate is not near the fastest step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -23,9 +28,18 @@ from motet.cost.memory import unit_spans
 from motet.planner.backbone_bubbles import Backbone, Slices, backbone_of
 from motet.planner.bubbles import Encoders, Filling, Placement, fill
 from motet.planner.candidate import Candidate, Pins, RuledOut
-from motet.planner.encoder_plans import STRATEGY, EncoderPlans, Fitted, Shape, divisors, encoders_of
-from motet.planner.job import Column, Job
-from motet.schedule import PlannedStage, add_communication, add_data_parallel, fillable, split_parts
+from motet.planner.degrees import most_replicas, tensor_degrees
+from motet.planner.encoder_plans import (
+    STRATEGY,
+    EncoderPlans,
+    Fitted,
+    Shape,
+    divisors,
+    encoder_degrees,
+    encoders_of,
+)
+from motet.planner.job import BlockCosts, Column, Job
+from motet.schedule import PlannedStage, add_communication, add_data_parallel, split_parts
 from motet.schedule.layout import LAYER_PARTS
 from motet.schedule.program import Program
 from motet.simulate import simulate
@@ -33,8 +47,9 @@ from motet.simulate.predict import stage_times_of
 from motet.simulate.times import Part, StageTimes
 from motet.simulate.traffic import Traffic
 
-MAX_BACKBONES, MAX_TRIED = 2, 12
-"""Backbones that are simulated and filled, the best by estimate of those that fit; and that are tried for it."""
+MAX_BACKBONES, MAX_TRIED, NUM_PROPOSED = 3, 12, 2
+"""Backbones that are simulated and filled, the best by estimate of those that fit; that are tried for it; and of which
+Plans are proposed."""
 MAX_PLACED = 3
 """Encoder plans of a backbone that are placed."""
 SLICES = 8
@@ -44,12 +59,18 @@ HARDLY = 0.002
 """By which a step may take longer for fewer slices."""
 MAX_FILLS, MAX_PARTS = 60_000, 200_000
 """Slices of encoders, and parts of the backbone's passes, above which layers are cut into fewer, and passes are not."""
+_EXPOSED = 2.0
+"""Of the encoders' passes of a microbatch: what no bubble hides of the first and the last ones. Fitted to placements of
+ViT-22B beside GPT-175B on 1,536 and 2,048 GPUs."""
+_NEAR = 1.1
+"""By which the simulated step may be longer or shorter than the estimate."""
 _ISLANDS = 8
 """Replicas of the backbone over whose microbatches seconds are averaged."""
 
 
-def bubble_filling(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
-    """Encoders in the bubbles of the best backbones, finely and coarsely placed."""
+def bubble_filling(job: Job, pins: Pins, faster_than_s: float = math.inf) -> Iterator[Candidate | RuledOut]:
+    """Encoders in the bubbles of the best backbones, finely and coarsely placed, where that can take less than
+    faster_than_s."""
     if why := _never(job, pins):
         yield RuledOut(STRATEGY, "encoders beside the backbone", why)
         return
@@ -57,13 +78,27 @@ def bubble_filling(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     if not shapes:
         why = f"no TP, PP of at least 2 and microbatch size take {job.batch_size} examples on {job.cluster.num_ranks} "
         yield RuledOut(STRATEGY, "any degrees", why + "ranks in equal microbatches.")
-    num_proposed = 0
+    found: list[list[Candidate]] = []
+    num_fitting, to_beat_s = 0, faster_than_s
     for shape in shapes[:MAX_TRIED]:
-        proposed = list(_Filler(job, EncoderPlans(job, shape, pins.recompute or "least")).proposals())
-        yield from proposed
-        num_proposed += any(isinstance(one, Candidate) for one in proposed)
-        if num_proposed == MAX_BACKBONES:
-            return
+        if num_fitting == MAX_BACKBONES:
+            break
+        if shape.bound_s >= to_beat_s:
+            yield _too_slow(str(shape))
+            continue
+        filler = _Filler(job, EncoderPlans(job, shape, pins.recompute or "least"), to_beat_s)
+        proposals = list(filler.proposals())
+        num_fitting += filler.fits
+        yield from (one for one in proposals if isinstance(one, RuledOut))
+        if placed := [one for one in proposals if isinstance(one, Candidate)]:
+            found.append(placed)
+            to_beat_s = min(to_beat_s, placed[0].estimate_s)
+    for placed in sorted(found, key=lambda placed: placed[0].estimate_s)[:NUM_PROPOSED]:
+        yield from placed
+
+
+def _too_slow(what: str) -> RuledOut:
+    return RuledOut(STRATEGY, what, "even with all bubbles filled, a step would take longer than the fastest.")
 
 
 def _never(job: Job, pins: Pins) -> str:
@@ -80,31 +115,32 @@ def _never(job: Job, pins: Pins) -> str:
 
 
 def _shapes(job: Job, pins: Pins) -> Iterator[Shape]:
-    """The backbones that use all ranks, each with the number of chunks that is estimated best."""
+    """The backbones whose pipelines divide the ranks, with the most replicas that the batch divides among, each with
+    the number of chunks that is estimated best."""
     num_ranks, num_blocks = job.cluster.num_ranks, len(job.model.module(BACKBONE).blocks)
-    for tp, pp in product(divisors(job.cluster.ranks_per_node), divisors(num_ranks)):
-        dp, left = divmod(num_ranks, tp * pp)
-        if left or not 2 <= pp <= num_blocks or tp > 8 or not pins.allow(tp=tp, pp=pp, dp=dp):
+    for tp, pp in product(tensor_degrees(job), divisors(num_ranks)):
+        dp = 0 if num_ranks % (tp * pp) else most_replicas(job, tp * pp, pins)
+        if not dp or not 2 <= pp <= num_blocks or not pins.allow(tp=tp, pp=pp):
             continue
         for microbatch_size in (1, 2, 4, 8):
             count, left = divmod(job.batch_size, dp * microbatch_size)
             if left or not count or not pins.allow(microbatch_size=microbatch_size):
                 continue
             chunks = [n for n in range(1, num_blocks // pp + 1) if num_blocks % (pp * n) == 0 or n == 1]
-            sized = [Shape(tp, pp, dp, n, microbatch_size, count, 0.0) for n in chunks]
+            sized = [Shape(tp, pp, dp, n, microbatch_size, count) for n in chunks]
             sized = [_estimated(job, shape) for shape in sized if pins.allow(schedule=shape.schedule)]
             yield from sorted(sized, key=lambda shape: shape.estimate_s)[:1]
 
 
 def _estimated(job: Job, shape: Shape) -> Shape:
-    """The backbone's passes, and its bubbles or the encoders' work, whichever is more.
+    """The backbone's passes, its bubbles or the encoders' work, whichever is more, and what no bubble hides.
 
     What lacks of memory for a whole model's activations in flight is recomputed; a backbone without room for its own
     parameters comes last.
     """
     costs = job.block_costs(BACKBONE, shape.microbatch_size, shape.tp)
     encoders = [job.block_costs(name, shape.microbatch_size, shape.tp) for name in encoders_of(job)]
-    encoder_s = sum(float((own.forward_s + own.backward_s).sum()) for own in encoders)
+    encoder_s = sum(map(_passes_s, encoders))
     precision = job.mixed_precision(pipeline=True)
     learning_bytes = precision.gradient + precision.optimizer / shape.dp
     state_bytes = sum(
@@ -122,7 +158,19 @@ def _estimated(job: Job, shape: Shape) -> Shape:
     sends_s = 2 * shape.pp * shape.chunks * float(job.cost.send_seconds(costs.output_bytes.max(keepdims=True), ends)[0])
     bubbles_s = (shape.pp - 1) * pass_s / shape.chunks + data_s + sends_s
     step_s = shape.num_microbatches * pass_s + max(bubbles_s, shape.num_microbatches * encoder_s / shape.pp)
-    return replace(shape, estimate_s=step_s * (1 if state_bytes < job.capacity_bytes else 1e3))
+    step_s += _EXPOSED * encoder_s
+    degrees = encoder_degrees(shape)
+    least_s = _passes_s(costs) + sum(
+        min(_passes_s(job.block_costs(name, shape.microbatch_size * own / shape.tp, own)) for own in degrees)
+        for name in encoders_of(job)
+    )
+    estimate_s = step_s * (1 if state_bytes < job.capacity_bytes else 1e3)
+    return replace(shape, estimate_s=estimate_s, bound_s=shape.num_microbatches * least_s / shape.pp)
+
+
+def _passes_s(costs: BlockCosts) -> float:
+    """Of a microbatch, forward and backward, without recomputation."""
+    return float((costs.forward_s + costs.backward_s).sum())
 
 
 class _Timed(NamedTuple):
@@ -136,10 +184,11 @@ class _Timed(NamedTuple):
 
 
 class _Filler:
-    """Proposes encoders beside one backbone."""
+    """Proposes encoders beside one backbone. fits: whether an encoder plan does, once there are proposals."""
 
-    def __init__(self, job: Job, plans: EncoderPlans) -> None:
-        self.job, self.plans, self.shape = job, plans, plans.shape
+    def __init__(self, job: Job, plans: EncoderPlans, faster_than_s: float) -> None:
+        self.job, self.plans, self.shape, self.faster_than_s = job, plans, plans.shape, faster_than_s
+        self.fits = False
         self._timed: dict[object, _Timed] = {}
         self._alone: dict[object, Backbone] = {}
 
@@ -154,40 +203,52 @@ class _Filler:
                 why = "no encoder plan leaves each stage a block and each pipeline a microbatch."
                 yield RuledOut(STRATEGY, str(self.shape), why)
             return
-        finest, best = self.best(fitted)
+        self.fits = True
+        bounds, order = self.bounds(fitted)
+        if bounds[0] >= self.faster_than_s:
+            yield _too_slow(f"{self.shape}; {order[0].plan}")
+            return
+        finest, best = self.best(bounds, order)
+        slower = self._timed[_recompute(best)].slower
+        if finest.fine_s * slower >= _NEAR * self.faster_than_s:
+            why = f"finely placed, a step is estimated to take {finest.fine_s * slower:.3g} s: longer than the fastest."
+            yield RuledOut(STRATEGY, f"{self.shape}; {best.plan}", why)
+            return
         placed, coarse = self.thinned(best, finest), self.fill(best, 0).coarse
         facts = (
             f"{placed.hidden:.1%} of the encoders' computation runs in bubbles of the backbone; "
             f"{coarse.hidden:.1%} where passes stay whole, before and after the backbone's.",
         )
         yield self.candidate(best, placed, f"{self.shape}; {best.plan}, fine", facts)
-        if coarse.step_s > placed.step_s or coarse.fills != placed.fills:
+        if placed.fills != coarse.fills and coarse.step_s * slower < _NEAR * self.faster_than_s:
             yield self.candidate(best, coarse, f"{self.shape}; {best.plan}, coarse", ())
 
-    def best(self, fitted: list[Fitted]) -> tuple[Filling, Fitted]:
-        """Of the encoder plans, the one whose finest placement ends first.
+    def bounds(self, fitted: list[Fitted]) -> tuple[list[float], list[Fitted]]:
+        """What a step takes at least with each encoder plan, and these, the least first.
 
-        Placed are the few that could be best, judged beside the backbone that recomputes least: what recomputes more
-        cannot be faster alone.
+        Judged beside the backbone that recomputes least: what recomputes more cannot be faster alone. Nor can any be
+        faster than that backbone is with the microbatches that there are.
         """
         order = sorted(fitted, key=lambda one: sum(sum(stage.values()) for stage in one.units[0].recompute))
         base = self.alone(order[0], parted=True)
-        found: tuple[Filling, Fitted] | None = None
-        bounds = sorted((self.least_s(base, one), place, one) for place, one in enumerate(order))
-        for least_s, _, one in bounds[:MAX_PLACED]:
-            if found is None or least_s < found[0].fine_s:
-                filling = self.fill(one, SLICES)
-                if found is None or filling.fine_s < found[0].fine_s:
-                    found = filling, one
-        assert found is not None
+        alone_s = base.end_s * self._timed[_recompute(order[0])].slower
+        bounds = sorted((max(self.least_s(base, one), alone_s), place) for place, one in enumerate(order))
+        return [least_s for least_s, _ in bounds], [order[place] for _, place in bounds]
+
+    def best(self, bounds: list[float], order: list[Fitted]) -> tuple[Filling, Fitted]:
+        """Of the few encoder plans that could be best, the one whose finest placement ends first."""
+        found = self.fill(order[0], SLICES), order[0]
+        for least_s, one in list(zip(bounds, order))[1:MAX_PLACED]:
+            if least_s < found[0].fine_s:
+                found = min(found, (self.fill(one, SLICES), one), key=lambda entry: entry[0].fine_s)
         return found
 
     def least_s(self, alone: Backbone, fitted: Fitted) -> float:
-        """The step, if all bubbles could be filled to the last."""
+        """The step, if all bubbles could be filled to the last, and no collective of the encoders were waited for."""
         encoders = self._encoders(fitted, 0)
         idle_s = sum(alone.end_s - row.computing_s for row in alone.rows)
         over_s = max(0.0, encoders.microbatch_s * alone.num_microbatches - idle_s) / alone.num_ranks
-        return encoders.gather_s + alone.end_s + over_s + min(encoders.finish_s)
+        return alone.end_s + over_s
 
     def candidate(self, fitted: Fitted, placed: Placement, what: str, facts: tuple[str, ...]) -> Candidate:
         bound_s = max(row.computing_s for row in self.alone(fitted, parted=True).rows)
@@ -236,25 +297,24 @@ class _Filler:
         """Gathering the encoders' parameters, before their first pass; per place, reducing their gradients after the
         last, and the optimizer for all that a rank of the place updates."""
         cost, precision, pp = self.job.cost, self.job.mixed_precision(pipeline=True), fitted.plan.pp
-        held, learning = self._by_stage(fitted.units[0])
+        learning = self._by_stage(fitted.units[0])
         updated = learning.reshape(-1, pp, self.shape.pp // pp).sum(axis=0).max(axis=1) / self.shape.dp
         gather_s, finish_s = 0.0, np.zeros(pp)
         for unit in fitted.units[1:]:
             ranks = range(0, unit.dp * unit.tp, unit.tp)
-            held, learning = self._by_stage(unit)
+            learning = self._by_stage(unit)
             updated += learning / unit.dp
             if unit.dp > 1:
-                sizes = np.where(learning > 0, held, 0.0).max() * precision.compute
-                gather_s += cost.gather_seconds(float(sizes), ranks)
+                gather_s += cost.gather_seconds(float(learning.max()) * precision.compute, ranks)
                 finish_s += [cost.gather_seconds(size * precision.gradient, ranks) for size in learning.tolist()]
         finish_s += [cost.step_seconds(round(number)) for number in updated.tolist()]
         return gather_s, tuple(finish_s.tolist())
 
-    def _by_stage(self, unit: Unit) -> tuple[Column, Column]:
-        """Parameters of a tensor-parallel rank: all, and those that learn."""
-        costs = self.plans.costs(unit)
+    def _by_stage(self, unit: Unit) -> Column:
+        """Parameters of a tensor-parallel rank that learn: no others are updated, and so gathered."""
         first = np.cumsum([0, *(sum(stage.values()) for stage in unit.stages[:-1])])
-        return np.add.reduceat(costs.parameters, first), np.add.reduceat(costs.trained, first)
+        learning: Column = np.add.reduceat(self.plans.costs(unit).trained, first)
+        return learning
 
     def alone(self, fitted: Fitted, *, parted: bool) -> Backbone:
         """The backbone without encoders, the same for all plans that leave it to recompute as much.
@@ -272,15 +332,14 @@ class _Filler:
 
     def _time(self, fitted: Fitted) -> _Timed:
         pricing = self.plans.priced(fitted.units) if fitted.units[0].recompute else self.plans.pricing
-        traffic, stages = Traffic(pricing), pricing.planned.stages[: len(self.plans.backbone.stages)]
+        traffic, stages = Traffic(pricing), pricing.planned.stages
         islands = [stage_times_of(pricing, traffic, n) for n in range(min(pricing.num_islands, _ISLANDS))]
         zero = {n: stage.zero for n, stage in enumerate(stages) if len(stage.data_ranks) > 1}
         trained = [n for n, stage in enumerate(stages) if stage.trained]
-        program, _ = fillable(pricing.plan)
-        program = add_communication(add_data_parallel(program, zero, trained))
-        columns = [_columns(times, len(stages), len(program.edges)) for times in islands]
-        times = _mean(columns)
-        slowest_s = max(simulate(program, own).makespan_s for own in columns)
+        program = add_communication(add_data_parallel(pricing.planned.program, zero, trained))
+        times = _mean(islands)
+        alike = {pricing.placement.island_key(n, pricing.num_islands): own for n, own in enumerate(islands)}
+        slowest_s = max(simulate(program, own).makespan_s for own in alike.values())
         return _Timed(stages, times, program, slowest_s / simulate(program, times).makespan_s)
 
     def _parted(self, run: _Timed) -> _Timed:
@@ -306,22 +365,6 @@ def _recompute(fitted: Fitted) -> tuple[tuple[tuple[str, int], ...], ...]:
     return tuple(tuple(stage.items()) for stage in fitted.units[0].recompute)
 
 
-def _columns(times: StageTimes, num_stages: int, num_edges: int) -> StageTimes:
-    """Of the first stages and edges alone."""
-    return StageTimes(
-        times.forward_s[:num_stages],
-        times.input_s[:num_stages],
-        times.weight_s[:num_stages],
-        times.recompute_s[:num_stages],
-        times.forward_tensor_s[:num_stages],
-        times.backward_tensor_s[:num_stages],
-        times.send_s[:num_edges],
-        times.return_s[:num_edges],
-        gather_s=times.gather_s[:num_stages],
-        reduce_s=times.reduce_s[:num_stages],
-    )
-
-
 def _mean(replicas: list[StageTimes]) -> StageTimes:
     """Over replicas and microbatches."""
 
@@ -340,4 +383,5 @@ def _mean(replicas: list[StageTimes]) -> StageTimes:
         mean("return_s"),
         gather_s=replicas[0].gather_s,
         reduce_s=replicas[0].reduce_s,
+        step_s=replicas[0].step_s,
     )

@@ -38,8 +38,8 @@ from motet.schedule.program import Kind
 
 MAX_PARTITIONS = 64
 """Of microbatches among pipelines, that are all tried."""
-MAX_MOVES = 400
-"""That are tried, in all."""
+MAX_MOVES, MAX_PASSES = 400, 50_000
+"""Moves that are tried, in all; and passes that are placed until no more are."""
 
 Passes = tuple[tuple[Slices, ...], ...]
 """Per place of an encoder pipeline, and per encoder: a pass of one microbatch; num 0 is none."""
@@ -218,6 +218,7 @@ class _Search:
         self._ready_s = (backbone.ready_s + encoders.send_s).tolist()
         self._most = encoders.most or backbone.num_microbatches
         self._singles: dict[tuple[int, tuple[int, ...]], _Single] = {}
+        self._num_placed = 0
 
     def _gaps(self, busy_s: Seconds, fine: bool) -> tuple[Seconds, Seconds]:
         """Where a rank's compute stream is idle, from long before the step to long after it."""
@@ -235,7 +236,7 @@ class _Search:
         found = min(map(self.judge, dict.fromkeys([*self._starts(), *known])), key=lambda one: one.key)
         left = MAX_MOVES
         moves = self._moves(found)
-        while left and (moved := next(moves, None)):
+        while left and self._num_placed < MAX_PASSES and (moved := next(moves, None)):
             left -= 1
             if (better := self.judge(moved)).key < found.key:
                 found, moves = better, self._moves(better)
@@ -285,6 +286,7 @@ class _Search:
         key = pipeline, microbatches
         if key not in self._singles:
             places = self.places(pipeline)[::-1]
+            self._num_placed += len(microbatches) * len(places)
             free = {rank: -np.inf for _, rank in places}
             for microbatch in reversed(microbatches):
                 at_s = self._needed_s[microbatch]

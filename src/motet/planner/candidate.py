@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +10,7 @@ from typing import Literal
 from motet.core.plan import Order, Plan, ScheduleKind
 from motet.planner.job import Job
 from motet.schedule import planned
-from motet.simulate.predict import place_batch, predict_placed
+from motet.simulate.predict import predict_placed
 from motet.simulate.prediction import Prediction
 
 
@@ -34,7 +35,7 @@ class Candidate:
 def predict_candidate(job: Job, candidate: Candidate) -> Prediction:
     """A step of the candidate's Plan on the job's batch."""
     plan = candidate.plan
-    return predict_placed(plan, planned(plan), place_batch(plan, job.batch, job.cost), job.cost)
+    return predict_placed(plan, planned(plan), job.placement(plan), job.cost)
 
 
 @dataclass(frozen=True)
@@ -78,3 +79,20 @@ class Pins:
 
 Strategy = Callable[[Job, Pins], Iterator[Candidate | RuledOut]]
 """Proposes, best estimate first as far as it knows; deterministic, whatever the order of dicts and sets."""
+
+
+@dataclass(frozen=True)
+class Informed:
+    """A `Strategy` that takes seconds, and less where it is told what is to be beaten: it is asked after the others.
+
+    propose: (job, pins, seconds of the fastest step so far); it may leave out what cannot be faster, and says so.
+    """
+
+    propose: Callable[[Job, Pins, float], Iterator[Candidate | RuledOut]]
+
+    def __call__(self, job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
+        return self.propose(job, pins, math.inf)
+
+    def to_beat(self, fastest_s: float) -> Strategy:
+        """That proposes only what may be faster."""
+        return lambda job, pins: self.propose(job, pins, fastest_s)

@@ -5,8 +5,8 @@ parallelism within a node, pipelines, data parallelism over the rest, microbatch
 forward and backward under what is frozen, and where, and what of it is recomputed (`stages.py`).
 
 Degrees are taken by what they would take at best (`degrees.py`), until no other can be among the best, and cut by
-`partition`. Of the best of each schedule and tensor-parallel degree, if a rank has one stage, OmniBal's candidates are
-cut too, and a simulation of mean microbatches decides.
+`partition`. The best of each schedule and tensor-parallel degree are proposed, and what is about as good as the best of
+all. If a rank has one stage, OmniBal's candidates are cut too, and a simulation of mean microbatches decides.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ from motet.schedule import (
 )
 from motet.simulate import simulate, stage_times
 
-NUM_CANDIDATES = 6
+NUM_CANDIDATES, NUM_NEAR = 6, 6
 NUM_RULED_OUT = 4
 NUM_CUT = 40
 NUM_CUT_ALIKE = 5
 """Degrees that are cut: in all, and of a schedule and tensor-parallel degree. Where none of them fits, as many more of
 those that need the least memory."""
+NEAR = 1.03
+"""By which estimates of two cuts can be wrong against each other: what is so near to the best is proposed beside it."""
 NUM_DECIDED = 12
 """Of OmniBal's candidates that are simulated (section 5.2: 10 to 15)."""
 
@@ -200,6 +202,7 @@ class Search:
         self.room = cache(self._room)
         self.best: dict[tuple[int, ScheduleKind], tuple[float, Degrees, Stages]] = {}
         self.full: dict[tuple[int, ScheduleKind], tuple[float, Degrees, Stages]] = {}
+        self.fitting: list[tuple[float, Degrees, Stages]] = []
 
     def run(self) -> tuple[list[Candidate], list[RuledOut]]:
         num_cut: Counter[tuple[int, ScheduleKind]] = Counter()
@@ -216,6 +219,10 @@ class Search:
                 break
             self._cut(degrees)
         ranked = sorted(self.best.values(), key=lambda entry: entry[0])[:NUM_CANDIDATES]
+        chosen = {degrees for _, degrees, _ in ranked}
+        others = sorted(self.fitting, key=lambda entry: entry[0])
+        near = [entry for entry in others if entry[1] not in chosen and entry[0] <= NEAR * ranked[0][0]]
+        ranked += near[:NUM_NEAR]
         candidates = sorted(
             (self._candidate(degrees, stages) for _, degrees, stages in ranked), key=lambda found: found.estimate_s
         )
@@ -229,6 +236,8 @@ class Search:
         stages = pipeline.settled()
         entry = (stages.lacks_bytes or pipeline.step_s(stages), degrees, stages)
         of_kind = self.full if stages.lacks_bytes else self.best
+        if not stages.lacks_bytes:
+            self.fitting.append(entry)
         key = (degrees.tp, degrees.schedule)
         if key not in of_kind or entry[0] < of_kind[key][0]:
             of_kind[key] = entry

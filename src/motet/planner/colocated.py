@@ -23,7 +23,6 @@ from motet.cost.model import Work, backward_seconds
 from motet.planner.job import Job
 from motet.planner.recompute import Fit, Mode, StageBytes, least_recompute, stage_bytes
 from motet.simulate.placement import Placement
-from motet.simulate.predict import place_batch
 
 Table = NDArray[np.float64]
 _MAX_ROUNDS = 32
@@ -240,8 +239,7 @@ def _reduced(join: np.ufunc, amount: Table, first: NDArray[np.int64]) -> Table:
 
 def placed_load(job: Job, plan: Plan) -> Load:
     """Of a Plan's batch, the first examples of the job's, placed as the simulator does."""
-    batch = job.batch.take(np.arange(plan.batch_size))
-    placement = place_batch(plan, batch, job.cost)
+    placement = job.placement(plan)
     unit = plan.unit_of(BACKBONE)
     shape = unit.dp, placement.num_microbatches
 
@@ -250,7 +248,7 @@ def placed_load(job: Job, plan: Plan) -> Load:
         place = items.replica.astype(np.int64) * shape[1] + items.microbatch
         targets = None
         if name == BACKBONE:
-            targets = np.bincount(place, batch.num_targets, shape[0] * shape[1]).astype(np.int64)
+            targets = np.bincount(place, placement.batch.num_targets, shape[0] * shape[1]).astype(np.int64)
         padded = job.model.module(name).padded
         return work_of(layer, items.length, place, shape[0] * shape[1], padded=padded, num_targets=targets)
 

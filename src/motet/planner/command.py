@@ -14,7 +14,7 @@ from motet.planner.explain import write_explanation
 from motet.planner.job import Job
 from motet.planner.report import print_found
 from motet.planner.search import NOTHING_MORE, Found, Wanted, search
-from motet.planner.strategies import COSTLY, STRATEGIES
+from motet.planner.strategies import STRATEGIES
 from motet.simulate.plan_words import rows_in_words
 
 _MAX_ROWS = 24
@@ -69,4 +69,4 @@ def find_plans(job: Job, pins: Pins, wanted: Wanted = NOTHING_MORE) -> Found:
         def show(what: str, done: int, total: int) -> None:
             bars.update(task, description=what, completed=done, total=total)
 
-        return search(job, STRATEGIES, pins, costly=COSTLY, wanted=wanted, progress=show)
+        return search(job, STRATEGIES, pins, wanted=wanted, progress=show)

@@ -16,6 +16,7 @@ from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
 from motet.planner.colocated import EvenBatch, Load, State, fit, placed_load, state_of
+from motet.planner.degrees import most_replicas
 from motet.planner.job import Job
 from motet.planner.recompute import Fit, Mode
 from motet.planner.sharding import Sharded, Sharding, shardings, step_s
@@ -51,11 +52,12 @@ class Placed:
 
 
 class Ranks:
-    """The ranks that share no example: of a cluster, or of what is pinned; tp of its ranks for each of them."""
+    """The ranks that share no example: as many of a cluster as the batch divides among, or what is pinned; tp of its
+    ranks for each of them."""
 
     def __init__(self, job: Job, pins: Pins, tp: int, even: EvenBatch) -> None:
         self.job, self.pins, self.tp, self.even = job, pins, tp, even
-        self.dp = pins.dp or job.cluster.num_ranks // tp
+        self.dp = pins.dp or most_replicas(job, tp, pins)
         self.balance: Balance = "off" if self.dp == 1 else pins.balance or "auto"
         self.mode: Mode = pins.recompute or "least"
         self._sharded, self._states, self._loads = cache(self._shard), cache(self._hold), cache(self._place)

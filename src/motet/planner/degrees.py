@@ -69,7 +69,7 @@ class Degrees:
             yield f"microbatches of {self.microbatch_size // 2}"
         if self.tp * 2 in tensor_degrees(job):
             yield f"TP {self.tp * 2}"
-        yield f"more than {self.pp} pipeline ranks"
+        yield f"more than {self.pp} pipeline rank{'' if self.pp == 1 else 's'}"
 
 
 def tensor_degrees(job: Job) -> list[int]:

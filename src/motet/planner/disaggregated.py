@@ -21,16 +21,19 @@ from motet.planner.degrees import tensor_degrees
 from motet.planner.job import Job
 from motet.planner.placed_units import PlacedUnits, side_of
 from motet.planner.unit_options import RECOMPUTED, microbatch_sizes, unit_options
+from motet.planner.virtual_units import virtual_units
 
 NAME = "disaggregated"
 _MAX_MICROBATCH = 16
 """Of the backbone: larger ones fill a pipeline worse and hold more."""
-_NUM_PROPOSED = 6
+_NUM_PROPOSED, _NUM_CHUNKED = 6, 2
+"""That are proposed in 1F1B, and that are tried with chunks of the backbone."""
 _NUM_TRIES = 3
 
 
 def disaggregated(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
-    """Each module on ranks of its own, 1F1B across units: the best by estimate, and what is fast and lacks memory."""
+    """Each module on ranks of its own, 1F1B across units, the backbone's chunks interleaved or not: the best by
+    estimate, and what is fast and lacks memory."""
     if (why := _unable(job, pins)) is not None:
         yield RuledOut(NAME, "units of their own", why)
         return
@@ -43,9 +46,14 @@ def disaggregated(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
         yield RuledOut(NAME, "units of their own", why, mends=("more ranks",))
     baseline = None if stiff is None or stiff.lacks_bytes else stiff
     fitting = sorted((one for one in placed if not one.lacks_bytes), key=lambda one: one.estimate_s)
-    for one in fitting[:_NUM_PROPOSED]:
-        facts = (_ranks_fact(one, baseline), _slowest_fact(one))
-        yield Candidate(NAME, one.what, one.plan, one.estimate_s, one.bound_s, facts)
+    plain = [_candidate(one, baseline) for one in fitting[:_NUM_PROPOSED]]
+    chunked = [_interleaved(one, baseline, pins) for one in fitting[:_NUM_CHUNKED]]
+    found = [*plain, *(one for one in chunked if one)]
+    allowed = [one for one in found if pins.allow(schedule=one.plan.schedule)]
+    if fitting and not allowed:
+        why = "the backbone has one stage, or too few layers, or no memory for what interleaved chunks hold."
+        yield RuledOut(NAME, f"{fitting[0].what}; interleaved", why)
+    yield from sorted(allowed, key=lambda one: one.estimate_s)[:_NUM_PROPOSED]
     yield from (_ruled_out(one, pins) for one in placed if one.lacks_bytes)
 
 
@@ -60,6 +68,22 @@ def proportional_units(job: Job, pins: Pins) -> PlacedUnits | None:
     return _fastest(job, pins, _options(job, pins), lambda units, limits: proportional(units, flops, limits))
 
 
+def _candidate(one: PlacedUnits, baseline: PlacedUnits | None) -> Candidate:
+    facts = (_ranks_fact(one, baseline), _slowest_fact(one))
+    return Candidate(NAME, one.what, one.plan, one.estimate_s, one.bound_s, facts)
+
+
+def _interleaved(one: PlacedUnits, baseline: PlacedUnits | None, pins: Pins) -> Candidate | None:
+    """The same allocation with the backbone in the number of chunks that is estimated best, if any fits."""
+    fitting = [own for own in virtual_units(one, pins.recompute or "least") if not own.lacks_bytes]
+    if not fitting:
+        return None
+    best = min(fitting, key=lambda own: own.estimate_s)
+    gain = one.estimate_s / best.estimate_s
+    fact = f"With {best.num_chunks} chunks a rank of the backbone, {gain:.2f} times as fast as with one, by estimate."
+    return Candidate(NAME, best.what, best.plan, best.estimate_s, best.bound_s, (_ranks_fact(one, baseline), fact))
+
+
 def _unable(job: Job, pins: Pins) -> str | None:
     """Why there can be no such Plan, in a sentence."""
     names = [module.name for module in job.model.modules]
@@ -68,8 +92,8 @@ def _unable(job: Job, pins: Pins) -> str | None:
         return f"module {aside[0]!r} must feed the backbone and nothing else, or be fed by it alone, to be a unit."
     if len(names) == 1:
         return "the backbone is the only module; there is nothing to take apart."
-    if not pins.allow(schedule="1f1b"):
-        return f"units that feed each other run 1F1B; the schedule is pinned to {pins.schedule!r}."
+    if not pins.allow(schedule="1f1b") and not pins.allow(schedule="interleaved_1f1b"):
+        return f"units that feed each other run 1F1B, interleaved or not; the schedule is pinned to {pins.schedule!r}."
     if not pins.allow(balance="off"):
         return (
             f"phases on ranks of their own are not balanced against each other; balance is pinned to {pins.balance!r}."

@@ -27,8 +27,9 @@ from motet.planner.candidate import RuledOut
 from motet.planner.job import BlockCosts, Column, Job
 from motet.planner.partition import partition
 from motet.planner.recompute import Fit, StageBytes, fit_rank, stage_bytes
-from motet.schedule import fillable, planned
+from motet.schedule import fillable
 from motet.schedule.program import Kind, Program
+from motet.simulate.placement import Placement
 from motet.simulate.predict import place_batch
 from motet.simulate.pricing import Pricing
 
@@ -37,7 +38,9 @@ STRATEGY = "bubble filling"
 
 @dataclass(frozen=True)
 class Shape:
-    """A backbone that uses all ranks. chunks: stages of each pipeline rank. estimate_s: of the step."""
+    """A backbone on as many ranks as divide. chunks: stages of each pipeline rank. estimate_s: of the step.
+    bound_s: of what a rank computes of it and of the encoders, at least.
+    """
 
     tp: int
     pp: int
@@ -45,7 +48,8 @@ class Shape:
     chunks: int
     microbatch_size: int
     num_microbatches: int
-    estimate_s: float
+    estimate_s: float = 0.0
+    bound_s: float = 0.0
 
     @property
     def schedule(self) -> ScheduleKind:
@@ -93,10 +97,9 @@ class EncoderPlans:
         """What divides the backbone's degrees, and leaves a block to each stage, a microbatch to each pipeline, and
         whole examples to each rank."""
         shape, blocks = self.shape, [len(self.job.model.module(name).blocks) for name in self.encoders]
-        sizes = [tp for tp in divisors(shape.tp) if shape.microbatch_size % (shape.tp // tp) == 0]
         for pp in divisors(shape.pp):
             if pp <= min(blocks) and shape.pp // pp <= shape.num_microbatches:
-                for degrees in product(sizes, repeat=len(self.encoders)):
+                for degrees in product(encoder_degrees(shape), repeat=len(self.encoders)):
                     yield EncoderPlan(pp, dict(zip(self.encoders, degrees)))
 
     def units(self, plan: EncoderPlan) -> tuple[Unit, ...]:
@@ -133,14 +136,19 @@ class EncoderPlans:
         return self.priced(self.units(next(iter(self))))
 
     def priced(self, units: tuple[Unit, ...]) -> Pricing:
+        """Of the backbone's stages alone."""
         plan = self.plan(units)
-        return Pricing(plan, planned(plan), place_batch(plan, self.job.batch, self.job.cost), self.job.cost)
+        return Pricing(plan, fillable(plan)[0], self._placement, self.job.cost)
+
+    @cached_property
+    def _placement(self) -> Placement:
+        """The same whatever is recomputed, and beside whichever encoders."""
+        return place_batch(self.plan(self.units(next(iter(self)))), self.job.batch, self.job.cost)
 
     @cached_property
     def in_flight(self) -> list[NDArray[np.int64]]:
         """Per rank: microbatches of each of its stages that are held at once, [num_moments, num_chunks]."""
-        program, _ = fillable(self.plan(self.units(next(iter(self)))))
-        return [_in_flight(program, rank) for rank in range(self.shape.pp)]
+        return [_in_flight(self.pricing.planned.program, rank) for rank in range(self.shape.pp)]
 
     def fit(self, plan: EncoderPlan) -> Fitted | RuledOut:
         """The least recomputation with which the plan fits, and how many microbatches an encoder pipeline may take."""
@@ -219,6 +227,11 @@ class EncoderPlans:
 
 def encoders_of(job: Job) -> list[str]:
     return [module.name for module in job.model.modules if module.name != BACKBONE]
+
+
+def encoder_degrees(shape: Shape) -> list[int]:
+    """Tensor parallelism of encoders that leaves whole examples to each rank."""
+    return [tp for tp in divisors(shape.tp) if shape.microbatch_size % (shape.tp // tp) == 0]
 
 
 def divisors(number: int) -> list[int]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
+from motet.core.plan import Plan
 from motet.core.spec import Layer, ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths, Workload
 from motet.cost.flops import work_of
@@ -24,6 +25,8 @@ from motet.cost.memory import (
     stage_layers,
 )
 from motet.cost.model import CostModel, Work, backward_seconds
+from motet.simulate.placement import Placement
+from motet.simulate.predict import place_batch
 
 USABLE_MEMORY = 0.94
 """Of a device, before fragmentation and the buffers of communication libraries take the rest."""
@@ -72,6 +75,25 @@ class Job:
     def batch(self) -> BatchLengths:
         """The batch that every candidate is simulated on."""
         return self.workload.draw(self.batch_size, np.random.default_rng(self.seed))
+
+    def placement(self, plan: Plan) -> Placement:
+        """Of the first `plan.batch_size` examples of the batch, on a Plan of this job. Kept where it takes long to
+        decide, under "data_parallel", for Plans that differ in what is sharded alone."""
+        batch = self.batch
+        if plan.batch_size != batch.num_examples:
+            batch = batch.take(np.arange(plan.batch_size))
+        if plan.schedule != "data_parallel" or plan.order != "given" or plan.microbatch_caps:
+            return place_batch(plan, batch, self.cost)
+        (unit,) = plan.units
+        recompute = tuple(sorted(unit.recompute[0].items())) if unit.recompute else ()
+        key = (unit.dp, unit.tp, unit.first_rank, recompute, plan.batch_size, plan.microbatch_size, plan.balance)
+        if key not in self._placements:
+            self._placements[key] = place_batch(plan, batch, self.cost)
+        return self._placements[key]
+
+    @cached_property
+    def _placements(self) -> dict[object, Placement]:
+        return {}
 
     @property
     def capacity_bytes(self) -> int:

@@ -82,14 +82,27 @@ class PlacedUnits:
     @cached_property
     def estimate_s(self) -> float:
         """Section 4.2 with what is recomputed, messages, collectives of the fullest stage, and unlike microbatches."""
+        return self._passes_s(uneven=True) + self.once_s
+
+    @property
+    def unevenness(self) -> float:
+        """By how much passes take longer because microbatches are not alike."""
+        return self._passes_s(uneven=True) / self._passes_s(uneven=False)
+
+    @cached_property
+    def once_s(self) -> float:
+        return max(self._once_s(cut) for cut in self.cuts.values())
+
+    def _passes_s(self, *, uneven: bool) -> float:
         pass_s, slowest_s = {-1: 0.0, 0: 0.0, 1: 0.0}, 0.0
         for name, cut in self.cuts.items():
             side = side_of(self.job.model, name)
-            own_s = sum(cut.stage_s) * self._unevenness(cut.share, 1) + self._messages_s(cut)
+            longer = [self._unevenness(cut.share, number) if uneven else 1.0 for number in (1, self.depth)]
+            own_s = sum(cut.stage_s) * longer[0] + self._messages_s(cut)
             pass_s[side] = max(pass_s[side], own_s)
-            slowest_s = max(slowest_s, cut.slowest_s * self._unevenness(cut.share, self.depth))
+            slowest_s = max(slowest_s, cut.slowest_s * longer[1])
         steady_s = (self.allocation.num_microbatches - 1) * slowest_s
-        return sum(pass_s.values()) + steady_s + max(self._once_s(cut) for cut in self.cuts.values())
+        return sum(pass_s.values()) + steady_s
 
     def _unevenness(self, share: Share, under_way: int) -> float:
         """What the longest of so many microbatches takes over the mean one, in the mean, on the slowest island."""

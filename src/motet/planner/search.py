@@ -5,20 +5,24 @@ corrects the estimates of its strategy's others, which are then taken in order o
 whose lower bound is not below the fastest step so far cannot win, and is passed over; so are those that are left when
 `max_simulated` have been simulated. The best pipeline of each strategy then gets the order of examples that makes it
 faster (`order.py`). What is simulated on the way depends on the job alone, and so does the answer.
+
+Twice the devices are never slower: half of them are searched too, unless the computation that a step needs shows that
+they cannot be faster (`fewer_ranks.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
-from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy, predict_candidate
+from motet.planner.candidate import Candidate, Informed, Pins, RuledOut, Strategy, predict_candidate
 from motet.planner.degrees import TENSOR
+from motet.planner.fewer_ranks import half_of, least_step_s, on_cluster
 from motet.planner.job import Job
 from motet.planner.order import pinned, reordered
 from motet.simulate.prediction import Prediction
@@ -26,9 +30,6 @@ from motet.simulate.prediction import Prediction
 MAX_SIMULATED = 12
 MAX_SPANS = 2_000_000
 """Of Timelines, simulated and pictured at some 10^5 to 10^6 a second: plans of thousands of program ranks are few."""
-
-WORTHWHILE = 0.15
-"""Of a step."""
 
 FREE = Pins()
 """Nothing is pinned."""
@@ -111,7 +112,6 @@ def search(
     strategies: Mapping[str, Strategy],
     pins: Pins = FREE,
     *,
-    costly: Collection[str] = (),
     max_simulated: int | None = MAX_SIMULATED,
     wanted: Wanted = NOTHING_MORE,
     progress: Progress | None = None,
@@ -119,8 +119,7 @@ def search(
     """The Plans for a job, those that were simulated ranked by their step.
 
     strategies:    by name, in the order in which equally fast Plans are preferred; `pins.strategies` chooses from them.
-    costly:        names of those that take seconds to fill the bubbles of pipelines, and are asked where that can make
-                   the fastest step WORTHWHILE faster, and where they are pinned.
+                   Those that are `Informed` are asked last, and told what they have to beat unless they are pinned.
     max_simulated: at most as many, but the best estimate of each strategy, and as many as are wanted, in any case;
                    None: no bound, and none on the Timelines' sizes either, so that no candidate can be faster than the
                    first result.
@@ -130,16 +129,17 @@ def search(
     _check_lengths(job)
     chosen = {name: strategy for name, strategy in strategies.items() if name in (pins.strategies or strategies)}
     run = _Run(job, pins, max_simulated, wanted, progress or (lambda what, done, total: None))
-    late = {name: strategy for name, strategy in chosen.items() if name in costly and name not in pins.strategies}
+    informed = {name: own for name, own in chosen.items() if isinstance(own, Informed) and name not in pins.strategies}
     run.ruled_out += _unpriced(job, pins)
-    run.consider({name: strategy for name, strategy in chosen.items() if name not in late})
-    if late and max_simulated is not None and (gain := run.possible_gain()) < WORTHWHILE:
-        than = f"more than {gain:.0%} faster" if gain > 0 else "faster"
-        why = f"without bubbles, the fastest pipeline would be no {than} than the fastest plan; pin it to consider it"
-        run.ruled_out += [RuledOut(name, "", why) for name in late]
-    else:
-        run.consider(late)
+    run.consider({name: strategy for name, strategy in chosen.items() if name not in informed})
+    to_beat_s = run.fastest_s if max_simulated is not None else math.inf
+    run.consider({name: own.to_beat(to_beat_s) for name, own in informed.items()})
     run.reorder()
+    half = half_of(job)
+    if half is not None and least_step_s(half) < run.fastest_s:
+        fewer = search(half, strategies, pins, max_simulated=max_simulated, progress=progress)
+        if fewer.results and fewer.best.prediction.step_s < run.fastest_s:
+            run.results.append(Result(on_cluster(fewer.best.candidate, job, run.fastest_s), fewer.best.prediction))
     return run.found(tuple(chosen))
 
 
@@ -170,14 +170,6 @@ class _Run:
     def _suitable_s(self) -> list[float]:
         suitable = (each for each in self.results if self.wanted.suitable(each.candidate.plan))
         return sorted(each.prediction.step_s for each in suitable)
-
-    def possible_gain(self) -> float:
-        """By how much the fastest Plan exceeds what the fastest pipeline would take without its bubbles."""
-        pipelines = [each.prediction for each in self.results if each.candidate.plan.schedule != "data_parallel"]
-        if not pipelines:
-            return math.inf
-        fastest = min(pipelines, key=lambda prediction: prediction.step_s)
-        return self.fastest_s / (fastest.step_s * (1 - fastest.bubbles.total_share)) - 1
 
     def consider(self, strategies: Mapping[str, Strategy]) -> None:
         """Simulate the best of each strategy's candidates, and of the others what can win and may be."""

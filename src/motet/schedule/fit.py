@@ -199,11 +199,14 @@ def _check_batch(plan: Plan) -> None:
 
 def _check_schedule(plan: Plan) -> None:
     kind, backbone, units = plan.schedule, backbone_unit(plan), pipelined_units(plan)
-    if kind not in ("gpipe", "1f1b") and len(units) > 1:
-        raise UserError(f"schedule {kind!r} is of one pipeline; units that feed each other need 'gpipe' or '1f1b'.")
+    if kind not in ("gpipe", "1f1b", "interleaved_1f1b") and len(units) > 1:
+        raise UserError(
+            f"schedule {kind!r} is of one pipeline; units that feed each other need 'gpipe', '1f1b' or "
+            "'interleaved_1f1b', in which the backbone's ranks have several stages."
+        )
     for unit in units:
         num_chunks, left = divmod(len(unit.stages), unit.pp)
-        wanted = _CHUNKS.get(kind)
+        wanted = _CHUNKS.get(kind) if unit is backbone else 1
         if left or (wanted and num_chunks != wanted) or (wanted is None and num_chunks < 2):
             right = f"{wanted} a pipeline rank" if wanted else "2 or more a pipeline rank, equally many on each"
             raise UserError(
@@ -259,4 +262,6 @@ def _check_data_parallel(plan: Plan, unit: Unit) -> None:
         )
     for module in plan.model.modules:
         if module.name != BACKBONE and (module.name, BACKBONE) not in plan.model.edges:
-            raise UserError(f"module {module.name!r} does not feed the backbone; under 'data_parallel' all others do.")
+            raise UserError(
+                f"module {module.name!r} does not feed the backbone, as under 'data_parallel' all others must."
+            )

@@ -23,6 +23,7 @@ from motet.schedule.modality import add_replicas
 from motet.schedule.passes import add_communication, add_recompute, split_parts
 from motet.schedule.program import Kind, Program
 from motet.schedule.text import parse_action
+from motet.schedule.virtual_pipeline import virtual_pipeline
 from motet.schedule.zb_h1 import zb_h1
 from motet.schedule.zb_v import zb_v
 
@@ -74,9 +75,9 @@ def _sharded(layout: Layout, stage: PlannedStage) -> ShardedModule:
     return ShardedModule(name, tuple(layout.trains({name: span}) for span in parts))
 
 
-def fillable(plan: Plan, *, split: bool = False) -> tuple[Program, tuple[EncoderPipeline, ...]]:
+def fillable(plan: Plan, *, split: bool = False) -> tuple[Planned, tuple[EncoderPipeline, ...]]:
     """What fills are decided from: the Program of a Plan but for its bubbles, without communication, and the encoder
-    pipelines that run in them.
+    pipelines that run in them. The stages are those of the Program: the encoders' are not among them.
 
     split: the backbone's passes in parts (`layout.LAYER_PARTS`), so that encoders can run beside its tensor-parallel
            communication; a Plan's fills are read so if any runs before a part.
@@ -84,8 +85,9 @@ def fillable(plan: Plan, *, split: bool = False) -> tuple[Program, tuple[Encoder
     layout = Layout(plan)
     if plan.schedule == "data_parallel":
         raise UserError("a Plan under 'data_parallel' has no bubbles of a pipeline to fill.")
-    program, _, _ = _unfilled(layout, split)
-    return program, tuple(encoder for encoder, _ in _encoder_pipelines(layout, program))
+    program, stages, shares = _unfilled(layout, split)
+    whole = Planned(program, tuple(stages), shares + (Fraction(1),) * (len(program.edges) - len(shares)))
+    return whole, tuple(encoder for encoder, _ in _encoder_pipelines(layout, program))
 
 
 def _pipelined(layout: Layout) -> Planned:
@@ -131,6 +133,11 @@ def _passes(layout: Layout, whole: Island, stages: list[PlannedStage]) -> Progra
         generate = dag_gpipe if plan.schedule == "gpipe" else dag_1f1b
         return generate(whole.stages, whole.edges, size, backward)
     if plan.schedule == "interleaved_1f1b":
+        if len(layout.units) > 1:
+            ranks = [stage.rank for stage in stages]
+            own = [number for number, stage in enumerate(stages) if stage.unit is unit]
+            chunked = [range(first, first + len(unit.stages)) for first in own[:: len(unit.stages)]]
+            return virtual_pipeline(whole, ranks, chunked, size, backward, deferred_warmup=plan.deferred_warmup)
         num_chunks = len(unit.stages) // unit.pp
         program = interleaved_1f1b(unit.pp, num_chunks, size, deferred_warmup=plan.deferred_warmup)
     else:

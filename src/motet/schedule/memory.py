@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from motet.core.errors import ArgumentError
-from motet.schedule.program import Kind, Program
+from motet.schedule.program import AlikeRows, Kind, Program
 
 
 def high_water(program: Program, held_bytes: ArrayLike) -> NDArray[np.float64]:
@@ -21,15 +21,27 @@ def high_water(program: Program, held_bytes: ArrayLike) -> NDArray[np.float64]:
     Raises ArgumentError for another shape, or bytes below 0. O(n * actions).
     """
     held = _checked(program, held_bytes)
+    if isinstance(program.actions, AlikeRows):
+        by_rank = held.reshape(*held.shape[:-2], program.num_ranks, program.actions.num_stages, -1)
+        return _most(by_rank, _events(program, 0))
     most = np.zeros((*held.shape[:-2], program.num_ranks))
     for rank in range(program.num_ranks):
-        stage, microbatch, sign = _events(program, rank)
-        if len(stage):
-            most[..., rank] = np.cumsum(held[..., stage, microbatch] * sign, axis=-1).max(axis=-1)
+        most[..., rank] = _most(held, _events(program, rank))
     return most
 
 
-def _events(program: Program, rank: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float64]]:
+_Events = tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float64]]
+
+
+def _most(held: NDArray[np.float64], events: _Events) -> NDArray[np.float64]:
+    """Of the levels that events lead to, [...]. held: [..., num_stages, num_microbatches]."""
+    stage, microbatch, sign = events
+    levels = np.cumsum(held[..., stage, microbatch] * sign, axis=-1)
+    most: NDArray[np.float64] = levels.max(axis=-1, initial=0.0)
+    return most
+
+
+def _events(program: Program, rank: int) -> _Events:
     """Stage, microbatch, and 1 where a rank begins, or -1 where it ceases, to hold what F left; in order."""
     row, ends = program.actions[rank], _ends(program, rank)
     found: list[tuple[int, int, int]] = []

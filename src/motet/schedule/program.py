@@ -12,10 +12,10 @@ An action prints as in torch's pipelining: `2F0` is stage 2's forward pass of mi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 
 class Kind(StrEnum):
@@ -83,13 +83,55 @@ class Stage:
         return not self.microbatches or microbatch in self.microbatches
 
 
+Row = tuple[Action, ...]
+"""What a program rank does, in order."""
+
+
+class AlikeRows(Sequence[Row]):
+    """The rows of num_ranks ranks that all do the same, each on its own num_stages stages.
+
+    first: of rank 0; rank r's stages and peers are r * num_stages above it. Rows are made when they are read: those of
+    thousands of ranks are millions of actions, of which simulating needs none.
+    """
+
+    def __init__(self, first: Row, num_ranks: int, num_stages: int) -> None:
+        self.first, self.num_ranks, self.num_stages = first, num_ranks, num_stages
+
+    def __len__(self) -> int:
+        return self.num_ranks
+
+    @overload
+    def __getitem__(self, rank: int) -> Row: ...
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[Row, ...]: ...
+    def __getitem__(self, rank: int | slice) -> Row | tuple[Row, ...]:
+        ranks = range(self.num_ranks)[rank]
+        return self._row(ranks) if isinstance(ranks, int) else tuple(map(self._row, ranks))
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self._row, range(self.num_ranks))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def _row(self, rank: int) -> Row:
+        by = rank * self.num_stages
+        return tuple(
+            Action(stage + by, kind, microbatch, part, peer if peer < 0 else peer + by)
+            for stage, kind, microbatch, part, peer in self.first
+        )
+
+
 @dataclass(frozen=True)
 class Program:
     """stages: by number. edges: (from, to), the stages whose output a stage takes in. actions: by program rank."""
 
     stages: tuple[Stage, ...]
     edges: tuple[tuple[int, int], ...]
-    actions: tuple[tuple[Action, ...], ...]
+    actions: tuple[Row, ...] | AlikeRows
     num_microbatches: int
 
     @property
@@ -102,6 +144,8 @@ class Program:
 
     @property
     def num_actions(self) -> int:
+        if isinstance(self.actions, AlikeRows):
+            return len(self.actions.first) * self.num_ranks
         return sum(len(actions) for actions in self.actions)
 
     def sources(self, stage: int) -> tuple[int, ...]:

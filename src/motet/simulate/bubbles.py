@@ -15,6 +15,8 @@ of any rank has ended, what the rank then does tells the cause, the first that a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 from motet.core.timeline import COMPUTE, Timeline
 from motet.schedule.program import COMPUTE as PASSES_AND_STEP
 from motet.schedule.program import Kind
+from motet.simulate.spans import Labels
 
 BUBBLE_KINDS = ("tp", "exchange", "dp_gather", "dp_reduce", "straggler", "pp_warmup", "pp_cooldown", "pp_other")
 _TP, _EXCHANGE, _GATHER, _REDUCE, _STRAGGLER, _WARMUP, _COOLDOWN, _OTHER = range(len(BUBBLE_KINDS))
@@ -35,6 +38,8 @@ _CAUSES = {
     Kind.REDUCE: _REDUCE,
 }
 _COMMUNICATION = frozenset(Kind) - PASSES_AND_STEP
+_BLOCK_SPANS = 1 << 16
+"""Ranks are looked at together until they have so many spans: columns of millions leave the caches again and again."""
 _BY_PRIORITY = (_BUSY, _TP, _EXCHANGE, _GATHER, _REDUCE)
 
 Seconds = NDArray[np.float64]
@@ -73,11 +78,40 @@ def bubbles(timeline: Timeline) -> Bubbles:
         return Bubbles(0.0, np.zeros(timeline.num_ranks), np.zeros((timeline.num_ranks, len(BUBBLE_KINDS))))
     begin_s, end_s = float(timeline.start_s.min()), float(timeline.end_s.max())
     cause, passes = _causes(timeline)
-    rank, start_s, stop_s, doing = _segments(timeline, cause, begin_s, end_s)
-    first_s = np.full(timeline.num_ranks, end_s)
-    last_s = np.full(timeline.num_ranks, begin_s)
-    np.minimum.at(first_s, timeline.rank[passes], timeline.start_s[passes])
-    np.maximum.at(last_s, timeline.rank[passes], timeline.end_s[passes])
+    known = np.flatnonzero(cause != _NOTHING)
+    known = known[np.argsort(timeline.rank[known], kind="stable")]
+    spans = _Spans(timeline.rank, timeline.start_s, timeline.end_s, cause, passes).at(known)
+    seconds = np.zeros((timeline.num_ranks, len(BUBBLE_KINDS) + 1))
+    num_blocks = max(min(len(known) // _BLOCK_SPANS, timeline.num_ranks), 1)
+    stops = np.linspace(0, timeline.num_ranks, num_blocks + 1).astype(np.int64)
+    at = np.searchsorted(spans.rank, stops)
+    for place, (first, stop) in enumerate(pairwise(stops.tolist())):
+        own = spans.at(slice(at[place], at[place + 1]))
+        seconds[first:stop] = _seconds(own._replace(rank=own.rank - first), stop - first, begin_s, end_s)
+    return Bubbles(end_s - begin_s, seconds[:, 0], seconds[:, 1:])
+
+
+class _Spans(NamedTuple):
+    """Those that tell a cause, rank by rank. is_pass: computes, and is no optimizer step."""
+
+    rank: NDArray[np.int32]
+    start_s: Seconds
+    end_s: Seconds
+    cause: NDArray[np.int64]
+    is_pass: NDArray[np.bool_]
+
+    def at(self, place: NDArray[np.intp] | slice) -> _Spans:
+        columns = self.start_s[place], self.end_s[place], self.cause[place], self.is_pass[place]
+        return _Spans(self.rank[place], *columns)
+
+
+def _seconds(spans: _Spans, num_ranks: int, begin_s: float, end_s: float) -> Seconds:
+    """[num_ranks, 1 + len(BUBBLE_KINDS)], busy and by cause, from begin_s to end_s."""
+    passes = spans.is_pass
+    rank, start_s, stop_s, doing = _segments(spans, num_ranks, begin_s, end_s)
+    first_s, last_s = np.full(num_ranks, end_s), np.full(num_ranks, begin_s)
+    np.minimum.at(first_s, spans.rank[passes], spans.start_s[passes])
+    np.maximum.at(last_s, spans.rank[passes], spans.end_s[passes])
     then = np.append(np.where(rank[1:] == rank[:-1], doing[1:], _NOTHING), _NOTHING)
     waits = doing == _NOTHING
     why = np.full(len(doing), _OTHER)
@@ -85,19 +119,19 @@ def bubbles(timeline: Timeline) -> Bubbles:
     why[stop_s <= first_s[rank]] = _WARMUP
     why[(then >= _EXCHANGE) & (then <= _REDUCE)] = _STRAGGLER
     doing = np.where(waits, why, doing)
-    seconds = np.zeros((timeline.num_ranks, len(BUBBLE_KINDS) + 1))
-    np.add.at(seconds, (rank, doing - _BUSY), stop_s - start_s)
-    return Bubbles(end_s - begin_s, seconds[:, 0], seconds[:, 1:])
+    num_kinds = len(BUBBLE_KINDS) + 1
+    cell = rank * num_kinds + doing - _BUSY
+    seconds: Seconds = np.bincount(cell, stop_s - start_s, num_ranks * num_kinds).astype(np.float64)
+    return seconds.reshape(num_ranks, num_kinds)
 
 
 def _causes(timeline: Timeline) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """What each span counts as, and which are passes."""
-    told: dict[tuple[str, str], int] = {}
-    numbers = [told.setdefault(pair, len(told)) for pair in zip(timeline.stream, timeline.kind)]
-    cause = np.array([_cause(stream, kind) for stream, kind in told])
-    step = np.array([kind == Kind.STEP for _, kind in told])
-    number = np.array(numbers)
-    return cause[number], (cause[number] == _BUSY) & ~step[number]
+    stream, kind = Labels.of(timeline.stream), Labels.of(timeline.kind)
+    cause = np.array([[_cause(one, other) for other in kind.names] for one in stream.names])
+    step = np.array([name == Kind.STEP for name in kind.names])
+    found = cause[stream.number, kind.number]
+    return found, (found == _BUSY) & ~step[kind.number]
 
 
 def _cause(stream: str, kind: str) -> int:
@@ -109,17 +143,14 @@ def _cause(stream: str, kind: str) -> int:
 
 
 def _segments(
-    timeline: Timeline, cause: NDArray[np.int64], begin_s: float, end_s: float
+    spans: _Spans, num_ranks: int, begin_s: float, end_s: float
 ) -> tuple[NDArray[np.int64], Seconds, Seconds, NDArray[np.int64]]:
     """rank, start, end and what it does, of pieces of time in which no span of the rank starts or ends, in order."""
-    known = np.flatnonzero(cause != _NOTHING)
-    every = np.arange(timeline.num_ranks)
-    rank = np.concatenate([timeline.rank[known], timeline.rank[known], every, every])
-    at_s = np.concatenate(
-        [timeline.start_s[known], timeline.end_s[known], np.full(len(every), begin_s), np.full(len(every), end_s)]
-    )
-    change = np.concatenate([np.ones(len(known)), -np.ones(len(known)), np.zeros(2 * len(every))]).astype(np.int64)
-    of = np.concatenate([cause[known], cause[known], np.full(2 * len(every), _NOTHING)])
+    every = np.arange(num_ranks)
+    rank = np.concatenate([spans.rank, spans.rank, every, every])
+    at_s = np.concatenate([spans.start_s, spans.end_s, np.full(num_ranks, begin_s), np.full(num_ranks, end_s)])
+    change = np.repeat(np.array([1, -1, 0], dtype=np.int32), [len(spans.rank), len(spans.rank), 2 * num_ranks])
+    of = np.concatenate([spans.cause, spans.cause, np.full(2 * num_ranks, _NOTHING)])
     order = np.lexsort((at_s, rank))
     rank, at_s, change, of = rank[order], at_s[order], change[order], of[order]
     doing = np.full(len(order), _NOTHING)

@@ -7,14 +7,17 @@ training balances them, by `motet.balance.choose`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.balance import METHODS, Method, Packed, Padded, Phase, choose
+from motet.balance import METHODS, Choice, Method, Packed, Padded, Phase, choose
 from motet.core.assignment import Assignment
 from motet.core.cluster import Link
 from motet.core.errors import ArgumentError, UserError
@@ -188,6 +191,15 @@ class _Prices:
     link: Link
     element_bytes: int
 
+    def choices(self, microbatches: Sequence[Sequence[Phase]], num_ranks: int) -> list[Choice]:
+        """How each is balanced. They are decided side by side, for the balance core does not hold Python's lock."""
+        balance = self.plan.balance
+        assert balance != "off"
+        methods: tuple[Method, ...] = METHODS if balance == "auto" else (balance,)
+        decide = partial(choose, num_ranks=num_ranks, link=self.link, methods=methods)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(decide, microbatches))
+
     def phases(self, part: BatchLengths) -> list[Phase]:
         encoders = (module.name for module in self.plan.model.modules if module.name != BACKBONE)
         return [self._phase(part, BACKBONE), *(self._phase(part, name) for name in encoders)]
@@ -211,24 +223,19 @@ class _Prices:
 def _colocated(plan: Plan, batch: BatchLengths, count: int, prices: _Prices) -> Placement:
     """Each microbatch's phases over the ranks of the one unit."""
     num_ranks, size = plan.unit_of(BACKBONE).dp, batch.num_examples // count
-    names = [module.name for module in plan.model.modules]
-    columns: dict[str, list[NDArray[np.int32]]] = {name: [] for name in names}
-    methods: list[str] = []
-    for part in np.split(np.arange(batch.num_examples), count):
-        lengths = batch.take(part)
-        if plan.balance == "off":
-            for name in names:
-                columns[name].append(home_ranks(size, num_ranks)[column(lengths, name)[0]])
-            continue
-        phases = prices.phases(lengths)
-        allowed: tuple[Method, ...] = METHODS if plan.balance == "auto" else (plan.balance,)
-        choice = choose(phases, num_ranks, prices.link, methods=allowed)
-        methods.append(choice.method)
-        for phase, placed in zip(phases, choice.assignments, strict=True):
-            columns[phase.name].append(placed.ranks)
+    methods: tuple[str, ...] = ()
+    if plan.balance == "off":
+        home = home_ranks(size, num_ranks)
+        replica = {module.name: home[column(batch, module.name)[0] % size] for module in plan.model.modules}
+    else:
+        phases = [prices.phases(batch.take(part)) for part in np.split(np.arange(batch.num_examples), count)]
+        choices = prices.choices(phases, num_ranks)
+        methods = tuple(choice.method for choice in choices)
+        placed = zip(*(choice.assignments for choice in choices), strict=True)
+        replica = {phase.name: np.concatenate([of.ranks for of in own]) for phase, own in zip(phases[0], placed)}
     items = {}
-    for name in names:
-        example, length, num_tokens = column(batch, name)
-        places = (np.concatenate(columns[name]), (example // size).astype(np.int32))
-        items[name] = PlacedItems(example, length, num_tokens, *places, num_ranks)
-    return Placement(batch, count, items, tuple(methods))
+    for module in plan.model.modules:
+        example, length, num_tokens = column(batch, module.name)
+        places = (replica[module.name], (example // size).astype(np.int32))
+        items[module.name] = PlacedItems(example, length, num_tokens, *places, num_ranks)
+    return Placement(batch, count, items, methods)

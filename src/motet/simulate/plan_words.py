@@ -35,7 +35,7 @@ def plan_in_words(plan: Plan) -> list[str]:
     first = (
         f"{plan.model.name}, {_count(plan.model.num_parameters)} parameters"
         f"{f' ({_listed(frozen)} frozen)' if frozen else ''}, on {_number(cluster.num_nodes, 'node')} of "
-        f"{cluster.ranks_per_node} {cluster.device.name}, in {plan.precision}."
+        f"{cluster.ranks_per_node} {cluster.device.name}, in {plan.precision}.{_idle(plan)}"
     )
     schedule = _SCHEDULES[plan.schedule]
     if plan.deferred_warmup:
@@ -55,6 +55,15 @@ def plan_in_words(plan: Plan) -> list[str]:
     if plan.fills:
         step += f" {_number(len(plan.fills), 'slice')} of encoders run in bubbles."
     return [first, step, *(_unit(unit, plan) for unit in plan.units)]
+
+
+def _idle(plan: Plan) -> str:
+    """` 16 of the 1,296 ranks are idle.`, where the units use fewer than the cluster has."""
+    used = {rank for unit in plan.units for rank in range(unit.first_rank, unit.first_rank + unit.num_ranks)}
+    num_ranks = plan.cluster.num_ranks
+    if not (num_idle := num_ranks - len(used)):
+        return ""
+    return f" {num_idle:,} of its {num_ranks:,} ranks {'is' if num_idle == 1 else 'are'} idle."
 
 
 def rows_in_words(plan: Plan) -> str:

@@ -21,6 +21,14 @@ class Labels(Sequence[str]):
     def __init__(self, names: Sequence[str], number: Ints) -> None:
         self.names, self.number = names, number
 
+    @staticmethod
+    def of(texts: Sequence[str]) -> Labels:
+        if isinstance(texts, Labels):
+            return texts
+        told: dict[str, int] = {}
+        number = [told.setdefault(text, len(told)) for text in texts]
+        return Labels(list(told), np.array(number, dtype=np.int32))
+
     def __len__(self) -> int:
         return len(self.number)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import PARTNERS
-from motet.schedule.program import Action, Kind, Program
+from motet.schedule.program import Action, AlikeRows, Kind, Program, Row
 from motet.simulate.backend import native_engine
 
 Ints = NDArray[np.int32]
@@ -57,19 +57,27 @@ class ActionTable:
 
 def action_table(program: Program) -> ActionTable:
     """Columns of a Program's actions; raises ArgumentError for a number that is out of range. O(actions)."""
-    engine = native_engine()
-    if engine is not None:
-        columns = engine.columns(program.actions, CODES)
-    else:
-        rows = [
-            (rank, action.stage, CODES[action.kind], *action[2:])
-            for rank, actions in enumerate(program.actions)
-            for action in actions
-        ]
-        columns = np.array(rows, dtype=np.int32).reshape(-1, 6).T.copy()
-    table = ActionTable(program, *columns)
+    rows = program.actions
+    table = ActionTable(program, *(_tiled(rows) if isinstance(rows, AlikeRows) else _columns(rows)))
     _check(table)
     return table
+
+
+def _tiled(rows: AlikeRows) -> tuple[Ints, ...]:
+    _, *columns = _columns((rows.first,))
+    stage, kind, microbatch, part, peer = (np.tile(column, len(rows)) for column in columns)
+    rank = np.repeat(np.arange(len(rows), dtype=np.int32), len(rows.first))
+    first = rank * rows.num_stages
+    return rank, stage + first, kind, microbatch, part, np.where(peer >= 0, peer + first, peer)
+
+
+def _columns(actions: tuple[Row, ...]) -> tuple[Ints, ...]:
+    """rank, stage, kind, microbatch, part and peer."""
+    engine = native_engine()
+    if engine is not None:
+        return tuple(engine.columns(actions, CODES))
+    rows = [(rank, action.stage, CODES[action.kind], *action[2:]) for rank, row in enumerate(actions) for action in row]
+    return tuple(np.array(rows, dtype=np.int32).reshape(-1, 6).T.copy())
 
 
 def _check(table: ActionTable) -> None:

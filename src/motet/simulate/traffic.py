@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from motet.core.spec import Layer
 from motet.schedule import Planned, PlannedStage, Program
-from motet.schedule.program import Action, Kind
+from motet.schedule.program import Action, AlikeRows, Kind
 from motet.simulate.placement import Placement
 from motet.simulate.pricing import Pricing
 
@@ -185,15 +185,15 @@ def sharded_units(layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:
 
 
 def without_idle_exchanges(planned: Planned, placement: Placement) -> Program:
-    """The Program as the step runs it: where no row moves, no rank calls an exchange, and so none waits. O(actions)."""
-    program = planned.program
-    if not any(action.kind in _EXCHANGES for action in program.actions[0]):
+    """The Program as the step runs it: where no row moves, no rank calls an exchange, and so none waits."""
+    program, rows = planned.program, planned.program.actions
+    if not isinstance(rows, AlikeRows) or not any(action.kind in _EXCHANGES for action in rows.first):
         return program
     moves = [placement.exchanged_rows(stage.modules[0]) > 0 for stage in planned.stages if stage.rank == 0][:-1]
     if np.all(moves):
         return program
 
     def runs(action: Action) -> bool:
-        return action.kind not in _EXCHANGES or bool(moves[action.stage % (len(moves) + 1)][action.microbatch])
+        return action.kind not in _EXCHANGES or bool(moves[action.stage][action.microbatch])
 
-    return replace(program, actions=tuple(tuple(filter(runs, row)) for row in program.actions))
+    return replace(program, actions=AlikeRows(tuple(filter(runs, rows.first)), len(rows), rows.num_stages))

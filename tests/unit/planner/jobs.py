@@ -1,6 +1,9 @@
-"""Small jobs to plan."""
+"""Small jobs to plan, and, for properties, jobs of all kinds."""
 
+from dataclasses import replace
 from functools import cache
+
+from hypothesis import strategies as st
 
 from motet.core.cluster import Cluster, Device, Link
 from motet.core.sampler import Sampler
@@ -40,3 +43,41 @@ def job(spec=None, *, memory_mbytes=4000, num_nodes=2, batch_size=32, spread=0.0
     device = Device("test", {"bf16": 2e13}, int(memory_mbytes * 1e6), 1e12)
     cluster = Cluster(device, num_nodes, 4, Link(1e11, 3e-6), Link(1e10, 1e-5))
     return Job(spec or model(), cluster, workload(spread), batch_size, Analytic(cluster))
+
+
+@st.composite
+def jobs(draw):
+    """One or two encoders, trained, frozen, or all frozen but for projectors; GQA, windows, and a generator or none; on
+    2 to 16 ranks, to be doubled."""
+    trained, window = draw(st.sampled_from(["all", "backbone", "projectors"])), draw(st.sampled_from([0, 64]))
+    hidden = draw(st.sampled_from([512, 1024]))
+    shape = Transformer(draw(st.sampled_from([256, 768])), 2048, 4, window=window)
+    llm = Transformer(hidden, 4 * hidden, 8, draw(st.sampled_from([2, 8])), gated=draw(st.booleans()), causal=True)
+    length = {"median": 600, "spread": draw(st.sampled_from([0.0, 0.7])), "max": 4000}
+    layers = st.sampled_from([3, 6, 12])
+    encoders = [vit("image", shape, draw(layers), trained=trained == "all")]
+    if draw(st.booleans()):
+        encoders.append(audio_encoder("audio", shape, draw(layers), trained=trained == "all"))
+    generators = [vit("picture", shape, 3)] if draw(st.booleans()) else []
+    spec = multimodal(
+        "any",
+        language_model(llm, draw(st.sampled_from([4, 8])), 4000, trained=trained != "projectors"),
+        [connect(encoder, hidden, "linear") for encoder in encoders],
+        generators,
+    )
+    names = [module.name for module in (*encoders, *generators)]
+    items = {name: {"length": length, "length_per_token": 4} for name in names}
+    text = {"median": 300, "spread": draw(st.sampled_from([0.0, 0.8])), "max": 4000}
+    lengths = Sampler.model_validate({"task": [{"name": "all", "text": text, "items": items}]})
+    num_nodes, ranks_per_node = draw(st.sampled_from([(1, 2), (1, 4), (1, 8), (2, 2), (3, 2), (2, 4), (3, 4), (2, 8)]))
+    gbytes, batch_size = draw(st.sampled_from([0.4, 0.8, 1.5, 4.0])), draw(st.sampled_from([6, 8, 16, 24, 48]))
+    device = Device("test", {"bf16": 2e13}, int(gbytes * 1e9), 1e12)
+    cluster = Cluster(device, num_nodes, ranks_per_node, Link(1e11, 3e-6), Link(1e10, 1e-5))
+    return Job(spec, cluster, lengths.workload(num_examples=64), batch_size, Analytic(cluster))
+
+
+def scaled(job, *, nodes=1, memory=1):
+    """The same job on more devices, or on devices with more memory."""
+    device = replace(job.cluster.device, memory_bytes=memory * job.cluster.device.memory_bytes)
+    cluster = replace(job.cluster, device=device, num_nodes=nodes * job.cluster.num_nodes)
+    return replace(job, cluster=cluster, cost=Analytic(cluster))

@@ -160,3 +160,15 @@ def test_shares_of_a_microbatch_are_whole_examples():
         for unit in one.plan.units:
             assert 2 % (8 // unit.tp) == 0
     assert np.all([one.plan.unit_of("image").pp in (1, 2) for one in found])
+
+
+def test_what_cannot_be_faster_is_left_out_in_words():
+    given = job()
+    free, _ = proposals(given)
+    fastest_s = min(one.estimate_s for one in free)
+    told = list(bubble_filling(given, Pins(), fastest_s * 1.001))
+    kept = [one for one in told if isinstance(one, Candidate)]
+    assert min(one.estimate_s for one in kept) == fastest_s
+    told = list(bubble_filling(given, Pins(), fastest_s / 2))
+    assert told and all(isinstance(one, RuledOut) for one in told)
+    assert any("even with all bubbles filled" in one.why for one in told)

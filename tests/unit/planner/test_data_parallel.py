@@ -158,13 +158,18 @@ def test_no_less_recomputation_would_fit_where_items_are():
 
 
 def test_a_batch_that_does_not_divide_is_ruled_out_with_sizes_that_do():
-    candidates, (ruled_out,) = proposed(job(batch_size=30), Pins(tp=1))
+    candidates, (ruled_out,) = proposed(job(batch_size=30), Pins(tp=1, dp=8))
     assert not candidates
     assert ruled_out.why == "30 examples do not divide among 8 ranks."
     assert ruled_out.mends == ("a batch of 24", "a batch of 32")
     assert proposed(job(batch_size=24))[0] and proposed(job(batch_size=32))[0]
-    _, (ruled_out,) = proposed(job(batch_size=3), Pins(tp=1))
+    _, (ruled_out,) = proposed(job(batch_size=3), Pins(tp=1, dp=8))
     assert ruled_out.mends == ("a batch of 8",)
+
+
+def test_as_many_ranks_as_the_batch_divides_among():
+    candidates, _ = proposed(job(batch_size=30), Pins(tp=1))
+    assert candidates and all(one.plan.units[0].dp == 6 for one in candidates)
 
 
 def test_what_lacks_is_what_a_device_would_need_more():
@@ -254,7 +259,7 @@ def test_a_generator_is_said_to_be_none_of_it():
     candidates, ruled_out = proposed(job(made=made))
     assert not candidates
     assert [one.why for one in ruled_out] == [
-        "module 'generator' does not feed the backbone; under 'data_parallel' all others do."
+        "module 'generator' does not feed the backbone, as under 'data_parallel' all others must."
     ]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from motet.core.cluster import Cluster
-from motet.core.plan import Plan
+from motet.core.plan import Plan, ScheduleKind
 from motet.core.sampler import Distribution, Items, Sampler, Task
 from motet.core.shapes import Transformer, audio_encoder, connect, language_model, multimodal, vit
 from motet.core.spec import ModelSpec
@@ -127,6 +127,7 @@ PINS: list[tuple[Pins, dict[str, int]]] = [
     (Pins(dp=2), {"dp": 2}),
     (Pins(pp=5, tp=1), {"pp": 5, "tp": 1}),  # 8 layers: no faster than 4 stages
     (Pins(tp=2, pp=2, dp=2, microbatch_size=3), {"tp": 2, "pp": 2, "dp": 2}),
+    (Pins(pp=2, schedule="interleaved_1f1b"), {"pp": 2}),
 ]
 
 
@@ -137,7 +138,7 @@ def test_pins_hold(pins: Pins, degrees: dict[str, int]) -> None:
     for one in found:
         unit = one.plan.unit_of(BACKBONE)
         assert {name: getattr(unit, name) for name in degrees} == degrees
-        assert pins.microbatch_size in (None, one.plan.microbatch_size)
+        assert pins.allow(microbatch_size=one.plan.microbatch_size, schedule=one.plan.schedule)
         assert "none fits" not in one.facts[0]
 
 
@@ -199,6 +200,26 @@ def test_what_neither_feeds_nor_is_fed_by_the_backbone_has_no_side() -> None:
     assert sides == [0, -1, 0, 0]
     (one,) = disaggregated(job(between), Pins())
     assert isinstance(one, RuledOut) and "'image'" in one.why
+
+
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+def test_chunks_of_the_backbone_fit_and_run_too(name: str, schedule: ScheduleKind) -> None:
+    planned = JOBS[name]
+    for one in proposed(planned, Pins(pp=2, schedule=schedule)):
+        unit = one.plan.unit_of(BACKBONE)
+        assert one.plan.schedule == schedule
+        assert (len(unit.stages) > unit.pp) == (schedule == "interleaved_1f1b")
+        assert all(len(other.stages) == other.pp for other in one.plan.units if other is not unit)
+        validate(program_of(one.plan))
+        step = predict(one.plan, planned.workload, planned.cost)
+        assert step.peak_bytes.max() <= planned.capacity_bytes
+        assert one.bound_s <= step.step_s
+
+
+def test_a_backbone_in_one_stage_has_no_chunks_to_interleave() -> None:
+    (one,) = disaggregated(job(), Pins(pp=1, schedule="interleaved_1f1b"))
+    assert isinstance(one, RuledOut) and "the backbone has one stage" in one.why
 
 
 def test_facts_compare_with_the_rigid_allocation() -> None:

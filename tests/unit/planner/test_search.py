@@ -21,7 +21,7 @@ from motet.cost.analytic import Analytic
 from motet.cost.catalogue import cluster
 from motet.planner import partition
 from motet.planner import strategies as real
-from motet.planner.candidate import Candidate, Pins, RuledOut
+from motet.planner.candidate import Candidate, Informed, Pins, RuledOut
 from motet.planner.job import Job
 from motet.planner.report import print_found
 from motet.planner.search import Wanted, nothing_fits, predict_candidate, search
@@ -125,10 +125,11 @@ def test_as_many_as_are_wanted_are_simulated_and_they_are_the_fastest_of_their_k
 
     job = job_on()
     every = sorted(predict_candidate(job, each).step_s for each in STRATEGIES["gpipe"](job, Pins()))
-    found = search(job, STRATEGIES, max_simulated=None, wanted=Wanted(count, suitable))
+    given = Pins(order="given")
+    found = search(job, STRATEGIES, given, max_simulated=None, wanted=Wanted(count, suitable))
     steps = [each.prediction.step_s for each in found.results if suitable(each.candidate.plan)]
     assert steps[:count] == every[:count]
-    few = search(job, STRATEGIES, max_simulated=1, wanted=Wanted(count, suitable))
+    few = search(job, STRATEGIES, given, max_simulated=1, wanted=Wanted(count, suitable))
     assert sum(suitable(each.candidate.plan) for each in few.results) == min(count, len(every))
     assert len(few.results) == 1 + min(count, len(every))
 
@@ -223,6 +224,20 @@ def test_pins_choose_strategies_and_are_passed_on():
 def test_equal_plans_are_considered_once():
     found = search(job_on(), {"first": STRATEGIES["chain"], "second": STRATEGIES["chain"]}, max_simulated=None)
     assert len(found.results) + len(found.passed_over) == 12
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_who_is_informed_is_asked_last_and_told_what_to_beat(pinned):
+    told = []
+
+    def propose(job: Job, pins: Pins, faster_than_s: float) -> Iterator[Candidate | RuledOut]:
+        told.append(faster_than_s)
+        yield RuledOut("informed", "", "no better")
+
+    pins = Pins(strategies=("informed", "chain") if pinned else (), order="given")
+    found = search(job_on(), {"informed": Informed(propose), "chain": STRATEGIES["chain"]}, pins)
+    assert told[0] == (float("inf") if pinned else found.best.prediction.step_s)
+    assert found.ruled_out[-1].why == "no better"
 
 
 def test_nothing_fits_names_the_nearest_miss():

@@ -56,6 +56,16 @@ PLANS = {
         batch_size=12,
         microbatch_size=2,
     ),
+    "virtual pipeline": plan(
+        model(image=4, audio=(2, 0), backbone=8, generator=2),
+        Unit("image", ({"image": 4},), dp=2),
+        Unit("audio", ({"audio": 2},), first_rank=2),
+        Unit("llm", ({"backbone": 2},) * 4, first_rank=3, dp=3, pp=2, tp=2, recompute=({"backbone": 1}, {}, {}, {})),
+        Unit("generator", ({"generator": 1}, {"generator": 1}), first_rank=15, pp=2),
+        batch_size=24,
+        microbatch_size=2,
+        schedule="interleaved_1f1b",
+    ),
     "fsdp": plan(
         VLM, Unit("all", ({"image": 4, "audio": 2, "backbone": 8},), dp=4, zero=3),
         schedule="data_parallel", balance="per_phase", microbatch_size=2,

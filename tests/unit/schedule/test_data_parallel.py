@@ -1,13 +1,14 @@
 """Colocated data parallelism: the order of the runtime's step, and of FSDP within a module."""
 
-import gc
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from motet.core.errors import ArgumentError
 from motet.core.workload import BACKBONE
-from motet.schedule import Kind, validate
+from motet.schedule import Kind, high_water, validate
 from motet.schedule.data_parallel import ShardedModule, Sharding, data_parallel
 
 NAMES = {
@@ -109,7 +110,17 @@ def test_thousands_of_ranks_are_made_in_well_under_a_second():
     assert time.perf_counter() - start < 1
     assert program.num_actions == 2560 * len(program.actions[0])
     assert program.actions[2559][0].stage == 2559 * 3
-    assert gc.isenabled()
+
+
+def test_rows_of_alike_ranks_are_those_of_the_first_on_their_own_stages():
+    program = data_parallel(modules(), 4, 2)
+    rows = tuple(program.actions)
+    assert program.actions == rows and program.actions[1:3] == rows[1:3] and program.actions[-1] == rows[3]
+    assert [action.stage - 9 for action in rows[3]] == [action.stage for action in rows[0]]
+    listed = replace(program, actions=rows)
+    assert listed == program and hash(listed) == hash(program) and listed.num_actions == program.num_actions
+    held = np.arange(24.0).reshape(12, 2)
+    assert high_water(listed, held).tolist() == high_water(program, held).tolist()
 
 
 @pytest.mark.parametrize(

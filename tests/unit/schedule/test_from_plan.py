@@ -169,7 +169,8 @@ def test_fills_say_where_encoders_run():
         spec, Unit("llm", ({"backbone": 2},) * 2, pp=2), Unit("image", ({"image": 4},), dp=2),
         batch_size=3,
     )  # fmt: skip
-    backbone, encoders = fillable(made, split=True)
+    unfilled, encoders = fillable(made, split=True)
+    backbone = unfilled.program
     assert encoders == (
         EncoderPipeline("image", (0,), (0, 2), 0, (True,)),
         EncoderPipeline("image", (1,), (1,), 0, (True,)),

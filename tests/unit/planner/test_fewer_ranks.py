@@ -1,0 +1,73 @@
+"""Half of a cluster: when it is searched, and what is said of a Plan that leaves ranks idle."""
+
+from dataclasses import replace
+
+import pytest
+
+from motet.core.cluster import Link
+from motet.cost.analytic import Analytic
+from motet.planner.candidate import Pins
+from motet.planner.fewer_ranks import half_of, least_step_s
+from motet.planner.report import winner_in_words
+from motet.planner.search import predict_candidate, search
+from motet.planner.strategies import STRATEGIES
+from unit.planner.jobs import job
+
+
+def on(num_nodes, ranks_per_node, **changed):
+    small = job()
+    cluster = replace(small.cluster, num_nodes=num_nodes, ranks_per_node=ranks_per_node, **changed)
+    return replace(small, cluster=cluster, cost=Analytic(cluster))
+
+
+def test_nodes_are_halved_and_then_the_ranks_of_one():
+    shapes, here = [], on(6, 6)
+    while here is not None:
+        shapes.append((here.cluster.num_nodes, here.cluster.ranks_per_node))
+        here = half_of(here)
+    assert shapes == [(6, 6), (3, 6), (1, 6), (1, 3), (1, 1)]
+
+
+def test_ranks_that_cannot_hold_the_state_are_not_searched():
+    state_bytes = 16 * sum(layer.parameters for module in job().model.modules for layer in module.layers)
+    roomy = job(memory_mbytes=state_bytes / 4 / 0.94 / 1e6 * 1.01, num_nodes=2)
+    tight = job(memory_mbytes=state_bytes / 4 / 0.94 / 1e6 * 0.99, num_nodes=2)
+    assert half_of(roomy) is not None
+    assert half_of(tight) is None
+
+
+@pytest.fixture(scope="module")
+def far_apart():
+    """Nodes between which messages take so long that one node alone is faster."""
+    planned = on(4, 4, inter_node=Link(1e7, 1e-2))
+    return planned, search(planned, STRATEGIES)
+
+
+def test_half_of_the_devices_where_they_are_faster(far_apart):
+    planned, found = far_apart
+    plan = found.best.candidate.plan
+    assert found.best.prediction.num_ranks <= 4
+    assert plan.cluster == planned.cluster
+    assert predict_candidate(planned, found.best.candidate).step_s == found.best.prediction.step_s
+    assert found.best.prediction.step_s < min(one.prediction.step_s for one in found.results[1:])
+
+
+def test_idle_ranks_are_said_and_what_all_of_them_would_take(far_apart):
+    _, found = far_apart
+    words = winner_in_words(found)
+    assert "12 of its 16 ranks are idle." in words[0]
+    second_s = found.results[1].prediction.step_s
+    assert f"The fastest plan for all 16 ranks takes {second_s:.4g} s." in words
+
+
+def test_what_is_pinned_holds_on_half_of_the_devices(far_apart):
+    planned, _ = far_apart
+    found = search(planned, STRATEGIES, Pins(strategies=("chain",), tp=2))
+    assert {one.candidate.strategy for one in found.results} == {"chain"}
+    assert all(unit.tp == 2 for one in found.results for unit in one.candidate.plan.units)
+
+
+def test_no_step_is_faster_than_all_computation_shared_out():
+    planned = job(spread=0.8)
+    for result in search(planned, STRATEGIES).results:
+        assert least_step_s(planned) <= result.prediction.step_s
