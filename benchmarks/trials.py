@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from motet.core.errors import ArgumentError, UserError
 from motet.core.plan import Plan
 from motet.cost.source import cost_model
-from motet.planner.candidate import Candidate, Pins
+from motet.planner.candidate import Candidate, Pins, predict_candidate
 from motet.planner.job import Job
-from motet.planner.search import Found, predict_candidate, search
-from motet.planner.strategies import COSTLY, STRATEGIES
+from motet.planner.search import Found, search
+from motet.planner.strategies import STRATEGIES
 from motet.simulate.prediction import Prediction
 from motet.train.plan_recipe import PlanRecipe
 
@@ -89,7 +89,7 @@ class Subject:
         return min(found, key=lambda one: (bool(one.why), -one.rate), default=Outcome(why="there is none."))
 
     def _found(self, pins: Pins) -> Found:
-        return search(self.job, STRATEGIES, pins, costly=COSTLY)
+        return search(self.job, STRATEGIES, pins)
 
     def _outcome(self, what: str, prediction: Prediction) -> Outcome:
         peak_bytes = float(prediction.peak_bytes.max())
