@@ -60,13 +60,18 @@ def chain(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     yield from ruled_out
 
 
-def plan_of(job: Job, degrees: Degrees, cut: Callable[[Blocks, int], Ints], pins: Pins | None = None) -> Plan:
-    """A chain that is cut otherwise: `anchor.by_layers`, `by_parameters`, `encoders_first`. With the least
-    recomputation that fits, if that is not pinned; with all of it, where even that does not fit.
+def plan_of(
+    job: Job, degrees: Degrees, cut: Callable[[Blocks, int], Ints] | None = None, pins: Pins | None = None
+) -> Plan:
+    """A chain in these degrees, with the least recomputation that fits, if that is not pinned; with all of it, where
+    even that does not fit.
 
-    cut: (blocks, number of stages) -> stage of each block.
+    cut: (blocks, number of stages) -> stage of each block, for a chain that is cut otherwise than exactly:
+         `anchor.by_layers`, `by_parameters`, `encoders_first`.
     """
     pipeline = Search(job, pins or Pins()).pipeline(degrees)
+    if cut is None:
+        return pipeline.plan(pipeline.settled())
     return pipeline.plan(stages_of(pipeline.blocks, cut(pipeline.blocks, degrees.num_stages), pipeline.room))
 
 

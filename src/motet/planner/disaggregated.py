@@ -7,14 +7,15 @@ fits memory (`unit_stages.py`), and time and bytes are counted again, which MMSc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from motet.core.workload import BACKBONE
-from motet.planner.allocate import allocate, rigid
-from motet.planner.allocation import Limits, UnitOptions
+from motet.cost.flops import batch_flops
+from motet.planner.allocate import allocate, proportional, rigid
+from motet.planner.allocation import Allocation, Limits, UnitOptions
 from motet.planner.candidate import Candidate, Pins, RuledOut, size_words
 from motet.planner.job import Job
 from motet.planner.placed_units import PlacedUnits, side_of
@@ -39,13 +40,13 @@ def disaggregated(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
         yield RuledOut(NAME, "", why)
         return
     units = _options(job, pins)
-    stiff = list(_rigid(job, pins, units))
-    placed = list({one.what: one for one in (*_placed(job, pins, units), *stiff)}.values())
+    stiff = _fastest(job, pins, units, rigid)
+    placed = list({one.what: one for one in (*_placed(job, pins, units), *([stiff] if stiff else []))}.values())
     if not placed:
         names = ", ".join(unit.name for unit in units)
         why = f"{job.cluster.num_ranks} ranks are too few for units of {names}, with a batch of {job.batch_size}."
         yield RuledOut(NAME, "", why)
-    baseline = next((one for one in stiff if not one.lacks_bytes), None)
+    baseline = None if stiff is None or stiff.lacks_bytes else stiff
     fitting = sorted((one for one in placed if not one.lacks_bytes), key=lambda one: one.estimate_s)
     plain = [_candidate(one, baseline) for one in fitting[:_NUM_PROPOSED]]
     chunked = [_interleaved(one, baseline, pins) for one in fitting[:_NUM_CHUNKED]]
@@ -56,6 +57,17 @@ def disaggregated(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
         yield RuledOut(NAME, f"{fitting[0].what}; interleaved", why)
     yield from sorted(allowed, key=lambda one: one.estimate_s)[:_NUM_PROPOSED]
     yield from (_ruled_out(one, pins) for one in placed if one.lacks_bytes)
+
+
+def rigid_units(job: Job, pins: Pins) -> PlacedUnits | None:
+    """As Megatron-LM allocates (MMScale section 2.1): the backbone's TP and DP for all modules; None if none fits."""
+    return _fastest(job, pins, _options(job, pins), rigid)
+
+
+def proportional_units(job: Job, pins: Pins) -> PlacedUnits | None:
+    """Ranks in proportion to operations, the strawman of MMScale sections 4.2 and 7.2; None if none fits."""
+    flops = {name: float(count) for name, count in batch_flops(job.model, job.batch).items()}
+    return _fastest(job, pins, _options(job, pins), lambda units, limits: proportional(units, flops, limits))
 
 
 def _candidate(one: PlacedUnits, baseline: PlacedUnits | None) -> Candidate:
@@ -117,14 +129,15 @@ def _fitting(job: Job, pins: Pins, units: Sequence[UnitOptions], limits: Limits)
         yield placed
 
 
-def _rigid(job: Job, pins: Pins, units: Sequence[UnitOptions]) -> Iterator[PlacedUnits]:
-    """The fastest with the backbone's TP and DP for all modules."""
+def _fastest(
+    job: Job, pins: Pins, units: Sequence[UnitOptions], by: Callable[[Sequence[UnitOptions], Limits], Allocation | None]
+) -> PlacedUnits | None:
+    """The fastest over all microbatch sizes of the backbone, of those that `by` allocates."""
     backbone = next(unit for unit in units if unit.side == 0)
     sizes = sorted(set(backbone.num_examples.tolist()))
-    found = [rigid(*_pinned(job, pins, units, size)) for size in sizes]
+    found = [by(*_pinned(job, pins, units, size)) for size in sizes]
     fastest = min((one for one in found if one), key=lambda one: one.time_s, default=None)
-    if fastest is not None:
-        yield PlacedUnits(job, fastest, pins.recompute or "least")
+    return PlacedUnits(job, fastest, pins.recompute or "least") if fastest else None
 
 
 def _pinned(

@@ -19,8 +19,10 @@ from motet.planner.colocated import EvenBatch, placed_load, state_of
 from motet.planner.data_parallel import data_parallel
 from motet.planner.job import Job
 from motet.planner.sharding import Sharded, shardings, step_s
-from motet.schedule import check_fit, program_of, validate
-from motet.simulate.predict import predict
+from motet.schedule import check_fit, planned, program_of, validate
+from motet.simulate.predict import place_batch, predict
+from motet.simulate.pricing import Pricing
+from motet.simulate.traffic import Traffic
 
 LLM = Transformer(512, 2048, 8, 2, gated=True, norm="rms", biases=(), causal=True)
 
@@ -194,6 +196,24 @@ def test_groups_are_whole_nodes_in_powers_of_two():
     assert {size for _, size in shardings(given_job, 48, 1)} == {0, 4, 8, 16}
     assert {size for _, size in shardings(given_job, 12, 4)} == {0, 2, 4}
     assert list(shardings(given_job, 1, 1)) == [(0, 0)]
+
+
+@pytest.mark.parametrize(("zero", "shard_size"), [(3, 0), (3, 16), (2, 32), (0, 0)])
+@pytest.mark.parametrize("trained", [True, False])
+def test_collectives_are_those_of_the_simulation(zero, shard_size, trained):
+    """A message a layer: in large groups latencies are most of it."""
+    given_job = job(num_nodes=16, trained=trained)
+    unit = Unit("all", ({"image": 5, "audio": 4, "backbone": 6},), dp=64, zero=zero, shard_size=shard_size)
+    plan = Plan(given_job.model, given_job.cluster, (unit,), given_job.batch_size, 1, "data_parallel")
+    stages = planned(plan)
+    placement = place_batch(plan, given_job.batch, given_job.cost)
+    traffic = Traffic(Pricing(plan, stages, placement, given_job.cost))
+    found = Sharded.of(given_job, unit).collectives
+    for stage in stages.stages[:3]:
+        own, counted = found[stage.modules[0]], traffic.collectives(stage)
+        assert own.gather_s == pytest.approx(counted.gather_s)
+        assert own.replicas_s == pytest.approx(counted.replicas_s)
+        assert own.reduce_s == pytest.approx(counted.reduce_s if zero else 0.0)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
