@@ -30,7 +30,9 @@ def indivisible(job: Job, pins: Pins, num_blocks: int, of: str = "backbone") -> 
         return f"{degrees} needs {needed:,} ranks; the cluster has {job.cluster.num_ranks:,}."
     taken = (pins.dp or 1) * (pins.microbatch_size or 1)
     if job.batch_size % taken:
-        return f"a batch of {job.batch_size:,} is no multiple of the pinned DP times the pinned microbatch, {taken:,}."
+        parts = {"DP": pins.dp, "a microbatch": pins.microbatch_size}
+        what = " times ".join(f"{name} of {value:,}" for name, value in parts.items() if value is not None)
+        return f"a batch of {job.batch_size:,} is no multiple of the pinned {what}."
     return None
 
 
