@@ -128,6 +128,10 @@ class Analytic:
     def gather_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
         return float(communication.gather_s(self._reached, size_bytes, ranks))
 
+    def reduce_scatter_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
+        """As long as the all-gather, whose mirror image it is."""
+        return self.gather_seconds(size_bytes, ranks)
+
     def all_reduce_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
         return float(communication.all_reduce_s(self._reached, size_bytes, ranks))
 

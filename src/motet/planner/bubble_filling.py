@@ -159,7 +159,7 @@ def _estimated(job: Job, shape: Shape) -> Shape:
     chunk_bytes = float(costs.parameters.sum()) / (shape.pp * shape.chunks)
     ranks = range(0, shape.dp * shape.tp, shape.tp)
     data_s = job.cost.gather_seconds(chunk_bytes * precision.compute, ranks)
-    data_s += job.cost.gather_seconds(chunk_bytes * precision.gradient, ranks)
+    data_s += job.cost.reduce_scatter_seconds(chunk_bytes * precision.gradient, ranks)
     ends = 0, (shape.pp - 1) * shape.dp * shape.tp
     sends_s = 2 * shape.pp * shape.chunks * float(job.cost.send_seconds(costs.output_bytes.max(keepdims=True), ends)[0])
     bubbles_s = (shape.pp - 1) * pass_s / shape.chunks + data_s + sends_s
@@ -312,7 +312,8 @@ class _Filler:
             updated += learning / unit.dp
             if unit.dp > 1:
                 gather_s += cost.gather_seconds(float(learning.max()) * precision.compute, ranks)
-                finish_s += [cost.gather_seconds(size * precision.gradient, ranks) for size in learning.tolist()]
+                sizes = (learning * precision.gradient).tolist()
+                finish_s += [cost.reduce_scatter_seconds(size, ranks) for size in sizes]
         finish_s += [cost.step_seconds(round(number)) for number in updated.tolist()]
         return gather_s, tuple(finish_s.tolist())
 

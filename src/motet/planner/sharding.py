@@ -64,7 +64,7 @@ class Sharded:
                 updated += count * trained / size
                 if size > 1:
                     gather_s += count * cost.gather_seconds(total * precision.compute, shards)
-                    reduce_s += count * cost.gather_seconds(trained * precision.gradient, shards)
+                    reduce_s += count * cost.reduce_scatter_seconds(trained * precision.gradient, shards)
                 if len(replicas) > 1:
                     replicas_s += count * cost.all_reduce_seconds(trained * precision.gradient / size, replicas)
             found[name] = Collectives(gather_s, reduce_s, replicas_s)

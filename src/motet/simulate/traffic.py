@@ -123,7 +123,7 @@ class Traffic:
             return Collectives(0.0, replicas_s, replicas_s)
         gathered = (one.total if colocated or stage.zero == 3 else one.trained for one in units)
         gather_s = sum(cost.gather_seconds(number * self.precision.compute, shards) for number in gathered)
-        reduce_s = sum(cost.gather_seconds(one.trained * self.precision.gradient, shards) for one in units)
+        reduce_s = sum(cost.reduce_scatter_seconds(one.trained * self.precision.gradient, shards) for one in units)
         if not colocated:
             reduce_s += replicas_s
         return Collectives(gather_s, reduce_s, replicas_s)
