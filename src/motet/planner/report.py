@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from rich.console import Console
+from rich.padding import Padding
+from rich.segment import SegmentLines
 from rich.table import Table
+from rich.text import Text
 
 from motet.planner.candidate import RuledOut
 from motet.planner.search import Found, Result, pins_in_words
@@ -23,7 +27,7 @@ def print_found(found: Found, console: Console | None = None) -> None:
     """Written to stdout unless a console is given. Raises UserError, which names the nearest miss, if nothing fits."""
     console = console or Console()
     if found.results:
-        console.print(_ranking(found))
+        _print_ranking(found, console)
         for sentence in _left(found):
             console.print(sentence, style="dim", highlight=False, markup=False)
         console.print()
@@ -81,23 +85,43 @@ def _against(best: Result, rival: Result) -> Iterator[str]:
     yield f"It is {gain:.0%} faster than {rival.candidate.strategy} ({rival.candidate.what}){why}."
 
 
-def _ranking(found: Found) -> Table:
+def _print_ranking(found: Found, console: Console) -> None:
+    """A line a result, or, where that is too long, its figures and below them its plan."""
+    console.print(_ranking_title(found), style="bold", highlight=False, markup=False)
+    ranking = _ranking(found)
+    if console.measure(ranking, options=console.options.update(width=1 << 12)).maximum <= console.width:
+        console.print(ranking)
+        return
+    header, *rows = console.render_lines(_ranking(found, with_plan=False), pad=False)
+    console.print(SegmentLines([header], new_lines=True), end="")
+    for result, row in zip(found.results, rows):
+        console.print(SegmentLines([row], new_lines=True), end="")
+        console.print(Padding(Text(result.candidate.what, "dim"), (0, 0, 0, 2), expand=False))
+
+
+def _ranking_title(found: Found) -> str:
     job = found.job
     title = (
         f"{job.model.name} on {job.cluster.num_ranks:,} {job.cluster.device.name}, steps of {job.batch_size:,} examples"
     )
-    table = _table(title + (f", with {pinned}" if (pinned := pins_in_words(found.pins)) else ""))
-    for name in ("strategy", "plan"):
-        table.add_column(name, header_style="dim")
+    return title + (f", with {pinned}" if (pinned := pins_in_words(found.pins)) else "")
+
+
+def _ranking(found: Found, with_plan: bool = True) -> Table:
+    table = _table()
+    for name in ("strategy", "plan")[: 1 + with_plan]:
+        table.add_column(name, header_style="dim", no_wrap=True)
     measured = any(result.measured_s is not None for result in found.results)
     steps = ("predicted", "measured") if measured else ("step",)
     for name in (*steps, "tokens/s", "MFU", "memory, GB", "bubbles", "GPUs"):
         table.add_column(name, justify="right", header_style="dim", no_wrap=True)
+    with ThreadPoolExecutor() as pool:  # Array arithmetic of several threads runs side by side.
+        list(pool.map(lambda result: result.prediction.bubbles, found.results))
     for place, result in enumerate(found.results):
         prediction = result.prediction
         table.add_row(
             result.candidate.strategy,
-            result.candidate.what,
+            *([result.candidate.what] if with_plan else []),
             shown_seconds(prediction.step_s),
             *([_measured(result)] if measured else []),
             f"{prediction.tokens_per_s:,.0f}",
@@ -166,5 +190,5 @@ def _told(ruled: RuledOut) -> str:
     return f"{ruled.what}: {ruled.why.rstrip('.')}" if ruled.what else ruled.why.rstrip(".")
 
 
-def _table(title: str) -> Table:
+def _table(title: str | None = None) -> Table:
     return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
