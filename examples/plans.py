@@ -103,7 +103,7 @@ def optimus(num_ranks: int = 3072) -> Plan:
 def cornstarch() -> Plan:
     """VALM-MM (Cornstarch Tables 1 and 2) on 24 A40: vision and audio in parallel, frozen but for their projectors."""
     llm = Transformer(4096, 14336, 32, 8, gated=True, norm="rms", biases=(), causal=True)
-    vision, audio = Transformer(4096, 16384, 32), Transformer(3840, 15360, 30)
+    vision, audio = Transformer(4096, 20480, 32), Transformer(3840, 15360, 30)
     model = multimodal(
         "VALM-MM",
         language_model(llm, 32, 128_256, trained=False),

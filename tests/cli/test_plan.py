@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cli.tiny_job import write_tiny_job
+from motet.analyze.lengths import read_lengths
 from motet.cli import main
 
 RECIPE = """
@@ -74,6 +75,9 @@ def test_the_plan_is_written_and_simulates_to_the_step_that_was_shown(recipe, tm
     motet(monkeypatch, "plan", recipe, "--explain", "all.html", "--html", "step.html")
     shown = capsys.readouterr().out
     assert "Wrote plan.json, plan.png, step.html, all.html." in shown
+    page = (tmp_path / "all.html").read_text()
+    ranked = [line for line in shown.splitlines() if re.search(r"%  +\d+$", line)]
+    assert page.count("<section") == page.count("<iframe") == page.count('<tr><td><a href="#plan-') == len(ranked)
     for written in ("plan.png", "step.html", "all.html"):
         assert (tmp_path / written).stat().st_size > 1000
     motet(monkeypatch, "simulate", "plan.json", "--workload", recipe)
@@ -88,7 +92,7 @@ def test_pins_are_kept(recipe, tmp_path, monkeypatch, capsys):
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert [unit["pp"] for unit in plan["units"]] == [2]
     assert plan.get("schedule", "1f1b") == "1f1b"
-    assert "with strategies = chain, pp = 2, schedule = 1f1b" in " ".join(capsys.readouterr().out.split())
+    assert "with strategy = chain, pp = 2, schedule = 1f1b" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_command_line_names_the_cluster(recipe, tmp_path, monkeypatch):
@@ -98,7 +102,7 @@ def test_the_command_line_names_the_cluster(recipe, tmp_path, monkeypatch):
 
 
 def test_nothing_fits(recipe, monkeypatch, capsys):
-    memory = "cluster.memory_gbytes=0.004"
+    memory = "cluster.memory_gbytes=0.012"
     monkeypatch.setattr(sys, "argv", ["motet", "plan", str(recipe), "--set", memory])
     with pytest.raises(SystemExit) as exit_:
         main()
@@ -118,6 +122,11 @@ def test_nothing_fits(recipe, monkeypatch, capsys):
         (["--pin", "recompute=some"], "--pin recompute=some: must be one of none, least, full."),
         (["--cluster", "h300"], "--cluster h300: there is no device 'h300' in the catalogue"),
         (["--workload", "no.csv"], "no.csv: there is no such file"),
+        (["--workload", "."], ". is a folder; name the manifest in it, or another file of lengths."),
+        (["--pin", "schedule=gpipe"], "--pin schedule=gpipe: must be one of 1f1b, interleaved_1f1b, zb_h1, zb_v, data"),
+        (["--out", "none/plan.json"], "none/plan.json cannot be written: there is no folder none."),
+        (["--html", "."], ". cannot be written: it is a folder; name a file."),
+        (["--explain", "plan.png"], "plan.png cannot be written: two of --out, --png, --html and --explain name it."),
         (["--set", "model.backbone.mpl=3"], "unknown key 'model.backbone.mpl'; did you mean 'mlp'?"),
         (["--set", "model.encoders.image.num_mel_bins=3"], "num_mel_bins, which has no effect on an encoder of kind"),
         (["--set", "model.backbone.num_heads=3"], "3 heads do not divide a row of 256"),
@@ -125,6 +134,16 @@ def test_nothing_fits(recipe, monkeypatch, capsys):
 )
 def test_wrong_input(recipe, options, said, monkeypatch, capsys):
     assert said in fails(monkeypatch, capsys, "plan", recipe, *options)
+
+
+def test_what_is_assumed_of_lengths_is_said(recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "400")
+    rows = ["image_width,image_height,audio_seconds,text_tokens", *["280,280,2.5,40"] * 3]
+    (tmp_path / "lengths.csv").write_text("\n".join(rows))
+    motet(monkeypatch, "plan", recipe, "--workload", "lengths.csv", "--pin", "strategy=data-parallel")
+    shown = capsys.readouterr().out
+    assert all(sentence in shown for sentence in read_lengths("lengths.csv").workload().assumptions)
+    assert "Examples have items of audio, for which the model has no module" in shown
 
 
 def test_what_is_missing(recipe, monkeypatch, capsys):
@@ -181,7 +200,7 @@ def test_two_ranks_measure_the_fastest_plans(tmp_path, monkeypatch):
     done = under_torchrun("plan", recipe, "--measure", "2", "--out", "tiny.json", "--pin", "recompute=none")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Wrote tiny.json, tiny.png.") == 1
-    rows = [line for line in done.stdout.splitlines() if re.match(rf"(data parallel|chain) .*{A_STEP}", line)]
+    rows = [line for line in done.stdout.splitlines() if re.match(rf"(data parallel|chain), .*{A_STEP}", line)]
     steps = [re.findall(A_STEP, row) for row in rows]
     assert [len(found) for found in steps[:3]] == [2, 2, 1]
     seconds = [float(value) * (1 if unit == "s" else 1e-3) for _, text in steps[:2] for value, unit in [text.split()]]

@@ -53,6 +53,7 @@ class Timeline:
     """Spans as columns, in the order in which they were recorded; times of one Timeline share one zero.
 
     rank, microbatch, step: int32 [num_spans]. start_s, end_s: float64 [num_spans]. The others: a text per span.
+    rank_names: of each rank, where it stands for others of a cluster; by default "rank 0", "rank 1", ...
     """
 
     rank: NDArray[np.int32]
@@ -65,6 +66,7 @@ class Timeline:
     microbatch: NDArray[np.int32]
     step: NDArray[np.int32]
     num_ranks: int = field(default=0)
+    rank_names: Sequence[str] = ()
 
     @staticmethod
     def of(spans: Iterable[Span] = ()) -> Timeline:
@@ -82,6 +84,9 @@ class Timeline:
             np.array([span.step for span in rows], dtype=np.int32),
             int(ranks.max(initial=-1)) + 1,
         )
+
+    def rank_name(self, rank: int) -> str:
+        return self.rank_names[rank] if self.rank_names else f"rank {rank}"
 
     def __len__(self) -> int:
         return len(self.rank)
@@ -127,7 +132,7 @@ class Timeline:
         ]
         names: list[dict[str, object]] = []
         for rank in sorted(set(self.rank.tolist())):
-            names.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
+            names.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": self.rank_name(rank)}})
             names.append({"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}})
             names += [
                 {"name": "thread_name", "ph": "M", "pid": rank, "tid": number, "args": {"name": stream}}

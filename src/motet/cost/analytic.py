@@ -100,6 +100,9 @@ class Analytic:
             cluster, intra_node=self._link(cluster.intra_node), inter_node=self._link(cluster.inter_node)
         )
 
+    def on(self, cluster: Cluster) -> Analytic:
+        return Analytic(cluster, self.precision, self.efficiency)
+
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
         product_s = self._product_s(layer, work.rows, tp, layer.weights)
         attention_s = self._attention_s(layer, work, tp)
@@ -124,6 +127,10 @@ class Analytic:
 
     def gather_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
         return float(communication.gather_s(self._reached, size_bytes, ranks))
+
+    def reduce_scatter_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
+        """As long as the all-gather, whose mirror image it is."""
+        return self.gather_seconds(size_bytes, ranks)
 
     def all_reduce_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
         return float(communication.all_reduce_s(self._reached, size_bytes, ranks))

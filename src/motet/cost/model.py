@@ -59,6 +59,9 @@ class CostModel(Protocol):
 
     cluster: Cluster
 
+    def on(self, cluster: Cluster) -> CostModel:
+        """Of the same devices in another cluster."""
+
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds: ...
 
     def tensor_seconds(self, layer: Layer, work: Work, ranks: Sequence[int]) -> Seconds:
@@ -68,7 +71,10 @@ class CostModel(Protocol):
         """A message from one of two ranks to the other."""
 
     def gather_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
-        """All-gather after which every rank has `size_bytes`, or the reduce-scatter that is its mirror image."""
+        """All-gather after which every rank has `size_bytes`."""
+
+    def reduce_scatter_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
+        """Of `size_bytes` of every rank."""
 
     def all_reduce_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float: ...
 

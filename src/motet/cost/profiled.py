@@ -36,6 +36,9 @@ class Profiled:
         self.cluster = cluster
         self._surfaces: dict[tuple[str, str, int, int], tuple[Surface, Surface, Surface]] = {}
 
+    def on(self, cluster: Cluster) -> Profiled:
+        return Profiled(self.profile, cluster)
+
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
         key = (module, layer.kind, layer.weights, tp)
         if key not in self._surfaces:
@@ -55,6 +58,9 @@ class Profiled:
 
     def gather_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
         return float(self._seconds("gather", np.array([size_bytes]), ranks)[0])
+
+    def reduce_scatter_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
+        return float(self._seconds("reduce_scatter", np.array([size_bytes]), ranks)[0])
 
     def all_reduce_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
         return float(self._seconds("all_reduce", np.array([size_bytes]), ranks)[0])
@@ -92,21 +98,18 @@ class Profiled:
         if len(ranks) <= 1:
             return np.zeros(len(size_bytes))
         is_local = len({self.cluster.node_of(rank) for rank in ranks}) == 1
-        # The interface takes a reduce-scatter for the mirror image of an all-gather: the mean is of both.
-        kinds = ("gather", "reduce_scatter") if kind == "gather" else (kind,)
-        found = [t for t in self.profile.messages if t.kind in kinds and (t.num_nodes == 1) == is_local]
-        if not found:
+        found = next((t for t in self.profile.messages if t.kind == kind and (t.num_nodes == 1) == is_local), None)
+        if found is None:
             where = "of one node" if is_local else "of several nodes"
             raise UserError(
                 f"The profile of {self.profile.recipe} has no times of {kind.replace('_', '-')} between ranks {where}: "
                 f"run `motet profile` under torchrun on ranks {where}."
             )
-        steps, share = _grown(kind, found[0].num_ranks, len(ranks))
+        steps, share = _grown(kind, found.num_ranks, len(ranks))
         sizes = np.asarray(size_bytes, dtype=np.float64) * share
         nothing = np.zeros(len(sizes))
-        lines = [Surface(times.size_bytes, [0.0] * len(times.size_bytes), times.seconds) for times in found]
-        measured = np.mean([line(sizes, nothing) for line in lines], axis=0)
-        latency_s = min(message_fit(*found).constant_ns / NS_PER_S, *(min(times.seconds) for times in found))
+        measured = Surface(found.size_bytes, [0.0] * len(found.size_bytes), found.seconds)(sizes, nothing)
+        latency_s = min(message_fit(found).constant_ns / NS_PER_S, *found.seconds)
         return np.where(sizes > 0, np.maximum(measured, latency_s) + (steps - 1) * latency_s, 0.0)
 
 

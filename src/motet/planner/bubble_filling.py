@@ -28,7 +28,7 @@ from motet.cost.memory import unit_spans
 from motet.planner.backbone_bubbles import Backbone, Slices, backbone_of
 from motet.planner.bubbles import Encoders, Filling, Placement, fill
 from motet.planner.candidate import Candidate, Pins, RuledOut
-from motet.planner.degrees import most_replicas, tensor_degrees
+from motet.planner.degrees import most_replicas
 from motet.planner.encoder_plans import (
     STRATEGY,
     EncoderPlans,
@@ -39,6 +39,7 @@ from motet.planner.encoder_plans import (
     encoders_of,
 )
 from motet.planner.job import BlockCosts, Column, Job
+from motet.planner.refusals import indivisible, nothing_divides, tensor_degrees
 from motet.schedule import PlannedStage, add_communication, add_data_parallel, split_parts
 from motet.schedule.layout import LAYER_PARTS
 from motet.schedule.program import Program
@@ -72,12 +73,11 @@ def bubble_filling(job: Job, pins: Pins, faster_than_s: float = math.inf) -> Ite
     """Encoders in the bubbles of the best backbones, finely and coarsely placed, where that can take less than
     faster_than_s."""
     if why := _never(job, pins):
-        yield RuledOut(STRATEGY, "encoders beside the backbone", why)
+        yield RuledOut(STRATEGY, "", why)
         return
     shapes = sorted(_shapes(job, pins), key=lambda shape: shape.estimate_s)
     if not shapes:
-        why = f"no TP, PP of at least 2 and microbatch size take {job.batch_size} examples on {job.cluster.num_ranks} "
-        yield RuledOut(STRATEGY, "any degrees", why + "ranks in equal microbatches.")
+        yield RuledOut(STRATEGY, "", _indivisible(job, pins))
     found: list[list[Candidate]] = []
     num_fitting, to_beat_s = 0, faster_than_s
     for shape in shapes[:MAX_TRIED]:
@@ -112,6 +112,12 @@ def _never(job: Job, pins: Pins) -> str:
     if not pins.allow(balance="off"):
         return f"balance is pinned to {pins.balance!r}; in a pipeline it is 'off'."
     return ""
+
+
+def _indivisible(job: Job, pins: Pins) -> str:
+    if pins.pp == 1:
+        return "PP is pinned to 1; a pipeline has bubbles from PP 2 on."
+    return indivisible(job, pins, len(job.model.module(BACKBONE).blocks)) or nothing_divides(job)
 
 
 def _shapes(job: Job, pins: Pins) -> Iterator[Shape]:
@@ -153,7 +159,7 @@ def _estimated(job: Job, shape: Shape) -> Shape:
     chunk_bytes = float(costs.parameters.sum()) / (shape.pp * shape.chunks)
     ranks = range(0, shape.dp * shape.tp, shape.tp)
     data_s = job.cost.gather_seconds(chunk_bytes * precision.compute, ranks)
-    data_s += job.cost.gather_seconds(chunk_bytes * precision.gradient, ranks)
+    data_s += job.cost.reduce_scatter_seconds(chunk_bytes * precision.gradient, ranks)
     ends = 0, (shape.pp - 1) * shape.dp * shape.tp
     sends_s = 2 * shape.pp * shape.chunks * float(job.cost.send_seconds(costs.output_bytes.max(keepdims=True), ends)[0])
     bubbles_s = (shape.pp - 1) * pass_s / shape.chunks + data_s + sends_s
@@ -306,7 +312,8 @@ class _Filler:
             updated += learning / unit.dp
             if unit.dp > 1:
                 gather_s += cost.gather_seconds(float(learning.max()) * precision.compute, ranks)
-                finish_s += [cost.gather_seconds(size * precision.gradient, ranks) for size in learning.tolist()]
+                sizes = (learning * precision.gradient).tolist()
+                finish_s += [cost.reduce_scatter_seconds(size, ranks) for size in sizes]
         finish_s += [cost.step_seconds(round(number)) for number in updated.tolist()]
         return gather_s, tuple(finish_s.tolist())
 

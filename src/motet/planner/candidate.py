@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from motet.core.plan import Order, Plan, ScheduleKind
+from motet.core.plan import Order, Plan
 from motet.planner.job import Job
 from motet.schedule import planned
 from motet.simulate.predict import predict_placed
@@ -42,8 +42,9 @@ def predict_candidate(job: Job, candidate: Candidate) -> Prediction:
 class RuledOut:
     """What was considered and cannot be.
 
+    what:        the degrees; "" is whatever they are.
     why:         a sentence: the memory that lacks and where, or what does not divide.
-    lacks_bytes: on the fullest rank; 0 where memory is not the reason. mends: what would make it fit.
+    lacks_bytes: on the fullest rank; 0 where memory is not the reason. mends: what makes it fit, and was tried.
     """
 
     strategy: str
@@ -55,19 +56,22 @@ class RuledOut:
 
 def size_words(size_bytes: float) -> str:
     """As a sentence has it."""
-    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 5e7 else f"{size_bytes / 1e6:.3g} MB"
+    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.3g} MB"
 
 
 @dataclass(frozen=True)
 class Pins:
-    """What the search may not change; None is free. tp, pp, dp: of the backbone. recompute: of all that learns."""
+    """What the search may not change; None is free. tp, pp, dp: of the backbone. recompute: of all that learns.
+
+    schedule: of those that a strategy can propose. GPipe is not among them: 1F1B takes as long, and holds less.
+    """
 
     strategies: tuple[str, ...] = ()
     tp: int | None = None
     pp: int | None = None
     dp: int | None = None
     microbatch_size: int | None = None
-    schedule: ScheduleKind | None = None
+    schedule: Literal["1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "data_parallel"] | None = None
     recompute: Literal["none", "least", "full"] | None = None
     balance: Literal["off", "joint", "per_phase", "auto"] | None = None
     order: Order | None = None

@@ -60,13 +60,18 @@ def chain(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     yield from ruled_out
 
 
-def plan_of(job: Job, degrees: Degrees, cut: Callable[[Blocks, int], Ints], pins: Pins | None = None) -> Plan:
-    """A chain that is cut otherwise: `anchor.by_layers`, `by_parameters`, `encoders_first`. With the least
-    recomputation that fits, if that is not pinned; with all of it, where even that does not fit.
+def plan_of(
+    job: Job, degrees: Degrees, cut: Callable[[Blocks, int], Ints] | None = None, pins: Pins | None = None
+) -> Plan:
+    """A chain in these degrees, with the least recomputation that fits, if that is not pinned; with all of it, where
+    even that does not fit.
 
-    cut: (blocks, number of stages) -> stage of each block.
+    cut: (blocks, number of stages) -> stage of each block, for a chain that is cut otherwise than exactly:
+         `anchor.by_layers`, `by_parameters`, `encoders_first`.
     """
     pipeline = Search(job, pins or Pins()).pipeline(degrees)
+    if cut is None:
+        return pipeline.plan(pipeline.settled())
     return pipeline.plan(stages_of(pipeline.blocks, cut(pipeline.blocks, degrees.num_stages), pipeline.room))
 
 
@@ -263,13 +268,8 @@ class Search:
     def _ruled_out(self, degrees: Degrees, stages: Stages) -> RuledOut:
         rank = int(np.argmax(stages.fullness))
         recomputed = "with nothing recomputed" if self.pins.recompute == "none" else "with all layers recomputed"
-        return RuledOut(
-            STRATEGY,
-            degrees.words,
-            f"Pipeline rank {rank} of {degrees.pp} lacks {size_words(stages.lacks_bytes)} {recomputed}.",
-            stages.lacks_bytes,
-            tuple(degrees.mends(self.job, can_recompute=self.pins.recompute == "none")),
-        )
+        why = f"pipeline rank {rank} of {degrees.pp} lacks {size_words(stages.lacks_bytes)} {recomputed}."
+        return RuledOut(STRATEGY, degrees.words, why, stages.lacks_bytes)
 
 
 def _facts(pipeline: Pipeline, exact: Stages, stages: Stages, num_simulated: int) -> Iterator[str]:
@@ -285,12 +285,6 @@ def _facts(pipeline: Pipeline, exact: Stages, stages: Stages, num_simulated: int
             f"Cut by the seconds of forward and backward, the slowest rank takes {own:.2f} times the mean; "
             f"cut into equal layers {ratios['layers']:.2f} times, into equal parameters {ratios['parameters']:.2f}."
         )
-    if stages.recomputed.any():
-        of_block = room.rank[stages.stage]
-        again, held = np.bincount(of_block, stages.recomputed), np.bincount(of_block)
-        yield f"Recomputed layers by pipeline rank: {again.astype(int).tolist()} of {held.tolist()}."
-    else:
-        yield "Nothing need be recomputed."
     if (stages.stage != exact.stage).any():
         yield f"Of {num_simulated} cuts that were simulated, the fastest is not the most even one."
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from motet.core.errors import UserError
 from motet.core.plan_file import write_plan
 from motet.planner.candidate import Pins
 from motet.planner.job import Job
@@ -32,9 +33,27 @@ class Outputs:
     html: Path | None = None
     explanation: Path | None = None
 
+    @property
+    def paths(self) -> list[Path]:
+        """Of those that are to be written."""
+        return [path for path in (self.plan, self.png, self.html, self.explanation) if path is not None]
+
+    def check(self) -> None:
+        """Raises UserError for a file in a folder that there is not, and for two files at one place."""
+        for path in self.paths:
+            if not path.absolute().parent.is_dir():
+                raise UserError(f"{path} cannot be written: there is no folder {path.parent}.")
+            if path.is_dir():
+                raise UserError(f"{path} cannot be written: it is a folder; name a file.")
+            if self.paths.count(path) > 1:
+                raise UserError(f"{path} cannot be written: two of --out, --png, --html and --explain name it.")
+
 
 def plan_command(job: Job, pins: Pins, outputs: Outputs) -> None:
-    """Raises UserError if nothing fits, naming the nearest miss, and for a file that cannot be written."""
+    """Raises UserError if nothing fits, naming the nearest miss, and for a file that cannot be written: what can be
+    known of that, before anything is searched.
+    """
+    outputs.check()
     show_found(find_plans(job, pins), outputs)
 
 
@@ -55,8 +74,7 @@ def show_found(found: Found, outputs: Outputs) -> None:
         from motet.planner.explain import write_explanation
 
         write_explanation(found, outputs.explanation)
-    written = [outputs.plan, outputs.png, outputs.html, outputs.explanation]
-    print(f"\nWrote {', '.join(str(path) for path in written if path is not None)}.")
+    print(f"\nWrote {', '.join(map(str, outputs.paths))}.")
 
 
 def find_plans(job: Job, pins: Pins, wanted: Wanted = NOTHING_MORE) -> Found:

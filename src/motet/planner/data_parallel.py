@@ -12,14 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from motet.core.errors import UserError
-from motet.planner.candidate import Candidate, Pins, RuledOut
+from motet.planner.candidate import Candidate, Pins, RuledOut, size_words
 from motet.planner.colocated import EvenBatch
 from motet.planner.data_parallel_search import Placed, Ranks, Weighed
-from motet.planner.degrees import tensor_degrees
 from motet.planner.job import Job
 from motet.planner.recompute import Mode
+from motet.planner.refusals import indivisible, tensor_degrees
 from motet.planner.sharding import Sharding
 from motet.schedule import check_fit
+from motet.simulate.drawing import shown_seconds
 
 NAME = "data parallel"
 MAX_CANDIDATES = 6
@@ -30,7 +31,8 @@ def data_parallel(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
 
     Rules out what no rank has memory for, and batch sizes that do not divide among the ranks.
     """
-    if not pins.allow(pp=1, schedule="data_parallel"):
+    if why := _refused(job, pins):
+        yield RuledOut(NAME, "", why)
         return
     found: list[Placed] = []
     even = EvenBatch(job)
@@ -45,6 +47,15 @@ def data_parallel(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
                 yield one
     for placed in sorted(found, key=lambda one: one.weighed.estimate_s)[:MAX_CANDIDATES]:
         yield _candidate(placed)
+
+
+def _refused(job: Job, pins: Pins) -> str | None:
+    if not pins.allow(pp=1):
+        return f"data parallelism has no pipeline; PP is pinned to {pins.pp}."
+    if not pins.allow(schedule="data_parallel"):
+        return f"data parallelism has no pipeline; the schedule is pinned to {pins.schedule!r}."
+    # What of the batch does not divide is told by ranks, with batches that would.
+    return indivisible(job, replace(pins, dp=None, microbatch_size=None), 1)
 
 
 def _proposals(ranks: Ranks, best_s: float) -> Iterator[Placed | RuledOut]:
@@ -62,7 +73,7 @@ def _proposals(ranks: Ranks, best_s: float) -> Iterator[Placed | RuledOut]:
         weighed, _ = ranks.weigh_evenly(best_s, far=math.inf)
         placed = list(ranks.place(weighed, best_s))
     for one in placed:
-        yield _lacks(ranks, one.weighed, ["fewer examples at a time"]) if one.weighed.fit.lacks_bytes else one
+        yield _lacks(ranks, one.weighed) if one.weighed.fit.lacks_bytes else one
 
 
 def _wrong(ranks: Ranks) -> RuledOut | None:
@@ -74,7 +85,7 @@ def _wrong(ranks: Ranks) -> RuledOut | None:
     if size % ranks.dp:
         below = size // ranks.dp * ranks.dp
         fitting = [f"a batch of {near:,}" for near in (below, below + ranks.dp) if near]
-        why = f"{size:,} examples do not divide among {ranks.dp:,} ranks."
+        why = f"a batch of {size:,} does not divide among the replicas."
         return RuledOut(NAME, what, why, mends=tuple(fitting))
     if not ranks.sizes:
         why = f"{size // ranks.dp} examples a rank are no multiple of {ranks.pins.microbatch_size} at a time."
@@ -91,41 +102,22 @@ def _without_memory(ranks: Ranks, fitting: Sequence[Weighed], lacking: Sequence[
     nothing fits, of all.
     """
     if not fitting:
-        yield from (_lacks(ranks, missed, _mends(ranks, missed)) for missed in lacking[:1])
+        yield from (_lacks(ranks, missed) for missed in lacking[:1])
         return
     for zero in (3, 2, 0):
         missed = [one for one in lacking if one.sharding.zero == zero]
         if missed and all(one.sharding.zero != zero for one in fitting):
-            yield _lacks(ranks, missed[0], [f"ZeRO {fitting[0].sharding.zero}"])
+            yield _lacks(ranks, missed[0], f"ZeRO {fitting[0].sharding.zero}")
     largest = max(one.size for one in fitting)
     larger = [one for one in lacking if one.size > largest]
     if larger:
-        yield _lacks(ranks, larger[0], [f"{_examples(largest)} at a time"])
+        yield _lacks(ranks, larger[0], f"{_examples(largest)} at a time")
 
 
-def _mends(ranks: Ranks, missed: Weighed) -> list[str]:
-    """Nodes over which the state would be small enough, and the least tensor parallelism with which a rank fits."""
-    mends, job = [], ranks.job
-    held = sum(own.held_bytes for own in ranks.state(missed.sharding).values())
-    if missed.sharding.zero == 3 and held > missed.fit.lacks_bytes:
-        needed = ranks.dp * ranks.tp * held / (held - missed.fit.lacks_bytes)
-        mends.append(f"{math.ceil(needed / job.cluster.ranks_per_node):,} nodes")
-    for tp in tensor_degrees(job):
-        if tp > ranks.tp:
-            other = Ranks(job, replace(ranks.pins, dp=None), tp, ranks.even)
-            load = ranks.even.load(other.dp, max(job.batch_size // other.dp, 1), tp)
-            if not other.fit(load, Sharding(3, 0), "full").lacks_bytes:
-                return [*mends, f"TP {tp}"]
-    return mends
-
-
-def _lacks(ranks: Ranks, missed: Weighed, mends: Sequence[str]) -> RuledOut:
-    recomputed = "no" if ranks.mode == "none" else "full"
-    why = (
-        f"A rank lacks {_gbytes(missed.fit.lacks_bytes)} of {_gbytes(ranks.job.capacity_bytes)} with {recomputed} "
-        f"recomputation and {_examples(missed.size)} at a time."
-    )
-    return RuledOut(NAME, _what(ranks, missed), why, missed.fit.lacks_bytes, tuple(mends))
+def _lacks(ranks: Ranks, missed: Weighed, *mends: str) -> RuledOut:
+    recomputed = "nothing" if ranks.mode == "none" else "all layers"
+    why = f"a rank lacks {size_words(missed.fit.lacks_bytes)} with {recomputed} recomputed."
+    return RuledOut(NAME, _what(ranks, missed), why, missed.fit.lacks_bytes, mends)
 
 
 def _candidate(placed: Placed) -> Candidate:
@@ -154,7 +146,10 @@ def _balance_facts(placed: Placed) -> Iterator[str]:
     waits_s, longer_s = placed.load.waiting_s(recompute), unbalanced.waiting_s(recompute)
     if longer_s > waits_s:
         how = ", ".join(method.replace("_", " ") for method in dict.fromkeys(placed.load.methods))
-        yield f"Balanced ({how}), the busiest ranks compute for {waits_s:.3g} s a step; otherwise, {longer_s:.3g} s."
+        yield (
+            f"Balanced ({how}), the busiest ranks compute for {shown_seconds(waits_s)} a step; otherwise, for "
+            f"{shown_seconds(longer_s)}."
+        )
 
 
 def _most_unbalanced(ranks: Ranks, one: Weighed) -> int:
@@ -178,8 +173,8 @@ def _sharding_facts(ranks: Ranks, one: Weighed) -> Iterator[str]:
     whole_s = ranks.sharded(Sharding(one.sharding.zero, 0)).communication_s(number)
     if whole_s > own_s:
         yield (
-            f"Sharding in groups of {one.sharding.shard_size} communicates for {own_s:.3g} s a step, hidden or not; "
-            f"over all {ranks.dp:,} ranks, for {whole_s:.3g} s."
+            f"Sharding in groups of {one.sharding.shard_size} communicates for {shown_seconds(own_s)} a step, hidden "
+            f"or not; over all {ranks.dp:,} ranks, for {shown_seconds(whole_s)}."
         )
 
 
@@ -190,12 +185,8 @@ def _recompute_facts(placed: Placed) -> Iterator[str]:
     ]
     if counts:
         again_s = placed.load.waiting_s(recompute) - placed.load.waiting_s({})
-        yield f"Recomputes {', '.join(counts)}: {again_s:.3g} s a step."
+        yield f"Recomputes {', '.join(counts)}: {shown_seconds(again_s)} a step."
 
 
 def _examples(count: int) -> str:
     return f"{count:,} example{'' if count == 1 else 's'}"
-
-
-def _gbytes(size_bytes: float) -> str:
-    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"

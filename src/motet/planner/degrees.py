@@ -20,10 +20,10 @@ from motet.core.plan import ScheduleKind
 from motet.planner.candidate import Pins, RuledOut, size_words
 from motet.planner.job import Column, Job
 from motet.planner.recompute import Mode
+from motet.planner.refusals import indivisible, nothing_divides, tensor_degrees
 from motet.planner.uneven import unevenness
 
 STRATEGY = "chain"
-TENSOR = (1, 2, 4, 8)
 MICROBATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 CHUNKS = (2, 4, 8, 12)
 MAX_STAGES = 96
@@ -61,21 +61,6 @@ class Degrees:
             f"microbatches of {self.microbatch_size}"
         )
 
-    def mends(self, job: Job, *, can_recompute: bool = False) -> Iterator[str]:
-        """What would leave more room."""
-        if can_recompute:
-            yield "recomputation"
-        if self.microbatch_size > 1:
-            yield f"microbatches of {self.microbatch_size // 2}"
-        if self.tp * 2 in tensor_degrees(job):
-            yield f"TP {self.tp * 2}"
-        yield f"more than {self.pp} pipeline rank{'' if self.pp == 1 else 's'}"
-
-
-def tensor_degrees(job: Job) -> list[int]:
-    """Within a node, and of which it is known what they take."""
-    return [tp for tp in TENSOR if job.cluster.ranks_per_node % tp == 0 and (tp == 1 or not job.why_unpriced(tp))]
-
 
 def most_replicas(job: Job, num_ranks: int, pins: Pins) -> int:
     """The most data-parallel replicas of num_ranks ranks each that the cluster has room and the batch whole examples
@@ -101,7 +86,8 @@ class Considered:
         self._uneven = cache(lambda *shape: unevenness(job, shape[0], shape[1], shape[2:]))
         self._found: list[Degrees] = []
         full: list[tuple[float, Degrees]] = []
-        for degrees in _allowed(job, pins, sum(len(job.model.module(name).blocks) for name in names)):
+        num_blocks = sum(len(job.model.module(name).blocks) for name in names)
+        for degrees in _allowed(job, pins, num_blocks):
             state_bytes = self.whole(degrees).state_bytes(job, degrees.dp)
             lacks_bytes = state_bytes / degrees.pp - job.capacity_bytes
             if lacks_bytes > 0:
@@ -110,11 +96,10 @@ class Considered:
                 self._found.append(degrees)
         if full:
             lacks_bytes, degrees = min(full, key=lambda entry: entry[0])
-            lacks = f"{size_words(lacks_bytes)} on {degrees.pp} pipeline ranks"
-            why = f"Parameters, gradients and optimizer alone lack {lacks}."
-            self.ruled_out.append(RuledOut(STRATEGY, degrees.words, why, lacks_bytes, tuple(degrees.mends(job))))
+            why = f"parameters, gradients and optimizer alone lack {size_words(lacks_bytes)} on each rank."
+            self.ruled_out.append(RuledOut(STRATEGY, degrees.words, why, lacks_bytes))
         elif not self._found:
-            self.ruled_out.append(_nothing_allowed(job, pins))
+            self.ruled_out.append(RuledOut(STRATEGY, "", _nothing_allowed(job, pins, num_blocks)))
 
     def whole(self, degrees: Degrees) -> _Whole:
         found: _Whole = self._whole(degrees.microbatch_size, degrees.tp)
@@ -152,16 +137,12 @@ class Considered:
         return sorted(self._found, key=needed)
 
 
-def _nothing_allowed(job: Job, pins: Pins) -> RuledOut:
+def _nothing_allowed(job: Job, pins: Pins, num_blocks: int) -> str:
     if not pins.allow(balance="off"):
-        why = f"Balance {pins.balance!r} is of data parallelism; in a pipeline it is 'off'."
-        return RuledOut(STRATEGY, "any", why, mends=("balance 'off'",))
+        return f"in a pipeline nothing is balanced; balance is pinned to {pins.balance!r}."
     if pins.schedule not in (None, *NAMES):
-        why = f"A chain runs in {', '.join(NAMES.values())}; schedule {pins.schedule!r} is pinned."
-        return RuledOut(STRATEGY, "any", why, mends=("schedule '1f1b'",))
-    ranks = f"{job.cluster.num_ranks} ranks and a batch of {job.batch_size}"
-    why = f"No degrees that are allowed divide {ranks}; TP must divide {job.cluster.ranks_per_node} ranks of a node."
-    return RuledOut(STRATEGY, "any", why)
+        return f"a chain runs in {', '.join(NAMES.values())}; the schedule is pinned to {pins.schedule!r}."
+    return indivisible(job, pins, num_blocks, "model") or nothing_divides(job)
 
 
 def _allowed(job: Job, pins: Pins, num_blocks: int) -> Iterator[Degrees]:

@@ -7,20 +7,22 @@ fits memory (`unit_stages.py`), and time and bytes are counted again, which MMSc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from motet.core.workload import BACKBONE
-from motet.planner.allocate import allocate, rigid
-from motet.planner.allocation import Limits, UnitOptions
-from motet.planner.candidate import Candidate, Pins, RuledOut
-from motet.planner.degrees import tensor_degrees
+from motet.cost.flops import batch_flops
+from motet.planner.allocate import allocate, proportional, rigid
+from motet.planner.allocation import Allocation, Limits, UnitOptions
+from motet.planner.candidate import Candidate, Pins, RuledOut, size_words
 from motet.planner.job import Job
 from motet.planner.placed_units import PlacedUnits, side_of
+from motet.planner.refusals import indivisible, not_apart
 from motet.planner.unit_options import RECOMPUTED, microbatch_sizes, unit_options
 from motet.planner.virtual_units import virtual_units
+from motet.simulate.drawing import shown_seconds
 
 NAME = "disaggregated"
 _MAX_MICROBATCH = 16
@@ -33,17 +35,18 @@ _NUM_TRIES = 3
 def disaggregated(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     """Each module on ranks of its own, 1F1B across units, the backbone's chunks interleaved or not: the best by
     estimate, and what is fast and lacks memory."""
-    if (why := _unable(job, pins)) is not None:
-        yield RuledOut(NAME, "units of their own", why)
+    why = not_apart(job, pins, interleaved=True) or indivisible(job, pins, len(job.model.module(BACKBONE).blocks))
+    if why:
+        yield RuledOut(NAME, "", why)
         return
     units = _options(job, pins)
-    stiff = list(_rigid(job, pins, units))
-    placed = list({one.what: one for one in (*_placed(job, pins, units), *stiff)}.values())
+    stiff = _fastest(job, pins, units, rigid)
+    placed = list({one.what: one for one in (*_placed(job, pins, units), *([stiff] if stiff else []))}.values())
     if not placed:
         names = ", ".join(unit.name for unit in units)
         why = f"{job.cluster.num_ranks} ranks are too few for units of {names}, with a batch of {job.batch_size}."
-        yield RuledOut(NAME, "units of their own", why, mends=("more ranks",))
-    baseline = next((one for one in stiff if not one.lacks_bytes), None)
+        yield RuledOut(NAME, "", why)
+    baseline = None if stiff is None or stiff.lacks_bytes else stiff
     fitting = sorted((one for one in placed if not one.lacks_bytes), key=lambda one: one.estimate_s)
     plain = [_candidate(one, baseline) for one in fitting[:_NUM_PROPOSED]]
     chunked = [_interleaved(one, baseline, pins) for one in fitting[:_NUM_CHUNKED]]
@@ -54,6 +57,17 @@ def disaggregated(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
         yield RuledOut(NAME, f"{fitting[0].what}; interleaved", why)
     yield from sorted(allowed, key=lambda one: one.estimate_s)[:_NUM_PROPOSED]
     yield from (_ruled_out(one, pins) for one in placed if one.lacks_bytes)
+
+
+def rigid_units(job: Job, pins: Pins) -> PlacedUnits | None:
+    """As Megatron-LM allocates (MMScale section 2.1): the backbone's TP and DP for all modules; None if none fits."""
+    return _fastest(job, pins, _options(job, pins), rigid)
+
+
+def proportional_units(job: Job, pins: Pins) -> PlacedUnits | None:
+    """Ranks in proportion to operations, the strawman of MMScale sections 4.2 and 7.2; None if none fits."""
+    flops = {name: float(count) for name, count in batch_flops(job.model, job.batch).items()}
+    return _fastest(job, pins, _options(job, pins), lambda units, limits: proportional(units, flops, limits))
 
 
 def _candidate(one: PlacedUnits, baseline: PlacedUnits | None) -> Candidate:
@@ -70,33 +84,6 @@ def _interleaved(one: PlacedUnits, baseline: PlacedUnits | None, pins: Pins) -> 
     gain = one.estimate_s / best.estimate_s
     fact = f"With {best.num_chunks} chunks a rank of the backbone, {gain:.2f} times as fast as with one, by estimate."
     return Candidate(NAME, best.what, best.plan, best.estimate_s, best.bound_s, (_ranks_fact(one, baseline), fact))
-
-
-def _unable(job: Job, pins: Pins) -> str | None:
-    """Why there can be no such Plan, in a sentence."""
-    names = [module.name for module in job.model.modules]
-    aside = [name for name in names if name != BACKBONE and side_of(job.model, name) == 0]
-    if aside:
-        return f"module {aside[0]!r} must feed the backbone and nothing else, or be fed by it alone, to be a unit."
-    if len(names) == 1:
-        return "the backbone is the only module; there is nothing to take apart."
-    if not pins.allow(schedule="1f1b") and not pins.allow(schedule="interleaved_1f1b"):
-        return f"units that feed each other run 1F1B, interleaved or not; the schedule is pinned to {pins.schedule!r}."
-    if not pins.allow(balance="off"):
-        return (
-            f"phases on ranks of their own are not balanced against each other; balance is pinned to {pins.balance!r}."
-        )
-    if pins.tp is not None and pins.tp not in tensor_degrees(job):
-        return (
-            f"TP is pinned to {pins.tp}; it must be one of {', '.join(map(str, tensor_degrees(job)))}, within a node."
-        )
-    num_blocks = len(job.model.module(BACKBONE).blocks)
-    if pins.pp is not None and not 1 <= pins.pp <= num_blocks:
-        return f"PP is pinned to {pins.pp}; it must be 1 to {num_blocks}, the layers of the backbone."
-    taken = (pins.dp or 1) * (pins.microbatch_size or 1)
-    if job.batch_size % taken:
-        return f"a batch of {job.batch_size} is no multiple of the pinned DP times the pinned microbatch, {taken}."
-    return None
 
 
 def _options(job: Job, pins: Pins) -> list[UnitOptions]:
@@ -142,14 +129,15 @@ def _fitting(job: Job, pins: Pins, units: Sequence[UnitOptions], limits: Limits)
         yield placed
 
 
-def _rigid(job: Job, pins: Pins, units: Sequence[UnitOptions]) -> Iterator[PlacedUnits]:
-    """The fastest with the backbone's TP and DP for all modules."""
+def _fastest(
+    job: Job, pins: Pins, units: Sequence[UnitOptions], by: Callable[[Sequence[UnitOptions], Limits], Allocation | None]
+) -> PlacedUnits | None:
+    """The fastest over all microbatch sizes of the backbone, of those that `by` allocates."""
     backbone = next(unit for unit in units if unit.side == 0)
     sizes = sorted(set(backbone.num_examples.tolist()))
-    found = [rigid(*_pinned(job, pins, units, size)) for size in sizes]
+    found = [by(*_pinned(job, pins, units, size)) for size in sizes]
     fastest = min((one for one in found if one), key=lambda one: one.time_s, default=None)
-    if fastest is not None:
-        yield PlacedUnits(job, fastest, pins.recompute or "least")
+    return PlacedUnits(job, fastest, pins.recompute or "least") if fastest else None
 
 
 def _pinned(
@@ -179,7 +167,7 @@ def _ranks(placed: PlacedUnits) -> str:
 
 
 def _slowest_fact(placed: PlacedUnits) -> str:
-    each = ", ".join(f"{name} {1e3 * cut.slowest_s:.0f} ms" for name, cut in placed.cuts.items())
+    each = ", ".join(f"{name} {shown_seconds(cut.slowest_s)}" for name, cut in placed.cuts.items())
     return f"Slowest stage of each unit, forward and backward of a microbatch: {each}."
 
 
@@ -187,10 +175,6 @@ def _ruled_out(placed: PlacedUnits, pins: Pins) -> RuledOut:
     cut = max(placed.cuts.values(), key=lambda cut: cut.lacks_bytes)
     stage = max(range(len(cut.fits)), key=lambda number: cut.fits[number].lacks_bytes)
     lacks, share = cut.lacks_bytes, cut.share
-    done = "without recomputation" if pins.recompute == "none" else "with all recomputed"
-    why = f"stage {stage} of {share.name} lacks {lacks / 1e9:.1f} GB {done}."
-    mends = ["recomputation"] if pins.recompute == "none" else []
-    if share.num_examples > 1:
-        mends.append("a smaller microbatch")
-    mends.append("more ranks")
-    return RuledOut(NAME, placed.what, why, lacks, tuple(mends))
+    done = "with nothing recomputed" if pins.recompute == "none" else "with all layers recomputed"
+    why = f"stage {stage} of {share.name} lacks {size_words(lacks)} {done}."
+    return RuledOut(NAME, placed.what, why, lacks)

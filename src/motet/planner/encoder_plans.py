@@ -23,7 +23,7 @@ from motet.core.plan import Fill, Plan, ScheduleKind, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
 from motet.cost.memory import unit_spans
-from motet.planner.candidate import RuledOut
+from motet.planner.candidate import RuledOut, size_words
 from motet.planner.job import BlockCosts, Column, Job
 from motet.planner.partition import partition
 from motet.planner.recompute import Fit, StageBytes, fit_rank, stage_bytes
@@ -159,10 +159,9 @@ class EncoderPlans:
         worst = max(range(shape.pp), key=lambda rank: fits[rank].lacks_bytes)
         if fits[worst].lacks_bytes:
             lacks = fits[worst].lacks_bytes
-            how = "and no recomputation is pinned" if self.mode == "none" else "with all activations recomputed"
-            why = f"pipeline rank {worst} lacks {lacks / 1e9:.1f} GB, {how}."
-            mends = ("more tensor or pipeline parallelism", "smaller microbatches")
-            return RuledOut(STRATEGY, f"{shape}; {plan}", why, lacks, mends)
+            done = "with nothing recomputed" if self.mode == "none" else "with all layers recomputed"
+            why = f"pipeline rank {worst} of {shape.pp} lacks {size_words(lacks)} {done}."
+            return RuledOut(STRATEGY, f"{shape}; {plan}", why, lacks)
         backbone = [fits[stage % shape.pp].recompute[stage // shape.pp] for stage in range(len(self.backbone.stages))]
         recomputed = [replace(units[0], recompute=_or_none(backbone))]
         for number, unit in enumerate(units[1:]):

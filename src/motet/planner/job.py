@@ -167,22 +167,9 @@ class Job:
         return total
 
     def unevenness(self, name: str, num_examples: int) -> Column:
-        """Seconds of each microbatch of num_examples examples over their mean, [num_microbatches], by the layers of the
-        module that take longest; 1 where it has nothing to do. Cached."""
-        found: Column = self._unevenness(name, num_examples)
-        return found
-
-    @cached_property
-    def _unevenness(self):  # type: ignore[no-untyped-def]
-        return cache(self._compare)
-
-    def _compare(self, name: str, num_examples: int) -> Column:
-        longest: Column = np.zeros(1)
-        for stack in self.model.module(name).stacks:
-            layer = stack.layer
-            seconds = stack.count * self.cost.layer_seconds(name, layer, self.work(name, layer, num_examples)).forward_s
-            longest = max(longest, seconds, key=lambda own: float(own.sum()))
-        return longest / longest.mean() if longest.any() else np.ones_like(longest)
+        """The same over their mean, without tensor parallelism; 1 where the module has nothing to do."""
+        seconds = self.microbatch_seconds(name, num_examples)
+        return seconds / seconds.mean() if seconds.any() else np.ones_like(seconds)
 
     def _price(self, name: str, num_examples: float, tp: int) -> BlockCosts:
         module, element_bytes = self.model.module(name), self.mixed_precision(pipeline=True).compute

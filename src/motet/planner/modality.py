@@ -20,14 +20,16 @@ from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.planner.blocks import Blocks, blocks_of, join
 from motet.planner.candidate import Candidate, Pins, RuledOut, size_words
-from motet.planner.degrees import microbatch_sizes, most_replicas, tensor_degrees
+from motet.planner.degrees import microbatch_sizes, most_replicas
 from motet.planner.job import Column, Job
 from motet.planner.partition import partition, slowest_stages
 from motet.planner.recompute import Mode
+from motet.planner.refusals import indivisible, not_apart, nothing_divides, tensor_degrees
 from motet.planner.stages import Ints, Room, Stages, settle, stage_numbers
 from motet.planner.step_time import Flow, ends_s, pipeline_s, work_s
 from motet.planner.uneven import unevenness
 from motet.schedule.modality import modality_parallel as passes
+from motet.simulate.drawing import shown_seconds
 
 STRATEGY = "modality parallel"
 NUM_CANDIDATES = 3
@@ -145,14 +147,13 @@ class Modalities:
 
 def modality_parallel(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     """The best that fit, best estimate first; then the nearest of those that do not."""
-    if why := _cannot(job, pins):
-        yield RuledOut(STRATEGY, "any", why)
+    if why := not_apart(job, pins) or indivisible(job, pins, len(job.model.module(BACKBONE).blocks)):
+        yield RuledOut(STRATEGY, "", why)
         return
     mode: Mode = pins.recompute or "least"
     options = list(shapes(job, pins))
     if not options:
-        ranks = f"{job.cluster.num_ranks} ranks and a batch of {job.batch_size}"
-        yield RuledOut(STRATEGY, "any", f"No degrees that are allowed divide {ranks}.")
+        yield RuledOut(STRATEGY, "", nothing_divides(job))
     found: list[tuple[float, Modalities, Stages]] = []
     full: list[tuple[float, Modalities, Stages]] = []
 
@@ -175,26 +176,15 @@ def modality_parallel(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
         facts = tuple(_facts(own, stages))
         yield Candidate(STRATEGY, own.words, own.plan(stages), step_s, work_s(own.flow, stages), facts)
     for lacks_bytes, own, stages in sorted(full, key=lambda entry: entry[0])[:NUM_RULED_OUT]:
-        yield RuledOut(STRATEGY, own.words, _lacks(own, stages, pins), lacks_bytes, ("more stages", "more TP"))
+        yield RuledOut(STRATEGY, own.words, _lacks(own, stages, pins), lacks_bytes)
 
 
 def _lacks(own: Modalities, stages: Stages, pins: Pins) -> str:
     stage = int(np.argmax(stages.fullness))
     place = int(np.searchsorted(own.first, stage, side="right")) - 1
     recomputed = "with nothing recomputed" if pins.recompute == "none" else "with all layers recomputed"
-    where = f"Stage {stage - own.first[place]} of {own.names[place]!r}"
+    where = f"stage {stage - own.first[place]} of {own.names[place]}"
     return f"{where} lacks {size_words(stages.lacks_bytes)} {recomputed}."
-
-
-def _cannot(job: Job, pins: Pins) -> str:
-    before, after = _sides(job)
-    if len(before) + len(after) + 1 != len(job.model.modules):
-        return "A module neither feeds the backbone nor is fed by it alone."
-    if not before and not after:
-        return "The model has one module."
-    if not pins.allow(balance="off") or not pins.allow(schedule="1f1b"):
-        return "Units that feed each other run in 1F1B, and balance is 'off'; other is pinned."
-    return ""
 
 
 def _sides(job: Job) -> tuple[list[str], list[str]]:
@@ -264,11 +254,8 @@ def _nearest(slowest_s: Column, target_s: float) -> tuple[int, ...]:
 
 def _facts(own: Modalities, stages: Stages) -> Iterator[str]:
     slowest = [float(stages.seconds[first:stop].max()) for first, stop in zip(own.first, own.first[1:])]
-    times = ", ".join(f"{name} {second * 1e3:.1f}" for name, second in zip(own.names, slowest))
-    yield f"Milliseconds of forward and backward of the slowest stage: {times}."
-    if stages.recomputed.any():
-        again = [sum(counts.values()) for counts in stages.recompute]
-        yield f"Recomputed layers by stage: {again} of {[sum(counts.values()) for counts in stages.layers]}."
+    times = ", ".join(f"{name} {shown_seconds(second)}" for name, second in zip(own.names, slowest))
+    yield f"Slowest stage of each unit, forward and backward of a microbatch: {times}."
 
 
 def frozen_unaware(job: Job, pins: Pins) -> Plan | None:

@@ -145,6 +145,6 @@ class PlacedUnits:
             once_s = job.cost.step_seconds(round(trained / unit.dp))
             if unit.dp > 1:
                 once_s += job.cost.gather_seconds(held * precision.compute, ranks)
-                once_s += job.cost.gather_seconds(trained * precision.gradient, ranks)
+                once_s += job.cost.reduce_scatter_seconds(trained * precision.gradient, ranks)
             slowest_s = max(slowest_s, once_s)
         return slowest_s

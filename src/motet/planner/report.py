@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from rich.console import Console
@@ -12,7 +12,9 @@ from rich.segment import SegmentLines
 from rich.table import Table
 from rich.text import Text
 
+from motet.core.plan import Plan, Unit
 from motet.planner.candidate import RuledOut
+from motet.planner.job import Job
 from motet.planner.search import Found, Result, pins_in_words
 from motet.simulate.drawing import shown_seconds
 from motet.simulate.plan_words import plan_in_words
@@ -21,6 +23,8 @@ _MAX_REASONS = 3
 _MAX_FACTS = 3
 _CLEARLY = 0.02
 """Of a step: what differs by less is not told as a reason."""
+COLUMNS = ("strategy and degrees", "step", "tokens/s", "MFU", "GB a rank", "bubbles", "GPUs")
+"""Of the ranking."""
 
 
 def print_found(found: Found, console: Console | None = None) -> None:
@@ -28,7 +32,7 @@ def print_found(found: Found, console: Console | None = None) -> None:
     console = console or Console()
     if found.results:
         _print_ranking(found, console)
-        for sentence in _left(found):
+        for sentence in (*_left(found), *_lengths(found.job)):
             console.print(sentence, style="dim", highlight=False, markup=False)
         console.print()
     if found.ruled_out:
@@ -45,19 +49,40 @@ def winner_in_words(found: Found) -> list[str]:
     best = found.best
     prediction = best.prediction
     hours = prediction.num_ranks * best.step_s / prediction.num_tokens * 1e9 / 3600
-    sentences = plan_in_words(best.candidate.plan)
-    sentences += best.candidate.facts[:_MAX_FACTS]
-    if rival := _rival(found):
+    plan = best.candidate.plan
+    sentences = [*plan_in_words(plan), *recomputed_in_words(plan), *best.candidate.facts[:_MAX_FACTS]]
+    for rival in _rivals(found):
         sentences += _against(best, rival)
-    device = best.candidate.plan.cluster.device.name
-    return [*sentences, f"A billion tokens take {hours:,.4g} hours of one {device}."]
+    return [*sentences, f"A billion tokens take {hours:,.4g} hours of one {plan.cluster.device.name}."]
 
 
-def _rival(found: Found) -> Result | None:
-    """The fastest of another strategy; without any, the second. Measured, if the best is."""
-    alike = [result for result in found.results[1:] if (result.measured_s is None) == (found.best.measured_s is None)]
-    others = [result for result in alike if result.candidate.strategy != found.best.candidate.strategy]
-    return next(iter(others or alike), None)
+def recomputed_in_words(plan: Plan) -> Iterator[str]:
+    """By pipeline rank, as OmniBal's Table 9 has it; what has one stage is told in its own sentence."""
+    if not any(any(stage.values()) for unit in plan.units for stage in unit.recompute):
+        yield "Nothing is recomputed."
+    for unit in plan.units:
+        if unit.pp > 1 and any(any(stage.values()) for stage in unit.recompute):
+            held, again = (_by_pipeline_rank(plan, unit, stages) for stages in (unit.stages, unit.recompute))
+            yield f"{unit.name}: of {held} layers by pipeline rank, {again} are recomputed."
+
+
+def _by_pipeline_rank(plan: Plan, unit: Unit, stages: Sequence[Mapping[str, int]]) -> list[int]:
+    total = [0] * unit.pp
+    for number, counts in enumerate(stages):
+        back = plan.schedule == "zb_v" and number >= unit.pp
+        total[2 * unit.pp - 1 - number if back else number % unit.pp] += sum(counts.values())
+    return total
+
+
+def _rivals(found: Found) -> Iterator[Result]:
+    """The fastest of another strategy and, if it is about as fast, the first that is not; without any, the second.
+    Measured, if the best is.
+    """
+    best = found.best
+    alike = [result for result in found.results[1:] if (result.measured_s is None) == (best.measured_s is None)]
+    others = [result for result in alike if result.candidate.strategy != best.candidate.strategy] or alike[:1]
+    slower = [result for result in others if result.step_s >= best.step_s * (1 + _CLEARLY)]
+    yield from dict.fromkeys([*others[:1], *slower[:1]])
 
 
 def _against(best: Result, rival: Result) -> Iterator[str]:
@@ -65,7 +90,7 @@ def _against(best: Result, rival: Result) -> Iterator[str]:
     one, other = best.prediction, rival.prediction
     gain = rival.step_s / best.step_s - 1
     if gain < _CLEARLY:
-        yield f"{rival.candidate.strategy} ({rival.candidate.what}) is as fast, to {gain:.1%}."
+        yield f"{rival.candidate.strategy} ({rival.candidate.what}) is as fast, but for {gain:.1%}."
         return
     reasons = []
     idle, other_idle = (each.bubbles.total_share for each in (one, other))
@@ -87,7 +112,7 @@ def _against(best: Result, rival: Result) -> Iterator[str]:
 
 def _print_ranking(found: Found, console: Console) -> None:
     """A line a result, or, where that is too long, its figures and below them its plan."""
-    console.print(_ranking_title(found), style="bold", highlight=False, markup=False)
+    console.print(title_of(found), style="bold", highlight=False, markup=False)
     ranking = _ranking(found)
     if console.measure(ranking, options=console.options.update(width=1 << 12)).maximum <= console.width:
         console.print(ranking)
@@ -99,37 +124,42 @@ def _print_ranking(found: Found, console: Console) -> None:
         console.print(Padding(Text(result.candidate.what, "dim"), (0, 0, 0, 2), expand=False))
 
 
-def _ranking_title(found: Found) -> str:
+def title_of(found: Found) -> str:
+    """What was planned for: model, ranks, batch, pins."""
     job = found.job
-    title = (
-        f"{job.model.name} on {job.cluster.num_ranks:,} {job.cluster.device.name}, steps of {job.batch_size:,} examples"
+    ranks = f"{job.cluster.num_ranks:,} {job.cluster.device.name}"
+    pinned = f", with {told}" if (told := pins_in_words(found.pins)) else ""
+    return f"{job.model.name} on {ranks}, steps of {job.batch_size:,} examples{pinned}"
+
+
+def figures(result: Result) -> tuple[str, ...]:
+    """A text for each of COLUMNS."""
+    prediction = result.prediction
+    return (
+        f"{result.candidate.strategy}, {result.candidate.what}",
+        shown_seconds(prediction.step_s),
+        f"{prediction.tokens_per_s:,.0f}",
+        f"{prediction.mfu:.1%}",
+        f"{prediction.peak_bytes.max() / 1e9:,.1f}",
+        f"{prediction.bubbles.total_share:.1%}",
+        f"{prediction.num_ranks:,}",
     )
-    return title + (f", with {pinned}" if (pinned := pins_in_words(found.pins)) else "")
 
 
 def _ranking(found: Found, with_plan: bool = True) -> Table:
     table = _table()
-    for name in ("strategy", "plan")[: 1 + with_plan]:
-        table.add_column(name, header_style="dim", no_wrap=True)
+    first, step, *others = COLUMNS
     measured = any(result.measured_s is not None for result in found.results)
-    steps = ("predicted", "measured") if measured else ("step",)
-    for name in (*steps, "tokens/s", "MFU", "memory, GB", "bubbles", "GPUs"):
+    table.add_column(first if with_plan else "strategy", header_style="dim", no_wrap=True)
+    for name in (*(("predicted", "measured") if measured else (step,)), *others):
         table.add_column(name, justify="right", header_style="dim", no_wrap=True)
     with ThreadPoolExecutor() as pool:  # Array arithmetic of several threads runs side by side.
         list(pool.map(lambda result: result.prediction.bubbles, found.results))
     for place, result in enumerate(found.results):
-        prediction = result.prediction
+        what, predicted, *rest = figures(result)
+        steps = (predicted, _measured(result)) if measured else (predicted,)
         table.add_row(
-            result.candidate.strategy,
-            *([result.candidate.what] if with_plan else []),
-            shown_seconds(prediction.step_s),
-            *([_measured(result)] if measured else []),
-            f"{prediction.tokens_per_s:,.0f}",
-            f"{prediction.mfu:.1%}",
-            f"{prediction.peak_bytes.max() / 1e9:,.1f}",
-            f"{prediction.bubbles.total_share:.1%}",
-            f"{prediction.num_ranks:,}",
-            style="bold" if place == 0 else None,
+            what if with_plan else result.candidate.strategy, *steps, *rest, style="bold" if place == 0 else None
         )
     return table
 
@@ -148,6 +178,18 @@ def _left(found: Found) -> Iterator[str]:
     if obstacles:
         having = ", ".join(f"{count:,} with {what}" for what, count in obstacles.most_common())
         yield f"Training cannot run all plans yet, so these are only predicted: {having}."
+
+
+def _lengths(job: Job) -> Iterator[str]:
+    """What was assumed of them, and which of them the model has no use for."""
+    yield from job.workload.assumptions
+    known = {module.name for module in job.model.modules}
+    unused = [name for name, items in job.workload.examples.items.items() if items.num_items and name not in known]
+    if unused:
+        yield (
+            f"Examples have items of {' and '.join(unused)}, for which the model has no module: they are counted as "
+            "tokens of the backbone, and nothing encodes them."
+        )
 
 
 def _plans(count: int) -> str:

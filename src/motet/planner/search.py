@@ -21,10 +21,11 @@ from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Candidate, Informed, Pins, RuledOut, Strategy, predict_candidate
-from motet.planner.degrees import TENSOR
 from motet.planner.fewer_ranks import half_of, least_step_s, on_cluster
 from motet.planner.job import Job
+from motet.planner.nearest import nearest_miss, would_fit
 from motet.planner.order import pinned, reordered
+from motet.planner.refusals import TENSOR
 from motet.simulate.prediction import Prediction
 
 MAX_SIMULATED = 12
@@ -77,13 +78,16 @@ class PassedOver(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """results: fastest first; before all others, those that were measured."""
+    """results: fastest first; before all others, those that were measured. mends: if there are none, each of what would
+    make the nearest miss fit, tried.
+    """
 
     job: Job
     pins: Pins
     results: tuple[Result, ...]
     passed_over: tuple[PassedOver, ...]
     ruled_out: tuple[RuledOut, ...]
+    mends: tuple[str, ...] = ()
 
     @property
     def best(self) -> Result:
@@ -127,8 +131,20 @@ def search(
     Raises UserError for a workload that lacks the lengths of a module.
     """
     _check_lengths(job)
+    say = progress or (lambda what, done, total: None)
+    found = _searched(_Run(job, pins, max_simulated, wanted, say), strategies)
+    if not found.results and (nearest := nearest_miss(found.ruled_out)):
+        say("looking for what would fit", 0, 1)
+        quick = {
+            name: own for name, own in strategies.items() if not isinstance(own, Informed) or name in pins.strategies
+        }
+        found = replace(found, mends=would_fit(job, quick, pins, nearest))
+    return found
+
+
+def _searched(run: _Run, strategies: Mapping[str, Strategy]) -> Found:
+    job, pins, max_simulated = run.job, run.pins, run.max_simulated
     chosen = {name: strategy for name, strategy in strategies.items() if name in (pins.strategies or strategies)}
-    run = _Run(job, pins, max_simulated, wanted, progress or (lambda what, done, total: None))
     informed = {name: own for name, own in chosen.items() if isinstance(own, Informed) and name not in pins.strategies}
     run.ruled_out += _unpriced(job, pins)
     run.consider({name: strategy for name, strategy in chosen.items() if name not in informed})
@@ -137,7 +153,7 @@ def search(
     run.reorder()
     half = half_of(job)
     if half is not None and least_step_s(half) < run.fastest_s:
-        fewer = search(half, strategies, pins, max_simulated=max_simulated, progress=progress)
+        fewer = _searched(_Run(half, pins, max_simulated, NOTHING_MORE, run.say), strategies)
         if fewer.results and fewer.best.prediction.step_s < run.fastest_s:
             run.results.append(Result(on_cluster(fewer.best.candidate, job, run.fastest_s), fewer.best.prediction))
     return run.found(tuple(chosen))
@@ -261,12 +277,11 @@ def nothing_fits(found: Found) -> str:
     job, pins = found.job, found.pins
     where = f"{job.model.name} in batches of {job.batch_size:,} on {job.cluster.num_ranks:,} {job.cluster.device.name}"
     pinned = f" with {told}" if (told := pins_in_words(pins)) else ""
-    if not found.ruled_out:
+    nearest = nearest_miss(found.ruled_out)
+    if nearest is None:
         return f"No strategy has a plan for {where}{pinned}; unpin something, or change batch_size or the ranks."
-    lacking = [ruled for ruled in found.ruled_out if ruled.lacks_bytes > 0]
-    nearest = min(lacking, key=lambda ruled: ruled.lacks_bytes) if lacking else found.ruled_out[0]
     what = f"{nearest.strategy}, {nearest.what}" if nearest.what else nearest.strategy
-    mends = f"; fits with {' or '.join(nearest.mends)}" if nearest.mends else ""
+    mends = f"; fits with {' or '.join(found.mends)}" if found.mends else ""
     return f"Nothing fits for {where}{pinned}. Nearest is {what}: {nearest.why.rstrip('.')}{mends}."
 
 
@@ -274,7 +289,8 @@ def pins_in_words(pins: Pins) -> str:
     """`tp = 8, schedule = 1f1b`; "" where nothing is pinned."""
     given = {name: getattr(pins, name) for name in Pins.__dataclass_fields__ if getattr(pins, name) not in (None, ())}
     return ", ".join(
-        f"{name} = {' or '.join(value) if isinstance(value, tuple) else value}" for name, value in given.items()
+        f"{'strategy' if name == 'strategies' else name} = {' or '.join(value) if isinstance(value, tuple) else value}"
+        for name, value in given.items()
     )
 
 

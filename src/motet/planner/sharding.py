@@ -2,11 +2,13 @@
 
 Parameters are gathered within a group that shares one copy, gradients reduced in it for every microbatch and, where
 there are several groups, summed over them once a step (hybrid sharding: PyTorch FSDP, Zhao et al. 2023, section 3.2;
-OrchMLLM section 8 has groups of 256 among 2,560). The seconds are those of `simulate.traffic`.
+OrchMLLM section 8 has groups of 256 among 2,560). A layer is a message, so that in large groups latencies count, as in
+`simulate.traffic`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -18,6 +20,7 @@ from motet.core.plan import Unit
 from motet.planner.colocated import Load
 from motet.planner.job import Job
 from motet.schedule.layout import MAX_PARTS
+from motet.simulate.traffic import sharded_units
 
 Seconds = NDArray[np.float64]
 Zero = Literal[0, 1, 2, 3]
@@ -54,15 +57,17 @@ class Sharded:
         shards, replicas = ranks[:size], ranks[::size]
         found, updated = {}, 0.0
         for name in unit.modules:
-            layers = job.model.module(name).layers
-            total = sum(layer.parameters for layer in layers) / unit.tp
-            trained = sum(layer.parameters for layer in layers if layer.trained) / unit.tp
-            updated += trained / size
-            found[name] = Collectives(
-                cost.gather_seconds(total * precision.compute, shards) if size > 1 else 0.0,
-                cost.gather_seconds(trained * precision.gradient, shards) if size > 1 else 0.0,
-                cost.all_reduce_seconds(trained * precision.gradient / size, replicas) if len(replicas) > 1 else 0.0,
-            )
+            gather_s = reduce_s = replicas_s = 0.0
+            for layers, count in Counter(sharded_units(job.model.module(name).layers)).items():
+                total = sum(layer.parameters for layer in layers) / unit.tp
+                trained = sum(layer.parameters for layer in layers if layer.trained) / unit.tp
+                updated += count * trained / size
+                if size > 1:
+                    gather_s += count * cost.gather_seconds(total * precision.compute, shards)
+                    reduce_s += count * cost.reduce_scatter_seconds(trained * precision.gradient, shards)
+                if len(replicas) > 1:
+                    replicas_s += count * cost.all_reduce_seconds(trained * precision.gradient / size, replicas)
+            found[name] = Collectives(gather_s, reduce_s, replicas_s)
         return cls(unit, found, cost.step_seconds(round(updated)))
 
     def communication_s(self, num_microbatches: int) -> float:

@@ -87,7 +87,7 @@ def ends_s(job: Job, stages: Stages, rank: Ints, data_ranks: Sequence[range]) ->
         gather_s = reduce_s = 0.0
         if len(ranks) > 1:
             gather_s = job.cost.gather_seconds(float(gathered[stage]) * precision.compute, ranks)
-            reduce_s = job.cost.gather_seconds(float(trained[stage]) * precision.gradient, ranks)
+            reduce_s = job.cost.reduce_scatter_seconds(float(trained[stage]) * precision.gradient, ranks)
         reduce_s += job.cost.step_seconds(round(float(updated[rank[stage]]) / len(ranks)))
         before, after = max(before, gather_s - forward_s), max(after, reduce_s - backward_s)
         forward_s += float(stages.forward_s[stage])

@@ -20,8 +20,8 @@ from motet.core.plan import Unit
 from motet.core.spec import Layer
 from motet.cost.memory import stage_layers, stage_memory
 from motet.planner.allocation import UnitOptions
-from motet.planner.degrees import tensor_degrees
 from motet.planner.job import BlockCosts, Column, Job
+from motet.planner.refusals import tensor_degrees
 from motet.simulate.memory import MAX_LOGITS
 
 RECOMPUTED = {"none": (0.0,), "least": (0.0, 0.5, 1.0), "full": (1.0,)}

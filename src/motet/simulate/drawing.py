@@ -76,13 +76,14 @@ class Key(NamedTuple):
 class Drawing:
     """Boxes in rows.
 
-    ranks:          int64 [num_rows], ascending. bubble_share: float64 [num_rows], of the makespan.
+    ranks:          int64 [num_rows], ascending. names: of these. bubble_share: float64 [num_rows], of the makespan.
     row, paint:     int64 [num_boxes]. start_s, end_s: float64 [num_boxes], from the first start of the Timeline.
     number:         int64 [num_boxes], the microbatch, -1 where there is none. span: int64 [num_boxes], in the Timeline.
     facts: a sentence: makespan, bubbles over all ranks, and which ranks are drawn where some are not.
     """
 
     ranks: NDArray[np.int64]
+    names: tuple[str, ...]
     bubble_share: NDArray[np.float64]
     row: NDArray[np.int64]
     paint: NDArray[np.int64]
@@ -108,6 +109,7 @@ def draw(timeline: Timeline, *, max_rows: int) -> Drawing:
     drawn = drawn[np.lexsort((start_s[drawn], timeline.rank[drawn]))]
     return Drawing(
         ranks=ranks,
+        names=tuple(map(timeline.rank_name, ranks.tolist())),
         bubble_share=bubble_share[ranks],
         row=np.searchsorted(ranks, timeline.rank[drawn]),
         paint=paint[drawn],
@@ -167,7 +169,7 @@ def shown_seconds(seconds: float) -> str:
 def _facts(makespan_s: float, bubble_share: float, num_drawn: int, num_ranks: int) -> str:
     facts = f"{shown_seconds(makespan_s)}, {bubble_share:.1%} bubbles"
     if num_drawn < num_ranks:
-        facts += f". {num_drawn} of {num_ranks:,} ranks: evenly spaced ones, and the most and the least busy"
+        facts += f". {num_drawn} of {num_ranks:,} rows: evenly spaced ones, and the most and the least busy"
     return facts
 
 

@@ -31,7 +31,8 @@ def memory_of(pricing: Pricing) -> dict[str, NDArray[np.int64]]:
         for stage in stages:
             if stage.key not in found:
                 found[stage.key] = _stage_memory(pricing, stage)
-            ranks, own = _ranks(pricing, stage, island), found[stage.key]
+            shared, own = ranks_of(pricing, stage, island), found[stage.key]
+            ranks = slice(shared.start, shared.stop)
             for part in ("parameters", "gradients", "optimizer"):
                 bytes_of[part][ranks] += getattr(own, part)
             bytes_of["activations"][ranks] = activations[stage.rank]
@@ -48,8 +49,8 @@ def _stage_memory(pricing: Pricing, stage: PlannedStage) -> StageMemory:
     return stage_memory(unit, pricing.layers(stage), rows, 0, pricing.precision)
 
 
-def _ranks(pricing: Pricing, stage: PlannedStage, island: int) -> slice:
+def ranks_of(pricing: Pricing, stage: PlannedStage, island: int) -> range:
     """Of the cluster: those that share the stage's work, in an island."""
     unit = pricing.owner(stage)
     first = stage.ranks[0] + island * (unit.dp // pricing.num_islands) * unit.cp * unit.tp
-    return slice(first, first + len(stage.ranks))
+    return range(first, first + len(stage.ranks))

@@ -1,6 +1,6 @@
 // Draws DATA (page.py says what is in it) on a canvas; the wheel zooms, dragging pans, hovering names an action.
 "use strict";
-const LEFT = 74, RIGHT = 56, COMPUTE = 0.74, TICK_STEPS = [1, 2, 5];
+const LEFT = 112, RIGHT = 56, COMPUTE = 0.74, TICK_STEPS = [1, 2, 5];
 const canvas = document.getElementById("rows"), axis = document.getElementById("axis");
 const tip = document.getElementById("tip");
 const height = Math.max(14, Math.min(44, Math.floor(480 / DATA.rows.length)));
@@ -9,7 +9,8 @@ const rows = DATA.rows.map((row) => {
   const starts = row.gaps.map((gap) => (start += gap));
   return { ...row, starts };
 });
-let from = 0, to = DATA.ticks, width = 0;
+const frame = window.frameElement;
+let from = 0, to = DATA.shown, width = 0;
 
 const x = (tick) => LEFT + ((tick - from) / (to - from)) * (width - LEFT - RIGHT);
 const tickAt = (pixel) => from + ((pixel - LEFT) / (width - LEFT - RIGHT)) * (to - from);
@@ -45,7 +46,7 @@ function draw() {
   rows.forEach((row, place) => {
     const top = place * height;
     context.fillStyle = bubble;
-    context.fillRect(LEFT, top, width - LEFT - RIGHT, height - 1);
+    context.fillRect(LEFT, top, Math.min(x(DATA.ticks), width - RIGHT) - LEFT, height - 1);
     context.save();
     context.beginPath();
     context.rect(LEFT, top, width - LEFT - RIGHT, height);
@@ -54,7 +55,7 @@ function draw() {
     context.restore();
     context.fillStyle = ink;
     context.textAlign = "right";
-    context.fillText(`rank ${row.rank}`, LEFT - 8, top + (height * COMPUTE) / 2);
+    context.fillText(row.name, LEFT - 8, top + (height * COMPUTE) / 2);
     context.textAlign = "left";
     context.fillText(`${(100 * row.bubble).toFixed(1)}%`, width - RIGHT + 8, top + (height * COMPUTE) / 2);
   });
@@ -101,8 +102,8 @@ function drawAxis() {
 }
 
 function look(first, last) {
-  const span = Math.min(Math.max(last - first, DATA.ticks / 1e5), DATA.ticks);
-  from = Math.min(Math.max(first, 0), DATA.ticks - span);
+  const span = Math.min(Math.max(last - first, DATA.ticks / 1e5), DATA.shown);
+  from = Math.min(Math.max(first, 0), DATA.shown - span);
   to = from + span;
   requestAnimationFrame(draw);
 }
@@ -124,7 +125,7 @@ function hover(event) {
   if (found < 0) return;
   const times = `${seconds(row.durations[found], 4)}, from ${seconds(row.starts[found], 6)}`;
   const of = DATA.paints[row.paints[found]][3];
-  tip.textContent = `${row.actions[found]}${of ? ` (${of})` : ""}\nrank ${row.rank}\n${times}`;
+  tip.textContent = `${row.actions[found]}${of ? ` (${of})` : ""}\n${row.name}\n${times}`;
   const room = document.documentElement.clientWidth - tip.offsetWidth - 8;
   tip.style.left = `${Math.min(event.pageX + 14, room)}px`;
   tip.style.top = `${event.pageY + 16}px`;
@@ -144,19 +145,21 @@ canvas.addEventListener("pointermove", (event) => {
   window.scrollTo(window.scrollX, held.scroll - (event.clientY - held.y));
 });
 canvas.addEventListener("pointerleave", () => (tip.hidden = true));
-canvas.addEventListener("dblclick", () => look(0, DATA.ticks));
+canvas.addEventListener("dblclick", () => look(0, DATA.shown));
 canvas.addEventListener("wheel", (event) => {
-  if (event.shiftKey) return;
+  // Among others on a page, the wheel by itself is for the page.
+  if (event.shiftKey || (frame && !event.ctrlKey)) return;
   event.preventDefault();
   zoom(Math.exp(event.deltaY * 0.0015), event.clientX - canvas.getBoundingClientRect().left);
 }, { passive: false });
 document.addEventListener("keydown", (event) => {
   const part = (to - from) / 5, middle = LEFT + (width - LEFT - RIGHT) / 2;
   const keys = {
-    "+": () => zoom(0.7, middle), "-": () => zoom(1 / 0.7, middle), 0: () => look(0, DATA.ticks),
+    "+": () => zoom(0.7, middle), "-": () => zoom(1 / 0.7, middle), 0: () => look(0, DATA.shown),
     ArrowLeft: () => look(from - part, to - part), ArrowRight: () => look(from + part, to + part),
   };
   if (keys[event.key] && !event.ctrlKey && !event.metaKey) keys[event.key]();
 });
 window.addEventListener("resize", draw);
 draw();
+if (frame) frame.style.height = `${document.documentElement.offsetHeight + 2}px`;

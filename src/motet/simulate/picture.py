@@ -21,7 +21,7 @@ from motet.simulate.drawing import BUBBLE, INK, SOFT, Drawing, Key, draw, is_lig
 
 _MAX_ROWS = 96
 _PIXELS_PER_INCH = 160
-_WIDTH, _LEFT, _RIGHT, _FOOT = 2240, 128, 120, 80
+_WIDTH, _LEFT, _RIGHT, _FOOT = 2240, 184, 120, 80
 """Of the picture, and of what is beside and below the rows, in pixels, as all lengths here."""
 _MARGIN, _LINE, _SWATCH = 20, 38, 38
 _BREADTH = _WIDTH - _LEFT - _RIGHT
@@ -117,8 +117,8 @@ def _draw_labels(pen: ImageDraw.ImageDraw, drawing: Drawing, row_height: int, to
     height = row_height * _COMPUTE_SHARE
     size = float(np.clip(height * 0.66, 10.0, 20.0))
     middle = [top + row * row_height + height / 2 for row in range(len(drawing.ranks))]
-    for y, rank, share in zip(middle, drawing.ranks.tolist(), drawing.bubble_share.tolist()):
-        pen.text((_LEFT - 8, y), f"rank {rank}", INK, _font(size), anchor="rm")
+    for y, name, share in zip(middle, drawing.names, drawing.bubble_share.tolist()):
+        pen.text((_LEFT - 8, y), name, INK, _font(size), anchor="rm")
         pen.text((_LEFT + _BREADTH + 14, y), f"{share:.1%}", INK, _font(size), anchor="lm")
     fitting = _widths(drawing) / (np.char.str_len(drawing.number.astype(str)) * 0.62 + 0.2)
     has_room = (fitting > max(0.5 * size, 9.0)) & (drawing.number >= 0) & ~_in_band(drawing)

@@ -18,6 +18,11 @@ _SCHEDULES = {
     "data_parallel": "data parallel, without a pipeline",
 }
 
+_BALANCES = {
+    "joint": "one assignment of examples for all modules",
+    "per_phase": "an assignment of items for each module",
+    "auto": "one assignment for all modules or one for each, whichever makes the step faster",
+}
 _ORDERS = {
     "given": "",
     "intra": " Examples are dealt out in every step so that replicas are even.",
@@ -47,7 +52,9 @@ def plan_in_words(plan: Plan) -> list[str]:
         f"{_number(plan.microbatch_size, 'example')} on {replicas}; {schedule}."
     )
     if plan.balance != "off":
-        step += f" Items are balanced: {plan.balance.replace('_', ' ')}."
+        step += f" Items are balanced over ranks: {_BALANCES[plan.balance]}."
+    elif plan.schedule == "data_parallel" and backbone.dp > 1:
+        step += " Items are not balanced."
     if plan.microbatch_caps:
         caps = _listed([f"{cap:,} of {name}" for name, cap in plan.microbatch_caps.items()])
         step += f" That is the mean: a microbatch is a group of examples of at most {caps}, in tokens."
@@ -67,25 +74,16 @@ def _idle(plan: Plan) -> str:
 
 
 def rows_in_words(plan: Plan) -> str:
-    """A sentence for a picture of the Plan's Program: which unit's each rank in it is, and how many of the cluster's
-    ranks it stands for; "" where that is what one would think. The plan must fit its model.
+    """A sentence for a picture of a Plan's step, whose rows are called by ranks of the cluster: which unit's they are,
+    and for how many others they stand; "" where that is what one would think. The plan must fit its model.
     """
     layout = Layout(plan)
-    size = layout.backbone.cp * layout.backbone.tp
-    if plan.schedule == "data_parallel":
-        return f"Each rank here is {size} of the cluster, which share its work." if size > 1 else ""
-    if layout.num_islands == 1 and len(layout.units) == 1 and size == 1:
+    units = layout.units if len(layout.units) > 1 else ()
+    if layout.num_islands == 1 and not units:
         return ""
-    parts, first = [], 0
-    for unit in layout.units:
-        num_rows, size = unit.pp * layout.num_replicas(unit), unit.cp * unit.tp
-        rows = f"{first} to {first + num_rows - 1}" if num_rows > 1 else f"{first}"
-        parts.append(
-            f"{rows} {unit.name}" + (f" ({size} of the cluster{' each' if num_rows > 1 else ''})" * (size > 1))
-        )
-        first += num_rows
     alike = f", of the slowest of {layout.num_islands:,} parts that work alike" if layout.num_islands > 1 else ""
-    return f"Ranks here are those of the pipeline{alike}: {'; '.join(parts)}."
+    of = [f"{unit.name} in {unit.first_rank:,} to {unit.first_rank + unit.num_ranks - 1:,}" for unit in units]
+    return f"Rows are ranks of the cluster{alike}{': ' if of else ''}{'; '.join(of)}."
 
 
 def _unit(unit: Unit, plan: Plan) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ from motet.cost.flops import batch_flops, work_of
 from motet.cost.memory import mixed_precision, stage_layers
 from motet.cost.model import CostModel, backward_seconds
 from motet.schedule import Planned, planned
-from motet.simulate.memory import memory_of
+from motet.simulate.memory import memory_of, ranks_of
 from motet.simulate.order import ordered_slots
 from motet.simulate.placement import Placement, draw_batch, place, place_in
 from motet.simulate.prediction import Prediction
@@ -95,14 +96,26 @@ def predict_placed(
 
 
 def _slowest_island(pricing: Pricing, seed: int, jitter: float) -> Timeline:
+    """With its ranks called by those of the cluster that they stand for."""
     traffic = Traffic(pricing)
     program = without_idle_exchanges(pricing.planned, pricing.placement)
     overlap = pricing.plan.cluster.device.overlaps
-    timelines = (
-        simulate(program, stage_times_of(pricing, traffic, island), overlap=overlap, jitter=jitter, seed=seed + island)
-        for island in _simulated(pricing, jitter)
-    )
-    return max(timelines, key=lambda timeline: timeline.makespan_s)
+    slowest: tuple[int, Timeline] | None = None
+    for island in _simulated(pricing, jitter):
+        times = stage_times_of(pricing, traffic, island)
+        timeline = simulate(program, times, overlap=overlap, jitter=jitter, seed=seed + island)
+        if slowest is None or timeline.makespan_s > slowest[1].makespan_s:
+            slowest = island, timeline
+    assert slowest is not None
+    island, timeline = slowest
+    return replace(timeline, rank_names=_rank_names(pricing, island))
+
+
+def _rank_names(pricing: Pricing, island: int) -> list[str]:
+    """Of each program rank, the ranks of the cluster that it stands for in an island: those that share its work."""
+    stages = {stage.rank: stage for stage in reversed(pricing.planned.stages)}
+    ranks = (ranks_of(pricing, stages[rank], island) for rank in range(pricing.planned.program.num_ranks))
+    return [f"rank {own[0]}" if len(own) == 1 else f"ranks {own[0]}-{own[-1]}" for own in ranks]
 
 
 def _simulated(pricing: Pricing, jitter: float) -> Iterator[int]:

@@ -100,11 +100,8 @@ class Traffic:
     def _units(self, stage: PlannedStage) -> list[_Size]:
         """What is gathered and reduced by a message each: in data parallelism the transformer layers, and the rest."""
         layers = [placed.layer for placed in self.pricing.layers(stage)]
-        if self.plan.schedule != "data_parallel":
-            return [self._size_of(layers, stage)]
-        blocks = [[layer] for layer in layers if layer.attention is not None]
-        rest = [layer for layer in layers if layer.attention is None]
-        return [self._size_of(unit, stage) for unit in [*blocks, rest]]
+        units = sharded_units(layers) if self.plan.schedule == "data_parallel" else [layers]
+        return [self._size_of(unit, stage) for unit in units]
 
     def _size_of(self, layers: Sequence[Layer], stage: PlannedStage) -> _Size:
         total = sum(layer.parameters for layer in layers) / stage.unit.tp
@@ -126,7 +123,7 @@ class Traffic:
             return Collectives(0.0, replicas_s, replicas_s)
         gathered = (one.total if colocated or stage.zero == 3 else one.trained for one in units)
         gather_s = sum(cost.gather_seconds(number * self.precision.compute, shards) for number in gathered)
-        reduce_s = sum(cost.gather_seconds(one.trained * self.precision.gradient, shards) for one in units)
+        reduce_s = sum(cost.reduce_scatter_seconds(one.trained * self.precision.gradient, shards) for one in units)
         if not colocated:
             reduce_s += replicas_s
         return Collectives(gather_s, reduce_s, replicas_s)
@@ -179,6 +176,12 @@ class Traffic:
             for name in stage.unit.modules
             if name not in stage.unit.replicated
         }
+
+
+def sharded_units(layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:
+    """The layers of a module that FSDP gathers and reduces by one message each: transformer layers, and the rest."""
+    blocks = [(layer,) for layer in layers if layer.attention is not None]
+    return [*blocks, tuple(layer for layer in layers if layer.attention is None)]
 
 
 def without_idle_exchanges(planned: Planned, placement: Placement) -> Program:

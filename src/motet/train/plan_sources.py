@@ -65,6 +65,8 @@ def workload_at(path: Path) -> Workload:
 
     Raises UserError for what is wrong with it.
     """
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name the manifest in it, or another file of lengths.")
     if path.suffix != ".toml":
         from motet.analyze.lengths import read_lengths
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -41,6 +42,8 @@ _CHAIN = 4
 _REPEATS = 7
 _PRODUCTS, _WIDTH = 8, {"cpu": 256, "cuda": 2048}
 """Computed between two messages: a millisecond or two, as a layer takes."""
+_TENSORS = 8
+"""Of a layer of parameters, more or less."""
 _ROUNDS = 9
 _COLUMNS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1"})
 _ROWS = frozenset({"o_proj", "out_proj", "down_proj", "fc2"})
@@ -92,16 +95,43 @@ def _chain_s(world: World, watch: Stopwatch, square: Tensor, send: Callable[[], 
     return max(world.gather(float(np.median(samples[1:])))) / _CHAIN
 
 
+class _Held(nn.Module):
+    """Parameters that are gathered together, as those of a layer."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        super().__init__()
+        each = max(count // _TENSORS, 1)
+        self.tensors = nn.ParameterList(torch.zeros(each, device=device) for _ in range(_TENSORS))
+
+    def forward(self) -> None:
+        """FSDP makes its groups in the first call."""
+
+
 def _gather(count: int, world: World) -> Callable[[], object]:
-    whole = torch.zeros(count // world.num_ranks * world.num_ranks, device=world.device)
-    part = torch.zeros(count // world.num_ranks, device=world.device)
-    return lambda: dist.all_gather_single(whole, part)
+    """As FSDP gathers parameters, with what it copies before and after, which takes as long as the message."""
+    held = _Held(count, world.device)
+    fully_shard(held, mesh=init_device_mesh(world.device.type, (world.num_ranks,)))
+    sharded = cast(FSDPModule, held)
+    held()
+
+    def gather() -> None:
+        sharded.unshard()
+        sharded.reshard()
+
+    return gather
 
 
 def _reduce_scatter(count: int, world: World) -> Callable[[], object]:
-    whole = torch.zeros(count // world.num_ranks * world.num_ranks, device=world.device)
-    part = torch.zeros(count // world.num_ranks, device=world.device)
-    return lambda: dist.reduce_scatter_single(part, whole)
+    """With the copy of gradients that FSDP sends."""
+    each = -(-count // _TENSORS // world.num_ranks) * world.num_ranks
+    gradients = [torch.zeros(each, device=world.device) for _ in range(_TENSORS)]
+    part = torch.zeros(each * _TENSORS // world.num_ranks, device=world.device)
+
+    def reduce_scatter() -> None:
+        chunks = [gradient.view(world.num_ranks, -1) for gradient in gradients]
+        dist.reduce_scatter_single(part, torch.cat(chunks, dim=1).view(-1))
+
+    return reduce_scatter
 
 
 def _all_reduce(count: int, world: World) -> Callable[[], object]:

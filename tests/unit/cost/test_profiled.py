@@ -72,7 +72,7 @@ def profile():
         measured_at="2026-01-01T00:00:00Z",
         num_ranks=4,
         modules=(ModuleTimes(name="backbone", grid=GRID, held_out=HELD_OUT, layers=layers),),
-        messages=tuple(message(kind) for kind in ("gather", "all_reduce", "exchange", "send")),
+        messages=tuple(message(kind) for kind in ("gather", "reduce_scatter", "all_reduce", "exchange", "send")),
         optimizer=OptimizerTimes(num_parameters=[1e3, 1e6], seconds=[1e-6 + 1e-6, 1e-6 + 1e-3]),
     )
 
@@ -181,6 +181,7 @@ def test_messages_are_those_measured_and_carried_over_to_other_ranks(profile):
     # A ring of 8 has 7 steps instead of 3, and each rank receives 7/8 instead of 3/4 of the bytes.
     assert cost.all_reduce_seconds(1e6, range(8)) == pytest.approx(1e-4 * 7 / 3 + 1e-3 * (7 / 8) / (3 / 4))
     assert cost.exchange_seconds(np.array([1e6]), range(2))[0] == pytest.approx(1e-4 / 3 + 1e-3)
+    assert cost.reduce_scatter_seconds(1e6, range(4)) == cost.gather_seconds(1e6, range(4))
     assert cost.gather_seconds(1e6, [3]) == 0
     assert cost.step_seconds(0) == 0
     assert cost.step_seconds(10**7) == pytest.approx(1e-2, rel=1e-3)

@@ -146,8 +146,8 @@ def test_what_cannot_be_is_said():
         (job(with_generator), Pins(), "the model has others"),
         (job(), Pins(schedule="zb_h1"), "'zb_h1'"),
         (job(), Pins(balance="joint"), "'joint'"),
-        (job(batch_size=7), Pins(dp=2), "take 7 examples on 16"),
-        (job(), Pins(pp=1), "PP of at least 2"),
+        (job(batch_size=7), Pins(dp=2), "a batch of 7 is no multiple of the pinned DP of 2"),
+        (job(), Pins(pp=1), "from PP 2 on"),
     ):
         found, ruled_out = proposals(given, pins)
         assert not found

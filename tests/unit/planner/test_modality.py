@@ -67,7 +67,7 @@ def test_the_fastest_shape_is_about_as_fast_as_any():
     assert at_best_s == pytest.approx(min(every), rel=0.02)
 
 
-VISION = {"S": (24, 1792, 15_360, 16), "M": (32, 4096, 16_384, 32), "L": (48, 5120, 20_480, 40)}
+VISION = {"S": (40, 1408, 6144, 16), "M": (32, 4096, 20_480, 32), "L": (48, 5120, 25_600, 40)}
 SAMPLE = {"name": "1,024 tokens and an image", "text": {"value": 1024}}
 
 
@@ -130,7 +130,7 @@ def test_pins_are_kept():
 
 @pytest.mark.parametrize(
     ("pins", "why"),
-    [(Pins(schedule="zb_v"), "1F1B"), (Pins(balance="joint"), "balance is 'off'"), (Pins(dp=5), "divide")],
+    [(Pins(schedule="zb_v"), "1F1B"), (Pins(balance="joint"), "pinned to 'joint'"), (Pins(dp=5), "is no multiple")],
 )
 def test_pins_that_cannot_be_are_ruled_out(pins, why):
     candidates, ruled_out = proposed(job(), pins)

@@ -35,7 +35,7 @@ class Free(Linear):
     def gather_seconds(self, size_bytes, ranks):
         return 0.0
 
-    all_reduce_seconds = gather_seconds
+    all_reduce_seconds = reduce_scatter_seconds = gather_seconds
 
     def exchange_seconds(self, size_bytes, ranks):
         return np.zeros_like(size_bytes)

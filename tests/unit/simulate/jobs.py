@@ -40,6 +40,8 @@ class Linear:
         self.asked.append(("gather", size_bytes, tuple(ranks)))
         return size_bytes * GATHER_S
 
+    reduce_scatter_seconds = gather_seconds
+
     def all_reduce_seconds(self, size_bytes, ranks):
         self.asked.append(("all_reduce", size_bytes, tuple(ranks)))
         return size_bytes * REDUCE_S

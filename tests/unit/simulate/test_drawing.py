@@ -108,7 +108,7 @@ def test_of_many_ranks_some_stand_for_all():
     drawing = draw(timeline, max_rows=96)
     assert {0, 700, 2001, 3071} <= set(drawing.ranks.tolist())
     assert len(drawing.ranks) <= 40
-    assert f"{len(drawing.ranks)} of 3,072 ranks" in drawing.facts
+    assert f"{len(drawing.ranks)} of 3,072 rows" in drawing.facts
     assert set(drawing.row.tolist()) == set(range(len(drawing.ranks)))
     assert draw(timeline, max_rows=4096).ranks.tolist() == list(range(3072))
 

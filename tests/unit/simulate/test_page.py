@@ -1,5 +1,6 @@
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from motet.core.errors import UserError
 from motet.core.timeline import Span, Timeline
 from motet.schedule import one_f_one_b
 from motet.simulate import simulate, stage_times
-from motet.simulate.page import write_html
+from motet.simulate.page import page_of, write_html
 
 
 def data_of(path) -> dict:
@@ -27,7 +28,7 @@ def test_the_page_has_every_span_where_it_was(page):
     tick_s = data["makespan_s"] / data["ticks"]
     assert data["makespan_s"] == timeline.makespan_s
     found = {
-        (row["rank"], action, microbatch): (start * tick_s, duration * tick_s)
+        (row["name"], action, microbatch): (start * tick_s, duration * tick_s)
         for row in data["rows"]
         for action, microbatch, start, duration in zip(
             row["actions"], row["microbatches"], np.cumsum(row["gaps"]).tolist(), row["durations"]
@@ -35,7 +36,7 @@ def test_the_page_has_every_span_where_it_was(page):
     }
     assert len(found) == len(timeline)
     for span in timeline:
-        start_s, duration_s = found[span.rank, span.action, span.microbatch]
+        start_s, duration_s = found[f"rank {span.rank}", span.action, span.microbatch]
         assert start_s == pytest.approx(span.start_s, abs=tick_s)
         assert duration_s == pytest.approx(span.duration_s, abs=2 * tick_s)
 
@@ -44,6 +45,23 @@ def test_the_page_needs_no_network(page):
     write_html(simulate(one_f_one_b(2, 2), stage_times([1.0] * 2, [2.0] * 2)), page)
     text = page.read_text(encoding="utf-8")
     assert not re.search(r"https?://|\bsrc=|\bhref=|@import|fetch\(|XMLHttpRequest", text)
+
+
+def test_ranks_are_called_by_those_that_they_stand_for(page):
+    timeline = simulate(one_f_one_b(2, 2), stage_times([1.0] * 2, [2.0] * 2))
+    write_html(replace(timeline, rank_names=["ranks 0-7", "rank 8"]), page)
+    assert [row["name"] for row in data_of(page)["rows"]] == ["ranks 0-7", "rank 8"]
+
+
+def test_pages_in_frames_have_one_scale_and_no_heading(page):
+    for seconds in (1.0, 2.0):
+        timeline = simulate(one_f_one_b(2, 2), stage_times([seconds] * 2, [seconds] * 2))
+        page.write_text(page_of(timeline, title="a frame", max_spans=1000, framed_s=40.0), encoding="utf-8")
+        data = data_of(page)
+        assert data["shown"] / data["ticks"] == pytest.approx(40.0 / timeline.makespan_s)
+        assert "<h1>" not in page.read_text(encoding="utf-8")
+    write_html(timeline, page)
+    assert data_of(page)["shown"] == data_of(page)["ticks"]
 
 
 def test_20_000_spans_take_less_than_a_megabyte(page):
@@ -63,7 +81,7 @@ def test_of_a_million_spans_some_ranks_are_drawn(page):
     )  # fmt: skip
     write_html(timeline, page)
     assert len(data_of(page)["rows"]) < 6
-    assert "of 16 ranks" in page.read_text(encoding="utf-8")
+    assert "of 16 rows" in page.read_text(encoding="utf-8")
 
 
 def test_names_cannot_end_the_script(page):

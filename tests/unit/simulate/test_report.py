@@ -124,7 +124,8 @@ def test_a_plan_of_several_units_in_words():
     )  # fmt: skip
     assert plan_in_words(plan)[1:] == [
         "A step is 8 examples: 1 microbatch of 2 examples on each of 4 replicas of the backbone; interleaved 1F1B with "
-        "deferred warm-up. Items are balanced: per phase. 1 slice of encoders run in bubbles.",
+        "deferred warm-up. Items are balanced over ranks: "
+        "an assignment of items for each module. 1 slice of encoders run in bubbles.",
         "vit: rank 16. Layers: image 24.",
         "llm: ranks 0 to 7 = 4 data x 2 pipeline, ZeRO-3 over 2 ranks. 4 stages, in layers: 4 x backbone 8. "
         "Every stage also computes audio.",
@@ -133,16 +134,12 @@ def test_a_plan_of_several_units_in_words():
 
 def test_ranks_of_a_picture_are_told_in_words():
     def told(plan):
-        return rows_in_words(plan).removeprefix("Ranks here are those of the pipeline")
+        return rows_in_words(plan).removeprefix("Rows are ranks of the cluster")
 
-    assert told(PLANS["disaggregated"]) == (": 0 to 1 image; 2 audio; 3 to 8 llm (2 of the cluster each); 9 generator.")
-    assert told(PLANS["filled"]) == ", of the slowest of 2 parts that work alike: 0 to 1 llm (2 of the cluster each)."
-    assert told(PLANS["modality parallel"]) == ": 0 to 1 image; 2 audio; 3 to 4 llm."
-    assert told(PLANS["zb_h1"]) == ""
-    fsdp = PLANS["fsdp"]
-    assert told(fsdp) == ""
-    shared = replace(fsdp, units=(replace(fsdp.units[0], tp=2),))
-    assert told(shared) == "Each rank here is 2 of the cluster, which share its work."
+    assert told(PLANS["disaggregated"]) == ": image in 0 to 1; audio in 2 to 2; llm in 3 to 14; generator in 15 to 15."
+    assert told(PLANS["filled"]) == ", of the slowest of 2 parts that work alike."
+    assert told(PLANS["modality parallel"]) == ": image in 0 to 1; audio in 2 to 2; llm in 3 to 4."
+    assert told(PLANS["zb_h1"]) == told(PLANS["fsdp"]) == ""
 
 
 def test_files_are_written_where_asked_for(prediction, tmp_path, capsys):

@@ -1,0 +1,165 @@
+"""OmniBal, Tables 7 and 9: nine pairs of models on 32 and 64 A100, and what each of its balances gains. Used by
+planner.py.
+
+The lengths of InternVL-Chat-1.2's samples are not published. Here they are sampled so that Table 3 and section 5.2
+hold: 1 to 5 tiles, as many in the mean as 9 of a group of 4.6 samples, up to 4,096 tokens and a mean of 890. The
+baseline takes four at random, padded to the longest, recomputes all, and is cut into equal parameters (the default of
+Megatron-DeepSpeed; the paper does not say how its own is cut). Groups are formed by ISF within 9 tiles and 4,096
+tokens, each a packed sequence. A step is of 1,024 samples, which is not given either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, partial
+from typing import NamedTuple
+
+import numpy as np
+from papers_omnibal import LLMS, TABLE_9, VITS, Pair
+from trials import Baseline, Case, Subject
+
+from motet.balance import group
+from motet.core.plan import Plan
+from motet.core.sampler import Sampler
+from motet.core.shapes import connect, multimodal
+from motet.core.spec import ModelSpec
+from motet.core.workload import BatchLengths, ItemLengths, Workload
+from motet.cost.catalogue import cluster
+from motet.cost.source import cost_model
+from motet.planner import anchor
+from motet.planner.blocks import Blocks
+from motet.planner.candidate import Pins
+from motet.planner.chain import plan_of
+from motet.planner.degrees import Degrees
+from motet.planner.job import Job
+from motet.planner.stages import Ints
+
+BATCH_SIZE, MICROBATCH = 1024, 4
+TILES, TOKENS, TILE_LENGTH, TOKENS_OF_TILE = 9, 4096, 1024, 256
+NUM_SAMPLES = 1.2e6
+DAY_S = 86_400
+SAMPLES = Sampler.model_validate(
+    {
+        "task": [
+            {
+                "name": "tiles and text",
+                "text": {"median": 200, "spread": 1.15, "min": 16, "max": 2816},
+                "items": {
+                    "image": {
+                        "count": {"choices": [1, 3, 4, 5], "weights": [0.67, 0.15, 0.05, 0.13]},
+                        "length": {"value": TILE_LENGTH},
+                        "length_per_token": TILE_LENGTH / TOKENS_OF_TILE,
+                    }
+                },
+            }
+        ]
+    }
+)
+
+
+class Run(NamedTuple):
+    """TP, PP and DP of Table 9, and GPU-days of its baseline."""
+
+    tp: int
+    pp: int
+    dp: int
+    baseline_days: float
+
+
+RUNS = {
+    "InternVL-6B + Llama3-8B": Run(1, 4, 8, 27.7),
+    "InternVL-6B + InternLM2-20B": Run(2, 4, 4, 61.8),
+    "InternVL-6B + Yi-34B": Run(4, 4, 2, 75.4),
+    "InternVL-6B + Llama3-70B": Run(4, 8, 2, 129),
+    "InternVL-6B + Qwen1.5-110B": Run(8, 8, 1, 243),
+    "EVA-CLIP-1B + InternLM2-20B": Run(2, 4, 4, 23.6),
+    "EVA-CLIP-4B + InternLM2-20B": Run(2, 4, 4, 38.1),
+    "EVA-CLIP-8B + InternLM2-20B": Run(2, 4, 4, 41.8),
+    "EVA-CLIP-18B + InternLM2-20B": Run(4, 4, 4, 63.6),
+}
+ABLATED = "InternVL-6B + InternLM2-20B"
+TABLE_7 = {"no model or memory balance": 51.9, "no memory balance": 29.0}
+
+
+@cache
+def samples() -> Workload:
+    return SAMPLES.workload(num_examples=1 << 14)
+
+
+@cache
+def groups() -> tuple[Workload, float]:
+    """Full groups, each as one example, and samples in a group in the mean."""
+    drawn = samples().examples
+    tiles = np.bincount(drawn.items["image"].example, minlength=drawn.num_examples)
+    found = group(tiles, drawn.sequence, TILES, TOKENS)
+    count = found.num_full
+    num_tiles, tokens, targets = (found.totals(values)[:count] for values in (tiles, drawn.sequence, drawn.num_targets))
+    num_items = int(num_tiles.sum())
+    length = np.full(num_items, TILE_LENGTH)
+    images = ItemLengths(np.repeat(np.arange(count), num_tiles), length, np.full(num_items, TOKENS_OF_TILE))
+    home = np.zeros(count, dtype=np.int32)
+    batch = BatchLengths(tokens, targets, home, {"image": images})
+    return Workload("groups of samples", batch), float(found.offsets[count]) / count
+
+
+def cases() -> Iterator[Case]:
+    for name, run in RUNS.items():
+        pair = next(own for own in TABLE_9 if own.name == name)
+        grouped, size = groups()
+        num_groups = round(BATCH_SIZE / size / 8) * 8
+        balanced = Subject(_job(pair, run, grouped, num_groups), size)
+        random = Subject(_job(pair, run, samples(), BATCH_SIZE, padded=True))
+        degrees = Pins(("chain",), run.tp, run.pp, run.dp, 1, "1f1b", order="given")
+        baselines = [_baseline("random, equal parameters", random, run, pair, run.baseline_days)]
+        if name == ABLATED:
+            steps = zip(TABLE_7.items(), (anchor.by_parameters, None))
+            baselines += [_baseline(step, balanced, run, pair, days, cut) for (step, days), cut in steps]
+            baselines.append(_baseline("random, equal layers", random, run, pair, run.baseline_days, anchor.by_layers))
+        yield Case(
+            "OmniBal",
+            name,
+            balanced,
+            f"chain, TP {run.tp}, PP {run.pp}, DP {run.dp}, 1F1B",
+            partial(balanced.searched, degrees),
+            tuple(baselines),
+            _step_s(pair.gpu_days, run, num_groups * size),
+            "lengths, on Table 3's means",
+        )
+
+
+def _baseline(
+    name: str,
+    subject: Subject,
+    run: Run,
+    pair: Pair,
+    days: float,
+    cut: Callable[[Blocks, int], Ints] | None = anchor.by_parameters,
+) -> Baseline:
+    """In 1F1B with all recomputed. days: published, in GPU-days."""
+    job = subject.job
+    size = 1 if subject.samples > 1 else MICROBATCH
+
+    def plans() -> Iterator[tuple[str, Plan]]:
+        degrees = Degrees(run.tp, run.pp, run.dp, size, job.batch_size // (run.dp * size))
+        yield degrees.words, plan_of(job, degrees, cut, Pins(recompute="full"))
+
+    published_s = _step_s(days, run, job.batch_size * subject.samples)
+    return Baseline(name, partial(subject.fastest, plans), (days / pair.gpu_days,), published_s)
+
+
+def _step_s(gpu_days: float, run: Run, num_samples: float) -> float:
+    """Of a step of so many samples, what the GPU-days of the whole dataset come to."""
+    return gpu_days * DAY_S * num_samples / (NUM_SAMPLES * run.tp * run.pp * run.dp)
+
+
+def _job(pair: Pair, run: Run, lengths: Workload, batch_size: int, *, padded: bool = False) -> Job:
+    devices = cluster("a100-80g", run.tp * run.pp * run.dp // 8)
+    return Job(_model(pair, padded), devices, lengths, batch_size, cost_model(devices, "bf16"))
+
+
+def _model(pair: Pair, padded: bool) -> ModelSpec:
+    """padded: sequences are, to the longest of a microbatch."""
+    llm = LLMS[pair.llm]
+    width = llm.layers[0].output_width
+    return multimodal(pair.name, replace(llm, padded=padded), [connect(VITS[pair.vit], width, downsample=4)])

@@ -1,0 +1,59 @@
+"""benchmarks/planner.py: a job of it as it runs, and its stored figures are of the jobs that it has."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def planner():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        import planner
+
+        yield planner
+
+
+@pytest.fixture(scope="module")
+def tried(planner):
+    """VLM-S of Cornstarch."""
+    case = next(case for case in planner.PAPERS["cornstarch"].cases() if case.name.startswith("VLM-S"))
+    return planner.Tried.of(case, lambda text: None)
+
+
+def test_every_strategy_has_a_step_or_a_reason(planner, tried):
+    assert set(tried.planned.strategies) == set(planner.STRATEGIES)
+    for outcome in (*tried.planned.strategies.values(), tried.method, *tried.baselines):
+        assert bool(outcome.step_s) != bool(outcome.why)
+
+
+def test_what_the_planner_finds_is_no_slower_than_any_strategy_alone_or_the_paper(tried):
+    others = [*tried.planned.strategies.values(), tried.method, *tried.baselines]
+    assert tried.planned.best.rate >= max(one.rate for one in others) * (1 - 1e-9)
+
+
+def test_gains_are_samples_a_second_and_gpu(tried):
+    method, unaware = tried.method, tried.baselines[0]
+    batch_size = tried.case.subject.job.batch_size
+    own, other = (batch_size / one.step_s / one.num_ranks for one in (method, unaware))
+    assert method.over(unaware) == pytest.approx(own / other)
+    assert method.num_ranks == unaware.num_ranks == 14
+
+
+def test_the_table_shows_the_job_once_and_each_baseline_in_a_row(planner, tried):
+    assert planner.table_of([tried]).row_count == 1 + len(tried.baselines)
+
+
+def test_the_stored_figures_are_of_the_jobs_that_there_are(planner):
+    stored = json.loads((BENCHMARKS / "results" / "planner.json").read_text())["jobs"]
+    cases = [case for paper in planner.PAPERS.values() for case in paper.cases()]
+    assert [(one["paper"], one["job"], one["num_gpus"]) for one in stored] == [
+        (case.paper, case.name, case.subject.job.cluster.num_ranks) for case in cases
+    ]
+    for one, case in zip(stored, cases):
+        assert [row["name"] for row in one["baselines"]] == [baseline.name for baseline in case.baselines]
+        for row, baseline in zip(one["baselines"], case.baselines):
+            assert row["published_gain"] == pytest.approx(baseline.published, rel=1e-3)
