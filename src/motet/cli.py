@@ -6,6 +6,7 @@ Wrong input ends in one sentence on stderr and exit code 2. Imports nothing heav
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -39,6 +40,12 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"motet {motet.__version__}")
         raise typer.Exit
+
+
+def _collect_seldom() -> None:
+    """Look for garbage less often, and not among what was imported: planning makes many small objects that stay."""
+    gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @app.callback()
@@ -129,6 +136,7 @@ def plan(
     from motet.train.plan_cluster import GivenCluster
     from motet.train.plan_job import Given, job_of_recipe
 
+    _collect_seldom()
     pinned = parse_pins(pins or (), STRATEGIES)
     given = Given(GivenCluster(cluster, nodes, ranks_per_node), workload, profile)
     outputs = Outputs(out, png or out.with_suffix(".png"), html, explain)
@@ -194,6 +202,7 @@ def simulate(
     from motet.simulate.command import Outputs, show_predictions
     from motet.simulate.predict import predictions
 
+    _collect_seldom()
     found = predictions(read, lengths, cost, batches, seed=seed, jitter=jitter)
     show_predictions(read, found, Outputs(trace, html, png), title=f"{plan.stem}, predicted")
 

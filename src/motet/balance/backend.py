@@ -12,7 +12,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import Literal
 
-from motet.balance import reference
 from motet.core.errors import ArgumentError
 
 Backend = Literal["native", "reference"]
@@ -32,7 +31,7 @@ def algorithms(backend: Backend) -> ModuleType:
         case "native":
             return _native or _fallback()
         case "reference":
-            return reference
+            return import_module("motet.balance.reference")
     raise ArgumentError(f"backend is {backend!r}; it must be 'native' or 'reference'.")
 
 

@@ -7,7 +7,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from motet.balance.backend import Backend, algorithms
 from motet.balance.checks import INT64_MAX, checked_integers, checked_ranks_per_node
-from motet.balance.reference.nodes import exactly_on_nodes
 from motet.core.errors import ArgumentError
 
 
@@ -40,6 +39,8 @@ def place_on_nodes(
             raise ArgumentError(f"volume adds up to {most} for a source, past 2^63 - 1.")
     size = checked_ranks_per_node(ranks_per_node, num_ranks)
     if exact:
+        from motet.balance.reference.nodes import exactly_on_nodes
+
         return exactly_on_nodes(checked, size)
     ranks: NDArray[np.int64] = algorithms(backend).place_on_nodes(checked, size)
     return ranks

@@ -84,10 +84,14 @@ class Profiled:
         for times in () if of_module is None else of_module.layers:
             if (times.kind, times.weights, times.tp) == (layer.kind, layer.weights, tp):
                 return times
-        with_ranks = f", under torchrun with {tp} ranks" if tp > 1 else ""
+        mend = "run `motet profile` on a recipe of this model"
+        if tp > 1 and layer.attention is None:
+            mend = "`motet profile` shares no layer without attention; keep to TP 1, or leave out the profile"
+        elif tp > 1:
+            mend += f", under torchrun with {tp} ranks"
         raise UserError(
             f"The profile of {self.profile.recipe} has no times of layer {layer.kind!r} of {layer.weights} weights in "
-            f"module {module!r} at tensor parallelism {tp}: run `motet profile` on a recipe of this model{with_ranks}."
+            f"module {module!r} at tensor parallelism {tp}: {mend}."
         )
 
     def _seconds(self, kind: MessageKind, size_bytes: NDArray[np.float64], ranks: Sequence[int]) -> Seconds:

@@ -8,8 +8,6 @@ from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.cost.analytic import Analytic
 from motet.cost.model import CostModel
-from motet.cost.profile import read_profile
-from motet.cost.profiled import Profiled
 
 _MEASURED_IN = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -21,6 +19,10 @@ def cost_model(cluster: Cluster, precision: str, profile_file: Path | None = Non
     """
     if profile_file is None:
         return Analytic(cluster, precision)
+    # Late: most jobs have none, and the classes that read one take time to be made.
+    from motet.cost.profile import read_profile
+    from motet.cost.profiled import Profiled
+
     profile = read_profile(profile_file)
     if profile.precision != _MEASURED_IN.get(precision):
         raise UserError(

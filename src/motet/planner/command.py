@@ -11,11 +11,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from motet.core.errors import UserError
 from motet.core.plan_file import write_plan
 from motet.planner.candidate import Pins
-from motet.planner.explain import write_explanation
 from motet.planner.job import Job
 from motet.planner.report import print_found
 from motet.planner.search import NOTHING_MORE, Found, Wanted, search
 from motet.planner.strategies import STRATEGIES
+from motet.simulate.picture import write_png
 from motet.simulate.plan_words import rows_in_words
 
 _MAX_ROWS = 24
@@ -64,9 +64,6 @@ def show_found(found: Found, outputs: Outputs) -> None:
     title = f"{found.job.model.name}: {best.candidate.strategy}, {best.candidate.what}, predicted"
     timeline = best.prediction.timeline
     write_plan(best.candidate.plan, outputs.plan)
-    # Imported here: matplotlib takes half a second, which the tables need not wait for.
-    from motet.simulate.picture import write_png
-
     note = rows_in_words(best.candidate.plan)
     write_png(timeline, outputs.png, title=title, note=note, max_rows=_MAX_ROWS)
     if outputs.html is not None:
@@ -74,6 +71,8 @@ def show_found(found: Found, outputs: Outputs) -> None:
 
         write_html(timeline, outputs.html, title=title, note=note)
     if outputs.explanation is not None:
+        from motet.planner.explain import write_explanation
+
         write_explanation(found, outputs.explanation)
     print(f"\nWrote {', '.join(map(str, outputs.paths))}.")
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from rich.console import Console
+from rich.padding import Padding
+from rich.segment import SegmentLines
 from rich.table import Table
+from rich.text import Text
 
 from motet.core.plan import Plan, Unit
 from motet.planner.candidate import RuledOut
@@ -27,7 +31,7 @@ def print_found(found: Found, console: Console | None = None) -> None:
     """Written to stdout unless a console is given. Raises UserError, which names the nearest miss, if nothing fits."""
     console = console or Console()
     if found.results:
-        console.print(_ranking(found))
+        _print_ranking(found, console)
         for sentence in (*_left(found), *_lengths(found.job)):
             console.print(sentence, style="dim", highlight=False, markup=False)
         console.print()
@@ -106,6 +110,20 @@ def _against(best: Result, rival: Result) -> Iterator[str]:
     yield f"It is {gain:.0%} faster than {rival.candidate.strategy} ({rival.candidate.what}){why}."
 
 
+def _print_ranking(found: Found, console: Console) -> None:
+    """A line a result, or, where that is too long, its figures and below them its plan."""
+    console.print(title_of(found), style="bold", highlight=False, markup=False)
+    ranking = _ranking(found)
+    if console.measure(ranking, options=console.options.update(width=1 << 12)).maximum <= console.width:
+        console.print(ranking)
+        return
+    header, *rows = console.render_lines(_ranking(found, with_plan=False), pad=False)
+    console.print(SegmentLines([header], new_lines=True), end="")
+    for result, row in zip(found.results, rows):
+        console.print(SegmentLines([row], new_lines=True), end="")
+        console.print(Padding(Text(result.candidate.what, "dim"), (0, 0, 0, 2), expand=False))
+
+
 def title_of(found: Found) -> str:
     """What was planned for: model, ranks, batch, pins."""
     job = found.job
@@ -128,17 +146,21 @@ def figures(result: Result) -> tuple[str, ...]:
     )
 
 
-def _ranking(found: Found) -> Table:
-    table = _table(title_of(found))
+def _ranking(found: Found, with_plan: bool = True) -> Table:
+    table = _table()
     first, step, *others = COLUMNS
     measured = any(result.measured_s is not None for result in found.results)
-    table.add_column(first, header_style="dim")
+    table.add_column(first if with_plan else "strategy", header_style="dim", no_wrap=True)
     for name in (*(("predicted", "measured") if measured else (step,)), *others):
         table.add_column(name, justify="right", header_style="dim", no_wrap=True)
+    with ThreadPoolExecutor() as pool:  # Array arithmetic of several threads runs side by side.
+        list(pool.map(lambda result: result.prediction.bubbles, found.results))
     for place, result in enumerate(found.results):
         what, predicted, *rest = figures(result)
         steps = (predicted, _measured(result)) if measured else (predicted,)
-        table.add_row(what, *steps, *rest, style="bold" if place == 0 else None)
+        table.add_row(
+            what if with_plan else result.candidate.strategy, *steps, *rest, style="bold" if place == 0 else None
+        )
     return table
 
 
@@ -210,5 +232,5 @@ def _told(ruled: RuledOut) -> str:
     return f"{ruled.what}: {ruled.why.rstrip('.')}" if ruled.what else ruled.why.rstrip(".")
 
 
-def _table(title: str) -> Table:
+def _table(title: str | None = None) -> Table:
     return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,7 +74,17 @@ class Bubbles:
 
 
 def bubbles(timeline: Timeline) -> Bubbles:
-    """The bubbles of a Timeline of one step, simulated or measured. O(spans log spans)."""
+    """The bubbles of a Timeline of one step, simulated or measured. O(spans log spans), once a Timeline."""
+    if (found := _known.get(timeline)) is None:
+        found = _known[timeline] = _counted(timeline)
+    return found
+
+
+_known: WeakKeyDictionary[Timeline, Bubbles] = WeakKeyDictionary()
+"""Tables and pictures of a Timeline ask for the same."""
+
+
+def _counted(timeline: Timeline) -> Bubbles:
     if not len(timeline):
         return Bubbles(0.0, np.zeros(timeline.num_ranks), np.zeros((timeline.num_ranks, len(BUBBLE_KINDS))))
     begin_s, end_s = float(timeline.start_s.min()), float(timeline.end_s.max())
@@ -97,7 +108,7 @@ class _Spans(NamedTuple):
     rank: NDArray[np.int32]
     start_s: Seconds
     end_s: Seconds
-    cause: NDArray[np.int64]
+    cause: NDArray[np.int8]
     is_pass: NDArray[np.bool_]
 
     def at(self, place: NDArray[np.intp] | slice) -> _Spans:
@@ -110,11 +121,15 @@ def _seconds(spans: _Spans, num_ranks: int, begin_s: float, end_s: float) -> Sec
     passes = spans.is_pass
     rank, start_s, stop_s, doing = _segments(spans, num_ranks, begin_s, end_s)
     first_s, last_s = np.full(num_ranks, end_s), np.full(num_ranks, begin_s)
-    np.minimum.at(first_s, spans.rank[passes], spans.start_s[passes])
-    np.maximum.at(last_s, spans.rank[passes], spans.end_s[passes])
-    then = np.append(np.where(rank[1:] == rank[:-1], doing[1:], _NOTHING), _NOTHING)
+    of_rank = np.flatnonzero(np.diff(spans.rank[passes], prepend=-1))
+    if len(of_rank):
+        with_passes = spans.rank[passes][of_rank]
+        first_s[with_passes] = np.minimum.reduceat(spans.start_s[passes], of_rank)
+        last_s[with_passes] = np.maximum.reduceat(spans.end_s[passes], of_rank)
+    then = np.full(len(doing), _NOTHING, dtype=np.int8)
+    then[:-1] = np.where(rank[1:] == rank[:-1], doing[1:], then[1:])
     waits = doing == _NOTHING
-    why = np.full(len(doing), _OTHER)
+    why = np.full(len(doing), _OTHER, dtype=np.int8)
     why[start_s >= last_s[rank]] = _COOLDOWN
     why[stop_s <= first_s[rank]] = _WARMUP
     why[(then >= _EXCHANGE) & (then <= _REDUCE)] = _STRAGGLER
@@ -125,10 +140,10 @@ def _seconds(spans: _Spans, num_ranks: int, begin_s: float, end_s: float) -> Sec
     return seconds.reshape(num_ranks, num_kinds)
 
 
-def _causes(timeline: Timeline) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _causes(timeline: Timeline) -> tuple[NDArray[np.int8], NDArray[np.bool_]]:
     """What each span counts as, and which are passes."""
     stream, kind = Labels.of(timeline.stream), Labels.of(timeline.kind)
-    cause = np.array([[_cause(one, other) for other in kind.names] for one in stream.names])
+    cause = np.array([[_cause(one, other) for other in kind.names] for one in stream.names], dtype=np.int8)
     step = np.array([name == Kind.STEP for name in kind.names])
     found = cause[stream.number, kind.number]
     return found, (found == _BUSY) & ~step[kind.number]
@@ -144,17 +159,20 @@ def _cause(stream: str, kind: str) -> int:
 
 def _segments(
     spans: _Spans, num_ranks: int, begin_s: float, end_s: float
-) -> tuple[NDArray[np.int64], Seconds, Seconds, NDArray[np.int64]]:
+) -> tuple[NDArray[np.int32], Seconds, Seconds, NDArray[np.int8]]:
     """rank, start, end and what it does, of pieces of time in which no span of the rank starts or ends, in order."""
-    every = np.arange(num_ranks)
+    every = np.arange(num_ranks, dtype=np.int32)
     rank = np.concatenate([spans.rank, spans.rank, every, every])
     at_s = np.concatenate([spans.start_s, spans.end_s, np.full(num_ranks, begin_s), np.full(num_ranks, end_s)])
-    change = np.repeat(np.array([1, -1, 0], dtype=np.int32), [len(spans.rank), len(spans.rank), 2 * num_ranks])
-    of = np.concatenate([spans.cause, spans.cause, np.full(2 * num_ranks, _NOTHING)])
-    order = np.lexsort((at_s, rank))
+    change = np.repeat(np.array([1, -1, 0], dtype=np.int8), [len(spans.rank), len(spans.rank), 2 * num_ranks])
+    of = np.concatenate([spans.cause, spans.cause, np.full(2 * num_ranks, _NOTHING, dtype=np.int8)])
+    # As lexsort orders them, and faster: runs are in order of time already, and numpy sorts short integers by radix.
+    order = np.argsort(at_s, kind="stable")
+    short = rank.astype(np.uint16) if num_ranks <= 1 << 16 else rank
+    order = order[np.argsort(short[order], kind="stable")]
     rank, at_s, change, of = rank[order], at_s[order], change[order], of[order]
-    doing = np.full(len(order), _NOTHING)
+    doing = np.full(len(order), _NOTHING, dtype=np.int8)
     for one in reversed(_BY_PRIORITY):
-        doing[np.cumsum(np.where(of == one, change, 0)) > 0] = one
+        doing[np.cumsum(np.where(of == one, change, 0), dtype=np.int32) > 0] = one
     pieces = np.flatnonzero((rank[1:] == rank[:-1]) & (at_s[1:] > at_s[:-1]))
     return rank[pieces], at_s[pieces], at_s[pieces + 1], doing[pieces]

@@ -48,7 +48,6 @@ def show_predictions(plan: Plan, predictions: Iterable[Prediction], outputs: Out
 
         write_html(prediction.timeline, outputs.html, title=title, note=rows_in_words(plan))
     if outputs.png is not None:
-        # Imported here: matplotlib takes half a second, which the tables need not wait for.
         from motet.simulate.picture import write_png
 
         write_png(prediction.timeline, outputs.png, title=title, note=rows_in_words(plan))

@@ -8,6 +8,7 @@ communication has none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from motet.core.workload import BACKBONE
 from motet.schedule.program import COMPUTE as COMPUTE_KINDS
 from motet.schedule.program import Kind
 from motet.simulate.bubbles import bubbles
+from motet.simulate.spans import Labels
 
 BUBBLE = "#e8eaed"
 INK = "#1c1e21"
@@ -97,12 +99,8 @@ class Drawing:
 
 def draw(timeline: Timeline, *, max_rows: int) -> Drawing:
     """Lay out a Timeline; of more than `max_rows` ranks, some that stand for them. O(spans)."""
-    looks = list(zip(timeline.kind, timeline.module, timeline.stream))
-    known = dict.fromkeys(looks)
+    known, paint = _looks(timeline)
     hues = _hues([module for kind, module, stream in known if _computes(kind, stream)])
-    paints = {look: _paint(look, hues) for look in known}
-    number = {look: place for place, look in enumerate(known)}
-    paint = np.fromiter((number[look] for look in looks), np.int64, len(looks))
     idle = bubbles(timeline)
     bubble_share = idle.idle_s.sum(axis=1) / (idle.step_s or 1.0)
     ranks = _chosen(bubble_share, max_rows)
@@ -119,11 +117,28 @@ def draw(timeline: Timeline, *, max_rows: int) -> Drawing:
         end_s=start_s[drawn] + (timeline.end_s - timeline.start_s)[drawn],
         number=timeline.microbatch[drawn].astype(np.int64),
         span=drawn,
-        paints=tuple(paints.values()),
-        legend=_legend(list(known), hues),
+        paints=tuple(_paint(look, hues) for look in known),
+        legend=_legend(known, hues),
         makespan_s=timeline.makespan_s,
         facts=_facts(timeline.makespan_s, idle.total_share, len(ranks), len(bubble_share)),
     )
+
+
+def _looks(timeline: Timeline) -> tuple[list[Look], NDArray[np.int64]]:
+    """Those that there are, in order of appearance, and which of them each span has, int64 [num_spans]."""
+    kind, module, stream = (Labels.of(texts) for texts in (timeline.kind, timeline.module, timeline.stream))
+    shape = len(kind.names), len(module.names), len(stream.names)
+    code = np.ravel_multi_index((kind.number, module.number, stream.number), shape) if len(timeline) else kind.number
+    # The first span of each code, as it is written last.
+    first = np.full(math.prod(shape), -1)
+    first[code[::-1]] = np.arange(len(code) - 1, -1, -1)
+    codes = np.flatnonzero(first >= 0)
+    codes = codes[np.argsort(first[codes])]
+    looks = [(timeline.kind[span], timeline.module[span], timeline.stream[span]) for span in first[codes].tolist()]
+    number = {look: place for place, look in enumerate(dict.fromkeys(looks))}
+    of_code = np.zeros(len(first), dtype=np.int64)
+    of_code[codes] = [number[look] for look in looks]
+    return list(number), of_code[code]
 
 
 def mixed(colour: str, share: float) -> str:

@@ -62,7 +62,7 @@ class Prediction:
         """Hardware FLOPs utilisation; what Optimus calls MFU."""
         return self.hardware_flops / self.step_s / self.peak_flops
 
-    @cached_property
+    @property
     def bubbles(self) -> Bubbles:
         return bubbles(self.timeline)
 

@@ -1,7 +1,7 @@
 """What a Plan is simulated for, read from where it is: the model of a plan file that names one, and the workload.
 
 Core and simulate know neither recipes nor HF models nor manifests; this is what they are handed. What needs torch,
-seconds to import, is imported where it is needed: a plan file that stands alone is simulated without it.
+seconds to import, or reads data is imported where it is needed: a plan file that stands alone is simulated without it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from motet.analyze.lengths import read_lengths
 from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.core.plan_file import read_plan
@@ -22,7 +21,6 @@ from motet.core.sampler import read_sampler
 from motet.core.spec import ModelSpec
 from motet.core.workload import Workload
 from motet.cost.catalogue import cluster
-from motet.data.text import ChatTokenizer
 from motet.train.plan_recipe import read_job_recipe
 
 if TYPE_CHECKING:
@@ -70,6 +68,8 @@ def workload_at(path: Path) -> Workload:
     if path.is_dir():
         raise UserError(f"{path} is a folder; name the manifest in it, or another file of lengths.")
     if path.suffix != ".toml":
+        from motet.analyze.lengths import read_lengths
+
         return read_lengths(path).workload()
     tables = _tables(path)
     if "task" in tables:
@@ -88,6 +88,7 @@ def workload_of(recipe: Recipe, source: str) -> Workload:
     """The training data of a recipe, as its model takes them. source: what messages call it. Raises UserError."""
     import torch
 
+    from motet.data.text import ChatTokenizer
     from motet.models.build import build_mllm
     from motet.train.job import open_dataset
 

@@ -167,6 +167,9 @@ def test_what_was_not_measured_is_named(profile):
         attention(profile, [1], [1], weights=101)
     with pytest.raises(UserError, match="torchrun with 2 ranks"):
         attention(profile, [1], [1], tp=2)
+    one_row = Work(np.ones(1), np.ones(1))
+    with pytest.raises(UserError, match="shares no layer without attention; keep to TP 1"):
+        Profiled(profile, cluster()).layer_seconds("backbone", Layer("head", 50, 50, 8, 8), one_row, tp=4)
     with pytest.raises(UserError, match="exchange between ranks of several nodes"):
         Profiled(profile, cluster(ranks_per_node=2)).exchange_seconds(np.ones(1), range(4))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +23,7 @@ from motet.planner import partition
 from motet.planner import strategies as real
 from motet.planner.candidate import Candidate, Informed, Pins, RuledOut
 from motet.planner.job import Job
-from motet.planner.report import print_found
+from motet.planner.report import COLUMNS, print_found
 from motet.planner.search import Wanted, nothing_fits, predict_candidate, search
 
 SAMPLER = Sampler.model_validate(
@@ -154,6 +154,22 @@ def test_the_fastest_that_is_measured_comes_first():
     assert any(
         line.startswith(f"It is 50% faster than {found.results[0].candidate.strategy} ({best})") for line in lines
     )
+
+
+@pytest.mark.parametrize("width", [80, 100, 140, 400])
+def test_figures_and_plans_stand_whole_at_every_width(width):
+    found = search(job_on(), STRATEGIES)
+    printed = StringIO()
+    print_found(found, Console(file=printed, width=width))
+    lines = printed.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert all(title in lines[1] for title in COLUMNS[1:])
+    rows = [" ".join(line.split()) for line in lines[2:]]
+    for result in found.results:
+        figures = f"{result.prediction.mfu:.1%} {result.prediction.peak_bytes.max() / 1e9:,.1f} "
+        what = result.candidate.what
+        one_line = any(what in row and figures in row for row in rows)
+        assert one_line or (width < 400 and any(figures in row and what == below for row, below in pairwise(rows)))
 
 
 def test_a_plan_that_cannot_run_on_the_cluster_is_ruled_out():

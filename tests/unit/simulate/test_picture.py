@@ -61,6 +61,17 @@ def test_boxes_narrower_than_a_pixel_are_not_lost(tmp_path):
     assert np.abs(fine - coarse).mean() < 3
 
 
+def test_pixels_shared_by_spans_and_bubbles_are_the_mean_of_both(tmp_path):
+    """Ten spans a pixel, with gaps three times as long: no span is seen, its share is."""
+    spans = [Span(0, "F", 0, place, place, place + 0.25, "F", "backbone") for place in range(20_000)]
+    timeline = Timeline.of([*spans, Span(0, "F", 0, 0, 19_999.9, 20_000.0, "F", "backbone")])
+    forward = [int(draw(timeline, max_rows=9).paints[0].colour[place : place + 2], 16) for place in (1, 3, 5)]
+    bubble = [int(BUBBLE[place : place + 2], 16) for place in (1, 3, 5)]
+    found = pixels(timeline, tmp_path / "t.png")
+    middle = found[found.shape[0] // 2, 400:1800].astype(float)
+    assert middle.mean(axis=0) == pytest.approx(0.25 * np.array(forward) + 0.75 * np.array(bubble), abs=1)
+
+
 def test_nothing_and_long_names_are_drawn(tmp_path):
     write_png(Timeline.of(), tmp_path / "nothing.png")
     names = [f"a_module_with_a_very_long_name_{number}" for number in range(9)]
