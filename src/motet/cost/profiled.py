@@ -40,6 +40,8 @@ class Profiled:
         return Profiled(self.profile, cluster)
 
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
+        """A layer without attention takes as long as on one rank, for which alone it is measured."""
+        tp = tp if layer.attention is not None else 1
         key = (module, layer.kind, layer.weights, tp)
         if key not in self._surfaces:
             self._surfaces[key] = _surfaces(self._times(module, layer, tp))
@@ -85,9 +87,7 @@ class Profiled:
             if (times.kind, times.weights, times.tp) == (layer.kind, layer.weights, tp):
                 return times
         mend = "run `motet profile` on a recipe of this model"
-        if tp > 1 and layer.attention is None:
-            mend = "`motet profile` shares no layer without attention; keep to TP 1, or leave out the profile"
-        elif tp > 1:
+        if tp > 1:
             mend += f", under torchrun with {tp} ranks"
         raise UserError(
             f"The profile of {self.profile.recipe} has no times of layer {layer.kind!r} of {layer.weights} weights in "

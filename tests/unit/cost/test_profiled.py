@@ -167,11 +167,13 @@ def test_what_was_not_measured_is_named(profile):
         attention(profile, [1], [1], weights=101)
     with pytest.raises(UserError, match="torchrun with 2 ranks"):
         attention(profile, [1], [1], tp=2)
-    one_row = Work(np.ones(1), np.ones(1))
-    with pytest.raises(UserError, match="shares no layer without attention; keep to TP 1"):
-        Profiled(profile, cluster()).layer_seconds("backbone", Layer("head", 50, 50, 8, 8), one_row, tp=4)
     with pytest.raises(UserError, match="exchange between ranks of several nodes"):
         Profiled(profile, cluster(ranks_per_node=2)).exchange_seconds(np.ones(1), range(4))
+
+
+def test_what_ranks_do_not_share_takes_as_long_as_on_one(profile):
+    cost, head, one_row = Profiled(profile, cluster()), Layer("head", 50, 50, 8, 8), Work(np.ones(1), np.ones(1))
+    assert cost.layer_seconds("backbone", head, one_row, tp=4) == cost.layer_seconds("backbone", head, one_row)
 
 
 def test_messages_are_those_measured_and_carried_over_to_other_ranks(profile):
