@@ -8,8 +8,9 @@ Placements are decided on microbatches that are all as long as the mean, since a
 differ, the estimate is longer by as much as the backbone's own step is.
 
 Placing takes longest, so a backbone that cannot be the fastest is left out before: by what its ranks compute in all,
-by what the busiest of them computes with the recomputation that memory needs, then, simulated alone, by the step that it would take if all its bubbles were filled; and so is what was placed, where
-its estimate is not near the fastest step.
+by what the busiest of them computes with the recomputation that memory needs, then, simulated alone, by the step that
+it would take if all its bubbles were filled; and so is what was placed, where its estimate is not near the fastest
+step.
 """
 
 from __future__ import annotations

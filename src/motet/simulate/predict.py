@@ -26,7 +26,7 @@ from motet.simulate.order import ordered_slots
 from motet.simulate.placement import Placement, draw_batch, place, place_in
 from motet.simulate.prediction import Prediction
 from motet.simulate.pricing import Pricing
-from motet.simulate.simulate import simulate
+from motet.simulate.simulate import Prepared, simulate
 from motet.simulate.times import StageTimes
 from motet.simulate.traffic import Traffic, without_idle_exchanges
 
@@ -96,7 +96,7 @@ def predict_placed(
 
 def _slowest_island(pricing: Pricing, seed: int, jitter: float) -> Timeline:
     traffic = Traffic(pricing)
-    program = without_idle_exchanges(pricing.planned, pricing.placement)
+    program = Prepared(without_idle_exchanges(pricing.planned, pricing.placement))
     overlap = pricing.plan.cluster.device.overlaps
     timelines = (
         simulate(program, stage_times_of(pricing, traffic, island), overlap=overlap, jitter=jitter, seed=seed + island)
