@@ -8,8 +8,9 @@ Placements are decided on microbatches that are all as long as the mean, since a
 differ, the estimate is longer by as much as the backbone's own step is.
 
 Placing takes longest, so a backbone that cannot be the fastest is left out before: by what its ranks compute in all,
-then, simulated alone, by the step that it would take if all its bubbles were filled; and so is what was placed, where
-its estimate is not near the fastest step.
+by what the busiest of them computes with the recomputation that memory needs, then, simulated alone, by the step that
+it would take if all its bubbles were filled; and so is what was placed, where its estimate is not near the fastest
+step.
 """
 
 from __future__ import annotations
@@ -210,6 +211,10 @@ class _Filler:
                 yield RuledOut(STRATEGY, str(self.shape), why)
             return
         self.fits = True
+        least = min(fitted, key=_recomputed)
+        if self.plans.busiest_s(least.units) >= self.faster_than_s:
+            yield _too_slow(f"{self.shape}; {least.plan}")
+            return
         bounds, order = self.bounds(fitted)
         if bounds[0] >= self.faster_than_s:
             yield _too_slow(f"{self.shape}; {order[0].plan}")
@@ -235,7 +240,7 @@ class _Filler:
         Judged beside the backbone that recomputes least: what recomputes more cannot be faster alone. Nor can any be
         faster than that backbone is with the microbatches that there are.
         """
-        order = sorted(fitted, key=lambda one: sum(sum(stage.values()) for stage in one.units[0].recompute))
+        order = sorted(fitted, key=_recomputed)
         base = self.alone(order[0], parted=True)
         alone_s = base.end_s * self._timed[_recompute(order[0])].slower
         bounds = sorted((max(self.least_s(base, one), alone_s), place) for place, one in enumerate(order))
@@ -338,7 +343,7 @@ class _Filler:
         return self._alone[recompute, parted]
 
     def _time(self, fitted: Fitted) -> _Timed:
-        pricing = self.plans.priced(fitted.units) if fitted.units[0].recompute else self.plans.pricing
+        pricing = self.plans.priced(fitted.units)
         traffic, stages = Traffic(pricing), pricing.planned.stages
         islands = [stage_times_of(pricing, traffic, n) for n in range(min(pricing.num_islands, _ISLANDS))]
         zero = {n: stage.zero for n, stage in enumerate(stages) if len(stage.data_ranks) > 1}
@@ -365,6 +370,11 @@ class _Filler:
 def _halves(num_layers: int) -> tuple[Part, ...]:
     half = 1 / (2 * num_layers)
     return (Part(half, "tensor"), Part(half)) * (2 * num_layers)
+
+
+def _recomputed(fitted: Fitted) -> int:
+    """Layers of the backbone."""
+    return sum(sum(stage.values()) for stage in fitted.units[0].recompute)
 
 
 def _recompute(fitted: Fitted) -> tuple[tuple[tuple[str, int], ...], ...]:

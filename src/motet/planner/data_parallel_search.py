@@ -156,13 +156,17 @@ class Ranks:
         """Sizes as they are balanced, each with its best sharding, if perfect balance would make it better than what
         was found before; and of the best of all the next best shardings. What does not fit is given as well.
 
-        Of sizes that are about as good in perfect balance the largest comes first, which is the nearest to it.
+        Of sizes that are about as good in perfect balance the largest comes first, which is the nearest to it: fewer
+        examples at a time are taken to miss it by as large a factor at least.
         """
         best: Placed | None = None
+        missed_by: dict[int, float] = {}
         firsts = {one.size: one for one in reversed(weighed)}.values()
         about_s = _NEAR * min((one.estimate_s for one in firsts), default=0.0)
         for even in sorted(firsts, key=lambda one: (max(one.estimate_s, about_s), -one.size)):
-            if even.estimate_s < best_s and (placed := self._settled(even, even.fit.recompute[0], best_s)):
+            factor = min((missed for size, missed in missed_by.items() if size > even.size), default=1.0)
+            if even.estimate_s * factor < best_s and (placed := self._settled(even, even.fit.recompute[0], best_s)):
+                missed_by[even.size] = placed.weighed.estimate_s / even.estimate_s
                 yield placed
                 if not placed.weighed.fit.lacks_bytes and placed.weighed.estimate_s < best_s:
                     best, best_s = placed, placed.weighed.estimate_s

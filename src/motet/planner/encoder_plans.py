@@ -28,12 +28,16 @@ from motet.planner.job import BlockCosts, Column, Job
 from motet.planner.partition import partition
 from motet.planner.recompute import Fit, StageBytes, fit_rank, stage_bytes
 from motet.schedule import fillable
+from motet.schedule.from_plan import unscheduled
+from motet.schedule.layout import Layout
 from motet.schedule.program import Kind, Program
 from motet.simulate.placement import Placement
 from motet.simulate.predict import place_batch
 from motet.simulate.pricing import Pricing
 
 STRATEGY = "bubble filling"
+_FILLED = 4
+"""Microbatches by pipeline rank that fill a pipeline: with more, it holds no more at any moment."""
 
 
 @dataclass(frozen=True)
@@ -131,24 +135,42 @@ class EncoderPlans:
         return self.job.block_costs(name, self.shape.microbatch_size * unit.tp / self.shape.tp, unit.tp)
 
     @cached_property
-    def pricing(self) -> Pricing:
+    def _any(self) -> Plan:
         """With encoders of some plan, and no recomputation."""
-        return self.priced(self.units(next(iter(self))))
+        return self.plan(self.units(next(iter(self))))
+
+    @cached_property
+    def _pricing(self) -> Pricing:
+        """Of the backbone's stages without passes."""
+        return Pricing(self._any, unscheduled(Layout(self._any)), self._placement, self.job.cost)
 
     def priced(self, units: tuple[Unit, ...]) -> Pricing:
         """Of the backbone's stages alone."""
         plan = self.plan(units)
         return Pricing(plan, fillable(plan)[0], self._placement, self.job.cost)
 
+    def busiest_s(self, units: tuple[Unit, ...]) -> float:
+        """Of the backbone's ranks in all replicas, the one with the most to do: a step takes no less. Rounded down."""
+        plan = self.plan(units)
+        pricing = Pricing(plan, unscheduled(Layout(plan)), self._placement, self.job.cost)
+        taken_s = np.zeros((self.shape.pp, pricing.num_islands))
+        for stage in pricing.planned.stages:
+            taken_s[stage.rank] += np.sum(pricing.islands(stage)[:-1], axis=(0, 2))
+        return float(taken_s.max()) * (1 - 1e-9)
+
     @cached_property
     def _placement(self) -> Placement:
         """The same whatever is recomputed, and beside whichever encoders."""
-        return place_batch(self.plan(self.units(next(iter(self)))), self.job.batch, self.job.cost)
+        return place_batch(self._any, self.job.batch, self.job.cost)
 
     @cached_property
     def in_flight(self) -> list[NDArray[np.int64]]:
         """Per rank: microbatches of each of its stages that are held at once, [num_moments, num_chunks]."""
-        return [_in_flight(self.pricing.planned.program, rank) for rank in range(self.shape.pp)]
+        own, num = self.shape, self.shape.num_microbatches
+        if own.chunks == 1 or num % own.pp == 0:  # Else chunks take groups that are not alike.
+            num = min(num, _FILLED * own.pp)
+        program = fillable(replace(self._any, batch_size=own.dp * own.microbatch_size * num))[0].program
+        return [_in_flight(program, rank) for rank in range(own.pp)]
 
     def fit(self, plan: EncoderPlan) -> Fitted | RuledOut:
         """The least recomputation with which the plan fits, and how many microbatches an encoder pipeline may take."""
@@ -204,7 +226,7 @@ class EncoderPlans:
             share = unit.tp / self.shape.tp
 
             def rows(name: str, layer: Layer) -> float:
-                return share * self.pricing.largest_rows(name, layer)
+                return share * self._pricing.largest_rows(name, layer)
 
             precision = self.job.mixed_precision(pipeline=True)
             self._bytes[key] = stage_bytes(self.job.model, unit, spans, rows, 1, precision)
@@ -220,7 +242,8 @@ class EncoderPlans:
         """Of the encoders' stages, which have backward passes."""
         if pp not in self._learns:
             plan = self.plan(self.units(next(one for one in self if one.pp == pp)))
-            self._learns[pp] = {one.module: one.has_backward for one in fillable(plan)[1]}
+            has_backward = Layout(plan).has_backward
+            self._learns[pp] = {name: has_backward[name] for name in self.encoders}
         return self._learns[pp]
 
 

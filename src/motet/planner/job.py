@@ -74,11 +74,22 @@ class Job:
     @cached_property
     def batch(self) -> BatchLengths:
         """The batch that every candidate is simulated on."""
-        return self.workload.draw(self.batch_size, np.random.default_rng(self.seed))
+        return self.drawn(0)
+
+    def drawn(self, number: int) -> BatchLengths:
+        """Batches by the job's seed and the next ones; 0 is the job's own. Cached."""
+        found: BatchLengths = self._drawn(number)
+        return found
+
+    @cached_property
+    def _drawn(self):  # type: ignore[no-untyped-def]
+        return cache(lambda number: self.workload.draw(self.batch_size, np.random.default_rng(self.seed + number)))
 
     def placement(self, plan: Plan) -> Placement:
         """Of the first `plan.batch_size` examples of the batch, on a Plan of this job. Kept where it takes long to
-        decide, under "data_parallel", for Plans that differ in what is sharded alone."""
+        decide, under "data_parallel", for Plans that differ in what is sharded alone; where each phase was found best
+        balanced by itself, also for those that differ in what is recomputed: no item of a phase lies elsewhere then,
+        however long the others take."""
         batch = self.batch
         if plan.batch_size != batch.num_examples:
             batch = batch.take(np.arange(plan.batch_size))
@@ -86,10 +97,14 @@ class Job:
             return place_batch(plan, batch, self.cost)
         (unit,) = plan.units
         recompute = tuple(sorted(unit.recompute[0].items())) if unit.recompute else ()
-        key = (unit.dp, unit.tp, unit.first_rank, recompute, plan.batch_size, plan.microbatch_size, plan.balance)
-        if key not in self._placements:
-            self._placements[key] = place_batch(plan, batch, self.cost)
-        return self._placements[key]
+        key = (unit.dp, unit.tp, unit.first_rank, plan.batch_size, plan.microbatch_size, plan.balance)
+        for of_recompute in ((), recompute):
+            if (found := self._placements.get((*key, of_recompute))) is not None:
+                return found
+        found = place_batch(plan, batch, self.cost)
+        apart = set(found.method) <= {"per_phase"}
+        self._placements[(*key, () if apart else recompute)] = found
+        return found
 
     @cached_property
     def _placements(self) -> dict[object, Placement]:

@@ -79,8 +79,7 @@ def caps_for(job: Job, plan: Plan) -> dict[str, int]:
         return {}
     seconds = [float(job.microbatch_seconds(name, plan.microbatch_size).sum()) for name in encoders]
     vision = encoders[int(np.argmax(seconds))]
-    rngs = (np.random.default_rng(job.seed + number) for number in range(NUM_BATCHES))
-    batches = [job.workload.draw(job.batch_size, rng) for rng in rngs]
+    batches = map(job.drawn, range(NUM_BATCHES))
     sizes = [{name: total_lengths(batch, name) for name in (vision, BACKBONE)} for batch in batches]
     most = plan.batch_size // plan.microbatch_size
     mean = {name: max(int(of[name].sum()) for of in sizes) / most for name in (vision, BACKBONE)}

@@ -54,6 +54,11 @@ def planned(plan: Plan) -> Planned:
     return _data_parallel(layout) if plan.schedule == "data_parallel" else _pipelined(layout)
 
 
+def unscheduled(layout: Layout) -> Planned:
+    """The stages of units with ranks of their own, without passes: to be priced, which takes none."""
+    return Planned(Program((), (), (), layout.num_microbatches), layout.stages, ())
+
+
 def _data_parallel(layout: Layout) -> Planned:
     plan, unit = layout.plan, layout.backbone
     stages = tuple(layout.data_parallel_stages())

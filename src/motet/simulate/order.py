@@ -33,9 +33,8 @@ from motet.core.plan import Plan
 from motet.core.workload import BatchLengths
 from motet.cost.model import CostModel
 from motet.schedule.dag import distances
-from motet.schedule.from_plan import Planned
+from motet.schedule.from_plan import unscheduled
 from motet.schedule.layout import Layout, PlannedStage
-from motet.schedule.program import Program
 from motet.simulate.groups import grouped, total_lengths
 from motet.simulate.placement import PlacedItems, Placement, Slots, column, place_in, slots_as_given
 from motet.simulate.pricing import Pricing, Table
@@ -90,8 +89,7 @@ class _Step:
         self.widest = max(layout.units, key=layout.num_replicas)
         sizes = layout.num_islands, layout.num_microbatches, layout.num_examples
         self.sizes = _Sizes(*sizes, layout.num_replicas(self.widest))
-        # Stages alone are priced: nothing is simulated here.
-        self.planned = Planned(Program((), (), (), layout.num_microbatches), layout.stages, ())
+        self.planned = unscheduled(layout)
         self.place = _places(layout)
         self.num_places = max(self.place) + 1
 

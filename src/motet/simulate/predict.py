@@ -27,7 +27,7 @@ from motet.simulate.order import ordered_slots
 from motet.simulate.placement import Placement, draw_batch, place, place_in
 from motet.simulate.prediction import Prediction
 from motet.simulate.pricing import Pricing
-from motet.simulate.simulate import simulate
+from motet.simulate.simulate import Prepared, simulate
 from motet.simulate.times import StageTimes
 from motet.simulate.traffic import Traffic, without_idle_exchanges
 
@@ -98,7 +98,7 @@ def predict_placed(
 def _slowest_island(pricing: Pricing, seed: int, jitter: float) -> Timeline:
     """With its ranks called by those of the cluster that they stand for."""
     traffic = Traffic(pricing)
-    program = without_idle_exchanges(pricing.planned, pricing.placement)
+    program = Prepared(without_idle_exchanges(pricing.planned, pricing.placement))
     overlap = pricing.plan.cluster.device.overlaps
     slowest: tuple[int, Timeline] | None = None
     for island in _simulated(pricing, jitter):
