@@ -3,20 +3,16 @@
 import json
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from benchmark import BENCHMARKS, benchmark
 
 
 @pytest.fixture(scope="module")
 def papers():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        import papers
-
-        yield papers
+    with benchmark("papers") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")

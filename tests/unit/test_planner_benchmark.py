@@ -1,20 +1,16 @@
 """benchmarks/planner.py: a job of it as it runs, and its stored figures are of the jobs that it has."""
 
 import json
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from benchmark import BENCHMARKS, benchmark
 
 
 @pytest.fixture(scope="module")
 def planner():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        import planner
-
-        yield planner
+    with benchmark("planner") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from motet.simulate.times import StageTimes
 from motet.simulate.traffic import Traffic, without_idle_exchanges
 
 MAX_ISLANDS = 32
-"""That are simulated, of one batch. In 28 predictions of the papers' jobs, the slowest of these was at most the 21st."""
+"""That are simulated, of one batch. In 28 predictions of the papers' jobs, the slowest was among the first 21."""
 
 
 def predict(plan: Plan, workload: Workload, cost: CostModel, *, seed: int = 0, jitter: float = 0.0) -> Prediction:

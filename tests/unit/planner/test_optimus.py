@@ -1,19 +1,14 @@
 """Optimus, Table 7, as benchmarks/bubbles.py has it."""
 
-from pathlib import Path
-
 import pytest
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+from benchmark import benchmark
 
 
 @pytest.fixture(scope="module")
 def bubbles():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        import bubbles
-
-        yield bubbles
+    with benchmark("bubbles") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")
