@@ -13,9 +13,12 @@ they cannot be faster (`fewer_ranks.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from itertools import chain
+from typing import Literal, NamedTuple, TypeVar
 
 from motet.core.errors import UserError
 from motet.core.plan import Plan
@@ -34,6 +37,9 @@ MAX_SPANS = 2_000_000
 
 FREE = Pins()
 """Nothing is pinned."""
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 
 Progress = Callable[[str, int, int], None]
 """(what is being done, how much of it is done, of how much)"""
@@ -189,14 +195,17 @@ class _Run:
 
     def consider(self, strategies: Mapping[str, Strategy]) -> None:
         """Simulate the best of each strategy's candidates, and of the others what can win and may be."""
+
+        def proposed_by(strategy: tuple[str, Strategy]) -> list[Candidate | RuledOut]:
+            return list(_proposed(*strategy, self.job, self.pins))
+
         new: list[Candidate] = []
-        for number, (name, strategy) in enumerate(strategies.items()):
-            self.say(f"considering {name}", number, len(strategies))
-            for proposed in _proposed(name, strategy, self.job, self.pins):
-                if isinstance(proposed, RuledOut):
-                    self.ruled_out.append(proposed)
-                elif all(proposed.plan != known.plan for known in (*self.candidates, *new)):
-                    new.append(proposed)
+        self.say(f"considering {', '.join(strategies)}", 0, len(strategies))
+        for proposed in chain.from_iterable(_side_by_side(proposed_by, strategies.items())):
+            if isinstance(proposed, RuledOut):
+                self.ruled_out.append(proposed)
+            elif all(proposed.plan != known.plan for known in (*self.candidates, *new)):
+                new.append(proposed)
         new.sort(key=lambda candidate: candidate.estimate_s)  # Stable: equal estimates stay as they were proposed.
         self.candidates += new
         leaders = list({candidate.strategy: candidate for candidate in reversed(new)}.values())
@@ -217,13 +226,16 @@ class _Run:
     def reorder(self) -> None:
         """The fastest pipeline of each strategy, or all of them, with examples in the order that makes it faster."""
         self.results.sort(key=lambda each: each.prediction.step_s)
-        done: set[str] = set()
-        for place, given in enumerate(self.results):
-            strategy = given.candidate.strategy
-            if strategy not in done or self.max_simulated is None:
-                self.say(f"ordering examples of {strategy}", self.num_simulated, self.num_simulated)
-                self.results[place] = Result(*reordered(self.job, given.candidate, given.prediction, self.pins))
-            done.add(strategy)
+        leaders = {given.candidate.strategy: place for place, given in reversed(list(enumerate(self.results)))}
+        places = list(range(len(self.results))) if self.max_simulated is None else sorted(leaders.values())
+        self.say("ordering examples of the fastest pipelines", self.num_simulated, self.num_simulated)
+
+        def best(place: int) -> Result:
+            given = self.results[place]
+            return Result(*reordered(self.job, given.candidate, given.prediction, self.pins))
+
+        for place, result in zip(places, _side_by_side(best, places)):
+            self.results[place] = result
 
     def _simulate(self, candidate: Candidate) -> float:
         """Seconds of a step; it is a result if it fits memory. Without end if it cannot run on the cluster."""
@@ -248,6 +260,12 @@ class _Run:
         last = len(place)
         self.results.sort(key=lambda each: (each.prediction.step_s, place.get(each.candidate.strategy, last)))
         return Found(self.job, self.pins, tuple(self.results), tuple(self.passed_over), tuple(self.ruled_out))
+
+
+def _side_by_side(work: Callable[[Given], Made], each: Iterable[Given]) -> list[Made]:
+    """Of each, in their order. Threads do array arithmetic at the same time, but little else."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(work, each))
 
 
 def _proposed(name: str, strategy: Strategy, job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
