@@ -209,7 +209,10 @@ class _Run:
         new.sort(key=lambda candidate: candidate.estimate_s)  # Stable: equal estimates stay as they were proposed.
         self.candidates += new
         leaders = list({candidate.strategy: candidate for candidate in reversed(new)}.values())
-        ratio = {leader.strategy: self._simulate(leader) / leader.estimate_s for leader in reversed(leaders)}
+        leaders.reverse()
+        self.say(f"simulating the best of {', '.join(leader.strategy for leader in leaders)}", 0, self._total)
+        seconds = map(self._take, leaders, _side_by_side(self._predicted, leaders))
+        ratio = {leader.strategy: step_s / leader.estimate_s for leader, step_s in zip(leaders, seconds)}
         others = [candidate for candidate in new if all(candidate is not leader for leader in leaders)]
         for candidate in sorted(others, key=lambda other: other.estimate_s * ratio[other.strategy]):
             if self.lacks(candidate):
@@ -237,15 +240,26 @@ class _Run:
         for place, result in zip(places, _side_by_side(best, places)):
             self.results[place] = result
 
-    def _simulate(self, candidate: Candidate) -> float:
-        """Seconds of a step; it is a result if it fits memory. Without end if it cannot run on the cluster."""
-        total = min(len(self.candidates), self.max_simulated or len(self.candidates))
-        self.say(f"simulating {candidate.strategy}: {candidate.what}", self.num_simulated, total)
-        self.num_simulated += 1
+    @property
+    def _total(self) -> int:
+        return min(len(self.candidates), self.max_simulated or len(self.candidates))
+
+    def _simulate(self, candidate: Candidate) -> None:
+        self.say(f"simulating {candidate.strategy}: {candidate.what}", self.num_simulated, self._total)
+        self._take(candidate, self._predicted(candidate))
+
+    def _predicted(self, candidate: Candidate) -> Prediction | UserError:
+        """The error where it cannot run on the cluster."""
         try:
-            prediction = predict_candidate(self.job, candidate)
+            return predict_candidate(self.job, candidate)
         except UserError as error:
-            self.ruled_out.append(RuledOut(candidate.strategy, candidate.what, str(error)))
+            return error
+
+    def _take(self, candidate: Candidate, prediction: Prediction | UserError) -> float:
+        """Seconds of a step; it is a result if it fits memory. Without end if it cannot run on the cluster."""
+        self.num_simulated += 1
+        if isinstance(prediction, UserError):
+            self.ruled_out.append(RuledOut(candidate.strategy, candidate.what, str(prediction)))
             return math.inf
         self.num_spans += len(prediction.timeline)
         lacks_bytes = float(prediction.peak_bytes.max()) - self.job.capacity_bytes
