@@ -200,13 +200,18 @@ class _Filler:
         self._alone: dict[object, Backbone] = {}
 
     def proposals(self) -> Iterator[Candidate | RuledOut]:
-        found = [self.plans.fit(plan) for plan in self.plans]
-        fitted = [one for one in found if isinstance(one, Fitted)]
-        missed = [one for one in found if isinstance(one, RuledOut)]
-        if missed:
-            yield min(missed, key=lambda one: one.lacks_bytes)
+        fitted: list[Fitted] = []
+        nearest: RuledOut | None = None
+        for plan in self.plans:
+            found = self.plans.fit(plan, math.inf if nearest is None else nearest.lacks_bytes)
+            if isinstance(found, Fitted):
+                fitted.append(found)
+            else:
+                nearest = found or nearest
+        if nearest is not None:
+            yield nearest
         if not fitted:
-            if not missed:
+            if nearest is None:
                 why = "no encoder plan leaves each stage a block and each pipeline a microbatch."
                 yield RuledOut(STRATEGY, str(self.shape), why)
             return

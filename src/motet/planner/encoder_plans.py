@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from math import ceil
+from math import ceil, inf
 from typing import Literal
 
 import numpy as np
@@ -172,12 +172,20 @@ class EncoderPlans:
         program = fillable(replace(self._any, batch_size=own.dp * own.microbatch_size * num))[0].program
         return [_in_flight(program, rank) for rank in range(own.pp)]
 
-    def fit(self, plan: EncoderPlan) -> Fitted | RuledOut:
-        """The least recomputation with which the plan fits, and how many microbatches an encoder pipeline may take."""
+    def fit(self, plan: EncoderPlan, nearest_bytes: float = inf) -> Fitted | RuledOut | None:
+        """The least recomputation with which the plan fits, and how many microbatches an encoder pipeline may take.
+
+        None: it lacks nearest_bytes or more, and is not the nearest miss.
+        """
         units, shape = self.units(plan), self.shape
         num_pipelines = shape.pp // plan.pp
         most = ceil(shape.num_microbatches / num_pipelines)
-        fits, spare = zip(*(self._fit_rank(units, rank, rank // num_pipelines, most) for rank in range(shape.pp)))
+        found: dict[int, tuple[Fit, int]] = {}
+        for rank in (shape.pp - 1, *range(shape.pp - 1)):  # The last, with the output layer, often lacks most.
+            found[rank] = self._fit_rank(units, rank, rank // num_pipelines, most)
+            if found[rank][0].lacks_bytes >= nearest_bytes:
+                return None
+        fits, spare = zip(*(found[rank] for rank in range(shape.pp)))
         worst = max(range(shape.pp), key=lambda rank: fits[rank].lacks_bytes)
         if fits[worst].lacks_bytes:
             lacks = fits[worst].lacks_bytes
