@@ -34,6 +34,10 @@ ClusterOption = Annotated[
 ]
 NodesOption = Annotated[int | None, typer.Option(min=1, help="Nodes of the cluster.")]
 RanksPerNodeOption = Annotated[int | None, typer.Option(min=1, help="Devices of a node; default: as usual.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Set a key of the recipe; repeatable. VALUE is TOML."),
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -60,10 +64,7 @@ def _root(
 @app.command()
 def train(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="The training job.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Set a key of the recipe; repeatable. VALUE is TOML."),
-    ] = None,
+    overrides: SetOption = None,
     trace: Annotated[
         bool,
         typer.Option(
@@ -124,10 +125,7 @@ def plan(
     explain: Annotated[
         Path | None, typer.Option(metavar="OUT", help="Write a page of all plans that were simulated, side by side.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Set a key of the recipe; repeatable. VALUE is TOML."),
-    ] = None,
+    overrides: SetOption = None,
 ) -> None:
     """Find the plan by which a job trains fastest, and whether it fits, before any GPU is hired."""
     from motet.planner.command import Outputs, plan_command
@@ -167,9 +165,7 @@ def simulate(
     cluster: ClusterOption = None,
     nodes: NodesOption = None,
     ranks_per_node: RanksPerNodeOption = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Set a key of a recipe; repeatable.")
-    ] = None,
+    overrides: SetOption = None,
     trace: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a trace for Perfetto.")] = None,
     html: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a page to zoom and pan in.")] = None,
     png: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a picture.")] = None,
@@ -245,10 +241,7 @@ def profile(
     out: Annotated[
         Path | None, typer.Option(metavar="JSON", help="The file; default: profile.json in run.dir.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Set a key of the recipe; repeatable. VALUE is TOML."),
-    ] = None,
+    overrides: SetOption = None,
     seconds: Annotated[float, typer.Option(min=1, help="Time to measure layers for; a few rounds in any case.")] = 60,
 ) -> None:
     """Time each kind of layer of a recipe's model on this device, alone or as every rank under torchrun."""

@@ -69,6 +69,7 @@ class _Rows(NamedTuple):
     once_s: Column
 
     def take(self, kept: NDArray[np.bool_] | NDArray[np.int64]) -> _Rows:
+        """Those rows alone."""
         return _Rows(
             self.side,
             self.row[kept],
@@ -122,6 +123,7 @@ class _Partial(NamedTuple):
     once_s: Column
 
     def take(self, kept: NDArray[np.bool_] | NDArray[np.int64] | slice) -> _Partial:
+        """Those choices alone."""
         return _Partial(
             tuple(row[kept] for row in self.rows),
             self.ranks[kept],

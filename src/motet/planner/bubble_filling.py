@@ -200,6 +200,7 @@ class _Filler:
         self._alone: dict[object, Backbone] = {}
 
     def proposals(self) -> Iterator[Candidate | RuledOut]:
+        """The encoder plan that is best when finely placed, so and coarsely; and the nearest of those without room."""
         fitted: list[Fitted] = []
         nearest: RuledOut | None = None
         for plan in self.plans:

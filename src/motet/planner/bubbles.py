@@ -271,6 +271,7 @@ class _Search:
                         yield _exchanged(found.pipelines, (source, moved), (sink, returned))
 
     def judge(self, pipelines: Pipelines) -> _Found:
+        """What the step takes with these microbatches in each encoder pipeline."""
         singles = tuple(self._single(pipeline, own) for pipeline, own in enumerate(pipelines))
         encoders, end_s = self.encoders, self.backbone.end_s
         over_s = sum(max(0.0, late - end_s) for single in singles for late in single.late_s)

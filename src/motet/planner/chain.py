@@ -138,6 +138,7 @@ class Pipeline:
         return Unit("all", stages.layers, 0, own.dp, own.pp, own.tp, recompute=stages.recompute, zero=1)
 
     def plan(self, stages: Stages) -> Plan:
+        """Of these stages in the chain's degrees."""
         own, job = self.degrees, self.job
         return Plan(
             job.model,
@@ -205,6 +206,7 @@ class Search:
         self.fitting: list[tuple[float, Degrees, Stages]] = []
 
     def run(self) -> tuple[list[Candidate], list[RuledOut]]:
+        """The best few of all degrees, and what does not fit."""
         num_cut: Counter[tuple[int, ScheduleKind]] = Counter()
         for at_best_s, degrees in self.considered.by_seconds():
             limit = sorted(step_s for step_s, _, _ in self.best.values())[:NUM_CANDIDATES]

@@ -71,6 +71,7 @@ class Ranks:
         return [size for size in fitting if self.pins.allow(microbatch_size=size)]
 
     def unit(self, sharding: Sharding, recompute: Mapping[str, int] | None = None) -> Unit:
+        """The one unit of a Plan. recompute: blocks of each module."""
         order = [module.name for module in self.job.model.modules if module.name != BACKBONE] + [BACKBONE]
         stage = {name: len(self.job.model.module(name).blocks) for name in order}
         chosen = {name: count for name, count in (recompute or {}).items() if count}

@@ -197,6 +197,7 @@ class _Whole:
 
     @classmethod
     def of(cls, job: Job, names: tuple[str, ...], num_examples: int, tp: int) -> _Whole:
+        """Of these modules, for microbatches of num_examples."""
         costs = [job.block_costs(name, num_examples, tp) for name in names]
 
         def total(column: str) -> float:

@@ -117,6 +117,7 @@ class EncoderPlans:
         return tuple(found)
 
     def plan(self, units: tuple[Unit, ...], fills: tuple[Fill, ...] = ()) -> Plan:
+        """Of these units, the backbone's first, in the shape of this backbone."""
         job = self.job
         return Plan(
             job.model,

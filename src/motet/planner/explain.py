@@ -5,11 +5,10 @@ from __future__ import annotations
 import html
 from pathlib import Path
 
-from motet.core.errors import UserError
 from motet.planner.report import COLUMNS, figures, title_of
 from motet.planner.search import Found, Result
 from motet.simulate.drawing import INK, SOFT, shown_seconds
-from motet.simulate.page import HINT, page_of
+from motet.simulate.page import HINT, page_of, save_page
 from motet.simulate.plan_words import plan_in_words, rows_in_words
 
 _MAX_SPANS = 300_000
@@ -48,10 +47,7 @@ def write_explanation(found: Found, path: str | Path) -> None:
         f"their work. The wheel with Ctrl {HINT}</p>"
         f'{_ranking(found)}<div class="plans">{plans}</div></body></html>\n'
     )
-    try:
-        Path(path).write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"the page cannot be written to {path}: {error.strerror}.") from error
+    save_page(page, path)
 
 
 def _ranking(found: Found) -> str:

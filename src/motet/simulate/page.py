@@ -42,7 +42,11 @@ def write_html(timeline: Timeline, path: str | Path, *, title: str = "Timeline",
     note: a sentence that stands above the rows.
     Raises UserError if it cannot be written. O(spans).
     """
-    page = page_of(timeline, title=title, max_spans=_MAX_SPANS, note=note)
+    save_page(page_of(timeline, title=title, max_spans=_MAX_SPANS, note=note), path)
+
+
+def save_page(page: str, path: str | Path) -> None:
+    """Raises UserError if it cannot be written."""
     try:
         Path(path).write_text(page, encoding="utf-8")
     except OSError as error:

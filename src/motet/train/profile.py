@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from motet.core.spec import ModelSpec
@@ -56,7 +57,10 @@ def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: floa
             sharded = _build(recipe, vocab_size, recipe.run.dtype, world.device)
             chosen = subjects(recipe, model, sharded, world.device)
             spec = spec_of_config(recipe.model, vocab_size)
-        _shard_alone(sharded, recipe, world)
+        alone = build_mesh(world.device, shard_size=1, ranks_per_node=world.ranks_per_node)
+        alone = replace(alone, shards=alone.shards[SHARD])
+        # Without recomputation, which is a matter of the plan.
+        shard(sharded, alone, recipe.fsdp.model_copy(update={"recompute": False}))
         watch, layers = Stopwatch(world.device), Stopwatch(world.device, waits=False)
         with _progress(world) as show:
             measured = measure(chosen, layers, world, seconds, show)
@@ -71,7 +75,7 @@ def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: floa
             num_ranks=world.num_ranks,
             modules=modules,
             messages=messages,
-            optimizer=_optimizer_times(recipe, vocab_size, layers, world),
+            optimizer=_optimizer_times(recipe, vocab_size, layers, world, alone.shards),
             left_out=left_out,
         )
         with world.together():
@@ -90,13 +94,6 @@ def _build(recipe: Recipe, vocab_size: int, dtype: str, device: torch.device) ->
     return model.to(device).train()
 
 
-def _shard_alone(model: MLLM, recipe: Recipe, world: World) -> None:
-    """Over a mesh of this rank alone, and without recomputation, which is a matter of the plan; a collective."""
-    mesh = build_mesh(world.device, shard_size=1, ranks_per_node=world.ranks_per_node)
-    config = recipe.fsdp.model_copy(update={"recompute": False})
-    shard(model, replace(mesh, shards=mesh.shards[SHARD]), config)
-
-
 def _modules(
     measured: Sequence[Measured], watch: Stopwatch, world: World, messages: Sequence[MessageTimes]
 ) -> tuple[list[ModuleTimes], list[str]]:
@@ -111,17 +108,18 @@ def _modules(
     return modules, left_out
 
 
-def _optimizer_times(recipe: Recipe, vocab_size: int, watch: Stopwatch, world: World) -> OptimizerTimes | None:
+def _optimizer_times(
+    recipe: Recipe, vocab_size: int, watch: Stopwatch, world: World, alone: DeviceMesh
+) -> OptimizerTimes | None:
     """Norm of the gradients, clipping and update, as the step does them, of all that learns and of shares of it.
 
     A share has as many parameters as it has in FSDP: a slice of each. So what each takes is told apart from what each
     number in it takes. Of models too large for a device, one layer a module stands for all; None if nothing learns.
+    alone: the mesh of this rank.
     """
     shapes = _learning(recipe.model, vocab_size)
     if sum(map(math.prod, shapes)) > _MOST_PARAMETERS:
         shapes = _learning(one_layer_deep(recipe.model), vocab_size)
-    mesh = build_mesh(world.device, shard_size=1, ranks_per_node=world.ranks_per_node)
-    alone = mesh.shards[SHARD]
     others = torch.zeros(_CACHED_BYTES // 4, device=world.device)
     numbers, seconds = [], []
     for share in _SHARES if shapes else ():
