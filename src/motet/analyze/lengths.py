@@ -24,6 +24,7 @@ from motet.core.workload import BatchLengths, ItemLengths, Workload
 from motet.data.audio import AudioTransform
 from motet.data.conversation import Conversation
 from motet.data.dataset import Dataset, Modality, describe
+from motet.data.headers import MAX_SECONDS
 from motet.data.images import ImageTransform
 from motet.data.index_build import Progress
 from motet.data.media import AUDIO, IMAGE
@@ -35,8 +36,8 @@ _FRAMES_A_TOKEN = 4
 _FRAMES_PER_S = 100
 _TILE_PATCHES, _TILE_TOKENS = 1025, 256
 _IMAGES = ImageTransform(patch_size=14, merge_size=2, max_pixels_side=1344)
-# A bound that no clip reaches: an analysis is to show the long ones, too.
-_CLIPS = AudioTransform(sampling_rate=16_000, hop_length=16_000 // _FRAMES_PER_S, max_seconds=1e6)
+# As long as a clip can be: an analysis is to show the long ones, too.
+_CLIPS = AudioTransform(sampling_rate=16_000, hop_length=16_000 // _FRAMES_PER_S, max_seconds=MAX_SECONDS)
 _MOST, _MOST_IMAGES = 1 << 32, 100_000
 """Of a number in a table, and of the images of a row: more is a mistake, and would fill the memory."""
 _NUMBERS = ("image_width", "image_height", "num_images", "image_tokens", "audio_seconds", "text_tokens")

@@ -1,10 +1,9 @@
 """A clip to log-mel frames as Whisper makes them, without padding to 30 seconds.
 
 Source: Radford et al., "Robust Speech Recognition via Large-Scale Weak Supervision" (2022), section 2.2, and the
-        published
-feature extractor: power spectrum under a Hann window, mel bands on Slaney's scale with Slaney's norm up to half the
-rate, log10, at most 8 below the clip's maximum, (x + 4) / 4. The clip is filled with zeros to a whole hop, so that
-frames are ceil(samples / hop_length).
+published feature extractor: power spectrum under a Hann window, mel bands on Slaney's scale with Slaney's norm up to
+half the rate, log10, at most 8 below the clip's maximum, (x + 4) / 4. The clip is filled with zeros to a whole hop, so
+that frames are ceil(samples / hop_length). Samples are taken as they are, also those of a float file beyond -1 and 1.
 """
 
 from __future__ import annotations
@@ -12,26 +11,36 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from motet.core.example import Media
-from motet.data.media import AUDIO, MediaRef
+from motet.data.bounds import check_bounds
+from motet.data.headers import MAX_RATE, MAX_SECONDS, MIN_RATE, open_clip
+from motet.data.media import AUDIO, MediaRef, Unusable
+
+if TYPE_CHECKING:
+    from soundfile import SoundFile
 
 _FRAMES_AT_ONCE = 4096
+_SAMPLES_AT_ONCE = 1 << 16
 _POWER_FLOOR = 1e-10
+# Resampling by up / down takes a filter of 20 * max(up, down) taps. Rates in use need hundreds of steps; an odd one
+# like 44,101 Hz, as many as it has hertz. 2 million taps are 8 MB, and half a second when they are first needed.
+_MAX_RESAMPLING = 100_000
 
 
 @dataclass(frozen=True)
 class AudioTransform:
     """What a clip becomes before its encoder; the options are these fields, unknown ones are refused.
 
-    sampling_rate: Hz that clips are resampled to (polyphase, scipy); channels are averaged.
-    num_mels:      mel bands, the row dimension.
-    n_fft, hop_length: samples of a window and between two windows.
-    max_seconds:   the longest clip.
+    sampling_rate: Hz that clips are resampled to (polyphase, scipy), from 1,000 to 768,000; channels are averaged.
+    num_mels:      mel bands, the row dimension, at most 1,024; each must have a frequency of the window in it.
+    n_fft:         samples of a window, at most 16,384.
+    hop_length:    samples between two windows, at most n_fft: more would leave samples out.
+    max_seconds:   the longest clip, from 0.001 to a day.
     longer:        what happens to longer ones: "refuse" leaves their examples out (counted and reported), "cut" keeps
                    the first max_seconds.
     """
@@ -47,13 +56,29 @@ class AudioTransform:
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
     modality: ClassVar[str] = AUDIO
 
+    # A window of 16,384 samples is a second of speech; filters of 1,024 bands for it take 32 MB.
+    _bounds: ClassVar[dict[str, tuple[float, float]]] = {
+        "sampling_rate": (MIN_RATE, MAX_RATE),
+        "num_mels": (1, 1024),
+        "n_fft": (2, 16_384),
+        "hop_length": (1, 16_384),
+        "max_seconds": (0.001, MAX_SECONDS),
+    }
+
     def __post_init__(self) -> None:
-        if min(self.sampling_rate, self.num_mels, self.hop_length) < 1 or self.n_fft < 2:
-            raise ValueError("sampling_rate, num_mels and hop_length must be at least 1, n_fft at least 2")
-        if self.max_seconds <= 0:
-            raise ValueError(f"max_seconds must be positive, not {self.max_seconds}")
+        check_bounds(self, self._bounds)
+        if self.hop_length > self.n_fft:
+            raise ValueError(
+                f"hop_length must be at most n_fft = {self.n_fft}, not {self.hop_length}, or samples are left out"
+            )
         if self.longer not in ("refuse", "cut"):
             raise ValueError(f"longer must be 'refuse' or 'cut', not {self.longer!r}")
+        empty = np.flatnonzero(~_mel_filters(self.sampling_rate, self.n_fft, self.num_mels).any(axis=0))
+        if len(empty):
+            raise ValueError(
+                f"num_mels = {self.num_mels} leaves {len(empty)} bands without a frequency of n_fft = {self.n_fft}; "
+                "use fewer bands or a longer window"
+            )
 
     @property
     def row_dim(self) -> int:
@@ -61,8 +86,21 @@ class AudioTransform:
 
     def accepts(self, raw: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which clips are used, bool [n], for raw [n, 2] (samples, rate)."""
-        accepted: NDArray[np.bool_] = raw[:, 0] <= self._max_samples(raw[:, 1])
-        return accepted | (self.longer == "cut")
+        samples, rate = raw[:, 0], raw[:, 1]
+        short: NDArray[np.bool_] = (samples <= self._max_samples(rate)) | (self.longer == "cut")
+        resampling = np.maximum(rate, self.sampling_rate) // np.gcd(rate, self.sampling_rate)
+        return short & (resampling <= _MAX_RESAMPLING)
+
+    def refusal(self, raw: tuple[int, int]) -> str:
+        """Why a clip that is not accepted is not, as a clause."""
+        samples, rate = raw
+        if self.longer == "refuse" and samples > self._max_samples(np.array([rate]))[0]:
+            return f"lasts {samples / rate:.6g} s, more than max_seconds = {self.max_seconds:g}"
+        up, down = self._resampling(rate)
+        return (
+            f"would be resampled from {rate:,} to {self.sampling_rate:,} Hz by {up:,} / {down:,}, in more than "
+            f"{_MAX_RESAMPLING:,} steps; resample it to a common rate"
+        )
 
     def sizes(self, raw: NDArray[np.int64]) -> NDArray[np.int64]:
         """Frames of each clip, int64 [n, 1], from raw [n, 2] (samples, rate) alone."""
@@ -73,23 +111,25 @@ class AudioTransform:
         return frames[:, None]
 
     def load(self, ref: MediaRef) -> Media:
-        """Decode and transform one clip. Raises whatever soundfile raises on a damaged file."""
-        import soundfile
-
-        with ref.open() as file, soundfile.SoundFile(file) as clip:
+        """Decode and transform one clip. Raises Unusable, and whatever soundfile raises on a damaged file."""
+        with open_clip(ref) as clip:
             at_most = int(self._max_samples(np.array([clip.samplerate]))[0])
-            samples = clip.read(min(clip.frames, at_most), dtype="float32", always_2d=True)
-            return self(samples.mean(axis=1), clip.samplerate)
+            return self(_read_mono(clip, min(clip.frames, at_most)), clip.samplerate)
 
     def __call__(self, samples: NDArray[np.float32], rate: int) -> Media:
-        """Frames [num_frames, num_mels] of mono samples [n], -1 to 1, at `rate` Hz; size (frames,)."""
+        """Frames [num_frames, num_mels] of mono samples [n], -1 to 1, at `rate` Hz; size (frames,).
+
+        Raises Unusable for a rate that cannot be resampled from.
+        """
         samples = samples[: int(self._max_samples(np.array([rate]))[0])]
         if rate != self.sampling_rate:
             # Imported here: it takes two seconds and 75 MB, which most workers never need.
             from scipy.signal import resample_poly
 
-            divisor = math.gcd(rate, self.sampling_rate)
-            samples = resample_poly(samples, self.sampling_rate // divisor, rate // divisor).astype(np.float32)
+            up, down = self._resampling(rate)
+            if max(up, down) > _MAX_RESAMPLING:
+                raise Unusable(self.refusal((len(samples), rate)))
+            samples = resample_poly(samples, up, down, window=_low_pass(max(up, down))).astype(np.float32)
         values = self._log_mel(samples)
         return Media(values, np.array([len(values)], dtype=np.int64))
 
@@ -110,9 +150,42 @@ class AudioTransform:
         log_mel /= 4
         return log_mel
 
+    def _resampling(self, rate: int) -> tuple[int, int]:
+        """(up, down), whose quotient is the resampled over the original rate, in lowest terms."""
+        divisor = math.gcd(rate, self.sampling_rate)
+        return self.sampling_rate // divisor, rate // divisor
+
     def _max_samples(self, rate: NDArray[np.int64]) -> NDArray[np.int64]:
         samples: NDArray[np.int64] = np.maximum(np.floor(self.max_seconds * rate), 1).astype(np.int64)
         return samples
+
+
+def _read_mono(clip: SoundFile, num_samples: int) -> NDArray[np.float32]:
+    """The first samples of a clip, channels averaged, float32 [num_samples].
+
+    A block at a time: what a header promises is not allocated before it is there. Raises Unusable.
+    """
+    blocks: list[NDArray[np.float32]] = []
+    done = 0
+    while done < num_samples:
+        block = clip.read(min(num_samples - done, _SAMPLES_AT_ONCE), dtype="float32", always_2d=True).mean(axis=1)
+        if not len(block):
+            raise Unusable(f"is cut off: it holds {done:,} of {clip.frames:,} samples")
+        if not np.isfinite(block).all():
+            at = done + int(np.flatnonzero(~np.isfinite(block))[0])
+            raise Unusable(f"holds samples that are not finite, the first at {at / clip.samplerate:.3f} s")
+        blocks.append(block)
+        done += len(block)
+    return np.concatenate(blocks)
+
+
+@lru_cache(maxsize=4)
+def _low_pass(max_factor: int) -> NDArray[np.float32]:
+    """The filter that `resample_poly` designs by default, float32 [20 * max_factor + 1], designed once."""
+    from scipy.signal import firwin
+
+    half = 10 * max_factor
+    return firwin(2 * half + 1, 1 / max_factor, window=("kaiser", 5.0)).astype(np.float32)
 
 
 @lru_cache(maxsize=8)

@@ -5,6 +5,9 @@ each side is resized to the nearest multiple of patch_size * merge_size (half go
 bound). So a side changes by at most half a block, nothing is cropped or padded, and an image whose sides are multiples
 already is not resampled at all. This is Qwen2-VL's rule (`smart_resize`) with a bound on the side in the place of its
 bounds on the area.
+
+The rule of pixels: the first picture of a file that holds several; turned as its EXIF says; what is transparent is
+white, as transformers' image processors have it; 16-bit grey keeps its upper 8 bits.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.core.example import Media
-from motet.data.media import IMAGE, MediaRef, orientation
+from motet.data.bounds import check_bounds
+from motet.data.headers import open_image, orientation
+from motet.data.media import IMAGE, MediaRef
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -26,16 +31,17 @@ if TYPE_CHECKING:
 class ImageTransform:
     """What an image becomes before its encoder; the options are these fields, unknown ones are refused.
 
-    patch_size:      pixels of a patch's side.
-    merge_size:      patches of a merge block's side; the merge_size ** 2 patches of a block are consecutive rows. 1:
-                     raster.
-    max_pixels_side: bound on the longer side, at least one block.
+    patch_size:      pixels of a patch's side, at most 256.
+    merge_size:      patches of a merge block's side, at most 16; the merge_size ** 2 patches of a block are consecutive
+                     rows. 1: raster.
+    max_pixels_side: bound on the longer side, at least one block and at most 16,384.
     fixed_size:      if given, every image is resized to this many pixels squared, aspect not kept (as SigLIP does), for
-                     encoders with fixed position embeddings; a multiple of patch_size * merge_size.
+                     encoders with fixed position embeddings; a multiple of patch_size * merge_size, at most 16,384.
     channels:        3 (RGB) or 1 (grey).
     temporal_patch_size: the image is repeated this many times in each row, for encoders that patch over time (Qwen2-VL:
-                         2).
+                         2); at most 16.
     mean, std:       of pixel values from 0 to 1, one for all channels or one a channel; rows hold (value - mean) / std.
+                     mean is from 0 to 1, std from 0.001 to 1 (1 / 255 gives values from 0 to 255).
     """
 
     patch_size: int
@@ -51,24 +57,32 @@ class ImageTransform:
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
     modality: ClassVar[str] = IMAGE
 
+    # Far beyond every encoder; the side, beyond every image that is read (`headers.MAX_PIXELS`) but for a panorama.
+    _bounds: ClassVar[dict[str, tuple[float, float]]] = {
+        "patch_size": (1, 256),
+        "merge_size": (1, 16),
+        "temporal_patch_size": (1, 16),
+        "max_pixels_side": (1, 16_384),
+        "fixed_size": (1, 16_384),
+        "mean": (0, 1),
+        "std": (0.001, 1),
+    }
+
     def __post_init__(self) -> None:
-        if min(self.patch_size, self.merge_size, self.temporal_patch_size) < 1:
-            raise ValueError("patch_size, merge_size and temporal_patch_size must be at least 1")
+        check_bounds(self, self._bounds)
         if self.channels not in (1, 3):
             raise ValueError(f"channels must be 1 (grey) or 3 (RGB), not {self.channels}")
         if self.max_pixels_side < self.block:
             raise ValueError(
                 f"max_pixels_side is {self.max_pixels_side}, less than a block, patch_size * merge_size = {self.block}"
             )
-        if self.fixed_size is not None and (self.fixed_size < 1 or self.fixed_size % self.block):
+        if self.fixed_size is not None and self.fixed_size % self.block:
             raise ValueError(
                 f"fixed_size is {self.fixed_size}, but must be a multiple of patch_size * merge_size = {self.block}"
             )
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) not in (1, self.channels):
                 raise ValueError(f"{name} must have 1 or {self.channels} values, one a channel, not {len(values)}")
-        if min(self.std) <= 0:
-            raise ValueError(f"std must be positive, not {self.std}")
 
     @property
     def block(self) -> int:
@@ -80,8 +94,11 @@ class ImageTransform:
         return self.channels * self.temporal_patch_size * self.patch_size**2
 
     def accepts(self, raw: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Every image can be used, bool [n]."""
+        """Every image whose header is sane can be used, bool [n]."""
         return np.ones(len(raw), dtype=bool)
+
+    def refusal(self, raw: tuple[int, int]) -> str:
+        raise ValueError(f"an image of {raw[0]} x {raw[1]} pixels is not refused")
 
     def pixels(self, raw: NDArray[np.int64]) -> NDArray[np.int64]:
         """Pixels after resizing, int64 [n, 2] (width, height) for raw [n, 2] (width, height). Integers throughout."""
@@ -100,17 +117,15 @@ class ImageTransform:
         return self.pixels(raw)[:, ::-1] // self.patch_size
 
     def load(self, ref: MediaRef) -> Media:
-        """Decode and transform one image. Raises whatever Pillow raises on a damaged file."""
-        from PIL import Image
-
-        with ref.open() as file, Image.open(file) as image:
+        """Decode and transform one image. Raises Unusable, and whatever Pillow raises on a damaged file."""
+        with open_image(ref) as image:
             return self(_upright(image))
 
     def __call__(self, image: Image.Image) -> Media:
         """Rows [num_patches, row_dim], a row in the order (channel, time, y, x); size (patch rows, patch columns)."""
         from PIL import Image
 
-        image = _eight_bit(image).convert("L" if self.channels == 1 else "RGB")
+        image = _opaque(_eight_bit(image)).convert("L" if self.channels == 1 else "RGB")
         width, height = self.pixels(np.array([image.size], dtype=np.int64))[0].tolist()
         if image.size != (width, height):
             image = image.resize((width, height), Image.Resampling.BICUBIC)
@@ -145,3 +160,14 @@ def _eight_bit(image: Image.Image) -> Image.Image:
     if not image.mode.startswith("I"):
         return image
     return Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
+
+
+def _opaque(image: Image.Image) -> Image.Image:
+    """Laid on white, where any of it is transparent: the colours stored beneath are not meant to be seen."""
+    from PIL import Image
+
+    image.load()
+    if not image.has_transparency_data:
+        return image
+    image = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)

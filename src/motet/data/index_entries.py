@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
 from motet.data.conversation import Conversation, match_media, media_names, parse_conversation, parse_json
+from motet.data.headers import read_header
 from motet.data.index import SCHEMA, Row
 from motet.data.manifest import Entry
-from motet.data.media import MODALITIES, BadMedia, MediaRef, read_header
+from motet.data.media import MODALITIES, BadMedia, MediaRef
 from motet.data.shards import find_members
 
 

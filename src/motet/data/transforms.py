@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from motet.core.example import Media
 from motet.data.audio import AudioTransform
 from motet.data.images import ImageTransform
-from motet.data.media import BadMedia, MediaRef, explain
+from motet.data.media import MediaRef, Unusable, reasons
 
 __all__ = ["AudioTransform", "ImageTransform", "Transform", "load_media"]
 
@@ -28,23 +28,24 @@ class Transform(Protocol):
     def accepts(self, raw: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which items are used at all, bool [n]; examples with others are left out."""
 
+    def refusal(self, raw: tuple[int, int]) -> str:
+        """Why an item that is not accepted is not, as a clause: "lasts 31 s, more than max_seconds = 30"."""
+
     def load(self, ref: MediaRef) -> Media:
         """Decode and transform; raises any Exception on a file that is missing or damaged."""
 
 
 def load_media(ref: MediaRef, transform: Transform) -> Media:
-    """One item, with the size that the index promised. Raises BadMedia (file, reason)."""
-    try:
+    """One item, finite and of the size that the index promised. Raises BadMedia (file, reason)."""
+    # What is too large to compute with is found below, in every value; numpy need not warn of it.
+    with reasons(ref), np.errstate(over="ignore", invalid="ignore"):
         media = transform.load(ref)
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise BadMedia(ref.name, explain(error)) from error
-    if ref.raw is not None:
-        promised = transform.sizes(np.array([ref.raw], dtype=np.int64))[0]
-        if not np.array_equal(media.size, promised):
-            # Others have planned with the promised size: a different one would not fit their plan.
-            raise BadMedia(
-                ref.name, f"has size {media.size.tolist()}, its header at indexing promised {promised.tolist()}"
-            )
+        # numpy's maximum is NaN where any value is: two numbers tell of all, and faster than a look at each.
+        if media.values.size and not (np.isfinite(media.values.max()) and np.isfinite(media.values.min())):
+            raise Unusable("becomes values that are not finite; its samples are too large to compute with")
+        if ref.raw is not None:
+            promised = transform.sizes(np.array([ref.raw], dtype=np.int64))[0]
+            if not np.array_equal(media.size, promised):
+                # Others have planned with the promised size: a different one would not fit their plan.
+                raise Unusable(f"has size {media.size.tolist()}, its header at indexing promised {promised.tolist()}")
     return media

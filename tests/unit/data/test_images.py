@@ -1,3 +1,7 @@
+import io
+import math
+import warnings
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -5,8 +9,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from pydantic import BaseModel, ValidationError
 
+from motet.data.headers import read_header
 from motet.data.images import ImageTransform
-from motet.data.media import BadMedia, MediaRef, read_header
+from motet.data.media import BadMedia, MediaRef
 from motet.data.transforms import load_media
 from unit.data.samples import write_image
 
@@ -74,6 +79,63 @@ def test_grey_and_sixteen_bit_images():
     np.testing.assert_allclose(values, 128 / 255, rtol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["RGBA", "LA", "palette of bytes", "palette of one", "grey of one"])
+@pytest.mark.filterwarnings("ignore:Please pass `return_numpy=True`")
+def test_what_is_transparent_is_white_as_in_transformers(tmp_path, kind):
+    transforms = pytest.importorskip("transformers.image_transforms")
+    image, options = picture(24, 12), {}
+    image.putalpha(Image.fromarray(np.arange(288, dtype=np.uint16).reshape(12, 24).astype(np.uint8)))
+    if kind == "LA":
+        image = image.convert("LA")
+    elif kind == "grey of one":
+        image, options = image.convert("L"), {"transparency": 128}
+    elif kind != "RGBA":
+        image = image.convert("RGB").convert("P")
+        options = {"transparency": 3 if kind == "palette of one" else bytes(range(256))}
+    image.save(tmp_path / "a.png", **options)
+    with Image.open(tmp_path / "a.png") as stored, warnings.catch_warnings():
+        expected = np.asarray(transforms.convert_to_rgb(stored))
+        warnings.simplefilter("error")
+        values = ImageTransform(12, mean=(0.0,), std=(1.0,))(stored).values
+    whole = values.reshape(2, 3, 12, 12).transpose(2, 0, 3, 1).reshape(12, 24, 3)
+    np.testing.assert_allclose(whole * 255, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("ending", ["gif", "webp", "tif", "png"])
+def test_of_several_pictures_the_first_is_taken(tmp_path, ending):
+    first, second = Image.new("RGB", (12, 12), "red"), Image.new("RGB", (12, 12), "blue")
+    first.save(tmp_path / f"a.{ending}", save_all=True, append_images=[second])
+    ref = MediaRef("image", str(tmp_path / f"a.{ending}"))
+    values = load_media(ref, ImageTransform(12, mean=(0.0,), std=(1.0,))).values.reshape(3, 144)
+    np.testing.assert_allclose(values.mean(axis=1), [1, 0, 0], atol=0.02)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I;16"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_every_mode_becomes_finite_rows_of_the_promised_size(tmp_path, mode, channels):
+    image = Image.new("I;16", (24, 12)) if mode == "I;16" else picture(24, 12).convert(mode)
+    path = tmp_path / ("a.jpg" if mode in ("CMYK", "YCbCr") else "a.png")
+    image.save(path)
+    media = load_media(MediaRef("image", str(path), raw=(24, 12)), ImageTransform(6, channels=channels))
+    assert media.values.shape == (8, 36 * channels)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
+def test_no_cut_through_an_image_goes_unnoticed(kind, tmp_path):
+    whole = io.BytesIO()
+    picture(40, 40).save(whole, kind)
+    transform, path = ImageTransform(10), tmp_path / "a.png"
+    path.write_bytes(whole.getvalue())
+    ref = MediaRef("image", str(path), raw=(40, 40))
+    expected = load_media(ref, transform).values
+    for end in np.linspace(0, len(whole.getvalue()) - 1, 60).astype(int):
+        path.write_bytes(whole.getvalue()[:end])
+        try:
+            np.testing.assert_array_equal(load_media(ref, transform).values, expected)
+        except BadMedia:
+            continue
+
+
 def test_a_turned_photograph_is_upright(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -102,12 +164,19 @@ def test_an_image_that_was_replaced_is_bad(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"patch_size": 0}, "at least 1"),
+        ({"patch_size": 0}, "from 1 to 256"),
         ({"patch_size": 14, "merge_size": 2, "fixed_size": 40}, "multiple of patch_size"),
         ({"patch_size": 14, "merge_size": 2, "max_pixels_side": 20}, "less than a block"),
         ({"patch_size": 14, "channels": 4}, "channels must be"),
         ({"patch_size": 14, "mean": (0.1, 0.2)}, "1 or 3 values"),
-        ({"patch_size": 14, "std": (0.0,)}, "positive"),
+        ({"patch_size": 14, "std": (0.0,)}, "from 0.001 to 1"),
+        ({"patch_size": 14, "std": (math.inf,)}, "std must be from 0.001 to 1, not"),
+        ({"patch_size": 14, "std": (58.4, 57.1, 57.4)}, "from 0.001 to 1"),
+        ({"patch_size": 14, "mean": (math.nan,)}, "mean must be from 0 to 1, not"),
+        ({"patch_size": 14, "mean": (123.7,)}, "from 0 to 1"),
+        ({"patch_size": 14, "max_pixels_side": 10**12}, "from 1 to 16,384"),
+        ({"patch_size": 14, "fixed_size": 14 * 10**9}, "from 1 to 16,384"),
+        ({"patch_size": 14, "temporal_patch_size": 10**9}, "from 1 to 16"),
         ({"patch_size": 14, "patchsize": 3}, "Unexpected keyword"),
     ],
 )

@@ -7,9 +7,9 @@ import pyarrow.parquet
 import pytest
 
 from motet.core.errors import UserError
+from motet.data.headers import read_header
 from motet.data.index_build import open_index
 from motet.data.manifest import Manifest
-from motet.data.media import read_header
 from unit.data.samples import a_record, write_clip, write_image, write_manifest
 
 IMAGE_TURN = {"from": "human", "value": "<image> What?"}

@@ -1,0 +1,37 @@
+"""Opening the files that a user names: regular files only, so that nothing waits for a pipe or reads a device."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import IO
+
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class IrregularFile(OSError):
+    """What a path names is there, but is no regular file; `strerror` says what it is."""
+
+
+def irregular_kind(path: str | Path) -> str | None:
+    """What stands at `path` in the place of a regular file ("a pipe"), links followed; None for a regular file.
+
+    Raises OSError if there is nothing, or no permission to look.
+    """
+    return _KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
+
+
+def open_regular(path: str | Path) -> IO[bytes]:
+    """A regular file, opened for reading. Raises OSError, and never waits: IrregularFile for what is none."""
+    if kind := irregular_kind(path):
+        raise IrregularFile(errno.EINVAL, f"is {kind}, not a regular file", str(path))
+    # Not blocking: should it become a pipe after all, opening does not wait for a writer.
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")

@@ -1,0 +1,159 @@
+"""What the header of an image or a clip says, and whether its file can be used, before anything is allocated for it.
+
+Headers are read by Pillow (width, height) and soundfile (samples, sampling rate); nothing is decoded. `read_header` is
+what an index is built from; transforms open files through the same checks, so that a file which is changed after it
+was indexed is refused in the same words.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING
+
+from motet.data.media import IMAGE, MediaRef, Unusable, reasons
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from soundfile import SoundFile
+
+MAX_PIXELS = (1 << 30) // 12
+"""Of an image: 89 million, 256 MiB when decoded to RGB. Pillow warns of a decompression bomb from here on."""
+MAX_ASPECT = 200
+"""The longer side of an image over the shorter one, as Qwen2-VL's `smart_resize` has it; beyond, nothing is seen."""
+MIN_RATE, MAX_RATE = 1_000, 768_000
+"""Hz. Speech is gone below; above, no converter records."""
+MAX_CHANNELS = 64
+"""Of a clip, as seventh-order ambisonics has."""
+MAX_SECONDS = 86_400
+"""Of a clip: a day. A header that promises more is damaged, or the file is no example."""
+
+# Formats by what is inside of a file, whatever its name: none that runs another program (EPS), none without a length.
+_IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF")
+_CLIP_FORMATS = ("WAV", "WAVEX", "RF64", "AIFF", "FLAC", "OGG", "MP3", "MPEG")
+_EXIF_ORIENTATION = 0x0112
+# Orientations 5 to 8 of EXIF turn the picture by a quarter: the stored width is the height of what is seen.
+_QUARTER_TURNS = frozenset((5, 6, 7, 8))
+# The byte order of the size in a file's second four bytes, which counts all that comes after them.
+_CHUNKED = {b"RIFF": "<I", b"RIFX": ">I", b"FORM": ">I"}
+_UNKNOWN_CHUNK_BYTES = 0x7FFFF000
+_MAX_OGG_PAGE_BYTES = 27 + 255 + 255 * 255
+_OGG_LAST_PAGE = 4
+
+
+def read_header(ref: MediaRef) -> tuple[int, int]:
+    """(width, height) of an image as it is seen, or (samples, sampling rate) of a clip. Raises BadMedia."""
+    with reasons(ref):
+        if ref.modality == IMAGE:
+            with open_image(ref) as image:
+                return _pixels_seen(image)
+        with open_clip(ref) as clip:
+            return clip.frames, clip.samplerate
+
+
+@contextmanager
+def open_image(ref: MediaRef) -> Iterator[Image.Image]:
+    """An image whose header is sane, not decoded yet. Raises Unusable, and whatever Pillow raises."""
+    from PIL import Image
+
+    with ref.open() as file:
+        try:
+            image = Image.open(file, formats=_IMAGE_FORMATS)
+        except Image.DecompressionBombError:
+            raise Unusable(f"has more than {MAX_PIXELS:,} pixels; scale it down") from None
+        with image:
+            _check_image(image)
+            _check_promise(ref, _pixels_seen(image), "{:,} x {:,} pixels")
+            yield image
+
+
+@contextmanager
+def open_clip(ref: MediaRef) -> Iterator[SoundFile]:
+    """A clip whose header is sane, at its first sample. Raises Unusable, and whatever soundfile raises."""
+    import soundfile
+
+    with ref.open() as file:
+        _check_whole(file)
+        with soundfile.SoundFile(file) as clip:
+            _check_clip(clip)
+            _check_promise(ref, (clip.frames, clip.samplerate), "{:,} samples at {:,} Hz")
+            yield clip
+
+
+def orientation(image: Image.Image) -> int:
+    """The EXIF orientation, 1 to 8, of formats whose headers hold it; Pillow itself turns a TIFF when it decodes it."""
+    # Of a PNG, Pillow would decode the whole in search of EXIF that stands behind the pixels.
+    if image.format in ("JPEG", "MPO", "WEBP", "AVIF") or (image.format == "PNG" and "exif" in image.info):
+        return int(image.getexif().get(_EXIF_ORIENTATION, 1))
+    return 1
+
+
+def _pixels_seen(image: Image.Image) -> tuple[int, int]:
+    width, height = image.size
+    return (height, width) if orientation(image) in _QUARTER_TURNS else (width, height)
+
+
+def _check_image(image: Image.Image) -> None:
+    width, height = image.size
+    if min(width, height) < 1:
+        raise Unusable("is empty: no pixels")
+    if width * height > MAX_PIXELS:
+        raise Unusable(f"has {width:,} x {height:,} pixels, more than {MAX_PIXELS:,} in all; scale it down")
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise Unusable(f"has {width:,} x {height:,} pixels, one side more than {MAX_ASPECT} times the other; crop it")
+    # Pillow scales the values of a PGM, alone of the formats with 32 bits, to a known range.
+    if image.mode == "F" or (image.mode == "I" and image.format != "PPM"):
+        raise Unusable("holds 32-bit values, of which nobody knows what is white; save it with 8 or 16 bits")
+
+
+def _check_clip(clip: SoundFile) -> None:
+    if clip.format not in _CLIP_FORMATS:
+        raise Unusable(f"is {clip.format_info} inside; save it as WAV, FLAC, OGG or MP3")
+    if not MIN_RATE <= clip.samplerate <= MAX_RATE:
+        raise Unusable(f"has a sampling rate of {clip.samplerate:,} Hz, not from {MIN_RATE:,} to {MAX_RATE:,}")
+    if not 1 <= clip.channels <= MAX_CHANNELS:
+        raise Unusable(f"has {clip.channels:,} channels, more than {MAX_CHANNELS}")
+    if clip.frames < 1:
+        raise Unusable("is empty: no samples")
+    if clip.frames > MAX_SECONDS * clip.samplerate:
+        raise Unusable(f"lasts {clip.frames / clip.samplerate:,.0f} s by its header, more than {MAX_SECONDS:,}")
+
+
+def _check_promise(ref: MediaRef, raw: tuple[int, int], form: str) -> None:
+    if ref.raw is not None and raw != ref.raw:
+        raise Unusable(
+            f"has {form.format(*raw)}, but its header at indexing promised {form.format(*ref.raw)}; put the former "
+            "file back, or delete the index"
+        )
+
+
+def _check_whole(file: IO[bytes]) -> None:
+    """Raises Unusable for a clip that was cut off: soundfile would quietly read what is left."""
+    head = file.read(28).ljust(28, b"\0")
+    actual = file.seek(0, os.SEEK_END)
+    magic, num_bytes = head[:4], 0
+    if magic in _CHUNKED:
+        (num_bytes,) = struct.unpack(_CHUNKED[magic], head[4:8])
+        # Programs that write to a pipe do not know the size: they leave it 0, or as large as it goes.
+        num_bytes = num_bytes if num_bytes < _UNKNOWN_CHUNK_BYTES else 0
+    elif magic == b"RF64" and head[12:16] == b"ds64":
+        (num_bytes,) = struct.unpack("<Q", head[20:28])
+    elif magic == b"OggS" and not _ends_in_last_page(file, actual):
+        raise Unusable("is cut off: it does not end in the last page of its stream")
+    # A last odd byte is often not padded.
+    if num_bytes and num_bytes + 8 > actual + 1:
+        raise Unusable(f"is cut off: it has {actual:,} of {num_bytes + 8:,} bytes")
+    file.seek(0)
+
+
+def _ends_in_last_page(file: IO[bytes], num_bytes: int) -> bool:
+    """Whether the last page of an Ogg file is whole, and marked as the last one (RFC 3533, section 6)."""
+    file.seek(max(num_bytes - _MAX_OGG_PAGE_BYTES, 0))
+    tail = file.read(_MAX_OGG_PAGE_BYTES)
+    page = tail[max(tail.rfind(b"OggS"), 0) :]
+    if len(page) < 27 or len(page) < 27 + page[26]:
+        return False
+    size = 27 + page[26] + sum(page[27 : 27 + page[26]])
+    return len(page) >= size and bool(page[5] & _OGG_LAST_PAGE)
