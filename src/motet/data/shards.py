@@ -8,18 +8,28 @@ the record names none, they are taken in the order in which they stand in the sh
 from __future__ import annotations
 
 import glob
+import math
 import re
 import tarfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 from motet.core.errors import UserError
+from motet.data.files import irregular_kind, open_regular
 from motet.data.media import MODALITIES, modality_of
 
+_MAX_SHARDS = 100_000
+"""That braces may name: at a gigabyte each, 100 TB. More is a slip, which would fill the memory with names."""
+
 _BRACES = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_NESTED = re.compile(r"\{[^}]*\{")
+_RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
+_SCAN_BYTES = 1 << 20
+# What tarfile raises on headers that make no sense, besides its own errors.
+_FOREIGN = (tarfile.TarError, ValueError, OSError, ArithmeticError, LookupError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -33,41 +43,111 @@ class Member:
 
 
 def expand_shards(spec: str | Path) -> list[Path]:
-    """The shards that a directory or a pattern names, in order of name; of braces, in the order of the braces."""
+    """The shards that a directory or a pattern names, in order of name; of braces, in the order of the braces.
+
+    Raises UserError for what is no shard among them, and for braces that name too many.
+    """
     if Path(spec).is_dir():
-        return sorted(Path(spec).glob("*.tar"))
-    expanded = _expand_braces(str(spec))
-    if len(expanded) > 1:
-        missing = [path for path in expanded if not glob.has_magic(path) and not Path(path).is_file()]
-        if missing:
+        shards = sorted(Path(spec).glob("*.tar"))
+    else:
+        expanded = list(_expand_braces(str(spec)))
+        missing = [path for path in expanded if not glob.has_magic(path) and not Path(path).exists()]
+        if missing and len(expanded) > 1:
             raise UserError(f"manifest {spec}: shard {missing[0]} is missing ({len(missing)} of {len(expanded)} are)")
-    paths = [
-        path for pattern in expanded for path in (sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern])
-    ]
-    return [Path(path) for path in paths if path.endswith(".tar") and Path(path).is_file()]
+        found = (sorted(glob.glob(path)) if glob.has_magic(path) else [path] for path in expanded)
+        shards = [Path(path) for paths in found for path in paths if path not in missing]
+    for shard in shards:
+        if kind := irregular_kind(shard):
+            raise UserError(f"manifest {spec}: {shard} is {kind}, but must be a regular file")
+        if shard.suffix != ".tar":
+            raise UserError(f"manifest {spec}: {shard} is among its files, but shards must end in .tar")
+    return shards
 
 
 def read_shard(shard: Path) -> Iterator[tuple[str, bytes, tuple[Member, ...]]]:
-    """Key, record and media of each sample. Raises UserError naming shard and key."""
+    """Key, record and media of each sample. Raises UserError naming shard and key.
+
+    Every sample is yielded before the shard is known to be whole; if it is not, the end raises.
+    """
+    seen: set[str] = set()
     try:
-        with tarfile.open(shard, "r:") as tar:
-            files = (member for member in tar if member.isfile())
-            for key, group in groupby(files, key=lambda member: _split(member.name)[0]):
+        with open_regular(shard) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            for key, group in groupby(_files(tar, shard), key=lambda member: _split(member.name)[0]):
                 members = list(group)
-                records = [member for member in members if _split(member.name)[1].lower() == "json"]
-                if len(records) != 1:
-                    raise UserError(
-                        f"{shard}, key {key}: has {len(records)} .json files, but needs just one with its record"
-                    )
-                text = tar.extractfile(records[0]).read()  # type: ignore[union-attr]
+                if key in seen:
+                    raise UserError(f"{shard}, key {key}: stands in two places; the files of a sample must be adjacent")
+                seen.add(key)
+                record = _record(members, f"{shard}, key {key}")
+                text = tar.extractfile(record).read()  # type: ignore[union-attr]
                 media = tuple(
                     Member(str(shard), member.name, member.offset_data, member.size)
                     for member in members
                     if modality_of(member.name)
                 )
                 yield key, text, media
-    except tarfile.TarError as error:
+    except _FOREIGN as error:
         raise UserError(f"{shard}: is no whole, uncompressed tar file ({error})") from None
+
+
+def _files(tar: tarfile.TarFile, shard: Path) -> Iterator[tarfile.TarInfo]:
+    """The regular files of a shard, in order, and at its end the proof that nothing is missing or hidden."""
+    end = -1
+    while (member := tar.next()) is not None:
+        # tarfile would keep every member in memory.
+        tar.members.clear()
+        if tar.offset <= end:
+            raise UserError(f"{shard}: is damaged at byte {end:,}: a member there ends before it begins")
+        end = tar.offset
+        if member.issparse() or not (member.isfile() or member.isdir()):
+            if member.issparse() or _is_of_a_sample(member.name):
+                kind = "stored sparse" if member.issparse() else "a link" if member.linkname else "no regular file"
+                raise UserError(
+                    f"{shard}: member {member.name} is {kind}, so its bytes are not in one place; write the shard with "
+                    "regular files (tar --hard-dereference --dereference)"
+                )
+        elif member.isfile():
+            yield member
+    _check_end(tar, shard)
+
+
+def _check_end(tar: tarfile.TarFile, shard: Path) -> None:
+    """Raises UserError unless a shard ends as it must: with a block of zeros, and nothing behind it but zeros.
+
+    tarfile takes a damaged header, and the end of a file that was cut off between two members, for the end of the
+    archive; and it looks no further than the end of the first of several archives that were joined.
+    """
+    file = tar.fileobj
+    assert file is not None
+    file.seek(tar.offset)
+    block = file.read(tarfile.BLOCKSIZE)
+    if len(block) < tarfile.BLOCKSIZE:
+        raise UserError(
+            f"{shard}: is cut off: it ends after {tar.offset + len(block):,} bytes without the empty blocks that end a "
+            "tar file; write it anew"
+        )
+    if any(block):
+        raise UserError(f"{shard}: is damaged at byte {tar.offset:,}, where a member must begin; write it anew")
+    while chunk := file.read(_SCAN_BYTES):
+        if chunk.count(0) < len(chunk):
+            raise UserError(
+                f"{shard}: holds more behind its end at byte {tar.offset:,}; several tar files that were joined must "
+                "be several shards"
+            )
+
+
+def _record(members: list[tarfile.TarInfo], where: str) -> tarfile.TarInfo:
+    """The one member of a sample that is its record."""
+    name, count = Counter(member.name for member in members).most_common(1)[0]
+    if count > 1:
+        raise UserError(f"{where}: holds {name} {count} times; write the shard anew with each file once")
+    records = [member for member in members if _split(member.name)[1].lower() == "json"]
+    if len(records) != 1:
+        raise UserError(f"{where}: has {len(records)} .json files, but needs just one with its record")
+    return records[0]
+
+
+def _is_of_a_sample(name: str) -> bool:
+    return modality_of(name) is not None or _split(name)[1].lower() == "json"
 
 
 def find_members(
@@ -100,17 +180,32 @@ def _split(name: str) -> tuple[str, str]:
     return folder + slash + stem, ending
 
 
-def _expand_braces(pattern: str) -> list[str]:
+def _expand_braces(pattern: str) -> Iterator[str]:
+    """Every name that a pattern stands for. Raises UserError before there are too many of them."""
+    if _NESTED.search(pattern):
+        raise UserError(f"manifest {pattern}: has braces within braces; name one list or range in each")
+    count = math.prod(_num_choices(match.group(1)) for match in _BRACES.finditer(pattern))
+    if count > _MAX_SHARDS:
+        raise UserError(f"manifest {pattern}: its braces name {count:,} shards, more than {_MAX_SHARDS:,}")
+    yield from _expand(pattern)
+
+
+def _num_choices(choices: str) -> int:
+    if bounds := _RANGE.fullmatch(choices):
+        return max(int(bounds[2]) - int(bounds[1]) + 1, 0)
+    return choices.count(",") + 1
+
+
+def _expand(pattern: str) -> Iterator[str]:
     match = _BRACES.search(pattern)
     if not match:
-        return [pattern]
+        yield pattern
+        return
     if bounds := _RANGE.fullmatch(match.group(1)):
         first, last = bounds.groups()
         choices = [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     else:
         choices = match.group(1).split(",")
-    return [
-        path
-        for choice in choices
-        for path in _expand_braces(pattern[: match.start()] + choice + pattern[match.end() :])
-    ]
+    for choice in choices:
+        for rest in _expand(pattern[match.end() :]):
+            yield pattern[: match.start()] + choice + rest
