@@ -52,7 +52,12 @@ def write_index(folder: Path, num_examples: int) -> Path:
                 ("image",) * count,
                 np.arange(count),
             )
-            row = Row(b'{"id": "%d"}' % example, [("images/a.png", "", 0, -1)] * count, text).pack()
+            row = Row(
+                f"lengths.jsonl, line {example + 1}",
+                b'{"id": "%d"}' % example,
+                [("images/a.png", "", 0, -1)] * count,
+                text,
+            ).pack()
             row_bytes[example] = rows.write(row)
     examples = np.stack([row_bytes, num_tokens, num_tokens // 2, num_items]).astype(np.int32)
     path = folder / "lengths.arrow"

@@ -1,35 +1,37 @@
 """Opening the index of a manifest, and building it where there is none that fits.
 
-An index fits if it is of this manifest as it is now (size and time of change, or content), of this tokenizer and
-template, and of this format. Processes that start together build one after the other, and all but the first find the
+An index fits if it is whole, of this manifest as it is now (size and time of change, or content), of this tokenizer and
+template, and of this format, and if the files that were bad are so still. It is a cache: one that does not fit, or was
+damaged, is built anew. Processes that start together build one after the other, and all but the first find the
 index there. Files that are missing or unreadable mark their example as bad and do not stop the build; a wrong record
 does, because nobody can tell what was meant by it.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
 from motet.core.errors import UserError
-from motet.data.index import FORMAT_VERSION, SCHEMA, Index
+from motet.data.headers import read_header
+from motet.data.index import FORMAT_VERSION, SCHEMA, DamagedIndex, Index, checksum
 from motet.data.index_entries import EntryReader, PackedColumns, TextEncoder, join_columns
+from motet.data.index_lock import Progress, build_lock
 from motet.data.manifest import Entry, Manifest
+from motet.data.media import BadMedia
 from motet.data.workers import WorkerPool
-
-Progress = Callable[[int, float], None]
-"""Called now and then with the examples done and the share of the manifest done, 0 to 1."""
 
 _CHUNK_EXAMPLES = 256
 
@@ -47,19 +49,51 @@ def open_index(
     index_folder: a folder for indexes, if the manifest's own is not writable. num_workers: processes that build.
     Raises UserError for a manifest that is missing or wrong (naming the line), or if no index can be written.
     """
-    manifest = manifest if isinstance(manifest, Manifest) else Manifest.find(manifest)
+    with _reading(manifest):
+        manifest = manifest if isinstance(manifest, Manifest) else Manifest.find(manifest)
     folder = _index_folder(manifest, index_folder)
     path = folder / f"{text.fingerprint[:16]}.arrow"
     if index := _open_if_fits(path, manifest):
         return index
-    with _locked(folder, path.with_suffix(".lock"), manifest) as alone:
-        # Another process may have built it while this one waited.
-        if index := _open_if_fits(path, manifest):
-            return index
-        rows_path = _build(manifest, text, path, num_workers, progress)
-        if alone:
-            _remove_former(rows_path)
-    return Index(path, manifest.folder)
+    with _writing(manifest, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with build_lock(path.with_suffix(".lock"), progress) as lock:
+            # Another process may have built it while this one waited.
+            if index := _open_if_fits(path, manifest):
+                return index
+            rows_path = _build(manifest, text, path, num_workers, lock.telling(progress))
+            if lock.alone:
+                _remove_former(rows_path)
+    if index := _open_if_fits(path, manifest):
+        return index
+    raise UserError(
+        f"manifest {manifest.name}, or a file that it names, changed while it was indexed; start again when it is whole"
+    )
+
+
+@contextmanager
+def _reading(manifest: str | Path | Manifest) -> Iterator[None]:
+    """A manifest that cannot be read, or vanishes meanwhile, is a UserError."""
+    try:
+        yield
+    except OSError as error:
+        name = manifest.name if isinstance(manifest, Manifest) else manifest
+        raise UserError(f"manifest {name}: cannot be read ({error.strerror}: {error.filename or name})") from error
+
+
+@contextmanager
+def _writing(manifest: Manifest, folder: Path) -> Iterator[None]:
+    """A folder in which no index can be written, for its permissions or because the disk is full, is a UserError."""
+    try:
+        yield
+    except BrokenPipeError:
+        # Nobody reads what is said of the progress; the folder has nothing to do with it.
+        raise
+    except OSError as error:
+        raise UserError(
+            f"the index of {manifest.name} cannot be written to {folder} ({error.strerror}); "
+            "name a folder that can be written by index_folder"
+        ) from error
 
 
 def _index_folder(manifest: Manifest, given: str | Path | None) -> Path:
@@ -71,44 +105,43 @@ def _index_folder(manifest: Manifest, given: str | Path | None) -> Path:
 
 
 def _open_if_fits(path: Path, manifest: Manifest) -> Index | None:
+    with _reading(manifest):
+        stamp = manifest.stamp()
     try:
         index = Index(path, manifest.folder)
-    except (OSError, ValueError):
-        # pyarrow's errors are among these.
+    except (OSError, DamagedIndex):
         return None
-    stamp = manifest.stamp()
+    return index if _is_of(manifest, stamp, index) and _still_bad(index) else None
+
+
+def _is_of(manifest: Manifest, stamp: list[list[Any]], index: Index) -> bool:
     if index.about["stamp"] == stamp:
-        return index
+        return True
     # Copied or touched, perhaps, and not changed.
     same_sizes = [entry[:2] for entry in index.about["stamp"]] == [entry[:2] for entry in stamp]
-    if manifest.kind != "tar" and same_sizes and index.about["digest"] == manifest.digest():
-        return index
-    return None
+    with _reading(manifest):
+        return manifest.kind != "tar" and same_sizes and index.about["digest"] == manifest.digest()
 
 
-@contextmanager
-def _locked(folder: Path, path: Path, manifest: Manifest) -> Iterator[bool]:
-    """Yields whether no other process can be building."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
-    except OSError as error:
-        raise UserError(
-            f"the index of {manifest.name} cannot be written to {folder} ({error.strerror}); "
-            "name a folder that can be written by index_folder"
-        ) from None
-    with file:
-        # Where the file system knows no locks, several processes build; the last one stands, which is as good.
-        alone = True
+def _still_bad(index: Index) -> bool:
+    """Whether the examples whose files were bad when the index was built are so today: files can be mended."""
+    for bad in index.bad_examples():
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            alone = False
-        yield alone
+            for ref in index.media_refs(bad.example):
+                read_header(replace(ref, raw=None))
+        except BadMedia as found:
+            if found.reason == bad.reason:
+                continue
+        except UserError:
+            # Its row is damaged, so that the index must be built anew all the same.
+            pass
+        return False
+    return True
 
 
-def _build(manifest: Manifest, text: TextEncoder, path: Path, num_workers: int, progress: Progress | None) -> Path:
-    stamp, digest = manifest.stamp(), manifest.digest()
+def _build(manifest: Manifest, text: TextEncoder, path: Path, num_workers: int, progress: Progress) -> Path:
+    with _reading(manifest):
+        stamp, digest = manifest.stamp(), manifest.digest()
     rows_path = path.with_name(f"{path.stem}-{uuid.uuid4().hex[:12]}.rows")
     try:
         chunks = _write_rows(rows_path, _read_all(manifest, text, num_workers), progress)
@@ -131,12 +164,13 @@ def _build(manifest: Manifest, text: TextEncoder, path: Path, num_workers: int, 
 
 def publish(path: Path, about: dict[str, object], chunks: Sequence[PackedColumns]) -> None:
     """Write the lengths, and only then let them be seen at `path`. about: what `Index.about` will be."""
-    schema = SCHEMA.with_metadata({"motet": json.dumps(about)})
+    columns = join_columns(chunks)
+    schema = SCHEMA.with_metadata({"motet": json.dumps(about | {"checksum": checksum(about, columns)})})
     part_path = path.with_name(f"{path.stem}-{uuid.uuid4().hex[:12]}.part")
     try:
         with part_path.open("wb") as file:
             with pa.ipc.new_file(file, schema) as writer:
-                writer.write_batch(join_columns(chunks).replace_schema_metadata(schema.metadata))
+                writer.write_batch(columns.replace_schema_metadata(schema.metadata))
             file.flush()
             os.fsync(file.fileno())
         part_path.replace(path)
@@ -149,13 +183,13 @@ def _remove_former(rows_path: Path) -> None:
     """Remove what former builds left. Processes that have it open keep reading it: an open file outlives its name."""
     stem = rows_path.stem.partition("-")[0]
     for path in (*rows_path.parent.glob(f"{stem}-*.rows"), *rows_path.parent.glob(f"{stem}-*.part")):
-        if path != rows_path:
-            path.unlink(missing_ok=True)
+        # What cannot be removed takes up room, and does no harm.
+        with suppress(OSError):
+            if path != rows_path:
+                path.unlink()
 
 
-def _write_rows(
-    path: Path, chunks: Iterable[tuple[PackedColumns, float]], progress: Progress | None
-) -> list[PackedColumns]:
+def _write_rows(path: Path, chunks: Iterable[tuple[PackedColumns, float]], progress: Progress) -> list[PackedColumns]:
     """Write the rows out as they come, and keep the lengths."""
     kept, num_examples = [], 0
     with path.open("wb") as rows:
@@ -163,8 +197,7 @@ def _write_rows(
             rows.write(chunk.rows)
             kept.append(PackedColumns(chunk.examples, chunk.modality, chunk.raw, chunk.bad, b""))
             num_examples += chunk.num_examples
-            if progress:
-                progress(num_examples, share)
+            progress(num_examples, share)
         rows.flush()
         os.fsync(rows.fileno())
     return kept
@@ -181,7 +214,7 @@ def _identity(manifest_digest: str, fingerprint: str, chunks: list[PackedColumns
 
 def _read_all(manifest: Manifest, text: TextEncoder, num_workers: int) -> Iterator[tuple[PackedColumns, float]]:
     """Chunks in order of the manifest, each with the share of it that is done."""
-    entries = manifest.entries()
+    entries = _entries(manifest)
     first = list(islice(entries, 2 * _CHUNK_EXAMPLES))
     # A small manifest is read sooner than a worker has started.
     num_workers = num_workers if len(first) == 2 * _CHUNK_EXAMPLES else 0
@@ -196,6 +229,11 @@ def _read_all(manifest: Manifest, text: TextEncoder, num_workers: int) -> Iterat
         while waiting:
             future, share = waiting.popleft()
             yield future.result(), share
+
+
+def _entries(manifest: Manifest) -> Iterator[Entry]:
+    with _reading(manifest):
+        yield from manifest.entries()
 
 
 def _in_chunks(entries: Iterator[Entry]) -> Iterator[list[Entry]]:

@@ -101,9 +101,9 @@ class EntryReader:
             raise UserError(f"{entry.where}: {error}") from None
         raws, bad = _read_headers(refs)
         if bad:
-            columns.bad.append((len(columns.num_tokens), bad.path, bad.reason))
+            columns.bad.append((len(columns.num_tokens), self._below_folder(bad.path), bad.reason))
         places = [(os.path.relpath(ref.path, self._folder), ref.member, ref.offset, ref.num_bytes) for ref in refs]
-        row = Row(entry.text, places, text).pack()
+        row = Row(self._below_folder(entry.where), entry.text, places, text).pack()
         columns.rows.append(row)
         columns.row_bytes.append(len(row))
         columns.num_tokens.append(len(text.tokens))
@@ -111,6 +111,10 @@ class EntryReader:
         columns.num_items.append(len(refs))
         columns.modality += [MODALITIES.index(ref.modality) for ref in refs]
         columns.raw += raws
+
+    def _below_folder(self, path: str) -> str:
+        """What an index says of a place goes on being right when the folder moves."""
+        return path.removeprefix(f"{self._folder}{os.sep}")
 
     def _find_media(
         self, entry: Entry, conversation: Conversation, names: dict[str, list[str] | None]
