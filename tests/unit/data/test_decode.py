@@ -1,10 +1,14 @@
 import os
 import signal
+import subprocess
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import motet.data.workers
+from motet.core.errors import UserError
 from motet.core.example import Media
 from motet.data.audio import AudioTransform
 from motet.data.decode import Decoder
@@ -26,6 +30,9 @@ class Obey:
 
     def __call__(self, task):
         if task == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if isinstance(task, Path) and not task.exists():
+            task.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         if task == "sleep":
             time.sleep(60)
@@ -63,22 +70,64 @@ def test_media_come_in_order_and_bad_ones_as_such(refs, num_workers):
         np.testing.assert_array_equal(alone.load(refs[:1])[0].values, again.values)
 
 
-def test_a_killed_worker_is_an_error_and_not_a_hang():
+def test_a_task_that_kills_its_worker_fails_alone():
     with WorkerPool(2, Obey) as pool:
-        futures = [pool.submit(task) for task in ("a", "die")]
-        assert futures[0].result(10) == ("hello", "a")
-        with pytest.raises(
-            WorkerDied, match=r"worker process \d was killed by SIGKILL while it had 'die'; is the machine"
-        ):
+        futures = [pool.submit(task) for task in ("a", "die", "b", "c")]
+        with pytest.raises(WorkerDied, match=r"killed by SIGKILL, .* while it had 'die'") as died:
             futures[1].result(10)
+        assert not died.value.is_final
+        assert [futures[place].result(10)[1] for place in (0, 2, 3)] == ["a", "b", "c"]
 
 
-def test_after_a_death_every_task_fails():
+def test_a_worker_that_dies_once_is_replaced_and_its_task_done(tmp_path):
     with WorkerPool(1, Obey) as pool:
-        futures = [pool.submit(task) for task in ("die", "b")]
-        for future in [*futures, pool.submit("c")]:
-            with pytest.raises(WorkerDied):
+        assert pool.submit(tmp_path / "die once").result(10) == ("hello", tmp_path / "die once")
+
+
+def test_a_worker_that_hangs_counts_as_dead():
+    with WorkerPool(1, Obey, limit_s=0.5) as pool, pytest.raises(WorkerDied, match=r"gave no answer within 0\.5 s"):
+        pool.submit("sleep").result(30)
+
+
+def test_where_workers_go_on_dying_every_task_fails(monkeypatch):
+    monkeypatch.setattr(motet.data.workers, "_DEATHS_OF_A_POOL", 4)
+    with WorkerPool(1, Obey) as pool:
+        futures = [pool.submit(task) for task in ("die", "die", "b")]
+        with pytest.raises(WorkerDied):
+            futures[0].result(10)
+        for future in [*futures[1:], pool.submit("c")]:
+            with pytest.raises(WorkerDied, match="4 workers have died; is the machine short of memory"):
                 future.result(10)
+
+
+def test_processes_that_cannot_be_started_are_a_sentence(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(UserError, match=r"worker process 1 of 3 cannot be started \(Resource .*data.num_workers"):
+        WorkerPool(3, Obey)
+
+
+class KilledByDamage:
+    """A transform whose decoder does not survive a certain file."""
+
+    modality = "image"
+
+    def sizes(self, raw):
+        return np.ones((len(raw), 2), dtype=np.int64)
+
+    def load(self, ref):
+        if ref.path == "damaged":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return Media(np.zeros((1, 1), dtype=np.float32), np.ones(2, dtype=np.int64))
+
+
+def test_a_file_that_kills_its_decoder_is_bad():
+    with Decoder({"image": KilledByDamage()}, 1) as decoder:
+        loaded = decoder.load([MediaRef("image", name) for name in ("a", "damaged", "b")])
+    assert [type(media) for media in loaded] == [Media, BadMedia, Media]
+    assert str(loaded[1]) == "damaged: its decoder was killed by SIGSEGV"
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
