@@ -20,12 +20,14 @@ from motet.core.errors import UserError
 from motet.core.example import TokenSequence
 from motet.core.workload import BatchLengths, ItemLengths, home_ranks
 from motet.data.conversation import Conversation, parse_conversation
-from motet.data.index import BadExample, Index
+from motet.data.index import Index
 from motet.data.index_build import Progress, open_index
 from motet.data.index_entries import TextEncoder
 from motet.data.media import MODALITIES, MediaRef
 from motet.data.transforms import Transform
 
+MAX_NAMED = 20
+"""Examples of a kind that are named one by one, with the reason, where they are left out."""
 _SCAN_EXAMPLES = 1 << 16
 
 
@@ -43,19 +45,36 @@ class Modality:
 
 
 @dataclass(frozen=True)
+class LeftOutExample:
+    """An example that is not trained on. where: its place in its manifest; file: "" where none is to blame."""
+
+    where: str
+    file: str
+    reason: str
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, (self.where, self.file, self.reason)))
+
+
+@dataclass(frozen=True)
 class LeftOut:
     """Examples of the manifests that are not trained on, and why.
 
-    bad: those with a file that could not be read. num_refused: with an item that its transform refuses.
-    num_too_long: with more tokens than allowed.
+    num_bad: those with a file that could not be used when the index was built. num_refused: with an item that its
+    transform refuses. num_too_long: with more tokens than allowed. named: the first MAX_NAMED of each kind.
     """
 
-    bad: tuple[BadExample, ...] = ()
+    num_bad: int = 0
     num_refused: int = 0
     num_too_long: int = 0
+    named: tuple[LeftOutExample, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.bad) + self.num_refused + self.num_too_long
+        return self.num_bad + self.num_refused + self.num_too_long
+
+    def first(self, count: int = 3) -> str:
+        """The first few of them with their reasons, for a sentence."""
+        return "; ".join(str(example) for example in self.named[:count])
 
 
 class Dataset:
@@ -81,7 +100,8 @@ class Dataset:
         self._kept, self.left_out = self._select(max_sequence_length)
         if not self.num_examples:
             raise UserError(
-                f"no example of the manifests can be used: {describe(self.left_out, self.num_in_manifests)}"
+                f"no example of the manifests can be used: {describe(self.left_out, self.num_in_manifests)}; "
+                f"the first: {self.left_out.first()}"
             )
 
     @classmethod
@@ -139,6 +159,11 @@ class Dataset:
         index, example = self._locate(example_id)
         return index.media_refs(example)
 
+    def where(self, example_id: int) -> str:
+        """The place of an example in its manifest, for messages: "data/train.jsonl, line 12"."""
+        index, example = self._locate(example_id)
+        return index.where(example)
+
     def record(self, example_id: int) -> dict[str, Any]:
         """The record as it stands in its manifest."""
         index, example = self._locate(example_id)
@@ -173,7 +198,10 @@ class Dataset:
     def _locate(self, example_id: int) -> tuple[Index, int]:
         if not 0 <= example_id < self.num_examples:
             raise IndexError(f"there is no example {example_id}; the dataset has {self.num_examples}")
-        number = int(self._numbers(np.array([example_id]))[0])
+        return self._at(int(self._numbers(np.array([example_id]))[0]))
+
+    def _at(self, number: int) -> tuple[Index, int]:
+        """The index that an example is in, and its number there, by its number through all manifests."""
         place = int(np.searchsorted(self._starts, number, side="right")) - 1
         return self._indexes[place], number - int(self._starts[place])
 
@@ -202,30 +230,50 @@ class Dataset:
 
     def _select(self, max_sequence_length: int | None) -> tuple[NDArray[np.int32] | NDArray[np.int64] | None, LeftOut]:
         """Numbers of the examples to train on (None: all), and what became of the others."""
-        bad = [
-            BadExample(int(start) + found.example, found.path, found.reason)
-            for start, index in zip(self._starts, self._indexes)
-            for found in index.bad_examples()
-        ]
         usable = np.ones(self.num_in_manifests, dtype=bool)
-        usable[[found.example for found in bad]] = False
-        num_refused = num_too_long = 0
+        named: list[LeftOutExample] = []
+        num_bad = 0
+        for start, index in zip(self._starts, self._indexes):
+            for found in index.bad_examples():
+                usable[int(start) + found.example] = False
+                num_bad += 1
+                if num_bad <= MAX_NAMED:
+                    named.append(LeftOutExample(index.where(found.example), found.path, found.reason))
+        refused, too_long = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         # A stretch at a time, so that the memory of the scan does not grow with the manifests.
         for start in range(0, len(usable), _SCAN_EXAMPLES):
             numbers = start + np.flatnonzero(usable[start : start + _SCAN_EXAMPLES])
             columns = _Gathered.of(self._indexes, self._starts, numbers)
-            refused = self._refused(columns)
-            too_long = np.zeros(len(numbers), dtype=bool)
+            is_refused = self._refused(columns)
+            is_too_long = np.zeros(len(numbers), dtype=bool)
             if max_sequence_length is not None:
-                too_long = ~refused & (self._item_lengths(columns)[1] > max_sequence_length)
-            usable[numbers[refused | too_long]] = False
-            num_refused += int(refused.sum())
-            num_too_long += int(too_long.sum())
-        left_out = LeftOut(tuple(bad), num_refused, num_too_long)
+                is_too_long = ~is_refused & (self._item_lengths(columns)[1] > max_sequence_length)
+            usable[numbers[is_refused | is_too_long]] = False
+            refused.append(numbers[is_refused])
+            too_long.append(numbers[is_too_long])
+        all_refused, all_too_long = np.concatenate(refused), np.concatenate(too_long)
+        named += [self._name_refused(number) for number in all_refused[:MAX_NAMED].tolist()]
+        named += [self._name_too_long(number, max_sequence_length) for number in all_too_long[:MAX_NAMED].tolist()]
+        left_out = LeftOut(num_bad, len(all_refused), len(all_too_long), tuple(named))
         if usable.all():
             return None, left_out
         kept = np.flatnonzero(usable)
         return (kept.astype(np.int32) if len(usable) <= np.iinfo(np.int32).max else kept), left_out
+
+    def _name_refused(self, number: int) -> LeftOutExample:
+        index, example = self._at(number)
+        for ref in index.media_refs(example):
+            transform = self._modalities[self._phases[ref.modality]].transform
+            if ref.raw is not None and not transform.accepts(np.array([ref.raw], dtype=np.int64))[0]:
+                return LeftOutExample(index.where(example), ref.name, transform.refusal(ref.raw))
+        raise ValueError(f"no item of example {number} is refused")
+
+    def _name_too_long(self, number: int, max_sequence_length: int | None) -> LeftOutExample:
+        columns = _Gathered.of(self._indexes, self._starts, np.array([number]))
+        num_tokens = int(self._item_lengths(columns)[1][0])
+        index, example = self._at(number)
+        reason = f"takes {num_tokens:,} tokens, more than max_sequence_length = {max_sequence_length:,}"
+        return LeftOutExample(index.where(example), "", reason)
 
     def _refused(self, columns: _Gathered) -> NDArray[np.bool_]:
         refused = np.zeros(len(columns.num_tokens), dtype=bool)
@@ -239,7 +287,7 @@ class Dataset:
 def describe(left_out: LeftOut, num_in_manifests: int) -> str:
     """One line on what is left out, for the terminal."""
     parts = [
-        (len(left_out.bad), "with files that cannot be read"),
+        (left_out.num_bad, "with files that cannot be used"),
         (left_out.num_refused, "with media that the transform refuses"),
         (left_out.num_too_long, "longer than max_sequence_length"),
     ]

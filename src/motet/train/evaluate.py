@@ -7,7 +7,7 @@ finished yet, until no rank has any: the collectives of a sharded model must mee
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -28,9 +28,11 @@ from motet.models.module import MLLM
 from motet.runtime.mesh import Mesh
 from motet.runtime.step import forward_features
 from motet.train.loading import exchanged
-from motet.train.world import World
+from motet.train.world import JointUserError, World
 
 _NO_TASK = "all"
+_NAMED = 3
+"""Examples that a sentence names, where many are left out."""
 
 
 class EvaluateConfig(BaseModel):
@@ -39,8 +41,8 @@ class EvaluateConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     every_steps: int = Field(0, ge=0, description="steps between evaluations; 0 evaluates at the end only")
-    batch_size: int = Field(32, gt=0, description="examples decoded at a time, over all ranks")
-    max_new_tokens: int = Field(32, gt=0, description="longest answer, in tokens")
+    batch_size: int = Field(32, gt=0, le=10**6, description="examples decoded at a time, over all ranks")
+    max_new_tokens: int = Field(32, gt=0, le=10**6, description="longest answer, in tokens")
     max_examples: int | None = Field(None, gt=0, description="evaluate on the first so many; all by default")
     num_samples: int = Field(12, ge=0, description="answers shown in the report")
 
@@ -74,7 +76,8 @@ class Evaluation:
 class Evaluator:
     """Evaluates one model on one held-out dataset; every method is a collective.
 
-    exchange: over a host group that the main thread may use.
+    exchange: over a host group that the main thread may use. report: called with what is said of each example that is
+    left out, once, as its files cannot be used.
     """
 
     def __init__(
@@ -86,13 +89,18 @@ class Evaluator:
         mesh: Mesh,
         world: World,
         config: EvaluateConfig,
+        report: Callable[[str], None],
     ) -> None:
+        self._report, self._reported = report, set[str]()
         self._dataset, self._tokenizer, self._decoder, self._exchange = dataset, tokenizer, decoder, exchange
         self._mesh, self._world, self._config = mesh, world, config
 
     @torch.no_grad()
     def run(self, model: MLLM) -> Evaluation:
-        """Held-out loss and answers of the model as it is; a collective, which leaves the model's mode as it was."""
+        """Held-out loss and answers of the model as it is; a collective, which leaves the model's mode as it was.
+
+        Raises UserError, on all ranks, if no held-out example can be used.
+        """
         training = model.training
         model.eval()
         count = min(self._dataset.num_examples, self._config.max_examples or self._dataset.num_examples)
@@ -105,16 +113,30 @@ class Evaluator:
             answers += self._answer(model, loaded)
         model.train(training)
         dist.all_reduce(totals, group=self._mesh.group)
+        if not totals[1]:
+            raise JointUserError(
+                f"None of the {count} held-out examples can be used, so there is no loss to tell: "
+                f"{'; '.join(sorted(self._reported)[:_NAMED]) or 'they have no answer'}."
+            )
         answers = sorted((a for told in self._world.gather(answers) for a in told), key=lambda answer: answer.place)
-        return _summed(float(totals[0] / totals[1].clamp(min=1)), answers, self._config.num_samples)
+        return _summed(float(totals[0] / totals[1]), answers, self._config.num_samples)
 
     def _load(self, places: np.ndarray) -> list[tuple[int, list[Media]]]:
-        """This rank's home examples whose media can be read, as (place, items). Unreadable ones are left out."""
+        """This rank's home examples whose media can be used, as (place, items). Others are left out, and named."""
         with self._world.together():
             homes = home_ranks(len(places), self._world.num_ranks)
             own = places[homes == self._world.rank].tolist()
             waiting = [(place, self._decoder.submit(self._dataset.media_refs(place))) for place in own]
             loaded = [(place, [future.result() for future in futures]) for place, futures in waiting]
+            bad = [
+                f"{self._dataset.where(place)}: {item}"
+                for place, items in loaded
+                for item in items
+                if isinstance(item, BadMedia)
+            ]
+        for sentence in sorted({sentence for told in self._world.gather(bad) for sentence in told} - self._reported):
+            self._reported.add(sentence)
+            self._report(f"Left out of the evaluation: {sentence}")
         return [(place, items) for place, items in loaded if not any(isinstance(item, BadMedia) for item in items)]
 
     def _batch(self, sequences: Sequence[TokenSequence], loaded: Sequence[tuple[int, list[Media]]]) -> RankBatch:

@@ -30,6 +30,7 @@ from motet.train.world import JointUserError
 
 _OK, _CLOSING, _FAILED = range(3)
 _MIN_EXAMPLES_OF_A_VERDICT = 100
+_NAMED_IN_A_VERDICT = 3
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,14 @@ class Schedule:
 class StepInput:
     """One step's microbatches on this rank; position and num_bad: examples consumed and dropped when it is done.
 
+    left_out: the files for which examples were dropped in this step, over all ranks.
     moved_bytes, crossing_bytes: inputs sent from rank to rank, and of those from node to node, over all ranks.
     """
 
     batches: list[RankBatch]
     position: int
     num_bad: int
+    left_out: tuple[BadExample, ...]
     decide_s: float
     moved_bytes: int
     crossing_bytes: int
@@ -81,7 +84,8 @@ class Feed:
         self._order, self._loading, self._group = order, loading, group
         self._prepare, self._report = prepare, report
         self._schedule, self._config = schedule, config
-        self._reported: set[str] = set()
+        self._reported: dict[str, BadExample] = {}
+        self._left_out: list[BadExample] = []
         self._num_bad = schedule.num_bad
         self._queue: queue.Queue[StepInput | BaseException] = queue.Queue(maxsize=config.prefetch_steps)
         self._closing = threading.Event()
@@ -136,13 +140,14 @@ class Feed:
             batch = self._prepare(loaded.batch) if self._prepare else loaded.batch
             step.append((batch, loaded.moved_bytes, loaded.crossing_bytes))
             position = plan.position + (number + 1) * count
-            self._check_bad_fraction(position)
+            self._check_bad_fraction(position, is_last=number + 1 == num_microbatches)
             if len(step) == plan.microbatches:
                 batches = [batch for batch, _, _ in step]
                 decide_s = sum(batch.decision.decide_s for batch in batches)
                 moved, crossing = sum(m for _, m, _ in step), sum(c for _, _, c in step)
-                self._put(StepInput(batches, position, self._num_bad, decide_s, moved, crossing))
-                step = []
+                left_out = tuple(self._left_out)
+                self._put(StepInput(batches, position, self._num_bad, left_out, decide_s, moved, crossing))
+                step, self._left_out = [], []
 
     def _start(self, ids: NDArray[np.int64]) -> tuple[Pending | None, BaseException | None]:
         try:
@@ -175,9 +180,11 @@ class Feed:
         kept = flags[:-1].numpy() == 0
         if not kept.all():
             self._num_bad += int(np.count_nonzero(~kept))
-            for entry in sorted((entry for told in self._gather(bad) for entry in told), key=lambda entry: entry.file):
+            told = [entry for of_rank in self._gather(bad) for entry in of_rank]
+            for entry in sorted(told, key=lambda entry: (entry.place, entry.file)):
+                self._left_out.append(entry)
                 if entry.file not in self._reported:
-                    self._reported.add(entry.file)
+                    self._reported[entry.file] = entry
                     self._report(entry)
         return pending, kept
 
@@ -198,12 +205,18 @@ class Feed:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def _check_bad_fraction(self, position: int) -> None:
+    def _check_bad_fraction(self, position: int, *, is_last: bool) -> None:
+        """Raises JointUserError where too many are bad: more than allowed, or, whatever is allowed, all of them."""
         allowed = self._config.max_bad_fraction
+        first = "; ".join(str(entry) for entry in list(self._reported.values())[:_NAMED_IN_A_VERDICT])
+        if self._num_bad == position and (is_last or position >= _MIN_EXAMPLES_OF_A_VERDICT):
+            raise JointUserError(
+                f"None of the first {position} examples can be used, so there is nothing to learn: {first}."
+            )
         if self._num_bad > allowed * max(position, _MIN_EXAMPLES_OF_A_VERDICT):
             raise JointUserError(
-                f"{self._num_bad} of the first {position} examples cannot be read, more than data.max_bad_fraction = "
-                f"{allowed:g} allows; mend the files that were reported above, or raise it."
+                f"{self._num_bad} of the first {position} examples cannot be used, more than data.max_bad_fraction = "
+                f"{allowed:g} allows; mend the files that were reported above, or raise it. The first: {first}."
             )
 
     def _put(self, item: StepInput | BaseException) -> None:

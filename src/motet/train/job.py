@@ -31,10 +31,9 @@ from motet.train.evaluate import Evaluator
 from motet.train.loading import ExchangeLoading, IndexLoading, Loading
 from motet.train.optimizer import build_optimizer
 from motet.train.recipe import Recipe
-from motet.train.world import World
+from motet.train.world import JointUserError, World
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
-_MAX_FILES_NAMED = 20
 _INDEX_PROGRESS_EVERY_S = 5.0
 
 Say = Callable[[str], None]
@@ -75,6 +74,7 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
         _check_bad_at_indexing(recipe, dataset)
         decoder = cleanup.enter_context(Decoder(dataset.transforms, recipe.data.num_workers))
     check_same_profile(world, measured)
+    _check_same_examples(world, dataset, heldout)
     with world.together():
         mesh = build_mesh(world.device, shard_size=recipe.fsdp.shard_size, ranks_per_node=world.ranks_per_node)
         shard(model, mesh, recipe.fsdp)
@@ -90,7 +90,7 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
     evaluator = None
     if heldout is not None:
         exchange = ItemExchange(world.control, orchestrator, model.encoders, ranks_per_node=world.ranks_per_node)
-        evaluator = Evaluator(heldout, tokenizer, decoder, exchange, mesh, world, recipe.evaluate)
+        evaluator = Evaluator(heldout, tokenizer, decoder, exchange, mesh, world, recipe.evaluate, say)
     checkpointer = Checkpointer(recipe.run.dir / "checkpoints", recipe.checkpoint, world.saving)
     start = Progress(0, 0, 0, recipe.data.seed, dataset.fingerprint)
     progress = _resume(recipe, world, resume, checkpointer, model, optimizer, start, say)
@@ -127,8 +127,10 @@ def open_dataset(recipe: Recipe, manifests: Sequence[str], tokenizer: ChatTokeni
     )
     if dataset.left_out:
         say(f"{', '.join(manifests)}: {describe(dataset.left_out, dataset.num_in_manifests)}.")
-        for bad in dataset.left_out.bad[:_MAX_FILES_NAMED]:
-            say(f"Left out: {bad.path}: {bad.reason}")
+        for example in dataset.left_out.named:
+            say(f"Left out: {example}")
+        if unnamed := len(dataset.left_out) - len(dataset.left_out.named):
+            say(f"Left out: {unnamed:,} more like these")
     return dataset
 
 
@@ -162,12 +164,24 @@ def _probe(recipe: Recipe, model: MLLM) -> None:
             ) from error
 
 
+def _check_same_examples(world: World, dataset: Dataset, heldout: Dataset | None) -> None:
+    """Raises UserError, on all ranks, if any sees other examples: each decides by itself who computes which."""
+    told = world.gather([(part.num_examples, part.fingerprint) for part in (dataset, heldout) if part is not None])
+    for rank, seen in enumerate(told):
+        for key, mine, first in zip(("train", "heldout"), seen, told[0]):
+            if mine != first:
+                raise JointUserError(
+                    f"data.{key} is not the same everywhere: rank 0 finds {first[0]:,} examples that can be used, rank "
+                    f"{rank} finds {mine[0]:,}, or others; give all machines the same files."
+                )
+
+
 def _check_bad_at_indexing(recipe: Recipe, dataset: Dataset) -> None:
-    bad, allowed = dataset.left_out.bad, recipe.data.max_bad_fraction
-    if len(bad) > allowed * dataset.num_in_manifests:
+    num_bad, allowed = dataset.left_out.num_bad, recipe.data.max_bad_fraction
+    if num_bad > allowed * dataset.num_in_manifests:
         raise UserError(
-            f"{len(bad)} of {dataset.num_in_manifests} training examples have files that cannot be read, more than "
-            f"data.max_bad_fraction = {allowed:g} allows; the first is {bad[0].path}: {bad[0].reason}."
+            f"{num_bad} of {dataset.num_in_manifests} training examples have files that cannot be used, more than "
+            f"data.max_bad_fraction = {allowed:g} allows; the first: {dataset.left_out.first()}."
         )
 
 

@@ -7,7 +7,7 @@ Both are taken in three steps (start, bad, finish), between which ranks agree on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -25,11 +25,15 @@ from motet.dispatch import Decision, ItemExchange, LoadedExample, Orchestrator, 
 
 @dataclass(frozen=True)
 class BadExample:
-    """place: position in the microbatch, the same on all ranks."""
+    """place: position in the microbatch, the same on all ranks. where: the example's place in its manifest."""
 
     place: int
+    where: str
     file: str
     reason: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.file}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,12 @@ class Loading(Protocol):
 class Pending:
     """This rank's share of a microbatch, on its way from the disk.
 
-    num_examples: of the whole microbatch. items: place of the example that each item belongs to, and the item itself.
+    num_examples: of the whole microbatch. where: an example's place in its manifest, from its place in the microbatch.
+    items: place of the example that each item belongs to, and the item itself.
     """
 
     num_examples: int
+    where: Callable[[int], str]
     sequences: dict[int, TokenSequence] = field(default_factory=dict)
     items: list[tuple[int, Future[Media | BadMedia]]] = field(default_factory=list)
     lengths: BatchLengths | None = None
@@ -68,7 +74,7 @@ class Pending:
         for place, future in self.items:
             media = future.result()
             if isinstance(media, BadMedia):
-                found.append(BadExample(place, media.path, media.reason))
+                found.append(BadExample(place, self.where(place), media.path, media.reason))
         return found
 
     def media(self) -> list[tuple[int, Media]]:
@@ -87,7 +93,7 @@ class IndexLoading:
     def start(self, ids: NDArray[np.int64]) -> Pending:
         lengths = self._dataset.batch_lengths(ids, self._orchestrator.num_ranks)
         decision = self._orchestrator.decide(lengths)
-        pending = Pending(len(ids), lengths=lengths, decision=decision)
+        pending = Pending(len(ids), _places(self._dataset, ids), lengths=lengths, decision=decision)
         refs: list[tuple[int, MediaRef]] = []
         for phase in self._orchestrator.encoders:
             column = lengths.items[phase].example
@@ -137,7 +143,7 @@ class ExchangeLoading:
         self._dataset, self._decoder, self._exchange, self._ranks_per_node = dataset, decoder, exchange, ranks_per_node
 
     def start(self, ids: NDArray[np.int64]) -> Pending:
-        pending = Pending(len(ids))
+        pending = Pending(len(ids), _places(self._dataset, ids))
         homes = home_ranks(len(ids), self._exchange.orchestrator.num_ranks)
         for place in np.flatnonzero(homes == self._exchange.rank).tolist():
             futures = self._decoder.submit(self._dataset.media_refs(int(ids[place])))
@@ -163,6 +169,10 @@ def exchanged(exchange: ItemExchange, examples: Sequence[LoadedExample | None], 
         items.decision, items.lengths, exchange.rank, items.sequences, items.media, ranks_per_node=ranks_per_node
     )
     return Loaded(batch, items.moved_bytes, items.crossing_bytes)
+
+
+def _places(dataset: Dataset, ids: NDArray[np.int64]) -> Callable[[int], str]:
+    return lambda place: dataset.where(int(ids[place]))
 
 
 def _media(future: Future[Media | BadMedia]) -> Media:

@@ -175,7 +175,8 @@ class _Run:
                     },
                     "balance": balance_metrics(fed.batches),
                     "phases": phase_metrics(fed.batches),
-                    "bad_examples": fed.num_bad + len(self.job.dataset.left_out.bad),
+                    "bad_examples": fed.num_bad + self.job.dataset.left_out.num_bad,
+                    "left_out": [{"file": bad.file, "line": bad.where, "why": bad.reason} for bad in fed.left_out],
                 }
             )
         return stopping
@@ -220,7 +221,7 @@ class _Run:
         _say_plainly(f"Report: {report}")
 
     def _report(self, bad: BadExample) -> None:
-        self._say(f"Left out, on all ranks: {bad.file}: {bad.reason}")
+        self._say(f"Left out, on all ranks: {bad}")
 
     def _say(self, sentence: str) -> None:
         if self.log is not None:

@@ -62,7 +62,7 @@ def test_a_manifest(tmp_path):
     assert lengths.batch.items["audio"].length.tolist() == [11]
     # Bytes over four, a turn at a time, the placeholder's among them.
     assert lengths.text_tokens().tolist() == [4 + 4, 2 + 1]
-    assert "1 of 3 examples left out: 1 with files that cannot be read" in lengths.left_out
+    assert "1 of 3 examples left out: 1 with files that cannot be used" in lengths.left_out
     assert any("4 bytes a token" in assumption for assumption in lengths.assumptions)
 
 

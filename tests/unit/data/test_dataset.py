@@ -62,15 +62,19 @@ def test_lengths_are_those_of_what_is_loaded(manifests, tokenizer):
 
 
 def test_what_is_left_out(manifests, tokenizer, tmp_path):
+    whole = Dataset.open(manifests, tokenizer, MODALITIES)
     dataset = Dataset.open(manifests, tokenizer, MODALITIES, max_sequence_length=100)
     assert [dataset.record(example)["id"] for example in range(dataset.num_examples)] == [0, 1, 2, 3, 4, 7, 9]
     left_out = dataset.left_out
-    assert [(bad.example, bad.path, bad.reason) for bad in left_out.bad] == [
-        (5, str(tmp_path / "missing.png"), "no such file")
+    assert (left_out.num_bad, left_out.num_refused, left_out.num_too_long, len(left_out)) == (1, 1, 1, 3)
+    lines, num_tokens = [f"{tmp_path}/b.jsonl, line {line}" for line in (2, 3, 5)], len(whole.tokens(6).tokens)
+    assert [str(example) for example in left_out.named] == [
+        f"{lines[0]}: {tmp_path}/missing.png: no such file",
+        f"{lines[1]}: {tmp_path}/long.wav: lasts 0.500062 s, more than max_seconds = 0.5",
+        f"{lines[2]}: takes {num_tokens} tokens, more than max_sequence_length = 100",
     ]
-    assert (left_out.num_refused, left_out.num_too_long, len(left_out)) == (1, 1, 3)
     assert describe(left_out, dataset.num_in_manifests) == (
-        "3 of 10 examples left out: 1 with files that cannot be read, 1 with media that the transform refuses, "
+        "3 of 10 examples left out: 1 with files that cannot be used, 1 with media that the transform refuses, "
         "1 longer than max_sequence_length"
     )
     assert dataset.batch_lengths(np.arange(7), 1).sequence.max() <= 100
