@@ -81,6 +81,28 @@ def test_missing_files(job, capsys, monkeypatch):
         ("balance.method=jointly", "'balance.method' must be 'auto', 'joint' or 'per_phase', not 'jointly'."),
         ("balance.speed.device_tflops=0", "'balance.speed.device_tflops' must be greater than 0, not 0."),
         ("transforms.image.channels=3", "makes rows of 48 values, which the encoder cannot take"),
+        # Numbers that would hang, fill the memory, or leave all data out without a word.
+        ("run.batch_size=1000000000000", "'run.batch_size' must be less than or equal to 1000000, not 1000000000000."),
+        ("run.steps=10000000000", "'run.steps' must be less than or equal to 1000000000"),
+        ("run.seed=9223372036854775808", "'run.seed' must be less than or equal to 9223372036854775807"),
+        ("data.seed=9223372036854775808", "'data.seed' must be less than or equal to 9223372036854775807"),
+        ("data.num_workers=1000000", "'data.num_workers' must be less than or equal to 256"),
+        ("data.prefetch_steps=1000000000", "'data.prefetch_steps' must be less than or equal to 64"),
+        ("data.max_sequence_length=10000000000", "'data.max_sequence_length' must be less than or equal to 2147483647"),
+        ("data.max_bad_fraction=nan", "'data.max_bad_fraction' must be less than or equal to 1, not nan."),
+        ("evaluate.max_new_tokens=10000000000", "'evaluate.max_new_tokens' must be less than or equal to 1000000"),
+        (
+            "transforms.audio.n_fft=2000000000",
+            "'transforms.audio' is wrong: n_fft must be from 2 to 16,384, not 2000000000.",
+        ),
+        ("transforms.audio.hop_length=100000000", "hop_length must be from 1 to 16,384, not 100000000."),
+        ("transforms.audio.max_seconds=nan", "max_seconds must be from 0.001 to 86,400, not nan."),
+        ("transforms.audio.num_mels=300", "leaves 67 bands without a frequency of n_fft = 400"),
+        ("transforms.image.std=[inf]", "'transforms.image' is wrong: std must be from 0.001 to 1, not (inf,)."),
+        ("transforms.image.mean=[-inf]", "mean must be from 0 to 1, not (-inf,)."),
+        ("transforms.image.max_pixels_side=100000000", "max_pixels_side must be from 1 to 16,384, not 100000000."),
+        ("data.train=['train-{0..999999999}.tar']", "its braces name 1,000,000,000 shards, more than 100,000"),
+        ("data.train=['/dev/zero']", "manifest /dev/zero: /dev/zero is a device, but must be a regular file"),
     ],
 )
 def test_overrides(job, capsys, monkeypatch, override, said):

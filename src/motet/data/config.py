@@ -15,9 +15,11 @@ class DataConfig(BaseModel):
     tokenizer:           directory with tokenizer.json.
     max_sequence_length: longer examples (media included) are left out, counted and reported; None: no bound.
     shuffle, seed:       the order of examples; the same seed gives the same order on any number of ranks.
-    num_workers:         processes a rank that decode media, and that build an index; 0: none besides the rank itself.
-    prefetch_steps:      steps that are decided and loaded ahead.
-    max_bad_fraction:    share of examples with unusable files, of those met, above which the job stops.
+    num_workers:         processes a rank that decode media, and that build an index, at most 256; 0: none besides the
+                         rank itself, which a file that kills its decoder then takes with it.
+    prefetch_steps:      steps that are decided and loaded ahead, at most 64, all in memory.
+    max_bad_fraction:    share of examples with unusable files, of those met, above which the job stops; it stops anyway
+                         where there is no other example.
     index_folder:        where indexes go if the manifests' own folders cannot be written.
     """
 
@@ -26,10 +28,10 @@ class DataConfig(BaseModel):
     train: Annotated[tuple[str, ...], Field(min_length=1)]
     heldout: tuple[str, ...] = ()
     tokenizer: Path
-    max_sequence_length: Annotated[int | None, Field(ge=1)] = None
+    max_sequence_length: Annotated[int | None, Field(ge=1, le=2**31 - 1)] = None
     shuffle: bool = True
-    seed: Annotated[int, Field(ge=0)] = 0
-    num_workers: Annotated[int, Field(ge=0)] = 2
-    prefetch_steps: Annotated[int, Field(ge=1)] = 2
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+    num_workers: Annotated[int, Field(ge=0, le=256)] = 2
+    prefetch_steps: Annotated[int, Field(ge=1, le=64)] = 2
     max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.01
     index_folder: Path | None = None

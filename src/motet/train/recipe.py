@@ -37,10 +37,11 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     dir: Path = Field(description="folder for metrics, checkpoints and the report")
-    steps: int = Field(gt=0, description="optimizer steps of the whole run")
-    batch_size: int = Field(gt=0, description="examples of a step, over all ranks and microbatches")
-    microbatches: int = Field(1, gt=0, description="parts of a batch whose gradients are accumulated")
-    seed: int = Field(0, ge=0, description="of weights and dropout; data.seed orders the examples")
+    # A step is decided in memory, and a position in the data is 64 bits: far beyond every run, and short of both.
+    steps: int = Field(gt=0, le=10**9, description="optimizer steps of the whole run")
+    batch_size: int = Field(gt=0, le=10**6, description="examples of a step, over all ranks and microbatches")
+    microbatches: int = Field(1, gt=0, le=10**6, description="parts of a batch whose gradients are accumulated")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="of weights and dropout; data.seed orders the examples")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "float64"] = Field("float32", description="of parameters and optimizer state")
 
