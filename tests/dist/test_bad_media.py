@@ -1,4 +1,4 @@
-"""What cannot be used is left out on all ranks alike and named with the reason; if there is nothing else, runs end so."""
+"""What cannot be used is left out on all ranks alike, and named with the reason; a run of nothing else ends."""
 
 import json
 

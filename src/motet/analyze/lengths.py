@@ -107,6 +107,7 @@ def read_lengths(
     dataset = Dataset.open(
         [source], text, modalities, index_folder=index_folder, num_workers=num_workers, progress=progress
     )
+    left_out = dataset.left_out
     assumptions = [_IMAGE_ASSUMPTION, _AUDIO_ASSUMPTION]
     if tokenizer is None:
         assumptions.append(f"Text: {_BYTES_A_TOKEN} bytes a token, as no tokenizer was given.")
@@ -114,7 +115,7 @@ def read_lengths(
         str(source),
         dataset.batch_lengths(np.arange(dataset.num_examples), 1),
         tuple(assumptions),
-        describe(dataset.left_out, dataset.num_in_manifests) if len(dataset.left_out) else "",
+        f"{describe(left_out, dataset.num_in_manifests)}; the first: {left_out.first()}" if len(left_out) else "",
     )
 
 

@@ -112,9 +112,9 @@ class AudioTransform:
 
     def load(self, ref: MediaRef) -> Media:
         """Decode and transform one clip. Raises Unusable, and whatever soundfile raises on a damaged file."""
-        with open_clip(ref) as clip:
+        with open_clip(ref) as (clip, num_samples):
             at_most = int(self._max_samples(np.array([clip.samplerate]))[0])
-            return self(_read_mono(clip, min(clip.frames, at_most)), clip.samplerate)
+            return self(_read_mono(clip, min(num_samples, at_most)), clip.samplerate)
 
     def __call__(self, samples: NDArray[np.float32], rate: int) -> Media:
         """Frames [num_frames, num_mels] of mono samples [n], -1 to 1, at `rate` Hz; size (frames,).

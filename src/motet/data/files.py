@@ -21,6 +21,11 @@ class IrregularFile(OSError):
     """What a path names is there, but is no regular file; `strerror` says what it is."""
 
 
+def printable(path: str) -> str:
+    """A path for a message: bytes in it that are no UTF-8 as question marks, which a terminal can show."""
+    return path.encode("utf-8", "replace").decode()
+
+
 def irregular_kind(path: str | Path) -> str | None:
     """What stands at `path` in the place of a regular file ("a pipe"), links followed; None for a regular file.
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING
 
 from motet.data.media import IMAGE, MediaRef, Unusable, reasons
+from motet.data.mp3 import count_samples
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -49,8 +50,8 @@ def read_header(ref: MediaRef) -> tuple[int, int]:
         if ref.modality == IMAGE:
             with open_image(ref) as image:
                 return _pixels_seen(image)
-        with open_clip(ref) as clip:
-            return clip.frames, clip.samplerate
+        with open_clip(ref) as (clip, num_samples):
+            return num_samples, clip.samplerate
 
 
 @contextmanager
@@ -70,16 +71,17 @@ def open_image(ref: MediaRef) -> Iterator[Image.Image]:
 
 
 @contextmanager
-def open_clip(ref: MediaRef) -> Iterator[SoundFile]:
-    """A clip whose header is sane, at its first sample. Raises Unusable, and whatever soundfile raises."""
+def open_clip(ref: MediaRef) -> Iterator[tuple[SoundFile, int]]:
+    """A clip whose header is sane, at its first sample, and its length. Raises Unusable, and what soundfile raises."""
     import soundfile
 
     with ref.open() as file:
         _check_whole(file)
         with soundfile.SoundFile(file) as clip:
             _check_clip(clip)
-            _check_promise(ref, (clip.frames, clip.samplerate), "{:,} samples at {:,} Hz")
-            yield clip
+            num_samples = _num_samples(clip, ref)
+            _check_promise(ref, (num_samples, clip.samplerate), "{:,} samples at {:,} Hz")
+            yield clip, num_samples
 
 
 def orientation(image: Image.Image) -> int:
@@ -119,6 +121,21 @@ def _check_clip(clip: SoundFile) -> None:
         raise Unusable("is empty: no samples")
     if clip.frames > MAX_SECONDS * clip.samplerate:
         raise Unusable(f"lasts {clip.frames / clip.samplerate:,.0f} s by its header, more than {MAX_SECONDS:,}")
+
+
+def _num_samples(clip: SoundFile, ref: MediaRef) -> int:
+    if clip.format not in ("MP3", "MPEG"):
+        return int(clip.frames)
+    with ref.open() as file:
+        counted = count_samples(file)
+    if counted is None:
+        return int(clip.frames)
+    if counted > clip.frames:
+        raise Unusable(
+            f"holds {counted:,} samples, of which soundfile would read {clip.frames:,}, as this MP3 has no header with "
+            "its length; convert it to WAV or FLAC"
+        )
+    return counted
 
 
 def _check_promise(ref: MediaRef, raw: tuple[int, int], form: str) -> None:

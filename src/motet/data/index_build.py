@@ -31,7 +31,7 @@ from motet.data.index_entries import EntryReader, PackedColumns, TextEncoder, jo
 from motet.data.index_lock import Progress, build_lock
 from motet.data.manifest import Entry, Manifest
 from motet.data.media import BadMedia
-from motet.data.workers import WorkerPool
+from motet.data.workers import WorkerDied, WorkerPool
 
 _CHUNK_EXAMPLES = 256
 
@@ -67,7 +67,8 @@ def open_index(
     if index := _open_if_fits(path, manifest):
         return index
     raise UserError(
-        f"manifest {manifest.name}, or a file that it names, changed while it was indexed; start again when it is whole"
+        f"manifest {manifest.name}, a file that it names, or its index changed while it was indexed; start again when "
+        "nothing writes to them"
     )
 
 
@@ -78,7 +79,7 @@ def _reading(manifest: str | Path | Manifest) -> Iterator[None]:
         yield
     except OSError as error:
         name = manifest.name if isinstance(manifest, Manifest) else manifest
-        raise UserError(f"manifest {name}: cannot be read ({error.strerror}: {error.filename or name})") from error
+        raise UserError(f"manifest {name}: cannot be read ({error.strerror})") from error
 
 
 @contextmanager
@@ -219,16 +220,24 @@ def _read_all(manifest: Manifest, text: TextEncoder, num_workers: int) -> Iterat
     # A small manifest is read sooner than a worker has started.
     num_workers = num_workers if len(first) == 2 * _CHUNK_EXAMPLES else 0
     with WorkerPool(num_workers, EntryReader, manifest.folder, text) as pool:
-        waiting: deque[tuple[Future[PackedColumns], float]] = deque()
+        waiting: deque[tuple[Future[PackedColumns], Entry, Entry]] = deque()
         for chunk in _in_chunks(chain(first, entries)):
-            waiting.append((pool.submit(chunk), chunk[-1].progress))
+            waiting.append((pool.submit(chunk), chunk[0], chunk[-1]))
             # Enough to keep the workers busy, and few enough to keep the memory small.
             while len(waiting) > 2 * num_workers:
-                future, share = waiting.popleft()
-                yield future.result(), share
+                yield _read(*waiting.popleft())
         while waiting:
-            future, share = waiting.popleft()
-            yield future.result(), share
+            yield _read(*waiting.popleft())
+
+
+def _read(columns: Future[PackedColumns], first: Entry, last: Entry) -> tuple[PackedColumns, float]:
+    try:
+        return columns.result(), last.progress
+    except WorkerDied as died:
+        raise UserError(
+            f"{first.where} to {last.where}: a worker process {died.how} while it read these records and the headers "
+            "of their files"
+        ) from None
 
 
 def _entries(manifest: Manifest) -> Iterator[Entry]:

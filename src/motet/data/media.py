@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from motet.data.files import IrregularFile, open_regular
+from motet.data.files import IrregularFile, open_regular, printable
 
 IMAGE = "image"
 AUDIO = "audio"
@@ -28,9 +28,8 @@ class BadMedia(Exception):
     """One file that cannot be used: which one, and why. Not the user's whole input, and never the end of a run."""
 
     def __init__(self, path: str, reason: str) -> None:
-        super().__init__(path, reason)
-        self.path = path
-        self.reason = reason
+        self.path, self.reason = printable(path), printable(reason)
+        super().__init__(self.path, self.reason)
 
     def __str__(self) -> str:
         return f"{self.path}: {self.reason}"

@@ -131,8 +131,8 @@ class WorkerPool:
                         raise self._broken
                     succeeded, value = worker.ask(task)
                     future.set_result(value) if succeeded else future.set_exception(value)
-                except (EOFError, OSError):
-                    deaths.append(self._buried(worker, task))
+                except (EOFError, OSError) as error:
+                    deaths.append(self._buried(worker, task, error))
                     worker = self._successor(worker)
                     if len(deaths) == _DEATHS_OF_A_TASK and not self._broken:
                         future.set_exception(deaths[-1])
@@ -140,9 +140,9 @@ class WorkerPool:
                     future.set_exception(error)
         worker.end()
 
-    def _buried(self, worker: _Worker, task: Any) -> WorkerDied:
+    def _buried(self, worker: _Worker, task: Any, error: Exception) -> WorkerDied:
         """What a worker died of; if it was one too many, the pool has given up."""
-        how = worker.obituary()
+        how = worker.obituary(error)
         text = f"a worker process {how} while it had {task!r:.300}"
         if (num_deaths := next(self._deaths)) >= _DEATHS_OF_A_POOL:
             hint = f"{num_deaths} workers have died; is the machine short of memory? Use fewer (data.num_workers)"
@@ -177,15 +177,14 @@ class _Worker:
         _send(self._link, task)
         return _receive(self._link)  # type: ignore[no-any-return]
 
-    def obituary(self) -> str:
-        """What a worker that answers no more has died of, as a clause; one that hangs is killed."""
-        self._link.close()
-        try:
-            code = self._process.wait(_EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+    def obituary(self, error: Exception) -> str:
+        """What a worker has died of, as a clause, from the error of asking it; one that hangs is killed."""
+        if isinstance(error, TimeoutError):
             self._process.kill()
-            self._process.wait()
+            self.end()
             return f"gave no answer within {self._limit_s:g} s"
+        self.end()
+        code = self._process.returncode
         if code == -signal.SIGKILL:
             return "was killed by SIGKILL, as the system does where memory is short"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

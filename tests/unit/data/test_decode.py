@@ -74,19 +74,19 @@ def test_a_task_that_kills_its_worker_fails_alone():
     with WorkerPool(2, Obey) as pool:
         futures = [pool.submit(task) for task in ("a", "die", "b", "c")]
         with pytest.raises(WorkerDied, match=r"killed by SIGKILL, .* while it had 'die'") as died:
-            futures[1].result(10)
+            futures[1].result(60)
         assert not died.value.is_final
-        assert [futures[place].result(10)[1] for place in (0, 2, 3)] == ["a", "b", "c"]
+        assert [futures[place].result(60)[1] for place in (0, 2, 3)] == ["a", "b", "c"]
 
 
 def test_a_worker_that_dies_once_is_replaced_and_its_task_done(tmp_path):
     with WorkerPool(1, Obey) as pool:
-        assert pool.submit(tmp_path / "die once").result(10) == ("hello", tmp_path / "die once")
+        assert pool.submit(tmp_path / "die once").result(60) == ("hello", tmp_path / "die once")
 
 
 def test_a_worker_that_hangs_counts_as_dead():
     with WorkerPool(1, Obey, limit_s=0.5) as pool, pytest.raises(WorkerDied, match=r"gave no answer within 0\.5 s"):
-        pool.submit("sleep").result(30)
+        pool.submit("sleep").result(60)
 
 
 def test_where_workers_go_on_dying_every_task_fails(monkeypatch):
@@ -94,10 +94,10 @@ def test_where_workers_go_on_dying_every_task_fails(monkeypatch):
     with WorkerPool(1, Obey) as pool:
         futures = [pool.submit(task) for task in ("die", "die", "b")]
         with pytest.raises(WorkerDied):
-            futures[0].result(10)
+            futures[0].result(60)
         for future in [*futures[1:], pool.submit("c")]:
             with pytest.raises(WorkerDied, match="4 workers have died; is the machine short of memory"):
-                future.result(10)
+                future.result(60)
 
 
 def test_processes_that_cannot_be_started_are_a_sentence(monkeypatch):
@@ -123,6 +123,17 @@ class KilledByDamage:
         return Media(np.zeros((1, 1), dtype=np.float32), np.ones(2, dtype=np.int64))
 
 
+class OutOfMemory(KilledByDamage):
+    def load(self, ref):
+        raise MemoryError
+
+
+def test_a_file_that_takes_more_memory_than_there_is_is_bad():
+    with Decoder({"image": OutOfMemory()}) as decoder:
+        (loaded,) = decoder.load([MediaRef("image", "a")])
+    assert str(loaded) == "a: takes more memory than there is"
+
+
 def test_a_file_that_kills_its_decoder_is_bad():
     with Decoder({"image": KilledByDamage()}, 1) as decoder:
         loaded = decoder.load([MediaRef("image", name) for name in ("a", "damaged", "b")])
@@ -134,18 +145,18 @@ def test_a_file_that_kills_its_decoder_is_bad():
 def test_errors_of_a_handler_are_raised_here(num_workers):
     with WorkerPool(num_workers, Obey, "hi") as pool:
         with pytest.raises(KeyError, match="as told"):
-            pool.submit("fail").result(10)
-        assert pool.submit([1, None]).result(10) == ("hi", [1, None])
+            pool.submit("fail").result(60)
+        assert pool.submit([1, None]).result(60) == ("hi", [1, None])
 
 
 def test_a_handler_that_cannot_be_made():
     with WorkerPool(1, Obey, "refuse") as pool, pytest.raises(ValueError, match="no handler today"):
-        pool.submit("a").result(10)
+        pool.submit("a").result(60)
 
 
 def test_workers_end_with_their_pool_and_with_their_parent():
     with WorkerPool(1, Obey) as pool:
-        number = pool.submit("pid").result(10)
+        number = pool.submit("pid").result(60)
         assert number != os.getpid()
     assert not alive(number)
 
@@ -154,7 +165,7 @@ def test_workers_end_with_their_pool_and_with_their_parent():
     child = os.fork()
     if child == 0:
         inner = WorkerPool(1, Obey)
-        os.write(write, str(inner.submit("pid").result(10)).encode())
+        os.write(write, str(inner.submit("pid").result(60)).encode())
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     orphan = int(os.read(read, 20))

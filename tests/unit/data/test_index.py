@@ -1,8 +1,10 @@
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 
@@ -97,6 +99,25 @@ def test_bad_files_mark_their_example(folder, tokenizer):
     assert "is a directory" in bad[3][1]
     assert bad[4][0] == str(folder / "text.wav")
     assert index.lengths.raw[0].tolist() == [0, 0, 24, 0, 24, 0]
+
+
+def test_names_that_are_no_utf8(folder, tokenizer):
+    image = (folder / "a.png").read_bytes()
+    # As Python writes a byte that is no UTF-8.
+    elsewhere = folder / "\udcff"
+    elsewhere.mkdir()
+    index = open_index(write_manifest(elsewhere / "m.jsonl", [a_record("<image>", image="missing.png")]), tokenizer)
+    assert [bad.path for bad in index.bad_examples()] == [f"{folder}/?/missing.png"]
+    assert index.where(0) == f"{folder}/?/m.jsonl, line 1"
+    assert index.media_refs(0)[0].path == f"{elsewhere}/missing.png"
+    with tarfile.open(folder / "s.tar", "w") as tar:
+        for name, data in (("\udcff.png", image), ("\udcff.json", json.dumps(a_record("<image>")).encode())):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    index = open_index(folder / "s.tar", tokenizer)
+    assert index.media_refs(0)[0].member == "\udcff.png"
+    assert index.where(0) == f"{folder}/s.tar, key ?"
 
 
 def test_workers_build_what_one_process_builds(folder, tokenizer):
