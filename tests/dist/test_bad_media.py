@@ -69,10 +69,11 @@ def test_where_all_are_bad_from_the_start_the_first_are_named(tmp_path):
     assert said[0].count("is no audio that soundfile knows") == 3
 
 
-def test_microbatches_and_steps_without_an_example_are_passed(tmp_path):
+@pytest.mark.parametrize("mode", ["index", "exchange"])
+def test_microbatches_and_steps_without_an_example_are_passed(tmp_path, mode):
     job = write_tiny_job(tmp_path / "data")
     spoil_clips(job.parent, "train-*.wav", 8)
-    options = ("data.max_bad_fraction=1", only(job, "audio"), "run.steps=10")
+    options = ("data.max_bad_fraction=1", only(job, "audio"), "run.steps=10", f"balance.mode={mode}")
     for folder, more in (("a", ("run.batch_size=2", "run.microbatches=2")), ("b", ("run.batch_size=1",))):
         said = run(job, 2, tmp_path / folder, *options, *more)
         steps = metrics(tmp_path / folder)

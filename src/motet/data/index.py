@@ -159,7 +159,8 @@ class Index:
                 raise DamagedIndex(f"{path} does not have its checksum")
         except (ValueError, LookupError, AttributeError, pa.ArrowException) as error:
             raise DamagedIndex(f"{path} is no whole index: {error}") from error
-        self._rows = os.open(path.with_name(self.about["rows"]), os.O_RDONLY)
+        # Not blocking: a pipe in its place would be waited for, and has no size.
+        self._rows = os.open(path.with_name(self.about["rows"]), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if os.fstat(self._rows).st_size != self._row_place(len(self) - 1)[1]:
             raise DamagedIndex(f"{path} does not fit its rows, {self.about['rows']}")
 

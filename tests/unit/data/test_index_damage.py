@@ -72,6 +72,10 @@ def test_a_damaged_row_is_named(manifest, tokenizer):
     with pytest.raises(DamagedIndex, match="does not fit its rows"):
         Index(index.path, manifest.parent)
     assert contents(open_index(manifest, tokenizer))[2][0][0] == f"{manifest}, line 1"
+    (rows,) = index.path.parent.glob("*.rows")
+    rows.unlink()
+    os.mkfifo(rows)
+    assert contents(open_index(manifest, tokenizer))[2][0][0] == f"{manifest}, line 1"
 
 
 @pytest.mark.parametrize("kind", ["pipe", "directory", "foreign", "empty"])
