@@ -279,9 +279,19 @@ def demo_data(
     print(f"Wrote {num_train} training and {num_heldout} held-out examples to {out}.")
 
 
+def _check_arguments() -> None:
+    """Bytes that are no UTF-8 would fail where they are first written: in a file, an index, a message."""
+    for argument in sys.argv[1:]:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"The argument {argument!a} is not UTF-8; name it by whole characters.") from None
+
+
 def main() -> None:
     """Run the command line; a UserError is one sentence on stderr and exit code 2."""
     try:
+        _check_arguments()
         app()
     except UserError as error:
         # Under torchrun every rank comes to the same error; one sentence is enough.

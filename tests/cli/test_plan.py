@@ -118,7 +118,8 @@ def test_nothing_fits(recipe, monkeypatch, capsys):
     [
         (["--pin", "tpp=2"], "--pin tpp=2: there is no 'tpp' to pin; did you mean 'tp'?"),
         (["--pin", "tp"], "--pin tp: must be written as KEY=VALUE, for example --pin tp=8."),
-        (["--pin", "tp=0"], "--pin tp=0: tp must be a whole number of at least 1."),
+        (["--pin", "tp=0"], "--pin tp=0: tp must be a whole number of at least 1, and below a billion."),
+        (["--pin", "tp=" + "9" * 5000], "tp must be a whole number of at least 1, and below a billion."),
         (["--pin", "recompute=some"], "--pin recompute=some: must be one of none, least, full."),
         (["--cluster", "h300"], "--cluster h300: there is no device 'h300' in the catalogue"),
         (["--workload", "no.csv"], "no.csv: there is no such file"),

@@ -109,6 +109,11 @@ def test_overrides(job, capsys, monkeypatch, override, said):
     assert said in run(capsys, monkeypatch, "train", job, "--set", override)
 
 
+def test_arguments_that_are_not_utf_8(job, capsys, monkeypatch):
+    said = run(capsys, monkeypatch, "train", job, "--set", "run.dir=x\udcff")
+    assert said.strip() == r"The argument 'run.dir=x\udcff' is not UTF-8; name it by whole characters."
+
+
 def test_manifest_line_that_is_no_json(job, capsys, monkeypatch):
     path = job.with_name("broken.jsonl")
     path.write_text('{"conversations": [}\n')

@@ -27,6 +27,7 @@ from motet.core.cluster import Cluster
 from motet.core.errors import ArgumentError, UserError
 from motet.core.plan import Plan
 from motet.core.spec import ModelSpec
+from motet.core.text_files import read_json
 
 Key = tuple[int | str, ...]
 
@@ -131,25 +132,7 @@ def _looked_up(
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise UserError(f"{path} has the key '{twice[0]}' twice in one table; each key must stand once.")
-        return dict(pairs)
-
-    def constant(name: str) -> NoReturn:
-        raise UserError(f"{path} has {name} where a finite number must be.")
-
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=table, parse_constant=constant)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}, line {error.lineno}, is no valid JSON: {error.msg}.") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"Cannot read the plan {path}: it is not UTF-8 text.") from error
-    except (RecursionError, ValueError) as error:
-        raise UserError(f"Cannot read the plan {path}: lists are nested too deep, or a number is too long.") from error
-    except OSError as error:
-        raise UserError(f"Cannot read the plan {path}: {error.strerror}.") from error
+    document = read_json(path, "the plan")
     if not isinstance(document, dict):
         raise UserError(f'{path} is no plan: it must be a table with the keys "motet_plan", "model", "units", ...')
     return document

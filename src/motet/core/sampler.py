@@ -15,7 +15,6 @@ A file of it is TOML:
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from motet.core.errors import UserError
+from motet.core.text_files import parse_toml, read_text
 from motet.core.workload import BatchLengths, ItemLengths, Workload
 
 _POPULATION = 1 << 16
@@ -138,12 +138,9 @@ class Sampler(BaseModel):
 
 def read_sampler(path: Path) -> Sampler:
     """Raises UserError with one sentence for a file that is missing, no TOML, or describes no mixture of tasks."""
+    tables = parse_toml(read_text(path, "the sampler"), str(path))
     try:
-        return Sampler.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"Cannot read the sampler {path}: {error}.") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is no valid TOML: {error}.") from error
+        return Sampler.model_validate(tables)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"

@@ -6,12 +6,14 @@ beside them points of other lengths, which neither sees and whose error is there
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from motet.core.errors import UserError
+from motet.core.text_files import read_json
 
 PROFILE_FILE = "profile.json"
 """Its name in a run's folder, where nothing else is said."""
@@ -137,14 +139,11 @@ def amounts(batches: tuple[Batch, ...], *, padded: bool) -> tuple[list[int], lis
 
 def read_profile(path: Path) -> Profile:
     """Raises UserError with one sentence for a file that is missing, is no profile, or is one of another format."""
+    if not path.is_file():
+        raise UserError(f"Cannot read the profile {path}: there is no such file; `motet profile RECIPE` makes one.")
+    value = read_json(path, "the profile")
     try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"Cannot read the profile {path}: {error.strerror}; `motet profile RECIPE` makes one."
-        ) from error
-    try:
-        return Profile.model_validate_json(text)
+        return Profile.model_validate_json(json.dumps(value))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from motet.core.errors import UserError
+from motet.core.text_files import read_json
 from motet.models.attention import ATTENTION
 from motet.models.families.registry import Family
 
@@ -82,10 +82,9 @@ def read_config(where: str, family: Family, path: Path, options: dict[str, Any])
     file = path / "config.json"
     if not file.is_file():
         raise UserError(f"model.{where}.path: there is no {file}; give a local directory that holds an HF model")
-    try:
-        stored = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"model.{where}.path: {file} is no JSON ({error})") from error
+    stored = read_json(file)
+    if not isinstance(stored, dict):
+        raise UserError(f"model.{where}.path: {file} must hold an object, as an HF model's config.json does")
     wanted = family.config.model_type
     found = stored.get("model_type")
     if found != wanted and family.part:

@@ -6,9 +6,7 @@ its modules say of themselves (`layers()`).
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -17,6 +15,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from motet.core.errors import UserError
 from motet.core.shapes import connect, multimodal
 from motet.core.spec import ModelSpec, Module
+from motet.core.text_files import read_json
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
 from motet.models.build import ModelConfig, build_mllm
@@ -82,12 +81,9 @@ def spec_of_directory(path: Path) -> ModelSpec:
 
 
 def _read(file: Path) -> PreTrainedConfig:
-    try:
-        stored: dict[str, Any] = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise UserError(f"There is no {file}; give a directory with an HF model, or its config.json.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} is no JSON ({one_line(error)}).") from error
+    if not file.is_file():
+        raise UserError(f"There is no {file}; give a directory with an HF model, or its config.json.")
+    stored = read_json(file)
     found = stored.get("model_type") if isinstance(stored, dict) else None
     known = {**_BACKBONE_TYPES, **_COMPOSITES, **_ENCODER_TYPES}
     if found not in known:

@@ -13,6 +13,7 @@ from motet.core.errors import UserError
 from motet.planner.candidate import Pins
 
 _KEYS = tuple("strategy" if field.name == "strategies" else field.name for field in fields(Pins))
+_MOST_DIGITS = 9
 
 
 def parse_pins(texts: Sequence[str], strategies: Iterable[str]) -> Pins:
@@ -41,8 +42,8 @@ def _value(text: str, key: str, value: str) -> object:
     hint = typing.get_type_hints(Pins)[key]
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
     if kinds == [int]:
-        if not value.isdecimal() or int(value) < 1:
-            raise UserError(f"--pin {text}: {key} must be a whole number of at least 1.")
+        if not value.isdecimal() or len(value) > _MOST_DIGITS or int(value) < 1:
+            raise UserError(f"--pin {text}: {key} must be a whole number of at least 1, and below a billion.")
         return int(value)
     try:
         return TypeAdapter(hint).validate_python(value)

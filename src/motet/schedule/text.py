@@ -17,6 +17,7 @@ import json
 import re
 
 from motet.core.errors import UserError
+from motet.core.text_files import parse_json
 from motet.schedule.program import Action, Kind, Program, Stage, grid
 
 _ACTION = re.compile(r"(\d+)([A-Z_]+)(\d+)?(?:\.(\d+))?(?:([<>])(\d+))?", re.ASCII)
@@ -102,8 +103,8 @@ class _Reader:
 
 def _module(text: str) -> str:
     try:
-        module = json.loads(text)
-    except ValueError:
+        module = parse_json(text.encode(), "the module")
+    except UserError:
         module = None
     if not isinstance(module, str):
         raise UserError(f'{text} is no JSON string; a module is written as "image".')

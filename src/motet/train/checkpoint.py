@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from motet.core.errors import UserError
+from motet.core.text_files import read_json
 from motet.train.world import JointUserError
 
 _NAME = re.compile(r"^step-(\d+)$")
@@ -146,8 +147,8 @@ def whole_checkpoints(folder: Path) -> list[Path]:
 def read_progress(checkpoint: Path) -> Progress:
     """Raises UserError if the folder is no checkpoint."""
     try:
-        return Progress(**json.loads((checkpoint / "state.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        return Progress(**read_json(checkpoint / "state.json"))
+    except (UserError, TypeError) as error:
         raise UserError(f"{checkpoint} is no complete Motet checkpoint: its state.json cannot be read.") from error
 
 

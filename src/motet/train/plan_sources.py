@@ -7,7 +7,6 @@ seconds to import, or reads data is imported where it is needed: a plan file tha
 from __future__ import annotations
 
 import sys
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from motet.core.plan import Plan
 from motet.core.plan_file import read_plan
 from motet.core.sampler import read_sampler
 from motet.core.spec import ModelSpec
+from motet.core.text_files import parse_toml, read_text
 from motet.core.workload import Workload
 from motet.cost.catalogue import cluster
 from motet.train.plan_recipe import read_job_recipe
@@ -100,13 +100,7 @@ def workload_of(recipe: Recipe, source: str) -> Workload:
 
 
 def _tables(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"Cannot read the lengths in {path}: {reason}.") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is no valid TOML: {error}.") from error
+    return parse_toml(read_text(path, "the lengths in"), str(path))
 
 
 def _say(sentence: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from motet.core.errors import UserError
+from motet.core.text_files import parse_toml, read_text
 
 Key = tuple[str | int, ...]
 
@@ -30,15 +31,8 @@ class RecipeText(NamedTuple):
 
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeText:
     """Read and override. Raises UserError for a file that is missing or is no TOML, and for a wrong override."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"Cannot read the recipe {path}: {reason}.") from error
-    try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is no valid TOML: {error}.") from error
+    text = read_text(path, "the recipe")
+    tables = parse_toml(text, str(path))
     return RecipeText(text, tables, {_override(tables, override) for override in overrides})
 
 
@@ -94,11 +88,19 @@ def _split_key(dotted: str) -> Key:
 
 
 def parse_value(text: str) -> Any:
-    """A value from the command line: TOML where it is TOML, else a string, to need no quotes within quotes."""
+    """A value from the command line: TOML where it is TOML, else a string, to need no quotes within quotes.
+
+    Raises UserError for TOML that cannot be read, such as a number of thousands of digits.
+    """
+    line = f"value = {text}"
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        tables = tomllib.loads(line)
     except tomllib.TOMLDecodeError:
         return text
+    except (ValueError, RecursionError):
+        tables = {}
+    # A second line in the text would be a second key: then it is no value of TOML.
+    return text if len(tables) > 1 else parse_toml(line, f"--set {text[:40]}")["value"]
 
 
 def dumps(tables: Mapping[str, Any]) -> str:

@@ -151,13 +151,13 @@ def test_a_missing_key_is_named(document, tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{\n oops", "line 2, is no valid JSON"),
+        ("{\n oops", "line 2: is no JSON (Expecting property name enclosed in double quotes, column 2)"),
         ("[]", 'is no plan: it must be a table with the keys "motet_plan"'),
         ("{}", 'it must have "motet_plan": 1'),
         ('{"motet_plan": 2}', 'it must have "motet_plan": 1'),
-        ("[" * 100_000, "lists are nested too deep"),
-        ('{"motet_plan": 1, "batch_size": ' + "1" * 5000 + "}", "or a number is too long"),
-        ('{"motet_plan": 1, "batch_size": NaN}', "has NaN where a finite number must be"),
+        ("[" * 100_000, "nests lists and tables more than 100 deep"),
+        ('{"motet_plan": 1, "batch_size": ' + "1" * 5000 + "}", "has a number of more than 4,300 digits"),
+        ('{"motet_plan": 1, "batch_size": NaN}', "has NaN, for which JSON has no word"),
         ('{"motet_plan": 1, "batch_size": 1, "batch_size": 2}', "has the key 'batch_size' twice"),
     ],
 )

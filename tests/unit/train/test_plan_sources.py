@@ -80,7 +80,7 @@ def test_what_is_not_there_is_named(fields, said, job):
     ("text", "said"),
     [
         (None, r"Cannot read the lengths in .*lengths.toml: No such file"),
-        ("[[task", r"lengths.toml is no valid TOML"),
+        ("[[task", r"lengths.toml: is no valid TOML"),
         ("", r"lengths.toml is to say which lengths there are; it has neither \[data\], \[workload\] nor \[\[task"),
         ("[model]\n", r"is to say which lengths there are"),
     ],

@@ -1,9 +1,11 @@
 """Lines of keys, values from a command line, and TOML that reads back as what was written."""
 
+import re
 import tomllib
 
 import pytest
 
+from motet.core.errors import UserError
 from motet.train.toml_text import dumps, line_of_key, parse_value
 
 TEXT = """\
@@ -48,6 +50,13 @@ def test_values_from_the_command_line_are_toml_or_else_a_string():
     assert parse_value('"quoted"') == "quoted"
     assert parse_value("cosine") == "cosine"
     assert parse_value("../some/file.jsonl") == "../some/file.jsonl"
+    assert parse_value("1\nother = 2") == "1\nother = 2"
+
+
+@pytest.mark.parametrize("text", ["1" * 5000, "[" * 100_000, "1e999", "{a = " * 2000])
+def test_values_that_cannot_be_read_are_refused(text):
+    with pytest.raises(UserError, match=rf"^--set {re.escape(text[:5])}.*(digits|deep|too large)$"):
+        parse_value(text)
 
 
 def test_dumped_tables_read_back():

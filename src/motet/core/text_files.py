@@ -1,0 +1,146 @@
+"""Text, JSON and TOML that others wrote, read in one place: each way in which it can be damaged ends in one sentence.
+
+JSON is read strictly: UTF-8, each key once in an object, finite numbers, whole characters. Both formats have a bound on
+how deep they nest, so that no function that walks through a value runs out of stack.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from motet.core.errors import UserError
+
+_MOST_LEVELS = 100
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_TOO_DEEP = f"nests lists and tables more than {_MOST_LEVELS} deep"
+
+
+class _Damaged(ValueError):
+    """What is wrong with a text, as a clause that follows the name of its place. line: 0 where no line is known."""
+
+    def __init__(self, reason: str, line: int = 0) -> None:
+        super().__init__(reason)
+        self.line = line
+
+
+def read_text(path: Path, what: str = "the file") -> str:
+    """The text of a UTF-8 file, its lines ended by line feeds. Raises UserError: `what` it is, the path, and why."""
+    try:
+        text = _bytes(path, what).removeprefix(_BYTE_ORDER_MARK).decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"Cannot read {what} {path}: it {_not_utf_8(error)}.") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_json(path: Path, what: str = "the file") -> Any:
+    """The value that a JSON file holds. Raises UserError naming the file, as `read_text` does, and the line."""
+    return parse_json(_bytes(path, what), str(path))
+
+
+def parse_json(data: bytes, where: str) -> Any:
+    """The value of a JSON text. Raises UserError naming `where` it stands, and the line if it has several."""
+    return _read(_json, data, where)
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """The tables of a TOML text. Raises UserError naming `where` it stands."""
+    return _read(_toml, text, where)  # type: ignore[no-any-return]
+
+
+def _bytes(path: Path, what: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        # A ValueError: the path holds a null character.
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"Cannot read {what} {path}: {reason}.") from None
+
+
+def _read(read: Callable[[Any], Any], text: Any, where: str) -> Any:
+    try:
+        value = read(text)
+        _check_depth(value)
+    except _Damaged as error:
+        line = f", line {error.line}" if error.line else ""
+        raise UserError(f"{where}{line}: {error}") from None
+    except RecursionError:
+        raise UserError(f"{where}: {_TOO_DEEP}") from None
+    except ValueError:
+        raise UserError(f"{where}: has a number of more than {sys.get_int_max_str_digits():,} digits") from None
+    return value
+
+
+def _json(data: bytes) -> Any:
+    try:
+        text = data.removeprefix(_BYTE_ORDER_MARK).decode()
+    except UnicodeDecodeError as error:
+        raise _Damaged(_not_utf_8(error)) from None
+    if not text.strip():
+        raise _Damaged("is empty, but must be JSON")
+    try:
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_finite)
+    except json.JSONDecodeError as error:
+        line = error.lineno if "\n" in text else 0
+        raise _Damaged(f"is no JSON ({error.msg}, column {error.colno})", line) from None
+    if found := _SURROGATE.search(text):
+        _check_characters(value, text[found.start() : found.start() + 6])
+    return value
+
+
+def _toml(text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text, parse_float=_finite)
+    except tomllib.TOMLDecodeError as error:
+        raise _Damaged(f"is no valid TOML: {error}") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in value if names.count(name) > 1)
+        raise _Damaged(f"has the key '{twice}' twice in one object; each key must stand once")
+    return value
+
+
+def _constant(name: str) -> NoReturn:
+    raise _Damaged(f"has {name}, for which JSON has no word; write a finite number or null")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value) and "inf" not in text:
+        raise _Damaged(f"has the number {text[:40]}, which is too large")
+    return value
+
+
+def _check_characters(value: Any, first: str) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise _Damaged(f"has half of a character ({first} or the like without its other half)") from None
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(_MOST_LEVELS + 1):
+        held = [entry for entry in level if isinstance(entry, dict | list)]
+        level = [inner for entry in held for inner in (entry.values() if isinstance(entry, dict) else entry)]
+        if not level:
+            return
+    raise _Damaged(_TOO_DEEP)
+
+
+def _not_utf_8(error: UnicodeDecodeError) -> str:
+    if error.object[:2] in _UTF_16_MARKS:
+        return "is UTF-16; save it as UTF-8"
+    return f"is not UTF-8 (byte {error.start}); save it as UTF-8"
