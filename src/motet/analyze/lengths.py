@@ -8,9 +8,13 @@ every report.
 from __future__ import annotations
 
 import csv
+import difflib
 import gzip
+import io
 import math
-from collections.abc import Iterator
+import re
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -40,6 +44,9 @@ _IMAGES = ImageTransform(patch_size=14, merge_size=2, max_pixels_side=1344)
 _CLIPS = AudioTransform(sampling_rate=16_000, hop_length=16_000 // _FRAMES_PER_S, max_seconds=MAX_SECONDS)
 _MOST, _MOST_IMAGES = 1 << 32, 100_000
 """Of a number in a table, and of the images of a row: more is a mistake, and would fill the memory."""
+_NEARLY = 0.85
+_MOST_SHOWN = 40
+_LIKE_A_LENGTH = re.compile(r"num_\w+|\w+_(?:width|height|pixels|patches|seconds|samples|frames|tokens)")
 _NUMBERS = ("image_width", "image_height", "num_images", "image_tokens", "audio_seconds", "text_tokens")
 
 
@@ -139,7 +146,7 @@ class _EstimatedText:
 
     def encode(self, conversation: Conversation) -> TokenSequence:
         lengths = [math.ceil(len(turn.text.encode()) / _BYTES_A_TOKEN) for turn in conversation.turns]
-        of_answers = [turn.role == "assistant" for turn in conversation.turns]
+        of_answers = [turn.is_learned for turn in conversation.turns]
         num_items = len(conversation.placeholders)
         targets = np.concatenate([np.zeros(num_items, dtype=bool), np.repeat(of_answers, lengths)])
         return TokenSequence(
@@ -198,20 +205,42 @@ def _rows(path: Path) -> Iterator[dict[str, float]]:
     """The numbers of each row; an empty field is 0. Raises UserError naming the line."""
     if not path.is_file():
         raise UserError(f"{path}: there is no such file; it must be a manifest, or a table of lengths (.csv, .csv.gz)")
+    reader = None
     try:
-        with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            known = [name for name in _NUMBERS if name in (reader.fieldnames or ())]
-            if not known:
-                raise UserError(f"{path}, line 1: names no known column; it must name some of {', '.join(_NUMBERS)}")
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as data:
+            reader = csv.DictReader(io.TextIOWrapper(data, encoding="utf-8-sig", newline=""), strict=True)
+            known = _known_columns(path, reader.fieldnames or ())
             for row in reader:
-                if None in row:
-                    raise UserError(f"{path}, line {reader.line_num}: has more fields than line 1 has names")
+                if None in row or None in row.values():
+                    more = "more" if None in row else "fewer"
+                    raise UserError(f"{path}, line {reader.line_num}: has {more} fields than line 1 has names")
                 yield dict.fromkeys(_NUMBERS, 0.0) | {
                     name: _number(row[name], f"{path}, line {reader.line_num}: '{name}'", _most(name)) for name in known
                 }
-    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: is no text, or no whole gzip file ({error})") from None
+    except csv.Error as error:
+        line = reader.reader.line_num if reader else 1
+        raise UserError(f"{path}, line {line}: is no CSV ({error})") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: is not UTF-8; save it as UTF-8") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: is no whole gzip file ({error})") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _known_columns(path: Path, names: Sequence[str]) -> list[str]:
+    """The columns that are read. Others are metadata (`task`, ...), unless they are named like a length."""
+    for name in names:
+        close = difflib.get_close_matches(name.strip().lower(), _NUMBERS, n=1, cutoff=_NEARLY)
+        if name in _NUMBERS and names.count(name) > 1:
+            raise UserError(f"{path}, line 1: names '{name}' twice; each column must have a name of its own")
+        if name not in _NUMBERS and (close or _LIKE_A_LENGTH.fullmatch(name)):
+            hint = f"; is it meant to be '{close[0]}'? Rename" if close else ", which is no length that is read; rename"
+            raise UserError(f"{path}, line 1: has a column '{name[:40]}'{hint} or remove it")
+    known = [name for name in _NUMBERS if name in names]
+    if not known:
+        raise UserError(f"{path}, line 1: names no known column; it must name some of {', '.join(_NUMBERS)}")
+    return known
 
 
 def _most(name: str) -> int:
@@ -226,7 +255,8 @@ def _number(text: str | None, where: str, most: int) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value <= most:
-        raise UserError(f"{where} is '{text}', but must be empty or a number from 0 to {most:,}")
+        shown = repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")
+        raise UserError(f"{where} is {shown}, but must be empty or a number from 0 to {most:,}")
     return value
 
 

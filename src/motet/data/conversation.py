@@ -2,56 +2,76 @@
 
 `{"conversations": [{"from": "human", "value": "<image> What is it?"}, {"from": "gpt", "value": "A cat."}], "image":
 "a.png"}` with `image`/`images`, `audio`/`audios` naming one file or a list; `<image>` and `<audio>` stand anywhere in
-the text, each for the next file of its kind. Other keys are kept and not looked at.
+the text, each for the next file of its kind. `messages` with `role` and `content` say the same in OpenAI's words, and
+`system` is one more turn in front. `"loss": false` in a turn of the assistant takes it out of what is learned. Which
+other fields a record may have: `data/record_fields.py`; a turn may have none.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import motet.core.text_files
 from motet.core.errors import UserError
-from motet.data.media import AUDIO, IMAGE, MODALITIES
+from motet.data.media import MODALITIES
+from motet.data.record_fields import (
+    MEDIA_FIELDS,
+    SYSTEM_FIELD,
+    TURN_FIELDS,
+    check_fields,
+    check_names_no_media,
+    is_given,
+)
 
+TEXT = "text"
 PLACEHOLDERS = {modality: f"<{modality}>" for modality in MODALITIES}
-PLACEHOLDER_PATTERN = re.compile("|".join(f"<({modality})>" for modality in MODALITIES))
-_FIELDS = {IMAGE: ("image", "images"), AUDIO: ("audio", "audios")}
+PLACEHOLDER_PATTERN = re.compile(f"<({'|'.join(MODALITIES)})>")
+# What other programs write for an item; taken for plain text, it would be learned as such, without the item.
+_OTHER_PLACEHOLDER = re.compile(r"</?\|?\s*(?:image|img|audio|video)s?[\s_-]*\d*\s*\|?>", re.IGNORECASE)
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_TOOL_ROLES = ("tool", "tool_call", "tool_response", "function", "function_call", "observation", "ipython")
+_STYLES = (("from", "value"), ("role", "content"))
+_LOSS_FIELDS = ("loss", "train", "weight")
 
 
 @dataclass(frozen=True)
 class Turn:
-    """role: user, assistant or system."""
+    """role: user, assistant or system. is_learned: loss is taken on the text; only ever true of the assistant's."""
 
     role: str
     text: str
+    is_learned: bool = False
+
+    @cached_property
+    def pieces(self) -> list[tuple[str, str]]:
+        """The text and the items in it, in order: ("text", "What is "), ("image", "<image>"); at least one piece."""
+        split = PLACEHOLDER_PATTERN.split(self.text)
+        found = [
+            (piece, PLACEHOLDERS[piece]) if place % 2 else (TEXT, piece) for place, piece in enumerate(split) if piece
+        ]
+        return found or [(TEXT, "")]
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """turns: at least one of them the assistant's. placeholders: the modality of each, in order of appearance."""
+    """turns: at least one of them is learned. placeholders: the modality of each, in order of appearance."""
 
     turns: tuple[Turn, ...]
     placeholders: tuple[str, ...]
 
     def without_last_answer(self) -> tuple[Conversation, str]:
-        """The turns before the last one of the assistant, and what the assistant said in it."""
-        last = max(at for at, turn in enumerate(self.turns) if turn.role == "assistant")
+        """The turns before the last one that is learned, and what the assistant said in it."""
+        last = max(at for at, turn in enumerate(self.turns) if turn.is_learned)
         turns = self.turns[:last]
         return Conversation(turns, _placeholders(turns)), self.turns[last].text
 
 
 def parse_json(text: bytes, where: str) -> dict[str, Any]:
     """The record that a line, or a member of a shard, holds. Raises UserError naming `where`."""
-    try:
-        record = json.loads(text)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: is not UTF-8 (byte {error.start}); save the file as UTF-8") from None
-    except ValueError as error:
-        raise UserError(f"{where}: is no JSON ({error}); each record must be one JSON object") from None
-    return check_is_object(record, where)
+    return check_is_object(motet.core.text_files.parse_json(text, where), where)
 
 
 def check_is_object(record: object, where: str) -> dict[str, Any]:
@@ -62,15 +82,25 @@ def check_is_object(record: object, where: str) -> dict[str, Any]:
 
 def parse_conversation(record: dict[str, Any], where: str) -> Conversation:
     """The turns of a record. Raises UserError naming `where`, what is wrong and what would be right."""
-    if record.get("conversations") is None:
+    check_fields(record, where)
+    given = [field for field in TURN_FIELDS if record.get(field) is not None]
+    if not given:
         raise UserError(f'{where}: has no field \'conversations\'; it must be a list of {{"from": ..., "value": ...}}')
-    listed = record["conversations"]
+    if len(given) > 1:
+        raise UserError(f"{where}: has both 'conversations' and 'messages'; give one of them")
+    listed = record[given[0]]
     if not isinstance(listed, list) or not listed:
-        raise UserError(f"{where}: 'conversations' is {_kind(listed)}, but must be a list of turns, at least one")
+        raise UserError(f"{where}: '{given[0]}' is {_kind(listed)}, but must be a list of turns, at least one")
     turns = tuple(_parse_turn(turn, f"{where}: turn {number}") for number, turn in enumerate(listed, start=1))
+    turns = (*_system_turn(record, turns, where), *turns)
     if all(turn.role != "assistant" for turn in turns):
         raise UserError(f"{where}: has no answer to learn; at least one turn must be from 'gpt' (or 'assistant')")
-    return Conversation(turns, _placeholders(turns))
+    if not any(turn.is_learned for turn in turns):
+        raise UserError(f"{where}: has no answer to learn; its turns are all left out of the loss, so leave it out")
+    conversation = Conversation(turns, _placeholders(turns))
+    if not conversation.placeholders:
+        check_names_no_media(record, where)
+    return conversation
 
 
 def media_names(record: dict[str, Any], where: str) -> dict[str, list[str] | None]:
@@ -78,7 +108,7 @@ def media_names(record: dict[str, Any], where: str) -> dict[str, list[str] | Non
 
     Raises UserError naming `where`.
     """
-    return {modality: _names(record, fields, where) for modality, fields in _FIELDS.items()}
+    return {modality: _names(record, fields, where) for modality, fields in MEDIA_FIELDS.items()}
 
 
 def match_media(conversation: Conversation, names: dict[str, list[str]], where: str) -> list[tuple[str, str]]:
@@ -100,19 +130,69 @@ def match_media(conversation: Conversation, names: dict[str, list[str]], where: 
 def _parse_turn(turn: object, where: str) -> Turn:
     if not isinstance(turn, dict):
         raise UserError(f'{where}: is {_kind(turn)}, but must be an object {{"from": ..., "value": ...}}')
-    for field in ("from", "value"):
+    # Parquet gives each turn the fields of all, null where it has none.
+    turn = {name: value for name, value in turn.items() if value is not None}
+    style = next((style for style in _STYLES if any(name in turn for name in style)), _STYLES[0])
+    for field in style:
         if field not in turn:
-            raise UserError(f"{where}: has no field '{field}'; a turn must have 'from' and 'value'")
+            raise UserError(f"{where}: has no field '{field}'; a turn must have '{style[0]}' and '{style[1]}'")
         if not isinstance(turn[field], str):
-            raise UserError(f"{where}: '{field}' is {_kind(turn[field])}, but must be text")
-    if turn["from"] not in _ROLES:
-        raise UserError(f"{where}: 'from' is '{turn['from']}', but must be one of {', '.join(_ROLES)}")
-    return Turn(_ROLES[turn["from"]], turn["value"])
+            parts = "; write the text with <image> and <audio> in it" if isinstance(turn[field], list) else ""
+            raise UserError(f"{where}: '{field}' is {_kind(turn[field])}, but must be text{parts}")
+    if turn[style[0]] in _TOOL_ROLES:
+        raise UserError(f"{where}: '{style[0]}' is '{turn[style[0]]}', but tool use is not trained yet; leave it out")
+    if turn[style[0]] not in _ROLES:
+        raise UserError(f"{where}: '{style[0]}' is '{turn[style[0]][:40]}', but must be one of {', '.join(_ROLES)}")
+    for field in turn:
+        if field not in (*style, *_LOSS_FIELDS):
+            raise UserError(
+                f"{where}: has a field '{field}', which is not understood; a turn has '{style[0]}', '{style[1]}' and, "
+                "if it is the assistant's, 'loss'"
+            )
+    role = _ROLES[turn[style[0]]]
+    return Turn(role, _checked_text(turn[style[1]], where), _is_learned(turn, role, where))
+
+
+def _is_learned(turn: dict[str, Any], role: str, where: str) -> bool:
+    """By the flag `loss` (as in ms-swift), or `train` (axolotl), or `weight` (OpenAI), of which 0 and 1 say as much."""
+    given = [field for field in _LOSS_FIELDS if field in turn]
+    if not given:
+        return role == "assistant"
+    if len(given) > 1:
+        raise UserError(f"{where}: has both '{given[0]}' and '{given[1]}'; give one of them")
+    value = turn[given[0]]
+    if given[0] == "weight":
+        if isinstance(value, bool) or value not in (0, 1):
+            raise UserError(f"{where}: 'weight' is {_kind(value)}, but must be 0 or 1; turns are learned or not")
+    elif not isinstance(value, bool):
+        raise UserError(f"{where}: '{given[0]}' is {_kind(value)}, but must be true or false")
+    if value and role != "assistant":
+        raise UserError(f"{where}: '{given[0]}' is {_kind(value)}, but loss is taken on the assistant's turns alone")
+    return bool(value)
+
+
+def _system_turn(record: dict[str, Any], turns: tuple[Turn, ...], where: str) -> tuple[Turn, ...]:
+    """The turn that the field 'system' stands for, if there is one."""
+    text = record.get(SYSTEM_FIELD)
+    if not is_given(text):
+        return ()
+    if not isinstance(text, str):
+        raise UserError(f"{where}: 'system' is {_kind(text)}, but must be text")
+    if any(turn.role == "system" for turn in turns):
+        raise UserError(f"{where}: has both a field 'system' and a turn from 'system'; give one of them")
+    return (Turn("system", _checked_text(text, f"{where}: 'system'")),)
+
+
+def _checked_text(text: str, where: str) -> str:
+    for found in _OTHER_PLACEHOLDER.finditer(text):
+        if not PLACEHOLDER_PATTERN.fullmatch(found.group()):
+            why = "videos are not trained yet" if "video" in found.group().lower() else "it stands for no file"
+            raise UserError(f"{where}: holds '{found.group()}', but {why}; media are written <image> and <audio>")
+    return text
 
 
 def _placeholders(turns: tuple[Turn, ...]) -> tuple[str, ...]:
-    found = (PLACEHOLDER_PATTERN.finditer(turn.text) for turn in turns)
-    return tuple(match.group()[1:-1] for matches in found for match in matches)
+    return tuple(kind for turn in turns for kind, _ in turn.pieces if kind != TEXT)
 
 
 def _names(record: dict[str, Any], fields: tuple[str, str], where: str) -> list[str] | None:
@@ -140,7 +220,7 @@ def _kind(value: object) -> str:
     if isinstance(value, str):
         return f"the text '{value[:40]}'" if value else "an empty text"
     if isinstance(value, (int, float)):
-        return f"the number {value}"
+        return f"the number {str(value)[:40]}"
     if isinstance(value, list):
         return "a list" if value else "an empty list"
     return "an object" if isinstance(value, dict) else f"a value of type {type(value).__name__}"

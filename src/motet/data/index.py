@@ -33,7 +33,7 @@ from motet.data.files import irregular_kind, printable
 from motet.data.media import MODALITIES, MediaRef
 
 # Raise it when what stands in the files changes: older indexes are then built anew.
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 SCHEMA = pa.schema(
     {
         "num_tokens": pa.int32(),

@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from motet.core.errors import UserError
+from motet.core.text_files import read_json
 from motet.data.conversation import check_is_object
 from motet.data.shards import Member, expand_shards, read_shard
 
 _FORMATS = ".json, .jsonl, .parquet or .tar"
 _DIGEST_CHUNK_BYTES = 1 << 20
+_PARQUET_ROWS = 1024
+_MOST_REASON = 200
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,8 @@ class Manifest:
 
     def stamp(self) -> list[list[Any]]:
         """Name, bytes and modification time (ns) of each file: if equal, the manifest has not changed."""
-        return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in self.files]
+        with self._reading():
+            return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in self.files]
 
     def digest(self) -> str:
         """Of the content; of shards, which may be terabytes, of their names and sizes."""
@@ -78,7 +84,7 @@ class Manifest:
         if self.kind == "tar":
             digest.update(json.dumps([entry[:2] for entry in self.stamp()]).encode())
             return digest.hexdigest()
-        with self.files[0].open("rb") as file:
+        with self._reading(), self.files[0].open("rb") as file:
             for chunk in iter(partial(file.read, _DIGEST_CHUNK_BYTES), b""):
                 digest.update(chunk)
         return digest.hexdigest()
@@ -86,12 +92,21 @@ class Manifest:
     def entries(self) -> Iterator[Entry]:
         """All records in order. Raises UserError, naming file and place, on what is no record at all."""
         readers = {"jsonl": _read_jsonl, "json": _read_json, "parquet": _read_parquet}
-        if self.kind != "tar":
-            yield from readers[self.kind](self.files[0])
-            return
-        for number, shard in enumerate(self.files):
-            for key, text, members in read_shard(shard):
-                yield Entry(f"{shard}, key {key}", text, members, (number + 1) / len(self.files))
+        with self._reading():
+            if self.kind != "tar":
+                yield from readers[self.kind](self.files[0])
+                return
+            for number, shard in enumerate(self.files):
+                for key, text, members in read_shard(shard):
+                    yield Entry(f"{shard}, key {key}", text, members, (number + 1) / len(self.files))
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Turns what the file system says into UserError."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"manifest {self.folder / self.name}: cannot be read ({error.strerror or error})") from None
 
 
 def _read_jsonl(path: Path) -> Iterator[Entry]:
@@ -106,38 +121,46 @@ def _read_jsonl(path: Path) -> Iterator[Entry]:
 
 
 def _read_json(path: Path) -> Iterator[Entry]:
-    try:
-        records = json.loads(path.read_bytes())
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: is not UTF-8 (byte {error.start}); save the file as UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{path}, line {error.lineno}: is no JSON ({error.msg}); it must be a list of records"
-        ) from None
+    records = read_json(path, "the manifest")
     if not isinstance(records, list):
         raise UserError(f"{path}: must hold a list of records; one record a line is a .jsonl file")
     for number, record in enumerate(records, start=1):
         where = f"{path}, record {number}"
-        yield Entry(where, _dump(check_is_object(record, where)), None, number / len(records))
+        yield Entry(where, _dump(check_is_object(record, where), where), None, number / len(records))
 
 
 def _read_parquet(path: Path) -> Iterator[Entry]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise UserError(f"{path}: is no Parquet file ({error})") from None
     number = 0
-    for batch in file.iter_batches(batch_size=1024):
-        for record in batch.to_pylist():
+    for records, num_rows in _parquet_batches(path):
+        for record in records:
             number += 1
             where = f"{path}, row {number}"
-            yield Entry(where, _dump(record, where), None, number / max(file.metadata.num_rows, 1))
+            yield Entry(where, _dump(record, where), None, number / num_rows)
 
 
-def _dump(record: dict[str, Any], where: str = "") -> bytes:
+def _parquet_batches(path: Path) -> Iterator[tuple[list[dict[str, Any]], int]]:
+    """Rows, some at a time, and how many there are in all."""
+    import pyarrow.parquet
+
+    num_read = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            names = file.schema_arrow.names
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise UserError(f"{path}: has two columns '{twice[0]}'; each must have a name of its own")
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
+                yield batch.to_pylist(), file.metadata.num_rows
+                num_read += batch.num_rows
+    except UserError:
+        raise
+    # A damaged page, a type that Python has no value for, a text that is not UTF-8: pyarrow raises nearly anything.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:_MOST_REASON]
+        after = f", after row {num_read}" if num_read else ""
+        raise UserError(f"{path}{after}: is no Parquet file that can be read ({reason})") from None
+
+
+def _dump(record: dict[str, Any], where: str) -> bytes:
     def as_text(value: object) -> str:
         if isinstance(value, bytes):
             raise UserError(
@@ -145,4 +168,15 @@ def _dump(record: dict[str, Any], where: str = "") -> bytes:
             )
         return str(value)
 
-    return json.dumps(record, ensure_ascii=False, default=as_text).encode()
+    text = json.dumps(record, ensure_ascii=False, default=as_text)
+    # What pandas leaves out in a column of numbers is no number in Parquet.
+    text = json.dumps(_without_nan(record), ensure_ascii=False, default=as_text) if "NaN" in text else text
+    return text.encode()
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nan(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(entry) for entry in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -1,16 +1,20 @@
-"""Conversations to tokens: the tokenizer's chat template, one token a placeholder, loss on the answers alone.
+"""Conversations to tokens: the tokenizer's chat template, one token an item, loss on the answers alone.
 
 The whole text is rendered and tokenised once, and tokens are matched to the answers by their character offsets: a token
 that shares any character with an answer is a target. So the result is right for tokenizers that merge across the
-boundaries of turns too. A placeholder is replaced by one special token, at which every tokenizer splits: its own
-(`<image>`) if there is one, else any other; the model puts the item's rows in its place and never looks at it.
+boundaries of turns too. An item is one special token, at which every tokenizer splits (`data/media_tokens.py`).
+
+A special token with a name, or one that the template writes, must not stand in a text: it would become a token there,
+and end a turn or stand for an item. Other special tokens in a text (boxes, say) are read as tokens, as elsewhere.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +24,16 @@ from numpy.typing import NDArray
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
 from motet.data.chat_template import DEFAULT_TEMPLATE, ChatTemplate
-from motet.data.conversation import PLACEHOLDER_PATTERN, PLACEHOLDERS, Conversation
+from motet.data.conversation import TEXT, Conversation
+from motet.data.media_tokens import MediaForm, TokenNames, media_form, reserved_tokens
+from motet.data.tokenizer_files import open_backend, read_template, read_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 # Part of every fingerprint: raise it when the same tokenizer and template are to give other tokens.
-_VERSION = 1
+_VERSION = 2
+_MOST_REASON = 200
 
 
 class ChatTokenizer:
@@ -34,49 +41,53 @@ class ChatTokenizer:
 
     backend: the tokenizer as the JSON of the tokenizers library (`tokenizer.json`).
     template: Jinja source; None for the default one. special_tokens: at least eos_token, for the default template.
+    processor: the class in transformers that prepares what the tokenizer's model is given, None of a text model.
     """
 
-    def __init__(self, backend: str, template: str | None, special_tokens: dict[str, str]) -> None:
+    def __init__(
+        self, backend: str, template: str | None, special_tokens: dict[str, str], *, processor: str | None = None
+    ) -> None:
         if template is None and "eos_token" not in special_tokens:
             raise UserError("the tokenizer has no chat template and no eos_token; give it one of them")
         self._backend_json = backend
         self._template = ChatTemplate(template or DEFAULT_TEMPLATE, special_tokens)
+        self._names = TokenNames(special_tokens, processor)
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> ChatTokenizer:
         """From a directory with tokenizer.json and tokenizer_config.json, as transformers writes it.
 
         A directory of an older format (vocab.json and merges.txt, sentencepiece) is opened through transformers.
-        Raises UserError if there is no tokenizer.
+        Raises UserError if there is no tokenizer, or a file of it is damaged.
         """
         directory = Path(directory)
         if not directory.is_dir():
             raise UserError(f"tokenizer {directory}: there is no such directory; it must hold tokenizer.json")
         if not (directory / "tokenizer.json").is_file():
             return cls._convert(directory)
-        config = _read_json(directory / "tokenizer_config.json")
-        tokens = _read_json(directory / "special_tokens_map.json") | config
-        special = {
-            name: value["content"] if isinstance(value, dict) else value
-            for name, value in tokens.items()
-            if name.endswith("_token") and isinstance(value, (dict, str))
-        }
-        backend = (directory / "tokenizer.json").read_text(encoding="utf-8")
-        return cls(backend, _read_template(directory, config), special)
+        files = read_tokenizer(directory)
+        try:
+            tokenizer = cls(files.backend, files.template, files.names.special, processor=files.names.processor)
+            tokenizer._template.check()
+        except UserError as error:
+            raise UserError(f"tokenizer {directory}: {error}") from None
+        return tokenizer
 
     @classmethod
-    def from_transformers(cls, tokenizer: Any) -> ChatTokenizer:
-        """From a fast tokenizer of transformers."""
-        template = tokenizer.chat_template
-        template = template.get("default") if isinstance(template, dict) else template
+    def from_transformers(cls, tokenizer: Any, template: str | None = None) -> ChatTokenizer:
+        """From a fast tokenizer of transformers. template: in the place of the tokenizer's own."""
+        own = tokenizer.chat_template
+        own = own.get("default") if isinstance(own, dict) else own
         special = {name: value for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
-        return cls(tokenizer.backend_tokenizer.to_str(), template, special)
+        processor = tokenizer.init_kwargs.get("processor_class")
+        return cls(tokenizer.backend_tokenizer.to_str(), template or own, special, processor=processor)
 
     @cached_property
     def fingerprint(self) -> str:
         """The same for two tokenizers only if they give the same tokens."""
         digest = hashlib.blake2b(digest_size=16)
-        for part in (str(_VERSION), self._template.source, json.dumps(self._template.special_tokens, sort_keys=True)):
+        names = json.dumps([self._names.special, self._names.processor], sort_keys=True)
+        for part in (str(_VERSION), self._template.source, names):
             digest.update(part.encode() + b"\0")
         digest.update(self._backend_json.encode())
         return digest.hexdigest()
@@ -89,51 +100,61 @@ class ChatTokenizer:
     @property
     def end_token(self) -> int | None:
         """The id of the end-of-sequence token."""
-        name = self._template.special_tokens.get("eos_token")
+        name = self._names.special.get("eos_token")
         return None if name is None else self._tokenizer.token_to_id(name)
 
     def encode(self, conversation: Conversation) -> TokenSequence:
         """All tokens of a conversation, those of the answers (end token included) as targets. Raises UserError."""
-        text, spans, marked = self._template.render_with_answers(conversation.turns)
+        forms = self._forms(conversation)
+        text, spans, marked = self._template.render_with_answers(conversation.turns, _parts(forms))
         if not marked:
             spans = [(start, self._past_end_token(text, end)) for start, end in spans]
-        return self._tokenise(text, spans, conversation.placeholders)
+        sequence = self._tokenise(text, spans, conversation.placeholders, forms)
+        if not sequence.targets.any():
+            raise UserError("the answers come to no token that could be learned; leave the record out")
+        return sequence
 
     def encode_prompt(self, conversation: Conversation) -> tuple[TokenSequence, str]:
         """For evaluation: everything before the last answer with the prompt for it, and that answer as text."""
         before, answer = conversation.without_last_answer()
-        text = self._template.render(before.turns, generation_prompt=True)
-        return self._tokenise(text, [], before.placeholders), answer
+        forms = self._forms(before)
+        text = self._template.render(before.turns, _parts(forms), generation_prompt=True)
+        return self._tokenise(text, [], before.placeholders, forms), answer
 
     def decode(self, tokens: NDArray[np.int64]) -> str:
         """Text of token ids, special tokens left out."""
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_backend_json": self._backend_json, "_template": self._template}
+        return {"_backend_json": self._backend_json, "_template": self._template, "_names": self._names}
 
     @classmethod
     def _convert(cls, directory: Path) -> ChatTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(directory)
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
+            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+            return cls.from_transformers(tokenizer, read_template(directory))
+        except UserError as error:
+            raise UserError(f"tokenizer {directory}: {error}") from None
+        # Whatever its many readers raise on a damaged file.
+        except Exception as error:
             raise UserError(
-                f"tokenizer {directory}: cannot be opened ({reason}); it must hold tokenizer.json"
+                f"tokenizer {directory}: cannot be opened ({_reason(error)}); it must hold tokenizer.json"
             ) from None
-        return cls.from_transformers(tokenizer)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        from tokenizers import Tokenizer
+        from tokenizers import AddedToken
 
-        tokenizer = Tokenizer.from_str(self._backend_json)
+        tokenizer = open_backend(self._backend_json, "tokenizer.json")
         # It would trim offsets, so that a space before an answer's word counts as no part of it.
         tokenizer.post_processor = None
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        # As transformers does: what has a name is special, even where the file does not say so.
+        named = [token for token in self._names.special.values() if tokenizer.token_to_id(token) is not None]
+        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in named])
         return tokenizer
 
     @cached_property
@@ -143,12 +164,31 @@ class ChatTokenizer:
         return {token.content: number for number, token in added.items() if token.special}
 
     @cached_property
-    def _markers(self) -> dict[str, str]:
-        """The special token that stands for each modality's placeholder."""
-        if not self._special:
-            raise UserError("the tokenizer has no special token that could stand for an image or a clip; add '<image>'")
-        any_token = next(iter(self._special))
-        return {name: text if text in self._special else any_token for name, text in PLACEHOLDERS.items()}
+    def _media_forms(self) -> dict[str, MediaForm]:
+        """Of the modalities that were asked for so far."""
+        return {}
+
+    @cached_property
+    def _reserved(self) -> re.Pattern[str] | None:
+        """What no text may hold."""
+        tokens = reserved_tokens(self._template, self._special, self._names)
+        return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else None
+
+    def _forms(self, conversation: Conversation) -> dict[str, MediaForm]:
+        """By modality, how the items of a conversation stand in it; its texts are checked."""
+        for turn in conversation.turns:
+            for kind, text in turn.pieces:
+                if kind == TEXT and self._reserved and (found := self._reserved.search(text)):
+                    raise UserError(
+                        f"the text of the {turn.role} holds '{found.group()}', a token by which the tokenizer marks "
+                        "turns, texts or media; write it in another way"
+                    )
+        for modality in set(conversation.placeholders) - self._media_forms.keys():
+            self._media_forms[modality] = media_form(modality, self._template, self._special, self._names)
+        forms = {modality: self._media_forms[modality] for modality in dict.fromkeys(conversation.placeholders)}
+        if len({form.written for form in forms.values()}) < len(forms):
+            raise UserError(f"the tokenizer's chat template writes the same for {' and '.join(forms)}")
+        return forms
 
     def _past_end_token(self, text: str, end: int) -> int:
         """Where the special token ends that follows an answer, spaces between them allowed; `end` if none does."""
@@ -157,60 +197,60 @@ class ChatTokenizer:
         lengths = [len(token) for token in self._special if rest.startswith(token)]
         return start + max(lengths) if lengths else end
 
-    def _tokenise(self, text: str, spans: list[tuple[int, int]], placeholders: tuple[str, ...]) -> TokenSequence:
-        pieces, at = list[str](), 0
-        starts, shifts = list[int](), list[int]()
-        matches = list(PLACEHOLDER_PATTERN.finditer(text))
-        if tuple(match.group()[1:-1] for match in matches) != placeholders:
+    def _tokenise(
+        self, text: str, spans: list[tuple[int, int]], placeholders: tuple[str, ...], forms: dict[str, MediaForm]
+    ) -> TokenSequence:
+        of_written = {form.written: modality for modality, form in forms.items()}
+        matches = list(re.finditer("|".join(map(re.escape, of_written)), text)) if forms else []
+        if tuple(of_written[match.group()] for match in matches) != placeholders:
             raise UserError("the tokenizer's chat template drops, repeats or reorders placeholders such as <image>")
+        pieces, at = list[str](), 0
         for match in matches:
-            marker = self._markers[match.group()[1:-1]]
-            pieces += [text[at : match.start()], marker]
-            starts.append(match.start() + sum(shifts))
-            shifts.append(len(marker) - (match.end() - match.start()))
+            pieces += [text[at : match.start()], forms[of_written[match.group()]].put]
             at = match.end()
-        encoding = self._tokenizer.encode("".join([*pieces, text[at:]]), add_special_tokens=False)
-        tokens = np.array(encoding.ids, dtype=np.int64)
-        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        tokens, offsets = self._encode("".join([*pieces, text[at:]]))
+        # shifts[i]: by how much what stands after the first i items has moved.
+        shifts = [0, *accumulate(len(put) - len(match.group()) for match, put in zip(matches, pieces[1::2]))]
         targets = np.zeros(len(tokens), dtype=bool)
-        for start, end in spans:
-            start, end = (
-                place + sum(shifts[: sum(match.end() <= place for match in matches)]) for place in (start, end)
-            )
+        for span in spans:
+            start, end = (place + shifts[sum(match.end() <= place for match in matches)] for place in span)
             targets |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
-        positions = self._find_markers(tokens, offsets, np.array(starts, dtype=np.int64), placeholders)
+        markers = [forms[name] for name in placeholders]
+        starts = [
+            match.start() + shift + form.put.index(form.token) for match, shift, form in zip(matches, shifts, markers)
+        ]
+        positions = self._find_markers(tokens, offsets, starts, [form.token for form in markers])
         # What stands at a placeholder is an input, even in an answer.
         targets[positions] = False
         return TokenSequence(tokens, targets, placeholders, positions)
 
+    def _encode(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Token ids [num_tokens], and the characters [start, end) that each is made of [num_tokens, 2]."""
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        # The library raises nothing more special: of a text that its vocabulary has no token for, as a rule.
+        except Exception as error:
+            raise UserError(f"the tokenizer cannot encode the text ({_reason(error)})") from None
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        return np.array(encoding.ids, dtype=np.int64), offsets
+
     def _find_markers(
-        self, tokens: NDArray[np.int64], offsets: NDArray[np.int64], starts: NDArray[np.int64], names: tuple[str, ...]
+        self, tokens: NDArray[np.int64], offsets: NDArray[np.int64], starts: list[int], markers: list[str]
     ) -> NDArray[np.int64]:
-        """The token of each placeholder, int64 [num_items]; a marker may have taken spaces around it along."""
-        if not names:
+        """The token of each item, int64 [num_items]; a marker may have taken spaces around it along."""
+        if not markers:
             return np.zeros(0, dtype=np.int64)
         # A token that ends after the marker's start, and the first of these that is the marker.
-        positions = np.searchsorted(offsets[:, 1], starts, side="right")
-        expected = np.array([self._special[self._markers[name]] for name in names])
+        positions = np.searchsorted(offsets[:, 1], np.array(starts, dtype=np.int64), side="right")
+        expected = np.array([self._special[marker] for marker in markers])
         if not np.array_equal(tokens[np.minimum(positions, len(tokens) - 1)], expected):
             raise UserError("the tokenizer does not keep its special tokens whole, so placeholders have no place")
         return positions.astype(np.int64)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise UserError(f"{path}: is no JSON ({error})") from None
+def _parts(forms: dict[str, MediaForm]) -> set[str]:
+    return {modality for modality, form in forms.items() if form.is_part}
 
 
-def _read_template(directory: Path, config: dict[str, Any]) -> str | None:
-    separate = directory / "chat_template.jinja"
-    if separate.is_file():
-        return separate.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        return {named["name"]: named["template"] for named in template}.get("default")
-    return template
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:_MOST_REASON] or type(error).__name__

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from motet.core.errors import UserError
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import home_ranks
 from motet.data.dataset import Dataset
@@ -152,7 +153,8 @@ class Evaluator:
 
     def _answer(self, model: MLLM, loaded: Sequence[tuple[int, list[Media]]]) -> list[Answer]:
         """Answers to the examples of which this rank runs the sequence."""
-        prompts = [self._dataset.prompt(place)[0] for place, _ in loaded]
+        with self._world.together():
+            prompts = [self._prompt(place) for place, _ in loaded]
         # Media of later turns are no part of the prompt.
         asked = [(place, items[: len(prompt.media)]) for prompt, (place, items) in zip(prompts, loaded, strict=True)]
         batch = self._batch(prompts, asked)
@@ -165,12 +167,18 @@ class Evaluator:
         )
         return [self._describe(everyone[slot], tokens) for slot, tokens in zip(slots, written, strict=True)]
 
+    def _prompt(self, place: int) -> TokenSequence:
+        try:
+            return self._dataset.prompt(place)[0]
+        except UserError as error:
+            raise UserError(f"No answer can be asked for held-out example {place}: {error}") from None
+
     def _describe(self, place: int, tokens: list[int]) -> Answer:
         conversation, expected = self._dataset.conversation(place).without_last_answer()
         refs = self._dataset.media_refs(place)[: len(conversation.placeholders)]
         return Answer(
             place,
-            str(self._dataset.record(place).get("task", _NO_TASK)),
+            str(self._dataset.record(place).get("task") or _NO_TASK),
             "\n".join(turn.text for turn in conversation.turns),
             self._tokenizer.decode(np.array(tokens, dtype=np.int64)),
             expected,

@@ -147,13 +147,35 @@ def test_even_mixing_draws_each_combination_alike(tmp_path):
         ("text_tokens\n-3\n", r"line 2: 'text_tokens' is '-3'"),
         ("text_tokens\nnan\n", r"line 2: 'text_tokens' is 'nan'"),
         ("text_tokens\n", "holds no row"),
+        ("text_tokens,num_images\n3,1\n3\n", r"line 3: has fewer fields than line 1 has names"),
+        ("text_tokens\n" + "9" * 200_000, r"line 2: is no CSV \(field larger than field limit"),
+        ('text_tokens\n"3\n', r"line 2: is no CSV \(unexpected end of data\)"),
+        ("text_tokens\n" + "9" * 5000, r"line 2: 'text_tokens' is '9{40}...', but must be empty or a number"),
+        ("text_tokens\n\0\n", r"line 2: 'text_tokens' is '\\x00', but must be empty or a number"),
+        ("text_tokens,text_tokens\n1,2\n", r"line 1: names 'text_tokens' twice"),
+        ("text_tokens,image_widht\n1,2\n", r"line 1: has a column 'image_widht'; is it meant to be 'image_width'\?"),
+        ("text_tokens,video_seconds\n1,2\n", r"line 1: has a column 'video_seconds', which is no length that is read"),
+        (b"\x89PNG\r\n", r"lengths.csv: is not UTF-8; save it as UTF-8"),
+        ("text_tokens\n3\n".encode("utf-16"), r"lengths.csv: is not UTF-8; save it as UTF-8"),
     ],
 )
 def test_wrong_tables(tmp_path, text, message):
     path = tmp_path / "lengths.csv"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError, match=message):
         analyze(path)
+
+
+def test_a_table_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbftext_tokens,task\r\n7,chat\r\n")
+    assert read_lengths(tmp_path / "a.csv").batch.sequence.tolist() == [7]
+
+
+def test_answers_without_loss_are_no_targets(tmp_path):
+    record = a_record("Hello", "Eight letters.")
+    record["conversations"] += [{"from": "human", "value": "More?"}, {"from": "gpt", "value": "No", "loss": False}]
+    lengths = read_lengths(write_manifest(tmp_path / "m.jsonl", [record]))
+    assert lengths.batch.num_targets.tolist() == [4]
 
 
 def test_wrong_use(tmp_path, table):
@@ -165,9 +187,11 @@ def test_wrong_use(tmp_path, table):
         analyze(table, num_ranks=0)
     with pytest.raises(UserError, match="tokenizer is of no use"):
         analyze(table, tokenizer=tmp_path)
-    (tmp_path / "no.csv.gz").write_bytes(b"plain")
-    with pytest.raises(UserError, match="no whole gzip file"):
-        analyze(tmp_path / "no.csv.gz")
+    whole = gzip.compress(b"text_tokens\n" + b"".join(b"%d\n" % row for row in range(9999)))
+    for damaged in (b"plain", whole[:2000], whole[:2000] + b"0000" + whole[2004:]):
+        (tmp_path / "no.csv.gz").write_bytes(damaged)
+        with pytest.raises(UserError, match=r"no\.csv\.gz: is no whole gzip file \("):
+            analyze(tmp_path / "no.csv.gz")
     with pytest.raises(UserError, match="cannot be written"):
         write_html(analyze(table, num_batches=2), tmp_path / "no folder" / "a.html")
 

@@ -129,7 +129,7 @@ def test_blank_lines_and_a_byte_order_mark_are_no_records(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{no json", r"line 2: is no JSON .* one JSON object"),
+        ("{no json", r"line 2: is no JSON \(Expecting property name"),
         ("[1, 2]", "line 2: is a list, but each record must be an object"),
         ('{"id": 3}', "line 2: has no field 'conversations'; it must be a list"),
         ('{"conversations": "hi"}', "line 2: 'conversations' is the text 'hi', but must be a list"),
@@ -215,3 +215,122 @@ def test_a_found_manifest(tmp_path):
     manifest = Manifest.find(str(path))
     assert [entry.where for entry in manifest.entries()] == [f"{path}, line 1", f"{path}, line 2"]
     assert [entry.progress for entry in manifest.entries()] == [0.5, 1.0]
+
+
+def test_damaged_lines_and_files(tmp_path, tokenizer):
+    def message(name: str, data: bytes) -> str:
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(UserError) as error:
+            open_index(tmp_path / name, tokenizer)
+        assert "\n" not in str(error.value)
+        return str(error.value).replace(f"{tmp_path}/", "")
+
+    good = json.dumps(a_record()).encode()
+    for ending, place, form in ((".jsonl", ", line 2", b"%b\r\n%b\r\n"), (".json", "", b"[%b,%b]")):
+        for record, said in (
+            (b"[" * 100_000, "nests lists and tables more than 100 deep"),
+            (b'{"id": ' + b"1" * 5000 + b"}", "has a number of more than 4,300 digits"),
+            (good.replace(b"Hello", rb"\ud800"), r"has half of a character (\ud800 or the like"),
+            (good.replace(b"Hello", b"\xed\xa0\x80"), "is not UTF-8 (byte "),
+            (b'{"score": NaN, ' + good[1:], "has NaN, for which JSON has no word"),
+            (b'{"score": 1e999, ' + good[1:], "has the number 1e999, which is too large"),
+            (b'{"conversations": [], ' + good[1:], "has the key 'conversations' twice in one object"),
+            (b"\x00", "is no JSON (Expecting value, column "),
+        ):
+            assert message("a" + ending, form % (good, record)).startswith(f"a{ending}{place}: {said}"), (
+                ending,
+                record[:20],
+            )
+    assert (
+        message("b.jsonl", (good + b"\n").decode().encode("utf-16")) == "b.jsonl, line 1: is UTF-16; save it as UTF-8"
+    )
+    assert message("b.json", good.decode().encode("utf-16")) == "b.json: is UTF-16; save it as UTF-8"
+    assert message("c.json", b"\x89PNG\r\n") == "c.json: is not UTF-8 (byte 0); save it as UTF-8"
+    assert message("d.json", b"") == "d.json: is empty, but must be JSON"
+    shard = {"0.json": b"[" * 100_000}
+    pack(tmp_path / "a.tar", [shard])
+    with pytest.raises(UserError, match=r"a\.tar, key 0: nests lists and tables"):
+        open_index(tmp_path / "a.tar", tokenizer)
+
+
+def test_a_byte_order_mark_and_carriage_returns(tmp_path, tokenizer):
+    data = b"\xef\xbb\xbf[" + json.dumps(a_record()).encode() + b"\r\n]\r\n"
+    (tmp_path / "a.json").write_bytes(data)
+    assert len(open_index(tmp_path / "a.json", tokenizer)) == 1
+    pack(tmp_path / "a.tar", [{"0.json": b"\xef\xbb\xbf" + json.dumps(a_record()).encode()}])
+    assert open_index(tmp_path / "a.tar", tokenizer).record(0) == a_record()
+
+
+def test_a_manifest_that_the_system_cannot_read(tmp_path, tokenizer):
+    for name in ("a.jsonl", "a.json", "a.parquet"):
+        (tmp_path / name).symlink_to("/proc/self/mem")
+        with pytest.raises(UserError, match=rf"manifest .*{name}: cannot be read \(Input/output error\)"):
+            open_index(tmp_path / name, tokenizer)
+
+
+def write_parquet(path, columns: dict, **options):
+    pyarrow.parquet.write_table(pa.table(columns), path, **options)
+    return path
+
+
+def test_parquet_with_odd_columns(tmp_path, tokenizer):
+    """Metadata of any type is no hindrance; null stands for what a row does not have."""
+    turns = [
+        {"from": "human", "value": "Hello", "loss": None, "tool_calls": None},
+        {"from": "gpt", "value": "A cat.", "loss": None, "tool_calls": None},
+    ]
+    columns = {
+        "conversations": [turns, [turns[0], turns[1] | {"loss": True}]],
+        "score": [float("nan"), 0.5],
+        "task": pa.array(["a", "b"]).dictionary_encode(),
+        "nested": [{"a": None, "b": [None, {"c": float("nan")}]}, None],
+        "at": pa.array([1, 2], pa.timestamp("us")),
+        "tools": [None, []],
+        "price": pa.array([1, 2], pa.decimal128(10)),
+    }
+    index = open_index(write_parquet(tmp_path / "a.parquet", columns), tokenizer)
+    assert index.record(0)["score"] is None
+    assert index.record(1)["score"] == 0.5
+    assert index.record(0)["nested"] == {"a": None, "b": [None, {"c": None}]}
+    assert [index.record(row)["task"] for row in (0, 1)] == ["a", "b"]
+
+
+def test_parquet_that_cannot_be_used(tmp_path, tokenizer):
+    def message(path) -> str:
+        with pytest.raises(UserError) as error:
+            open_index(path, tokenizer)
+        assert "\n" not in str(error.value)
+        return str(error.value).replace(f"{tmp_path}/", "")
+
+    turns = a_record()["conversations"]
+    path = tmp_path / "a.parquet"
+    assert message(write_parquet(path, {"conversations": ["x"]})).startswith(
+        "a.parquet, row 1: 'conversations' is the t"
+    )
+    assert message(write_parquet(path, {"conversations": [[turns[0], None]]})) == (
+        'a.parquet, row 1: turn 2: is null, but must be an object {"from": ..., "value": ...}'
+    )
+    assert "holds no record" in message(write_parquet(path, {"conversations": pa.array([], pa.list_(pa.string()))}))
+    assert "'image' is the number 3" in message(write_parquet(path, {"conversations": [turns], "image": [3]}))
+    twice = pa.table([pa.array([turns]), pa.array([1]), pa.array([2])], names=["conversations", "id", "id"])
+    pyarrow.parquet.write_table(twice, path)
+    assert message(path) == "a.parquet: has two columns 'id'; each must have a name of its own"
+    far = {"conversations": [turns], "at": pa.array([2**62], pa.timestamp("ns"))}
+    assert message(write_parquet(path, far)).startswith("a.parquet: is no Parquet file that can be read (")
+    not_utf_8 = pa.Array.from_buffers(
+        pa.string(), 1, [None, pa.array([0, 1], pa.int32()).buffers()[1], pa.py_buffer(b"\xff")]
+    )
+    columns = {"conversations": [turns], "task": not_utf_8}
+    assert message(write_parquet(path, columns)).startswith("a.parquet: is no Parquet file that can be read (")
+
+
+def test_parquet_that_is_damaged_in_the_middle(tmp_path, tokenizer):
+    path = tmp_path / "a.parquet"
+    columns = {"conversations": [a_record(f"Question {row}")["conversations"] for row in range(3000)]}
+    write_parquet(path, columns, row_group_size=1500, compression="snappy", write_page_checksum=True)
+    data = bytearray(path.read_bytes())
+    data[len(data) * 3 // 4 : len(data) * 3 // 4 + 64] = b"\0" * 64
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"a\.parquet, after row \d+: is no Parquet file that can be read \("):
+        open_index(path, tokenizer)
+    assert not list(tmp_path.glob("*/*.rows"))

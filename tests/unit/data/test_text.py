@@ -156,9 +156,9 @@ def test_wrong_tokenizers_and_templates(tmp_path, backend):
     with pytest.raises(UserError, match="rewrites answers"):
         ChatTokenizer(backend, rewriting, {}).encode(TWO_ROUNDS)
     dropping = "{% for m in messages %}{% if m.role != 'user' %}{{ m.content }}<eos>{% endif %}{% endfor %}"
-    with pytest.raises(UserError, match="placeholders"):
+    with pytest.raises(UserError, match="leaves out what the user says"):
         ChatTokenizer(backend, dropping, {}).encode(TWO_ROUNDS)
-    plain = Tokenizer(models.BPE())
+    plain = Tokenizer(models.BPE({"a": 0}, []))
     plain.pre_tokenizer = pre_tokenizers.ByteLevel()
     with pytest.raises(UserError, match="no special token"):
         ChatTokenizer(plain.to_str(), TEMPLATE, {}).encode(TWO_ROUNDS)

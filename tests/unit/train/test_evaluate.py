@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from cli.tiny_job import write_tiny_job
+from motet.core.errors import UserError
+from motet.data.chat_template import DEFAULT_TEMPLATE
 from motet.dispatch import pack
 from motet.train.job import build_job
 from motet.train.recipe import load_recipe
@@ -75,3 +77,21 @@ def test_answers_do_not_depend_on_ranks_or_packing(tmp_path):
     for result in run_ranks(evaluate, 3, str(job), overrides, timeout_s=TIMEOUT_S):
         assert result[0] == pytest.approx(loss, rel=1e-10)
         assert result[1] == answers
+
+
+def evaluate_refused(rank, num_ranks, recipe, overrides):
+    with pytest.raises(UserError) as caught:
+        evaluate(rank, num_ranks, recipe, overrides)
+    return str(caught.value)
+
+
+def test_a_prompt_that_cannot_be_made_stops_all_ranks_alike(tmp_path):
+    """Only the last rank sees it: the template takes the conversation, but not the nothing that stands before it."""
+    job = write_tiny_job(tmp_path / "data")
+    template = job.parent / "tokenizer" / "chat_template.jinja"
+    template.write_text("{% if not messages %}{{ raise_exception('no message') }}{% endif %}" + DEFAULT_TEMPLATE)
+    with (job.parent / "heldout.jsonl").open("a") as file:
+        file.write('{"conversations": [{"from": "gpt", "value": "a"}], "task": null}\n')
+    said = run_ranks(evaluate_refused, 2, str(job), [f"run.dir={tmp_path}"], timeout_s=TIMEOUT_S)
+    assert len(set(said)) == 1
+    assert said[0].startswith("No answer can be asked for held-out example 8: the tokenizer's chat template refuses")

@@ -1,0 +1,79 @@
+"""Which fields a record may have: those that are read, those that are refused, and metadata.
+
+A field that changes what is learned is read or refused, never ignored. Refused are the fields by which LLaMA-Factory,
+ms-swift, axolotl, TRL and others change it, and a name that is nearly one of a field that means something. All other
+fields are metadata (`id`, `task`, `source`, ...): they are kept and not looked at. A field that is null or empty is as
+good as absent.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from functools import lru_cache
+from typing import Any
+
+from motet.core.errors import UserError
+from motet.data.media import AUDIO, IMAGE
+
+TURN_FIELDS = ("conversations", "messages")
+MEDIA_FIELDS = {IMAGE: ("image", "images"), AUDIO: ("audio", "audios")}
+SYSTEM_FIELD = "system"
+_READ = (*TURN_FIELDS, SYSTEM_FIELD, *(name for names in MEDIA_FIELDS.values() for name in names))
+
+_REFUSED = {
+    name: reason
+    for reason, names in (
+        ("videos are not trained yet", "video videos"),
+        ("tool use is not trained yet", "tools tool functions function_call tool_calls parallel_tool_calls"),
+        (
+            "answers are learned, not compared or judged",
+            "chosen rejected rejected_response rejected_messages rejected_images rejected_audios chosen_response "
+            "label labels kto_tag margin",
+        ),
+        (
+            "what is learned is said in the turns, by 'loss': true or false",
+            "loss loss_scale loss_weight loss_mask weight weights sample_weight mask train train_on_inputs "
+            "completion_mask assistant_masks",
+        ),
+        ("records hold text, not tokens", "input_ids token_ids attention_mask position_ids pixel_values"),
+        ("the chat template is given the turns alone", "chat_template chat_template_kwargs enable_thinking documents"),
+        ("boxes are not written into the text", "objects"),
+        ("a system prompt is named 'system'", "system_prompt system_message"),
+    )
+    for name in names.split()
+}
+_OTHER_MEDIA = re.compile(r"(?:image|img|picture|audio)s?_(?:path|url|uri|file|filename|bytes|base64)s?")
+_NEARLY = 0.85
+
+
+def is_given(value: object) -> bool:
+    """Whether a field says anything: null, and an empty text, list or table do not."""
+    return value is not None and value not in ("", [], {})
+
+
+def check_fields(record: dict[str, Any], where: str) -> None:
+    """Raises UserError naming `where` for the first field that would change what is learned, and is not read."""
+    for name, value in record.items():
+        if name not in _READ and (wrong := _wrong(name)) and is_given(value):
+            raise UserError(f"{where}: has a field '{name}': {wrong}")
+
+
+def check_names_no_media(record: dict[str, Any], where: str) -> None:
+    """Of a record without placeholders. Raises UserError for a field that names media, which nobody would miss."""
+    for name, value in record.items():
+        if _OTHER_MEDIA.fullmatch(name) and is_given(value):
+            raise UserError(
+                f"{where}: has a field '{name}', but no <image> or <audio> in its text; name media in 'image' or "
+                "'audio' and put a placeholder where each stands, or remove the field"
+            )
+
+
+@lru_cache(maxsize=4096)
+def _wrong(name: str) -> str | None:
+    """What speaks against a field that is not read; None of metadata."""
+    if reason := _REFUSED.get(name):
+        return f"{reason}; remove the field, or leave such records out"
+    if close := difflib.get_close_matches(name.lower(), (*_READ, *_REFUSED), n=1, cutoff=_NEARLY):
+        return f"is it meant to be '{close[0]}'? Rename or remove it"
+    return None

@@ -1,0 +1,170 @@
+"""What the files of a tokenizer's directory say: `tokenizer.json`, and beside it what transformers writes.
+
+The chat template is the processor's (`chat_template.jinja`, `chat_template.json`, `processor_config.json`) before the
+tokenizer's (`tokenizer_config.json`): of a multimodal model, only the former may know of media. Named tokens are those
+of `tokenizer_config.json` or `special_tokens_map.json`, and the media tokens that `config.json` gives by number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from motet.core.errors import UserError
+from motet.core.text_files import read_json, read_text
+from motet.data.media_tokens import TokenNames
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_CONFIG, _PROCESSORS = "tokenizer_config.json", ("processor_config.json", "preprocessor_config.json")
+_NAMED = ("extra_special_tokens", "model_specific_special_tokens")
+_NUMBERED = {
+    "image_token": ("image_token_id", "image_token_index"),
+    "audio_token": ("audio_token_id", "audio_token_index"),
+}
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """backend: the text of tokenizer.json. template: Jinja source, None if there is none."""
+
+    backend: str
+    template: str | None
+    names: TokenNames
+
+
+def read_tokenizer(directory: Path) -> TokenizerFiles:
+    """What a directory with tokenizer.json says. Raises UserError naming the file that is wrong."""
+    backend = read_text(directory / "tokenizer.json", "the tokenizer")
+    tokenizer = open_backend(backend, f"{directory / 'tokenizer.json'}")
+    config = _object(directory / _CONFIG)
+    _check_same_tokens(directory, config, tokenizer)
+    special = _named_tokens(directory, config, tokenizer)
+    return TokenizerFiles(backend, read_template(directory), TokenNames(special, _processor(directory, config)))
+
+
+def open_backend(text: str, where: str) -> Tokenizer:
+    """The tokenizer that the JSON of the tokenizers library describes. Raises UserError naming `where` it stands."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    # The library raises nothing more special.
+    except Exception as error:
+        raise UserError(f"{where}: is no tokenizer of the tokenizers library ({_line(error)})") from None
+    if not tokenizer.get_vocab_size():
+        raise UserError(f"{where}: is a tokenizer without a single token")
+    return tokenizer
+
+
+def read_template(directory: Path) -> str | None:
+    """The chat template of a directory. Raises UserError if files that count alike differ, or hold no template."""
+    of_processor = list(_processor_templates(directory))
+    for where, template in of_processor[1:]:
+        if template != of_processor[0][1]:
+            raise UserError(f"{of_processor[0][0]} and {where} hold different chat templates; remove one of them")
+    if of_processor:
+        return of_processor[0][1]
+    return _template_in(directory / _CONFIG)
+
+
+def _processor_templates(directory: Path) -> Iterator[tuple[Path, str]]:
+    jinja = directory / "chat_template.jinja"
+    if jinja.is_file():
+        yield jinja, read_text(jinja, "the chat template")
+    for path in (directory / "chat_template.json", directory / _PROCESSORS[0]):
+        if (template := _template_in(path)) is not None:
+            yield path, template
+
+
+def _template_in(path: Path) -> str | None:
+    """The template under `chat_template` in a JSON file: a text, or the one that is named "default" of several."""
+    given = _object(path).get("chat_template")
+    if isinstance(given, list):
+        given = {
+            named["name"]: named["template"]
+            for named in given
+            if isinstance(named, dict) and isinstance(named.get("name"), str) and "template" in named
+        }
+    if isinstance(given, dict):
+        if "default" not in given:
+            raise UserError(f"{path}: 'chat_template' has several templates, of which none is named 'default'")
+        given = given["default"]
+    if given is not None and not isinstance(given, str):
+        raise UserError(f"{path}: 'chat_template' must be a text, or several, of which one is named 'default'")
+    return given
+
+
+def _named_tokens(directory: Path, config: dict[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
+    """Tokens by name. Raises UserError for one that is no token of the tokenizer, and so would be read as a text."""
+    tables = [_object(directory / "special_tokens_map.json"), config]
+    tables += [config[name] for name in _NAMED if isinstance(config.get(name), dict)]
+    special = {}
+    for name, value in (entry for table in tables for entry in table.items()):
+        content = value.get("content") if isinstance(value, dict) else value
+        if not name.endswith("_token") or content is None or isinstance(content, bool):
+            continue
+        if not isinstance(content, str) or tokenizer.token_to_id(content) is None:
+            raise UserError(
+                f"{directory / _CONFIG}: '{name}' is {str(content)[:40]!r}, which tokenizer.json does not hold; save "
+                "the tokenizer anew by transformers"
+            )
+        special[name] = content
+    return special | {
+        name: token for name, token in _numbered_tokens(directory, tokenizer).items() if name not in special
+    }
+
+
+def _numbered_tokens(directory: Path, tokenizer: Tokenizer) -> dict[str, str]:
+    config = _object(directory / "config.json")
+    found = {}
+    for name, keys in _NUMBERED.items():
+        number = next((config[key] for key in keys if config.get(key) is not None), None)
+        token = tokenizer.id_to_token(number) if isinstance(number, int) and 0 <= number < 1 << 32 else None
+        if token is not None:
+            found[name] = token
+    return found
+
+
+def _processor(directory: Path, config: dict[str, Any]) -> str | None:
+    """The class that prepares what the model is given; of a multimodal model without one, the model's own class."""
+    for table in (*(_object(directory / name) for name in _PROCESSORS), config):
+        if isinstance(table.get("processor_class"), str):
+            return str(table["processor_class"])
+    model = _object(directory / "config.json")
+    if any(name in model for name in ("vision_config", "audio_config", *_NUMBERED["image_token"])):
+        classes = model.get("architectures")
+        return str(classes[0]) if isinstance(classes, list) and classes else str(model.get("model_type"))
+    return None
+
+
+def _check_same_tokens(directory: Path, config: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """transformers adds what tokenizer_config.json has more; then the same text would be other tokens here."""
+    added = config.get("added_tokens_decoder") or {}
+    where = directory / _CONFIG
+    if not isinstance(added, dict):
+        raise UserError(f"{where}: 'added_tokens_decoder' must be an object of tokens by their number")
+    for number, token in added.items():
+        content = token.get("content") if isinstance(token, dict) else None
+        if not isinstance(content, str) or str(tokenizer.token_to_id(content)) != number:
+            raise UserError(
+                f"{where}: 'added_tokens_decoder' has {content!r} as token {number}, which tokenizer.json has not; "
+                "save the tokenizer anew by transformers"
+            )
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """A JSON file that may be absent. Raises UserError if it holds no object."""
+    if not path.is_file():
+        return {}
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: must hold a JSON object")
+    return value
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,244 @@
+"""Items stand in conversations as the model's own template and processor write them, with the model's marks."""
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from PIL import Image
+from tokenizers import Tokenizer
+
+from motet.core.errors import UserError
+from motet.data.conversation import parse_conversation
+from motet.data.text import ChatTokenizer
+from unit.data.families import CHATML, GEMMA3, IM, LLAVA, QWEN2_AUDIO, QWEN2_VL, SMOLVLM, TOKENS, write_tokenizer
+from unit.data.samples import a_record, train_backend
+
+
+def conversation(*texts: str, **fields):
+    turns = [{"from": ("human", "gpt")[place % 2], "value": text} for place, text in enumerate(texts)]
+    return parse_conversation({"conversations": turns, **fields}, "here")
+
+
+ASKED = conversation("What is <image> and <image>?", "A cat.", "<image>\nAnd here?", "A dog.")
+
+
+def shown(tokenizer: ChatTokenizer, sequence) -> str:
+    """All tokens as text, an item's own in brackets."""
+    tokens = sequence.tokens.tolist()
+    edges = [0, *(edge for at in sequence.media_positions.tolist() for edge in (at, at + 1)), len(tokens)]
+    texts = [tokenizer._tokenizer.decode(tokens[a:b], skip_special_tokens=False) for a, b in pairwise(edges)]
+    return "".join(f"[{text}]" if place % 2 else text for place, text in enumerate(texts))
+
+
+def learned(tokenizer: ChatTokenizer, sequence) -> list[str]:
+    edges = np.flatnonzero(np.diff(sequence.targets.astype(int), prepend=0, append=0)).reshape(-1, 2)
+    return [tokenizer._tokenizer.decode(sequence.tokens[a:b].tolist(), skip_special_tokens=False) for a, b in edges]
+
+
+def complaint(folder, asked=ASKED) -> str:
+    with pytest.raises(UserError) as caught:
+        ChatTokenizer.from_directory(folder).encode(asked)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("named", ["config", "processor", "tokenizer"])
+def test_qwen2_vl_has_its_vision_marks(tmp_path, named):
+    files = {"config": {"image_token_id": TOKENS[QWEN2_VL].index("<|image_pad|>"), "vision_config": {}}}
+    config = {"eos_token": "<|im_end|>"}
+    if named == "processor":
+        files, config = {}, config | {"processor_class": "Qwen2VLProcessor"}
+    if named == "tokenizer":
+        files, config = {}, config | {"extra_special_tokens": {"image_token": "<|image_pad|>"}}
+    else:
+        config["processor_class"] = "Qwen2VLProcessor"
+    tokenizer = ChatTokenizer.from_directory(write_tokenizer(tmp_path, QWEN2_VL, TOKENS[QWEN2_VL], config, **files))
+    sequence = tokenizer.encode(ASKED)
+    assert shown(tokenizer, sequence) == (
+        "<|im_start|>user\nWhat is <|vision_start|>[<|image_pad|>]<|vision_end|> and "
+        "<|vision_start|>[<|image_pad|>]<|vision_end|>?<|im_end|>\n<|im_start|>assistant\nA cat.<|im_end|>\n"
+        "<|im_start|>user\n<|vision_start|>[<|image_pad|>]<|vision_end|>\nAnd here?<|im_end|>\n"
+        "<|im_start|>assistant\nA dog.<|im_end|>\n"
+    )
+    assert sequence.media == ("image", "image", "image")
+    assert learned(tokenizer, sequence) == ["A cat.<|im_end|>", "A dog.<|im_end|>"]
+    prompt, answer = tokenizer.encode_prompt(ASKED)
+    np.testing.assert_array_equal(prompt.tokens, sequence.tokens[: len(prompt.tokens)])
+    np.testing.assert_array_equal(prompt.media_positions, sequence.media_positions)
+    assert answer == "A dog."
+
+
+def test_gemma_3_has_what_its_processor_adds(tmp_path):
+    names = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    config = names | {"bos_token": "<bos>", "processor_class": "Gemma3Processor"}
+    tokenizer = ChatTokenizer.from_directory(write_tokenizer(tmp_path / "a", GEMMA3, TOKENS[GEMMA3], config))
+    asked = conversation(" What is <image>?", "A cat.", system="Be brief.")
+    sequence = tokenizer.encode(asked)
+    assert shown(tokenizer, sequence) == (
+        "<bos><start_of_turn>user\nBe brief.\n\nWhat is\n\n<start_of_image>[<image_soft_token>]<end_of_image>\n\n?"
+        "<end_of_turn>\n<start_of_turn>model\nA cat.<end_of_turn>\n"
+    )
+    assert learned(tokenizer, sequence) == ["A cat.<end_of_turn>"]
+    unnamed = {"bos_token": "<bos>", "processor_class": "Gemma3Processor"}
+    assert "does not name the tokens for an item of image" in complaint(
+        write_tokenizer(tmp_path / "b", GEMMA3, TOKENS[GEMMA3], unnamed)
+    )
+
+
+def test_llava_takes_parts_alone_and_puts_images_first(tmp_path):
+    config = {"eos_token": "</s>", "bos_token": "<s>", "processor_class": "LlavaProcessor"}
+    tokenizer = ChatTokenizer.from_directory(write_tokenizer(tmp_path, LLAVA, TOKENS[LLAVA], config))
+    sequence = tokenizer.encode(ASKED)
+    assert shown(tokenizer, sequence) == (
+        "USER: [<image>]\n[<image>]\nWhat is   and  ? ASSISTANT: A cat.</s>USER: [<image>]\n\nAnd here? "
+        "ASSISTANT: A dog.</s>"
+    )
+    assert learned(tokenizer, sequence) == [" A cat.</s>", " A dog.</s>"]
+    text = tokenizer.encode(conversation("Hi", "Ho"))
+    assert shown(tokenizer, text) == "USER: Hi ASSISTANT: Ho</s>"
+
+
+def test_qwen2_audio_and_images_of_another(tmp_path):
+    tokens = [*TOKENS[QWEN2_AUDIO], "<image>"]
+    tokenizer = ChatTokenizer.from_directory(
+        write_tokenizer(tmp_path / "a", QWEN2_AUDIO, tokens, {"extra_special_tokens": {"audio_token": "<|AUDIO|>"}})
+    )
+    sequence = tokenizer.encode(conversation("<audio><image><audio>?", "A cat."))
+    assert shown(tokenizer, sequence) == (
+        "<|im_start|>user\nAudio 1: <|audio_bos|>[<|AUDIO|>]<|audio_eos|>\n[<image>]Audio 2: "
+        "<|audio_bos|>[<|AUDIO|>]<|audio_eos|>\n?<|im_end|>\n<|im_start|>assistant\nA cat.<|im_end|>\n"
+    )
+    assert sequence.media == ("audio", "image", "audio")
+    # The directory of a model that hears, and does not see: what would an image be?
+    folder = write_tokenizer(
+        tmp_path / "b", QWEN2_AUDIO, TOKENS[QWEN2_AUDIO], {"processor_class": "Qwen2AudioProcessor"}
+    )
+    assert shown(ChatTokenizer.from_directory(folder), sequence)
+    assert "is of a model with image tokens of its own (Qwen2AudioProcessor)" in complaint(folder)
+
+
+def test_what_is_not_understood_is_refused(tmp_path):
+    plain = {"eos_token": "<|im_end|>"}
+    qwen = write_tokenizer(tmp_path / "qwen", QWEN2_VL, TOKENS[QWEN2_VL], plain)
+    assert complaint(qwen) == (
+        "the tokenizer's chat template writes <|vision_start|> <|image_pad|> <|vision_end|> for one image, and which "
+        "of them stands for it is not said; name it as 'image_token' in tokenizer_config.json"
+    )
+    # A text template in the directory of a model that sees: its marks would be missing, and nobody would know.
+    for number, config in enumerate(({"image_token": "<|image_pad|>"}, {"processor_class": "Qwen2VLProcessor"})):
+        folder = write_tokenizer(tmp_path / f"text{number}", CHATML, TOKENS[QWEN2_VL], plain | config)
+        assert "is of a model with image tokens of its own" in complaint(folder)
+        assert ChatTokenizer.from_directory(folder).encode(conversation("Hi", "Ho")).media == ()
+    remote = {"vision_config": {}, "architectures": ["OwnChatModel"]}
+    assert "(OwnChatModel)" in complaint(write_tokenizer(tmp_path / "remote", CHATML, IM, plain, config=remote))
+    smol = write_tokenizer(tmp_path / "smol", SMOLVLM, TOKENS[SMOLVLM], {"processor_class": "Idefics3Processor"})
+    assert "whose Idefics3Processor prepares texts in a way that is not known here" in complaint(smol)
+    assert ChatTokenizer.from_directory(smol).encode(conversation("Hi", "Ho")).media == ()
+
+
+def test_a_template_that_reorders_modalities_is_refused(tmp_path):
+    template = LLAVA.replace("{{ '<image>\n' }}", "{{ '<image>\n' }}").replace(
+        "{% for part in m.content if part.type == 'text' %}",
+        "{% for part in m.content if part.type == 'audio' %}<audio>{% endfor %}"
+        "{% for part in m.content if part.type == 'text' %}",
+        1,
+    )
+    folder = write_tokenizer(tmp_path, template, [*TOKENS[LLAVA], "<audio>"], {"eos_token": "</s>"})
+    tokenizer = ChatTokenizer.from_directory(folder)
+    assert tokenizer.encode(conversation("<image><audio>", "A")).media == ("image", "audio")
+    assert "reorders placeholders" in complaint(folder, conversation("<audio><image>", "A"))
+
+
+def test_a_text_model_whose_template_takes_parts(tmp_path):
+    """Newer templates of text models read a list's texts and skip all else: an image is a stand-in there."""
+    folder = write_tokenizer(tmp_path, CHATML.replace("MEDIA", ""), [*IM, "<image>"], {"eos_token": "<|im_end|>"})
+    tokenizer = ChatTokenizer.from_directory(folder)
+    assert shown(tokenizer, tokenizer.encode(conversation("<image> What?", "A cat."))) == (
+        "<|im_start|>user\n[<image>] What?<|im_end|>\n<|im_start|>assistant\nA cat.<|im_end|>\n"
+    )
+
+
+@pytest.mark.parametrize("token", ["<|im_end|>", "<|image_pad|>", "<|vision_start|>", "<|video_pad|>", "<|endoftext|>"])
+def test_tokens_of_the_template_in_a_text_are_refused(tmp_path, token):
+    config = {"processor_class": "Qwen2VLProcessor", "pad_token": "<|endoftext|>"}
+    folder = write_tokenizer(tmp_path, QWEN2_VL, TOKENS[QWEN2_VL], config)
+    for record in (a_record(f"Hi {token}"), a_record(answer=f"Ho{token}"), a_record(system=token)):
+        said = complaint(folder, parse_conversation(record, "here"))
+        assert f"holds '{token}', a token by which the tokenizer marks turns, texts or media" in said
+    tokenizer = ChatTokenizer.from_directory(folder)
+    with_box = tokenizer.encode(conversation("Where?", "<|box_start|>(1,2)"))
+    assert tokenizer._special["<|box_start|>"] in with_box.tokens
+
+
+def test_a_named_token_is_special_whatever_its_file_says(tmp_path):
+    folder = write_tokenizer(tmp_path, CHATML.replace("MEDIA", ""), IM, {"eos_token": "<|im_end|>"})
+    described = json.loads((folder / "tokenizer.json").read_text())
+    for token in described["added_tokens"]:
+        token["special"] = token["content"] != "<|im_end|>"
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    tokenizer = ChatTokenizer.from_directory(folder)
+    assert learned(tokenizer, tokenizer.encode(conversation("Hi", "Ho"))) == ["Ho<|im_end|>"]
+    assert tokenizer.end_token == 2
+
+
+def test_fingerprints_tell_processors_apart():
+    backend = train_backend(TOKENS[QWEN2_VL])
+    made = [ChatTokenizer(backend, QWEN2_VL, {}, processor=processor) for processor in (None, "Qwen2VLProcessor", "X")]
+    assert len({tokenizer.fingerprint for tokenizer in made}) == 3
+
+
+def their_tokenizer(template, **names):
+    """transformers' tokenizer of a family."""
+    transformers = pytest.importorskip("transformers")
+    own = {name: token for name, token in names.items() if name not in ("bos_token", "eos_token", "pad_token")}
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(train_backend(TOKENS[template])),
+        extra_special_tokens=own,
+        chat_template=template,
+        **{name: token for name, token in names.items() if name not in own},
+    )
+
+
+def messages_of(asked):
+    return [
+        {
+            "role": turn.role,
+            "content": [{"type": kind, **({"text": text} if kind == "text" else {})} for kind, text in turn.pieces],
+        }
+        for turn in asked.turns
+    ]
+
+
+def test_the_same_tokens_as_transformers_of_qwen2_vl(tmp_path):
+    theirs = their_tokenizer(QWEN2_VL, eos_token="<|im_end|>", image_token="<|image_pad|>")
+    theirs.save_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(messages_of(ASKED), return_dict=True)["input_ids"]
+    assert ChatTokenizer.from_directory(tmp_path).encode(ASKED).tokens.tolist() == list(expected)
+    assert ChatTokenizer.from_transformers(theirs).encode(ASKED).tokens.tolist() == list(expected)
+
+
+@pytest.mark.parametrize("family", ["llava", "gemma3"])
+def test_the_same_tokens_as_transformers_processors(tmp_path, family):
+    transformers = pytest.importorskip("transformers")
+    if family == "llava":
+        theirs = their_tokenizer(LLAVA, bos_token="<s>", eos_token="</s>", image_token="<image>")
+        images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+        made = transformers.LlavaProcessor(
+            images, theirs, chat_template=LLAVA, patch_size=14, vision_feature_select_strategy="full"
+        )
+    else:
+        names = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+        theirs = their_tokenizer(GEMMA3, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", **names)
+        images = transformers.Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+        made = transformers.Gemma3Processor(images, theirs, chat_template=GEMMA3, image_seq_length=4)
+    made.save_pretrained(tmp_path)
+    pictures = [Image.new("RGB", (56, 56))] * 3
+    text = made.apply_chat_template(messages_of(ASKED))
+    inputs = made(images=[pictures] if family == "gemma3" else pictures, text=[text], add_special_tokens=False)
+    expected = np.array(inputs["input_ids"][0])
+    sequence = ChatTokenizer.from_directory(tmp_path).encode(ASKED)
+    item = sequence.tokens[sequence.media_positions[0]]
+    assert (expected == item).sum() == 3 * 4
+    # Of the run of an item's tokens there is one here; LLaVA's runs of two images are parted by a line break.
+    first = np.concatenate([[True], (expected[1:] != item) | (expected[:-1] != item)])
+    np.testing.assert_array_equal(sequence.tokens, expected[first])
