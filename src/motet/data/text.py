@@ -153,8 +153,10 @@ class ChatTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         # As transformers does: what has a name is special, even where the file does not say so.
-        named = [token for token in self._names.special.values() if tokenizer.token_to_id(token) is not None]
-        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in named])
+        special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+        named = {token for token in self._names.special.values() if tokenizer.token_to_id(token) is not None}
+        made = [AddedToken(token, special=True, normalized=False) for token in sorted(named - special)]
+        tokenizer.add_special_tokens(made)
         return tokenizer
 
     @cached_property

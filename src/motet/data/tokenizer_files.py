@@ -142,18 +142,32 @@ def _processor(directory: Path, config: dict[str, Any]) -> str | None:
 
 
 def _check_same_tokens(directory: Path, config: dict[str, Any], tokenizer: Tokenizer) -> None:
-    """transformers adds what tokenizer_config.json has more; then the same text would be other tokens here."""
+    """transformers adds what other files have more than tokenizer.json; the same text would be other tokens here."""
+    for place, token, number in _promised_tokens(directory, config):
+        content = token.get("content") if isinstance(token, dict) else token
+        known = tokenizer.token_to_id(content) if isinstance(content, str) else None
+        if known is None or number not in (None, str(known)):
+            as_number = f" as token {number}" if number else ""
+            raise UserError(
+                f"{place}: has {str(content)[:40]!r}{as_number}, which tokenizer.json has not; save the tokenizer anew "
+                "by transformers"
+            )
+
+
+def _promised_tokens(directory: Path, config: dict[str, Any]) -> Iterator[tuple[Path, object, str | None]]:
+    """Tokens that other files speak of, each with its file and, where that is said, its number."""
+    where, older = directory / _CONFIG, directory / "added_tokens.json"
     added = config.get("added_tokens_decoder") or {}
-    where = directory / _CONFIG
     if not isinstance(added, dict):
         raise UserError(f"{where}: 'added_tokens_decoder' must be an object of tokens by their number")
     for number, token in added.items():
-        content = token.get("content") if isinstance(token, dict) else None
-        if not isinstance(content, str) or str(tokenizer.token_to_id(content)) != number:
-            raise UserError(
-                f"{where}: 'added_tokens_decoder' has {content!r} as token {number}, which tokenizer.json has not; "
-                "save the tokenizer anew by transformers"
-            )
+        yield where, token, number
+    for token, number in _object(older).items():
+        yield older, token, str(number)
+    for name in ("additional_special_tokens", *_NAMED):
+        tokens = config.get(name)
+        for token in tokens if isinstance(tokens, list) else ():
+            yield where, token, None
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -90,18 +90,26 @@ def test_damaged_files_beside_it(folder, name, data, said):
         ({"extra_special_tokens": {"image_token": "<no>"}}, "'image_token' is '<no>', which tokenizer.json does not"),
         (
             {"added_tokens_decoder": {"999": {"content": "<new>"}}},
-            "'added_tokens_decoder' has '<new>' as token 999, which tokenizer.json has not",
+            "tokenizer_config.json: has '<new>' as token 999, which tokenizer.json has not; save the tokenizer anew",
         ),
         (
             {"added_tokens_decoder": {"0": {"content": "<|im_end|>"}}},
-            "'added_tokens_decoder' has '<|im_end|>' as token 0, which tokenizer.json has not",
+            "tokenizer_config.json: has '<|im_end|>' as token 0, which tokenizer.json has not",
         ),
+        ({"additional_special_tokens": ["<|im_end|>", "<new>"]}, "has '<new>', which tokenizer.json has not"),
         ({"added_tokens_decoder": [1]}, "'added_tokens_decoder' must be an object"),
     ],
 )
 def test_tokens_that_the_tokenizer_does_not_have(folder, config, said):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     assert said in complaint(folder)
+
+
+def test_tokens_added_by_an_older_file(folder):
+    (folder / "added_tokens.json").write_text('{"<|im_end|>": 2}')
+    ChatTokenizer.from_directory(folder)
+    (folder / "added_tokens.json").write_text('{"<|im_end|>": 2, "<new>": 3}')
+    assert complaint(folder).startswith("added_tokens.json: has '<new>' as token 3, which tokenizer.json has not")
 
 
 @pytest.mark.parametrize(
