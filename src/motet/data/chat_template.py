@@ -53,7 +53,7 @@ class ChatTemplate:
 
     def check(self) -> None:
         """Raises UserError if the template is no Jinja."""
-        assert self._template
+        _compiled(self.source)
 
     def render(self, turns: Sequence[Turn], parts: Set[str] = NO_PARTS, *, generation_prompt: bool = False) -> str:
         """The text of a conversation. Raises UserError if the template refuses it, or leaves out a turn."""
@@ -112,12 +112,7 @@ class ChatTemplate:
 
     @cached_property
     def _template(self) -> jinja2.Template:
-        try:
-            return environment().from_string(self.source)
-        except jinja2.TemplateSyntaxError as error:
-            raise UserError(f"the tokenizer's chat template is no Jinja (line {error.lineno}: {error})") from None
-        except (RecursionError, ValueError) as error:
-            raise UserError(f"the tokenizer's chat template is no Jinja ({_reason(error)})") from None
+        return _compiled(self.source)
 
     def _render(
         self, turns: Sequence[Turn], parts: Set[str], *, marks: str = "", generation_prompt: bool = False
@@ -200,6 +195,15 @@ class ChatTemplate:
         if len(marks) < count:
             raise UserError(f"a conversation of {len(turns)} turns is too long to tell its answers apart; split it")
         return marks
+
+
+def _compiled(source: str) -> jinja2.Template:
+    try:
+        return environment().from_string(source)
+    # Not only jinja's own errors: parentheses may nest too deep, numbers be too long.
+    except Exception as error:
+        line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        raise UserError(f"the tokenizer's chat template is no Jinja ({line}{_reason(error)})") from None
 
 
 def _with_text(turn: Turn, mark: str) -> Turn:

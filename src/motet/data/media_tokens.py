@@ -6,8 +6,8 @@ and without an item. One of the special tokens that come with the item gives way
 model's marks and stay. Some processors change the text once more before it is tokenised; those that Motet knows are
 named here, by their classes in transformers, and a directory of any other is refused.
 
-A tokenizer of a text model knows nothing of media. There a placeholder is one special token: its own (`<image>`) if
-there is one, else any other; the model puts the item's rows in its place and never looks at it.
+A model that does not read the modality (a text model, say) has no tokens for it. There an item is one special token:
+that of its placeholder (`<image>`) if there is one, else any other; the rows take its place, and nobody looks at it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TokenNames:
 
 
 def media_form(modality: str, template: ChatTemplate, tokens: Iterable[str], names: TokenNames) -> MediaForm:
-    """The form of a modality's items. tokens: all special tokens of the tokenizer.
+    """The form of a modality's items. tokens: those that the tokenizer keeps whole, special ones first.
 
     Raises UserError where it is not clear which token stands for an item, or what the model's processor makes of it.
     """
@@ -106,8 +106,7 @@ def reserved_tokens(template: ChatTemplate, tokens: Iterable[str], names: TokenN
     rendered = [template.try_messages(turns[start:], generation_prompt=True) for start in (0, 1)]
     rendered += [template.try_messages(_one_turn(template, {"type": kind})) for kind in (*PLACEHOLDERS, "video")]
     written = {token for text in rendered if text for token in _found(text, tokens)}
-    # Some tokenizers count a line break among their special tokens.
-    return {token for token in written | (set(names.special.values()) & set(tokens)) if not token.isspace()}
+    return written | {token for token in names.special.values() if token in tokens and not token.isspace()}
 
 
 def _brought(modality: str, template: ChatTemplate, tokens: list[str]) -> Counter[str]:
@@ -127,15 +126,16 @@ def _one_turn(template: ChatTemplate, *items: dict[str, str]) -> list[dict[str, 
 
 
 def _found(text: str, tokens: list[str]) -> list[str]:
-    if not tokens:
-        return []
-    return re.findall("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))), text)
+    """Each occurrence of a token. Some tokenizers count line breaks among theirs, which are text to a template."""
+    visible = sorted((token for token in tokens if not token.isspace()), key=len, reverse=True)
+    return re.findall("|".join(map(re.escape, visible)), text) if visible else []
 
 
 def _stand_in(modality: str, tokens: list[str], names: TokenNames, own: str | None) -> MediaForm:
     placeholder = PLACEHOLDERS[modality]
-    is_of_text_model = own is None and names.processor is None
-    if not is_of_text_model and not (own == placeholder and names.processor in (None, *_AS_WRITTEN)):
+    of_processor = _AS_WRITTEN.get(names.processor or "") or _MARKS.get(names.processor or "")
+    is_read = names.processor is not None and (of_processor is None or modality in of_processor)
+    if (own is not None or is_read) and not (own == placeholder and names.processor in (None, *_AS_WRITTEN)):
         raise UserError(
             f"the tokenizer is of a model with {modality} tokens of its own ({own or names.processor}), but its chat "
             f"template writes none for a part of type '{modality}'; give it the model's own template"

@@ -160,8 +160,15 @@ class ChatTokenizer:
         return tokenizer
 
     @cached_property
+    def _added(self) -> dict[str, int]:
+        """Tokens at which the tokenizer splits, whatever stands around them; special ones first."""
+        return self._special | {
+            token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items()
+        }
+
+    @cached_property
     def _special(self) -> dict[str, int]:
-        """Tokens at which the tokenizer splits, whatever stands around them."""
+        """Those that are no text: they mark turns and items."""
         added = self._tokenizer.get_added_tokens_decoder()
         return {token.content: number for number, token in added.items() if token.special}
 
@@ -186,7 +193,7 @@ class ChatTokenizer:
                         "turns, texts or media; write it in another way"
                     )
         for modality in set(conversation.placeholders) - self._media_forms.keys():
-            self._media_forms[modality] = media_form(modality, self._template, self._special, self._names)
+            self._media_forms[modality] = media_form(modality, self._template, self._added, self._names)
         forms = {modality: self._media_forms[modality] for modality in dict.fromkeys(conversation.placeholders)}
         if len({form.written for form in forms.values()}) < len(forms):
             raise UserError(f"the tokenizer's chat template writes the same for {' and '.join(forms)}")
@@ -244,7 +251,7 @@ class ChatTokenizer:
             return np.zeros(0, dtype=np.int64)
         # A token that ends after the marker's start, and the first of these that is the marker.
         positions = np.searchsorted(offsets[:, 1], np.array(starts, dtype=np.int64), side="right")
-        expected = np.array([self._special[marker] for marker in markers])
+        expected = np.array([self._added[marker] for marker in markers])
         if not np.array_equal(tokens[np.minimum(positions, len(tokens) - 1)], expected):
             raise UserError("the tokenizer does not keep its special tokens whole, so placeholders have no place")
         return positions.astype(np.int64)

@@ -109,12 +109,11 @@ def test_qwen2_audio_and_images_of_another(tmp_path):
         "<|audio_bos|>[<|AUDIO|>]<|audio_eos|>\n?<|im_end|>\n<|im_start|>assistant\nA cat.<|im_end|>\n"
     )
     assert sequence.media == ("audio", "image", "audio")
-    # The directory of a model that hears, and does not see: what would an image be?
-    folder = write_tokenizer(
-        tmp_path / "b", QWEN2_AUDIO, TOKENS[QWEN2_AUDIO], {"processor_class": "Qwen2AudioProcessor"}
-    )
-    assert shown(ChatTokenizer.from_directory(folder), sequence)
-    assert "is of a model with image tokens of its own (Qwen2AudioProcessor)" in complaint(folder)
+    # A model that hears and does not see has no way with images that could be missed: any token stands for one.
+    heard = {"processor_class": "Qwen2AudioProcessor"}
+    folder = write_tokenizer(tmp_path / "b", QWEN2_AUDIO, TOKENS[QWEN2_AUDIO], heard)
+    tokenizer = ChatTokenizer.from_directory(folder)
+    assert "user\nWhat is [<|endoftext|>] and [<|endoftext|>]?" in shown(tokenizer, tokenizer.encode(ASKED))
 
 
 def test_what_is_not_understood_is_refused(tmp_path):
@@ -130,6 +129,10 @@ def test_what_is_not_understood_is_refused(tmp_path):
         assert "is of a model with image tokens of its own" in complaint(folder)
         assert ChatTokenizer.from_directory(folder).encode(conversation("Hi", "Ho")).media == ()
     remote = {"vision_config": {}, "architectures": ["OwnChatModel"]}
+    # Idefics 3 puts marks around its `<image>`, which a text template with the same word would leave out.
+    idefics = {"processor_class": "Idefics3Processor", "image_token": "<image>"}
+    folder = write_tokenizer(tmp_path / "idefics", CHATML, [*IM, "<image>"], idefics)
+    assert "is of a model with image tokens of its own (<image>)" in complaint(folder)
     assert "(OwnChatModel)" in complaint(write_tokenizer(tmp_path / "remote", CHATML, IM, plain, config=remote))
     smol = write_tokenizer(tmp_path / "smol", SMOLVLM, TOKENS[SMOLVLM], {"processor_class": "Idefics3Processor"})
     assert "whose Idefics3Processor prepares texts in a way that is not known here" in complaint(smol)
@@ -143,7 +146,7 @@ def test_a_template_that_reorders_modalities_is_refused(tmp_path):
         "{% for part in m.content if part.type == 'text' %}",
         1,
     )
-    folder = write_tokenizer(tmp_path, template, [*TOKENS[LLAVA], "<audio>"], {"eos_token": "</s>"})
+    folder = write_tokenizer(tmp_path, template, [*TOKENS[LLAVA], "<audio>", "\n"], {"eos_token": "</s>"})
     tokenizer = ChatTokenizer.from_directory(folder)
     assert tokenizer.encode(conversation("<image><audio>", "A")).media == ("image", "audio")
     assert "reorders placeholders" in complaint(folder, conversation("<audio><image>", "A"))
@@ -179,6 +182,16 @@ def test_a_named_token_is_special_whatever_its_file_says(tmp_path):
     tokenizer = ChatTokenizer.from_directory(folder)
     assert learned(tokenizer, tokenizer.encode(conversation("Hi", "Ho"))) == ["Ho<|im_end|>"]
     assert tokenizer.end_token == 2
+
+
+def test_an_image_token_that_its_file_does_not_call_special(tmp_path):
+    folder = write_tokenizer(tmp_path, LLAVA, TOKENS[LLAVA], {"eos_token": "</s>"})
+    described = json.loads((folder / "tokenizer.json").read_text())
+    for token in described["added_tokens"]:
+        token["special"] = token["content"] != "<image>"
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    tokenizer = ChatTokenizer.from_directory(folder)
+    assert "USER: [<image>]\n[<image>]\nWhat" in shown(tokenizer, tokenizer.encode(ASKED))
 
 
 def test_fingerprints_tell_processors_apart():
