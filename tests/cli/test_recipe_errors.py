@@ -1,5 +1,6 @@
 """What is wrong in a recipe is said in one sentence with file, line and key, and ends with exit code 2."""
 
+import shutil
 import subprocess
 import sys
 
@@ -119,6 +120,29 @@ def test_manifest_line_that_is_no_json(job, capsys, monkeypatch):
     path.write_text('{"conversations": [}\n')
     said = run(capsys, monkeypatch, "train", job, "--set", f'data.train=["{path}"]')
     assert f"{path}, line 1: is no JSON" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("tokenizer.json", b"{", "tokenizer.json: is no tokenizer of the tokenizers library (EOF"),
+        ("tokenizer_config.json", b"[" * 100_000, "tokenizer_config.json: nests lists and tables more than 100 deep"),
+        ("chat_template.jinja", b"{% for %}", "the tokenizer's chat template is no Jinja (line 1: "),
+        ("chat_template.jinja", b"{{ 1 / 0 }}", "line 1: the tokenizer's chat template refuses the conversation: Zero"),
+    ],
+)
+def test_a_damaged_tokenizer(job, tmp_path, capsys, monkeypatch, name, data, said):
+    shutil.copytree(job.with_name("tokenizer"), tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / name).write_bytes(data)
+    assert said in run(capsys, monkeypatch, "train", job, "--set", f"data.tokenizer={tmp_path / 'tokenizer'}")
+
+
+def test_a_recipe_with_a_number_of_thousands_of_digits(job, capsys, monkeypatch):
+    said = run(capsys, monkeypatch, "train", job, "--set", "run.steps=" + "1" * 5000)
+    assert "has a number of more than 4,300 digits" in said
+    path = job.with_name("long.toml")
+    path.write_text("[run]\nsteps = " + "1" * 5000)
+    assert run(capsys, monkeypatch, "train", path) == f"{path}: has a number of more than 4,300 digits"
 
 
 def test_a_real_process_says_one_sentence_and_exits_with_2(job):

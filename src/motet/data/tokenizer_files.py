@@ -119,14 +119,13 @@ def _named_tokens(directory: Path, config: dict[str, Any], tokenizer: Tokenizer)
 
 
 def _numbered_tokens(directory: Path, tokenizer: Tokenizer) -> dict[str, str]:
-    config = _object(directory / "config.json")
-    found = {}
-    for name, keys in _NUMBERED.items():
-        number = next((config[key] for key in keys if config.get(key) is not None), None)
-        token = tokenizer.id_to_token(number) if isinstance(number, int) and 0 <= number < 1 << 32 else None
-        if token is not None:
-            found[name] = token
-    return found
+    """By name. Numbers of ordinary words are of another tokenizer, and are not looked at."""
+    config, added = _object(directory / "config.json"), tokenizer.get_added_tokens_decoder()
+    numbers = {
+        name: next((config[key] for key in keys if isinstance(config.get(key), int)), None)
+        for name, keys in _NUMBERED.items()
+    }
+    return {name: added[number].content for name, number in numbers.items() if number in added}
 
 
 def _processor(directory: Path, config: dict[str, Any]) -> str | None:

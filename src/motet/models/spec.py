@@ -86,7 +86,7 @@ def _read(file: Path) -> PreTrainedConfig:
     stored = read_json(file)
     found = stored.get("model_type") if isinstance(stored, dict) else None
     known = {**_BACKBONE_TYPES, **_COMPOSITES, **_ENCODER_TYPES}
-    if found not in known:
+    if not isinstance(found, str) or found not in known:
         raise UserError(f"{file}: no family stands for a model of type {found!r}; there are {', '.join(known)}.")
     kind = _ENCODER_TYPES[found].config if found in _ENCODER_TYPES else CONFIG_MAPPING[found]
     try:

@@ -258,9 +258,14 @@ def test_what_a_directory_holds_and_no_family_stands_for_is_named(tiny, tmp_path
     with pytest.raises(UserError, match=r"There is no .*config\.json"):
         spec_of_directory(tmp_path)
     file = tmp_path / "config.json"
-    file.write_text("{")
-    with pytest.raises(UserError, match="is no JSON"):
-        spec_of_directory(tmp_path)
+    for text, said in (
+        ("{", "is no JSON"),
+        ("[" * 100_000, "nests lists and tables"),
+        ('{"model_type": [1]}', r"no family stands for a model of type \[1\]"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UserError, match=said):
+            spec_of_directory(tmp_path)
     file.write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(UserError, match="no family stands for a model of type 'gpt2'"):
         spec_of_directory(tmp_path)
