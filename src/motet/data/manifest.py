@@ -177,6 +177,6 @@ def _dump(record: dict[str, Any], where: str) -> bytes:
 def _without_nan(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_nan(entry) for name, entry in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_without_nan(entry) for entry in value]
     return None if isinstance(value, float) and math.isnan(value) else value

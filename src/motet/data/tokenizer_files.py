@@ -2,7 +2,8 @@
 
 The chat template is the processor's (`chat_template.jinja`, `chat_template.json`, `processor_config.json`) before the
 tokenizer's (`tokenizer_config.json`): of a multimodal model, only the former may know of media. Named tokens are those
-of `tokenizer_config.json` or `special_tokens_map.json`, and the media tokens that `config.json` gives by number.
+of `tokenizer_config.json`, else of `processor_config.json` or `special_tokens_map.json`, else the media tokens that
+`config.json` gives by number.
 """
 
 from __future__ import annotations
@@ -100,22 +101,20 @@ def _template_in(path: Path) -> str | None:
 
 def _named_tokens(directory: Path, config: dict[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
     """Tokens by name. Raises UserError for one that is no token of the tokenizer, and so would be read as a text."""
-    tables = [_object(directory / "special_tokens_map.json"), config]
-    tables += [config[name] for name in _NAMED if isinstance(config.get(name), dict)]
-    special = {}
-    for name, value in (entry for table in tables for entry in table.items()):
+    files = [(name, _object(directory / name)) for name in ("special_tokens_map.json", _PROCESSORS[0])]
+    files += [(_CONFIG, config), *((_CONFIG, config[name]) for name in _NAMED if isinstance(config.get(name), dict))]
+    special = _numbered_tokens(directory, tokenizer)
+    for file, name, value in ((file, *entry) for file, table in files for entry in table.items()):
         content = value.get("content") if isinstance(value, dict) else value
         if not name.endswith("_token") or content is None or isinstance(content, bool):
             continue
         if not isinstance(content, str) or tokenizer.token_to_id(content) is None:
             raise UserError(
-                f"{directory / _CONFIG}: '{name}' is {str(content)[:40]!r}, which tokenizer.json does not hold; save "
+                f"{directory / file}: '{name}' is {str(content)[:40]!r}, which tokenizer.json does not hold; save "
                 "the tokenizer anew by transformers"
             )
         special[name] = content
-    return special | {
-        name: token for name, token in _numbered_tokens(directory, tokenizer).items() if name not in special
-    }
+    return special
 
 
 def _numbered_tokens(directory: Path, tokenizer: Tokenizer) -> dict[str, str]:

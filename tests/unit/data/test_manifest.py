@@ -286,11 +286,13 @@ def test_parquet_with_odd_columns(tmp_path, tokenizer):
         "nested": [{"a": None, "b": [None, {"c": float("nan")}]}, None],
         "at": pa.array([1, 2], pa.timestamp("us")),
         "tools": [None, []],
+        "counts": pa.array([[("a", float("nan"))], None], pa.map_(pa.string(), pa.float64())),
         "price": pa.array([1, 2], pa.decimal128(10)),
     }
     index = open_index(write_parquet(tmp_path / "a.parquet", columns), tokenizer)
     assert index.record(0)["score"] is None
     assert index.record(1)["score"] == 0.5
+    assert index.record(0)["counts"] == [["a", None]]
     assert index.record(0)["nested"] == {"a": None, "b": [None, {"c": None}]}
     assert [index.record(row)["task"] for row in (0, 1)] == ["a", "b"]
 

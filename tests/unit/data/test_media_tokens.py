@@ -42,17 +42,23 @@ def complaint(folder, asked=ASKED) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("named", ["config", "processor", "tokenizer"])
-def test_qwen2_vl_has_its_vision_marks(tmp_path, named):
-    files = {"config": {"image_token_id": TOKENS[QWEN2_VL].index("<|image_pad|>"), "vision_config": {}}}
-    config = {"eos_token": "<|im_end|>"}
-    if named == "processor":
-        files, config = {}, config | {"processor_class": "Qwen2VLProcessor"}
-    if named == "tokenizer":
-        files, config = {}, config | {"extra_special_tokens": {"image_token": "<|image_pad|>"}}
-    else:
-        config["processor_class"] = "Qwen2VLProcessor"
-    tokenizer = ChatTokenizer.from_directory(write_tokenizer(tmp_path, QWEN2_VL, TOKENS[QWEN2_VL], config, **files))
+IMAGE_PAD = {"image_token": "<|image_pad|>"}
+
+
+@pytest.mark.parametrize(
+    ("named", "files"),
+    [
+        ({"processor_class": "Qwen2VLProcessor"}, {}),
+        ({}, {"preprocessor_config": {"processor_class": "Qwen2VLProcessor"}}),
+        ({}, {"processor_config": IMAGE_PAD}),
+        ({"extra_special_tokens": IMAGE_PAD}, {}),
+        # Its own image token would be <|IMAGE|>.
+        ({"processor_class": "Qwen2_5OmniProcessor"}, {"config": {"image_token_id": 5, "vision_config": {}}}),
+    ],
+)
+def test_qwen2_vl_has_its_vision_marks(tmp_path, named, files):
+    named = named | {"eos_token": "<|im_end|>"}
+    tokenizer = ChatTokenizer.from_directory(write_tokenizer(tmp_path, QWEN2_VL, TOKENS[QWEN2_VL], named, **files))
     sequence = tokenizer.encode(ASKED)
     assert shown(tokenizer, sequence) == (
         "<|im_start|>user\nWhat is <|vision_start|>[<|image_pad|>]<|vision_end|> and "
