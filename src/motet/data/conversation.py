@@ -96,7 +96,7 @@ def parse_conversation(record: dict[str, Any], where: str) -> Conversation:
     if all(turn.role != "assistant" for turn in turns):
         raise UserError(f"{where}: has no answer to learn; at least one turn must be from 'gpt' (or 'assistant')")
     if not any(turn.is_learned for turn in turns):
-        raise UserError(f"{where}: has no answer to learn; its turns are all left out of the loss, so leave it out")
+        raise UserError(f"{where}: has no answer to learn; all its answers are out of the loss; leave the record out")
     conversation = Conversation(turns, _placeholders(turns))
     if not conversation.placeholders:
         check_names_no_media(record, where)
@@ -196,7 +196,7 @@ def _placeholders(turns: tuple[Turn, ...]) -> tuple[str, ...]:
 
 
 def _names(record: dict[str, Any], fields: tuple[str, str], where: str) -> list[str] | None:
-    given = [field for field in fields if record.get(field) is not None]
+    given = [field for field in fields if is_given(record.get(field))]
     if not given:
         return None
     if len(given) > 1:

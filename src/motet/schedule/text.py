@@ -50,6 +50,9 @@ def loads(text: str) -> Program:
                 reader.read(line.strip())
             except UserError as error:
                 raise UserError(f"Line {number} of the Program: {error}") from None
+            except ValueError:
+                # Python refuses to read a number of thousands of digits.
+                raise UserError(f"Line {number} of the Program: has a number that is too long.") from None
     if reader.num_microbatches < 0:
         raise UserError('The Program does not say how many microbatches it has; a line "microbatches 8" does.')
     return Program(tuple(reader.stages), tuple(reader.edges), tuple(reader.actions), reader.num_microbatches)

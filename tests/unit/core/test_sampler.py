@@ -58,6 +58,8 @@ def test_a_seed_gives_the_same_examples(path):
         ("[[task]]\nname = 'a'\ntext = { choices = [1], weights = [1, 2] }", "as many weights"),
         ("[[task]]\nname = 'a'\ntexts = 3\ntext = { value = 1 }", "texts"),
         ("[[task", "no valid TOML"),
+        ("a = " + "[" * 100_000, "nests lists and tables"),
+        ("a = " + "1" * 5000, "has a number of more than"),
         ("[[task]]\nname = 'a'\ntext = { choices = [3, -1] }", "task.0.text.choices.1: "),
         ("[[task]]\nname = 'a'\ntext = { choices = [1, 2], weights = [0, 0] }", "a weight above 0"),
         ("[[task]]\nname = 'a'\ntext = { choices = [1, 2], weights = [-1, 2] }", "task.0.text.weights.0: "),

@@ -283,6 +283,15 @@ def test_a_wrong_file_is_one_sentence(profile, tmp_path, change, said):
     assert str(raised.value).startswith(f"{path} is no profile of format 1") and "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("text", ["", "[" * 100_000, '{"format": ' + "1" * 5000 + "}", '{"format": NaN}', "\x00"])
+def test_a_damaged_file_is_one_sentence(tmp_path, text):
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"profile\.json: (is|nests|has) ") as raised:
+        read_profile(path)
+    assert "\n" not in str(raised.value)
+
+
 def test_a_missing_file_says_how_to_make_it(tmp_path):
     with pytest.raises(UserError, match="motet profile RECIPE"):
         read_profile(tmp_path / "profile.json")

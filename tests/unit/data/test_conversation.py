@@ -3,7 +3,7 @@
 import pytest
 
 from motet.core.errors import UserError
-from motet.data.conversation import parse_conversation
+from motet.data.conversation import media_names, parse_conversation
 from unit.data.samples import a_record
 
 HUMAN, GPT = {"from": "human", "value": "Hello"}, {"from": "gpt", "value": "A cat."}
@@ -76,7 +76,7 @@ def test_the_last_answer_is_the_last_that_is_learned():
 @pytest.mark.parametrize(
     ("turns", "said"),
     [
-        ([HUMAN, GPT | {"loss": False}], "has no answer to learn; its turns are all left out of the loss"),
+        ([HUMAN, GPT | {"loss": False}], "has no answer to learn; all its answers are out of the loss"),
         ([HUMAN, GPT | {"loss": 1}], "turn 2: 'loss' is the number 1, but must be true or false"),
         ([HUMAN, GPT | {"weight": 0.5}], "turn 2: 'weight' is the number 0.5, but must be 0 or 1"),
         ([HUMAN, GPT | {"weight": True}], "turn 2: 'weight' is true, but must be 0 or 1"),
@@ -142,6 +142,11 @@ def test_fields_that_would_change_what_is_learned(field, value, said):
     assert complaint(a_record(**{field: value})).startswith(said)
     for nothing in (None, "", [], {}):
         parse_conversation(a_record(**{field: nothing}), "here")
+
+
+def test_empty_fields_of_media_are_as_good_as_absent():
+    record = a_record("<image>", image=[], images=["a.png"], audio="", audios=None)
+    assert media_names(record, "here") == {"image": ["a.png"], "audio": None}
 
 
 def test_metadata_is_kept():

@@ -44,6 +44,7 @@ def test_text_is_readable():
 @pytest.mark.parametrize(
     ("old", "new", "named"),
     [
+        ("0F0", "9" * 5000 + "F0", "Line 5 .*has a number that is too long"),
         ("0F0", "0X0", 'Line 5 .*"0X0" is no action; one is as "2F0"'),
         ("1B0", "1B0<3", 'Line 6 .*"1B0<3" must be written "1B0>3"'),
         ("0F0", "00F0", 'Line 5 .*"00F0" must be written "0F0"'),
