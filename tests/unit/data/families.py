@@ -1,6 +1,7 @@
 """Directories of tokenizers in the shape of known families of multimodal models: their tokens, and such templates."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 from unit.data.samples import train_backend
@@ -57,10 +58,15 @@ TOKENS = {
 }
 
 
+@cache
+def _backend(tokens: tuple[str, ...]) -> str:
+    return train_backend(list(tokens))
+
+
 def write_tokenizer(folder: Path, template: str | None, tokens: list[str] = IM, named=None, **files) -> Path:
     """A tokenizer's directory; named: tokenizer_config.json, files: others, by name without `.json`."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(train_backend(tokens))
+    (folder / "tokenizer.json").write_text(_backend(tuple(tokens)))
     (folder / "tokenizer_config.json").write_text(json.dumps(named or {}))
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
