@@ -171,7 +171,7 @@ class Evaluator:
         try:
             return self._dataset.prompt(place)[0]
         except UserError as error:
-            raise UserError(f"No answer can be asked for held-out example {place}: {error}") from None
+            raise UserError(f"{self._dataset.where(place)}: has no prompt to answer ({error})") from None
 
     def _describe(self, place: int, tokens: list[int]) -> Answer:
         conversation, expected = self._dataset.conversation(place).without_last_answer()

@@ -94,4 +94,4 @@ def test_a_prompt_that_cannot_be_made_stops_all_ranks_alike(tmp_path):
         file.write('{"conversations": [{"from": "gpt", "value": "a"}], "task": null}\n')
     said = run_ranks(evaluate_refused, 2, str(job), [f"run.dir={tmp_path}"], timeout_s=TIMEOUT_S)
     assert len(set(said)) == 1
-    assert said[0].startswith("No answer can be asked for held-out example 8: the tokenizer's chat template refuses")
+    assert "heldout.jsonl, line 9: has no prompt to answer (the tokenizer's chat template refuses" in said[0]
