@@ -24,10 +24,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from motet.core.limits import MAX_HEADS, MAX_JOINED, MAX_LAYERS, MAX_MLP, MAX_VOCABULARY, MAX_WIDTH
 from motet.core.shapes import (
     BIASES,
     Norm,
@@ -46,19 +48,21 @@ class _Layers(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    num_layers: int = Field(gt=0)
-    hidden: int = Field(gt=0)
-    mlp: int = Field(gt=0)
-    num_heads: int = Field(gt=0)
-    num_kv_heads: int = Field(0, ge=0, description="0 is num_heads")
-    head_dim: int = Field(0, ge=0, description="0 is hidden / num_heads")
+    num_layers: int = Field(gt=0, le=MAX_LAYERS)
+    hidden: int = Field(gt=0, le=MAX_WIDTH)
+    mlp: int = Field(gt=0, le=MAX_MLP)
+    num_heads: int = Field(gt=0, le=MAX_HEADS)
+    num_kv_heads: int = Field(0, ge=0, le=MAX_HEADS, description="0 is num_heads")
+    head_dim: int = Field(0, ge=0, le=MAX_WIDTH, description="0 is hidden / num_heads")
     gated: bool = False
     activation: str = "gelu"
     norm: Norm = "layer"
     biases: tuple[str, ...] = BIASES
     qk_norm: bool = False
     layer_scale: bool = False
-    window: int = Field(0, ge=0)
+    window: int = Field(0, ge=0, le=2**30)
+    qk_norm_rows: bool = False
+    num_norms: int = Field(2, gt=0, le=4)
     train: bool = True
 
     @model_validator(mode="after")
@@ -67,15 +71,15 @@ class _Layers(BaseModel):
         return self
 
     def transformer(self, causal: bool = False) -> Transformer:
-        names = ("hidden", "mlp", "num_heads", "num_kv_heads", "head_dim", "gated", "activation", "norm", "biases")
-        given = {name: getattr(self, name) for name in (*names, "qk_norm", "layer_scale", "window")}
+        names = (each.name for each in fields(Transformer) if each.name != "causal")
+        given = {name: getattr(self, name) for name in names}
         return Transformer(**given, causal=causal)
 
 
 class BackboneShape(_Layers):
     """`[model.backbone]`: a causal decoder with embedding and output layer."""
 
-    vocab_size: int = Field(gt=0)
+    vocab_size: int = Field(gt=0, le=MAX_VOCABULARY)
     tied: bool = Field(False, description="the output layer's matrix is the embedding's")
 
     def module(self) -> Module:
@@ -89,7 +93,7 @@ class ProjectorShape(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["linear", "mlp"] = "mlp"
-    downsample: int = Field(default=1, gt=0)
+    downsample: int = Field(default=1, gt=0, le=MAX_JOINED)
     train: bool = True
 
 
@@ -101,10 +105,10 @@ class EncoderShape(_Layers):
     """
 
     kind: Literal["vit", "audio"]
-    row_dim: int = Field(588, gt=0)
+    row_dim: int = Field(588, gt=0, le=MAX_MLP)
     class_row: bool = False
-    num_positions: int = Field(0, ge=0)
-    num_mel_bins: int = Field(128, gt=0)
+    num_positions: int = Field(0, ge=0, le=MAX_MLP)
+    num_mel_bins: int = Field(128, gt=0, le=MAX_WIDTH)
     projector: ProjectorShape = ProjectorShape()
 
     @model_validator(mode="after")

@@ -7,7 +7,8 @@ and a test holds their parameters, operations and saved tensors to torch's own.
 once, with an attention that keeps its log-sum-exp in place of the scores. A transformer layer keeps
 
     of each norm:   its input, its output (which the next product needs) and its statistics; a root mean square norm,
-                    which transformers computes in float32, its input twice as wide, and the normalised row;
+                    which transformers computes in float32, its input twice as wide, and the normalised row, twice as
+                    wide too where the weight is multiplied in float32 ("rms_float32": Gemma, OLMo2);
     of attention:   query, key, value, output, and in float32 the log-sum-exp of each head;
     of the MLP:     its inner row before and after the activation; if gated, the gate before and after the activation,
                     the other factor, and their product.
@@ -26,7 +27,7 @@ from motet.core.errors import ArgumentError
 from motet.core.spec import Attention, Layer, ModelSpec, Module
 from motet.core.workload import BACKBONE
 
-Norm = Literal["layer", "rms"]
+Norm = Literal["layer", "rms", "rms_float32"]
 
 BIASES = ("query", "key", "value", "output", "mlp")
 """The products of a transformer layer that may have a bias."""
@@ -44,6 +45,8 @@ class Transformer:
     gated:        the MLP is activation(gate(x)) * up(x), then down: three matrices.
     biases:       those of BIASES that there are.
     qk_norm:      queries and keys of each head are normalised, with `norm`.
+    qk_norm_rows: queries and keys are normalised as whole rows of all heads instead (OLMo2).
+    num_norms:    of rows in the layer: before attention and MLP, or behind them; both (Gemma3): 4.
     layer_scale:  both residual branches are multiplied by a learned vector.
     causal, window: as in core.spec.Attention.
     """
@@ -61,6 +64,8 @@ class Transformer:
     layer_scale: bool = False
     causal: bool = False
     window: int = 0
+    qk_norm_rows: bool = False
+    num_norms: int = 2
 
     def __post_init__(self) -> None:
         if not self.head_dim and self.hidden % self.num_heads:
@@ -99,18 +104,21 @@ class Transformer:
             "mlp": (2 if self.gated else 1) * self.mlp + self.hidden,
         }
         biases = sum(length for name, length in lengths.items() if name in self.biases)
-        norms = 2 * _norm_parameters(self.norm, self.hidden)
+        norms = self.num_norms * _norm_parameters(self.norm, self.hidden)
         heads = 2 * _norm_parameters(self.norm, self.head_width) if self.qk_norm else 0
-        return self.weights + biases + norms + heads + (2 * self.hidden if self.layer_scale else 0)
+        rows = _norm_parameters(self.norm, self.width + self.kv_width) if self.qk_norm_rows else 0
+        return self.weights + biases + norms + heads + rows + (2 * self.hidden if self.layer_scale else 0)
 
     @property
     def saved_width(self) -> int:
-        norms = 2 * _norm_keeps(self.norm, self.hidden) + 2 * self.hidden
+        norms = self.num_norms * _norm_keeps(self.norm, self.hidden) + 2 * self.hidden
         attention = 2 * (self.width + self.kv_width + self.num_heads)
         mlp = (_ACTIVATION_KEEPS.get(self.activation, 1) + (3 if self.gated else 1)) * self.mlp
         heads = 0
         if self.qk_norm:
             heads = (self.width + self.kv_width) // self.head_width * _norm_keeps(self.norm, self.head_width)
+        if self.qk_norm_rows:
+            heads = _norm_keeps(self.norm, self.width) + _norm_keeps(self.norm, self.kv_width)
         return norms + attention + mlp + heads + (2 * self.hidden if self.layer_scale else 0)
 
     def layer(self, divisor: int = 1, extra_rows: int = 0, trained: bool = True) -> Layer:
@@ -129,12 +137,12 @@ class Transformer:
 
 
 def _norm_parameters(norm: Norm, width: int) -> int:
-    return width if norm == "rms" else 2 * width
+    return 2 * width if norm == "layer" else width
 
 
 def _norm_keeps(norm: Norm, width: int) -> int:
     """Elements that a norm keeps beside its output."""
-    return 3 * width + 2 if norm == "rms" else width + 2
+    return {"layer": 1, "rms": 3, "rms_float32": 4}[norm] * width + 2
 
 
 def patches(

@@ -22,6 +22,13 @@ from motet.models.kernel_calls import KernelCalls, plan_calls
 ATTENTION = "motet_packed"
 """The `attn_implementation` that every HF model in Motet is built with."""
 
+_READ_BEFORE = ("position_ids",)
+"""Keywords that HF layers hand on to attention and that have had their effect by then: positions are in the rotation.
+
+Every other keyword that attention does not know must be None or False (`use_cache`, `output_attentions`): a soft cap, a
+sink or a bias that were left out would train a model that is not the one it is taken for.
+"""
+
 
 class Segments:
     """Extents of the items packed along one axis: item i is rows offsets[i] to offsets[i + 1].
@@ -129,6 +136,8 @@ class Padded:
     lengths: int64 [num_items], on the host.
     """
 
+    causal = False
+
     def __init__(self, lengths: NDArray[np.int64], longest: int, device: torch.device) -> None:
         real = np.arange(longest) < np.asarray(lengths)[:, None]
         self.keys = None if real.all() else torch.from_numpy(real[:, None, None, :]).to(device)
@@ -152,14 +161,25 @@ def _attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    is_causal: bool | None = None,
     segments: Segments | None = None,
-    **_: object,
+    **others: object,
 ) -> tuple[Tensor, None]:
     extents = segments if segments is not None else attention_mask
     if not isinstance(extents, Segments | Padded):
         # Never a silent default: attending over the whole pack looks plausible and is wrong.
         raise TypeError(
             f"{type(module).__name__}: packed attention needs Segments or Padded, got {type(extents).__name__}"
+        )
+    for name, given in others.items():
+        if name not in _READ_BEFORE and given is not None and given is not False:
+            raise TypeError(
+                f"{type(module).__name__}: packed attention does not compute {name!r}, which changes the result"
+            )
+    causal = getattr(module, "is_causal", extents.causal) if is_causal is None else is_causal
+    if causal != extents.causal:
+        raise TypeError(
+            f"{type(module).__name__} is {'' if causal else 'not '}causal, and the extents of its rows say the opposite"
         )
     return extents.attend(query, key, value, scaling, dropout, sliding_window), None
 

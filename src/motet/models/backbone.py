@@ -1,8 +1,10 @@
 """A causal LM from transformers on packed documents whose placeholders are replaced by encoder rows.
 
-Qwen2, Qwen3, Llama and Mistral need nothing of their own here: embedding, `model(inputs_embeds=...)` and head are the
-same. The packed attention reaches their layers as the keyword argument `segments`; with `use_cache=False` and no mask
-(every other combination silently attends across documents), positions restart with each document.
+The families of the registry need nothing of their own here: embedding, `model(inputs_embeds=...)` and head are the
+same. Gemma multiplies embeddings of tokens, and not encoder rows, as transformers' own multimodal models do it. Every
+other class, and what a config says beyond that, is refused. The packed attention reaches the layers as the keyword
+argument `segments`; with `use_cache=False` and no mask (every other combination silently attends across documents),
+positions restart with each document.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from motet.models.attention import ATTENTION, Segments
 from motet.models.block import Block, outside_blocks, pass_through, wrap_blocks
 from motet.models.contract import Sequences
 from motet.models.exact import keep_float64
-from motet.models.layers import LayerModules, trains
+from motet.models.families.registry import backbone_family
+from motet.models.families.understood import check_backbone, reads
+from motet.models.layers import LayerModules, frozen_to_eval, trains
+from motet.models.rotary import choose_by_document
 
 _LOGITS_AT_ONCE = 2**28
 """Logits that are in memory at a time, 1 GiB in float32; a long pack with a large vocabulary has many times as many."""
@@ -31,7 +36,8 @@ _LOGITS_AT_ONCE = 2**28
 class Backbone(nn.Module):
     """One unit whose forward does everything from tokens to loss, so that it can be the root of sharding.
 
-    causal_lm: an HF `...ForCausalLM` built with attn_implementation="motet_packed".
+    causal_lm: an HF model of a class in `registry.BACKBONES`, built with attn_implementation="motet_packed". Raises
+    UserError for another class, and for a config that says what is not computed (`understood.check_backbone`).
     before_backbone(embeds [total, dim], sequences) -> embeds: a special merge, say; not called without sequences.
     """
 
@@ -44,12 +50,22 @@ class Backbone(nn.Module):
         super().__init__()
         if causal_lm.config._attn_implementation != ATTENTION:
             raise ValueError(f"{type(causal_lm).__name__} must be built with attn_implementation={ATTENTION!r}")
+        self._norm = backbone_family(causal_lm).norm
+        check_backbone(causal_lm.config, f"{type(causal_lm).__name__}: ")
+        choose_by_document(causal_lm)
         keep_float64(causal_lm)
         if not train:
             causal_lm.requires_grad_(False)
         self.causal_lm = causal_lm
         self.before_backbone = before_backbone
         self._blocks = tuple(wrap_blocks(causal_lm, causal_lm.model.layers))
+        frozen_to_eval(causal_lm)
+
+    def train(self, mode: bool = True) -> Backbone:
+        """As torch's, but a causal LM without anything to train stays in eval mode (`frozen_to_eval`)."""
+        super().train(mode)
+        frozen_to_eval(self.causal_lm)
+        return self
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -73,19 +89,23 @@ class Backbone(nn.Module):
         return [
             LayerModules(embedding(vocab_size, hidden, trained=trains(table)), (table,)),
             *(LayerModules(self._shape(block).layer(trained=trains(block)), (block,)) for block in self._blocks),
-            LayerModules(final_norm(hidden, "rms", trained=trains(model.norm)), (model.norm,)),
+            LayerModules(final_norm(hidden, self._norm, trained=trains(model.norm)), (model.norm,)),
             LayerModules(head(vocab_size, hidden, tied=tied, trained=trains(output)), (output,)),
         ]
 
     def _shape(self, block: Block) -> Transformer:
-        config, attention = self.causal_lm.config, block.self_attn
+        config, attention, mlp = self.causal_lm.config, block.self_attn, block.mlp
+        # Phi3 has one product for queries, keys and values, and one for both factors of the MLP.
+        fused = getattr(attention, "qkv_proj", None)
         products = {
-            "query": attention.q_proj,
-            "key": attention.k_proj,
-            "value": attention.v_proj,
+            "query": fused or attention.q_proj,
+            "key": fused or attention.k_proj,
+            "value": fused or attention.v_proj,
             "output": attention.o_proj,
-            "mlp": block.mlp.up_proj,
+            "mlp": getattr(mlp, "gate_up_proj", None) or mlp.up_proj,
         }
+        normed = getattr(attention, "q_norm", None)
+        by_head = normed is not None and normed.weight.numel() == attention.head_dim
         return Transformer(
             config.hidden_size,
             config.intermediate_size,
@@ -93,14 +113,21 @@ class Backbone(nn.Module):
             num_kv_heads=config.num_key_value_heads,
             head_dim=attention.head_dim,
             gated=True,
-            activation=config.hidden_act,
-            norm="rms",
+            activation=config.hidden_activation if reads(config, "hidden_activation") else config.hidden_act,
+            norm=self._norm,
+            num_norms=sum(name.endswith("norm") for name, _ in block.inner.named_children()),
             biases=tuple(name for name, product in products.items() if product.bias is not None),
-            qk_norm=hasattr(attention, "q_norm"),
+            qk_norm=by_head,
+            qk_norm_rows=normed is not None and not by_head,
             causal=True,
-            # Qwen decides the window by layer, Mistral for all layers, Llama has none.
-            window=getattr(attention, "sliding_window", getattr(config, "sliding_window", None)) or 0,
+            window=self._window(attention) or 0,
         )
+
+    def _window(self, attention: nn.Module) -> int | None:
+        """Qwen and Gemma3 decide it by layer, Mistral and Phi3 for all layers; the others have none."""
+        config = self.causal_lm.config
+        of_all = config.sliding_window if reads(config, "sliding_window") else None
+        return getattr(attention, "sliding_window", of_all)
 
     def spec_module(self, name: str = BACKBONE) -> Module:
         """What the backbone is, for all that is computed from shapes."""

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from torch import nn
+from transformers import PreTrainedConfig
 
 from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
-from motet.models.families.registry import BACKBONES, ENCODERS, Family
-from motet.models.load import load_pretrained, one_line, read_config
+from motet.models.config_file import check_taken, one_line, quiet_transformers, read_config
+from motet.models.families.bounds import check_bounds
+from motet.models.families.registry import BACKBONES, ENCODERS, FEATURE_LAYERS, Family
+from motet.models.load import load_pretrained
 from motet.models.module import MLLM, ModalityModule
 from motet.models.projector import Projector, ProjectorConfig
 
@@ -33,7 +35,11 @@ class EncoderConfig(BaseModel):
     """One encoder and its projector. Its weights have one source:
 
     family, config: random weights; `config` are HF's options.
-    family, path:   a local directory with safetensors; `config` overrides its options.
+    family, path:   a local directory with safetensors; `config` overrides its options. If it holds a larger model, its
+                    tower is read, and nothing else of it: the projector starts from random weights.
+    feature_layer:  of a vision tower, the layer whose output is taken, counted as transformers counts hidden states: -1
+                    the last layer, -2 the one before it (LLaVA), without the norm behind the layers. Default: the
+                    tower's own output.
     module, args:   "package.module:Class", called with `args`; see `contract.Encoder`.
     """
 
@@ -41,6 +47,7 @@ class EncoderConfig(BaseModel):
     family: Literal["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio"] | None = None
     config: dict[str, Any] = Field(default_factory=dict)
     path: Path | None = None
+    feature_layer: int | None = None
     module: str | None = None
     args: dict[str, Any] = Field(default_factory=dict)
     projector: ProjectorConfig = Field(default_factory=ProjectorConfig)
@@ -55,6 +62,8 @@ class EncoderConfig(BaseModel):
             raise ValueError("`args` are for `module` only")
         if not (self.module or self.family):
             raise ValueError("an encoder needs `family` or `module`")
+        if self.feature_layer is not None and self.family not in FEATURE_LAYERS:
+            raise ValueError(f"`feature_layer` is for {', '.join(FEATURE_LAYERS)} only")
         return self
 
 
@@ -62,7 +71,7 @@ class BackboneConfig(BaseModel):
     """`family` with `config` (HF options) for random weights, or with `path` for a local HF directory."""
 
     model_config = ConfigDict(extra="forbid")
-    family: Literal["qwen2", "qwen3", "llama", "mistral"]
+    family: Literal["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3", "phi3", "olmo2"]
     config: dict[str, Any] = Field(default_factory=dict)
     path: Path | None = None
     train: bool = True
@@ -88,8 +97,9 @@ def build_mllm(config: ModelConfig, vocab_size: int, dtype: torch.dtype = torch.
     """The model on the CPU, whole, in `dtype`. vocab_size: what the tokenizer needs.
 
     Under `torch.device("meta")` it has shapes only: no memory is taken and no weights are read.
-    Raises UserError for an unknown HF option, a directory that is missing or holds another family, a vocabulary that is
-    too small, or a custom class that does not fulfil the contract.
+    Raises UserError for an HF option that is unknown, out of bounds or not computed as transformers does, a directory
+    that is missing or holds another family, a vocabulary that is too small, or a custom class that does not fulfil the
+    contract.
     """
     backbone = build_backbone(config.backbone, vocab_size, dtype, seed)
     encoders = {name: build_modality(name, part, backbone.dim, dtype, seed) for name, part in config.encoders.items()}
@@ -97,7 +107,8 @@ def build_mllm(config: ModelConfig, vocab_size: int, dtype: torch.dtype = torch.
 
 
 def build_backbone(config: BackboneConfig, vocab_size: int, dtype: torch.dtype, seed: int) -> Backbone:
-    options = config.config if config.path else {"vocab_size": vocab_size} | config.config
+    # HF's default padding token is of another vocabulary, and the row of a padding token is never trained.
+    options = config.config if config.path else {"vocab_size": vocab_size, "pad_token_id": None} | config.config
     causal_lm = _build_hf("backbone", BACKBONES[config.family], config.path, options, dtype, seed)
     if (rows := causal_lm.config.vocab_size) < vocab_size:
         raise UserError(f"model.backbone: its vocabulary has {rows} entries, but the tokenizer needs {vocab_size}")
@@ -111,8 +122,15 @@ def build_modality(
     if config.module:
         encoder = _build_custom(name, config, seed).to(dtype)
     else:
-        family = ENCODERS[config.family]
-        encoder = family.adapter(_build_hf(f"encoders.{name}", family, config.path, config.config, dtype, seed))
+        family, where = ENCODERS[config.family], f"encoders.{name}"
+        if config.path:
+            check_taken(where, family, config.path, config.feature_layer)
+        model = _build_hf(where, family, config.path, config.config, dtype, seed)
+        taken = {"feature_layer": config.feature_layer} if config.family in FEATURE_LAYERS else {}
+        try:
+            encoder = family.adapter(model, **taken)
+        except UserError as error:
+            raise UserError(f"model.{where}: {error}") from error
     with _seeded(seed, f"{name} projector"):
         projector = Projector(encoder.output_dim, backbone_dim, config.projector).to(dtype)
     return ModalityModule(encoder, projector, config.train_encoder, config.train_projector)
@@ -121,18 +139,23 @@ def build_modality(
 def _build_hf(
     where: str, family: Family, path: Path | None, options: dict[str, Any], dtype: torch.dtype, seed: int
 ) -> nn.Module:
+    known = {field.name for field in fields(family.config)} - {field.name for field in fields(PreTrainedConfig)}
+    if unknown := sorted(set(options) - known):
+        raise UserError(f"model.{where}.config: {family.config.__name__} has no option {', '.join(unknown)}")
+    check_bounds(f"model.{where}.config.", options)
     on_meta = torch.get_default_device().type == "meta"
     if path is not None and not on_meta:
         return load_pretrained(where, family, path, options, dtype)
-    unknown = sorted(set(options) - set(inspect.signature(family.config).parameters))
-    if unknown:
-        raise UserError(f"model.{where}.config: {family.config.__name__} has no option {', '.join(unknown)}")
     try:
-        hf_config = read_config(where, family, path, options) if path else family.config(**options)
-        hf_config._attn_implementation = ATTENTION
-        with _seeded(seed, where):
+        with quiet_transformers(), _seeded(seed, where):
+            hf_config = read_config(where, family, path, options) if path else family.config(**options)
+            family.check(hf_config, f"model.{where}.config.")
+            hf_config._attn_implementation = ATTENTION
             model = family.model(hf_config)
-    except (StrictDataclassError, TypeError, ValueError, KeyError, RuntimeError, ZeroDivisionError) as error:
+    except UserError:
+        raise
+    except Exception as error:
+        # Whatever HF raises here it raises for these options, and there is no end to the kinds of exceptions.
         raise UserError(
             f"model.{where}.config: no {family.config.model_type} model can be made of it ({one_line(error)})"
         ) from error

@@ -1,23 +1,49 @@
 """What a module must offer to be an encoder of an MLLM, and what a backbone is given: the whole contract.
 
-Any `torch.nn.Module` with the members of `Encoder` can be an encoder. Four more are optional:
+Any `torch.nn.Module` with the members of `Encoder` can be an encoder. More are optional:
 
     blocks:          list of submodules in execution order, each called with the hidden states as its first positional
                      argument and returning them; each is sharded by itself, and recomputed by itself if asked. Default:
                      none.
     cost:            "packed" (work grows with the sum of lengths; the default) or "padded" (with count x longest).
     lengths(sizes):  int64 [num_items], what the phase is balanced on. Default: the product of an item's sizes.
+    takes:           ImageRows or AudioRows, what its rows are made of; a recipe's transform must make just these.
+                     Default: not known, and whoever writes the recipe answers for it.
+    grid(sizes):     int64 [num_items, 2], the rows and columns in which an item's outputs lie as a raster, so that a
+                     projector can join neighbours in two dimensions. None in the place of the method: the outputs are
+                     a sequence. Default: a sequence; a recipe whose projector joins rows of images needs it said.
     layers():        list of `layers.LayerModules` in execution order: what it consists of, for FLOPs, memory, profiles
                      and plans. Default: one product of every row with all linear layers and convolutions.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ImageRows:
+    """Patches as `data.images.ImageTransform` makes them, by its names: rows of one width may hold different things.
+
+    merge_size: patches of a block's side; the patches of a block are consecutive rows. 1: raster.
+    """
+
+    patch_size: int
+    merge_size: int = 1
+    channels: int = 3
+    temporal_patch_size: int = 1
+
+
+@dataclass(frozen=True)
+class AudioRows:
+    """Frames as `data.audio.AudioTransform` makes them, by its names."""
+
+    num_mels: int
 
 
 class Encoder(Protocol):

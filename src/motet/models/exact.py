@@ -12,21 +12,27 @@ from torch import Tensor, nn
 
 
 class Float64RMSNorm(nn.Module):
-    """HF's RMSNorm in float64, with the same parameter under the same name."""
+    """HF's RMSNorm in float64, with the same parameter under the same name.
 
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+    from_one: the weight is added to 1, as in Gemma.
+    """
+
+    def __init__(self, weight: nn.Parameter, eps: float, from_one: bool = False) -> None:
         super().__init__()
         self.weight = weight
         self.eps = eps
+        self.from_one = from_one
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.eps)
+        scale = 1 + self.weight if self.from_one else self.weight
+        return scale * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.eps)
 
 
 def keep_float64(model: nn.Module) -> None:
     """Replace HF's RMSNorms in a float64 model; models of any other dtype are left as they are."""
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            eps = getattr(child, "variance_epsilon", None)
-            if eps is not None and type(child).__name__.endswith("RMSNorm") and child.weight.dtype == torch.float64:
-                parent._modules[name] = Float64RMSNorm(child.weight, eps)
+            kind = type(child).__name__
+            eps = getattr(child, "eps" if kind.startswith("Gemma") else "variance_epsilon", None)
+            if kind.endswith("RMSNorm") and eps is not None and child.weight.dtype == torch.float64:
+                parent._modules[name] = Float64RMSNorm(child.weight, eps, from_one=kind.startswith("Gemma"))

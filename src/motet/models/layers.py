@@ -41,3 +41,15 @@ def unused_layer(module: nn.Module, output_width: int) -> LayerModules:
 
 def trains(*modules: nn.Module) -> bool:
     return any(p.requires_grad for module in modules for p in module.parameters())
+
+
+def frozen_to_eval(*parts: nn.Module) -> None:
+    """Put those of the parts that have no trainable parameter into eval mode.
+
+    Dropout in a frozen part would be noise that nothing learns to stand, and statistics of a norm would still move. A
+    part is an encoder, a projector or the backbone, whole: one of which a share is trained, as with adapters, stays as
+    it is, because dropout inside it belongs to the training of that share.
+    """
+    for part in parts:
+        if not trains(part):
+            part.eval()

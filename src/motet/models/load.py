@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging as hf_logging
+from transformers import PreTrainedModel
 
 from motet.core.errors import UserError
-from motet.core.text_files import read_json
 from motet.models.attention import ATTENTION
+from motet.models.config_file import one_line, quiet_transformers, read_config
 from motet.models.families.registry import Family
 
 
@@ -24,11 +21,16 @@ def load_pretrained(
 ) -> PreTrainedModel:
     """The family's model with the weights in `path`. options: HF options that override those of the directory.
 
-    Never reaches for the network. Raises UserError for a missing directory, another kind of model, or weights that are
-    missing or of another shape.
+    Never reaches for the network. Raises UserError for a missing directory, another kind of model, and weights that are
+    missing, of another shape, or of a backbone that is not the one the config names.
     """
     config = read_config(where, family, path, options)
     config._attn_implementation = ATTENTION
+    if (path / "adapter_config.json").exists():
+        raise UserError(
+            f"model.{where}.path: {path} holds an adapter, which would be put into the model where peft is installed "
+            "and left out elsewhere; merge it into the weights first, and remove adapter_config.json."
+        )
     try:
         with quiet_transformers():
             model, info = family.model.from_pretrained(
@@ -41,7 +43,8 @@ def load_pretrained(
                 local_files_only=True,
                 use_safetensors=True,
             )
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+    except Exception as error:
+        # Missing and damaged files, other layouts, absent packages: HF has an exception for each.
         raise UserError(f"model.{where}.path: weights in {path} cannot be loaded ({one_line(error)})") from error
     if info["mismatched_keys"]:
         name, stored, wanted = min(info["mismatched_keys"])
@@ -52,48 +55,21 @@ def load_pretrained(
         raise UserError(
             f"model.{where}.path: {path} lacks {len(absent)} weights of {family.model.__name__}, {absent[0]} for one"
         )
+    # A larger checkpoint holds more than its tower; a backbone's holds nothing that the model would compute without.
+    stray = [] if family.adapter else sorted(filter(_strange_to(config.num_hidden_layers), info["unexpected_keys"]))
+    if stray:
+        raise UserError(
+            f"model.{where}.path: {path} holds {len(stray)} weights that {family.model.__name__} has no place for, "
+            f"{stray[0]} for one; its config.json does not describe them"
+        )
     return model
 
 
-def one_line(error: Exception) -> str:
-    """What a library says is wrong, without its line breaks."""
-    return " ".join(str(error).split())
+def _strange_to(depth: int) -> Callable[[str], bool]:
+    """Whether a weight is neither of a layer beyond `depth`, which a config may leave out, nor an old rotary buffer."""
 
+    def strange(name: str) -> bool:
+        layer = re.search(r"\blayers\.(\d+)\.", name)
+        return not (layer and int(layer[1]) >= depth) and not name.endswith("rotary_emb.inv_freq")
 
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Without transformers' reports and progress bars.
-
-    A checkpoint that holds a tower holds other weights too, which is as it should be; what is amiss is raised.
-    """
-    verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    hf_logging.set_verbosity(hf_logging.CRITICAL)
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(verbosity)
-        if bars:
-            hf_logging.enable_progress_bar()
-
-
-def read_config(where: str, family: Family, path: Path, options: dict[str, Any]) -> PreTrainedConfig:
-    """The family's config from a directory that holds it, or a larger model's. Raises UserError as load_pretrained."""
-    file = path / "config.json"
-    if not file.is_file():
-        raise UserError(f"model.{where}.path: there is no {file}; give a local directory that holds an HF model")
-    stored = read_json(file)
-    if not isinstance(stored, dict):
-        raise UserError(f"model.{where}.path: {file} must hold an object, as an HF model's config.json does")
-    wanted = family.config.model_type
-    found = stored.get("model_type")
-    if found != wanted and family.part:
-        stored = stored.get(family.part) or {}
-        # Older files leave out the type of a part where the class of the whole implies it.
-        found = stored.get("model_type", wanted if stored else found)
-    if found != wanted:
-        raise UserError(f"model.{where}.path: {path} holds a model of type {found!r}, where {wanted!r} is needed")
-    try:
-        return family.config.from_dict(stored | options)
-    except (StrictDataclassError, TypeError, ValueError, KeyError) as error:
-        raise UserError(f"model.{where}.path: {file} is no config of {wanted} ({one_line(error)})") from error
+    return strange

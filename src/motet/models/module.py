@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -9,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from motet.core.errors import UserError
+from motet.core.errors import ArgumentError, UserError
 from motet.core.shapes import projector
 from motet.core.spec import Module
 from motet.models.backbone import Backbone
 from motet.models.block import Block, outside_blocks, pass_through, wrap_blocks
 from motet.models.contract import Sequences
-from motet.models.layers import LayerModules, products_layer, trains
+from motet.models.layers import LayerModules, frozen_to_eval, products_layer, trains
 from motet.models.projector import Projector
 
 Sizes = NDArray[np.int64]
@@ -51,7 +52,19 @@ class ModalityModule(nn.Module):
         if not train_encoder:
             encoder.requires_grad_(False)
         projector.requires_grad_(train_projector)
+        self._check()
         self._wrap()
+        frozen_to_eval(encoder, projector)
+
+    def _check(self) -> None:
+        name, downsample = type(self.encoder).__name__, self.projector.downsample
+        if self.cost not in ("packed", "padded"):
+            raise ArgumentError(f"{name}.cost is {self.cost!r}; it must be 'packed' or 'padded'.")
+        if getattr(self.encoder, "grid", None) is not None and math.isqrt(downsample) ** 2 != downsample:
+            raise ArgumentError(
+                f"projector.downsample is {downsample}, but {name} gives a raster of rows, of which squares are "
+                "joined: it must be 1, 4, 9, 16, ..."
+            )
 
     def _wrap(self) -> None:
         layers = list(getattr(self.encoder, "blocks", []))
@@ -59,6 +72,12 @@ class ModalityModule(nn.Module):
         if isinstance(vars(self.encoder).get("blocks"), list):
             # A plain list beside the registered submodules would go on calling the layers without their Blocks.
             self.encoder.blocks = list(self._blocks)
+
+    def train(self, mode: bool = True) -> ModalityModule:
+        """As torch's, but an encoder or projector without anything to train stays in eval mode (`frozen_to_eval`)."""
+        super().train(mode)
+        frozen_to_eval(self.encoder, self.projector)
+        return self
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -81,7 +100,12 @@ class ModalityModule(nn.Module):
 
     def num_tokens(self, sizes: Sizes) -> Sizes:
         """Rows that each item takes in the backbone's sequence, int64 [num_items]."""
-        return self.count(sizes) if self.count else self.projector.num_outputs(self.encoder.num_outputs(sizes))
+        return self.count(sizes) if self.count else self.projector.num_outputs(self._extents(sizes))
+
+    def _extents(self, sizes: Sizes) -> Sizes:
+        """How the encoder's rows of each item lie, as `Projector` takes it."""
+        counts, grid = self.encoder.num_outputs(sizes), getattr(self.encoder, "grid", None)
+        return counts if grid is None else grid(sizes)
 
     def layers(self) -> list[LayerModules]:
         """In execution order, on items of `lengths(sizes)`. A custom encoder that offers no `layers()` is taken for
@@ -119,7 +143,7 @@ class ModalityModule(nn.Module):
         encoded = next((p.dtype for p in outside_blocks(self.encoder) if p.is_floating_point()), projected)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.train_encoder):
             features = self.encoder(seen.to(encoded), seen_sizes)
-        features = self.projector(features.to(projected), self.encoder.num_outputs(seen_sizes.numpy()))
+        features = self.projector(features.to(projected), self._extents(seen_sizes.numpy()))
         if self.after:
             features = self.after(features, sizes)
         promised = int(self.num_tokens(sizes.numpy()).sum())

@@ -1,7 +1,8 @@
-"""From an encoder's rows to the backbone's: a linear map or an MLP, after joining consecutive rows of an item."""
+"""From an encoder's rows to the backbone's: a linear map or an MLP, after joining neighbouring rows of an item."""
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import numpy as np
@@ -10,19 +11,29 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
+from motet.core.limits import MAX_JOINED
+
+Ints = NDArray[np.int64]
+
 
 class ProjectorConfig(BaseModel):
-    """The map, "linear" or "mlp" (two layers with GELU), and how many rows are joined first (OrchMLLM section 8)."""
+    """The map, "linear" or "mlp" (two layers with GELU), and how many rows are joined first (OrchMLLM section 8).
+
+    downsample: of a sequence (audio), so many consecutive rows; of a raster (images), a square of so many rows, as
+    InternVL's pixel shuffle joins them: 4 is 2 x 2, and a number that is no square is refused.
+    """
 
     model_config = ConfigDict(extra="forbid")
     kind: Literal["linear", "mlp"] = "mlp"
-    downsample: int = Field(default=1, ge=1)
+    downsample: int = Field(default=1, ge=1, le=MAX_JOINED)
 
 
 class Projector(nn.Module):
-    """Rows [sum(counts), input_dim] of items with `counts` rows each -> [sum(ceil(counts / downsample)), output_dim].
+    """Rows [sum(rows of an item), input_dim] -> [sum(num_outputs), output_dim].
 
-    The tail of an item whose count is no multiple of `downsample` is filled with zero rows, so no row mixes two items.
+    How the rows of items lie is given as `extents`: int64 [num_items], the rows of each as a sequence, or
+    [num_items, 2], the rows and columns of each as a raster. A block of joined rows holds the rows of one item only:
+    what a sequence lacks at its end, and a raster at its right and lower edge, is filled with zero rows.
     """
 
     def __init__(self, input_dim: int, output_dim: int, config: ProjectorConfig) -> None:
@@ -36,17 +47,37 @@ class Projector(nn.Module):
             else nn.Sequential(nn.Linear(joined, output_dim), nn.GELU(), nn.Linear(output_dim, output_dim))
         )
 
-    def num_outputs(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        return -(-counts // self.downsample)
+    def num_outputs(self, extents: Ints) -> Ints:
+        """Rows that each item becomes, int64 [num_items]."""
+        return np.prod(self._blocks(extents)[2], axis=1)
 
-    def forward(self, rows: Tensor, counts: NDArray[np.int64]) -> Tensor:
-        return self.layers(self._join(rows, counts) if self.downsample > 1 else rows)
+    def forward(self, rows: Tensor, extents: Ints) -> Tensor:
+        return self.layers(self._join(rows, extents) if self.downsample > 1 else rows)
 
-    def _join(self, rows: Tensor, counts: NDArray[np.int64]) -> Tensor:
-        filled = self.num_outputs(counts) * self.downsample
-        if (filled != counts).any():
-            # Row r of item i moves down by the zero rows that fill up the items before it.
-            shift = np.repeat(np.cumsum(filled - counts) - (filled - counts), counts)
-            places = torch.from_numpy(np.arange(counts.sum()) + shift).to(rows.device)
-            rows = rows.new_zeros(int(filled.sum()), rows.shape[1]).index_copy(0, places, rows)
+    def _blocks(self, extents: Ints) -> tuple[Ints, Ints, Ints]:
+        """Rows and columns of each item [num_items, 2], of a block [2], and the blocks of each item down and across."""
+        if extents.ndim == 1:
+            grids, block = np.stack([np.ones_like(extents), extents], axis=1), np.array([1, self.downsample])
+        else:
+            grids, block = extents, np.full(2, math.isqrt(self.downsample))
+        return grids, block, -(-grids // block)
+
+    def _join(self, rows: Tensor, extents: Ints) -> Tensor:
+        """rows [n, input_dim] -> [sum(num_outputs), input_dim * downsample]; a block's rows in raster order."""
+        grids, block, blocks = self._blocks(extents)
+        if extents.ndim > 1 or (grids % block).any():
+            places = torch.from_numpy(_places(grids, block, blocks)).to(rows.device)
+            num_places = int(blocks.prod(axis=1).sum()) * self.downsample
+            rows = rows.new_zeros(num_places, rows.shape[1]).index_copy(0, places, rows)
         return rows.reshape(-1, rows.shape[1] * self.downsample)
+
+
+def _places(grids: Ints, block: Ints, blocks: Ints) -> Ints:
+    """Where each row of the rasters stands when blocks stand one after the other, int64 [sum(rows * columns)]."""
+    counts = grids.prod(axis=1)
+    item = np.repeat(np.arange(len(grids)), counts)
+    row, column = np.divmod(np.arange(counts.sum()) - (np.cumsum(counts) - counts)[item], grids[item, 1])
+    before = np.cumsum(blocks.prod(axis=1)) - blocks.prod(axis=1)
+    (down, row), (across, column) = np.divmod(row, block[0]), np.divmod(column, block[1])
+    number = before[item] + down * blocks[item, 1] + across
+    return number * block.prod() + row * block[1] + column

@@ -9,19 +9,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from motet.core.errors import UserError
 from motet.core.shapes import connect, multimodal
 from motet.core.spec import ModelSpec, Module
-from motet.core.text_files import read_json
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
 from motet.models.build import ModelConfig, build_mllm
+from motet.models.config_file import one_line, parse_config, read_config_json
 from motet.models.families.audio import AudioEncoder
 from motet.models.families.registry import BACKBONES, ENCODERS, Family
-from motet.models.load import one_line, quiet_transformers
 from motet.models.module import MLLM
 from motet.models.projector import ProjectorConfig
 
@@ -35,7 +33,7 @@ _COMPOSITES = {
 _BACKBONE_TYPES = {family.config.model_type: family for family in BACKBONES.values()}
 _ENCODER_TYPES = {family.config.model_type: family for family in ENCODERS.values()}
 _TEXT_TYPES = {"qwen2_vl_text": "qwen2"}
-"""Text parts that differ from a family of the registry in nothing that a spec holds."""
+"""Text parts that differ from a family of the registry in nothing that a spec holds: in the axes of their positions."""
 
 
 def model_spec(mllm: MLLM, name: str = "model") -> ModelSpec:
@@ -59,7 +57,7 @@ def spec_of_directory(path: Path) -> ModelSpec:
     file = path / "config.json" if path.is_dir() else path
     config, name = _read(file), file.absolute().parent.name
     if family := _ENCODER_TYPES.get(config.model_type):
-        return ModelSpec(name, (_encoder(family, config),), ())
+        return ModelSpec(name, (_encoder(file, family, config),), ())
     if config.model_type not in _COMPOSITES:
         return multimodal(name, _backbone(file, config), ())
     text = config.text_config
@@ -73,7 +71,8 @@ def spec_of_directory(path: Path) -> ModelSpec:
                 f"{file}: its {part} is of type {held.model_type!r}, which no family of encoders stands for; there are "
                 f"{', '.join(_ENCODER_TYPES)}."
             )
-        encoder = _encoder(_ENCODER_TYPES[held.model_type], held)
+        layer = getattr(config, "vision_feature_layer", None)
+        encoder = _encoder(file, _ENCODER_TYPES[held.model_type], held, layer if isinstance(layer, int) else None)
         if projector:
             encoder = connect(encoder, text.hidden_size, projector.kind, projector.downsample)
         encoders.append(encoder)
@@ -81,24 +80,19 @@ def spec_of_directory(path: Path) -> ModelSpec:
 
 
 def _read(file: Path) -> PreTrainedConfig:
-    if not file.is_file():
-        raise UserError(f"There is no {file}; give a directory with an HF model, or its config.json.")
-    stored = read_json(file)
-    found = stored.get("model_type") if isinstance(stored, dict) else None
+    stored = read_config_json(file)
+    found = stored.get("model_type")
     known = {**_BACKBONE_TYPES, **_COMPOSITES, **_ENCODER_TYPES}
     if not isinstance(found, str) or found not in known:
         raise UserError(f"{file}: no family stands for a model of type {found!r}; there are {', '.join(known)}.")
     kind = _ENCODER_TYPES[found].config if found in _ENCODER_TYPES else CONFIG_MAPPING[found]
-    try:
-        with quiet_transformers():
-            return kind.from_dict(stored)
-    except (StrictDataclassError, TypeError, ValueError, KeyError) as error:
-        raise UserError(f"{file} is no config of {found} ({one_line(error)}).") from error
+    return parse_config(file, kind, stored)
 
 
-def _encoder(family: Family, config: PreTrainedConfig) -> Module:
+def _encoder(file: Path, family: Family, config: PreTrainedConfig, feature_layer: int | None = None) -> Module:
     audio = issubclass(family.adapter, AudioEncoder)
-    encoder = family.adapter(_on_meta(family, config))
+    taken = {} if feature_layer is None else {"feature_layer": feature_layer}
+    encoder = family.adapter(_on_meta(file, family, config), **taken)
     return Module.of("audio" if audio else "image", (each.layer for each in encoder.layers()), padded=audio)
 
 
@@ -111,12 +105,17 @@ def _backbone(file: Path, config: PreTrainedConfig) -> Module:
         )
     family = _BACKBONE_TYPES[found]
     if found != config.model_type:
-        stored = {name: value for name, value in config.to_dict().items() if name != "model_type"}
-        config = family.config.from_dict(stored)
-    return Backbone(_on_meta(family, config)).spec_module()
+        left_out = ("model_type", "rope_parameters")
+        stored = {name: value for name, value in config.to_dict().items() if name not in left_out}
+        config = parse_config(file, family.config, stored)
+    return Backbone(_on_meta(file, family, config)).spec_module()
 
 
-def _on_meta(family: Family, config: PreTrainedConfig) -> torch.nn.Module:
+def _on_meta(file: Path, family: Family, config: PreTrainedConfig) -> torch.nn.Module:
+    family.check(config, f"{file}: ")
     config._attn_implementation = ATTENTION
-    with torch.device("meta"):
-        return family.model(config)
+    try:
+        with torch.device("meta"):
+            return family.model(config)
+    except Exception as error:
+        raise UserError(f"{file}: no {config.model_type} model can be made of it ({one_line(error)}).") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -33,6 +32,4 @@ def export(model: MLLM, tokenizer: Path, folder: Path, world: World) -> None:
             state[name] = whole.cpu()
     with world.together():
         if world.is_first:
-            shutil.rmtree(folder, ignore_errors=True)
-            export_hf(model, folder, state)
-            shutil.copytree(tokenizer, folder / "tokenizer")
+            export_hf(model, folder, state, tokenizer)

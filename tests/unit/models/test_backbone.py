@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-FAMILIES = ["qwen2", "qwen3", "llama", "mistral"]
+FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3", "phi3", "olmo2"]
+WITHOUT_WINDOW = ["llama", "gemma", "olmo2"]
 LENGTHS = [7, 1, 12, 5]
 
 
@@ -42,10 +43,10 @@ def test_loss_equals_hf_on_each_document(tiny, family, tied):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("window", [None, 4])
 def test_packed_equals_one_by_one_with_gradients(tiny, family, window):
-    if window and family == "llama":
-        pytest.skip("Llama has no sliding window")
+    if window and family in WITHOUT_WINDOW:
+        pytest.skip(f"{family} has no sliding window")
     options = {"sliding_window": window} if family == "mistral" or window else {}
-    if window and family != "mistral":
+    if window and family in ("qwen2", "qwen3"):
         options |= {"use_sliding_window": True, "max_window_layers": 1}
     backbone = tiny.backbone(family, **options)
     packed = tiny.Packed.of(LENGTHS, image=[1, 2, 9, 21])

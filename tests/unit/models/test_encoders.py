@@ -86,7 +86,7 @@ def test_audio_equals_hf_on_a_clip_of_full_length(tiny, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_together_equals_one_by_one_with_gradients(tiny, family):
-    module = tiny.encoder(family, projector={"downsample": 2})
+    module = tiny.encoder(family, projector={"downsample": 4})
     sizes = tiny.sizes(family)
     values = tiny.values(family, sizes).double()
     together = module(values, sizes)
@@ -146,7 +146,8 @@ def test_rows_per_item(tiny):
     images, clips = np.array([[2, 4], [6, 6]]), np.array([[1], [2], [7], [8]])
     assert tiny.encoder("siglip").num_tokens(images).tolist() == [8, 36]
     assert tiny.encoder("qwen2_vl").num_tokens(images).tolist() == [2, 9]
-    assert tiny.encoder("qwen2_vl", projector={"downsample": 4}).num_tokens(images).tolist() == [1, 3]
+    assert tiny.encoder("qwen2_vl", projector={"downsample": 4}).num_tokens(images).tolist() == [1, 4]
+    assert tiny.encoder("clip", projector={"downsample": 4}).num_tokens(np.array([[2, 4], [3, 5]])).tolist() == [2, 6]
     assert tiny.encoder("whisper").num_tokens(clips).tolist() == [1, 1, 4, 4]
     assert tiny.encoder("qwen2_audio").num_tokens(clips).tolist() == [0, 0, 2, 2]
     assert tiny.encoder("whisper").lengths(clips).tolist() == [1, 2, 7, 8]

@@ -14,14 +14,14 @@ from motet.models.export import export_hf
 
 def test_a_model_built_from_its_export_gives_the_same_loss(tiny, tmp_path):
     families = list(tiny.encoders)
-    encoders = {f: {"family": f, "config": tiny.encoders[f], "projector": {"downsample": 2}} for f in families}
+    encoders = {f: {"family": f, "config": tiny.encoders[f], "projector": {"downsample": 4}} for f in families}
     config = {"backbone": {"family": "qwen3", "config": tiny.backbone_options}, "encoders": encoders}
     mllm = build_mllm(ModelConfig(**config), tiny.vocab, torch.float64, seed=1)
     export_hf(mllm, tmp_path)
     config = {
         "backbone": {"family": "qwen3", "path": tmp_path / "backbone"},
         "encoders": {
-            f: {"family": f, "path": tmp_path / "encoders" / f, "projector": {"downsample": 2}} for f in families
+            f: {"family": f, "path": tmp_path / "encoders" / f, "projector": {"downsample": 4}} for f in families
         },
     }
     loaded = build_mllm(ModelConfig(**config), tiny.vocab, torch.float64, seed=2)
@@ -36,7 +36,7 @@ def test_a_model_built_from_its_export_gives_the_same_loss(tiny, tmp_path):
     assert torch.equal(mllm(packed, media)[0], loaded(packed, media)[0])
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3", "phi3", "olmo2"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_transformers_loads_the_backbone(tiny, tmp_path, family, tied):
     encoders = {"audio": {"family": "whisper", "config": tiny.encoders["whisper"]}}

@@ -43,7 +43,8 @@ BACKBONE = {
     "intermediate_size": 352,
 }
 UNROTATED = 2 * 128
-"""Qwen2-VL's queries and keys before rotation: they share a storage with the values, which attention keeps as they are.
+"""Queries and keys before rotation, of Qwen2-VL and Phi3, which have one product for queries, keys and values: they
+share a storage with the values, which attention keeps as they are.
 Where the kernel for packed segments runs, on a GPU, it is given a copy of the values.
 """
 
@@ -101,10 +102,12 @@ def test_encoder(family):
     check(module, lambda: module(values, sizes), module.lengths(sizes.numpy()), more)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3", "phi3", "olmo2"])
 def test_backbone(tiny, family):
-    config = BACKBONE | ({"head_dim": 32} if family == "qwen3" else {})
+    wide = {"head_dim": 32}
+    options = {"qwen3": wide, "gemma": wide, "gemma3": wide, "phi3": {"num_key_value_heads": 4}}
+    config = BACKBONE | options.get(family, {})
     backbone = build_backbone(BackboneConfig(family=family, config=config), 50, torch.bfloat16, 0)
     packed = tiny.Packed.of([300])
     packed.targets[:] = True
-    check(backbone, lambda: backbone(packed, {}), np.array([300]))
+    check(backbone, lambda: backbone(packed, {}), np.array([300]), UNROTATED if family == "phi3" else 0)

@@ -87,7 +87,7 @@ def packed_text():
 
 def config_of(tiny, train=True, **frozen) -> ModelConfig:
     encoders = {
-        f: {"family": f, "config": c, "projector": {"downsample": 2}} | frozen for f, c in tiny.encoders.items()
+        f: {"family": f, "config": c, "projector": {"downsample": 4}} | frozen for f, c in tiny.encoders.items()
     }
     return ModelConfig(backbone={"family": "qwen3", "config": tiny.backbone_options, "train": train}, encoders=encoders)
 

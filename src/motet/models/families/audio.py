@@ -17,6 +17,7 @@ from torch.nn.functional import dropout, gelu
 from motet.core.errors import UserError
 from motet.core.shapes import Transformer, convolution, final_norm
 from motet.models.attention import Padded
+from motet.models.contract import AudioRows
 from motet.models.layers import LayerModules, trains
 
 
@@ -35,6 +36,7 @@ class AudioEncoder(nn.Module):
             raise UserError(f"{type(model).__name__}'s encoder_layerdrop must be 0: ranks could not skip a layer alike")
         self.model = model
         self.output_dim = model.config.d_model
+        self.takes = AudioRows(model.config.num_mel_bins)
         self.max_frames = 2 * model.config.max_source_positions
 
     @property

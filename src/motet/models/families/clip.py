@@ -1,4 +1,4 @@
-"""CLIP's vision tower on packed patches: the last layer's patches are the rows; the class row is computed and left out.
+"""CLIP's vision tower on packed patches: a layer's patches are the rows; the class row is computed and left out.
 
 HF's `last_hidden_state` has no norm after the last layer (`post_layernorm` is for the pooled class row), nor has this.
 """
@@ -12,23 +12,37 @@ from transformers import CLIPVisionModel
 
 from motet.core.shapes import Transformer, patches
 from motet.models.attention import Segments
-from motet.models.families.patches import add_class_rows, embed_patches, patch_positions
+from motet.models.families.patches import (
+    add_class_rows,
+    embed_patches,
+    num_computed,
+    patch_positions,
+    raster_rows,
+)
 from motet.models.layers import LayerModules, trains, unused_layer
 
 
 class ClipEncoder(nn.Module):
-    """Rows are patches (channel, y, x), row-major; sizes are (patch rows, patch columns)."""
+    """Rows are patches (channel, y, x), row-major; sizes are (patch rows, patch columns).
 
-    def __init__(self, model: CLIPVisionModel) -> None:
+    feature_layer: as in `patches.num_computed`; LLaVA takes -2.
+    """
+
+    def __init__(self, model: CLIPVisionModel, feature_layer: int | None = None) -> None:
         super().__init__()
         self.model = model
         self.output_dim = model.config.hidden_size
+        self.takes = raster_rows(model.config)
+        self.num_computed = num_computed(model.encoder.layers, model.post_layernorm, feature_layer)
         # Normalises the pooled class row, which an MLLM does not use: no gradient would ever reach it.
         model.post_layernorm.requires_grad_(False)
 
     @property
     def blocks(self) -> list[nn.Module]:
-        return list(self.model.encoder.layers)
+        return list(self.model.encoder.layers)[: self.num_computed]
+
+    def grid(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        return sizes
 
     def num_outputs(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.prod(sizes, axis=1)
@@ -49,6 +63,7 @@ class ClipEncoder(nn.Module):
         return [
             LayerModules(stem, before),
             *(LayerModules(shape.layer(extra_rows=1, trained=trains(block)), (block,)) for block in self.blocks),
+            *(unused_layer(block, hidden) for block in model.encoder.layers[self.num_computed :]),
             unused_layer(model.post_layernorm, hidden),
         ]
 
@@ -60,6 +75,6 @@ class ClipEncoder(nn.Module):
         hidden, places = add_class_rows(patches, embeddings.class_embedding + table[0], counts)
         hidden = self.model.pre_layrnorm(hidden)[None]
         segments = Segments.from_lengths(counts + 1)
-        for layer in self.model.encoder.layers:
+        for layer in self.blocks:
             hidden = layer(hidden, segments)
         return hidden[0].index_select(0, places)

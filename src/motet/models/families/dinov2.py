@@ -1,4 +1,4 @@
-"""Dinov2 on packed patches: the patches after the last norm are rows; the class row is computed and left out."""
+"""Dinov2 on packed patches: those after the last norm, or after a layer, are rows; the class row is left out."""
 
 from __future__ import annotations
 
@@ -10,14 +10,23 @@ from transformers import Dinov2Model
 from motet.core.errors import UserError
 from motet.core.shapes import BIASES, Transformer, final_norm, patches
 from motet.models.attention import Segments
-from motet.models.families.patches import add_class_rows, embed_patches, patch_positions
-from motet.models.layers import LayerModules, trains
+from motet.models.families.patches import (
+    add_class_rows,
+    embed_patches,
+    num_computed,
+    patch_positions,
+    raster_rows,
+)
+from motet.models.layers import LayerModules, trains, unused_layer
 
 
 class Dinov2Encoder(nn.Module):
-    """Rows are patches (channel, y, x), row-major; sizes are (patch rows, patch columns)."""
+    """Rows are patches (channel, y, x), row-major; sizes are (patch rows, patch columns).
 
-    def __init__(self, model: Dinov2Model) -> None:
+    feature_layer: as in `patches.num_computed`.
+    """
+
+    def __init__(self, model: Dinov2Model, feature_layer: int | None = None) -> None:
         super().__init__()
         if model.config.drop_path_rate:
             raise UserError(
@@ -25,13 +34,19 @@ class Dinov2Encoder(nn.Module):
             )
         self.model = model
         self.output_dim = model.config.hidden_size
+        self.takes = raster_rows(model.config)
+        self.normalised = feature_layer is None
+        self.num_computed = num_computed(model.encoder.layer, model.layernorm, feature_layer)
         if model.embeddings.mask_token is not None:
             # Stands for masked patches in Dinov2's own pre-training: no gradient would ever reach it.
             model.embeddings.mask_token.requires_grad_(False)
 
     @property
     def blocks(self) -> list[nn.Module]:
-        return list(self.model.encoder.layer)
+        return list(self.model.encoder.layer)[: self.num_computed]
+
+    def grid(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        return sizes
 
     def num_outputs(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.prod(sizes, axis=1)
@@ -56,11 +71,14 @@ class Dinov2Encoder(nn.Module):
             biases=BIASES if config.qkv_bias else ("output", "mlp"),
             layer_scale=True,
         )
-        norm = final_norm(hidden, extra_rows=1, trained=trains(model.layernorm))
+        norm = model.layernorm
         return [
             LayerModules(stem, (embeddings,)),
             *(LayerModules(shape.layer(extra_rows=1, trained=trains(block)), (block,)) for block in self.blocks),
-            LayerModules(norm, (model.layernorm,)),
+            *(unused_layer(block, hidden) for block in model.encoder.layer[self.num_computed :]),
+            LayerModules(final_norm(hidden, extra_rows=1, trained=trains(norm)), (norm,))
+            if self.normalised
+            else unused_layer(norm, hidden),
         ]
 
     def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
@@ -71,6 +89,7 @@ class Dinov2Encoder(nn.Module):
         hidden, places = add_class_rows(patches, embeddings.cls_token[0, 0] + table[0], counts)
         hidden = embeddings.dropout(hidden)[None]
         segments = Segments.from_lengths(counts + 1)
-        for layer in self.model.encoder.layer:
+        for layer in self.blocks:
             hidden = layer(hidden, segments)
-        return self.model.layernorm(hidden)[0].index_select(0, places)
+        hidden = self.model.layernorm(hidden) if self.normalised else hidden
+        return hidden[0].index_select(0, places)

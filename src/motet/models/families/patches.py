@@ -1,4 +1,4 @@
-"""What vision transformers with a position table share: images of any grid as packed patch rows."""
+"""What vision towers with a position table share: images of any grid as packed patch rows, and the layer taken."""
 
 from __future__ import annotations
 
@@ -7,6 +7,35 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, linear
+from transformers import PreTrainedConfig
+
+from motet.core.errors import UserError
+from motet.models.contract import ImageRows
+
+
+def raster_rows(config: PreTrainedConfig) -> ImageRows:
+    """What a tower takes whose position table is a raster of patches."""
+    return ImageRows(config.patch_size, channels=config.num_channels)
+
+
+def num_computed(layers: nn.ModuleList, norm: nn.Module, feature_layer: int | None) -> int:
+    """How many of the layers compute what is taken of a tower; the others, and then the norm, are frozen.
+
+    feature_layer: None is the output of the tower: behind all layers and the norm. A number counts hidden states as
+    transformers does, none of them normalised: 1 is the output of the first layer, -1 of the last, -2 of the one before
+    it. Raises UserError for one that the tower has not.
+    """
+    if feature_layer is None:
+        return len(layers)
+    count = feature_layer if feature_layer > 0 else len(layers) + 1 + feature_layer
+    if not 1 <= count <= len(layers) or feature_layer == 0:
+        raise UserError(
+            f"feature_layer is {feature_layer}, but the tower has {len(layers)} layers: it must be 1 to {len(layers)}, "
+            f"or -1 (the last) to {-len(layers)}."
+        )
+    for unused in (*layers[count:], norm):
+        unused.requires_grad_(False)
+    return count
 
 
 def embed_patches(convolution: nn.Conv2d | nn.Conv3d, rows: Tensor) -> Tensor:

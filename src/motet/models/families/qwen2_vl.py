@@ -15,6 +15,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 from motet.core.errors import UserError
 from motet.core.shapes import Transformer, merge, patches
 from motet.models.attention import Segments
+from motet.models.contract import ImageRows
 from motet.models.families.patches import embed_patches
 from motet.models.layers import LayerModules, trains
 
@@ -60,6 +61,8 @@ class Qwen2VLEncoder(nn.Module):
         self.model = model
         self.output_dim = model.config.hidden_size
         self.merge = model.spatial_merge_size
+        config = model.config
+        self.takes = ImageRows(config.patch_size, self.merge, config.in_channels, config.temporal_patch_size)
         for block in model.blocks:
             block.attn = _Attention(block.attn)
 
@@ -73,6 +76,10 @@ class Qwen2VLEncoder(nn.Module):
                 f"an image's patch rows and columns must be multiples of {self.merge}, got {sizes.tolist()}"
             )
         return np.prod(sizes, axis=1) // self.merge**2
+
+    def grid(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The blocks of an image, which the merger makes one row each, are themselves a raster."""
+        return sizes // self.merge
 
     def layers(self) -> list[LayerModules]:
         model, config = self.model, self.model.config

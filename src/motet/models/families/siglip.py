@@ -1,4 +1,4 @@
-"""Siglip's vision tower on packed patches: every patch after the last norm is a row."""
+"""Siglip's vision tower on packed patches: every patch after the last norm, or after a layer, is a row."""
 
 from __future__ import annotations
 
@@ -9,24 +9,33 @@ from transformers import SiglipVisionModel
 
 from motet.core.shapes import Transformer, final_norm, patches
 from motet.models.attention import Segments
-from motet.models.families.patches import embed_patches, patch_positions
+from motet.models.families.patches import embed_patches, num_computed, patch_positions, raster_rows
 from motet.models.layers import LayerModules, trains, unused_layer
 
 
 class SiglipEncoder(nn.Module):
-    """Rows are patches (channel, y, x), row-major; sizes are (patch rows, patch columns)."""
+    """Rows are patches (channel, y, x), row-major; sizes are (patch rows, patch columns).
 
-    def __init__(self, model: SiglipVisionModel) -> None:
+    feature_layer: as in `patches.num_computed`; LLaVA-OneVision takes -1.
+    """
+
+    def __init__(self, model: SiglipVisionModel, feature_layer: int | None = None) -> None:
         super().__init__()
         self.model = model
         self.output_dim = model.config.hidden_size
+        self.takes = raster_rows(model.config)
+        self.normalised = feature_layer is None
+        self.num_computed = num_computed(model.encoder.layers, model.post_layernorm, feature_layer)
         if model.use_head:
             # Pools the patches into one row, which an MLLM does not use: no gradient would ever reach it.
             model.head.requires_grad_(False)
 
     @property
     def blocks(self) -> list[nn.Module]:
-        return list(self.model.encoder.layers)
+        return list(self.model.encoder.layers)[: self.num_computed]
+
+    def grid(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        return sizes
 
     def num_outputs(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.prod(sizes, axis=1)
@@ -40,11 +49,15 @@ class SiglipEncoder(nn.Module):
             num_positions=embeddings.num_positions,
             trained=trains(embeddings),
         )
+        norm = model.post_layernorm
         shape = Transformer(hidden, config.intermediate_size, config.num_attention_heads, activation=config.hidden_act)
         return [
             LayerModules(stem, (embeddings,)),
             *(LayerModules(shape.layer(trained=trains(block)), (block,)) for block in self.blocks),
-            LayerModules(final_norm(hidden, trained=trains(model.post_layernorm)), (model.post_layernorm,)),
+            *(unused_layer(block, hidden) for block in model.encoder.layers[self.num_computed :]),
+            LayerModules(final_norm(hidden, trained=trains(norm)), (norm,))
+            if self.normalised
+            else unused_layer(norm, hidden),
             *([unused_layer(model.head, hidden)] if model.use_head else []),
         ]
 
@@ -54,6 +67,6 @@ class SiglipEncoder(nn.Module):
         hidden = embed_patches(embeddings.patch_embedding, values)
         hidden = (hidden + patch_positions(embeddings.position_embedding.weight, grids))[None]
         segments = Segments.from_lengths(self.num_outputs(grids))
-        for layer in self.model.encoder.layers:
+        for layer in self.blocks:
             hidden = layer(hidden, segments)
-        return self.model.post_layernorm(hidden)[0]
+        return (self.model.post_layernorm(hidden) if self.normalised else hidden)[0]

@@ -1,0 +1,105 @@
+"""Bounds beside each number that an HF config may hold: a wrong one is named before HF builds anything of it.
+
+HF's own checks are of types. What is out of bounds would build for hours (10^9 layers), build nonsense (no layer at
+all, weights that are inf) or fail far away, so it is refused by its key, in a recipe and in a config.json alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from motet.core.errors import UserError
+from motet.core.limits import MAX_HEADS, MAX_LAYERS, MAX_MLP, MAX_VOCABULARY, MAX_WIDTH
+
+
+class Bound(NamedTuple):
+    """A number from `least` to `most`; open: more than `least`; below: less than `most`; whole: no fraction."""
+
+    least: float
+    most: float
+    whole: bool = True
+    open: bool = False
+    below: bool = False
+
+    def __str__(self) -> str:
+        kind, digits = ("a whole number", "d") if self.whole else ("a number", "g")
+        least = "more than" if self.open else "at least"
+        most = "less than" if self.below else "at most"
+        return f"{kind}, {least} {self.least:{digits}} and {most} {self.most:{digits}}"
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` is within; nan is not."""
+        above = value > self.least if self.open else value >= self.least
+        return above and (value < self.most if self.below else value <= self.most)
+
+
+def _counts(most: int, *keys: str, least: int = 1) -> dict[str, Bound]:
+    return dict.fromkeys(keys, Bound(least, most))
+
+
+_SHARE = Bound(0, 1, whole=False, below=True)
+_RANGE = Bound(0, 1, whole=False, open=True)
+_EPSILON = Bound(0, 0.1, whole=False, open=True)
+_FACTOR = Bound(0, 1e6, whole=False, open=True)
+
+BOUNDS: dict[str, Bound] = {
+    **_counts(MAX_VOCABULARY, "vocab_size"),
+    **_counts(MAX_WIDTH, "hidden_size", "d_model", "embed_dim", "projection_dim", "classifier_proj_size"),
+    **_counts(MAX_MLP, "intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim"),
+    **_counts(MAX_LAYERS, "num_hidden_layers", "depth", "encoder_layers"),
+    **_counts(MAX_LAYERS, "decoder_layers", "max_window_layers", least=0),
+    **_counts(MAX_HEADS, "num_attention_heads", "num_key_value_heads", "num_heads", "head_dim"),
+    **_counts(MAX_HEADS, "encoder_attention_heads", "decoder_attention_heads"),
+    **_counts(2**30, "max_position_embeddings", "original_max_position_embeddings", "sliding_window"),
+    **_counts(2**20, "max_source_positions", "max_target_positions"),
+    **_counts(2**20, "query_pre_attn_scalar"),
+    **_counts(2**16, "image_size"),
+    **_counts(2**10, "patch_size"),
+    "mlp_ratio": Bound(0, 64, whole=False, open=True),
+    **_counts(64, "temporal_patch_size", "spatial_merge_size", "num_channels", "in_channels"),
+    **_counts(2**12, "num_mel_bins"),
+    "initializer_range": _RANGE,
+    "init_std": _RANGE,
+    "initializer_factor": Bound(0, 100, whole=False, open=True),
+    "layerscale_value": Bound(0, 100, whole=False, open=True),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), _EPSILON),
+    **dict.fromkeys(("attention_dropout", "dropout", "activation_dropout", "hidden_dropout_prob"), _SHARE),
+    **dict.fromkeys(("attention_probs_dropout_prob", "resid_pdrop", "embd_pdrop", "drop_path_rate"), _SHARE),
+    **dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop"), _SHARE),
+    "rope_theta": Bound(1, 1e12, whole=False, open=True),
+    "rope_local_base_freq": Bound(1, 1e12, whole=False, open=True),
+    "partial_rotary_factor": Bound(0, 1, whole=False, open=True),
+    "factor": Bound(1, 1e6, whole=False),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor", "attention_factor"), _FACTOR),
+    **dict.fromkeys(("beta_fast", "beta_slow"), _FACTOR),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), Bound(0, 1e6, whole=False)),
+    **dict.fromkeys(("short_factor", "long_factor"), _FACTOR),
+}
+
+
+def check_bounds(where: str, options: Mapping[str, Any]) -> None:
+    """Hold every number in `options`, and in the tables inside it, to its bound. None stands for HF's own default.
+
+    where: what stands before a key in the sentence, "model.backbone.config." say. Raises UserError for the first number
+    that is out of bounds, and for one without a bound that is inf or nan.
+    """
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            check_bounds(f"{where}{key}.", value)
+            continue
+        for number in value if isinstance(value, list | tuple) else (value,):
+            _check(f"{where}{key}", BOUNDS.get(key), number)
+
+
+def _check(name: str, bound: Bound | None, value: Any) -> None:
+    if not isinstance(value, int | float):
+        return  # HF says by itself that it is of the wrong type.
+    if bound is None:
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{name} is {value}; it must be finite.")
+        return
+    fits_kind = not isinstance(value, bool) and (isinstance(value, int) or not bound.whole)
+    if not fits_kind or not bound.holds(value):
+        raise UserError(f"{name} is {value}; it must be {bound}.")

@@ -1,0 +1,173 @@
+"""What an HF config may say besides its numbers: only what Motet computes as transformers does.
+
+`Backbone` computes embedding, layers, output layer and cross entropy on positions that count from 0 in each document;
+encoders compute their layers on packed items. A config that says more than that is refused here with one sentence. Left
+out of account it would train another model than it names, and nothing would show it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from transformers import Gemma3TextConfig, Phi3Config, PreTrainedConfig
+
+from motet.core.errors import UserError
+
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "return_dict": (None, True),
+    "chunk_size_feed_forward": (None, 0),
+}
+"""Of any model: the values that are computed as they say."""
+
+_ONLY_BACKBONE: dict[str, tuple[Any, ...]] = {
+    "use_bidirectional_attention": (None, False),
+    "add_cross_attention": (None, False),
+    "is_encoder_decoder": (None, False),
+    "is_causal": (None, True),
+    "final_logit_softcapping": (None,),
+    "attn_logit_softcapping": (None,),
+    "attention_chunk_size": (None,),
+    "pretraining_tp": (None, 1),
+    "embd_pdrop": (None, 0),
+    **dict.fromkeys(("logit_scale", "logits_scaling", "scale_emb", "scale_depth"), (None, 1)),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier"), (None,)),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (None, 0)),
+}
+"""Of a backbone. Families that have these are not in the registry; a config that names them is of another model."""
+
+_KINDS = ("full_attention", "sliding_attention")
+
+_ROPE: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "yarn": frozenset(
+        {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale"}
+        | {"mscale_all_dim", "truncate"}
+    ),
+    "longrope": frozenset(
+        {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"}
+    ),
+}
+"""Per type of rotary positions the options that it has besides its base.
+
+Not "dynamic": its frequencies depend on the longest sequence that the model has seen so far, whatever document it was
+in. Not "mrope": its positions have three axes.
+"""
+
+
+def check_backbone(config: PreTrainedConfig, where: str = "") -> None:
+    """Raises UserError for what `Backbone` does not compute as transformers does, and for dims that do not fit.
+
+    where: what stands before a key in the sentence, "model.backbone.config." say.
+    """
+    _check_only(config, where, _ONLY | _ONLY_BACKBONE)
+    _check_kinds(config, where)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        raise UserError(
+            f"{where}num_attention_heads is {heads}; it must be a multiple of num_key_value_heads, {kv_heads}."
+        )
+    for name, rope in _ropes(config).items():
+        _check_rope(config, f"{where}{name}", rope)
+
+
+def check_encoder(config: PreTrainedConfig, where: str = "") -> None:
+    """Raises UserError for what an encoder does not compute as transformers does, and for dims that do not fit."""
+    _check_only(config, where, _ONLY)
+    for key in ("image_size", "patch_size", "temporal_patch_size"):
+        if not isinstance(size := getattr(config, key, 1), int):
+            raise UserError(f"{where}{key} is {size!r}; it must be one whole number, as patches and images are square.")
+    if hasattr(config, "image_size") and config.image_size < config.patch_size:
+        raise UserError(
+            f"{where}image_size is {config.image_size}; it must be at least patch_size, {config.patch_size}."
+        )
+    rope = getattr(config, "rope_parameters", None)
+    if rope is None:
+        return
+    if stray := sorted(set(rope) - {"rope_type", "type", "rope_theta"}) or rope.get("rope_type") != "axial":
+        raise UserError(f"{where}rope_parameters is {rope}; only the base, rope_theta, may be set, not {stray}.")
+    if config.embed_dim % (4 * config.num_heads):
+        raise UserError(
+            f"{where}embed_dim is {config.embed_dim}; it must be a multiple of 4 * num_heads, as the channels of a "
+            "head turn in pairs, half of them with the row and half with the column."
+        )
+
+
+def reads(config: PreTrainedConfig, key: str) -> bool:
+    """Whether a config of this class has the option at all; one that it has not may stand in a file all the same."""
+    return key in {field.name for field in fields(config)}
+
+
+def _check_only(config: PreTrainedConfig, where: str, only: dict[str, tuple[Any, ...]]) -> None:
+    if config.is_heterogeneous:
+        raise UserError(f"{where}per_layer_config gives layers options of their own, which Motet does not compute.")
+    for key, computed in only.items():
+        value = getattr(config, key, None)
+        if not any(value is each or (value == each and each is not None) for each in computed):
+            raise UserError(
+                f"{where}{key} is {value!r}, which Motet does not compute; it must be absent or {computed[-1]!r}."
+            )
+
+
+def _check_kinds(config: PreTrainedConfig, where: str) -> None:
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and not reads(config, "layer_types"):
+        raise UserError(
+            f"{where}layer_types says which layers have a window, but a {config.model_type} model has no such option: "
+            "its layers are all alike."
+        )
+    if kinds is None:
+        return
+    if unknown := sorted(set(kinds) - set(_KINDS)):
+        raise UserError(f"{where}layer_types has {unknown[0]!r}; Motet computes {' and '.join(_KINDS)}.")
+    if len(kinds) != config.num_hidden_layers:
+        raise UserError(
+            f"{where}layer_types has {len(kinds)} entries; it must have one for each of the num_hidden_layers = "
+            f"{config.num_hidden_layers} layers."
+        )
+    if "sliding_attention" in kinds and config.sliding_window is None:
+        raise UserError(
+            f"{where}layer_types has 'sliding_attention', but sliding_window is not set to a number of rows."
+        )
+
+
+def _ropes(config: PreTrainedConfig) -> dict[str, Any]:
+    """The tables of rotary options that the model reads, by name: one, or one for each kind of its layers."""
+    rope = config.rope_parameters
+    if isinstance(config, Gemma3TextConfig):
+        return {f"rope_parameters.{kind}": rope.get(kind) for kind in sorted(set(config.layer_types))}
+    return {"rope_parameters": rope}
+
+
+def _check_rope(config: PreTrainedConfig, name: str, rope: Any) -> None:
+    kind = rope.get("rope_type") if isinstance(rope, dict) else None
+    if kind not in _ROPE or (kind == "longrope" and isinstance(config, Gemma3TextConfig)):
+        raise UserError(f"{name} is {rope}, whose rope_type Motet does not compute; it must be {', '.join(_ROPE)}.")
+    partial = (
+        {"partial_rotary_factor"} if isinstance(config, Phi3Config) or rope.get("partial_rotary_factor") == 1 else set()
+    )
+    if stray := sorted(set(rope) - _ROPE[kind] - {"rope_type", "type", "rope_theta"} - partial):
+        raise UserError(
+            f"{name}.{stray[0]} is {rope[stray[0]]}, which is no option of rope_type {kind!r} and not computed; a "
+            "model whose positions have several axes (M-RoPE) is no backbone that Motet knows."
+        )
+    # Phi3 calls its only type by older names.
+    named = rope.get("type", kind)
+    if named != kind and not (isinstance(config, Phi3Config) and named in ("su", "yarn")):
+        raise UserError(f"{name}.type is {named!r}, and rope_type is {kind!r}; they must agree.")
+    low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
+    if kind == "llama3" and (low is None or high is None or not low < high):
+        raise UserError(f"{name}.low_freq_factor is {low}; it must be less than high_freq_factor, {high}.")
+    fast, slow = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
+    if kind == "yarn" and not fast > slow:
+        raise UserError(f"{name}.beta_fast is {fast}; it must be more than beta_slow, {slow}.")
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    turned = int(width * (rope.get("partial_rotary_factor") or 1))
+    if turned % 2 or not turned:
+        raise UserError(
+            f"{name}: {turned} channels of a head would turn with the position; their number must be even and not 0, "
+            "as they turn in pairs (head_dim, or hidden_size / num_attention_heads)."
+        )
