@@ -43,7 +43,7 @@ def line_of(text, part):
         ("seed = 3", "num_workers = 3", "num_workers", "'num_workers' belongs into [data]"),
         ("[transforms.image]\npatch_size", "[transforms.image]\npatchsize", "patchsize", "did you mean 'patch_size'?"),
         ("[optimizer]", "[optimiser]", "[optimiser]", "unknown key 'optimiser'; did you mean 'optimizer'?"),
-        ('family = "qwen2"', 'family = "qwen9"', 'family = "qwen9"', "must be 'qwen2', 'qwen3', 'llama' or 'mistral'"),
+        ('family = "qwen2"', 'family = "qwen9"', 'family = "qwen9"', "'mistral', 'gemma', 'gemma3', 'phi3' or 'olmo2'"),
         ("num_mels = 20", "num_mels = true", "num_mels", "'transforms.audio.num_mels' must be a whole number"),
         ("[transforms.audio]\nnum_mels = 20", "", None, "needs a table [transforms.audio]"),
     ],
@@ -81,7 +81,6 @@ def test_missing_files(job, capsys, monkeypatch):
         ('balance.phases=["video"]', "there is no phase 'video'"),
         ("balance.method=jointly", "'balance.method' must be 'auto', 'joint' or 'per_phase', not 'jointly'."),
         ("balance.speed.device_tflops=0", "'balance.speed.device_tflops' must be greater than 0, not 0."),
-        ("transforms.image.channels=3", "makes rows of 48 values, which the encoder cannot take"),
         # Numbers that would hang, fill the memory, or leave all data out without a word.
         ("run.batch_size=1000000000000", "'run.batch_size' must be less than or equal to 1000000, not 1000000000000."),
         ("run.steps=10000000000", "'run.steps' must be less than or equal to 1000000000"),
@@ -104,6 +103,14 @@ def test_missing_files(job, capsys, monkeypatch):
         ("transforms.image.max_pixels_side=100000000", "max_pixels_side must be from 1 to 16,384, not 100000000."),
         ("data.train=['train-{0..999999999}.tar']", "its braces name 1,000,000,000 shards, more than 100,000"),
         ("data.train=['/dev/zero']", "manifest /dev/zero: /dev/zero is a device, but must be a regular file"),
+        ("transforms.image.channels=3", "channels is 3, but model.encoders.image takes rows with channels = 1"),
+        ("transforms.image.merge_size=4", "merge_size is 4, but model.encoders.image takes rows with merge_size = 2"),
+        ("model.backbone.config.num_hidden_layers=1000000000", "num_hidden_layers is 1000000000; it must be a whole"),
+        (
+            "model.encoders.audio.config.init_std=inf",
+            "model.encoders.audio.config.init_std is inf; it must be a number",
+        ),
+        ("model.encoders.image.projector.downsample=2", "squares are joined: it must be 1, 4, 9, 16"),
     ],
 )
 def test_overrides(job, capsys, monkeypatch, override, said):

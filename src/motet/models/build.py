@@ -10,6 +10,7 @@ import hashlib
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -139,6 +140,7 @@ def build_modality(
 def _build_hf(
     where: str, family: Family, path: Path | None, options: dict[str, Any], dtype: torch.dtype, seed: int
 ) -> nn.Module:
+    options = deepcopy(options)  # HF writes its defaults into tables that it is given.
     known = {field.name for field in fields(family.config)} - {field.name for field in fields(PreTrainedConfig)}
     if unknown := sorted(set(options) - known):
         raise UserError(f"model.{where}.config: {family.config.__name__} has no option {', '.join(unknown)}")

@@ -53,6 +53,8 @@ def read_config_json(file: Path) -> dict[str, Any]:
     stored = read_json(file)
     if not isinstance(stored, dict):
         raise UserError(f"{file} holds no table of options, as the config of an HF model does.")
+    if not isinstance(stored.get("model_type", ""), str | None):
+        raise UserError(f"{file}: model_type is {stored['model_type']!r}; it must be a name.")
     check_bounds(f"{file}: ", stored)
     return stored
 

@@ -41,11 +41,8 @@ def export_hf(
     """
     directory = directory.absolute()
     state = mllm.state_dict() if state_dict is None else state_dict
-    if (
-        directory.exists()
-        and not (directory / "backbone").is_dir()
-        and (not directory.is_dir() or any(directory.iterdir()))
-    ):
+    is_free = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
+    if not is_free and not (directory / "backbone").is_dir():
         raise UserError(f"{directory} exists and is no export, which would be replaced; name another directory.")
     parts = [
         _Part(path, module, _weights(module, state, prefix), is_hf) for path, module, prefix, is_hf in _parts(mllm)
@@ -106,14 +103,13 @@ def _fresh(part: _Part) -> PreTrainedModel:
     kind = type(part.module)
     with quiet_transformers(), torch.device("meta"):
         fresh = kind(deepcopy(part.module.config)).to(next(iter(part.weights.values())).dtype)
-    wanted = fresh.state_dict()
-    strange = [name for name in part.weights if name not in wanted] or [
-        name for name in wanted if name not in part.weights
-    ]
-    strange = strange or [name for name in wanted if wanted[name].shape != part.weights[name].shape]
-    if strange:
+    held, wanted = (
+        {name: tensor.shape for name, tensor in each.items()} for each in (part.weights, fresh.state_dict())
+    )
+    strange = next((name for name in held | wanted if held.get(name) != wanted.get(name)), None)
+    if strange is not None:
         raise UserError(
-            f"{part.path} cannot be exported: {strange[0]} is not as in a {kind.__name__} of its config, and "
+            f"{part.path} cannot be exported: {strange} is not as in a {kind.__name__} of its config, and "
             "transformers could not load it; merge adapters into the weights that they change, and remove them "
             "(nothing is written)."
         )
@@ -135,7 +131,11 @@ def _whole(directory: Path) -> Iterator[Path]:
     for left in (writing, old):
         shutil.rmtree(left, ignore_errors=True)
     writing.mkdir(parents=True)
-    yield writing
+    try:
+        yield writing
+    except BaseException:
+        shutil.rmtree(writing, ignore_errors=True)
+        raise
     if directory.exists():
         directory.rename(old)
     writing.rename(directory)

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from motet.core.errors import UserError
@@ -31,6 +30,7 @@ from motet.train.evaluate import Evaluator
 from motet.train.loading import ExchangeLoading, IndexLoading, Loading
 from motet.train.optimizer import build_optimizer
 from motet.train.recipe import Recipe
+from motet.train.rows import check_rows
 from motet.train.world import JointUserError, World
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -64,7 +64,7 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
         dtype = _DTYPES[recipe.run.dtype]
         tokenizer = ChatTokenizer.from_directory(recipe.data.tokenizer)
         model = build_mllm(recipe.model, tokenizer.vocabulary_size, dtype, recipe.run.seed)
-        _probe(recipe, model)
+        check_rows(recipe, model)
         model.to(world.device)
         compute_dtype = getattr(torch, recipe.fsdp.param_dtype or recipe.run.dtype)
         measured = read_measured(recipe, model)
@@ -145,23 +145,6 @@ def _index_progress(manifests: Sequence[str], say: Say) -> Callable[[int, float]
             say(f"Indexing {', '.join(manifests)}: {num_examples:,} examples, {share:.0%}")
 
     return show
-
-
-def _probe(recipe: Recipe, model: MLLM) -> None:
-    """Give every encoder one small item, so that one whose rows do not fit says so before training."""
-    for name, module in model.encoders.items():
-        transform = recipe.transform(name)
-        sizes = transform.sizes(np.array([[1, 1]], dtype=np.int64))
-        values = torch.zeros(int(sizes.prod()), transform.row_dim)
-        try:
-            with torch.no_grad():
-                module(values, torch.from_numpy(sizes))
-        except (RuntimeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(
-                f"transforms.{name} does not fit model.encoders.{name}: it makes rows of {transform.row_dim} values, "
-                f"which the encoder cannot take ({reason})."
-            ) from error
 
 
 def _check_same_examples(world: World, dataset: Dataset, heldout: Dataset | None) -> None:

@@ -83,7 +83,10 @@ def _truncated(part: EncoderConfig | BackboneConfig, families: dict[str, Family]
     if "layer_types" in inspect.signature(family.config).parameters:
         # A list of the layers that there were; without it the family's rule is applied to the one that there is.
         options["layer_types"] = None
-    return {"config": options}
+    truncated: dict[str, Any] = {"config": options}
+    if getattr(part, "feature_layer", None) is not None:
+        truncated["feature_layer"] = -1  # Of the one layer that there is.
+    return truncated
 
 
 def subjects(recipe: Recipe, model: MLLM, sharded: MLLM, device: torch.device) -> list[Subject]:

@@ -96,6 +96,24 @@ def test_refuses_rows_without_extents():
         Segments.from_lengths(np.array([4])).attend(*draw([3]), None, 0.0, None)
 
 
+def test_refuses_what_it_does_not_compute():
+    from transformers import AttentionInterface
+
+    function = AttentionInterface._global_mapping[ATTENTION]
+    module, segments = torch.nn.Linear(1, 1), Segments.from_lengths(np.array([3]), causal=True)
+    harmless = {"position_ids": torch.arange(3)[None], "use_cache": False, "output_attentions": False, "softcap": None}
+    out, _ = function(module, *draw([3]), None, segments=segments, **harmless)
+    assert out.shape == (1, 3, 4, 8)
+    for name, given in {"softcap": 50.0, "s_aux": torch.zeros(4), "position_bias": torch.zeros(3), "sinks": 1}.items():
+        with pytest.raises(TypeError, match=f"does not compute '{name}'"):
+            function(module, *draw([3]), None, segments=segments, **{name: given})
+    module.is_causal = False
+    with pytest.raises(TypeError, match="Linear is not causal"):
+        function(module, *draw([3]), None, segments=segments)
+    with pytest.raises(TypeError, match="is causal"):
+        function(module, *draw([3]), Segments.from_lengths(np.array([3])), is_causal=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 16)])

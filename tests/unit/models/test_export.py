@@ -5,11 +5,15 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForCausalLM, WhisperConfig
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
+from motet.core.errors import UserError
 from motet.models.build import ModelConfig, build_mllm
 from motet.models.export import export_hf
+from motet.models.module import ModalityModule
+from motet.models.projector import Projector, ProjectorConfig
 
 
 def test_a_model_built_from_its_export_gives_the_same_loss(tiny, tmp_path):
@@ -66,3 +70,125 @@ def test_export_keeps_the_dtype_of_the_weights(tiny, tmp_path):
     export_hf(mllm, tmp_path)
     assert json.loads((tmp_path / "backbone" / "config.json").read_text())["dtype"] == "bfloat16"
     assert {t.dtype for t in load_file(tmp_path / "backbone" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+class Adapted(nn.Module):
+    """What peft puts in the place of a linear layer."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A, self.lora_B = nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+def a_model(tiny, **encoders):
+    backbone = {"family": "llama", "config": tiny.backbone_options}
+    return build_mllm(ModelConfig(backbone=backbone, encoders=encoders), tiny.vocab)
+
+
+def names(directory):
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+
+
+def test_injected_adapters_are_refused_before_anything_is_written(tiny, tmp_path):
+    target = tmp_path / "export"
+    mllm = a_model(tiny, image={"family": "clip", "config": tiny.encoders["clip"]})
+    export_hf(mllm, target)
+    before = names(tmp_path)
+    attention = mllm.encoders["image"].encoder.model.encoder.layers[1].self_attn
+    attention.q_proj = Adapted(attention.q_proj)
+    with pytest.raises(UserError, match=r"encoders/image cannot be exported: .*q_proj.base_layer.weight is not as in"):
+        export_hf(mllm, target)
+    assert names(tmp_path) == before
+    mllm = a_model(tiny)
+    layer = mllm.backbone.causal_lm.model.layers[0]
+    layer.inner.mlp.down_proj = Adapted(layer.inner.mlp.down_proj)
+    with pytest.raises(UserError, match=r"backbone cannot be exported: .*Merge|merge adapters into the weights"):
+        export_hf(mllm, tmp_path / "other")
+    assert names(tmp_path) == before
+
+
+def test_weights_of_another_shape_are_refused(tiny, tmp_path):
+    mllm = a_model(tiny)
+    state = mllm.state_dict()
+    name = next(name for name in state if name.endswith("embed_tokens.weight"))
+    with pytest.raises(UserError, match=r"model.embed_tokens.weight is not as in a LlamaForCausalLM"):
+        export_hf(mllm, tmp_path, state | {name: torch.zeros(51, tiny.dim)})
+    assert names(tmp_path) == []
+
+
+def test_a_crash_leaves_the_earlier_export_and_nothing_that_looks_whole(tiny, tmp_path, monkeypatch):
+    mllm, target = a_model(tiny, image={"family": "clip", "config": tiny.encoders["clip"]}), tmp_path / "export"
+    export_hf(mllm, target)
+    before = load_file(target / "backbone" / "model.safetensors")
+    monkeypatch.setattr("motet.models.export.save_file", lambda *_: 1 / 0)
+    for parameter in mllm.parameters():
+        parameter.data += 1
+    for where in (target, tmp_path / "first"):
+        with pytest.raises(ZeroDivisionError):
+            export_hf(mllm, where)
+    assert not (tmp_path / "first").exists()
+    kept = load_file(target / "backbone" / "model.safetensors")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in kept.items())
+    monkeypatch.undo()
+    export_hf(mllm, target)
+    assert not torch.equal(
+        load_file(target / "backbone" / "model.safetensors")["lm_head.weight"], before["lm_head.weight"]
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_what_is_no_export_is_never_replaced(tiny, tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    for target in (tmp_path, tmp_path / "thesis.txt"):
+        with pytest.raises(UserError, match="exists and is no export"):
+            export_hf(a_model(tiny), target)
+    assert names(tmp_path) == ["thesis.txt"]
+
+
+class Beside(nn.Module):
+    """An HF model, and weights beside it: a second norm, tied to the first."""
+
+    output_dim = 24
+
+    def __init__(self, model) -> None:
+        super().__init__()
+        self.model = model
+        self.norm = nn.LayerNorm(24)
+        self.tied = nn.LayerNorm(24)
+        self.tied.weight = self.norm.weight
+
+    def num_outputs(self, sizes):
+        return sizes.prod(1)
+
+
+def test_nothing_that_has_weights_is_left_out(tiny, tmp_path):
+    mllm = a_model(tiny)
+    tower = tiny.encoder("siglip", torch.float32).encoder.model
+    hooks = {"before": nn.Linear(2, 2), "after": nn.Linear(3, 3)}
+    projector = Projector(24, tiny.dim, ProjectorConfig())
+    mllm.encoders["image"] = ModalityModule(Beside(tower), projector, **hooks)
+    mllm.backbone.before_backbone = nn.Linear(4, 4)
+    export_hf(mllm, tmp_path)
+    stored = {}
+    for path in ("encoders/image/model", "projectors/image", "hooks/image.before", "hooks/image.after"):
+        stored |= {f"{path} {name}": tensor for name, tensor in load_file(tmp_path / f"{path}.safetensors").items()}
+    stored |= load_file(tmp_path / "hooks/backbone.before.safetensors")
+    assert len(stored) == len([name for name in mllm.state_dict() if "causal_lm" not in name])
+    assert torch.equal(stored["encoders/image/model tied.weight"], mllm.encoders["image"].encoder.norm.weight)
+
+
+def test_how_to_generate_and_the_tokenizer_go_along(tiny, tmp_path):
+    mllm = a_model(tiny)
+    # As in Llama 2's own directory, which transformers reads and would not write.
+    mllm.backbone.causal_lm.generation_config.temperature = 0.9
+    mllm.backbone.causal_lm.generation_config.eos_token_id = [2, 7]
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "tokenizer.json").write_text("{}")
+    export_hf(mllm, tmp_path / "export", tokenizer=tmp_path / "words")
+    stored = json.loads((tmp_path / "export" / "backbone" / "generation_config.json").read_text())
+    assert (stored["temperature"], stored["eos_token_id"]) == (0.9, [2, 7])
+    assert (tmp_path / "export" / "tokenizer" / "tokenizer.json").read_text() == "{}"

@@ -83,6 +83,90 @@ def test_downsampling_joins_rows_of_one_item_and_fills_its_tail_with_zeros():
     assert projector.num_outputs(counts).tolist() == [2, 0, 1, 1] == [len(e) for e in expected]
 
 
+@pytest.mark.parametrize("downsample", [4, 9])
+def test_rows_of_a_raster_are_joined_in_squares(downsample):
+    projector = Projector(3, 5, ProjectorConfig(kind="linear", downsample=downsample))
+    grids = np.array([[4, 6], [3, 5], [1, 1], [6, 3]])
+    rows = torch.randn(int(grids.prod(axis=1).sum()), 3)
+    side, expected, counts = int(downsample**0.5), [], []
+    for item, (height, width) in zip(rows.split(grids.prod(axis=1).tolist()), grids.tolist()):
+        raster = nn.functional.pad(item.view(height, width, 3), (0, 0, 0, -width % side, 0, -height % side))
+        blocks = raster.unfold(0, side, side).unfold(1, side, side)  # [down, across, 3, side, side]
+        counts.append(blocks.shape[0] * blocks.shape[1])
+        expected.append(projector.layers(blocks.permute(0, 1, 3, 4, 2).reshape(-1, downsample * 3)))
+    assert projector.num_outputs(grids).tolist() == counts
+    torch.testing.assert_close(projector(rows, grids), torch.cat(expected))
+
+
+def test_joined_squares_are_internvls_pixel_shuffle():
+    from transformers.models.internvl.modeling_internvl import InternVLModel
+
+    images = torch.randn(2, 8, 8, 3, dtype=torch.float64)  # [image, row, column, channel]
+    expected = InternVLModel.pixel_shuffle(None, images, 0.5).flatten(0, 2)
+    projector = Projector(3, 12, ProjectorConfig(kind="linear", downsample=4)).double()
+    projector.layers = nn.Identity()
+    assert torch.equal(projector(images.flatten(0, 2), np.array([[8, 8], [8, 8]])), expected)
+
+
+def test_only_squares_of_a_raster_can_be_joined(tiny):
+    with pytest.raises(UserError, match=r"SiglipEncoder gives a raster .*must be 1, 4, 9, 16"):
+        tiny.encoder("siglip", projector={"downsample": 2})
+    assert tiny.encoder("whisper", projector={"downsample": 2}).projector.downsample == 2
+
+
+def test_a_cost_that_is_no_kind_of_cost_is_refused():
+    encoder = Custom()
+    encoder.cost = "quadratic"
+    with pytest.raises(UserError, match=r"Custom\.cost is 'quadratic'; it must be 'packed' or 'padded'"):
+        module_of(encoder)
+
+
+def noisy(tiny, **options):
+    """An encoder, a projector and a backbone with dropout in each."""
+    mllm = tiny.mllm(**options)
+    encoder = mllm.encoders["audio"].encoder.model
+    encoder.dropout = 0.5
+    for layer in encoder.layers:
+        layer.dropout = 0.5
+    mllm.encoders["audio"].projector.layers.append(nn.Dropout(0.5))
+    for layer in mllm.backbone.causal_lm.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    return mllm
+
+
+def losses(tiny, mllm, count=4):
+    sizes = torch.tensor([[7]])
+    media = {"audio": (tiny.values("whisper", sizes), sizes)}
+    return {mllm(tiny.Packed.of([9], audio=[0, 1]), media)[0].item() for _ in range(count)}
+
+
+def test_what_is_frozen_drops_nothing_out_however_often_train_is_called(tiny):
+    frozen = noisy(tiny, train=False, train_encoder=False, train_projector=False)
+    evaluated = losses(tiny, frozen.eval(), 1)
+    for _ in range(2):
+        assert losses(tiny, frozen.train()) == evaluated
+    module = frozen.encoders["audio"]
+    assert frozen.training and module.training and not module.encoder.training and not module.projector.training
+    assert not frozen.backbone.causal_lm.training
+
+
+@pytest.mark.parametrize("part", ["train", "train_encoder", "train_projector"])
+def test_what_is_trained_drops_out(tiny, part):
+    flags = dict.fromkeys(("train", "train_encoder", "train_projector"), False) | {part: True}
+    assert len(losses(tiny, noisy(tiny, **flags).train())) > 1
+
+
+def test_an_encoder_that_froze_itself_is_frozen(tiny):
+    encoder = Custom()
+    encoder.dropout = nn.Dropout(0.5)
+    encoder.requires_grad_(False)
+    module = module_of(encoder)
+    assert not encoder.training and module.projector.training
+    assert not module.train().encoder.training
+    encoder.linear.bias.requires_grad_(True)
+    assert module.train().encoder.training and encoder.dropout.training
+
+
 def tile(values, sizes):
     """Cut images of 4 x 4 patches into four tiles of 2 x 2."""
     tiles = values.view(len(sizes), 2, 2, 2, 2, -1).transpose(2, 3)

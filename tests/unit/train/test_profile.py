@@ -83,7 +83,7 @@ def test_every_family_can_be_one_layer_deep():
         "qwen2_audio": {"d_model": 16, "encoder_attention_heads": 2, "encoder_ffn_dim": 16},
     }
     backbone = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-    for family in ("qwen2", "qwen3", "llama", "mistral"):
+    for family in BACKBONES:
         given = {"backbone": {"family": family, "config": backbone | {"num_hidden_layers": 5}, "train": False}}
         given["encoders"] = {
             name: {"family": name, "config": config, "train_encoder": False} for name, config in options.items()
@@ -102,7 +102,8 @@ def test_a_directory_is_read_one_layer_deep(tmp_path, family):
     if family == "whisper":
         small = {"d_model": 16, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
     registered.model(registered.config(**small, **{registered.depth: 3})).save_pretrained(tmp_path)
-    given = {"backbone": {"family": "qwen2", "config": {"hidden_size": 16, "num_attention_heads": 2}}}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    given = {"backbone": {"family": "qwen2", "config": {"hidden_size": 16} | heads}}
     if family == "whisper":
         given["encoders"] = {"audio": {"family": family, "path": tmp_path}}
     else:

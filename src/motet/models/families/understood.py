@@ -70,7 +70,7 @@ def check_backbone(config: PreTrainedConfig, where: str = "") -> None:
         raise UserError(
             f"{where}num_attention_heads is {heads}; it must be a multiple of num_key_value_heads, {kv_heads}."
         )
-    for name, rope in _ropes(config).items():
+    for name, rope in _ropes(config, where).items():
         _check_rope(config, f"{where}{name}", rope)
 
 
@@ -104,6 +104,8 @@ def reads(config: PreTrainedConfig, key: str) -> bool:
 def _check_only(config: PreTrainedConfig, where: str, only: dict[str, tuple[Any, ...]]) -> None:
     if config.is_heterogeneous:
         raise UserError(f"{where}per_layer_config gives layers options of their own, which Motet does not compute.")
+    if getattr(config, "attention_dropout", 0) is None:
+        raise UserError(f"{where}attention_dropout is None; it must be a number, 0 for none.")
     for key, computed in only.items():
         value = getattr(config, key, None)
         if not any(value is each or (value == each and each is not None) for each in computed):
@@ -134,10 +136,15 @@ def _check_kinds(config: PreTrainedConfig, where: str) -> None:
         )
 
 
-def _ropes(config: PreTrainedConfig) -> dict[str, Any]:
+def _ropes(config: PreTrainedConfig, where: str) -> dict[str, Any]:
     """The tables of rotary options that the model reads, by name: one, or one for each kind of its layers."""
     rope = config.rope_parameters
     if isinstance(config, Gemma3TextConfig):
+        if stray := sorted(set(rope) - set(_KINDS)):
+            raise UserError(
+                f"{where}rope_parameters.{stray[0]} has no effect; it belongs into a table for a kind of layer, "
+                f"{' or '.join(_KINDS)}."
+            )
         return {f"rope_parameters.{kind}": rope.get(kind) for kind in sorted(set(config.layer_types))}
     return {"rope_parameters": rope}
 
