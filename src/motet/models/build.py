@@ -128,13 +128,21 @@ def build_modality(
             check_taken(where, family, config.path, config.feature_layer)
         model = _build_hf(where, family, config.path, config.config, dtype, seed)
         taken = {"feature_layer": config.feature_layer} if config.family in FEATURE_LAYERS else {}
-        try:
+        with _named(f"model.{where}"):
             encoder = family.adapter(model, **taken)
-        except UserError as error:
-            raise UserError(f"model.{where}: {error}") from error
     with _seeded(seed, f"{name} projector"):
         projector = Projector(encoder.output_dim, backbone_dim, config.projector).to(dtype)
-    return ModalityModule(encoder, projector, config.train_encoder, config.train_projector)
+    with _named(f"model.encoders.{name}"):
+        return ModalityModule(encoder, projector, config.train_encoder, config.train_projector)
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Puts the table of the recipe before what a class says is wrong with its options."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def _build_hf(

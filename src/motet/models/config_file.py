@@ -26,7 +26,9 @@ _TAKE_OUTPUT = ("siglip", "clip", "paligemma", "gemma3", "shieldgemma2", "cohere
 
 def one_line(error: Exception) -> str:
     """What a library says is wrong, without its line breaks."""
-    return " ".join(str(error).split())
+    # Of a KeyError, str() is the repr of what it says.
+    said = error.args[0] if isinstance(error, KeyError) and error.args else error
+    return " ".join(str(said).split())
 
 
 @contextmanager
@@ -85,7 +87,7 @@ def read_config(where: str, family: Family, path: Path, options: dict[str, Any])
             raise UserError(f"model.{where}.path: {path} holds a model of type {found!r}, where {wanted!r} is needed.")
         stored = getattr(whole, family.part).to_dict()
     config = parse_config(file, family.config, stored | options)
-    family.check(config, f"{file}: ")
+    family.check(config, f"{file}: " if not options else f"{file}, with model.{where}.config: ")
     return config
 
 

@@ -85,11 +85,11 @@ def packed_text():
     return SimpleNamespace(tokens=tokens, targets=tokens > 0, offsets=torch.tensor([0, 5]), feature_positions={})
 
 
-def config_of(tiny, train=True, **frozen) -> ModelConfig:
+def config_of(tiny, train=True, family="qwen3", **frozen) -> ModelConfig:
     encoders = {
         f: {"family": f, "config": c, "projector": {"downsample": 4}} | frozen for f, c in tiny.encoders.items()
     }
-    return ModelConfig(backbone={"family": "qwen3", "config": tiny.backbone_options, "train": train}, encoders=encoders)
+    return ModelConfig(backbone={"family": family, "config": tiny.backbone_options, "train": train}, encoders=encoders)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,26 @@ def test_gradients_equal_one_process(tiny, num_ranks, train, frozen, recompute):
                 # The floor is for biases of keys: softmax does not see them, their gradients are rounding alone.
                 bound = 1e-10 * parameter.grad.norm() + 1e-14
                 assert (gradients[name] - parameter.grad).norm() <= bound, name
+
+
+@pytest.mark.parametrize("family", ["gemma3", "phi3", "olmo2"])
+def test_gradients_of_other_backbones_and_of_a_layer_equal_one_process(tiny, family):
+    config = config_of(tiny, family=family)
+    for name in ("siglip", "clip", "dinov2"):
+        config.encoders[name].feature_layer = -2
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config.backbone.config |= {
+        "gemma3": {"head_dim": 8, "sliding_window": 5},
+        "phi3": {"rope_parameters": rope, "original_max_position_embeddings": 10},
+        "olmo2": {"tie_word_embeddings": True},
+    }[family]
+    mllm, packed, media = documents(config, 0, 1)
+    mllm(packed, media)[0].backward()
+    for _, gradients in run_ranks(sharded_gradients, 3, config, True):
+        for name, parameter in mllm.named_parameters():
+            assert (gradients[name] is None) == (parameter.grad is None), name
+            if parameter.grad is not None:
+                assert (gradients[name] - parameter.grad).norm() <= 1e-10 * parameter.grad.norm() + 1e-14, name
 
 
 def run_mixed(rank: int, num_ranks: int, config: ModelConfig):

@@ -72,6 +72,8 @@ SAYINGS = [
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True.*must be absent or False"),
     ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
     ("phi3", {"embd_pdrop": 0.1}, "embd_pdrop is 0.1"),
+    ("olmo2", {"hidden_act": "silly"}, "hidden_act is 'silly'; it must be one of .*silu"),
+    ("whisper", {"activation_function": ""}, "activation_function is ''; it must be one of"),
     ("qwen2", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types has 'linear_attention'"),
     ("qwen2", {"layer_types": ["full_attention", "wide"]}, "wide"),
     ("qwen2", {"layer_types": ["full_attention"]}, "layer_types"),

@@ -47,7 +47,8 @@ class AudioEncoder(nn.Module):
         """Half as many as frames, rounded up. Raises UserError for a clip with more frames than positions."""
         if (longest := int(sizes.max(initial=0))) > self.max_frames:
             raise UserError(
-                f"a clip of {longest} frames is longer than the {self.max_frames} that its encoder has positions for"
+                f"a clip of {longest} frames is longer than the {self.max_frames} that its encoder has positions for; "
+                "let its transform's max_seconds bound it"
             )
         return (sizes[:, 0] + 1) // 2
 

@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from transformers import Gemma3TextConfig, Phi3Config, PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from motet.core.errors import UserError
 
@@ -87,8 +88,8 @@ def check_encoder(config: PreTrainedConfig, where: str = "") -> None:
     rope = getattr(config, "rope_parameters", None)
     if rope is None:
         return
-    if stray := sorted(set(rope) - {"rope_type", "type", "rope_theta"}) or rope.get("rope_type") != "axial":
-        raise UserError(f"{where}rope_parameters is {rope}; only the base, rope_theta, may be set, not {stray}.")
+    if set(rope) - {"rope_type", "type", "rope_theta"} or rope.get("rope_type") != "axial":
+        raise UserError(f"{where}rope_parameters is {rope}; only the base, rope_theta, may be set.")
     if config.embed_dim % (4 * config.num_heads):
         raise UserError(
             f"{where}embed_dim is {config.embed_dim}; it must be a multiple of 4 * num_heads, as the channels of a "
@@ -106,6 +107,9 @@ def _check_only(config: PreTrainedConfig, where: str, only: dict[str, tuple[Any,
         raise UserError(f"{where}per_layer_config gives layers options of their own, which Motet does not compute.")
     if getattr(config, "attention_dropout", 0) is None:
         raise UserError(f"{where}attention_dropout is None; it must be a number, 0 for none.")
+    for key in ("hidden_act", "hidden_activation", "activation_function"):
+        if (named := getattr(config, key, None)) is not None and named not in ACT2FN:
+            raise UserError(f"{where}{key} is {named!r}; it must be one of {', '.join(ACT2FN)}.")
     for key, computed in only.items():
         value = getattr(config, key, None)
         if not any(value is each or (value == each and each is not None) for each in computed):
@@ -153,10 +157,11 @@ def _check_rope(config: PreTrainedConfig, name: str, rope: Any) -> None:
     kind = rope.get("rope_type") if isinstance(rope, dict) else None
     if kind not in _ROPE or (kind == "longrope" and isinstance(config, Gemma3TextConfig)):
         raise UserError(f"{name} is {rope}, whose rope_type Motet does not compute; it must be {', '.join(_ROPE)}.")
-    partial = (
-        {"partial_rotary_factor"} if isinstance(config, Phi3Config) or rope.get("partial_rotary_factor") == 1 else set()
-    )
-    if stray := sorted(set(rope) - _ROPE[kind] - {"rope_type", "type", "rope_theta"} - partial):
+    known = _ROPE[kind] | {"rope_type", "type", "rope_theta"}
+    share = rope.get("partial_rotary_factor")
+    if isinstance(config, Phi3Config) or share in (None, 1):
+        known |= {"partial_rotary_factor"}
+    if stray := sorted(set(rope) - known):
         raise UserError(
             f"{name}.{stray[0]} is {rope[stray[0]]}, which is no option of rope_type {kind!r} and not computed; a "
             "model whose positions have several axes (M-RoPE) is no backbone that Motet knows."
@@ -165,16 +170,20 @@ def _check_rope(config: PreTrainedConfig, name: str, rope: Any) -> None:
     named = rope.get("type", kind)
     if named != kind and not (isinstance(config, Phi3Config) and named in ("su", "yarn")):
         raise UserError(f"{name}.type is {named!r}, and rope_type is {kind!r}; they must agree.")
+    _check_ranges(name, kind, rope)
+    turned = int((getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) * (share or 1))
+    if turned % 2 or not turned:
+        raise UserError(
+            f"{name}: {turned} channels of a head would turn with the position; their number must be even and not 0, "
+            "as they turn in pairs (head_dim, or hidden_size / num_attention_heads)."
+        )
+
+
+def _check_ranges(name: str, kind: str, rope: dict[str, Any]) -> None:
+    """Frequencies between two limits are blended: the limits must be apart, and in order."""
     low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
     if kind == "llama3" and (low is None or high is None or not low < high):
         raise UserError(f"{name}.low_freq_factor is {low}; it must be less than high_freq_factor, {high}.")
     fast, slow = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
     if kind == "yarn" and not fast > slow:
         raise UserError(f"{name}.beta_fast is {fast}; it must be more than beta_slow, {slow}.")
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    turned = int(width * (rope.get("partial_rotary_factor") or 1))
-    if turned % 2 or not turned:
-        raise UserError(
-            f"{name}: {turned} channels of a head would turn with the position; their number must be even and not 0, "
-            "as they turn in pairs (head_dim, or hidden_size / num_attention_heads)."
-        )
