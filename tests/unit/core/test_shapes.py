@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from pydantic import ValidationError
 
 from motet.core import shapes
 from motet.core.errors import ArgumentError
+from motet.core.shape_tables import BackboneShape
 from motet.core.shapes import BIASES, Transformer
 from motet.core.workload import BACKBONE
 
@@ -68,6 +70,14 @@ def test_edges_lead_through_the_backbone():
     spec = shapes.multimodal("model", shapes.language_model(shape, 1, 10), [image], [picture])
     assert [module.name for module in spec.modules] == ["image", BACKBONE, "picture"]
     assert spec.edges == (("image", BACKBONE), (BACKBONE, "picture"))
+
+
+def test_sizes_that_would_fill_a_machine_are_refused():
+    sizes = {"num_layers": 2, "hidden": 8, "mlp": 8, "num_heads": 2, "vocab_size": 9}
+    assert BackboneShape(**sizes).module().num_parameters > 0
+    for name in ("num_layers", "hidden", "mlp", "num_heads", "vocab_size"):
+        with pytest.raises(ValidationError, match=name):
+            BackboneShape(**sizes | {name: 10**9})
 
 
 def orchmllm(backbone, num_layers, image, image_layers, downsample) -> dict[str, float]:

@@ -215,9 +215,97 @@ QWEN_7B = {
 }
 
 
+GEMMA_2B = {
+    "model_type": "gemma",
+    "hidden_act": "gelu",
+    "hidden_activation": None,
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "intermediate_size": 16384,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 18,
+    "num_key_value_heads": 1,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "vocab_size": 256000,
+}
+GEMMA_3_1B = {
+    "model_type": "gemma3_text",
+    "attn_logit_softcapping": None,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+PHI_3_MINI_128K = {
+    "model_type": "phi3",
+    "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+    "embd_pdrop": 0.0,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "resid_pdrop": 0.0,
+    "rope_scaling": {"long_factor": [1.08 + i for i in range(48)], "short_factor": [1.0] * 48, "type": "longrope"},
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "vocab_size": 32064,
+}
+OLMO_2_1B = {
+    "model_type": "olmo2",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 16,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "vocab_size": 100352,
+}
+LLAMA_3_1_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "vocab_size": 128256,
+}
+
+
 @pytest.mark.parametrize(
     ("config", "published"),
     [
+        pytest.param(GEMMA_2B, 2_506_172_416, id="gemma-2b"),
+        pytest.param(GEMMA_3_1B, 999_885_952, id="gemma-3-1b-it"),
+        pytest.param(PHI_3_MINI_128K, 3_821_079_552, id="Phi-3-mini-128k"),
+        pytest.param(OLMO_2_1B, 1_484_916_736, id="OLMo-2-0425-1B"),
+        pytest.param(LLAMA_3_1_8B, 8_030_261_248, id="Llama-3.1-8B"),
         pytest.param(QWEN2_VL, 8_291_375_616, id="Qwen2-VL-7B"),
         pytest.param(QWEN2_VL | SMALLER, 2_208_985_600, id="Qwen2-VL-2B"),
         pytest.param(
