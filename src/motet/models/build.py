@@ -26,7 +26,7 @@ from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
 from motet.models.config_file import check_taken, one_line, quiet_transformers, read_config
 from motet.models.families.bounds import check_bounds
-from motet.models.families.registry import BACKBONES, ENCODERS, FEATURE_LAYERS, Family
+from motet.models.families.registry import BACKBONES, ENCODERS, Family
 from motet.models.load import load_pretrained
 from motet.models.module import MLLM, ModalityModule
 from motet.models.projector import Projector, ProjectorConfig
@@ -63,8 +63,9 @@ class EncoderConfig(BaseModel):
             raise ValueError("`args` are for `module` only")
         if not (self.module or self.family):
             raise ValueError("an encoder needs `family` or `module`")
-        if self.feature_layer is not None and self.family not in FEATURE_LAYERS:
-            raise ValueError(f"`feature_layer` is for {', '.join(FEATURE_LAYERS)} only")
+        able = [name for name, family in ENCODERS.items() if family.feature_layers]
+        if self.feature_layer is not None and self.family not in able:
+            raise ValueError(f"`feature_layer` is for {', '.join(able)} only")
         return self
 
 
@@ -127,7 +128,7 @@ def build_modality(
         if config.path:
             check_taken(where, family, config.path, config.feature_layer)
         model = _build_hf(where, family, config.path, config.config, dtype, seed)
-        taken = {"feature_layer": config.feature_layer} if config.family in FEATURE_LAYERS else {}
+        taken = {"feature_layer": config.feature_layer} if family.feature_layers else {}
         with _named(f"model.{where}"):
             encoder = family.adapter(model, **taken)
     with _seeded(seed, f"{name} projector"):

@@ -76,13 +76,10 @@ def read_config(where: str, family: Family, path: Path, options: dict[str, Any])
 
     Raises UserError for a file that is missing or broken, holds another kind of model, or says what is not computed.
     """
-    file = path / "config.json"
-    if not file.is_file():
-        raise UserError(f"model.{where}.path: there is no {file}; give a local directory that holds an HF model.")
-    stored = read_config_json(file)
+    file, stored = _stored(where, path)
     wanted, found = family.config.model_type, stored.get("model_type")
     if found != wanted:
-        whole = _larger(file, family, stored)
+        whole = _larger(file, stored, family)
         if whole is None:
             raise UserError(f"model.{where}.path: {path} holds a model of type {found!r}, where {wanted!r} is needed.")
         stored = getattr(whole, family.part).to_dict()
@@ -96,7 +93,7 @@ def check_taken(where: str, family: Family, path: Path, feature_layer: int | Non
 
     feature_layer: the one that the recipe names, if it does: then the layer is its choice.
     """
-    whole = _larger(path / "config.json", family, read_config_json(path / "config.json"))
+    whole = _larger(*_stored(where, path), family) if family.feature_layers else None
     if whole is None or (whole.model_type in _TAKE_OUTPUT and feature_layer is None):
         return
     layer = getattr(whole, "vision_feature_layer", None)
@@ -123,7 +120,14 @@ def check_taken(where: str, family: Family, path: Path, feature_layer: int | Non
         )
 
 
-def _larger(file: Path, family: Family, stored: dict[str, Any]) -> PreTrainedConfig | None:
+def _stored(where: str, path: Path) -> tuple[Path, dict[str, Any]]:
+    file = path / "config.json"
+    if not file.is_file():
+        raise UserError(f"model.{where}.path: there is no {file}; give a local directory that holds an HF model.")
+    return file, read_config_json(file)
+
+
+def _larger(file: Path, stored: dict[str, Any], family: Family) -> PreTrainedConfig | None:
     """The config of a larger model that holds a part of the family's type; None if `stored` is of no such model.
 
     HF's own class of the larger model reads it: it knows what a part is that the file does not spell out.

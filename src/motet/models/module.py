@@ -105,7 +105,11 @@ class ModalityModule(nn.Module):
     def _extents(self, sizes: Sizes) -> Sizes:
         """How the encoder's rows of each item lie, as `Projector` takes it."""
         counts, grid = self.encoder.num_outputs(sizes), getattr(self.encoder, "grid", None)
-        return counts if grid is None else grid(sizes)
+        if grid is None:
+            return counts
+        if (grid(sizes).prod(axis=1) != counts).any():
+            raise UserError(f"{type(self.encoder).__name__}.grid has not as many rows as num_outputs says.")
+        return grid(sizes)
 
     def layers(self) -> list[LayerModules]:
         """In execution order, on items of `lengths(sizes)`. A custom encoder that offers no `layers()` is taken for

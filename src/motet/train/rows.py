@@ -18,6 +18,7 @@ import torch
 
 from motet.core.errors import UserError
 from motet.data.transforms import Transform
+from motet.models.contract import AudioRows, ImageRows
 from motet.models.module import MLLM, ModalityModule
 from motet.train.recipe import Recipe
 
@@ -43,6 +44,8 @@ def check_rows(recipe: Recipe, model: MLLM) -> None:
 
 def _check_takes(name: str, transform: Transform, module: ModalityModule) -> None:
     takes = getattr(module.encoder, "takes", None)
+    if not isinstance(takes, ImageRows | AudioRows | None):
+        raise UserError(f"model.encoders.{name}: takes is {takes!r}; it must be ImageRows or AudioRows.")
     for field in fields(takes) if takes is not None else ():
         taken, made = getattr(takes, field.name), getattr(transform, field.name, None)
         if made is None:

@@ -12,6 +12,7 @@ from motet.core.errors import UserError
 from motet.data.audio import AudioTransform
 from motet.data.images import ImageTransform
 from motet.models.build import EncoderConfig, build_modality
+from motet.models.contract import ImageRows
 from motet.models.module import ModalityModule
 from motet.models.projector import Projector, ProjectorConfig
 from motet.train.rows import check_rows
@@ -100,6 +101,13 @@ def test_an_encoder_of_ones_own_answers_for_its_rows_but_must_say_how_they_lie()
         check(own(downsample=4), ImageTransform(4))
     check(own(downsample=4, grid=lambda sizes: sizes), ImageTransform(4))
     check(own(downsample=3, grid=None), ImageTransform(4))
+    check(own(takes=ImageRows(4)), ImageTransform(4))
+    with pytest.raises(UserError, match=r"patch_size is 4, but .* patch_size = 8"):
+        check(own(takes=ImageRows(8)), ImageTransform(4))
+    with pytest.raises(UserError, match="takes is 8; it must be ImageRows or AudioRows"):
+        check(own(takes=8), ImageTransform(4))
+    with pytest.raises(UserError, match=r"Own.grid has not as many rows as num_outputs says"):
+        check(own(grid=lambda sizes: sizes + 1), ImageTransform(4))
     check(own(downsample=3), AudioTransform(num_mels=48))
 
 

@@ -36,6 +36,7 @@ class Family:
     prefixes:   where the weights may sit in a larger checkpoint, as a regular expression; "" if nowhere.
     norm:       of a backbone's layers.
     class_row:  a tower computes a row of its own beside the patches, which its encoder leaves out.
+    feature_layers: the output of any layer can be taken.
     """
 
     config: type[transformers.PreTrainedConfig]
@@ -46,6 +47,7 @@ class Family:
     depth: str = "num_hidden_layers"
     norm: Norm = "rms"
     class_row: bool = False
+    feature_layers: bool = False
 
     def check(self, config: transformers.PreTrainedConfig, where: str) -> None:
         """Raises UserError for what a config says and Motet does not compute; `where` as in `understood`."""
@@ -56,7 +58,12 @@ _TOWER = r"^(model\.)?vision_tower\."
 
 ENCODERS = {
     "siglip": Family(
-        transformers.SiglipVisionConfig, transformers.SiglipVisionModel, SiglipEncoder, "vision_config", _TOWER
+        transformers.SiglipVisionConfig,
+        transformers.SiglipVisionModel,
+        SiglipEncoder,
+        "vision_config",
+        _TOWER,
+        feature_layers=True,
     ),
     "clip": Family(
         transformers.CLIPVisionConfig,
@@ -65,8 +72,11 @@ ENCODERS = {
         "vision_config",
         _TOWER,
         class_row=True,
+        feature_layers=True,
     ),
-    "dinov2": Family(transformers.Dinov2Config, transformers.Dinov2Model, Dinov2Encoder, class_row=True),
+    "dinov2": Family(
+        transformers.Dinov2Config, transformers.Dinov2Model, Dinov2Encoder, class_row=True, feature_layers=True
+    ),
     "qwen2_vl": Family(
         Qwen2VLVisionConfig,
         Qwen2VisionTransformerPretrainedModel,
@@ -92,9 +102,6 @@ ENCODERS = {
         depth="encoder_layers",
     ),
 }
-
-FEATURE_LAYERS = ("siglip", "clip", "dinov2")
-"""Encoders of which the output of any layer can be taken."""
 
 BACKBONES = {
     "qwen2": Family(transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
