@@ -349,7 +349,7 @@ def test_what_a_directory_holds_and_no_family_stands_for_is_named(tiny, tmp_path
     for text, said in (
         ("{", "is no JSON"),
         ("[" * 100_000, "nests lists and tables"),
-        ('{"model_type": [1]}', r"no family stands for a model of type \[1\]"),
+        ('{"model_type": [1]}', r"model_type is \[1\]; it must be a name"),
     ):
         file.write_text(text)
         with pytest.raises(UserError, match=said):

@@ -130,7 +130,7 @@ STORED = [
     ({"return_dict": False}, "config.json: return_dict is False"),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "config.json: quantization_config is"),
     ({"per_layer_config": {"0": {"intermediate_size": 8}}}, "config.json"),
-    ({"initializer_range": NAN}, "config.json: initializer_range is nan"),
+    ({"initializer_range": -1.0}, "config.json: initializer_range is -1.0"),
 ]
 
 
