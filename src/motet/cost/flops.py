@@ -12,7 +12,7 @@ Counted in integers, so that all ranks count the same.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
@@ -145,7 +145,7 @@ def hfu(
     return total / time_s / peak_flops
 
 
-class _Operations(NamedTuple):
+class LikeOperations(NamedTuple):
     """Operations for each row, and for each pair, of all layers that are given the same work."""
 
     forward_row: int = 0
@@ -154,25 +154,35 @@ class _Operations(NamedTuple):
     pair: int = 0
 
 
-@cache
-def _operations(module: Module, reached: bool, recomputed: bool) -> dict[Layer, _Operations]:
-    """By a layer that stands for all that are given the same work: layers are mostly alike."""
-    found: dict[Layer, _Operations] = {}
-    for layer, returns in zip(module.layers, module.input_gradients(reached), strict=True):
+def operations_by_work(layers: Iterable[tuple[Layer, bool, bool]]) -> dict[Layer, LikeOperations]:
+    """By a layer that stands for all that are given the same work: layers are mostly alike.
+
+    layers: each with whether a gradient must pass through it to what learns before it, and whether it is recomputed.
+    """
+    found: dict[Layer, LikeOperations] = {}
+    for layer, returns, recomputed in layers:
         attention = layer.attention
-        again = recomputed and attention is not None and (returns or layer.trained)
         # A transformer layer is several products: gradients pass between them even if none leaves it.
         inner = returns or (layer.trained and attention is not None)
         like = _representative(layer)
-        old = found.get(like, _Operations())
+        old = found.get(like, LikeOperations())
         products, pairs = 2 * layer.weights, 4 * attention.width if attention else 0
-        found[like] = _Operations(
+        found[like] = LikeOperations(
             old.forward_row + products,
             old.forward_pair + pairs,
-            old.row + products * (1 + inner + layer.trained + again),
-            old.pair + pairs * (1 + 2 * inner + again),
+            old.row + products * (1 + inner + layer.trained + recomputed),
+            old.pair + pairs * (1 + 2 * inner + recomputed),
         )
     return found
+
+
+@cache
+def _operations(module: Module, reached: bool, recomputed: bool) -> dict[Layer, LikeOperations]:
+    def layers() -> Iterator[tuple[Layer, bool, bool]]:
+        for layer, returns in zip(module.layers, module.input_gradients(reached), strict=True):
+            yield layer, returns, recomputed and layer.attention is not None and (returns or layer.trained)
+
+    return operations_by_work(layers())
 
 
 def _representative(layer: Layer) -> Layer:
@@ -208,7 +218,7 @@ def _work(
     num_targets: Ints | int | None,
 ) -> tuple[Ints, Ints]:
     """Rows and pairs, integers [num_microbatches]: int64, or Python's own where those would overflow."""
-    rows = -(-np.asarray(lengths, dtype=np.int64) // layer.divisor) + layer.extra_rows
+    rows = rows_of(layer, np.asarray(lengths, dtype=np.int64))
     if len(rows) * int(rows.max(initial=0)) ** 2 >= 2**62:
         rows = rows.astype(object)
     place = np.zeros(len(rows), dtype=np.int64) if microbatch is None else microbatch
@@ -219,7 +229,7 @@ def _work(
     summed = np.zeros((2, num_microbatches), dtype=rows.dtype)
     np.add.at(summed[0], place, rows)
     if layer.attention:
-        np.add.at(summed[1], place, _pairs(layer.attention, rows))
+        np.add.at(summed[1], place, pairs_of(layer.attention, rows))
         if layer.attention.density != 1:
             summed[1] = np.rint(summed[1].astype(np.float64) * layer.attention.density).astype(rows.dtype)
     if layer.targets_only and num_targets is not None:
@@ -227,7 +237,13 @@ def _work(
     return summed[0], summed[1]
 
 
-def _pairs(attention: Attention, rows: Ints) -> Ints:
+def rows_of(layer: Layer, lengths: Ints) -> Ints:
+    """Rows that items of `lengths` have in a layer, int64 [num_items] each."""
+    rows = lengths if layer.divisor == 1 else -(-lengths // layer.divisor)
+    return rows + layer.extra_rows if layer.extra_rows else rows
+
+
+def pairs_of(attention: Attention, rows: Ints) -> Ints:
     """Pairs of a query and a key in items of `rows`, int64 [num_items] each, whatever the density."""
     if not attention.window:
         pairs: Ints = rows * (rows + 1) // 2 if attention.causal else rows * rows
