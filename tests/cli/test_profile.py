@@ -109,11 +109,11 @@ def test_ranks_measure_messages_and_shared_layers(of_two):
 
 def test_training_balanced_on_measured_cost_has_the_same_losses(job, of_two, tmp_path):
     measured = ('balance.cost="profile"', f'balance.profile="{of_two[0]}"')
-    assert set(run(job, 2, tmp_path / "length")) == {""}
+    assert set(run(job, 2, tmp_path / "length", "balance.cost=length")) == {""}
     assert set(run(job, 2, tmp_path / "profile", *measured)) == {""}
     assert np.allclose(losses(tmp_path / "profile"), losses(tmp_path / "length"), rtol=1e-9, atol=0)
     by_length, by_time = (metrics(tmp_path / name)[0]["phases"]["backbone"] for name in ("length", "profile"))
-    # Loads are picoseconds where they were tokens.
+    assert (by_time["unit"], by_length["unit"]) == ("ps", "tokens")
     assert sum(by_time["loads"]) > 1000 * sum(by_length["loads"])
     assert metrics(tmp_path / "profile")[0]["balance"]["predicted_s"]
 
@@ -147,11 +147,12 @@ def test_wrong_combinations_are_one_sentence_with_exit_code_2(job, of_two, tmp_p
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (('balance.cost="profile"', "balance.costs={image={linear=2}}"), "remove one of the two"),
+        (('balance.cost="profile"', "balance.costs={image={linear=2}}"), 'set cost = "length", or remove costs'),
+        (("balance.costs={image={linear=2}}",), 'with cost = "flops" items are not weighed by their lengths'),
         (('balance.profile="x.json"',), "has no effect without"),
         (('balance.cost="profile"', 'balance.phases="off"'), "has no effect with phases"),
         (('balance.cost="profile"', "balance.speed.device_tflops=1"), "speed.device_tflops has no effect"),
-        (('balance.cost="flops"',), "balance.cost"),
+        (('balance.cost="time"',), "'balance.cost' must be 'flops', 'length' or 'profile', not 'time'"),
     ],
 )
 def test_a_recipe_with_options_without_effect_is_refused(job, overrides, said):

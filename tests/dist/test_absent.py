@@ -19,7 +19,7 @@ from motet.models.module import MLLM
 from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.mesh import Mesh, build_mesh
 from motet.runtime.step import TrainStep
-from parity.test_gradients import orchestrator_of, relative, whole
+from parity.test_gradients import Case, orchestrator_of, relative, whole
 from parity.tiny import VOCABULARY, draw_example, reference_step
 from ranks import run_ranks
 
@@ -106,7 +106,7 @@ def check(
     dtype, limit = (torch.float32, 2e-2) if in_bf16 else (torch.float64, 1e-10)
     model = build(image_family).to(dtype)
     shard(model, mesh, fsdp)
-    orchestrator = orchestrator_of(model, mesh.num_ranks, scenario.balanced)
+    orchestrator = orchestrator_of(model, mesh.num_ranks, Case(phases=scenario.balanced))
     exchange = ItemExchange(mesh.host_group, orchestrator, dict(model.encoders.items()))
     batches = []
     for examples in microbatches:

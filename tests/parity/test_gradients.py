@@ -42,6 +42,7 @@ class Case:
     phases: str | tuple[str, ...] = "all"
     method: str = "per_phase"
     near: bool = False
+    cost: str = "flops"
     mode: str = "index"
     num_microbatches: int = 1
     frozen: tuple[str, ...] = ()
@@ -51,14 +52,16 @@ class Case:
     contents: tuple[str, ...] = PHASES
 
 
-def orchestrator_of(model, num_ranks: int, phases="all", method: str = "per_phase", near: bool = False) -> Orchestrator:
-    config = BalanceConfig(phases=phases, method=method, **({"speed": NEAR} if near else {}))
-    return build_orchestrator(config, model, num_ranks, torch.device("cpu"), torch.float64)
+def orchestrator_of(model, num_ranks: int, case: Case) -> Orchestrator:
+    speed = {"speed": NEAR} if case.near else {}
+    config = BalanceConfig(phases=case.phases, method=case.method, cost=case.cost, **speed)
+    recompute = case.fsdp.recompute
+    return build_orchestrator(config, model, num_ranks, torch.device("cpu"), torch.float64, recompute=recompute)
 
 
 def rank_batch(model, examples: list[LoadedExample], mesh: Mesh, case: Case) -> RankBatch:
     """This rank's part of a microbatch, by either way."""
-    orchestrator = orchestrator_of(model, mesh.num_ranks, case.phases, case.method, case.near)
+    orchestrator = orchestrator_of(model, mesh.num_ranks, case)
     home = home_ranks(len(examples), mesh.num_ranks)
     if case.mode == "exchange":
         exchange = ItemExchange(mesh.host_group, orchestrator, dict(model.encoders.items()), capacity=16)
@@ -206,6 +209,9 @@ def every_method(**options) -> list[Case]:
 
 HYBRID = FSDPConfig(shard_size=2)
 VARIANTS = [
+    Case(cost="length"),
+    Case(cost="length", method="joint", mode="exchange"),
+    Case(cost="length", method="auto", near=True, num_microbatches=3),
     Case(num_microbatches=3),
     Case(num_microbatches=3, method="joint"),
     Case(frozen=("image encoder", "audio"), method="auto", near=True),

@@ -10,6 +10,7 @@ group(vision, text, ...)              samples into minibatches, a whole epoch at
 order_microbatches(forward_s, ...)    the order that leaves a pipeline short bubbles
 choose(phases, num_ranks, link)       which of these is the fastest for a microbatch, and why
 choose_step(phases, microbatch, ...)  the same for a step, whose microbatches may be dealt out anew
+StepCosts(costs, work, times)         the phases of a microbatch, from its lengths
 lower_bound, score                    what no placement undercuts; any placement, with its loads
 ACTIVE_BACKEND                        "native", or "fallback" where the native core is not built
 """
@@ -29,11 +30,13 @@ from motet.balance.reordering import order_microbatches, pipeline_makespan
 from motet.balance.segments import Segments
 from motet.balance.splitting import split
 from motet.balance.step_choice import StepChoice, choose_step
+from motet.balance.step_costs import ASSUMED_SPEEDS, ItemWork, LengthWork, PhaseCosts, Speed, StepCosts, StepTimes
 from motet.balance.tokens import distribute_tokens
 from motet.core.cluster import Link
 
 __all__ = [
     "ACTIVE_BACKEND",
+    "ASSUMED_SPEEDS",
     "METHODS",
     "Backend",
     "Choice",
@@ -41,6 +44,8 @@ __all__ = [
     "Deferral",
     "GroupCaps",
     "Groups",
+    "ItemWork",
+    "LengthWork",
     "Link",
     "Method",
     "Overhead",
@@ -48,9 +53,13 @@ __all__ = [
     "Padded",
     "PaddedAttention",
     "Phase",
+    "PhaseCosts",
     "Segments",
+    "Speed",
     "Split",
     "StepChoice",
+    "StepCosts",
+    "StepTimes",
     "assign",
     "assign_apart",
     "assign_jointly",

@@ -25,7 +25,7 @@ _JOINT_TOTAL = 2**50
 class Phase:
     """One phase of a microbatch: its items, what they cost, and what it takes to compute them apart from their example.
 
-    lengths:          int64 [num_items], of which `cost` is taken.
+    lengths:          int64 [num_items], of which `cost` is taken: lengths, or any work that an item is.
     owner:            int64 [num_items], the example that each item belongs to; the backbone's items are the examples.
     seconds_per_cost: seconds of a rank, forward and backward, for a unit of the cost.
     output_bytes:     int64 [num_items], what an item's output takes on its way to another rank; None where nothing ever

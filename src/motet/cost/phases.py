@@ -7,7 +7,7 @@ section 4.2). A fit to them is a phase's cost (OrchMLLM equation 2), quantised, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,11 +15,14 @@ from numpy.typing import NDArray
 
 from motet.core.errors import UserError
 from motet.core.spec import Layer, ModelSpec, Module
+from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.fit import Fit, RelativeError, fit, relative_error
 from motet.cost.profile import LayerTimes, ModuleTimes, Points, Profile, amounts
 
 PS_PER_NS = 1000
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+_INT64_MAX = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,31 @@ class PhaseTimes:
     quadratic_ps: int
     target_ps: int
     held_out: RelativeError
+
+    def of_items(self, lengths: Ints, num_targets: Ints) -> Ints:
+        """What each item adds, int64 [num_items], by its length and its tokens with loss. Raises UserError if one takes
+        2^63 picoseconds or more."""
+        longest, most_targets = int(lengths.max(initial=0)), int(num_targets.max(initial=0))
+        if longest * (self.linear_ps + longest * self.quadratic_ps) + most_targets * self.target_ps > _INT64_MAX:
+            raise UserError(f"By the profile, an item of length {longest:,} takes more than 100 days.")
+        return lengths * (self.linear_ps + self.quadratic_ps * lengths) + self.target_ps * num_targets
+
+
+@dataclass(frozen=True)
+class Picoseconds:
+    """`balance.ItemWork`: what each item was measured to add to a microbatch. phases: of every module."""
+
+    phases: Mapping[str, PhaseTimes]
+
+    def __call__(self, lengths: BatchLengths) -> dict[str, Ints]:
+        found = {}
+        for name, times in self.phases.items():
+            column = lengths.sequence if name == BACKBONE else lengths.items[name].length
+            found[name] = times.of_items(column, lengths.num_targets if name == BACKBONE else np.zeros_like(column))
+        return found
+
+    def unit(self, phase: str) -> str:
+        return "ps"
 
 
 def phase_times(profile: Profile, model: ModelSpec, name: str, *, recompute: bool = False) -> PhaseTimes:

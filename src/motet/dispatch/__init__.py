@@ -1,12 +1,12 @@
 """Decisions of a step and the moves that they imply: all that a training loop of one's own needs of Motet.
 
-orchestrator = Orchestrator(costs, num_ranks, balanced)     which phases are balanced, and at what cost
+orchestrator = Orchestrator(costs, num_ranks, balanced)     which phases are balanced, at what cost of which work
 decision = orchestrator.decide(lengths)                     one Assignment a phase, the same on all ranks
 batch = assemble(decision, lengths, rank, sequences, media) what this rank computes
 rows = exchange(features, batch.routes["image"], group)     encoder outputs to the backbone's ranks, with autograd
 """
 
-from motet.balance import Link, Packed, Padded
+from motet.balance import ItemWork, LengthWork, Link, Packed, Padded, StepTimes
 from motet.dispatch.batch import PackedSequences, RankBatch, assemble, pack
 from motet.dispatch.config import BalanceConfig, PackedCostConfig, SpeedConfig
 from motet.dispatch.exchange import exchange, exchange_rows
@@ -14,13 +14,14 @@ from motet.dispatch.holdings import LoadedExample, Measure
 from motet.dispatch.items import ExchangedItems, ItemExchange
 from motet.dispatch.orchestrator import Decision, Orchestrator
 from motet.dispatch.route import Route, compose_route
-from motet.dispatch.times import StepTimes
 
 __all__ = [
     "BalanceConfig",
     "Decision",
     "ExchangedItems",
     "ItemExchange",
+    "ItemWork",
+    "LengthWork",
     "Link",
     "LoadedExample",
     "Measure",

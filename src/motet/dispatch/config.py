@@ -9,13 +9,16 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from motet.balance import METHODS, Cost, Link, Method, Packed, Padded
+from motet.balance import ASSUMED_SPEEDS, METHODS, Cost, Link, Method, Packed, Padded, Speed
 from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
 
 
 class PackedCostConfig(BaseModel):
-    """Cost of an item of length l in a phase that packs: linear * l + quadratic * l**2, in any integer unit."""
+    """Cost of an item of length l in a phase that packs: linear * l + quadratic * l**2, in any integer unit.
+
+    Taken with `cost = "length"` alone.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -43,24 +46,18 @@ class SpeedConfig(BaseModel):
         None, ge=0, description="microseconds of an exchange of nothing; cuda 50, cpu 300"
     )
 
-    def resolved(self, device_type: str) -> SpeedConfig:
+    def resolved(self, device_type: str) -> Speed:
         """With the assumption for a type of device, "cuda" or any other, in place of what is not given."""
-        assumed = _ASSUMED["cuda" if device_type == "cuda" else "cpu"]
-        return self.model_copy(update={name: value for name, value in assumed.items() if getattr(self, name) is None})
+        assumed = ASSUMED_SPEEDS["cuda" if device_type == "cuda" else "cpu"]
+        link = self.link(assumed.link)
+        return Speed(assumed.flops_per_s if self.device_tflops is None else self.device_tflops * 1e12, link)
 
-    @property
-    def flops_per_s(self) -> float:
-        return self.device_tflops * 1e12
-
-    @property
-    def link(self) -> Link:
-        return Link(self.link_gbytes_per_s * 1e9, self.link_latency_us * 1e-6)
-
-
-_ASSUMED = {
-    "cuda": {"device_tflops": 400.0, "link_gbytes_per_s": 40.0, "link_latency_us": 50.0},
-    "cpu": {"device_tflops": 0.04, "link_gbytes_per_s": 1.0, "link_latency_us": 300.0},
-}
+    def link(self, otherwise: Link) -> Link:
+        """What is given of the link; the rest as it is otherwise."""
+        return Link(
+            otherwise.bytes_per_s if self.link_gbytes_per_s is None else self.link_gbytes_per_s * 1e9,
+            otherwise.latency_s if self.link_latency_us is None else self.link_latency_us * 1e-6,
+        )
 
 
 class BalanceConfig(BaseModel):
@@ -72,10 +69,11 @@ class BalanceConfig(BaseModel):
             which is faster, or whether some encoders alone should be placed by themselves (`motet.balance.choose`).
     mode:   "index" (lengths are known before loading), "exchange" (items are moved after loading), "auto" (index where
             the data has one).
-    cost:   "length" (the cost of an item is its length, or as `costs` say), or "profile": what `motet profile` measured
-            of the model, fitted linear + quadratic per phase, and the seconds that it measured for the prediction.
+    cost:   what items are weighed by. "flops": the operations that the model's own layers do on them, forward and
+            backward as it trains. "length": their lengths, or as `costs` say. "profile": the times that `motet profile`
+            measured of the model, fitted linear + quadratic per phase; the ways are compared by them, too.
     profile: the file that it has written; by default profile.json in run.dir.
-    costs:  per phase, integer coefficients in place of the default cost, which is the length.
+    costs:  per phase, integer coefficients of lengths; of phases that are left out, an item costs its length.
     speed:  what the prediction takes for the speed of devices and links.
     """
 
@@ -84,16 +82,19 @@ class BalanceConfig(BaseModel):
     phases: Literal["off", "backbone", "all"] | tuple[str, ...] = "all"
     method: Literal["auto", "joint", "per_phase"] = "auto"
     mode: Literal["auto", "index", "exchange"] = "auto"
-    cost: Literal["length", "profile"] = "length"
+    cost: Literal["flops", "length", "profile"] = "flops"
     profile: Path | None = None
     costs: dict[str, PackedCostConfig] = Field(default_factory=dict)
     speed: SpeedConfig = SpeedConfig()
 
     @model_validator(mode="after")
     def _one_source_of_costs(self) -> BalanceConfig:
+        if self.costs and self.cost != "length":
+            raise ValueError(
+                f'costs are coefficients of lengths, and with cost = "{self.cost}" items are not weighed by their '
+                'lengths; set cost = "length", or remove costs'
+            )
         if self.cost == "profile":
-            if self.costs:
-                raise ValueError('costs are given, and cost = "profile" measures them; remove one of the two')
             if self.phases == "off":
                 raise ValueError('cost = "profile" has no effect with phases = "off"; remove it')
             if self.speed.device_tflops is not None:
@@ -132,7 +133,9 @@ class BalanceConfig(BaseModel):
         return frozenset(phases)
 
     def phase_costs(self, kinds: Mapping[str, str]) -> dict[str, Cost]:
-        """The cost of each phase. kinds: encoder name -> "packed" or "padded"; the backbone is always packed.
+        """How the items of a rank make up its load, by phase: of their lengths where cost is "length".
+
+        kinds: encoder name -> "packed" or "padded"; the backbone is always packed.
 
         Raises UserError for coefficients of an unknown phase, or of a padded one, which costs count times longest.
         """

@@ -1,8 +1,9 @@
 """Decides a microbatch: one Assignment a phase, from lengths alone (OrchMLLM, arXiv:2503.23830, sections 5.1 and 6).
 
-The backbone is balanced on the length of the whole interleaved sequence, each encoder on its own lengths; where all
-phases are, the fastest way to balance them together is chosen. Nothing but lengths and constants is read, and times are
-compared as integers, so every rank that sees the same lengths comes to the same decision by itself.
+The backbone is balanced on what whole interleaved sequences are to it, each encoder on what its items are to it: their
+operations, say, or their lengths (`balance.ItemWork`). Where all phases are balanced, the fastest way to balance them
+together is chosen. Nothing but lengths and constants is read, and times are compared as integers, so every rank that
+sees the same lengths comes to the same decision by itself.
 """
 
 from __future__ import annotations
@@ -14,10 +15,25 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.balance import METHODS, Cost, Method, assign, assign_apart, choose, score
+from motet.balance import (
+    METHODS,
+    Cost,
+    ItemWork,
+    LengthWork,
+    Method,
+    PhaseCosts,
+    StepCosts,
+    StepTimes,
+    assign,
+    assign_apart,
+    choose,
+    score,
+)
 from motet.core.assignment import Assignment
 from motet.core.workload import BACKBONE, BatchLengths
-from motet.dispatch.times import StepTimes
+
+Work = Mapping[str, NDArray[np.int64]]
+_LENGTHS = LengthWork()
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +42,7 @@ class Decision:
 
     assignments: per phase, the placement that is used.
     before:      per phase, the placement that there would be without balancing: everything on its example's home rank.
-    costs:       per phase, the cost of which both report the loads.
+    costs, work: the costs, and per phase the work of each item, int64 [num_items], that both report the loads of.
     decide_s:    seconds that the decision took on this rank.
     method:      "joint", "mixed" or "per_phase" (see `motet.balance.choose`); where not all phases are balanced, "some"
                  or "off".
@@ -36,7 +52,8 @@ class Decision:
 
     assignments: dict[str, Assignment]
     before: dict[str, Assignment]
-    costs: dict[str, Cost]
+    costs: PhaseCosts
+    work: Work
     decide_s: float
     method: str
     why: str = ""
@@ -53,25 +70,28 @@ class Decision:
         """
         if kept.all():
             return self
-        remaining = lengths.keep(kept)
+        stay = {phase: kept if phase == BACKBONE else kept[lengths.items[phase].example] for phase in self.work}
+        work = {phase: self.work[phase][stays] for phase, stays in stay.items()}
 
         def without(phase: str, assignment: Assignment) -> Assignment:
-            stays = kept if phase == BACKBONE else kept[lengths.items[phase].example]
+            stays = stay[phase]
             renumbered = np.cumsum(stays) - 1
             order = renumbered[assignment.items[stays[assignment.items]]]
-            return _placed(assignment.ranks[stays], order, phase, remaining, assignment.num_ranks, self.costs)
+            return _placed(assignment.ranks[stays], order, work[phase], assignment.num_ranks, self.costs.costs[phase])
 
         return replace(
             self,
             assignments={phase: without(phase, assignment) for phase, assignment in self.assignments.items()},
             before={phase: without(phase, assignment) for phase, assignment in self.before.items()},
+            work=work,
         )
 
 
 class Orchestrator:
     """Turns the lengths of a microbatch into a Decision.
 
-    costs:    per phase, backbone included, what an item costs.
+    costs:    per phase, backbone included, how the work of the items on a rank makes up its load.
+    work:     what an item is; by default its length. `motet.cost.operations.Operations` counts what a model does.
     balanced: names of the phases to balance. A backbone that is not balanced runs every example on its home rank; the
               items of an encoder that is not balanced are encoded on the rank that runs their example's sequence, so
               that its outputs need not move.
@@ -86,82 +106,67 @@ class Orchestrator:
         num_ranks: int,
         balanced: Iterable[str],
         *,
+        work: ItemWork = _LENGTHS,
         times: StepTimes | None = None,
         methods: Sequence[Method] = METHODS,
     ) -> None:
         if BACKBONE not in costs:
             raise ValueError(f"costs need an entry for {BACKBONE!r}")
-        self.costs = dict(costs)
+        self.costs = PhaseCosts(dict(costs), work) if times is None else StepCosts(dict(costs), work, times)
         self.num_ranks = num_ranks
         self.balanced = frozenset(balanced)
-        self.times = times
         self.methods = tuple(methods)
-        if unknown := self.balanced - self.costs.keys():
+        if unknown := self.balanced - costs.keys():
             raise ValueError(f"balanced phases without a cost: {sorted(unknown)}")
 
     @property
     def encoders(self) -> tuple[str, ...]:
         """Names of the encoder phases, in the order in which costs were given."""
-        return tuple(name for name in self.costs if name != BACKBONE)
+        return self.costs.names[1:]
 
     def decide(self, lengths: BatchLengths) -> Decision:
         """One Assignment a phase. Every encoder phase needs its column in `lengths.items`, if an empty one."""
         start_s = time.perf_counter()
         if missing := set(self.encoders) ^ lengths.items.keys():
             raise ValueError(f"phases of costs and of lengths differ in {sorted(missing)}")
+        costs, work = self.costs.costs, self.costs.work(lengths)
         before = {
-            phase: _scored(_home(phase, lengths), phase, lengths, self.num_ranks, self.costs) for phase in self.costs
+            phase: score(_home(phase, lengths), work[phase], self.num_ranks, cost) for phase, cost in costs.items()
         }
-        if self.times is not None and self.balanced == self.costs.keys():
-            decision = self._balance_together(lengths, before, self.times)
+        why, predicted_s = "", {}
+        if isinstance(self.costs, StepCosts) and self.balanced == costs.keys():
+            phases, link = self.costs.phases(lengths, work), self.costs.times.link
+            choice = choose(phases, self.num_ranks, link, methods=self.methods, home=lengths.home)
+            assignments = dict(zip(self.costs.names, choice.assignments, strict=True))
+            method, why, predicted_s = choice.method, choice.why, choice.predicted_s
         else:
-            decision = self._balance_each(lengths, before)
-        return replace(decision, decide_s=time.perf_counter() - start_s)
+            assignments = self._balance_each(lengths, work, before[BACKBONE])
+            method = "per_phase" if self.balanced == costs.keys() else "some" if self.balanced else "off"
+        decide_s = time.perf_counter() - start_s
+        return Decision(assignments, before, self.costs, work, decide_s, method, why, predicted_s)
 
-    def _balance_together(self, lengths: BatchLengths, before: dict[str, Assignment], times: StepTimes) -> Decision:
-        phases = times.phases(lengths, self.costs)
-        choice = choose(phases, self.num_ranks, times.link, methods=self.methods, home=lengths.home)
-        assignments = {phase.name: placed for phase, placed in zip(phases, choice.assignments, strict=True)}
-        return Decision(assignments, before, self.costs, 0.0, choice.method, choice.why, choice.predicted_s)
-
-    def _balance_each(self, lengths: BatchLengths, before: dict[str, Assignment]) -> Decision:
-        backbone = before[BACKBONE]
+    def _balance_each(self, lengths: BatchLengths, work: Work, backbone: Assignment) -> dict[str, Assignment]:
+        """backbone: where it is not balanced."""
+        costs = self.costs.costs
         if BACKBONE in self.balanced:
-            backbone = assign(lengths.sequence, self.num_ranks, self.costs[BACKBONE])
+            backbone = assign(work[BACKBONE], self.num_ranks, costs[BACKBONE])
         assignments = {BACKBONE: backbone}
         for phase in self.encoders:
-            items = lengths.items[phase]
+            example, cost = lengths.items[phase].example, costs[phase]
             if phase in self.balanced:
-                cost = self.costs[phase]
-                assignments[phase] = assign_apart(items.length, cost, items.example, backbone)
+                assignments[phase] = assign_apart(work[phase], cost, example, backbone)
             else:
-                ranks, order = backbone.follow(items.example)
-                assignments[phase] = _placed(ranks, order, phase, lengths, self.num_ranks, self.costs)
-        method = "per_phase" if self.balanced == self.costs.keys() else "some" if self.balanced else "off"
-        return Decision(assignments, before, self.costs, 0.0, method)
-
-
-def _column(phase: str, lengths: BatchLengths) -> NDArray[np.int64]:
-    return lengths.sequence if phase == BACKBONE else lengths.items[phase].length
+                ranks, order = backbone.follow(example)
+                assignments[phase] = _placed(ranks, order, work[phase], self.num_ranks, cost)
+        return assignments
 
 
 def _home(phase: str, lengths: BatchLengths) -> NDArray[np.int32]:
     return lengths.home if phase == BACKBONE else lengths.home[lengths.items[phase].example]
 
 
-def _scored(
-    ranks: NDArray[np.int32], phase: str, lengths: BatchLengths, num_ranks: int, costs: Mapping[str, Cost]
-) -> Assignment:
-    return score(ranks, _column(phase, lengths), num_ranks, costs[phase])
-
-
 def _placed(
-    ranks: NDArray[np.int32],
-    order: NDArray[np.int64],
-    phase: str,
-    lengths: BatchLengths,
-    num_ranks: int,
-    costs: Mapping[str, Cost],
+    ranks: NDArray[np.int32], order: NDArray[np.int64], work: NDArray[np.int64], num_ranks: int, cost: Cost
 ) -> Assignment:
     """A given placement in a given order; loads do not depend on the order."""
-    return replace(_scored(ranks, phase, lengths, num_ranks, costs), items=order)
+    return replace(score(ranks, work, num_ranks, cost), items=order)

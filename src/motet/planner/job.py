@@ -25,6 +25,7 @@ from motet.cost.memory import (
     stage_layers,
 )
 from motet.cost.model import CostModel, Work, backward_seconds
+from motet.simulate.balancing import Balancing, by_operations, recomputed_blocks
 from motet.simulate.placement import Placement
 from motet.simulate.predict import place_batch
 
@@ -61,7 +62,9 @@ class BlockCosts:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """batch_size: examples of a step, over all ranks. cost: says what layers and messages take on the cluster."""
+    """batch_size: examples of a step, over all ranks. cost: says what layers and messages take on the cluster.
+    balancing: by what training balances colocated phases.
+    """
 
     model: ModelSpec
     cluster: Cluster
@@ -70,6 +73,7 @@ class Job:
     cost: CostModel
     precision: str = "bf16"
     seed: int = 0
+    balancing: Balancing = by_operations
 
     @cached_property
     def batch(self) -> BatchLengths:
@@ -87,24 +91,18 @@ class Job:
 
     def placement(self, plan: Plan) -> Placement:
         """Of the first `plan.batch_size` examples of the batch, on a Plan of this job. Kept where it takes long to
-        decide, under "data_parallel", for Plans that differ in what is sharded alone; where each phase was found best
-        balanced by itself, also for those that differ in what is recomputed: no item of a phase lies elsewhere then,
-        however long the others take."""
+        decide, under "data_parallel", for Plans that differ in what is sharded alone."""
         batch = self.batch
         if plan.batch_size != batch.num_examples:
             batch = batch.take(np.arange(plan.batch_size))
         if plan.schedule != "data_parallel" or plan.order != "given" or plan.microbatch_caps:
-            return place_batch(plan, batch, self.cost)
+            return place_batch(plan, batch, self.cost, self.balancing)
         (unit,) = plan.units
-        recompute = tuple(sorted(unit.recompute[0].items())) if unit.recompute else ()
-        key = (unit.dp, unit.tp, unit.first_rank, plan.batch_size, plan.microbatch_size, plan.balance)
-        for of_recompute in ((), recompute):
-            if (found := self._placements.get((*key, of_recompute))) is not None:
-                return found
-        found = place_batch(plan, batch, self.cost)
-        apart = set(found.method) <= {"per_phase"}
-        self._placements[(*key, () if apart else recompute)] = found
-        return found
+        recompute = tuple(sorted(recomputed_blocks(plan).items()))
+        key = (unit.dp, unit.tp, unit.first_rank, plan.batch_size, plan.microbatch_size, plan.balance, recompute)
+        if key not in self._placements:
+            self._placements[key] = place_batch(plan, batch, self.cost, self.balancing)
+        return self._placements[key]
 
     @cached_property
     def _placements(self) -> dict[object, Placement]:

@@ -2,33 +2,30 @@
 
 In a pipeline, examples come in their order, unless the Plan has another (`order.py`): microbatch by microbatch, and of
 each an equal part to every replica of a unit (MMScale section 4.2). Colocated phases (`data_parallel`) are balanced as
-training balances them, by `motet.balance.choose`.
+training balances them (`balancing.py`), by `motet.balance.choose`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.balance import METHODS, Choice, Method, Packed, Padded, Phase, choose
+from motet.balance import METHODS, Choice, Method, StepCosts, choose
 from motet.core.assignment import Assignment
-from motet.core.cluster import Link
 from motet.core.errors import ArgumentError, UserError
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, Workload, home_ranks
 from motet.schedule.fit import colocated_units
 from motet.schedule.layout import num_microbatches
+from motet.simulate.balancing import Balancing, by_operations
 
 Count = NDArray[np.int64]
-PhaseSeconds = Callable[[str, Count], float]
-"""Seconds of one rank for items of the given lengths of a module, forward and backward."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,13 +93,13 @@ def draw_batch(plan: Plan, workload: Workload, rng: np.random.Generator) -> Batc
     return workload.draw(plan.batch_size, rng)
 
 
-def place(plan: Plan, batch: BatchLengths, seconds: PhaseSeconds, link: Link, element_bytes: int) -> Placement:
+def place(plan: Plan, batch: BatchLengths, balancing: Balancing = by_operations) -> Placement:
     """Place a batch of `plan.batch_size` examples on a Plan that fits (`check_fit`), a pipeline's as they come.
 
-    seconds: prices colocated phases against each other. link: of their exchanges. element_bytes: of what is exchanged.
+    balancing: by what training balances colocated phases.
     """
     if plan.schedule == "data_parallel":
-        return _colocated(plan, batch, num_microbatches(plan), _Prices(plan, seconds, link, element_bytes))
+        return _colocated(plan, batch, num_microbatches(plan), balancing)
     return place_in(plan, batch, slots_as_given(plan))
 
 
@@ -182,45 +179,7 @@ def column(batch: BatchLengths, module: str) -> tuple[Count, Count, Count]:
     return items.example, items.length, items.num_tokens
 
 
-@dataclass(frozen=True)
-class _Prices:
-    """What balancing compares phases by."""
-
-    plan: Plan
-    seconds: PhaseSeconds
-    link: Link
-    element_bytes: int
-
-    def choices(self, microbatches: Sequence[Sequence[Phase]], num_ranks: int) -> list[Choice]:
-        """How each is balanced. They are decided side by side, for the balance core does not hold Python's lock."""
-        balance = self.plan.balance
-        assert balance != "off"
-        methods: tuple[Method, ...] = METHODS if balance == "auto" else (balance,)
-        decide = partial(choose, num_ranks=num_ranks, link=self.link, methods=methods)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(decide, microbatches))
-
-    def phases(self, part: BatchLengths) -> list[Phase]:
-        encoders = (module.name for module in self.plan.model.modules if module.name != BACKBONE)
-        return [self._phase(part, BACKBONE), *(self._phase(part, name) for name in encoders)]
-
-    def _phase(self, part: BatchLengths, name: str) -> Phase:
-        module = self.plan.model.module(name)
-        cost = Padded() if module.padded else Packed()
-        example, length, num_tokens = column(part, name)
-        width = module.layers[-1].output_width
-        return Phase(
-            name,
-            length,
-            cost,
-            example,
-            self.seconds(name, length) / max(int(cost.alone(length).sum()), 1),
-            None if name == BACKBONE else num_tokens * width * self.element_bytes,
-            num_exchanges=2 if module.trains else 1,
-        )
-
-
-def _colocated(plan: Plan, batch: BatchLengths, count: int, prices: _Prices) -> Placement:
+def _colocated(plan: Plan, batch: BatchLengths, count: int, balancing: Balancing) -> Placement:
     """Each microbatch's phases over the ranks of the one unit."""
     num_ranks, size = plan.unit_of(BACKBONE).dp, batch.num_examples // count
     methods: tuple[str, ...] = ()
@@ -228,14 +187,32 @@ def _colocated(plan: Plan, batch: BatchLengths, count: int, prices: _Prices) -> 
         home = home_ranks(size, num_ranks)
         replica = {module.name: home[column(batch, module.name)[0] % size] for module in plan.model.modules}
     else:
-        phases = [prices.phases(batch.take(part)) for part in np.split(np.arange(batch.num_examples), count)]
-        choices = prices.choices(phases, num_ranks)
+        costs = balancing(plan)
+        parts = [batch.take(part) for part in np.split(np.arange(batch.num_examples), count)]
+        choices = _choices(plan, costs, parts)
         methods = tuple(choice.method for choice in choices)
         placed = zip(*(choice.assignments for choice in choices), strict=True)
-        replica = {phase.name: np.concatenate([of.ranks for of in own]) for phase, own in zip(phases[0], placed)}
+        replica = {
+            name: np.concatenate([of.ranks for of in own]) for name, own in zip(costs.names, placed, strict=True)
+        }
     items = {}
     for module in plan.model.modules:
         example, length, num_tokens = column(batch, module.name)
         places = (replica[module.name], (example // size).astype(np.int32))
         items[module.name] = PlacedItems(example, length, num_tokens, *places, num_ranks)
     return Placement(batch, count, items, methods)
+
+
+def _choices(plan: Plan, costs: StepCosts, parts: Sequence[BatchLengths]) -> list[Choice]:
+    """How each microbatch is balanced, decided side by side: the balance core does not hold Python's lock."""
+    assert plan.balance != "off"
+    methods: tuple[Method, ...] = METHODS if plan.balance == "auto" else (plan.balance,)
+    unit, link = plan.unit_of(BACKBONE), costs.times.link
+
+    def decide(part: BatchLengths) -> Choice:
+        # Tensor-parallel ranks share what a rank would do alone.
+        phases = [replace(own, seconds_per_cost=own.seconds_per_cost / unit.tp) for own in costs.phases(part)]
+        return choose(phases, unit.dp, link, methods=methods)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(decide, parts))

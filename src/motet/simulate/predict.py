@@ -8,20 +8,18 @@ microbatches take longest, each on the rank that it takes longest on.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.core.plan import Plan
 from motet.core.timeline import Timeline
-from motet.core.workload import BACKBONE, BatchLengths, Workload
-from motet.cost.flops import batch_flops, work_of
-from motet.cost.memory import mixed_precision, stage_layers
-from motet.cost.model import CostModel, backward_seconds
+from motet.core.workload import BatchLengths, Workload
+from motet.cost.flops import batch_flops
+from motet.cost.model import CostModel
 from motet.schedule import Planned, planned
+from motet.simulate.balancing import Balancing, by_operations
 from motet.simulate.memory import memory_of, ranks_of
 from motet.simulate.order import ordered_slots
 from motet.simulate.placement import Placement, draw_batch, place, place_in
@@ -35,44 +33,46 @@ MAX_ISLANDS = 32
 """That are simulated, of one batch. In 28 predictions of the papers' jobs, the slowest was among the first 21."""
 
 
-def predict(plan: Plan, workload: Workload, cost: CostModel, *, seed: int = 0, jitter: float = 0.0) -> Prediction:
+def predict(
+    plan: Plan,
+    workload: Workload,
+    cost: CostModel,
+    *,
+    seed: int = 0,
+    jitter: float = 0.0,
+    balancing: Balancing = by_operations,
+) -> Prediction:
     """One step of `plan.batch_size` examples drawn from a workload, by a seed.
 
-    jitter: spread of the factor by which each computation takes longer or shorter than priced (`simulate`).
+    jitter:    spread of the factor by which each computation takes longer or shorter than priced (`simulate`).
+    balancing: by what training balances colocated phases.
     Raises UserError for a Plan that does not fit its model or cluster, and for a workload without a module's lengths.
     """
-    return next(predictions(plan, workload, cost, 1, seed=seed, jitter=jitter))
+    return next(predictions(plan, workload, cost, 1, seed=seed, jitter=jitter, balancing=balancing))
 
 
 def predictions(
-    plan: Plan, workload: Workload, cost: CostModel, num_batches: int, *, seed: int = 0, jitter: float = 0.0
+    plan: Plan,
+    workload: Workload,
+    cost: CostModel,
+    num_batches: int,
+    *,
+    seed: int = 0,
+    jitter: float = 0.0,
+    balancing: Balancing = by_operations,
 ) -> Iterator[Prediction]:
     """The same for several batches, one after the other; the first is that of `predict`."""
     stages, rng = planned(plan), np.random.default_rng(seed)
     for _ in range(num_batches):
-        placement = place_batch(plan, draw_batch(plan, workload, rng), cost)
+        placement = place_batch(plan, draw_batch(plan, workload, rng), cost, balancing)
         yield predict_placed(plan, stages, placement, cost, seed=int(rng.integers(1 << 32)), jitter=jitter)
 
 
-def place_batch(plan: Plan, batch: BatchLengths, cost: CostModel) -> Placement:
-    """The batch on the Plan: a pipeline's examples in the Plan's order, colocated phases balanced by their seconds."""
+def place_batch(plan: Plan, batch: BatchLengths, cost: CostModel, balancing: Balancing = by_operations) -> Placement:
+    """The batch on the Plan: a pipeline's examples in the Plan's order, colocated phases balanced as training does."""
     if plan.order != "given" or plan.microbatch_caps:
         return place_in(plan, batch, ordered_slots(plan, batch, cost))
-
-    unit = plan.unit_of(BACKBONE)
-    recompute = unit.recompute[0] if unit.recompute else {}
-
-    def seconds(name: str, lengths: NDArray[np.int64]) -> float:
-        total, module = 0.0, plan.model.module(name)
-        for placed, count in Counter(stage_layers(plan.model, {name: (0, len(module.blocks))}, recompute)).items():
-            priced = cost.layer_seconds(name, placed.layer, work_of(placed.layer, lengths), unit.tp)
-            backward_s = backward_seconds(priced, placed.layer, placed.needs_input, placed.recomputed)
-            total += count * float(priced.forward_s[0] + backward_s[0])
-        return total
-
-    link = plan.cluster.link(range(unit.first_rank, unit.first_rank + unit.num_ranks))
-    precision = mixed_precision(plan.precision, pipeline=plan.schedule != "data_parallel")
-    return place(plan, batch, seconds, link, precision.compute)
+    return place(plan, batch, balancing)
 
 
 def predict_placed(

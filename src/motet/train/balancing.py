@@ -1,27 +1,27 @@
-"""The Orchestrator of a model: what its modules cost, from which seconds a way is chosen, and by which core."""
+"""The Orchestrator of a model: what items cost its modules, from which seconds a way is chosen, and by which core."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from motet.balance import ACTIVE_BACKEND, Cost
+from motet.balance import ACTIVE_BACKEND, Cost, LengthWork, StepCosts
 from motet.core.cluster import Link
 from motet.core.errors import UserError
+from motet.core.plan import Plan
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.fit import NS_PER_S
-from motet.cost.flops import batch_flops
-from motet.cost.phases import PhaseTimes, phase_times
+from motet.cost.phases import PhaseTimes, Picoseconds, phase_times
 from motet.cost.profile import PROFILE_FILE, read_profile
 from motet.cost.profiled import message_fit
-from motet.dispatch import BalanceConfig, Orchestrator, SpeedConfig, StepTimes
+from motet.dispatch import BalanceConfig, Orchestrator
 from motet.models.module import MLLM
 from motet.models.spec import model_spec
-from motet.runtime.stage import is_trainable, modules_by_phase
+from motet.simulate.balancing import Balancing, device_type_of, operation_costs, recomputed_blocks
 from motet.train.recipe import Recipe
 from motet.train.world import JointUserError, World
 
@@ -40,7 +40,7 @@ class MeasuredPhases:
     digest: str
 
 
-def read_measured(recipe: Recipe, model: MLLM) -> MeasuredPhases | None:
+def read_measured(recipe: Recipe, spec: ModelSpec) -> MeasuredPhases | None:
     """None unless the recipe balances on measured cost.
 
     Raises UserError for a profile that is missing or broken, or is of another model or precision.
@@ -54,7 +54,6 @@ def read_measured(recipe: Recipe, model: MLLM) -> MeasuredPhases | None:
             f"balance.profile: {path} was measured in {profile.precision} and the recipe computes in {precision}; "
             "profile the recipe that is trained."
         )
-    spec = model_spec(model)
     phases = {
         module.name: phase_times(profile, spec, module.name, recompute=recipe.fsdp.recompute) for module in spec.modules
     }
@@ -76,67 +75,89 @@ def build_orchestrator(
     num_ranks: int,
     device: torch.device,
     dtype: torch.dtype,
+    *,
+    recompute: bool = False,
     measured: MeasuredPhases | None = None,
 ) -> Orchestrator:
-    """All ranks call it alike. dtype: that encoder outputs are moved in. measured: in place of stated costs and speeds.
+    """All ranks call it alike. dtype: that encoder outputs are moved in. recompute, measured: as in `step_costs`.
 
     Raises UserError for what in `config` does not fit the model.
     """
-    modules = modules_by_phase(model)
-    costs = config.phase_costs({name: module.cost for name, module in model.encoders.items()})
-    speed = config.speed.resolved(device.type)
-    link, seconds = speed.link, _CountedSeconds(model_spec(model), speed)
-    if measured is not None:
-        costs = {
-            name: type(cost)(measured.phases[name].linear_ps, measured.phases[name].quadratic_ps)
-            for name, cost in costs.items()
-        }
-        seconds = _MeasuredSeconds(costs, measured.phases[BACKBONE].target_ps)
-        link = _link(config.speed, speed, measured.link)
-    times = StepTimes(
-        seconds=seconds,
-        link=link,
-        token_bytes=model.backbone.dim * dtype.itemsize,
-        frozen=frozenset(name for name, module in modules.items() if not is_trainable(module)),
+    spec = model_spec(model)
+    recomputed = {module.name: len(module.blocks) for module in spec.modules if recompute}
+    costs = step_costs(config, spec, recomputed, device.type, dtype.itemsize, measured)
+    balanced = config.balanced(model.encoders)
+    return Orchestrator(costs.costs, num_ranks, balanced, work=costs.work, times=costs.times, methods=config.methods)
+
+
+def step_costs(
+    config: BalanceConfig,
+    spec: ModelSpec,
+    recompute: Mapping[str, int],
+    device_type: str,
+    element_bytes: int,
+    measured: MeasuredPhases | None,
+) -> StepCosts:
+    """What `[balance]` makes of a model. measured: for `cost = "profile"`, and only for it.
+
+    recompute: per module, of how many of its blocks the activations are recomputed.
+    element_bytes: of what is exchanged.
+    Raises UserError for costs that do not fit the model.
+    """
+    speed = config.speed.resolved(device_type)
+    counted = operation_costs(spec, recompute, speed, element_bytes)
+    costs = config.phase_costs(
+        {module.name: "padded" if module.padded else "packed" for module in spec.modules if module.name != BACKBONE}
     )
-    return Orchestrator(costs, num_ranks, config.balanced(model.encoders), times=times, methods=config.methods)
+    if config.cost == "flops":
+        return counted
+    if config.cost == "length":
+        return StepCosts(costs, LengthWork(), replace(counted.times, unit_s=_MeanSeconds(costs, counted)))
+    assert measured is not None
+    unit_s = dict.fromkeys(costs, 1 / _PS_PER_S)
+    link = config.speed.link(otherwise=measured.link or speed.link)
+    return replace(
+        counted, work=Picoseconds(measured.phases), times=replace(counted.times, unit_s=lambda _: unit_s, link=link)
+    )
+
+
+def recipe_costs(recipe: Recipe, spec: ModelSpec, device_type: str) -> StepCosts:
+    """By what training balances a recipe. Raises UserError as `read_measured` and `step_costs` do."""
+    recomputed = {module.name: len(module.blocks) for module in spec.modules if recipe.fsdp.recompute}
+    measured = read_measured(recipe, spec)
+    return step_costs(recipe.balance, spec, recomputed, device_type, compute_dtype(recipe).itemsize, measured)
+
+
+def balancing_of(recipe: Recipe, spec: ModelSpec) -> Balancing:
+    """By what training balances the Plans of a recipe. Raises UserError as `read_measured` and `step_costs` do."""
+    measured, element_bytes = read_measured(recipe, spec), compute_dtype(recipe).itemsize
+
+    def balancing(plan: Plan) -> StepCosts:
+        recomputed = recomputed_blocks(plan)
+        return step_costs(recipe.balance, plan.model, recomputed, device_type_of(plan), element_bytes, measured)
+
+    return balancing
+
+
+def compute_dtype(recipe: Recipe) -> torch.dtype:
+    """What modules compute in, and encoder outputs are moved in."""
+    return getattr(torch, recipe.fsdp.param_dtype or recipe.run.dtype)
 
 
 @dataclass(frozen=True)
-class _CountedSeconds:
-    """Seconds of the phases of a microbatch from operations that are counted, at a stated speed."""
-
-    spec: ModelSpec
-    speed: SpeedConfig
-
-    def __call__(self, lengths: BatchLengths) -> dict[str, float]:
-        return {name: flops / self.speed.flops_per_s for name, flops in batch_flops(self.spec, lengths).items()}
-
-
-@dataclass(frozen=True)
-class _MeasuredSeconds:
-    """Seconds of the phases of a microbatch, from costs in picoseconds. target_ps: of a token with loss."""
+class _MeanSeconds:
+    """Seconds of a unit of each phase's cost, on average over a microbatch, where the cost is no time by itself."""
 
     costs: Mapping[str, Cost]
-    target_ps: int
+    counted: StepCosts
 
     def __call__(self, lengths: BatchLengths) -> dict[str, float]:
-        picoseconds = {
-            name: int(cost.alone(lengths.sequence if name == BACKBONE else lengths.items[name].length).sum())
-            for name, cost in self.costs.items()
-        }
-        picoseconds[BACKBONE] += self.target_ps * int(lengths.num_targets.sum())
-        return {name: total / _PS_PER_S for name, total in picoseconds.items()}
-
-
-def _link(given: SpeedConfig, resolved: SpeedConfig, measured: Link | None) -> Link:
-    """What the recipe states of the link, else what was measured, else what is assumed."""
-    if measured is None:
-        return resolved.link
-    return Link(
-        measured.bytes_per_s if given.link_gbytes_per_s is None else resolved.link.bytes_per_s,
-        measured.latency_s if given.link_latency_us is None else resolved.link.latency_s,
-    )
+        columns, unit_s = LengthWork()(lengths), self.counted.times.unit_s(lengths)
+        found = {}
+        for name, work in self.counted.work(lengths).items():
+            total = int(self.costs[name].alone(columns[name]).sum())
+            found[name] = int(work.sum()) * unit_s[name] / total if total else 0.0
+        return found
 
 
 def check_same_backend(world: World) -> None:

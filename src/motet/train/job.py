@@ -20,11 +20,18 @@ from motet.data.text import ChatTokenizer
 from motet.dispatch import ItemExchange, Orchestrator
 from motet.models.build import build_mllm
 from motet.models.module import MLLM
+from motet.models.spec import model_spec
 from motet.runtime.clock import ActionClock
 from motet.runtime.fsdp import shard
 from motet.runtime.mesh import Mesh, build_mesh
 from motet.runtime.step import TrainStep
-from motet.train.balancing import build_orchestrator, check_same_backend, check_same_profile, read_measured
+from motet.train.balancing import (
+    build_orchestrator,
+    check_same_backend,
+    check_same_profile,
+    compute_dtype,
+    read_measured,
+)
 from motet.train.checkpoint import Checkpointer, Progress, load, read_progress, whole_checkpoints
 from motet.train.evaluate import Evaluator
 from motet.train.loading import ExchangeLoading, IndexLoading, Loading
@@ -66,9 +73,16 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
         model = build_mllm(recipe.model, tokenizer.vocabulary_size, dtype, recipe.run.seed)
         check_rows(recipe, model)
         model.to(world.device)
-        compute_dtype = getattr(torch, recipe.fsdp.param_dtype or recipe.run.dtype)
-        measured = read_measured(recipe, model)
-        orchestrator = build_orchestrator(recipe.balance, model, world.num_ranks, world.device, compute_dtype, measured)
+        measured = read_measured(recipe, model_spec(model))
+        orchestrator = build_orchestrator(
+            recipe.balance,
+            model,
+            world.num_ranks,
+            world.device,
+            compute_dtype(recipe),
+            recompute=recipe.fsdp.recompute,
+            measured=measured,
+        )
         dataset = open_dataset(recipe, recipe.data.train, tokenizer, model, say)
         heldout = open_dataset(recipe, recipe.data.heldout, tokenizer, model, say) if recipe.data.heldout else None
         _check_bad_at_indexing(recipe, dataset)

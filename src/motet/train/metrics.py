@@ -80,6 +80,7 @@ def balance_metrics(batches: Sequence[RankBatch]) -> dict[str, Any]:
 def phase_metrics(batches: Sequence[RankBatch]) -> dict[str, dict[str, Any]]:
     """Per phase, loads of the ranks and their maximum over the lower bound, before and after balancing.
 
+    unit: what loads and bounds are counted in, which is what was balanced.
     Over several microbatches loads and bounds add up, and the maximum is the sum of each microbatch's own: ranks wait
     for each other in every one.
     """
@@ -89,6 +90,7 @@ def phase_metrics(batches: Sequence[RankBatch]) -> dict[str, dict[str, Any]]:
         before = [batch.decision.before[phase] for batch in batches]
         bound = sum(int(assignment.bound) for assignment in after)
         phases[phase] = {
+            "unit": batches[0].decision.costs.unit(phase),
             "max_over_bound": _rounded(_summed_max(after) / bound) if bound else 1.0,
             "max_over_bound_before": _rounded(_summed_max(before) / bound) if bound else 1.0,
             "bound": bound,

@@ -9,6 +9,7 @@ from pathlib import Path
 from motet.core.errors import UserError
 from motet.cost.source import cost_model
 from motet.planner.job import Job
+from motet.simulate.balancing import by_operations
 from motet.train.plan_cluster import GivenCluster, cluster_of
 from motet.train.plan_recipe import read_job_recipe
 from motet.train.plan_sources import workload_at, workload_of
@@ -34,17 +35,21 @@ def job_of_recipe(path: Path, given: Given, overrides: Sequence[str] = ()) -> Jo
     """
     read = read_job_recipe(path, overrides)
     cluster = cluster_of(path, read.cluster, given.cluster, "cpu" if read.has_data else None)
-    workload = read.workload
-    if given.workload is not None:
-        workload = workload_at(given.workload)
-    elif read.has_data:
+    workload, balancing = read.workload, by_operations
+    if read.has_data:
+        from motet.train.balancing import balancing_of
         from motet.train.recipe import load_recipe
 
-        workload = workload_of(load_recipe(path, overrides), str(path))
+        recipe = load_recipe(path, overrides)
+        balancing = balancing_of(recipe, read.model)
+        if given.workload is None:
+            workload = workload_of(recipe, str(path))
+    if given.workload is not None:
+        workload = workload_at(given.workload)
     if workload is None:
         raise UserError(
             f"{path} has neither [data] nor [workload], so --workload must say which lengths to plan for: a manifest, "
             "a CSV of lengths, a TOML of distributions, or a recipe."
         )
     cost = cost_model(cluster, read.precision, given.profile)
-    return Job(read.model, cluster, workload, read.batch_size, cost, read.precision)
+    return Job(read.model, cluster, workload, read.batch_size, cost, read.precision, balancing=balancing)

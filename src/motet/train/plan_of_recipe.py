@@ -161,5 +161,6 @@ def _balance(recipe: Recipe, spec: ModelSpec) -> Literal["off", "joint", "per_ph
 def _balanced_as(plan: Plan, config: BalanceConfig) -> BalanceConfig:
     if plan.balance != "off":
         return config.model_copy(update={"phases": "all", "method": plan.balance})
-    off: dict[str, Any] = {"phases": "off", "method": "auto", "cost": "length", "profile": None}
-    return config.model_copy(update={**off, "speed": SpeedConfig()})
+    off: dict[str, Any] = {"phases": "off", "method": "auto", "profile": None, "speed": SpeedConfig()}
+    # What is measured is for balancing alone; loads are counted by operations, or by lengths, all the same.
+    return config.model_copy(update=off if config.cost != "profile" else {**off, "cost": "flops"})

@@ -80,9 +80,10 @@ def _balance(steps: list[dict[str, Any]], summary: dict[str, Any]) -> list[str]:
         "<h2>Load of the ranks, phase by phase</h2>",
         "<p>A step lasts as long as its busiest rank. Maximum load over the lower bound: 1 means that no placement of "
         "whole items is better. “Before” is every example on its home rank, “after” is what was run.</p>",
-        "<table><tr><th>phase</th><th>max/bound before</th><th>after</th></tr>",
+        "<table><tr><th>phase</th><th>load in</th><th>max/bound before</th><th>after</th></tr>",
         *(
-            f"<tr><td>{html.escape(name)}</td><td>{phase['max_over_bound_before']:.3f}</td><td>{phase['max_over_bound']:.3f}</td></tr>"
+            f"<tr><td>{html.escape(name)}</td><td>{phase['unit']}</td>"
+            f"<td>{phase['max_over_bound_before']:.3f}</td><td>{phase['max_over_bound']:.3f}</td></tr>"
             for name, phase in summary["phases"].items()
         ),
         "</table>",
@@ -104,7 +105,9 @@ def _balance(steps: list[dict[str, Any]], summary: dict[str, Any]) -> list[str]:
             f'<h3>{html.escape(name)}</h3><div class="pair"><div>',
             line_chart(ratios, x_label="step (smoothed)", y_label="max load / bound", y_min=1, width=NARROW),
             "</div><div>",
-            grouped_bars(loads, ranks, y_label=f"load in step {step}, the median", rule=bound, width=NARROW),
+            grouped_bars(
+                loads, ranks, y_label=f"{typical['unit']} in step {step}, the median", rule=bound, width=NARROW
+            ),
             "</div></div>",
         ]
     return parts

@@ -70,7 +70,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     for name, phase in summary["phases"].items():
         lines.append(
             f"{name}: mean max/bound load {phase['max_over_bound_before']:.3f} before balancing, "
-            f"{phase['max_over_bound']:.3f} after"
+            f"{phase['max_over_bound']:.3f} after, in {phase['unit']}"
         )
     if summary["balance"]["why"]:
         lines.append(f"balanced by {methods_line(summary['balance']['methods'])}")
@@ -96,12 +96,12 @@ def _balance(steps: list[dict[str, Any]]) -> dict[str, Any]:
     return {"methods": dict(methods), "why": why.get(most, "")}
 
 
-def _phases(steps: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Means over the steps in which a phase has anything to do."""
+def _phases(steps: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Means over the steps in which a phase has anything to do, and the unit of its loads."""
     means = {}
     for name in steps[-1]["phases"]:
         busy = [step["phases"][name] for step in steps if step["phases"][name]["bound"]]
-        means[name] = {
+        means[name] = {"unit": steps[-1]["phases"][name]["unit"]} | {
             key: _mean([phase[key] for phase in busy]) if busy else 1.0
             for key in ("max_over_bound_before", "max_over_bound")
         }

@@ -94,12 +94,8 @@ def weigh(phase: str, lengths) -> int:
 
 def times(bytes_per_s: float, frozen=()) -> StepTimes:
     """A rank does a unit of cost in a second; a token's output is a byte."""
-
-    def seconds(lengths: BatchLengths) -> dict[str, float]:
-        columns = {BACKBONE: lengths.sequence, **{phase: items.length for phase, items in lengths.items.items()}}
-        return {phase: float(COSTS[phase].alone(column).sum()) for phase, column in columns.items()}
-
-    return StepTimes(seconds, Link(bytes_per_s, 0.0), token_bytes=1, frozen=frozenset(frozen))
+    unit_s = dict.fromkeys(COSTS, 1.0)
+    return StepTimes(lambda _: unit_s, Link(bytes_per_s, 0.0), token_bytes=1, frozen=frozenset(frozen))
 
 
 @given(batches)
@@ -142,6 +138,60 @@ def test_seconds_are_those_of_the_operations():
     assert decision.predicted_s["joint"] == seconds
 
 
+class Squares:
+    """What attention alone would do: an item is the square of its length, a sequence as many targets as it has more."""
+
+    def __call__(self, lengths: BatchLengths) -> dict[str, np.ndarray]:
+        work = {phase: items.length**2 for phase, items in lengths.items.items()}
+        return {BACKBONE: lengths.sequence**2 + lengths.num_targets, **work}
+
+    def unit(self, phase: str) -> str:
+        return f"squares of {phase}"
+
+
+PLAIN = {BACKBONE: Packed(), "image": Packed(), "audio": Padded()}
+
+
+def squares_on(lengths: BatchLengths, phase: str, items) -> int:
+    if phase == BACKBONE:
+        return int((lengths.sequence[items] ** 2 + lengths.num_targets[items]).sum())
+    squares = lengths.items[phase].length[items] ** 2
+    return len(items) * int(squares.max(initial=0)) if phase == "audio" else int(squares.sum())
+
+
+@given(batches, st.sampled_from([None, times(1e9)]), st.integers(0, 999))
+def test_loads_and_bounds_are_of_the_work_that_is_balanced(batch, times, seed):
+    lengths, num_ranks = batch
+    orchestrator = Orchestrator(PLAIN, num_ranks, PLAIN, work=Squares(), times=times)
+    decision = orchestrator.decide(lengths)
+    kept = np.random.default_rng(seed).random(lengths.num_examples) < 0.7
+    for decided, of in ((decision, lengths), (decision.keep(kept, lengths), lengths.keep(kept))):
+        for phase in PLAIN:
+            for placed in (decided.assignments[phase], decided.before[phase]):
+                expected = [squares_on(of, phase, placed.on_rank(rank)) for rank in range(num_ranks)]
+                assert placed.loads.tolist() == expected
+                assert placed.bound <= max(expected)
+            assert decided.costs.unit(phase) == f"squares of {phase}"
+
+
+def test_work_is_balanced_where_lengths_are_not():
+    # Two sequences of 4 are as long as one of 8, and attend to half as many pairs.
+    sequence = np.array([8, 4, 4, 4, 4])
+    none = ItemLengths(*(np.zeros(0, np.int64) for _ in range(3)))
+    lengths = BatchLengths(sequence, np.zeros(5, np.int64), home_ranks(5, 2), {"image": none, "audio": none})
+    by_length, by_work = (
+        Orchestrator(PLAIN, 2, PLAIN, **options).decide(lengths).backbone.ranks.tolist()
+        for options in ({}, {"work": Squares()})
+    )
+    assert by_length.count(by_length[0]) == 2
+    assert by_work.count(by_work[0]) == 1
+
+
+def test_loads_name_their_unit():
+    costs = Orchestrator(COSTS, 1, COSTS).costs
+    assert [costs.unit(phase) for phase in COSTS] == ["tokens", "cost", "length"]
+
+
 def test_methods_are_told_apart_where_not_all_phases_are_balanced():
     lengths = draw_lengths(0, 9, 3)
     for balanced, method in (((), "off"), (("image",), "some"), (COSTS, "per_phase")):
@@ -158,9 +208,13 @@ def test_config_turns_switches_into_phases():
 
 
 def test_config_turns_coefficients_into_costs():
-    config = BalanceConfig(costs={"image": {"linear": 7, "quadratic": 2}})
+    config = BalanceConfig(cost="length", costs={"image": {"linear": 7, "quadratic": 2}})
     costs = config.phase_costs({"image": "packed", "audio": "padded"})
     assert costs == {BACKBONE: Packed(), "image": Packed(linear=7, quadratic=2), "audio": Padded()}
+
+
+def by_length(costs) -> BalanceConfig:
+    return BalanceConfig(cost="length", costs=costs)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +232,8 @@ def test_config_turns_coefficients_into_costs():
             lambda: BalanceConfig(phases=["video"]).balanced(["image"]),
             "no phase 'video'; the model has backbone, image",
         ),
-        (lambda: BalanceConfig(costs={"video": {}}).phase_costs({"image": "packed"}), "no phase 'video'"),
-        (lambda: BalanceConfig(costs={"audio": {}}).phase_costs({"audio": "padded"}), "remove the coefficients"),
+        (lambda: by_length({"video": {}}).phase_costs({"image": "packed"}), "no phase 'video'"),
+        (lambda: by_length({"audio": {}}).phase_costs({"audio": "padded"}), "remove the coefficients"),
     ],
 )
 def test_config_names_what_is_wrong(call, sentence):
@@ -192,5 +246,7 @@ def test_config_assumes_a_speed_for_what_is_not_given():
     assert cuda.link.latency_s == cpu.link.latency_s == 0
     assert cuda.flops_per_s > 1000 * cpu.flops_per_s
     assert cuda.link.bytes_per_s > cpu.link.bytes_per_s
+    stated = SpeedConfig(device_tflops=3.0, link_gbytes_per_s=2.0).resolved("cuda")
+    assert (stated.flops_per_s, stated.link) == (3e12, Link(2e9, 50e-6))
     assert BalanceConfig(method="joint").methods == ("joint",)
     assert set(BalanceConfig().methods) == {"joint", "mixed", "per_phase"}

@@ -10,6 +10,7 @@ from motet.core.plan import Plan, Unit
 from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
 from motet.core.workload import BatchLengths, ItemLengths, Workload
 from motet.cost.analytic import Analytic
+from motet.cost.operations import Operations
 from motet.schedule import Kind, planned, validate
 from motet.simulate.placement import draw_batch, place, placed_as
 from motet.simulate.pricing import Pricing
@@ -27,10 +28,6 @@ MODEL = ModelSpec(
     ),
     (("image", "backbone"), ("audio", "backbone")),
 )
-
-
-def seconds(module, lengths):
-    return float(lengths.sum()) * {"image": 2e-6, "audio": 1e-6, "backbone": 4e-6}[module]
 
 
 def lengths(num_examples, seed=0):
@@ -59,7 +56,7 @@ def apart(encoder_dp, backbone_dp, batch_size, microbatch_size=1):
 
 
 def test_examples_come_microbatch_by_microbatch_and_replica_by_replica():
-    placement = place(apart(2, 2, 12, 3), lengths(12), seconds, LINK, 2)
+    placement = place(apart(2, 2, 12, 3), lengths(12))
     assert placement.num_microbatches == 2
     assert placement.items["backbone"].replica.tolist() == [0, 0, 0, 1, 1, 1] * 2
     assert placement.items["backbone"].microbatch.tolist() == [0] * 6 + [1] * 6
@@ -70,12 +67,14 @@ def test_examples_come_microbatch_by_microbatch_and_replica_by_replica():
 @pytest.mark.parametrize("balance", ["joint", "per_phase", "auto"])
 def test_colocated_phases_are_balanced_in_every_microbatch(balance):
     batch = lengths(48)
-    off, placed = (place(colocated(way), batch, seconds, LINK, 2) for way in ("off", balance))
+    off, placed = (place(colocated(way), batch) for way in ("off", balance))
     assert placed.num_microbatches == len(placed.method) == 2
+
+    work = Operations(MODEL)(batch)
 
     def worst(placement, module):
         items = placement.items[module]
-        loads = np.bincount(items.microbatch * 4 + items.replica, items.length, 8).reshape(2, 4)
+        loads = np.bincount(items.microbatch * 4 + items.replica, work[module], 8).reshape(2, 4)
         return (loads.max(axis=1) / loads.mean(axis=1)).max()
 
     for module in ("image", "backbone"):
@@ -89,7 +88,7 @@ def test_colocated_phases_are_balanced_in_every_microbatch(balance):
 
 
 def test_exchanged_rows_are_those_of_the_busiest_replica():
-    placement = place(colocated("off"), lengths(48), seconds, LINK, 2)
+    placement = place(colocated("off"), lengths(48))
     placement.items["image"].replica[:] = 0
     images = placement.items["image"]
     home = placement.items["backbone"].replica[images.example]
@@ -100,7 +99,7 @@ def test_exchanged_rows_are_those_of_the_busiest_replica():
 @pytest.mark.parametrize(("encoder_dp", "backbone_dp"), [(1, 4), (2, 4), (2, 3), (4, 2), (3, 1)])
 def test_replicas_of_other_units_share_the_examples_of_their_island(encoder_dp, backbone_dp):
     plan = apart(encoder_dp, backbone_dp, batch_size=24 * backbone_dp, microbatch_size=12)
-    placement = place(plan, lengths(24 * backbone_dp), seconds, LINK, 2)
+    placement = place(plan, lengths(24 * backbone_dp))
     backbone, images = placement.items["backbone"], placement.items["image"]
     islands = np.gcd(encoder_dp, backbone_dp)
     np.testing.assert_array_equal(

@@ -7,13 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from motet.balance import ASSUMED_SPEEDS
 from motet.core.errors import UserError
 from motet.core.plan import Unit
 from motet.core.sampler import read_sampler
 from motet.core.spec import ModelSpec, Module, Stack
-from motet.core.workload import ItemLengths
+from motet.core.workload import BatchLengths, ItemLengths
 from motet.cost.analytic import Analytic
+from motet.cost.flops import step_flops
 from motet.schedule import planned, validate
+from motet.simulate.balancing import by_operations
 from motet.simulate.predict import place_batch, predict, predict_placed, stage_times_of
 from motet.simulate.pricing import Pricing
 from motet.simulate.report import out_of_memory
@@ -265,20 +268,20 @@ def test_balancing_shortens_a_data_parallel_step(balance):
         assert found.step_s < paid.step_s <= found.step_s + 2 * moved * 32 * 2 * EXCHANGE_S
 
 
-def test_phases_are_weighed_by_what_they_take_with_recomputation(monkeypatch):
-    import motet.simulate.predict as module
-
-    prices = []
-    monkeypatch.setattr(module, "place", lambda plan, batch, seconds, *_: prices.append(seconds))
+def test_phases_are_weighed_by_what_they_do_with_recomputation():
+    nothing, none = np.zeros(2, dtype=np.int64), ItemLengths(*[np.zeros(0, dtype=np.int64)] * 3)
+    images = ItemLengths(np.arange(2), np.array([10, 30]), nothing)
+    two = BatchLengths(nothing, nothing, nothing.astype(np.int32), {"image": images, "audio": none})
+    done = []
     for recompute in ((), ({"image": 4},)):
         made = colocated(unit={"recompute": recompute})
-        place_batch(made, lengths(), Free(made.cluster))
-    kept, again = (price("image", np.array([10, 30])) for price in prices)
-    layers_s = 40 * 4 * 12 * 16 * FORWARD_S
-    first_s, projector_s = 40 * 30, (3 + 8) * 70
-    once = first_s * (FORWARD_S + WEIGHT_S) + projector_s * (FORWARD_S + INPUT_S + WEIGHT_S)
-    assert kept == pytest.approx(layers_s * (1 + 2 + 5) + once)
-    assert again == pytest.approx(kept + layers_s)
+        phases = {phase.name: phase for phase in by_operations(made).phases(two)}
+        image = phases["image"]
+        done.append(int(image.lengths.sum()) * image.seconds_per_cost * ASSUMED_SPEEDS["cuda"].flops_per_s)
+    kept, again = done
+    module = made.model.module("image")
+    assert kept == pytest.approx(step_flops(module, images.length))
+    assert again == pytest.approx(step_flops(module, images.length, recomputed=True)) != kept
 
 
 class Exchanges(Free):

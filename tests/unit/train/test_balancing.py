@@ -1,11 +1,27 @@
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
+from cli.tiny_job import write_tiny_job
+from motet.balance import LengthWork, PhaseCosts
 from motet.core.errors import UserError
+from motet.core.workload import BACKBONE, home_ranks
+from motet.cost.flops import batch_flops, step_flops
+from motet.cost.profile import LayerTimes, ModuleTimes, Points, Profile
+from motet.data.text import ChatTokenizer
 from motet.dispatch import Decision
-from motet.train.balancing import check_same_backend
-from motet.train.metrics import balance_metrics
+from motet.models.build import build_mllm
+from motet.models.spec import model_spec
+from motet.simulate.placement import place
+from motet.train.balancing import build_orchestrator, check_same_backend, read_measured
+from motet.train.metrics import balance_metrics, phase_metrics
+from motet.train.plan_cluster import GivenCluster
+from motet.train.plan_job import Given
+from motet.train.plan_of_recipe import read_recipe_as_plan
+from motet.train.recipe import load_recipe
 from motet.train.summary import methods_line
 
 
@@ -15,11 +31,14 @@ def test_ranks_with_different_cores_are_refused():
         check_same_backend(SimpleNamespace(gather=lambda own: ["native", "native", "fallback"]))
 
 
+NO_COSTS = PhaseCosts({}, LengthWork())
+
+
 def test_metrics_count_methods_and_add_up_seconds_over_microbatches():
     decisions = [
-        Decision({}, {}, {}, 0.0, "joint", "joint: first", {"joint": 0.25, "per_phase": 0.5}),
-        Decision({}, {}, {}, 0.0, "mixed", "mixed: it", {"joint": 0.5, "mixed": 0.25, "per_phase": 0.5}),
-        Decision({}, {}, {}, 0.0, "joint", "joint: second", {"joint": 0.25, "per_phase": 0.5}),
+        Decision({}, {}, NO_COSTS, {}, 0.0, "joint", "joint: first", {"joint": 0.25, "per_phase": 0.5}),
+        Decision({}, {}, NO_COSTS, {}, 0.0, "mixed", "mixed: it", {"joint": 0.5, "mixed": 0.25, "per_phase": 0.5}),
+        Decision({}, {}, NO_COSTS, {}, 0.0, "joint", "joint: second", {"joint": 0.25, "per_phase": 0.5}),
     ]
     assert balance_metrics([SimpleNamespace(decision=decision) for decision in decisions]) == {
         "methods": {"joint": 2, "mixed": 1},
@@ -27,3 +46,106 @@ def test_metrics_count_methods_and_add_up_seconds_over_microbatches():
         "why": {"joint": "joint: second", "mixed": "mixed: it"},
     }
     assert methods_line({"mixed": 1, "joint": 1200}) == "joint 1,200, mixed 1 of 1,201 microbatches"
+
+
+@pytest.fixture(scope="module")
+def recipe_file(tmp_path_factory):
+    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
+
+
+def model_of(recipe):
+    return build_mllm(recipe.model, ChatTokenizer.from_directory(recipe.data.tokenizer).vocabulary_size)
+
+
+def decided_by_training(recipe, batch, num_ranks):
+    """What training decides of a microbatch, on a rank of this machine's CPU."""
+    model, dtype = model_of(recipe), getattr(torch, recipe.fsdp.param_dtype or recipe.run.dtype)
+    measured = read_measured(recipe, model_spec(model))
+    orchestrator = build_orchestrator(
+        recipe.balance,
+        model,
+        num_ranks,
+        torch.device("cpu"),
+        dtype,
+        recompute=recipe.fsdp.recompute,
+        measured=measured,
+    )
+    return orchestrator.decide(replace(batch, home=home_ranks(batch.num_examples, num_ranks)))
+
+
+WAYS = [
+    (),
+    ("balance.method=joint",),
+    ("balance.method=per_phase", "fsdp.recompute=true"),
+    ("balance.cost=length",),
+    ("balance.cost=length", "balance.costs={ backbone = { linear = 3, quadratic = 1 } }"),
+    ("balance.cost=profile",),
+    ("balance.speed={ link_gbytes_per_s = 1e6, link_latency_us = 0.0 }", "run.microbatches=2"),
+    ("balance.speed={ device_tflops = 1e-6 }", "run.dtype=float64"),
+]
+
+
+@pytest.mark.parametrize("overrides", WAYS, ids=" ".join)
+def test_prediction_places_every_item_where_training_does(recipe_file, overrides):
+    overrides = ("run.batch_size=24", *overrides)
+    recipe = load_recipe(recipe_file, overrides)
+    if recipe.balance.cost == "profile":
+        write_profile(recipe, model_spec(model_of(recipe)))
+    plan, job = read_recipe_as_plan(recipe_file, overrides, Given(GivenCluster("cpu", 1, 3)))
+    batch = job.workload.draw(24, np.random.default_rng(1))
+    placed = place(plan, batch, job.balancing)
+    parts = np.split(np.arange(24), recipe.run.microbatches)
+    assert placed.num_microbatches == len(parts)
+    for number, part in enumerate(parts):
+        decision = decided_by_training(recipe, batch.take(part), 3)
+        assert placed.method[number] == decision.method
+        for phase, assignment in decision.assignments.items():
+            items = placed.items[phase]
+            np.testing.assert_array_equal(items.replica[items.microbatch == number], assignment.ranks, phase)
+
+
+GRID = tuple(((count, length),) for count in (1, 4) for length in (8, 20, 60))
+
+
+def write_profile(recipe, spec):
+    """Each layer takes a nanosecond for a row and a weight, and ten for a pair, in every pass."""
+    modules = [
+        ModuleTimes(name=module.name, grid=GRID, held_out=GRID, layers=tuple(layer_times(module)))
+        for module in spec.modules
+    ]
+    whole = {"recipe": "tiny", "device": "cpu", "precision": "float32", "torch": "2", "measured_at": "", "num_ranks": 1}
+    Profile(**whole, modules=tuple(modules)).write(recipe.run.dir / "profile.json")
+
+
+def layer_times(module):
+    for kind, layer in {(layer.kind, layer.weights): layer for layer in module.layers}.items():
+        rows, pairs = ([sum(n * length**power for n, length in batch) for batch in GRID] for power in (1, 2))
+        taken = [1e-9 * (r * (layer.weights + 1) + 10 * p * (layer.attention is not None)) for r, p in zip(rows, pairs)]
+        points = Points(rows=rows, pairs=pairs, forward_s=taken, input_s=taken, weight_s=taken)
+        yield LayerTimes(kind=kind[0], weights=kind[1], grid=points, held_out=points)
+
+
+@pytest.mark.parametrize(("cost", "unit"), [("flops", "FLOP"), ("length", "tokens"), ("profile", "ps")])
+def test_what_is_logged_is_what_was_balanced(recipe_file, cost, unit):
+    recipe = load_recipe(recipe_file, [f"balance.cost={cost}"])
+    spec = model_spec(model_of(recipe))
+    write_profile(recipe, spec)
+    _, job = read_recipe_as_plan(recipe_file, [], Given(GivenCluster("cpu", 1, 2)))
+    batch = job.workload.draw(16, np.random.default_rng(2))
+    decision = decided_by_training(recipe, batch, 2)
+    logged = phase_metrics([SimpleNamespace(decision=decision)])
+    assert logged[BACKBONE]["unit"] == unit
+    backbone, total = decision.backbone, sum(logged[BACKBONE]["loads"])
+    if cost == "length":
+        assert total == batch.sequence.sum()
+        assert logged["audio"]["unit"] == "length"
+    if cost == "flops":
+        # Of rank 0, by the very count that MFU is made of.
+        own = backbone.on_rank(0)
+        num_targets = int(batch.num_targets[own].sum())
+        exact = step_flops(spec.module(BACKBONE), batch.sequence[own], num_targets, reached=True)
+        assert logged[BACKBONE]["loads"][0] == exact
+        assert total == batch_flops(spec, batch)[BACKBONE]
+        computed_on = {"audio": decision.assignments["audio"].ranks}
+        assert sum(logged["audio"]["loads"]) == batch_flops(spec, batch, computed_on=computed_on)["audio"]
+        assert logged["audio"]["unit"] == unit

@@ -9,7 +9,8 @@ from PIL import Image
 from motet.train.charts import _ticks
 from motet.train.report import write_report
 
-PHASE = {"max_over_bound": 1.0, "max_over_bound_before": 1.5, "bound": 10, "loads": [10, 9], "loads_before": [15, 4]}
+RATIOS = {"unit": "MFLOP", "max_over_bound": 1.0, "max_over_bound_before": 1.5}
+PHASE = RATIOS | {"bound": 10, "loads": [10, 9], "loads_before": [15, 4]}
 SUMMARY = {
     "steps": 3,
     "num_ranks": 2,
@@ -24,7 +25,7 @@ SUMMARY = {
     "exact_match": {"<task>": 0.5},
     "num_heldout": {"<task>": 2},
     "balance": {"methods": {"mixed": 1, "joint": 2}, "why": "joint: 3 ms predicted (per_phase 4 ms)."},
-    "phases": {"backbone": {"max_over_bound": 1.0, "max_over_bound_before": 1.5}},
+    "phases": {"backbone": RATIOS},
     "data_wait_share": 0.01,
     "memory": {"peak_bytes": 2**30, "kind": "resident"},
     "bad_examples": 1,
@@ -57,6 +58,7 @@ def test_a_report_is_self_contained_and_escapes_what_it_shows(tmp_path):
         "data:image/png;base64,",
         "gone.wav",
         "1.500",
+        "MFLOP in step 2, the median",
         "50.0%",
         "joint 2, mixed 1 of 3 m",
     ):

@@ -1,0 +1,122 @@
+"""From the lengths of a microbatch to the phases that `choose` compares: what items cost, and what that takes.
+
+Everything is a pure function of lengths and constants, the same on all ranks; nothing is measured while training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.balance.costs import Cost, Packed, Padded
+from motet.balance.phases import Phase
+from motet.core.cluster import Link
+from motet.core.workload import BACKBONE, BatchLengths
+
+Ints = NDArray[np.int64]
+
+
+class ItemWork(Protocol):
+    """What each item is to its phase, in whole numbers: its length, its operations, its picoseconds."""
+
+    def __call__(self, lengths: BatchLengths) -> Mapping[str, Ints]:
+        """Per phase, int64 [num_items], >= 0; of a padded phase, what an item is by itself, more for a longer one."""
+
+    def unit(self, phase: str) -> str:
+        """What is counted, as reports name it."""
+
+
+@dataclass(frozen=True)
+class LengthWork:
+    """Items are weighed by their lengths, whatever a model does with them. units: of some phases, what is counted."""
+
+    units: Mapping[str, str] = field(default_factory=dict)
+
+    def __call__(self, lengths: BatchLengths) -> dict[str, Ints]:
+        return {BACKBONE: lengths.sequence, **{name: items.length for name, items in lengths.items.items()}}
+
+    def unit(self, phase: str) -> str:
+        return self.units.get(phase, "tokens" if phase == BACKBONE else "length")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a rank computes and sends in a second, stated and not measured, so that a run can be repeated."""
+
+    flops_per_s: float
+    link: Link
+
+
+ASSUMED_SPEEDS: Mapping[str, Speed] = {
+    "cuda": Speed(400e12, Link(bytes_per_s=40e9, latency_s=50e-6)),
+    "cpu": Speed(0.04e12, Link(bytes_per_s=1e9, latency_s=300e-6)),
+}
+"""Until it is stated or measured, by kind of device: what training reaches on a current data-centre GPU with a network
+link of its own, and a CPU core with a loopback. What counts is the ratio between computing and exchanging."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The seconds that ways of balancing are compared by.
+
+    unit_s:      per phase, seconds of a rank, forward and backward, for a unit of the phase's cost.
+    link:        what an exchange takes.
+    token_bytes: of one row of an encoder's output.
+    frozen:      encoders that get no gradient back, as nothing in them trains.
+    """
+
+    unit_s: Callable[[BatchLengths], Mapping[str, float]]
+    link: Link
+    token_bytes: int
+    frozen: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class PhaseCosts:
+    """What the items of a microbatch cost, phase by phase.
+
+    costs: per phase, backbone included, how the work of the items on a rank makes up its load: `Packed()` adds it up,
+           `Padded()` counts each as the largest. Coefficients weigh the work anew.
+    """
+
+    costs: Mapping[str, Cost]
+    work: ItemWork
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the phases: backbone first, the others in the order of the costs."""
+        return BACKBONE, *(name for name in self.costs if name != BACKBONE)
+
+    def unit(self, phase: str) -> str:
+        """What the loads of a phase are counted in; "cost" where coefficients weigh the work anew."""
+        return self.work.unit(phase) if self.costs[phase] in (Packed(), Padded()) else "cost"
+
+
+@dataclass(frozen=True)
+class StepCosts(PhaseCosts):
+    """And what that takes, so that ways of balancing can be compared."""
+
+    times: StepTimes
+
+    def phases(self, lengths: BatchLengths, work: Mapping[str, Ints] | None = None) -> list[Phase]:
+        """The phases of a microbatch, in the order of `names`. work: of its items, where it has been counted before."""
+        weights = self.work(lengths) if work is None else work
+        unit_s = self.times.unit_s(lengths)
+
+        def phase(name: str) -> Phase:
+            items = None if name == BACKBONE else lengths.items[name]
+            return Phase(
+                name,
+                weights[name],
+                self.costs[name],
+                np.arange(lengths.num_examples) if items is None else items.example,
+                unit_s[name],
+                None if items is None else items.num_tokens * self.times.token_bytes,
+                num_exchanges=1 if name in self.times.frozen else 2,
+            )
+
+        return [phase(name) for name in self.names]
