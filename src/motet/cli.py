@@ -183,7 +183,7 @@ def simulate(
 
         given = Given(GivenCluster(cluster, nodes, ranks_per_node), workload, profile)
         read, job = read_recipe_as_plan(plan, overrides or (), given)
-        lengths, cost = job.workload, job.cost
+        lengths, cost, balancing = job.workload, job.cost, job.balancing
     elif cluster or nodes or ranks_per_node or overrides:
         raise UserError(
             f"--cluster, --nodes, --ranks-per-node and --set are for a recipe; {plan} is a plan, which says all that "
@@ -191,23 +191,34 @@ def simulate(
         )
     else:
         from motet.cost.source import cost_model
+        from motet.simulate.balancing import by_operations
         from motet.train.plan_sources import read_plan_and_workload
 
         read, lengths = read_plan_and_workload(plan, workload)
-        cost = cost_model(read.cluster, read.precision, profile)
+        cost, balancing = cost_model(read.cluster, read.precision, profile), by_operations
     from motet.simulate.command import Outputs, show_predictions
     from motet.simulate.predict import predictions
 
     _collect_seldom()
-    found = predictions(read, lengths, cost, batches, seed=seed, jitter=jitter)
+    found = predictions(read, lengths, cost, batches, seed=seed, jitter=jitter, balancing=balancing)
     show_predictions(read, found, Outputs(trace, html, png), title=f"{plan.stem}, predicted")
 
 
 @app.command()
 def analyze(
-    source: Annotated[Path, typer.Argument(metavar="MANIFEST_OR_LENGTHS", help="A manifest, or a CSV of lengths.")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RECIPE.toml|MANIFEST|LENGTHS.csv", help="A training job, its data alone, or a table of lengths."
+        ),
+    ],
     ranks: Annotated[int, typer.Option(min=1, help="Ranks that the load is to be balanced over.")] = 8,
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples of a step, over all ranks.")] = 128,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Examples balanced together, over all ranks; default: a microbatch of the recipe, else 128."
+        ),
+    ] = None,
     batches: Annotated[int, typer.Option(min=1, help="Batches drawn for the expected loads.")] = 50,
     seed: Annotated[int, typer.Option(min=0, help="Of the batches drawn.")] = 0,
     mix: Annotated[
@@ -216,6 +227,7 @@ def analyze(
     tokenizer: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Counts a manifest's text; without it, 4 bytes are a token.")
     ] = None,
+    overrides: SetOption = None,
     html: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a page with plots as well.")] = None,
 ) -> None:
     """Show how heterogeneous a dataset is, and what balancing each phase would gain, before any GPU is hired."""
@@ -223,10 +235,19 @@ def analyze(
 
     if mix not in ("rows", "even"):
         raise UserError(f"--mix {mix}: must be rows or even.")
+    subject, examples = source, 128
+    if source.suffix == ".toml":
+        from motet.train.analyze_recipe import read_subject
+
+        if tokenizer is not None:
+            raise UserError(f"--tokenizer is for a manifest; {source} names its own in data.tokenizer.")
+        subject, examples = read_subject(source, overrides or ())
+    elif overrides:
+        raise UserError(f"--set is for a recipe; {source} is none.")
     analyze_command(
-        source,
+        subject,
         num_ranks=ranks,
-        batch_size=batch_size,
+        batch_size=batch_size or examples,
         num_batches=batches,
         seed=seed,
         mix=mix,

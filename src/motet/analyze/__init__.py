@@ -3,9 +3,9 @@
 Free of torch. `analyze` is the library, `analyze_command` the command line's part; `page.write_html` writes the page.
 """
 
-from motet.analyze.analysis import Analysis, Distribution, analyze
+from motet.analyze.analysis import Analysis, Distribution, Subject, analyze
 from motet.analyze.command import analyze_command
 from motet.analyze.loads import PhaseLoads
 from motet.analyze.report import print_analysis
 
-__all__ = ["Analysis", "Distribution", "PhaseLoads", "analyze", "analyze_command", "print_analysis"]
+__all__ = ["Analysis", "Distribution", "PhaseLoads", "Subject", "analyze", "analyze_command", "print_analysis"]

@@ -13,11 +13,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.analyze.lengths import UNITS, Lengths, read_lengths
-from motet.analyze.loads import SPEED_ASSUMPTION, Mix, PhaseLoads, PredictedSteps, sample_loads
+from motet.analyze.loads import LENGTH_COSTS, SPEED_ASSUMPTION, Mix, PhaseLoads, PredictedSteps, sample_loads
+from motet.balance import StepCosts
 from motet.core.errors import UserError
 from motet.data.index_build import Progress
 
 TEXT, SEQUENCE = "text", "sequence"
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """What is analysed. costs: what items cost, with times. weighed: by what items are balanced, a sentence."""
+
+    lengths: Lengths
+    costs: StepCosts
+    weighed: str
+
+
+BY_LENGTH = (
+    "Balanced on lengths, as no model is known; given a recipe, motet analyze balances on the operations of its model."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +57,7 @@ class Analysis:
 
     lengths: of sequences and text in tokens, of items in what their encoder computes on.
     shares:  per modality, text included, its share of each example's sequence, float64 [num_examples], 0 where absent.
+    weighed: by what items are balanced, a sentence.
     loads:   per phase, backbone first, the loads over the drawn batches.
     steps:   seconds that are predicted for the drawn batches, and which way of balancing would be chosen.
     """
@@ -53,6 +69,7 @@ class Analysis:
     num_batches: int
     seed: int
     mix: Mix
+    weighed: str
     assumptions: tuple[str, ...]
     left_out: str
     lengths: tuple[Distribution, ...]
@@ -62,7 +79,7 @@ class Analysis:
 
 
 def analyze(
-    source: str | Path,
+    source: str | Path | Subject,
     *,
     num_ranks: int = 8,
     batch_size: int = 128,
@@ -74,9 +91,9 @@ def analyze(
     num_workers: int = 0,
     progress: Progress | None = None,
 ) -> Analysis:
-    """Analyse a manifest (by its index, headers only) or a table of lengths (.csv, .csv.gz).
+    """Analyse a manifest (by its index, headers only), a table of lengths (.csv, .csv.gz), or what has been read.
 
-    batch_size: examples of a step over all ranks. num_batches: steps drawn with `seed`.
+    batch_size: examples that are balanced together, over all ranks. num_batches: such batches, drawn with `seed`.
     mix: "rows" draws every example alike; "even" draws each combination of modalities alike often, for tables whose row
     counts are no mixing ratio. tokenizer: a directory; without one, a manifest's text tokens are estimated.
     Raises UserError for a source that is missing or wrong, and for arguments below 1.
@@ -84,11 +101,23 @@ def analyze(
     for name, value in (("num_ranks", num_ranks), ("batch_size", batch_size), ("num_batches", num_batches)):
         if value < 1:
             raise UserError(f"{name} is {value}, but must be at least 1")
-    lengths = read_lengths(
-        source, tokenizer=tokenizer, index_folder=index_folder, num_workers=num_workers, progress=progress
-    )
+    if isinstance(source, Subject):
+        subject = source
+    else:
+        lengths = read_lengths(
+            source, tokenizer=tokenizer, index_folder=index_folder, num_workers=num_workers, progress=progress
+        )
+        stated = replace(lengths, assumptions=(*lengths.assumptions, SPEED_ASSUMPTION))
+        subject = Subject(stated, LENGTH_COSTS, BY_LENGTH)
+    lengths = subject.lengths
     loads, steps = sample_loads(
-        lengths, num_ranks=num_ranks, batch_size=batch_size, num_batches=num_batches, seed=seed, mix=mix
+        lengths,
+        subject.costs,
+        num_ranks=num_ranks,
+        batch_size=batch_size,
+        num_batches=num_batches,
+        seed=seed,
+        mix=mix,
     )
     return Analysis(
         source=lengths.source,
@@ -98,7 +127,8 @@ def analyze(
         num_batches=num_batches,
         seed=seed,
         mix=mix,
-        assumptions=(*lengths.assumptions, SPEED_ASSUMPTION),
+        weighed=subject.weighed,
+        assumptions=lengths.assumptions,
         left_out=lengths.left_out,
         lengths=_distributions(lengths),
         shares=_shares(lengths),

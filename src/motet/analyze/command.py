@@ -7,13 +7,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from motet.analyze.analysis import analyze
+from motet.analyze.analysis import Subject, analyze
 from motet.analyze.loads import Mix
 from motet.analyze.report import print_analysis
 
 
 def analyze_command(
-    source: Path,
+    source: Path | Subject,
     *,
     num_ranks: int = 8,
     batch_size: int = 128,

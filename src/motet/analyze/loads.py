@@ -3,22 +3,37 @@
 Batches are drawn from the lengths with a fixed seed and placed as the trainer's orchestrator places them: unbalanced,
 an example and its media are computed on its home rank; with the backbone balanced, media go where their example goes;
 jointly, so they do, but whole examples are placed to balance all phases; with every phase balanced, each encoder's
-items are placed by themselves, and of those that pack only the excess leaves the rank of its example. Backbone and
-image encoders pack (cost: the sum of lengths), audio encoders pad (cost: clips times the longest).
+items are placed by themselves, and of those that pack only the excess leaves the rank of its example. What an item
+costs is said by `StepCosts`: a recipe's, as training has them, or else lengths, of which audio encoders pad theirs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.analyze.lengths import Lengths
+from motet.analyze.lengths import UNITS, Lengths
 from motet.analyze.mixture import MFLOP_PER_LENGTH, PHASES
-from motet.balance import Choice, Cost, Link, Packed, Padded, Phase, assign, assign_apart, choose, score
+from motet.balance import (
+    ASSUMED_SPEEDS,
+    Choice,
+    LengthWork,
+    Packed,
+    Padded,
+    Phase,
+    StepCosts,
+    StepTimes,
+    assign,
+    assign_apart,
+    choose,
+    follow,
+)
+from motet.balance.phases import scored_phase
 from motet.core.assignment import Assignment
 from motet.core.workload import BACKBONE, BatchLengths, home_ranks
 from motet.data.media import AUDIO, IMAGE
@@ -31,7 +46,6 @@ MODE_NAMES: dict[Mode, str] = {
     "joint": "joint (whole examples)",
     "all": "every phase",
 }
-COSTS: dict[str, Cost] = {BACKBONE: Packed(), IMAGE: Packed(), AUDIO: Padded()}
 Mix = Literal["rows", "even"]
 
 CHOSEN = "chosen"
@@ -43,13 +57,19 @@ PREDICTED = {
 }
 """Ways whose seconds are predicted, and what they are called."""
 
-_FLOPS_PER_S = 400e12
-_LINK = Link(bytes_per_s=40e9, latency_s=50e-6)
-_BYTES_A_TOKEN = 2 * 3584
+_SPEED = ASSUMED_SPEEDS["cuda"]
+# Backward takes twice as long as forward.
+_UNIT_S = {name: 3e6 * mflop / _SPEED.flops_per_s for name, mflop in zip(PHASES, MFLOP_PER_LENGTH, strict=True)}
+LENGTH_COSTS = StepCosts(
+    {BACKBONE: Packed(), IMAGE: Packed(), AUDIO: Padded()},
+    LengthWork(UNITS),
+    StepTimes(lambda _: _UNIT_S, _SPEED.link, token_bytes=2 * 3584),
+)
+"""Where no model is known: lengths, and seconds by `SPEED_ASSUMPTION`."""
 SPEED_ASSUMPTION = (
     "Seconds: a backbone of 7 B, an image encoder of 2 B and an audio encoder of 0.6 B parameters, all trained, at "
-    f"{_FLOPS_PER_S / 1e12:.0f} TFLOP/s a rank; outputs of 3,584 bf16 values a token at {_LINK.bytes_per_s / 1e9:.0f} "
-    f"GB/s a rank and {_LINK.latency_s * 1e6:.0f} microseconds an exchange."
+    f"{_SPEED.flops_per_s / 1e12:.0f} TFLOP/s a rank; outputs of 3,584 bf16 values a token at "
+    f"{_SPEED.link.bytes_per_s / 1e9:.0f} GB/s a rank and {_SPEED.link.latency_s * 1e6:.0f} microseconds an exchange."
 )
 
 
@@ -57,6 +77,7 @@ SPEED_ASSUMPTION = (
 class PhaseLoads:
     """Loads of one phase over the drawn batches, by mode.
 
+    unit:    what loads are counted in. padded: whether a rank's load is its number of items times the largest.
     loads:   int64 [num_batches, num_ranks].
     crossed: float64 [num_batches], the share of the phase's output tokens that another rank computes than the one that
              runs their sequence; 0 for the backbone.
@@ -64,6 +85,8 @@ class PhaseLoads:
              has nothing to do in a batch.
     """
 
+    unit: str
+    padded: bool
     loads: dict[Mode, NDArray[np.int64]]
     crossed: dict[Mode, NDArray[np.float64]]
     bounds: NDArray[np.int64]
@@ -114,74 +137,57 @@ class PredictedSteps:
 
 
 def sample_loads(
-    lengths: Lengths, *, num_ranks: int, batch_size: int, num_batches: int, seed: int, mix: Mix
+    lengths: Lengths, costs: StepCosts, *, num_ranks: int, batch_size: int, num_batches: int, seed: int, mix: Mix
 ) -> tuple[dict[str, PhaseLoads], PredictedSteps]:
     """Loads of each phase that occurs in the batches, backbone first, and what is predicted for a step."""
-    phases = (BACKBONE, *lengths.phases)
-    loads: dict[str, dict[Mode, list[NDArray[np.int64]]]] = {phase: {mode: [] for mode in MODES} for phase in phases}
-    crossed: dict[str, dict[Mode, list[float]]] = {phase: {mode: [] for mode in MODES} for phase in phases}
-    bounds: dict[str, list[int]] = {phase: [] for phase in phases}
+    names = (BACKBONE, *lengths.phases)
+    loads: dict[str, dict[Mode, list[NDArray[np.int64]]]] = {name: {mode: [] for mode in MODES} for name in names}
+    crossed: dict[str, dict[Mode, list[float]]] = {name: {mode: [] for mode in MODES} for name in names}
+    bounds: dict[str, list[int]] = {name: [] for name in names}
     choices = []
     rng = np.random.default_rng(seed)
     for _ in range(num_batches):
         batch = take(lengths.batch, _draw(lengths, batch_size, rng, mix), num_ranks)
-        choices.append(choose(timed_phases(batch, phases), num_ranks, _LINK, home=batch.home))
+        phases = [phase for phase in costs.phases(batch) if phase.name in names]
+        choices.append(choose(phases, num_ranks, costs.times.link, home=batch.home))
         for mode in MODES:
             placed = place(batch, phases, num_ranks, mode)
-            for phase, assignment in placed.items():
-                loads[phase][mode].append(assignment.loads)
-                crossed[phase][mode].append(_crossed(batch, phase, assignment, placed[BACKBONE]))
+            for name, assignment in placed.items():
+                loads[name][mode].append(assignment.loads)
+                crossed[name][mode].append(_crossed(batch, name, assignment, placed[BACKBONE]))
                 if mode == "all":
-                    bounds[phase].append(int(assignment.bound))
+                    bounds[name].append(int(assignment.bound))
     found = {
-        phase: PhaseLoads(
-            {mode: np.stack(rows) for mode, rows in loads[phase].items()},
-            {mode: np.array(shares) for mode, shares in crossed[phase].items()},
-            np.array(bounds[phase]),
+        name: PhaseLoads(
+            costs.unit(name),
+            isinstance(costs.costs[name], Padded),
+            {mode: np.stack(rows) for mode, rows in loads[name].items()},
+            {mode: np.array(shares) for mode, shares in crossed[name].items()},
+            np.array(bounds[name]),
         )
-        for phase in phases
-        if any(bounds[phase])
+        for name in names
+        if any(bounds[name])
     }
     return found, PredictedSteps.of(choices)
 
 
-def place(batch: BatchLengths, phases: tuple[str, ...], num_ranks: int, mode: Mode) -> dict[str, Assignment]:
-    """The placement of each phase in one mode."""
+def place(batch: BatchLengths, phases: Sequence[Phase], num_ranks: int, mode: Mode) -> dict[str, Assignment]:
+    """The placement of each phase of a batch in one mode. phases: the backbone first."""
+    backbone, *encoders = phases
     if mode == "joint":
-        choice = choose(timed_phases(batch, phases), num_ranks, _LINK, methods=["joint"])
-        return dict(zip(phases, choice.assignments, strict=True))
+        assigned = choose(phases, num_ranks, _SPEED.link, methods=["joint"]).assignments
+        return {phase.name: own for phase, own in zip(phases, assigned, strict=True)}
     if mode == "off":
-        backbone = score(batch.home, batch.sequence, num_ranks, COSTS[BACKBONE])
+        of_backbone = scored_phase(backbone, batch.home, num_ranks)
     else:
-        backbone = assign(batch.sequence, num_ranks, COSTS[BACKBONE])
-    placed = {BACKBONE: backbone}
-    for phase in phases[1:]:
-        items = batch.items[phase]
+        of_backbone = assign(backbone.lengths, num_ranks, backbone.cost)
+    placed = {backbone.name: of_backbone}
+    for phase in encoders:
         if mode == "all":
-            placed[phase] = assign_apart(items.length, COSTS[phase], items.example, backbone)
+            placed[phase.name] = assign_apart(phase.lengths, phase.cost, phase.owner, of_backbone)
         else:
-            placed[phase] = score(backbone.ranks[items.example], items.length, num_ranks, COSTS[phase])
+            placed[phase.name] = follow(phase, of_backbone)
     return placed
-
-
-def timed_phases(batch: BatchLengths, phases: tuple[str, ...]) -> list[Phase]:
-    """The phases with their seconds under `SPEED_ASSUMPTION`."""
-    timed = []
-    for name in phases:
-        items = None if name == BACKBONE else batch.items[name]
-        # Backward takes twice as long as forward.
-        flops_per_length = 3e6 * MFLOP_PER_LENGTH[PHASES.index(name)]
-        timed.append(
-            Phase(
-                name,
-                batch.sequence if items is None else items.length,
-                COSTS[name],
-                np.arange(batch.num_examples) if items is None else items.example,
-                flops_per_length / _FLOPS_PER_S,
-                None if items is None else items.num_tokens * _BYTES_A_TOKEN,
-            )
-        )
-    return timed
 
 
 def _crossed(batch: BatchLengths, phase: str, placed: Assignment, backbone: Assignment) -> float:

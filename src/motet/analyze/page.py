@@ -161,7 +161,8 @@ def _batch_figure(analysis: Analysis) -> go.Figure:
     loads_of_backbone = next(iter(analysis.loads.values()))
     spread = loads_of_backbone.max_over_mean("off")
     chosen = int(np.flatnonzero(loads_of_backbone.bounds > 0)[np.argsort(spread)[len(spread) // 2]])
-    figure = make_subplots(cols=len(analysis.loads), rows=1, subplot_titles=list(analysis.loads))
+    titles = [f"{phase}, {loads.unit}" for phase, loads in analysis.loads.items()]
+    figure = make_subplots(cols=len(analysis.loads), rows=1, subplot_titles=titles)
     ranks = [str(rank) for rank in range(analysis.num_ranks)]
     for number, loads in enumerate(analysis.loads.values(), start=1):
         for mode in ("off", "joint", "all"):

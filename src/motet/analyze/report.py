@@ -7,8 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from motet.analyze.analysis import Analysis
-from motet.analyze.loads import COSTS, MODE_NAMES, MODES, PREDICTED
-from motet.balance import Padded
+from motet.analyze.loads import MODE_NAMES, MODES, PREDICTED
 from motet.core.workload import BACKBONE
 
 QUANTILES = {"median": 0.5, "95 %": 0.95, "99 %": 0.99, "max": 1.0}
@@ -35,18 +34,25 @@ def print_analysis(analysis: Analysis, console: Console | None = None) -> None:
 def load_note(analysis: Analysis) -> str:
     """How the loads were found, and how to read them."""
     drawn = "every example alike" if analysis.mix == "rows" else "every combination of modalities equally often"
-    padded = [phase for phase in analysis.loads if isinstance(COSTS[phase], Padded)]
-    costs = (
-        f"{' and '.join(padded)} pads (clips times the longest), the others pack (the sum of lengths)"
-        if padded
-        else "all phases pack (the sum of lengths)"
-    )
     return (
         f"{analysis.num_batches} batches of {analysis.batch_size} examples on {analysis.num_ranks} ranks, drawn with "
-        f"seed {analysis.seed}, {drawn}; {costs}. Means over batches. Max/mean: the load of the busiest rank, for "
-        "which all others wait, over the mean. Max/bound: the same over what no placement of whole items undercuts. "
-        "Crossing: the share of an encoder's outputs that must go to another rank, and their gradients back."
+        f"seed {analysis.seed}, {drawn}. {analysis.weighed} {_load_words(analysis)} Means over batches. Max/mean: "
+        "the load of the busiest rank, for which all others wait, over the mean. Max/bound: the same over what no "
+        "placement of whole items undercuts. Crossing: the share of an encoder's outputs that must go to another rank, "
+        "and their gradients back."
     )
+
+
+def _load_words(analysis: Analysis) -> str:
+    """What makes up the load of a rank, and in which unit."""
+    padded = [phase for phase, loads in analysis.loads.items() if loads.padded]
+    made_up = "A load is the sum of its items"
+    if padded:
+        made_up += f"; of {' and '.join(padded)}, which pads, it is their number times the largest"
+    units = {phase: loads.unit for phase, loads in analysis.loads.items()}
+    if len(set(units.values())) == 1:
+        return f"{made_up}. It is in {units[BACKBONE]}."
+    return f"{made_up}. It is in {', '.join(f'{unit} ({phase})' for phase, unit in units.items())}."
 
 
 def step_note(analysis: Analysis) -> str:

@@ -24,6 +24,7 @@ from motet.cost.catalogue import cluster
 from motet.train.plan_recipe import read_job_recipe
 
 if TYPE_CHECKING:
+    from motet.data.dataset import Dataset
     from motet.train.recipe import Recipe
 
 
@@ -86,17 +87,23 @@ def workload_at(path: Path) -> Workload:
 
 def workload_of(recipe: Recipe, source: str) -> Workload:
     """The training data of a recipe, as its model takes them. source: what messages call it. Raises UserError."""
+    dataset, _ = training_data(recipe)
+    return Workload(source, dataset.batch_lengths(np.arange(dataset.num_examples), 1))
+
+
+def training_data(recipe: Recipe) -> tuple[Dataset, ModelSpec]:
+    """The training data of a recipe by their index, and its model. Raises UserError."""
     import torch
 
     from motet.data.text import ChatTokenizer
     from motet.models.build import build_mllm
+    from motet.models.spec import model_spec
     from motet.train.job import open_dataset
 
     tokenizer = ChatTokenizer.from_directory(recipe.data.tokenizer)
     with torch.device("meta"):
         model = build_mllm(recipe.model, tokenizer.vocabulary_size)
-    dataset = open_dataset(recipe, recipe.data.train, tokenizer, model, _say)
-    return Workload(source, dataset.batch_lengths(np.arange(dataset.num_examples), 1))
+    return open_dataset(recipe, recipe.data.train, tokenizer, model, _say), model_spec(model)
 
 
 def _tables(path: Path) -> dict[str, Any]:

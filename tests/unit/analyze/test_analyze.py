@@ -9,7 +9,7 @@ from rich.console import Console
 
 from motet.analyze import analyze, analyze_command, print_analysis
 from motet.analyze.lengths import read_lengths
-from motet.analyze.loads import MODES, place, take
+from motet.analyze.loads import LENGTH_COSTS, MODES, place, take
 from motet.analyze.page import write_html
 from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
@@ -71,7 +71,7 @@ def test_figures_are_right_for_batches_done_by_hand(table):
     assert batch.sequence.tolist() == [1360, 300, 93, 1360]
     assert batch.items["image"].example.tolist() == [0] * 5 + [3] * 5
     assert batch.items["audio"].example.tolist() == [2]
-    phases = (BACKBONE, "image", "audio")
+    phases = LENGTH_COSTS.phases(batch)
     off, backbone, joint, every = (place(batch, phases, 2, mode) for mode in MODES)
     assert off[BACKBONE].loads.tolist() == [1660, 1453]
     assert off["image"].loads.tolist() == [5125, 5125]
@@ -208,6 +208,8 @@ def test_tables_and_page(table, tmp_path, capsys):
         "every phase",
         "as chosen",
         "1,025 patches",
+        "Balanced on lengths, as no model is known",
+        "in tokens (backbone), patches (image), frames (audio)",
     ):
         assert expected in printed
     page = (tmp_path / "page.html").read_text()
