@@ -4,7 +4,8 @@
 
 Lengths are drawn from a table of real ones (a third text, a third images, a third speech), or from a sampler of similar
 shape where there is no table, and divided by --shrink, so that a small model on a few cores sees the same spread. Every
-batch is run in all ways, in turn, in one process group, with the same parameters, so that losses must agree.
+batch is run in all ways, in turn, in one process group, with the same parameters, so that losses must agree. All ways
+but "length" balance operations; max/bound is of operations in all.
 Batches come from a prefetch thread that decides and assembles the next one while a step runs, as in training.
 
 What balancing costs on the critical path is the exchange of features and gradients, and the waiting for the prefetch
@@ -33,6 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from motet.balance import PhaseCosts, score
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BatchLengths, ItemLengths, home_ranks
 from motet.dispatch import BalanceConfig, assemble
@@ -48,6 +50,7 @@ WAYS = {
     "backbone": {"phases": "backbone"},
     "joint": {"method": "joint"},
     "per_phase": {"method": "per_phase"},
+    "length": {"cost": "length"},
     "auto": {},
 }
 VOCABULARY, PATCH_DIM, MEL_BINS = 512, 64, 16
@@ -77,8 +80,6 @@ MODEL = ModelConfig(
         ),
     },
 )  # fmt: skip
-COSTS = {"backbone": {"linear": 2304, "quadratic": 1}, "image": {"linear": 768, "quadratic": 1}}
-"""FLOPs of a layer for an item, from its shapes: weights against attention, causal or not. Audio is padded."""
 
 
 @dataclass(frozen=True)
@@ -192,9 +193,10 @@ def measure(device: torch.device, options: Options) -> dict[str, dict]:
         rows = [groups[kind][rng.integers(len(groups[kind]))] for kind in kinds]
         batches.append(Batch(rows, model, mesh.num_ranks, options.shrink, pools))
     orchestrators = {
-        way: build_orchestrator(BalanceConfig(costs=COSTS, **table), model, mesh.num_ranks, device, torch.float32)
+        way: build_orchestrator(BalanceConfig(**table), model, mesh.num_ranks, device, torch.float32)
         for way, table in WAYS.items()
     }
+    counted = orchestrators["auto"].costs
     shard(model, mesh, FSDPConfig())
     # A learning rate of 0: the work of an optimizer, and the same parameters for every way.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
@@ -228,7 +230,7 @@ def measure(device: torch.device, options: Options) -> dict[str, dict]:
             if device.type == "cuda":
                 torch.cuda.synchronize()
             measured[way].append(
-                observe(batch, result, wait_s, time.perf_counter() - start, time.process_time() - cpu_start)
+                observe(batch, result, counted, wait_s, time.perf_counter() - start, time.process_time() - cpu_start)
             )
     everywhere: list = [None] * mesh.num_ranks
     dist.all_gather_object(everywhere, measured, group=mesh.host_group)
@@ -236,7 +238,9 @@ def measure(device: torch.device, options: Options) -> dict[str, dict]:
     return {way: summarise([ranks[way][1:] for ranks in everywhere]) for way in WAYS}
 
 
-def observe(batch, result: StepResult, wait_s: float, step_s: float, cpu_s: float) -> dict:
+def observe(batch, result: StepResult, counted: PhaseCosts, wait_s: float, step_s: float, cpu_s: float) -> dict:
+    """counted: operations, which the loads of all ways are weighed by."""
+    work, placed = counted.work(batch.lengths), batch.decision.assignments
     exchanges = [span.duration_s for span in result.timeline if span.action.startswith("exchange")]
     return {
         "loss": result.loss,
@@ -247,7 +251,10 @@ def observe(batch, result: StepResult, wait_s: float, step_s: float, cpu_s: floa
         "decide_s": batch.decision.decide_s,
         "moved_bytes": result.moved_bytes,
         "method": batch.decision.method,
-        "imbalance": {phase: placed.imbalance for phase, placed in batch.decision.assignments.items()},
+        "imbalance": {
+            phase: score(own.ranks, work[phase], own.num_ranks, counted.costs[phase]).imbalance
+            for phase, own in placed.items()
+        },
         "actions": result.seconds_by_action,
     }
 

@@ -1,0 +1,167 @@
+"""What balancing on lengths costs: operations of the busiest rank where lengths are balanced, and where operations are.
+
+    python benchmarks/costs.py [--lengths ../shared/data/lengths.csv.gz] [--seed 0] [--json FILE] [--only NAME]
+
+Batches are drawn from a table of lengths (each combination of modalities equally often; without a table, from a sampled
+mixture) and placed as training does by default, by lengths (`balance.cost = "length"`) and by the operations of a
+recipe's model ("flops"). Both placements are then weighed by operations. A step lasts as long as the busiest rank of
+each phase: "step" is the sum of those over phases, of the one over that of the other. Nothing is run but decisions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from motet.analyze.lengths import read_lengths
+from motet.balance import Choice, Packed, StepCosts, choose, score
+from motet.core.spec import ModelSpec
+from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, Workload
+from motet.dispatch import BalanceConfig
+from motet.train.balancing import step_costs
+from motet.train.plan_recipe import read_job_recipe
+
+ROOT = Path(__file__).parents[1]
+MODELS = ("orchmllm_10b", "orchmllm_84b", "valm_mm")
+SIZES = ((16, 8), (16, 32), (128, 60))
+TIMED = ((128, 60), (2560, 80))
+NUM_BATCHES, NUM_TIMED = 20, 9
+MANY, EVEN = 32, 1.005
+"""From so many examples a rank on, operations of phases that pack are to be even to within half a per cent."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """goal: what the value must not be above; None where it has none."""
+
+    name: str
+    value: float
+    goal: float | None = None
+
+    @property
+    def met(self) -> bool:
+        return self.goal is None or self.value <= self.goal
+
+
+def workload_at(path: str) -> Workload:
+    if path:
+        return read_lengths(path).workload(even=True)
+    from motet.analyze.mixture import Mixture
+
+    kinds = Mixture.sampled(0)
+    rows = np.concatenate([kinds.text, kinds.image, kinds.speech])
+    items = {}
+    for name, column in (("image", rows[:, 1]), ("audio", rows[:, 2])):
+        example = np.flatnonzero(column)
+        items[name] = ItemLengths(example, column[example], column[example] // 4)
+    home = np.zeros(len(rows), dtype=np.int32)
+    return Workload("sampled", BatchLengths(rows[:, 0], rows[:, 0] // 2, home, items))
+
+
+def costs_of(model: ModelSpec) -> dict[str, StepCosts]:
+    """By what a recipe of the model balances, on GPUs and in bf16, by `balance.cost`."""
+    return {
+        cost: step_costs(BalanceConfig(cost=cost), model, {}, "cuda", element_bytes=2, measured=None)
+        for cost in ("length", "flops")
+    }
+
+
+def of_model(batch: BatchLengths, model: ModelSpec) -> BatchLengths:
+    """Without the items of modules that the model does not have."""
+    names = [module.name for module in model.modules if module.name != BACKBONE]
+    return replace(batch, items={name: batch.items[name] for name in names})
+
+
+def measure(name: str, model: ModelSpec, workload: Workload, seed: int) -> Iterator[Row]:
+    costs = costs_of(model)
+    for num_ranks, per_rank in SIZES:
+        rng = np.random.default_rng(seed)
+        busiest: dict[str, list[list[float]]] = {cost: [] for cost in costs}
+        over_mean: dict[str, list[list[float]]] = {cost: [] for cost in costs}
+        for _ in range(NUM_BATCHES):
+            batch = of_model(workload.draw(num_ranks * per_rank, rng), model)
+            for cost in costs:
+                choice = choose(costs[cost].phases(batch), num_ranks, costs[cost].times.link)
+                loads = operations(choice, costs["flops"], batch, num_ranks)
+                busiest[cost].append([of.max() for of in loads])
+                over_mean[cost].append([of.max() / max(of.mean(), 1) for of in loads])
+        where = f"{name}, {num_ranks} x {per_rank}"
+        for place, phase in enumerate(costs["flops"].names):
+            for cost, ratios in over_mean.items():
+                is_even = cost == "flops" and per_rank >= MANY and isinstance(costs[cost].costs[phase], Packed)
+                ratio = float(np.mean(ratios, axis=0)[place])
+                yield Row(f"{where}: {phase}, busiest over mean, by {cost}", ratio, EVEN if is_even else None)
+        steps = np.sum(busiest["length"], axis=1) / np.sum(busiest["flops"], axis=1)
+        yield Row(f"{where}: step, by length over by flops", float(steps.mean()))
+
+
+def operations(choice: Choice, counted: StepCosts, batch: BatchLengths, num_ranks: int) -> list[NDArray[np.int64]]:
+    """Of each rank in each phase, padding included."""
+    return [
+        score(placed.ranks, phase.lengths, num_ranks, phase.cost).loads
+        for phase, placed in zip(counted.phases(batch), choice.assignments, strict=True)
+    ]
+
+
+def time_decisions(model: ModelSpec, workload: Workload, seed: int) -> Iterator[Row]:
+    """Milliseconds to count and to decide, medians."""
+    costs = costs_of(model)
+    for num_ranks, per_rank in TIMED:
+        rng, taken_s = np.random.default_rng(seed), {cost: [] for cost in (*costs, "counting")}
+        for _ in range(NUM_TIMED):
+            batch = of_model(workload.draw(num_ranks * per_rank, rng), model)
+            for cost, own in costs.items():
+                start_s = time.perf_counter()
+                choose(own.phases(batch), num_ranks, own.times.link)
+                taken_s[cost].append(time.perf_counter() - start_s)
+            start_s = time.perf_counter()
+            costs["flops"].work(batch)
+            taken_s["counting"].append(time.perf_counter() - start_s)
+        for what, seconds in taken_s.items():
+            told = "counting operations" if what == "counting" else f"deciding by {what}"
+            yield Row(f"{num_ranks} x {per_rank}: {told}, ms", 1e3 * float(np.median(seconds)))
+
+
+def main() -> None:
+    table = ROOT.parent / "shared" / "data" / "lengths.csv.gz"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", default=str(table) if table.exists() else "", help="table of lengths (csv.gz)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", help="write all rows to this file")
+    parser.add_argument("--only", choices=[*MODELS, "time"])
+    given = parser.parse_args()
+    workload = workload_at(given.lengths)
+    rows: list[Row] = []
+    for name in MODELS:
+        if given.only in (None, name):
+            rows += measure(name, read_job_recipe(ROOT / "recipes" / f"{name}.toml").model, workload, given.seed)
+    if given.only in (None, "time"):
+        model = read_job_recipe(ROOT / "recipes" / f"{MODELS[0]}.toml").model
+        rows += time_decisions(model, workload, given.seed)
+    shown = Table("what", "value", "goal")
+    for row in rows:
+        goal = "" if row.goal is None else f"{row.goal:.3f}{'' if row.met else ', missed'}"
+        shown.add_row(row.name, f"{row.value:.3f}", goal)
+    Console(width=120).print(f"lengths of {workload.source}", shown)
+    if given.json:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+        stored = {"commit": commit.stdout.strip(), "device": "cpu", "emulated": False}
+        stored["rows"] = [asdict(row) | {"met": row.met} for row in rows]
+        Path(given.json).write_text(json.dumps(stored, indent=1) + "\n")
+    if not all(row.met for row in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
