@@ -12,6 +12,7 @@ one core. Every placement is then simulated whole; that the step is what was pre
 
 from __future__ import annotations
 
+import argparse
 import time
 from dataclasses import dataclass, replace
 
@@ -130,6 +131,7 @@ def simulated_s(column: Published, times: StageTimes, encoders: Encoders, placed
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     constants = optimus._fit(TABLES[0])
     table = Table(title="Optimus, Table 7: share of the encoder's computation in bubbles, and what the step takes")
     for name in ("GPUs", "microbatches", "who", "bubbles"):

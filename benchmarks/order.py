@@ -37,6 +37,7 @@ from motet.planner.modality import modality_parallel
 from motet.planner.order import caps_for
 from motet.schedule import planned
 from motet.simulate.predict import place_batch, predict_placed
+from motet.train.plan_cluster import GivenCluster
 from motet.train.plan_job import Given, job_of_recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -150,7 +151,7 @@ def cases(path: Path) -> Iterator[Case]:
 
 
 def _job(recipe: str, *overrides: str) -> Job:
-    return job_of_recipe(RECIPES / f"{recipe}.toml", Given(), overrides)
+    return job_of_recipe(RECIPES / f"{recipe}.toml", Given(GivenCluster()), overrides)
 
 
 def ways(job: Job, plan: Plan, *, padded: bool) -> Iterator[tuple[str, Plan]]:

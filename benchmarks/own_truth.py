@@ -84,6 +84,7 @@ class Run:
 
     recipe: Recipe
     job: Job
+    clock: BothClocks
     plan: Plan
     steps: list
 
@@ -140,11 +141,11 @@ def prepared(name: str, world: World, folder: str, options: Options, hardware, s
     chosen = [text.format(ranks=world.num_ranks) for text in SETTINGS[name]]
     recipe = load_recipe(RECIPE, overrides(folder, options) + chosen)
     job = build_job(recipe, world, "never", lambda _: None, stack)
-    job.step.clock = BothClocks(world.rank, world.device)
+    job.step.clock = clock = BothClocks(world.rank, world.device)
     schedule = Schedule(0, options.batches, recipe.run.batch_size, recipe.run.microbatches, 0, 0)
     with Feed(job.order, job.loading, job.mesh.host_group, schedule, recipe.data) as feed:
         steps = [feed.next_step().batches for _ in range(options.batches)]
-    return Run(recipe, job, plan_of_recipe(recipe, model_spec(job.model), hardware), steps)
+    return Run(recipe, job, clock, plan_of_recipe(recipe, model_spec(job.model), hardware), steps)
 
 
 class BothClocks(ActionClock):
@@ -173,18 +174,18 @@ def delayed_s() -> float:
 
 def measure(runs: dict[str, Run], options: Options, world: World) -> dict[str, list[list[Sample]]]:
     """Per setting and batch, a sample a repeat, on this rank."""
-    found = {name: [[] for _ in run.steps] for name, run in runs.items()}
+    found: dict[str, list[list[Sample]]] = {name: [[] for _ in run.steps] for name, run in runs.items()}
     for _ in range(options.repeats):
         for name, run in runs.items():
             # The first step after another model has run meets cold caches, which training does not.
             run.job.step.run(run.steps[-1])
             for number, batches in enumerate(run.steps):
-                run.job.step.clock.taken()
+                run.clock.taken()
                 world.barrier()
                 delay_s, start_s = delayed_s(), time.perf_counter()
                 result = run.job.step.run(batches)
                 step_s = time.perf_counter() - start_s
-                delay_s, processor_s = delayed_s() - delay_s, run.job.step.clock.taken()
+                delay_s, processor_s = delayed_s() - delay_s, run.clock.taken()
                 actions = result.seconds_by_action
                 for seconds in (actions, processor_s):
                     # The Program has no action for the norm: it is priced with the optimizer.

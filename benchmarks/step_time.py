@@ -125,6 +125,10 @@ def sample_table(rng: np.random.Generator, count: int = 5000) -> list[list[Row]]
     return [text, image, speech]
 
 
+SIZE_DIMS = {"image": 2, "audio": 1}
+"""Numbers that say how large an item is: height and width in patches; frames."""
+
+
 class Batch:
     """The lengths of one global batch, and any of its examples, made of random numbers when a rank asks for it."""
 
@@ -141,7 +145,8 @@ class Batch:
         self.items = {"image": grids, "audio": frames}
         columns, sequence = {}, np.array(self.text)
         for phase, items in self.items.items():
-            sizes = np.array([size for _, size in items]).reshape(len(items), -1)
+            # A batch may have no image, or no speech.
+            sizes = np.array([size for _, size in items], dtype=np.int64).reshape(len(items), SIZE_DIMS[phase])
             example = np.array([i for i, _ in items], dtype=np.int64)
             module = model.encoders[phase]
             columns[phase] = ItemLengths(example, module.lengths(sizes), module.num_tokens(sizes))
