@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,11 @@ import pytest
 from cli.tiny_job import losses, metrics, write_tiny_job
 from motet.train.recipe import load_recipe
 from motet.train.trainer import train
-from ranks import run_ranks
+from ranks import TIMEOUT_S, run_ranks
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
-# Long enough for a machine with other work to do.
-TIMEOUT_S = 200
-pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
+MOTET = ("-m", "motet")
 
 
 @pytest.fixture(scope="module")
@@ -28,52 +25,18 @@ def job(tmp_path_factory):
     return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
 
 
-def command(launcher, job, run_dir, *overrides):
+def command(launcher, job, run_dir, *overrides, program=MOTET):
     sets = [part for override in (f"run.dir={run_dir}", *overrides) for part in ("--set", override)]
-    return [*launcher, "-m", "motet", "train", str(job), *sets]
+    return [*launcher, *program, "train", str(job), *sets]
+
+
+def signalled(number, *, step, rank=0):
+    """`motet` that is sent a signal in mid-step."""
+    return str(Path(__file__).with_name("signalled.py")), str(int(number)), str(step), str(rank)
 
 
 def run(command_line):
     return subprocess.run(command_line, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-
-
-def start(command_line):
-    return subprocess.Popen(
-        command_line,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def end(process):
-    """Kill what is left of a test that failed: torchrun's workers, which are in sessions of their own, and itself."""
-    if process.poll() is None:
-        for pid in [*children(process.pid), process.pid]:
-            os.kill(pid, signal.SIGKILL)
-
-
-def wait_for_step(run_dir, step):
-    deadline = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < deadline:
-        if (run_dir / "metrics.jsonl").exists() and len((run_dir / "metrics.jsonl").read_text().splitlines()) >= step:
-            return
-        time.sleep(0.02)
-    raise TimeoutError(f"step {step} was not reached")
-
-
-def children(pid):
-    found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = status.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == pid:
-            found.append(int(status.parent.name))
-    return found
 
 
 def test_a_run_alone_learns_and_leaves_everything(job, tmp_path):
@@ -135,32 +98,23 @@ def train_rank(rank, num_ranks, recipe, overrides):
 @pytest.mark.torchrun
 def test_killed_in_mid_step_and_restarted_by_torchrun(job, tmp_path):
     overrides = ("run.steps=24", "checkpoint.every_steps=3", "data.heldout=[]")
-    run_ranks(train_rank, 2, str(job), [f"run.dir={tmp_path / 'whole'}", *overrides], timeout_s=TIMEOUT_S)
+    run_ranks(train_rank, 2, str(job), [f"run.dir={tmp_path / 'whole'}", *overrides])
     launcher = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=2"]
-    process = start(command(launcher, job, tmp_path / "killed", *overrides))
-    try:
-        wait_for_step(tmp_path / "killed", 5)
-        os.kill(children(process.pid)[-1], signal.SIGKILL)
-        said, _ = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        end(process)
-    assert process.returncode == 0, said
-    assert "Resuming after step" in said
+    # The checkpoint of step 3 is written in the background, and complete before that of step 6 is begun.
+    killed = signalled(signal.SIGKILL, step=8, rank=1)
+    done = run(command(launcher, job, tmp_path / "killed", *overrides, program=killed))
+    assert done.returncode == 0, done.stderr
+    assert re.search("Resuming after step [36]", done.stdout)
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
 
 
 def test_asked_to_stop_it_saves_and_the_same_command_goes_on(job, tmp_path):
-    line = command([sys.executable], job, tmp_path, "run.steps=100", "data.heldout=[]")
-    process = start(line)
-    try:
-        wait_for_step(tmp_path, 3)
-        process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        end(process)
-    assert process.returncode == 128 + signal.SIGTERM, said
-    step = len(metrics(tmp_path))
-    assert f"step {step} is saved" in said
-    done = run(line)
-    assert f"Resuming after step {step}" in done.stdout
-    assert len(losses(tmp_path)) == 100
+    overrides = ("run.steps=8", "data.heldout=[]")
+    asked = signalled(signal.SIGTERM, step=3)
+    done = run(command([sys.executable], job, tmp_path, *overrides, program=asked))
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert "step 3 is saved" in done.stdout
+    assert len(losses(tmp_path)) == 3
+    done = run(command([sys.executable], job, tmp_path, *overrides))
+    assert "Resuming after step 3" in done.stdout
+    assert len(losses(tmp_path)) == 8
