@@ -1,5 +1,6 @@
 """What holds for every test: hypothesis draws the same examples in every run; GPU tests are skipped without a GPU."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,15 @@ settings.register_profile("motet", deadline=None, derandomize=True, suppress_hea
 settings.load_profile("motet")
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+WORKER_BYTES = 2**31
+"""What a worker takes at most, with the server of its ranks (`ranks.py`) and four of them."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """`pytest -n auto`: a worker a core, as long as all of them have the memory that they need."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(len(os.sched_getaffinity(0)), memory_bytes // WORKER_BYTES))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marker

@@ -30,6 +30,11 @@ PRELOADED = [
     "torch.distributed.checkpoint",
     "transformers.models.qwen2.modeling_qwen2",
 ]
+TIMEOUT_S = 300
+"""What still runs then is taken to hang: many times what any test takes, so that slow machines pass all the same.
+
+That of pytest-timeout, in pyproject.toml, is longer, so that a test whose ranks hang shows their stacks.
+"""
 GRACE_S = 2.0
 """After one rank has failed, the time the others get to fail too, so that the test shows what each of them saw."""
 
@@ -42,7 +47,7 @@ class RanksHung(AssertionError):
     """Not all ranks ended in time; the text holds the Python stack of each that was still running."""
 
 
-def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 60) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
     """Call fn(rank, num_ranks, *args) on every rank of a fresh default process group; return the results in rank order.
 
     Raises RankFailed or RanksHung; no process is left over in any case.

@@ -4,10 +4,11 @@ import subprocess
 import sys
 
 import motet
+from ranks import TIMEOUT_S
 
 
 def motet_command(*arguments):
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
 def test_version_and_help_do_not_import_torch():

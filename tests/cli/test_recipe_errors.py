@@ -8,6 +8,7 @@ import pytest
 
 from cli.tiny_job import RECIPE, write_tiny_job
 from motet.cli import main
+from ranks import TIMEOUT_S
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +155,7 @@ def test_a_recipe_with_a_number_of_thousands_of_digits(job, capsys, monkeypatch)
 
 def test_a_real_process_says_one_sentence_and_exits_with_2(job):
     command = [sys.executable, "-m", "motet", "train", str(job), "--set", "run.step=3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 2
     assert done.stderr == "--set run.step: unknown key 'run.step'; did you mean 'steps'?\n"
 

@@ -146,5 +146,5 @@ def check(
     ids=["fsdp", "hybrid", "bf16"],
 )
 def test_absent_modalities_are_ordinary(image_family, num_ranks, fsdp):
-    wrong = run_ranks(check_scenarios, num_ranks, image_family, fsdp, timeout_s=100)[0]
+    wrong = run_ranks(check_scenarios, num_ranks, image_family, fsdp)[0]
     assert not wrong, "\n".join(wrong)

@@ -7,10 +7,9 @@ import pytest
 import soundfile
 
 from cli.tiny_job import losses, metrics, write_tiny_job
-from dist.test_resume import TIMEOUT_S, run, train_rank
+from dist.test_resume import run, train_rank
 from ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
 
 
 def spoil_clips(folder, pattern: str, count: int | None = None) -> list[str]:
@@ -104,7 +103,7 @@ def test_ranks_that_see_other_files_say_so_and_do_not_hang(tmp_path):
     jobs = [write_tiny_job(tmp_path / f"node{rank}") for rank in range(2)]
     (jobs[1].parent / "media/train-1.png").unlink()
     overrides = [f"run.dir={tmp_path}/run", "run.steps=1"]
-    said = run_ranks(train_on_its_own, 2, [str(job) for job in jobs], overrides, timeout_s=TIMEOUT_S)
+    said = run_ranks(train_on_its_own, 2, [str(job) for job in jobs], overrides)
     assert said[0] == said[1]
     assert said[0] == (
         "data.train is not the same everywhere: rank 0 finds 40 examples that can be used, rank 1 finds 39, or others; "

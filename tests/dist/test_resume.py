@@ -15,9 +15,6 @@ from motet.train.recipe import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
 
-# Long enough for a machine with other work to do.
-TIMEOUT_S = 200
-pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +34,7 @@ def train_rank(rank, num_ranks, recipe, overrides, resume):
 def run(recipe, num_ranks, run_dir, *overrides, resume="auto"):
     """Train on ranks of a gloo group; what each rank printed, or the sentence with which it ended."""
     overrides = [f"run.dir={run_dir}", "data.heldout=[]", *overrides]
-    return run_ranks(train_rank, num_ranks, str(recipe), overrides, resume, timeout_s=TIMEOUT_S)
+    return run_ranks(train_rank, num_ranks, str(recipe), overrides, resume)
 
 
 def stop_after(run_dir, step):
@@ -88,11 +85,11 @@ def taken_ids(rank, num_ranks, recipe, overrides):
 
 def test_a_resumed_run_takes_just_the_examples_not_yet_seen(job, tmp_path):
     overrides = [f"run.dir={tmp_path / 'a'}", "checkpoint.every_steps=4", "data.heldout=[]"]
-    whole = run_ranks(taken_ids, 2, str(job), overrides, timeout_s=TIMEOUT_S)
+    whole = run_ranks(taken_ids, 2, str(job), overrides)
     assert whole[0] == whole[1]
     assert sorted(whole[0][:40]) == list(range(40))
     stop_after(tmp_path / "a", 4)
-    resumed = run_ranks(taken_ids, 3, str(job), overrides, timeout_s=TIMEOUT_S)
+    resumed = run_ranks(taken_ids, 3, str(job), overrides)
     assert resumed[0] == whole[0][4 * 6 :]
 
 
@@ -187,6 +184,6 @@ def fail_in_the_feed(rank, num_ranks, recipe, overrides, kind):
 
 @pytest.mark.parametrize("kind", [UserError, OSError])
 def test_an_error_in_the_feed_of_one_rank_stops_all(job, tmp_path, kind):
-    said = run_ranks(fail_in_the_feed, 2, str(job), [f"run.dir={tmp_path}"], kind, timeout_s=TIMEOUT_S)
+    said = run_ranks(fail_in_the_feed, 2, str(job), [f"run.dir={tmp_path}"], kind)
     assert "the disk is on fire" in said[0]
     assert "the disk is on fire" in said[1]

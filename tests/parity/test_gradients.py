@@ -144,11 +144,21 @@ def check_bytes(case: Case, batches: list[RankBatch], sent_bytes: list[int], mov
     dist.all_reduce(everywhere)
     assert everywhere.item() == moved_bytes, case
     methods = {batch.decision.method for batch in batches}
-    assert case.method in methods or case.method == "auto" or case.phases != "all", (case, methods)
+    assert methods <= methods_of(case), (case, methods)
+    moves = dist.get_world_size() > 1 and methods <= {"per_phase", "mixed", "some"}
+    assert (moved_bytes > 0) == (moves and case.phases != "backbone" and bool(case.contents)), (case, methods)
     if methods == {"joint"}:
         assert not sent_bytes, f"{case}: {sent_bytes} bytes of encoder outputs crossed ranks"
-    elif case.near and dist.get_world_size() > 1 and "image" in case.contents:
-        assert moved_bytes > 0, f"{case}: {methods} although moving takes no time"
+
+
+def methods_of(case: Case) -> set[str]:
+    """How its microbatches may be balanced, so that a case does not test another one's way unnoticed."""
+    if case.phases != "all":
+        return {"off" if case.phases == "off" else "some"}
+    if case.method != "auto":
+        return {case.method}
+    # Modules have different heavy examples: each is better balanced by itself where moving takes no time.
+    return {"per_phase", "mixed"} if case.near and dist.get_world_size() > 1 else {"joint"}
 
 
 @cache
@@ -237,5 +247,5 @@ def test_gradients_equal_the_reference(num_ranks):
         cases += every_balance(fsdp=HYBRID, num_microbatches=3) + every_method(fsdp=HYBRID, num_microbatches=3)
     if num_ranks % 2 == 0:
         cases += [Case(fsdp=FSDPConfig(shard_size=1), num_microbatches=3)]
-    wrong = run_ranks(check_cases, num_ranks, cases, timeout_s=110)[0]
+    wrong = run_ranks(check_cases, num_ranks, cases)[0]
     assert not wrong, "\n".join(wrong)

@@ -13,6 +13,7 @@ from motet.core.spec import Layer
 from motet.cost.analytic import EFFICIENCY, Analytic, Efficiency
 from motet.cost.catalogue import DEVICES, cluster
 from motet.cost.communication import gather_s
+from motet.cost.cpu import CpuFigures
 from motet.cost.model import Work, backward_seconds
 
 GPUS = [name for name in DEVICES if name not in ("cpu", "v100", "t4")]
@@ -226,7 +227,9 @@ def test_efficiencies_are_of_devices_in_the_catalogue():
     assert set(EFFICIENCY) <= set(DEVICES)
 
 
-def test_a_cpu_computes_in_what_was_measured():
+def test_a_cpu_computes_in_what_was_measured(monkeypatch):
+    figures = CpuFigures(2, {"fp32": 6e10, "fp64": 3e10}, 2**33, 1e10, 1e9, 1e-4)
+    monkeypatch.setattr("motet.cost.catalogue.measured_cpu", lambda: figures)
     model = Analytic(cluster("cpu"), "fp64")
     half = Analytic(cluster("cpu"), "fp32")
     layer, given = transformer(1024, 4096), work(512, 512)

@@ -2,8 +2,8 @@
 
 import subprocess
 import sys
-import time
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -109,17 +109,14 @@ def test_wrong_names_and_counts():
         cluster("h100", num_nodes=0)
 
 
-def test_a_cpu_is_measured_once():
+def test_a_cpu_is_measured_once(monkeypatch):
     found = cluster("cpu", num_nodes=2)
-    start_s = time.perf_counter()
-    assert cluster("cpu", num_nodes=2) == found
-    assert time.perf_counter() - start_s < 0.01
     assert found.ranks_per_node == measured_cpu().num_cores
-    # Of anything from a small board to a large server.
-    assert 1e9 < found.device.peak_flops["fp64"] < found.device.peak_flops["fp32"] < 1e13
-    assert 1e8 < found.device.memory_bytes_per_s < 1e12
-    assert 1e7 < found.intra_node.bytes_per_s < 1e12
-    assert 0 < found.intra_node.latency_s < 0.1
+    assert set(found.device.peak_flops) == {"fp32", "fp64"}
+    figures = (*found.device.peak_flops.values(), found.device.memory_bytes_per_s, *vars(found.intra_node).values())
+    assert all(np.isfinite(figure) and figure > 0 for figure in figures)
+    monkeypatch.delattr(subprocess, "Popen")  # Measuring starts a process.
+    assert cluster("cpu", num_nodes=2) == found
     assert cluster("cpu", ranks_per_node=1).device.memory_bytes >= found.device.memory_bytes
 
 

@@ -15,6 +15,7 @@ from motet.data.decode import Decoder
 from motet.data.images import ImageTransform
 from motet.data.media import BadMedia, MediaRef
 from motet.data.workers import WorkerDied, WorkerPool
+from ranks import TIMEOUT_S
 from unit.data.samples import write_clip, write_image
 
 TRANSFORMS = {"image": ImageTransform(6), "audio": AudioTransform(num_mels=8)}
@@ -35,7 +36,7 @@ class Obey:
             task.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         if task == "sleep":
-            time.sleep(60)
+            time.sleep(TIMEOUT_S)
         if task == "fail":
             raise KeyError("as told")
         if task == "pid":
@@ -74,19 +75,19 @@ def test_a_task_that_kills_its_worker_fails_alone():
     with WorkerPool(2, Obey) as pool:
         futures = [pool.submit(task) for task in ("a", "die", "b", "c")]
         with pytest.raises(WorkerDied, match=r"killed by SIGKILL, .* while it had 'die'") as died:
-            futures[1].result(60)
+            futures[1].result(TIMEOUT_S)
         assert not died.value.is_final
-        assert [futures[place].result(60)[1] for place in (0, 2, 3)] == ["a", "b", "c"]
+        assert [futures[place].result(TIMEOUT_S)[1] for place in (0, 2, 3)] == ["a", "b", "c"]
 
 
 def test_a_worker_that_dies_once_is_replaced_and_its_task_done(tmp_path):
     with WorkerPool(1, Obey) as pool:
-        assert pool.submit(tmp_path / "die once").result(60) == ("hello", tmp_path / "die once")
+        assert pool.submit(tmp_path / "die once").result(TIMEOUT_S) == ("hello", tmp_path / "die once")
 
 
 def test_a_worker_that_hangs_counts_as_dead():
     with WorkerPool(1, Obey, limit_s=0.5) as pool, pytest.raises(WorkerDied, match=r"gave no answer within 0\.5 s"):
-        pool.submit("sleep").result(60)
+        pool.submit("sleep").result(TIMEOUT_S)
 
 
 def test_where_workers_go_on_dying_every_task_fails(monkeypatch):
@@ -94,10 +95,10 @@ def test_where_workers_go_on_dying_every_task_fails(monkeypatch):
     with WorkerPool(1, Obey) as pool:
         futures = [pool.submit(task) for task in ("die", "die", "b")]
         with pytest.raises(WorkerDied):
-            futures[0].result(60)
+            futures[0].result(TIMEOUT_S)
         for future in [*futures[1:], pool.submit("c")]:
             with pytest.raises(WorkerDied, match="4 workers have died; is the machine short of memory"):
-                future.result(60)
+                future.result(TIMEOUT_S)
 
 
 def test_processes_that_cannot_be_started_are_a_sentence(monkeypatch):
@@ -145,18 +146,18 @@ def test_a_file_that_kills_its_decoder_is_bad():
 def test_errors_of_a_handler_are_raised_here(num_workers):
     with WorkerPool(num_workers, Obey, "hi") as pool:
         with pytest.raises(KeyError, match="as told"):
-            pool.submit("fail").result(60)
-        assert pool.submit([1, None]).result(60) == ("hi", [1, None])
+            pool.submit("fail").result(TIMEOUT_S)
+        assert pool.submit([1, None]).result(TIMEOUT_S) == ("hi", [1, None])
 
 
 def test_a_handler_that_cannot_be_made():
     with WorkerPool(1, Obey, "refuse") as pool, pytest.raises(ValueError, match="no handler today"):
-        pool.submit("a").result(60)
+        pool.submit("a").result(TIMEOUT_S)
 
 
 def test_workers_end_with_their_pool_and_with_their_parent():
     with WorkerPool(1, Obey) as pool:
-        number = pool.submit("pid").result(60)
+        number = pool.submit("pid").result(TIMEOUT_S)
         assert number != os.getpid()
     assert not alive(number)
 
@@ -165,11 +166,11 @@ def test_workers_end_with_their_pool_and_with_their_parent():
     child = os.fork()
     if child == 0:
         inner = WorkerPool(1, Obey)
-        os.write(write, str(inner.submit("pid").result(60)).encode())
+        os.write(write, str(inner.submit("pid").result(TIMEOUT_S)).encode())
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     orphan = int(os.read(read, 20))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + TIMEOUT_S
     while alive(orphan) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not alive(orphan)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tarfile
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from motet.data.index_build import open_index, publish
 from motet.data.index_entries import PackedColumns
 from motet.data.text import ChatTokenizer
 from unit.data.samples import TEMPLATE, a_record, write_clip, write_image, write_manifest
+from work import num_calls
 
 
 @pytest.fixture
@@ -185,18 +185,16 @@ def test_an_open_index_outlives_a_new_one(folder, tokenizer):
 
 
 def test_many_examples_open_at_once(folder, tokenizer):
-    """100 000 examples: opened and scanned in well under a second (a million: benchmarks/index.py)."""
+    """Of 100 000 examples no more is done than of one (how long it takes for a million: benchmarks/index.py)."""
     line = json.dumps(a_record("<image> Hi", "ok", image="a.png")) + "\n"
     (folder / "m.jsonl").write_text(line)
     small = open_index(folder / "m.jsonl", tokenizer)
     large = folder / "large.arrow"
     _repeat(small, large, 100_000)
-    start = time.perf_counter()
     index = Index(large, folder)
     lengths = index.lengths
-    total = int(lengths.num_tokens.sum())
-    assert time.perf_counter() - start < 0.5
-    assert total == 100_000 * len(small.tokens(0).tokens)
+    assert int(lengths.num_tokens.sum()) == 100_000 * len(small.tokens(0).tokens)
+    assert num_calls(lambda: Index(large, folder).lengths) == num_calls(lambda: Index(small.path, folder).lengths)
     assert index.media_refs(99_999) == small.media_refs(0)
     # The columns are views of the file, not copies.
     for array in (lengths.num_tokens, lengths.item_offsets, lengths.modality, *lengths.raw):

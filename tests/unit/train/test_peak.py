@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from motet.train import peak
 
@@ -28,7 +29,18 @@ def test_catalogue(name, dtype, expected):
     assert peak._catalogued(name, dtype) == (expected and pytest.approx(expected))
 
 
-def test_a_cpu_is_measured():
-    found = peak.peak_of(torch.device("cpu"), torch.float32)
+def test_a_cpu_is_measured(monkeypatch):
+    """Operations over seconds, once it is warm: by a clock that shows 50 ms more each time it is read."""
+    done: list[int] = []  # Operations, whenever the clock is read.
+
+    def clock() -> float:
+        done.append(counter.get_total_flops())
+        return 0.05 * len(done)
+
+    monkeypatch.setattr("time.perf_counter", clock)
+    with FlopCounterMode(display=False) as counter:
+        found = peak.peak_of(torch.device("cpu"), torch.float32)
+    _, warm, *_ = done
+    assert 0 < warm < done[-1]
     assert found.source == "measured"
-    assert found.flops_per_s > 1e8
+    assert found.flops_per_s == pytest.approx((done[-1] - warm) / (0.05 * (len(done) - 2) / 2))

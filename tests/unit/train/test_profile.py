@@ -1,6 +1,7 @@
 """What is measured and how it is taken apart; the seconds themselves are the machine's matter."""
 
 import time
+from itertools import cycle
 from types import SimpleNamespace
 
 import numpy as np
@@ -170,12 +171,27 @@ def test_points_say_what_each_layer_saw(chosen):
     assert by_kind["attention"].rows == (20.0,) and by_kind["attention"].pairs == (200.0,)
 
 
-def test_measuring_takes_about_the_time_that_it_is_given(chosen):
-    shares = []
-    found = measure([chosen["image"]], Stopwatch(torch.device("cpu")), ALONE, 1.0, shares.append)
-    times = found[0].times(ALONE)
-    assert all(len(samples) >= 3 for samples in found[0].samples)
+@pytest.mark.parametrize(("noise", "given_s", "num_rounds"), [(0.0, 40, 3), (0.5, 40, 11), (0.5, 1, 3)])
+def test_rounds_go_on_until_times_have_settled_or_the_time_is_up(chosen, monkeypatch, noise, given_s, num_rounds):
+    """By a clock on which a row takes 0.1 s, and so does what has none; each call up to `noise` longer."""
+    now_s, shares, longer = [0.0], [], cycle(np.linspace(0, noise, 7))
+    monkeypatch.setattr("time.perf_counter", lambda: now_s[0])
+
+    def watch(work):
+        result = work()
+        seconds = 0.1 * (len(result) if torch.is_tensor(result) else 1) * (1 + next(longer))
+        now_s[0] += seconds
+        return seconds, result
+
+    (found,) = measure([chosen["image"]], watch, ALONE, given_s, shares.append)
+    assert {len(samples) for samples in found.samples} == {num_rounds}
+    # At least 3 rounds; of more, none is begun that would end too late.
+    assert num_rounds == 3 or 0.9 * given_s < now_s[0] <= given_s
     assert shares == sorted(shares) and shares[-1] <= 1
+
+
+def test_a_layer_is_measured_to_take_time(chosen):
+    times = measure([chosen["image"]], Stopwatch(torch.device("cpu")), ALONE, 0.1, lambda share: None)[0].times(ALONE)
     attention = next(layer for layer in times.layers if layer.kind == "attention")
     assert attention.grid.forward_s and min(attention.grid.forward_s + attention.held_out.forward_s) > 0
 

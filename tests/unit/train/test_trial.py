@@ -4,17 +4,13 @@ import os
 import signal
 import time
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from motet.core.errors import UserError
 from motet.train.trial import OutOfMemory, open_trials
 from motet.train.world import join_world
-from ranks import run_ranks
-
-TIMEOUT_S = 120
-pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
+from ranks import TIMEOUT_S, run_ranks
 
 
 def task(meeting, what):
@@ -51,7 +47,7 @@ def run(rank, num_ranks, *whats):
 
 def test_trials_end_alike_on_all_ranks_and_the_next_one_starts_anew():
     whats = ("nothing", "memory", "nothing", "killed", "wrong", "failed", "nothing")
-    (one, other) = run_ranks(run, 2, *whats, timeout_s=TIMEOUT_S)
+    (one, other) = run_ranks(run, 2, *whats)
     assert one == other
     done = ((3, 3), 2)
     no_memory = ("OutOfMemory", [])
