@@ -11,6 +11,7 @@ settings.register_profile("motet", deadline=None, derandomize=True, suppress_hea
 settings.load_profile("motet")
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 WORKER_BYTES = 2**31
 """What a worker takes at most, with the server of its ranks (`ranks.py`) and four of them."""
 
@@ -19,6 +20,8 @@ WORKER_BYTES = 2**31
 def pytest_xdist_auto_num_workers():
     """`pytest -n auto`: a worker a core, as long as all of them have the memory that they need."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if CONTAINER_LIMIT.exists() and (limit := CONTAINER_LIMIT.read_text().strip()) != "max":
+        memory_bytes = min(memory_bytes, int(limit))
     return max(1, min(len(os.sched_getaffinity(0)), memory_bytes // WORKER_BYTES))
 
 
