@@ -11,7 +11,6 @@ from dist.test_resume import run, train_rank
 from ranks import run_ranks
 
 
-
 def spoil_clips(folder, pattern: str, count: int | None = None) -> list[str]:
     """Put a sample that is not finite into clips, which their headers say nothing of; the names of the clips."""
     paths = sorted((folder / "media").glob(pattern))[:count]

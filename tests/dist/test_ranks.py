@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+
 from ranks import PRELOADED, RankFailed, RanksHung, run_ranks
 
 

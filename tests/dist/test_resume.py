@@ -16,7 +16,6 @@ from motet.train.trainer import train
 from ranks import run_ranks
 
 
-
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
