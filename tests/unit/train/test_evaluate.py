@@ -88,6 +88,6 @@ def test_a_prompt_that_cannot_be_made_stops_all_ranks_alike(tmp_path):
     template.write_text("{% if not messages %}{{ raise_exception('no message') }}{% endif %}" + DEFAULT_TEMPLATE)
     with (job.parent / "heldout.jsonl").open("a") as file:
         file.write('{"conversations": [{"from": "gpt", "value": "a"}], "task": null}\n')
-    said = run_ranks(evaluate_refused, 2, str(job), [f"run.dir={tmp_path}"], timeout_s=TIMEOUT_S)
+    said = run_ranks(evaluate_refused, 2, str(job), [f"run.dir={tmp_path}"])
     assert len(set(said)) == 1
     assert "heldout.jsonl, line 9: has no prompt to answer (the tokenizer's chat template refuses" in said[0]
