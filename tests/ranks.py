@@ -30,7 +30,7 @@ PRELOADED = [
     "torch.distributed.checkpoint",
     "transformers.models.qwen2.modeling_qwen2",
 ]
-TIMEOUT_S = 300
+TIMEOUT_S = 600
 """What still runs then is taken to hang: many times what any test takes, so that slow machines pass all the same.
 
 That of pytest-timeout, in pyproject.toml, is longer, so that a test whose ranks hang shows their stacks.
