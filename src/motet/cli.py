@@ -1,13 +1,12 @@
 """The command line: `motet train | plan | simulate | profile | analyze | demo-data`.
 
-Wrong input ends in one sentence on stderr and exit code 2. Imports nothing heavy before a command runs, so that
-`motet --help` answers at once.
+Wrong input ends in one sentence on stderr and exit code 2, whatever else goes wrong as `crash.py` says. Imports nothing
+heavy before a command runs, so that `motet --help` answers at once.
 """
 
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +15,7 @@ import typer
 
 import motet
 from motet.core.errors import UserError
+from motet.crash import ended
 
 app = typer.Typer(
     name="motet",
@@ -310,20 +310,11 @@ def _check_arguments() -> None:
 
 
 def main() -> None:
-    """Run the command line; a UserError is one sentence on stderr and exit code 2."""
-    try:
+    """Run the command line. `motet/crash.py` says what the exit codes are, and what becomes of an error."""
+    command = next((argument for argument in sys.argv[1:2] if not argument.startswith("-")), "")
+    with ended(f"motet {command}".strip()):
         _check_arguments()
         app()
-    except UserError as error:
-        # Under torchrun every rank comes to the same error; one sentence is enough.
-        if os.environ.get("RANK", "0") == "0":
-            print(error, file=sys.stderr)
-        if "RANK" in os.environ:
-            # Process groups are still there, and taking them down after another rank has left can abort the process.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(2)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

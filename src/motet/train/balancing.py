@@ -10,7 +10,7 @@ import torch
 
 from motet.balance import ACTIVE_BACKEND, Cost, LengthWork, StepCosts
 from motet.core.cluster import Link
-from motet.core.errors import UserError
+from motet.core.errors import JointUserError, UserError
 from motet.core.plan import Plan
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths
@@ -23,7 +23,7 @@ from motet.models.module import MLLM
 from motet.models.spec import model_spec
 from motet.simulate.balancing import Balancing, device_type_of, operation_costs, recomputed_blocks
 from motet.train.recipe import Recipe
-from motet.train.world import JointUserError, World
+from motet.train.world import World
 
 _PS_PER_S = 10**12
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from motet.core.cluster import Cluster
-from motet.core.errors import UserError
+from motet.core.errors import JointUserError, UserError
 from motet.cost.catalogue import device_called
 from motet.cost.profile import PROFILE_FILE
 from motet.data.order import ListedOrder
@@ -39,7 +39,7 @@ from motet.train.plan_of_recipe import obstacle, recipe_of_plan
 from motet.train.plan_recipe import read_job_recipe
 from motet.train.recipe import Recipe, load_recipe
 from motet.train.trial import OutOfMemory, Trials, open_trials
-from motet.train.world import JointUserError, Meeting, World, join_world
+from motet.train.world import Meeting, World, join_world
 
 WARM_UP, REPEATS = 2, 5
 """Steps of a plan that are not counted, and that are."""

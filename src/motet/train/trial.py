@@ -18,18 +18,16 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple
 
-import torch
 import torch.distributed as dist
 
-from motet.core.errors import UserError
-from motet.train.world import JointUserError, Meeting, World
+from motet.core.errors import JointUserError, UserError, is_out_of_memory
+from motet.train.world import Meeting, World, open_store
 
 _POLL_S = 0.5
 _GRACE_S = 3.0
 """What one rank met, others may meet as its consequence: what is waited for after the first, to hear of the cause."""
 _LEAVE_S = 20.0
 """In which a process that has answered must have ended."""
-_NO_MEMORY = ("out of memory", "not enough memory", "can't allocate memory")
 
 
 class OutOfMemory(Exception):
@@ -97,7 +95,7 @@ def open_trials(world: World, preload: str) -> Iterator[Trials]:
     mp.get_context("forkserver").set_forkserver_preload([preload])
     host = os.environ.get("MASTER_ADDR", "localhost")
     with world.together():
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if world.is_first else None
+        store = open_store(host, 0, serves=True) if world.is_first else None
     address = world.gather((host, store.port) if store is not None else None)[0]
     yield Trials(world, address)
     world.barrier()  # The store must be there as long as any rank's trial is.
@@ -108,13 +106,13 @@ def _answer(task: Task, argument: Any, place: tuple[str, int, int, int, int], se
     threading.Thread(target=_end_with_parent, daemon=True).start()
     host, port, number, rank, num_ranks = place
     try:
-        store = dist.PrefixStore(f"trial_{number}", dist.TCPStore(host, port))
+        store = dist.PrefixStore(f"trial_{number}", open_store(host, port, serves=False))
         sender.send(Answer("done", task(Meeting(store, rank, num_ranks), argument)))
     except BaseException as error:
         if isinstance(error, UserError):
             sender.send(Answer("wrong", str(error)))
         else:
-            sender.send(Answer("memory" if _is_memory(error) else "failed", traceback.format_exc()))
+            sender.send(Answer("memory" if is_out_of_memory(error) else "failed", traceback.format_exc()))
         # Not by the ordinary way, which would wait for the other ranks, as they may wait for this one.
         os._exit(1)
 
@@ -125,11 +123,6 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-def _is_memory(error: BaseException) -> bool:
-    told = str(error).lower()
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in told for words in _NO_MEMORY)
 
 
 def _received(process: Any, receiver: Connection) -> Answer:
@@ -150,5 +143,6 @@ def _verdict(answers: list[Answer | None]) -> list[Any]:
     if "memory" in by_kind:
         raise OutOfMemory
     if "failed" in by_kind:
-        raise RuntimeError("rank {}: {}".format(*by_kind["failed"]))
+        rank, told = by_kind["failed"]
+        raise RuntimeError(f"rank {rank} of a trial failed with {told.strip().splitlines()[-1]}\n{told}")
     return [answer.value for answer in answers if answer]

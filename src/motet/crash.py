@@ -1,0 +1,174 @@
+"""How a command ends: what escapes it becomes one sentence on stderr, an exit code, and a traceback in a file.
+
+    0  done
+    2  wrong input, in one sentence
+    3  a rank died: a defect, no memory, a full disk, or another rank that was lost
+    128 + n  ended by signal n
+
+Where a rank dies, the others lose their connections to it and die as well. The rank that failed first speaks for all
+(`train/world.py`); the others write their tracebacks and say nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from motet.core.errors import JointUserError, RankFailure, UserError, is_out_of_memory, origin_of
+
+WRONG_INPUT, DIED = 2, 3
+_MAX_CHARACTERS = 300
+_LOST_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection was likely closed",
+    "broken pipe",
+    "remote process exited",
+)
+_SURROUNDINGS = frozenset(
+    (
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EROFS,
+        errno.EIO,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ESTALE,
+    )
+)
+"""Errors of files that the machine is the reason of."""
+
+
+@contextmanager
+def ended(command: str) -> Iterator[None]:
+    """Run a command inside: whatever escapes it ends the process as this module says. command: its name."""
+    threading.excepthook = _report_thread
+    try:
+        yield
+    except BaseException as error:
+        _leave(_report(error, command), error)
+    _leave(0, None)
+
+
+def _report(error: BaseException, command: str) -> int:
+    """Say what is to be said of an error; the exit code."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, UserError):
+        if _speaks(error):
+            _say(_prefix(error) + str(error))
+        return WRONG_INPUT
+    if not isinstance(error, RankFailure):
+        path = _write_traceback("".join(traceback.format_exception(error)), origin_of(error).folder)
+        if origin_of(error).speaks:
+            _say(_sentence(error, command, path))
+    return DIED
+
+
+def _speaks(error: UserError) -> bool:
+    origin = origin_of(error)
+    if isinstance(error, JointUserError):
+        return os.environ.get("RANK", "0") == "0"
+    # Before ranks have found each other, those of a machine read the same recipe and come to the same error.
+    return origin.speaks if origin.rank is not None else os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _prefix(error: UserError) -> str:
+    rank = origin_of(error).rank
+    return "" if isinstance(error, JointUserError) or not rank else f"rank {rank}: "
+
+
+def _sentence(error: BaseException, command: str, path: Path | None) -> str:
+    origin = origin_of(error)
+    where = command if origin.rank is None else f"{command}, rank {origin.rank}"
+    said = _first_line(error)
+    if is_out_of_memory(error):
+        what = f"ran out of memory ({said})."
+        what += f" {origin.memory_advice}" if origin.memory_advice else ""
+    elif isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _LOST_PEER):
+        what = f"lost another rank, which died without a word; the system may have had no memory left ({said})."
+    elif isinstance(error, OSError) and error.errno in _SURROUNDINGS:
+        what = f"cannot go on: {f'{error.filename}: ' if error.filename else ''}{error.strerror}."
+    else:
+        what = f"failed with {type(error).__name__}: {said}."
+    if path is None:
+        return f"{where}: {what}"
+    ours = "" if isinstance(error, OSError) or is_out_of_memory(error) else "; please report it, if it is Motet's fault"
+    return f"{where}: {what} The traceback is in {path}{ours}."
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = (lines[0] if lines else "no message").rstrip(".")
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]} ..."
+
+
+def _write_traceback(text: str, folder: Path | None) -> Path | None:
+    """A new file, in the folder if it can be written; where none can be, the traceback goes to stderr."""
+    rank = f"-rank{os.environ['RANK']}" if "RANK" in os.environ else ""
+    name = f"crash-{time.strftime('%Y%m%d-%H%M%S')}{rank}-"
+    for place in (folder, Path(tempfile.gettempdir())) if folder is not None else (Path(tempfile.gettempdir()),):
+        try:
+            descriptor, path = tempfile.mkstemp(".txt", name, place)
+            with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+        except OSError:
+            continue
+        return Path(path)
+    _say(text)
+    return None
+
+
+def _report_thread(args: threading.ExceptHookArgs) -> None:
+    """A thread that ends with an exception does not end the process; what waits for it, says what is missing."""
+    if args.exc_value is None or isinstance(args.exc_value, SystemExit):
+        return
+    path = _write_traceback("".join(traceback.format_exception(args.exc_value)), None)
+    name = args.thread.name if args.thread is not None else "?"
+    kind = type(args.exc_value).__name__
+    _say(f"The thread {name!r} ended with {kind}: {_first_line(args.exc_value)}. The traceback is in {path}.")
+
+
+def _say(sentence: str) -> None:
+    try:
+        print(sentence, file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        silence(sys.stderr)
+
+
+def _leave(code: int, error: BaseException | None) -> None:
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError) as failure:
+        # Python would flush once more, and say that it ignores what is raised.
+        silence(sys.stdout)
+        if code == 0 and not isinstance(failure, BrokenPipeError):
+            _say(f"Standard output cannot be written: {failure}.")
+            code = DIED
+    if code and ("RANK" in os.environ or not isinstance(error, UserError | SystemExit) or code > DIED):
+        # Threads may still be inside a collective: taking the interpreter, or the groups, down under them aborts.
+        os._exit(code)
+    sys.exit(code)
+
+
+def silence(stream: object) -> None:
+    """Let what is still written to a stream, which nobody reads or whose disk is full, vanish."""
+    try:
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, stream.fileno())  # type: ignore[attr-defined]
+        os.close(descriptor)
+    except (OSError, ValueError, AttributeError):
+        pass
