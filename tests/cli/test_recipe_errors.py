@@ -81,7 +81,10 @@ def test_missing_files(job, capsys, monkeypatch):
         ("run.dir.x=1", "'dir' is a value in the recipe, not a table"),
         ('balance.phases=["video"]', "there is no phase 'video'"),
         ("balance.method=jointly", "'balance.method' must be 'auto', 'joint' or 'per_phase', not 'jointly'."),
-        ("balance.speed.device_tflops=0", "'balance.speed.device_tflops' must be greater than 0, not 0."),
+        (
+            "balance.speed.device_tflops=0",
+            "'balance.speed.device_tflops' must be greater than or equal to 0.000001, not 0.",
+        ),
         # Numbers that would hang, fill the memory, or leave all data out without a word.
         ("run.batch_size=1000000000000", "'run.batch_size' must be less than or equal to 1000000, not 1000000000000."),
         ("run.steps=10000000000", "'run.steps' must be less than or equal to 1000000000"),

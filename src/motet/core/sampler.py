@@ -40,7 +40,7 @@ Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class Distribution(BaseModel):
     """Of a length or a count: `value`; `choices`, with `weights`; or log-normal: exp(normal(log median, spread))."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     value: Amount | None = None
     choices: tuple[Amount, ...] = ()
@@ -75,7 +75,7 @@ class Distribution(BaseModel):
 class Items(BaseModel):
     """The items of one module in an example of a task."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     length: Distribution
     count: Distribution = Distribution(value=1)
@@ -85,7 +85,7 @@ class Items(BaseModel):
 class Task(BaseModel):
     """Examples of one kind."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str
     text: Distribution
@@ -97,7 +97,7 @@ class Task(BaseModel):
 class Sampler(BaseModel):
     """A mixture of tasks."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     task: tuple[Task, ...] = Field(min_length=1)
 

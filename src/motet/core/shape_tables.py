@@ -46,7 +46,7 @@ from motet.core.spec import ModelSpec, Module
 class _Layers(BaseModel):
     """Transformer layers that are alike; the keys are those of `core.shapes.Transformer`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     num_layers: int = Field(gt=0, le=MAX_LAYERS)
     hidden: int = Field(gt=0, le=MAX_WIDTH)
@@ -90,7 +90,7 @@ class BackboneShape(_Layers):
 class ProjectorShape(BaseModel):
     """One matrix, or two with GELU between them, after `downsample` rows are joined."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     kind: Literal["linear", "mlp"] = "mlp"
     downsample: int = Field(default=1, gt=0, le=MAX_JOINED)
@@ -133,7 +133,7 @@ class EncoderShape(_Layers):
 class ModelShapes(BaseModel):
     """`[model]`: names of encoders and generators are those of the columns of lengths that they compute on."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     backbone: BackboneShape
     encoders: dict[str, EncoderShape] = Field(default_factory=dict)

@@ -24,7 +24,7 @@ MessageKind = Literal["gather", "reduce_scatter", "all_reduce", "exchange", "sen
 
 
 class _Stored(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Points(_Stored):

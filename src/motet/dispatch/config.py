@@ -20,10 +20,10 @@ class PackedCostConfig(BaseModel):
     Taken with `cost = "length"` alone.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    linear: int = Field(default=1, ge=0)
-    quadratic: int = Field(default=0, ge=0)
+    linear: int = Field(default=1, ge=0, le=10**6)
+    quadratic: int = Field(default=0, ge=0, le=10**6)
 
 
 class SpeedConfig(BaseModel):
@@ -34,16 +34,19 @@ class SpeedConfig(BaseModel):
     network link of its own, or a CPU core and a loopback. What counts is the ratio between computing and exchanging.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     device_tflops: float | None = Field(
-        None, gt=0, description="10^12 operations a second of a rank, as training reaches them; cuda 400, cpu 0.04"
+        None,
+        ge=1e-6,
+        le=1e12,
+        description="10^12 operations a second of a rank, as training reaches them; cuda 400, cpu 0.04",
     )
     link_gbytes_per_s: float | None = Field(
-        None, gt=0, description="10^9 bytes a second that a rank sends in an exchange; cuda 40, cpu 1"
+        None, ge=1e-6, le=1e12, description="10^9 bytes a second that a rank sends in an exchange; cuda 40, cpu 1"
     )
     link_latency_us: float | None = Field(
-        None, ge=0, description="microseconds of an exchange of nothing; cuda 50, cpu 300"
+        None, ge=0, le=1e9, description="microseconds of an exchange of nothing; cuda 50, cpu 300"
     )
 
     def resolved(self, device_type: str) -> Speed:
@@ -77,7 +80,7 @@ class BalanceConfig(BaseModel):
     speed:  what the prediction takes for the speed of devices and links.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     phases: Literal["off", "backbone", "all"] | tuple[str, ...] = "all"
     method: Literal["auto", "joint", "per_phase"] = "auto"

@@ -30,7 +30,7 @@ class FSDPConfig(BaseModel):
     recompute: keep only the blocks' inputs in the forward pass, and run them again in the backward pass.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     shard_size: int | None = Field(default=None, ge=1)
     param_dtype: Literal["float64", "float32", "bfloat16"] | None = None

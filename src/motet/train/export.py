@@ -16,7 +16,7 @@ from motet.train.world import World
 class ExportConfig(BaseModel):
     """`[export]` of a recipe."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     at_end: bool = Field(
         False, description="write every module to export/ in the run's folder, as transformers reads it"

@@ -8,24 +8,26 @@ because fused kernels take tensors of one mesh at a time.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class OptimizerConfig(BaseModel):
     """`[optimizer]` of a recipe."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    lr: float = Field(gt=0, allow_inf_nan=False, description="peak learning rate")
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0, description="on matrices; never on norms, biases and embeddings")
-    clip_norm: float = Field(1.0, gt=0, description="largest global gradient norm; inf never clips")
+    lr: float = Field(gt=0, le=1000, description="peak learning rate")
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    eps: float = Field(1e-8, ge=1e-15, le=1, description="added to the root of the second moment")
+    weight_decay: float = Field(0.1, ge=0, le=1000, description="on matrices; never on norms, biases and embeddings")
+    clip_norm: float = Field(1.0, gt=0, allow_inf_nan=True, description="largest global gradient norm; inf never clips")
     warmup_steps: int = Field(0, ge=0, description="steps in which the rate rises linearly to its peak")
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     final_lr_ratio: float = Field(0.1, ge=0, le=1, description="rate of the last step over the peak rate")

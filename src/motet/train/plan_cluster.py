@@ -12,6 +12,8 @@ from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.cost.catalogue import ClusterConfig
 
+_OPTIONS = {"device": "--cluster", "nodes": "--nodes", "ranks_per_node": "--ranks-per-node"}
+
 
 @dataclass(frozen=True)
 class GivenCluster:
@@ -40,4 +42,7 @@ def cluster_of(path: Path, stated: ClusterConfig | None, given: GivenCluster, de
     try:
         return ClusterConfig(**kept | {key: value for key, value in changed.items() if value is not None}).cluster()
     except ValidationError as error:
-        raise UserError(f"--cluster {device}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
+        wrong = error.errors()[0]
+        option = _OPTIONS.get(str(wrong["loc"][0]), "cluster") if wrong["loc"] else "--cluster"
+        message = wrong["msg"].removeprefix("Value error, ").replace("Input should be", "must be").rstrip(".")
+        raise UserError(f"{option} {wrong['input']}: {message}.") from error

@@ -42,7 +42,7 @@ PRECISIONS = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 class PlannedRun(BaseModel):
     """`[run]` of what is planned and not trained."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     batch_size: int = Field(gt=0, description="examples of a step, over all ranks and microbatches")
 
@@ -50,7 +50,7 @@ class PlannedRun(BaseModel):
 class PlanRecipe(BaseModel):
     """A job to plan. `model` may also be HF families, as in a training recipe, or the path of an HF directory."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     run: PlannedRun
     model: ModelShapes
