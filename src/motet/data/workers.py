@@ -201,8 +201,10 @@ class _Worker:
 
 def serve(descriptor: int) -> None:
     """The worker's side: answer tasks until the socket closes."""
-    # Control-C goes to the whole terminal; the parent decides when its workers end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A terminal signals all of its processes, and torchrun a rank with its children; the rank may still want to finish
+    # its step, and its workers end when it does.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as link:
         try:
             try:

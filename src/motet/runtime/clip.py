@@ -37,8 +37,11 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of a norm are multiplied by so that it is at most max_norm: 1 where it is already."""
-    return (max_norm / norm).clamp(max=1.0)
+    """What gradients of a norm are multiplied by so that it is at most max_norm: 1 where it is already.
+
+    1 for a norm that is not finite: no factor would mend it, and each would hide which gradient it comes from.
+    """
+    return torch.where(torch.isfinite(norm), (max_norm / norm).clamp(max=1.0), 1.0)
 
 
 def _local(gradient: Tensor, num_ranks: int) -> tuple[Tensor, int]:

@@ -4,12 +4,14 @@ Modules are cut apart: a module's forward pass runs on inputs detached from the 
 is called by name with the gradient that came back. So the order of collectives is written down (`runtime/actions.py`),
 not left to the autograd engine, and every action is a span of the Timeline.
 
-The loss of a step is the sum over all targets of all ranks and microbatches, divided by their number.
+The loss of a step is the sum over all targets of all ranks and microbatches, divided by their number. A step whose loss
+or gradient is not finite changes nothing: neither weights nor the optimizer's state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -66,6 +68,11 @@ class StepResult:
         return self._read[0] ** 0.5
 
     @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradient are; where they are not, the step changed nothing. The same on all ranks."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    @property
     def seconds_by_action(self) -> dict[str, float]:
         """This rank's seconds per action name."""
         return self.timeline.seconds_by_action()
@@ -102,6 +109,35 @@ class TrainStep:
         A module that has no input on any rank in the whole step ends without gradient (None), so that the optimizer
         leaves it alone; in a module that ran, a parameter that was not used has a zero gradient; so on all ranks.
         """
+        totals, moved_bytes, crossing_bytes = self.accumulate(batches, step)
+        with self.clock.span("reduce", step, -1, kind=ProgramKind.REDUCE):
+            self._reduce(totals)
+        if self.optimizer is not None:
+            with self.clock.span("optimizer", step, -1, kind=ProgramKind.STEP):
+                self._update(self.optimizer, totals)
+        return StepResult(
+            step,
+            sum(batch.num_targets for batch in batches),
+            sum(batch.num_tokens for batch in batches),
+            sum(batch.lengths.num_examples for batch in batches),
+            moved_bytes,
+            crossing_bytes,
+            self.clock.take(),
+            totals,
+        )
+
+    def accumulate(
+        self,
+        batches: Sequence[RankBatch],
+        step: int = 0,
+        *,
+        before: Callable[[int, int, Action], None] = lambda microbatch, place, action: None,
+    ) -> tuple[Tensor, int, int]:
+        """All forwards and backwards: gradients, summed over microbatches and, where FSDP shards, over ranks.
+
+        before: is told microbatch, place among its actions, and action, before that is taken.
+        Returns float64 [3] for `_reduce` to complete, moved_bytes and crossing_bytes.
+        """
         for parameter in self.parameters:
             parameter.grad = None
         trainable = {phase for phase, module in self.modules.items() if is_trainable(module)}
@@ -113,29 +149,16 @@ class TrainStep:
         moved_bytes = crossing_bytes = 0
         for i, (batch, actions) in enumerate(zip(batches, plans, strict=True)):
             microbatch = _Microbatch(self, batch, trainable, loss_scale, totals)
-            for action in actions:
+            for place, action in enumerate(actions):
                 if self.mesh.is_hybrid and action.kind is Kind.BACKWARD:
                     last = not any(action in later for later in plans[i + 1 :])
                     sum_over_replicas(self.modules[action.phase], last)
+                before(i, place, action)
                 with self.clock.span(str(action), step, i, kind=action.kind.of_program, module=action.phase):
                     microbatch.take(action)
             moved_bytes += microbatch.moved_bytes
             crossing_bytes += microbatch.crossing_bytes
-        with self.clock.span("reduce", step, -1, kind=ProgramKind.REDUCE):
-            self._reduce(totals)
-        if self.optimizer is not None:
-            with self.clock.span("optimizer", step, -1, kind=ProgramKind.STEP):
-                self.optimizer.step()
-        return StepResult(
-            step,
-            num_targets,
-            sum(batch.num_tokens for batch in batches),
-            sum(batch.lengths.num_examples for batch in batches),
-            moved_bytes,
-            crossing_bytes,
-            self.clock.take(),
-            totals,
-        )
+        return totals, moved_bytes, crossing_bytes
 
     def _reduce(self, totals: Tensor) -> None:
         """Sums (squared gradient norm, loss, targets) over ranks, in one collective, and clips."""
@@ -143,6 +166,16 @@ class TrainStep:
         dist.all_reduce(totals, group=self.mesh.group)
         if self.max_grad_norm is not None:
             scale_gradients(self.parameters, clip_factor(totals[0].sqrt(), self.max_grad_norm))
+
+    def _update(self, optimizer: torch.optim.Optimizer, totals: Tensor) -> None:
+        """The optimizer's step, unless loss or gradient is not finite."""
+        is_bad = ~torch.isfinite(totals).all()
+        if all(group.get("fused") for group in optimizer.param_groups):
+            # A fused optimizer reads the flag where it is, as it does for a GradScaler: the host waits for nothing.
+            optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
+            optimizer.step()
+        elif not is_bad:
+            optimizer.step()
 
 
 @torch.no_grad()

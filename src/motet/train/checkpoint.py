@@ -28,9 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from motet.core.errors import UserError
+from motet.core.errors import JointUserError, UserError
 from motet.core.text_files import read_json
-from motet.train.world import JointUserError
 
 _NAME = re.compile(r"^step-(\d+)$")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -39,7 +38,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class CheckpointConfig(BaseModel):
     """`[checkpoint]` of a recipe."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     every_steps: int = Field(0, ge=0, description="steps between checkpoints; 0 writes only the last one")
     keep: int = Field(2, gt=0, description="how many of the latest checkpoints stay")
@@ -49,7 +48,8 @@ class CheckpointConfig(BaseModel):
 class Progress:
     """What a resumed run must know beside weights: the same on all ranks, whatever their number.
 
-    step: optimizer steps done. position: examples consumed, over all ranks. num_bad: examples dropped as unreadable.
+    step: steps done. num_skipped: those of them that changed nothing, as they were not finite. position: examples
+    consumed, over all ranks. num_bad: examples dropped as unreadable.
     seed, dataset: what the order of examples follows from (dataset: the identity of the index).
     """
 
@@ -58,6 +58,7 @@ class Progress:
     num_bad: int
     seed: int
     dataset: str
+    num_skipped: int = 0
 
 
 class Checkpointer:
@@ -164,7 +165,7 @@ def load(
     reader = dcp.FileSystemReader(checkpoint)
     _check_fit(checkpoint, reader, state)
     dcp.load(state, storage_reader=reader, process_group=group)
-    step = torch.tensor(float(progress.step))
+    step = torch.tensor(float(progress.step - progress.num_skipped))
     for slots in optimizer.state.values():
         slots["step"].copy_(step)
     return progress

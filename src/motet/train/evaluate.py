@@ -17,7 +17,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from motet.core.errors import UserError
+from motet.core.errors import JointUserError, UserError
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import home_ranks
 from motet.data.dataset import Dataset
@@ -29,7 +29,7 @@ from motet.models.module import MLLM
 from motet.runtime.mesh import Mesh
 from motet.runtime.step import forward_features
 from motet.train.loading import exchanged
-from motet.train.world import JointUserError, World
+from motet.train.world import World
 
 _NO_TASK = "all"
 _NAMED = 3
@@ -39,7 +39,7 @@ _NAMED = 3
 class EvaluateConfig(BaseModel):
     """`[evaluate]` of a recipe; works on `data.heldout`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     every_steps: int = Field(0, ge=0, description="steps between evaluations; 0 evaluates at the end only")
     batch_size: int = Field(32, gt=0, le=10**6, description="examples decoded at a time, over all ranks")
@@ -97,9 +97,10 @@ class Evaluator:
         self._mesh, self._world, self._config = mesh, world, config
 
     @torch.no_grad()
-    def run(self, model: MLLM) -> Evaluation:
+    def run(self, model: MLLM, is_stopped: Callable[[], bool] = lambda: False) -> Evaluation | None:
         """Held-out loss and answers of the model as it is; a collective, which leaves the model's mode as it was.
 
+        is_stopped: asked between chunks; None is returned where any rank says so.
         Raises UserError, on all ranks, if no held-out example can be used.
         """
         training = model.training
@@ -107,12 +108,17 @@ class Evaluator:
         count = min(self._dataset.num_examples, self._config.max_examples or self._dataset.num_examples)
         totals = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
         answers: list[Answer] = []
+        stopped = False
         for start in range(0, count, self._config.batch_size):
+            if stopped := any(self._world.gather(is_stopped())):
+                break
             places = np.arange(start, min(start + self._config.batch_size, count))
             loaded = self._load(places)
             totals += self._loss(model, loaded)
             answers += self._answer(model, loaded)
         model.train(training)
+        if stopped:
+            return None
         dist.all_reduce(totals, group=self._mesh.group)
         if not totals[1]:
             raise JointUserError(

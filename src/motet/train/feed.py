@@ -14,19 +14,18 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from motet.core.errors import UserError
+from motet.core.errors import JointUserError, RankFailure, UserError
 from motet.data.config import DataConfig
 from motet.data.order import GlobalOrder, ListedOrder
 from motet.dispatch import RankBatch
-from motet.train.loading import BadExample, Loading, Pending
-from motet.train.world import JointUserError
+from motet.train.loading import BadExample, Loaded, Loading, Pending
 
 _OK, _CLOSING, _FAILED = range(3)
 _MIN_EXAMPLES_OF_A_VERDICT = 100
@@ -49,11 +48,13 @@ class Schedule:
 class StepInput:
     """One step's microbatches on this rank; position and num_bad: examples consumed and dropped when it is done.
 
+    examples: of each microbatch the numbers in the dataset, int64 [num_examples], as its lengths have them.
     left_out: the files for which examples were dropped in this step, over all ranks.
     moved_bytes, crossing_bytes: inputs sent from rank to rank, and of those from node to node, over all ranks.
     """
 
     batches: list[RankBatch]
+    examples: list[NDArray[np.int64]]
     position: int
     num_bad: int
     left_out: tuple[BadExample, ...]
@@ -123,31 +124,42 @@ class Feed:
         plan = self._schedule
         count = plan.batch_size // plan.microbatches
         num_microbatches = (plan.num_steps - plan.first_step) * plan.microbatches
-        started: deque[tuple[Pending | None, BaseException | None]] = deque()
+        started: deque[tuple[NDArray[np.int64], Pending | None, BaseException | None]] = deque()
         num_started = 0
-        step: list[tuple[RankBatch, int, int]] = []
+        step: list[tuple[Loaded, NDArray[np.int64]]] = []
         for number in range(num_microbatches):
             # The next one is begun before this one is waited for, so that workers never run dry.
             while num_started < min(number + 2, num_microbatches):
                 ids = self._order.take(plan.position + num_started * count, count)
-                started.append(self._start(ids))
+                started.append((ids, *self._start(ids)))
                 num_started += 1
-            agreed = self._agree(*started.popleft(), count)
+            ids, *begun = started.popleft()
+            agreed = self._agree(*begun, count)
             if agreed is None:
                 return
             pending, kept = agreed
             loaded = self._loading.finish(pending, kept)
-            batch = self._prepare(loaded.batch) if self._prepare else loaded.batch
-            step.append((batch, loaded.moved_bytes, loaded.crossing_bytes))
+            if self._prepare:
+                loaded = replace(loaded, batch=self._prepare(loaded.batch))
+            step.append((loaded, ids[kept]))
             position = plan.position + (number + 1) * count
             self._check_bad_fraction(position, is_last=number + 1 == num_microbatches)
             if len(step) == plan.microbatches:
-                batches = [batch for batch, _, _ in step]
-                decide_s = sum(batch.decision.decide_s for batch in batches)
-                moved, crossing = sum(m for _, m, _ in step), sum(c for _, _, c in step)
-                left_out = tuple(self._left_out)
-                self._put(StepInput(batches, position, self._num_bad, left_out, decide_s, moved, crossing))
+                self._put(self._joined(step, position))
                 step, self._left_out = [], []
+
+    def _joined(self, step: list[tuple[Loaded, NDArray[np.int64]]], position: int) -> StepInput:
+        loaded = [each for each, _ in step]
+        return StepInput(
+            batches=[each.batch for each in loaded],
+            examples=[ids for _, ids in step],
+            position=position,
+            num_bad=self._num_bad,
+            left_out=tuple(self._left_out),
+            decide_s=sum(each.batch.decision.decide_s for each in loaded),
+            moved_bytes=sum(each.moved_bytes for each in loaded),
+            crossing_bytes=sum(each.crossing_bytes for each in loaded),
+        )
 
     def _start(self, ids: NDArray[np.int64]) -> tuple[Pending | None, BaseException | None]:
         try:
@@ -198,7 +210,7 @@ class Feed:
         rank, is_user_error, text = first
         if is_user_error:
             return JointUserError(text)
-        return error or RuntimeError(f"loading failed on rank {rank}:\n{text}")
+        return error or RankFailure(f"loading failed on rank {rank}:\n{text}")
 
     def _gather(self, value: object) -> list:
         values: list = [None] * self._group.size()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from motet.core.errors import UserError
+from motet.core.errors import JointUserError, UserError
 from motet.data.dataset import Dataset, Modality, describe
 from motet.data.decode import Decoder
 from motet.data.order import GlobalOrder
@@ -38,7 +38,7 @@ from motet.train.loading import ExchangeLoading, IndexLoading, Loading
 from motet.train.optimizer import build_optimizer
 from motet.train.recipe import Recipe
 from motet.train.rows import check_rows
-from motet.train.world import JointUserError, World
+from motet.train.world import World
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _INDEX_PROGRESS_EVERY_S = 5.0

@@ -33,10 +33,10 @@ class Measured:
     actions: Mapping[str, float]
 
 
-def gather_measured(measured: Measured, world: World, stop: bool) -> tuple[dict[str, Any], bool]:
-    """Join the ranks' measurements: (part of the step's metrics, whether any rank asks to stop). A collective."""
+def gather_measured(measured: Measured, world: World, wish: int) -> tuple[dict[str, Any], int]:
+    """Join the ranks' measurements: (part of the step's metrics, the largest wish of any rank). A collective."""
     mine = [
-        float(stop),
+        float(wish),
         measured.wall_s,
         measured.data_wait_s,
         measured.decide_s,
@@ -57,7 +57,7 @@ def gather_measured(measured: Measured, world: World, stop: bool) -> tuple[dict[
         "memory": {"peak_bytes": int(largest[4]), "kind": memory_kind(world.device)},
         "actions": actions,
     }
-    return joined, largest[0] > 0
+    return joined, int(largest[0])
 
 
 def balance_metrics(batches: Sequence[RankBatch]) -> dict[str, Any]:

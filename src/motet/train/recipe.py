@@ -34,7 +34,7 @@ from motet.train.toml_text import dumps, read_recipe
 class RunConfig(BaseModel):
     """`[run]`: where, how long, from which seed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     dir: Path = Field(description="folder for metrics, checkpoints and the report")
     # A step is decided in memory, and a position in the data is 64 bits: far beyond every run, and short of both.
@@ -44,6 +44,9 @@ class RunConfig(BaseModel):
     seed: int = Field(0, ge=0, le=2**63 - 1, description="of weights and dropout; data.seed orders the examples")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "float64"] = Field("float32", description="of parameters and optimizer state")
+    on_bad_step: Literal["stop", "skip"] = Field(
+        "stop", description="what is done about a step whose loss or gradient is not finite; it changes no weight"
+    )
 
     @model_validator(mode="after")
     def _whole_microbatches(self) -> RunConfig:
@@ -55,7 +58,7 @@ class RunConfig(BaseModel):
 class TransformsConfig(BaseModel):
     """`[transforms.image]`, `[transforms.audio]`: what files become before the encoder of the same name."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     image: ImageTransform | None = None
     audio: AudioTransform | None = None
@@ -64,7 +67,7 @@ class TransformsConfig(BaseModel):
 class Recipe(BaseModel):
     """A training job."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     run: RunConfig
     model: ModelConfig

@@ -51,7 +51,7 @@ def write_report(run_dir: Path) -> Path:
 def _tiles(summary: dict[str, Any]) -> str:
     tiles = {
         "wall time": _duration(summary["wall_s"]),
-        "loss, first to last": f"{summary['loss_first']:.3f} → {summary['loss_last']:.3f}",
+        **_loss_tile(summary),
         "tokens/s": f"{summary['tokens_per_s']:,.0f}",
         f"MFU ({summary['peak_source']} peak)": f"{summary['mfu']:.1%}",
         "peak memory a rank": f"{summary['memory']['peak_bytes'] / 2**20:,.0f} MiB ({summary['memory']['kind']})",
@@ -59,6 +59,8 @@ def _tiles(summary: dict[str, Any]) -> str:
     }
     if summary.get("bad_examples"):
         tiles["unreadable examples"] = f"{summary['bad_examples']:,}"
+    if summary.get("bad_steps"):
+        tiles["steps not finite, skipped"] = f"{summary['bad_steps']:,}"
     return (
         '<div class="tiles">'
         + "".join(f'<div class="tile"><b>{v}</b><span>{k}</span></div>' for k, v in tiles.items())
@@ -66,11 +68,24 @@ def _tiles(summary: dict[str, Any]) -> str:
     )
 
 
+def _loss_tile(summary: dict[str, Any]) -> dict[str, str]:
+    first, last, count = _shown(summary["loss_first"]), _shown(summary["loss_last"]), summary["loss_steps"]
+    if summary["steps"] == 1:
+        return {"loss of its one step": first}
+    return {f"loss, first to last {count} steps" if count > 1 else "loss, first to last step": f"{first} → {last}"}
+
+
+def _shown(loss: float | None) -> str:
+    return "none" if loss is None else f"{loss:.3f}"
+
+
 def _loss(steps: list[dict[str, Any]], summary: dict[str, Any]) -> list[str]:
-    raw = [(step["step"], step["loss"]) for step in steps]
+    raw = [(step["step"], step["loss"]) for step in steps if step["loss"] is not None]
+    if not raw:
+        return []
     series = {"each step": _thinned(raw), "smoothed": _thinned(_smoothed(raw))}
     if heldout := summary.get("heldout_loss_by_step"):
-        series["held out"] = [(int(step), loss) for step, loss in heldout.items()]
+        series["held out"] = [(int(step), loss) for step, loss in heldout.items() if loss is not None]
     chart = line_chart(series, x_label="step", y_label="loss a target token, nats", y_min=0, faint="each step")
     return ["<h2>Loss</h2>", chart]
 

@@ -20,7 +20,9 @@ def summarise(
 ) -> dict[str, Any]:
     """The summary of all steps in the run's folder. evaluations: by step, the last one's exact match counts.
 
-    loss_first and loss_last are means over ten steps (all, if there are fewer), as one step's loss is noise.
+    loss_first and loss_last are means over the first and the last loss_steps steps, ten of them, as one step's loss is
+    noise; of a run of fewer than 20 steps, over half of them each, so that no step counts in both. Steps that were not
+    finite have no loss.
     tokens_per_s and mfu are over the steps alone; wall_s is of this process, from its start to its end, resumed parts
     not included.
     """
@@ -29,7 +31,8 @@ def summarise(
     if not steps:
         raise UserError(f"{run_dir} holds no metrics of the steps already done, so there is nothing to sum up.")
     train_s = sum(step["step_s"] for step in steps)
-    losses = [step["loss"] for step in steps]
+    losses = [step["loss"] for step in steps if step["loss"] is not None]
+    loss_steps = min(_LOSS_STEPS, max(len(losses) // 2, 1))
     last = evaluations[max(evaluations)] if evaluations else None
     return {
         "steps": len(steps),
@@ -42,8 +45,9 @@ def summarise(
         "mfu": sum(step["mfu"] * step["step_s"] for step in steps) / max(train_s, 1e-9),
         "peak_flops_per_s": peak.flops_per_s,
         "peak_source": peak.source,
-        "loss_first": _mean(losses[:_LOSS_STEPS]),
-        "loss_last": _mean(losses[-_LOSS_STEPS:]),
+        "loss_steps": loss_steps,
+        "loss_first": _mean(losses[:loss_steps]) if losses else None,
+        "loss_last": _mean(losses[-loss_steps:]) if losses else None,
         "loss_heldout": last.loss if last else None,
         "heldout_loss_by_step": {str(step): evaluation.loss for step, evaluation in evaluations.items()},
         "exact_match": last.exact_match if last else {},
@@ -56,6 +60,7 @@ def summarise(
         "exchange_crossing_bytes": sum(step["exchange"]["crossing_bytes"] for step in steps),
         "memory": max((step["memory"] for step in steps), key=lambda memory: memory["peak_bytes"]),
         "bad_examples": steps[-1]["bad_examples"],
+        "bad_steps": sum(step.get("bad_step") is not None for step in steps),
     }
 
 
@@ -64,9 +69,11 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     lines = [
         f"{summary['steps']} steps on {summary['num_ranks']} ranks in {summary['wall_s']:.0f} s: "
         f"{summary['tokens_per_s']:,.0f} tokens/s, MFU {summary['mfu']:.1%} of the {summary['peak_source']} peak",
-        f"loss {summary['loss_first']:.4f} at first, {summary['loss_last']:.4f} at last"
+        _loss_line(summary)
         + (f", {summary['loss_heldout']:.4f} held out" if summary["loss_heldout"] is not None else ""),
     ]
+    if summary["bad_steps"]:
+        lines.append(f"{summary['bad_steps']} steps were not finite and changed nothing; bad_steps.jsonl names them")
     for name, phase in summary["phases"].items():
         lines.append(
             f"{name}: mean max/bound load {phase['max_over_bound_before']:.3f} before balancing, "
@@ -77,6 +84,17 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     for task, share in summary["exact_match"].items():
         lines.append(f"{task}: {share:.1%} of {summary['num_heldout'][task]} held-out answers match exactly")
     return lines
+
+
+def _loss_line(summary: dict[str, Any]) -> str:
+    first, last, count = summary["loss_first"], summary["loss_last"], summary["loss_steps"]
+    if first is None:
+        return "no step with a finite loss"
+    if summary["steps"] - summary["bad_steps"] == 1:
+        return f"loss {first:.4f} in its one step"
+    if count == 1:
+        return f"loss {first:.4f} in its first step, {last:.4f} in its last"
+    return f"loss {first:.4f} at first, {last:.4f} at last (means of {count} steps)"
 
 
 def methods_line(methods: dict[str, int]) -> str:

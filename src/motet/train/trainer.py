@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
 
-from motet.core.errors import UserError
+from motet.core.errors import JointUserError, originating
 from motet.core.timeline import Span, Timeline
 from motet.cost.flops import mfu
 from motet.dispatch import RankBatch
 from motet.models.spec import model_spec
 from motet.runtime.step import StepResult
 from motet.simulate.page import write_html
+from motet.train.bad_step import BadSteps, Cause, examine
 from motet.train.evaluate import Evaluation
 from motet.train.export import export
 from motet.train.feed import Feed, Schedule, StepInput
 from motet.train.job import Job, build_job
 from motet.train.loading import BadExample
 from motet.train.metrics import Measured, balance_metrics, gather_measured, phase_metrics
-from motet.train.metrics_log import MetricsLog
+from motet.train.metrics_log import MetricsLog, Terminal
 from motet.train.optimizer import learning_rate, set_learning_rate
 from motet.train.peak import peak_of
 from motet.train.recipe import Recipe, dump_recipe
 from motet.train.report import write_report
+from motet.train.run_folder import claimed, writing
+from motet.train.step_lines import to_json
 from motet.train.stop import StopSignal
 from motet.train.summary import summarise, summary_lines
-from motet.train.world import JointUserError, join_world
+from motet.train.world import join_world
+
+_GO_ON, _STOP, _CANNOT_LOG = range(3)
+"""What a rank wishes at the end of a step; the largest of all ranks is done."""
+_MEMORY_ADVICE = (
+    'Raise run.microbatches, set fsdp.recompute = true or fsdp.param_dtype = "bfloat16", lower run.batch_size or '
+    "data.max_sequence_length, or take more ranks."
+)
 
 
 def train(recipe: Recipe, *, resume: str = "auto", trace: bool = False) -> None:
@@ -41,20 +50,30 @@ def train(recipe: Recipe, *, resume: str = "auto", trace: bool = False) -> None:
     Raises UserError for what is wrong with the input, and SystemExit with 128 + signal if it was asked to stop.
     """
     start_s = time.perf_counter()
-    with join_world(recipe.run.device) as world, ExitStack() as cleanup, StopSignal() as stop:
+    with (
+        originating(folder=recipe.run.dir, memory_advice=_MEMORY_ADVICE),
+        join_world(recipe.run.device) as world,
+        ExitStack() as cleanup,
+    ):
+        say = _say_plainly if world.is_first else _say_nothing
         with world.together():
             if world.is_first:
-                _prepare_folder(recipe)
-        job = build_job(recipe, world, resume, _say_plainly if world.is_first else _say_nothing, cleanup)
-        _Run(job, stop, trace, start_s).run()
+                cleanup.enter_context(claimed(recipe.run.dir, say))
+                with writing(recipe.run.dir, "run.dir"):
+                    (recipe.run.dir / "recipe.toml").write_text(dump_recipe(recipe), encoding="utf-8")
+        job = build_job(recipe, world, resume, say, cleanup)
+        _Run(job, trace, start_s).run()
 
 
 class _Run:
     """The loop over steps, and what comes after it. Rank 0 has the log; all ranks take every other step alike."""
 
-    def __init__(self, job: Job, stop: StopSignal, trace: bool, start_s: float) -> None:
+    def __init__(self, job: Job, trace: bool, start_s: float) -> None:
         self.job, self.recipe, self.world = job, job.recipe, job.world
-        self.stop, self.start_s = stop, start_s
+        self.start_s, self.first_step = start_s, job.progress.step
+        self.stop = StopSignal()
+        self.log: MetricsLog | None = None
+        self.bad_steps = BadSteps(self.recipe, job.dataset, self.world)
         self.spans: list[Span] | None = [] if trace else None
         self.evaluations: dict[int, Evaluation] = {}
         self.spec = model_spec(job.model)
@@ -65,46 +84,69 @@ class _Run:
     def run(self) -> None:
         """Train to the last step, evaluate, export and report; a collective."""
         with ExitStack() as opened:
-            self.log = (
-                opened.enter_context(MetricsLog(self.recipe.run.dir, self.job.progress.step, self.recipe.run.steps))
-                if self.world.is_first
-                else None
-            )
-            self._train()
+            with self._on_first_rank():
+                if self.world.is_first:
+                    log = MetricsLog(self.recipe.run.dir, self.first_step, self.recipe.run.steps)
+                    self.log = opened.enter_context(log)
+            # What comes after the last step can be done again from its checkpoint, so a signal ends that at once.
+            with self.stop:
+                self._train()
+                self.job.checkpointer.wait()
+                if wish := max(self.world.gather(self._wish())):
+                    self._leave(wish)
             if self.job.progress.step not in self.evaluations:
                 self._evaluate()
-        self.job.checkpointer.wait()
+            with self._on_first_rank():
+                if self.log is not None:
+                    self.log.check()
         if self.recipe.export.at_end:
-            export(self.job.model, self.recipe.data.tokenizer, self.recipe.run.dir / "export", self.world)
+            with writing(self.recipe.run.dir / "export"):
+                export(self.job.model, self.recipe.data.tokenizer, self.recipe.run.dir / "export", self.world)
         self._write_trace()
-        if self.world.is_first:
-            self._write_summary()
-        self.world.barrier()
+        with self._on_first_rank():
+            if self.world.is_first:
+                self._write_summary()
+
+    @contextmanager
+    def _on_first_rank(self) -> Iterator[None]:
+        """What cannot be written in the run's folder ends all ranks with one sentence. A collective."""
+        with self.world.together(), writing(self.recipe.run.dir):
+            yield
 
     def _train(self) -> None:
         recipe = self.recipe
         self.job.model.train()
         with self._open_feed() as feed:
             ended_s = time.perf_counter()
-            for step in range(self.job.progress.step, recipe.run.steps):
+            for step in range(self.first_step, recipe.run.steps):
                 fed = feed.next_step()
                 waited_s = time.perf_counter() - ended_s
-                result = self._step(step, fed)
+                result, cause = self._step(step, fed)
                 now_s = time.perf_counter()
                 measured = Measured(now_s - ended_s, waited_s, fed.decide_s, result.seconds_by_action)
                 ended_s = now_s
-                stopping = self._record(result, fed, measured)
+                wish = self._record(result, cause, fed, measured)
                 done = step + 1
                 self.job.progress = dataclasses.replace(
-                    self.job.progress, step=done, position=fed.position, num_bad=fed.num_bad
+                    self.job.progress,
+                    step=done,
+                    position=fed.position,
+                    num_bad=fed.num_bad,
+                    num_skipped=self.job.progress.num_skipped + (cause is not None),
                 )
-                if stopping or done == recipe.run.steps or _is_due(done, recipe.checkpoint.every_steps):
-                    self.job.checkpointer.save(self.job.model, self.job.optimizer, self.job.progress)
-                if stopping:
-                    self._leave_early()
+                if wish:
+                    self._leave(wish)
+                if done == recipe.run.steps or _is_due(done, recipe.checkpoint.every_steps):
+                    self._save()
                 if _is_due(done, recipe.evaluate.every_steps):
-                    self._evaluate()
+                    if not self._evaluate():
+                        self._leave(_STOP)
                     ended_s = time.perf_counter()
+
+    def _save(self) -> None:
+        if self.log is not None:
+            self.log.flush()
+        self.job.checkpointer.save(self.job.model, self.job.optimizer, self.job.progress)
 
     def _open_feed(self) -> Feed:
         recipe, progress = self.recipe, self.job.progress
@@ -127,24 +169,49 @@ class _Run:
             report=self._report,
         )
 
-    def _step(self, step: int, fed: StepInput) -> StepResult:
+    def _step(self, step: int, fed: StepInput) -> tuple[StepResult, Cause | None]:
+        """Take a step; with what went wrong, if it is not finite."""
         set_learning_rate(self.job.optimizer, learning_rate(self.recipe.optimizer, step, self.recipe.run.steps))
-        # Nothing random is carried from step to step, so that a resumed run needs no generator's state.
-        seed = np.random.SeedSequence((self.recipe.run.seed, step, self.world.rank)).generate_state(1, np.uint64)
-        torch.manual_seed(int(seed[0]) >> 1)
+        self._seed(step)
         batches = [batch.to(self.world.device, non_blocking=True) for batch in fed.batches]
         result = self.job.step.run(batches, step)
-        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
-            raise JointUserError(
-                f"Step {step + 1} has a loss of {result.loss} and a gradient norm of {result.grad_norm}, so training "
-                "stops; resume from the last checkpoint with a smaller optimizer.lr, a longer optimizer.warmup_steps, "
-                "or a smaller optimizer.clip_norm."
-            )
-        return result
+        if result.is_finite:
+            self.bad_steps.passed()
+            return result, None
+        self._seed(step)
+        cause = examine(self.job.step, batches, fed, self.job.dataset, self.world)
+        said, ends = self.bad_steps.met(result, fed, cause)
+        if ends:
+            raise JointUserError(said if cause.is_in_weight else f"{said.rstrip('.')}; {self._saved()}")
+        self._say(said)
+        return result, cause
 
-    def _record(self, result: StepResult, fed: StepInput, measured: Measured) -> bool:
-        """Log the step; whether any rank was asked to stop."""
-        joined, stopping = gather_measured(measured, self.world, bool(self.stop.received))
+    def _seed(self, step: int) -> None:
+        """Nothing random is carried from step to step, so that a resumed run needs no generator's state."""
+        seed = np.random.SeedSequence((self.recipe.run.seed, step, self.world.rank)).generate_state(1, np.uint64)
+        torch.manual_seed(int(seed[0]) >> 1)
+
+    def _saved(self) -> str:
+        """Save what has been trained; the end of a sentence about it, also where it cannot be. A collective."""
+        done = self.job.progress.step
+        if done == 0:
+            return "no step has been trained."
+        try:
+            if done > self.first_step:
+                self._save()
+                self.job.checkpointer.wait()
+        except JointUserError as error:
+            return str(error)
+        return f"step {done} is saved, and the same command goes on from it."
+
+    def _wish(self) -> int:
+        if self.log is not None and self.log.failure:
+            return _CANNOT_LOG
+        return _STOP if self.stop.received else _GO_ON
+
+    def _record(self, result: StepResult, cause: Cause | None, fed: StepInput, measured: Measured) -> int:
+        """Log the step; the largest wish of any rank."""
+        joined, wish = gather_measured(measured, self.world, self._wish())
         if self.spans is not None:
             self.spans += result.timeline
         if self.log is not None:
@@ -157,6 +224,7 @@ class _Run:
                     "grad_norm": result.grad_norm,
                     "lr": learning_rate(self.recipe.optimizer, result.step, self.recipe.run.steps),
                     "position": fed.position,
+                    "bad_step": None if cause is None else str(cause),
                     "num_examples": result.num_examples,
                     "num_targets": result.num_targets,
                     "num_tokens": result.num_tokens,
@@ -179,42 +247,53 @@ class _Run:
                     "left_out": [{"file": bad.file, "line": bad.where, "why": bad.reason} for bad in fed.left_out],
                 }
             )
-        return stopping
+        return wish
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Whether it came to its end; not if any rank is asked to stop."""
         if self.job.evaluator is None:
-            return
-        evaluation = self.job.evaluator.run(self.job.model)
+            return True
+        evaluation = self.job.evaluator.run(self.job.model, is_stopped=lambda: bool(self.stop.received))
+        if evaluation is None:
+            return False
         self.evaluations[self.job.progress.step] = evaluation
-        if self.log is not None:
-            self.log.write_heldout(self.job.progress.step, evaluation.loss, evaluation.exact_match)
-            answers = [dataclasses.asdict(answer) | {"is_exact": answer.is_exact} for answer in evaluation.samples]
-            (self.recipe.run.dir / "answers.json").write_text(json.dumps(answers, ensure_ascii=False, indent=1))
+        with self._on_first_rank():
+            if self.log is not None:
+                self.log.write_heldout(self.job.progress.step, evaluation.loss, evaluation.exact_match)
+                answers = [dataclasses.asdict(answer) | {"is_exact": answer.is_exact} for answer in evaluation.samples]
+                text = to_json(answers, ensure_ascii=False, indent=1)
+                (self.recipe.run.dir / "answers.json").write_text(text, encoding="utf-8")
+        return True
 
-    def _leave_early(self) -> None:
-        self.job.checkpointer.wait()
+    def _leave(self, wish: int) -> None:
+        """End the run early, with all that it has trained."""
+        saved = self._saved()
+        if wish == _CANNOT_LOG:
+            failure = self.world.gather(self.log.failure if self.log is not None else "")[0]
+            raise JointUserError(f"{failure}, so training stops; {saved}")
         number = max(self.world.gather(self.stop.received))
-        self._say(f"Asked to stop: step {self.job.progress.step} is saved, and the same command goes on from it.")
+        self._say(f"Asked to stop: {saved}")
         raise SystemExit(128 + number)
 
     def _write_trace(self) -> None:
         if self.spans is None:
             return
         spans = [span for told in self.world.gather(self.spans) for span in told]
-        if self.world.is_first:
-            Timeline.of(spans).write_chrome_trace(self.recipe.run.dir / "trace.json")
-            last = max((span.step for span in spans), default=0)
-            write_html(
-                Timeline.of(span for span in spans if span.step == last),
-                self.recipe.run.dir / "timeline.html",
-                title=f"Step {last + 1}, measured",
-            )
+        with self._on_first_rank():
+            if self.world.is_first:
+                Timeline.of(spans).write_chrome_trace(self.recipe.run.dir / "trace.json")
+                last = max((span.step for span in spans), default=0)
+                write_html(
+                    Timeline.of(span for span in spans if span.step == last),
+                    self.recipe.run.dir / "timeline.html",
+                    title=f"Step {last + 1}, measured",
+                )
 
     def _write_summary(self) -> None:
         run_dir = self.recipe.run.dir
         wall_s = time.perf_counter() - self.start_s
         summary = summarise(run_dir, self.world, self.peak, wall_s, self.evaluations)
-        (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        (run_dir / "summary.json").write_text(to_json(summary, indent=1) + "\n", encoding="utf-8")
         report = write_report(run_dir)
         for line in summary_lines(summary):
             _say_plainly(line)
@@ -228,20 +307,12 @@ class _Run:
             self.log.say(sentence)
 
 
-def _prepare_folder(recipe: Recipe) -> None:
-    try:
-        recipe.run.dir.mkdir(parents=True, exist_ok=True)
-        (recipe.run.dir / "recipe.toml").write_text(dump_recipe(recipe), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"run.dir = {recipe.run.dir} cannot be written: {error.strerror}.") from error
-
-
 def _is_due(step: int, every_steps: int) -> bool:
     return every_steps > 0 and step % every_steps == 0
 
 
 def _say_plainly(sentence: str) -> None:
-    print(sentence, flush=True)
+    print(sentence, file=Terminal(), flush=True)
 
 
 def _say_nothing(sentence: str) -> None:

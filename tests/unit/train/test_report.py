@@ -19,6 +19,7 @@ SUMMARY = {
     "tokens_per_s": 1234.5,
     "mfu": 0.25,
     "peak_source": "measured",
+    "loss_steps": 1,
     "loss_first": 3.0,
     "loss_last": 1.0,
     "heldout_loss_by_step": {"3": 1.1},

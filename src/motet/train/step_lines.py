@@ -1,0 +1,88 @@
+"""Files of JSON with a line a step: written whole or not at all, and cut back to the step that a run resumes from."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from motet.core.errors import UserError
+
+METRICS = frozenset(("step", "loss", "step_s", "num_tokens", "phases", "balance"))
+BAD_STEPS = frozenset(("step", "cause"))
+"""Keys by which a line of metrics.jsonl, and one of bad_steps.jsonl, is known."""
+
+
+def to_json(value: Any, **options: Any) -> str:
+    """JSON without NaN and infinity, which it has no words for: they become null. options: of `json.dumps`."""
+
+    def known(part: Any) -> Any:
+        if isinstance(part, Mapping):
+            return {key: known(item) for key, item in part.items()}
+        if isinstance(part, list | tuple):
+            return [known(item) for item in part]
+        return None if isinstance(part, float) and not math.isfinite(part) else part
+
+    return json.dumps(known(value), allow_nan=False, **options)
+
+
+class Lines:
+    """A file of lines. A line that cannot be written leaves nothing of it there, and is kept for the next attempt."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._kept = b""
+
+    def write(self, line: str) -> None:
+        self._kept += line.encode() + b"\n"
+        self._write()
+
+    def close(self) -> None:
+        try:
+            self._write()
+        finally:
+            self._file.close()
+
+    def _write(self) -> None:
+        start, rest = self._file.tell(), memoryview(self._kept)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._file.truncate(start)
+            self._file.seek(start)
+            raise
+        self._kept = b""
+
+
+def cut_lines(path: Path, first_step: int, keys: frozenset[str]) -> None:
+    """Drop the lines of steps after `first_step`, and a last one that a crash left unfinished.
+
+    Raises UserError for a file that holds anything else than lines of steps with `keys`: it is not one of a run.
+    """
+    if not path.exists():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = []
+    for number, line in enumerate(lines, start=1):
+        step = step_of(line, keys)
+        if step is None and (number < len(lines) or line.endswith(b"\n")):
+            raise UserError(f"{path}, line {number}, is no step of a run, so the file is another's; move it away.")
+        if step is not None and step <= first_step:
+            kept.append(line.rstrip(b"\n") + b"\n")
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(b"".join(kept))
+    os.replace(temporary, path)
+
+
+def step_of(line: bytes, keys: frozenset[str]) -> int | None:
+    """The step of a line; None if it is not one of such a file."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    is_ours = isinstance(found, dict) and found.keys() >= keys and isinstance(found.get("step"), int)
+    return found["step"] if is_ours else None

@@ -1,0 +1,123 @@
+"""What nobody has thought of ends all ranks with one sentence, and its traceback is in the file that this names."""
+
+import re
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from cli.meddling import Meddling, motet
+from cli.test_stop import STEP, arguments, torchrun
+from cli.tiny_job import losses, write_tiny_job
+from motet.core.errors import is_out_of_memory
+from motet.crash import _report_thread, _write_traceback
+
+SHORT = ("data.heldout=[]", "run.steps=4")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
+
+
+def traceback_of(sentence):
+    return Path(re.search(r"The traceback is in (\S+\.txt)", sentence)[1]).read_text()
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("1 / 0", "motet train: failed with ZeroDivisionError: division by zero. The traceback is in"),
+        ("raise MemoryError('no room for 3 GiB')", "motet train: ran out of memory (no room for 3 GiB). Raise run.mi"),
+        ("raise RuntimeError('CUDA out of memory. Tried')", "motet train: ran out of memory (CUDA out of memory. Trie"),
+        ("raise OSError(28, 'No space left on device', '/x/y')", "motet train: cannot go on: /x/y: No space left on d"),
+        ("raise RuntimeError()", "motet train: failed with RuntimeError: no message. The traceback is in"),
+    ],
+)
+def test_an_error_in_a_step_is_one_sentence_and_a_file_in_the_run_folder(job, tmp_path, code, said):
+    done = motet(*arguments(job, tmp_path, *SHORT), meddling=Meddling(STEP, 2, 0, code))
+    assert done.returncode == 3
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == 1
+    assert traceback_of(done.stderr).startswith("Traceback")
+    assert "in run\n" in traceback_of(done.stderr)
+    assert str(tmp_path / "crash-") in done.stderr
+
+
+@pytest.mark.torchrun
+def test_of_ranks_that_fail_only_the_first_speaks(job, tmp_path):
+    code = "print('Listens on', *sorted(set(listening()))); raise KeyError('x')"
+    done = torchrun(job, tmp_path, *SHORT, meddling=Meddling(STEP, 2, 1, code))
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("motet train")]
+    assert len(said) == 1
+    assert said[0].startswith("motet train, rank 1: failed with KeyError: 'x'")
+    assert "KeyError" in traceback_of(said[0])
+    assert "exitcode  : 3" in done.stderr
+    assert "Listens on 0100007F\n" in done.stdout, "on this machine alone, as all ranks are on it"
+    # What the other rank met as a consequence is kept, and not printed.
+    assert all(re.search(r"crash-\d+-\d+-rank[01]-", path.name) for path in tmp_path.glob("crash-*"))
+
+
+def test_a_rank_that_finds_itself_alone_says_so(job, tmp_path):
+    lost = "raise RuntimeError('[pair.cc:547] Connection closed by peer [127.0.0.1]:1')"
+    done = motet(*arguments(job, tmp_path, *SHORT), meddling=Meddling(STEP, 2, 0, lost))
+    assert "lost another rank, which died without a word; the system may have had no memory left" in done.stderr
+
+
+def test_any_command_ends_so(job, tmp_path):
+    broken = Meddling("motet.analyze.command:analyze", 1, 0, "raise LookupError('a\\nb')")
+    done = motet("analyze", "none.jsonl", meddling=broken, environment={"TMPDIR": str(tmp_path)})
+    assert done.returncode == 3
+    assert "motet analyze: failed with LookupError: a. The traceback is in" in done.stderr
+    assert "LookupError: a\nb" in traceback_of(done.stderr)
+
+
+def test_where_no_file_can_be_written_the_traceback_is_printed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    assert _write_traceback("Traceback", tmp_path / "absent") is None
+    assert capsys.readouterr().err == "Traceback\n"
+
+
+@pytest.mark.parametrize("gone", ["/dev/full", "pipe"])
+def test_training_needs_no_terminal(job, tmp_path, gone):
+    if gone == "pipe":
+        code = "r, w = os.pipe(); os.close(r); os.dup2(w, 1)"
+        done = motet(*arguments(job, tmp_path, *SHORT), meddling=Meddling("motet.train.trainer:train", 1, 0, code))
+    else:
+        done = motet(*arguments(job, tmp_path, *SHORT), stdout=gone)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(losses(tmp_path)) == 4
+    assert (tmp_path / "report.html").exists()
+
+
+def test_results_that_cannot_be_printed_are_no_success():
+    done = motet("recipe-of-nothing", stdout="/dev/full")
+    assert done.returncode == 2
+    done = motet("--version", stdout="/dev/full")
+    assert done.returncode == 3
+    assert "motet: cannot go on: No space left on device. The traceback is in" in done.stderr
+
+
+def test_a_thread_that_dies_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    try:
+        raise ZeroDivisionError("division by zero")
+    except ZeroDivisionError:
+        _report_thread(threading.ExceptHookArgs((*sys.exc_info(), threading.Thread(name="writer"))))
+    said = capsys.readouterr().err
+    assert said.startswith("The thread 'writer' ended with ZeroDivisionError: division by zero. The traceback is in")
+    assert "Traceback" in next(tmp_path.iterdir()).read_text()
+
+
+def test_what_is_lack_of_memory():
+    import numpy as np
+    import torch
+
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    for allocate in (lambda: torch.empty(1 << 60), lambda: np.empty(1 << 59)):
+        with pytest.raises((RuntimeError, MemoryError)) as raised:
+            allocate()
+        assert is_out_of_memory(raised.value)
+    assert not is_out_of_memory(ValueError("out of memory"))

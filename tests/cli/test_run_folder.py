@@ -1,0 +1,146 @@
+"""A run's folder: whatever else stands in it, or keeps it from being written, is one sentence; one run owns it."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from cli.meddling import Meddling, motet
+from cli.test_stop import STEP, arguments
+from cli.tiny_job import losses, write_tiny_job
+from motet.core.errors import UserError
+from motet.train.run_folder import FILES, FOLDERS, LOCK, claimed, writing
+
+SHORT = ("data.heldout=[]", "run.steps=4")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
+
+
+def claim(folder):
+    with claimed(folder, print):
+        return "claimed"
+
+
+OBSTACLES = {
+    "folder": lambda path: path.mkdir(),
+    "file": lambda path: path.write_text("of another program\n"),
+    "fifo": os.mkfifo,
+    "loop": lambda path: path.symlink_to(path.name),
+    "device": lambda path: path.symlink_to("/dev/full"),
+}
+
+
+@pytest.mark.parametrize("name", [*FILES, *FOLDERS])
+@pytest.mark.parametrize("what", OBSTACLES)
+def test_what_stands_where_training_writes_is_named_and_stays(tmp_path, name, what):
+    is_of_a_run = name == LOCK and what == "file"
+    OBSTACLES[what](tmp_path / name)
+    before = sorted(tmp_path.iterdir())
+    if is_of_a_run:
+        assert claim(tmp_path) == "claimed"
+        return
+    with pytest.raises(UserError, match=f"^run.dir: .*{name}.* move it away"):
+        claim(tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", [*FILES, *FOLDERS])
+def test_in_a_folder_of_a_run_too(tmp_path, name):
+    claim(tmp_path)
+    if name == LOCK:
+        (tmp_path / LOCK).unlink()
+    OBSTACLES["file" if name in FOLDERS else "folder"](tmp_path / name)
+    with pytest.raises(UserError, match=f"{name} is no .* move it away"):
+        claim(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    for path in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "loop", "/proc/none"):
+        with pytest.raises(UserError, match=r"^run.dir = .* cannot be written: "):
+            claim(type(tmp_path)(path))
+
+
+def test_a_second_run_is_refused_and_told_whose_the_folder_is(tmp_path):
+    program = "import sys; from pathlib import Path\nfrom motet.train.run_folder import claimed\n"
+    program += "with claimed(Path(sys.argv[1]), print):\n    print('mine', flush=True)\n    sys.stdin.read()"
+    # A process that it has started, and that outlives it, does not keep the lock.
+    program += "\n    import subprocess; subprocess.Popen(['sleep', '100'], stdout=2)\n    import os; os._exit(0)"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], **pipes) as first:
+        assert first.stdout.readline() == "mine\n"
+        with pytest.raises(
+            UserError, match=rf"is in use by process {first.pid} on .*: wait for it, stop it, or set ano"
+        ):
+            claim(tmp_path)
+        first.communicate("")
+    assert claim(tmp_path) == "claimed"
+    assert claim(tmp_path) == "claimed"
+
+
+def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch, capsys):
+    def refuse(descriptor, how):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert claim(tmp_path) == "claimed"
+    assert "has no locks, so nothing keeps a second run out of it" in capsys.readouterr().out
+
+
+def test_a_run_in_the_folder_of_another_is_refused_and_changes_nothing(job, tmp_path):
+    with claimed(tmp_path, print):
+        before = (tmp_path / LOCK).read_text()
+        done = motet(*arguments(job, tmp_path, *SHORT))
+        assert done.returncode == 2
+        assert f"run.dir = {tmp_path} is in use by process {os.getpid()} on" in done.stderr
+        assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+        assert (tmp_path / LOCK).read_text() == before
+
+
+def test_a_disk_that_fills_up_while_logging_stops_the_run_with_what_it_has(job, tmp_path):
+    """Here the log's file may not grow, and others may."""
+    fill = "from motet.train.step_lines import Lines\ndef full(self): raise OSError(28, 'No space left on device')"
+    fill += "\nLines._write = full"
+    done = motet(*arguments(job, tmp_path, *SHORT), meddling=Meddling(STEP, 2, 0, fill))
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"{tmp_path / 'metrics.jsonl'} cannot be written: No space left on device, so training stops; step 3 is saved, "
+        "and the same command goes on from it.\n"
+    )
+    assert len(losses(tmp_path)) == 1
+    done = motet(*arguments(job, tmp_path, *SHORT))
+    assert "Resuming after step 3" in done.stdout
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("max_file_bytes", [300, 3_000, 30_000])
+def test_a_full_disk_is_one_sentence(job, tmp_path, max_file_bytes):
+    """Of files that may not grow further: recipe.toml is the first, then metrics.jsonl, then the checkpoint."""
+    done = motet(*arguments(job, tmp_path, *SHORT), max_file_bytes=max_file_bytes)
+    assert done.returncode == 2
+    assert "cannot be written: File too large" in done.stderr or "could not be written" in done.stderr
+    assert done.stderr.count("\n") == 1
+    if (tmp_path / "metrics.jsonl").exists():
+        text = (tmp_path / "metrics.jsonl").read_text()
+        assert [json.loads(line)["step"] for line in text.splitlines()] == list(range(1, text.count("\n") + 1))
+
+
+def test_what_is_written_at_the_end_cannot_be(job, tmp_path):
+    for name in ("summary.json", "report.html", "trace.json"):
+        folder = tmp_path / name
+        block = f"os.mkdir({str(folder / name)!r})"
+        last = Meddling("motet.train.trainer:_Run._write_trace", 1, 0, block)
+        done = motet(*arguments(job, folder, *SHORT), "--trace", meddling=last)
+        assert (done.returncode, done.stderr) == (2, f"{folder / name} cannot be written: Is a directory.\n")
+
+
+def test_writing_names_the_path_that_the_system_names(tmp_path):
+    with pytest.raises(UserError, match="absent/file cannot be written: No such file"), writing(tmp_path):
+        (tmp_path / "absent" / "file").write_text("")
