@@ -7,6 +7,7 @@ stops nothing.
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import time
@@ -60,8 +61,7 @@ class MetricsLog:
                 self._events.add_scalar(name, value, step)
         except OSError as error:
             self._fail(error)
-        loss = "not finite" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
-        self._show(step, f"loss {loss}  {metrics['tokens_per_s']:,.0f} tokens/s")
+        self._show(step, f"loss {metrics['loss']:.4f}  {metrics['tokens_per_s']:,.0f} tokens/s")
 
     def write_heldout(self, step: int, loss: float, exact_match: dict[str, float]) -> None:
         try:
@@ -165,7 +165,7 @@ def _scalars(metrics: dict[str, Any]) -> dict[str, float]:
             "decide_s",
             "bad_examples",
         )
-        if metrics[name] is not None
+        if math.isfinite(metrics[name])
     }
     for phase, values in metrics["phases"].items():
         scalars[f"balance/{phase}/before"] = values["max_over_bound_before"]
