@@ -10,8 +10,8 @@ import pytest
 from cli.meddling import Meddling, motet
 from cli.test_stop import STEP, arguments, torchrun
 from cli.tiny_job import losses, write_tiny_job
-from motet.core.errors import is_out_of_memory
-from motet.crash import _report_thread, _write_traceback
+from motet.core.errors import JointUserError, RankFailure, UserError, is_out_of_memory, note_origin
+from motet.crash import _report, _report_thread, _write_traceback
 
 SHORT = ("data.heldout=[]", "run.steps=4")
 
@@ -98,6 +98,32 @@ def test_results_that_cannot_be_printed_are_no_success():
     done = motet("--version", stdout="/dev/full")
     assert done.returncode == 3
     assert "motet: cannot go on: No space left on device. The traceback is in" in done.stderr
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "speaks"), [(0, 0, True), (9, 1, False), (8, 0, True)])
+def test_before_ranks_meet_one_of_each_machine_says_what_is_wrong(rank, local_rank, speaks):
+    environment = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+    done = motet("train", "absent.toml", environment=environment)
+    assert done.returncode == 2
+    assert done.stderr == ("Cannot read the recipe absent.toml: No such file or directory.\n" if speaks else "")
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "said"),
+    [
+        (UserError("This is wrong."), 3, "rank 3: This is wrong.\n"),
+        (UserError("This is wrong."), 0, "This is wrong.\n"),
+        (JointUserError("This is wrong."), 0, "This is wrong.\n"),
+        (JointUserError("This is wrong."), 3, ""),
+        (RankFailure("rank 1 failed"), 3, ""),
+    ],
+)
+def test_who_says_what_after_ranks_have_met(error, rank, said, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    note_origin(error, rank=rank)
+    assert _report(error, "motet train") == (3 if isinstance(error, RankFailure) else 2)
+    assert capsys.readouterr().err == said
 
 
 def test_a_thread_that_dies_says_so(tmp_path, monkeypatch, capsys):

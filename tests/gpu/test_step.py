@@ -11,6 +11,7 @@ import torch.distributed as dist
 from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.mesh import build_mesh
 from motet.runtime.step import TrainStep
+from motet.train.optimizer import OptimizerConfig, build_optimizer
 from parity.test_gradients import Case, rank_batch
 from parity.tiny import build_model, draw_examples, reference_step
 
@@ -52,3 +53,26 @@ def test_step_equals_the_reference(mesh, fsdp, tolerance, mode):
             total += float(reference.grad.square().sum())
     assert (difference / total) ** 0.5 < tolerance
     assert all(span.duration_s >= 0 for span in result.timeline)
+
+
+def test_a_step_that_is_not_finite_changes_nothing(mesh):
+    """The fused optimizer reads the flag on the device."""
+    model = build_model(torch.float32).to(mesh.device)
+    shard(model, mesh, FSDPConfig())
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
+    step = TrainStep(model, mesh, optimizer, max_grad_norm=1.0)
+    batch = rank_batch(model, draw_examples(13), mesh, Case()).to(mesh.device, dtype=torch.float32)
+    assert step.run([batch]).is_finite
+    before = state(step)
+    batch.media["image"][0][0] = float("nan")
+    assert not step.run([batch]).is_finite
+    assert all(map(torch.equal, before, state(step)))
+    batch.media["image"][0][0] = 0.0
+    assert step.run([batch]).is_finite
+    assert not all(map(torch.equal, before, state(step)))
+
+
+def state(step):
+    """Weights, moments and counters."""
+    parts = [*step.parameters, *(part for slots in step.optimizer.state.values() for part in slots.values())]
+    return [getattr(part.detach(), "to_local", part.detach)().clone() for part in parts]

@@ -170,8 +170,9 @@ class TrainStep:
     def _update(self, optimizer: torch.optim.Optimizer, totals: Tensor) -> None:
         """The optimizer's step, unless loss or gradient is not finite."""
         is_bad = ~torch.isfinite(totals).all()
-        if all(group.get("fused") for group in optimizer.param_groups):
-            # A fused optimizer reads the flag where it is, as it does for a GradScaler: the host waits for nothing.
+        if is_bad.is_cuda and all(group.get("fused") for group in optimizer.param_groups):
+            # A fused optimizer reads the flag on the device, as it does for a GradScaler: the host waits for nothing.
+            # On a CPU that takes a kernel more for each parameter, and to read the flag takes nothing.
             optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
             optimizer.step()
         elif not is_bad:
