@@ -94,7 +94,7 @@ def _prefix(error: UserError) -> str:
 def _sentence(error: BaseException, command: str, path: Path | None) -> str:
     origin = origin_of(error)
     where = command if origin.rank is None else f"{command}, rank {origin.rank}"
-    said = _first_line(error)
+    said, report = _first_line(error), ""
     if is_out_of_memory(error):
         what = f"ran out of memory ({said})."
         what += f" {origin.memory_advice}" if origin.memory_advice else ""
@@ -103,11 +103,8 @@ def _sentence(error: BaseException, command: str, path: Path | None) -> str:
     elif isinstance(error, OSError) and error.errno in _SURROUNDINGS:
         what = f"cannot go on: {f'{error.filename}: ' if error.filename else ''}{error.strerror}."
     else:
-        what = f"failed with {type(error).__name__}: {said}."
-    if path is None:
-        return f"{where}: {what}"
-    ours = "" if isinstance(error, OSError) or is_out_of_memory(error) else "; please report it, if it is Motet's fault"
-    return f"{where}: {what} The traceback is in {path}{ours}."
+        what, report = f"failed with {type(error).__name__}: {said}.", "; please report it, if it is Motet's fault"
+    return f"{where}: {what}" if path is None else f"{where}: {what} The traceback is in {path}{report}."
 
 
 def _first_line(error: BaseException) -> str:

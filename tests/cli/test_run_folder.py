@@ -144,3 +144,22 @@ def test_what_is_written_at_the_end_cannot_be(job, tmp_path):
 def test_writing_names_the_path_that_the_system_names(tmp_path):
     with pytest.raises(UserError, match="absent/file cannot be written: No such file"), writing(tmp_path):
         (tmp_path / "absent" / "file").write_text("")
+
+
+def test_what_stops_all_ranks_leaves_the_steps_that_are_done(job, tmp_path):
+    """Here examples that cannot be used, and answers that cannot be written."""
+    too_many = "from motet.core.errors import JointUserError; raise JointUserError('Too many examples are bad.')"
+    in_feed = Meddling("motet.train.feed:Feed._check_bad_fraction", 4, 0, too_many)
+    done = motet(*arguments(job, tmp_path / "a", "data.heldout=[]", "run.steps=9"), meddling=in_feed)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "Too many examples are bad; step 3 is saved, and the same command goes on from it.\n",
+    )
+    folder = tmp_path / "b"
+    block = Meddling("motet.train.evaluate:Evaluator.run", 1, 0, f"os.mkdir({str(folder / 'answers.json')!r})")
+    done = motet(*arguments(job, folder, "evaluate.every_steps=2", "run.steps=9"), meddling=block)
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"{folder / 'answers.json'} cannot be written: Is a directory; step 2 is saved, and the same command goes on "
+        "from it.\n",
+    )

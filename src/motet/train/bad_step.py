@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from motet.core.errors import JointUserError
 from motet.data.dataset import Dataset
 from motet.dispatch import RankBatch
 from motet.runtime.not_finite import Finding, Moment, find, gradient_not_finite, weight_not_finite
@@ -24,6 +25,10 @@ from motet.train.world import World
 FILE = "bad_steps.jsonl"
 MOST_IN_A_ROW = 10
 _MAX_NAMED = 3
+
+
+class BrokenWeights(JointUserError):
+    """A weight is not finite, so that no later step will be, and a checkpoint of it would be of no use."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +101,11 @@ class BadSteps:
         """A step was finite."""
         self._in_a_row = 0
 
-    def met(self, result: StepResult, fed: StepInput, cause: Cause) -> tuple[str, bool]:
-        """Write a bad step down: what is to be said of it, and whether training ends with it. A collective."""
+    def met(self, result: StepResult, fed: StepInput, cause: Cause) -> str:
+        """Write a bad step down; what is to be said of it, if training goes on. A collective.
+
+        Raises JointUserError where training ends with it, and BrokenWeights where there is nothing left to save.
+        """
         self._in_a_row += 1
         with self._world.together():
             if self._world.is_first:
@@ -106,16 +114,19 @@ class BadSteps:
             f"Step {result.step + 1} is not finite (loss {result.loss:g}, gradient norm {result.grad_norm:g}): {cause}."
         )
         if cause.is_in_weight:
-            return f"{said} Training stops: go back to an earlier checkpoint (--resume PATH) with a smaller rate.", True
+            raise BrokenWeights(
+                f"{said} Training stops: go back to an earlier checkpoint (--resume PATH) with a smaller optimizer.lr."
+            )
         if not self._skips:
-            advice = (
-                f"Training stops: mend the examples ({self._path} names all of the step), lower optimizer.lr, "
+            raise JointUserError(
+                f"{said} Training stops: mend the examples ({self._path} names all of the step), lower optimizer.lr, "
                 'lengthen optimizer.warmup_steps, or set run.on_bad_step = "skip".'
             )
-            return f"{said} {advice}", True
         if self._in_a_row >= MOST_IN_A_ROW:
-            return f"{said} It is the {self._in_a_row}th in a row, so skipping does not help, and training stops.", True
-        return f"{said} It is skipped.", False
+            raise JointUserError(
+                f"{said} It is the {self._in_a_row}th in a row, so skipping does not help, and training stops."
+            )
+        return f"{said} It is skipped."
 
     def _write(self, result: StepResult, fed: StepInput, cause: Cause) -> None:
         line: dict[str, Any] = {

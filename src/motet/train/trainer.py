@@ -17,7 +17,7 @@ from motet.dispatch import RankBatch
 from motet.models.spec import model_spec
 from motet.runtime.step import StepResult
 from motet.simulate.page import write_html
-from motet.train.bad_step import BadSteps, Cause, examine
+from motet.train.bad_step import BadSteps, BrokenWeights, Cause, examine
 from motet.train.evaluate import Evaluation
 from motet.train.export import export
 from motet.train.feed import Feed, Schedule, StepInput
@@ -90,12 +90,14 @@ class _Run:
                     self.log = opened.enter_context(log)
             # What comes after the last step can be done again from its checkpoint, so a signal ends that at once.
             with self.stop:
-                self._train()
+                with self._losing_nothing():
+                    self._train()
                 self.job.checkpointer.wait()
                 if wish := max(self.world.gather(self._wish())):
-                    self._leave(wish)
-            if self.job.progress.step not in self.evaluations:
-                self._evaluate()
+                    with self._losing_nothing():
+                        self._leave(wish)
+            if self.job.progress.step not in self.evaluations and not self._evaluate():
+                self._leave(_STOP)
             with self._on_first_rank():
                 if self.log is not None:
                     self.log.check()
@@ -112,6 +114,16 @@ class _Run:
         """What cannot be written in the run's folder ends all ranks with one sentence. A collective."""
         with self.world.together(), writing(self.recipe.run.dir):
             yield
+
+    @contextmanager
+    def _losing_nothing(self) -> Iterator[None]:
+        """What ends training on all ranks alike leaves the steps that are done in a checkpoint. A collective."""
+        try:
+            yield
+        except BrokenWeights:
+            raise
+        except JointUserError as error:
+            raise JointUserError(f"{str(error).rstrip('.')}; {self._saved()}") from error
 
     def _train(self) -> None:
         recipe = self.recipe
@@ -180,10 +192,7 @@ class _Run:
             return result, None
         self._seed(step)
         cause = examine(self.job.step, batches, fed, self.job.dataset, self.world)
-        said, ends = self.bad_steps.met(result, fed, cause)
-        if ends:
-            raise JointUserError(said if cause.is_in_weight else f"{said.rstrip('.')}; {self._saved()}")
-        self._say(said)
+        self._say(self.bad_steps.met(result, fed, cause))
         return result, cause
 
     def _seed(self, step: int) -> None:
@@ -267,12 +276,11 @@ class _Run:
 
     def _leave(self, wish: int) -> None:
         """End the run early, with all that it has trained."""
-        saved = self._saved()
         if wish == _CANNOT_LOG:
             failure = self.world.gather(self.log.failure if self.log is not None else "")[0]
-            raise JointUserError(f"{failure}, so training stops; {saved}")
+            raise JointUserError(f"{failure}, so training stops.")
         number = max(self.world.gather(self.stop.received))
-        self._say(f"Asked to stop: {saved}")
+        self._say(f"Asked to stop: {self._saved()}")
         raise SystemExit(128 + number)
 
     def _write_trace(self) -> None:
