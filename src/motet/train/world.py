@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ class World:
     """One rank's place among all.
 
     control: host group for the main thread; saving: for the thread that writes checkpoints. (That of the prefetch
-    thread belongs to the runtime's Mesh.)
+    thread belongs to the runtime's Mesh.) launch: the same for all attempts of one torchrun; "" without torchrun.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class World:
     device: torch.device
     control: dist.ProcessGroup
     saving: dist.ProcessGroup
+    launch: str = ""
 
     @property
     def is_first(self) -> bool:
@@ -75,11 +77,12 @@ class World:
 
 
 class Meeting(NamedTuple):
-    """Where ranks find each other, and which of how many this one is."""
+    """Where ranks find each other, and which of how many this one is. launch: as World has it."""
 
     store: dist.Store
     rank: int
     num_ranks: int
+    launch: str = ""
 
 
 @contextmanager
@@ -92,13 +95,16 @@ def join_world(device: str, meeting: Meeting | None = None) -> Iterator[World]:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     place = _device(device, local_rank)
     borrowed = dist.is_initialized()
+    launch = ""
     if not borrowed:
-        _init_process_group(place, meeting or _meeting())
+        meeting = meeting or _meeting()
+        _init_process_group(place, meeting)
+        launch = meeting.launch
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(num_ranks)))
     control, saving = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
     try:
-        yield World(rank, num_ranks, ranks_per_node, place, control, saving)
+        yield World(rank, num_ranks, ranks_per_node, place, control, saving, launch)
     except UserError as error:
         if rank and not isinstance(error, JointUserError):
             # The command line prints what rank 0 raises; this has happened here alone.
@@ -128,8 +134,9 @@ def _device(wanted: str, local_rank: int) -> torch.device:
 def _init_process_group(device: torch.device, meeting: Meeting) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
-    store, rank, num_ranks = meeting
-    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, device_id=device_id)
+    dist.init_process_group(
+        backend, store=meeting.store, rank=meeting.rank, world_size=meeting.num_ranks, device_id=device_id
+    )
 
 
 def _meeting() -> Meeting:
@@ -137,6 +144,8 @@ def _meeting() -> Meeting:
     if "RANK" not in os.environ:
         return Meeting(dist.HashStore(), 0, 1)
     store, rank, num_ranks = next(iter(dist.rendezvous("env://")))
-    # torchrun keeps one store over its restarts: under its own prefix, an attempt finds no addresses of dead ranks.
+    # torchrun keeps one store over its restarts: whoever comes first names the launch, for all ranks and attempts.
+    launch = store.compare_set("motet/launch", "", uuid4().hex).decode()
+    # Under its own prefix, an attempt finds no addresses of dead ranks.
     store = dist.PrefixStore(f"motet/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    return Meeting(store, rank, num_ranks)
+    return Meeting(store, rank, num_ranks, launch)
