@@ -1,4 +1,4 @@
-"""The command line: `motet train | plan | simulate | profile | analyze | demo-data`.
+"""The command line: `motet train | checkpoints | plan | simulate | profile | analyze | demo-data`.
 
 Wrong input ends in one sentence on stderr and exit code 2, whatever else goes wrong as `crash.py` says. Imports nothing
 heavy before a command runs, so that `motet --help` answers at once.
@@ -75,8 +75,9 @@ def train(
     resume: Annotated[
         str,
         typer.Option(
-            help="auto: go on from the run's last checkpoint, if it has one; "
-            "never: start anew and delete the run's checkpoints; or the path of a checkpoint."
+            metavar="auto|never|PATH",
+            help="auto: go on from the run's newest whole checkpoint, if it has any; never: start anew and delete the "
+            "run's checkpoints; PATH: go on from that checkpoint and delete none.",
         ),
     ] = "auto",
 ) -> None:
@@ -85,6 +86,17 @@ def train(
     from motet.train.trainer import train as run_training
 
     run_training(load_recipe(recipe, overrides or ()), resume=resume, trace=trace)
+
+
+@app.command()
+def checkpoints(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The run.dir of a recipe, or a checkpoint in it.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the checkpoints of a run and verify every byte of them; nothing is changed."""
+    from motet.train.checkpoint.command import show_checkpoints
+
+    show_checkpoints(folder, as_json)
 
 
 @app.command()

@@ -96,16 +96,21 @@ def train_rank(rank, num_ranks, recipe, overrides):
 
 
 @pytest.mark.torchrun
-def test_killed_in_mid_step_and_restarted_by_torchrun(job, tmp_path):
-    overrides = ("run.steps=24", "checkpoint.every_steps=3", "data.heldout=[]")
+@pytest.mark.parametrize("resume", ["auto", "PATH"])
+def test_killed_in_mid_step_and_restarted_by_torchrun(job, tmp_path, resume):
+    overrides = ("run.steps=24", "checkpoint.every_steps=3", "checkpoint.keep=9", "data.heldout=[]")
     run_ranks(train_rank, 2, str(job), [f"run.dir={tmp_path / 'whole'}", *overrides])
+    first, asked = (0, "auto") if resume == "auto" else (3, tmp_path / "whole" / "checkpoints" / "step-00000003")
     launcher = [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=2"]
-    # The checkpoint of step 3 is written in the background, and complete before that of step 6 is begun.
+    # The first checkpoint is written in the background, and complete before the second is begun.
     killed = signalled(signal.SIGKILL, step=8, rank=1)
-    done = run(command(launcher, job, tmp_path / "killed", *overrides, program=killed))
+    line = command(launcher, job, tmp_path / "killed", *overrides, program=killed)
+    done = run([*line, "--resume", str(asked)])
     assert done.returncode == 0, done.stderr
-    assert re.search("Resuming after step [36]", done.stdout)
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    resumed = re.findall(r"Resuming after step (\d+) from (\S+)/checkpoints/", done.stdout)
+    assert int(resumed[-1][0]) in (first + 3, first + 6)
+    assert resumed[-1][1] == str(tmp_path / "killed"), "its own, and not PATH again"
+    assert [step["loss"] for step in metrics(tmp_path / "killed")] == losses(tmp_path / "whole")[first:]
 
 
 def test_asked_to_stop_it_saves_and_the_same_command_goes_on(job, tmp_path):

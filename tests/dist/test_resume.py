@@ -102,7 +102,50 @@ def test_resume_never_starts_anew_and_a_path_goes_back(job, tmp_path):
     back = tmp_path / "b/checkpoints/step-00000004"
     run(job, 1, tmp_path / "b", "checkpoint.keep=9", resume=str(back))
     assert losses(tmp_path / "b") == pytest.approx(whole)
-    assert sorted(path.name[-1] for path in back.parent.iterdir()) == ["2", "4", "8"]
+    assert names(back.parent) == [
+        "step-00000002",
+        "step-00000004",
+        "step-00000006.superseded",
+        "step-00000008",
+        "step-00000008.superseded",
+    ]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_path_changes_nothing_before_there_is_something_new(job, tmp_path):
+    run(job, 1, tmp_path / "a", "checkpoint.every_steps=2", "checkpoint.keep=9")
+    before = names(tmp_path / "a/checkpoints")
+    (said,) = run(job, 1, tmp_path / "a", "run.steps=4", resume=str(tmp_path / "a/checkpoints/step-00000004"))
+    assert "step-00000004, which is the last step" in said
+    assert names(tmp_path / "a/checkpoints") == before
+    (said,) = run(job, 1, tmp_path / "a")
+    assert "Resuming after step 8" in said
+
+
+def test_from_a_damaged_newest_checkpoint_a_run_goes_back_to_the_one_before(job, tmp_path):
+    run(job, 2, tmp_path / "a", "checkpoint.every_steps=3")
+    whole, folder = losses(tmp_path / "a"), tmp_path / "a" / "checkpoints"
+    assert names(folder) == ["step-00000006", "step-00000008"]
+    shards = folder / "step-00000008" / "rank-00001.safetensors"
+    shards.write_bytes(shards.read_bytes()[:-100])
+    said = run(job, 2, tmp_path / "a", "checkpoint.every_steps=3")
+    assert "step-00000008 is damaged: rank-00001.safetensors has " in said[0]
+    assert "It is kept as step-00000008.damaged." in said[0]
+    assert "Resuming after step 6 from " in said[0]
+    assert not said[1]
+    assert losses(tmp_path / "a") == whole
+    assert names(folder) == ["step-00000006", "step-00000008", "step-00000008.damaged"]
+
+
+def test_a_checkpoint_past_the_last_step_is_no_success(job, tmp_path):
+    run(job, 1, tmp_path / "a", "run.steps=3")
+    said = run(job, 2, tmp_path / "a", "run.steps=2")
+    assert said[0] == said[1]
+    assert "is of step 3, and run.steps = 2 ends before it" in said[0]
+    assert names(tmp_path / "a/checkpoints") == ["step-00000003"]
 
 
 def test_a_checkpoint_of_another_job_is_refused(job, tmp_path):

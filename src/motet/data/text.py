@@ -133,7 +133,7 @@ class ChatTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
             return cls.from_transformers(tokenizer, read_template(directory))
         except UserError as error:
             raise UserError(f"tokenizer {directory}: {error}") from None

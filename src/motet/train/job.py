@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -32,7 +29,10 @@ from motet.train.balancing import (
     compute_dtype,
     read_measured,
 )
-from motet.train.checkpoint import Checkpointer, Progress, load, read_progress, whole_checkpoints
+from motet.train.checkpoint.choice import Start, choose, remove_all
+from motet.train.checkpoint.contents import Progress
+from motet.train.checkpoint.restoring import load
+from motet.train.checkpoint.saving import Checkpointer
 from motet.train.evaluate import Evaluator
 from motet.train.loading import ExchangeLoading, IndexLoading, Loading
 from motet.train.optimizer import build_optimizer
@@ -41,6 +41,7 @@ from motet.train.rows import check_rows
 from motet.train.world import World
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
+_CHECKPOINTS = "checkpoints"
 _INDEX_PROGRESS_EVERY_S = 5.0
 
 Say = Callable[[str], None]
@@ -105,9 +106,8 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
     if heldout is not None:
         exchange = ItemExchange(world.control, orchestrator, model.encoders, ranks_per_node=world.ranks_per_node)
         evaluator = Evaluator(heldout, tokenizer, decoder, exchange, mesh, world, recipe.evaluate, say)
-    checkpointer = Checkpointer(recipe.run.dir / "checkpoints", recipe.checkpoint, world.saving)
-    start = Progress(0, 0, 0, recipe.data.seed, dataset.fingerprint)
-    progress = _resume(recipe, world, resume, checkpointer, model, optimizer, start, say)
+    now = Progress(0, 0, 0, recipe.data.seed, dataset.fingerprint)
+    progress, line = _resume(recipe, world, resume, model, optimizer, now, say)
     return Job(
         recipe,
         world,
@@ -119,7 +119,7 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
         dataset,
         _loading(recipe, world, mesh, orchestrator, dataset, decoder, model),
         evaluator,
-        checkpointer,
+        Checkpointer(recipe.run.dir / _CHECKPOINTS, recipe.checkpoint, world.saving, line, world.launch, say),
         progress,
     )
 
@@ -201,41 +201,42 @@ def _resume(
     recipe: Recipe,
     world: World,
     resume: str,
-    checkpointer: Checkpointer,
     model: MLLM,
     optimizer: torch.optim.Optimizer,
-    start: Progress,
+    now: Progress,
     say: Say,
-) -> Progress:
-    """Load what `resume` ("auto", "never" or a path) names; the progress from which the run goes on."""
-    latest = checkpointer.latest()
-    # An attempt after a crash goes on from what this same run has saved, whatever the first attempt began from.
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    checkpoint = latest if resume == "auto" or (restarted and latest) else None if resume == "never" else Path(resume)
+) -> tuple[Progress, list[str]]:
+    """Load what `resume` ("auto", "never" or a path) means; where the run goes on, and the checkpoints that led there.
+
+    now: of the same recipe before its first step.
+    """
+    folder = recipe.run.dir / _CHECKPOINTS
+    start = choose(resume, folder, world, say)
     with world.together():
-        if checkpoint is not None:
-            _check_progress(checkpoint, start)
-            progress = load(checkpoint, model, optimizer, world.control)
-        else:
-            progress = start
-        if world.is_first:
-            for later in whole_checkpoints(recipe.run.dir / "checkpoints"):
-                if read_progress(later).step > progress.step or checkpoint is None:
-                    shutil.rmtree(later)
-    if checkpoint is not None:
-        say(f"Resuming after step {progress.step} from {checkpoint}.")
-    return progress
+        if start is None:
+            if resume == "never" and world.is_first:
+                remove_all(folder)
+            return now, []
+        _check_same_run(start, now, recipe.run.steps)
+    progress = load(start.path, model, optimizer, world.control, world.together)
+    is_done = progress.step == recipe.run.steps
+    say(f"Resuming after step {progress.step} from {start.path}{', which is the last step' if is_done else ''}.")
+    return progress, start.line
 
 
-def _check_progress(checkpoint: Path, start: Progress) -> None:
-    stored = read_progress(checkpoint)
-    if stored.seed != start.seed:
+def _check_same_run(start: Start, now: Progress, num_steps: int) -> None:
+    if start.state.seed != now.seed:
         raise UserError(
-            f"The checkpoint {checkpoint} was written with data.seed = {stored.seed}, not {start.seed} as now, which "
-            "orders the examples anew: set it back, or start anew with --resume never."
+            f"The checkpoint {start.path} was written with data.seed = {start.state.seed}, not {now.seed} as now, "
+            "which orders the examples anew: set it back, or start anew with --resume never."
         )
-    if stored.dataset != start.dataset:
+    if start.state.dataset != now.dataset:
         raise UserError(
-            f"The checkpoint {checkpoint} was written on other training examples than those of data.train now, so its "
+            f"The checkpoint {start.path} was written on other training examples than those of data.train now, so its "
             "position among them means nothing: restore them, or start anew with --resume never."
+        )
+    if start.state.step > num_steps:
+        raise UserError(
+            f"The checkpoint {start.path} is of step {start.state.step}, and run.steps = {num_steps} ends before it: "
+            "raise run.steps, go back to an earlier checkpoint with --resume PATH, or start anew with --resume never."
         )

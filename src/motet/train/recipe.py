@@ -23,7 +23,7 @@ from motet.data.images import ImageTransform
 from motet.dispatch import BalanceConfig
 from motet.models.build import ModelConfig
 from motet.runtime.fsdp import FSDPConfig
-from motet.train.checkpoint import CheckpointConfig
+from motet.train.checkpoint.saving import CheckpointConfig
 from motet.train.evaluate import EvaluateConfig
 from motet.train.export import ExportConfig
 from motet.train.optimizer import OptimizerConfig

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ class World:
     """One rank's place among all.
 
     control: host group for the main thread; saving: for the thread that writes checkpoints. (That of the prefetch
-    thread belongs to the runtime's Mesh.)
+    thread belongs to the runtime's Mesh.) launch: the same for all attempts of one torchrun; "" without torchrun.
     """
 
     rank: int
@@ -44,6 +45,7 @@ class World:
     device: torch.device
     control: dist.ProcessGroup
     saving: dist.ProcessGroup
+    launch: str = ""
 
     @property
     def is_first(self) -> bool:
@@ -82,11 +84,12 @@ class World:
 
 
 class Meeting(NamedTuple):
-    """Where ranks find each other, and which of how many this one is."""
+    """Where ranks find each other, and which of how many this one is. launch: as World has it."""
 
     store: dist.Store
     rank: int
     num_ranks: int
+    launch: str = ""
 
 
 @contextmanager
@@ -98,16 +101,17 @@ def join_world(device: str, meeting: Meeting | None = None) -> Iterator[World]:
     Whatever leaves the block tells by its Origin which rank it is of, and whether another rank has failed before.
     """
     place = _device(device)
-    borrowed, store = dist.is_initialized(), None
+    borrowed, store, launch = dist.is_initialized(), None, ""
     if not borrowed:
         with _says_what_it_waits_for():
-            store, *_ = meeting = meeting or _meeting()
+            meeting = meeting or _meeting()
             _init_process_group(place, meeting)
+        store, launch = meeting.store, meeting.launch
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     ranks_per_node = _number("LOCAL_WORLD_SIZE", num_ranks)
     control, saving = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
     try:
-        yield World(rank, num_ranks, ranks_per_node, place, control, saving)
+        yield World(rank, num_ranks, ranks_per_node, place, control, saving, launch)
     except BaseException as error:
         note_origin(error, rank=rank if num_ranks > 1 else None, speaks=store is None or _is_first_to_fail(store, rank))
         raise
@@ -150,8 +154,9 @@ def _init_process_group(device: torch.device, meeting: Meeting) -> None:
                 os.environ.setdefault(name, _LOOPBACK_INTERFACE)
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
-    store, rank, num_ranks = meeting
-    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, device_id=device_id)
+    dist.init_process_group(
+        backend, store=meeting.store, rank=meeting.rank, world_size=meeting.num_ranks, device_id=device_id
+    )
 
 
 def is_on_one_machine() -> bool:
@@ -193,9 +198,11 @@ def _meeting() -> Meeting:
         store = next(iter(dist.rendezvous("env://")))[0]
     else:
         store = open_store(LOOPBACK, _number("MASTER_PORT"), serves=rank == 0)
-    # torchrun keeps one store over its restarts: under its own prefix, an attempt finds no addresses of dead ranks.
+    # torchrun keeps one store over its restarts: whoever comes first names the launch, for all ranks and attempts.
+    launch = store.compare_set("motet/launch", "", uuid4().hex).decode()
+    # Under its own prefix, an attempt finds no addresses of dead ranks.
     store = dist.PrefixStore(f"motet/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    return Meeting(store, rank, num_ranks)
+    return Meeting(store, rank, num_ranks, launch)
 
 
 def _number(name: str, default: int | None = None) -> int:

@@ -1,0 +1,242 @@
+"""Motet's checkpoints against torch DCP's own format, and kills while they are written.
+
+    python benchmarks/checkpoints.py [--seed 0] [--json FILE] [--only NAME] [--ranks 2] [--pairs 15] [--kills 200]
+
+speed: a model of 17 M parameters with AdamW's moments, 200 MB, sharded by FSDP2 over gloo ranks. Saved and loaded by
+Motet and by `dcp.async_save` with its FileSystemWriter in turns, who is first changing from pair to pair; figures are
+medians of the ratios of pairs, so that a machine with other work to do slows both alike. What Motet's save does more is
+to compute SHA-256; what its resuming does more is to verify it. Reading is from the page cache.
+
+kills: ranks that save without a pause, keeping one checkpoint, are killed all at once at a moment drawn by the seed.
+Whole: every folder under the name of a checkpoint verifies, and there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from motet.train.checkpoint.contents import Damaged, Progress, name_of, verify
+from motet.train.checkpoint.folder import checkpoints
+from motet.train.checkpoint.restoring import load
+from motet.train.checkpoint.saving import CheckpointConfig, Checkpointer
+from motet.train.checkpoint.state import tensors_of
+
+WIDTH, DEPTH = 1024, 16
+NEVER_S = 60.0
+MOST_BEFORE_KILL_S = 1.0
+MOST = 1.10
+"""Of DCP's time, for what training waits for and for a save as a whole."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """goal: the value is to be no more, or of a share no less; None where there is no goal."""
+
+    name: str
+    value: float
+    goal: float | None
+    met: bool
+
+
+def build(width: int, depth: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+    for layer in [*model, model]:
+        fully_shard(layer, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def join(rank: int, num_ranks: int, folder: Path) -> dist.ProcessGroup:
+    """A group for saving alone, which runs in a thread, beside the default one."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks, init_method=f"file://{folder}/rendezvous")
+    return dist.new_group(backend="gloo")
+
+
+class Timer:
+    """Seconds that all ranks take for something, by its name, a list entry each time."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+
+    def __call__(self, name: str, action: Callable[[], object]) -> None:
+        dist.barrier()
+        start_s = time.perf_counter()
+        action()
+        own_s = torch.tensor(time.perf_counter() - start_s, dtype=torch.float64)
+        dist.all_reduce(own_s, op=dist.ReduceOp.MAX)
+        self.seconds.setdefault(name, []).append(float(own_s))
+
+
+def pairs(rank: int, num_ranks: int, folder: Path, num_pairs: int) -> None:
+    """The seconds of all pairs, written by rank 0 to seconds.json."""
+    saving = join(rank, num_ranks, folder)
+    model, optimizer = build(WIDTH, DEPTH)
+    checkpointer = Checkpointer(folder / "motet", CheckpointConfig(every_steps=0, keep=1), saving)
+    timer = Timer()
+
+    def by_motet(step: int) -> None:
+        timer("motet: blocking", lambda: checkpointer.save(model, optimizer, Progress(step, 0, 0, 0, "")))
+        timer("motet: rest", checkpointer.wait)
+        path = folder / "motet" / name_of(step)
+        timer("motet: verify", lambda: verify(path, rank, num_ranks))
+        timer("motet: load", lambda: load(path, model, optimizer, dist.group.WORLD))
+
+    def by_dcp(step: int) -> None:
+        path, pending = folder / "dcp" / name_of(step), list[Future[object]]()
+        writer = dcp.FileSystemWriter(path)
+        timer(
+            "dcp: blocking",
+            lambda: pending.append(
+                dcp.async_save(tensors_of(model, optimizer), storage_writer=writer, process_group=saving)
+            ),
+        )
+        timer("dcp: rest", pending[0].result)
+        reader = dcp.FileSystemReader(path)
+        timer("dcp: load", lambda: dcp.load(tensors_of(model, optimizer), storage_reader=reader))
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(path)
+
+    for step in range(num_pairs + 1):  # The first pair warms up.
+        for save in (by_motet, by_dcp) if step % 2 else (by_dcp, by_motet):
+            save(step)
+    if rank == 0:
+        seconds = {name: told[1:] for name, told in timer.seconds.items()}
+        (folder / "seconds.json").write_text(json.dumps(seconds))
+    dist.destroy_process_group()
+
+
+def speed(num_ranks: int, num_pairs: int) -> list[Row]:
+    with tempfile.TemporaryDirectory() as name:
+        mp.spawn(pairs, (num_ranks, Path(name), num_pairs), nprocs=num_ranks)
+        of: dict[str, list[float]] = json.loads(Path(name, "seconds.json").read_text())
+
+    def added(*names: str) -> list[float]:
+        return [sum(parts) for parts in zip(*(of[name] for name in names))]
+
+    rows = []
+    for what, own, other, goal in (
+        ("save: what training waits for", ["blocking"], ["blocking"], MOST),
+        ("save: until it is on the disk", ["blocking", "rest"], ["blocking", "rest"], MOST),
+        ("load", ["load"], ["load"], MOST),
+        ("verify and load", ["verify", "load"], ["load"], None),
+    ):
+        ours, theirs = (added(*(f"{who}: {part}" for part in parts)) for who, parts in (("motet", own), ("dcp", other)))
+        ratio = statistics.median(a / b for a, b in zip(ours, theirs))
+        rows.append(Row(f"{what}, seconds", statistics.median(ours), None, True))
+        rows.append(Row(f"{what}, of DCP's time", ratio, goal, goal is None or ratio <= goal))
+    return rows
+
+
+def save_on(rank: int, num_ranks: int, folder: Path, rendezvous: Path) -> None:
+    group = join(rank, num_ranks, rendezvous)
+    model, optimizer = build(512, 4)
+    line = [path.name for path in checkpoints(folder)]
+    first = int(line[-1].removeprefix("step-")) + 1 if line else 1
+    checkpointer = Checkpointer(folder, CheckpointConfig(every_steps=0, keep=1), group, line)
+    for step in count(first):
+        checkpointer.save(model, optimizer, Progress(step, 0, 0, 0, ""))
+
+
+def kills(num_ranks: int, num_kills: int, seed: int) -> list[Row]:
+    """Kill the ranks again and again, each time going on from what is left."""
+    rng, whole, in_mid_save = random.Random(seed), 0, 0
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch", "torch._dynamo", "torch.distributed.fsdp", "motet.train.checkpoint.saving"]
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "checkpoints"
+        for kill in range(num_kills):
+            rendezvous = Path(name) / f"rendezvous-{kill}"
+            rendezvous.mkdir()
+            before = checkpoints(folder)
+            ranks = [
+                context.Process(target=save_on, args=(rank, num_ranks, folder, rendezvous)) for rank in range(num_ranks)
+            ]
+            for process in ranks:
+                process.start()
+            deadline = time.monotonic() + NEVER_S
+            while checkpoints(folder) in ([], before) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(rng.uniform(0, MOST_BEFORE_KILL_S))
+            for process in ranks:
+                os.kill(process.pid, signal.SIGKILL)
+            for process in ranks:
+                process.join()
+            in_mid_save += any(folder.glob("*.tmp"))
+            whole += all_whole(folder)
+    return [
+        Row("kills", num_kills, None, True),
+        Row("kills that left an unfinished folder", in_mid_save, None, True),
+        Row("share of kills that left whole checkpoints alone", whole / num_kills, 1.0, whole == num_kills),
+    ]
+
+
+def all_whole(folder: Path) -> bool:
+    try:
+        return bool([verify(path) for path in checkpoints(folder)])
+    except Damaged as damage:
+        print(damage)
+        return False
+
+
+def commit() -> str:
+    told = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return told.stdout.strip()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", choices=["speed", "kills"])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--kills", type=int, default=200)
+    asked = parser.parse_args()
+    rows = []
+    if asked.only != "kills":
+        rows += speed(asked.ranks, asked.pairs)
+    if asked.only != "speed":
+        rows += kills(asked.ranks, asked.kills, asked.seed)
+    table = Table("", "measured", "goal", "met")
+    for row in rows:
+        table.add_row(
+            row.name, f"{row.value:.3g}", "" if row.goal is None else f"{row.goal:g}", "yes" if row.met else "NO"
+        )
+    Console().print(table)
+    if asked.json:
+        told = {"commit": commit(), "device": "cpu", "emulated": False, "seed": asked.seed}
+        asked.json.write_text(json.dumps({**told, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    return 0 if all(row.met for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,134 @@
+"""`motet checkpoints`: what is in a run's folder, verified byte by byte, and which of it `--resume auto` takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from motet.core.errors import UserError
+from motet.train.checkpoint.contents import Damaged, State, is_checkpoint, read_manifest, step_named, verify
+from motet.train.checkpoint.folder import checkpoints, those_set_aside, unfinished
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A folder and what was found out about it.
+
+    condition: "whole", "damaged", "unfinished", or "unreadable" for what cannot be judged. problem: a sentence, "" if
+    it is whole. state: of one that is whole. motet: the version that wrote it, "" if unknown. size_bytes: on the disk.
+    """
+
+    path: Path
+    condition: str
+    problem: str
+    size_bytes: int
+    state: State | None = None
+    motet: str = ""
+
+
+def show_checkpoints(folder: Path, as_json: bool) -> None:
+    """Verify and print the checkpoints of a run: its folder, the `checkpoints/` in it, or one of them.
+
+    Raises UserError if there are none, or if the folder cannot be read.
+    """
+    try:
+        paths = _in(folder)
+        total_bytes = sum(_size_bytes(path) for path in paths)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read: {error.strerror}.") from error
+    with _bar(total_bytes) as bar:
+        task = bar.add_task("verifying", total=total_bytes)
+        entries = [_entry(path, lambda num_bytes: bar.advance(task, num_bytes)) for path in paths]
+    if as_json:
+        taken = taken_by_auto(entries)
+        told = {"auto": taken.name if taken else None, "checkpoints": [_as_json(entry) for entry in entries]}
+        print(json.dumps(told, indent=1))
+    else:
+        _print(entries)
+
+
+def taken_by_auto(entries: Iterable[Entry]) -> Path | None:
+    """The newest whole checkpoint under the name of one; None if there is none, or if a newer one cannot be judged."""
+    named = [entry for entry in entries if step_named(entry.path) is not None and entry.condition != "damaged"]
+    newest = max(named, key=lambda entry: step_named(entry.path) or 0, default=None)
+    return newest.path if newest and newest.condition == "whole" else None
+
+
+def _in(folder: Path) -> list[Path]:
+    if is_checkpoint(folder):
+        return [folder]
+    inner = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    found = sorted([*checkpoints(inner), *those_set_aside(inner), *unfinished(inner)], key=_order)
+    if not found:
+        raise UserError(f"{folder} holds no checkpoints; name the run.dir of a recipe.")
+    return found
+
+
+def _order(path: Path) -> tuple[int, str]:
+    return int(path.name.removeprefix("step-").partition(".")[0]), path.name
+
+
+def _entry(path: Path, show: Callable[[int], None]) -> Entry:
+    size_bytes = _size_bytes(path)
+    if path in unfinished(path.parent):
+        return Entry(path, "unfinished", "It is being written or removed, or was when a run was killed.", size_bytes)
+    try:
+        state = verify(path, show=show)
+        return Entry(path, "whole", "", size_bytes, state, read_manifest(path).motet)
+    except Damaged as damage:
+        return Entry(path, "damaged", f"{damage}.", size_bytes)
+    except UserError as error:
+        return Entry(path, "unreadable", str(error), size_bytes)
+
+
+def _size_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.iterdir() if file.is_file()) if path.is_dir() else 0
+
+
+def _as_json(entry: Entry) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "name": entry.path.name,
+        "whole": entry.condition == "whole",
+        "condition": entry.condition,
+        "problem": entry.problem,
+        "size_bytes": entry.size_bytes,
+    }
+    if entry.state is not None:
+        progress = asdict(entry.state.progress)
+        told |= {**progress, "num_ranks": entry.state.num_ranks, "written": entry.state.written.isoformat()}
+        told["motet"] = entry.motet
+    return told
+
+
+def _print(entries: list[Entry]) -> None:
+    console = Console()
+    table = Table("checkpoint", "examples", "written", "ranks", "size", "", box=None, pad_edge=False)
+    for column in (1, 3, 4):
+        table.columns[column].justify = "right"
+    for entry in entries:
+        known = ("", "", "")
+        if entry.state is not None:
+            written = entry.state.written.astimezone().strftime("%Y-%m-%d %H:%M")
+            known = (f"{entry.state.position:,}", written, str(entry.state.num_ranks))
+        table.add_row(escape(entry.path.name), *known, decimal(entry.size_bytes), entry.condition)
+    console.print(table)
+    for entry in entries:
+        if entry.problem:
+            console.print(f"{entry.path.name}: {entry.problem}", markup=False, highlight=False, soft_wrap=True)
+    taken = taken_by_auto(entries)
+    told = f"--resume auto goes on from {taken.name}." if taken else "There is none that --resume auto can go on from."
+    console.print(told, markup=False, highlight=False, soft_wrap=True)
+
+
+def _bar(total_bytes: int) -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=total_bytes == 0)

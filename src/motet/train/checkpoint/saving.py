@@ -1,0 +1,113 @@
+"""Writes the checkpoints of a run in the background, by torch DCP.
+
+`checkpoints/step-N.tmp` becomes `checkpoints/step-N` by one rename on rank 0, after every rank's file and the manifest
+have reached the disk: a crash while saving leaves the previous one as it was.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from motet.core.errors import JointUserError
+from motet.train.checkpoint.contents import File, Progress, State, StoredTensor, complete, name_of
+from motet.train.checkpoint.folder import clear_unfinished, publish
+from motet.train.checkpoint.state import tensors_of
+from motet.train.checkpoint.storage import Writer, first_line
+
+
+class CheckpointConfig(BaseModel):
+    """`[checkpoint]` of a recipe."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    every_steps: int = Field(0, ge=0, description="steps between checkpoints; 0 writes only the last one")
+    keep: int = Field(2, gt=0, description="how many of the latest checkpoints stay")
+
+
+class Checkpointer:
+    """Saves the checkpoints of one run; every method is called by all ranks alike.
+
+    group: a host (gloo) process group that nothing else uses, since saving runs in a thread; None without
+    torch.distributed. line: names of the folder's checkpoints from which the run has come, the earliest first.
+    launch: as State has it. say: told of a save that failed and was made good by the next.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        group: dist.ProcessGroup | None,
+        line: Sequence[str] = (),
+        launch: str = "",
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self._folder, self._config, self._group, self._line = folder, config, group, list(line)
+        self._launch, self._say = launch, say
+        self._pending: Future[Any] | None = None
+        self._save_step: int | None = None
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+        """Copy the state aside and write it in the background; waits first if the previous save is not done.
+
+        If that one has failed, this one is waited for too: who trains on must have a checkpoint to come back to. Raises
+        UserError if both fail.
+        """
+        try:
+            self.wait()
+        except JointUserError as failure:
+            self._begin(model, optimizer, progress)
+            self.wait()
+            self._say(f"{failure} That of step {progress.step} could, and training goes on.")
+            return
+        if progress.step != self._save_step:
+            self._begin(model, optimizer, progress)
+
+    def wait(self) -> None:
+        """Return when the save in progress is complete and visible to all ranks. Raises UserError if it failed."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        try:
+            pending.result()
+        except CheckpointException as error:  # The same on all ranks, whichever has failed; no Exception.
+            if self._group is None or dist.get_rank(self._group) == 0:
+                shutil.rmtree(self._temporary, ignore_errors=True)  # It may be what fills the disk.
+            raise JointUserError(
+                f"The checkpoint of step {self._save_step} could not be written to {self._folder}: {first_line(error)}."
+            ) from error
+
+    def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+        self._save_step = progress.step
+        num_ranks = dist.get_world_size(self._group) if self._group is not None else 1
+        state = State(**vars(progress), num_ranks=num_ranks, launch=self._launch, written=datetime.now(UTC))
+        temporary = self._temporary
+
+        def start() -> None:
+            clear_unfinished(self._folder)
+            temporary.mkdir(parents=True)
+
+        def finish(files: dict[str, File], tensors: dict[str, StoredTensor]) -> None:
+            complete(temporary, files, tensors, state)
+            self._line = publish(temporary, self._line, self._config.keep)
+
+        future = dcp.async_save(
+            tensors_of(model, optimizer), storage_writer=Writer(temporary, start, finish), process_group=self._group
+        )
+        assert isinstance(future, Future)
+        self._pending = future
+
+    @property
+    def _temporary(self) -> Path:
+        return self._folder / f"{name_of(self._save_step or 0)}.tmp"

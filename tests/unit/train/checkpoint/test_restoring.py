@@ -1,0 +1,108 @@
+"""What is loaded is what was saved, from files that anyone can read and that can run nothing."""
+
+import io
+import pickle
+import stat
+
+import pytest
+import torch
+from safetensors.torch import load_file, save
+from torch import nn
+
+from motet.core.errors import UserError
+from motet.train.checkpoint.contents import Progress
+from motet.train.checkpoint.restoring import load
+from motet.train.checkpoint.saving import CheckpointConfig, Checkpointer
+from motet.train.checkpoint.state import tensors_of
+from motet.train.optimizer import OptimizerConfig, build_optimizer
+from unit.train.checkpoint import damages
+from unit.train.checkpoint.small_run import build, write_checkpoints
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def test_weights_buffers_and_moments_come_back_to_the_bit(tmp_path):
+    saved = write_checkpoints(tmp_path, (1, 2))
+    model, optimizer = build()
+    assert load(tmp_path / "step-00000002", model, optimizer, None) == Progress(2, 12, 1, 7, "some data")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, saved.state_dict()[name]), name
+    slots = optimizer.state[model[1].weight]
+    assert slots["step"] == 2
+    assert slots["exp_avg"].any() and slots["exp_avg_sq"].any()
+    assert model[2].num_batches_tracked == 2, "a scalar of whole numbers"
+
+
+def test_the_files_are_plain_safetensors_for_whoever_may_read_the_folder(newest):
+    tensors = load_file(newest / "rank-00000.safetensors")
+    assert tensors["model.1.weight"].shape == tensors["optim.1.weight.exp_avg_sq"].shape == (3, 4)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in newest.iterdir()}
+    assert len(modes) == 1 and modes.pop() & 0o400
+
+
+def test_loading_opens_no_pickle(newest, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a pickle was opened")
+
+    for name in ("load", "loads", "Unpickler", "_Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    monkeypatch.setattr(torch, "load", refuse)
+    with pytest.raises(AssertionError):
+        torch.load(io.BytesIO())
+    model, optimizer = build()
+    assert load(newest, model, optimizer, None).step == 8
+
+
+@pytest.mark.parametrize("file", ["rank-00000.safetensors", "tensors.json", "state.json"])
+def test_a_pickle_with_the_right_checksum_runs_nothing(newest, bomb, file):
+    (newest / file).write_bytes(bomb.pickle)
+    damages.forge(newest)
+    with pytest.raises(UserError, match=f"The checkpoint {newest} cannot be read: "):
+        load(newest, *build(), None)
+    assert not bomb.has_gone_off()
+
+
+def test_a_file_with_another_tensor_than_is_said_of_it_is_refused(newest):
+    (newest / "rank-00000.safetensors").write_bytes(save({"model.1.weight": torch.zeros(2, 2)}))
+    damages.forge(newest)
+    with pytest.raises(UserError, match=f"The checkpoint {newest} cannot be read: "):
+        load(newest, *build(), None)
+
+
+def test_another_dtype_is_refused(newest):
+    model, _ = build()
+    model.double()
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
+    with pytest.raises(UserError, match=r"weight '0.weight' is float32 in the checkpoint and float64 in the model"):
+        load(newest, model, optimizer, None)
+
+
+class Sharing(nn.Module):
+    """Buffers that are views of one memory, and one without elements."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([value]))
+        table = torch.full((3, 4), value)
+        self.register_buffer("table", table)
+        self.register_buffer("column", table[:, 1])
+        self.register_buffer("again", table)
+        self.register_buffer("nothing", torch.zeros(0, 4))
+
+
+def test_tensors_that_share_memory_are_saved_each(tmp_path):
+    model = Sharing(2.0)
+    checkpointer = Checkpointer(tmp_path, CheckpointConfig(), None)
+    checkpointer.save(model, build_optimizer(model, OptimizerConfig(lr=1e-2)), Progress(1, 0, 0, 0, ""))
+    checkpointer.wait()
+    model = Sharing(0.0)
+    load(tmp_path / "step-00000001", model, build_optimizer(model, OptimizerConfig(lr=1e-2)), None)
+    for tensor in (model.weight, model.table, model.column, model.again):
+        assert (tensor == 2).all()
+
+
+def test_names_are_those_of_the_whole_model():
+    names = list(tensors_of(*build()))
+    assert names[:2] == ["model.0.weight", "model.1.weight"]
+    assert "model.2.running_mean" in names
+    assert names[-1] == "optim.2.bias.exp_avg_sq"
