@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from baselines.allocations import proportional
 from rich.console import Console
 from rich.table import Table
 
@@ -28,7 +29,7 @@ from motet.core.workload import BACKBONE
 from motet.cost.analytic import Analytic
 from motet.cost.catalogue import cluster
 from motet.cost.flops import batch_flops
-from motet.planner.allocate import allocate, proportional, rigid
+from motet.planner.allocate import allocate, rigid
 from motet.planner.allocation import Allocation, Limits, UnitOptions
 from motet.planner.job import Job
 from motet.planner.placed_units import side_of

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from baselines.modalities import Stages, encoders_colocated, encoders_replicated
 from papers_cornstarch import TABLE_3
 from trials import Baseline, Case, Outcome, Subject, job_of
 
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
-from motet.planner.modality import Baseline as Stages
-from motet.planner.modality import Modalities, Shape, encoders_colocated, encoders_replicated
+from motet.planner.modality import Modalities, Shape
 
 LLMS: Mapping[str, Mapping[str, Any]] = {
     "S": {"num_layers": 16, "hidden": 2048, "mlp": 8192, "num_heads": 32},

@@ -7,15 +7,19 @@ copy. Small models generate images of 512 x 512 pixels, MLLM-72B of 1024 x 1024;
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from baselines.allocations import proportional
 from trials import Baseline, Case, Outcome, Subject, job_of
 
 from motet.core.plan import Plan
+from motet.cost.flops import batch_flops
+from motet.planner.allocate import rigid
+from motet.planner.allocation import Allocation, Limits, UnitOptions
 from motet.planner.candidate import Pins
-from motet.planner.disaggregated import proportional_units, rigid_units
+from motet.planner.disaggregated import Allocate, fastest_allocated, options
 
 _NAMES = ("num_layers", "hidden", "mlp", "num_heads", "num_kv_heads")
 BACKBONES = {
@@ -50,6 +54,8 @@ def _case(name: str, num_nodes: int, batch_size: int, published: tuple[float, ..
         changes["workload"] = {"task": _small_images()}
     subject = Subject(job_of("mllm_72b", changes, name))
     megatron = Pins(tp=8, pp=PP[name], microbatch_size=1)
+    flops = {module: float(count) for module, count in batch_flops(subject.job.model, subject.job.batch).items()}
+    by_operations = partial(_proportional, flops)
     return Case(
         "MMScale",
         f"{name}, batch {batch_size:,}",
@@ -59,18 +65,22 @@ def _case(name: str, num_nodes: int, batch_size: int, published: tuple[float, ..
         (
             Baseline(
                 f"Megatron-LM, TP 8, PP {PP[name]} + 2",
-                partial(_allocated, subject, rigid_units, megatron),
+                partial(_allocated, subject, rigid, megatron),
                 published,
             ),
-            Baseline("rigid, any TP and PP", partial(_allocated, subject, rigid_units, Pins())),
-            Baseline("proportional to operations", partial(_allocated, subject, proportional_units, Pins())),
+            Baseline("rigid, any TP and PP", partial(_allocated, subject, rigid, Pins())),
+            Baseline("proportional to operations", partial(_allocated, subject, by_operations, Pins())),
         ),
     )
 
 
-def _allocated(subject: Subject, by: Any, pins: Pins) -> Outcome:
+def _proportional(flops: Mapping[str, float], units: Sequence[UnitOptions], limits: Limits) -> Allocation | None:
+    return proportional(units, flops, limits)
+
+
+def _allocated(subject: Subject, allocate: Allocate, pins: Pins) -> Outcome:
     def plans() -> Iterator[tuple[str, Plan]]:
-        placed = by(subject.job, pins)
+        placed = fastest_allocated(subject.job, pins, options(subject.job, pins), allocate)
         if placed is not None:
             yield placed.what, placed.plan
 

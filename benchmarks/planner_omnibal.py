@@ -10,12 +10,13 @@ tokens, each a packed sequence. A step is of 1,024 samples, which is not given e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
+from baselines.chains import Cut, chain_plan
 from papers_omnibal import LLMS, TABLE_9, VITS, Pair
 from trials import Baseline, Case, Subject
 
@@ -28,12 +29,9 @@ from motet.core.workload import BatchLengths, ItemLengths, Workload
 from motet.cost.catalogue import cluster
 from motet.cost.source import cost_model
 from motet.planner import anchor
-from motet.planner.blocks import Blocks
 from motet.planner.candidate import Pins
-from motet.planner.chain import plan_of
 from motet.planner.degrees import Degrees
 from motet.planner.job import Job
-from motet.planner.stages import Ints
 
 BATCH_SIZE, MICROBATCH = 1024, 4
 TILES, TOKENS, TILE_LENGTH, TOKENS_OF_TILE = 9, 4096, 1024, 256
@@ -134,7 +132,7 @@ def _baseline(
     run: Run,
     pair: Pair,
     days: float,
-    cut: Callable[[Blocks, int], Ints] | None = anchor.by_parameters,
+    cut: Cut | None = anchor.by_parameters,
 ) -> Baseline:
     """In 1F1B with all recomputed. days: published, in GPU-days."""
     job = subject.job
@@ -142,7 +140,7 @@ def _baseline(
 
     def plans() -> Iterator[tuple[str, Plan]]:
         degrees = Degrees(run.tp, run.pp, run.dp, size, job.batch_size // (run.dp * size))
-        yield degrees.words, plan_of(job, degrees, cut, Pins(recompute="full"))
+        yield degrees.words, chain_plan(job, degrees, cut, Pins(recompute="full"))
 
     published_s = _step_s(days, run, job.batch_size * subject.samples)
     return Baseline(name, partial(subject.fastest, plans), (days / pair.gpu_days,), published_s)

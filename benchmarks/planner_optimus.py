@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+from baselines.chains import chain_plan, encoders_first
 from trials import Baseline, Case, Outcome, Subject, job_of
 
 from motet.core.plan import Plan
-from motet.planner.anchor import encoders_first
 from motet.planner.candidate import Pins
-from motet.planner.chain import plan_of
 from motet.planner.degrees import Degrees
 
 VIT_11B = {"hidden": 4096, "mlp": 16_384, "num_heads": 32}
@@ -112,6 +111,6 @@ def _megatron(subject: Subject, row: Published, *, balanced: bool) -> Outcome:
         count = row.batch_size // (2 * dp)
         chunks = ("interleaved_1f1b", row.num_chunks) if balanced else ("1f1b", 1)
         degrees = Degrees(8, row.pp, dp, 2, count, *chunks)
-        yield degrees.words, plan_of(subject.job, degrees, None if balanced else encoders_first, FULL)
+        yield degrees.words, chain_plan(subject.job, degrees, None if balanced else encoders_first, FULL)
 
     return subject.fastest(plans)

@@ -12,12 +12,11 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from baselines.chains import chain_plan, encoders_first
 from trials import Baseline, Case, Outcome, Subject, job_of
 
 from motet.core.plan import Plan
-from motet.planner.anchor import encoders_first
 from motet.planner.candidate import Pins
-from motet.planner.chain import plan_of
 from motet.planner.degrees import Degrees
 from motet.planner.job import Job
 
@@ -88,6 +87,6 @@ def _megatron(job: Job, row: Published) -> Outcome:
         dp = NUM_GPUS // (8 * row.pp)
         for size in (1, 2, 4, 8):
             degrees = Degrees(8, row.pp, dp, size, row.batch_size // (dp * size))
-            yield degrees.words, plan_of(own, degrees, encoders_first)
+            yield degrees.words, chain_plan(own, degrees, encoders_first)
 
     return Subject(own).fastest(plans)

@@ -64,14 +64,6 @@ def layer_flops(layer: Layer, work: Work) -> LayerFlops:
     return LayerFlops(products + attention, products + 2 * attention, products)
 
 
-def forward_flops(
-    module: Module, lengths: Ints, num_targets: int | None = None, *, microbatch: Ints | None = None
-) -> int:
-    """Operations of the forward pass on items of `lengths`, int64 [num_items]; arguments as in `step_flops`."""
-    per_work = {like: (own.forward_row, own.forward_pair) for like, own in _operations(module, False, False).items()}
-    return _total(module, per_work, lengths, num_targets, microbatch)
-
-
 def step_flops(
     module: Module,
     lengths: Ints,

@@ -14,7 +14,7 @@ its measured or priced seconds, and the best combination is found by branch and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -30,7 +30,7 @@ def allocate(units: Sequence[UnitOptions], limits: Limits) -> Allocation | None:
     as fast. Raises ArgumentError unless one unit is the backbone, and for counts below 1. O(rows log rows) for every
     divisor of the batch, and what bounds leave of the combinations.
     """
-    return fastest(_checked(units, limits), limits, [np.ones(len(unit.tp), dtype=np.bool_) for unit in units])
+    return fastest(checked(units, limits), limits, [np.ones(len(unit.tp), dtype=np.bool_) for unit in units])
 
 
 def rigid(units: Sequence[UnitOptions], limits: Limits) -> Allocation | None:
@@ -38,7 +38,7 @@ def rigid(units: Sequence[UnitOptions], limits: Limits) -> Allocation | None:
 
     The fastest such allocation, over all TP, DP and PP of the backbone.
     """
-    backbone = next(unit for unit in _checked(units, limits) if unit.side == 0)
+    backbone = next(unit for unit in checked(units, limits) if unit.side == 0)
     found = []
     for tp, size in sorted(set(zip(backbone.tp.tolist(), backbone.num_examples.tolist()))):
         alike = [(unit.tp == tp) & (unit.num_examples == size) & ((unit.pp == 1) | (unit.side == 0)) for unit in units]
@@ -46,14 +46,8 @@ def rigid(units: Sequence[UnitOptions], limits: Limits) -> Allocation | None:
     return min((one for one in found if one), key=lambda one: (one.time_s, one.num_ranks), default=None)
 
 
-def proportional(units: Sequence[UnitOptions], flops: Mapping[str, float], limits: Limits) -> Allocation | None:
-    """Ranks in proportion to the operations of each unit, by name; the fastest parallelism within that."""
-    total = sum(flops[unit.name] for unit in _checked(units, limits))
-    most = [max(int(limits.num_ranks * flops[unit.name] / total), 1) for unit in units]
-    return fastest(units, limits, [np.ones(len(unit.tp), dtype=np.bool_) for unit in units], most)
-
-
-def _checked(units: Sequence[UnitOptions], limits: Limits) -> Sequence[UnitOptions]:
+def checked(units: Sequence[UnitOptions], limits: Limits) -> Sequence[UnitOptions]:
+    """The units. Raises ArgumentError unless one is the backbone, and for counts below 1."""
     if [unit.side for unit in units].count(0) != 1:
         raise ArgumentError("Of the units, exactly one must be the backbone (side 0).")
     if min(limits.num_ranks, limits.batch_size, limits.num_chunks) < 1:

@@ -16,7 +16,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from motet.core.workload import BACKBONE
 from motet.planner.blocks import Blocks
 from motet.planner.job import Column
 from motet.planner.partition import partition
@@ -96,14 +95,3 @@ def by_layers(blocks: Blocks, num_stages: int) -> Ints:
 def by_parameters(blocks: Blocks, num_stages: int) -> Ints:
     """Stage of each block: as equal in parameters as can be (OmniBal Table 4, "parameter-based")."""
     return stage_numbers(partition(blocks.parameters.tolist(), num_stages))
-
-
-def encoders_first(blocks: Blocks, num_stages: int, backbone: str = BACKBONE) -> Ints:
-    """Stage of each block: the backbone's equally many on each, and all encoders with the first (Megatron-LM; Optimus
-    section 5.1), what follows the backbone with the last.
-    """
-    owner = blocks.names.index(backbone)
-    stage = np.where(blocks.owner < owner, 0, num_stages - 1)
-    own = blocks.owner == owner
-    stage[own] = stage_numbers(partition([1.0] * int(own.sum()), num_stages))
-    return stage

@@ -12,7 +12,7 @@ all. If a rank has one stage, OmniBal's candidates are cut too, and a simulation
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -58,28 +58,6 @@ def chain(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     found, ruled_out = Search(job, pins).run()
     yield from found
     yield from ruled_out
-
-
-def plan_of(
-    job: Job, degrees: Degrees, cut: Callable[[Blocks, int], Ints] | None = None, pins: Pins | None = None
-) -> Plan:
-    """A chain in these degrees, with the least recomputation that fits, if that is not pinned; with all of it, where
-    even that does not fit.
-
-    cut: (blocks, number of stages) -> stage of each block, for a chain that is cut otherwise than exactly:
-         `anchor.by_layers`, `by_parameters`, `encoders_first`.
-    """
-    pipeline = Search(job, pins or Pins()).pipeline(degrees)
-    if cut is None:
-        return pipeline.plan(pipeline.settled())
-    return pipeline.plan(stages_of(pipeline.blocks, cut(pipeline.blocks, degrees.num_stages), pipeline.room))
-
-
-def near_plans(job: Job, degrees: Degrees, pins: Pins | None = None) -> list[Plan]:
-    """The exact cut in these degrees, if it fits, and OmniBal's candidates that do, best first: for
-    `anchor.decide(plans, measure)` where steps can be measured."""
-    pipeline = Search(job, pins or Pins()).pipeline(degrees)
-    return [pipeline.plan(stages) for stages in pipeline.near(pipeline.settled()) if not stages.lacks_bytes]
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from motet.core.workload import BACKBONE
-from motet.cost.flops import batch_flops
-from motet.planner.allocate import allocate, proportional, rigid
+from motet.planner.allocate import allocate, rigid
 from motet.planner.allocation import Allocation, Limits, UnitOptions
 from motet.planner.candidate import Candidate, Pins, RuledOut, size_words
 from motet.planner.job import Job
@@ -31,6 +30,9 @@ _NUM_PROPOSED, _NUM_CHUNKED = 6, 2
 """That are proposed in 1F1B, and that are tried with chunks of the backbone."""
 _NUM_TRIES = 3
 
+Allocate = Callable[[Sequence[UnitOptions], Limits], Allocation | None]
+"""Gives each unit ranks, within limits."""
+
 
 def disaggregated(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     """Each module on ranks of its own, 1F1B across units, the backbone's chunks interleaved or not: the best by
@@ -39,8 +41,8 @@ def disaggregated(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     if why:
         yield RuledOut(NAME, "", why)
         return
-    units = _options(job, pins)
-    stiff = _fastest(job, pins, units, rigid)
+    units = options(job, pins)
+    stiff = fastest_allocated(job, pins, units, rigid)
     placed = list({one.what: one for one in (*_placed(job, pins, units), *([stiff] if stiff else []))}.values())
     if not placed:
         names = ", ".join(unit.name for unit in units)
@@ -59,15 +61,17 @@ def disaggregated(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     yield from (_ruled_out(one, pins) for one in placed if one.lacks_bytes)
 
 
-def rigid_units(job: Job, pins: Pins) -> PlacedUnits | None:
-    """As Megatron-LM allocates (MMScale section 2.1): the backbone's TP and DP for all modules; None if none fits."""
-    return _fastest(job, pins, _options(job, pins), rigid)
+def fastest_allocated(job: Job, pins: Pins, units: Sequence[UnitOptions], allocate: Allocate) -> PlacedUnits | None:
+    """The fastest units, over all microbatch sizes of the backbone, of those that `allocate` gives ranks; None if none
+    fits.
 
-
-def proportional_units(job: Job, pins: Pins) -> PlacedUnits | None:
-    """Ranks in proportion to operations, the strawman of MMScale sections 4.2 and 7.2; None if none fits."""
-    flops = {name: float(count) for name, count in batch_flops(job.model, job.batch).items()}
-    return _fastest(job, pins, _options(job, pins), lambda units, limits: proportional(units, flops, limits))
+    units: `options(job, pins)`.
+    """
+    backbone = next(unit for unit in units if unit.side == 0)
+    sizes = sorted(set(backbone.num_examples.tolist()))
+    found = [allocate(*_pinned(job, pins, units, size)) for size in sizes]
+    fastest = min((one for one in found if one), key=lambda one: one.time_s, default=None)
+    return PlacedUnits(job, fastest, pins.recompute or "least") if fastest else None
 
 
 def _candidate(one: PlacedUnits, baseline: PlacedUnits | None) -> Candidate:
@@ -86,8 +90,8 @@ def _interleaved(one: PlacedUnits, baseline: PlacedUnits | None, pins: Pins) -> 
     return Candidate(NAME, best.what, best.plan, best.estimate_s, best.bound_s, (_ranks_fact(one, baseline), fact))
 
 
-def _options(job: Job, pins: Pins) -> list[UnitOptions]:
-    """In the order of the data; the backbone's as pinned."""
+def options(job: Job, pins: Pins) -> list[UnitOptions]:
+    """The ways to run each module, in the order of the data; the backbone's as pinned."""
     shares = RECOMPUTED[pins.recompute or "least"]
     found = []
     for module in job.model.modules:
@@ -127,17 +131,6 @@ def _fitting(job: Job, pins: Pins, units: Sequence[UnitOptions], limits: Limits)
         limits = replace(limits, capacity_bytes=limits.capacity_bytes - placed.lacks_bytes)
     if placed is not None:
         yield placed
-
-
-def _fastest(
-    job: Job, pins: Pins, units: Sequence[UnitOptions], by: Callable[[Sequence[UnitOptions], Limits], Allocation | None]
-) -> PlacedUnits | None:
-    """The fastest over all microbatch sizes of the backbone, of those that `by` allocates."""
-    backbone = next(unit for unit in units if unit.side == 0)
-    sizes = sorted(set(backbone.num_examples.tolist()))
-    found = [by(*_pinned(job, pins, units, size)) for size in sizes]
-    fastest = min((one for one in found if one), key=lambda one: one.time_s, default=None)
-    return PlacedUnits(job, fastest, pins.recompute or "least") if fastest else None
 
 
 def _pinned(

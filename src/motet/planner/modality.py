@@ -4,13 +4,13 @@ Cornstarch, Algorithm 1 (section 5.2): for each number of stages of the backbone
 target of every encoder, which gets the number of stages that comes nearest to it; the best number is taken. Seconds are
 of forward and backward, by what is frozen, and where, and of what is recomputed (section 4.2, with the erratum that
 adds recomputation). "Nearest" is tried on both sides: the fewest stages that are no slower than the target, and one
-less. Beside it the two ways that the paper compares with, and a cut that knows nothing of what is frozen.
+less.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, product
 
@@ -256,49 +256,3 @@ def _facts(own: Modalities, stages: Stages) -> Iterator[str]:
     slowest = [float(stages.seconds[first:stop].max()) for first, stop in zip(own.first, own.first[1:])]
     times = ", ".join(f"{name} {shown_seconds(second)}" for name, second in zip(own.names, slowest))
     yield f"Slowest stage of each unit, forward and backward of a microbatch: {times}."
-
-
-def frozen_unaware(job: Job, pins: Pins) -> Plan | None:
-    """What the same algorithm proposes if it takes everything to be trained; None where nothing divides."""
-    _, shape = next(shapes(job, pins, aware=False), (0.0, None))
-    if shape is None:
-        return None
-    own = Modalities(job, shape, pins.recompute or "least", aware=False)
-    return own.plan(own.settled())
-
-
-@dataclass(frozen=True)
-class Baseline:
-    """Of a pipeline in 1F1B. num_encoder_stages: in front of the backbone's, each with a part of every encoder."""
-
-    num_backbone_stages: int
-    num_encoder_stages: int = 0
-    tp: int = 1
-    dp: int = 1
-    microbatch_size: int = 1
-    recomputed: bool = False
-
-
-def encoders_colocated(job: Job, shape: Baseline) -> Plan:
-    """A chain whose first stages hold a part of every encoder, by forward alone (Cornstarch sections 2.2, 6.1)."""
-    before, _ = _sides(job)
-    parts = {name: _by_forward(job, name, shape.num_encoder_stages, shape) for name in before}
-    stages = [{name: counts[stage] for name, counts in parts.items()} for stage in range(shape.num_encoder_stages)]
-    stages += [{BACKBONE: count} for count in _by_forward(job, BACKBONE, shape.num_backbone_stages, shape)]
-    return _plan(job, shape, Unit("all", tuple(stages), pp=len(stages)))
-
-
-def encoders_replicated(job: Job, shape: Baseline) -> Plan:
-    """The backbone's pipeline, each of whose stages computes all encoders (Cornstarch sections 2.2 and 6.1)."""
-    stages = tuple({BACKBONE: count} for count in _by_forward(job, BACKBONE, shape.num_backbone_stages, shape))
-    return _plan(job, shape, Unit("all", stages, pp=len(stages), replicated=tuple(_sides(job)[0])))
-
-
-def _by_forward(job: Job, name: str, num_stages: int, shape: Baseline) -> tuple[int, ...]:
-    return partition(job.block_costs(name, shape.microbatch_size, shape.tp).forward_s.tolist(), num_stages)
-
-
-def _plan(job: Job, shape: Baseline, unit: Unit) -> Plan:
-    recompute = unit.stages if shape.recomputed else ()
-    unit = replace(unit, dp=shape.dp, tp=shape.tp, recompute=recompute, zero=1)
-    return Plan(job.model, job.cluster, (unit,), job.batch_size, shape.microbatch_size, "1f1b", precision=job.precision)

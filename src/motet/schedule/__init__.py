@@ -12,7 +12,7 @@ from motet.schedule.gpipe import gpipe
 from motet.schedule.interleaved_1f1b import interleaved_1f1b
 from motet.schedule.layout import PlannedStage, part_layers
 from motet.schedule.memory import high_water
-from motet.schedule.modality import add_replicas, encoders_colocated, encoders_replicated, modality_parallel
+from motet.schedule.modality import add_replicas, modality_parallel
 from motet.schedule.one_f_one_b import one_f_one_b
 from motet.schedule.passes import add_communication, add_recompute, split_parts
 from motet.schedule.program import Action, Kind, Program, Stage
@@ -45,8 +45,6 @@ __all__ = [
     "data_parallel",
     "disaggregated",
     "dumps",
-    "encoders_colocated",
-    "encoders_replicated",
     "fill_bubbles",
     "fillable",
     "global_order",

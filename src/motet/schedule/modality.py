@@ -1,8 +1,8 @@
-"""The three ways to put encoders into a pipeline with an LLM (Cornstarch sections 2.2 and 4.1, Figures 1 and 6).
+"""Encoders in a pipeline with an LLM (Cornstarch sections 2.2 and 4.1, Figures 1 and 6).
 
-Modality parallel: every module on ranks of its own, encoders beside each other. Colocated: encoders fused into one
-chain of stages, each running a part of every encoder, before the LLM's. Replicated: the pipeline is the LLM's, and each
-of its stages computes all encoders whole before its own work (Llama 3's way).
+Modality parallel: every module has ranks of its own, and encoders run beside each other. Replicated: the pipeline is
+the LLM's, and each of its stages computes all encoders whole before its own work (Llama 3's way). Encoders that are
+fused into stages before the LLM's ("colocated" in the paper) are a chain like any other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from itertools import chain
 
 from motet.core.errors import ArgumentError
 from motet.core.workload import BACKBONE
-from motet.schedule.dag import dag_1f1b
 from motet.schedule.disaggregated import Feed, Pipeline, disaggregated
 from motet.schedule.program import Action, Kind, Program, Stage
 
@@ -45,33 +44,6 @@ def modality_parallel(
         left = iter(has_backward)
         flags = [[next(left) for _ in range(number)] for number in num_stages]
     return disaggregated(units, feeds, num_microbatches, flags)
-
-
-def encoders_colocated(
-    encoders: Sequence[str],
-    num_encoder_stages: int,
-    num_llm_stages: int,
-    num_microbatches: int,
-    has_backward: Sequence[bool] | None = None,
-) -> Program:
-    """A chain in 1F1B whose first stages run a part of every encoder, one encoder after the other."""
-    names = ["+".join(encoders)] * num_encoder_stages + [BACKBONE] * num_llm_stages
-    stages = [Stage(rank, name) for rank, name in enumerate(names)]
-    edges = [(stage, stage + 1) for stage in range(len(stages) - 1)]
-    return dag_1f1b(stages, edges, num_microbatches, has_backward)
-
-
-def encoders_replicated(
-    encoders: Mapping[str, bool] | Sequence[str], num_llm_stages: int, num_microbatches: int
-) -> Program:
-    """An LLM's 1F1B in which each stage runs all encoders itself.
-
-    encoders: by name, whether it has a backward pass; where only names are given, it has.
-    """
-    stages = [Stage(rank, BACKBONE) for rank in range(num_llm_stages)]
-    edges = [(stage, stage + 1) for stage in range(num_llm_stages - 1)]
-    learn = dict(encoders) if isinstance(encoders, Mapping) else dict.fromkeys(encoders, True)
-    return add_replicas(dag_1f1b(stages, edges, num_microbatches), learn)
 
 
 def add_replicas(program: Program, encoders: Mapping[str, bool], stages: Sequence[int] | None = None) -> Program:

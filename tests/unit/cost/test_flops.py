@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from motet.core import shapes
 from motet.core.spec import Attention, Layer, ModelSpec, Module
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
-from motet.cost.flops import batch_flops, forward_flops, hfu, layer_flops, mfu, step_flops, work_of
+from motet.cost.flops import batch_flops, hfu, layer_flops, mfu, step_flops, work_of
+from unit.cost.forward_flops import forward_flops
 
 
 def layer(weights=0, width=0, *, kind="attention", **options) -> Layer:

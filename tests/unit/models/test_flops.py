@@ -15,9 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE
-from motet.cost.flops import forward_flops, step_flops
+from motet.cost.flops import step_flops
 from motet.models.attention import Segments
 from motet.models.build import BackboneConfig, EncoderConfig, build_backbone, build_modality
+from unit.cost.forward_flops import forward_flops
 
 ENCODERS = ["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio"]
 BACKBONES = ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3", "phi3", "olmo2"]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from motet.planner.anchor import by_layers, by_parameters, decide, encoders_first
+from motet.planner.anchor import decide
 from motet.planner.candidate import Candidate, Pins, RuledOut
-from motet.planner.chain import NUM_CANDIDATES, NUM_NEAR, chain, near_plans, plan_of
+from motet.planner.chain import NUM_CANDIDATES, NUM_NEAR, Search, chain
 from motet.planner.degrees import Degrees
 from motet.schedule import check_fit, program_of, validate
 from motet.simulate.predict import predict
@@ -57,20 +57,10 @@ def test_least_memory_is_recomputed_least():
     assert counts == sorted(counts) and counts[0] == 0 < counts[-1]
 
 
-@pytest.mark.parametrize("cut", [by_layers, by_parameters, encoders_first])
-def test_chains_cut_otherwise_run_and_are_no_faster(cut):
-    given_job, degrees = job(), Degrees(1, 4, 2, 1, 16)
-    other = plan_of(given_job, degrees, cut)
-    validate(program_of(other))
-    pins = Pins(tp=1, pp=4, dp=2, microbatch_size=1, schedule="1f1b")
-    ours = proposed(given_job, pins)[0][0].plan
-    seconds = [predict(plan, given_job.workload, given_job.cost).step_s for plan in (ours, other)]
-    assert seconds[0] <= seconds[1]
-
-
 def test_measured_steps_can_decide():
     given_job = job()
-    plans = near_plans(given_job, Degrees(1, 4, 2, 1, 16))
+    pipeline = Search(given_job, Pins()).pipeline(Degrees(1, 4, 2, 1, 16))
+    plans = [pipeline.plan(stages) for stages in pipeline.near(pipeline.settled())]
     assert 1 < len(plans) <= 13 and len({str(plan.units) for plan in plans}) == len(plans)
     fastest = decide(plans, lambda plan: predict(plan, given_job.workload, given_job.cost).step_s)
     assert fastest in plans

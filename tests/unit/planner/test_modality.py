@@ -1,16 +1,12 @@
-"""Modules side by side: Cornstarch's algorithm, what it gains where modules are frozen, and what it is held against."""
+"""Modules side by side: Cornstarch's algorithm, and what is ruled out."""
 
 import numpy as np
 import pytest
 
-from motet.core.sampler import Sampler
-from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
-from motet.cost.analytic import Analytic
-from motet.cost.catalogue import cluster
+from motet.core.shapes import multimodal
 from motet.planner import modality
 from motet.planner.candidate import Candidate, Pins, RuledOut
-from motet.planner.job import Job
-from motet.planner.modality import Baseline, encoders_colocated, encoders_replicated, frozen_unaware, modality_parallel
+from motet.planner.modality import modality_parallel
 from motet.planner.partition import slowest_stages
 from motet.schedule import check_fit, program_of, validate
 from motet.simulate.predict import predict
@@ -65,58 +61,6 @@ def test_the_fastest_shape_is_about_as_fast_as_any():
     ]
     assert sum(shape.num_stages) <= 16
     assert at_best_s == pytest.approx(min(every), rel=0.02)
-
-
-VISION = {"S": (40, 1408, 6144, 16), "M": (32, 4096, 20_480, 32), "L": (48, 5120, 25_600, 40)}
-SAMPLE = {"name": "1,024 tokens and an image", "text": {"value": 1024}}
-
-
-def vlm(size):
-    """Cornstarch Table 1 with the medium LLM, frozen but for the projector, on its 24 A40 (section 6.1)."""
-    num_layers, hidden, mlp, num_heads = VISION[size]
-    llm = Transformer(4096, 14_336, 32, 8, gated=True, norm="rms", biases=(), causal=True)
-    encoder = vit("image", Transformer(hidden, mlp, num_heads), num_layers, trained=False)
-    spec = multimodal(size, language_model(llm, 32, 128_256, trained=False), [connect(encoder, 4096, "linear")])
-    items = {"image": {"length": {"value": 1600}, "length_per_token": 3.2}}
-    lengths = Sampler.model_validate({"task": [SAMPLE | {"items": items}]}).workload(num_examples=24)
-    devices = cluster("a40", 6, ranks_per_node=4)
-    return Job(spec, devices, lengths, 24, Analytic(devices))
-
-
-@pytest.mark.parametrize(("size", "published"), [("S", 6.47 / 5.30), ("M", 5.15 / 3.73), ("L", 3.17 / 2.06)])
-def test_to_know_what_is_frozen_gains_about_what_cornstarch_measured(size, published):
-    """Table 3: 1.22, 1.38 and 1.53 times the throughput a GPU. How long its images are is not said: 1,600 patches."""
-    given_job, pins = vlm(size), Pins(tp=2, dp=1, microbatch_size=1, recompute="full")
-    candidates, _ = proposed(given_job, pins)
-    per_gpu = []
-    for plan in (candidates[0].plan, frozen_unaware(given_job, pins)):
-        found = predict(plan, given_job.workload, given_job.cost)
-        per_gpu.append(found.examples_per_s / found.num_ranks)
-    assert per_gpu[0] / per_gpu[1] == pytest.approx(published, rel=0.1)
-
-
-@pytest.mark.parametrize("make", [encoders_colocated, encoders_replicated])
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_baselines_are_plans(make, recomputed):
-    given_job = job(model(frozen=True))
-    plan = make(given_job, Baseline(3, 2 if make is encoders_colocated else 0, tp=1, dp=1, recomputed=recomputed))
-    validate(program_of(plan))
-    found = predict(plan, given_job.workload, given_job.cost)
-    assert found.step_s > 0
-    if make is encoders_colocated:
-        assert [set(stage) for stage in plan.units[0].stages[:2]] == [{"image", "audio"}] * 2
-    else:
-        assert plan.units[0].replicated == ("image", "audio")
-
-
-def test_replicated_encoders_are_slower_than_those_with_ranks_of_their_own():
-    given_job = job(model(frozen=True))
-    plans = [
-        encoders_replicated(given_job, Baseline(4)),
-        proposed(given_job, Pins(tp=1, dp=1, pp=4, microbatch_size=1, recompute="none"))[0][0].plan,
-    ]
-    replicated, parallel = (predict(plan, given_job.workload, given_job.cost).step_s for plan in plans)
-    assert parallel < replicated
 
 
 def test_pins_are_kept():

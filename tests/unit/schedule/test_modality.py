@@ -4,7 +4,7 @@ import pytest
 
 from motet.core.errors import ArgumentError
 from motet.schedule import Kind, add_communication, interleaved_1f1b, one_f_one_b, validate, zb_h1
-from motet.schedule.modality import add_replicas, encoders_colocated, encoders_replicated, modality_parallel
+from motet.schedule.modality import add_replicas, modality_parallel
 from unit.schedule.longest_path import ends, makespan
 
 
@@ -42,15 +42,9 @@ def test_a_frozen_encoder_has_no_backward_pass():
         modality_parallel({"image": 2, "audio": 1}, 1, 3, has_backward=[True])
 
 
-def test_colocated_encoders_are_a_chain():
-    program = encoders_colocated(["image", "audio"], 2, 3, 6)
-    assert program.actions == one_f_one_b(5, 6).actions
-    assert [stage.module for stage in program.stages] == ["image+audio"] * 2 + ["backbone"] * 3
-
-
 @pytest.mark.parametrize("m", [1, 4, 7])
 def test_replicated_encoders_lengthen_every_stage(m):
-    program = encoders_replicated({"image": True, "audio": False}, 3, m)
+    program = add_replicas(one_f_one_b(3, m), {"image": True, "audio": False})
     validate(program)
     validate(add_communication(program))
     encoders_s, llm_s = 1 + 1 + 2, 1 + 2
@@ -60,7 +54,7 @@ def test_replicated_encoders_lengthen_every_stage(m):
 
 
 def test_replicas_are_computed_just_before_the_stage():
-    program = encoders_replicated(["image"], 2, 2)
+    program = add_replicas(one_f_one_b(2, 2), {"image": True})
     assert str(program).splitlines() == [
         "rank 0: 2F0 0F0 2F1 0F1 0B0 2B0 0B1 2B1",
         "rank 1: 3F0 1F0 1B0 3B0 3F1 1F1 1B1 3B1",

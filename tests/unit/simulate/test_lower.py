@@ -12,7 +12,7 @@ from motet.schedule.collectives import add_data_parallel
 from motet.schedule.data_parallel import ShardedModule, Sharding, data_parallel
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.disaggregated import Feed, Pipeline, disaggregated
-from motet.schedule.modality import encoders_replicated, modality_parallel
+from motet.schedule.modality import add_replicas, modality_parallel
 from motet.simulate import simulate, stage_times
 from motet.simulate.lookup import Lookup
 from motet.simulate.lower import waits
@@ -62,7 +62,7 @@ GENERATED = {
     "zb_h1": zb_h1(3, 5),
     "zb_v, sends": add_communication(zb_v(3, 6)),
     "modality parallel": add_communication(modality_parallel({"image": 2, "audio": 1}, 3, 5)),
-    "encoders replicated": encoders_replicated(["image", "audio"], 3, 4),
+    "encoders replicated": add_replicas(one_f_one_b(3, 4), {"image": True, "audio": True}),
     "disaggregated": add_communication(
         disaggregated([Pipeline(("image",), 3), Pipeline(("backbone",) * 2, 2)], [Feed(0, 1)], 4)
     ),

@@ -1,0 +1,1 @@
+"""What the papers compare with: Plans that the planner does not propose, since they are never the best."""

@@ -1,0 +1,21 @@
+"""Ranks in proportion to operations: the strawman of MMScale, sections 4.2 and 7.2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from motet.planner.allocate import checked
+from motet.planner.allocation import Allocation, Limits, UnitOptions
+from motet.planner.allocation_search import fastest
+
+
+def proportional(units: Sequence[UnitOptions], flops: Mapping[str, float], limits: Limits) -> Allocation | None:
+    """The fastest parallelism of units that get ranks in proportion to their operations; None if none fits.
+
+    flops: by the name of the unit.
+    """
+    total = sum(flops[unit.name] for unit in checked(units, limits))
+    most = [max(int(limits.num_ranks * flops[unit.name] / total), 1) for unit in units]
+    return fastest(units, limits, [np.ones(len(unit.tp), dtype=np.bool_) for unit in units], most)
