@@ -1,7 +1,7 @@
 """Bad inputs to every command: each ends in one sentence and exit code 2, and good ones next to them are accepted.
 
-Settings and command lines are generated from the schemas (bad_settings.py): every key with a wrong type, at and past its
-bounds, with nan, inf and huge numbers. Each case has its verdict, refuse or accept. Wrong is a verdict that does not
+Settings and command lines are generated from the schemas (bad_settings.py): every key with a wrong type, at its bounds
+and past them, with nan, inf and huge numbers. Each case has its verdict, refuse or accept. Wrong is a verdict that does not
 hold, a traceback, a refusal that is not one sentence or loses a file, and what takes over 20 s or 4 GB.
 
     python benchmarks/bad_inputs.py --only '^train/settings' --workers 2

@@ -140,7 +140,8 @@ class Server:
         Returns code, seconds, peak_bytes and over ("", "time" or "memory").
         """
         job = {"arguments": list(arguments), "folder": str(folder), "scratch": str(scratch), "limit_s": limit_s}
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         print(json.dumps(job), file=self._process.stdin, flush=True)
         return json.loads(self._process.stdout.readline())
 
