@@ -162,6 +162,7 @@ def put(tables: Any, key: Key, value: Any) -> None:
     """Set a key, however deep, in tables and lists of them; what stands above it is made if it is not there."""
     for part, following in zip(key, key[1:]):
         if isinstance(part, int):
+            tables.extend([{}] * (part + 1 - len(tables)))
             tables = tables[part]
         else:
             tables = tables.setdefault(part, [{}] if following == 0 else {})
