@@ -26,6 +26,9 @@ app = typer.Typer(
 )
 
 
+(_UsageError,) = typer.BadParameter.__bases__
+"""Whatever is wrong with a command line. typer exports it by this one kind alone, and says it in a box of six lines."""
+
 ClusterOption = Annotated[
     str | None,
     typer.Option(
@@ -321,12 +324,26 @@ def _check_arguments() -> None:
             raise UserError(f"The argument {argument!a} is not UTF-8; name it by whole characters.") from None
 
 
+def _run() -> None:
+    """Run the command that was given. Raises UserError for a command line that is wrong."""
+    try:
+        # What ends it early, as --help does, is returned as an exit code.
+        code = app(sys.argv[1:] or ["--help"], prog_name="motet", standalone_mode=False)
+    except _UsageError as error:
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "motet"
+        said = " ".join(error.format_message().split()).rstrip(".").replace(": Input should be", ": must be")
+        raise UserError(f"{command}: {said[:1].lower()}{said[1:]}; see `{command} --help`.") from None
+    if isinstance(code, int):
+        raise SystemExit(code)
+
+
 def main() -> None:
     """Run the command line. `motet/crash.py` says what the exit codes are, and what becomes of an error."""
     command = next((argument for argument in sys.argv[1:2] if not argument.startswith("-")), "")
     with ended(f"motet {command}".strip()):
         _check_arguments()
-        app()
+        _run()
 
 
 if __name__ == "__main__":
