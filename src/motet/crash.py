@@ -173,7 +173,7 @@ def _open_closed_streams() -> None:
         if opened != descriptor:
             os.dup2(opened, descriptor)
             os.close(opened)
-        setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))
+        setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
 
 
 def silence(stream: object) -> None:
