@@ -1,0 +1,24 @@
+"""Cases of mutated real files for bad_inputs.py: images, clips, manifests, tokenizers, models, recipes, checkpoints,
+Plans, profiles, indexes and run folders, each with its verdict.
+
+Each is made from a file that is whole, by small libraries' own writers, and damaged in one place. Where a verdict can be
+argued about, it is what a user would want, and the table says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bad_case import Case
+from bad_files_audio import audio_cases
+from bad_files_images import image_cases
+from bad_files_manifests import manifest_cases
+from bad_files_media import place_cases
+
+
+def file_cases(seed: int) -> Iterator[Case]:
+    """All of them; the seed draws which bits are flipped."""
+    yield from place_cases()
+    yield from image_cases(seed)
+    yield from audio_cases(seed)
+    yield from manifest_cases(seed)
