@@ -1,0 +1,175 @@
+"""Cases of settings in recipes for bad_inputs.py, generated from their schemas: every key of `motet train` and `plan`.
+
+A value that the schema takes is accepted, and one that it does not is refused, with a sentence that names the key; what
+more than the schema decides stands in the tables below.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import re
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Literal
+
+from bad_inputs_run import Case
+from bad_values import HUGE, Key, Leaf, holds, label, leaves, values
+
+from motet.data.audio import AudioTransform
+from motet.data.images import ImageTransform
+from motet.models.families.bounds import BOUNDS
+from motet.train.plan_recipe import PlanRecipe
+from motet.train.recipe import Recipe
+from motet.train.toml_text import dumps
+
+NAMES = {"encoders": "image", "costs": "backbone", "peak_tflops": "bf16", "items": "image"}
+"""The key to take in each table of free keys."""
+
+TRAIN = ("train", "{shared}/recipe.toml", "--set", "data.heldout=[]", "--set", "run.steps=1")
+WITH: Mapping[str, tuple[str, ...]] = {
+    "cluster": ('cluster.device="a40"',),
+    "balance.costs": ('balance.cost="length"',),
+    "balance.profile": ('balance.cost="profile"',),
+}
+"""What must be set beside a key of `motet train`, by how it begins."""
+
+JOB: dict[str, Any] = {
+    "run": {"batch_size": 4},
+    "cluster": {"device": "a40", "nodes": 1, "ranks_per_node": 2},
+    "model": {
+        "backbone": {"num_layers": 2, "hidden": 64, "mlp": 128, "num_heads": 2, "vocab_size": 100},
+        "encoders": {
+            "image": {
+                **{"kind": "vit", "num_layers": 1, "hidden": 32, "mlp": 64, "num_heads": 2},
+                "projector": {"downsample": 4},
+            }
+        },
+    },
+    "workload": {
+        "task": [
+            {
+                "name": "images",
+                "text": {"median": 20, "spread": 0.5},
+                "items": {"image": {"length": {"value": 16}, "count": {"value": 1}, "length_per_token": 4}},
+            }
+        ]
+    },
+}
+"""A recipe of planning alone, which takes a moment."""
+
+Verdict = Literal["refuse", "accept"]
+DECIDED: Mapping[str, Verdict] = {}
+"""By the name of a case, what more than the schema decides."""
+UNTRIED: frozenset[str] = frozenset()
+"""Names of cases that are right, and take long, or end what all share."""
+
+
+def cases(seed: int) -> Iterator[Case]:
+    """All cases of settings, the same for a seed."""
+    rng = random.Random(f"settings {seed}")
+    for case in [*_of_training(rng), *_of_options(), *_of_planning(rng)]:
+        if case.name not in UNTRIED:
+            yield case
+
+
+def _verdict(name: str, is_right: bool, value: Any) -> Verdict:
+    right = is_right and value not in (HUGE, "")
+    return DECIDED.get(name, "accept" if right else "refuse")
+
+
+def _training_schema() -> dict[str, Any]:
+    """Of a recipe; the bounds of transforms stand in their classes."""
+    schema = Recipe.model_json_schema()
+    for transform in (ImageTransform, AudioTransform):
+        for name, (least, most) in transform._bounds.items():
+            node = schema["$defs"][transform.__name__]["properties"][name]
+            for option in (node, *node.get("anyOf", ()), node.get("items", {})):
+                if option.get("type") in ("integer", "number"):
+                    option.update(minimum=least, maximum=most)
+    return schema
+
+
+def _of_training(rng: random.Random) -> Iterator[Case]:
+    for leaf in leaves(_training_schema(), NAMES):
+        if 0 in leaf.key:
+            continue  # Elements of lists: --set sets keys of tables.
+        beside = [each for start, sets in WITH.items() if leaf.name.startswith(start) for each in sets]
+        tried = [(leaf.key, value, holds(leaf.node, value)) for value in values(leaf, rng)]
+        if "properties" in str(leaf.node["anyOf"][0].keys()):
+            tried.append(((*leaf.key, "unknown_key"), 1, False))
+        for key, value, is_right in tried:
+            yield _training_case("settings", key, value, is_right, beside)
+
+
+def _training_case(group: str, key: Key, value: Any, is_right: bool, beside: list[str]) -> Case:
+    dotted = ".".join(map(str, key))
+    name = f"train/{group}/{dotted}={label(value)}"
+    sets = [f"run.dir={{folder}}/run", *beside, f"{dotted}={_toml(value)}"]
+    arguments = (*TRAIN, *(word for each in sets for word in ("--set", each)))
+    return Case(name, arguments, _verdict(name, is_right, value), says=re.escape(str(key[-1])))
+
+
+def _of_options() -> Iterator[Case]:
+    """Options of HF configs, by their bounds."""
+    taken = {
+        "backbone": ("num_hidden_layers", "num_attention_heads", "max_position_embeddings", "rms_norm_eps",
+                     "initializer_range", "attention_dropout", "vocab_size", "hidden_size", "intermediate_size",
+                     "num_key_value_heads", "sliding_window"),
+        "encoders.image": ("depth", "embed_dim", "num_heads", "patch_size", "in_channels", "spatial_merge_size",
+                           "temporal_patch_size", "mlp_ratio", "initializer_range"),
+        "encoders.audio": ("encoder_layers", "encoder_attention_heads", "encoder_ffn_dim", "num_mel_bins",
+                           "max_source_positions", "dropout", "init_std", "d_model", "encoder_layerdrop"),
+    }  # fmt: skip
+    for part, options in taken.items():
+        for option in options:
+            bound = BOUNDS[option]
+            step = 1 if bound.whole else 1e-6
+            past = [bound.least - step if not bound.open else bound.least, bound.most + step]
+            for value in (*past, math.nan, -math.inf, HUGE, -1, 10**12, True, "word", [1]):
+                yield _training_case("options", ("model", *part.split("."), "config", option), value, False, [])
+
+
+def _of_planning(rng: random.Random) -> Iterator[Case]:
+    seen = set()
+    for leaf in leaves(PlanRecipe.model_json_schema(), NAMES):
+        tried = [(leaf.key, value, holds(leaf.node, value)) for value in values(leaf, rng, 2)]
+        if "properties" in leaf.node["anyOf"][0]:
+            tried.append(((*leaf.key, "unknown_key"), 1, False))
+        for key, value, is_right in tried:
+            name = f"plan/settings/{'.'.join(map(str, key))}={label(value)}"
+            if name not in seen:
+                seen.add(name)
+                yield planning_case(name, key, value, _verdict(name, is_right, value))
+
+
+def planning_case(name: str, key: Key, value: Any, verdict: Verdict) -> Case:
+    """`motet plan` of JOB with one key set."""
+    arguments = ("plan", "{folder}/job.toml", "--out", "{folder}/plan.json")
+    says = next(str(part) for part in reversed(key) if part != 0)
+    return Case(name, arguments, verdict, functools.partial(_write_job, key, value), re.escape(says))
+
+
+def _write_job(key: Key, value: Any, folder: Path) -> None:
+    job = deepcopy(JOB)
+    put(job, key, value)
+    (folder / "job.toml").write_text(dumps(job))
+
+
+def put(tables: Any, key: Key, value: Any) -> None:
+    """Set a key, however deep, in tables and lists of them; what stands above it is made if it is not there."""
+    for part, following in zip(key, key[1:]):
+        if isinstance(part, int):
+            tables = tables[part]
+        else:
+            tables = tables.setdefault(part, [{}] if following == 0 else {})
+    if isinstance(key[-1], int):
+        tables[key[-1] :] = [value]
+    else:
+        tables[key[-1]] = value
+
+
+def _toml(value: Any) -> str:
+    return dumps({"value": value}).removeprefix("value = ").strip() if not isinstance(value, dict) else "{ a = 1 }"
