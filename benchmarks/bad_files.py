@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bad_case import Case
+from bad_inputs_run import Case
 from bad_files_audio import audio_cases
+from bad_files_checkpoints import checkpoint_cases
 from bad_files_images import image_cases
 from bad_files_manifests import manifest_cases
 from bad_files_media import place_cases
+from bad_files_models import model_cases
+from bad_files_recipes import folder_cases, index_cases, recipe_cases
 
 
 def file_cases(seed: int) -> Iterator[Case]:
@@ -22,3 +25,8 @@ def file_cases(seed: int) -> Iterator[Case]:
     yield from image_cases(seed)
     yield from audio_cases(seed)
     yield from manifest_cases(seed)
+    yield from model_cases(seed)
+    yield from checkpoint_cases(seed)
+    yield from recipe_cases()
+    yield from folder_cases()
+    yield from index_cases(seed)

@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 import soundfile
-from bad_case import Case
+from bad_inputs_run import Case
 from bad_files_base import tone
 from bad_files_damage import Damage, cut, flip, nothing_left, overwrite, text, zeros
 from bad_files_media import bad_item, good_item, odd_item

@@ -6,13 +6,14 @@ import atexit
 import json
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 
 import numpy as np
 import soundfile
-from bad_case import Case
+from bad_inputs_run import Case
 from PIL import Image
 
 RECIPE = """\
@@ -77,6 +78,21 @@ Change = Callable[[Path], None]
 """Turns the files of a whole job into those of a case."""
 
 
+_MAKING = threading.RLock()
+
+
+def once(make: Callable[[], Path]) -> Callable[[], Path]:
+    """Makes files at the first call, also where cases are prepared in several threads."""
+    cached = cache(make)
+
+    @wraps(make)
+    def made() -> Path:
+        with _MAKING:
+            return cached()
+
+    return made
+
+
 def tone(num_samples: int = 3_200, rate: int = 16_000) -> np.ndarray:
     """A tone of 200 Hz, float64 [num_samples]."""
     return 0.5 * np.sin(2 * np.pi * 200 * np.arange(num_samples) / rate)
@@ -111,7 +127,7 @@ def as_lines(found: Iterable[object]) -> str:
     return "".join(json.dumps(entry) + "\n" for entry in found)
 
 
-@cache
+@once
 def scratch() -> Path:
     """A folder for what is made once a process; it goes with the process."""
     path = Path(tempfile.mkdtemp(prefix="motet-bad-files-"))
@@ -119,7 +135,7 @@ def scratch() -> Path:
     return path
 
 
-@cache
+@once
 def whole_job() -> Path:
     """The folder of a job that trains: recipe.toml, train.jsonl, tokenizer/, media/."""
     folder = scratch() / "job"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
-from bad_case import Case
+from bad_inputs_run import Case
 from bad_files_base import picture
 from bad_files_damage import Damage, cut, flip, nothing_left, overwrite, replace, text, zeros
 from bad_files_media import bad_item, good_item, odd_item

@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
-from bad_case import Case
+from bad_inputs_run import Case
 from bad_files_base import as_lines, record, records, train, whole_job
 from bad_files_damage import PLACES, Damage, apply, cut, flip, nothing_left, overwrite, replace, text, zeros
 
@@ -302,7 +302,7 @@ def _tar_cases(seed: int) -> Iterator[Case]:
         "a sample in two places": _tar([*pair, ("a.txt", b"x")]),
         "a link": _tar([*pair, (_member("a.png", type=tarfile.SYMTYPE, linkname="b.png"), b"")]),
         "a hard link": _tar([*pair, (_member("a.png", type=tarfile.LNKTYPE, linkname="b.png"), b"")]),
-        "a device": _tar([*pair, (_member("a.png", type=tarfile.CHRTYPE), b"")]),
+        "a device as a member": _tar([*pair, (_member("a.png", type=tarfile.CHRTYPE), b"")]),
         "sparse": _tar([*pair, (_member("c.json", type=tarfile.GNUTYPE_SPARSE), text_only)], tarfile.GNU_FORMAT),
         "a record that is no JSON": _tar([("a.json", b"{")]),
         "an empty record": _tar([("a.json", b"")]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from bad_case import Case
+from bad_inputs_run import Case
 from bad_files_base import as_lines, record, records, train
 from bad_files_damage import PLACES, Place
 

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import bad_files
 import bad_settings
 from bad_inputs_run import LIMIT_S, WRONG_INPUT, Case, Outcome, run_cases
 from rich.console import Console
@@ -32,7 +33,7 @@ KINDS = ("verdict", "traceback", "over its limit of time", "over its limit of me
 
 def all_cases(seed: int) -> list[Case]:
     """The cases of all modules, the same for a seed."""
-    return [*bad_settings.cases(seed)]
+    return [*bad_settings.cases(seed), *bad_files.file_cases(seed)]
 
 
 def table_of(outcomes: Sequence[Outcome]) -> Table:
