@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from motet.core.errors import UserError
+from motet.core.files import IrregularFile, open_regular
 
 _MOST_LEVELS = 100
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -58,10 +59,11 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
 
 def _bytes(path: Path, what: str) -> bytes:
     try:
-        return path.read_bytes()
+        with open_regular(path) as file:
+            return file.read()
     except (OSError, ValueError) as error:
         # A ValueError: the path holds a null character.
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason = f"it {error.strerror}" if isinstance(error, IrregularFile) else getattr(error, "strerror", error)
         raise UserError(f"Cannot read {what} {path}: {reason}.") from None
 
 
