@@ -1,4 +1,4 @@
-"""Bad images in a small training job: one among good ones, where that is allowed and where not. Used by bad_files.py."""
+"""Bad images in a small training job: one among good ones, be it allowed or not. Used by bad_files.py."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
-from bad_inputs_run import Case
 from bad_files_base import picture
 from bad_files_damage import Damage, cut, flip, nothing_left, overwrite, replace, text, zeros
 from bad_files_media import bad_item, good_item, odd_item
+from bad_inputs_run import Case
 from PIL import Image
 
 FORMATS = {

@@ -13,9 +13,9 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
-from bad_inputs_run import Case
 from bad_files_base import as_lines, record, records, train, whole_job
 from bad_files_damage import PLACES, Damage, apply, cut, flip, nothing_left, overwrite, replace, text, zeros
+from bad_inputs_run import Case
 
 _DEEP = 100_000
 
@@ -54,7 +54,6 @@ def _json_cases() -> Iterator[Case]:
     """Bytes of JSON and JSONL."""
     good = as_lines(records()).encode()
     listed = json.dumps(records(), indent=1).encode()
-    last = json.dumps(record(1))
     refused = {
         "empty": b"",
         "empty lines": b"\n\n\n",
@@ -119,7 +118,6 @@ def _json_cases() -> Iterator[Case]:
     yield _analyze("jsonl/an ending that is unknown", "data.yaml", "refuse", good, "yaml")
     yield train("manifest/half a record", "refuse", lambda at: apply(at / "train.jsonl", cut(0.97)), says="line 6")
     yield train("manifest/empty", "refuse", lambda at: apply(at / "train.jsonl", nothing_left), says="train.jsonl")
-    assert json.loads(last)
 
 
 def _record_cases() -> Iterator[Case]:
@@ -161,7 +159,7 @@ def _record_cases() -> Iterator[Case]:
         "a list of numbers as files": {**record(2, image="media/2.png"), "image": [7]},
         "a nested list of files": {**record(2, image="media/2.png"), "image": [["media/2.png"]]},
         "both names of a modality": {**record(2, image="media/2.png"), "images": ["media/2.png"]},
-        "a name that is nearly one": {**record(0), "imgae": "media/2.png"},
+        "a name that is nearly one": {**record(0), "imagse": "media/2.png"},
         "tools": {**record(0), "tools": [{"name": "search"}]},
         "videos": {**record(0), "videos": ["a.mp4"]},
         "tokens": {**record(0), "input_ids": [1, 2]},
@@ -185,7 +183,8 @@ def _record_cases() -> Iterator[Case]:
 
 @cache
 def _parquet() -> bytes:
-    return _table(pa.Table.from_pylist(records()))
+    every = [{"image": None, "audio": None, **entry} for entry in records()]
+    return _table(pa.Table.from_pylist(every))
 
 
 def _table(table: pa.Table) -> bytes:
@@ -297,7 +296,7 @@ def _tar_cases(seed: int) -> Iterator[Case]:
         "joined with another": whole + _tar([("z.json", text_only)]),
         "gzip": gzip.compress(whole),
         "a sample without a record": _tar([("a.png", b"x"), *pair[1:]]),
-        "two records of a sample": _tar([("a.json", text_only), ("a.x.json", text_only)]),
+        "two records of a sample": _tar([("a.json", text_only), ("a.JSON", text_only)]),
         "a member twice": _tar([("a.json", text_only), ("a.json", text_only)]),
         "a sample in two places": _tar([*pair, ("a.txt", b"x")]),
         "a link": _tar([*pair, (_member("a.png", type=tarfile.SYMTYPE, linkname="b.png"), b"")]),
@@ -315,10 +314,8 @@ def _tar_cases(seed: int) -> Iterator[Case]:
     for name, data in refused.items():
         yield _analyze(f"tar/{name}", "data.tar", "refuse", data, r"data\.tar")
     for number in range(6):
-        at = 512 * (number % 2)
         data = flip(seed + number, 1, 0, 148)(whole[:512]) + whole[512:]
         yield _analyze(f"tar/flipped in a header {number}", "data.tar", "refuse", data, r"data\.tar")
-        assert at >= 0
     broken = [(name, b"no picture" if str(name).endswith(".png") else data) for name, data in _members()]
     accepted = {
         "whole": whole,
@@ -333,7 +330,9 @@ def _tar_cases(seed: int) -> Iterator[Case]:
         yield _analyze(f"tar/{name}", "data.tar", "accept", data)
     yield _analyze("tar/media that are broken", "data.tar", "accept", _tar(broken), "left out")
     sets = ("data.train=['train.tar']", "data.max_bad_fraction=1")
-    yield train("tar/broken media", "accept", _put("train.tar", _tar(broken)), *sets, says=r"Left out[^\n]*002\.png: \S")
+    yield train(
+        "tar/broken media", "accept", _put("train.tar", _tar(broken)), *sets, says=r"Left out[^\n]*002\.png: \S"
+    )
     yield train("tar/cut off", "refuse", _put("train.tar", cut(0.6)(whole)), *sets, says=r"train\.tar")
     for name, spec in {
         "braces that name 10^18 shards": "train-{0..999999999999999999}.tar",
@@ -383,10 +382,22 @@ def _table_cases() -> Iterator[Case]:
         "a byte that is not UTF-8": TABLE.replace(b"\n9", b"\n\xff9"),
         "quotes that do not close": TABLE.replace(b"\n9", b'\n"9'),
         "a field of 10 MB": TABLE.replace(b"\n9", b"\n" + b"9" * 10_000_000),
-        "no row with anything in it": TABLE.partition(b"\n")[0] + b"\n,,,\n",
         **{
             f"{value} tokens": number(value)
-            for value in ("-1", "nan", "inf", "-inf", "1e30", "1e999", "9" * 5000, "0x10", "1,5", "many", "1e11", "٣٣e9")
+            for value in (
+                "-1",
+                "nan",
+                "inf",
+                "-inf",
+                "1e30",
+                "1e999",
+                "9" * 5000,
+                "0x10",
+                "1,5",
+                "many",
+                "1e11",
+                "٣٣e9",
+            )
         },
         "-1 seconds": TABLE.replace(b"1.5", b"-1"),
         "1e300 seconds": TABLE.replace(b"1.5", b"1e300"),
@@ -396,7 +407,12 @@ def _table_cases() -> Iterator[Case]:
     for name, data in refused.items():
         yield _analyze(f"csv/{name}", "data.csv", "refuse", data, r"data\.csv")
     packed = gzip.compress(TABLE, mtime=0)
-    for name, damage in {"cut to a half": cut(0.5), "empty": nothing_left, "zeros": zeros, "text": lambda _: TABLE}.items():
+    for name, damage in {
+        "cut to a half": cut(0.5),
+        "empty": nothing_left,
+        "zeros": zeros,
+        "text": lambda _: TABLE,
+    }.items():
         yield _analyze(f"csv.gz/{name}", "data.csv.gz", "refuse", damage(packed), r"data\.csv")
     flipped = overwrite(-6, bytes([packed[-6] ^ 1]))(packed)
     yield _analyze("csv.gz/a wrong checksum", "data.csv.gz", "refuse", flipped, r"data\.csv")
@@ -404,6 +420,7 @@ def _table_cases() -> Iterator[Case]:
         "whole": TABLE,
         "a byte order mark": b"\xef\xbb\xbf" + TABLE,
         "line ends of Windows": TABLE.replace(b"\n", b"\r\n"),
+        "a row with nothing in it": TABLE + b",,,\n",
         "metadata": TABLE.replace(b"audio_seconds", b"task").replace(b"1.5", b"talk").replace(b",2\n", b",walk\n"),
         "underscores and signs of numbers": number("+2e1"),
     }

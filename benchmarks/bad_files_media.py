@@ -1,13 +1,13 @@
-"""One item among good ones in a small training job: what bad, odd and good ones have in common. Used by bad_files.py."""
+"""One item among good ones in a small training job, be it bad, odd or good. Used by bad_files.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from bad_inputs_run import Case
 from bad_files_base import as_lines, record, records, train
 from bad_files_damage import PLACES, Place
+from bad_inputs_run import Case
 
 LEFT_OUT = r"Left out[^\n]*bad\.{ending}: \S"
 """What is said of an item that is left out: its file, and a reason."""
@@ -57,7 +57,12 @@ def place_cases() -> Iterator[Case]:
             yield bad_item(modality, f"{name} in the place of a file", ending, place)
             yield bad_item(modality, f"{name} in the place of a file, none allowed", ending, place, allowed=False)
         yield _all_bad(modality, ending)
-    names = {"a name of 10,000 characters": "x" * 10_000, "an absolute name": "/proc/self/mem", "a folder": "media", "a null character": "a\0"}
+    names = {
+        "a name of 10,000 characters": "x" * 10_000,
+        "an absolute name": "/proc/self/mem",
+        "a folder": "media",
+        "a null character": "a\0",
+    }
     for name, given in names.items():
         change = _named(given)
         yield train(f"image/{name}", "accept", change, _ANY, says=r"Left out[^\n]*: \S")

@@ -80,7 +80,9 @@ def _tokenizer_bytes(seed: int) -> Iterator[Case]:
         yield train(f"tokenizer/folder {name}", "refuse", _place("tokenizer", place), says="tokenizer")
     config = "model.safetensors"
     yield train(
-        "tokenizer/other files beside it", "accept", lambda at: (at / "tokenizer" / config).write_bytes(bytes(9)) and None
+        "tokenizer/other files beside it",
+        "accept",
+        lambda at: (at / "tokenizer" / config).write_bytes(bytes(9)) and None,
     )
 
 
@@ -96,7 +98,6 @@ def _tokenizer_values() -> Iterator[Case]:
         "a negative number of a token": (tokenizer, ("model", "vocab", "a"), -1),
         "a token of 2^40": (tokenizer, ("model", "vocab", "a"), 2**40),
         "a token of 4 billion": (tokenizer, ("model", "vocab", "a"), 2**32 - 1),
-        "an unknown token that is not there": (tokenizer, ("model", "unk_token"), "<none>"),
         "a pattern that does not close": (tokenizer, ("pre_tokenizer", "pattern"), {"Regex": "("}),
         "a step that is unknown": (tokenizer, ("pre_tokenizer",), {"type": "Magic"}),
         "added tokens that are a number": (tokenizer, ("added_tokens",), 7),
@@ -113,15 +114,19 @@ def _tokenizer_values() -> Iterator[Case]:
     }
     for name, (file, keys, value) in wrong.items():
         change = _edit(file, *keys, value=value)
-        yield train(f"tokenizer/{name}", "refuse", change, says="tokenizer")
+        # Too many tokens are found where the model is to have a row for each.
+        yield train(f"tokenizer/{name}", "refuse", change, says="tokenizer|vocab")
     unnamed = _edit(config, "eos_token", value=GONE)
     yield train("tokenizer/no end token", "refuse", unnamed, says="eos_token")
-    # Two words of one number are told from each other by nobody: each is learned as the other.
-    twice = _edit(tokenizer, "model", "vocab", "b", value=4)
-    yield train("tokenizer/two words of one number", "refuse", twice, says="tokenizer")
-    long = _edit(config, "model_max_length", value=10**30)
-    yield train("tokenizer/a length of 10^30, as transformers writes", "accept", long)
-    yield train("tokenizer/code beside it", "refuse", _edit(config, "auto_map", value={"AutoTokenizer": ["a.B", None]}))
+    # What is allowed: the library takes it, and both words are learned as one.
+    right: dict[str, tuple[str, tuple[str | int, ...], Any]] = {
+        "two words of one number": (tokenizer, ("model", "vocab", "b"), 4),
+        "an unknown token that is not there, and not needed": (tokenizer, ("model", "unk_token"), "<none>"),
+        "a length of 10^30, as transformers writes": (config, ("model_max_length",), 10**30),
+        "code beside it, which nobody runs": (config, ("auto_map",), {"AutoTokenizer": ["a.B", None]}),
+    }
+    for name, (file, keys, value) in right.items():
+        yield train(f"tokenizer/{name}", "accept", _edit(file, *keys, value=value))
 
 
 _TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
@@ -141,8 +146,8 @@ def _template_cases() -> Iterator[Case]:
         "a power": "{{ 10 ** 10 ** 10 }}",
         "a text of 10^12 characters": "{{ 'a' * 10 ** 12 }}",
         "a list of 10^12": "{{ [1] * 1000000000000 }}",
-        "a sum that doubles": "{% set x = namespace(a='aa') %}{% for i in range(60) %}{% set x.a = x.a ~ x.a %}{% endfor %}"
-        + _TURNS,
+        "a sum that doubles": "{% set x = namespace(a='aa') %}{% for i in range(60) %}{% set x.a = x.a ~ x.a %}"
+        "{% endfor %}" + _TURNS,
         "a sum that doubles by plus": "{% set x = namespace(a='aa') %}{% for i in range(60) %}{% set x.a = x.a + x.a %}"
         "{% endfor %}" + _TURNS,
         "a width of 10^10": "{{ '%10000000000d' % 1 }}",
@@ -171,7 +176,9 @@ def _template_cases() -> Iterator[Case]:
         verdict = "accept" if name == "gone" else "refuse"
         yield train(f"template/{name} in its place", verdict, _template(_TURNS, place))
     yield train("template/whole", "accept", _template(_TURNS))
-    yield train("template/bytes that are not UTF-8", "refuse", _damage("tokenizer/chat_template.jinja", lambda _: b"\xff"))
+    yield train(
+        "template/bytes that are not UTF-8", "refuse", _damage("tokenizer/chat_template.jinja", lambda _: b"\xff")
+    )
     both = {"default": _TURNS, "tool_use": "{{ magic() }}"}
     named = [{"name": name, "template": source} for name, source in both.items()]
     yield train("template/several", "accept", _edit("tokenizer/tokenizer_config.json", "chat_template", value=named))
@@ -242,7 +249,11 @@ def _sharded() -> Path:
 
 
 def _with_model(
-    name: str, verdict: str, change: Callable[[Path], None], says: str = "backbone", source: Callable[[], Path] = _backbone
+    name: str,
+    verdict: str,
+    change: Callable[[Path], None],
+    says: str = "backbone",
+    source: Callable[[], Path] = _backbone,
 ) -> Case:
     """The whole job with a backbone from a directory, changed: `change` is given the directory."""
 
@@ -347,11 +358,13 @@ def _weight_cases(seed: int) -> Iterator[Case]:
         yield _with_model(f"weights {name} in their place", "refuse", _place("model.safetensors", place))
     # No checksum tells of it, and the weights are numbers still.
     tail = flip(seed, 2, start=4_000)
-    yield _with_model("weights with flipped bits", "accept", _damage("model.safetensors", lambda data: tail(data)))
+    yield _with_model("weights with flipped bits", "accept", _damage("model.safetensors", tail))
     for name, change in {"without the last": _drop_one, "with one more": _add_one}.items():
         yield _with_model(f"weights {name}", "refuse", change)
     for name, value in {"nan": float("nan"), "inf": float("inf")}.items():
-        yield _with_model(f"weights that are {name}", "refuse", lambda at, value=value: _fill(at, value), "finite|nan|NaN")
+        yield _with_model(
+            f"weights that are {name}", "refuse", lambda at, value=value: _fill(at, value), "finite|nan|NaN"
+        )
     pickle = "pytorch_model.bin"
     yield _with_model(
         "weights as a pickle alone", "refuse", lambda at: (at / "model.safetensors").rename(at / pickle) and None

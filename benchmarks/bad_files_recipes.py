@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bad_files_base import RECIPE, once, scratch, train, whole_job
+from bad_files_checkpoints import trained_job
 from bad_files_damage import PLACES, apply, cut, flip, nothing_left, overwrite, text, zeros
 from bad_inputs_run import Case
 
@@ -78,29 +79,65 @@ def folder_cases() -> Iterator[Case]:
         for what, place in PLACES.items():
             if what in ("gone", "unreadable"):
                 continue
-            # A folder is what these two are to be; a link to nothing can be written through.
-            fits = (what == "a folder" and name in ("tensorboard", "checkpoints")) or what == "a dangling link"
+            # Nothing of another's is lost by writing a file through a link that leads to none.
+            fits = what == "a dangling link" and name not in ("tensorboard", "checkpoints")
             yield train(f"folder/{name} is {what}", "accept" if fits else "refuse", _in_run(name, place), "run.steps=1")
     for what, place in PLACES.items():
         if what not in ("gone", "unreadable"):
-            fits = what in ("a folder", "a dangling link")
-            verdict = "accept" if fits else "refuse"
+            verdict = "accept" if what == "a folder" else "refuse"
             yield train(f"folder/is {what}", verdict, lambda at, place=place: place(at / "run"), "run.steps=1")
+    # What would be written over, in a folder that is no run's, is of somebody else.
     foreign = {
-        "files of somebody else": {"notes.txt": b"hello", "photos/a.png": b"x"},
-        "metrics of no run": {"metrics.jsonl": b"\x00\xff garbage\n{\n"},
-        "metrics cut in a line": {"metrics.jsonl": b'{"step": 1, "loss'},
-        "a summary of no run": {"summary.json": b"\xff"},
-        "a recipe of no run": {"recipe.toml": b"\xff"},
-        "a lock of no run": {"run.lock": b"\xff\x00 garbage"},
-        "a foreign checkpoint": {"checkpoints/latest/model.pt": b"x"},
+        "metrics": {"metrics.jsonl": b"\x00\xff garbage\n{\n"},
+        "half a line of metrics": {"metrics.jsonl": b'{"step": 1, "loss'},
+        "a summary": {"summary.json": b"\xff"},
+        "a recipe": {"recipe.toml": b"\xff"},
+        "a checkpoint": {"checkpoints/latest/model.pt": b"x"},
         "a file of Lightning": {"checkpoints/epoch=1-step=2.ckpt": b"x"},
         "an unfinished checkpoint": {"checkpoints/step-00000002.tmp/state.json": b"{"},
     }
     for name, files in foreign.items():
+        yield train(f"folder/holds {name} of no run", "refuse", _with_files(files), "run.steps=1", says="move it away")
+    for name, files in {
+        "files of somebody else": {"notes.txt": b"hello", "photos/a.png": b"x"},
+        "a lock of garbage": {"run.lock": b"\xff\x00 garbage"},
+    }.items():
         yield train(f"folder/holds {name}", "accept", _with_files(files), "run.steps=1")
+    yield from _folders_of_runs()
     if os.getuid() != 0:
         yield train("folder/cannot be written", "refuse", _locked, says="run")
+
+
+def _folders_of_runs() -> Iterator[Case]:
+    """A run that goes on, of whose files one is damaged: those that are written anew do not matter."""
+    refused: dict[str, Callable[[Path], None]] = {
+        "metrics.jsonl garbage": lambda run: (run / "metrics.jsonl").write_bytes(b"\xff\xfe\n{\n") and None,
+        "metrics.jsonl of 100,000 brackets": lambda run: (
+            (run / "metrics.jsonl").write_bytes(b"[" * 100_000 + b"]" * 100_000 + b"\n") and None
+        ),
+        "metrics.jsonl of a number of 5,000 digits": lambda run: (
+            (run / "metrics.jsonl").write_bytes(b'{"step": ' + b"9" * 5_000 + b"}\n") and None
+        ),
+        "metrics.jsonl a pipe": lambda run: PLACES["a pipe"](run / "metrics.jsonl"),
+        "metrics.jsonl a folder": lambda run: PLACES["a folder"](run / "metrics.jsonl"),
+        "tensorboard a pipe": lambda run: PLACES["a pipe"](run / "tensorboard"),
+    }
+    accepted: dict[str, Callable[[Path], None]] = {
+        "metrics.jsonl cut in its last line": lambda run: apply(run / "metrics.jsonl", cut(0.95)),
+        "metrics.jsonl empty": lambda run: apply(run / "metrics.jsonl", nothing_left),
+        "metrics.jsonl gone": lambda run: PLACES["gone"](run / "metrics.jsonl"),
+        "recipe.toml garbage": lambda run: apply(run / "recipe.toml", lambda _: b"\xff"),
+        "run.lock empty": lambda run: apply(run / "run.lock", nothing_left),
+        "tensorboard garbage": lambda run: (run / "tensorboard/events.out.tfevents.1").write_bytes(b"\xff") and None,
+    }
+    for verdict, changes in (("refuse", refused), ("accept", accepted)):
+        for name, change in changes.items():
+
+            def prepare(folder: Path, change: Callable[[Path], None] = change) -> None:
+                shutil.copytree(trained_job(), folder, dirs_exist_ok=True)
+                change(folder / "run")
+
+            yield train(f"folder/of a run with {name}", verdict, prepare)
 
 
 def _in_run(name: str, place: Callable[[Path], None]) -> Callable[[Path], None]:

@@ -11,7 +11,7 @@ import math
 import re
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ _MOST_LEVELS = 100
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_ESCAPED_NULL = re.compile(r"\\(?:u0000|U00000000|x00)")
 _TOO_DEEP = f"nests lists and tables more than {_MOST_LEVELS} deep"
 
 
@@ -54,7 +55,10 @@ def parse_json(data: bytes, where: str) -> Any:
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
     """The tables of a TOML text. Raises UserError naming `where` it stands."""
-    return _read(_toml, text, where)  # type: ignore[no-any-return]
+    tables: dict[str, Any] = _read(_toml, text, where)
+    if _ESCAPED_NULL.search(text) and "\0" in "".join(_texts(tables)):
+        raise UserError(f"{where}: has a null character (\\u0000) in a text, which no file name or option can hold")
+    return tables
 
 
 def _bytes(path: Path, what: str) -> bytes:
@@ -140,6 +144,16 @@ def _check_depth(value: Any) -> None:
         if not level:
             return
     raise _Damaged(_TOO_DEEP)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from value
+    if isinstance(value, dict | list):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _texts(entry)
+    if isinstance(value, str):
+        yield value
 
 
 def _not_utf_8(error: UnicodeDecodeError) -> str:

@@ -241,7 +241,7 @@ def _read(
         if died.is_final:
             raise UserError(
                 f"{entries[0].where} to {entries[-1].where}: a worker process {died.how} while it read these records and "
-                "the headers of their files, as others before; is the machine short of memory?"
+                "headers, as others before; is the machine short of memory?"
             ) from None
         for entry in entries:
             try:

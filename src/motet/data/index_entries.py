@@ -21,7 +21,6 @@ from motet.data.manifest import Entry
 from motet.data.media import MODALITIES, BadMedia, MediaRef
 from motet.data.shards import find_members
 
-
 DEADLY = "its header ends the process that reads it"
 """How the reason begins for which a file is left out that nobody is to open in a process of his own."""
 

@@ -2,7 +2,7 @@
 
 A template comes with a model that somebody published. A broken one must end in an error, not in a full memory or a loop
 without end, and the same conversation must give the same text tomorrow. So every text and list that a template makes is
-of bounded size, be it made by an operator, a call, a filter or a block, and so is the number of passes through all loops.
+of bounded size, be it by an operator, a call, a filter or a block, and so is the number of passes through its loops.
 """
 
 from __future__ import annotations

@@ -71,6 +71,13 @@ def test_damaged_toml(text, said):
     assert str(caught.value).startswith(f"here: {said}")
 
 
+def test_a_null_character_is_refused_where_it_is_one():
+    for text in (r'a = "b\u0000"', r'a = [{b = "\U00000000"}]', r'"a\u0000" = 1'):
+        with pytest.raises(UserError, match=r"^here: has a null character \(\\u0000\) in a text"):
+            parse_toml(text, "here")
+    assert parse_toml(r"a = 'b\u0000'", "here") == {"a": r"b\u0000"}
+
+
 def test_toml_that_is_whole():
     assert parse_toml("a = inf\nb = 2.5", "here") == {"a": float("inf"), "b": 2.5}
 

@@ -182,7 +182,8 @@ def test_a_block_that_doubles_itself_is_stopped():
 
 def test_what_templates_do_is_done_within_bounds():
     source = (
-        "{% for m in messages %}{{ loop.index ~ '/' ~ loop.length }}{{ ',' if not loop.last }}{{ m.content }};{% endfor %}"
+        "{% for m in messages %}{{ loop.index ~ '/' ~ loop.length }}{{ ',' if not loop.last }}{{ m.content }};"
+        "{% endfor %}"
         "{{ '%3d|%-2s' % (7, 'x') }}{{ '{:>3}'.format('a') }}{{ 'x'.replace('x', 'y') ~ none }}{{ [1] + [2] }}"
         "{{ 2 ** 10 * 3 }}{{ messages | map(attribute='role') | join(', ') }}"
         "{% for part in [[1, [2]], 3] recursive %}{{ part if part is number else loop(part) }}{% endfor %}"
