@@ -15,7 +15,7 @@ from types import UnionType
 from typing import Any, Literal
 
 from bad_documents import write_plan_file
-from bad_inputs_run import Case, nothing
+from bad_inputs_run import Case
 from bad_settings import JOB, TRAIN
 from bad_values import HUGE
 from typer.models import ArgumentInfo, OptionInfo

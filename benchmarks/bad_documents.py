@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import random
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from bad_inputs_run import Case, nothing
+from bad_inputs_run import Case
 from bad_settings import JOB, put
-from bad_values import HUGE, Key, holds, label, leaves, values
+from bad_values import HUGE, holds, label, leaves, values
 from pydantic import TypeAdapter
 
-from motet.core.plan import Fill, Plan, Unit
+from motet.core.plan import Plan, Unit
 from motet.core.shape_tables import ModelShapes
 from motet.cost.catalogue import cluster
-from motet.cost.flops import work_of
 from motet.cost.profile import LayerTimes, MessageTimes, ModuleTimes, OptimizerTimes, Points, Profile
 from motet.train.toml_text import dumps
 
@@ -61,7 +58,11 @@ def a_profile() -> dict[str, Any]:
         for kind in kinds_of_message  # type: ignore[arg-type]
     )
     made = Profile(
-        **{"recipe": "tiny", "device": "a40", "precision": "bfloat16", "torch": "2", "measured_at": "2026-01-01"},
+        recipe="tiny",
+        device="a40",
+        precision="bfloat16",
+        torch="2",
+        measured_at="2026-01-01",
         num_ranks=2,
         modules=tuple(modules),
         messages=messages,
@@ -92,9 +93,7 @@ def cases(seed: int) -> Iterator[Case]:
     names = {"peak_flops": "bf16", "stages": "backbone", "microbatch_caps": "image"}
     yield from _of(a_plan(), TypeAdapter(Plan).json_schema(), "plan", names, SIMULATE, _write_plan, rng)
     with_profile = (*SIMULATE, "--profile", "{folder}/profile.json")
-    yield Case(
-        "simulate/profile/as it is", with_profile, "accept", functools.partial(_write_profile, a_profile())
-    )
+    yield Case("simulate/profile/as it is", with_profile, "accept", functools.partial(_write_profile, a_profile()))
     schema = Profile.model_json_schema()
     yield from _of(a_profile(), schema, "profile", {}, with_profile, _write_profile, rng)
 
@@ -126,7 +125,7 @@ def _of(
             seen.add(name)
             changed = json.loads(json.dumps(document))
             put(changed, key, value)
-            right = is_right and changed == document or DECIDED.get(name) == "accept"
+            right = (is_right and changed == document) or DECIDED.get(name) == "accept"
             verdict: Verdict = DECIDED.get(name, "accept" if right else "refuse")
             if is_right and value != HUGE and name not in DECIDED and changed != document:
                 continue  # Whether a number fits the others is said by hand, where it is tried.

@@ -67,7 +67,7 @@ class Case:
                "{shared}" for the job of a few thousand weights that all cases share and none changes (`shared`).
     verdict:   what is right: "refuse", exit code 2 and one sentence, or "accept", exit code 0.
     prepare:   makes the case's files in its own folder, which is empty.
-    says:      a regular expression that the sentence must match; "": any sentence.
+    says:      a regular expression that the sentence must match, or, of what is accepted, all that is said.
     """
 
     name: str
@@ -221,6 +221,8 @@ def _wrong(
     if answer["code"] != right_code:
         yield "verdict" if answer["code"] in (0, WRONG_INPUT) else f"exit code {answer['code']}"
     if case.verdict == "accept":
+        if answer["code"] == 0 and not re.search(case.says, stdout + stderr):
+            yield "says something else"
         return
     if lost:
         yield "lost or changed files"

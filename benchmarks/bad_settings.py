@@ -12,11 +12,12 @@ import random
 import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from bad_inputs_run import Case
-from bad_values import HUGE, Key, Leaf, holds, label, leaves, values
+from bad_values import HUGE, Key, holds, label, leaves, values
 
 from motet.data.audio import AudioTransform
 from motet.data.images import ImageTransform
@@ -43,7 +44,11 @@ JOB: dict[str, Any] = {
         "backbone": {"num_layers": 2, "hidden": 64, "mlp": 128, "num_heads": 2, "vocab_size": 100},
         "encoders": {
             "image": {
-                **{"kind": "vit", "num_layers": 1, "hidden": 32, "mlp": 64, "num_heads": 2},
+                "kind": "vit",
+                "num_layers": 1,
+                "hidden": 32,
+                "mlp": 64,
+                "num_heads": 2,
                 "projector": {"downsample": 4},
             }
         },
@@ -107,7 +112,7 @@ def _of_training(rng: random.Random) -> Iterator[Case]:
 def _training_case(group: str, key: Key, value: Any, is_right: bool, beside: list[str]) -> Case:
     dotted = ".".join(map(str, key))
     name = f"train/{group}/{dotted}={label(value)}"
-    sets = [f"run.dir={{folder}}/run", *beside, f"{dotted}={_toml(value)}"]
+    sets = ["run.dir={folder}/run", *beside, f"{dotted}={_toml(value)}"]
     arguments = (*TRAIN, *(word for each in sets for word in ("--set", each)))
     return Case(name, arguments, _verdict(name, is_right, value), says=re.escape(str(key[-1])))
 
@@ -160,7 +165,7 @@ def _write_job(key: Key, value: Any, folder: Path) -> None:
 
 def put(tables: Any, key: Key, value: Any) -> None:
     """Set a key, however deep, in tables and lists of them; what stands above it is made if it is not there."""
-    for part, following in zip(key, key[1:]):
+    for part, following in pairwise(key):
         if isinstance(part, int):
             tables.extend([{}] * (part + 1 - len(tables)))
             tables = tables[part]

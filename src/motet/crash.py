@@ -70,13 +70,18 @@ def _report(error: BaseException, command: str) -> int:
         return 130
     if isinstance(error, UserError):
         if _speaks(error):
-            _say(_prefix(error) + str(error))
+            _say(_stopped(_prefix(error) + str(error)))
         return WRONG_INPUT
     if not isinstance(error, RankFailure):
         path = _write_traceback("".join(traceback.format_exception(error)), origin_of(error).folder)
         if origin_of(error).speaks:
             _say(_sentence(error, command, path))
     return DIED
+
+
+def _stopped(sentence: str) -> str:
+    """With a full stop: layers that name a place before what others say leave it out."""
+    return sentence if sentence.endswith((".", "!", "?")) else f"{sentence}."
 
 
 def _speaks(error: UserError) -> bool:
