@@ -28,12 +28,12 @@ DECIDED: Mapping[str, Verdict] = {}
 
 
 def a_plan() -> dict[str, Any]:
-    """A Plan of two units on four ranks, every key of it spelt out."""
+    """A Plan of two units on three of four ranks, every key of it spelt out."""
     spec = ModelShapes.model_validate(JOB["model"]).spec("tiny")
     stages = ({"backbone": 1}, {"backbone": 1})
     units = (
-        Unit("encoders", ({"image": 1},), dp=2),
-        Unit("language", stages, first_rank=2, pp=2, recompute=({"backbone": 1}, {"backbone": 0})),
+        Unit("encoders", ({"image": 1},)),
+        Unit("language", stages, first_rank=1, pp=2, recompute=({"backbone": 1}, {"backbone": 0})),
     )
     plan = Plan(spec, cluster("a40", 1, 4), units, batch_size=4, microbatch_caps={})
     return {"motet_plan": 1, **TypeAdapter(Plan).dump_python(plan, mode="json")}
@@ -113,7 +113,7 @@ def _of(
 ) -> Iterator[Case]:
     seen = set()
     for leaf in leaves(schema, names):
-        tried = [(leaf.key, value, holds(leaf.node, value)) for value in values(leaf, rng)]
+        tried = [(leaf.key, value, holds(leaf.node, value)) for value in values(leaf, rng, 1)]
         if any("properties" in option for option in leaf.node["anyOf"]):
             tried.append(((*leaf.key, "unknown_key"), 1, False))
         for key, value, is_right in tried:
@@ -157,7 +157,7 @@ _TOGETHER: Mapping[str, Callable[[dict[str, Any]], None]] = {
     "ranks beyond the cluster": _unit(1, first_rank=100),
     "ranks beyond the cluster by one": _unit(1, first_rank=3),
     "negative first rank": _unit(0, first_rank=-1),
-    "units share a rank": _unit(1, first_rank=1),
+    "units share a rank": _unit(0, first_rank=2),
     "dp of a billion": _unit(0, dp=10**9),
     "pp of a billion": _unit(1, pp=10**9),
     "tp of a million, on as many ranks": lambda d: (_cluster(num_nodes=10**6)(d), _unit(1, tp=500_000)(d)),

@@ -2,8 +2,8 @@
 
 Settings, command lines and Plans are generated from their schemas (bad_settings.py, bad_commands.py,
 bad_documents.py): every key with a wrong type, at its bounds and past them, with nan, inf and huge numbers; files are
-damaged ones that were whole (bad_files.py). Each case has its verdict, refuse or accept. Wrong is a verdict that does not hold, a traceback, a
-refusal that is not one sentence or loses a file, and what takes over 20 s or 4 GB.
+damaged ones that were whole (bad_files.py). Each case has its verdict, refuse or accept. Wrong is a verdict that does
+not hold, a traceback, a refusal that is not one sentence or loses a file, and what takes over 20 s or 4 GB.
 
     python benchmarks/bad_inputs.py --only '^train/settings' --workers 2
 """
