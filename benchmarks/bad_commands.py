@@ -41,7 +41,7 @@ def write_inputs(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Base:
-    """A command line that is right. untried: its options that cannot be tried alone."""
+    """A command line that is right, and its files."""
 
     arguments: tuple[str, ...]
     prepare: Callable[[Path], None] = write_inputs
@@ -51,7 +51,7 @@ PLANNED = ("plan", "{folder}/job.toml", "--out", "{folder}/out.json")
 BASES: Mapping[str, Base] = {
     "train": Base((*TRAIN, "--set", "run.dir={folder}/run")),
     "plan": Base(PLANNED),
-    "simulate": Base(("simulate", "{folder}/plan.json", "--workload", "{folder}/sampler.toml")),
+    "simulate": Base(("simulate", "{folder}/job.toml")),
     "analyze": Base(("analyze", "{folder}/lengths.csv", "--ranks", "2", "--batch-size", "4", "--batches", "2")),
     "profile": Base(("profile", "{shared}/recipe.toml", "--seconds", "1", "--out", "{folder}/profile.json")),
     "demo-data": Base(("demo-data", "{folder}/demo", "--num-train", "1", "--num-heldout", "1")),
@@ -88,9 +88,9 @@ TOGETHER: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("--measure", "1000000"),
     ),
     "simulate": (
-        ("--nodes", "2"),
-        ("--cluster", "h100"),
-        ("--set", "run.steps=1"),
+        ("--nodes", "100000", "--ranks-per-node", "1024"),
+        ("--set", "run.batch_size=1000000", "--nodes", "100000"),
+        ("--workload", "{folder}/plan.json"),
     ),
     "demo-data": (("--num-train", "1000000000", "--num-heldout", "1000000000"),),
     "train": (("--resume", "never", "--resume", "sometimes"), ("extra",)),

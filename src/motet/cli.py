@@ -203,7 +203,7 @@ def simulate(
         given = Given(GivenCluster(cluster, nodes, ranks_per_node), workload, profile)
         read, job = read_recipe_as_plan(plan, overrides or (), given)
         lengths, cost, balancing = job.workload, job.cost, job.balancing
-    elif cluster or nodes or ranks_per_node or overrides:
+    elif overrides or any(each is not None for each in (cluster, nodes, ranks_per_node)):
         raise UserError(
             f"--cluster, --nodes, --ranks-per-node and --set are for a recipe; {plan} is a plan, which says all that "
             "itself."
@@ -268,7 +268,7 @@ def analyze(
     analyze_command(
         subject,
         num_ranks=ranks,
-        batch_size=batch_size or examples,
+        batch_size=examples if batch_size is None else batch_size,
         num_batches=batches,
         seed=seed,
         mix=mix,
