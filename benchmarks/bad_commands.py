@@ -100,7 +100,21 @@ TOGETHER: Mapping[str, tuple[tuple[str, ...], ...]] = {
 Verdict = Literal["refuse", "accept"]
 DECIDED: Mapping[str, Verdict] = {}
 """By the name of a case, what more than the type and the bounds of an option decides."""
-UNTRIED: frozenset[str] = frozenset()
+UNTRIED: frozenset[str] = frozenset(
+    (
+        # Right, and takes longer than a case may.
+        "simulate/options/--batches 10000",
+        "analyze/options/--batches 10000",
+        "profile/options/--seconds 86400",
+        "profile/options/--seconds 1000.0",
+        "profile/options/--seconds 1e3",
+        "demo-data/options/--num-train 1000000",
+        "demo-data/options/--num-heldout 1000000",
+        "plan/options/--measure 10",
+        "plan/options/--measure 1000",
+        "plan/options/--measure 1",
+    )
+)
 
 
 def cases(seed: int) -> Iterator[Case]:

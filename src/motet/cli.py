@@ -195,6 +195,10 @@ def simulate(
     ] = 0.0,
 ) -> None:
     """Predict a step of a plan or a recipe before any GPU is hired: time, throughput, MFU, memory, bubbles."""
+    from motet.simulate.command import Outputs, show_predictions
+
+    outputs = Outputs(trace, html, png)
+    outputs.check()
     if plan.suffix == ".toml":
         from motet.train.plan_cluster import GivenCluster
         from motet.train.plan_job import Given
@@ -215,12 +219,11 @@ def simulate(
 
         read, lengths = read_plan_and_workload(plan, workload)
         cost, balancing = cost_model(read.cluster, read.precision, profile), by_operations
-    from motet.simulate.command import Outputs, show_predictions
     from motet.simulate.predict import predictions
 
     _collect_seldom()
     found = predictions(read, lengths, cost, batches, seed=seed, jitter=jitter, balancing=balancing)
-    show_predictions(read, found, Outputs(trace, html, png), title=f"{plan.stem}, predicted")
+    show_predictions(read, found, outputs, title=f"{plan.stem}, predicted")
 
 
 @app.command()
