@@ -51,7 +51,7 @@ PLANNED = ("plan", "{folder}/job.toml", "--out", "{folder}/out.json")
 BASES: Mapping[str, Base] = {
     "train": Base((*TRAIN, "--set", "run.dir={folder}/run")),
     "plan": Base(PLANNED),
-    "simulate": Base(("simulate", "{folder}/job.toml")),
+    "simulate": Base(("simulate", "{shared}/recipe.toml", "--cluster", "a40")),
     "analyze": Base(("analyze", "{folder}/lengths.csv", "--ranks", "2", "--batch-size", "4", "--batches", "2")),
     "profile": Base(("profile", "{shared}/recipe.toml", "--seconds", "1", "--out", "{folder}/profile.json")),
     "demo-data": Base(("demo-data", "{folder}/demo", "--num-train", "1", "--num-heldout", "1")),
