@@ -51,7 +51,7 @@ PLANNED = ("plan", "{folder}/job.toml", "--out", "{folder}/out.json")
 BASES: Mapping[str, Base] = {
     "train": Base((*TRAIN, "--set", "run.dir={folder}/run")),
     "plan": Base(PLANNED),
-    "simulate": Base(("simulate", "{shared}/recipe.toml", "--cluster", "a40")),
+    "simulate": Base(("simulate", "{shared}/recipe.toml", "--cluster", "a40", "--ranks-per-node", "2")),
     "analyze": Base(("analyze", "{folder}/lengths.csv", "--ranks", "2", "--batch-size", "4", "--batches", "2")),
     "profile": Base(("profile", "{shared}/recipe.toml", "--seconds", "1", "--out", "{folder}/profile.json")),
     "demo-data": Base(("demo-data", "{folder}/demo", "--num-train", "1", "--num-heldout", "1")),
@@ -98,7 +98,13 @@ TOGETHER: Mapping[str, tuple[tuple[str, ...], ...]] = {
 """Options that are wrong together, or for what is given."""
 
 Verdict = Literal["refuse", "accept"]
-DECIDED: Mapping[str, Verdict] = {}
+DECIDED: Mapping[str, Verdict] = {
+    # Six examples are not dealt out evenly to so many ranks.
+    "simulate/options/--nodes 10": "refuse",
+    "simulate/options/--nodes 100000": "refuse",
+    "simulate/options/--ranks-per-node 10": "refuse",
+    "simulate/options/--ranks-per-node 1024": "refuse",
+}
 """By the name of a case, what more than the type and the bounds of an option decides."""
 UNTRIED: frozenset[str] = frozenset(
     (

@@ -193,7 +193,6 @@ _TOGETHER: Mapping[str, Callable[[dict[str, Any]], None]] = {
     "a model that is no file": _top(model="absent.toml"),
     "layers of 10^17 weights": _layers(weights=10**17, parameters=10**17),
     "rows of 10^17 elements": _layers(output_width=10**17, saved_width=10**17),
-    "10^9 rows more": _layers(extra_rows=10**9),
     "10^17 rows more": _layers(extra_rows=10**17),
     "a divisor of 10^17": _layers(divisor=10**17, extra_rows=0),
 }  # fmt: skip

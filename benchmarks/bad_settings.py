@@ -77,11 +77,31 @@ DECIDED: tuple[tuple[str, Verdict], ...] = (
     # Lengths of billions of tokens fit nowhere, and a task without items has no image for its encoder.
     (r"plan/.*(value|median|min)=4294967296(\.0)?$", "refuse"),
     (r"plan/.*count\.value=0$", "refuse"),
+    # Names of files and folders that there are not.
+    (r"train/.*data\.(tokenizer|train|heldout)=", "refuse"),
+    (r"train/.*model\..*(path|module|args|config|feature_layer)=", "refuse"),
+    # Of one family, and not of the others, which have other options; of one source of costs.
+    (r"train/.*encoders\.image\.family=(?!\"qwen2_vl\")", "refuse"),
+    (r'train/.*balance\.(cost="profile"|profile=|phases=\[)', "refuse"),
+    # What the rows of the encoders are, the transforms must give.
+    (r"train/.*transforms\.image\.(patch_size|merge_size|channels|temporal_patch_size|fixed_size)=", "refuse"),
+    (r"train/.*transforms\.audio\.(num_mels|n_fft|hop_length|sampling_rate)=", "refuse"),
+    (r"train/.*transforms\.image\.max_pixels_side=1$", "refuse"),
+    # Parts that do not divide the batch; ranks that there are not; no example left.
+    (r"train/.*run\.microbatches=1000000$", "refuse"),
+    (r"train/.*run\.batch_size=1$", "accept"),
+    (r"train/.*fsdp\.shard_size=1048576$", "refuse"),
+    (r"train/.*data\.max_sequence_length=1$", "refuse"),
 )
 """What more than the schema decides, by a regular expression of the name; the first that matches."""
 UNTRIED = (
     # Right, and planned for longer than a case may take.
     r"plan/.*num_layers=1024$",
+    # Right, and trained for longer; hundreds of processes; a device that not every machine has.
+    r"train/.*run\.(steps=1000000000|batch_size=1000000|device=\"cuda\")$",
+    r"train/.*data\.num_workers=256$",
+    # Relative to the recipe, and so in the folder that cases share.
+    r'train/.*(run\.dir|index_folder)="unknown word"$',
 )
 """Cases that are left out, by a regular expression of the name."""
 

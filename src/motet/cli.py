@@ -346,7 +346,8 @@ def _run() -> None:
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "motet"
         said = " ".join(error.format_message().split()).rstrip(".").replace(": Input should be", ": must be")
-        raise UserError(f"{command}: {said[:1].lower()}{said[1:]}; see `{command} --help`.") from None
+        said = f"{said[:1].lower()}{said[1:]}".replace(". Did you mean", "; did you mean")
+        raise UserError(f"{command}: {said}" + ("" if said.endswith("?") else f"; see `{command} --help`.")) from None
     if isinstance(code, int):
         raise SystemExit(code)
 
