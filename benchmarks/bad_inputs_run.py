@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import json
@@ -32,6 +33,7 @@ from typing import Any, Literal
 LIMIT_S = 20.0
 LIMIT_BYTES = 4 * 10**9
 WRONG_INPUT = 2
+_PR_SET_PDEATHSIG = 1
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 TESTS = Path(__file__).parents[1] / "tests"
 IMPORTED = (
@@ -239,6 +241,7 @@ def _serve() -> None:
     """Answer jobs; returns in a child, with its command still to be run."""
     import importlib
 
+    _end_with_parent()
     for name in IMPORTED:
         importlib.import_module(name)
     import torch
@@ -255,8 +258,15 @@ def _serve() -> None:
         print(json.dumps(_attend(child, job["limit_s"])), flush=True)
 
 
+def _end_with_parent() -> None:
+    """Ask the kernel for a SIGKILL once the parent is gone: a case may hang, or fill the memory."""
+    if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) or os.getppid() == 1:
+        raise OSError("a case could outlive who started it")
+
+
 def _become(job: dict[str, Any]) -> None:
     os.setsid()
+    _end_with_parent()
     scratch = Path(job["scratch"])
     for descriptor, path in ((0, Path(os.devnull)), (1, scratch / "stdout"), (2, scratch / "stderr")):
         flags = os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
