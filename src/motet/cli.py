@@ -329,8 +329,12 @@ def demo_data(
 
 
 def _check_arguments() -> None:
-    """Bytes that are no UTF-8 would fail where they are first written: in a file, an index, a message."""
-    for argument in sys.argv[1:]:
+    """Bytes that are no UTF-8 would fail where they are first written: in a file, an index, a message. What is empty
+    comes from a variable that is not set, and would name this folder, or nothing.
+    """
+    for number, argument in enumerate(sys.argv[1:], start=1):
+        if not argument:
+            raise UserError(f"motet: argument {number} is empty; give it a value, or leave it and its option out.")
         try:
             argument.encode()
         except UnicodeEncodeError:
