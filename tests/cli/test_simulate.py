@@ -166,7 +166,7 @@ def test_a_device_that_is_not_in_the_catalogue(files, simulate):
         (
             "tokens,frames\n9,256\n",
             "lengths.csv, line 1: names no known column; it must name some of image_width, image_height, num_images, "
-            "image_tokens, audio_seconds, text_tokens",
+            "image_tokens, audio_seconds, text_tokens.",
         ),
     ],
 )

@@ -10,6 +10,7 @@ from rich.progress import Progress
 from motet.analyze.analysis import Subject, analyze
 from motet.analyze.loads import Mix
 from motet.analyze.report import print_analysis
+from motet.core.files import check_output
 
 
 def analyze_command(
@@ -25,7 +26,9 @@ def analyze_command(
     num_workers: int = 2,
     html: Path | None = None,
 ) -> None:
-    """Analyse `source`, print the tables and, if `html` is given, write the page. Raises UserError."""
+    """Analyse `source`, write the page if `html` is given, and print the tables. Raises UserError."""
+    if html is not None:
+        check_output(html)
     # Progress goes to stderr, so that the tables can be piped.
     with Progress(console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("reading headers", total=1.0)
@@ -41,10 +44,11 @@ def analyze_command(
             num_workers=num_workers,
             progress=lambda _, share: bars.update(task, completed=share),
         )
-    print_analysis(found)
     if html is not None:
-        # Imported here: plotly takes a second, which a table need not wait for.
+        # Imported here: plotly takes a second, which a table alone need not wait for.
         from motet.analyze.page import write_html
 
         write_html(found, html)
+    print_analysis(found)
+    if html is not None:
         print(f"Wrote {html}.")

@@ -11,16 +11,18 @@ import math
 import re
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 from motet.core.errors import UserError
+from motet.core.files import IrregularFile, open_regular
 
 _MOST_LEVELS = 100
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_ESCAPED_NULL = re.compile(r"\\(?:u0000|U00000000|x00)")
 _TOO_DEEP = f"nests lists and tables more than {_MOST_LEVELS} deep"
 
 
@@ -53,15 +55,19 @@ def parse_json(data: bytes, where: str) -> Any:
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
     """The tables of a TOML text. Raises UserError naming `where` it stands."""
-    return _read(_toml, text, where)  # type: ignore[no-any-return]
+    tables: dict[str, Any] = _read(_toml, text, where)
+    if _ESCAPED_NULL.search(text) and "\0" in "".join(_texts(tables)):
+        raise UserError(f"{where}: has a null character (\\u0000) in a text, which no file name or option can hold")
+    return tables
 
 
 def _bytes(path: Path, what: str) -> bytes:
     try:
-        return path.read_bytes()
+        with open_regular(path) as file:
+            return file.read()
     except (OSError, ValueError) as error:
         # A ValueError: the path holds a null character.
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason = f"it {error.strerror}" if isinstance(error, IrregularFile) else getattr(error, "strerror", error)
         raise UserError(f"Cannot read {what} {path}: {reason}.") from None
 
 
@@ -138,6 +144,16 @@ def _check_depth(value: Any) -> None:
         if not level:
             return
     raise _Damaged(_TOO_DEEP)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from value
+    if isinstance(value, dict | list):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _texts(entry)
+    if isinstance(value, str):
+        yield value
 
 
 def _not_utf_8(error: UnicodeDecodeError) -> str:

@@ -13,12 +13,13 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from motet.core.errors import UserError
+from motet.core.limits import Count, NumRanks, Parameters
 from motet.core.text_files import read_json
 
 PROFILE_FILE = "profile.json"
 """Its name in a run's folder, where nothing else is said."""
-Column = tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
-Batch = tuple[tuple[Annotated[int, Field(gt=0)], Annotated[int, Field(gt=0)]], ...]
+Column = tuple[Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)], ...]
+Batch = tuple[tuple[Annotated[Count, Field(gt=0)], Annotated[Count, Field(gt=0)]], ...]
 """The items of a measured batch as (number of items, length of each)."""
 MessageKind = Literal["gather", "reduce_scatter", "all_reduce", "exchange", "send"]
 
@@ -55,8 +56,8 @@ class LayerTimes(_Stored):
     """
 
     kind: str
-    weights: int
-    tp: Annotated[int, Field(gt=0)] = 1
+    weights: Parameters
+    tp: NumRanks = 1
     grid: Points
     held_out: Points
 
@@ -84,8 +85,8 @@ class MessageTimes(_Stored):
     """
 
     kind: MessageKind
-    num_ranks: Annotated[int, Field(gt=1)]
-    num_nodes: Annotated[int, Field(gt=0)]
+    num_ranks: Annotated[NumRanks, Field(gt=1)]
+    num_nodes: NumRanks
     size_bytes: Column
     seconds: Column
 
@@ -108,7 +109,7 @@ class Profile(_Stored):
     precision: str
     torch: str
     measured_at: str
-    num_ranks: int
+    num_ranks: NumRanks
     modules: tuple[ModuleTimes, ...]
     messages: tuple[MessageTimes, ...] = ()
     optimizer: OptimizerTimes | None = None

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
-from motet.data.files import irregular_kind, printable
+from motet.core.files import irregular_kind, printable
 from motet.data.media import MODALITIES, MediaRef
 
 # Raise it when what stands in the files changes: older indexes are then built anew.

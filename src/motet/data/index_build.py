@@ -25,12 +25,10 @@ from typing import Any
 import pyarrow as pa
 
 from motet.core.errors import UserError
-from motet.data.headers import read_header
 from motet.data.index import FORMAT_VERSION, SCHEMA, DamagedIndex, Index, checksum
-from motet.data.index_entries import EntryReader, PackedColumns, TextEncoder, join_columns
+from motet.data.index_entries import DEADLY, EntryReader, HeaderCheck, PackedColumns, TextEncoder, join_columns
 from motet.data.index_lock import Progress, build_lock
 from motet.data.manifest import Entry, Manifest
-from motet.data.media import BadMedia
 from motet.data.workers import WorkerDied, WorkerPool
 
 _CHUNK_EXAMPLES = 256
@@ -126,17 +124,20 @@ def _is_of(manifest: Manifest, stamp: list[list[Any]], index: Index) -> bool:
 
 def _still_bad(index: Index) -> bool:
     """Whether the examples whose files were bad when the index was built are so today: files can be mended."""
-    for bad in index.bad_examples():
-        try:
-            for ref in index.media_refs(bad.example):
-                read_header(replace(ref, raw=None))
-        except BadMedia as found:
-            if found.reason == bad.reason:
-                continue
-        except UserError:
-            # Its row is damaged, so that the index must be built anew all the same.
-            pass
-        return False
+    found = list(index.bad_examples())
+    is_deadly = any(bad.reason.startswith(DEADLY) for bad in found)
+    with WorkerPool(int(is_deadly), HeaderCheck) as pool:
+        for bad in found:
+            try:
+                refs = [replace(ref, raw=None) for ref in index.media_refs(bad.example)]
+                if pool.submit(refs).result() != bad.reason:
+                    return False
+            except WorkerDied:
+                if not bad.reason.startswith(DEADLY):
+                    return False
+            except UserError:
+                # Its row is damaged, so that the index must be built anew all the same.
+                return False
     return True
 
 
@@ -220,24 +221,41 @@ def _read_all(manifest: Manifest, text: TextEncoder, num_workers: int) -> Iterat
     # A small manifest is read sooner than a worker has started.
     num_workers = num_workers if len(first) == 2 * _CHUNK_EXAMPLES else 0
     with WorkerPool(num_workers, EntryReader, manifest.folder, text) as pool:
-        waiting: deque[tuple[Future[PackedColumns], Entry, Entry]] = deque()
+        waiting: deque[tuple[Future[PackedColumns], list[Entry]]] = deque()
         for chunk in _in_chunks(chain(first, entries)):
-            waiting.append((pool.submit(chunk), chunk[0], chunk[-1]))
+            waiting.append((pool.submit((chunk, "")), chunk))
             # Enough to keep the workers busy, and few enough to keep the memory small.
             while len(waiting) > 2 * num_workers:
-                yield _read(*waiting.popleft())
+                yield from _read(*waiting.popleft(), pool)
         while waiting:
-            yield _read(*waiting.popleft())
+            yield from _read(*waiting.popleft(), pool)
 
 
-def _read(columns: Future[PackedColumns], first: Entry, last: Entry) -> tuple[PackedColumns, float]:
+def _read(
+    columns: Future[PackedColumns], entries: list[Entry], pool: WorkerPool
+) -> Iterator[tuple[PackedColumns, float]]:
+    """What was read of some entries; one by one if that kills a worker, so that the one to blame is left out alone."""
     try:
-        return columns.result(), last.progress
+        yield columns.result(), entries[-1].progress
     except WorkerDied as died:
-        raise UserError(
-            f"{first.where} to {last.where}: a worker process {died.how} while it read these records and the headers "
-            "of their files"
-        ) from None
+        if died.is_final:
+            raise UserError(
+                f"{entries[0].where} to {entries[-1].where}: a worker process {died.how} while it read these records and "
+                "headers, as others before; is the machine short of memory?"
+            ) from None
+        for entry in entries:
+            try:
+                yield pool.submit(([entry], "")).result(), entry.progress
+            except WorkerDied as blamed:
+                yield _read_without_headers(entry, blamed.how, pool), entry.progress
+
+
+def _read_without_headers(entry: Entry, death: str, pool: WorkerPool) -> PackedColumns:
+    """An entry whose files are left out. Raises UserError if it is not they that are to blame."""
+    try:
+        return pool.submit(([entry], death)).result()  # type: ignore[no-any-return]
+    except WorkerDied as died:
+        raise UserError(f"{entry.where}: a worker process {died.how} while it read this record") from None
 
 
 def _entries(manifest: Manifest) -> Iterator[Entry]:

@@ -21,6 +21,9 @@ from motet.data.manifest import Entry
 from motet.data.media import MODALITIES, BadMedia, MediaRef
 from motet.data.shards import find_members
 
+DEADLY = "its header ends the process that reads it"
+"""How the reason begins for which a file is left out that nobody is to open in a process of his own."""
+
 
 class TextEncoder(Protocol):
     """What turns conversations to tokens: a ChatTokenizer, as a rule. Picklable, importable in a worker process."""
@@ -84,14 +87,18 @@ class EntryReader:
     def __init__(self, folder: Path, text: TextEncoder) -> None:
         self._folder, self._text = folder, text
 
-    def __call__(self, entries: Sequence[Entry]) -> PackedColumns:
-        """Raises UserError for the first record that is wrong, naming its place."""
+    def __call__(self, task: tuple[Sequence[Entry], str]) -> PackedColumns:
+        """task: entries, and, of one whose files have killed a reader, what became of it ("was killed by SIGSEGV").
+
+        Raises UserError for the first record that is wrong, naming its place.
+        """
+        entries, death = task
         columns = Columns()
         for entry in entries:
-            self._add(entry, columns)
+            self._add(entry, death, columns)
         return columns.packed()
 
-    def _add(self, entry: Entry, columns: Columns) -> None:
+    def _add(self, entry: Entry, death: str, columns: Columns) -> None:
         record = parse_json(entry.text, entry.where)
         conversation = parse_conversation(record, entry.where)
         refs = self._find_media(entry, conversation, media_names(record, entry.where))
@@ -99,7 +106,7 @@ class EntryReader:
             text = self._text.encode(conversation)
         except UserError as error:
             raise UserError(f"{entry.where}: {error}") from None
-        raws, bad = _read_headers(refs)
+        raws, bad = _not_read(refs, death, entry.where) if death else _read_headers(refs)
         if bad:
             columns.bad.append((len(columns.num_tokens), self._below_folder(bad.path), bad.reason))
         places = [(os.path.relpath(ref.path, self._folder), ref.member, ref.offset, ref.num_bytes) for ref in refs]
@@ -139,6 +146,23 @@ def _read_headers(refs: list[MediaRef]) -> tuple[list[tuple[int, int]], BadMedia
             first_bad = first_bad or bad
             raws.append((0, 0))
     return raws, first_bad
+
+
+def _not_read(refs: list[MediaRef], death: str, where: str) -> tuple[list[tuple[int, int]], BadMedia]:
+    """As `_read_headers`, of an example whose headers are not to be read again."""
+    if not refs:
+        raise UserError(f"{where}: a worker process {death} while it read this record")
+    among = f", or that of another of its {len(refs)} files" if len(refs) > 1 else ""
+    return [(0, 0)] * len(refs), BadMedia(refs[0].name, f"{DEADLY} ({death}{among})")
+
+
+class HeaderCheck:
+    """Lives in a worker process, where a header may kill it."""
+
+    def __call__(self, refs: Sequence[MediaRef]) -> str:
+        """Why the first file that cannot be used cannot; "" if all can."""
+        bad = _read_headers(list(refs))[1]
+        return bad.reason if bad else ""
 
 
 def join_columns(chunks: Sequence[PackedColumns]) -> pa.RecordBatch:

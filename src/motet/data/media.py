@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from motet.data.files import IrregularFile, open_regular, printable
+from motet.core.files import IrregularFile, open_regular, printable
 
 IMAGE = "image"
 AUDIO = "audio"

@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 
 from motet.core.errors import UserError
-from motet.data.files import irregular_kind, open_regular
+from motet.core.files import irregular_kind, open_regular
 from motet.data.media import MODALITIES, modality_of
 
 _MAX_SHARDS = 100_000

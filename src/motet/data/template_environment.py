@@ -1,13 +1,18 @@
 """The Jinja environment of chat templates: transformers' own, with a bound on what a template may do.
 
 A template comes with a model that somebody published. A broken one must end in an error, not in a full memory or a loop
-without end, and the same conversation must give the same text tomorrow.
+without end, and the same conversation must give the same text tomorrow. So every text and list that a template makes is
+of bounded size, be it by an operator, a call, a filter or a block, and so is the number of passes through its loops.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
-from collections.abc import Iterable
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jinja2
@@ -15,9 +20,15 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import jinja2.visitor
 
 _MOST_CHARACTERS = 1 << 24
-_MOST_STEPS = 1 << 20
+_MOST_STEPS = 1 << 22
+# A width in a format, "%10000000000d" or "{:>10000000000}", or one that is given beside it, "%*d".
+_WIDE_FORMAT = re.compile(r"\d{8}|%[^%a-zA-Z]*\*")
+_FORMATS = ("format", "format_map")
+# What puts one text into many places of another.
+_MULTIPLIED = ("replace", "join", "indent")
 
 
 class Rendering:
@@ -38,10 +49,10 @@ class Rendering:
         return "".join(pieces)
 
     def count_steps(self, num_steps: int) -> None:
-        """Raises TemplateError when the loops over ranges of numbers become too long in all."""
+        """Raises TemplateError when a template's loops become too long in all."""
         self._steps_left -= num_steps
         if self._steps_left < 0:
-            raise jinja2.TemplateError(f"it counts through more than {_MOST_STEPS:,} numbers")
+            raise jinja2.TemplateError(f"its loops take more than {_MOST_STEPS:,} passes in all")
 
 
 class _Generation(jinja2.ext.Extension):
@@ -60,16 +71,108 @@ class _Generation(jinja2.ext.Extension):
         return f"{rendering.opening}{caller()}{rendering.closing}"
 
 
+class _Bounds(jinja2.visitor.NodeTransformer):
+    """Puts what compiled templates do by themselves, `a ~ b` and loops, through functions of the environment."""
+
+    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:
+        self.generic_visit(node)
+        return _called("concatenate", *node.nodes).set_lineno(node.lineno)
+
+    def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:
+        self.generic_visit(node)
+        node.iter = _called("counted", jinja2.nodes.ContextReference(), node.iter).set_lineno(node.lineno)
+        return node
+
+
+def _called(name: str, *arguments: jinja2.nodes.Expr) -> jinja2.nodes.Call:
+    return jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute(name), list(arguments), [], None, None)
+
+
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(["*", "**"])
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        parsed: jinja2.nodes.Template = _Bounds().visit(super()._parse(source, name, filename))
+        return parsed
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        """Multiplies and raises to powers, unless the result would fill the memory."""
+        """Computes, unless the result would fill the memory."""
         lengths = [len(side) for side in (left, right) if isinstance(side, str | list | tuple)]
-        factors = [side for side in (left, right) if isinstance(side, int)]
-        if (lengths and factors and lengths[0] * factors[0] > _MOST_CHARACTERS) or (operator == "**" and right > 64):
-            raise jinja2.TemplateError("it makes a value that would fill the memory")
+        numbers = [side for side in (left, right) if isinstance(side, int)]
+        if operator == "%" and isinstance(left, str):
+            _check_format(left)
+        elif operator == "+":
+            _check_length(sum(lengths))
+        elif operator == "*" and lengths and numbers:
+            _check_length(lengths[0] * numbers[0])
+        elif operator in ("*", "**") and len(numbers) == 2:
+            num_bits = [number.bit_length() for number in numbers]
+            _check_length(sum(num_bits) << 8 if operator == "*" else num_bits[0] * max(right, 0) << 8)
         return super().call_binop(context, operator, left, right)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        # By place alone, as the sandbox has it: a template may pass options of any name.
+        function = inspect.unwrap(arguments[2])
+        subject = getattr(function, "__self__", None)
+        _check_call(getattr(function, "__name__", ""), (subject, *arguments[3:], *options.values()))
+        return _bounded(jinja2.sandbox.ImmutableSandboxedEnvironment.call(*arguments, **options))
+
+    @staticmethod
+    def concat(pieces: Iterable[str]) -> str:  # type: ignore[override]
+        """Joins what a block writes."""
+        pieces = list(pieces)
+        _check_length(sum(map(len, pieces)))
+        return "".join(pieces)
+
+    def concatenate(self, *parts: Any) -> str:
+        """`a ~ b`."""
+        return self.concat(map(str, parts))
+
+    def counted(self, context: jinja2.runtime.Context, items: Any) -> Any:
+        """What a loop goes through."""
+        if hasattr(items, "__len__"):
+            context["motet_rendering"].count_steps(len(items))
+        return items
+
+
+def _check_length(length: int) -> None:
+    if length > _MOST_CHARACTERS:
+        raise jinja2.TemplateError("it makes a value that would fill the memory")
+
+
+def _check_format(text: str) -> None:
+    if _WIDE_FORMAT.search(text):
+        raise jinja2.TemplateError(f"it writes with a width that would fill the memory ({text[:40]!r})")
+
+
+def _check_call(name: str, values: Sequence[Any]) -> None:
+    """Raises TemplateError for a method or a filter that would make too much of what it is given."""
+    for value in values:
+        if isinstance(value, int):
+            # A width, or a count.
+            _check_length(abs(value))
+    if name in _FORMATS:
+        _check_format(str(values[0]))
+    if name in _MULTIPLIED:
+        longest = sorted(len(value) for value in values if isinstance(value, str | list | tuple))[-2:]
+        _check_length(math.prod(longest) if len(longest) > 1 else 0)
+
+
+def _bounded(value: Any) -> Any:
+    if isinstance(value, str | list | tuple):
+        _check_length(len(value))
+    return value
+
+
+def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that is held to the bounds of a call. `wraps` keeps the marks by which jinja knows what to give it."""
+
+    @functools.wraps(function)
+    def filtered(*arguments: Any, **options: Any) -> Any:
+        _check_call(name, (*arguments, *options.values()))
+        return _bounded(function(*arguments, **options))
+
+    return filtered
 
 
 def environment() -> jinja2.Environment:
@@ -79,13 +182,13 @@ def environment() -> jinja2.Environment:
     made.globals["range"] = _range
     # Without `strftime_now` many templates take a date of their own; the others say that it is undefined.
     del made.globals["lipsum"], made.filters["random"]
+    made.filters = {name: _bounded_filter(name, function) for name, function in made.filters.items()}
     return made
 
 
-@jinja2.pass_context
-def _range(context: jinja2.runtime.Context, *bounds: int) -> range:
+def _range(*bounds: int) -> range:
     numbers = range(*bounds)
-    context["motet_rendering"].count_steps(len(numbers))
+    _check_length(len(numbers))
     return numbers
 
 

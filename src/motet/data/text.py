@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from functools import cached_property
 from itertools import accumulate
@@ -63,7 +64,7 @@ class ChatTokenizer:
         directory = Path(directory)
         if not directory.is_dir():
             raise UserError(f"tokenizer {directory}: there is no such directory; it must hold tokenizer.json")
-        if not (directory / "tokenizer.json").is_file():
+        if not os.path.lexists(directory / "tokenizer.json"):
             return cls._convert(directory)
         files = read_tokenizer(directory)
         try:

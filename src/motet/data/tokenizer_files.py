@@ -8,6 +8,7 @@ of `tokenizer_config.json`, else of `processor_config.json` or `special_tokens_m
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,18 +64,20 @@ def open_backend(text: str, where: str) -> Tokenizer:
 
 def read_template(directory: Path) -> str | None:
     """The chat template of a directory. Raises UserError if files that count alike differ, or hold no template."""
-    of_processor = list(_processor_templates(directory))
-    for where, template in of_processor[1:]:
-        if template != of_processor[0][1]:
-            raise UserError(f"{of_processor[0][0]} and {where} hold different chat templates; remove one of them")
-    if of_processor:
-        return of_processor[0][1]
-    return _template_in(directory / _CONFIG)
+    found = list(_processor_templates(directory))
+    for where, template in found[1:]:
+        if template != found[0][1]:
+            raise UserError(f"{found[0][0]} and {where} hold different chat templates; remove one of them")
+    if not found and (template := _template_in(directory / _CONFIG)) is not None:
+        found = [(directory / _CONFIG, template)]
+    if found and not found[0][1].strip():
+        raise UserError(f"{found[0][0]}: its chat template is empty; write one, or remove it for a plain one")
+    return found[0][1] if found else None
 
 
 def _processor_templates(directory: Path) -> Iterator[tuple[Path, str]]:
     jinja = directory / "chat_template.jinja"
-    if jinja.is_file():
+    if os.path.lexists(jinja):
         yield jinja, read_text(jinja, "the chat template")
     for path in (directory / "chat_template.json", directory / _PROCESSORS[0]):
         if (template := _template_in(path)) is not None:
@@ -170,7 +173,7 @@ def _promised_tokens(directory: Path, config: dict[str, Any]) -> Iterator[tuple[
 
 def _object(path: Path) -> dict[str, Any]:
     """A JSON file that may be absent. Raises UserError if it holds no object."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return {}
     value = read_json(path)
     if not isinstance(value, dict):

@@ -46,7 +46,7 @@ def write_demo_data(
     media file.
     progress: called with a stage (``"examples"``, ``"clips"``), the number done and the number to do.
     num_workers: processes that synthesise speech; 0 means this one, None the number of cores, at most 4.
-    Raises UserError for sizes below 1, and where scikit-learn or ttspico is not installed.
+    Raises UserError for sizes below 1, for what is no folder, and where scikit-learn or ttspico is not installed.
     CPU time: about 1 ms an example, and 10 ms for each of at most ~3000 clips.
     """
     if num_train < 1 or num_heldout < 1:
@@ -55,7 +55,10 @@ def write_demo_data(
         num_workers = min(4, os.cpu_count() or 1)
     report = progress or (lambda stage, done, total: None)
     for folder in ("images", "audio"):
-        (out / folder).mkdir(parents=True, exist_ok=True)
+        try:
+            (out / folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{out} cannot be made, or written into: {error.strerror}; name a folder.") from error
 
     hands = load_handwriting()
     contents: list[dict[str, Any]] = []

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from motet.core.errors import UserError
+from motet.core.files import check_output
 from motet.core.plan_file import write_plan
 from motet.planner.candidate import Pins
 from motet.planner.job import Job
@@ -39,12 +40,9 @@ class Outputs:
         return [path for path in (self.plan, self.png, self.html, self.explanation) if path is not None]
 
     def check(self) -> None:
-        """Raises UserError for a file in a folder that there is not, and for two files at one place."""
+        """Raises UserError for what cannot be written, and for two files at one place."""
         for path in self.paths:
-            if not path.absolute().parent.is_dir():
-                raise UserError(f"{path} cannot be written: there is no folder {path.parent}.")
-            if path.is_dir():
-                raise UserError(f"{path} cannot be written: it is a folder; name a file.")
+            check_output(path)
             if self.paths.count(path) > 1:
                 raise UserError(f"{path} cannot be written: two of --out, --png, --html and --explain name it.")
 
@@ -58,8 +56,10 @@ def plan_command(job: Job, pins: Pins, outputs: Outputs) -> None:
 
 
 def show_found(found: Found, outputs: Outputs) -> None:
-    """Print what was found, and write the best. Raises UserError as `plan_command` does."""
-    print_found(found)
+    """Write the best of what was found, and print all: a search is not lost where nobody reads standard output.
+
+    Raises UserError as `plan_command` does.
+    """
     best = found.best
     title = f"{found.job.model.name}: {best.candidate.strategy}, {best.candidate.what}, predicted"
     timeline = best.prediction.timeline
@@ -74,6 +74,7 @@ def show_found(found: Found, outputs: Outputs) -> None:
         from motet.planner.explain import write_explanation
 
         write_explanation(found, outputs.explanation)
+    print_found(found)
     print(f"\nWrote {', '.join(map(str, outputs.paths))}.")
 
 

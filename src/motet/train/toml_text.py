@@ -84,7 +84,8 @@ def _lines_of_keys(text: str) -> dict[Key, int]:
 
 def _split_key(dotted: str) -> Key:
     parts = re.findall(r"\"([^\"]*)\"|'([^']*)'|([A-Za-z0-9_-]+)", dotted)
-    return tuple(next(part for part in found if part) for found in parts)
+    # Of the three, one has matched; "" is a key as well.
+    return tuple("".join(found) for found in parts)
 
 
 def parse_value(text: str) -> Any:

@@ -1,5 +1,7 @@
 """Damaged JSON and TOML: each way ends in one sentence that names the place."""
 
+import os
+
 import pytest
 
 from motet.core.errors import UserError
@@ -69,6 +71,13 @@ def test_damaged_toml(text, said):
     assert str(caught.value).startswith(f"here: {said}")
 
 
+def test_a_null_character_is_refused_where_it_is_one():
+    for text in (r'a = "b\u0000"', r'a = [{b = "\U00000000"}]', r'"a\u0000" = 1'):
+        with pytest.raises(UserError, match=r"^here: has a null character \(\\u0000\) in a text"):
+            parse_toml(text, "here")
+    assert parse_toml(r"a = 'b\u0000'", "here") == {"a": r"b\u0000"}
+
+
 def test_toml_that_is_whole():
     assert parse_toml("a = inf\nb = 2.5", "here") == {"a": float("inf"), "b": 2.5}
 
@@ -82,7 +91,17 @@ def test_files_that_cannot_be_read(tmp_path):
     for read in (read_text, read_json):
         with pytest.raises(UserError, match=r"^Cannot read the file .*/none: No such file or directory\.$"):
             read(tmp_path / "none")
-        with pytest.raises(UserError, match=r"Is a directory\.$"):
+        with pytest.raises(UserError, match=r"it is a directory, not a regular file\.$"):
             read(tmp_path)
         with pytest.raises(UserError, match="null"):
             read(tmp_path / "a\0b")
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    for read in (read_text, read_json):
+        with pytest.raises(UserError, match=r"pipe: it is a pipe, not a regular file\.$"):
+            read(tmp_path / "pipe")
+        with pytest.raises(UserError, match=r"device: it is a device, not a regular file\.$"):
+            read(tmp_path / "device")

@@ -124,3 +124,11 @@ def test_measuring_a_cpu_needs_no_torch():
     script = "import sys; from motet.cost.catalogue import cluster; cluster('cpu'); print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
+
+
+def test_ranks_are_bounded_by_their_product():
+    assert ClusterConfig(device="a40", nodes=1024, ranks_per_node=1024).cluster().num_ranks == 2**20
+    with pytest.raises(
+        ArgumentError, match=r"1,025 nodes of 1,024 ranks are 1,049,600 ranks; there may be 1,048,576\."
+    ):
+        ClusterConfig(device="a40", nodes=1025, ranks_per_node=1024).cluster()

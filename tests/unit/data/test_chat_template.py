@@ -125,6 +125,10 @@ def test_media_in_answers_need_marks():
     assert learned(marked, "Hi", "A <image>.", parts={"image"}) == ["Hi", "A <image>."]
 
 
+GROW = "{%% set x = namespace(a='aa') %%}{%% for i in range(60) %%}{%% set x.a = %s %%}{%% endfor %%}{{ x.a }}"
+"""Sixty times as much, each time."""
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [
@@ -138,14 +142,28 @@ def test_media_in_answers_need_marks():
         ("{{ raise_exception('no system') }}", "refuses the conversation: no system"),
         ("{{ raise_exception(3) }}", "refuses the conversation: 3"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses the conversation: RecursionError"),
-        ("{% for a in range(10 ** 12) %}{% endfor %}", "it counts through more than 1,048,576 numbers"),
+        ("{% for a in range(10 ** 12) %}{% endfor %}", "it makes a value that would fill the memory"),
         (
             "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "it counts through more than 1,048,576 numbers",
+            "its loops take more than 4,194,304 passes in all",
         ),
+        ("{% set t = 'x' * 9999999 %}{% for a in t %}{% endfor %}", "its loops take more than 4,194,304 passes in all"),
         ("{{ 'x' * 10 ** 10 }}", "it makes a value that would fill the memory"),
         ("{{ [1] * 10 ** 10 }}", "it makes a value that would fill the memory"),
         ("{{ 9 ** (9 ** 9) }}", "it makes a value that would fill the memory"),
+        (GROW % "x.a ~ x.a", "it makes a value that would fill the memory"),
+        (GROW % "x.a + x.a", "it makes a value that would fill the memory"),
+        (GROW % "(x.a, x.a) | join", "it makes a value that would fill the memory"),
+        (GROW.replace("'aa'", "9") % "x.a * x.a", "it makes a value that would fill the memory"),
+        ("{{ '%9999999999d' % 1 }}", "it writes with a width that would fill the memory ('%9999999999d')"),
+        ("{{ '%*d' % (9999999999, 1) }}", "it writes with a width that would fill the memory ('%*d')"),
+        ("{{ '{:>9999999999}'.format(1) }}", "it writes with a width that would fill the memory"),
+        ("{{ '%9999999999d' | format(1) }}", "it writes with a width that would fill the memory"),
+        ("{{ 'a' | center(9999999999) }}", "it makes a value that would fill the memory"),
+        ("{{ 'a'.ljust(9999999999) }}", "it makes a value that would fill the memory"),
+        ("{{ ('a' * 99999).replace('a', 'b' * 99999) }}", "it makes a value that would fill the memory"),
+        ("{{ ('a' * 99999) | replace('a', 'b' * 99999) }}", "it makes a value that would fill the memory"),
+        ("{{ ('b' * 99999).join('a' * 99999) }}", "it makes a value that would fill the memory"),
         ("{% for a in range(99) %}{{ 'x' * 999999 }}{% endfor %}", "it writes more than 16,777,216 characters"),
         ("{{ strftime_now('%d') }}{{ messages[0].content }}", "it asks for today's date, so tokens would differ"),
         ("{{ [1, 2] | random }}", "No filter named 'random'"),
@@ -155,6 +173,23 @@ def test_media_in_answers_need_marks():
 )
 def test_broken_templates(source, said):
     assert said in complaint(source)
+
+
+def test_a_block_that_doubles_itself_is_stopped():
+    source = "{% set x = namespace(a='aa') %}{% for i in range(60) %}{% set t %}{{ x.a }}{{ x.a }}{% endset %}"
+    assert "fill the memory" in complaint(source + "{% set x.a = t %}{% endfor %}")
+
+
+def test_what_templates_do_is_done_within_bounds():
+    source = (
+        "{% for m in messages %}{{ loop.index ~ '/' ~ loop.length }}{{ ',' if not loop.last }}{{ m.content }};"
+        "{% endfor %}"
+        "{{ '%3d|%-2s' % (7, 'x') }}{{ '{:>3}'.format('a') }}{{ 'x'.replace('x', 'y') ~ none }}{{ [1] + [2] }}"
+        "{{ 2 ** 10 * 3 }}{{ messages | map(attribute='role') | join(', ') }}"
+        "{% for part in [[1, [2]], 3] recursive %}{{ part if part is number else loop(part) }}{% endfor %}"
+    )
+    said = template(source).render(turns("a", "b"))
+    assert said == "1/2,a;2/2b;  7|x   ayNone[1, 2]3072user, assistant123"
 
 
 def test_a_template_with_a_date_of_its_own():

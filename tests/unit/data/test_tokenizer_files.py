@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import random
 
 import pytest
@@ -120,6 +121,7 @@ def test_tokens_added_by_an_older_file(folder):
         ([{"name": "tool_use", "template": "x"}], "of which none is named 'default'"),
         ([{"name": "default", "template": 3}], "'chat_template' must be a text, or several"),
         ("{% for %}", "tokenizer tok: the tokenizer's chat template is no Jinja (line 1"),
+        ("", "tokenizer_config.json: its chat template is empty; write one, or remove it for a plain one"),
         (None, "tokenizer tok: the tokenizer has no chat template and no eos_token; give it one of them"),
     ],
 )
@@ -127,6 +129,22 @@ def test_damaged_templates(folder, given, said):
     (folder / "chat_template.jinja").unlink()
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": given}))
     assert said in complaint(folder)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json", "processor_config.json"])
+def test_what_stands_in_the_place_of_a_file_is_not_passed_over(folder, name):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    assert "is a pipe, not a regular file" in complaint(folder)
+    (folder / name).unlink()
+    (folder / name).symlink_to("nowhere")
+    assert "No such file or directory" in complaint(folder)
+
+
+def test_a_pipe_by_the_name_of_a_tokenizer_is_not_waited_for(folder):
+    (folder / "tokenizer.json").unlink()
+    os.mkfifo(folder / "tokenizer.json")
+    assert "tokenizer.json: it is a pipe, not a regular file" in complaint(folder)
 
 
 def test_the_template_is_the_processors_before_the_tokenizers(folder):

@@ -43,6 +43,11 @@ def test_line_of_key(key, line):
     assert line_of_key(TEXT, key) == line
 
 
+def test_an_empty_key_has_a_line():
+    assert line_of_key('a = 1\n"" = 2\n', ("",)) == 2
+    assert line_of_key("[a.'']\nb = 1\n", ("a", "", "b")) == 2
+
+
 def test_values_from_the_command_line_are_toml_or_else_a_string():
     assert parse_value("1e-3") == 1e-3
     assert parse_value("[1, 2]") == [1, 2]

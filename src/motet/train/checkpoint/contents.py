@@ -18,6 +18,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -26,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 import motet
 from motet.core.errors import UserError
@@ -78,6 +79,12 @@ class State(_Stored):
     num_ranks: int = Field(gt=0)
     launch: str
     written: AwareDatetime
+
+    @model_validator(mode="after")
+    def _parts_of_a_whole(self) -> State:
+        if self.num_skipped > self.step or self.num_bad > self.position:
+            raise ValueError("more steps were skipped than done, or more examples dropped than there were")
+        return self
 
     @property
     def progress(self) -> Progress:
@@ -177,7 +184,21 @@ def read_tensors(checkpoint: Path) -> dict[str, StoredTensor]:
         for shard in tensor.shards:
             if shard.file not in files:
                 raise Damaged(f"{TENSORS} has '{name}' in {shard.file}, which {MANIFEST} does not name")
+        if not _is_covered(tensor):
+            raise Damaged(f"{TENSORS} has '{name}' in shards that do not make up its shape {tensor.shape}")
     return tensors
+
+
+def _is_covered(tensor: StoredTensor) -> bool:
+    """Whether shards lie within their tensor and are as large as it is: what no shard holds would not be loaded."""
+    within = all(
+        len(shard.offsets) == len(shard.shape) == len(tensor.shape)
+        and all(0 <= at <= at + size <= whole for at, size, whole in zip(shard.offsets, shard.shape, tensor.shape))
+        for shard in tensor.shards
+    )
+    num_places = len({shard.offsets for shard in tensor.shards})
+    size = sum(math.prod(shard.shape) for shard in tensor.shards)
+    return within and num_places == len(tensor.shards) and size == math.prod(tensor.shape)
 
 
 def verify(checkpoint: Path, part: int = 0, num_parts: int = 1, show: Callable[[int], None] | None = None) -> State:

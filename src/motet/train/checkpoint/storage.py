@@ -187,6 +187,10 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _read(stored: Any, item: ReadItem, planner: LoadPlanner) -> None:
     region = tuple(slice(start, start + length) for start, length in zip(item.storage_offsets, item.lengths))
-    target = planner.resolve_tensor(item).detach()
-    target.copy_(stored.get_slice(item.storage_index.fqn)[region])
+    target, name = planner.resolve_tensor(item).detach(), item.storage_index.fqn
+    part = stored.get_slice(name)[region]
+    # `copy_` would convert and repeat numbers without a word.
+    if (part.dtype, part.shape) != (target.dtype, target.shape):
+        raise ValueError(f"'{name}' is {part.dtype} {tuple(part.shape)}, not {target.dtype} {tuple(target.shape)}")
+    target.copy_(part)
     planner.commit_tensor(item, target)

@@ -79,6 +79,8 @@ OF_THE_STATE = {
     "no step": {"step": None},
     "position -1": {"position": -1},
     "ranks 0": {"num_ranks": 0},
+    "more skipped than done": {"num_skipped": 10**9},
+    "more dropped than met": {"num_bad": 10**9},
     "unknown key": {"temperature": 1},
     "no time": {"written": "yesterday"},
 }

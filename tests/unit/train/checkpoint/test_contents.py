@@ -116,6 +116,27 @@ def test_tensors_lie_in_files_of_the_manifest(newest):
         read_tensors(newest)
 
 
+@pytest.mark.parametrize(
+    "shards",
+    [
+        [],
+        [{"offsets": [0, 0], "shape": [1, 4]}],
+        [{"offsets": [0, 0], "shape": [1, 1]}],
+        [{"offsets": [-1, 0], "shape": [3, 4]}],
+        [{"offsets": [10**9, 0], "shape": [3, 4]}],
+        [{"offsets": [0], "shape": [12]}],
+        [{"offsets": [0, 0], "shape": [2, 4]}] * 2,
+    ],
+)
+def test_shards_that_do_not_make_up_their_tensor_are_found(newest, shards):
+    tensors = json.loads((newest / "tensors.json").read_text())
+    tensors["model.1.weight"]["shards"] = [{"file": "rank-00000.safetensors", **shard} for shard in shards]
+    (newest / "tensors.json").write_text(json.dumps(tensors))
+    damages.forge(newest)
+    with pytest.raises(Damaged, match=r"'model.1.weight' in shards that do not make up its shape \(3, 4\)"):
+        read_tensors(newest)
+
+
 def test_a_checkpoint_whose_every_file_is_a_pickle_runs_nothing(newest, bomb):
     for name in [*damages.FILES, ".metadata"]:
         (newest / name).write_bytes(bomb.pickle)

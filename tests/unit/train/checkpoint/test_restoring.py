@@ -69,6 +69,15 @@ def test_a_file_with_another_tensor_than_is_said_of_it_is_refused(newest):
         load(newest, *build(), None)
 
 
+@pytest.mark.parametrize("other", [torch.ones(3, 4, dtype=torch.int32), torch.ones(1), torch.ones(3, 1)])
+def test_numbers_of_another_kind_are_neither_converted_nor_repeated(newest, other):
+    tensors = load_file(newest / "rank-00000.safetensors")
+    (newest / "rank-00000.safetensors").write_bytes(save(tensors | {"model.1.weight": other}))
+    damages.forge(newest)
+    with pytest.raises(UserError, match=f"The checkpoint {newest} cannot be read: "):
+        load(newest, *build(), None)
+
+
 def test_another_dtype_is_refused(newest):
     model, _ = build()
     model.double()
