@@ -12,6 +12,7 @@ import random
 import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,7 +75,7 @@ UNTRIED: frozenset[str] = frozenset()
 def cases(seed: int) -> Iterator[Case]:
     """All cases of settings, the same for a seed."""
     rng = random.Random(f"settings {seed}")
-    for case in [*_of_training(rng), *_of_options(), *_of_planning(rng)]:
+    for case in [*_of_training(rng), *_of_options(rng), *_of_planning(rng)]:
         if case.name not in UNTRIED:
             yield case
 
@@ -116,7 +117,7 @@ def _training_case(group: str, key: Key, value: Any, is_right: bool, beside: lis
     return Case(name, arguments, _verdict(name, is_right, value), says=re.escape(str(key[-1])))
 
 
-def _of_options() -> Iterator[Case]:
+def _of_options(rng: random.Random) -> Iterator[Case]:
     """Options of HF configs, by their bounds."""
     taken = {
         "backbone": ("num_hidden_layers", "num_attention_heads", "max_position_embeddings", "rms_norm_eps",
@@ -132,14 +133,14 @@ def _of_options() -> Iterator[Case]:
             bound = BOUNDS[option]
             step = 1 if bound.whole else 1e-6
             past = [bound.least - step if not bound.open else bound.least, bound.most + step]
-            for value in (*past, math.nan, -math.inf, HUGE, -1, 10**12, True, "word", [1]):
+            for value in (*past, *rng.sample((math.nan, -math.inf, HUGE, -1, 10**12, True, "word", [1]), 2)):
                 yield _training_case("options", ("model", *part.split("."), "config", option), value, False, [])
 
 
 def _of_planning(rng: random.Random) -> Iterator[Case]:
     seen = set()
     for leaf in leaves(PlanRecipe.model_json_schema(), NAMES):
-        tried = [(leaf.key, value, holds(leaf.node, value)) for value in values(leaf, rng, 2)]
+        tried = [(leaf.key, value, holds(leaf.node, value)) for value in values(leaf, rng)]
         if "properties" in leaf.node["anyOf"][0]:
             tried.append(((*leaf.key, "unknown_key"), 1, False))
         for key, value, is_right in tried:
@@ -164,8 +165,9 @@ def _write_job(key: Key, value: Any, folder: Path) -> None:
 
 def put(tables: Any, key: Key, value: Any) -> None:
     """Set a key, however deep, in tables and lists of them; what stands above it is made if it is not there."""
-    for part, following in zip(key, key[1:]):
+    for part, following in pairwise(key):
         if isinstance(part, int):
+            tables.extend([{}] * (part + 1 - len(tables)))
             tables = tables[part]
         else:
             tables = tables.setdefault(part, [{}] if following == 0 else {})

@@ -120,13 +120,13 @@ def _holds_table(node: Node, table: Mapping[str, Any], root: Node) -> bool:
     return True
 
 
-def values(leaf: Leaf, rng: random.Random, num_drawn: int = 3) -> list[Any]:
-    """What is tried at a key: around and at its bounds, nan, inf and huge numbers, and a few of other types, drawn."""
+def values(leaf: Leaf, rng: random.Random, num_drawn: int = 2) -> list[Any]:
+    """What is tried at a key: at its bounds and past them, nan, a huge number, and a few others, drawn."""
     numbers = [option for option in _options(leaf.node, leaf.node) if option.get("type") in ("integer", "number")]
     tried: list[Any] = []
     for node in numbers:
-        tried += [math.nan, math.inf, HUGE, -1, 0, *_around(node)]
-        tried += rng.sample([-math.inf, 10**12, 1.5, *_OF_NUMBERS], num_drawn)
+        tried += [math.nan, HUGE, *_around(node)]
+        tried += rng.sample([math.inf, -math.inf, -1, 0, 10**12, 1.5, *_OF_NUMBERS], num_drawn)
     if not numbers:
         tried += rng.sample(_OF_OTHERS, num_drawn)
         tried += [word for option in _options(leaf.node, leaf.node) for word in option.get("enum", ())]

@@ -15,6 +15,7 @@ import typer
 
 import motet
 from motet.core.errors import UserError
+from motet.core.limits import MAX_BATCHES, MAX_EXAMPLES, MAX_NODES, MAX_RANKS, MAX_RANKS_PER_NODE, MAX_SEED
 from motet.crash import ended
 
 app = typer.Typer(
@@ -26,14 +27,19 @@ app = typer.Typer(
 )
 
 
+(_UsageError,) = typer.BadParameter.__bases__
+"""Whatever is wrong with a command line. typer exports it by this one kind alone, and says it in a box of six lines."""
+
 ClusterOption = Annotated[
     str | None,
     typer.Option(
         metavar="DEVICE", help="What a recipe is for: h100, a40 ...; default: its [cluster], else cpu, this machine."
     ),
 ]
-NodesOption = Annotated[int | None, typer.Option(min=1, help="Nodes of the cluster.")]
-RanksPerNodeOption = Annotated[int | None, typer.Option(min=1, help="Devices of a node; default: as usual.")]
+NodesOption = Annotated[int | None, typer.Option(min=1, max=MAX_NODES, help="Nodes of the cluster.")]
+RanksPerNodeOption = Annotated[
+    int | None, typer.Option(min=1, max=MAX_RANKS_PER_NODE, help="Devices of a node; default: as usual.")
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Set a key of the recipe; repeatable. VALUE is TOML."),
@@ -124,6 +130,7 @@ def plan(
         int | None,
         typer.Option(
             min=1,
+            max=1000,
             metavar="K",
             help="Run real steps of the fastest K plans that training can run, on this machine or, under torchrun, on "
             "all its ranks; the fastest measured is the best.",
@@ -181,8 +188,8 @@ def simulate(
     trace: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a trace for Perfetto.")] = None,
     html: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a page to zoom and pan in.")] = None,
     png: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a picture.")] = None,
-    batches: Annotated[int, typer.Option(min=1, help="Batches drawn; the slowest is shown.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Of the batches drawn, and of the jitter.")] = 0,
+    batches: Annotated[int, typer.Option(min=1, max=MAX_BATCHES, help="Batches drawn; the slowest is shown.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the batches drawn, and of the jitter.")] = 0,
     jitter: Annotated[
         float, typer.Option(min=0, max=2, help="Spread of the time of each computation, as a share of it: stragglers.")
     ] = 0.0,
@@ -224,15 +231,17 @@ def analyze(
             metavar="RECIPE.toml|MANIFEST|LENGTHS.csv", help="A training job, its data alone, or a table of lengths."
         ),
     ],
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks that the load is to be balanced over.")] = 8,
+    ranks: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Ranks that the load is to be balanced over.")] = 8,
     batch_size: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Examples balanced together, over all ranks; default: a microbatch of the recipe, else 128."
+            min=1,
+            max=MAX_EXAMPLES,
+            help="Examples balanced together, over all ranks; default: a microbatch of the recipe, else 128.",
         ),
     ] = None,
-    batches: Annotated[int, typer.Option(min=1, help="Batches drawn for the expected loads.")] = 50,
-    seed: Annotated[int, typer.Option(min=0, help="Of the batches drawn.")] = 0,
+    batches: Annotated[int, typer.Option(min=1, max=MAX_BATCHES, help="Batches drawn for the expected loads.")] = 50,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the batches drawn.")] = 0,
     mix: Annotated[
         str, typer.Option(help="rows: draw rows as they come; even: each kind of example equally often.")
     ] = "rows",
@@ -275,7 +284,9 @@ def profile(
         Path | None, typer.Option(metavar="JSON", help="The file; default: profile.json in run.dir.")
     ] = None,
     overrides: SetOption = None,
-    seconds: Annotated[float, typer.Option(min=1, help="Time to measure layers for; a few rounds in any case.")] = 60,
+    seconds: Annotated[
+        float, typer.Option(min=1, max=86_400, help="Time to measure layers for; a few rounds in any case.")
+    ] = 60,
 ) -> None:
     """Time each kind of layer of a recipe's model on this device, alone or as every rank under torchrun."""
     from motet.train.profile import profile as run_profile
@@ -287,9 +298,11 @@ def profile(
 @app.command("demo-data")
 def demo_data(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write into; it is created.")],
-    num_train: Annotated[int, typer.Option(min=1, help="Training examples.")] = 16000,
-    num_heldout: Annotated[int, typer.Option(min=1, help="Held-out examples, of unseen images and voices.")] = 400,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same bytes.")] = 0,
+    num_train: Annotated[int, typer.Option(min=1, max=MAX_EXAMPLES, help="Training examples.")] = 16000,
+    num_heldout: Annotated[
+        int, typer.Option(min=1, max=MAX_EXAMPLES, help="Held-out examples, of unseen images and voices.")
+    ] = 400,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="The same seed writes the same bytes.")] = 0,
 ) -> None:
     """Write a small dataset of PNG images, WAV speech and text, with its manifests."""
     from rich.progress import Progress
@@ -321,12 +334,26 @@ def _check_arguments() -> None:
             raise UserError(f"The argument {argument!a} is not UTF-8; name it by whole characters.") from None
 
 
+def _run() -> None:
+    """Run the command that was given. Raises UserError for a command line that is wrong."""
+    try:
+        # What ends it early, as --help does, is returned as an exit code.
+        code = app(sys.argv[1:] or ["--help"], prog_name="motet", standalone_mode=False)
+    except _UsageError as error:
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "motet"
+        said = " ".join(error.format_message().split()).rstrip(".").replace(": Input should be", ": must be")
+        raise UserError(f"{command}: {said[:1].lower()}{said[1:]}; see `{command} --help`.") from None
+    if isinstance(code, int):
+        raise SystemExit(code)
+
+
 def main() -> None:
     """Run the command line. `motet/crash.py` says what the exit codes are, and what becomes of an error."""
     command = next((argument for argument in sys.argv[1:2] if not argument.startswith("-")), "")
     with ended(f"motet {command}".strip()):
         _check_arguments()
-        app()
+        _run()
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ _SURROUNDINGS = frozenset(
 def ended(command: str) -> Iterator[None]:
     """Run a command inside: whatever escapes it ends the process as this module says. command: its name."""
     threading.excepthook = _report_thread
+    _open_closed_streams()
     try:
         yield
     except BaseException as error:
@@ -164,6 +165,20 @@ def _leave(code: int, error: BaseException | None) -> None:
         # Threads may still be inside a collective: taking the interpreter, or the groups, down under them aborts.
         os._exit(code)
     sys.exit(code)
+
+
+def _open_closed_streams() -> None:
+    """What is written to a stream that was closed before the start vanishes, and goes to no file that is opened later
+    and is given the number of the stream.
+    """
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is not None:
+            continue
+        opened = os.open(os.devnull, os.O_RDWR)
+        if opened != descriptor:
+            os.dup2(opened, descriptor)
+            os.close(opened)
+        setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
 
 
 def silence(stream: object) -> None:

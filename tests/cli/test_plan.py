@@ -252,3 +252,21 @@ def test_what_cannot_be_measured(recipe, tmp_path, process_group, monkeypatch, c
     assert said == "--measure runs steps of the recipe's own data, so --workload cannot say other lengths."
     said = fails(monkeypatch, capsys, "plan", trained, "--measure", "1", "--pin", "strategy=chain")
     assert "training can run none of the" in said and "because of a pipeline" in said
+
+
+@pytest.mark.parametrize("closed", [(1,), (0, 1, 2)])
+def test_the_plan_is_written_where_nobody_reads_what_is_printed(recipe, tmp_path, closed):
+    close = "; ".join(f"os.close({descriptor})" for descriptor in closed)
+    start = f"import os, sys; {close}; os.execv(sys.executable, [sys.executable, '-m', 'motet', *sys.argv[1:]])"
+    command = [sys.executable, "-c", start, "plan", str(recipe), "--out", str(tmp_path / "p.json")]
+    assert subprocess.run(command, timeout=TIMEOUT_S, check=False).returncode == 0
+    assert (tmp_path / "p.json").is_file()
+
+
+def test_the_plan_is_written_where_its_reader_has_left(recipe, tmp_path):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "motet", "plan", str(recipe), "--out", str(tmp_path / "p.json")]
+    subprocess.run(command, stdout=writing, timeout=TIMEOUT_S, check=False)
+    os.close(writing)
+    assert (tmp_path / "p.json").is_file()

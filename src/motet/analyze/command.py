@@ -25,7 +25,7 @@ def analyze_command(
     num_workers: int = 2,
     html: Path | None = None,
 ) -> None:
-    """Analyse `source`, print the tables and, if `html` is given, write the page. Raises UserError."""
+    """Analyse `source`, write the page if `html` is given, and print the tables. Raises UserError."""
     # Progress goes to stderr, so that the tables can be piped.
     with Progress(console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("reading headers", total=1.0)
@@ -41,10 +41,11 @@ def analyze_command(
             num_workers=num_workers,
             progress=lambda _, share: bars.update(task, completed=share),
         )
-    print_analysis(found)
     if html is not None:
-        # Imported here: plotly takes a second, which a table need not wait for.
+        # Imported here: plotly takes a second, which a table alone need not wait for.
         from motet.analyze.page import write_html
 
         write_html(found, html)
+    print_analysis(found)
+    if html is not None:
         print(f"Wrote {html}.")

@@ -5,16 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from motet.core.errors import ArgumentError
+from motet.core.limits import (
+    MAX_NODES,
+    MAX_RANKS,
+    Bytes,
+    BytesPerSecond,
+    NumRanks,
+    OperationsPerSecond,
+    Seconds,
+)
 
 
 @dataclass(frozen=True)
 class Link:
     """What a message takes: bytes_per_s that a rank sends while it receives as much; latency_s of one message."""
 
-    bytes_per_s: float
-    latency_s: float
+    bytes_per_s: BytesPerSecond
+    latency_s: Seconds
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0:
@@ -33,9 +45,9 @@ class Device:
     """
 
     name: str
-    peak_flops: Mapping[str, float]
-    memory_bytes: int
-    memory_bytes_per_s: float
+    peak_flops: Mapping[str, OperationsPerSecond]
+    memory_bytes: Bytes
+    memory_bytes_per_s: BytesPerSecond
     overlaps: bool = True
 
     def __post_init__(self) -> None:
@@ -51,10 +63,17 @@ class Cluster:
     """num_nodes nodes of ranks_per_node ranks, a device each; rank r sits in node r // ranks_per_node."""
 
     device: Device
-    num_nodes: int
-    ranks_per_node: int
+    num_nodes: Annotated[int, Field(ge=1, le=MAX_NODES)]
+    ranks_per_node: NumRanks
     intra_node: Link
     inter_node: Link
+
+    def __post_init__(self) -> None:
+        if self.num_ranks > MAX_RANKS:
+            raise ArgumentError(
+                f"{self.num_nodes:,} nodes of {self.ranks_per_node:,} ranks are {self.num_ranks:,} ranks; there may be "
+                f"{MAX_RANKS:,}."
+            )
 
     @property
     def num_ranks(self) -> int:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from motet.core.cluster import Cluster
+from motet.core.limits import MAX_RANKS, Count, NumExamples, NumRanks
 from motet.core.spec import ModelSpec
 
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "data_parallel"]
 Order = Literal["given", "intra", "inter", "both"]
+Rank = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
 
 
 @dataclass(frozen=True)
@@ -35,16 +39,16 @@ class Unit:
     """
 
     name: str
-    stages: tuple[Mapping[str, int], ...]
-    first_rank: int = 0
-    dp: int = 1
-    pp: int = 1
-    tp: int = 1
-    cp: int = 1
+    stages: tuple[Mapping[str, Count], ...]
+    first_rank: Rank = 0
+    dp: NumRanks = 1
+    pp: NumRanks = 1
+    tp: NumRanks = 1
+    cp: NumRanks = 1
     replicated: tuple[str, ...] = ()
-    recompute: tuple[Mapping[str, int], ...] = ()
+    recompute: tuple[Mapping[str, Count], ...] = ()
     zero: Literal[0, 1, 2, 3] = 1
-    shard_size: int = 0
+    shard_size: Annotated[int, Field(ge=0, le=MAX_RANKS)] = 0
 
     @property
     def num_ranks(self) -> int:
@@ -64,7 +68,7 @@ class Fill:
             rank that it runs just before, in its compute stream, e.g. "2F5.1"; "" is the end of the step.
     """
 
-    rank: int
+    rank: Rank
     action: str
     before: str = ""
 
@@ -92,15 +96,15 @@ class Plan:
     model: ModelSpec
     cluster: Cluster
     units: tuple[Unit, ...]
-    batch_size: int
-    microbatch_size: int = 1
+    batch_size: NumExamples
+    microbatch_size: NumExamples = 1
     schedule: ScheduleKind = "1f1b"
     deferred_warmup: bool = False
     precision: str = "bf16"
     balance: Literal["off", "joint", "per_phase", "auto"] = "off"
     fills: tuple[Fill, ...] = field(default=())
     order: Order = "given"
-    microbatch_caps: Mapping[str, int] = field(default_factory=dict)
+    microbatch_caps: Mapping[str, Count] = field(default_factory=dict)
 
     def unit_of(self, module: str) -> Unit:
         """The unit that runs a module."""

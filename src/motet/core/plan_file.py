@@ -12,19 +12,19 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import math
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from motet.core.cluster import Cluster
 from motet.core.errors import ArgumentError, UserError
+from motet.core.limits import MAX_NODES, NumRanks
 from motet.core.plan import Plan
 from motet.core.spec import ModelSpec
 from motet.core.text_files import read_json
@@ -43,23 +43,13 @@ _NAMES = {
     "mapping_type": "a table",
     "dataclass_type": "a table",
 }
-_AT_LEAST_ONE = frozenset(
-    [
-        *("batch_size", "microbatch_size", "dp", "pp", "tp", "cp", "num_nodes", "ranks_per_node"),
-        *("count", "divisor", "output_width"),
-    ]
-)
-"""Keys whose number must be 1 or more; no number of a Plan is negative."""
-_AT_MOST = {"batch_size": 10**7, "num_nodes": 10**6, "ranks_per_node": 10**6, "count": 10**5}
-_MOST = 10**17
-"""Of whole numbers under other keys: bytes that are counted from them fit into 64 bits."""
 
 
 @dataclass(frozen=True)
 class _NamedCluster:
     device: str
-    num_nodes: int = 1
-    ranks_per_node: int | None = None
+    num_nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = 1
+    ranks_per_node: NumRanks | None = None
 
 
 class _OfPlan(BaseModel, extra="forbid", strict=True):
@@ -97,12 +87,6 @@ def read_plan(
     document = _parsed(Path(path))
     if document.pop("motet_plan", None) != _VERSION:
         raise UserError(f'{path} is no plan that this version reads: it must have "motet_plan": {_VERSION}.')
-    for key, number in _numbers(document, ()):
-        least = 1 if key[-1] in _AT_LEAST_ONE else 0
-        if not least <= number < math.inf:
-            raise UserError(f"{path}: '{_text(key)}' must be at least {least}, and finite, not {number}.")
-        if isinstance(number, int) and number > (most := _AT_MOST.get(str(key[-1]), _MOST)):
-            raise UserError(f"{path}: '{_text(key)}' must be at most {most:,}, not {number:,}.")
     model, cluster = document.get("model"), document.get("cluster")
     if isinstance(model, str):
         if model_at is None:
@@ -138,14 +122,6 @@ def _parsed(path: Path) -> dict[str, Any]:
     return document
 
 
-def _numbers(value: Any, key: Key) -> Iterator[tuple[Key, float]]:
-    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for part, entry in entries:
-        yield from _numbers(entry, (*key, part))
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        yield key, value
-
-
 def _fail(path: str | Path, errors: Sequence[ErrorDetails], root: type, prefix: Key) -> NoReturn:
     """An unknown key first: a misspelt one is often missing under its right name as well.
 
@@ -162,6 +138,10 @@ def _fail(path: str | Path, errors: Sequence[ErrorDetails], root: type, prefix: 
     if error["type"] == "value_error":
         raise UserError(f"{path}: '{name or 'plan'}' is wrong: {message}.")
     right = _NAMES.get(error["type"]) or message.removeprefix("Input should be ")
+    for kind, word, limit in (("greater_than_equal", "least", "ge"), ("less_than_equal", "most", "le")):
+        if error["type"] == kind:
+            bound = error["ctx"][limit]
+            right = f"at {word} {bound:{',' if isinstance(bound, int) else 'g'}}"
     given = "" if isinstance(error["input"], dict | list) else f", not {json.dumps(error['input'], default=str)}"
     raise UserError(f"{path}: '{name}' must be {right}{given}.")
 

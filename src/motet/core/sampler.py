@@ -34,7 +34,7 @@ _MOST_ITEMS = 1 << 27
 
 
 Amount = Annotated[int, Field(ge=0, le=_MOST)]
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
 class Distribution(BaseModel):
@@ -45,7 +45,7 @@ class Distribution(BaseModel):
     value: Amount | None = None
     choices: tuple[Amount, ...] = ()
     weights: tuple[Weight, ...] = ()
-    median: float | None = Field(default=None, gt=0, le=_MOST)
+    median: float | None = Field(default=None, ge=1e-6, le=_MOST)
     spread: float = Field(default=0.0, ge=0, le=10, description="standard deviation of the logarithm")
     min: Amount = 1
     max: Amount = _MOST
@@ -87,7 +87,7 @@ class Task(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    name: str
+    name: str = Field(min_length=1)
     text: Distribution
     share: float = Field(default=1.0, gt=0, le=1e9)
     answer: float = Field(default=1.0, ge=0, le=1)

@@ -32,6 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from motet.core.limits import MAX_HEADS, MAX_JOINED, MAX_LAYERS, MAX_MLP, MAX_VOCABULARY, MAX_WIDTH
 from motet.core.shapes import (
     BIASES,
+    Activation,
     Norm,
     Transformer,
     audio_encoder,
@@ -55,7 +56,7 @@ class _Layers(BaseModel):
     num_kv_heads: int = Field(0, ge=0, le=MAX_HEADS, description="0 is num_heads")
     head_dim: int = Field(0, ge=0, le=MAX_WIDTH, description="0 is hidden / num_heads")
     gated: bool = False
-    activation: str = "gelu"
+    activation: Activation = "gelu"
     norm: Norm = "layer"
     biases: tuple[str, ...] = BIASES
     qk_norm: bool = False

@@ -28,6 +28,7 @@ from motet.core.spec import Attention, Layer, ModelSpec, Module
 from motet.core.workload import BACKBONE
 
 Norm = Literal["layer", "rms", "rms_float32"]
+Activation = Literal["gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu"]
 
 BIASES = ("query", "key", "value", "output", "mlp")
 """The products of a transformer layer that may have a bias."""

@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from operator import or_
+from typing import Annotated
+
+from pydantic import Field
 
 from motet.core.errors import ArgumentError
+from motet.core.limits import Count, NumLayers, Parameters
 
 
 @dataclass(frozen=True)
@@ -26,11 +30,11 @@ class Attention:
     density:  the share of those pairs that a mask leaves.
     """
 
-    width: int
-    kv_width: int
+    width: Count
+    kv_width: Count
     causal: bool = False
-    window: int = 0
-    density: float = 1.0
+    window: Count = 0
+    density: Annotated[float, Field(ge=0, le=1)] = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.density <= 1:
@@ -53,13 +57,13 @@ class Layer:
     """
 
     kind: str
-    weights: int
-    parameters: int
-    output_width: int
-    saved_width: int
+    weights: Parameters
+    parameters: Parameters
+    output_width: Annotated[Count, Field(ge=1)]
+    saved_width: Count
     attention: Attention | None = None
-    divisor: int = 1
-    extra_rows: int = 0
+    divisor: Annotated[Count, Field(ge=1)] = 1
+    extra_rows: Count = 0
     trained: bool = True
     targets_only: bool = False
 
@@ -69,7 +73,7 @@ class Stack:
     """`count` layers, one after the other, that are alike."""
 
     layer: Layer
-    count: int = 1
+    count: NumLayers = 1
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from motet.core.cluster import Cluster, Device, Link
 from motet.core.errors import ArgumentError
+from motet.core.limits import MAX_NODES, MAX_RANKS_PER_NODE
 from motet.cost.cpu import measured_cpu
 
 PRECISIONS = ("fp8", "bf16", "fp16", "tf32", "fp32", "fp64")
@@ -109,8 +110,8 @@ class ClusterConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     device: str = Field(description=f"one of {', '.join(DEVICES)}; cpu is measured")
-    nodes: int = Field(1, gt=0, le=100_000)
-    ranks_per_node: int | None = Field(None, gt=0, le=1024)
+    nodes: int = Field(1, gt=0, le=MAX_NODES)
+    ranks_per_node: int | None = Field(None, gt=0, le=MAX_RANKS_PER_NODE)
     peak_tflops: dict[str, Rate] = Field(
         default_factory=dict, description=f"10^12 operations a second, dense, by precision: {', '.join(PRECISIONS)}"
     )

@@ -58,8 +58,10 @@ def plan_command(job: Job, pins: Pins, outputs: Outputs) -> None:
 
 
 def show_found(found: Found, outputs: Outputs) -> None:
-    """Print what was found, and write the best. Raises UserError as `plan_command` does."""
-    print_found(found)
+    """Write the best of what was found, and print all: a search is not lost where nobody reads standard output.
+
+    Raises UserError as `plan_command` does.
+    """
     best = found.best
     title = f"{found.job.model.name}: {best.candidate.strategy}, {best.candidate.what}, predicted"
     timeline = best.prediction.timeline
@@ -74,6 +76,7 @@ def show_found(found: Found, outputs: Outputs) -> None:
         from motet.planner.explain import write_explanation
 
         write_explanation(found, outputs.explanation)
+    print_found(found)
     print(f"\nWrote {', '.join(map(str, outputs.paths))}.")
 
 

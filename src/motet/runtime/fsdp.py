@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from motet.core.errors import UserError
+from motet.core.limits import MAX_RANKS
 from motet.runtime.mesh import Mesh
 from motet.runtime.stage import Model, is_trainable, modules_by_phase
 
@@ -32,7 +33,7 @@ class FSDPConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    shard_size: int | None = Field(default=None, ge=1)
+    shard_size: int | None = Field(default=None, ge=1, le=MAX_RANKS)
     param_dtype: Literal["float64", "float32", "bfloat16"] | None = None
     reduce_dtype: Literal["float64", "float32", "bfloat16"] | None = None
     reshard_after_forward: bool = True

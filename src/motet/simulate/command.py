@@ -24,7 +24,7 @@ class Outputs:
 
 
 def show_predictions(plan: Plan, predictions: Iterable[Prediction], outputs: Outputs, title: str) -> None:
-    """Print the tables and write the files, of the slowest of one or more predictions.
+    """Write the files and print the tables, of the slowest of one or more predictions.
 
     title: of page and picture. Raises UserError for a file that cannot be written.
     """
@@ -34,10 +34,6 @@ def show_predictions(plan: Plan, predictions: Iterable[Prediction], outputs: Out
         if not steps_s or each.step_s > max(steps_s):
             prediction = each
         steps_s.append(each.step_s)
-    print_prediction(plan, prediction)
-    if len(steps_s) > 1:
-        mean, most = shown_seconds(sum(steps_s) / len(steps_s)), shown_seconds(prediction.step_s)
-        print(f"\nOf {len(steps_s)} batches, a step takes {mean} in the mean, and {most} in the slowest, shown here.")
     if outputs.trace is not None:
         try:
             prediction.timeline.write_chrome_trace(outputs.trace)
@@ -51,6 +47,10 @@ def show_predictions(plan: Plan, predictions: Iterable[Prediction], outputs: Out
         from motet.simulate.picture import write_png
 
         write_png(prediction.timeline, outputs.png, title=title, note=rows_in_words(plan))
+    print_prediction(plan, prediction)
+    if len(steps_s) > 1:
+        mean, most = shown_seconds(sum(steps_s) / len(steps_s)), shown_seconds(prediction.step_s)
+        print(f"\nOf {len(steps_s)} batches, a step takes {mean} in the mean, and {most} in the slowest, shown here.")
     for written in (outputs.trace, outputs.html, outputs.png):
         if written is not None:
             print(f"Wrote {written}.")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from motet.core.errors import JointUserError, UserError
 from motet.core.example import Media, TokenSequence
+from motet.core.limits import MAX_EXAMPLES, MAX_STEPS
 from motet.core.workload import home_ranks
 from motet.data.dataset import Dataset
 from motet.data.decode import Decoder
@@ -41,11 +42,13 @@ class EvaluateConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    every_steps: int = Field(0, ge=0, description="steps between evaluations; 0 evaluates at the end only")
-    batch_size: int = Field(32, gt=0, le=10**6, description="examples decoded at a time, over all ranks")
+    every_steps: int = Field(
+        0, ge=0, le=MAX_STEPS, description="steps between evaluations; 0 evaluates at the end only"
+    )
+    batch_size: int = Field(32, gt=0, le=MAX_EXAMPLES, description="examples decoded at a time, over all ranks")
     max_new_tokens: int = Field(32, gt=0, le=10**6, description="longest answer, in tokens")
-    max_examples: int | None = Field(None, gt=0, description="evaluate on the first so many; all by default")
-    num_samples: int = Field(12, ge=0, description="answers shown in the report")
+    max_examples: int | None = Field(None, gt=0, le=10**9, description="evaluate on the first so many; all by default")
+    num_samples: int = Field(12, ge=0, le=10_000, description="answers shown in the report")
 
 
 @dataclass(frozen=True)

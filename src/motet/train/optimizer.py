@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from motet.core.limits import MAX_STEPS
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -28,7 +30,7 @@ class OptimizerConfig(BaseModel):
     eps: float = Field(1e-8, ge=1e-15, le=1, description="added to the root of the second moment")
     weight_decay: float = Field(0.1, ge=0, le=1000, description="on matrices; never on norms, biases and embeddings")
     clip_norm: float = Field(1.0, gt=0, allow_inf_nan=True, description="largest global gradient norm; inf never clips")
-    warmup_steps: int = Field(0, ge=0, description="steps in which the rate rises linearly to its peak")
+    warmup_steps: int = Field(0, ge=0, le=MAX_STEPS, description="steps in which the rate rises linearly to its peak")
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     final_lr_ratio: float = Field(0.1, ge=0, le=1, description="rate of the last step over the peak rate")
 

@@ -27,6 +27,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from motet.core.errors import UserError
+from motet.core.limits import MAX_EXAMPLES
 from motet.core.sampler import Sampler
 from motet.core.shape_tables import ModelShapes
 from motet.core.spec import ModelSpec
@@ -44,7 +45,7 @@ class PlannedRun(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    batch_size: int = Field(gt=0, description="examples of a step, over all ranks and microbatches")
+    batch_size: int = Field(gt=0, le=MAX_EXAMPLES, description="examples of a step, over all ranks and microbatches")
 
 
 class PlanRecipe(BaseModel):

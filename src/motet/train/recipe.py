@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from motet.core.errors import UserError
+from motet.core.limits import MAX_EXAMPLES, MAX_SEED, MAX_STEPS
 from motet.cost.catalogue import ClusterConfig
 from motet.data.audio import AudioTransform
 from motet.data.config import DataConfig
@@ -37,11 +38,10 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     dir: Path = Field(description="folder for metrics, checkpoints and the report")
-    # A step is decided in memory, and a position in the data is 64 bits: far beyond every run, and short of both.
-    steps: int = Field(gt=0, le=10**9, description="optimizer steps of the whole run")
-    batch_size: int = Field(gt=0, le=10**6, description="examples of a step, over all ranks and microbatches")
-    microbatches: int = Field(1, gt=0, le=10**6, description="parts of a batch whose gradients are accumulated")
-    seed: int = Field(0, ge=0, le=2**63 - 1, description="of weights and dropout; data.seed orders the examples")
+    steps: int = Field(gt=0, le=MAX_STEPS, description="optimizer steps of the whole run")
+    batch_size: int = Field(gt=0, le=MAX_EXAMPLES, description="examples of a step, over all ranks and microbatches")
+    microbatches: int = Field(1, gt=0, le=MAX_EXAMPLES, description="parts of a batch whose gradients are accumulated")
+    seed: int = Field(0, ge=0, le=MAX_SEED, description="of weights and dropout; data.seed orders the examples")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "float64"] = Field("float32", description="of parameters and optimizer state")
     on_bad_step: Literal["stop", "skip"] = Field(

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from motet.core.errors import JointUserError
+from motet.core.limits import MAX_STEPS
 from motet.train.checkpoint.contents import File, Progress, State, StoredTensor, complete, name_of
 from motet.train.checkpoint.folder import clear_unfinished, publish
 from motet.train.checkpoint.state import tensors_of
@@ -32,8 +33,8 @@ class CheckpointConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    every_steps: int = Field(0, ge=0, description="steps between checkpoints; 0 writes only the last one")
-    keep: int = Field(2, gt=0, description="how many of the latest checkpoints stay")
+    every_steps: int = Field(0, ge=0, le=MAX_STEPS, description="steps between checkpoints; 0 writes only the last one")
+    keep: int = Field(2, gt=0, le=MAX_STEPS, description="how many of the latest checkpoints stay")
 
 
 class Checkpointer:
