@@ -41,7 +41,7 @@ def write_inputs(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Base:
-    """A command line that is right. untried: its options that cannot be tried alone."""
+    """A command line that is right, and its files."""
 
     arguments: tuple[str, ...]
     prepare: Callable[[Path], None] = write_inputs
@@ -51,7 +51,7 @@ PLANNED = ("plan", "{folder}/job.toml", "--out", "{folder}/out.json")
 BASES: Mapping[str, Base] = {
     "train": Base((*TRAIN, "--set", "run.dir={folder}/run")),
     "plan": Base(PLANNED),
-    "simulate": Base(("simulate", "{folder}/plan.json", "--workload", "{folder}/sampler.toml")),
+    "simulate": Base(("simulate", "{shared}/recipe.toml", "--cluster", "a40")),
     "analyze": Base(("analyze", "{folder}/lengths.csv", "--ranks", "2", "--batch-size", "4", "--batches", "2")),
     "profile": Base(("profile", "{shared}/recipe.toml", "--seconds", "1", "--out", "{folder}/profile.json")),
     "demo-data": Base(("demo-data", "{folder}/demo", "--num-train", "1", "--num-heldout", "1")),
@@ -88,9 +88,9 @@ TOGETHER: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("--measure", "1000000"),
     ),
     "simulate": (
-        ("--nodes", "2"),
-        ("--cluster", "h100"),
-        ("--set", "run.steps=1"),
+        ("--nodes", "100000", "--ranks-per-node", "1024"),
+        ("--set", "run.batch_size=1000000", "--nodes", "100000"),
+        ("--workload", "{folder}/plan.json"),
     ),
     "demo-data": (("--num-train", "1000000000", "--num-heldout", "1000000000"),),
     "train": (("--resume", "never", "--resume", "sometimes"), ("extra",)),
@@ -100,7 +100,21 @@ TOGETHER: Mapping[str, tuple[tuple[str, ...], ...]] = {
 Verdict = Literal["refuse", "accept"]
 DECIDED: Mapping[str, Verdict] = {}
 """By the name of a case, what more than the type and the bounds of an option decides."""
-UNTRIED: frozenset[str] = frozenset()
+UNTRIED: frozenset[str] = frozenset(
+    (
+        # Right, and takes longer than a case may.
+        "simulate/options/--batches 10000",
+        "analyze/options/--batches 10000",
+        "profile/options/--seconds 86400",
+        "profile/options/--seconds 1000.0",
+        "profile/options/--seconds 1e3",
+        "demo-data/options/--num-train 1000000",
+        "demo-data/options/--num-heldout 1000000",
+        "plan/options/--measure 10",
+        "plan/options/--measure 1000",
+        "plan/options/--measure 1",
+    )
+)
 
 
 def cases(seed: int) -> Iterator[Case]:

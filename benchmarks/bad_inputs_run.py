@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import json
 import os
 import re
@@ -243,6 +244,7 @@ def _serve() -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # A child that looks for garbage among all that was imported takes a second, and copies its pages.
     for line in sys.stdin:
         job = json.loads(line)
         sys.stdout.flush()

@@ -195,6 +195,10 @@ def simulate(
     ] = 0.0,
 ) -> None:
     """Predict a step of a plan or a recipe before any GPU is hired: time, throughput, MFU, memory, bubbles."""
+    from motet.simulate.command import Outputs, show_predictions
+
+    outputs = Outputs(trace, html, png)
+    outputs.check()
     if plan.suffix == ".toml":
         from motet.train.plan_cluster import GivenCluster
         from motet.train.plan_job import Given
@@ -203,7 +207,7 @@ def simulate(
         given = Given(GivenCluster(cluster, nodes, ranks_per_node), workload, profile)
         read, job = read_recipe_as_plan(plan, overrides or (), given)
         lengths, cost, balancing = job.workload, job.cost, job.balancing
-    elif cluster or nodes or ranks_per_node or overrides:
+    elif overrides or any(each is not None for each in (cluster, nodes, ranks_per_node)):
         raise UserError(
             f"--cluster, --nodes, --ranks-per-node and --set are for a recipe; {plan} is a plan, which says all that "
             "itself."
@@ -215,12 +219,11 @@ def simulate(
 
         read, lengths = read_plan_and_workload(plan, workload)
         cost, balancing = cost_model(read.cluster, read.precision, profile), by_operations
-    from motet.simulate.command import Outputs, show_predictions
     from motet.simulate.predict import predictions
 
     _collect_seldom()
     found = predictions(read, lengths, cost, batches, seed=seed, jitter=jitter, balancing=balancing)
-    show_predictions(read, found, Outputs(trace, html, png), title=f"{plan.stem}, predicted")
+    show_predictions(read, found, outputs, title=f"{plan.stem}, predicted")
 
 
 @app.command()
@@ -268,7 +271,7 @@ def analyze(
     analyze_command(
         subject,
         num_ranks=ranks,
-        batch_size=batch_size or examples,
+        batch_size=examples if batch_size is None else batch_size,
         num_batches=batches,
         seed=seed,
         mix=mix,

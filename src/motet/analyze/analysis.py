@@ -19,6 +19,8 @@ from motet.core.errors import UserError
 from motet.data.index_build import Progress
 
 TEXT, SEQUENCE = "text", "sequence"
+_MAX_DRAWN = 10**7
+"""Examples of all batches that are drawn, and loads of ranks that are kept of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +103,11 @@ def analyze(
     for name, value in (("num_ranks", num_ranks), ("batch_size", batch_size), ("num_batches", num_batches)):
         if value < 1:
             raise UserError(f"{name} is {value}, but must be at least 1")
+    if num_batches * max(batch_size, num_ranks) > _MAX_DRAWN:
+        raise UserError(
+            f"{num_batches:,} batches of {batch_size:,} examples on {num_ranks:,} ranks are too many to draw: batches "
+            f"times examples, and batches times ranks, may be {_MAX_DRAWN:,}."
+        )
     if isinstance(source, Subject):
         subject = source
     else:

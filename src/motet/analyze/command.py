@@ -10,6 +10,7 @@ from rich.progress import Progress
 from motet.analyze.analysis import Subject, analyze
 from motet.analyze.loads import Mix
 from motet.analyze.report import print_analysis
+from motet.core.files import check_output
 
 
 def analyze_command(
@@ -26,6 +27,8 @@ def analyze_command(
     html: Path | None = None,
 ) -> None:
     """Analyse `source`, write the page if `html` is given, and print the tables. Raises UserError."""
+    if html is not None:
+        check_output(html)
     # Progress goes to stderr, so that the tables can be piped.
     with Progress(console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("reading headers", total=1.0)

@@ -1,4 +1,6 @@
-"""Opening the files that a user names: regular files only, so that nothing waits for a pipe or reads a device."""
+"""The files that a user names: regular ones are read, so that nothing waits for a pipe or reads a device; written is
+where a file can be.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ import os
 import stat
 from pathlib import Path
 from typing import IO
+
+from motet.core.errors import UserError
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -40,3 +44,18 @@ def open_regular(path: str | Path) -> IO[bytes]:
         raise IrregularFile(errno.EINVAL, f"is {kind}, not a regular file", str(path))
     # Not blocking: should it become a pipe after all, opening does not wait for a writer.
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+
+
+def check_output(path: Path) -> None:
+    """Raises UserError where no file can be written, as far as is known before anything is computed for it."""
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"{path} cannot be written: there is no folder {path.parent}.")
+    try:
+        kind = irregular_kind(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}.") from error
+    # Who writes into a pipe waits for its reader. A device takes what it is given, as /dev/null does.
+    if kind not in (None, "a device"):
+        raise UserError(f"{path} cannot be written: it is {kind.replace('directory', 'folder')}; name a file.")

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from motet.core.errors import UserError
+from motet.core.files import check_output
 from motet.core.plan_file import write_plan
 from motet.planner.candidate import Pins
 from motet.planner.job import Job
@@ -39,12 +40,9 @@ class Outputs:
         return [path for path in (self.plan, self.png, self.html, self.explanation) if path is not None]
 
     def check(self) -> None:
-        """Raises UserError for a file in a folder that there is not, and for two files at one place."""
+        """Raises UserError for what cannot be written, and for two files at one place."""
         for path in self.paths:
-            if not path.absolute().parent.is_dir():
-                raise UserError(f"{path} cannot be written: there is no folder {path.parent}.")
-            if path.is_dir():
-                raise UserError(f"{path} cannot be written: it is a folder; name a file.")
+            check_output(path)
             if self.paths.count(path) > 1:
                 raise UserError(f"{path} cannot be written: two of --out, --png, --html and --explain name it.")
 

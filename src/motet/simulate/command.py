@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from motet.core.errors import UserError
+from motet.core.files import check_output
 from motet.core.plan import Plan
 from motet.simulate.drawing import shown_seconds
 from motet.simulate.plan_words import rows_in_words
@@ -21,6 +22,12 @@ class Outputs:
     trace: Path | None = None
     html: Path | None = None
     png: Path | None = None
+
+    def check(self) -> None:
+        """Raises UserError for what cannot be written."""
+        for path in (self.trace, self.html, self.png):
+            if path is not None:
+                check_output(path)
 
 
 def show_predictions(plan: Plan, predictions: Iterable[Prediction], outputs: Outputs, title: str) -> None:

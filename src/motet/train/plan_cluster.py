@@ -29,7 +29,7 @@ def cluster_of(path: Path, stated: ClusterConfig | None, given: GivenCluster, de
 
     Raises UserError for a device that is not in the catalogue, or that nothing names.
     """
-    device = given.device or (default if stated is None else None)
+    device = default if given.device is None and stated is None else given.device
     if stated is None and device is None:
         raise UserError(
             f"{path} has no [cluster], so --cluster must name the device to plan for, and --nodes how many."

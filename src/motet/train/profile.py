@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from motet.core.files import check_output
 from motet.core.spec import ModelSpec
 from motet.cost.profile import PROFILE_FILE, MessageTimes, ModuleTimes, OptimizerTimes, Profile
 from motet.data.text import ChatTokenizer
@@ -52,6 +53,8 @@ def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: floa
     """
     with join_world(recipe.run.device) as world:
         with world.together():
+            if out is not None and world.is_first:
+                check_output(out)
             vocab_size = ChatTokenizer.from_directory(recipe.data.tokenizer).vocabulary_size
             model = _build(recipe, vocab_size, compute_dtype(recipe), world.device)
             sharded = _build(recipe, vocab_size, recipe.run.dtype, world.device)
