@@ -153,7 +153,7 @@ def test_a_recipe_with_a_number_of_thousands_of_digits(job, capsys, monkeypatch)
     assert "has a number of more than 4,300 digits" in said
     path = job.with_name("long.toml")
     path.write_text("[run]\nsteps = " + "1" * 5000)
-    assert run(capsys, monkeypatch, "train", path) == f"{path}: has a number of more than 4,300 digits"
+    assert run(capsys, monkeypatch, "train", path) == f"{path}: has a number of more than 4,300 digits."
 
 
 def test_a_real_process_says_one_sentence_and_exits_with_2(job):
