@@ -334,7 +334,10 @@ def _check_arguments() -> None:
     """
     for number, argument in enumerate(sys.argv[1:], start=1):
         if not argument:
-            raise UserError(f"motet: argument {number} is empty; give it a value, or leave it and its option out.")
+            raise UserError(
+                f"motet: the argument after {sys.argv[number - 1] if number > 1 else 'motet'!r} is empty; give it a value, "
+                "or leave it and its option out."
+            )
         try:
             argument.encode()
         except UnicodeEncodeError:
