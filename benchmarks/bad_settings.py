@@ -116,8 +116,16 @@ def cases(seed: int) -> Iterator[Case]:
 
 def _verdict(name: str, is_right: bool, value: Any) -> Verdict:
     right = is_right and value not in (HUGE, "")
-    decided = (verdict for pattern, verdict in DECIDED if re.match(pattern, name))
-    return next(decided, "accept" if right else "refuse")
+    return _decided(name) or ("accept" if right else "refuse")
+
+
+def _decided(name: str) -> Verdict | None:
+    return next((verdict for pattern, verdict in DECIDED if re.match(pattern, name)), None)
+
+
+def _says(name: str, key: Key) -> str:
+    """The sentence names the key, where it is the key alone that is wrong."""
+    return "" if _decided(name) else re.escape(next(str(part) for part in reversed(key) if part != 0))
 
 
 def _training_schema() -> dict[str, Any]:
@@ -149,7 +157,7 @@ def _training_case(group: str, key: Key, value: Any, is_right: bool, beside: lis
     name = f"train/{group}/{dotted}={label(value)}"
     sets = ["run.dir={folder}/run", *beside, f"{dotted}={_toml(value)}"]
     arguments = (*TRAIN, *(word for each in sets for word in ("--set", each)))
-    return Case(name, arguments, _verdict(name, is_right, value), says=re.escape(str(key[-1])))
+    return Case(name, arguments, _verdict(name, is_right, value), says=_says(name, key))
 
 
 def _of_options(rng: random.Random) -> Iterator[Case]:
@@ -188,8 +196,7 @@ def _of_planning(rng: random.Random) -> Iterator[Case]:
 def planning_case(name: str, key: Key, value: Any, verdict: Verdict) -> Case:
     """`motet plan` of JOB with one key set."""
     arguments = ("plan", "{folder}/job.toml", "--out", "{folder}/plan.json")
-    says = next(str(part) for part in reversed(key) if part != 0)
-    return Case(name, arguments, verdict, functools.partial(_write_job, key, value), re.escape(says))
+    return Case(name, arguments, verdict, functools.partial(_write_job, key, value), _says(name, key))
 
 
 def _write_job(key: Key, value: Any, folder: Path) -> None:
