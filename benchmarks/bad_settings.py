@@ -84,6 +84,8 @@ DECIDED: tuple[tuple[str, Verdict], ...] = (
     (r"train/.*encoders\.image\.family=(?!\"qwen2_vl\")", "refuse"),
     (r'train/.*balance\.(cost="profile"|profile=|phases=\[)', "refuse"),
     # What the rows of the encoders are, the transforms must give.
+    (r"train/.*transforms\.(image\.temporal_patch_size=1|audio\.sampling_rate=1000)$", "accept"),
+    (r'train/.*data\.index_folder=""$', "accept"),
     (r"train/.*transforms\.image\.(patch_size|merge_size|channels|temporal_patch_size|fixed_size)=", "refuse"),
     (r"train/.*transforms\.audio\.(num_mels|n_fft|hop_length|sampling_rate)=", "refuse"),
     (r"train/.*transforms\.image\.max_pixels_side=1$", "refuse"),
@@ -96,7 +98,7 @@ DECIDED: tuple[tuple[str, Verdict], ...] = (
 """What more than the schema decides, by a regular expression of the name; the first that matches."""
 UNTRIED = (
     # Right, and planned for longer than a case may take.
-    r"plan/.*num_layers=1024$",
+    r"plan/.*(num_layers=1024|batch_size=1000000)$",
     # Right, and trained for longer; hundreds of processes; a device that not every machine has.
     r"train/.*run\.(steps=1000000000|batch_size=1000000|device=\"cuda\")$",
     r"train/.*data\.num_workers=256$",
