@@ -84,7 +84,11 @@ DECIDED: tuple[tuple[str, Verdict], ...] = (
     (r"train/.*encoders\.image\.family=(?!\"qwen2_vl\")", "refuse"),
     (r'train/.*balance\.(cost="profile"|profile=|phases=\[)', "refuse"),
     # What the rows of the encoders are, the transforms must give.
-    (r"train/.*transforms\.(image\.temporal_patch_size=1|audio\.sampling_rate=1000)$", "accept"),
+    (r"train/.*transforms\.(image\.temporal_patch_size=1|audio\.(sampling_rate=1000|n_fft=16384))$", "accept"),
+    # It never clips.
+    (r"train/.*optimizer\.clip_norm=(10\*\*30|Infinity)$", "accept"),
+    # Devices and precisions that there are not.
+    (r"(train|plan)/.*cluster\.(device|peak_tflops)=", "refuse"),
     (r'train/.*data\.index_folder=""$', "accept"),
     (r"train/.*transforms\.image\.(patch_size|merge_size|channels|temporal_patch_size|fixed_size)=", "refuse"),
     (r"train/.*transforms\.audio\.(num_mels|n_fft|hop_length|sampling_rate)=", "refuse"),
