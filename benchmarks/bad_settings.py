@@ -73,6 +73,7 @@ DECIDED: tuple[tuple[str, Verdict], ...] = (
     # One of value, choices and median: the job's own text has a median, its items a value.
     (r"plan/.*(length|count)\.(choices|weights|median)\b", "refuse"),
     (r"plan/.*text\.(choices|weights|value)\b", "refuse"),
+    (r"plan/.*(length|count)\.(min|max|spread)=", "refuse"),
     (r"plan/.*\.max=0$", "refuse"),
     # Lengths of billions of tokens fit nowhere, and a task without items has no image for its encoder.
     (r"plan/.*(value|median|min)=4294967296(\.0)?$", "refuse"),
