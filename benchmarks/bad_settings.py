@@ -105,7 +105,7 @@ UNTRIED = (
     # Right, and planned for longer than a case may take.
     r"plan/.*(num_layers=1024|batch_size=1000000)$",
     # Right, and trained for longer; hundreds of processes; a device that not every machine has.
-    r"train/.*run\.(steps=1000000000|batch_size=1000000|device=\"cuda\")$",
+    r"train/.*run\.(steps=10\*\*9|batch_size=1000000|device=\"cuda\")$",
     r"train/.*data\.num_workers=256$",
     # Relative to the recipe, and so in the folder that cases share.
     r'train/.*(run\.dir|index_folder)="unknown word"$',
