@@ -99,6 +99,8 @@ TOGETHER: Mapping[str, tuple[tuple[str, ...], ...]] = {
 
 Verdict = Literal["refuse", "accept"]
 DECIDED: Mapping[str, Verdict] = {
+    # 800,000 ranks.
+    "plan/together/1: --cluster h100 --nodes 100000": "accept",
     # Six examples are not dealt out evenly to so many ranks.
     "simulate/options/--nodes 10": "refuse",
     "simulate/options/--nodes 100000": "refuse",

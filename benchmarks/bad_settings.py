@@ -73,6 +73,7 @@ DECIDED: tuple[tuple[str, Verdict], ...] = (
     # One of value, choices and median: the job's own text has a median, its items a value.
     (r"plan/.*(length|count)\.(choices|weights|median)\b", "refuse"),
     (r"plan/.*text\.(choices|weights|value)\b", "refuse"),
+    (r"plan/.*(length|count)\.(min|max|spread)=", "refuse"),
     (r"plan/.*\.max=0$", "refuse"),
     # Lengths of billions of tokens fit nowhere, and a task without items has no image for its encoder.
     (r"plan/.*(value|median|min)=4294967296(\.0)?$", "refuse"),
@@ -84,6 +85,12 @@ DECIDED: tuple[tuple[str, Verdict], ...] = (
     (r"train/.*encoders\.image\.family=(?!\"qwen2_vl\")", "refuse"),
     (r'train/.*balance\.(cost="profile"|profile=|phases=\[)', "refuse"),
     # What the rows of the encoders are, the transforms must give.
+    (r"train/.*transforms\.(image\.temporal_patch_size=1|audio\.(sampling_rate=1000|n_fft=16384))$", "accept"),
+    # It never clips.
+    (r"train/.*optimizer\.clip_norm=(10\*\*30|Infinity)$", "accept"),
+    # Devices and precisions that there are not.
+    (r"(train|plan)/.*cluster\.(device|peak_tflops)=", "refuse"),
+    (r'train/.*data\.index_folder=""$', "accept"),
     (r"train/.*transforms\.image\.(patch_size|merge_size|channels|temporal_patch_size|fixed_size)=", "refuse"),
     (r"train/.*transforms\.audio\.(num_mels|n_fft|hop_length|sampling_rate)=", "refuse"),
     (r"train/.*transforms\.image\.max_pixels_side=1$", "refuse"),
@@ -96,9 +103,9 @@ DECIDED: tuple[tuple[str, Verdict], ...] = (
 """What more than the schema decides, by a regular expression of the name; the first that matches."""
 UNTRIED = (
     # Right, and planned for longer than a case may take.
-    r"plan/.*num_layers=1024$",
+    r"plan/.*(num_layers=1024|batch_size=1000000)$",
     # Right, and trained for longer; hundreds of processes; a device that not every machine has.
-    r"train/.*run\.(steps=1000000000|batch_size=1000000|device=\"cuda\")$",
+    r"train/.*run\.(steps=10\*\*9|batch_size=1000000|device=\"cuda\")$",
     r"train/.*data\.num_workers=256$",
     # Relative to the recipe, and so in the folder that cases share.
     r'train/.*(run\.dir|index_folder)="unknown word"$',
@@ -116,8 +123,16 @@ def cases(seed: int) -> Iterator[Case]:
 
 def _verdict(name: str, is_right: bool, value: Any) -> Verdict:
     right = is_right and value not in (HUGE, "")
-    decided = (verdict for pattern, verdict in DECIDED if re.match(pattern, name))
-    return next(decided, "accept" if right else "refuse")
+    return _decided(name) or ("accept" if right else "refuse")
+
+
+def _decided(name: str) -> Verdict | None:
+    return next((verdict for pattern, verdict in DECIDED if re.match(pattern, name)), None)
+
+
+def _says(name: str, key: Key) -> str:
+    """The sentence names the key, where it is the key alone that is wrong."""
+    return "" if _decided(name) else re.escape(next(str(part) for part in reversed(key) if part != 0))
 
 
 def _training_schema() -> dict[str, Any]:
@@ -149,7 +164,7 @@ def _training_case(group: str, key: Key, value: Any, is_right: bool, beside: lis
     name = f"train/{group}/{dotted}={label(value)}"
     sets = ["run.dir={folder}/run", *beside, f"{dotted}={_toml(value)}"]
     arguments = (*TRAIN, *(word for each in sets for word in ("--set", each)))
-    return Case(name, arguments, _verdict(name, is_right, value), says=re.escape(str(key[-1])))
+    return Case(name, arguments, _verdict(name, is_right, value), says=_says(name, key))
 
 
 def _of_options(rng: random.Random) -> Iterator[Case]:
@@ -188,8 +203,7 @@ def _of_planning(rng: random.Random) -> Iterator[Case]:
 def planning_case(name: str, key: Key, value: Any, verdict: Verdict) -> Case:
     """`motet plan` of JOB with one key set."""
     arguments = ("plan", "{folder}/job.toml", "--out", "{folder}/plan.json")
-    says = next(str(part) for part in reversed(key) if part != 0)
-    return Case(name, arguments, verdict, functools.partial(_write_job, key, value), re.escape(says))
+    return Case(name, arguments, verdict, functools.partial(_write_job, key, value), _says(name, key))
 
 
 def _write_job(key: Key, value: Any, folder: Path) -> None:

@@ -334,7 +334,8 @@ def _check_arguments() -> None:
     """
     for number, argument in enumerate(sys.argv[1:], start=1):
         if not argument:
-            raise UserError(f"motet: argument {number} is empty; give it a value, or leave it and its option out.")
+            before = repr(sys.argv[number - 1]) if number > 1 else "motet"
+            raise UserError(f"motet: the argument after {before} is empty; give it a value, or leave it out.")
         try:
             argument.encode()
         except UnicodeEncodeError:

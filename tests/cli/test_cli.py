@@ -50,7 +50,7 @@ def test_an_unknown_command_exits_with_2_and_no_traceback():
         (["analyze", "a.csv", "--batch-size", "1000000"], "50 batches of 1,000,000 examples on 8 ranks are too many"),
         (["simulate", "a.json", "--batches", "1000000000"], "'--batches': must be less than or equal to 10000"),
         (["simulate", "a.json", "--seed", str(10**30)], "'--seed': must be less than or equal to 9223372036854775807"),
-        (["simulate", "a.json", "--cluster", ""], "--cluster, --nodes, --ranks-per-node and --set are for a recipe"),
+        (["simulate", "a.json", "--cluster", ""], "the argument after '--cluster' is empty; give it a value"),
         (
             ["simulate", "a.json", "--html", "absent/a.html"],
             "absent/a.html cannot be written: there is no folder absent",

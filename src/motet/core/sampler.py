@@ -58,6 +58,9 @@ class Distribution(BaseModel):
             raise ValueError("must have as many weights as choices")
         if self.weights and not sum(self.weights) > 0:
             raise ValueError("must have a weight above 0")
+        stray = sorted({"spread", "min", "max"} & self.model_fields_set)
+        if stray and self.median is None:
+            raise ValueError(f"has {stray[0]}, which has no effect without median")
         if self.min > self.max:
             raise ValueError("has min above max")
         return self

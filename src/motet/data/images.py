@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
+_MAX_ROWS = 2**20
+"""Of every image: more would fill the memory with what a slip of the hand asks for."""
+
+
 @dataclass(frozen=True)
 class ImageTransform:
     """What an image becomes before its encoder; the options are these fields, unknown ones are refused.
@@ -79,6 +83,11 @@ class ImageTransform:
         if self.fixed_size is not None and self.fixed_size % self.block:
             raise ValueError(
                 f"fixed_size is {self.fixed_size}, but must be a multiple of patch_size * merge_size = {self.block}"
+            )
+        if self.fixed_size is not None and (rows := (self.fixed_size // self.patch_size) ** 2) > _MAX_ROWS:
+            raise ValueError(
+                f"fixed_size = {self.fixed_size} and patch_size = {self.patch_size} make {rows:,} patches of an image; "
+                f"there may be {_MAX_ROWS:,}"
             )
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) not in (1, self.channels):

@@ -49,7 +49,7 @@ class EncoderConfig(BaseModel):
     config: dict[str, Any] = Field(default_factory=dict)
     path: Path | None = None
     feature_layer: int | None = None
-    module: str | None = None
+    module: str | None = Field(default=None, min_length=1)
     args: dict[str, Any] = Field(default_factory=dict)
     projector: ProjectorConfig = Field(default_factory=ProjectorConfig)
     train_encoder: bool = True

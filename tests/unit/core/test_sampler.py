@@ -55,6 +55,8 @@ def test_a_seed_gives_the_same_examples(path):
         ("task = []", "task: "),
         ("[[task]]\nname = 'a'\ntext = {}", "one of value, choices, median"),
         ("[[task]]\nname = 'a'\ntext = { median = 3, min = 9, max = 2 }", "min above max"),
+        ("[[task]]\nname = 'a'\ntext = { value = 3, min = 9 }", "min, which has no effect without median"),
+        ("[[task]]\nname = ''\ntext = { value = 3 }", "task.0.name: "),
         ("[[task]]\nname = 'a'\ntext = { choices = [1], weights = [1, 2] }", "as many weights"),
         ("[[task]]\nname = 'a'\ntexts = 3\ntext = { value = 1 }", "texts"),
         ("[[task", "no valid TOML"),

@@ -186,3 +186,8 @@ def test_wrong_options_in_a_recipe(options, message):
 
     with pytest.raises(ValidationError, match=message):
         Recipe(image=options)
+
+
+def test_a_fixed_size_that_would_fill_the_memory_is_refused():
+    with pytest.raises(ValueError, match="fixed_size = 16384 and patch_size = 4 make 16,777,216 patches of an image"):
+        ImageTransform(patch_size=4, fixed_size=16384)
