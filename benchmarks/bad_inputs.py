@@ -1,8 +1,8 @@
 """Bad inputs to every command: each ends in one sentence and exit code 2, and good ones next to them are accepted.
 
-Settings, command lines and Plans are generated from their schemas (bad_settings.py, bad_commands.py,
-bad_documents.py): every key with a wrong type, at its bounds and past them, with nan, inf and huge numbers; files are
-damaged ones that were whole (bad_files.py). Each case has its verdict, refuse or accept. Wrong is a verdict that does
+Settings, command lines and Plans are generated from their schemas (`bad.settings`, `bad.commands`,
+`bad.documents`): every key with a wrong type, at its bounds and past them, with nan, inf and huge numbers; files are
+damaged ones that were whole (`bad.files`). Each case has its verdict, refuse or accept. Wrong is a verdict that does
 not hold, a traceback, a refusal that is not one sentence or loses a file, and what takes over 20 s or 4 GB.
 
     python benchmarks/bad_inputs.py --only '^train/settings' --workers 2
@@ -23,11 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import bad_commands
-import bad_documents
-import bad_files
-import bad_settings
-from bad_inputs_run import LIMIT_S, WRONG_INPUT, Case, Outcome, run_cases
+from bad import commands, documents, files, settings
+from bad.run import LIMIT_S, WRONG_INPUT, Case, Outcome, run_cases
 from rich.console import Console
 from rich.table import Table
 
@@ -36,8 +33,8 @@ KINDS = ("verdict", "traceback", "over its limit of time", "over its limit of me
 
 def all_cases(seed: int) -> list[Case]:
     """The cases of all modules, the same for a seed."""
-    settings = [*bad_commands.cases(seed), *bad_documents.cases(seed), *bad_settings.cases(seed)]
-    return [*settings, *bad_files.file_cases(seed)]
+    of_schemas = [*commands.cases(seed), *documents.cases(seed), *settings.cases(seed)]
+    return [*of_schemas, *files.file_cases(seed)]
 
 
 def table_of(outcomes: Sequence[Outcome]) -> Table:

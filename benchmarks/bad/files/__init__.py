@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bad_files_audio import audio_cases
-from bad_files_checkpoints import checkpoint_cases
-from bad_files_images import image_cases
-from bad_files_manifests import manifest_cases
-from bad_files_media import place_cases
-from bad_files_models import model_cases
-from bad_files_plans import plan_cases
-from bad_files_recipes import folder_cases, index_cases, recipe_cases
-from bad_inputs_run import Case
+from bad.files.audio import audio_cases
+from bad.files.checkpoints import checkpoint_cases
+from bad.files.images import image_cases
+from bad.files.manifests import manifest_cases
+from bad.files.media import place_cases
+from bad.files.models import model_cases
+from bad.files.plans import plan_cases
+from bad.files.recipes import folder_cases, index_cases, recipe_cases
+from bad.run import Case
 
 
 def file_cases(seed: int) -> Iterator[Case]:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import soundfile
-from bad_inputs_run import Case
 from PIL import Image
+
+from bad.run import Case
 
 RECIPE = """\
 [run]

@@ -1,4 +1,4 @@
-"""Bad manifests, shards and tables of lengths, read by analyze, train, simulate and plan. Used by bad_files.py."""
+"""Bad manifests, shards and tables of lengths, read by analyze, train, simulate and plan."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
-from bad_files_base import as_lines, record, records, train, whole_job
-from bad_files_damage import PLACES, Damage, apply, cut, flip, nothing_left, overwrite, replace, text, zeros
-from bad_inputs_run import Case
+
+from bad.files.base import as_lines, record, records, train, whole_job
+from bad.files.damage import PLACES, Damage, apply, cut, flip, nothing_left, overwrite, replace, text, zeros
+from bad.run import Case
 
 _DEEP = 100_000
 

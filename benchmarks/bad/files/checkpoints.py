@@ -1,4 +1,4 @@
-"""Damaged checkpoints, as motet train resumes from them and motet checkpoints lists them. Used by bad_files.py."""
+"""Damaged checkpoints, as motet train resumes from them and motet checkpoints lists them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bad_files_base import once, scratch, train, whole_job
-from bad_files_damage import PLACES, apply, cut, flip, nothing_left, overwrite, text, zeros
-from bad_files_models import GONE, edit_json
-from bad_inputs_run import Case
+from bad.files.base import once, scratch, train, whole_job
+from bad.files.damage import PLACES, apply, cut, flip, nothing_left, overwrite, text, zeros
+from bad.files.models import GONE, edit_json
+from bad.run import Case
 
 MANIFEST, STATE, TENSORS, RANK = "manifest.json", "state.json", "tensors.json", "rank-00000.safetensors"
 FILES = (MANIFEST, STATE, TENSORS, RANK)
@@ -226,7 +226,7 @@ def _sealed_manifest(change: Change) -> Change:
 
 
 def _weights() -> dict[str, Callable[[Path], object]]:
-    from bad_files_models import header
+    from bad.files.models import header
 
     def refilled(path: Path, value: float) -> None:
         from safetensors.torch import load_file, save_file

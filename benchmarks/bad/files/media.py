@@ -1,13 +1,13 @@
-"""One item among good ones in a small training job, be it bad, odd or good. Used by bad_files.py."""
+"""One item among good ones in a small training job, be it bad, odd or good."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from bad_files_base import as_lines, record, records, train
-from bad_files_damage import PLACES, Place
-from bad_inputs_run import Case
+from bad.files.base import as_lines, record, records, train
+from bad.files.damage import PLACES, Place
+from bad.run import Case
 
 LEFT_OUT = r"Left out[^\n]*bad\.{ending}: \S"
 """What is said of an item that is left out: its file, and a reason."""

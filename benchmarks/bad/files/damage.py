@@ -1,4 +1,4 @@
-"""Ways in which the bytes of a file are damaged, and what may stand in the place of a file. Used by bad_files.py."""
+"""Ways in which the bytes of a file are damaged, and what may stand in the place of a file."""
 
 from __future__ import annotations
 

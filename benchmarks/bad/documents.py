@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from bad_inputs_run import Case
-from bad_settings import JOB, put
-from bad_values import HUGE, holds, label, leaves, values
 from pydantic import TypeAdapter
 
+from bad.run import Case
+from bad.settings import JOB, put
+from bad.values import HUGE, holds, label, leaves, values
 from motet.core.plan import Plan, Unit
 from motet.core.shape_tables import ModelShapes
 from motet.cost.catalogue import cluster

@@ -1,4 +1,4 @@
-"""Bad clips in a small training job: one among good ones, be it allowed or not. Used by bad_files.py."""
+"""Bad clips in a small training job: one among good ones, be it allowed or not."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from functools import cache
 
 import numpy as np
 import soundfile
-from bad_files_base import tone
-from bad_files_damage import Damage, cut, flip, nothing_left, overwrite, text, zeros
-from bad_files_media import bad_item, good_item, odd_item
-from bad_inputs_run import Case
+
+from bad.files.base import tone
+from bad.files.damage import Damage, cut, flip, nothing_left, overwrite, text, zeros
+from bad.files.media import bad_item, good_item, odd_item
+from bad.run import Case
 
 FORMATS = {
     "int16.wav": ("WAV", "PCM_16"),

@@ -1,4 +1,4 @@
-"""Bad recipes as files, and bad run folders and indexes, as motet train meets them. Used by bad_files.py."""
+"""Bad recipes as files, and bad run folders and indexes, as motet train meets them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from bad_files_base import RECIPE, once, scratch, train, whole_job
-from bad_files_checkpoints import trained_job
-from bad_files_damage import PLACES, apply, cut, flip, nothing_left, overwrite, text, zeros
-from bad_inputs_run import Case
+from bad.files.base import RECIPE, once, scratch, train, whole_job
+from bad.files.checkpoints import trained_job
+from bad.files.damage import PLACES, apply, cut, flip, nothing_left, overwrite, text, zeros
+from bad.run import Case
 
 _NOT_RENEWED = {("arrow", "a folder")}
 _OTHERS = ("plan", "simulate", "analyze", "profile")

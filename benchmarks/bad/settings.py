@@ -16,9 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from bad_inputs_run import Case
-from bad_values import HUGE, Key, holds, label, leaves, values
-
+from bad.run import Case
+from bad.values import HUGE, Key, holds, label, leaves, values
 from motet.data.audio import AudioTransform
 from motet.data.images import ImageTransform
 from motet.models.families.bounds import BOUNDS

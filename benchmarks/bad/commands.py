@@ -14,12 +14,12 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal
 
-from bad_documents import write_plan_file
-from bad_inputs_run import Case
-from bad_settings import JOB, TRAIN
-from bad_values import HUGE
 from typer.models import ArgumentInfo, OptionInfo
 
+from bad.documents import write_plan_file
+from bad.run import Case
+from bad.settings import JOB, TRAIN
+from bad.values import HUGE
 from motet.cli import app
 from motet.train.toml_text import dumps
 

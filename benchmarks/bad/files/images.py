@@ -1,4 +1,4 @@
-"""Bad images in a small training job: one among good ones, be it allowed or not. Used by bad_files.py."""
+"""Bad images in a small training job: one among good ones, be it allowed or not."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
-from bad_files_base import picture
-from bad_files_damage import Damage, cut, flip, nothing_left, overwrite, replace, text, zeros
-from bad_files_media import bad_item, good_item, odd_item
-from bad_inputs_run import Case
 from PIL import Image
+
+from bad.files.base import picture
+from bad.files.damage import Damage, cut, flip, nothing_left, overwrite, replace, text, zeros
+from bad.files.media import bad_item, good_item, odd_item
+from bad.run import Case
 
 FORMATS = {
     "png": "PNG",

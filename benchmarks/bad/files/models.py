@@ -1,4 +1,4 @@
-"""Bad tokenizers and model directories, as motet train reads them. Used by bad_files.py."""
+"""Bad tokenizers and model directories, as motet train reads them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bad_files_base import RECIPE, once, scratch, train
-from bad_files_damage import PLACES, apply, cut, flip, nothing_left, overwrite, text, zeros
-from bad_inputs_run import Case
+from bad.files.base import RECIPE, once, scratch, train
+from bad.files.damage import PLACES, apply, cut, flip, nothing_left, overwrite, text, zeros
+from bad.run import Case
 
 GONE = object()
 """In the place of a value: the key is taken out."""

@@ -1,6 +1,6 @@
-"""Plans, profiles and lengths whose bytes are damaged, as simulate, plan and train read them. Used by bad_files.py.
+"""Plans, profiles and lengths whose bytes are damaged, as simulate, plan and train read them.
 
-What their keys and numbers may be is tried in bad_documents.py.
+What their keys and numbers may be is tried in `bad.documents`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bad_documents import a_profile, write_plan_file
-from bad_files_base import train
-from bad_files_damage import PLACES, apply, cut, flip, nothing_left, text, zeros
-from bad_inputs_run import Case
-from bad_settings import JOB
-
+from bad.documents import a_profile, write_plan_file
+from bad.files.base import train
+from bad.files.damage import PLACES, apply, cut, flip, nothing_left, text, zeros
+from bad.run import Case
+from bad.settings import JOB
 from motet.train.toml_text import dumps
 
 Change = Callable[[Path], None]

@@ -35,7 +35,7 @@ LIMIT_BYTES = 4 * 10**9
 WRONG_INPUT = 2
 _PR_SET_PDEATHSIG = 1
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-TESTS = Path(__file__).parents[1] / "tests"
+TESTS = Path(__file__).parents[2] / "tests"
 IMPORTED = (
     "torch",
     "transformers",
@@ -126,7 +126,7 @@ class Server:
     def __init__(self) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
     def __enter__(self) -> Server:
