@@ -6,7 +6,7 @@ Everything is a pure function of lengths and constants, the same on all ranks; n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -74,6 +74,11 @@ class StepTimes:
     token_bytes: int
     frozen: frozenset[str] = frozenset()
 
+    def shared_by(self, num_ranks: int) -> StepTimes:
+        """Where so many ranks share what one would compute: each phase in as much less time, exchanges as they are."""
+        whole_s = self.unit_s
+        return replace(self, unit_s=lambda lengths: {name: s / num_ranks for name, s in whole_s(lengths).items()})
+
 
 @dataclass(frozen=True)
 class PhaseCosts:
@@ -113,7 +118,7 @@ class StepCosts(PhaseCosts):
                 name,
                 weights[name],
                 self.costs[name],
-                np.arange(lengths.num_examples) if items is None else items.example,
+                lengths.of(name).example,
                 unit_s[name],
                 None if items is None else items.num_tokens * self.times.token_bytes,
                 num_exchanges=1 if name in self.times.frozen else 2,

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.assign.step import StepAssignment
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
@@ -22,7 +23,6 @@ from motet.cost.memory import StageLayer, activation_bytes, stage_layers, stage_
 from motet.cost.model import Work, backward_seconds
 from motet.planner.job import Job
 from motet.planner.recompute import Fit, Mode, StageBytes, least_recompute, stage_bytes
-from motet.simulate.placement import Placement
 
 Table = NDArray[np.float64]
 _MAX_ROUNDS = 32
@@ -237,30 +237,30 @@ def _reduced(join: np.ufunc, amount: Table, first: NDArray[np.int64]) -> Table:
     return joined
 
 
-def placed_load(job: Job, plan: Plan) -> Load:
-    """Of a Plan's batch, the first examples of the job's, placed as the simulator does."""
-    placement = job.placement(plan)
+def assigned_load(job: Job, plan: Plan) -> Load:
+    """Of a Plan's batch, the first examples of the job's, assigned as the simulator does."""
+    assignment = job.assignment(plan)
     unit = plan.unit_of(BACKBONE)
-    shape = unit.dp, placement.num_microbatches
+    shape = unit.dp, assignment.num_microbatches
 
     def work(name: str, layer: Layer) -> Work:
-        items = placement.items[name]
-        place = items.replica.astype(np.int64) * shape[1] + items.microbatch
+        items = assignment.modules[name]
+        batch_index = items.batch_index(shape[1])
         targets = None
         if name == BACKBONE:
-            targets = np.bincount(place, placement.batch.num_targets, shape[0] * shape[1]).astype(np.int64)
+            targets = np.bincount(batch_index, assignment.batch.num_targets, shape[0] * shape[1]).astype(np.int64)
         padded = job.model.module(name).padded
-        return work_of(layer, items.length, place, shape[0] * shape[1], padded=padded, num_targets=targets)
+        return work_of(layer, items.length, batch_index, shape[0] * shape[1], padded=padded, num_targets=targets)
 
-    load = _load(job, unit.tp, work, shape, lambda name: _moved_bytes(job, name, placement, unit.tp))
-    return replace(load, methods=placement.method)
+    load = _load(job, unit.tp, work, shape, lambda name: _moved_bytes(job, name, assignment, unit.tp))
+    return replace(load, methods=assignment.methods)
 
 
-def _moved_bytes(job: Job, name: str, placement: Placement, tp: int) -> Table:
+def _moved_bytes(job: Job, name: str, assignment: StepAssignment, tp: int) -> Table:
     if name == BACKBONE:
-        return np.zeros(placement.num_microbatches)
+        return np.zeros(assignment.num_microbatches)
     width = job.model.module(name).layers[-1].output_width
-    rows = placement.exchanged_rows(name).astype(np.float64)
+    rows = assignment.exchanged_rows(name).astype(np.float64)
     moved: Table = rows * width * job.mixed_precision(pipeline=False).compute / tp
     return moved
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.assign.step import StepAssignment
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
@@ -30,7 +31,6 @@ from motet.cost.model import CostModel, LayerSeconds, Work
 from motet.schedule import Planned, PlannedStage, part_layers
 from motet.schedule.fit import colocated_units
 from motet.schedule.layout import LAYER_PARTS
-from motet.simulate.placement import Placement
 from motet.simulate.times import Part
 
 Table = NDArray[np.float64]
@@ -58,10 +58,10 @@ class _Priced:
 
 
 class Pricing:
-    """Prices the stages of one Plan for one placed batch."""
+    """Prices the stages of one Plan for one assigned batch."""
 
-    def __init__(self, plan: Plan, planned: Planned, placement: Placement, cost: CostModel) -> None:
-        self.plan, self.planned, self.placement, self.cost = plan, planned, placement, cost
+    def __init__(self, plan: Plan, planned: Planned, assignment: StepAssignment, cost: CostModel) -> None:
+        self.plan, self.planned, self.assignment, self.cost = plan, planned, assignment, cost
         self.precision = mixed_precision(plan.precision, pipeline=plan.schedule != "data_parallel")
         self.backbone = plan.unit_of(BACKBONE)
         self._in_bubbles = {unit.name for unit in colocated_units(plan)}
@@ -87,7 +87,7 @@ class Pricing:
 
     def paced_s(self) -> Table:
         """Of each island, its microbatches' seconds on the ranks that take longest for them, [num_islands]."""
-        shape = self.planned.program.num_ranks, self.num_islands, self.placement.num_microbatches
+        shape = self.planned.program.num_ranks, self.num_islands, self.assignment.num_microbatches
         total_s = np.zeros(shape)
         for stage in self.planned.stages:
             total_s[stage.rank] += np.sum(self.islands(stage)[:-1], axis=0)
@@ -112,7 +112,7 @@ class Pricing:
     def rows(self, name: str, layer: Layer, stage: PlannedStage, island: int) -> Table:
         """Rows that a layer of a module has on one of the ranks that share the stage's work, [num_microbatches]."""
         rows = self._priced(name, layer, stage.num_shares).work.rows
-        found: Table = rows.reshape(-1, self.placement.num_microbatches)[self.replica(stage, island)]
+        found: Table = rows.reshape(-1, self.assignment.num_microbatches)[self.replica(stage, island)]
         return found
 
     def largest_rows(self, name: str, layer: Layer) -> float:
@@ -161,7 +161,7 @@ class Pricing:
         return total
 
     def _sum(self, stage: PlannedStage, layers: Iterable[StageLayer]) -> StageSeconds:
-        shape = self.placement.items[stage.modules[0]].num_replicas, self.placement.num_microbatches
+        shape = self.assignment.modules[stage.modules[0]].num_replicas, self.assignment.num_microbatches
         total = {name: np.zeros(shape) for name in StageSeconds._fields}
         for placed, count in Counter(layers).items():
             priced = self._priced(placed.module, placed.layer, stage.num_shares)
@@ -189,14 +189,14 @@ class Pricing:
 
     def _price(self, name: str, layer: Layer, num_shares: int) -> _Priced:
         unit, module = self.plan.unit_of(name), self.plan.model.module(name)
-        num = self.placement.num_microbatches
-        items = self.placement.items[name]
+        num = self.assignment.num_microbatches
+        items = self.assignment.modules[name]
         size = items.num_replicas * num
-        place = items.replica.astype(np.int64) * num + items.microbatch
+        batch_index = items.batch_index(num)
         targets = None
         if name == BACKBONE:
-            targets = np.bincount(place, self.placement.batch.num_targets, size).astype(np.int64)
-        whole = work_of(layer, items.length, place, size, padded=module.padded, num_targets=targets)
+            targets = np.bincount(batch_index, self.assignment.batch.num_targets, size).astype(np.int64)
+        whole = work_of(layer, items.length, batch_index, size, padded=module.padded, num_targets=targets)
         share = 1 / (unit.cp * num_shares)
         work = Work(whole.rows * share, whole.pairs * share)
         tensor_s = np.zeros(size)

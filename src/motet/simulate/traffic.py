@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.assign.step import StepAssignment
 from motet.core.spec import Layer
 from motet.schedule import Planned, PlannedStage, Program
 from motet.schedule.program import Action, AlikeRows, Kind
-from motet.simulate.placement import Placement
 from motet.simulate.pricing import Pricing
 
 Table = NDArray[np.float64]
@@ -46,7 +46,7 @@ class Traffic:
 
     def __init__(self, pricing: Pricing) -> None:
         self.pricing, self.cost = pricing, pricing.cost
-        self.plan, self.planned, self.placement = pricing.plan, pricing.planned, pricing.placement
+        self.plan, self.planned, self.assignment = pricing.plan, pricing.planned, pricing.assignment
         self.precision = pricing.precision
         first = {stage.key: stage for stage in self.planned.stages}
         self._collectives = cache(lambda key: self._priced(first[key]))
@@ -55,7 +55,7 @@ class Traffic:
     def send_s(self, island: int, *, gradient: bool = False) -> Table:
         """[num_edges, num_microbatches], of outputs, or of their gradients; 0 where both ends are on one rank."""
         stages, edges = self.planned.stages, self.planned.program.edges
-        seconds = np.zeros((len(edges), self.placement.num_microbatches))
+        seconds = np.zeros((len(edges), self.assignment.num_microbatches))
         for number, ((source, sink), share) in enumerate(zip(edges, self.planned.shares, strict=True)):
             ends = stages[source].ranks[0], stages[sink].ranks[0]
             if ends[0] != ends[1]:
@@ -69,7 +69,7 @@ class Traffic:
         ranks = range(unit.first_rank, unit.first_rank + unit.dp * unit.tp, unit.tp)
         seconds: dict[str, Table] = {}
         for module in self.plan.model.modules[:-1]:
-            rows = self.placement.exchanged_rows(module.name).astype(np.float64)
+            rows = self.assignment.exchanged_rows(module.name).astype(np.float64)
             size_bytes = rows * module.layers[-1].output_width * self.precision.compute / unit.tp
             seconds[module.name] = self.cost.exchange_seconds(size_bytes, ranks)
         names = [self.planned.stages[source].modules[0] for source, _ in self.planned.program.edges]
@@ -135,7 +135,7 @@ class Traffic:
 
     def _sent_bytes(self, source: PlannedStage, sink: PlannedStage, island: int, *, gradient: bool) -> Table:
         """What one tensor-parallel rank of a stage sends to another stage, or gets back, [num_microbatches]."""
-        total, model = np.zeros(self.placement.num_microbatches), self.plan.model
+        total, model = np.zeros(self.assignment.num_microbatches), self.plan.model
         for name, stop in self._under_way(source, sink):
             module = model.module(name)
             place = module.blocks[stop - 1][-1]
@@ -184,12 +184,12 @@ def sharded_units(layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:
     return [*blocks, tuple(layer for layer in layers if layer.attention is None)]
 
 
-def without_idle_exchanges(planned: Planned, placement: Placement) -> Program:
+def without_idle_exchanges(planned: Planned, assignment: StepAssignment) -> Program:
     """The Program as the step runs it: where no row moves, no rank calls an exchange, and so none waits."""
     program, rows = planned.program, planned.program.actions
     if not isinstance(rows, AlikeRows) or not any(action.kind in _EXCHANGES for action in rows.first):
         return program
-    moves = [placement.exchanged_rows(stage.modules[0]) > 0 for stage in planned.stages if stage.rank == 0][:-1]
+    moves = [assignment.exchanged_rows(stage.modules[0]) > 0 for stage in planned.stages if stage.rank == 0][:-1]
     if np.all(moves):
         return program
 

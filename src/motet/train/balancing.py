@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from motet.assign.balancing import Balancing, device_type_of, operation_costs, recomputed_blocks
 from motet.balance import ACTIVE_BACKEND, Cost, LengthWork, StepCosts
 from motet.core.cluster import Link
 from motet.core.errors import JointUserError, UserError
@@ -21,7 +22,6 @@ from motet.cost.profiled import message_fit
 from motet.dispatch import BalanceConfig, Orchestrator
 from motet.models.module import MLLM
 from motet.models.spec import model_spec
-from motet.simulate.balancing import Balancing, device_type_of, operation_costs, recomputed_blocks
 from motet.train.recipe import Recipe
 from motet.train.world import World
 

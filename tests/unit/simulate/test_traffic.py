@@ -7,7 +7,7 @@ import pytest
 
 from motet.core.plan import Unit
 from motet.schedule import Kind, planned
-from motet.simulate.predict import place_batch
+from motet.simulate.predict import assign_batch
 from motet.simulate.pricing import Pricing
 from motet.simulate.traffic import Traffic
 from unit.simulate.jobs import (
@@ -34,7 +34,7 @@ BYTES = 2
 def traffic(made, batch=None):
     cost = Linear(made.cluster)
     batch = lengths(made.batch_size) if batch is None else batch
-    return Traffic(Pricing(made, planned(made), place_batch(made, batch, cost), cost)), batch
+    return Traffic(Pricing(made, planned(made), assign_batch(made, batch, cost), cost)), batch
 
 
 def sent(made, *, gradient=False):
@@ -123,8 +123,8 @@ def test_brokers_divide_a_microbatchs_output(name):
             out = [edge for edge in leaving if stages[edges[edge][1]].unit.name == "llm"]
             if name == "backbone" or not out:
                 continue
-            in_island = batch.num_examples // found.placement.num_microbatches // found.pricing.num_islands
-            for i in range(found.placement.num_microbatches):
+            in_island = batch.num_examples // found.assignment.num_microbatches // found.pricing.num_islands
+            for i in range(found.assignment.num_microbatches):
                 first = (i * found.pricing.num_islands + island) * in_island
                 own = range(first + stage.examples[0], first + stage.examples[1])
                 items = batch.items[name]
@@ -226,10 +226,12 @@ def test_exchanges_are_of_the_busiest_rank(tp):
     table = found.exchange_s()
     for (source, _), seconds in zip(found.planned.program.edges, table):
         name = found.planned.stages[source].modules[0]
-        items, home = batch.items[name], found.placement.items["backbone"].replica
+        items, home = batch.items[name], found.assignment.modules["backbone"].replica
         for i in range(2):
             moved = np.zeros((2, 4))
-            for example, tokens, replica in zip(items.example, items.num_tokens, found.placement.items[name].replica):
+            for example, tokens, replica in zip(
+                items.example, items.num_tokens, found.assignment.modules[name].replica
+            ):
                 if example // 8 == i and replica != home[example]:
                     moved[0, replica] += tokens
                     moved[1, home[example]] += tokens

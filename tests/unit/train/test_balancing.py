@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cli.tiny_job import write_tiny_job
+from motet.assign.plan import assign_step
 from motet.balance import LengthWork, PhaseCosts
 from motet.core.errors import UserError
 from motet.core.workload import BACKBONE, home_ranks
@@ -15,7 +16,6 @@ from motet.data.text import ChatTokenizer
 from motet.dispatch import Decision
 from motet.models.build import build_mllm
 from motet.models.spec import model_spec
-from motet.simulate.placement import place
 from motet.train.balancing import build_orchestrator, check_same_backend, read_measured
 from motet.train.metrics import balance_metrics, phase_metrics
 from motet.train.plan_cluster import GivenCluster
@@ -93,15 +93,17 @@ def test_prediction_places_every_item_where_training_does(recipe_file, overrides
         write_profile(recipe, model_spec(model_of(recipe)))
     plan, job = read_recipe_as_plan(recipe_file, overrides, Given(GivenCluster("cpu", 1, 3)))
     batch = job.workload.draw(24, np.random.default_rng(1))
-    placed = place(plan, batch, job.balancing)
+    placed = assign_step(plan, batch, job.balancing)
     parts = np.split(np.arange(24), recipe.run.microbatches)
     assert placed.num_microbatches == len(parts)
     for number, part in enumerate(parts):
         decision = decided_by_training(recipe, batch.take(part), 3)
-        assert placed.method[number] == decision.method
+        assert placed.methods[number] == decision.method
         for phase, assignment in decision.assignments.items():
-            items = placed.items[phase]
-            np.testing.assert_array_equal(items.replica[items.microbatch == number], assignment.ranks, phase)
+            items = placed.modules[phase]
+            own = items.microbatch == number
+            np.testing.assert_array_equal(items.replica[own], assignment.ranks, phase)
+            np.testing.assert_array_equal(items.position[own], assignment.positions, phase)
 
 
 GRID = tuple(((count, length),) for count in (1, 4) for length in (8, 20, 60))
