@@ -22,8 +22,9 @@ from motet.core.workload import BatchLengths, Workload
 from motet.cost.flops import batch_flops
 from motet.cost.model import CostModel
 from motet.schedule import Planned, planned
+from motet.schedule.coordinates import ranks_of
 from motet.simulate.batch import draw_batch
-from motet.simulate.memory import memory_of, ranks_of
+from motet.simulate.memory import memory_of
 from motet.simulate.prediction import Prediction
 from motet.simulate.pricing import Pricing
 from motet.simulate.simulate import Prepared, simulate
@@ -114,8 +115,7 @@ def _slowest_island(pricing: Pricing, seed: int, jitter: float) -> Timeline:
 
 def _rank_names(pricing: Pricing, island: int) -> list[str]:
     """Of each program rank, the ranks of the cluster that it stands for in an island: those that share its work."""
-    stages = {stage.rank: stage for stage in reversed(pricing.planned.stages)}
-    ranks = (ranks_of(pricing, stages[rank], island) for rank in range(pricing.planned.program.num_ranks))
+    ranks = (ranks_of(pricing.layout, rank, island) for rank in range(pricing.planned.program.num_ranks))
     return [f"rank {own[0]}" if len(own) == 1 else f"ranks {own[0]}-{own[-1]}" for own in ranks]
 
 

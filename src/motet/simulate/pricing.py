@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from motet.assign.step import StepAssignment
-from motet.core.plan import Plan, Unit
+from motet.core.plan import Plan
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
 from motet.cost.flops import layer_flops, work_of
@@ -29,7 +29,7 @@ from motet.cost.memory import (
 )
 from motet.cost.model import CostModel, LayerSeconds, Work
 from motet.schedule import Planned, PlannedStage, part_layers
-from motet.schedule.fit import colocated_units
+from motet.schedule.coordinates import host_of, replica_of
 from motet.schedule.layout import LAYER_PARTS
 from motet.simulate.times import Part
 
@@ -64,25 +64,24 @@ class Pricing:
         self.plan, self.planned, self.assignment, self.cost = plan, planned, assignment, cost
         self.precision = mixed_precision(plan.precision, pipeline=plan.schedule != "data_parallel")
         self.backbone = plan.unit_of(BACKBONE)
-        self._in_bubbles = {unit.name for unit in colocated_units(plan)}
+        self.layout = planned.layout
         self._priced = cache(self._price)
         self._first = {stage.key: stage for stage in reversed(planned.stages)}
         self._seconds = cache(lambda key: self._sum(self._first[key], self.layers(self._first[key])))
         self._parts = cache(lambda key, backward: self._slices(self._first[key], backward))
 
-    @cached_property
+    @property
     def num_islands(self) -> int:
-        """The alike parts that the job falls into (schedule/disaggregated.py); the Program is of one."""
-        return self.backbone.dp // len({stage.replica for stage in self.planned.stages if BACKBONE in stage.modules})
+        return self.layout.num_islands
 
     def stage(self, stage: PlannedStage, island: int) -> StageSeconds:
         """[num_microbatches] each."""
-        replica = self.replica(stage, island)
+        replica = replica_of(self.layout, stage, island)
         return StageSeconds(*(table[replica] for table in self._seconds(stage.key)))
 
     def islands(self, stage: PlannedStage) -> StageSeconds:
         """The same of all islands, [num_islands, num_microbatches] each."""
-        replicas = [self.replica(stage, island) for island in range(self.num_islands)]
+        replicas = [replica_of(self.layout, stage, island) for island in range(self.num_islands)]
         return StageSeconds(*(table[replicas] for table in self._seconds(stage.key)))
 
     def paced_s(self) -> Table:
@@ -94,17 +93,6 @@ class Pricing:
         found: Table = total_s.max(axis=0).sum(axis=1)
         return found
 
-    def replica(self, stage: PlannedStage, island: int) -> int:
-        """Whose items the stage computes: its unit's own, or, in bubbles, the backbone's on whose ranks it runs."""
-        if stage.unit.name not in self._in_bubbles:
-            return island * (stage.unit.dp // self.num_islands) + stage.replica
-        pipelines = self.backbone.pp // stage.unit.pp
-        return island * (self.backbone.dp // self.num_islands) + stage.replica // pipelines
-
-    def owner(self, stage: PlannedStage) -> Unit:
-        """The unit on whose ranks the stage runs."""
-        return self.backbone if stage.unit.name in self._in_bubbles else stage.unit
-
     def layers(self, stage: PlannedStage) -> list[StageLayer]:
         """What a stage runs, in execution order."""
         return list(stage_layers(self.plan.model, stage.layers, stage.recomputed))
@@ -112,7 +100,7 @@ class Pricing:
     def rows(self, name: str, layer: Layer, stage: PlannedStage, island: int) -> Table:
         """Rows that a layer of a module has on one of the ranks that share the stage's work, [num_microbatches]."""
         rows = self._priced(name, layer, stage.num_shares).work.rows
-        found: Table = rows.reshape(-1, self.assignment.num_microbatches)[self.replica(stage, island)]
+        found: Table = rows.reshape(-1, self.assignment.num_microbatches)[replica_of(self.layout, stage, island)]
         return found
 
     def largest_rows(self, name: str, layer: Layer) -> float:
@@ -128,7 +116,7 @@ class Pricing:
         return found
 
     def _slices(self, stage: PlannedStage, backward: bool) -> tuple[Part, ...]:
-        if stage.unit.name in self._in_bubbles:
+        if host_of(self.layout, stage.unit) is not stage.unit:
             return (Part(1 / stage.num_parts),) * stage.num_parts
         if self.plan.schedule != "data_parallel":
             num_halves = 2 * (stage.num_parts // LAYER_PARTS)

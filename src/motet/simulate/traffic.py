@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from motet.assign.step import StepAssignment
 from motet.core.spec import Layer
 from motet.schedule import Planned, PlannedStage, Program
+from motet.schedule.edges import under_way
 from motet.schedule.program import Action, AlikeRows, Kind
 from motet.simulate.pricing import Pricing
 
@@ -136,7 +137,7 @@ class Traffic:
     def _sent_bytes(self, source: PlannedStage, sink: PlannedStage, island: int, *, gradient: bool) -> Table:
         """What one tensor-parallel rank of a stage sends to another stage, or gets back, [num_microbatches]."""
         total, model = np.zeros(self.assignment.num_microbatches), self.plan.model
-        for name, stop in self._under_way(source, sink):
+        for name, stop in under_way(self.planned.layout, source, sink):
             module = model.module(name)
             place = module.blocks[stop - 1][-1]
             layer = module.layers[place]
@@ -145,37 +146,6 @@ class Traffic:
             rows = self.pricing.rows(name, layer, source, island)
             total += rows * layer.output_width * self.precision.compute / source.unit.tp
         return total
-
-    def _under_way(self, source: PlannedStage, sink: PlannedStage) -> Iterator[tuple[str, int]]:
-        """The modules whose output leaves the source for the sink, and of how many of their blocks it is the output.
-
-        To another unit: modules that end in the source and feed one there. Within a unit: those begun and not ended,
-        and those ended that feed one which has not begun. Of a unit in bubbles the last stage alone sends to the
-        backbone, and so all that has ended before it goes through it.
-        """
-        done, in_bubbles = self._done(source), self.pricing.owner(source) is not source.unit
-        for name, stop in done.items():
-            takers, ended = self._takers(name), stop == len(self.plan.model.module(name).blocks)
-            if sink.unit is source.unit:
-                waiting = any(done.get(taker, 0 if in_bubbles else 1) == 0 for taker in takers)
-                leaves = stop > 0 and (waiting or not ended)
-            else:
-                here = in_bubbles or name in source.layers
-                leaves = here and ended and any(taker in sink.layers for taker in takers)
-            if leaves:
-                yield name, stop
-
-    def _takers(self, name: str) -> list[str]:
-        return [sink for source, sink in self.plan.model.edges if source == name]
-
-    def _done(self, stage: PlannedStage) -> Mapping[str, int]:
-        """Blocks of each module of the unit (those replicated aside) that are over after the stage."""
-        before = stage.unit.stages[: stage.place + 1]
-        return {
-            name: sum(counts.get(name, 0) for counts in before)
-            for name in stage.unit.modules
-            if name not in stage.unit.replicated
-        }
 
 
 def sharded_units(layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:
