@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from motet.core.assignment import Assignment
 from motet.core.errors import ArgumentError
+from motet.core.exchange import Moved, moved
 from motet.core.workload import BACKBONE, BatchLengths
 
 Count = NDArray[np.int64]
@@ -51,17 +52,19 @@ class StepAssignment:
     modules: dict[str, ModuleAssignment]
     methods: tuple[str, ...] = ()
 
+    def moved_rows(self, module: str, node: NDArray[np.integer]) -> Moved:
+        """Rows of a module's output that move to the replicas of the backbone, [num_microbatches, 2, num_replicas].
+
+        node: [num_replicas], where each replica sits. For a module and a backbone on the same ranks.
+        """
+        items = self.modules[module]
+        sink = self.modules[BACKBONE].replica[items.example]
+        return moved(items.replica, sink, items.num_tokens, node, items.microbatch, self.num_microbatches)
+
     def exchanged_rows(self, module: str) -> Count:
         """Rows of a module's output that the busiest replica sends or receives, int64 [num_microbatches]."""
-        source = self.modules[module]
-        sink = self.modules[BACKBONE].replica[source.example]
-        moved = source.replica != sink
-        busiest = np.zeros(self.num_microbatches, dtype=np.int64)
-        for replica in (source.replica, sink):
-            rows = np.zeros((self.num_microbatches, source.num_replicas), dtype=np.int64)
-            np.add.at(rows, (source.microbatch[moved], replica[moved]), source.num_tokens[moved])
-            busiest = np.maximum(busiest, rows.max(axis=1))
-        return busiest
+        one_node = np.zeros(self.modules[module].num_replicas, dtype=np.int64)
+        return self.moved_rows(module, one_node).busiest.astype(np.int64)
 
     def island_key(self, island: int, num_islands: int) -> bytes:
         """Equal for islands whose replicas compute items of the same lengths: they take the same time."""

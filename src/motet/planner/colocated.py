@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.assign.step import StepAssignment
+from motet.core.exchange import Moved
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
@@ -42,7 +43,7 @@ class ModuleLoad:
     forward_s, backward_s, kept_bytes: without recomputation.
     again_s, spared_bytes: [num_kinds, num_ranks, num_microbatches], of one layer that is recomputed.
     num_again: int64 [num_blocks + 1, num_kinds], layers of each kind that are recomputed with the first n blocks.
-    moved_bytes: [num_microbatches], outputs that the busiest rank sends or receives.
+    moved_bytes: outputs that each rank sends and receives, [num_microbatches, 2, dp]; None where nothing moves.
     """
 
     forward_s: Table
@@ -51,7 +52,7 @@ class ModuleLoad:
     again_s: Table
     spared_bytes: Table
     num_again: NDArray[np.int64]
-    moved_bytes: Table
+    moved_bytes: Moved | None
 
     def recomputed(self, table: Table, num_blocks: int) -> Table:
         """The sum of again_s or spared_bytes over the layers of the first num_blocks."""
@@ -217,7 +218,7 @@ class EvenBatch:
             return Work(columns[0].ravel(), columns[1].ravel())
 
         shape = 1 + len(names), num_microbatches
-        return _load(self.job, tp, work, shape, lambda _: np.zeros(num_microbatches))
+        return _load(self.job, tp, work, shape, lambda _: None)
 
     def _items(self, name: str, layer: Layer) -> tuple[NDArray[np.int64], Table, Table]:
         """The example of each item of a module, ascending, and its rows and pairs."""
@@ -252,17 +253,17 @@ def assigned_load(job: Job, plan: Plan) -> Load:
         padded = job.model.module(name).padded
         return work_of(layer, items.length, batch_index, shape[0] * shape[1], padded=padded, num_targets=targets)
 
-    load = _load(job, unit.tp, work, shape, lambda name: _moved_bytes(job, name, assignment, unit.tp))
+    load = _load(job, unit.tp, work, shape, lambda name: _moved_bytes(job, name, assignment, unit))
     return replace(load, methods=assignment.methods)
 
 
-def _moved_bytes(job: Job, name: str, assignment: StepAssignment, tp: int) -> Table:
+def _moved_bytes(job: Job, name: str, assignment: StepAssignment, unit: Unit) -> Moved | None:
     if name == BACKBONE:
-        return np.zeros(assignment.num_microbatches)
-    width = job.model.module(name).layers[-1].output_width
-    rows = assignment.exchanged_rows(name).astype(np.float64)
-    moved: Table = rows * width * job.mixed_precision(pipeline=False).compute / tp
-    return moved
+        return None
+    node = np.array([job.cluster.node_of(rank) for rank in unit.ranks[:: unit.tp]])
+    rows = assignment.moved_rows(name, node)
+    row_bytes = job.model.module(name).layers[-1].output_width * job.mixed_precision(pipeline=False).compute
+    return rows.in_bytes(row_bytes, unit.tp) if rows.busiest.any() else None
 
 
 def _load(
@@ -270,7 +271,7 @@ def _load(
     tp: int,
     work: Callable[[str, Layer], Work],
     shape: tuple[int, int],
-    moved_bytes: Callable[[str], Table],
+    moved_bytes: Callable[[str], Moved | None],
 ) -> Load:
     names = [module.name for module in job.model.modules if module.name != BACKBONE] + [BACKBONE]
     largest: dict[tuple[str, Layer], float] = {}

@@ -68,11 +68,12 @@ class Traffic:
         """[num_edges, num_microbatches]: outputs of encoders, to the ranks that run their examples' sequences."""
         unit = self.pricing.backbone
         ranks = range(unit.first_rank, unit.first_rank + unit.dp * unit.tp, unit.tp)
+        node = np.array([self.plan.cluster.node_of(rank) for rank in ranks])
         seconds: dict[str, Table] = {}
         for module in self.plan.model.modules[:-1]:
-            rows = self.assignment.exchanged_rows(module.name).astype(np.float64)
-            size_bytes = rows * module.layers[-1].output_width * self.precision.compute / unit.tp
-            seconds[module.name] = self.cost.exchange_seconds(size_bytes, ranks)
+            row_bytes = module.layers[-1].output_width * self.precision.compute
+            moved_bytes = self.assignment.moved_rows(module.name, node).in_bytes(row_bytes, unit.tp)
+            seconds[module.name] = self.cost.exchange_seconds(moved_bytes, ranks)
         names = [self.planned.stages[source].modules[0] for source, _ in self.planned.program.edges]
         return np.stack([seconds[name] for name in names]) if names else np.zeros((1, 1))
 
