@@ -223,9 +223,7 @@ class EvenBatch:
     def _items(self, name: str, layer: Layer) -> tuple[NDArray[np.int64], Table, Table]:
         """The example of each item of a module, ascending, and its rows and pairs."""
         batch = self.job.batch
-        lengths, example = batch.sequence, np.arange(batch.num_examples)
-        if name != BACKBONE:
-            lengths, example = batch.items[name].length, batch.items[name].example
+        lengths, example = batch.of(name).length, batch.of(name).example
         targets = batch.num_targets if name == BACKBONE else None
         alone = work_of(layer, lengths, np.arange(len(lengths)), len(lengths), num_targets=targets)
         return example, alone.rows, alone.pairs
