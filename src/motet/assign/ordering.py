@@ -59,6 +59,11 @@ class StepSeconds(Protocol):
         the same time are at one place, which takes as long as the slowest of them."""
 
 
+def given_batching(plan: Plan, batch: BatchLengths) -> Batching:
+    """Before anything is moved: groups in their order where the Plan has caps, else examples in theirs."""
+    return batching_in_groups(plan, batch) if plan.microbatch_caps else batching_as_given(plan)
+
+
 def ordered_batching(plan: Plan, batch: BatchLengths, seconds: StepSeconds) -> Batching:
     """The batching of a step by the Plan's `order` and `microbatch_caps`; the same on every rank.
 
@@ -66,10 +71,7 @@ def ordered_batching(plan: Plan, batch: BatchLengths, seconds: StepSeconds) -> B
     Raises UserError for a Plan that does not fit. O(examples * layers) to price a way of dealing out, of which there
     are at most seven, beside `assign` and `order_microbatches`.
     """
-    first = batching_in_groups(plan, batch) if plan.microbatch_caps else batching_as_given(plan)
-    if plan.order == "given":
-        return first
-    step = _Step(plan, batch, seconds)
+    first, step = given_batching(plan, batch), _Step(plan, batch, seconds)
     ways = [_Candidate(step, first)]
     if plan.order in ("intra", "both"):
         dealt = [_Candidate(step, batching) for batching in step.dealt(first)]

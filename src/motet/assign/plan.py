@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from motet.assign.balancing import Balancing, by_operations
 from motet.assign.data_parallel import assign_data_parallel
-from motet.assign.ordering import StepSeconds, ordered_batching
-from motet.assign.pipeline import assign_batching, batching_as_given
+from motet.assign.ordering import StepSeconds, given_batching, ordered_batching
+from motet.assign.pipeline import assign_batching
 from motet.assign.step import StepAssignment
 from motet.core.errors import ArgumentError
 from motet.core.plan import Plan
@@ -22,8 +22,8 @@ def assign_step(
     """
     if plan.schedule == "data_parallel":
         return assign_data_parallel(plan, batch, balancing)
-    if plan.order == "given" and not plan.microbatch_caps:
-        return assign_batching(plan, batch, batching_as_given(plan))
+    if plan.order == "given":
+        return assign_batching(plan, batch, given_batching(plan, batch))
     if seconds is None:
         raise ArgumentError(
             f"the plan deals examples out (order {plan.order!r}), which is decided from their seconds; give them."

@@ -9,6 +9,8 @@ import pytest
 from motet.assign.groups import grouped, groups_under, total_lengths
 from motet.assign.ordering import ordered_batching
 from motet.assign.pipeline import Batching, assign_batching, batching_as_given
+from motet.assign.plan import assign_step
+from motet.core.errors import ArgumentError
 from motet.core.plan import Unit
 from motet.schedule import planned, validate
 from motet.simulate.plan_words import plan_in_words
@@ -117,6 +119,18 @@ def test_examples_that_are_alike_stay_where_they_are():
     for name in ("chain", "dp 2 to 4", "in bubbles"):
         made = replace(PLANS[name], order="both")
         assert columns(ordered(made, alike(), Linear(made.cluster))) == columns(batching_as_given(made))
+
+
+def test_a_plan_that_deals_examples_out_needs_their_seconds():
+    made = replace(PLANS["chain"], order="both")
+    with pytest.raises(ArgumentError, match=r"order 'both'.*decided from their seconds"):
+        assign_step(made, lengths())
+
+
+def test_groups_as_they_come_need_no_seconds():
+    placed = assign_step(capped("given"), lengths(48))
+    expected = assign_batch(capped("given"), lengths(48), Linear(capped("given").cluster))
+    np.testing.assert_array_equal(placed.modules["image"].microbatch, expected.modules["image"].microbatch)
 
 
 def capped(order, dp=2):

@@ -7,16 +7,17 @@ from motet.assign.plan import assign_step
 from motet.assign.step import joined
 from motet.balance.scoring import scored
 from motet.core.cluster import Cluster, Device, Link
-from motet.core.errors import ArgumentError, UserError
+from motet.core.errors import ArgumentError
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
-from motet.core.workload import BatchLengths, ItemLengths, Workload
+from motet.core.workload import BatchLengths, ItemLengths
 from motet.cost.analytic import Analytic
 from motet.cost.operations import Operations
 from motet.schedule import Kind, planned, validate
-from motet.simulate.batch import draw_batch
 from motet.simulate.pricing import Pricing
 from motet.simulate.traffic import without_idle_exchanges
+from unit.simulate import jobs
+from unit.simulate.jobs import PLANS
 
 LINK = Link(1e9, 1e-5)
 CLUSTER = Cluster(Device("test", {"bf16": 1e12}, 1 << 30, 1e12), 1, 16, LINK, LINK)
@@ -113,14 +114,19 @@ def test_replicas_of_other_units_share_the_examples_of_their_island(encoder_dp, 
     assert sorted(share) == list(range(encoder_dp))
 
 
-def test_a_workload_without_a_modules_lengths_is_refused():
-    plan, batch = apart(2, 2, 12, 3), lengths(30)
-    drawn = draw_batch(plan, Workload("table.csv", batch), np.random.default_rng(0))
-    assert drawn.num_examples == 12
-    empty = ItemLengths(*(np.zeros(0, np.int64) for _ in range(3)))
-    lacking = BatchLengths(batch.sequence, batch.num_targets, batch.home, {**batch.items, "audio": empty})
-    with pytest.raises(UserError, match=r"'audio' needs lengths, but table.csv has none"):
-        draw_batch(plan, Workload("table.csv", lacking), np.random.default_rng(0))
+@pytest.mark.parametrize("name", PLANS)
+def test_positions_count_the_items_of_a_replica_and_microbatch(name):
+    made = replace(PLANS[name], batch_size=48)
+    assignment = assign_step(made, jobs.lengths(48))
+    for items in assignment.modules.values():
+        seen = 0
+        for replica in range(items.num_replicas):
+            for microbatch in range(assignment.num_microbatches):
+                own = items.items_of(replica, microbatch)
+                assert items.position[own].tolist() == list(range(len(own)))
+                assert own.tolist() == sorted(own.tolist())  # as they come
+                seen += len(own)
+        assert seen == len(items.example)
 
 
 def test_what_was_decided_elsewhere_is_placed_as_it_is():
