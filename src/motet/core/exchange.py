@@ -50,21 +50,21 @@ def moved(
     sink: NDArray[np.integer],
     amount: NDArray[np.integer],
     node: NDArray[np.integer],
-    group: NDArray[np.integer] | None = None,
-    num_groups: int = 1,
+    microbatch: NDArray[np.integer] | None = None,
+    num_microbatches: int = 1,
 ) -> Moved:
-    """What goes from rank `source` to rank `sink`, of each item: [num_items] all three, and `group`.
+    """What goes from rank `source` to rank `sink`, of each item: [num_items] all three, and `microbatch`.
 
-    node: [num_ranks], where each rank sits. group: the exchange that each item is part of, of num_groups; by default
-    there is one. Returns [num_groups, 2, num_ranks]. Exact below 2^53. O(num_items + num_groups * num_ranks).
+    node: [num_ranks], where each rank sits. microbatch: whose exchange each item is part of; by default there is one.
+    Returns [num_microbatches, 2, num_ranks]. Exact below 2^53. O(num_items + num_microbatches * num_ranks).
     """
-    shape = num_groups, len(node)
-    first = np.zeros(len(source), dtype=np.int64) if group is None else group.astype(np.int64) * len(node)
+    shape = num_microbatches, len(node)
+    first = np.zeros(len(source), dtype=np.int64) if microbatch is None else microbatch.astype(np.int64) * len(node)
     crosses = node[source] != node[sink]
 
     def of(items: NDArray[np.bool_]) -> Amounts:
         ends = [
-            np.bincount(first[items] + rank[items], amount[items], num_groups * len(node)).reshape(shape)
+            np.bincount(first[items] + rank[items], amount[items], num_microbatches * len(node)).reshape(shape)
             for rank in (source, sink)
         ]
         return np.stack(ends, axis=1)
