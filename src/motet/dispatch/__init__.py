@@ -7,7 +7,7 @@ rows = exchange(features, batch.routes["image"], group)     encoder outputs to t
 """
 
 from motet.assign.orchestrator import Decision, Orchestrator
-from motet.balance import ItemWork, LengthWork, Link, Packed, Padded, StepTimes
+from motet.balance import ItemWork, LengthWork, Link, Network, Packed, Padded, StepTimes
 from motet.dispatch.batch import PackedSequences, RankBatch, assemble, pack
 from motet.dispatch.config import BalanceConfig, PackedCostConfig, SpeedConfig
 from motet.dispatch.exchange import exchange, exchange_rows
@@ -25,6 +25,7 @@ __all__ = [
     "Link",
     "LoadedExample",
     "Measure",
+    "Network",
     "Orchestrator",
     "Packed",
     "PackedCostConfig",
