@@ -22,12 +22,14 @@ def assign_data_parallel(plan: Plan, batch: BatchLengths, balancing: Balancing) 
     """Where training computes the items of `plan.batch_size` examples. balancing: by what it balances."""
     unit, count = plan.unit_of(BACKBONE), num_microbatches(plan)
     home = home_ranks(batch.num_examples // count, unit.dp)
+    names = [module.name for module in plan.model.modules]
+    # A workload may have lengths of more than the model computes.
+    batch = replace(batch, items={name: items for name, items in batch.items.items() if name in names})
     parts = [replace(batch.take(part), home=home) for part in np.split(np.arange(batch.num_examples), count)]
     orchestrator = orchestrator_of(plan, balancing)
     # Decided side by side: the balance core does not hold Python's lock.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         decisions = list(pool.map(orchestrator.decide, parts))
-    names = [module.name for module in plan.model.modules]
     assignments = [{name: decision.assignments[name] for name in names} for decision in decisions]
     methods = () if plan.balance == "off" else tuple(decision.method for decision in decisions)
     return joined(parts, assignments, methods)

@@ -90,6 +90,18 @@ def test_colocated_phases_are_balanced_in_every_microbatch(balance):
         assert placed.exchanged_rows("image").all()
 
 
+@pytest.mark.parametrize("balance", ["off", "joint", "auto"])
+def test_lengths_of_what_the_model_lacks_change_nothing(balance):
+    made, batch = colocated(balance), lengths(48)
+    spec = ModelSpec("less", (MODEL.modules[0], MODEL.modules[2]), MODEL.edges[:1])
+    made = replace(made, model=spec, units=(Unit("all", ({"image": 2, "backbone": 4},), dp=4),))
+    found = assign_step(made, batch)
+    expected = assign_step(made, replace(batch, items={"image": batch.items["image"]}))
+    assert list(found.modules) == ["image", "backbone"]
+    for name, items in found.modules.items():
+        np.testing.assert_array_equal(items.replica, expected.modules[name].replica)
+
+
 def test_exchanged_rows_are_those_of_the_busiest_replica():
     assignment = assign_step(colocated("off"), lengths(48))
     assignment.modules["image"].replica[:] = 0
