@@ -36,7 +36,7 @@ from motet.planner.job import Job
 from motet.planner.modality import modality_parallel
 from motet.planner.order import caps_for
 from motet.schedule import planned
-from motet.simulate.predict import place_batch, predict_placed
+from motet.simulate.predict import assign_batch, predict_assigned
 from motet.train.plan_cluster import GivenCluster
 from motet.train.plan_job import Given, job_of_recipe
 
@@ -168,7 +168,7 @@ def ways(job: Job, plan: Plan, *, padded: bool) -> Iterator[tuple[str, Plan]]:
 
 def step_s(plan: Plan, batch: BatchLengths, cost: CostModel) -> tuple[float, float]:
     """Seconds, and bytes of the fullest rank."""
-    found = predict_placed(plan, planned(plan), place_batch(plan, batch, cost), cost)
+    found = predict_assigned(plan, planned(plan), assign_batch(plan, batch, cost), cost)
     return found.step_s, float(found.peak_bytes.max())
 
 

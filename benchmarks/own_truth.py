@@ -35,6 +35,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from own_truth_report import Sample, compare, show, summary
 
+from motet.assign.step import joined
 from motet.core.plan import Plan
 from motet.core.timeline import Timeline
 from motet.cost.catalogue import cluster
@@ -42,8 +43,7 @@ from motet.cost.profiled import Profiled
 from motet.models.spec import model_spec
 from motet.runtime.clock import ActionClock
 from motet.schedule import planned
-from motet.simulate.placement import placed_as
-from motet.simulate.predict import predict_placed
+from motet.simulate.predict import predict_assigned
 from motet.train.feed import Feed, Schedule
 from motet.train.job import Job, build_job
 from motet.train.plan_of_recipe import plan_of_recipe
@@ -198,8 +198,8 @@ def predicted(run: Run, cost: Profiled) -> list[Timeline]:
     stages, names, found = planned(run.plan), [module.name for module in run.plan.model.modules], []
     for batches in run.steps:
         decided = [{name: batch.decision.assignments[name] for name in names} for batch in batches]
-        placement = placed_as([batch.lengths for batch in batches], decided)
-        found.append(predict_placed(run.plan, stages, placement, cost).timeline)
+        assignment = joined([batch.lengths for batch in batches], decided)
+        found.append(predict_assigned(run.plan, stages, assignment, cost).timeline)
     return found
 
 

@@ -213,8 +213,8 @@ def simulate(
             "itself."
         )
     else:
+        from motet.assign.balancing import by_operations
         from motet.cost.source import cost_model
-        from motet.simulate.balancing import by_operations
         from motet.train.plan_sources import read_plan_and_workload
 
         read, lengths = read_plan_and_workload(plan, workload)

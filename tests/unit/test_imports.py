@@ -10,7 +10,7 @@ import motet
 
 TORCH_FREE = [
     name
-    for name in ("core", "cost", "balance", "schedule", "simulate", "planner", "data", "demo", "analyze")
+    for name in ("core", "cost", "balance", "schedule", "assign", "simulate", "planner", "data", "demo", "analyze")
     if any(module.name == name for module in pkgutil.iter_modules(motet.__path__))
 ]
 

@@ -33,6 +33,7 @@ from motet.balance.step_choice import StepChoice, choose_step
 from motet.balance.step_costs import ASSUMED_SPEEDS, ItemWork, LengthWork, PhaseCosts, Speed, StepCosts, StepTimes
 from motet.balance.tokens import distribute_tokens
 from motet.core.cluster import Link
+from motet.core.exchange import Network
 
 __all__ = [
     "ACTIVE_BACKEND",
@@ -48,6 +49,7 @@ __all__ = [
     "LengthWork",
     "Link",
     "Method",
+    "Network",
     "Overhead",
     "Packed",
     "Padded",

@@ -9,8 +9,9 @@ split      joint, with the examples that dominate cut into fragments (splitting.
            yet, so it is considered only where it is asked for.
 
 Predicted is the sum over phases of the busiest rank's seconds, as ranks wait for each other in every phase (sharded
-modules gather their weights layer by layer), and for each encoder that moves outputs the latency and the bytes of the
-rank that sends or receives most. Everything is compared in whole nanoseconds, so all ranks choose alike.
+modules gather their weights layer by layer), and, for each encoder that moves outputs, the exchange: what the slowest
+rank takes for its bytes inside its node and between nodes (`core/exchange.py`). Everything is compared in whole
+nanoseconds, so all ranks choose alike.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from motet.balance.backend import Backend
@@ -33,6 +33,7 @@ from motet.balance.splitting import split
 from motet.core.assignment import Assignment
 from motet.core.cluster import Link
 from motet.core.errors import ArgumentError
+from motet.core.exchange import Network, moved
 
 Method = Literal["joint", "mixed", "per_phase", "split"]
 METHODS: tuple[Method, ...] = ("joint", "mixed", "per_phase")
@@ -91,7 +92,7 @@ class _Way:
 def choose(
     phases: Sequence[Phase],
     num_ranks: int,
-    link: Link,
+    link: Link | Network,
     *,
     methods: Sequence[Method] = METHODS,
     home: ArrayLike | None = None,
@@ -100,6 +101,7 @@ def choose(
 ) -> Choice:
     """Choose between `methods` for one microbatch. phases: the backbone first, whose items are the examples.
 
+    link: what an exchange takes; a Link where all ranks share a node.
     home: int [num_examples], where examples are computed without balancing; only to say what balancing gains.
     overhead: of a fragment, for "split"; its fixed part in nanoseconds.
 
@@ -109,14 +111,17 @@ def choose(
     """
     num_ranks = checked_num_ranks(num_ranks)
     _check(phases, methods, overhead)
+    network = Network.of(link)
     # 1. Every way that was asked for, with its prediction.
     ways: dict[str, _Way] = {}
     if "per_phase" in methods:
         backbone = assign(phases[0].lengths, num_ranks, phases[0].cost, backend=backend)
-        ways["per_phase"] = _way(phases, link, [backbone, *(_apart(phase, backbone, backend) for phase in phases[1:])])
+        ways["per_phase"] = _way(
+            phases, network, [backbone, *(_apart(phase, backbone, backend) for phase in phases[1:])]
+        )
     if "joint" in methods:
-        ways["joint"] = _follow_all(phases, link, _backbone(phases, num_ranks, backend), {})
-        if "mixed" in methods and (mixed := _mixed(phases, num_ranks, link, ways["joint"], backend)):
+        ways["joint"] = _follow_all(phases, network, _backbone(phases, num_ranks, backend), {})
+        if "mixed" in methods and (mixed := _mixed(phases, num_ranks, network, ways["joint"], backend)):
             ways["mixed"] = mixed
         if overhead is not None and "split" in methods:
             ways["split"] = _split(phases, num_ranks, ways["joint"], overhead, backend)
@@ -124,7 +129,7 @@ def choose(
     method = min((name for name in methods if name in ways), key=lambda name: ways[name].key)
     if home is not None:
         ranks = checked_ranks(home, "home", len(phases[0].lengths), num_ranks)
-        ways[UNBALANCED] = _follow_all(phases, link, scored_phase(phases[0], ranks, num_ranks), {})
+        ways[UNBALANCED] = _follow_all(phases, network, scored_phase(phases[0], ranks, num_ranks), {})
     return Choice(
         method=method,
         assignments=ways[method].assignments,
@@ -136,13 +141,13 @@ def choose(
     )
 
 
-def _mixed(phases: Sequence[Phase], num_ranks: int, link: Link, joint: _Way, backend: Backend) -> _Way | None:
+def _mixed(phases: Sequence[Phase], num_ranks: int, network: Network, joint: _Way, backend: Backend) -> _Way | None:
     """Joint without the encoders that are better off alone; None where those are none, or all of them."""
     backbone = joint.assignments[0]
     leaving = []
     for phase, placed in zip(phases[1:], joint.assignments[1:], strict=True):
         own = _apart(phase, backbone, backend)
-        exchange_ns, _ = _exchange(phase, own, backbone, link)
+        exchange_ns, _ = _exchange(phase, own, backbone, network)
         if phase.compute_ns(own) + exchange_ns < phase.compute_ns(placed):
             leaving.append(phase)
     together = [phase for phase in phases if phase not in leaving]
@@ -150,7 +155,7 @@ def _mixed(phases: Sequence[Phase], num_ranks: int, link: Link, joint: _Way, bac
         return None
     # With fewer phases to serve, the joint assignment serves them better.
     backbone = _backbone(together, num_ranks, backend)
-    return _follow_all(phases, link, backbone, {phase.name: _apart(phase, backbone, backend) for phase in leaving})
+    return _follow_all(phases, network, backbone, {phase.name: _apart(phase, backbone, backend) for phase in leaving})
 
 
 def _apart(phase: Phase, backbone: Assignment, backend: Backend) -> Assignment:
@@ -177,15 +182,15 @@ def _backbone(phases: Sequence[Phase], num_ranks: int, backend: Backend) -> Assi
     return scored_phase(phases[0], ranks, num_ranks)
 
 
-def _follow_all(phases: Sequence[Phase], link: Link, backbone: Assignment, apart: dict[str, Assignment]) -> _Way:
+def _follow_all(phases: Sequence[Phase], network: Network, backbone: Assignment, apart: dict[str, Assignment]) -> _Way:
     """The backbone as given; encoders follow their examples, but for those that are placed apart."""
     encoders = [apart[phase.name] if phase.name in apart else follow(phase, backbone) for phase in phases[1:]]
-    return _way(phases, link, [backbone, *encoders])
+    return _way(phases, network, [backbone, *encoders])
 
 
-def _way(phases: Sequence[Phase], link: Link, assignments: Sequence[Assignment]) -> _Way:
+def _way(phases: Sequence[Phase], network: Network, assignments: Sequence[Assignment]) -> _Way:
     exchanges = [
-        _exchange(phase, placed, assignments[0], link)
+        _exchange(phase, placed, assignments[0], network)
         for phase, placed in zip(phases[1:], assignments[1:], strict=True)
     ]
     return _Way(
@@ -196,19 +201,16 @@ def _way(phases: Sequence[Phase], link: Link, assignments: Sequence[Assignment])
     )
 
 
-def _exchange(phase: Phase, placed: Assignment, backbone: Assignment, link: Link) -> tuple[int, int]:
+def _exchange(phase: Phase, placed: Assignment, backbone: Assignment, network: Network) -> tuple[int, int]:
     """Nanoseconds of bringing a phase's outputs to their examples and gradients back, and the bytes that cross."""
     destination = backbone.ranks[phase.owner]
     moves = placed.ranks != destination
     if phase.output_bytes is None or not moves.any():
         return 0, 0
-    size_bytes = phase.output_bytes[moves]
-    # Gradients go the same way back, so the busiest rank of the one is that of the other.
-    busiest = max(
-        int(np.bincount(ranks[moves], size_bytes, placed.num_ranks).max()) for ranks in (placed.ranks, destination)
-    )
-    seconds = phase.num_exchanges * (link.latency_s + busiest / link.bytes_per_s)
-    return round(seconds * NS_PER_S), phase.num_exchanges * int(size_bytes.sum())
+    size_bytes = moved(placed.ranks, destination, phase.output_bytes, network.nodes(placed.num_ranks))
+    # Gradients go the same way back, so the slowest rank of the one is that of the other.
+    seconds = phase.num_exchanges * float(network.exchange_s(size_bytes)[0])
+    return round(seconds * NS_PER_S), phase.num_exchanges * int(phase.output_bytes[moves].sum())
 
 
 def _why(method: Method, ways: dict[str, _Way]) -> str:

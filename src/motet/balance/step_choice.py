@@ -20,6 +20,7 @@ from motet.balance.deferring import defer
 from motet.balance.fragments import Overhead
 from motet.balance.phases import NS_PER_S, Phase, joint_costs
 from motet.core.cluster import Link
+from motet.core.exchange import Network
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +45,7 @@ def choose_step(
     phases: Sequence[Phase],
     microbatch: ArrayLike,
     num_ranks: int,
-    link: Link,
+    link: Link | Network,
     *,
     methods: Sequence[Method] = METHODS,
     overhead: Overhead | None = None,

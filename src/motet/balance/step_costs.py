@@ -6,7 +6,7 @@ Everything is a pure function of lengths and constants, the same on all ranks; n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from motet.balance.costs import Cost, Packed, Padded
 from motet.balance.phases import Phase
 from motet.core.cluster import Link
+from motet.core.exchange import Network
 from motet.core.workload import BACKBONE, BatchLengths
 
 Ints = NDArray[np.int64]
@@ -45,18 +46,27 @@ class LengthWork:
 
 @dataclass(frozen=True)
 class Speed:
-    """What a rank computes and sends in a second, stated and not measured, so that a run can be repeated."""
+    """What a rank computes and sends in a second, stated and not measured, so that a run can be repeated.
+
+    link: of an exchange inside a node. inter_node: of one between nodes.
+    """
 
     flops_per_s: float
     link: Link
+    inter_node: Link
+
+    def network(self, ranks_per_node: int | None) -> Network:
+        """Of ranks in such nodes. None: all share one."""
+        return Network(self.link, self.inter_node, ranks_per_node)
 
 
 ASSUMED_SPEEDS: Mapping[str, Speed] = {
-    "cuda": Speed(400e12, Link(bytes_per_s=40e9, latency_s=50e-6)),
-    "cpu": Speed(0.04e12, Link(bytes_per_s=1e9, latency_s=300e-6)),
+    "cuda": Speed(400e12, Link(bytes_per_s=40e9, latency_s=50e-6), Link(bytes_per_s=20e9, latency_s=50e-6)),
+    "cpu": Speed(0.04e12, Link(bytes_per_s=1e9, latency_s=300e-6), Link(bytes_per_s=1e9, latency_s=300e-6)),
 }
-"""Until it is stated or measured, by kind of device: what training reaches on a current data-centre GPU with a network
-link of its own, and a CPU core with a loopback. What counts is the ratio between computing and exchanging."""
+"""Until it is stated or measured, by kind of device: what training reaches on a current data-centre GPU, with four
+fifths of a network card of 200 Gbit/s for each rank between nodes; and on a CPU core with a loopback, and an Ethernet
+of 10 Gbit/s between nodes. What counts is the ratio between computing and exchanging."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +74,25 @@ class StepTimes:
     """The seconds that ways of balancing are compared by.
 
     unit_s:      per phase, seconds of a rank, forward and backward, for a unit of the phase's cost.
-    link:        what an exchange takes.
+    link:        what an exchange takes; a Link where all ranks share a node.
     token_bytes: of one row of an encoder's output.
     frozen:      encoders that get no gradient back, as nothing in them trains.
     """
 
     unit_s: Callable[[BatchLengths], Mapping[str, float]]
-    link: Link
+    link: Link | Network
     token_bytes: int
     frozen: frozenset[str] = frozenset()
+
+    @property
+    def network(self) -> Network:
+        """`link`, whichever it is."""
+        return Network.of(self.link)
+
+    def shared_by(self, num_ranks: int) -> StepTimes:
+        """Where so many ranks share what one would compute: each phase in as much less time, exchanges as they are."""
+        whole_s = self.unit_s
+        return replace(self, unit_s=lambda lengths: {name: s / num_ranks for name, s in whole_s(lengths).items()})
 
 
 @dataclass(frozen=True)
@@ -113,7 +133,7 @@ class StepCosts(PhaseCosts):
                 name,
                 weights[name],
                 self.costs[name],
-                np.arange(lengths.num_examples) if items is None else items.example,
+                lengths.of(name).example,
                 unit_s[name],
                 None if items is None else items.num_tokens * self.times.token_bytes,
                 num_exchanges=1 if name in self.times.frozen else 2,

@@ -63,6 +63,11 @@ class Assignment:
         slots[self.items] = np.arange(len(self.items))
         return slots
 
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """Of each item its place among those of its rank, from 0, int64 [num_items]."""
+        return self.slots - self.offsets[self.ranks]
+
     def moves_to(self, other: Assignment) -> NDArray[np.int64]:
         """Composition Pi_other o Pi_self^-1: the slot in `other` of the item in each slot of this one.
 

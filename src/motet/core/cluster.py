@@ -9,6 +9,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from motet.core.errors import ArgumentError
 from motet.core.limits import (
     MAX_NODES,
@@ -33,6 +36,14 @@ class Link:
             raise ArgumentError(f"bytes_per_s is {self.bytes_per_s}; it must be above 0.")
         if not 0 <= self.latency_s < math.inf:
             raise ArgumentError(f"latency_s is {self.latency_s}; it must be finite and at least 0.")
+
+    def seconds(self, size_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of messages, of any shape; 0 for no bytes."""
+        return np.where(size_bytes > 0, self.latency_s + size_bytes / self.bytes_per_s, 0.0)
+
+    def no_faster_than(self, other: Link) -> Link:
+        """The lower bandwidth and the longer latency of the two."""
+        return Link(min(self.bytes_per_s, other.bytes_per_s), max(self.latency_s, other.latency_s))
 
 
 @dataclass(frozen=True)

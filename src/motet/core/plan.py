@@ -2,6 +2,10 @@
 
 A Plan is made once a job, by hand or by the planner, and is read alike by the simulator and by the runtime. It carries
 the model and the cluster that it was made for, so that a file of it stands alone.
+
+An *island* is the smallest part of a job whose ranks speak to no others before gradients are reduced: with g the
+greatest common divisor of the units' dp, there are g islands, alike, each with dp / g replicas of every unit (MMScale
+section 4.1; schedule/disaggregated.py). Under "data_parallel" the whole job is one.
 """
 
 from __future__ import annotations
@@ -53,6 +57,22 @@ class Unit:
     @property
     def num_ranks(self) -> int:
         return self.dp * self.pp * self.tp * self.cp
+
+    @property
+    def ranks(self) -> range:
+        """Of the cluster."""
+        return range(self.first_rank, self.first_rank + self.num_ranks)
+
+    def rank(self, p: int, d: int, c: int = 0, t: int = 0) -> int:
+        """Of the cluster, by pipeline-, data-, context- and tensor-parallel coordinates."""
+        return self.first_rank + ((p * self.dp + d) * self.cp + c) * self.tp + t
+
+    def coordinates(self, rank: int) -> tuple[int, int, int, int]:
+        """(p, d, c, t) of one of its ranks: the inverse of `rank`."""
+        rest, t = divmod(rank - self.first_rank, self.tp)
+        rest, c = divmod(rest, self.cp)
+        p, d = divmod(rest, self.dp)
+        return p, d, c, t
 
     @property
     def modules(self) -> tuple[str, ...]:

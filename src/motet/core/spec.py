@@ -167,6 +167,10 @@ class ModelSpec:
         """The modules whose outputs the named one takes in."""
         return tuple(source for source, sink in self.edges if sink == name)
 
+    def sinks(self, name: str) -> tuple[str, ...]:
+        """The modules that take in the outputs of the named one."""
+        return tuple(sink for source, sink in self.edges if source == name)
+
     @cached_property
     def input_gradients(self) -> Mapping[str, tuple[bool, ...]]:
         """Per module and layer: whether backward must give a gradient for the layer's input.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +55,31 @@ class BatchLengths:
     @property
     def num_examples(self) -> int:
         return len(self.sequence)
+
+    @classmethod
+    def joined(cls, parts: Sequence[BatchLengths]) -> BatchLengths:
+        """The examples of several batches of the same phases, one batch after the other. parts: at least one."""
+        firsts = np.cumsum([0, *(part.num_examples for part in parts)])
+        items = {}
+        for name in parts[0].items:
+            columns = [part.items[name] for part in parts]
+            items[name] = ItemLengths(
+                np.concatenate([column.example + first for column, first in zip(columns, firsts)]),
+                np.concatenate([column.length for column in columns]),
+                np.concatenate([column.num_tokens for column in columns]),
+            )
+        return cls(
+            np.concatenate([part.sequence for part in parts]),
+            np.concatenate([part.num_targets for part in parts]),
+            np.concatenate([part.home for part in parts]),
+            items,
+        )
+
+    def of(self, phase: str) -> ItemLengths:
+        """The items of a phase; those of the backbone are the examples, whose sequences it computes and takes in."""
+        if phase == BACKBONE:
+            return ItemLengths(np.arange(self.num_examples), self.sequence, self.sequence)
+        return self.items[phase]
 
     def keep(self, kept: NDArray[np.bool_]) -> BatchLengths:
         """The batch without the examples where `kept`, bool [num_examples], is False; examples are renumbered."""

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from motet.core.cluster import Cluster, Link
 from motet.core.errors import ArgumentError
+from motet.core.exchange import Moved
 from motet.core.spec import Layer
 from motet.cost import communication
 from motet.cost.model import LayerSeconds, Seconds, Work
@@ -135,8 +136,8 @@ class Analytic:
     def all_reduce_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
         return float(communication.all_reduce_s(self._reached, size_bytes, ranks))
 
-    def exchange_seconds(self, size_bytes: NDArray[np.float64], ranks: Sequence[int]) -> Seconds:
-        return communication.exchange_s(self._reached, size_bytes, ranks)
+    def exchange_seconds(self, moved_bytes: Moved, ranks: Sequence[int]) -> Seconds:
+        return communication.exchange_s(self._reached, moved_bytes, ranks)
 
     def step_seconds(self, num_parameters: int) -> float:
         state_bytes = 8 if self.precision == "fp64" else 4

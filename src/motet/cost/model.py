@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.core.cluster import Cluster
+from motet.core.exchange import Moved
 from motet.core.spec import Layer
 
 Seconds = NDArray[np.float64]
@@ -78,8 +79,8 @@ class CostModel(Protocol):
 
     def all_reduce_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float: ...
 
-    def exchange_seconds(self, size_bytes: NDArray[np.float64], ranks: Sequence[int]) -> Seconds:
-        """All-to-all in which the busiest rank sends or receives `size_bytes`."""
+    def exchange_seconds(self, moved_bytes: Moved, ranks: Sequence[int]) -> Seconds:
+        """All-to-all among `ranks`, of what each of them moves: float64, a number for each of its leading axes."""
 
     def step_seconds(self, num_parameters: int) -> float:
         """The optimizer's update of the parameters that one rank holds."""

@@ -43,7 +43,7 @@ class Operations:
         """Per module, int64 [num_items] in units. O(num_items), once for all layers that see the same rows."""
         found = {}
         for name, layers in self._by_work.items():
-            column = lengths.sequence if name == BACKBONE else lengths.items[name].length
+            column = lengths.of(name).length
             flops = _flops(layers, column, lengths.num_targets if name == BACKBONE else column)
             found[name] = self._in_units(flops)
         return found

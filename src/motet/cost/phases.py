@@ -57,7 +57,7 @@ class Picoseconds:
     def __call__(self, lengths: BatchLengths) -> dict[str, Ints]:
         found = {}
         for name, times in self.phases.items():
-            column = lengths.sequence if name == BACKBONE else lengths.items[name].length
+            column = lengths.of(name).length
             found[name] = times.of_items(column, lengths.num_targets if name == BACKBONE else np.zeros_like(column))
         return found
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
+from motet.core.exchange import Moved
 from motet.core.spec import Layer
 from motet.cost.fit import NS_PER_S, Fit, Surface, fit
 from motet.cost.model import LayerSeconds, Seconds, Work
@@ -67,8 +68,9 @@ class Profiled:
     def all_reduce_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
         return float(self._seconds("all_reduce", np.array([size_bytes]), ranks)[0])
 
-    def exchange_seconds(self, size_bytes: NDArray[np.float64], ranks: Sequence[int]) -> Seconds:
-        return self._seconds("exchange", size_bytes, ranks)
+    def exchange_seconds(self, moved_bytes: Moved, ranks: Sequence[int]) -> Seconds:
+        """By all that the busiest rank moves: exchanges that were measured among nodes have both kinds of links."""
+        return self._seconds("exchange", moved_bytes.busiest, ranks)
 
     def step_seconds(self, num_parameters: int) -> float:
         return float(self._step.seconds(num_parameters)) if num_parameters else 0.0

@@ -6,13 +6,13 @@ batch = assemble(decision, lengths, rank, sequences, media) what this rank compu
 rows = exchange(features, batch.routes["image"], group)     encoder outputs to the backbone's ranks, with autograd
 """
 
-from motet.balance import ItemWork, LengthWork, Link, Packed, Padded, StepTimes
+from motet.assign.orchestrator import Decision, Orchestrator
+from motet.balance import ItemWork, LengthWork, Link, Network, Packed, Padded, StepTimes
 from motet.dispatch.batch import PackedSequences, RankBatch, assemble, pack
 from motet.dispatch.config import BalanceConfig, PackedCostConfig, SpeedConfig
 from motet.dispatch.exchange import exchange, exchange_rows
 from motet.dispatch.holdings import LoadedExample, Measure
 from motet.dispatch.items import ExchangedItems, ItemExchange
-from motet.dispatch.orchestrator import Decision, Orchestrator
 from motet.dispatch.route import Route, compose_route
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Link",
     "LoadedExample",
     "Measure",
+    "Network",
     "Orchestrator",
     "Packed",
     "PackedCostConfig",

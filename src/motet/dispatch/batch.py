@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from motet.assign.orchestrator import Decision
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BatchLengths
-from motet.dispatch.orchestrator import Decision
 from motet.dispatch.route import Route, compose_route
 
 

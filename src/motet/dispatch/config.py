@@ -30,8 +30,9 @@ class SpeedConfig(BaseModel):
     """`[balance.speed]`: what a rank computes and sends in a second, from which the way of balancing is predicted.
 
     Constants and no measurements, so that a run can be repeated and all ranks decide alike. What is not given is
-    assumed by the kind of device, until it has been measured: what training reaches on a current data-centre GPU with a
-    network link of its own, or a CPU core and a loopback. What counts is the ratio between computing and exchanging.
+    assumed by the kind of device, until it has been measured: what training reaches on a current data-centre GPU, with
+    four fifths of a network card of 200 Gbit/s for each; or a CPU core and a loopback. A link between nodes is never
+    assumed to be faster than the one inside. What counts is the ratio between computing and exchanging.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -43,24 +44,37 @@ class SpeedConfig(BaseModel):
         description="10^12 operations a second of a rank, as training reaches them; cuda 400, cpu 0.04",
     )
     link_gbytes_per_s: float | None = Field(
-        None, ge=1e-6, le=1e12, description="10^9 bytes a second that a rank sends in an exchange; cuda 40, cpu 1"
+        None, ge=1e-6, le=1e12, description="10^9 bytes a second that a rank sends in its node; cuda 40, cpu 1"
     )
     link_latency_us: float | None = Field(
         None, ge=0, le=1e9, description="microseconds of an exchange of nothing; cuda 50, cpu 300"
+    )
+    inter_node_gbytes_per_s: float | None = Field(
+        None, ge=1e-6, le=1e12, description="10^9 bytes a second that a rank sends to other nodes; cuda 20, cpu 1"
+    )
+    inter_node_latency_us: float | None = Field(
+        None, ge=0, le=1e9, description="microseconds that an exchange between nodes takes of nothing; cuda 50, cpu 300"
     )
 
     def resolved(self, device_type: str) -> Speed:
         """With the assumption for a type of device, "cuda" or any other, in place of what is not given."""
         assumed = ASSUMED_SPEEDS["cuda" if device_type == "cuda" else "cpu"]
-        link = self.link(assumed.link)
-        return Speed(assumed.flops_per_s if self.device_tflops is None else self.device_tflops * 1e12, link)
+        flops_per_s = assumed.flops_per_s if self.device_tflops is None else self.device_tflops * 1e12
+        return Speed(flops_per_s, *self.links(assumed.link, assumed.inter_node))
 
-    def link(self, otherwise: Link) -> Link:
-        """What is given of the link; the rest as it is otherwise."""
-        return Link(
-            otherwise.bytes_per_s if self.link_gbytes_per_s is None else self.link_gbytes_per_s * 1e9,
-            otherwise.latency_s if self.link_latency_us is None else self.link_latency_us * 1e-6,
+    def links(self, link: Link, inter_node: Link) -> tuple[Link, Link]:
+        """What is given of the links; the rest as they are otherwise, but that none between nodes is the faster."""
+        inside = _link(self.link_gbytes_per_s, self.link_latency_us, link)
+        return inside, _link(
+            self.inter_node_gbytes_per_s, self.inter_node_latency_us, inter_node.no_faster_than(inside)
         )
+
+
+def _link(gbytes_per_s: float | None, latency_us: float | None, otherwise: Link) -> Link:
+    return Link(
+        otherwise.bytes_per_s if gbytes_per_s is None else gbytes_per_s * 1e9,
+        otherwise.latency_s if latency_us is None else latency_us * 1e-6,
+    )
 
 
 class BalanceConfig(BaseModel):

@@ -13,10 +13,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.assign.orchestrator import Decision
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.dispatch.message import example_bytes, media_bytes
-from motet.dispatch.orchestrator import Decision
 
 Table = NDArray[np.int64]
 

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from motet.assign.orchestrator import Decision, Orchestrator
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BatchLengths
 from motet.dispatch.holdings import Holdings, LoadedExample, Measure, Parcels, describe
 from motet.dispatch.message import read_example, read_media, write_example, write_media
-from motet.dispatch.orchestrator import Decision, Orchestrator
 
 
 @dataclass(frozen=True, eq=False)

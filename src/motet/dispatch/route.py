@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from motet.assign.rows import row_order
 from motet.core.assignment import Assignment
 from motet.core.workload import ItemLengths
 
@@ -103,22 +104,13 @@ def compose_route(
         moves & False if ranks_per_node is None else encoder.ranks // ranks_per_node != destination // ranks_per_node
     )
     return Route(
-        send_index=_index(_row_order(leaving, sent, rows)),
+        send_index=_index(row_order(leaving, sent, rows)),
         send_splits=_rows_by_rank(destination[sent], rows[sent], encoder.num_ranks),
         recv_splits=_rows_by_rank(encoder.ranks[received], rows[received], encoder.num_ranks),
-        recv_index=_index(_row_order(received, arriving, rows)),
+        recv_index=_index(row_order(received, arriving, rows)),
         moved_rows=int(rows[moves].sum()),
         crossing_rows=int(rows[crosses].sum()),
     )
-
-
-def _row_order(stored: NDArray[np.int64], wanted: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Rows of items stored one after the other, as an index that yields them in another order of the same items."""
-    start = np.zeros(len(rows), dtype=np.int64)
-    start[stored] = np.cumsum(rows[stored]) - rows[stored]
-    lengths = rows[wanted]
-    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return np.repeat(start[wanted], lengths) + within
 
 
 def _rows_by_rank(ranks: NDArray, rows: NDArray[np.int64], num_ranks: int) -> list[int]:

@@ -356,7 +356,7 @@ class _Filler:
         trained = [n for n, stage in enumerate(stages) if stage.trained]
         program = add_communication(add_data_parallel(pricing.planned.program, zero, trained))
         times = _mean(islands)
-        alike = {pricing.placement.island_key(n, pricing.num_islands): own for n, own in enumerate(islands)}
+        alike = {pricing.assignment.island_key(n, pricing.num_islands): own for n, own in enumerate(islands)}
         slowest_s = max(simulate(program, own).makespan_s for own in alike.values())
         return _Timed(stages, times, program, slowest_s / simulate(program, times).makespan_s)
 

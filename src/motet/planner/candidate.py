@@ -10,7 +10,7 @@ from typing import Literal
 from motet.core.plan import Order, Plan
 from motet.planner.job import Job
 from motet.schedule import planned
-from motet.simulate.predict import predict_placed
+from motet.simulate.predict import predict_assigned
 from motet.simulate.prediction import Prediction
 
 
@@ -35,7 +35,7 @@ class Candidate:
 def predict_candidate(job: Job, candidate: Candidate) -> Prediction:
     """A step of the candidate's Plan on the job's batch."""
     plan = candidate.plan
-    return predict_placed(plan, planned(plan), job.placement(plan), job.cost)
+    return predict_assigned(plan, planned(plan), job.assignment(plan), job.cost)
 
 
 @dataclass(frozen=True)

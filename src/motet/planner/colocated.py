@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.assign.step import StepAssignment
+from motet.core.exchange import Moved
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
@@ -22,7 +24,6 @@ from motet.cost.memory import StageLayer, activation_bytes, stage_layers, stage_
 from motet.cost.model import Work, backward_seconds
 from motet.planner.job import Job
 from motet.planner.recompute import Fit, Mode, StageBytes, least_recompute, stage_bytes
-from motet.simulate.placement import Placement
 
 Table = NDArray[np.float64]
 _MAX_ROUNDS = 32
@@ -42,7 +43,7 @@ class ModuleLoad:
     forward_s, backward_s, kept_bytes: without recomputation.
     again_s, spared_bytes: [num_kinds, num_ranks, num_microbatches], of one layer that is recomputed.
     num_again: int64 [num_blocks + 1, num_kinds], layers of each kind that are recomputed with the first n blocks.
-    moved_bytes: [num_microbatches], outputs that the busiest rank sends or receives.
+    moved_bytes: outputs that each rank sends and receives, [num_microbatches, 2, dp]; None where nothing moves.
     """
 
     forward_s: Table
@@ -51,7 +52,7 @@ class ModuleLoad:
     again_s: Table
     spared_bytes: Table
     num_again: NDArray[np.int64]
-    moved_bytes: Table
+    moved_bytes: Moved | None
 
     def recomputed(self, table: Table, num_blocks: int) -> Table:
         """The sum of again_s or spared_bytes over the layers of the first num_blocks."""
@@ -217,14 +218,12 @@ class EvenBatch:
             return Work(columns[0].ravel(), columns[1].ravel())
 
         shape = 1 + len(names), num_microbatches
-        return _load(self.job, tp, work, shape, lambda _: np.zeros(num_microbatches))
+        return _load(self.job, tp, work, shape, lambda _: None)
 
     def _items(self, name: str, layer: Layer) -> tuple[NDArray[np.int64], Table, Table]:
         """The example of each item of a module, ascending, and its rows and pairs."""
         batch = self.job.batch
-        lengths, example = batch.sequence, np.arange(batch.num_examples)
-        if name != BACKBONE:
-            lengths, example = batch.items[name].length, batch.items[name].example
+        lengths, example = batch.of(name).length, batch.of(name).example
         targets = batch.num_targets if name == BACKBONE else None
         alone = work_of(layer, lengths, np.arange(len(lengths)), len(lengths), num_targets=targets)
         return example, alone.rows, alone.pairs
@@ -237,32 +236,32 @@ def _reduced(join: np.ufunc, amount: Table, first: NDArray[np.int64]) -> Table:
     return joined
 
 
-def placed_load(job: Job, plan: Plan) -> Load:
-    """Of a Plan's batch, the first examples of the job's, placed as the simulator does."""
-    placement = job.placement(plan)
+def assigned_load(job: Job, plan: Plan) -> Load:
+    """Of a Plan's batch, the first examples of the job's, assigned as the simulator does."""
+    assignment = job.assignment(plan)
     unit = plan.unit_of(BACKBONE)
-    shape = unit.dp, placement.num_microbatches
+    shape = unit.dp, assignment.num_microbatches
 
     def work(name: str, layer: Layer) -> Work:
-        items = placement.items[name]
-        place = items.replica.astype(np.int64) * shape[1] + items.microbatch
+        items = assignment.modules[name]
+        batch_index = items.batch_index(shape[1])
         targets = None
         if name == BACKBONE:
-            targets = np.bincount(place, placement.batch.num_targets, shape[0] * shape[1]).astype(np.int64)
+            targets = np.bincount(batch_index, assignment.batch.num_targets, shape[0] * shape[1]).astype(np.int64)
         padded = job.model.module(name).padded
-        return work_of(layer, items.length, place, shape[0] * shape[1], padded=padded, num_targets=targets)
+        return work_of(layer, items.length, batch_index, shape[0] * shape[1], padded=padded, num_targets=targets)
 
-    load = _load(job, unit.tp, work, shape, lambda name: _moved_bytes(job, name, placement, unit.tp))
-    return replace(load, methods=placement.method)
+    load = _load(job, unit.tp, work, shape, lambda name: _moved_bytes(job, name, assignment, unit))
+    return replace(load, methods=assignment.methods)
 
 
-def _moved_bytes(job: Job, name: str, placement: Placement, tp: int) -> Table:
+def _moved_bytes(job: Job, name: str, assignment: StepAssignment, unit: Unit) -> Moved | None:
     if name == BACKBONE:
-        return np.zeros(placement.num_microbatches)
-    width = job.model.module(name).layers[-1].output_width
-    rows = placement.exchanged_rows(name).astype(np.float64)
-    moved: Table = rows * width * job.mixed_precision(pipeline=False).compute / tp
-    return moved
+        return None
+    node = np.array([job.cluster.node_of(rank) for rank in unit.ranks[:: unit.tp]])
+    rows = assignment.moved_rows(name, node)
+    row_bytes = job.model.module(name).layers[-1].output_width * job.mixed_precision(pipeline=False).compute
+    return rows.in_bytes(row_bytes, unit.tp) if rows.busiest.any() else None
 
 
 def _load(
@@ -270,7 +269,7 @@ def _load(
     tp: int,
     work: Callable[[str, Layer], Work],
     shape: tuple[int, int],
-    moved_bytes: Callable[[str], Table],
+    moved_bytes: Callable[[str], Moved | None],
 ) -> Load:
     names = [module.name for module in job.model.modules if module.name != BACKBONE] + [BACKBONE]
     largest: dict[tuple[str, Layer], float] = {}

@@ -15,7 +15,7 @@ from typing import Literal
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
-from motet.planner.colocated import EvenBatch, Load, State, fit, placed_load, state_of
+from motet.planner.colocated import EvenBatch, Load, State, assigned_load, fit, state_of
 from motet.planner.degrees import most_replicas
 from motet.planner.job import Job
 from motet.planner.recompute import Fit, Mode
@@ -110,7 +110,7 @@ class Ranks:
         return found
 
     def _place(self, size: int, recompute: tuple[tuple[str, int], ...]) -> Load:
-        return placed_load(self.job, self.plan(self.unit(Sharding(3, 0), dict(recompute)), size))
+        return assigned_load(self.job, self.plan(self.unit(Sharding(3, 0), dict(recompute)), size))
 
     def unbalanced(self, size: int, batch_size: int) -> Load:
         """Examples where they are drawn, of the first batch_size of the batch."""
@@ -119,7 +119,7 @@ class Ranks:
 
     def _leave(self, size: int, batch_size: int) -> Load:
         plan = self.plan(self.unit(Sharding(3, 0)), size)
-        return placed_load(self.job, replace(plan, batch_size=batch_size, balance="off"))
+        return assigned_load(self.job, replace(plan, batch_size=batch_size, balance="off"))
 
     def fit(self, load: Load, sharding: Sharding, mode: Mode | None = None) -> Fit:
         return fit(load, self.state(sharding), self.job.capacity_bytes, mode or self.mode)

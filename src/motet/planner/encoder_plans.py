@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.assign.step import StepAssignment
 from motet.core.plan import Fill, Plan, ScheduleKind, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
@@ -31,8 +32,7 @@ from motet.schedule import fillable
 from motet.schedule.from_plan import unscheduled
 from motet.schedule.layout import Layout
 from motet.schedule.program import Kind, Program
-from motet.simulate.placement import Placement
-from motet.simulate.predict import place_batch
+from motet.simulate.predict import assign_batch
 from motet.simulate.pricing import Pricing
 
 STRATEGY = "bubble filling"
@@ -143,26 +143,26 @@ class EncoderPlans:
     @cached_property
     def _pricing(self) -> Pricing:
         """Of the backbone's stages without passes."""
-        return Pricing(self._any, unscheduled(Layout(self._any)), self._placement, self.job.cost)
+        return Pricing(self._any, unscheduled(Layout(self._any)), self._assignment, self.job.cost)
 
     def priced(self, units: tuple[Unit, ...]) -> Pricing:
         """Of the backbone's stages alone."""
         plan = self.plan(units)
-        return Pricing(plan, fillable(plan)[0], self._placement, self.job.cost)
+        return Pricing(plan, fillable(plan)[0], self._assignment, self.job.cost)
 
     def busiest_s(self, units: tuple[Unit, ...]) -> float:
         """Of the backbone's ranks in all replicas, the one with the most to do: a step takes no less. Rounded down."""
         plan = self.plan(units)
-        pricing = Pricing(plan, unscheduled(Layout(plan)), self._placement, self.job.cost)
+        pricing = Pricing(plan, unscheduled(Layout(plan)), self._assignment, self.job.cost)
         taken_s = np.zeros((self.shape.pp, pricing.num_islands))
         for stage in pricing.planned.stages:
             taken_s[stage.rank] += np.sum(pricing.islands(stage)[:-1], axis=(0, 2))
         return float(taken_s.max()) * (1 - 1e-9)
 
     @cached_property
-    def _placement(self) -> Placement:
+    def _assignment(self) -> StepAssignment:
         """The same whatever is recomputed, and beside whichever encoders."""
-        return place_batch(self._any, self.job.batch, self.job.cost)
+        return assign_batch(self._any, self.job.batch, self.job.cost)
 
     @cached_property
     def in_flight(self) -> list[NDArray[np.int64]]:

@@ -12,6 +12,8 @@ from functools import cache, cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.assign.balancing import Balancing, by_operations, recomputed_blocks
+from motet.assign.step import StepAssignment
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.core.plan import Plan
@@ -25,9 +27,7 @@ from motet.cost.memory import (
     stage_layers,
 )
 from motet.cost.model import CostModel, Work, backward_seconds
-from motet.simulate.balancing import Balancing, by_operations, recomputed_blocks
-from motet.simulate.placement import Placement
-from motet.simulate.predict import place_batch
+from motet.simulate.predict import assign_batch
 
 USABLE_MEMORY = 0.94
 """Of a device, before fragmentation and the buffers of communication libraries take the rest."""
@@ -89,23 +89,23 @@ class Job:
     def _drawn(self):  # type: ignore[no-untyped-def]
         return cache(lambda number: self.workload.draw(self.batch_size, np.random.default_rng(self.seed + number)))
 
-    def placement(self, plan: Plan) -> Placement:
+    def assignment(self, plan: Plan) -> StepAssignment:
         """Of the first `plan.batch_size` examples of the batch, on a Plan of this job. Kept where it takes long to
         decide, under "data_parallel", for Plans that differ in what is sharded alone."""
         batch = self.batch
         if plan.batch_size != batch.num_examples:
             batch = batch.take(np.arange(plan.batch_size))
         if plan.schedule != "data_parallel" or plan.order != "given" or plan.microbatch_caps:
-            return place_batch(plan, batch, self.cost, self.balancing)
+            return assign_batch(plan, batch, self.cost, self.balancing)
         (unit,) = plan.units
         recompute = tuple(sorted(recomputed_blocks(plan).items()))
         key = (unit.dp, unit.tp, unit.first_rank, plan.batch_size, plan.microbatch_size, plan.balance, recompute)
-        if key not in self._placements:
-            self._placements[key] = place_batch(plan, batch, self.cost, self.balancing)
-        return self._placements[key]
+        if key not in self._assignments:
+            self._assignments[key] = assign_batch(plan, batch, self.cost, self.balancing)
+        return self._assignments[key]
 
     @cached_property
-    def _placements(self) -> dict[object, Placement]:
+    def _assignments(self) -> dict[object, StepAssignment]:
         return {}
 
     @property

@@ -3,7 +3,7 @@
 Beside examples as they come, as many in each microbatch:
 
 - dealt out to replicas and microbatches that are even, microbatches in the best order, or both (MMScale sections 5.1
-  and 5.2; decided in every step, `simulate/order.py`);
+  and 5.2; decided in every step, `assign/ordering.py`);
 - groups of examples under caps of vision and text (OmniBal section 4.1). The paper's caps are what the longest text
   takes, and say how many groups there are. Here the Plan says how many microbatches a step has, and the caps are the
   least, in the proportion of vision to text in the data, under which batches fall into so many groups at most.
@@ -18,15 +18,15 @@ from dataclasses import replace
 
 import numpy as np
 
+from motet.assign.groups import groups_under, total_lengths
+from motet.assign.step import StepAssignment
 from motet.core.plan import Order, Plan
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.job import Job
 from motet.schedule import planned
 from motet.schedule.fit import pipelined_units
-from motet.simulate.groups import groups_under, total_lengths
-from motet.simulate.placement import Placement
-from motet.simulate.predict import place_batch, predict_placed
+from motet.simulate.predict import assign_batch, predict_assigned
 from motet.simulate.prediction import Prediction
 
 NUM_BATCHES = 4
@@ -54,14 +54,14 @@ def reordered(job: Job, candidate: Candidate, given: Prediction, pins: Pins) -> 
     if pins.order is not None or candidate.plan.schedule == "data_parallel" or _is_even(job.batch):
         return candidate, given
     stages = planned(candidate.plan)
-    before = place_batch(candidate.plan, job.batch, job.cost)
+    before = assign_batch(candidate.plan, job.batch, job.cost)
     best, best_plan = given, candidate.plan
     for plan in _others(job, candidate.plan, pins):
         if best_plan.order == "both" and plan.order != "both":
             continue  # Half of what is faster already.
-        placement = place_batch(plan, job.batch, job.cost)
-        if not _alike(placement, before):
-            found = predict_placed(plan, stages, placement, job.cost)
+        assignment = assign_batch(plan, job.batch, job.cost)
+        if not _alike(assignment, before):
+            found = predict_assigned(plan, stages, assignment, job.cost)
             if found.step_s < best.step_s and found.peak_bytes.max() <= job.capacity_bytes:
                 best, best_plan = found, plan
     if best_plan is candidate.plan:
@@ -106,9 +106,9 @@ def _is_even(batch: BatchLengths) -> bool:
     return all((values == values[0]).all() for values in columns)
 
 
-def _alike(one: Placement, other: Placement) -> bool:
+def _alike(one: StepAssignment, other: StepAssignment) -> bool:
     return all(
-        np.array_equal(items.microbatch, other.items[name].microbatch)
-        and np.array_equal(items.replica, other.items[name].replica)
-        for name, items in one.items.items()
+        np.array_equal(items.microbatch, other.modules[name].microbatch)
+        and np.array_equal(items.replica, other.modules[name].replica)
+        for name, items in one.modules.items()
     )

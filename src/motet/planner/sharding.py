@@ -111,8 +111,8 @@ def step_s(load: Load, sharded: Sharded, recompute: Mapping[str, int], *, exchan
             again_s = gather_s if sharded.unit.zero == 3 or not reduce_s else 0.0
             reduced_s = reduce_s + last * replicas_s
             total += _pass_s(backward_s, again_s + reduced_s, num_parts) + (again_s + reduced_s) / num_parts
-        if exchanged and own.moved_bytes.any():
-            moved_s = load.job.cost.exchange_seconds(own.moved_bytes, range(0, sharded.unit.num_ranks, load.tp))
+        if exchanged and own.moved_bytes is not None:
+            moved_s = load.job.cost.exchange_seconds(own.moved_bytes, sharded.unit.ranks[:: load.tp])
             total += moved_s * (2 if load.job.model.module(name).trains else 1)
     return float(total.sum()) + sharded.step_s
 

@@ -5,7 +5,7 @@ encoders, recomputation, parts, bubbles, data parallelism, communication.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from motet.core.errors import UserError
@@ -33,11 +33,17 @@ class Planned:
     """A Program, and what its stages and edges stand for.
 
     stages: by number. shares: per edge, the share of its source's output that it carries (`disaggregated.broker`).
+    layout: of the Plan.
     """
 
     program: Program
     stages: tuple[PlannedStage, ...]
     shares: tuple[Fraction, ...]
+    layout: Layout = field(compare=False)
+
+    def stages_on(self, program_rank: int) -> tuple[int, ...]:
+        """The numbers of the stages that a rank of the Program computes."""
+        return tuple(number for number, stage in enumerate(self.stages) if stage.rank == program_rank)
 
 
 def program_of(plan: Plan) -> Program:
@@ -56,7 +62,7 @@ def planned(plan: Plan) -> Planned:
 
 def unscheduled(layout: Layout) -> Planned:
     """The stages of units with ranks of their own, without passes: to be priced, which takes none."""
-    return Planned(Program((), (), (), layout.num_microbatches), layout.stages, ())
+    return Planned(Program((), (), (), layout.num_microbatches), layout.stages, (), layout)
 
 
 def _data_parallel(layout: Layout) -> Planned:
@@ -71,7 +77,7 @@ def _data_parallel(layout: Layout) -> Planned:
         exchanged=None if moves else (),
         sharding=Sharding(1 if unit.zero == 0 else unit.shard_size, reshard_after_forward=unit.zero == 3),
     )
-    return Planned(program, stages, (Fraction(1),) * len(program.edges))
+    return Planned(program, stages, (Fraction(1),) * len(program.edges), layout)
 
 
 def _sharded(layout: Layout, stage: PlannedStage) -> ShardedModule:
@@ -91,7 +97,7 @@ def fillable(plan: Plan, *, split: bool = False) -> tuple[Planned, tuple[Encoder
     if plan.schedule == "data_parallel":
         raise UserError("a Plan under 'data_parallel' has no bubbles of a pipeline to fill.")
     program, stages, shares = _unfilled(layout, split)
-    whole = Planned(program, tuple(stages), shares + (Fraction(1),) * (len(program.edges) - len(shares)))
+    whole = Planned(program, tuple(stages), shares + (Fraction(1),) * (len(program.edges) - len(shares)), layout)
     return whole, tuple(encoder for encoder, _ in _encoder_pipelines(layout, program))
 
 
@@ -109,7 +115,7 @@ def _pipelined(layout: Layout) -> Planned:
             "holds up computation: encoders need zero 0 there, with no parameters to gather."
         )
     program = add_communication(program, blocking=not device.overlaps)
-    return Planned(program, tuple(stages), shares + (Fraction(1),) * (len(program.edges) - len(shares)))
+    return Planned(program, tuple(stages), shares + (Fraction(1),) * (len(program.edges) - len(shares)), layout)
 
 
 def _unfilled(layout: Layout, split: bool) -> tuple[Program, list[PlannedStage], tuple[Fraction, ...]]:

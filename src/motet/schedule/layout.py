@@ -115,6 +115,11 @@ class Layout:
         """Of a unit with ranks of its own, in an island."""
         return unit.dp // self.num_islands
 
+    def first_program_rank(self, unit: Unit) -> int:
+        """Of a unit with ranks of its own: the program rank at which its replicas' begin."""
+        before = self.units[: self.units.index(unit)]
+        return sum(self.num_replicas(other) * other.pp for other in before)
+
     @cached_property
     def feeds(self) -> tuple[Feed, ...]:
         """Which stages of the units with ranks of their own feed which of another."""
@@ -183,15 +188,12 @@ class Layout:
 
     def ranks(self, unit: Unit, pipeline_rank: int, replica: int) -> tuple[int, ...]:
         """Of the cluster: those of one replica of a unit that share the work of one pipeline rank."""
-        size = unit.cp * unit.tp
-        first = unit.first_rank + (pipeline_rank * unit.dp + replica) * size
-        return tuple(range(first, first + size))
+        first = unit.rank(pipeline_rank, replica)
+        return tuple(range(first, first + unit.cp * unit.tp))
 
     def data_ranks(self, unit: Unit, pipeline_ranks: range) -> tuple[int, ...]:
         """The first of each tensor-parallel group of some pipeline ranks, over all replicas."""
-        groups = unit.dp * unit.cp
-        first = pipeline_ranks.start * groups
-        return tuple(unit.first_rank + (first + group) * unit.tp for group in range(len(pipeline_ranks) * groups))
+        return tuple(unit.rank(p, d, c) for p in pipeline_ranks for d in range(unit.dp) for c in range(unit.cp))
 
     @cached_property
     def stages(self) -> tuple[PlannedStage, ...]:
@@ -200,8 +202,8 @@ class Layout:
         return (*pipelined, *self._replicated(pipelined))
 
     def _pipelined(self) -> Iterator[PlannedStage]:
-        first_rank = 0
         for unit in self.units:
+            first_rank = self.first_program_rank(unit)
             for replica in range(self.num_replicas(unit)):
                 size = self.num_examples // self.num_replicas(unit)
                 for stage, layers in enumerate(self.layers(unit)):
@@ -220,7 +222,6 @@ class Layout:
                         self.trains(layers),
                         place=stage,
                     )
-            first_rank += self.num_replicas(unit) * unit.pp
 
     def _replicated(self, pipelined: list[PlannedStage]) -> Iterator[PlannedStage]:
         for name in self.backbone.replicated:

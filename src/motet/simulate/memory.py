@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from motet.core.spec import Layer
 from motet.cost.memory import StageMemory, stage_memory
 from motet.schedule import PlannedStage, high_water
+from motet.schedule.coordinates import ranks_of
 from motet.simulate.pricing import Pricing
 
 MAX_LOGITS = 1 << 28
@@ -31,7 +32,7 @@ def memory_of(pricing: Pricing) -> dict[str, NDArray[np.int64]]:
         for stage in stages:
             if stage.key not in found:
                 found[stage.key] = _stage_memory(pricing, stage)
-            shared, own = ranks_of(pricing, stage, island), found[stage.key]
+            shared, own = ranks_of(pricing.layout, stage.rank, island), found[stage.key]
             ranks = slice(shared.start, shared.stop)
             for part in ("parameters", "gradients", "optimizer"):
                 bytes_of[part][ranks] += getattr(own, part)
@@ -47,10 +48,3 @@ def _stage_memory(pricing: Pricing, stage: PlannedStage) -> StageMemory:
 
     unit = replace(stage.unit, zero=stage.zero, shard_size=stage.shard_size)
     return stage_memory(unit, pricing.layers(stage), rows, 0, pricing.precision)
-
-
-def ranks_of(pricing: Pricing, stage: PlannedStage, island: int) -> range:
-    """Of the cluster: those that share the stage's work, in an island."""
-    unit = pricing.owner(stage)
-    first = stage.ranks[0] + island * (unit.dp // pricing.num_islands) * unit.cp * unit.tp
-    return range(first, first + len(stage.ranks))

@@ -1,6 +1,6 @@
 """A Plan, lengths and a cost model into a Prediction: what a step takes before any of it has run.
 
-The batch is placed on the Plan (`placement.py`), its stages are priced (`pricing.py`, `traffic.py`), and the Program
+The batch is assigned to the Plan (`assign/`), its stages are priced (`pricing.py`, `traffic.py`), and the Program
 that the Plan implies is simulated. Islands, the parts of a job that do not speak to each other before its gradients are
 reduced, run the same Program on different examples: the slowest one is the step. Of many, those are simulated whose
 microbatches take longest, each on the rank that it takes longest on.
@@ -13,19 +13,22 @@ from dataclasses import replace
 
 import numpy as np
 
+from motet.assign.balancing import Balancing, by_operations
+from motet.assign.plan import assign_step
+from motet.assign.step import StepAssignment
 from motet.core.plan import Plan
 from motet.core.timeline import Timeline
 from motet.core.workload import BatchLengths, Workload
 from motet.cost.flops import batch_flops
 from motet.cost.model import CostModel
 from motet.schedule import Planned, planned
-from motet.simulate.balancing import Balancing, by_operations
-from motet.simulate.memory import memory_of, ranks_of
-from motet.simulate.order import ordered_slots
-from motet.simulate.placement import Placement, draw_batch, place, place_in
+from motet.schedule.coordinates import ranks_of
+from motet.simulate.batch import draw_batch
+from motet.simulate.memory import memory_of
 from motet.simulate.prediction import Prediction
 from motet.simulate.pricing import Pricing
 from motet.simulate.simulate import Prepared, simulate
+from motet.simulate.step_seconds import PricedStep
 from motet.simulate.times import StageTimes
 from motet.simulate.traffic import Traffic, without_idle_exchanges
 
@@ -64,29 +67,29 @@ def predictions(
     """The same for several batches, one after the other; the first is that of `predict`."""
     stages, rng = planned(plan), np.random.default_rng(seed)
     for _ in range(num_batches):
-        placement = place_batch(plan, draw_batch(plan, workload, rng), cost, balancing)
-        yield predict_placed(plan, stages, placement, cost, seed=int(rng.integers(1 << 32)), jitter=jitter)
+        assignment = assign_batch(plan, draw_batch(plan, workload, rng), cost, balancing)
+        yield predict_assigned(plan, stages, assignment, cost, seed=int(rng.integers(1 << 32)), jitter=jitter)
 
 
-def place_batch(plan: Plan, batch: BatchLengths, cost: CostModel, balancing: Balancing = by_operations) -> Placement:
-    """The batch on the Plan: a pipeline's examples in the Plan's order, colocated phases balanced as training does."""
-    if plan.order != "given" or plan.microbatch_caps:
-        return place_in(plan, batch, ordered_slots(plan, batch, cost))
-    return place(plan, batch, balancing)
+def assign_batch(
+    plan: Plan, batch: BatchLengths, cost: CostModel, balancing: Balancing = by_operations
+) -> StepAssignment:
+    """The batch on the Plan, as training assigns it; examples are dealt out, where the Plan says so, by `cost`."""
+    return assign_step(plan, batch, balancing, PricedStep(plan, batch, cost))
 
 
-def predict_placed(
-    plan: Plan, stages: Planned, placement: Placement, cost: CostModel, *, seed: int = 0, jitter: float = 0.0
+def predict_assigned(
+    plan: Plan, stages: Planned, assignment: StepAssignment, cost: CostModel, *, seed: int = 0, jitter: float = 0.0
 ) -> Prediction:
-    """The same for a batch that is already placed, by training's own balancer say."""
-    pricing = Pricing(plan, stages, placement, cost)
+    """The same for a batch that is assigned already, by training's own balancer say."""
+    pricing = Pricing(plan, stages, assignment, cost)
     ranks = np.unique(np.concatenate([unit.first_rank + np.arange(unit.num_ranks) for unit in plan.units]))
     return Prediction(
         _slowest_island(pricing, seed, jitter),
         ranks,
-        placement.batch.num_examples,
-        int(placement.batch.sequence.sum()),
-        sum(batch_flops(plan.model, placement.batch).values()),
+        assignment.batch.num_examples,
+        int(assignment.batch.sequence.sum()),
+        sum(batch_flops(plan.model, assignment.batch).values()),
         pricing.hardware_flops(),
         len(ranks) * plan.cluster.device.peak_flops[plan.precision],
         {part: rows[ranks] for part, rows in memory_of(pricing).items()},
@@ -97,7 +100,7 @@ def predict_placed(
 def _slowest_island(pricing: Pricing, seed: int, jitter: float) -> Timeline:
     """With its ranks called by those of the cluster that they stand for."""
     traffic = Traffic(pricing)
-    program = Prepared(without_idle_exchanges(pricing.planned, pricing.placement))
+    program = Prepared(without_idle_exchanges(pricing.planned, pricing.assignment))
     overlap = pricing.plan.cluster.device.overlaps
     slowest: tuple[int, Timeline] | None = None
     for island in _simulated(pricing, jitter):
@@ -112,8 +115,7 @@ def _slowest_island(pricing: Pricing, seed: int, jitter: float) -> Timeline:
 
 def _rank_names(pricing: Pricing, island: int) -> list[str]:
     """Of each program rank, the ranks of the cluster that it stands for in an island: those that share its work."""
-    stages = {stage.rank: stage for stage in reversed(pricing.planned.stages)}
-    ranks = (ranks_of(pricing, stages[rank], island) for rank in range(pricing.planned.program.num_ranks))
+    ranks = (ranks_of(pricing.layout, rank, island) for rank in range(pricing.planned.program.num_ranks))
     return [f"rank {own[0]}" if len(own) == 1 else f"ranks {own[0]}-{own[-1]}" for own in ranks]
 
 
@@ -127,7 +129,7 @@ def _simulated(pricing: Pricing, jitter: float) -> Iterator[int]:
         islands = np.argsort(-pricing.paced_s(), kind="stable")[:MAX_ISLANDS]
     seen: set[bytes] = set()
     for island in islands.tolist():
-        lengths = pricing.placement.island_key(island, pricing.num_islands)
+        lengths = pricing.assignment.island_key(island, pricing.num_islands)
         if lengths not in seen:
             yield island
         seen.add(lengths)

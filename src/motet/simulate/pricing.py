@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.core.plan import Plan, Unit
+from motet.assign.step import StepAssignment
+from motet.core.plan import Plan
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
 from motet.cost.flops import layer_flops, work_of
@@ -28,9 +29,8 @@ from motet.cost.memory import (
 )
 from motet.cost.model import CostModel, LayerSeconds, Work
 from motet.schedule import Planned, PlannedStage, part_layers
-from motet.schedule.fit import colocated_units
+from motet.schedule.coordinates import host_of, replica_of
 from motet.schedule.layout import LAYER_PARTS
-from motet.simulate.placement import Placement
 from motet.simulate.times import Part
 
 Table = NDArray[np.float64]
@@ -58,52 +58,40 @@ class _Priced:
 
 
 class Pricing:
-    """Prices the stages of one Plan for one placed batch."""
+    """Prices the stages of one Plan for one assigned batch."""
 
-    def __init__(self, plan: Plan, planned: Planned, placement: Placement, cost: CostModel) -> None:
-        self.plan, self.planned, self.placement, self.cost = plan, planned, placement, cost
+    def __init__(self, plan: Plan, planned: Planned, assignment: StepAssignment, cost: CostModel) -> None:
+        self.plan, self.planned, self.assignment, self.cost = plan, planned, assignment, cost
         self.precision = mixed_precision(plan.precision, pipeline=plan.schedule != "data_parallel")
         self.backbone = plan.unit_of(BACKBONE)
-        self._in_bubbles = {unit.name for unit in colocated_units(plan)}
+        self.layout = planned.layout
         self._priced = cache(self._price)
         self._first = {stage.key: stage for stage in reversed(planned.stages)}
         self._seconds = cache(lambda key: self._sum(self._first[key], self.layers(self._first[key])))
         self._parts = cache(lambda key, backward: self._slices(self._first[key], backward))
 
-    @cached_property
+    @property
     def num_islands(self) -> int:
-        """The alike parts that the job falls into (schedule/disaggregated.py); the Program is of one."""
-        return self.backbone.dp // len({stage.replica for stage in self.planned.stages if BACKBONE in stage.modules})
+        return self.layout.num_islands
 
     def stage(self, stage: PlannedStage, island: int) -> StageSeconds:
         """[num_microbatches] each."""
-        replica = self.replica(stage, island)
+        replica = replica_of(self.layout, stage, island)
         return StageSeconds(*(table[replica] for table in self._seconds(stage.key)))
 
     def islands(self, stage: PlannedStage) -> StageSeconds:
         """The same of all islands, [num_islands, num_microbatches] each."""
-        replicas = [self.replica(stage, island) for island in range(self.num_islands)]
+        replicas = [replica_of(self.layout, stage, island) for island in range(self.num_islands)]
         return StageSeconds(*(table[replicas] for table in self._seconds(stage.key)))
 
     def paced_s(self) -> Table:
         """Of each island, its microbatches' seconds on the ranks that take longest for them, [num_islands]."""
-        shape = self.planned.program.num_ranks, self.num_islands, self.placement.num_microbatches
+        shape = self.planned.program.num_ranks, self.num_islands, self.assignment.num_microbatches
         total_s = np.zeros(shape)
         for stage in self.planned.stages:
             total_s[stage.rank] += np.sum(self.islands(stage)[:-1], axis=0)
         found: Table = total_s.max(axis=0).sum(axis=1)
         return found
-
-    def replica(self, stage: PlannedStage, island: int) -> int:
-        """Whose items the stage computes: its unit's own, or, in bubbles, the backbone's on whose ranks it runs."""
-        if stage.unit.name not in self._in_bubbles:
-            return island * (stage.unit.dp // self.num_islands) + stage.replica
-        pipelines = self.backbone.pp // stage.unit.pp
-        return island * (self.backbone.dp // self.num_islands) + stage.replica // pipelines
-
-    def owner(self, stage: PlannedStage) -> Unit:
-        """The unit on whose ranks the stage runs."""
-        return self.backbone if stage.unit.name in self._in_bubbles else stage.unit
 
     def layers(self, stage: PlannedStage) -> list[StageLayer]:
         """What a stage runs, in execution order."""
@@ -112,7 +100,7 @@ class Pricing:
     def rows(self, name: str, layer: Layer, stage: PlannedStage, island: int) -> Table:
         """Rows that a layer of a module has on one of the ranks that share the stage's work, [num_microbatches]."""
         rows = self._priced(name, layer, stage.num_shares).work.rows
-        found: Table = rows.reshape(-1, self.placement.num_microbatches)[self.replica(stage, island)]
+        found: Table = rows.reshape(-1, self.assignment.num_microbatches)[replica_of(self.layout, stage, island)]
         return found
 
     def largest_rows(self, name: str, layer: Layer) -> float:
@@ -128,7 +116,7 @@ class Pricing:
         return found
 
     def _slices(self, stage: PlannedStage, backward: bool) -> tuple[Part, ...]:
-        if stage.unit.name in self._in_bubbles:
+        if host_of(self.layout, stage.unit) is not stage.unit:
             return (Part(1 / stage.num_parts),) * stage.num_parts
         if self.plan.schedule != "data_parallel":
             num_halves = 2 * (stage.num_parts // LAYER_PARTS)
@@ -161,7 +149,7 @@ class Pricing:
         return total
 
     def _sum(self, stage: PlannedStage, layers: Iterable[StageLayer]) -> StageSeconds:
-        shape = self.placement.items[stage.modules[0]].num_replicas, self.placement.num_microbatches
+        shape = self.assignment.modules[stage.modules[0]].num_replicas, self.assignment.num_microbatches
         total = {name: np.zeros(shape) for name in StageSeconds._fields}
         for placed, count in Counter(layers).items():
             priced = self._priced(placed.module, placed.layer, stage.num_shares)
@@ -189,14 +177,14 @@ class Pricing:
 
     def _price(self, name: str, layer: Layer, num_shares: int) -> _Priced:
         unit, module = self.plan.unit_of(name), self.plan.model.module(name)
-        num = self.placement.num_microbatches
-        items = self.placement.items[name]
+        num = self.assignment.num_microbatches
+        items = self.assignment.modules[name]
         size = items.num_replicas * num
-        place = items.replica.astype(np.int64) * num + items.microbatch
+        batch_index = items.batch_index(num)
         targets = None
         if name == BACKBONE:
-            targets = np.bincount(place, self.placement.batch.num_targets, size).astype(np.int64)
-        whole = work_of(layer, items.length, place, size, padded=module.padded, num_targets=targets)
+            targets = np.bincount(batch_index, self.assignment.batch.num_targets, size).astype(np.int64)
+        whole = work_of(layer, items.length, batch_index, size, padded=module.padded, num_targets=targets)
         share = 1 / (unit.cp * num_shares)
         work = Work(whole.rows * share, whole.pairs * share)
         tensor_s = np.zeros(size)

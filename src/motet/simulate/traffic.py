@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -10,10 +10,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.assign.step import StepAssignment
 from motet.core.spec import Layer
 from motet.schedule import Planned, PlannedStage, Program
+from motet.schedule.edges import under_way
 from motet.schedule.program import Action, AlikeRows, Kind
-from motet.simulate.placement import Placement
 from motet.simulate.pricing import Pricing
 
 Table = NDArray[np.float64]
@@ -46,7 +47,7 @@ class Traffic:
 
     def __init__(self, pricing: Pricing) -> None:
         self.pricing, self.cost = pricing, pricing.cost
-        self.plan, self.planned, self.placement = pricing.plan, pricing.planned, pricing.placement
+        self.plan, self.planned, self.assignment = pricing.plan, pricing.planned, pricing.assignment
         self.precision = pricing.precision
         first = {stage.key: stage for stage in self.planned.stages}
         self._collectives = cache(lambda key: self._priced(first[key]))
@@ -55,7 +56,7 @@ class Traffic:
     def send_s(self, island: int, *, gradient: bool = False) -> Table:
         """[num_edges, num_microbatches], of outputs, or of their gradients; 0 where both ends are on one rank."""
         stages, edges = self.planned.stages, self.planned.program.edges
-        seconds = np.zeros((len(edges), self.placement.num_microbatches))
+        seconds = np.zeros((len(edges), self.assignment.num_microbatches))
         for number, ((source, sink), share) in enumerate(zip(edges, self.planned.shares, strict=True)):
             ends = stages[source].ranks[0], stages[sink].ranks[0]
             if ends[0] != ends[1]:
@@ -67,11 +68,12 @@ class Traffic:
         """[num_edges, num_microbatches]: outputs of encoders, to the ranks that run their examples' sequences."""
         unit = self.pricing.backbone
         ranks = range(unit.first_rank, unit.first_rank + unit.dp * unit.tp, unit.tp)
+        node = np.array([self.plan.cluster.node_of(rank) for rank in ranks])
         seconds: dict[str, Table] = {}
         for module in self.plan.model.modules[:-1]:
-            rows = self.placement.exchanged_rows(module.name).astype(np.float64)
-            size_bytes = rows * module.layers[-1].output_width * self.precision.compute / unit.tp
-            seconds[module.name] = self.cost.exchange_seconds(size_bytes, ranks)
+            row_bytes = module.layers[-1].output_width * self.precision.compute
+            moved_bytes = self.assignment.moved_rows(module.name, node).in_bytes(row_bytes, unit.tp)
+            seconds[module.name] = self.cost.exchange_seconds(moved_bytes, ranks)
         names = [self.planned.stages[source].modules[0] for source, _ in self.planned.program.edges]
         return np.stack([seconds[name] for name in names]) if names else np.zeros((1, 1))
 
@@ -135,8 +137,8 @@ class Traffic:
 
     def _sent_bytes(self, source: PlannedStage, sink: PlannedStage, island: int, *, gradient: bool) -> Table:
         """What one tensor-parallel rank of a stage sends to another stage, or gets back, [num_microbatches]."""
-        total, model = np.zeros(self.placement.num_microbatches), self.plan.model
-        for name, stop in self._under_way(source, sink):
+        total, model = np.zeros(self.assignment.num_microbatches), self.plan.model
+        for name, stop in under_way(self.planned.layout, source, sink):
             module = model.module(name)
             place = module.blocks[stop - 1][-1]
             layer = module.layers[place]
@@ -146,37 +148,6 @@ class Traffic:
             total += rows * layer.output_width * self.precision.compute / source.unit.tp
         return total
 
-    def _under_way(self, source: PlannedStage, sink: PlannedStage) -> Iterator[tuple[str, int]]:
-        """The modules whose output leaves the source for the sink, and of how many of their blocks it is the output.
-
-        To another unit: modules that end in the source and feed one there. Within a unit: those begun and not ended,
-        and those ended that feed one which has not begun. Of a unit in bubbles the last stage alone sends to the
-        backbone, and so all that has ended before it goes through it.
-        """
-        done, in_bubbles = self._done(source), self.pricing.owner(source) is not source.unit
-        for name, stop in done.items():
-            takers, ended = self._takers(name), stop == len(self.plan.model.module(name).blocks)
-            if sink.unit is source.unit:
-                waiting = any(done.get(taker, 0 if in_bubbles else 1) == 0 for taker in takers)
-                leaves = stop > 0 and (waiting or not ended)
-            else:
-                here = in_bubbles or name in source.layers
-                leaves = here and ended and any(taker in sink.layers for taker in takers)
-            if leaves:
-                yield name, stop
-
-    def _takers(self, name: str) -> list[str]:
-        return [sink for source, sink in self.plan.model.edges if source == name]
-
-    def _done(self, stage: PlannedStage) -> Mapping[str, int]:
-        """Blocks of each module of the unit (those replicated aside) that are over after the stage."""
-        before = stage.unit.stages[: stage.place + 1]
-        return {
-            name: sum(counts.get(name, 0) for counts in before)
-            for name in stage.unit.modules
-            if name not in stage.unit.replicated
-        }
-
 
 def sharded_units(layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:
     """The layers of a module that FSDP gathers and reduces by one message each: transformer layers, and the rest."""
@@ -184,12 +155,12 @@ def sharded_units(layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:
     return [*blocks, tuple(layer for layer in layers if layer.attention is None)]
 
 
-def without_idle_exchanges(planned: Planned, placement: Placement) -> Program:
+def without_idle_exchanges(planned: Planned, assignment: StepAssignment) -> Program:
     """The Program as the step runs it: where no row moves, no rank calls an exchange, and so none waits."""
     program, rows = planned.program, planned.program.actions
     if not isinstance(rows, AlikeRows) or not any(action.kind in _EXCHANGES for action in rows.first):
         return program
-    moves = [placement.exchanged_rows(stage.modules[0]) > 0 for stage in planned.stages if stage.rank == 0][:-1]
+    moves = [assignment.exchanged_rows(stage.modules[0]) > 0 for stage in planned.stages if stage.rank == 0][:-1]
     if np.all(moves):
         return program
 

@@ -10,6 +10,7 @@ import numpy as np
 from motet.analyze import Subject
 from motet.analyze.lengths import Lengths
 from motet.balance import StepCosts
+from motet.core.cluster import Link
 from motet.core.errors import UserError
 from motet.data.dataset import describe
 from motet.train.balancing import recipe_costs
@@ -51,11 +52,15 @@ def _device_type(recipe: Recipe) -> str:
     return "cpu" if "cpu" in (stated, recipe.run.device) else "cuda"
 
 
+def _link_words(link: Link) -> str:
+    return f"{link.bytes_per_s / 1e9:,.4g} GB/s a rank after {link.latency_s * 1e6:,.4g} microseconds"
+
+
 def _speed_words(recipe: Recipe, costs: StepCosts) -> str:
-    link = costs.times.link
-    exchanged = (
-        f"an exchange at {link.bytes_per_s / 1e9:,.4g} GB/s a rank after {link.latency_s * 1e6:,.4g} microseconds"
-    )
+    network = costs.times.network
+    exchanged = f"an exchange at {_link_words(network.intra_node)}"
+    if network.ranks_per_node is not None:
+        exchanged += f", between nodes of {network.ranks_per_node:,} ranks at {_link_words(network.inter_node)}"
     if recipe.balance.cost == "profile":
         return f"Seconds: those of the profile; {exchanged}."
     flops_per_s = recipe.balance.speed.resolved(_device_type(recipe)).flops_per_s

@@ -8,20 +8,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from motet.assign.balancing import Balancing, device_type_of, operation_costs, recomputed_blocks, replicas_per_node
 from motet.balance import ACTIVE_BACKEND, Cost, LengthWork, StepCosts
 from motet.core.cluster import Link
 from motet.core.errors import JointUserError, UserError
+from motet.core.exchange import Network
 from motet.core.plan import Plan
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.fit import NS_PER_S
 from motet.cost.phases import PhaseTimes, Picoseconds, phase_times
-from motet.cost.profile import PROFILE_FILE, read_profile
+from motet.cost.profile import PROFILE_FILE, Profile, read_profile
 from motet.cost.profiled import message_fit
 from motet.dispatch import BalanceConfig, Orchestrator
 from motet.models.module import MLLM
 from motet.models.spec import model_spec
-from motet.simulate.balancing import Balancing, device_type_of, operation_costs, recomputed_blocks
 from motet.train.recipe import Recipe
 from motet.train.world import World
 
@@ -32,11 +33,13 @@ _PS_PER_S = 10**12
 class MeasuredPhases:
     """What a profile says of the phases of a model.
 
-    link:   of an exchange; None where the profile was made on one rank. digest: of the file.
+    link, inter_node: of an exchange inside a node, and between nodes; None where there was no such. A profile of
+            several nodes alone has one link for both. digest: of the file.
     """
 
     phases: Mapping[str, PhaseTimes]
     link: Link | None
+    inter_node: Link | None
     digest: str
 
 
@@ -63,10 +66,17 @@ def read_measured(recipe: Recipe, spec: ModelSpec) -> MeasuredPhases | None:
                 f"balance.profile: in {path} the seconds of {name!r} do not grow with the length; measure for longer: "
                 "motet profile --seconds."
             )
-    exchange = [times for times in profile.messages if times.kind == "exchange"]
-    line = message_fit(*exchange) if exchange else None
-    link = Link(NS_PER_S / line.linear_ns, line.constant_ns / NS_PER_S) if line and line.linear_ns else None
-    return MeasuredPhases(phases, link, hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest())
+    inside, between = (_exchange_link(profile, has_nodes=has_nodes) for has_nodes in (False, True))
+    return MeasuredPhases(
+        phases, inside or between, between, hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    )
+
+
+def _exchange_link(profile: Profile, *, has_nodes: bool) -> Link | None:
+    """Of the exchanges that were measured on one node, or between several; None where there are none."""
+    messages = [times for times in profile.messages if times.kind == "exchange" and (times.num_nodes > 1) == has_nodes]
+    line = message_fit(*messages) if messages else None
+    return Link(NS_PER_S / line.linear_ns, line.constant_ns / NS_PER_S) if line and line.linear_ns else None
 
 
 def build_orchestrator(
@@ -78,14 +88,15 @@ def build_orchestrator(
     *,
     recompute: bool = False,
     measured: MeasuredPhases | None = None,
+    ranks_per_node: int | None = None,
 ) -> Orchestrator:
-    """All ranks call it alike. dtype: that encoder outputs are moved in. recompute, measured: as in `step_costs`.
+    """All ranks call it alike. dtype: that encoder outputs are moved in. The rest as in `step_costs`.
 
     Raises UserError for what in `config` does not fit the model.
     """
     spec = model_spec(model)
     recomputed = {module.name: len(module.blocks) for module in spec.modules if recompute}
-    costs = step_costs(config, spec, recomputed, device.type, dtype.itemsize, measured)
+    costs = step_costs(config, spec, recomputed, device.type, dtype.itemsize, measured, ranks_per_node)
     balanced = config.balanced(model.encoders)
     return Orchestrator(costs.costs, num_ranks, balanced, work=costs.work, times=costs.times, methods=config.methods)
 
@@ -97,15 +108,16 @@ def step_costs(
     device_type: str,
     element_bytes: int,
     measured: MeasuredPhases | None,
+    ranks_per_node: int | None = None,
 ) -> StepCosts:
     """What `[balance]` makes of a model. measured: for `cost = "profile"`, and only for it.
 
     recompute: per module, of how many of its blocks the activations are recomputed.
-    element_bytes: of what is exchanged.
+    element_bytes: of what is exchanged. ranks_per_node: of those that exchange; None: all share a node.
     Raises UserError for costs that do not fit the model.
     """
     speed = config.speed.resolved(device_type)
-    counted = operation_costs(spec, recompute, speed, element_bytes)
+    counted = operation_costs(spec, recompute, speed, element_bytes, ranks_per_node)
     costs = config.phase_costs(
         {module.name: "padded" if module.padded else "packed" for module in spec.modules if module.name != BACKBONE}
     )
@@ -115,7 +127,8 @@ def step_costs(
         return StepCosts(costs, LengthWork(), replace(counted.times, unit_s=_MeanSeconds(costs, counted)))
     assert measured is not None
     unit_s = dict.fromkeys(costs, 1 / _PS_PER_S)
-    link = config.speed.link(otherwise=measured.link or speed.link)
+    links = config.speed.links(measured.link or speed.link, measured.inter_node or speed.inter_node)
+    link = Network(*links, ranks_per_node)
     return replace(
         counted, work=Picoseconds(measured.phases), times=replace(counted.times, unit_s=lambda _: unit_s, link=link)
     )
@@ -125,7 +138,8 @@ def recipe_costs(recipe: Recipe, spec: ModelSpec, device_type: str) -> StepCosts
     """By what training balances a recipe. Raises UserError as `read_measured` and `step_costs` do."""
     recomputed = {module.name: len(module.blocks) for module in spec.modules if recipe.fsdp.recompute}
     measured = read_measured(recipe, spec)
-    return step_costs(recipe.balance, spec, recomputed, device_type, compute_dtype(recipe).itemsize, measured)
+    per_node = None if recipe.cluster is None else recipe.cluster.cluster().ranks_per_node
+    return step_costs(recipe.balance, spec, recomputed, device_type, compute_dtype(recipe).itemsize, measured, per_node)
 
 
 def balancing_of(recipe: Recipe, spec: ModelSpec) -> Balancing:
@@ -134,7 +148,10 @@ def balancing_of(recipe: Recipe, spec: ModelSpec) -> Balancing:
 
     def balancing(plan: Plan) -> StepCosts:
         recomputed = recomputed_blocks(plan)
-        return step_costs(recipe.balance, plan.model, recomputed, device_type_of(plan), element_bytes, measured)
+        per_node = replicas_per_node(plan)
+        return step_costs(
+            recipe.balance, plan.model, recomputed, device_type_of(plan), element_bytes, measured, per_node
+        )
 
     return balancing
 

@@ -83,6 +83,7 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
             compute_dtype(recipe),
             recompute=recipe.fsdp.recompute,
             measured=measured,
+            ranks_per_node=world.ranks_per_node,
         )
         dataset = open_dataset(recipe, recipe.data.train, tokenizer, model, say)
         heldout = open_dataset(recipe, recipe.data.heldout, tokenizer, model, say) if recipe.data.heldout else None

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from motet.assign.balancing import by_operations
 from motet.core.errors import UserError
 from motet.cost.source import cost_model
 from motet.planner.job import Job
-from motet.simulate.balancing import by_operations
 from motet.train.plan_cluster import GivenCluster, cluster_of
 from motet.train.plan_recipe import read_job_recipe
 from motet.train.plan_sources import workload_at, workload_of

@@ -8,7 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.analyze.mixture import MFLOP_PER_LENGTH, PHASES, Caps
-from motet.balance import METHODS, Link, Overhead, Packed, Padded, Phase, assign, assign_apart, choose, crossing, follow
+from motet.balance import (
+    METHODS,
+    Link,
+    Network,
+    Overhead,
+    Packed,
+    Padded,
+    Phase,
+    assign,
+    assign_apart,
+    choose,
+    crossing,
+    follow,
+)
 from motet.balance.phases import joint_costs
 from motet.core.errors import ArgumentError
 
@@ -107,6 +120,69 @@ def test_the_exchange_is_that_of_the_busiest_rank_there_and_back():
     assert choose(frozen, 2, link).exchange_s["per_phase"] == 3.5
     # A link too slow for it.
     assert choose(phases, 2, Link(1.0, 0.0)).method == "joint"
+
+
+def former_exchange_ns(phase, placed, backbone, link):
+    """The price before nodes were told apart: the latency and the bytes of the rank that moves most."""
+    destination = backbone.ranks[phase.owner]
+    moves = placed.ranks != destination
+    if phase.output_bytes is None or not moves.any():
+        return 0
+    size_bytes = phase.output_bytes[moves]
+    busiest = max(
+        int(np.bincount(ranks[moves], size_bytes, placed.num_ranks).max()) for ranks in (placed.ranks, destination)
+    )
+    return round(phase.num_exchanges * (link.latency_s + busiest / link.bytes_per_s) * 10**9)
+
+
+@given(microbatches, st.sampled_from([FAST, SLOW, Link(1e7, 1e-5), Link(40e9, 50e-6)]), st.sampled_from([SLOW, FAST]))
+def test_on_one_node_all_is_as_it_was_before_nodes_were_told_apart(drawn, link, between):
+    seed, num_examples, num_ranks = drawn
+    phases = draw_phases(seed, num_examples)
+    choice = choose(phases, num_ranks, link)
+    for method in METHODS:
+        asked = ("joint", method) if method == "mixed" else (method,)
+        one = choose(phases, num_ranks, link, methods=asked)
+        backbone_placed = one.assignments[0]
+        exchange_ns = sum(
+            former_exchange_ns(phase, placed, backbone_placed, link)
+            for phase, placed in zip(phases[1:], one.assignments[1:], strict=True)
+        )
+        compute_ns = sum(phase.compute_ns(placed) for phase, placed in zip(phases, one.assignments, strict=True))
+        if one.method in choice.predicted_s:
+            assert choice.exchange_s[one.method] == exchange_ns / 10**9
+            assert choice.predicted_s[one.method] == (compute_ns + exchange_ns) / 10**9
+    for per_node in (None, num_ranks, num_ranks + 3):
+        told = choose(phases, num_ranks, Network(link, between, per_node))
+        assert (told.method, told.predicted_s, told.why) == (choice.method, choice.predicted_s, choice.why)
+        for placed, expected in zip(told.assignments, choice.assignments, strict=True):
+            np.testing.assert_array_equal(placed.items, expected.items)
+
+
+def test_bytes_that_cross_nodes_cost_more():
+    # As above: one of two images comes over, 30 bytes there and back.
+    phases = [backbone([5, 5]), encoder("image", [0, 0], [10, 10], token_bytes=3)]
+    inside, between = Link(10.0, 0.5), Link(5.0, 0.75)
+    beside = choose(phases, 2, Network(inside, between, 2), methods=["per_phase"])
+    apart = choose(phases, 2, Network(inside, between, 1), methods=["per_phase"])
+    assert beside.exchange_s["per_phase"] == 2 * (0.5 + 30 / 10)
+    assert apart.exchange_s["per_phase"] == 2 * (0.75 + 30 / 5)
+    assert choose(phases, 2, Network(inside, between, 2)).method == "per_phase"
+    assert choose(phases, 2, Network(inside, between, 1)).method == "joint"
+
+
+@given(microbatches, st.integers(1, 4))
+def test_no_way_is_cheaper_on_several_nodes(drawn, per_node):
+    seed, num_examples, num_ranks = drawn
+    phases, link = draw_phases(seed, num_examples), Link(1e7, 1e-5)
+    slower = Network(link, Link(5e6, 2e-5), per_node)
+    for method in ("joint", "per_phase"):
+        beside, apart = (choose(phases, num_ranks, one, methods=[method]) for one in (link, slower))
+        assert beside.moved_bytes == apart.moved_bytes
+        assert beside.exchange_s[method] <= apart.exchange_s[method]
+    # Links that are alike are one kind of link, however many nodes there are.
+    alike = choose(phases, num_ranks, Network(link, link, per_node))
+    assert alike.predicted_s == choose(phases, num_ranks, link).predicted_s
 
 
 def test_a_padded_encoder_alone_is_taken_apart():

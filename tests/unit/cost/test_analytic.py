@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.core.errors import ArgumentError
+from motet.core.exchange import Moved
 from motet.core.shapes import Transformer, head, projector, unused
 from motet.core.spec import Layer
 from motet.cost.analytic import EFFICIENCY, Analytic, Efficiency
@@ -170,7 +171,9 @@ def test_links_are_used_at_their_efficiency():
     assert (
         model.gather_seconds(1e9, ranks) < model.all_reduce_seconds(1e9, ranks) <= 2 * model.gather_seconds(1e9, ranks)
     )
-    assert model.exchange_seconds(np.array([1e9]), ranks)[0] > model.exchange_seconds(np.array([1e9]), range(8))[0]
+    inside, crossing = np.full((2, 16), 7e8), np.full((2, 16), 8e8)
+    both = model.exchange_seconds(Moved(inside, crossing), ranks)
+    assert both > model.exchange_seconds(Moved(inside[:, :8], 0 * crossing[:, :8]), range(8)) > 0
 
 
 @pytest.mark.parametrize(

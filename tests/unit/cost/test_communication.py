@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from motet.core.cluster import Cluster, Device, Link
 from motet.core.errors import ArgumentError
+from motet.core.exchange import Moved
 from motet.cost.catalogue import cluster
 from motet.cost.communication import all_reduce_s, exchange_s, gather_s, send_s
 
@@ -26,6 +27,14 @@ clusters = st.builds(
     st.integers(1, 8),
 )
 sizes = st.floats(1, 1e12)
+
+
+def even_exchange_s(cluster, size_bytes, ranks):
+    """Of size_bytes that each rank has for the others, in even shares; as many ranks on each node."""
+    nodes = [cluster.node_of(rank) for rank in ranks]
+    each = np.ones((2, len(ranks))) * np.asarray(size_bytes)[..., None, None] / max(len(ranks) - 1, 1)
+    num_beside = nodes.count(nodes[0]) - 1
+    return exchange_s(cluster, Moved(each * num_beside, each * (len(ranks) - 1 - num_beside)), ranks)
 
 
 def on(cluster, num_nodes, per_node):
@@ -64,29 +73,38 @@ def test_all_reduce_is_a_ring_for_much_and_a_tree_for_little():
     assert all_reduce_s(NODES, little, everyone) == 2 * (2 * 5 + 7 * 1) + 2 * 1 / 400
 
 
-def test_exchange_in_two_levels():
+def test_exchange_inside_nodes_and_between_them():
     # A node: all goes straight to the others. A node each: likewise, over the network.
-    assert exchange_s(NODES, 700, range(8)) == 7 * 1 + 700 / 400
-    assert exchange_s(NODES, 300, [0, 8, 16, 24]) == 3 * 5 + 300 / 80
-    # Two nodes of two, 300 bytes: 100 for each other rank. First 200 to the other rank of the node (one share is its
-    # own, one for its opposite), then 200 to the opposite.
-    assert exchange_s(NODES, 300, [0, 1, 8, 9]) == pytest.approx((1 + 200 / 400) + (5 + 200 / 80))
+    assert even_exchange_s(NODES, 700, range(8)) == 7 * 1 + 700 / 400
+    assert even_exchange_s(NODES, 300, [0, 8, 16, 24]) == 3 * 5 + 300 / 80
+    # Two nodes of two, 300 bytes: 100 for the other rank of the node, 200 for those of the other one.
+    assert even_exchange_s(NODES, 300, [0, 1, 8, 9]) == pytest.approx((1 + 100 / 400) + (5 + 200 / 80))
 
 
-@pytest.mark.parametrize("seconds", [send_s, gather_s, all_reduce_s, exchange_s])
+def test_the_slowest_rank_is_the_exchange():
+    # Rank 0 sends 400 to rank 1, beside it, and rank 8 sends 80 to rank 0, from another node: rank 0 has both.
+    inside, crossing = np.zeros((2, 2, 3))
+    inside[0, 0] = inside[1, 1] = 400
+    crossing[0, 2] = crossing[1, 0] = 80
+    assert exchange_s(NODES, Moved(inside, crossing), [0, 1, 8]) == 5 + 80 / 80
+    crossing[0] = [80, 0, 0]
+    assert exchange_s(NODES, Moved(inside, crossing), [0, 1, 8]) == (1 + 400 / 400) + (5 + 80 / 80)
+
+
+@pytest.mark.parametrize("seconds", [send_s, gather_s, all_reduce_s, even_exchange_s])
 def test_nothing_is_sent_to_nobody(seconds):
     assert seconds(NODES, 1e9, [3]) == 0
     assert seconds(NODES, np.array([0.0, 1e9]), [0, 1]).tolist() == [0, seconds(NODES, 1e9, [0, 1])]
 
 
-@pytest.mark.parametrize("seconds", [send_s, gather_s, all_reduce_s, exchange_s])
+@pytest.mark.parametrize("seconds", [send_s, gather_s, all_reduce_s, even_exchange_s])
 @given(on_cluster=clusters, size=sizes, more=st.floats(1, 100), num_nodes=st.integers(1, 16))
 def test_more_bytes_never_take_less(seconds, on_cluster, size, more, num_nodes):
     ranks = on(on_cluster, num_nodes, on_cluster.ranks_per_node)
     assert seconds(on_cluster, size * more, ranks) >= seconds(on_cluster, size, ranks) * (1 - 1e-12)
 
 
-@pytest.mark.parametrize("seconds", [gather_s, all_reduce_s, exchange_s])
+@pytest.mark.parametrize("seconds", [gather_s, all_reduce_s, even_exchange_s])
 @given(on_cluster=clusters, size=sizes, num_nodes=st.integers(1, 15), per_node=st.integers(1, 7))
 def test_more_ranks_never_take_less(seconds, on_cluster, size, num_nodes, per_node):
     """More nodes of as many ranks; or, in one node, more ranks. (More ranks in each of several nodes bring cards.)"""
@@ -99,7 +117,7 @@ def test_more_ranks_never_take_less(seconds, on_cluster, size, num_nodes, per_no
         )
 
 
-@pytest.mark.parametrize("seconds", [send_s, gather_s, all_reduce_s, exchange_s])
+@pytest.mark.parametrize("seconds", [send_s, gather_s, all_reduce_s, even_exchange_s])
 def test_nvlink_then_pcie_then_network(seconds):
     size = 1e9
     nvlink = seconds(cluster("h100"), size, range(2))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from motet.core.cluster import Cluster, Device, Link
 from motet.core.errors import ArgumentError, UserError
+from motet.core.exchange import Moved
 from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
 from motet.cost.fit import Surface, fit, relative_error
 from motet.cost.model import Work
@@ -85,6 +86,13 @@ def model():
         Stack(Layer("head", 50, 50, 8, 8, targets_only=True)),
     )
     return ModelSpec("demo", (Module("backbone", layers),), ())
+
+
+def sent(size_bytes, num_ranks):
+    """By the first of so many ranks of a node to the second, in one microbatch."""
+    inside, none = np.zeros((2, 1, 2, num_ranks))
+    inside[0, 0, 0] = inside[0, 1, 1] = size_bytes
+    return Moved(inside, none)
 
 
 def cluster(ranks_per_node=8, num_nodes=2):
@@ -168,7 +176,7 @@ def test_what_was_not_measured_is_named(profile):
     with pytest.raises(UserError, match="torchrun with 2 ranks"):
         attention(profile, [1], [1], tp=2)
     with pytest.raises(UserError, match="exchange between ranks of several nodes"):
-        Profiled(profile, cluster(ranks_per_node=2)).exchange_seconds(np.ones(1), range(4))
+        Profiled(profile, cluster(ranks_per_node=2)).exchange_seconds(sent(1.0, 4), range(4))
 
 
 def test_what_ranks_do_not_share_takes_as_long_as_on_one(profile):
@@ -182,7 +190,7 @@ def test_messages_are_those_measured_and_carried_over_to_other_ranks(profile):
     assert cost.gather_seconds(1e6, range(4)) == pytest.approx(1e-4 + 1e-3)
     # A ring of 8 has 7 steps instead of 3, and each rank receives 7/8 instead of 3/4 of the bytes.
     assert cost.all_reduce_seconds(1e6, range(8)) == pytest.approx(1e-4 * 7 / 3 + 1e-3 * (7 / 8) / (3 / 4))
-    assert cost.exchange_seconds(np.array([1e6]), range(2))[0] == pytest.approx(1e-4 / 3 + 1e-3)
+    assert cost.exchange_seconds(sent(1e6, 2), range(2))[0] == pytest.approx(1e-4 / 3 + 1e-3)
     assert cost.reduce_scatter_seconds(1e6, range(4)) == cost.gather_seconds(1e6, range(4))
     assert cost.gather_seconds(1e6, [3]) == 0
     assert cost.step_seconds(0) == 0

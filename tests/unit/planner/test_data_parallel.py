@@ -15,12 +15,12 @@ from motet.core.shapes import Transformer, audio_encoder, connect, language_mode
 from motet.core.spec import ModelSpec
 from motet.cost.analytic import Analytic
 from motet.planner.candidate import Candidate, Pins, RuledOut, size_words
-from motet.planner.colocated import EvenBatch, placed_load, state_of
+from motet.planner.colocated import EvenBatch, assigned_load, state_of
 from motet.planner.data_parallel import data_parallel
 from motet.planner.job import Job
 from motet.planner.sharding import Sharded, shardings, step_s
 from motet.schedule import check_fit, planned, program_of, validate
-from motet.simulate.predict import place_batch, predict
+from motet.simulate.predict import assign_batch, predict
 from motet.simulate.pricing import Pricing
 from motet.simulate.traffic import Traffic
 
@@ -153,12 +153,12 @@ def test_no_less_recomputation_would_fit():
     for one in proposed(given_job, Pins(tp=1))[0]:
         (unit,) = one.plan.units
         (recompute,) = unit.recompute
-        load, state = placed_load(given_job, one.plan), state_of(given_job, unit)
+        load, state = assigned_load(given_job, one.plan), state_of(given_job, unit)
         assert load.peak_bytes(recompute, state) == pytest.approx(simulated(given_job, one.plan).peak_bytes.max())
         for name, count in recompute.items():
             less = {**recompute, name: count - 1}
             shorter = replace(unit, recompute=({each: blocks for each, blocks in less.items() if blocks},))
-            anew = placed_load(given_job, replace(one.plan, units=(shorter,)))
+            anew = assigned_load(given_job, replace(one.plan, units=(shorter,)))
             assert max(own.peak_bytes(less, state) for own in (load, anew)) > given_job.capacity_bytes
 
 
@@ -211,8 +211,8 @@ def test_collectives_are_those_of_the_simulation(zero, shard_size, trained):
     unit = Unit("all", ({"image": 5, "audio": 4, "backbone": 6},), dp=64, zero=zero, shard_size=shard_size)
     plan = Plan(given_job.model, given_job.cluster, (unit,), given_job.batch_size, 1, "data_parallel")
     stages = planned(plan)
-    placement = place_batch(plan, given_job.batch, given_job.cost)
-    traffic = Traffic(Pricing(plan, stages, placement, given_job.cost))
+    assignment = assign_batch(plan, given_job.batch, given_job.cost)
+    traffic = Traffic(Pricing(plan, stages, assignment, given_job.cost))
     found = Sharded.of(given_job, unit).collectives
     for stage in stages.stages[:3]:
         own, counted = found[stage.modules[0]], traffic.collectives(stage)
@@ -227,7 +227,7 @@ def test_memory_is_that_of_the_prediction(tp):
     for one in proposed(given_job, Pins(tp=tp))[0]:
         (unit,) = one.plan.units
         recompute = unit.recompute[0] if unit.recompute else {}
-        peak_bytes = placed_load(given_job, one.plan).peak_bytes(recompute, state_of(given_job, unit))
+        peak_bytes = assigned_load(given_job, one.plan).peak_bytes(recompute, state_of(given_job, unit))
         assert peak_bytes == simulated(given_job, one.plan).peak_bytes.max()
 
 
@@ -280,11 +280,11 @@ def test_the_unbalanced_batch_that_is_named_fits_and_a_larger_one_does_not(memor
 def simulated_first(given_job, plan):
     """The peak of a plan of the first examples of the job's batch."""
     from motet.schedule import planned
-    from motet.simulate.predict import place_batch, predict_placed
+    from motet.simulate.predict import assign_batch, predict_assigned
 
     batch = given_job.batch.take(np.arange(plan.batch_size))
-    placement = place_batch(plan, batch, given_job.cost)
-    return predict_placed(plan, planned(plan), placement, given_job.cost).peak_bytes.max()
+    assignment = assign_batch(plan, batch, given_job.cost)
+    return predict_assigned(plan, planned(plan), assignment, given_job.cost).peak_bytes.max()
 
 
 def test_perfect_balance_is_no_slower_than_any_placement():
@@ -295,7 +295,7 @@ def test_perfect_balance_is_no_slower_than_any_placement():
         sharded, number = Sharded.of(given_job, unit), 8 // one.plan.microbatch_size
         even = EvenBatch(given_job).load(8, number, 1)
         for balance in ("off", "auto"):
-            load = placed_load(given_job, replace(one.plan, balance=balance))
+            load = assigned_load(given_job, replace(one.plan, balance=balance))
             for recompute in ({}, unit.stages[0]):
                 least = step_s(even, sharded, recompute, exchanged=True)
                 assert least <= step_s(load, sharded, recompute, exchanged=True) * (1 + 1e-9)

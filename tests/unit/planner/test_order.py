@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from motet.assign.groups import groups_under, total_lengths
 from motet.core.errors import UserError
 from motet.planner.bubble_filling import bubble_filling
 from motet.planner.candidate import Candidate, Pins, RuledOut, predict_candidate
@@ -16,8 +17,7 @@ from motet.planner.order import NUM_BATCHES, WIDENED, caps_for, pinned, reordere
 from motet.planner.pins import parse_pins
 from motet.planner.report import winner_in_words
 from motet.planner.search import search
-from motet.simulate.groups import groups_under, total_lengths
-from motet.simulate.predict import place_batch
+from motet.simulate.predict import assign_batch
 from unit.planner.jobs import job
 
 PIPELINES = {
@@ -86,8 +86,8 @@ def test_caps_are_the_least_that_hold_every_batch(microbatch_size):
     mean = {name: sum(of[name].sum() for of in sizes) / NUM_BATCHES / most for name in caps}
     assert all(mean[name] < cap < 2.5 * mean[name] for name, cap in caps.items())
     capped = replace(plan, microbatch_caps=caps)
-    placed = place_batch(capped, given_job.batch, given_job.cost)
-    owner = placed.items["backbone"]
+    placed = assign_batch(capped, given_job.batch, given_job.cost)
+    owner = placed.modules["backbone"]
     slot = owner.microbatch * owner.num_replicas + owner.replica
     single = np.bincount(slot, minlength=most) == 1
     assert (np.bincount(slot, owner.length, most)[~single] <= caps["backbone"]).all()

@@ -46,9 +46,9 @@ class Linear:
         self.asked.append(("all_reduce", size_bytes, tuple(ranks)))
         return size_bytes * REDUCE_S
 
-    def exchange_seconds(self, size_bytes, ranks):
-        self.asked.append(("exchange", size_bytes, tuple(ranks)))
-        return size_bytes * EXCHANGE_S
+    def exchange_seconds(self, moved_bytes, ranks):
+        self.asked.append(("exchange", moved_bytes.busiest, tuple(ranks)))
+        return moved_bytes.busiest * EXCHANGE_S
 
     def step_seconds(self, num_parameters):
         return num_parameters * STEP_S

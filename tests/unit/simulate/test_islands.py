@@ -8,7 +8,7 @@ import pytest
 from motet.core.plan import Unit
 from motet.core.workload import ItemLengths
 from motet.schedule import planned
-from motet.simulate.predict import place_batch, predict_placed, predictions
+from motet.simulate.predict import assign_batch, predict_assigned, predictions
 from unit.simulate.even_jobs import EVEN, LAYER_B, LAYER_F, Free, even, step
 from unit.simulate.jobs import (
     CHAIN,
@@ -25,8 +25,8 @@ def test_the_slowest_island_is_the_step():
     batch.sequence[4:6] *= 3
     made = plan(Unit("all", ({"image": 4, "backbone": 12},), dp=4), spec=EVEN, batch_size=8, microbatch_size=2)
     cost = Free(made.cluster)
-    placed = place_batch(made, batch, cost)
-    found = predict_placed(made, planned(made), placed, cost)
+    placed = assign_batch(made, batch, cost)
+    found = predict_assigned(made, planned(made), placed, cost)
     assert found.step_s == pytest.approx(2 * (4 + 3 * 12) * (LAYER_F + LAYER_B))
 
 
@@ -36,9 +36,9 @@ def test_islands_are_told_apart_by_targets_too():
     batch.num_targets[1] *= 2
     made = plan(Unit("all", ({"image": 4, "audio": 3, "backbone": 8},), dp=2), batch_size=2)
     cost = Free(made.cluster)
-    found = predict_placed(made, planned(made), place_batch(made, batch, cost), cost)
+    found = predict_assigned(made, planned(made), assign_batch(made, batch, cost), cost)
     swapped = replace(batch, num_targets=batch.num_targets[::-1])
-    other = predict_placed(made, planned(made), place_batch(made, swapped, cost), cost)
+    other = predict_assigned(made, planned(made), assign_batch(made, swapped, cost), cost)
     assert found.step_s == other.step_s
 
 
@@ -49,7 +49,7 @@ def test_islands_whose_last_have_no_items_are_told_apart():
     units = Unit("image", ({"image": 4},), dp=6), Unit("llm", ({"backbone": 12},), first_rank=6, dp=3)
     made = plan(*units, spec=EVEN, batch_size=6, microbatch_size=2)
     cost = Free(made.cluster)
-    placed = place_batch(made, replace(batch, items={"image": few}), cost)
+    placed = assign_batch(made, replace(batch, items={"image": few}), cost)
     assert len({placed.island_key(island, 3) for island in range(3)}) == 3
 
 

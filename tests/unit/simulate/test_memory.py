@@ -12,7 +12,7 @@ from motet.cost.memory import mixed_precision, state_bytes
 from motet.schedule import Kind, planned
 from motet.schedule.fit import colocated_units
 from motet.simulate.memory import MAX_LOGITS, memory_of
-from motet.simulate.predict import place_batch
+from motet.simulate.predict import assign_batch
 from motet.simulate.pricing import Pricing
 from unit.simulate.jobs import (
     CHAIN,
@@ -34,7 +34,7 @@ from unit.simulate.jobs import (
 def memory(made, batch=None):
     cost = Linear(made.cluster)
     batch = lengths(made.batch_size) if batch is None else batch
-    return memory_of(Pricing(made, planned(made), place_batch(made, batch, cost), cost))
+    return memory_of(Pricing(made, planned(made), assign_batch(made, batch, cost), cost))
 
 
 def state_of(made, rank):

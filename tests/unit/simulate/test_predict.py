@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from motet.assign.balancing import by_operations
 from motet.balance import ASSUMED_SPEEDS
 from motet.core.errors import UserError
 from motet.core.plan import Unit
@@ -16,8 +17,7 @@ from motet.core.workload import BatchLengths, ItemLengths
 from motet.cost.analytic import Analytic
 from motet.cost.flops import step_flops
 from motet.schedule import planned, validate
-from motet.simulate.balancing import by_operations
-from motet.simulate.predict import place_batch, predict, predict_placed, stage_times_of
+from motet.simulate.predict import assign_batch, predict, predict_assigned, stage_times_of
 from motet.simulate.pricing import Pricing
 from motet.simulate.report import out_of_memory
 from motet.simulate.traffic import Traffic
@@ -60,8 +60,8 @@ def test_microbatches_of_unlike_lengths_take_their_own_time():
     """GPipe on one rank: the sum over examples."""
     made = plan(Unit("all", ({"image": 4, "audio": 3, "backbone": 8},)), batch_size=16)
     batch = lengths()
-    placed = place_batch(made, batch, Free(made.cluster))
-    found = predict_placed(made, planned(made), placed, Free(made.cluster))
+    placed = assign_batch(made, batch, Free(made.cluster))
+    found = predict_assigned(made, planned(made), placed, Free(made.cluster))
     images, clips, texts = batch.items["image"], batch.items["audio"], float(batch.sequence.sum())
     work = images.length.sum() * (30 + 4 * 192) + (-(-images.length // 4)).sum() * 70 + texts * 8 * 384
     work += batch.num_targets.sum() * 3200
@@ -138,7 +138,7 @@ def test_messages_and_the_optimizer_take_their_time():
 def test_a_frozen_encoder_gets_nothing_back():
     """Two encoders in a chain: the second one's output needs no gradient, that of the first goes back through it."""
     made = of(MODELS["audio frozen"], plan(Unit("all", ({"image": 4}, {"audio": 3}, {"backbone": 8}), pp=3)))
-    pricing = Pricing(made, planned(made), place_batch(made, alike(16), Linear(made.cluster)), Linear(made.cluster))
+    pricing = Pricing(made, planned(made), assign_batch(made, alike(16), Linear(made.cluster)), Linear(made.cluster))
     times = stage_times_of(pricing, Traffic(pricing))
     image_s, audio_s = 16 / 4 * 32 * 2 * SEND_S, (16 / 8 + 1) * 32 * 2 * SEND_S
     np.testing.assert_allclose(times.send_s[1], image_s + audio_s)
@@ -181,7 +181,7 @@ def test_gradients_of_replicas_are_reduced_and_parameters_gathered():
 def test_every_way_of_placing_modules_is_predicted(name):
     made, batch = PLANS[name], lengths()
     cost = Linear(made.cluster)
-    found = predict_placed(made, planned(made), place_batch(made, batch, cost), cost)
+    found = predict_assigned(made, planned(made), assign_batch(made, batch, cost), cost)
     assert np.isfinite(found.step_s) and found.hardware_flops >= found.model_flops
     ranks = {rank for unit in made.units for rank in range(unit.first_rank, unit.first_rank + unit.num_ranks)}
     assert found.ranks.tolist() == sorted(ranks)
@@ -190,13 +190,13 @@ def test_every_way_of_placing_modules_is_predicted(name):
 @pytest.mark.parametrize("name", PLANS)
 def test_a_step_is_as_long_as_the_busiest_rank_at_least_and_as_all_in_turn_at_most(name):
     made, batch = PLANS[name], lengths()
-    pricing = Pricing(made, planned(made), place_batch(made, batch, Free(made.cluster)), Free(made.cluster))
+    pricing = Pricing(made, planned(made), assign_batch(made, batch, Free(made.cluster)), Free(made.cluster))
     busy_s = np.zeros((pricing.num_islands, pricing.planned.program.num_ranks))
     for island, own_s in enumerate(busy_s):
         for stage in pricing.planned.stages:
             passes = pricing.stage(stage, island)[:4]
             own_s[stage.rank] += sum(table[list(stage.microbatches)].sum() for table in passes)
-    found = predict_placed(made, pricing.planned, pricing.placement, Free(made.cluster))
+    found = predict_assigned(made, pricing.planned, pricing.assignment, Free(made.cluster))
     assert busy_s.max() - 1e-9 <= found.step_s <= busy_s.sum(axis=1).max() + 1e-9
     if pricing.num_islands == 1:
         assert found.bubbles.busy_s == pytest.approx(busy_s[0])
@@ -238,7 +238,7 @@ def test_encoders_in_bubbles_are_computed_for_the_replica_that_they_run_beside()
     batch = alike(16)
     batch.items["image"].length[1::2] *= 5
     cost = Linear(made.cluster)
-    pricing = Pricing(made, planned(made), place_batch(made, batch, cost), cost)
+    pricing = Pricing(made, planned(made), assign_batch(made, batch, cost), cost)
     images = [stage for stage in pricing.planned.stages if stage.modules == ("image",)]
     short, long = (pricing.stage(images[0], island).forward for island in (0, 1))
     assert pricing.num_islands == 2 and (long > 4 * short).all()
@@ -252,8 +252,8 @@ def test_balancing_shortens_a_data_parallel_step(balance):
     off, balanced = (plan(unit, balance=way, **options) for way in ("off", balance))
 
     def placed_step(made, cost):
-        placed = place_batch(made, batch, cost)
-        return predict_placed(made, planned(made), placed, cost), placed
+        placed = assign_batch(made, batch, cost)
+        return predict_assigned(made, planned(made), placed, cost), placed
 
     plain, _ = placed_step(off, Free(off.cluster))
     found, placed = placed_step(balanced, Free(off.cluster))

@@ -9,7 +9,7 @@ import pytest
 from motet.core.plan import Fill, Unit
 from motet.cost.flops import batch_flops
 from motet.schedule import planned
-from motet.simulate.predict import place_batch
+from motet.simulate.predict import assign_batch
 from motet.simulate.pricing import Pricing
 from motet.simulate.times import Part
 from unit.simulate.jobs import (
@@ -36,7 +36,7 @@ from unit.simulate.jobs import (
 def priced(made, batch=None):
     batch = lengths(made.batch_size) if batch is None else batch
     cost = Linear(made.cluster)
-    return Pricing(made, planned(made), place_batch(made, batch, cost), cost), batch
+    return Pricing(made, planned(made), assign_batch(made, batch, cost), cost), batch
 
 
 @pytest.fixture(params=PLANS)
@@ -54,7 +54,7 @@ def test_every_stage_costs_what_its_layers_and_examples_do(any_plan, learns):
         tp = stage.unit.tp
         for island in range(islands):
             found = pricing.stage(stage, island)
-            for i in range(pricing.placement.num_microbatches):
+            for i in range(pricing.assignment.num_microbatches):
                 expected = dict.fromkeys(found._fields, 0.0)
                 for name, layer, before, again in layers_of(made, stage):
                     rows = rows_of(made, batch, name, layer, stage, island, i, islands)

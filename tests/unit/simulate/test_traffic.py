@@ -5,9 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from motet.core.cluster import Link
 from motet.core.plan import Unit
+from motet.cost.analytic import Analytic, Efficiency
 from motet.schedule import Kind, planned
-from motet.simulate.predict import place_batch
+from motet.simulate.predict import assign_batch
 from motet.simulate.pricing import Pricing
 from motet.simulate.traffic import Traffic
 from unit.simulate.jobs import (
@@ -34,7 +36,7 @@ BYTES = 2
 def traffic(made, batch=None):
     cost = Linear(made.cluster)
     batch = lengths(made.batch_size) if batch is None else batch
-    return Traffic(Pricing(made, planned(made), place_batch(made, batch, cost), cost)), batch
+    return Traffic(Pricing(made, planned(made), assign_batch(made, batch, cost), cost)), batch
 
 
 def sent(made, *, gradient=False):
@@ -123,8 +125,8 @@ def test_brokers_divide_a_microbatchs_output(name):
             out = [edge for edge in leaving if stages[edges[edge][1]].unit.name == "llm"]
             if name == "backbone" or not out:
                 continue
-            in_island = batch.num_examples // found.placement.num_microbatches // found.pricing.num_islands
-            for i in range(found.placement.num_microbatches):
+            in_island = batch.num_examples // found.assignment.num_microbatches // found.pricing.num_islands
+            for i in range(found.assignment.num_microbatches):
                 first = (i * found.pricing.num_islands + island) * in_island
                 own = range(first + stage.examples[0], first + stage.examples[1])
                 items = batch.items[name]
@@ -226,16 +228,48 @@ def test_exchanges_are_of_the_busiest_rank(tp):
     table = found.exchange_s()
     for (source, _), seconds in zip(found.planned.program.edges, table):
         name = found.planned.stages[source].modules[0]
-        items, home = batch.items[name], found.placement.items["backbone"].replica
+        items, home = batch.items[name], found.assignment.modules["backbone"].replica
         for i in range(2):
             moved = np.zeros((2, 4))
-            for example, tokens, replica in zip(items.example, items.num_tokens, found.placement.items[name].replica):
+            for example, tokens, replica in zip(
+                items.example, items.num_tokens, found.assignment.modules[name].replica
+            ):
                 if example // 8 == i and replica != home[example]:
                     moved[0, replica] += tokens
                     moved[1, home[example]] += tokens
             assert seconds[i] == pytest.approx(moved.max() * 32 * BYTES / tp * EXCHANGE_S)
     assert {ranks for _, _, ranks in found.cost.asked} == {tuple(range(0, 4 * tp, tp))}
     assert table.any()
+
+
+def test_what_crosses_nodes_takes_the_link_between_them():
+    """Two nodes of two ranks: each rank's bytes inside its node, and those to the other, both ways."""
+    inside, between = Link(4e6, 1e-3), Link(1e6, 5e-3)
+    made = colocated(balance="per_phase")
+    nodes = replace(made.cluster, num_nodes=2, ranks_per_node=2, intra_node=inside, inter_node=between)
+    made, batch = replace(made, cluster=nodes), lengths()
+    cost = Analytic(nodes, efficiency=Efficiency(links=1))
+    found = Traffic(Pricing(made, planned(made), assign_batch(made, batch, cost), cost))
+    table, home = found.exchange_s(), found.assignment.modules["backbone"].replica
+    crossed = 0
+    for (source, _), seconds in zip(found.planned.program.edges, table):
+        items = found.assignment.modules[found.planned.stages[source].modules[0]]
+        for i in range(2):
+            ranks_s = []
+            for rank in range(4):
+                for ends in ((items.replica, home[items.example]), (home[items.example], items.replica)):
+                    here = (items.microbatch == i) & (ends[0] == rank) & (ends[1] != rank)
+                    crosses = ends[1] // 2 != rank // 2
+                    num_bytes = [items.num_tokens[here & side].sum() * 32 * BYTES for side in (~crosses, crosses)]
+                    ranks_s.append(
+                        sum(
+                            link.latency_s + size / link.bytes_per_s
+                            for link, size in zip((inside, between), num_bytes) if size
+                        )
+                    )  # fmt: skip
+                    crossed += num_bytes[1]
+            assert seconds[i] == pytest.approx(max(ranks_s))
+    assert crossed
 
 
 def test_replicated_encoders_are_summed_over_pipeline_ranks_as_well():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cli.tiny_job import write_tiny_job
+from motet.assign.plan import assign_step
 from motet.balance import LengthWork, PhaseCosts
 from motet.core.errors import UserError
 from motet.core.workload import BACKBONE, home_ranks
@@ -15,7 +16,6 @@ from motet.data.text import ChatTokenizer
 from motet.dispatch import Decision
 from motet.models.build import build_mllm
 from motet.models.spec import model_spec
-from motet.simulate.placement import place
 from motet.train.balancing import build_orchestrator, check_same_backend, read_measured
 from motet.train.metrics import balance_metrics, phase_metrics
 from motet.train.plan_cluster import GivenCluster
@@ -57,7 +57,7 @@ def model_of(recipe):
     return build_mllm(recipe.model, ChatTokenizer.from_directory(recipe.data.tokenizer).vocabulary_size)
 
 
-def decided_by_training(recipe, batch, num_ranks):
+def decided_by_training(recipe, batch, num_ranks, ranks_per_node=None):
     """What training decides of a microbatch, on a rank of this machine's CPU."""
     model, dtype = model_of(recipe), getattr(torch, recipe.fsdp.param_dtype or recipe.run.dtype)
     measured = read_measured(recipe, model_spec(model))
@@ -69,6 +69,7 @@ def decided_by_training(recipe, batch, num_ranks):
         dtype,
         recompute=recipe.fsdp.recompute,
         measured=measured,
+        ranks_per_node=ranks_per_node,
     )
     return orchestrator.decide(replace(batch, home=home_ranks(batch.num_examples, num_ranks)))
 
@@ -85,23 +86,43 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("overrides", WAYS, ids=" ".join)
-def test_prediction_places_every_item_where_training_does(recipe_file, overrides):
+NODES = (
+    "balance.speed={ device_tflops = 1e-6, link_latency_us = 0.0, inter_node_gbytes_per_s = 1e-6, "
+    "inter_node_latency_us = 1e9 }"
+)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 3])
+@pytest.mark.parametrize("overrides", [*WAYS, (NODES,)], ids=" ".join)
+def test_prediction_places_every_item_where_training_does(recipe_file, overrides, num_nodes):
     overrides = ("run.batch_size=24", *overrides)
     recipe = load_recipe(recipe_file, overrides)
     if recipe.balance.cost == "profile":
         write_profile(recipe, model_spec(model_of(recipe)))
-    plan, job = read_recipe_as_plan(recipe_file, overrides, Given(GivenCluster("cpu", 1, 3)))
+    plan, job = read_recipe_as_plan(recipe_file, overrides, Given(GivenCluster("cpu", num_nodes, 3 // num_nodes)))
     batch = job.workload.draw(24, np.random.default_rng(1))
-    placed = place(plan, batch, job.balancing)
+    placed = assign_step(plan, batch, job.balancing)
     parts = np.split(np.arange(24), recipe.run.microbatches)
     assert placed.num_microbatches == len(parts)
     for number, part in enumerate(parts):
-        decision = decided_by_training(recipe, batch.take(part), 3)
-        assert placed.method[number] == decision.method
+        decision = decided_by_training(recipe, batch.take(part), 3, 3 // num_nodes)
+        assert placed.methods[number] == decision.method
         for phase, assignment in decision.assignments.items():
-            items = placed.items[phase]
-            np.testing.assert_array_equal(items.replica[items.microbatch == number], assignment.ranks, phase)
+            items = placed.modules[phase]
+            own = items.microbatch == number
+            np.testing.assert_array_equal(items.replica[own], assignment.ranks, phase)
+            np.testing.assert_array_equal(items.position[own], assignment.positions, phase)
+
+
+def test_training_exchanges_less_between_slow_nodes(recipe_file):
+    """The same ranks, on one node and on one each: what crosses a slow network is not worth its balance."""
+    recipe = load_recipe(recipe_file, ["run.batch_size=24", NODES])
+    _, job = read_recipe_as_plan(recipe_file, ("run.batch_size=24",), Given(GivenCluster("cpu", 1, 3)))
+    batch = job.workload.draw(24, np.random.default_rng(1))
+    beside, apart = (decided_by_training(recipe, batch, 3, per_node) for per_node in (3, 1))
+    assert beside.predicted_s["joint"] == apart.predicted_s["joint"]
+    assert beside.predicted_s["per_phase"] < apart.predicted_s["per_phase"]
+    assert (beside.method, apart.method) == ("per_phase", "joint")
 
 
 GRID = tuple(((count, length),) for count in (1, 4) for length in (8, 20, 60))

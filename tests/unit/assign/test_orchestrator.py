@@ -248,5 +248,10 @@ def test_config_assumes_a_speed_for_what_is_not_given():
     assert cuda.link.bytes_per_s > cpu.link.bytes_per_s
     stated = SpeedConfig(device_tflops=3.0, link_gbytes_per_s=2.0).resolved("cuda")
     assert (stated.flops_per_s, stated.link) == (3e12, Link(2e9, 50e-6))
+    # What is between nodes is not assumed to be faster than what is stated of inside; what is stated holds.
+    assert stated.inter_node == Link(2e9, 50e-6)
+    assert SpeedConfig().resolved("cuda").inter_node.bytes_per_s < SpeedConfig().resolved("cuda").link.bytes_per_s
+    apart = SpeedConfig(inter_node_gbytes_per_s=50.0, inter_node_latency_us=7.0).resolved("cuda")
+    assert (apart.link, apart.inter_node) == (Link(40e9, 50e-6), Link(50e9, 7e-6))
     assert BalanceConfig(method="joint").methods == ("joint",)
     assert set(BalanceConfig().methods) == {"joint", "mixed", "per_phase"}

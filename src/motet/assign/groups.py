@@ -12,17 +12,19 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.assign.pipeline import Batching
 from motet.balance import group
+from motet.core.plan import Plan
 from motet.core.workload import BACKBONE, BatchLengths
-from motet.simulate.placement import column
+from motet.schedule.layout import Layout
 
 Ints = NDArray[np.int64]
 
 
 def total_lengths(batch: BatchLengths, name: str) -> Ints:
     """What a module computes on of each example, int64 [num_examples]."""
-    example, length, _ = column(batch, name)
-    totals: Ints = np.bincount(example, length, batch.num_examples).astype(np.int64)
+    items = batch.of(name)
+    totals: Ints = np.bincount(items.example, items.length, batch.num_examples).astype(np.int64)
     return totals
 
 
@@ -43,8 +45,16 @@ def groups_under(caps: Mapping[str, int], sizes: Mapping[str, Ints], most: int) 
     return of_example
 
 
+def batching_in_groups(plan: Plan, batch: BatchLengths) -> Batching:
+    """A group under the Plan's caps in each microbatch of each island, in the order of the groups."""
+    layout = Layout(plan)
+    groups = grouped(batch, plan.microbatch_caps, layout.num_islands * layout.num_microbatches)
+    microbatch, island = np.divmod(groups, layout.num_islands)
+    return Batching(microbatch, island * layout.num_examples)
+
+
 def grouped(batch: BatchLengths, caps: Mapping[str, int], most: int) -> Ints:
-    """The same of a batch; if it takes more groups than `most`, with caps widened by a sixteenth until it does not."""
+    """The group of each example, int64 [num_examples]; caps are widened by a sixteenth until `most` groups suffice."""
     sizes = {name: total_lengths(batch, name) for name in caps}
     wide = dict(caps)
     while (groups := groups_under(wide, sizes, most)) is None:

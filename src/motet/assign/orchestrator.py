@@ -70,7 +70,7 @@ class Decision:
         """
         if kept.all():
             return self
-        stay = {phase: kept if phase == BACKBONE else kept[lengths.items[phase].example] for phase in self.work}
+        stay = {phase: kept[lengths.of(phase).example] for phase in self.work}
         work = {phase: self.work[phase][stays] for phase, stays in stay.items()}
 
         def without(phase: str, assignment: Assignment) -> Assignment:
@@ -138,7 +138,7 @@ class Orchestrator:
             phases, link = self.costs.phases(lengths, work), self.costs.times.link
             choice = choose(phases, self.num_ranks, link, methods=self.methods, home=lengths.home)
             assignments = dict(zip(self.costs.names, choice.assignments, strict=True))
-            method, why, predicted_s = choice.method, choice.why, choice.predicted_s
+            method, why, predicted_s = str(choice.method), choice.why, choice.predicted_s
         else:
             assignments = self._balance_each(lengths, work, before[BACKBONE])
             method = "per_phase" if self.balanced == costs.keys() else "some" if self.balanced else "off"
@@ -162,7 +162,7 @@ class Orchestrator:
 
 
 def _home(phase: str, lengths: BatchLengths) -> NDArray[np.int32]:
-    return lengths.home if phase == BACKBONE else lengths.home[lengths.items[phase].example]
+    return lengths.home[lengths.of(phase).example]
 
 
 def _placed(

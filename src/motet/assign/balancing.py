@@ -22,16 +22,24 @@ Balancing = Callable[[Plan], StepCosts]
 def by_operations(plan: Plan) -> StepCosts:
     """As training does where its recipe says nothing."""
     element_bytes = mixed_precision(plan.precision, pipeline=False).compute
-    return operation_costs(plan.model, recomputed_blocks(plan), ASSUMED_SPEEDS[device_type_of(plan)], element_bytes)
+    speed = ASSUMED_SPEEDS[device_type_of(plan)]
+    return operation_costs(plan.model, recomputed_blocks(plan), speed, element_bytes, replicas_per_node(plan))
 
 
-def operation_costs(model: ModelSpec, recompute: Mapping[str, int], speed: Speed, element_bytes: int) -> StepCosts:
-    """By the model's operations at a speed. recompute: as in `Operations`. element_bytes: of what is exchanged."""
+def operation_costs(
+    model: ModelSpec,
+    recompute: Mapping[str, int],
+    speed: Speed,
+    element_bytes: int,
+    ranks_per_node: int | None = None,
+) -> StepCosts:
+    """By the model's operations at a speed. recompute: as in `Operations`. element_bytes: of what is exchanged.
+    ranks_per_node: of those that exchange; None: all share a node."""
     work = Operations(model, recompute)
     unit_s = dict.fromkeys((module.name for module in model.modules), work.unit_flops / speed.flops_per_s)
     times = StepTimes(
         lambda _: unit_s,
-        speed.link,
+        speed.network(ranks_per_node),
         token_bytes=model.module(BACKBONE).layers[0].output_width * element_bytes,
         frozen=frozenset(module.name for module in model.modules if not module.trains),
     )
@@ -42,6 +50,11 @@ def recomputed_blocks(plan: Plan) -> Mapping[str, int]:
     """Per module, of how many of its blocks the activations are recomputed, of a Plan whose phases are colocated."""
     (recompute,) = plan.unit_of(BACKBONE).recompute or ({},)
     return recompute
+
+
+def replicas_per_node(plan: Plan) -> int:
+    """Data-parallel ranks in a node: of tensor-parallel ones, one exchanges for all."""
+    return max(plan.cluster.ranks_per_node // plan.unit_of(BACKBONE).tp, 1)
 
 
 def device_type_of(plan: Plan) -> str:

@@ -6,13 +6,16 @@ from itertools import permutations
 import numpy as np
 import pytest
 
+from motet.assign.groups import grouped, groups_under, total_lengths
+from motet.assign.ordering import ordered_batching
+from motet.assign.pipeline import Batching, assign_batching, batching_as_given
+from motet.assign.plan import assign_step
+from motet.core.errors import ArgumentError
 from motet.core.plan import Unit
 from motet.schedule import planned, validate
-from motet.simulate.groups import grouped, groups_under, total_lengths
-from motet.simulate.order import ordered_slots
-from motet.simulate.placement import Slots, place_in, slots_as_given
 from motet.simulate.plan_words import plan_in_words
-from motet.simulate.predict import place_batch, predict_placed
+from motet.simulate.predict import assign_batch, predict_assigned
+from motet.simulate.step_seconds import PricedStep
 from unit.simulate.even_jobs import Free
 from unit.simulate.jobs import CHAIN, PLANS, Linear, alike, lengths, plan
 
@@ -30,30 +33,34 @@ def uneven(num_examples, seed=0):
     return replace(batch, sequence=batch.sequence * factor, items={**batch.items, "image": longer})
 
 
-def step_s(made, batch, slots, cost):
-    return predict_placed(made, planned(made), place_in(made, batch, slots), cost).step_s
+def ordered(made, batch, cost):
+    return ordered_batching(made, batch, PricedStep(made, batch, cost))
 
 
-def columns(slots):
-    return slots.microbatch.tolist(), slots.position.tolist()
+def step_s(made, batch, batching, cost):
+    return predict_assigned(made, planned(made), assign_batching(made, batch, batching), cost).step_s
+
+
+def columns(batching):
+    return batching.microbatch.tolist(), batching.index.tolist()
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", PIPELINES)
-def test_every_example_has_a_slot_of_its_own(name, order):
+def test_every_example_has_a_place_of_its_own(name, order):
     made = replace(PLANS[name], order=order, batch_size=48)
     batch = uneven(48)
-    slots = ordered_slots(made, batch, Linear(made.cluster))
+    batching = ordered(made, batch, Linear(made.cluster))
     backbone = made.unit_of("backbone")
     num_taken = backbone.dp * made.microbatch_size
-    assert sorted(zip(*columns(slots))) == [(m, p) for m in range(48 // num_taken) for p in range(num_taken)]
-    assert columns(slots) == columns(ordered_slots(made, batch, Linear(made.cluster)))
-    placed = place_in(made, batch, slots)
-    given = place_batch(replace(made, order="given"), batch, Linear(made.cluster))
-    for module, items in placed.items.items():
-        np.testing.assert_array_equal(items.length, given.items[module].length)
-        np.testing.assert_array_equal(items.microbatch, slots.microbatch[items.example])
-        position = slots.position[items.example]
+    assert sorted(zip(*columns(batching))) == [(m, p) for m in range(48 // num_taken) for p in range(num_taken)]
+    assert columns(batching) == columns(ordered(made, batch, Linear(made.cluster)))
+    placed = assign_batching(made, batch, batching)
+    given = assign_batch(replace(made, order="given"), batch, Linear(made.cluster))
+    for module, items in placed.modules.items():
+        np.testing.assert_array_equal(items.length, given.modules[module].length)
+        np.testing.assert_array_equal(items.microbatch, batching.microbatch[items.example])
+        position = batching.index[items.example]
         np.testing.assert_array_equal(items.replica, position * items.num_replicas // num_taken)
 
 
@@ -64,7 +71,7 @@ def test_a_plan_runs_with_every_order(name):
         validate(planned(made).program)
         assert planned(made).program == planned(replace(made, order="given")).program
         batch, cost = uneven(48), Linear(made.cluster)
-        found = predict_placed(made, planned(made), place_batch(made, batch, cost), cost)
+        found = predict_assigned(made, planned(made), assign_batch(made, batch, cost), cost)
         assert found.num_examples == 48 and found.num_tokens == batch.sequence.sum()
 
 
@@ -74,8 +81,8 @@ def test_a_plan_runs_with_every_order(name):
 def test_no_step_is_slower_where_messages_take_no_time(name, seed, order):
     made = replace(PLANS[name], order=order, batch_size=48)
     batch, cost = uneven(48, seed), Free(made.cluster)
-    ordered = step_s(made, batch, ordered_slots(made, batch, cost), cost)
-    assert ordered <= step_s(made, batch, slots_as_given(made), cost) * (1 + 1e-9)
+    found = step_s(made, batch, ordered(made, batch, cost), cost)
+    assert found <= step_s(made, batch, batching_as_given(made), cost) * (1 + 1e-9)
 
 
 def test_dealing_out_and_ordering_gain():
@@ -83,10 +90,10 @@ def test_dealing_out_and_ordering_gain():
     gains = {order: [] for order in ORDERS}
     for seed in range(6):
         batch, cost = uneven(48, seed), Free(made.cluster)
-        given_s = step_s(made, batch, slots_as_given(made), cost)
+        given_s = step_s(made, batch, batching_as_given(made), cost)
         for order, found in gains.items():
-            slots = ordered_slots(replace(made, order=order), batch, cost)
-            found.append(1 - step_s(made, batch, slots, cost) / given_s)
+            batching = ordered(replace(made, order=order), batch, cost)
+            found.append(1 - step_s(made, batch, batching, cost) / given_s)
     means = {order: np.mean(found) for order, found in gains.items()}
     assert means["intra"] > 0.04 and means["inter"] > 0.02
     assert means["both"] >= max(means["intra"], means["inter"])
@@ -96,22 +103,34 @@ def test_dealing_out_and_ordering_gain():
 def test_the_best_order_of_a_few_examples(seed):
     """Of all ways to give six examples to two replicas of three microbatches, it is within 5 % of the best."""
     made = plan(Unit("all", CHAIN, dp=2, pp=3), batch_size=6, order="both")
-    batch, cost, given = uneven(6, seed), Free(made.cluster), slots_as_given(made)
-    found = step_s(made, batch, ordered_slots(made, batch, cost), cost)
+    batch, cost, given = uneven(6, seed), Free(made.cluster), batching_as_given(made)
+    found = step_s(made, batch, ordered(made, batch, cost), cost)
 
     def ways():
         for order in permutations(range(6)):
             if order.index(0) % 2 == 0:  # Replicas are alike.
-                yield Slots(given.microbatch[list(order)], given.position[list(order)])
+                yield Batching(given.microbatch[list(order)], given.index[list(order)])
 
-    best = min(step_s(made, batch, slots, cost) for slots in ways())
+    best = min(step_s(made, batch, batching, cost) for batching in ways())
     assert best <= found * (1 + 1e-9) and found <= 1.05 * best
 
 
 def test_examples_that_are_alike_stay_where_they_are():
     for name in ("chain", "dp 2 to 4", "in bubbles"):
         made = replace(PLANS[name], order="both")
-        assert columns(ordered_slots(made, alike(), Linear(made.cluster))) == columns(slots_as_given(made))
+        assert columns(ordered(made, alike(), Linear(made.cluster))) == columns(batching_as_given(made))
+
+
+def test_a_plan_that_deals_examples_out_needs_their_seconds():
+    made = replace(PLANS["chain"], order="both")
+    with pytest.raises(ArgumentError, match=r"order 'both'.*decided from their seconds"):
+        assign_step(made, lengths())
+
+
+def test_groups_as_they_come_need_no_seconds():
+    placed = assign_step(capped("given"), lengths(48))
+    expected = assign_batch(capped("given"), lengths(48), Linear(capped("given").cluster))
+    np.testing.assert_array_equal(placed.modules["image"].microbatch, expected.modules["image"].microbatch)
 
 
 def capped(order, dp=2):
@@ -122,18 +141,18 @@ def capped(order, dp=2):
 @pytest.mark.parametrize("dp", [1, 2, 3])
 def test_groups_keep_to_the_caps(order, dp):
     made, batch = capped(order, dp), lengths(48)
-    placed = place_batch(made, batch, Linear(made.cluster))
+    placed = assign_batch(made, batch, Linear(made.cluster))
     assert placed.num_microbatches == 12 // dp
     totals = {}
     for module in ("image", "backbone"):
-        items = placed.items[module]
+        items = placed.modules[module]
         totals[module] = np.bincount(items.microbatch * dp + items.replica, items.length, 12)
         assert totals[module].sum() == items.length.sum() and totals[module].max() <= CAPS[module]
-    owner = placed.items["backbone"]
-    images = placed.items["image"]
+    owner = placed.modules["backbone"]
+    images = placed.modules["image"]
     np.testing.assert_array_equal(images.microbatch, owner.microbatch[images.example])
     np.testing.assert_array_equal(images.replica, owner.replica[images.example])
-    predict_placed(made, planned(made), placed, Linear(made.cluster))
+    predict_assigned(made, planned(made), placed, Linear(made.cluster))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -142,7 +161,7 @@ def test_ordered_groups_are_no_slower_than_groups_as_they_come(seed):
     steps = {}
     for order in ("given", *ORDERS):
         made = capped(order)
-        steps[order] = predict_placed(made, planned(made), place_batch(made, batch, cost), cost).step_s
+        steps[order] = predict_assigned(made, planned(made), assign_batch(made, batch, cost), cost).step_s
     assert max(steps[order] for order in ORDERS) <= steps["given"] * (1 + 1e-9)
 
 

@@ -3,18 +3,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from motet.assign.plan import assign_step
+from motet.assign.step import joined
 from motet.balance.scoring import scored
 from motet.core.cluster import Cluster, Device, Link
-from motet.core.errors import ArgumentError, UserError
+from motet.core.errors import ArgumentError
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
-from motet.core.workload import BatchLengths, ItemLengths, Workload
+from motet.core.workload import BatchLengths, ItemLengths
 from motet.cost.analytic import Analytic
 from motet.cost.operations import Operations
 from motet.schedule import Kind, planned, validate
-from motet.simulate.placement import draw_batch, place, placed_as
 from motet.simulate.pricing import Pricing
 from motet.simulate.traffic import without_idle_exchanges
+from unit.simulate import jobs
+from unit.simulate.jobs import PLANS
 
 LINK = Link(1e9, 1e-5)
 CLUSTER = Cluster(Device("test", {"bf16": 1e12}, 1 << 30, 1e12), 1, 16, LINK, LINK)
@@ -56,51 +59,63 @@ def apart(encoder_dp, backbone_dp, batch_size, microbatch_size=1):
 
 
 def test_examples_come_microbatch_by_microbatch_and_replica_by_replica():
-    placement = place(apart(2, 2, 12, 3), lengths(12))
-    assert placement.num_microbatches == 2
-    assert placement.items["backbone"].replica.tolist() == [0, 0, 0, 1, 1, 1] * 2
-    assert placement.items["backbone"].microbatch.tolist() == [0] * 6 + [1] * 6
-    images = placement.items["image"]
-    np.testing.assert_array_equal(images.replica, placement.items["backbone"].replica[images.example])
+    assignment = assign_step(apart(2, 2, 12, 3), lengths(12))
+    assert assignment.num_microbatches == 2
+    assert assignment.modules["backbone"].replica.tolist() == [0, 0, 0, 1, 1, 1] * 2
+    assert assignment.modules["backbone"].microbatch.tolist() == [0] * 6 + [1] * 6
+    images = assignment.modules["image"]
+    np.testing.assert_array_equal(images.replica, assignment.modules["backbone"].replica[images.example])
 
 
 @pytest.mark.parametrize("balance", ["joint", "per_phase", "auto"])
 def test_colocated_phases_are_balanced_in_every_microbatch(balance):
     batch = lengths(48)
-    off, placed = (place(colocated(way), batch) for way in ("off", balance))
-    assert placed.num_microbatches == len(placed.method) == 2
+    off, placed = (assign_step(colocated(way), batch) for way in ("off", balance))
+    assert placed.num_microbatches == len(placed.methods) == 2
 
     work = Operations(MODEL)(batch)
 
-    def worst(placement, module):
-        items = placement.items[module]
+    def worst(assignment, module):
+        items = assignment.modules[module]
         loads = np.bincount(items.microbatch * 4 + items.replica, work[module], 8).reshape(2, 4)
         return (loads.max(axis=1) / loads.mean(axis=1)).max()
 
     for module in ("image", "backbone"):
         assert worst(placed, module) < 1.15 < worst(off, module)
-    np.testing.assert_array_equal(placed.items["image"].microbatch, off.items["image"].microbatch)
+    np.testing.assert_array_equal(placed.modules["image"].microbatch, off.modules["image"].microbatch)
     if balance == "joint":
-        assert set(placed.method) == {"joint"}
+        assert set(placed.methods) == {"joint"}
         assert not placed.exchanged_rows("image").any()
     if balance == "per_phase":
         assert placed.exchanged_rows("image").all()
 
 
+@pytest.mark.parametrize("balance", ["off", "joint", "auto"])
+def test_lengths_of_what_the_model_lacks_change_nothing(balance):
+    made, batch = colocated(balance), lengths(48)
+    spec = ModelSpec("less", (MODEL.modules[0], MODEL.modules[2]), MODEL.edges[:1])
+    made = replace(made, model=spec, units=(Unit("all", ({"image": 2, "backbone": 4},), dp=4),))
+    found = assign_step(made, batch)
+    expected = assign_step(made, replace(batch, items={"image": batch.items["image"]}))
+    assert list(found.modules) == ["image", "backbone"]
+    for name, items in found.modules.items():
+        np.testing.assert_array_equal(items.replica, expected.modules[name].replica)
+
+
 def test_exchanged_rows_are_those_of_the_busiest_replica():
-    placement = place(colocated("off"), lengths(48))
-    placement.items["image"].replica[:] = 0
-    images = placement.items["image"]
-    home = placement.items["backbone"].replica[images.example]
+    assignment = assign_step(colocated("off"), lengths(48))
+    assignment.modules["image"].replica[:] = 0
+    images = assignment.modules["image"]
+    home = assignment.modules["backbone"].replica[images.example]
     expected = [images.num_tokens[(home != 0) & (images.microbatch == m)].sum() for m in range(2)]
-    assert placement.exchanged_rows("image").tolist() == expected
+    assert assignment.exchanged_rows("image").tolist() == expected
 
 
 @pytest.mark.parametrize(("encoder_dp", "backbone_dp"), [(1, 4), (2, 4), (2, 3), (4, 2), (3, 1)])
 def test_replicas_of_other_units_share_the_examples_of_their_island(encoder_dp, backbone_dp):
     plan = apart(encoder_dp, backbone_dp, batch_size=24 * backbone_dp, microbatch_size=12)
-    placement = place(plan, lengths(24 * backbone_dp))
-    backbone, images = placement.items["backbone"], placement.items["image"]
+    assignment = assign_step(plan, lengths(24 * backbone_dp))
+    backbone, images = assignment.modules["backbone"], assignment.modules["image"]
     islands = np.gcd(encoder_dp, backbone_dp)
     np.testing.assert_array_equal(
         images.replica // (encoder_dp // islands), backbone.replica[images.example] // (backbone_dp // islands)
@@ -111,14 +126,19 @@ def test_replicas_of_other_units_share_the_examples_of_their_island(encoder_dp, 
     assert sorted(share) == list(range(encoder_dp))
 
 
-def test_a_workload_without_a_modules_lengths_is_refused():
-    plan, batch = apart(2, 2, 12, 3), lengths(30)
-    drawn = draw_batch(plan, Workload("table.csv", batch), np.random.default_rng(0))
-    assert drawn.num_examples == 12
-    empty = ItemLengths(*(np.zeros(0, np.int64) for _ in range(3)))
-    lacking = BatchLengths(batch.sequence, batch.num_targets, batch.home, {**batch.items, "audio": empty})
-    with pytest.raises(UserError, match=r"'audio' needs lengths, but table.csv has none"):
-        draw_batch(plan, Workload("table.csv", lacking), np.random.default_rng(0))
+@pytest.mark.parametrize("name", PLANS)
+def test_positions_count_the_items_of_a_replica_and_microbatch(name):
+    made = replace(PLANS[name], batch_size=48)
+    assignment = assign_step(made, jobs.lengths(48))
+    for items in assignment.modules.values():
+        seen = 0
+        for replica in range(items.num_replicas):
+            for microbatch in range(assignment.num_microbatches):
+                own = items.items_of(replica, microbatch)
+                assert items.position[own].tolist() == list(range(len(own)))
+                assert own.tolist() == sorted(own.tolist())  # as they come
+                seen += len(own)
+        assert seen == len(items.example)
 
 
 def test_what_was_decided_elsewhere_is_placed_as_it_is():
@@ -130,9 +150,9 @@ def test_what_was_decided_elsewhere_is_placed_as_it_is():
         decided.append(
             {name: scored(rng.integers(0, 4, len(column), np.int32), column, 4) for name, column in columns.items()}
         )
-    placement = placed_as(microbatches, decided)
-    assert (placement.num_microbatches, placement.batch.num_examples) == (2, 24)
-    for name, items in placement.items.items():
+    assignment = joined(microbatches, decided)
+    assert (assignment.num_microbatches, assignment.batch.num_examples) == (2, 24)
+    for name, items in assignment.modules.items():
         assert items.num_replicas == 4
         for number, (part, assigned) in enumerate(zip(microbatches, decided, strict=True)):
             own = items.microbatch == number
@@ -143,7 +163,7 @@ def test_what_was_decided_elsewhere_is_placed_as_it_is():
                 np.testing.assert_array_equal(items.example[own], part.items[name].example + 12 * number)
     made = sharded("per_phase")
     stages = planned(made)
-    pricing = Pricing(made, stages, placement, Analytic(CLUSTER, "bf16"))
+    pricing = Pricing(made, stages, assignment, Analytic(CLUSTER, "bf16"))
     for stage in stages.stages:
         (name,) = stage.modules
         rows = pricing.rows(name, LAYER, stage, 0)
@@ -151,7 +171,7 @@ def test_what_was_decided_elsewhere_is_placed_as_it_is():
             own = columns_of(microbatches[number], name)[assigned[name].ranks == stage.replica]
             assert rows[number] == (len(own) * own.max(initial=0) if name == "audio" else own.sum())
     with pytest.raises(ArgumentError, match="2 microbatches have 1 assignments"):
-        placed_as(microbatches, decided[:1])
+        joined(microbatches, decided[:1])
 
 
 def sharded(balance):
@@ -174,8 +194,8 @@ def test_an_exchange_that_moves_nothing_is_not_called():
     }
     moved = still["image"][1]
     still["image"][1] = scored((moved.ranks + 1) % 4, columns_of(halves(batch)[1], "image"), 4)
-    placement = placed_as(halves(batch), [{name: rows[i] for name, rows in still.items()} for i in range(2)])
-    program = without_idle_exchanges(stages, placement)
+    assignment = joined(halves(batch), [{name: rows[i] for name, rows in still.items()} for i in range(2)])
+    program = without_idle_exchanges(stages, assignment)
     exchanges = [action for action in program.actions[2] if action.kind in (Kind.EXCHANGE_F, Kind.EXCHANGE_B)]
     assert [(program.stages[a.stage].module, a.kind, a.microbatch) for a in exchanges] == [
         ("image", Kind.EXCHANGE_F, 1),

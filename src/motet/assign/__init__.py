@@ -1,0 +1,19 @@
+"""Who computes which item of a step, decided from a Plan and the lengths of the step alone.
+
+These words mean one thing each, here and in all that reads from here:
+
+item        what a module computes on: an image, a clip; for the backbone, the whole sequence of an example
+microbatch  the part of a step that is computed at a time, by all replicas of all units together
+replica     a data-parallel copy of a unit, counted over the whole job; under "data_parallel" that is a rank
+position    the place of an item among those that its replica computes of a module in a microbatch, from 0
+index       the place of an example among the dp * microbatch_size that a pipeline takes at a time (`Batching`)
+slot        rank and position as one number, in one phase of one microbatch (`core.assignment.Assignment`)
+
+An `Assignment` has one phase of one microbatch. A `StepAssignment` has all modules in all microbatches: item ->
+(replica, microbatch, position). `assign_step` makes it, in the way that the Plan asks for:
+
+data_parallel.py  an `Orchestrator` decides each microbatch, as in training; `joined` makes one step of its decisions
+pipeline.py       a `Batching` has the microbatch and the index of each example: as they come, or as ordering.py deals
+
+rows.py has the rows that then go from replica to replica.
+"""

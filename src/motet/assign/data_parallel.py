@@ -1,0 +1,47 @@
+"""A step under "data_parallel": every microbatch's phases over the ranks of the one unit, decided as training does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+
+from motet.assign.balancing import Balancing
+from motet.assign.orchestrator import Orchestrator
+from motet.assign.step import StepAssignment, joined
+from motet.balance import METHODS, Method, Packed
+from motet.core.plan import Plan
+from motet.core.workload import BACKBONE, BatchLengths, home_ranks
+from motet.schedule.layout import num_microbatches
+
+
+def assign_data_parallel(plan: Plan, batch: BatchLengths, balancing: Balancing) -> StepAssignment:
+    """Where training computes the items of `plan.batch_size` examples. balancing: by what it balances."""
+    unit, count = plan.unit_of(BACKBONE), num_microbatches(plan)
+    home = home_ranks(batch.num_examples // count, unit.dp)
+    names = [module.name for module in plan.model.modules]
+    # A workload may have lengths of more than the model computes.
+    batch = replace(batch, items={name: items for name, items in batch.items.items() if name in names})
+    parts = [replace(batch.take(part), home=home) for part in np.split(np.arange(batch.num_examples), count)]
+    orchestrator = orchestrator_of(plan, balancing)
+    # Decided side by side: the balance core does not hold Python's lock.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        decisions = list(pool.map(orchestrator.decide, parts))
+    assignments = [{name: decision.assignments[name] for name in names} for decision in decisions]
+    methods = () if plan.balance == "off" else tuple(decision.method for decision in decisions)
+    return joined(parts, assignments, methods)
+
+
+def orchestrator_of(plan: Plan, balancing: Balancing) -> Orchestrator:
+    """The Orchestrator that training under the Plan decides with."""
+    unit, names = plan.unit_of(BACKBONE), [module.name for module in plan.model.modules]
+    if plan.balance == "off":
+        return Orchestrator(dict.fromkeys(names, Packed()), unit.dp, ())
+    costs = balancing(plan)
+    methods: Iterable[Method] = METHODS if plan.balance == "auto" else (plan.balance,)
+    # Tensor-parallel ranks share what a rank would do alone.
+    times = costs.times.shared_by(unit.tp)
+    return Orchestrator(costs.costs, unit.dp, names, work=costs.work, times=times, methods=tuple(methods))

@@ -1,0 +1,24 @@
+"""A batch of a Plan's size, drawn from a workload: what a prediction is made for."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from motet.core.errors import UserError
+from motet.core.plan import Plan
+from motet.core.workload import BACKBONE, BatchLengths, Workload
+
+
+def draw_batch(plan: Plan, workload: Workload, rng: np.random.Generator) -> BatchLengths:
+    """A batch of the plan's size. Raises UserError for a workload that lacks a module's lengths."""
+    columns = workload.examples.items
+    for module in plan.model.modules:
+        if module.name == BACKBONE:
+            continue
+        if module.name not in columns or not columns[module.name].num_items:
+            known = [name for name, items in columns.items() if items.num_items]
+            raise UserError(
+                f"The model's module {module.name!r} needs lengths, but {workload.source} has none of it; "
+                f"it has {', '.join([*known, BACKBONE])}."
+            )
+    return workload.draw(plan.batch_size, rng)
