@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import Field
-
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from motet.core.errors import ArgumentError
 from motet.core.limits import (
