@@ -14,6 +14,7 @@ from functools import cached_property
 from math import gcd
 from typing import Literal
 
+from motet.core.errors import UserError
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.schedule.disaggregated import Feed, Island, Pipeline, island
@@ -237,12 +238,34 @@ class Layout:
                         trained=trains,
                     )
 
+    @property
+    def data_parallel_modules(self) -> tuple[str, ...]:
+        """In the order in which a data-parallel rank runs them: encoders, then the backbone."""
+        return (*(module.name for module in self.plan.model.modules if module.name != BACKBONE), BACKBONE)
+
+    def program_rank(self, rank: int) -> int:
+        """The program rank that a rank of the cluster is one of, whichever island it is in.
+
+        Raises UserError for one that the cluster has not, or that no unit is on.
+        """
+        if self.plan.schedule == "data_parallel" and 0 <= rank - self.backbone.first_rank < self.backbone.num_ranks:
+            return (rank - self.backbone.first_rank) // self.backbone.tp
+        first = 0
+        for unit in self.units:
+            if 0 <= rank - unit.first_rank < unit.num_ranks:
+                pipeline_rank, replica = divmod((rank - unit.first_rank) // (unit.cp * unit.tp), unit.dp)
+                return first + replica % self.num_replicas(unit) * unit.pp + pipeline_rank
+            first += self.num_replicas(unit) * unit.pp
+        units = "; ".join(
+            f"{unit.name!r} is on {unit.first_rank} to {unit.first_rank + unit.num_ranks - 1}" for unit in self.units
+        )
+        raise UserError(f"no unit of the plan is on rank {rank}: {units}.")
+
     def data_parallel_stages(self) -> Iterator[PlannedStage]:
-        """A stage a module on each data-parallel rank: encoders, then the backbone."""
+        """A stage a module on each data-parallel rank."""
         unit = self.backbone
         recompute = unit.recompute[0] if unit.recompute else {}
-        order = [module.name for module in self.plan.model.modules if module.name != BACKBONE]
-        names = [*order, BACKBONE]
+        names = self.data_parallel_modules
         layers = [{name: (0, unit.stages[0][name])} for name in names]
         trains = [self.trains(span) for span in layers]
         alike = [

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from motet.core.plan import Plan
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, Workload, home_ranks
 from motet.schedule.fit import colocated_units
 from motet.schedule.layout import num_microbatches
+from motet.schedule.passes import Presence
 from motet.simulate.balancing import Balancing, by_operations
 
 Count = NDArray[np.int64]
@@ -65,6 +67,21 @@ class Placement:
             np.add.at(rows, (source.microbatch[moved], replica[moved]), source.num_tokens[moved])
             busiest = np.maximum(busiest, rows.max(axis=1))
         return busiest
+
+    @cached_property
+    def present(self) -> tuple[Presence, ...]:
+        """What each microbatch has, on any replica."""
+        there = {
+            name: np.bincount(items.microbatch, minlength=self.num_microbatches) for name, items in self.items.items()
+        }
+        moved = {name: self.exchanged_rows(name) for name in self.items if name != BACKBONE}
+        return tuple(
+            Presence(
+                frozenset(name for name, count in there.items() if count[microbatch]),
+                frozenset(name for name, rows in moved.items() if rows[microbatch]),
+            )
+            for microbatch in range(self.num_microbatches)
+        )
 
     def island_key(self, island: int, num_islands: int) -> bytes:
         """Equal for islands whose replicas compute items of the same lengths: they take the same time."""

@@ -11,10 +11,9 @@ from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
 from motet.core.workload import BatchLengths, ItemLengths, Workload
 from motet.cost.analytic import Analytic
 from motet.cost.operations import Operations
-from motet.schedule import Kind, planned, validate
+from motet.schedule import Kind, of_batch, planned, validate
 from motet.simulate.placement import draw_batch, place, placed_as
 from motet.simulate.pricing import Pricing
-from motet.simulate.traffic import without_idle_exchanges
 
 LINK = Link(1e9, 1e-5)
 CLUSTER = Cluster(Device("test", {"bf16": 1e12}, 1 << 30, 1e12), 1, 16, LINK, LINK)
@@ -175,7 +174,7 @@ def test_an_exchange_that_moves_nothing_is_not_called():
     moved = still["image"][1]
     still["image"][1] = scored((moved.ranks + 1) % 4, columns_of(halves(batch)[1], "image"), 4)
     placement = placed_as(halves(batch), [{name: rows[i] for name, rows in still.items()} for i in range(2)])
-    program = without_idle_exchanges(stages, placement)
+    program = of_batch(made, stages, placement.present)
     exchanges = [action for action in program.actions[2] if action.kind in (Kind.EXCHANGE_F, Kind.EXCHANGE_B)]
     assert [(program.stages[a.stage].module, a.kind, a.microbatch) for a in exchanges] == [
         ("image", Kind.EXCHANGE_F, 1),
