@@ -181,6 +181,12 @@ def simulate(
     trace: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a trace for Perfetto.")] = None,
     html: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a page to zoom and pan in.")] = None,
     png: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a picture.")] = None,
+    actions: Annotated[
+        int | None,
+        typer.Option(
+            min=0, metavar="RANK", help="Print what a rank executes, action by action, instead of the tables."
+        ),
+    ] = None,
     batches: Annotated[int, typer.Option(min=1, help="Batches drawn; the slowest is shown.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of the batches drawn, and of the jitter.")] = 0,
     jitter: Annotated[
@@ -213,7 +219,7 @@ def simulate(
 
     _collect_seldom()
     found = predictions(read, lengths, cost, batches, seed=seed, jitter=jitter, balancing=balancing)
-    show_predictions(read, found, Outputs(trace, html, png), title=f"{plan.stem}, predicted")
+    show_predictions(read, found, Outputs(trace, html, png, actions), title=f"{plan.stem}, predicted")
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""`motet simulate`: a Prediction as tables, and, where asked for, as a trace, a page and a picture."""
+"""`motet simulate`: a Prediction as tables or as the actions of a rank; if asked for, a trace, a page and a picture."""
 
 from __future__ import annotations
 
@@ -11,33 +11,41 @@ from motet.core.plan import Plan
 from motet.simulate.drawing import shown_seconds
 from motet.simulate.plan_words import rows_in_words
 from motet.simulate.prediction import Prediction
+from motet.simulate.rank_actions import program_rank_of, rank_actions
 from motet.simulate.report import print_prediction
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Files to write. trace: JSON for Perfetto. html: the page. png: the picture."""
+    """Files to write. trace: JSON for Perfetto. html: the page. png: the picture.
+
+    actions: a rank, whose actions are printed instead of the tables.
+    """
 
     trace: Path | None = None
     html: Path | None = None
     png: Path | None = None
+    actions: int | None = None
 
 
 def show_predictions(plan: Plan, predictions: Iterable[Prediction], outputs: Outputs, title: str) -> None:
-    """Print the tables and write the files, of the slowest of one or more predictions.
+    """Print the tables, or the actions of a rank, and write the files, of the slowest of one or more predictions.
 
-    title: of page and picture. Raises UserError for a file that cannot be written.
+    title: of page and picture. Raises UserError for a file that cannot be written, and for a rank that does nothing.
     """
+    if outputs.actions is not None:
+        program_rank_of(plan, outputs.actions)  # Refused before anything is simulated.
     steps_s: list[float] = []
     for each in predictions:
         # One at a time: a timeline of thousands of ranks is large.
         if not steps_s or each.step_s > max(steps_s):
             prediction = each
         steps_s.append(each.step_s)
-    print_prediction(plan, prediction)
-    if len(steps_s) > 1:
-        mean, most = shown_seconds(sum(steps_s) / len(steps_s)), shown_seconds(prediction.step_s)
-        print(f"\nOf {len(steps_s)} batches, a step takes {mean} in the mean, and {most} in the slowest, shown here.")
+    if outputs.actions is not None:
+        for line in rank_actions(plan, prediction, outputs.actions):
+            print(line)
+    else:
+        _print_tables(plan, prediction, steps_s)
     if outputs.trace is not None:
         try:
             prediction.timeline.write_chrome_trace(outputs.trace)
@@ -54,3 +62,11 @@ def show_predictions(plan: Plan, predictions: Iterable[Prediction], outputs: Out
     for written in (outputs.trace, outputs.html, outputs.png):
         if written is not None:
             print(f"Wrote {written}.")
+
+
+def _print_tables(plan: Plan, prediction: Prediction, steps_s: list[float]) -> None:
+    """steps_s: of all batches; the prediction is of the slowest."""
+    print_prediction(plan, prediction)
+    if len(steps_s) > 1:
+        mean, most = shown_seconds(sum(steps_s) / len(steps_s)), shown_seconds(prediction.step_s)
+        print(f"\nOf {len(steps_s)} batches, a step takes {mean} in the mean, and {most} in the slowest, shown here.")
