@@ -42,7 +42,8 @@ from motet.cost.catalogue import cluster
 from motet.cost.profiled import Profiled
 from motet.models.spec import model_spec
 from motet.runtime.clock import ActionClock
-from motet.schedule import planned
+from motet.schedule import Action, planned
+from motet.schedule.program import WHOLE_RANK, in_words
 from motet.simulate.predict import predict_assigned
 from motet.train.feed import Feed, Schedule
 from motet.train.job import Job, build_job
@@ -156,11 +157,12 @@ class BothClocks(ActionClock):
         self.processor_s: dict[str, float] = defaultdict(float)
 
     @contextlib.contextmanager
-    def span(self, action: str, *place, **names):
+    def span(self, action: Action, step: int, module: str):
         start_s = time.thread_time()
-        with super().span(action, *place, **names):
+        with super().span(action, step, module):
             yield
-        self.processor_s[action] += time.thread_time() - start_s
+        name = in_words(action.kind, "" if action.kind in WHOLE_RANK else module)
+        self.processor_s[name] += time.thread_time() - start_s
 
     def taken(self) -> dict[str, float]:
         taken, self.processor_s = dict(self.processor_s), defaultdict(float)
@@ -186,11 +188,7 @@ def measure(runs: dict[str, Run], options: Options, world: World) -> dict[str, l
                 result = run.job.step.run(batches)
                 step_s = time.perf_counter() - start_s
                 delay_s, processor_s = delayed_s() - delay_s, run.clock.taken()
-                actions = result.seconds_by_action
-                for seconds in (actions, processor_s):
-                    # The Program has no action for the norm: it is priced with the optimizer.
-                    seconds["optimizer"] += seconds.pop("reduce")
-                found[name][number].append(Sample(step_s, delay_s, actions, processor_s))
+                found[name][number].append(Sample(step_s, delay_s, result.seconds_by_action, processor_s))
     return found
 
 

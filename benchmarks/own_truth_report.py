@@ -9,18 +9,16 @@ from typing import NamedTuple
 import numpy as np
 
 from motet.core.timeline import COMPUTE, Timeline
+from motet.schedule.program import Kind, in_words
 
-NAMES = {
-    "F": "forward {}", "GATHER": "forward {}", "EXCHANGE_F": "exchange {}", "EXCHANGE_B": "exchange gradients {}",
-    "B": "backward {}", "GATHER_B": "backward {}", "REDUCE": "backward {}", "STEP": "optimizer",
-}  # fmt: skip
-"""What the step calls the actions of a Program, whose gathers and reductions are parts of its passes."""
+INSIDE = {Kind.GATHER: Kind.F, Kind.GATHER_B: Kind.B, Kind.REDUCE: Kind.B}
+"""Kinds that are simulated by themselves, and the passes in which FSDP2 does their work."""
 
 
 class Sample(NamedTuple):
     """One step on one rank. delay_s: that its threads could have run and had no core.
 
-    actions, processor_s: seconds by action, by the clock and of the main thread's processor; "optimizer" with the norm.
+    actions, processor_s: seconds by action in words, by the clock and of the main thread's processor.
     """
 
     step_s: float
@@ -66,7 +64,7 @@ def by_action(timeline: Timeline, rank: int) -> dict[str, float]:
     last_s = 0.0
     for span in timeline:
         if span.rank == rank and span.end_s > last_s:
-            seconds[NAMES[span.kind].format(span.module)] += span.end_s - last_s
+            seconds[in_words(INSIDE.get(span.kind, span.kind), span.module)] += span.end_s - last_s
             last_s = span.end_s
     return seconds
 

@@ -22,8 +22,15 @@ from balance import device
 from rich.console import Console
 from rich.table import Table
 
-from motet.schedule import add_communication, interleaved_1f1b, one_f_one_b
-from motet.schedule.data_parallel import ShardedModule, data_parallel
+from motet.schedule import (
+    add_communication,
+    add_exchanges,
+    add_fsdp,
+    data_parallel,
+    interleaved_1f1b,
+    one_f_one_b,
+    split_parts,
+)
 from motet.schedule.program import Program
 from motet.simulate import StageTimes, simulate, stage_times
 from motet.simulate.backend import engine
@@ -48,7 +55,10 @@ class Row:
 def sharded(num_ranks: int) -> Program:
     """OrchMLLM's largest job: an MLLM with two encoders on 2,560 GPUs, FSDP by groups of layers."""
     modules = [("image", 4), ("audio", 4), ("backbone", 16)]
-    return data_parallel([ShardedModule(name, (True,) * num_units) for name, num_units in modules], num_ranks, 1)
+    program = add_exchanges(data_parallel({name: True for name, _ in modules}, num_ranks, 1))
+    for stage, (_, num_units) in enumerate(modules):
+        program = split_parts(program, stage, num_units, num_units)
+    return add_fsdp(program, {stage: (True,) * num_units for stage, (_, num_units) in enumerate(modules)})
 
 
 def programs() -> dict[str, Program]:
@@ -68,7 +78,7 @@ def times_of(program: Program) -> StageTimes:
     forward_s = rng.uniform(0.9, 1.1, shape)
     small = np.array([0.1])
     times = stage_times(forward_s, 2 * forward_s, send_s=0.05)
-    return replace(times, exchange_s=small.reshape(1, 1), gather_s=small, reduce_s=small, step_s=small)
+    return replace(times, exchange_s=small.reshape(1, 1), gather_s=small, reduce_s=small, norm_s=small, step_s=small)
 
 
 def best_s(work: Callable[[], object], repeats: int) -> float:

@@ -246,7 +246,7 @@ def measure(device: torch.device, options: Options) -> dict[str, dict]:
 def observe(batch, result: StepResult, counted: PhaseCosts, wait_s: float, step_s: float, cpu_s: float) -> dict:
     """counted: operations, which the loads of all ways are weighed by."""
     work, placed = counted.work(batch.lengths), batch.decision.assignments
-    exchanges = [span.duration_s for span in result.timeline if span.action.startswith("exchange")]
+    exchanges = [span.duration_s for span in result.timeline if span.kind.startswith("EXCHANGE")]
     return {
         "loss": result.loss,
         "step_s": step_s,

@@ -188,6 +188,15 @@ def simulate(
     trace: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a trace for Perfetto.")] = None,
     html: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a page to zoom and pan in.")] = None,
     png: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a picture.")] = None,
+    actions: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=MAX_RANKS,
+            metavar="RANK",
+            help="Print what a rank executes, action by action, instead of the tables.",
+        ),
+    ] = None,
     batches: Annotated[int, typer.Option(min=1, max=MAX_BATCHES, help="Batches drawn; the slowest is shown.")] = 1,
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the batches drawn, and of the jitter.")] = 0,
     jitter: Annotated[

@@ -1,6 +1,7 @@
 """`motet simulate` from files to tables, traces and pictures; what is wrong is one sentence, and exit code 2."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ from cli.tiny_job import write_tiny_job
 from motet.cli import main
 from motet.core.plan import Unit
 from motet.core.plan_file import write_plan
+from motet.schedule import program_of
 from unit.simulate.jobs import CHAIN, WHOLE, plan
 
 PLAN = plan(Unit("all", CHAIN, dp=2, pp=3))
@@ -215,3 +217,19 @@ def test_options_of_recipes_are_not_for_plans(option, files, simulate):
         "--cluster, --nodes, --ranks-per-node and --set are for a recipe; plan.json is a plan, which says all that "
         "itself."
     )
+
+
+def test_the_actions_of_a_rank_are_printed_instead_of_the_tables(files, simulate):
+    code, out, err = simulate("plan.json", "--workload", "lengths.toml", "--actions", 3, "--trace", "t.json")
+    assert (code, err) == (0, "")
+    assert out.startswith("# rank 3, ") and "Predicted step" not in out and out.endswith("Wrote t.json.")
+    program = program_of(PLAN)
+    printed = [word for word in out.split() if re.fullmatch(r"\d+[A-Z][A-Z_]*\d*([<>]\d+)?", word)]
+    assert printed == [str(action) for action in program.actions[1]]
+
+
+def test_a_rank_that_the_plan_does_not_use_has_no_actions(files, simulate):
+    asked = ("plan.json", "--workload", "lengths.toml", "--actions")
+    said = "--actions 6: no unit of the plan is on rank 6: 'all' is on 0 to 5."
+    assert simulate(*asked, 6) == (2, "", said)
+    assert simulate(*asked, -1)[0] == 2

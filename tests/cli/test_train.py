@@ -54,6 +54,9 @@ def test_a_run_alone_learns_and_leaves_everything(job, tmp_path):
     assert set(last["phases"]) == {"backbone", "image", "audio"}
     assert {phase["unit"] for phase in last["phases"].values()} == {"FLOP"}
     assert last["actions"]["forward backbone"]["max_s"] > 0
+    assert {"backward image", "backward audio", "norm", "optimizer"} <= set().union(
+        *(m["actions"] for m in metrics(tmp_path))
+    )
     assert sum(last["balance"]["methods"].values()) == 1
     assert set(last["balance"]["predicted_s"]) >= {"joint", "per_phase", "unbalanced"}
     for key in ("grad_norm", "lr", "data_wait_s", "decide_s", "exchange", "bad_examples", "num_targets", "step_s"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from motet.core.assignment import Assignment
 from motet.core.errors import ArgumentError
 from motet.core.exchange import Moved, moved
 from motet.core.workload import BACKBONE, BatchLengths
+from motet.schedule.passes import Presence
 
 Count = NDArray[np.int64]
 
@@ -65,6 +67,21 @@ class StepAssignment:
         """Rows of a module's output that the busiest replica sends or receives, int64 [num_microbatches]."""
         one_node = np.zeros(self.modules[module].num_replicas, dtype=np.int64)
         return self.moved_rows(module, one_node).busiest.astype(np.int64)
+
+    @cached_property
+    def present(self) -> tuple[Presence, ...]:
+        """What each microbatch has, on any replica."""
+        there = {
+            name: np.bincount(items.microbatch, minlength=self.num_microbatches) for name, items in self.modules.items()
+        }
+        rows_of = {name: self.exchanged_rows(name) for name in self.modules if name != BACKBONE}
+        return tuple(
+            Presence(
+                frozenset(name for name, count in there.items() if count[microbatch]),
+                frozenset(name for name, rows in rows_of.items() if rows[microbatch]),
+            )
+            for microbatch in range(self.num_microbatches)
+        )
 
     def island_key(self, island: int, num_islands: int) -> bytes:
         """Equal for islands whose replicas compute items of the same lengths: they take the same time."""

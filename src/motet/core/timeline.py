@@ -28,7 +28,7 @@ _TRACE_COLOURS = {
 class Span:
     """One action of one rank.
 
-    action: what ran, e.g. "forward image" (measured) or "2F0" (of a Program). step, microbatch: which; -1 is none.
+    action: what ran, an action of a Program as text, e.g. "2F0". step, microbatch: which; -1 is none.
     kind:   what it does, as schedule/program.py calls it: "F", "EXCHANGE_F". module: whose it is; "" is nobody's.
     stream: COMPUTE, or the communication stream that it held, e.g. "send".
     """
@@ -105,11 +105,14 @@ class Timeline:
         """From the first start to the last end; 0 without spans."""
         return float(self.end_s.max() - self.start_s.min()) if len(self) else 0.0
 
-    def seconds_by_action(self) -> dict[str, float]:
-        """Summed duration per action name, in order of first appearance."""
-        seconds: dict[str, float] = {}
-        for action, duration in zip(self.action, (self.end_s - self.start_s).tolist()):
-            seconds[action] = seconds.get(action, 0.0) + duration
+    def seconds_by_kind(self) -> dict[tuple[str, str], float]:
+        """Summed duration by (kind, module), in order of first appearance.
+
+        Measured and simulated Timelines are joined by this: it is told apart by neither rank nor microbatch nor part.
+        """
+        seconds: dict[tuple[str, str], float] = {}
+        for kind, module, duration in zip(self.kind, self.module, (self.end_s - self.start_s).tolist()):
+            seconds[kind, module] = seconds.get((kind, module), 0.0) + duration
         return seconds
 
     def write_chrome_trace(self, path: Path) -> None:

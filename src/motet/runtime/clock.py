@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 
 from motet.core.timeline import Span, Timeline
+from motet.schedule.program import WHOLE_RANK, Action
 
 Mark: TypeAlias = float | torch.cuda.Event
 """A moment: seconds of the processor's clock, or an event on the device's stream."""
@@ -31,14 +32,15 @@ class ActionClock:
             self._origin_s = time.perf_counter() - self.zero_s
 
     @contextmanager
-    def span(self, action: str, step: int, microbatch: int, *, kind: str, module: str = "") -> Iterator[None]:
-        """Records what runs inside, on the host or on the device's current stream, as one action.
+    def span(self, action: Action, step: int, module: str) -> Iterator[None]:
+        """Records what runs inside, on the host or on the device's current stream, as one action of a Program.
 
-        kind, module: as in core/timeline.py, so that what is measured is drawn and counted as what is simulated.
+        module: of the action's stage; what is of the whole rank is nobody's, as in a simulated Timeline.
         """
         start = self._mark()
         yield
-        span = Span(self.rank, action, step, microbatch, 0.0, 0.0, kind, module)
+        owner = "" if action.kind in WHOLE_RANK else module
+        span = Span(self.rank, str(action), step, action.microbatch, 0.0, 0.0, action.kind, owner)
         self._pending.append((span, start, self._mark()))
 
     def take(self) -> Timeline:

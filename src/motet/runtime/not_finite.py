@@ -21,12 +21,15 @@ from torch.distributed.tensor import DTensor
 
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
-from motet.runtime.actions import Action
 from motet.runtime.step import TrainStep
+from motet.schedule.program import Action
 
 
 class Moment(NamedTuple):
-    """When something was seen: comparable between ranks, which take the same actions in the same order."""
+    """When something was seen: comparable between ranks, which take the same actions in the same order.
+
+    action: its index in the rank's row. call: of a module, during the action.
+    """
 
     microbatch: int
     action: int
@@ -54,7 +57,7 @@ def find(step: TrainStep, batches: Sequence[RankBatch]) -> Finding | None:
 
     Random numbers must be as they were before the step. Leaves its gradients, not clipped.
     """
-    watch = _Watch(batches, step.mesh.rank)
+    watch = _Watch(batches, step.mesh.rank, step.program(batches).modules)
     hooks = [
         child.register_forward_hook(partial(watch.saw_output, f"{phase}.{name}" if name else phase))
         for phase, module in step.modules.items()
@@ -105,13 +108,14 @@ def _local(tensor: Tensor) -> Tensor:
 class _Watch:
     """Keeps the first output, or gradient of an output, that is not finite."""
 
-    def __init__(self, batches: Sequence[RankBatch], rank: int) -> None:
-        self._batches, self._rank = batches, rank
+    def __init__(self, batches: Sequence[RankBatch], rank: int, modules: Mapping[int, str]) -> None:
+        self._batches, self._rank, self._modules = batches, rank, modules
         self._microbatch, self._action, self._phase, self._calls = 0, 0, "", 0
         self.found: Finding | None = None
 
-    def begin(self, microbatch: int, place: int, action: Action) -> None:
-        self._microbatch, self._action, self._phase, self._calls = microbatch, place, action.phase, 0
+    def begin(self, index: int, action: Action) -> None:
+        self._microbatch, self._action, self._phase = action.microbatch, index, self._modules[action.stage]
+        self._calls = 0
 
     def saw_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         for tensor in _tensors(output):

@@ -1,8 +1,7 @@
-"""Executes a step: the actions of each microbatch, then the reduction over ranks and the optimizer.
+"""A step: zero gradients, then the executor over this rank's row of the Program, then the result.
 
-Modules are cut apart: a module's forward pass runs on inputs detached from the modules before it, and its backward pass
-is called by name with the gradient that came back. So the order of collectives is written down (`runtime/actions.py`),
-not left to the autograd engine, and every action is a span of the Timeline.
+The row is that of data parallelism (`schedule/data_parallel.py`), without what the step's microbatches do not have. It
+ends with NORM, which sums the norm, the loss and the targets over ranks and clips, and STEP, the optimizer.
 
 The loss of a step is the sum over all targets of all ranks and microbatches, divided by their number. A step whose loss
 or gradient is not finite changes nothing: neither weights nor the optimizer's state.
@@ -11,9 +10,10 @@ or gradient is not finite changes nothing: neither weights nor the optimizer's s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,18 @@ from motet.core.timeline import Timeline
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
 from motet.dispatch.exchange import exchange_rows
-from motet.dispatch.route import Route
-from motet.runtime.actions import Action, Kind, microbatch_actions
 from motet.runtime.clip import clip_factor, scale_gradients, square_sum
 from motet.runtime.clock import ActionClock
-from motet.runtime.fsdp import sum_over_replicas
+from motet.runtime.exchanges import Exchanges
+from motet.runtime.executor import Executor, Handler, Hook, RankProgram
 from motet.runtime.mesh import Mesh
+from motet.runtime.module_stages import stages_of
+from motet.runtime.passes import Passes
 from motet.runtime.stage import Model, is_trainable, modules_by_phase
-from motet.schedule.program import Kind as ProgramKind
+from motet.runtime.tensors import Tensors
+from motet.schedule.data_parallel import data_parallel
+from motet.schedule.passes import Presence, add_exchanges, without_absent
+from motet.schedule.program import WHOLE_RANK, Action, Kind, Program, in_words
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +78,11 @@ class StepResult:
 
     @property
     def seconds_by_action(self) -> dict[str, float]:
-        """This rank's seconds per action name."""
-        return self.timeline.seconds_by_action()
+        """This rank's seconds by kind and module of its actions, in words: "forward image", "norm".
+
+        On all ranks the same names in the same order.
+        """
+        return {in_words(*named): seconds for named, seconds in self.timeline.seconds_by_kind().items()}
 
 
 class TrainStep:
@@ -100,7 +107,6 @@ class TrainStep:
         self.max_grad_norm = max_grad_norm
         self.clock = clock or ActionClock(mesh.rank, mesh.device)
         self.modules = modules_by_phase(model)
-        self.encoders = [phase for phase in self.modules if phase != BACKBONE]
         self.parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
 
     def run(self, batches: Sequence[RankBatch], step: int = 0) -> StepResult:
@@ -109,67 +115,72 @@ class TrainStep:
         A module that has no input on any rank in the whole step ends without gradient (None), so that the optimizer
         leaves it alone; in a module that ran, a parameter that was not used has a zero gradient; so on all ranks.
         """
-        totals, moved_bytes, crossing_bytes = self.accumulate(batches, step)
-        with self.clock.span("reduce", step, -1, kind=ProgramKind.REDUCE):
-            self._reduce(totals)
-        if self.optimizer is not None:
-            with self.clock.span("optimizer", step, -1, kind=ProgramKind.STEP):
-                self._update(self.optimizer, totals)
+        work = _Work(self, batches)
+        Executor(work.program, work.handlers, self.clock, leave_out=() if self.optimizer else (Kind.STEP,)).run(step)
         return StepResult(
             step,
-            sum(batch.num_targets for batch in batches),
+            work.num_targets,
             sum(batch.num_tokens for batch in batches),
             sum(batch.lengths.num_examples for batch in batches),
-            moved_bytes,
-            crossing_bytes,
+            work.exchanges.moved_bytes,
+            work.exchanges.crossing_bytes,
             self.clock.take(),
-            totals,
+            work.totals,
         )
 
-    def accumulate(
-        self,
-        batches: Sequence[RankBatch],
-        step: int = 0,
-        *,
-        before: Callable[[int, int, Action], None] = lambda microbatch, place, action: None,
-    ) -> tuple[Tensor, int, int]:
-        """All forwards and backwards: gradients, summed over microbatches and, where FSDP shards, over ranks.
+    def accumulate(self, batches: Sequence[RankBatch], *, before: Hook | None = None) -> None:
+        """All forwards and backwards, and no more: leaves gradients, summed over microbatches and, where FSDP shards,
+        over ranks.
 
-        before: is told microbatch, place among its actions, and action, before that is taken.
-        Returns float64 [3] for `_reduce` to complete, moved_bytes and crossing_bytes.
+        before: is told of each action, and of its index in the row, before it is taken.
         """
-        for parameter in self.parameters:
+        work = _Work(self, batches)
+        Executor(work.program, work.handlers, self.clock, leave_out=WHOLE_RANK).run(0, before)
+
+    def program(self, batches: Sequence[RankBatch]) -> RankProgram:
+        """What this rank executes for the microbatches of a step."""
+        trained = tuple((name, is_trainable(module)) for name, module in self.modules.items())
+        return _program(trained, self.mesh.num_ranks, self.mesh.rank, tuple(map(presence_of, batches)))
+
+
+class _Work:
+    """One step under way: its Program, what its actions do, and what they have summed up.
+
+    totals: float64 [3], squared gradient norm, loss and targets: of this rank, and after NORM of all.
+    """
+
+    def __init__(self, step: TrainStep, batches: Sequence[RankBatch]) -> None:
+        for parameter in step.parameters:
             parameter.grad = None
-        trainable = {phase for phase, module in self.modules.items() if is_trainable(module)}
-        plans = [microbatch_actions(self.encoders, _present(batch), trainable) for batch in batches]
-        num_targets = sum(batch.num_targets for batch in batches)
+        self.step, self.program = step, step.program(batches)
+        self.num_targets = sum(batch.num_targets for batch in batches)
+        self.totals = torch.zeros(3, dtype=torch.float64, device=step.mesh.device)
+        stages = stages_of(step.model, self.program.modules, step.mesh, self.totals)
+        tensors = Tensors()
+        self.exchanges = Exchanges(self.program, batches, tensors, step.mesh.group)
         # FSDP averages over ranks.
-        loss_scale = self.mesh.num_ranks / max(num_targets, 1)
-        totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
-        moved_bytes = crossing_bytes = 0
-        for i, (batch, actions) in enumerate(zip(batches, plans, strict=True)):
-            microbatch = _Microbatch(self, batch, trainable, loss_scale, totals)
-            for place, action in enumerate(actions):
-                if self.mesh.is_hybrid and action.kind is Kind.BACKWARD:
-                    last = not any(action in later for later in plans[i + 1 :])
-                    sum_over_replicas(self.modules[action.phase], last)
-                before(i, place, action)
-                with self.clock.span(str(action), step, i, kind=action.kind.of_program, module=action.phase):
-                    microbatch.take(action)
-            moved_bytes += microbatch.moved_bytes
-            crossing_bytes += microbatch.crossing_bytes
-        return totals, moved_bytes, crossing_bytes
+        loss_gradient = step.mesh.num_ranks / max(self.num_targets, 1)
+        self.passes = Passes(self.program, stages, batches, self.exchanges, tensors, loss_gradient)
 
-    def _reduce(self, totals: Tensor) -> None:
+    @property
+    def handlers(self) -> Mapping[Kind, Handler]:
+        """Not kept: a ring of references would hold the step's batches until garbage is collected."""
+        own = {Kind.NORM: self.norm, Kind.STEP: self.update}
+        return {**self.passes.handlers, **self.exchanges.handlers, **own}
+
+    def norm(self, action: Action) -> None:
         """Sums (squared gradient norm, loss, targets) over ranks, in one collective, and clips."""
-        totals[0] = square_sum(self.parameters, self.mesh.num_ranks, self.mesh.device)
-        dist.all_reduce(totals, group=self.mesh.group)
-        if self.max_grad_norm is not None:
-            scale_gradients(self.parameters, clip_factor(totals[0].sqrt(), self.max_grad_norm))
+        mesh, parameters, max_norm = self.step.mesh, self.step.parameters, self.step.max_grad_norm
+        self.totals[0] = square_sum(parameters, mesh.num_ranks, mesh.device)
+        dist.all_reduce(self.totals, group=mesh.group)
+        if max_norm is not None:
+            scale_gradients(parameters, clip_factor(self.totals[0].sqrt(), max_norm))
 
-    def _update(self, optimizer: torch.optim.Optimizer, totals: Tensor) -> None:
+    def update(self, action: Action) -> None:
         """The optimizer's step, unless loss or gradient is not finite."""
-        is_bad = ~torch.isfinite(totals).all()
+        optimizer = self.step.optimizer
+        assert optimizer is not None
+        is_bad = ~torch.isfinite(self.totals).all()
         if is_bad.is_cuda and all(group.get("fused") for group in optimizer.param_groups):
             # A fused optimizer reads the flag on the device, as it does for a GradScaler: the host waits for nothing.
             # On a CPU that takes a kernel more for each parameter, and to read the flag takes nothing.
@@ -177,6 +188,31 @@ class TrainStep:
             optimizer.step()
         elif not is_bad:
             optimizer.step()
+
+
+def presence_of(batch: RankBatch) -> Presence:
+    """What a microbatch has, the same on all ranks."""
+    modules = {phase for phase in batch.lengths.items if batch.has(phase)}
+    return Presence(
+        frozenset(modules | ({BACKBONE} if batch.lengths.num_examples else set())),
+        frozenset(phase for phase in modules if not batch.routes[phase].is_local),
+    )
+
+
+_Trained: TypeAlias = tuple[tuple[str, bool], ...]
+
+
+@lru_cache(maxsize=256)
+def _program(trained: _Trained, num_ranks: int, rank: int, present: tuple[Presence, ...]) -> RankProgram:
+    """Kept, as many steps have what others had."""
+    learning = [stage for stage, (_, learns) in enumerate(trained) if learns]
+    return RankProgram.of(without_absent(_whole_program(trained, num_ranks, len(present)), present, learning), rank)
+
+
+@lru_cache(maxsize=4)
+def _whole_program(trained: _Trained, num_ranks: int, num_microbatches: int) -> Program:
+    """Of a step in whose microbatches everything is there."""
+    return add_exchanges(data_parallel(dict(trained), num_ranks, num_microbatches))
 
 
 @torch.no_grad()
@@ -187,72 +223,3 @@ def forward_features(model: Model, batch: RankBatch, group: dist.ProcessGroup) -
         if batch.has(phase):
             features[phase] = exchange_rows(model.encoders[phase](*batch.media[phase]), batch.routes[phase], group)
     return features
-
-
-def _present(batch: RankBatch) -> set[str]:
-    phases = {phase for phase in batch.lengths.items if batch.has(phase)}
-    return phases | ({BACKBONE} if batch.lengths.num_examples else set())
-
-
-class _Microbatch:
-    """The tensors that live between the actions of one microbatch."""
-
-    def __init__(
-        self, step: TrainStep, batch: RankBatch, trainable: set[str], loss_scale: float, totals: Tensor
-    ) -> None:
-        self.modules = step.modules
-        self.group = step.mesh.group
-        self.batch = batch
-        self.trainable = trainable
-        self.loss_scale = loss_scale
-        self.totals = totals
-        self.outputs: dict[str, Tensor] = {}
-        self.features: dict[str, Tensor] = {}
-        self.gradients: dict[str, Tensor] = {}
-        self.moved_bytes = self.crossing_bytes = 0
-        self._take = {
-            Kind.FORWARD: self.forward,
-            Kind.EXCHANGE: self.exchange,
-            Kind.BACKWARD: self.backward,
-            Kind.EXCHANGE_GRADIENTS: self.exchange_gradients,
-        }
-
-    def take(self, action: Action) -> None:
-        self._take[action.kind](action.phase)
-
-    def forward(self, phase: str) -> None:
-        """Runs a module on what has arrived; records gradients only if the module, or one before it, learns."""
-        module = self.modules[phase]
-        if phase != BACKBONE:
-            with torch.set_grad_enabled(phase in self.trainable):
-                self.outputs[phase] = module(*self.batch.media[phase])
-            return
-        learns = phase in self.trainable or any(feature.requires_grad for feature in self.features.values())
-        with torch.set_grad_enabled(learns):
-            loss_sum, num_targets = module(self.batch.sequences, self.features)
-        self.totals[1] += loss_sum.detach()
-        self.totals[2] += num_targets
-        self.outputs[phase] = loss_sum
-
-    def exchange(self, phase: str) -> None:
-        rows = self._move(self.outputs[phase].detach(), self.batch.routes[phase])
-        self.features[phase] = rows.requires_grad_(phase in self.trainable)
-
-    def backward(self, phase: str) -> None:
-        output = self.outputs.pop(phase)
-        if phase == BACKBONE:
-            (output * self.loss_scale).backward()
-        else:
-            output.backward(self.gradients.pop(phase))
-
-    def exchange_gradients(self, phase: str) -> None:
-        feature = self.features.pop(phase)
-        gradient = torch.zeros_like(feature) if feature.grad is None else feature.grad
-        self.gradients[phase] = self._move(gradient, self.batch.routes[phase].transpose)
-
-    def _move(self, rows: Tensor, route: Route) -> Tensor:
-        moved = exchange_rows(rows, route, self.group)
-        row_bytes = rows.element_size() * (rows.shape[1:].numel())
-        self.moved_bytes += route.moved_rows * row_bytes
-        self.crossing_bytes += route.crossing_rows * row_bytes
-        return moved

@@ -3,18 +3,27 @@
 from motet.schedule.bubbles import EncoderPipeline, coarse_fills, fill_bubbles, global_order
 from motet.schedule.collectives import add_data_parallel
 from motet.schedule.dag import dag_1f1b, dag_gpipe
-from motet.schedule.data_parallel import ShardedModule, Sharding, data_parallel
+from motet.schedule.data_parallel import data_parallel
 from motet.schedule.disaggregated import Feed, Pipeline, disaggregated
 from motet.schedule.error import ScheduleError
 from motet.schedule.fit import check_fit
-from motet.schedule.from_plan import Planned, fillable, planned, program_of
+from motet.schedule.from_plan import Planned, executed, fillable, of_batch, planned, program_of
 from motet.schedule.gpipe import gpipe
 from motet.schedule.interleaved_1f1b import interleaved_1f1b
 from motet.schedule.layout import PlannedStage, part_layers
 from motet.schedule.memory import high_water
 from motet.schedule.modality import add_replicas, modality_parallel
 from motet.schedule.one_f_one_b import one_f_one_b
-from motet.schedule.passes import add_communication, add_recompute, split_parts
+from motet.schedule.passes import (
+    Presence,
+    Sharding,
+    add_communication,
+    add_exchanges,
+    add_fsdp,
+    add_recompute,
+    split_parts,
+    without_absent,
+)
 from motet.schedule.program import Action, Kind, Program, Stage
 from motet.schedule.text import dumps, loads, parse_action
 from motet.schedule.validate import validate
@@ -29,13 +38,15 @@ __all__ = [
     "Pipeline",
     "Planned",
     "PlannedStage",
+    "Presence",
     "Program",
     "ScheduleError",
-    "ShardedModule",
     "Sharding",
     "Stage",
     "add_communication",
     "add_data_parallel",
+    "add_exchanges",
+    "add_fsdp",
     "add_recompute",
     "add_replicas",
     "check_fit",
@@ -45,6 +56,7 @@ __all__ = [
     "data_parallel",
     "disaggregated",
     "dumps",
+    "executed",
     "fill_bubbles",
     "fillable",
     "global_order",
@@ -53,6 +65,7 @@ __all__ = [
     "interleaved_1f1b",
     "loads",
     "modality_parallel",
+    "of_batch",
     "one_f_one_b",
     "parse_action",
     "part_layers",
@@ -60,6 +73,7 @@ __all__ = [
     "program_of",
     "split_parts",
     "validate",
+    "without_absent",
     "zb_h1",
     "zb_v",
 ]

@@ -39,8 +39,9 @@ def coordinates(layout: Layout, rank: int, unit: Unit | None = None) -> Coordina
     """
     host = next((one for one in layout.units if rank in one.ranks), None)
     if host is None or (unit is not None and host_of(layout, unit) != host):
-        name = "a unit" if unit is None else f"unit {unit.name!r}"
-        raise ArgumentError(f"rank {rank} is not in {name} of the plan; use one of the ranks that its units name.")
+        units = "; ".join(f"{one.name!r} is on {one.ranks.start} to {one.ranks.stop - 1}" for one in layout.units)
+        name = "no unit of the plan is" if unit is None else f"unit {unit.name!r} is not"
+        raise ArgumentError(f"{name} on rank {rank}: {units}.")
     p, d, _, _ = host.coordinates(rank)
     island, replica = divmod(d, layout.num_replicas(host))
     program_rank = layout.first_program_rank(host) + replica * host.pp + p

@@ -8,7 +8,7 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 
 from motet.schedule.program import Action, Kind, Program
@@ -19,7 +19,9 @@ PARTNERS = {
     Kind.SEND_B: Kind.RECV_B,
     Kind.RECV_B: Kind.SEND_B,
 }
-COLLECTIVES = frozenset({Kind.EXCHANGE_F, Kind.EXCHANGE_B, Kind.GATHER, Kind.GATHER_B, Kind.REDUCE})
+COLLECTIVES = frozenset({Kind.EXCHANGE_F, Kind.EXCHANGE_B, Kind.GATHER, Kind.GATHER_B, Kind.REDUCE, Kind.NORM})
+GRADIENTS = (Kind.B, Kind.W, Kind.REDUCE)
+"""Kinds after which, all of them, the gradients of a rank are complete. NORM waits for the loss, too: for F."""
 PREFETCHED = 1
 """Parts of a stage whose parameters are gathered ahead of the one that is computed, as FSDP does."""
 
@@ -105,8 +107,10 @@ class Dependencies:
                         yield from self._freed(stage, backward, microbatch, num_parts - part - 2 - PREFETCHED)
             case Kind.REDUCE:
                 yield from self._all_gradients(stage, microbatch, part)
+            case Kind.NORM:
+                yield from self._whole_step(self.program.stages[stage].rank, (Kind.F, *GRADIENTS))
             case Kind.STEP:
-                yield from self._whole_step(self.program.stages[stage].rank)
+                yield from self._whole_step(self.program.stages[stage].rank, (*GRADIENTS, Kind.NORM))
 
     def _num_parts(self, stage: int, kind: Kind, microbatch: int) -> int:
         return len(self._parts.get((stage, kind, microbatch), ()))
@@ -167,7 +171,5 @@ class Dependencies:
                 sliced = unit >= 0 and parts[-1] >= 0
                 yield Action(stage, kind, found, len(parts) - 1 - unit if sliced else parts[-1])
 
-    def _whole_step(self, rank: int) -> Iterator[Action]:
-        for action in self.program.actions[rank]:
-            if action.kind in (Kind.B, Kind.W, Kind.REDUCE):
-                yield action
+    def _whole_step(self, rank: int, kinds: Collection[Kind]) -> Iterator[Action]:
+        return (action for action in self.program.actions[rank] if action.kind in kinds)

@@ -1,10 +1,10 @@
 """A Plan into its Program: the generator that its units and schedule name, then passes in a fixed order: replicated
-encoders, recomputation, parts, bubbles, data parallelism, communication.
+encoders, recomputation, parts, bubbles, data parallelism, communication; under "data_parallel" those of that schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -14,13 +14,22 @@ from motet.core.workload import BACKBONE
 from motet.schedule.bubbles import EncoderPipeline, coarse_fills, fill_bubbles, global_order
 from motet.schedule.collectives import add_data_parallel
 from motet.schedule.dag import dag_1f1b, dag_gpipe
-from motet.schedule.data_parallel import ShardedModule, Sharding, data_parallel
+from motet.schedule.data_parallel import data_parallel
 from motet.schedule.disaggregated import Island
 from motet.schedule.dry_run import dry_run
 from motet.schedule.interleaved_1f1b import interleaved_1f1b
 from motet.schedule.layout import LAYER_PARTS, Layout, PlannedStage, part_layers
 from motet.schedule.modality import add_replicas
-from motet.schedule.passes import add_communication, add_recompute, split_parts
+from motet.schedule.passes import (
+    Presence,
+    Sharding,
+    add_communication,
+    add_exchanges,
+    add_fsdp,
+    add_recompute,
+    split_parts,
+    without_absent,
+)
 from motet.schedule.program import Kind, Program
 from motet.schedule.text import parse_action
 from motet.schedule.virtual_pipeline import virtual_pipeline
@@ -65,25 +74,53 @@ def unscheduled(layout: Layout) -> Planned:
     return Planned(Program((), (), (), layout.num_microbatches), layout.stages, (), layout)
 
 
+def executed(plan: Plan, present: Sequence[Presence] = ()) -> Program:
+    """The Program that the runtime's executor walks: without what FSDP2 does in hooks of modules (`passes/fsdp.py`).
+
+    present: what each microbatch of a batch has, under "data_parallel"; () is everything. Raises as `program_of` does.
+    """
+    layout = Layout(plan)
+    return _walked(layout, present) if plan.schedule == "data_parallel" else _pipelined(layout).program
+
+
+def of_batch(whole: Planned, present: Sequence[Presence]) -> Program:
+    """The Program of a batch, whose microbatches may lack a module or an exchange. whole: of the Plan. present: as of
+    `executed`.
+    """
+    if not present:
+        return whole.program
+    return _sharded(whole.layout, _walked(whole.layout, present), whole.stages)
+
+
 def _data_parallel(layout: Layout) -> Planned:
-    plan, unit = layout.plan, layout.backbone
     stages = tuple(layout.data_parallel_stages())
-    modules = [_sharded(layout, stage) for stage in stages if stage.rank == 0]
-    moves = plan.balance in ("per_phase", "auto")
-    program = data_parallel(
-        modules,
-        unit.dp,
-        layout.num_microbatches,
-        exchanged=None if moves else (),
-        sharding=Sharding(1 if unit.zero == 0 else unit.shard_size, reshard_after_forward=unit.zero == 3),
-    )
+    program = _sharded(layout, _walked(layout, ()), stages)
     return Planned(program, stages, (Fraction(1),) * len(program.edges), layout)
 
 
-def _sharded(layout: Layout, stage: PlannedStage) -> ShardedModule:
-    (name,) = stage.modules
-    parts = part_layers(stage.num_layers, stage.num_parts)
-    return ShardedModule(name, tuple(layout.trains({name: span}) for span in parts))
+def _walked(layout: Layout, present: Sequence[Presence]) -> Program:
+    """Data parallelism without the parts, gathers and reductions of FSDP. present: as of `executed`."""
+    names = layout.data_parallel_modules
+    trained = {name: layout.trains({name: (0, layout.backbone.stages[0][name])}) for name in names}
+    program = data_parallel(trained, layout.backbone.dp, layout.num_microbatches)
+    program = add_exchanges(program, None if layout.plan.balance in ("per_phase", "auto") else ())
+    if not present:
+        return program
+    return without_absent(program, present, [stage for stage, name in enumerate(names) if trained[name]])
+
+
+def _sharded(layout: Layout, program: Program, stages: Sequence[PlannedStage]) -> Program:
+    """The same with them. stages: what those of the Program stand for."""
+    unit, units = layout.backbone, {}
+    for number, stage in enumerate(stages[: program.num_distinct_stages]):
+        (name,) = stage.modules
+        spans = part_layers(stage.num_layers, stage.num_parts)
+        units[number] = [layout.trains({name: span}) for span in spans]
+        if any(action.stage == number and action.kind is Kind.F for action in program.distinct_rows[0]):
+            has_backward = any(action.stage == number and action.kind is Kind.B for action in program.distinct_rows[0])
+            program = split_parts(program, number, stage.num_parts, stage.num_parts if has_backward else 1)
+    sharding = Sharding(1 if unit.zero == 0 else unit.shard_size, reshard_after_forward=unit.zero == 3)
+    return add_fsdp(program, units, sharding)
 
 
 def fillable(plan: Plan, *, split: bool = False) -> tuple[Planned, tuple[EncoderPipeline, ...]]:

@@ -238,12 +238,16 @@ class Layout:
                         trained=trains,
                     )
 
+    @property
+    def data_parallel_modules(self) -> tuple[str, ...]:
+        """In the order in which a data-parallel rank runs them: encoders, then the backbone."""
+        return (*(module.name for module in self.plan.model.modules if module.name != BACKBONE), BACKBONE)
+
     def data_parallel_stages(self) -> Iterator[PlannedStage]:
-        """A stage a module on each data-parallel rank: encoders, then the backbone."""
+        """A stage a module on each data-parallel rank."""
         unit = self.backbone
         recompute = unit.recompute[0] if unit.recompute else {}
-        order = [module.name for module in self.plan.model.modules if module.name != BACKBONE]
-        names = [*order, BACKBONE]
+        names = self.data_parallel_modules
         layers = [{name: (0, unit.stages[0][name])} for name in names]
         trains = [self.trains(span) for span in layers]
         alike = [

@@ -12,8 +12,8 @@ An action prints as in torch's pipelining: `2F0` is stage 2's forward pass of mi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple, overload
 
@@ -35,11 +35,44 @@ class Kind(StrEnum):
     GATHER = "GATHER"  # all-gather of the stage's parameters within its group, for forward
     GATHER_B = "GATHER_B"  # the same again for backward, where they were freed after forward
     REDUCE = "REDUCE"  # reduction of the stage's gradients within its group
+    NORM = "NORM"  # all-reduce of (squared gradient norm, loss, targets) of the step, and clipping; for all stages
     STEP = "STEP"  # optimizer, for all stages of the rank
+
+    @property
+    def words(self) -> str:
+        """What metrics, reports and tables call it, e.g. "exchange gradients"."""
+        return _WORDS[self]
+
+
+_WORDS = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "backward for the input",
+    Kind.W: "backward for the weights",
+    Kind.R: "recompute",
+    Kind.SEND_F: "send",
+    Kind.RECV_F: "receive",
+    Kind.SEND_B: "send gradients",
+    Kind.RECV_B: "receive gradients",
+    Kind.EXCHANGE_F: "exchange",
+    Kind.EXCHANGE_B: "exchange gradients",
+    Kind.GATHER: "gather",
+    Kind.GATHER_B: "gather for backward",
+    Kind.REDUCE: "reduce",
+    Kind.NORM: "norm",
+    Kind.STEP: "optimizer",
+}
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.STEP})
 """Kinds that occupy the compute stream; the others communicate."""
+WHOLE_RANK = (Kind.NORM, Kind.STEP)
+"""Kinds of which a rank has one, for all its stages together; the action names one of these stages."""
+
+
+def in_words(kind: str, module: str) -> str:
+    """An action as metrics name it, by kind and module: "forward image", "optimizer"."""
+    return f"{Kind(kind).words} {module}".rstrip()
 
 
 class Action(NamedTuple):
@@ -155,6 +188,23 @@ class Program:
     def sinks(self, stage: int) -> tuple[int, ...]:
         """The stages that take in a stage's output."""
         return tuple(sink for source, sink in self.edges if source == stage)
+
+    def with_rows(self, change: Callable[[Row], Iterable[Action]]) -> Program:
+        """The Program with every row changed. Of rows that are all alike the first alone is changed, for all ranks."""
+        rows = self.actions
+        if isinstance(rows, AlikeRows):
+            return replace(self, actions=AlikeRows(tuple(change(rows.first)), rows.num_ranks, rows.num_stages))
+        return replace(self, actions=tuple(tuple(change(row)) for row in rows))
+
+    @property
+    def distinct_rows(self) -> Sequence[Row]:
+        """The rows that `with_rows` changes: all, or the first of rows that are all alike."""
+        return (self.actions.first,) if isinstance(self.actions, AlikeRows) else self.actions
+
+    @property
+    def num_distinct_stages(self) -> int:
+        """Number of the stages of `distinct_rows`, which are numbered first."""
+        return self.actions.num_stages if isinstance(self.actions, AlikeRows) else self.num_stages
 
     def __str__(self) -> str:
         return grid(self.actions)

@@ -20,12 +20,12 @@ from motet.schedule.dependencies import COLLECTIVES, PARTNERS, Dependencies, par
 from motet.schedule.dry_run import dry_run, event_of
 from motet.schedule.error import ScheduleError
 from motet.schedule.memory import held_table, levels
-from motet.schedule.program import Action, Kind, Program
+from motet.schedule.program import WHOLE_RANK, Action, Kind, Program
 
 _EXCHANGES = (Kind.EXCHANGE_F, Kind.EXCHANGE_B)
 _FROM_SOURCE = (Kind.SEND_F, Kind.RECV_B, *_EXCHANGES)
 """Kinds whose stage is the source of the edge that they serve; of the other transfers it is the sink."""
-_WITHOUT_MICROBATCH = (Kind.GATHER, Kind.GATHER_B, Kind.REDUCE, Kind.STEP)
+_WITHOUT_MICROBATCH = (Kind.GATHER, Kind.GATHER_B, Kind.REDUCE, Kind.NORM, Kind.STEP)
 _NUM_SHOWN = 6
 """Actions of a deadlock that its sentence names."""
 
@@ -125,6 +125,10 @@ class _Proof:
             return f"is out of place: stage {stage} is on rank {self.program.stages[stage].rank}"
         if action in self.place:
             return "is there twice; once is enough"
+        if kind in WHOLE_RANK and any(
+            other.kind is kind for other in self.program.actions[rank] if other in self.place
+        ):
+            return f"is a second {kind} of its rank; one is for all its stages"
         if not (0 <= microbatch < self.program.num_microbatches or (microbatch == -1 and kind in _WITHOUT_MICROBATCH)):
             return f"is of a microbatch that the Program does not have; it has {self.program.num_microbatches}"
         if kind not in PARTNERS and kind not in _EXCHANGES:

@@ -6,8 +6,9 @@ of any rank has ended, what the rank then does tells the cause, the first that a
 - tp: tensor-parallel communication of a pass;
 - exchange: encoder outputs or their gradients move (an all-to-all);
 - dp_gather, dp_reduce: collectives of parameters, of gradients;
-- straggler: it does nothing until one of those three starts, which needs other ranks too. Where a Timeline was measured
-  this is part of the collective, which runs while it waits;
+- norm: the sum of the gradient's norm and of the loss over all ranks;
+- straggler: it does nothing until one of those collectives starts, which needs other ranks too. Where a Timeline was
+  measured this is part of the collective, which runs while it waits;
 - pp_warmup, pp_cooldown: it has not begun its first pass, or has ended its last;
 - pp_other: it waits between two passes, for its neighbours or for a transfer.
 """
@@ -27,8 +28,8 @@ from motet.schedule.program import COMPUTE as PASSES_AND_STEP
 from motet.schedule.program import Kind
 from motet.simulate.spans import Labels
 
-BUBBLE_KINDS = ("tp", "exchange", "dp_gather", "dp_reduce", "straggler", "pp_warmup", "pp_cooldown", "pp_other")
-_TP, _EXCHANGE, _GATHER, _REDUCE, _STRAGGLER, _WARMUP, _COOLDOWN, _OTHER = range(len(BUBBLE_KINDS))
+BUBBLE_KINDS = ("tp", "exchange", "dp_gather", "dp_reduce", "norm", "straggler", "pp_warmup", "pp_cooldown", "pp_other")
+_TP, _EXCHANGE, _GATHER, _REDUCE, _NORM, _STRAGGLER, _WARMUP, _COOLDOWN, _OTHER = range(len(BUBBLE_KINDS))
 _BUSY = -1
 _NOTHING = len(BUBBLE_KINDS)
 _CAUSES = {
@@ -37,11 +38,12 @@ _CAUSES = {
     Kind.GATHER: _GATHER,
     Kind.GATHER_B: _GATHER,
     Kind.REDUCE: _REDUCE,
+    Kind.NORM: _NORM,
 }
 _COMMUNICATION = frozenset(Kind) - PASSES_AND_STEP
 _BLOCK_SPANS = 1 << 16
 """Ranks are looked at together until they have so many spans: columns of millions leave the caches again and again."""
-_BY_PRIORITY = (_BUSY, _TP, _EXCHANGE, _GATHER, _REDUCE)
+_BY_PRIORITY = (_BUSY, _TP, _EXCHANGE, _GATHER, _REDUCE, _NORM)
 
 Seconds = NDArray[np.float64]
 
@@ -132,7 +134,7 @@ def _seconds(spans: _Spans, num_ranks: int, begin_s: float, end_s: float) -> Sec
     why = np.full(len(doing), _OTHER, dtype=np.int8)
     why[start_s >= last_s[rank]] = _COOLDOWN
     why[stop_s <= first_s[rank]] = _WARMUP
-    why[(then >= _EXCHANGE) & (then <= _REDUCE)] = _STRAGGLER
+    why[(then >= _EXCHANGE) & (then <= _NORM)] = _STRAGGLER
     doing = np.where(waits, why, doing)
     num_kinds = len(BUBBLE_KINDS) + 1
     cell = rank * num_kinds + doing - _BUSY

@@ -1,4 +1,4 @@
-"""`motet simulate`: a Prediction as tables, and, where asked for, as a trace, a page and a picture."""
+"""`motet simulate`: a Prediction as tables or as the actions of a rank; if asked for, a trace, a page and a picture."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ from motet.core.plan import Plan
 from motet.simulate.drawing import shown_seconds
 from motet.simulate.plan_words import rows_in_words
 from motet.simulate.prediction import Prediction
+from motet.simulate.rank_actions import program_rank_of, rank_actions
 from motet.simulate.report import print_prediction
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Files to write. trace: JSON for Perfetto. html: the page. png: the picture."""
+    """Files to write. trace: JSON for Perfetto. html: the page. png: the picture.
+
+    actions: a rank, whose actions are printed instead of the tables.
+    """
 
     trace: Path | None = None
     html: Path | None = None
     png: Path | None = None
+    actions: int | None = None
 
     def check(self) -> None:
         """Raises UserError for what cannot be written."""
@@ -31,10 +36,12 @@ class Outputs:
 
 
 def show_predictions(plan: Plan, predictions: Iterable[Prediction], outputs: Outputs, title: str) -> None:
-    """Write the files and print the tables, of the slowest of one or more predictions.
+    """Write the files and print the tables, or the actions of a rank, of the slowest of one or more predictions.
 
-    title: of page and picture. Raises UserError for a file that cannot be written.
+    title: of page and picture. Raises UserError for a file that cannot be written, and for a rank that does nothing.
     """
+    if outputs.actions is not None:
+        program_rank_of(plan, outputs.actions)  # Refused before anything is simulated.
     steps_s: list[float] = []
     for each in predictions:
         # One at a time: a timeline of thousands of ranks is large.
@@ -54,10 +61,19 @@ def show_predictions(plan: Plan, predictions: Iterable[Prediction], outputs: Out
         from motet.simulate.picture import write_png
 
         write_png(prediction.timeline, outputs.png, title=title, note=rows_in_words(plan))
+    if outputs.actions is not None:
+        for line in rank_actions(plan, prediction, outputs.actions):
+            print(line)
+    else:
+        _print_tables(plan, prediction, steps_s)
+    for written in (outputs.trace, outputs.html, outputs.png):
+        if written is not None:
+            print(f"Wrote {written}.")
+
+
+def _print_tables(plan: Plan, prediction: Prediction, steps_s: list[float]) -> None:
+    """steps_s: of all batches; the prediction is of the slowest."""
     print_prediction(plan, prediction)
     if len(steps_s) > 1:
         mean, most = shown_seconds(sum(steps_s) / len(steps_s)), shown_seconds(prediction.step_s)
         print(f"\nOf {len(steps_s)} batches, a step takes {mean} in the mean, and {most} in the slowest, shown here.")
-    for written in (outputs.trace, outputs.html, outputs.png):
-        if written is not None:
-            print(f"Wrote {written}.")

@@ -44,6 +44,7 @@ _COMMUNICATION = {
     "RECV": ("send and receive", "#b6bcc4"),
     "GATHER": ("gather of parameters", "#868e99"),
     "REDUCE": ("reduction of gradients", "#59616b"),
+    "NORM": ("norm of the gradient", "#4b5f5a"),
     "EXCHANGE": ("exchange between modules", "#1f2328"),
 }
 _TENSOR_COMMUNICATION = ("tensor-parallel communication", "#a08d84")

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import COLLECTIVES, PARTNERS
-from motet.schedule.program import Kind
+from motet.schedule.program import WHOLE_RANK, Kind
 from motet.simulate.table import EXCHANGES, PASSES, ActionTable, Ints
 
 NONE = -1
@@ -55,11 +55,10 @@ class Lookup:
         for kind in COLLECTIVES:
             if table.rows(kind).size:
                 self._join(kind)
-        steps = table.rows(Kind.STEP)
-        if len(twice := steps[np.bincount(table.rank[steps])[table.rank[steps]] > 1]):
-            raise ArgumentError(
-                f"{table.action(twice[0])} is not the only optimizer step of rank {table.rank[twice[0]]}."
-            )
+        for kind in WHOLE_RANK:
+            rows = table.rows(kind)
+            if len(twice := rows[np.bincount(table.rank[rows])[table.rank[rows]] > 1]):
+                raise ArgumentError(f"{table.action(twice[0])} is not the only {kind} of rank {table.rank[twice[0]]}.")
 
     def part(self, kind: Kind, stage: ArrayLike, microbatch: ArrayLike, part: ArrayLike) -> NDArray[np.int64]:
         """The row of a numbered part of a pass; NONE where there is none."""

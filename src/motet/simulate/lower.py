@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from motet.core.errors import ArgumentError
-from motet.schedule.dependencies import PREFETCHED
+from motet.schedule.dependencies import GRADIENTS, PREFETCHED
 from motet.schedule.program import Action, Kind
 from motet.simulate.lookup import NONE, Lookup, Unit
 from motet.simulate.streams import COMPUTE, TENSOR, holds_compute
@@ -45,7 +45,7 @@ def waits(lookup: Lookup, stream: Ints, overlap: bool) -> Waits:
     found.moves()
     found.gathers()
     found.reductions()
-    found.steps()
+    found.whole_ranks()
     found.in_turn(stream)
     if not overlap:
         found.blocking(stream)
@@ -178,13 +178,15 @@ class _Waits:
                 raise ArgumentError(f"{self.table.action(every[bad])} has more slices than {absent._replace(part=-1)}.")
             self.add(every, np.where(sliced, slices, last))
 
-    def steps(self) -> None:
-        step = np.full(self.table.program.num_ranks, NONE, dtype=np.int32)
-        rows = self.table.rows(Kind.STEP)
-        step[self.table.rank[rows]] = rows
-        for kind in (*WEIGHTS, Kind.REDUCE):
+    def whole_ranks(self) -> None:
+        """The norm waits for the rank's loss and gradients, the optimizer for gradients and norm."""
+        for kind, needed in ((Kind.NORM, (Kind.F, *GRADIENTS)), (Kind.STEP, (*GRADIENTS, Kind.NORM))):
+            of_rank = np.full(self.table.program.num_ranks, NONE, dtype=np.int32)
             rows = self.table.rows(kind)
-            self.add(step[self.table.rank[rows]], rows)
+            of_rank[self.table.rank[rows]] = rows
+            for before in needed:
+                rows = self.table.rows(before)
+                self.add(of_rank[self.table.rank[rows]], rows)
 
     def in_turn(self, stream: Ints) -> None:
         communicates = np.flatnonzero(stream == TENSOR)

@@ -21,7 +21,7 @@ from motet.core.timeline import Timeline
 from motet.core.workload import BatchLengths, Workload
 from motet.cost.flops import batch_flops
 from motet.cost.model import CostModel
-from motet.schedule import Planned, planned
+from motet.schedule import Planned, Presence, of_batch, planned
 from motet.schedule.coordinates import ranks_of
 from motet.simulate.batch import draw_batch
 from motet.simulate.memory import memory_of
@@ -30,7 +30,7 @@ from motet.simulate.pricing import Pricing
 from motet.simulate.simulate import Prepared, simulate
 from motet.simulate.step_seconds import PricedStep
 from motet.simulate.times import StageTimes
-from motet.simulate.traffic import Traffic, without_idle_exchanges
+from motet.simulate.traffic import Traffic
 
 MAX_ISLANDS = 32
 """That are simulated, of one batch. In 28 predictions of the papers' jobs, the slowest was among the first 21."""
@@ -94,13 +94,14 @@ def predict_assigned(
         len(ranks) * plan.cluster.device.peak_flops[plan.precision],
         {part: rows[ranks] for part, rows in memory_of(pricing).items()},
         plan.cluster.device.memory_bytes,
+        _present(pricing),
     )
 
 
 def _slowest_island(pricing: Pricing, seed: int, jitter: float) -> Timeline:
     """With its ranks called by those of the cluster that they stand for."""
     traffic = Traffic(pricing)
-    program = Prepared(without_idle_exchanges(pricing.planned, pricing.assignment))
+    program = Prepared(of_batch(pricing.planned, _present(pricing)))
     overlap = pricing.plan.cluster.device.overlaps
     slowest: tuple[int, Timeline] | None = None
     for island in _simulated(pricing, jitter):
@@ -111,6 +112,11 @@ def _slowest_island(pricing: Pricing, seed: int, jitter: float) -> Timeline:
     assert slowest is not None
     island, timeline = slowest
     return replace(timeline, rank_names=_rank_names(pricing, island))
+
+
+def _present(pricing: Pricing) -> tuple[Presence, ...]:
+    """What each microbatch has, where rows depend on it."""
+    return pricing.assignment.present if pricing.plan.schedule == "data_parallel" else ()
 
 
 def _rank_names(pricing: Pricing, island: int) -> list[str]:
@@ -156,6 +162,7 @@ def stage_times_of(pricing: Pricing, traffic: Traffic, island: int = 0) -> Stage
         gather_s=gather_s,
         reduce_s=reduce_s,
         replicas_s=replicas_s,
+        norm_s=traffic.norm_s(),
         step_s=traffic.step_s(),
         forward_parts={number: pricing.parts(stage) for number, stage in parted},
         backward_parts={number: pricing.parts(stage, backward=True) for number, stage in parted if stage.has_backward},

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.core.timeline import Timeline
+from motet.schedule import Presence
 from motet.simulate.bubbles import Bubbles, bubbles
 
 
@@ -24,6 +25,7 @@ class Prediction:
     peak_flops:     operations a second, of all num_ranks together.
     memory_bytes:   int64 [num_ranks] of `ranks` by part ("parameters", "activations", ...), when their sum is largest.
     capacity_bytes: of one rank's device.
+    present:        what each microbatch has, where the Program depends on it (`schedule.executed`).
     """
 
     timeline: Timeline
@@ -35,6 +37,7 @@ class Prediction:
     peak_flops: float
     memory_bytes: Mapping[str, NDArray[np.int64]]
     capacity_bytes: int
+    present: tuple[Presence, ...] = ()
 
     @property
     def num_ranks(self) -> int:

@@ -19,6 +19,7 @@ BUBBLE_NAMES = dict(
             "exchange between modules",
             "DP all-gather",
             "DP reduce-scatter",
+            "norm of the gradient",
             "waiting for a slower rank",
             "PP warm-up",
             "PP cool-down",

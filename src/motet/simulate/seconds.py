@@ -19,6 +19,7 @@ from motet.simulate.times import Part, StageTimes, Table
 Seconds = NDArray[np.float64]
 _OF_EDGE = ("send_s", "return_s", "exchange_s")
 _OF_STAGE = ("gather_s", "reduce_s", "replicas_s")
+_OF_RANK = ("norm_s", "step_s")
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +45,9 @@ def action_seconds(lookup: Lookup, times: StageTimes, jitter: float = 0.0, seed:
     found.passes(forward, _Shares("backward_parts", times.backward_parts, lookup.shape[0]))
     found.moves()
     found.units(forward)
-    rows = lookup.table.rows(Kind.STEP)
-    found.held_s[rows] = found.times["step_s"][lookup.table.rank[rows]]
+    for kind, name in ((Kind.NORM, "norm_s"), (Kind.STEP, "step_s")):
+        rows = lookup.table.rows(kind)
+        found.held_s[rows] = found.times[name][lookup.table.rank[rows]]
     if jitter:
         draw = np.random.default_rng(seed).standard_normal(len(lookup.table))
         found.held_s[found.stream == COMPUTE] *= np.exp(jitter * draw - jitter**2 / 2)[found.stream == COMPUTE]
@@ -64,7 +66,7 @@ def _broadcast(lookup: Lookup, times: StageTimes) -> Mapping[str, Table]:
             axes, shape = "[num_edges, num_microbatches]", [num_edges, num_microbatches]
         elif field.name in _OF_STAGE:
             axes, shape = "[num_stages]", [num_stages]
-        elif field.name == "step_s":
+        elif field.name in _OF_RANK:
             axes, shape = "[num_ranks]", [lookup.table.program.num_ranks]
         try:
             tables[field.name] = np.broadcast_to(table, shape)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.core.timeline import Timeline
-from motet.schedule.program import Action, Kind
+from motet.schedule.program import WHOLE_RANK, Action
 from motet.simulate.seconds import ActionSeconds, Seconds
 from motet.simulate.streams import STREAMS, TENSOR
 from motet.simulate.table import CODES, KINDS, ActionTable, Ints
@@ -81,7 +81,7 @@ def timeline_of(table: ActionTable, seconds: ActionSeconds, start_s: Seconds, en
     computed_s[tails] = start_s[tails] + seconds.held_s[tails]
     row = np.concatenate([np.arange(len(table)), tails])
     stages = table.program.stages
-    module = np.where(table.kind == CODES[Kind.STEP], len(stages), table.stage)
+    module = np.where(np.isin(table.kind, [CODES[kind] for kind in WHOLE_RANK]), len(stages), table.stage)
     return Timeline(
         rank=table.rank[row],
         start_s=np.concatenate([start_s, computed_s[tails]]),

@@ -1,7 +1,7 @@
 """The streams of a program rank, each of which runs its actions one after the other, in the order of the rank's list.
 
 compute holds passes and optimizer steps; send and receive the two ends of a P2P move, which take place at once;
-collective the exchanges, gathers and reductions, which take place at once on all ranks of a group; tensor the
+collective the exchanges, gathers, reductions and the norm, which take place at once on all ranks of a group; tensor the
 tensor-parallel communication of a pass.
 """
 

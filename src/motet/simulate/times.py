@@ -36,6 +36,7 @@ class StageTimes:
     exchange_s:     [num_edges, num_microbatches], all-to-all from the stages of a group (either direction).
     gather_s, reduce_s: [num_stages], collectives of a stage's parameters and gradients; a part takes its share.
     replicas_s:     [num_stages], a REDUCE of no microbatch beside those of each: the sum over copies (hybrid sharding).
+    norm_s:         [num_ranks], NORM: the sum of the gradient's norm, the loss and the targets over all ranks.
     step_s:         [num_ranks], optimizer.
     forward_parts, backward_parts: per stage, the slices of a pass, for Programs whose actions have parts.
     """
@@ -52,6 +53,7 @@ class StageTimes:
     gather_s: Table = field(default_factory=lambda: np.zeros(1))
     reduce_s: Table = field(default_factory=lambda: np.zeros(1))
     replicas_s: Table = field(default_factory=lambda: np.zeros(1))
+    norm_s: Table = field(default_factory=lambda: np.zeros(1))
     step_s: Table = field(default_factory=lambda: np.zeros(1))
     forward_parts: Mapping[int, tuple[Part, ...]] = field(default_factory=dict)
     backward_parts: Mapping[int, tuple[Part, ...]] = field(default_factory=dict)

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.assign.step import StepAssignment
 from motet.core.spec import Layer
-from motet.schedule import Planned, PlannedStage, Program
+from motet.schedule import PlannedStage
 from motet.schedule.edges import under_way
-from motet.schedule.program import Action, AlikeRows, Kind
 from motet.simulate.pricing import Pricing
 
 Table = NDArray[np.float64]
 
 
 _TOTALS_BYTES = 3 * 8
-_EXCHANGES = frozenset({Kind.EXCHANGE_F, Kind.EXCHANGE_B})
 
 
 class Collectives(NamedTuple):
@@ -83,18 +79,18 @@ class Traffic:
         return found
 
     def step_s(self) -> Table:
-        """The optimizer, [num_ranks] of the Program: each updates its share of what learns.
-
-        In data parallelism the sum of the norm, the loss and the number of targets over all ranks goes before it.
-        """
+        """The optimizer, [num_ranks] of the Program: each updates its share of what learns."""
         held = np.zeros(self.planned.program.num_ranks)
         for stage in self.planned.stages:
             held[stage.rank] += self._sizes(stage.key).updated
         seconds = {number: self.cost.step_seconds(round(number)) for number in set(held.tolist())}
-        summed_s = 0.0
-        if self.plan.schedule == "data_parallel":
-            summed_s = self.cost.all_reduce_seconds(_TOTALS_BYTES, self.planned.stages[0].data_ranks)
-        return np.array([summed_s + seconds[number] for number in held.tolist()])
+        return np.array([seconds[number] for number in held.tolist()])
+
+    def norm_s(self) -> Table:
+        """The sum of the gradient's norm, the loss and the targets over all ranks, [1]: pipelines have no NORM."""
+        if self.plan.schedule != "data_parallel":
+            return np.zeros(1)
+        return np.array([self.cost.all_reduce_seconds(_TOTALS_BYTES, self.planned.stages[0].data_ranks)])
 
     def _size(self, stage: PlannedStage) -> _Size:
         return self._size_of([placed.layer for placed in self.pricing.layers(stage)], stage)
@@ -153,18 +149,3 @@ def sharded_units(layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:
     """The layers of a module that FSDP gathers and reduces by one message each: transformer layers, and the rest."""
     blocks = [(layer,) for layer in layers if layer.attention is not None]
     return [*blocks, tuple(layer for layer in layers if layer.attention is None)]
-
-
-def without_idle_exchanges(planned: Planned, assignment: StepAssignment) -> Program:
-    """The Program as the step runs it: where no row moves, no rank calls an exchange, and so none waits."""
-    program, rows = planned.program, planned.program.actions
-    if not isinstance(rows, AlikeRows) or not any(action.kind in _EXCHANGES for action in rows.first):
-        return program
-    moves = [assignment.exchanged_rows(stage.modules[0]) > 0 for stage in planned.stages if stage.rank == 0][:-1]
-    if np.all(moves):
-        return program
-
-    def runs(action: Action) -> bool:
-        return action.kind not in _EXCHANGES or bool(moves[action.stage][action.microbatch])
-
-    return replace(program, actions=AlikeRows(tuple(filter(runs, rows.first)), len(rows), rows.num_stages))

@@ -9,15 +9,15 @@ from motet.core.timeline import Span, Timeline
 def timeline():
     return Timeline.of(
         [
-            Span(0, "forward image", step=3, microbatch=0, start_s=1.0, end_s=1.5),
-            Span(1, "exchange image", step=3, microbatch=0, start_s=1.5, end_s=1.75),
-            Span(0, "forward image", step=3, microbatch=1, start_s=2.0, end_s=2.25),
+            Span(0, "0F0", step=3, microbatch=0, start_s=1.0, end_s=1.5, kind="F", module="image"),
+            Span(1, "2NORM", step=3, microbatch=0, start_s=1.5, end_s=1.75, kind="NORM"),
+            Span(0, "0F1", step=3, microbatch=1, start_s=2.0, end_s=2.25, kind="F", module="image"),
         ]
     )
 
 
-def test_seconds_by_action_sums_in_order_of_appearance(timeline):
-    assert list(timeline.seconds_by_action().items()) == [("forward image", 0.75), ("exchange image", 0.25)]
+def test_seconds_are_summed_by_kind_and_module_in_order_of_appearance(timeline):
+    assert list(timeline.seconds_by_kind().items()) == [(("F", "image"), 0.75), (("NORM", ""), 0.25)]
 
 
 def test_chrome_trace_has_a_row_a_rank_in_microseconds(timeline, tmp_path):
@@ -31,8 +31,8 @@ def test_chrome_trace_has_a_row_a_rank_in_microseconds(timeline, tmp_path):
     ]
     orders = [event["args"]["sort_index"] for event in trace["traceEvents"] if event["name"] == "process_sort_index"]
     assert orders == [0, 1]
-    assert [span["cname"] for span in spans] == ["generic_work"] * 3
-    assert spans[2]["args"] == {"step": 3, "microbatch": 1, "module": ""}
+    assert [span["cname"] for span in spans] == ["thread_state_runnable", "generic_work", "thread_state_runnable"]
+    assert spans[2]["args"] == {"step": 3, "microbatch": 1, "module": "image"}
     names = [event["args"]["name"] for event in trace["traceEvents"] if event["name"].endswith("_name")]
     assert names == ["rank 0", "compute", "rank 1", "compute"]
 

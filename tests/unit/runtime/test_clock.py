@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from motet.runtime.clock import ActionClock
+from motet.schedule import Action, Kind
 
 
 @pytest.fixture
@@ -16,13 +17,13 @@ def now_s(monkeypatch):
 
 def test_spans_are_measured_in_order(tmp_path, now_s):
     clock = ActionClock(3, torch.device("cpu"))
-    for action in ("forward image", "forward backbone"):
+    for stage, module in enumerate(("image", "backbone")):
         now_s.append(now_s[-1] + 1)
-        with clock.span(action, 7, 1, kind="F", module=action.split()[1]):
+        with clock.span(Action(stage, Kind.F, 1), 7, module):
             now_s.append(now_s[-1] + 2)
     timeline = clock.take()
     first, _ = timeline
-    assert (first.rank, first.action, first.step, first.microbatch) == (3, "forward image", 7, 1)
+    assert (first.rank, first.action, first.step, first.microbatch) == (3, "0F1", 7, 1)
     assert [(span.kind, span.module) for span in timeline] == [("F", "image"), ("F", "backbone")]
     assert [(span.start_s, span.end_s) for span in timeline] == [(1, 3), (4, 6)]
     assert not len(clock.take())
@@ -32,6 +33,6 @@ def test_spans_are_measured_in_order(tmp_path, now_s):
 
 def test_clocks_with_one_zero_share_their_time(now_s):
     clock = ActionClock(0, torch.device("cpu"), zero_s=900)
-    with clock.span("reduce", 0, 0, kind="REDUCE"):
+    with clock.span(Action(0, Kind.NORM), 0, "backbone"):
         now_s.append(1001)
-    assert [(span.start_s, span.end_s) for span in clock.take()] == [(100, 101)]
+    assert [(span.start_s, span.end_s, span.module) for span in clock.take()] == [(100, 101, "")]

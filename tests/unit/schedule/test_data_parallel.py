@@ -1,4 +1,4 @@
-"""Colocated data parallelism: the order of the runtime's step, and of FSDP within a module."""
+"""Colocated data parallelism: who computes what, in which order, on every rank."""
 
 from dataclasses import replace
 
@@ -7,39 +7,72 @@ import pytest
 
 from motet.core.errors import ArgumentError
 from motet.core.workload import BACKBONE
-from motet.runtime.actions import microbatch_actions
-from motet.schedule import Kind, high_water, validate
-from motet.schedule.data_parallel import ShardedModule, Sharding, data_parallel
+from motet.schedule import (
+    Kind,
+    Sharding,
+    add_exchanges,
+    add_fsdp,
+    add_recompute,
+    data_parallel,
+    high_water,
+    split_parts,
+    validate,
+)
 from work import num_calls
 
-NAMES = {
-    Kind.F: "forward",
-    Kind.B: "backward",
-    Kind.EXCHANGE_F: "exchange",
-    Kind.EXCHANGE_B: "exchange gradients",
-}
+NUM_UNITS = 3
+FULLY = Sharding()
 
 
-def modules(image=True, audio=True, backbone=True, num_units=3):
-    flags = {"image": image, "audio": audio, BACKBONE: backbone}
-    return [ShardedModule(name, (trained,) * num_units) for name, trained in flags.items()]
+def trained(image=True, audio=True, backbone=True):
+    return {"image": image, "audio": audio, BACKBONE: backbone}
 
 
-def kinds(program, rank=0):
-    return [action.kind for action in program.actions[rank]]
+def words(program, rank=0):
+    """Kind and module of a rank's actions."""
+    return [f"{action.kind} {program.stages[action.stage].module}" for action in program.actions[rank]]
+
+
+def sharded(learns, num_ranks, num_microbatches, *, exchanged=None, sharding=FULLY):
+    """With all passes."""
+    program = add_exchanges(data_parallel(learns, num_ranks, num_microbatches), exchanged)
+    has_backward = {action.stage for action in program.actions[0] if action.kind is Kind.B}
+    for stage in range(len(learns)):
+        program = split_parts(program, stage, NUM_UNITS, NUM_UNITS if stage in has_backward else 1)
+    return add_fsdp(program, {n: (own,) * NUM_UNITS for n, own in enumerate(learns.values())}, sharding)
+
+
+def test_encoders_come_before_the_backbone_and_backward_is_the_reverse():
+    assert words(data_parallel(trained(), 1, 1)) == [
+        "F image", "F audio", "F backbone", "B backbone", "B audio", "B image", "NORM backbone", "STEP backbone",
+    ]  # fmt: skip
+
+
+def test_microbatches_come_one_after_the_other_and_the_norm_after_all():
+    assert str(data_parallel({BACKBONE: True}, 2, 2)).splitlines()[1] == "rank 1: 1F0 1B0 1F1 1B1 1NORM 1STEP"
+
+
+def test_gradients_pass_a_frozen_backbone_to_what_learns_before_it():
+    found = words(data_parallel(trained(audio=False, backbone=False), 1, 1))
+    assert found[3:] == ["B backbone", "B image", "NORM backbone", "STEP image"]
+
+
+def test_a_frozen_encoder_has_no_backward_pass():
+    assert "B image" not in words(data_parallel(trained(image=False), 1, 1))
+
+
+def test_where_nothing_learns_the_loss_is_summed_all_the_same():
+    assert words(data_parallel(trained(False, False, False), 1, 1)) == [
+        "F image", "F audio", "F backbone", "NORM backbone",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("image", [False, True])
 @pytest.mark.parametrize("audio", [False, True])
 @pytest.mark.parametrize("backbone", [False, True])
-def test_the_order_is_the_runtimes(image, audio, backbone):
-    program = data_parallel(modules(image, audio, backbone), 2, 1)
-    names = [f"{NAMES[a.kind]} {program.stages[a.stage].module}" for a in program.actions[0] if a.kind in NAMES]
-    flags = {"image": image, "audio": audio, BACKBONE: backbone}
-    learns = [name for name, trained in flags.items() if trained]
-    expected = microbatch_actions(["image", "audio"], flags, learns)
-    assert list(dict.fromkeys(names)) == [str(action) for action in expected]
-    validate(program)
+def test_every_mixture_of_frozen_modules_is_a_proper_program(image, audio, backbone):
+    validate(data_parallel(trained(image, audio, backbone), 2, 2))
+    validate(sharded(trained(image, audio, backbone), 2, 2))
 
 
 @pytest.mark.parametrize("shard_size", [0, 1, 2, 4])
@@ -48,65 +81,22 @@ def test_the_order_is_the_runtimes(image, audio, backbone):
 @pytest.mark.parametrize("reshard", [False, True])
 def test_every_way_of_sharding_is_a_proper_program(shard_size, num_microbatches, exchanged, reshard):
     sharding = Sharding(shard_size, reshard)
-    program = data_parallel(modules(image=False), 4, num_microbatches, exchanged=exchanged, sharding=sharding)
+    program = sharded(trained(image=False), 4, num_microbatches, exchanged=exchanged, sharding=sharding)
     validate(program)
-    assert (Kind.GATHER in kinds(program)) == (shard_size != 1)
-    assert (Kind.GATHER_B in kinds(program)) == (reshard and shard_size != 1)
-    assert (Kind.EXCHANGE_F in kinds(program)) == (exchanged != ())
+    kinds = {action.kind for action in program.actions[0]}
+    assert (Kind.GATHER in kinds) == (shard_size != 1)
+    assert (Kind.GATHER_B in kinds) == (reshard and shard_size != 1)
+    assert (Kind.EXCHANGE_F in kinds) == (exchanged != ())
 
 
-def test_parameters_are_gathered_a_unit_ahead():
-    program = data_parallel([ShardedModule(BACKBONE, (True,) * 3)], 2, 1)
-    assert str(program).splitlines()[1] == (
-        "rank 1: 1GATHER0.0 1GATHER0.1 1F0.0 1GATHER0.2 1F0.1 1F0.2 1GATHER_B0.2 1GATHER_B0.1 1B0.0 1REDUCE0.2 "
-        "1GATHER_B0.0 1B0.1 1REDUCE0.1 1B0.2 1REDUCE0.0 1STEP"
-    )
-
-
-def test_unsharded_gradients_are_summed_once_on_the_last_microbatch():
-    program = data_parallel(modules(), 4, 2, sharding=Sharding(1))
-    reductions = [action for action in program.actions[0] if action.kind is Kind.REDUCE]
-    assert len(reductions) == 3 * 3
-    assert {action.microbatch for action in reductions} == {-1}
-    first = program.actions[0].index(reductions[0])
-    assert not any(a.kind is Kind.F for a in program.actions[0][first:])
-
-
-def test_hybrid_sharding_reduces_each_microbatch_and_sums_over_replicas_once():
-    program = data_parallel(modules(), 4, 3, sharding=Sharding(2))
-    found = [action.microbatch for action in program.actions[0] if action.kind is Kind.REDUCE]
-    assert [found.count(i) for i in (-1, 0, 1, 2)] == [9] * 4
-
-
-def test_frozen_modules_are_gathered_for_forward_only():
-    program = data_parallel(modules(image=False), 2, 1)
-    assert {a.kind for a in program.actions[0] if a.stage == 0} == {Kind.GATHER, Kind.F, Kind.EXCHANGE_F}
-
-
-def test_a_frozen_backbone_passes_gradients_on_but_is_not_reduced():
-    program = data_parallel(modules(backbone=False), 2, 1, sharding=Sharding(reshard_after_forward=False))
-    own = {a.kind for a in program.actions[0] if a.stage == 2}
-    assert own == {Kind.GATHER, Kind.F, Kind.GATHER_B, Kind.B}
-
-
-def test_backward_gathers_no_unit_before_the_first_that_learns():
-    program = data_parallel([ShardedModule("image", (False, False, True)), *modules()[2:]], 2, 1)
-    gathered = [a.part for a in program.actions[0] if a.stage == 0 and a.kind is Kind.GATHER_B]
-    reduced = [a.part for a in program.actions[0] if a.stage == 0 and a.kind is Kind.REDUCE]
-    assert gathered == reduced == [2]
-
-
-def test_one_rank_has_no_collective():
-    assert set(kinds(data_parallel(modules(), 1, 2))) == {Kind.F, Kind.B, Kind.STEP}
-
-
-def test_where_nothing_learns_there_is_no_step():
-    assert set(kinds(data_parallel(modules(False, False, False), 1, 1))) == {Kind.F}
+def test_one_rank_has_no_collective_but_the_norm():
+    kinds = {action.kind for action in sharded(trained(), 1, 2).actions[0]}
+    assert kinds == {Kind.F, Kind.B, Kind.NORM, Kind.STEP}
 
 
 def test_of_thousands_of_ranks_the_actions_of_one_are_made():
     made = []
-    calls = num_calls(lambda: made.append(data_parallel(modules(num_units=16), 2560, 1)))
+    calls = num_calls(lambda: made.append(sharded(trained(), 2560, 1)))
     (program,) = made
     assert program.num_actions == 2560 * len(program.actions[0])
     assert program.actions[2559][0].stage == 2559 * 3
@@ -114,7 +104,7 @@ def test_of_thousands_of_ranks_the_actions_of_one_are_made():
 
 
 def test_rows_of_alike_ranks_are_those_of_the_first_on_their_own_stages():
-    program = data_parallel(modules(), 4, 2)
+    program = sharded(trained(), 4, 2)
     rows = tuple(program.actions)
     assert program.actions == rows and program.actions[1:3] == rows[1:3] and program.actions[-1] == rows[3]
     assert [action.stage - 9 for action in rows[3]] == [action.stage for action in rows[0]]
@@ -124,20 +114,19 @@ def test_rows_of_alike_ranks_are_those_of_the_first_on_their_own_stages():
     assert high_water(listed, held).tolist() == high_water(program, held).tolist()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"sharding": Sharding(3)}, "shard_size is 3; it must divide num_ranks, 4"),
-        ({"exchanged": ("backbone",)}, "exchanged names 'backbone'; the encoders are image, audio"),
-    ],
-)
-def test_wrong_options_are_refused(options, words):
-    with pytest.raises(ArgumentError, match=words):
-        data_parallel(modules(), 4, 1, **options)
+def test_passes_change_rows_that_are_listed_as_those_that_are_alike():
+    program = data_parallel(trained(image=False), 3, 2)
+    listed = replace(program, actions=tuple(program.actions))
+    assert add_exchanges(listed) == add_exchanges(program)
+    assert words(add_recompute(program, [1]), 2)[3:6] == ["B backbone", "R audio", "B audio"]
+    assert add_recompute(listed, [1, 4, 7]) == add_recompute(program, [1])
+    assert words(split_parts(program, 2, 2, 2), 2).count("F backbone") == 4
 
 
 def test_wrong_counts_are_refused():
     with pytest.raises(ArgumentError, match="num_ranks is 0"):
-        data_parallel(modules(), 0, 1)
-    with pytest.raises(ArgumentError, match="at least one unit"):
-        data_parallel([ShardedModule(BACKBONE, ())], 1, 1)
+        data_parallel(trained(), 0, 1)
+    with pytest.raises(ArgumentError, match="num_microbatches 0"):
+        data_parallel(trained(), 1, 0)
+    with pytest.raises(ArgumentError, match="there must be a backbone"):
+        data_parallel({}, 1, 1)

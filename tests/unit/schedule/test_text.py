@@ -5,7 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.core.errors import UserError
-from motet.schedule import Action, Kind, Program, Stage, add_communication, dumps, loads, one_f_one_b, parse_action
+from motet.schedule import (
+    Action,
+    Kind,
+    Program,
+    Stage,
+    add_communication,
+    data_parallel,
+    dumps,
+    loads,
+    one_f_one_b,
+    parse_action,
+)
 from unit.schedule.programs import programs
 
 numbers = st.integers(-1, 12)
@@ -39,6 +50,12 @@ def test_text_is_readable():
     assert dumps(one_f_one_b(2, 1)) == (
         'microbatches 1\nstage 0 rank 0 "stage"\nstage 1 rank 1 "stage"\nedge 0>1\nrank 0: 0F0 0B0\nrank 1: 1F0 1B0\n'
     )
+
+
+def test_data_parallel_text_has_the_norm():
+    program = data_parallel({"image": True, "backbone": True}, 2, 1)
+    assert "rank 1: 2F0 3F0 3B0 2B0 3NORM 3STEP\n" in dumps(program)
+    assert loads(dumps(program)) == program
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from motet.schedule import (
     Stage,
     add_communication,
     add_recompute,
+    data_parallel,
     gpipe,
     high_water,
     loads,
@@ -206,6 +207,23 @@ def test_collectives_are_entered_in_the_same_order():
     ]:
         with pytest.raises(ScheduleError, match=sentence):
             validate(grouped(*rows))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ("1NORM 1STEP", "1STEP 1NORM", "1STEP on rank 0 stands before 1NORM, which it needs."),
+        ("0B0 1NORM", "1NORM 0B0", "1NORM on rank 0 stands before 0B0, which it needs."),
+        ("1STEP", "1STEP 0NORM", "0NORM on rank 0 is a second NORM of its rank; one is for all its stages."),
+        ("1STEP", "1STEP 0STEP", "0STEP on rank 0 is a second STEP of its rank; one is for all its stages."),
+        (" 1NORM", "", "Stage 1 enters no collective where stage 3|Stage 3 enters 3NORM where stage 1"),
+    ],
+)
+def test_the_norm_is_taken_once_by_all_ranks_between_gradients_and_optimizer(old, new, sentence):
+    program = data_parallel({"image": True, "backbone": True}, 2, 1)
+    validate(program)
+    with pytest.raises(ScheduleError, match=sentence):
+        validate(edited(program, (old, new)))
 
 
 def test_collectives_of_two_groups_can_deadlock():

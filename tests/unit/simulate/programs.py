@@ -121,9 +121,9 @@ def programs(draw):
         for by in shift
         for action in actions
     ]
-    if draw(st.booleans()):
-        steps = {stage.rank: Action(number, Kind.STEP) for number, stage in enumerate(stages)}
-        everywhere += steps.values()
+    for kind in (Kind.NORM, Kind.STEP):
+        if draw(st.booleans()):
+            everywhere += {stage.rank: Action(number, kind) for number, stage in enumerate(stages)}.values()
     edges = tuple((source + by, sink + by) for by in shift for source, sink in chosen)
     program = Program(tuple(stages), edges, ((),) * (num_replicas * ranks), num_microbatches)
     seed = draw(st.integers(0, 1000))
@@ -170,6 +170,7 @@ def times_of(draw, program):
         rng.random(program.num_stages),
         rng.random(program.num_stages),
         rng.random(program.num_stages),
+        rng.random(program.num_ranks),
         rng.random(program.num_ranks),
         *parts,
     )

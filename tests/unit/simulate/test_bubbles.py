@@ -70,17 +70,18 @@ def test_measured_spans_count_by_their_kind():
             span(0, "F", 10.0, 11.0),
             span(0, "EXCHANGE_F", 11.0, 13.0),
             span(0, "B", 13.5, 14.0),
-            span(0, "REDUCE", 14.0, 14.5),
+            span(0, "NORM", 14.0, 14.5),
             span(1, "F", 10.5, 12.0),
             span(1, "EXCHANGE_F", 12.0, 13.0),
             span(1, "B", 13.0, 14.0),
-            span(1, "REDUCE", 14.0, 14.5),
+            span(1, "REDUCE", 14.0, 14.25),
+            span(1, "NORM", 14.25, 14.5),
         ]
     )
     assert bubbles(measured).busy_s.tolist() == [1.5, 2.5]
     assert idle(measured) == [
-        {"exchange": 2.0, "pp_other": 0.5, "dp_reduce": 0.5},
-        {"exchange": 1.0, "pp_warmup": 0.5, "dp_reduce": 0.5},
+        {"exchange": 2.0, "pp_other": 0.5, "norm": 0.5},
+        {"exchange": 1.0, "pp_warmup": 0.5, "dp_reduce": 0.25, "norm": 0.25},
     ]
 
 

@@ -60,7 +60,7 @@ def test_the_backbone_looks_the_same_in_every_picture():
 def test_communication_is_in_the_band_and_has_no_hue_wherever_it_ran():
     spans = [
         Span(0, "0F0", 0, 0, 0.0, 1.0, "F", "image"),
-        Span(0, "exchange image", 0, 0, 1.0, 2.0, "EXCHANGE_F", "image"),
+        Span(0, "0EXCHANGE_F0>1", 0, 0, 1.0, 2.0, "EXCHANGE_F", "image"),
         Span(0, "0SEND_F0>1", 0, 0, 1.0, 2.0, "SEND_F", "image", "send"),
         Span(0, "0F0", 0, 0, 2.0, 3.0, "F", "image", "tensor"),
     ]
@@ -93,8 +93,11 @@ def test_every_span_is_a_box_of_its_rank():
 
 
 def test_the_legend_has_what_there_is_and_no_more():
-    names = [key.name for key in draw(one_rank(("F", "image"), ("B", "image"), ("STEP", "")), max_rows=9).legend]
-    assert names == ["image", "forward", "backward", "optimizer", "bubble"]
+    names = [
+        key.name
+        for key in draw(one_rank(("F", "image"), ("B", "image"), ("NORM", ""), ("STEP", "")), max_rows=9).legend
+    ]
+    assert names == ["image", "forward", "backward", "optimizer", "norm of the gradient", "bubble"]
     assert [key.name for key in draw(Timeline.of(), max_rows=9).legend] == ["bubble"]
 
 

@@ -6,10 +6,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.core.errors import ArgumentError
-from motet.schedule import add_communication, add_recompute, gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
+from motet.schedule import (
+    Sharding,
+    add_communication,
+    add_exchanges,
+    add_fsdp,
+    add_recompute,
+    data_parallel,
+    gpipe,
+    interleaved_1f1b,
+    one_f_one_b,
+    split_parts,
+    zb_h1,
+    zb_v,
+)
 from motet.schedule.bubbles import EncoderPipeline, coarse_fills, fill_bubbles, global_order
 from motet.schedule.collectives import add_data_parallel
-from motet.schedule.data_parallel import ShardedModule, Sharding, data_parallel
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.disaggregated import Feed, Pipeline, disaggregated
 from motet.schedule.modality import add_replicas, modality_parallel
@@ -50,8 +62,11 @@ def filled():
 
 
 def sharded(num_ranks, sharding):
-    modules = [ShardedModule("image", (False, False, True)), ShardedModule("backbone", (True,) * 4)]
-    return data_parallel(modules, num_ranks, 2, sharding=sharding)
+    units = {0: (False, False, True), 1: (True,) * 4}
+    program = add_exchanges(data_parallel({"image": True, "backbone": True}, num_ranks, 2))
+    for stage, own in units.items():
+        program = split_parts(program, stage, len(own), len(own))
+    return add_fsdp(program, units, sharding)
 
 
 GENERATED = {
@@ -67,6 +82,7 @@ GENERATED = {
         disaggregated([Pipeline(("image",), 3), Pipeline(("backbone",) * 2, 2)], [Feed(0, 1)], 4)
     ),
     "filled": filled(),
+    "data parallel, nothing learns": data_parallel({"image": False, "backbone": False}, 2, 2),
     "sharded": sharded(4, Sharding()),
     "sharded in replicas": sharded(4, Sharding(2)),
     "not sharded": sharded(2, Sharding(1)),

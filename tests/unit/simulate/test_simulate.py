@@ -224,7 +224,7 @@ SEND, RECV = Action(0, Kind.SEND_F, 0, peer=1), Action(1, Kind.RECV_F, 0, peer=0
         ),
         (
             chain((Action(0, Kind.STEP), Action(0, Kind.STEP)), ()),
-            "0STEP is not the only optimizer step of rank 0.",
+            "0STEP is not the only STEP of rank 0.",
         ),
     ],
 )

@@ -292,8 +292,9 @@ def test_each_block_is_gathered_and_reduced_by_a_message_of_its_own():
     assert asked[: len(blocks) + 1] == [*blocks, rest]
 
 
-def test_the_optimizer_waits_for_the_sum_of_the_norm():
+def test_the_norm_is_summed_over_all_ranks_of_data_parallelism():
     found, _ = traffic(colocated())
-    share = found.plan.model.num_parameters / 4
-    np.testing.assert_allclose(found.step_s(), share * STEP_S + 24 * REDUCE_S)
+    np.testing.assert_allclose(found.step_s(), found.plan.model.num_parameters / 4 * STEP_S)
+    np.testing.assert_allclose(found.norm_s(), 24 * REDUCE_S)
     assert found.cost.asked[-1] == ("all_reduce", 24, (0, 1, 2, 3))
+    assert not traffic(PLANS["chain"])[0].norm_s().any()

@@ -1,10 +1,9 @@
-"""Programs into Programs: add the communication that edges need, add recomputation, split passes into parts."""
+"""The pass that adds SEND and RECV: what edges between ranks need."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,8 +11,6 @@ from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import PARTNERS
 from motet.schedule.dry_run import DryRun, dry_run
 from motet.schedule.program import Action, Kind, Program
-
-_BACKWARD = (Kind.B, Kind.I)
 
 
 class _Transfer(NamedTuple):
@@ -111,63 +108,3 @@ def _merged(row: tuple[Action, ...], inserted: list[tuple[int, int, Action]]) ->
         merged.append(action)
         done = index
     return tuple(merged) + row[done:]
-
-
-def add_recompute(program: Program, stages: Collection[int]) -> Program:
-    """Put R, the forward pass again, before every backward pass of the given stages: a rank recomputes while it waits
-    for the gradient, so R stands before the RECV of it. What has an R is left as it is.
-
-    Raises ArgumentError for a stage that the Program does not have, or that has no backward pass. O(actions).
-    """
-    served = {action.stage for row in program.actions for action in row if action.kind in _BACKWARD}
-    for stage in stages:
-        if stage not in served:
-            raise ArgumentError(f"add_recompute: stage {stage} has no backward pass that recomputation could serve.")
-    present = {action[:3] for row in program.actions for action in row if action.kind is Kind.R}
-    rows = []
-    for row in program.actions:
-        new: list[Action] = []
-        for action in row:
-            recomputed = (action.stage, Kind.R, action.microbatch)
-            if action.stage in stages and action.kind in _BACKWARD and action.part <= 0 and recomputed not in present:
-                at = len(new)
-                while at and new[at - 1].kind is Kind.RECV_B and new[at - 1].stage == action.stage:
-                    at -= 1
-                new.insert(at, Action(*recomputed))
-            new.append(action)
-        rows.append(tuple(new))
-    return replace(program, actions=tuple(rows))
-
-
-def split_parts(program: Program, stage: int, num_forward_parts: int, num_backward_parts: int) -> Program:
-    """Make the passes of a stage consist of parts, one right after the other: F and R of num_forward_parts, B, I and W
-    of num_backward_parts; 1 leaves them whole. What is in as many parts already stays.
-
-    Raises ArgumentError for a stage that the Program does not have, for counts below 1, for parts of a backward pass
-    where there is none, and for passes that are in another number of parts. O(actions of the stage's rank).
-    """
-    if not 0 <= stage < program.num_stages:
-        raise ArgumentError(f"split_parts: there is no stage {stage}; the Program has {program.num_stages}.")
-    if min(num_forward_parts, num_backward_parts) < 1:
-        raise ArgumentError(f"split_parts: parts are {num_forward_parts}, {num_backward_parts}; the least is 1.")
-    num_parts = dict.fromkeys((Kind.F, Kind.R), num_forward_parts)
-    num_parts |= dict.fromkeys((Kind.B, Kind.I, Kind.W), num_backward_parts)
-    rank = program.stages[stage].rank
-    found: Counter[tuple[int, Kind, int]] = Counter()
-    for action in program.actions[rank]:
-        if action.stage == stage and action.kind in num_parts:
-            found[action[:3]] += action.part >= 0
-    if num_backward_parts > 1 and not any(kind in _BACKWARD for _, kind, _ in found):
-        raise ArgumentError(f"split_parts: stage {stage} has no backward pass; num_backward_parts must be 1.")
-    for (_, kind, microbatch), count in found.items():
-        if count not in (0, num_parts[kind]):
-            whole = Action(stage, kind, microbatch)
-            raise ArgumentError(f"split_parts: {whole} is in {count} parts already, not {num_parts[kind]}.")
-
-    def parts(action: Action) -> Sequence[Action]:
-        num = num_parts.get(action.kind, 1) if action.stage == stage and action.part < 0 else 1
-        return [action] if num == 1 else [action._replace(part=part) for part in range(num)]
-
-    rows = list(program.actions)
-    rows[rank] = tuple(part for action in rows[rank] for part in parts(action))
-    return replace(program, actions=tuple(rows))
