@@ -50,6 +50,6 @@ def check_size(num_examples: int, num_ranks: int) -> None:
     """Raises UserError for a step whose examples and ranks are each within bounds, and too many together."""
     if num_examples * num_ranks > MAX_EXAMPLES_TIMES_RANKS:
         raise UserError(
-            f"A batch of {num_examples:,} examples on {num_ranks:,} ranks is too large to simulate: examples times ranks "
-            f"may be {MAX_EXAMPLES_TIMES_RANKS:,}."
+            f"A batch of {num_examples:,} examples on {num_ranks:,} ranks is too large to simulate: examples times "
+            f"ranks may be {MAX_EXAMPLES_TIMES_RANKS:,}."
         )
