@@ -106,7 +106,7 @@ def _damages(seed: int) -> dict[str, Change]:
         # The tensors are the same ones at each step, so that a file of them is as well.
         if file != TENSORS:
             found[f"{file} of another step"] = lambda at, file=file: _of_another(at, file)
-    found["empty"] = lambda at: [(at / file).unlink() for file in FILES] and None
+    found["empty"] = PLACES["a folder"]
     return found
 
 

@@ -13,6 +13,7 @@ from bad_files_checkpoints import trained_job
 from bad_files_damage import PLACES, apply, cut, flip, nothing_left, overwrite, text, zeros
 from bad_inputs_run import Case
 
+_NOT_RENEWED = {("arrow", "a folder")}
 _OTHERS = ("plan", "simulate", "analyze", "profile")
 
 
@@ -195,10 +196,8 @@ def index_cases(seed: int) -> Iterator[Case]:
         for name, place in PLACES.items():
             if name == "unreadable":
                 continue
-            # What stands in the place of a cache is renewed if it is a file, and named if it is not.
-            verdict = "accept" if kind == "rows" or name in ("gone", "a dangling link") else "refuse"
-            if kind == "arrow" and name != "a folder":
-                verdict = "accept"
+            # A cache is built anew, but nothing of somebody else is removed for it. No lock is needed to read it.
+            verdict = "refuse" if (kind, name) in _NOT_RENEWED else "accept"
             yield train(f"index/{kind} {name}", verdict, _in_index(kind, place))
     for name, place in PLACES.items():
         if name not in ("gone", "a folder", "unreadable"):

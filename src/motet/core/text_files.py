@@ -22,7 +22,7 @@ _MOST_LEVELS = 100
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_ESCAPED_NULL = re.compile(r"\\(?:u0000|U00000000|x00)")
+_ESCAPED_NULL = re.compile(r"\\(?:u0000|U00000000)")
 _TOO_DEEP = f"nests lists and tables more than {_MOST_LEVELS} deep"
 
 

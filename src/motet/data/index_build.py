@@ -240,8 +240,8 @@ def _read(
     except WorkerDied as died:
         if died.is_final:
             raise UserError(
-                f"{entries[0].where} to {entries[-1].where}: a worker process {died.how} while it read these records and "
-                "headers, as others before; is the machine short of memory?"
+                f"{entries[0].where} to {entries[-1].where}: a worker process {died.how} while it read these, as "
+                "others before; is the machine short of memory?"
             ) from None
         for entry in entries:
             try:

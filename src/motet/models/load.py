@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from motet.core.errors import UserError
+from motet.core.files import irregular_kind
+from motet.core.text_files import read_json
 from motet.models.attention import ATTENTION
 from motet.models.config_file import one_line, quiet_transformers, read_config
 from motet.models.families.registry import Family
@@ -31,6 +34,7 @@ def load_pretrained(
             f"model.{where}.path: {path} holds an adapter, which would be put into the model where peft is installed "
             "and left out elsewhere; merge it into the weights first, and remove adapter_config.json."
         )
+    _check_files(where, path)
     try:
         with quiet_transformers():
             model, info = family.model.from_pretrained(
@@ -63,6 +67,19 @@ def load_pretrained(
             f"{stray[0]} for one; its config.json does not describe them"
         )
     return model
+
+
+def _check_files(where: str, path: Path) -> None:
+    """Raises UserError for a pipe, which HF would wait for, and for an index of weights that are not in `path`."""
+    index = path / "model.safetensors.index.json"
+    for file in (*path.glob("*.safetensors"), *([index] if os.path.lexists(index) else [])):
+        if kind := irregular_kind(file) if file.exists() else None:
+            raise UserError(f"model.{where}.path: {file} is {kind}, not a regular file")
+    found = read_json(index) if index.is_file() else None
+    of_weights = found.get("weight_map") if isinstance(found, dict) else None
+    for name in of_weights.values() if isinstance(of_weights, dict) else ():
+        if not isinstance(name, str) or name != os.path.basename(name):
+            raise UserError(f"model.{where}.path: {index} names {str(name)[:40]!r}, which is no file beside it")
 
 
 def _strange_to(depth: int) -> Callable[[str], bool]:

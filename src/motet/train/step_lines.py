@@ -82,7 +82,7 @@ def step_of(line: bytes, keys: frozenset[str]) -> int | None:
     """The step of a line; None if it is not one of such a file."""
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     is_ours = isinstance(found, dict) and found.keys() >= keys and isinstance(found.get("step"), int)
     return found["step"] if is_ours else None

@@ -3,6 +3,7 @@ wrong.
 """
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -199,6 +200,18 @@ def test_wrong_directories_are_named(tiny, tmp_path):
     check("is no JSON", tiny, {"family": "llama", "path": tmp_path})
     (tmp_path / "config.json").write_text(json.dumps({}))
     check("type None", tiny, {"family": "llama", "path": tmp_path})
+
+
+@pytest.mark.parametrize("named", ["../elsewhere.safetensors", "/etc/passwd", 7])
+def test_weights_are_files_of_their_directory(tiny, tmp_path, named):
+    llama = build_mllm(config(tiny, {"family": "llama", "config": tiny.backbone_options}), tiny.vocab)
+    (tmp_path / "config.json").write_text(llama.backbone.causal_lm.config.to_json_string())
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": named}}))
+    check("which is no file beside it", tiny, {"family": "llama", "path": tmp_path})
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": "a.safetensors"}}))
+    os.mkfifo(tmp_path / "a.safetensors")
+    check("a.safetensors is a pipe, not a regular file", tiny, {"family": "llama", "path": tmp_path})
 
 
 def test_wrong_classes_are_named(tiny):

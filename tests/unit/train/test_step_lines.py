@@ -24,7 +24,9 @@ def test_no_file_is_no_metrics(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("line", ["[1]", '{"step": 1}', '{"step": "1", "loss": 2}', "epoch,loss", "\xff", "null", ""])
+@pytest.mark.parametrize(
+    "line", ["[1]", '{"step": 1}', '{"step": "1", "loss": 2}', "epoch,loss", "\xff", "null", "", "[" * 100_000]
+)
 def test_another_programs_file_is_refused_and_stays(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     text = json.dumps({"step": 1, "loss": 1.0}).encode() + b"\n" + line.encode("latin-1") + b"\n"

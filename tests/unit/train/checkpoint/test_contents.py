@@ -137,6 +137,15 @@ def test_shards_that_do_not_make_up_their_tensor_are_found(newest, shards):
         read_tensors(newest)
 
 
+def test_shards_of_ranks_without_a_row_are_empty(newest):
+    tensors = json.loads((newest / "tensors.json").read_text())
+    empty = {"file": "rank-00000.safetensors", "offsets": [3, 0], "shape": [0, 4]}
+    tensors["model.1.weight"]["shards"] += [empty, empty]
+    (newest / "tensors.json").write_text(json.dumps(tensors))
+    damages.forge(newest)
+    assert len(read_tensors(newest)["model.1.weight"].shards) == 3
+
+
 def test_a_checkpoint_whose_every_file_is_a_pickle_runs_nothing(newest, bomb):
     for name in [*damages.FILES, ".metadata"]:
         (newest / name).write_bytes(bomb.pickle)
