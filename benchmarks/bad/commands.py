@@ -82,6 +82,7 @@ TOGETHER: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "plan": (
         ("--nodes", "100000", "--ranks-per-node", "1024"),
         ("--cluster", "h100", "--nodes", "100000"),
+        ("--cluster", "h100", "--nodes", "100000", "--set", "run.batch_size=1000000"),
         ("--pin", "tp=2", "--pin", "tp=2"),
         ("--pin", "tp=1024"),
         ("--png", "{folder}/out.json"),

@@ -7,6 +7,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from motet.core.errors import UserError
+
 MAX_LAYERS = 1024
 MAX_WIDTH = 2**17
 MAX_MLP = 2**20
@@ -26,6 +28,8 @@ MAX_NODES = 100_000
 MAX_RANKS_PER_NODE = 1024
 MAX_RANKS = 2**20
 """Of a job."""
+MAX_EXAMPLES_TIMES_RANKS = 10**10
+"""Of a step that is planned or simulated: what takes half a minute."""
 
 NumRanks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
 NumExamples = Annotated[int, Field(ge=1, le=MAX_EXAMPLES)]
@@ -40,3 +44,12 @@ BytesPerSecond = Annotated[float, Field(gt=0, le=1e21)]
 OperationsPerSecond = Annotated[float, Field(gt=0, le=1e24)]
 Seconds = Annotated[float, Field(ge=0, le=1e3)]
 """Of a message of nothing."""
+
+
+def check_size(num_examples: int, num_ranks: int) -> None:
+    """Raises UserError for a step whose examples and ranks are each within bounds, and too many together."""
+    if num_examples * num_ranks > MAX_EXAMPLES_TIMES_RANKS:
+        raise UserError(
+            f"A batch of {num_examples:,} examples on {num_ranks:,} ranks is too large to simulate: examples times "
+            f"ranks may be {MAX_EXAMPLES_TIMES_RANKS:,}."
+        )

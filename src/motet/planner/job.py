@@ -16,6 +16,7 @@ from motet.assign.balancing import Balancing, by_operations, recomputed_blocks
 from motet.assign.step import StepAssignment
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
+from motet.core.limits import check_size
 from motet.core.plan import Plan
 from motet.core.spec import Layer, ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths, Workload
@@ -63,7 +64,8 @@ class BlockCosts:
 @dataclass(frozen=True, eq=False)
 class Job:
     """batch_size: examples of a step, over all ranks. cost: says what layers and messages take on the cluster.
-    balancing: by what training balances colocated phases.
+    balancing: by what training balances colocated phases. Raises UserError for more examples times ranks than
+    are simulated.
     """
 
     model: ModelSpec
@@ -74,6 +76,9 @@ class Job:
     precision: str = "bf16"
     seed: int = 0
     balancing: Balancing = by_operations
+
+    def __post_init__(self) -> None:
+        check_size(self.batch_size, self.cluster.num_ranks)
 
     @cached_property
     def batch(self) -> BatchLengths:

@@ -9,6 +9,7 @@ from collections import Counter
 from itertools import pairwise
 
 from motet.core.errors import UserError
+from motet.core.limits import check_size
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 
@@ -172,6 +173,7 @@ def _check_ranks(plan: Plan) -> None:
 
 def _check_batch(plan: Plan) -> None:
     """Every microbatch is whole on every replica, and there is one for every encoder pipeline."""
+    check_size(plan.batch_size, sum(unit.num_ranks for unit in pipelined_units(plan)))
     backbone = backbone_unit(plan)
     taken = backbone.dp * plan.microbatch_size
     if plan.microbatch_size < 1 or plan.batch_size < 1 or plan.batch_size % taken:

@@ -8,7 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from motet.core.cluster import Link
-from motet.core.errors import ArgumentError
+from motet.core.errors import ArgumentError, UserError
+from motet.core.limits import check_size
 from motet.cost.catalogue import DEVICES, ClusterConfig, cluster, device_called
 from motet.cost.cpu import measured_cpu
 
@@ -132,3 +133,9 @@ def test_ranks_are_bounded_by_their_product():
         ArgumentError, match=r"1,025 nodes of 1,024 ranks are 1,049,600 ranks; there may be 1,048,576\."
     ):
         ClusterConfig(device="a40", nodes=1025, ranks_per_node=1024).cluster()
+
+
+def test_a_step_is_bounded_by_its_examples_and_ranks_together():
+    check_size(10**5, 10**5)
+    with pytest.raises(UserError, match="1,000,000 examples on 200,000 ranks is too large to simulate"):
+        check_size(10**6, 200_000)
