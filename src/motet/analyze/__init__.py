@@ -1,6 +1,8 @@
 """How heterogeneous a dataset is, before any GPU is hired: lengths, composition of sequences, load of the ranks.
 
 Free of torch. `analyze` is the library, `analyze_command` the command line's part; `page.write_html` writes the page.
+
+The words are in docs/glossary.md.
 """
 
 from motet.analyze.analysis import Analysis, Distribution, Subject, analyze

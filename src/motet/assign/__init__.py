@@ -16,4 +16,6 @@ data_parallel.py  an `Orchestrator` decides each microbatch, as in training; `jo
 pipeline.py       a `Batching` has the microbatch and the index of each example: as they come, or as ordering.py deals
 
 rows.py has the rows that then go from replica to replica.
+
+The words are in docs/glossary.md.
 """

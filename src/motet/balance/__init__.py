@@ -13,6 +13,8 @@ choose_step(phases, microbatch, ...)  the same for a step, whose microbatches ma
 StepCosts(costs, work, times)         the phases of a microbatch, from its lengths
 lower_bound, score                    what no placement undercuts; any placement, with its loads
 ACTIVE_BACKEND                        "native", or "fallback" where the native core is not built
+
+The words are in docs/glossary.md.
 """
 
 from motet.balance.backend import ACTIVE_BACKEND, Backend

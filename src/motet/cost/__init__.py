@@ -1,1 +1,1 @@
-"""What a piece of a module costs on given lengths. Free of torch."""
+"""What a piece of a module costs on given lengths. Free of torch. Its words: docs/glossary.md."""

@@ -4,6 +4,8 @@ orchestrator = Orchestrator(costs, num_ranks, balanced)     which phases are bal
 decision = orchestrator.decide(lengths)                     one Assignment a phase, the same on all ranks
 batch = assemble(decision, lengths, rank, sequences, media) what this rank computes
 rows = exchange(features, batch.routes["image"], group)     encoder outputs to the backbone's ranks, with autograd
+
+The words are in docs/glossary.md.
 """
 
 from motet.assign.orchestrator import Decision, Orchestrator

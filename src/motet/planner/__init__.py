@@ -1,4 +1,4 @@
-"""What runs where, decided once a job: how layers are cut into stages."""
+"""What runs where, decided once a job: how layers are cut into stages. Its words: docs/glossary.md."""
 
 from motet.planner.partition import partition
 

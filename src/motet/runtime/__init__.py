@@ -1,1 +1,4 @@
-"""Sharding of a model over ranks, and the execution of a training step as named actions."""
+"""Sharding of a model over ranks, and the execution of a training step as named actions.
+
+The words are in docs/glossary.md.
+"""

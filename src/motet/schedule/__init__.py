@@ -1,4 +1,4 @@
-"""Plans into Programs: what each pipeline rank does in a step, in which order."""
+"""Plans into Programs: what each pipeline rank does in a step, in which order. Its words: docs/glossary.md."""
 
 from motet.schedule.bubbles import EncoderPipeline, coarse_fills, fill_bubbles, global_order
 from motet.schedule.collectives import add_data_parallel

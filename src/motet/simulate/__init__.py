@@ -1,4 +1,4 @@
-"""A Program and the times of its actions into a Timeline."""
+"""A Program and the times of its actions into a Timeline. Its words: docs/glossary.md."""
 
 from motet.simulate.bubbles import BUBBLE_KINDS, Bubbles, bubbles
 from motet.simulate.simulate import simulate
