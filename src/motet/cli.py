@@ -206,7 +206,7 @@ def simulate(
     """Predict a step of a plan or a recipe before any GPU is hired: time, throughput, MFU, memory, bubbles."""
     from motet.simulate.command import Outputs, show_predictions
 
-    outputs = Outputs(trace, html, png)
+    outputs = Outputs(trace, html, png, actions)
     outputs.check()
     if plan.suffix == ".toml":
         from motet.train.plan_cluster import GivenCluster

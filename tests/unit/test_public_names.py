@@ -11,9 +11,8 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src" / "motet").rglob("*.py"))
 CALLED_BY_OTHERS = {
     "demo_data": "a command, which typer calls",
-    "placed_as": "of a step that was decided elsewhere",
+    "edge_rows": "of a pipeline's messages, which training does not send yet",
     "serve": "run as a module by data/workers.py",
-    "Encoder": "a protocol, which users' modules fulfil",
 }
 
 
