@@ -1,15 +1,15 @@
 """Step time of this tree against another checkout of it: what the executor costs, on 2 gloo ranks.
 
-    python benchmarks/executor.py --against PATH [--pairs 15] [--seed 0] [--json FILE]
+    python benchmarks/executor.py --against PATH [--pairs 16] [--seed 0] [--json FILE]
 
 PATH is a checkout with an interpreter of its own, PATH/.venv/bin/python, which imports that checkout. Ranks of both
 trees live side by side and run the same steps of the same small model (Qwen2-VL and Whisper encoders, a Qwen2 backbone,
-FSDP2, AdamW, clipping). A pair is a number of rounds; in a round each tree runs one step on one batch, and who is first
-changes from round to round, so that a machine with other work to do slows both alike. Of the rounds of a pair, the
-least disturbed counts: a tree's time is the least of each batch, summed over batches. The figure of a pair is this
-tree's time over the other's, and the result the median over pairs. The interval holds the true median with a
-probability of 95 % or more, whatever the distribution: it lies between two of the sorted ratios. The medians over all
-rounds, disturbed as they are, are told beside it.
+FSDP2, AdamW, clipping). A pair is a number of rounds in fresh processes; in a round each tree runs one step on one
+batch, and who is first changes from round to round, so that a machine with other work to do slows both alike. Which
+tree's processes start first changes from pair to pair: those that start first were seen to stay slower by some percent.
+The figure of a pair is the median of its rounds' ratios, this tree's time over the other's; the result is the median
+over pairs. The interval holds the true median with a probability of 95 % or more, whatever the distribution: it lies
+between two of the sorted ratios.
 Losses must agree, or the two trees do not run the same steps.
 """
 
@@ -32,7 +32,7 @@ from pathlib import Path
 NUM_RANKS = 2
 MOST = 1.02
 """Of the other tree's step time."""
-WARM_UP = 12
+WARM_UP = 6
 """Rounds that are not counted."""
 NUM_BATCHES, EXAMPLES_A_RANK, SHRINK = 6, 4, 32
 NUM_LAYERS = 2
@@ -155,33 +155,36 @@ def interval(ratios: Sequence[float], confidence: float = 0.95) -> tuple[float, 
     return ordered[cut], ordered[size - 1 - cut]
 
 
-def compare(here: Tree, there: Tree, num_pairs: int, num_rounds: int) -> list[Row]:
-    """Pairs of runs, and the figures that follow from them."""
-    rounds = [run_both(here, there, number) for number in range(WARM_UP + num_pairs * num_rounds)][WARM_UP:]
+def compare(pairs: Sequence[Sequence[tuple[dict[str, float], dict[str, float]]]]) -> list[Row]:
+    """Figures of pairs, each of the rounds of both trees."""
+    rounds = [both for pair in pairs for both in pair]
     rows = []
     for name, words in (("step_s", "step time"), ("processor_s", "processor time of a step")):
-        pairs = []
-        for first in range(0, len(rounds), num_rounds):
-            ours, theirs = zip(*rounds[first : first + num_rounds])
-            pairs.append(least(ours, name) / least(theirs, name))
-        low, high = interval(pairs)
+        ratios = [statistics.median(ours[name] / theirs[name] for ours, theirs in pair) for pair in pairs]
+        low, high = interval(ratios)
         rows += [
-            Row(f"{words}, of the other tree's", statistics.median(pairs), MOST if name == "step_s" else None),
+            Row(f"{words}, of the other tree's", statistics.median(ratios), MOST if name == "step_s" else None),
             Row(f"{words}, of the other tree's: 95 % interval, low", low),
             Row(f"{words}, of the other tree's: 95 % interval, high", high),
-            Row(
-                f"{words}, of the other tree's: median of all rounds",
-                statistics.median(ours[name] / theirs[name] for ours, theirs in rounds),
-            ),
             Row(f"{words}, seconds", statistics.median(ours[name] for ours, _ in rounds)),
             Row(f"{words} of the other tree, seconds", statistics.median(theirs[name] for _, theirs in rounds)),
         ]
-    return [*rows, Row("pairs", num_pairs), Row("rounds of a pair", num_rounds)]
+    return [*rows, Row("pairs", len(pairs)), Row("rounds of a pair", len(pairs[0]))]
 
 
-def least(rounds: Sequence[dict[str, float]], name: str) -> float:
-    """Seconds of all batches, each by its least disturbed round; batches come in turn."""
-    return sum(min(one[name] for one in rounds[batch::NUM_BATCHES]) for batch in range(NUM_BATCHES))
+def run_pair(
+    python: Path, other: Path, is_second: bool, seed: int, num_rounds: int
+) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """The rounds of one pair, in fresh processes; is_second: whether this tree's start after the other's."""
+    with ExitStack() as stack:
+        trees = {}
+        for name in (other, python) if is_second else (python, other):
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            trees[name] = Tree(name, Path(folder), seed)
+            stack.callback(trees[name].close)
+        if trees[python].where == trees[other].where:
+            raise SystemExit(f"both interpreters import {trees[python].where}: nothing is compared.")
+        return [run_both(trees[python], trees[other], number) for number in range(WARM_UP + num_rounds)][WARM_UP:]
 
 
 def run_both(here: Tree, there: Tree, number: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -203,8 +206,10 @@ def commit_of(tree: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--against", type=Path, help="the other checkout, with its own .venv/bin/python")
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--rounds", type=int, default=4 * NUM_BATCHES, help="steps of a pair")
+    parser.add_argument(
+        "--pairs", type=int, default=16, help="an even number, so that each tree starts first equally often"
+    )
+    parser.add_argument("--rounds", type=int, default=2 * NUM_BATCHES, help="steps of a pair")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -218,16 +223,12 @@ def main() -> None:
     if given.rounds < NUM_BATCHES or given.rounds % NUM_BATCHES:
         parser.error(f"--rounds is {given.rounds}; it must be a multiple of the {NUM_BATCHES} batches.")
     own = Path(__file__).parents[1]
-    with ExitStack() as stack:
-        trees = []
-        for python in (Path(sys.executable), given.against / ".venv" / "bin" / "python"):
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            tree = Tree(python, Path(folder), given.seed)
-            stack.callback(tree.close)
-            trees.append(tree)
-        if trees[0].where == trees[1].where:
-            raise SystemExit(f"both interpreters import {trees[0].where}: nothing is compared.")
-        rows = compare(trees[0], trees[1], given.pairs, given.rounds)
+    python, other = Path(sys.executable), given.against / ".venv" / "bin" / "python"
+    pairs = []
+    for number in range(given.pairs):
+        pairs.append(run_pair(python, other, number % 2 == 1, given.seed, given.rounds))
+        print(f"pair {number + 1} of {given.pairs}: load {os.getloadavg()[0]:.1f}", flush=True)
+    rows = compare(pairs)
     for row in rows:
         goal = "" if row.goal is None else f"  goal <= {row.goal}: {'met' if row.met else 'missed'}"
         print(f"{row.name:66} {row.value:10.4f}{goal}")

@@ -87,3 +87,11 @@ def test_a_batch_of_step_time_may_lack_a_modality():
         model = build_mllm(step_time.MODEL, step_time.VOCABULARY)
         batch = step_time.Batch([step_time.Row(9), step_time.Row(7, (), 0.1)], model, 1, 1, {})
     assert [items.num_items for items in batch.lengths.items.values()] == [0, 1]
+
+
+def test_the_interval_of_a_median_lies_between_sorted_ratios():
+    """Of 15 independent ratios, fewer than 4 are on one side of the median with a probability of 1.8 %."""
+    with benchmark("executor") as executor:
+        assert executor.interval([*range(14, -1, -1)]) == (3, 11)
+        assert executor.interval(range(6)) == (0, 5)
+        assert executor.interval(range(16)) == (3, 12)
