@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from motet.simulate.placement import placed_as
 
 from cli.tiny_job import write_tiny_job
+from motet.assign.step import joined
 from motet.cli import main
 from motet.runtime.step import TrainStep
 from motet.schedule import Kind, executed
@@ -70,8 +70,8 @@ def test_trace_and_program_have_the_same_actions(job, tmp_path, options):
     found, absent = traced(tmp_path), set()
     assert len(found) == NUM_RANKS * len(steps)
     for number, microbatches in enumerate(steps):
-        placement = placed_as(*map(list, zip(*microbatches, strict=True)))
-        program = executed(plan, placement.present)
+        assignment = joined(*map(list, zip(*microbatches, strict=True)))
+        program = executed(plan, assignment.present)
         for rank in range(NUM_RANKS):
             row = program.actions[rank]
             assert found[rank, number] == [(str(action), action.kind, action.microbatch) for action in row]
