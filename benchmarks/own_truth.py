@@ -43,7 +43,7 @@ from motet.cost.profiled import Profiled
 from motet.models.spec import model_spec
 from motet.runtime.clock import ActionClock
 from motet.schedule import Action, planned
-from motet.schedule.program import WHOLE_RANK, in_words
+from motet.schedule.program import WHOLE_RANK, action_words
 from motet.simulate.predict import predict_assigned
 from motet.train.feed import Feed, Schedule
 from motet.train.job import Job, build_job
@@ -161,7 +161,7 @@ class BothClocks(ActionClock):
         start_s = time.thread_time()
         with super().span(action, step, module):
             yield
-        name = in_words(action.kind, "" if action.kind in WHOLE_RANK else module)
+        name = action_words(action.kind, "" if action.kind in WHOLE_RANK else module)
         self.processor_s[name] += time.thread_time() - start_s
 
     def taken(self) -> dict[str, float]:

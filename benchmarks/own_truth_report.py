@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from motet.core.timeline import COMPUTE, Timeline
-from motet.schedule.program import Kind, in_words
+from motet.schedule.program import Kind, action_words
 
 INSIDE = {Kind.GATHER: Kind.F, Kind.GATHER_B: Kind.B, Kind.REDUCE: Kind.B}
 """Kinds that are simulated by themselves, and the passes in which FSDP2 does their work."""
@@ -64,7 +64,7 @@ def by_action(timeline: Timeline, rank: int) -> dict[str, float]:
     last_s = 0.0
     for span in timeline:
         if span.rank == rank and span.end_s > last_s:
-            seconds[in_words(INSIDE.get(span.kind, span.kind), span.module)] += span.end_s - last_s
+            seconds[action_words(INSIDE.get(span.kind, span.kind), span.module)] += span.end_s - last_s
             last_s = span.end_s
     return seconds
 

@@ -13,6 +13,7 @@ CALLED_BY_OTHERS = {
     "demo_data": "a command, which typer calls",
     "edge_rows": "of a pipeline's messages, which training does not send yet",
     "serve": "run as a module by data/workers.py",
+    "Encoder": "a protocol, which users' modules fulfil",
 }
 
 

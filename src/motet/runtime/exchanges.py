@@ -16,7 +16,7 @@ from motet.dispatch.batch import RankBatch
 from motet.dispatch.exchange import exchange_rows
 from motet.dispatch.route import Route
 from motet.runtime.executor import Handler, RankProgram
-from motet.runtime.tensors import Pass, Tensors
+from motet.runtime.tensors import PassKey, Tensors
 from motet.schedule.program import Action, Kind
 
 
@@ -33,7 +33,7 @@ class Exchanges:
     def handlers(self) -> Mapping[Kind, Handler]:
         return {Kind.EXCHANGE_F: self._forward, Kind.EXCHANGE_B: self._backward}
 
-    def arrived(self, made: Pass) -> Tensor | None:
+    def arrived(self, made: PassKey) -> Tensor | None:
         """The output of a pass, as the stage that it feeds takes it in; None where the pass did not take place."""
         if made in self._tensors.outputs and made not in self._tensors.arrived:
             self._send(made, None)
@@ -41,7 +41,7 @@ class Exchanges:
             return self._tensors.arrived.get(made)  # Its gradient is read from it.
         return self._tensors.arrived.pop(made, None)
 
-    def returned(self, made: Pass) -> Tensor | None:
+    def returned(self, made: PassKey) -> Tensor | None:
         """The gradient of the output of a pass; None where the output feeds nothing."""
         if made in self._tensors.arrived:
             self._send_back(made, None)
@@ -53,18 +53,18 @@ class Exchanges:
     def _backward(self, action: Action) -> None:
         self._send_back((action.stage, action.microbatch), self._group)
 
-    def _send(self, made: Pass, group: dist.ProcessGroup | None) -> None:
+    def _send(self, made: PassKey, group: dist.ProcessGroup | None) -> None:
         """group: None where rows must not leave their rank, as the Program has no exchange."""
         has_backward = made in self._program.has_backward
         output = self._tensors.outputs[made] if has_backward else self._tensors.outputs.pop(made)
         self._tensors.arrived[made] = self._move(output.detach(), self._route(made), group).requires_grad_(has_backward)
 
-    def _send_back(self, made: Pass, group: dist.ProcessGroup | None) -> None:
+    def _send_back(self, made: PassKey, group: dist.ProcessGroup | None) -> None:
         arrived = self._tensors.arrived.pop(made)
         gradient = torch.zeros_like(arrived) if arrived.grad is None else arrived.grad
         self._tensors.gradients[made] = self._move(gradient, self._route(made).transpose, group)
 
-    def _route(self, made: Pass) -> Route:
+    def _route(self, made: PassKey) -> Route:
         stage, microbatch = made
         return self._batches[microbatch].routes[self._program.modules[stage]]
 

@@ -10,11 +10,11 @@ from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
 from motet.runtime.fsdp import sum_over_replicas
 from motet.runtime.mesh import Mesh
-from motet.runtime.stage import Backbone, Encoder, Model, Stage
+from motet.runtime.stage import BackboneModule, EncoderModule, ExecutableStage, Model
 
 
 class _ModuleStage:
-    def __init__(self, module: Encoder | Backbone, mesh: Mesh) -> None:
+    def __init__(self, module: EncoderModule | BackboneModule, mesh: Mesh) -> None:
         self._module, self._is_hybrid = module, mesh.is_hybrid
 
     def backward(self, output: Tensor, gradient: Tensor, *, is_last: bool) -> None:
@@ -26,7 +26,7 @@ class _ModuleStage:
 class EncoderStage(_ModuleStage):
     """An encoder, on the items of its phase that the rank has."""
 
-    def __init__(self, phase: str, module: Encoder, mesh: Mesh) -> None:
+    def __init__(self, phase: str, module: EncoderModule, mesh: Mesh) -> None:
         super().__init__(module, mesh)
         self._phase, self._encoder = phase, module
 
@@ -37,7 +37,7 @@ class EncoderStage(_ModuleStage):
 class BackboneStage(_ModuleStage):
     """The backbone, which gives the loss. totals: float64 [3]; the last two count loss and targets of the step."""
 
-    def __init__(self, module: Backbone, mesh: Mesh, totals: Tensor) -> None:
+    def __init__(self, module: BackboneModule, mesh: Mesh, totals: Tensor) -> None:
         super().__init__(module, mesh)
         self._backbone, self._totals = module, totals
 
@@ -48,7 +48,7 @@ class BackboneStage(_ModuleStage):
         return loss_sum
 
 
-def stages_of(model: Model, modules: Mapping[int, str], mesh: Mesh, totals: Tensor) -> dict[int, Stage]:
+def module_stages(model: Model, modules: Mapping[int, str], mesh: Mesh, totals: Tensor) -> dict[int, ExecutableStage]:
     """By number. modules: names of this rank's stages. totals: of the step, for the backbone to add to."""
     return {
         number: BackboneStage(model.backbone, mesh, totals)

@@ -13,12 +13,12 @@ import torch
 from motet.dispatch.batch import RankBatch
 from motet.runtime.exchanges import Exchanges
 from motet.runtime.executor import Handler, RankProgram
-from motet.runtime.stage import Stage
+from motet.runtime.stage import ExecutableStage
 from motet.runtime.tensors import Tensors
 from motet.schedule.program import Action, Kind
 
 
-class Passes:
+class StagePasses:
     """The passes of a step on one rank.
 
     stages: by number. loss_gradient: of an output that feeds no stage, which is a sum of losses.
@@ -27,7 +27,7 @@ class Passes:
     def __init__(
         self,
         program: RankProgram,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, ExecutableStage],
         batches: Sequence[RankBatch],
         exchanges: Exchanges,
         tensors: Tensors,

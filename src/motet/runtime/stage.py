@@ -11,7 +11,7 @@ from motet.core.workload import BACKBONE
 from motet.dispatch.batch import PackedSequences, RankBatch
 
 
-class Stage(Protocol):
+class ExecutableStage(Protocol):
     """What a rank runs of the model for a microbatch, as a Program numbers it; the executor's passes call it."""
 
     def forward(self, batch: RankBatch, inputs: dict[str, Tensor]) -> Tensor:
@@ -24,7 +24,7 @@ class Stage(Protocol):
         """The backward pass from an output. is_last: no later one of the step adds to the stage's gradients."""
 
 
-class Encoder(Protocol):
+class EncoderModule(Protocol):
     """An encoder with its projector; without items it returns [0, backbone_dim], connected to what is trainable."""
 
     def __call__(self, values: Tensor, sizes: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ class Encoder(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
-class Backbone(Protocol):
+class BackboneModule(Protocol):
     """The LLM. With no sequences it returns a zero loss, connected to its trainable parameters and to the features."""
 
     def __call__(self, sequences: PackedSequences, features: dict[str, Tensor]) -> tuple[Tensor, int]:
@@ -42,10 +42,10 @@ class Backbone(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
-class Encoders(Protocol):
+class EncoderModules(Protocol):
     """Encoders by phase, in the order in which they run: a dict, or an nn.ModuleDict."""
 
-    def __getitem__(self, phase: str) -> Encoder: ...
+    def __getitem__(self, phase: str) -> EncoderModule: ...
 
     def __iter__(self) -> Iterator[str]: ...
 
@@ -53,14 +53,14 @@ class Encoders(Protocol):
 class Model(Protocol):
     """A multimodal model: encoders, and the backbone that takes their features."""
 
-    encoders: Encoders
-    backbone: Backbone
+    encoders: EncoderModules
+    backbone: BackboneModule
 
 
-def modules_by_phase(model: Model) -> dict[str, Encoder | Backbone]:
+def modules_by_phase(model: Model) -> dict[str, EncoderModule | BackboneModule]:
     """All modules by phase name, encoders first, in the order in which they run."""
     return {**{phase: model.encoders[phase] for phase in model.encoders}, BACKBONE: model.backbone}
 
 
-def is_trainable(module: Encoder | Backbone) -> bool:
+def is_trainable(module: EncoderModule | BackboneModule) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())

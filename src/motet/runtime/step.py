@@ -28,13 +28,13 @@ from motet.runtime.clock import ActionClock
 from motet.runtime.exchanges import Exchanges
 from motet.runtime.executor import Executor, Handler, Hook, RankProgram
 from motet.runtime.mesh import Mesh
-from motet.runtime.module_stages import stages_of
-from motet.runtime.passes import Passes
+from motet.runtime.module_stages import module_stages
+from motet.runtime.passes import StagePasses
 from motet.runtime.stage import Model, is_trainable, modules_by_phase
 from motet.runtime.tensors import Tensors
 from motet.schedule.data_parallel import data_parallel
 from motet.schedule.passes import Presence, add_exchanges, without_absent
-from motet.schedule.program import WHOLE_RANK, Action, Kind, Program, in_words
+from motet.schedule.program import WHOLE_RANK, Action, Kind, Program, action_words
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class StepResult:
 
         On all ranks the same names in the same order.
         """
-        return {in_words(*named): seconds for named, seconds in self.timeline.seconds_by_kind().items()}
+        return {action_words(*named): seconds for named, seconds in self.timeline.seconds_by_kind().items()}
 
 
 class TrainStep:
@@ -155,12 +155,12 @@ class _Work:
         self.step, self.program = step, step.program(batches)
         self.num_targets = sum(batch.num_targets for batch in batches)
         self.totals = torch.zeros(3, dtype=torch.float64, device=step.mesh.device)
-        stages = stages_of(step.model, self.program.modules, step.mesh, self.totals)
+        stages = module_stages(step.model, self.program.modules, step.mesh, self.totals)
         tensors = Tensors()
         self.exchanges = Exchanges(self.program, batches, tensors, step.mesh.group)
         # FSDP averages over ranks.
         loss_gradient = step.mesh.num_ranks / max(self.num_targets, 1)
-        self.passes = Passes(self.program, stages, batches, self.exchanges, tensors, loss_gradient)
+        self.passes = StagePasses(self.program, stages, batches, self.exchanges, tensors, loss_gradient)
 
     @property
     def handlers(self) -> Mapping[Kind, Handler]:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-Pass: TypeAlias = tuple[int, int]
+PassKey: TypeAlias = tuple[int, int]
 """Stage and microbatch."""
 
 
@@ -19,9 +19,9 @@ class Tensors:
     gradients: of outputs, back at the stages that made them.
     """
 
-    outputs: dict[Pass, Tensor] = field(default_factory=dict)
-    arrived: dict[Pass, Tensor] = field(default_factory=dict)
-    gradients: dict[Pass, Tensor] = field(default_factory=dict)
+    outputs: dict[PassKey, Tensor] = field(default_factory=dict)
+    arrived: dict[PassKey, Tensor] = field(default_factory=dict)
+    gradients: dict[PassKey, Tensor] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:

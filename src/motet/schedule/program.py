@@ -70,7 +70,7 @@ WHOLE_RANK = (Kind.NORM, Kind.STEP)
 """Kinds of which a rank has one, for all its stages together; the action names one of these stages."""
 
 
-def in_words(kind: str, module: str) -> str:
+def action_words(kind: str, module: str) -> str:
     """An action as metrics name it, by kind and module: "forward image", "optimizer"."""
     return f"{Kind(kind).words} {module}".rstrip()
 

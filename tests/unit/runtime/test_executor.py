@@ -10,7 +10,7 @@ from motet.dispatch.route import Route
 from motet.runtime.clock import ActionClock
 from motet.runtime.exchanges import Exchanges
 from motet.runtime.executor import Executor, RankProgram
-from motet.runtime.passes import Passes
+from motet.runtime.passes import StagePasses
 from motet.runtime.tensors import Tensors
 from motet.schedule import (
     Action,
@@ -81,7 +81,7 @@ def execute(batches, learns=NAMES):
     program, calls, tensors = program_of(batches, learns), [], Tensors()
     stages = {number: Module(name, name in learns, calls) for number, name in program.modules.items()}
     exchanges = Exchanges(program, batches, tensors, None)
-    passes = Passes(program, stages, batches, exchanges, tensors, loss_gradient=0.5)
+    passes = StagePasses(program, stages, batches, exchanges, tensors, loss_gradient=0.5)
     others = {kind: lambda action: calls.append((str(action.kind),)) for kind in (Kind.NORM, Kind.STEP)}
     measured = clock()
     Executor(program, {**passes.handlers, **exchanges.handlers, **others}, measured).run(7)
@@ -216,6 +216,6 @@ def test_a_stage_may_feed_one_that_feeds_another():
     stages = {number: Module(name, True, calls) for number, name in enumerate(NAMES)}
     stages[1].forward = lambda batch, inputs: inputs["image"] * stages[1].weight
     exchanges = Exchanges(own, [one], tensors, None)
-    Executor(own, Passes(own, stages, [one], exchanges, tensors, 1.0).handlers, clock()).run(0)
+    Executor(own, StagePasses(own, stages, [one], exchanges, tensors, 1.0).handlers, clock()).run(0)
     assert [stage.weight.grad.item() for stage in stages.values()] == [3 * 2 * 2, 3 * 2 * 2, 3 + 3 * 2 * 2]
     assert tensors.is_empty
