@@ -206,8 +206,11 @@ def arguments_of(case: Case, folder: Path) -> list[str]:
 
 
 def _contents(folder: Path) -> set[tuple[int, ...]]:
-    """What files there are, and when each was written last, whatever its name: a file may be renamed, and not lost."""
-    found = (path.lstat() for path in folder.rglob("*"))
+    """What files there are, and when each was written last, whatever its name: a file may be renamed, and not lost.
+
+    But for the lock of a run, which says who owns the folder.
+    """
+    found = (path.lstat() for path in folder.rglob("*") if path.name != "run.lock")
     return {(at.st_ino, at.st_size, at.st_mtime_ns) for at in found if not stat.S_ISDIR(at.st_mode)}
 
 

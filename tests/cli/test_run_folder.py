@@ -122,14 +122,22 @@ def test_a_disk_that_fills_up_while_logging_stops_the_run_with_what_it_has(job, 
 
 @pytest.mark.parametrize("max_file_bytes", [300, 3_000, 30_000])
 def test_a_full_disk_is_one_sentence(job, tmp_path, max_file_bytes):
-    """Of files that may not grow further: recipe.toml is the first, then metrics.jsonl, then the checkpoint."""
+    """Of files that may not grow further: the index is the first, then recipe.toml, metrics.jsonl, the checkpoint."""
     done = motet(*arguments(job, tmp_path, *SHORT), max_file_bytes=max_file_bytes)
     assert done.returncode == 2
-    assert "cannot be written: File too large" in done.stderr or "could not be written" in done.stderr
+    assert "File too large" in done.stderr or "could not be written" in done.stderr
     assert done.stderr.count("\n") == 1
     if (tmp_path / "metrics.jsonl").exists():
         text = (tmp_path / "metrics.jsonl").read_text()
         assert [json.loads(line)["step"] for line in text.splitlines()] == list(range(1, text.count("\n") + 1))
+
+
+def test_a_recipe_that_is_refused_leaves_the_one_that_the_run_has(job, tmp_path):
+    assert motet(*arguments(job, tmp_path, *SHORT)).returncode == 0
+    before = (tmp_path / "recipe.toml").read_bytes()
+    done = motet(*arguments(job, tmp_path, *SHORT, "data.seed=77"))
+    assert (done.returncode, "data.seed" in done.stderr) == (2, True)
+    assert (tmp_path / "recipe.toml").read_bytes() == before
 
 
 def test_what_is_written_at_the_end_cannot_be(job, tmp_path):

@@ -59,9 +59,11 @@ def train(recipe: Recipe, *, resume: str = "auto", trace: bool = False) -> None:
         with world.together():
             if world.is_first:
                 cleanup.enter_context(claimed(recipe.run.dir, say))
-                with writing(recipe.run.dir, "run.dir"):
-                    (recipe.run.dir / "recipe.toml").write_text(dump_recipe(recipe), encoding="utf-8")
         job = build_job(recipe, world, resume, say, cleanup)
+        with world.together(), writing(recipe.run.dir, "run.dir"):
+            # Not before: a recipe that is refused must not take the place of the one that the run has.
+            if world.is_first:
+                (recipe.run.dir / "recipe.toml").write_text(dump_recipe(recipe), encoding="utf-8")
         _Run(job, trace, start_s).run()
 
 
