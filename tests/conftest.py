@@ -1,6 +1,7 @@
 """What holds for every test: hypothesis draws the same examples in every run; GPU tests are skipped without a GPU."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,10 @@ from hypothesis import HealthCheck, settings
 # No deadline: how long an example takes depends on what else the machine does.
 settings.register_profile("motet", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("motet")
+
+# A shell without job control starts what runs in the background with Ctrl-C ignored, which processes inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")

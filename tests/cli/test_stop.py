@@ -42,7 +42,7 @@ def torchrun(job, run_dir, *overrides, meddling=None):
         check=False,
     )
     assert "terminate called" not in done.stderr
-    assert "motet/" not in done.stderr, done.stderr
+    assert "/src/motet/" not in done.stderr, done.stderr
     return done
 
 
