@@ -104,6 +104,9 @@ DECIDED: Mapping[str, Verdict] = {
     "plan/together/1: --cluster h100 --nodes 100000": "accept",
     # Six examples are not dealt out evenly to so many ranks.
     "simulate/options/--nodes 10": "refuse",
+    # Nor are there so many ranks.
+    "simulate/options/--actions 10": "refuse",
+    "simulate/options/--actions 1048576": "refuse",
     "simulate/options/--nodes 100000": "refuse",
     "simulate/options/--ranks-per-node 10": "refuse",
     "simulate/options/--ranks-per-node 1024": "refuse",

@@ -208,9 +208,13 @@ def arguments_of(case: Case, folder: Path) -> list[str]:
 def _contents(folder: Path) -> set[tuple[int, ...]]:
     """What files there are, and when each was written last, whatever its name: a file may be renamed, and not lost.
 
-    But for the lock of a run, which says who owns the folder.
+    But for the lock of a run, which says who owns the folder, and indexes, which are built anew from what they are of.
     """
-    found = (path.lstat() for path in folder.rglob("*") if path.name != "run.lock")
+    found = (
+        path.lstat()
+        for path in folder.rglob("*")
+        if path.name != "run.lock" and not any(part.endswith(".motet-index") for part in path.parts)
+    )
     return {(at.st_ino, at.st_size, at.st_mtime_ns) for at in found if not stat.S_ISDIR(at.st_mode)}
 
 

@@ -60,10 +60,6 @@ def train(recipe: Recipe, *, resume: str = "auto", trace: bool = False) -> None:
             if world.is_first:
                 cleanup.enter_context(claimed(recipe.run.dir, say))
         job = build_job(recipe, world, resume, say, cleanup)
-        with world.together(), writing(recipe.run.dir, "run.dir"):
-            # Not before: a recipe that is refused must not take the place of the one that the run has.
-            if world.is_first:
-                (recipe.run.dir / "recipe.toml").write_text(dump_recipe(recipe), encoding="utf-8")
         _Run(job, trace, start_s).run()
 
 
@@ -90,6 +86,9 @@ class _Run:
                 if self.world.is_first:
                     log = MetricsLog(self.recipe.run.dir, self.first_step, self.recipe.run.steps)
                     self.log = opened.enter_context(log)
+                    # Not before: a recipe that is refused must not take the place of the one that the run has.
+                    text = dump_recipe(self.recipe)
+                    (self.recipe.run.dir / "recipe.toml").write_text(text, encoding="utf-8")
             # What comes after the last step can be done again from its checkpoint, so a signal ends that at once.
             with self.stop:
                 with self._losing_nothing():
