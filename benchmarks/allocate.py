@@ -29,11 +29,11 @@ from motet.core.workload import BACKBONE
 from motet.cost.analytic import Analytic
 from motet.cost.catalogue import cluster
 from motet.cost.flops import batch_flops
-from motet.planner.allocate import allocate, rigid
-from motet.planner.allocation import Allocation, Limits, UnitOptions
+from motet.planner.disaggregated.allocate import allocate, rigid
+from motet.planner.disaggregated.allocation import Allocation, Limits, UnitOptions
+from motet.planner.disaggregated.placed_units import side_of
+from motet.planner.disaggregated.unit_options import microbatch_sizes, unit_options
 from motet.planner.job import Job
-from motet.planner.placed_units import side_of
-from motet.planner.unit_options import microbatch_sizes, unit_options
 
 PUBLISHED = {1296: (1920, 922), 648: (960, 641), 324: (480, 441), 112: (240, 133)}
 """Table 2: GPUs -> (global batch size, milliseconds)."""

@@ -22,8 +22,8 @@ from papers_optimus import GATHER_SHARE, GPT, NUM_CHUNKS, PP, TABLES, VIT, Const
 from rich.console import Console
 from rich.table import Table
 
-from motet.planner.backbone_bubbles import Slices, backbone_of
-from motet.planner.bubbles import Encoders, Filling, Placement, fill
+from motet.planner.bubble_filling.backbone_bubbles import Slices, backbone_of
+from motet.planner.bubble_filling.fills import Encoders, Filling, Placement, fill
 from motet.schedule import (
     EncoderPipeline,
     Program,
@@ -34,7 +34,7 @@ from motet.schedule import (
 )
 from motet.schedule.layout import LAYER_PARTS
 from motet.simulate import simulate
-from motet.simulate.times import Part, StageTimes
+from motet.simulate.engine.stage_times import Part, StageTimes
 
 NUM_STAGES = PP * NUM_CHUNKS
 TENSOR_SHARE = 0.112

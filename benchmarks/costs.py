@@ -29,8 +29,8 @@ from motet.balance import Choice, Packed, StepCosts, choose, score
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, Workload
 from motet.dispatch import BalanceConfig
+from motet.planning.planned_recipe import read_job_recipe
 from motet.train.balancing import step_costs
-from motet.train.plan_recipe import read_job_recipe
 
 ROOT = Path(__file__).parents[1]
 MODELS = ("orchmllm_10b", "orchmllm_84b", "valm_mm")

@@ -30,15 +30,15 @@ from motet.core.plan import Plan
 from motet.core.workload import BatchLengths, ItemLengths, Workload
 from motet.cost.model import CostModel
 from motet.planner.candidate import Candidate, Pins, Strategy
-from motet.planner.chain import chain
-from motet.planner.disaggregated import disaggregated
+from motet.planner.chain.propose import propose_chain
+from motet.planner.disaggregated.propose import propose_disaggregated
 from motet.planner.job import Job
-from motet.planner.modality import modality_parallel
+from motet.planner.modality_parallel.propose import propose_modality_parallel
 from motet.planner.order import caps_for
+from motet.planning.cluster import GivenCluster
+from motet.planning.job import Given, job_of_recipe
 from motet.schedule import planned
-from motet.simulate.predict import assign_batch, predict_assigned
-from motet.train.plan_cluster import GivenCluster
-from motet.train.plan_job import Given, job_of_recipe
+from motet.simulate.predict.predict import assign_batch, predict_assigned
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 NUM_BATCHES = 5
@@ -127,7 +127,7 @@ def cases(path: Path) -> Iterator[Case]:
     yield Case(
         "InternVL-20B (OmniBal), 32 A100",
         replace(_job("internvl_20b"), workload=internvl(rows)),
-        chain,
+        propose_chain,
         degrees,
         "Table 3: groups over padded minibatches 1.46 (42.2 to 29.0 GPU-days) with balanced stages, 1.19 without",
         padded=True,
@@ -139,12 +139,12 @@ def cases(path: Path) -> Iterator[Case]:
             yield Case(
                 f"MLLM-72B (MMScale), {name}, {8 * nodes:,} A800, batch {batch_size:,}",
                 replace(job, workload=workload),
-                disaggregated,
+                propose_disaggregated,
                 Pins(tp=8, microbatch_size=1),
                 "Figure 18: both 1.03 to 1.11 over random order, least for the largest model",
             )
     mixed = read_lengths(path).workload(even=True)
-    for strategy, name in ((chain, "chain"), (modality_parallel, "modality parallel")):
+    for strategy, name in ((propose_chain, "chain"), (propose_modality_parallel, "modality parallel")):
         job = _job("orchmllm_10b", "cluster.nodes=8", "run.batch_size=2560")
         pins = Pins(schedule="1f1b")
         yield Case(f"MLLM-10B, {name}, 64 H100", replace(job, workload=mixed), strategy, pins)

@@ -41,15 +41,15 @@ from motet.core.timeline import Timeline
 from motet.cost.catalogue import cluster
 from motet.cost.profiled import Profiled
 from motet.models.spec import model_spec
+from motet.planning.plan_of_recipe import plan_of_recipe
+from motet.profiling.command import profile
 from motet.runtime.clock import ActionClock
 from motet.schedule import Action, planned
 from motet.schedule.program import WHOLE_RANK, action_words
-from motet.simulate.predict import predict_assigned
-from motet.train.feed import Feed, Schedule
+from motet.simulate.predict.predict import predict_assigned
+from motet.train.input.feed import Feed, Schedule
 from motet.train.job import Job, build_job
-from motet.train.plan_of_recipe import plan_of_recipe
-from motet.train.profile import profile
-from motet.train.recipe import Recipe, load_recipe
+from motet.train.recipe.recipe import Recipe, load_recipe
 from motet.train.world import World, join_world
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo.toml"

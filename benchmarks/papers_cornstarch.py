@@ -17,7 +17,7 @@ import numpy as np
 from published import Row
 
 from motet.schedule import one_f_one_b
-from motet.schedule.modality import modality_parallel
+from motet.schedule.generators.modality_parallel import modality_parallel
 from motet.simulate import simulate, stage_times
 
 NUM_MICROBATCHES = 24

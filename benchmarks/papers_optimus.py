@@ -28,7 +28,7 @@ from motet.core.timeline import Timeline
 from motet.cost.flops import layer_flops, step_flops, work_of
 from motet.planner import partition
 from motet.schedule import interleaved_1f1b
-from motet.schedule.collectives import add_data_parallel
+from motet.schedule.passes.data_parallel import add_data_parallel
 from motet.simulate import bubbles, simulate, stage_times
 
 BATCH_SIZE, MICROBATCH_SIZE, SEQUENCE = 1536, 2, 2048

@@ -16,10 +16,10 @@ from trials import Baseline, Case, Outcome, Subject, job_of
 
 from motet.core.plan import Plan
 from motet.cost.flops import batch_flops
-from motet.planner.allocate import rigid
-from motet.planner.allocation import Allocation, Limits, UnitOptions
 from motet.planner.candidate import Pins
-from motet.planner.disaggregated import Allocate, fastest_allocated, options
+from motet.planner.disaggregated.allocate import rigid
+from motet.planner.disaggregated.allocation import Allocation, Limits, UnitOptions
+from motet.planner.disaggregated.propose import Allocate, fastest_allocated, options
 
 _NAMES = ("num_layers", "hidden", "mlp", "num_heads", "num_kv_heads")
 BACKBONES = {

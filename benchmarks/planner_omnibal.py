@@ -28,8 +28,8 @@ from motet.core.spec import ModelSpec
 from motet.core.workload import BatchLengths, ItemLengths, Workload
 from motet.cost.catalogue import cluster
 from motet.cost.source import cost_model
-from motet.planner import anchor
 from motet.planner.candidate import Pins
+from motet.planner.chain import anchored_cut
 from motet.planner.degrees import Degrees
 from motet.planner.job import Job
 
@@ -111,9 +111,11 @@ def cases() -> Iterator[Case]:
         degrees = Pins(("chain",), run.tp, run.pp, run.dp, 1, "1f1b", order="given")
         baselines = [_baseline("random, equal parameters", random, run, pair, run.baseline_days)]
         if name == ABLATED:
-            steps = zip(TABLE_7.items(), (anchor.by_parameters, None))
+            steps = zip(TABLE_7.items(), (anchored_cut.by_parameters, None))
             baselines += [_baseline(step, balanced, run, pair, days, cut) for (step, days), cut in steps]
-            baselines.append(_baseline("random, equal layers", random, run, pair, run.baseline_days, anchor.by_layers))
+            baselines.append(
+                _baseline("random, equal layers", random, run, pair, run.baseline_days, anchored_cut.by_layers)
+            )
         yield Case(
             "OmniBal",
             name,
@@ -132,7 +134,7 @@ def _baseline(
     run: Run,
     pair: Pair,
     days: float,
-    cut: Cut | None = anchor.by_parameters,
+    cut: Cut | None = anchored_cut.by_parameters,
 ) -> Baseline:
     """In 1F1B with all recomputed. days: published, in GPU-days."""
     job = subject.job

@@ -33,12 +33,12 @@ from motet.schedule import (
 )
 from motet.schedule.program import Program
 from motet.simulate import StageTimes, simulate, stage_times
-from motet.simulate.backend import engine
-from motet.simulate.lookup import Lookup
-from motet.simulate.lower import waits
-from motet.simulate.seconds import action_seconds
-from motet.simulate.streams import STREAMS
-from motet.simulate.table import action_table
+from motet.simulate.engine.action_index import Lookup
+from motet.simulate.engine.action_seconds import action_seconds
+from motet.simulate.engine.backend import engine
+from motet.simulate.engine.lower import waits
+from motet.simulate.engine.streams import STREAMS
+from motet.simulate.engine.table import action_table
 
 
 @dataclass(frozen=True)

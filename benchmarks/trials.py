@@ -19,8 +19,8 @@ from motet.planner.candidate import Candidate, Pins, predict_candidate
 from motet.planner.job import Job
 from motet.planner.search import Found, search
 from motet.planner.strategies import STRATEGIES
-from motet.simulate.prediction import Prediction
-from motet.train.plan_recipe import PlanRecipe
+from motet.planning.planned_recipe import PlanRecipe
+from motet.simulate.predict.prediction import Prediction
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 

@@ -21,7 +21,7 @@ from bad.run import Case
 from bad.settings import JOB, TRAIN
 from bad.values import HUGE
 from motet.cli import app
-from motet.train.toml_text import dumps
+from motet.train.recipe.toml_text import dumps
 
 LENGTHS = "text_tokens,image_width,image_height,audio_seconds\n20,280,280,1.5\n9,,,2\n30,560,280,\n"
 SAMPLER = dumps(JOB["workload"])

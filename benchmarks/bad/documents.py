@@ -18,7 +18,7 @@ from motet.core.plan import Plan, Unit
 from motet.core.shape_tables import ModelShapes
 from motet.cost.catalogue import cluster
 from motet.cost.profile import LayerTimes, MessageTimes, ModuleTimes, OptimizerTimes, Points, Profile
-from motet.train.toml_text import dumps
+from motet.train.recipe.toml_text import dumps
 
 Verdict = Literal["refuse", "accept"]
 BATCHES = (((1, 8),), ((2, 16),), ((4, 32),))

@@ -21,9 +21,9 @@ from bad.values import HUGE, Key, holds, label, leaves, values
 from motet.data.audio import AudioTransform
 from motet.data.images import ImageTransform
 from motet.models.families.bounds import BOUNDS
-from motet.train.plan_recipe import PlanRecipe
-from motet.train.recipe import Recipe
-from motet.train.toml_text import dumps
+from motet.planning.planned_recipe import PlanRecipe
+from motet.train.recipe.recipe import Recipe
+from motet.train.recipe.toml_text import dumps
 
 NAMES = {"encoders": "image", "costs": "backbone", "peak_tflops": "bf16", "items": "image"}
 """The key to take in each table of free keys."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from motet.planner.allocate import checked
-from motet.planner.allocation import Allocation, Limits, UnitOptions
-from motet.planner.allocation_search import fastest
+from motet.planner.disaggregated.allocate import checked
+from motet.planner.disaggregated.allocation import Allocation, Limits, UnitOptions
+from motet.planner.disaggregated.allocation_search import fastest
 
 
 def proportional(units: Sequence[UnitOptions], flops: Mapping[str, float], limits: Limits) -> Allocation | None:

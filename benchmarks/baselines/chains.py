@@ -8,13 +8,13 @@ import numpy as np
 
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
-from motet.planner.blocks import Blocks
 from motet.planner.candidate import Pins
-from motet.planner.chain import Search
+from motet.planner.chain.propose import Search
 from motet.planner.degrees import Degrees
 from motet.planner.job import Job
-from motet.planner.partition import partition
-from motet.planner.stages import Ints, stage_numbers, stages_of
+from motet.planner.stages.blocks import Blocks
+from motet.planner.stages.partition import partition
+from motet.planner.stages.stage_costs import Ints, stage_numbers, stages_of
 
 Cut = Callable[[Blocks, int], Ints]
 """(blocks, number of stages) -> stage of each block: `planner.anchor.by_layers`, `by_parameters`, `encoders_first`."""

@@ -8,8 +8,8 @@ from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
 from motet.planner.job import Job
-from motet.planner.modality import Modalities, shapes
-from motet.planner.partition import partition
+from motet.planner.modality_parallel.propose import Modalities, shapes
+from motet.planner.stages.partition import partition
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-// engine.cpp: when each operation of a program starts and ends; see src/motet/simulate/reference.py.
+// engine.cpp: when each operation of a program starts and ends; see src/motet/simulate/engine/reference.py.
 #pragma once
 
 #include <cstdint>

@@ -88,7 +88,7 @@ def train(
     ] = "auto",
 ) -> None:
     """Train as a recipe says: alone, or as every rank of `torchrun ... -m motet train RECIPE.toml`."""
-    from motet.train.recipe import load_recipe
+    from motet.train.recipe.recipe import load_recipe
     from motet.train.trainer import train as run_training
 
     run_training(load_recipe(recipe, overrides or ()), resume=resume, trace=trace)
@@ -150,15 +150,15 @@ def plan(
     from motet.planner.command import Outputs, plan_command
     from motet.planner.pins import parse_pins
     from motet.planner.strategies import STRATEGIES
-    from motet.train.plan_cluster import GivenCluster
-    from motet.train.plan_job import Given, job_of_recipe
+    from motet.planning.cluster import GivenCluster
+    from motet.planning.job import Given, job_of_recipe
 
     _collect_seldom()
     pinned = parse_pins(pins or (), STRATEGIES)
     given = Given(GivenCluster(cluster, nodes, ranks_per_node), workload, profile)
     outputs = Outputs(out, png or out.with_suffix(".png"), html, explain)
     if measure is not None:
-        from motet.train.plan_measure import Asked, plan_measured
+        from motet.planning.measure import Asked, plan_measured
 
         plan_measured(Asked(recipe, overrides or (), given, pinned, measure), outputs)
     else:
@@ -209,9 +209,9 @@ def simulate(
     outputs = Outputs(trace, html, png, actions)
     outputs.check()
     if plan.suffix == ".toml":
-        from motet.train.plan_cluster import GivenCluster
-        from motet.train.plan_job import Given
-        from motet.train.plan_of_recipe import read_recipe_as_plan
+        from motet.planning.cluster import GivenCluster
+        from motet.planning.job import Given
+        from motet.planning.plan_of_recipe import read_recipe_as_plan
 
         given = Given(GivenCluster(cluster, nodes, ranks_per_node), workload, profile)
         read, job = read_recipe_as_plan(plan, overrides or (), given)
@@ -224,11 +224,11 @@ def simulate(
     else:
         from motet.assign.balancing import by_operations
         from motet.cost.source import cost_model
-        from motet.train.plan_sources import read_plan_and_workload
+        from motet.planning.sources import read_plan_and_workload
 
         read, lengths = read_plan_and_workload(plan, workload)
         cost, balancing = cost_model(read.cluster, read.precision, profile), by_operations
-    from motet.simulate.predict import predictions
+    from motet.simulate.predict.predict import predictions
 
     _collect_seldom()
     found = predictions(read, lengths, cost, batches, seed=seed, jitter=jitter, balancing=balancing)
@@ -270,7 +270,7 @@ def analyze(
         raise UserError(f"--mix {mix}: must be rows or even.")
     subject, examples = source, 128
     if source.suffix == ".toml":
-        from motet.train.analyze_recipe import read_subject
+        from motet.planning.analyze_recipe import read_subject
 
         if tokenizer is not None:
             raise UserError(f"--tokenizer is for a manifest; {source} names its own in data.tokenizer.")
@@ -301,8 +301,8 @@ def profile(
     ] = 60,
 ) -> None:
     """Time each kind of layer of a recipe's model on this device, alone or as every rank under torchrun."""
-    from motet.train.profile import profile as run_profile
-    from motet.train.recipe import load_recipe
+    from motet.profiling.command import profile as run_profile
+    from motet.train.recipe.recipe import load_recipe
 
     run_profile(load_recipe(recipe, overrides or ()), recipe.stem, out=out, seconds=seconds)
 

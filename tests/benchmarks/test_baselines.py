@@ -8,19 +8,19 @@ from motet.core.sampler import Sampler
 from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
 from motet.cost.analytic import Analytic
 from motet.cost.catalogue import cluster
-from motet.planner import anchor
-from motet.planner.allocate import allocate
-from motet.planner.allocation import Limits
-from motet.planner.blocks import blocks_of
 from motet.planner.candidate import Candidate, Pins
-from motet.planner.chain import chain
+from motet.planner.chain import anchored_cut
+from motet.planner.chain.propose import propose_chain
 from motet.planner.degrees import Degrees
+from motet.planner.disaggregated.allocate import allocate
+from motet.planner.disaggregated.allocation import Limits
 from motet.planner.job import Job
-from motet.planner.modality import modality_parallel
+from motet.planner.modality_parallel.propose import propose_modality_parallel
+from motet.planner.stages.blocks import blocks_of
 from motet.schedule import program_of, validate
-from motet.simulate.predict import predict
+from motet.simulate.predict.predict import predict
+from unit.planner.disaggregated.test_allocate import alike
 from unit.planner.jobs import job, model
-from unit.planner.test_allocate import alike
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def allocations():
         yield module
 
 
-def proposed(given_job, pins, by=modality_parallel):
+def proposed(given_job, pins, by=propose_modality_parallel):
     return [one for one in by(given_job, pins) if isinstance(one, Candidate)]
 
 
@@ -98,10 +98,10 @@ def test_replicated_encoders_are_slower_than_those_with_ranks_of_their_own(modal
 @pytest.mark.parametrize("name", ["by_layers", "by_parameters", "encoders_first"])
 def test_chains_cut_without_seconds_run_and_are_no_faster(chains, name):
     given_job, degrees = job(), Degrees(1, 4, 2, 1, 16)
-    cut = chains.encoders_first if name == "encoders_first" else getattr(anchor, name)
+    cut = chains.encoders_first if name == "encoders_first" else getattr(anchored_cut, name)
     other = chains.chain_plan(given_job, degrees, cut)
     validate(program_of(other))
-    ours = proposed(given_job, Pins(tp=1, pp=4, dp=2, microbatch_size=1, schedule="1f1b"), by=chain)[0].plan
+    ours = proposed(given_job, Pins(tp=1, pp=4, dp=2, microbatch_size=1, schedule="1f1b"), by=propose_chain)[0].plan
     seconds = [predict(plan, given_job.workload, given_job.cost).step_s for plan in (ours, other)]
     assert seconds[0] <= seconds[1]
 

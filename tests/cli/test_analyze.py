@@ -17,9 +17,9 @@ from motet.cost.flops import batch_flops
 from motet.data.text import ChatTokenizer
 from motet.models.build import build_mllm
 from motet.models.spec import model_spec
-from motet.train.analyze_recipe import read_subject
+from motet.planning.analyze_recipe import read_subject
 from motet.train.balancing import build_orchestrator
-from motet.train.recipe import load_recipe
+from motet.train.recipe.recipe import load_recipe
 
 
 @pytest.fixture(scope="module")

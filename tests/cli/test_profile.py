@@ -17,8 +17,8 @@ from motet.cost.flops import work_of
 from motet.cost.profile import read_profile
 from motet.cost.profiled import Profiled
 from motet.models.spec import spec_of_config
-from motet.train.profile import profile
-from motet.train.recipe import load_recipe
+from motet.profiling.command import profile
+from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
 

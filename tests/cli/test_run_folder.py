@@ -106,7 +106,9 @@ def test_a_run_in_the_folder_of_another_is_refused_and_changes_nothing(job, tmp_
 
 def test_a_disk_that_fills_up_while_logging_stops_the_run_with_what_it_has(job, tmp_path):
     """Here the log's file may not grow, and others may."""
-    fill = "from motet.train.step_lines import Lines\ndef full(self): raise OSError(28, 'No space left on device')"
+    fill = (
+        "from motet.train.report.step_lines import Lines\ndef full(self): raise OSError(28, 'No space left on device')"
+    )
     fill += "\nLines._write = full"
     done = motet(*arguments(job, tmp_path, *SHORT), meddling=Meddling(STEP, 2, 0, fill))
     assert done.returncode == 2
@@ -157,7 +159,7 @@ def test_writing_names_the_path_that_the_system_names(tmp_path):
 def test_what_stops_all_ranks_leaves_the_steps_that_are_done(job, tmp_path):
     """Here examples that cannot be used, and answers that cannot be written."""
     too_many = "from motet.core.errors import JointUserError; raise JointUserError('Too many examples are bad.')"
-    in_feed = Meddling("motet.train.feed:Feed._check_bad_fraction", 4, 0, too_many)
+    in_feed = Meddling("motet.train.input.feed:Feed._check_bad_fraction", 4, 0, too_many)
     done = motet(*arguments(job, tmp_path / "a", "data.heldout=[]", "run.steps=9"), meddling=in_feed)
     assert (done.returncode, done.stderr) == (
         2,

@@ -72,7 +72,7 @@ def test_ranks_and_torchrun_and_workers_are_signalled_together(job, tmp_path):
 
 def test_workers_outlast_the_signal_that_torchrun_sends_to_the_group_of_a_rank(job, tmp_path):
     """Here while the first step waits for what they load."""
-    to_group = Meddling("motet.train.loading:IndexLoading.start", 1, 0, "stop(signal.SIGTERM, -os.getpid())")
+    to_group = Meddling("motet.train.input.loading:IndexLoading.start", 1, 0, "stop(signal.SIGTERM, -os.getpid())")
     options = ("data.heldout=[]", "run.steps=6", "data.num_workers=1")
     leader = Meddling("motet.train.trainer:train", 1, 0, "os.setpgid(0, 0)")
     done = motet(*arguments(job, tmp_path, *options), meddling=[leader, to_group])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cli.tiny_job import losses, metrics, write_tiny_job
-from motet.train.recipe import load_recipe
+from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
 from ranks import TIMEOUT_S, run_ranks
 

@@ -9,12 +9,12 @@ import pytest
 from cli.tiny_job import write_tiny_job
 from motet.assign.step import joined
 from motet.cli import main
+from motet.planning.cluster import GivenCluster
+from motet.planning.job import Given
+from motet.planning.plan_of_recipe import read_recipe_as_plan
 from motet.runtime.step import TrainStep
 from motet.schedule import Kind, executed
-from motet.train.plan_cluster import GivenCluster
-from motet.train.plan_job import Given
-from motet.train.plan_of_recipe import read_recipe_as_plan
-from motet.train.recipe import load_recipe
+from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
 

@@ -15,7 +15,7 @@ from bad.files.base import train
 from bad.files.damage import PLACES, apply, cut, flip, nothing_left, text, zeros
 from bad.run import Case
 from bad.settings import JOB
-from motet.train.toml_text import dumps
+from motet.train.recipe.toml_text import dumps
 
 Change = Callable[[Path], None]
 _FILES = ("plan.json", "profile.json", "sampler.toml")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from motet.assign.step import Count, ModuleAssignment, StepAssignment
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE, BatchLengths
-from motet.schedule.fit import colocated_units
+from motet.schedule.check.fit import colocated_units
 from motet.schedule.layout import num_microbatches
 
 

@@ -5,7 +5,7 @@ the model and the cluster that it was made for, so that a file of it stands alon
 
 An *island* is the smallest part of a job whose ranks speak to no others before gradients are reduced: with g the
 greatest common divisor of the units' dp, there are g islands, alike, each with dp / g replicas of every unit (MMScale
-section 4.1; schedule/disaggregated.py). Under "data_parallel" the whole job is one.
+section 4.1; schedule/generators/disaggregated.py). Under "data_parallel" the whole job is one.
 """
 
 from __future__ import annotations

@@ -10,8 +10,15 @@ from typing import Literal
 from motet.core.plan import Order, Plan
 from motet.planner.job import Job
 from motet.schedule import planned
-from motet.simulate.predict import predict_assigned
-from motet.simulate.prediction import Prediction
+from motet.simulate.predict.predict import predict_assigned
+from motet.simulate.predict.prediction import Prediction
+
+CHAIN = "chain"
+DATA_PARALLEL = "data parallel"
+MODALITY_PARALLEL = "modality parallel"
+DISAGGREGATED = "disaggregated"
+BUBBLE_FILLING = "bubble filling"
+"""The names of the strategies, as `motet plan --pin strategy=...` takes them."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,8 @@ from motet.planner.job import Job
 from motet.planner.report import print_found
 from motet.planner.search import NOTHING_MORE, Found, Wanted, search
 from motet.planner.strategies import STRATEGIES
-from motet.simulate.picture import write_png
-from motet.simulate.plan_words import rows_in_words
+from motet.simulate.show.picture import write_png
+from motet.simulate.show.plan_words import rows_in_words
 
 _MAX_ROWS = 24
 """Of the picture: drawing takes longer than searching otherwise."""
@@ -67,7 +67,7 @@ def show_found(found: Found, outputs: Outputs) -> None:
     note = rows_in_words(best.candidate.plan)
     write_png(timeline, outputs.png, title=title, note=note, max_rows=_MAX_ROWS)
     if outputs.html is not None:
-        from motet.simulate.page import write_html
+        from motet.simulate.show.page import write_html
 
         write_html(timeline, outputs.html, title=title, note=note)
     if outputs.explanation is not None:

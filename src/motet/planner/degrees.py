@@ -17,13 +17,12 @@ from heapq import heapify, heappop, heapreplace
 import numpy as np
 
 from motet.core.plan import ScheduleKind
-from motet.planner.candidate import Pins, RuledOut, size_words
+from motet.planner.candidate import CHAIN, Pins, RuledOut, size_words
+from motet.planner.infeasible import indivisible, nothing_divides, tensor_degrees
 from motet.planner.job import Column, Job
-from motet.planner.recompute import Mode
-from motet.planner.refusals import indivisible, nothing_divides, tensor_degrees
-from motet.planner.uneven import unevenness
+from motet.planner.stages.recompute import Mode
+from motet.planner.stages.unevenness import unevenness
 
-STRATEGY = "chain"
 MICROBATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 CHUNKS = (2, 4, 8, 12)
 MAX_STAGES = 96
@@ -97,9 +96,9 @@ class Considered:
         if full:
             lacks_bytes, degrees = min(full, key=lambda entry: entry[0])
             why = f"parameters, gradients and optimizer alone lack {size_words(lacks_bytes)} on each rank."
-            self.ruled_out.append(RuledOut(STRATEGY, degrees.words, why, lacks_bytes))
+            self.ruled_out.append(RuledOut(CHAIN, degrees.words, why, lacks_bytes))
         elif not self._found:
-            self.ruled_out.append(RuledOut(STRATEGY, "", _nothing_allowed(job, pins, num_blocks)))
+            self.ruled_out.append(RuledOut(CHAIN, "", _nothing_allowed(job, pins, num_blocks)))
 
     def whole(self, degrees: Degrees) -> _Whole:
         found: _Whole = self._whole(degrees.microbatch_size, degrees.tp)

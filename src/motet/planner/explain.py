@@ -7,9 +7,9 @@ from pathlib import Path
 
 from motet.planner.report import COLUMNS, figures, title_of
 from motet.planner.search import Found, Result
-from motet.simulate.drawing import INK, SOFT, shown_seconds
-from motet.simulate.page import HINT, page_of, save_page
-from motet.simulate.plan_words import plan_in_words, rows_in_words
+from motet.simulate.show.drawing import INK, SOFT, shown_seconds
+from motet.simulate.show.page import HINT, page_of, save_page
+from motet.simulate.show.plan_words import plan_in_words, rows_in_words
 
 _MAX_SPANS = 300_000
 """Of all Timelines together: some ten megabytes."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from motet.core.errors import UserError
 from motet.planner.candidate import Candidate
-from motet.planner.colocated import EvenBatch
+from motet.planner.data_parallel.loads import EvenBatch
 from motet.planner.job import Job
 
 

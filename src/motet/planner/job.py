@@ -28,7 +28,7 @@ from motet.cost.memory import (
     stage_layers,
 )
 from motet.cost.model import CostModel, Work, backward_seconds
-from motet.simulate.predict import assign_batch
+from motet.simulate.predict.predict import assign_batch
 
 USABLE_MEMORY = 0.94
 """Of a device, before fragmentation and the buffers of communication libraries take the rest."""

@@ -25,9 +25,9 @@ from motet.core.workload import BACKBONE, BatchLengths
 from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.job import Job
 from motet.schedule import planned
-from motet.schedule.fit import pipelined_units
-from motet.simulate.predict import assign_batch, predict_assigned
-from motet.simulate.prediction import Prediction
+from motet.schedule.check.fit import pipelined_units
+from motet.simulate.predict.predict import assign_batch, predict_assigned
+from motet.simulate.predict.prediction import Prediction
 
 NUM_BATCHES = 4
 """Drawn batches that must fit under the caps, the job's own first."""

@@ -16,8 +16,8 @@ from motet.core.plan import Plan, Unit
 from motet.planner.candidate import RuledOut
 from motet.planner.job import Job
 from motet.planner.search import Found, Result, pins_in_words
-from motet.simulate.drawing import shown_seconds
-from motet.simulate.plan_words import plan_in_words
+from motet.simulate.show.drawing import shown_seconds
+from motet.simulate.show.plan_words import plan_in_words
 
 _MAX_REASONS = 3
 _MAX_FACTS = 3

@@ -25,11 +25,11 @@ from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Candidate, Informed, Pins, RuledOut, Strategy, predict_candidate
 from motet.planner.fewer_ranks import half_of, least_step_s, on_cluster
+from motet.planner.infeasible import TENSOR
 from motet.planner.job import Job
-from motet.planner.nearest import nearest_miss, would_fit
+from motet.planner.nearest_miss import nearest_miss, would_fit
 from motet.planner.order import pinned, reordered
-from motet.planner.refusals import TENSOR
-from motet.simulate.prediction import Prediction
+from motet.simulate.predict.prediction import Prediction
 
 MAX_SIMULATED = 12
 MAX_SPANS = 2_000_000

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from motet.planner import bubble_filling, chain, data_parallel, degrees, disaggregated, encoder_plans, modality
-from motet.planner.candidate import Informed, Strategy
+from motet.planner.bubble_filling.propose import propose_bubble_filling
+from motet.planner.candidate import (
+    BUBBLE_FILLING,
+    CHAIN,
+    DATA_PARALLEL,
+    DISAGGREGATED,
+    MODALITY_PARALLEL,
+    Informed,
+    Strategy,
+)
+from motet.planner.chain.propose import propose_chain
+from motet.planner.data_parallel.propose import propose_data_parallel
+from motet.planner.disaggregated.propose import propose_disaggregated
+from motet.planner.modality_parallel.propose import propose_modality_parallel
 
 STRATEGIES: Mapping[str, Strategy] = {
-    data_parallel.NAME: data_parallel.data_parallel,
-    degrees.STRATEGY: chain.chain,
-    modality.STRATEGY: modality.modality_parallel,
-    disaggregated.NAME: disaggregated.disaggregated,
-    encoder_plans.STRATEGY: Informed(bubble_filling.bubble_filling),
+    DATA_PARALLEL: propose_data_parallel,
+    CHAIN: propose_chain,
+    MODALITY_PARALLEL: propose_modality_parallel,
+    DISAGGREGATED: propose_disaggregated,
+    BUBBLE_FILLING: Informed(propose_bubble_filling),
 }
 """Of equally fast Plans, that of the earlier strategy is preferred."""

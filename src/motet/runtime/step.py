@@ -1,7 +1,7 @@
 """A step: zero gradients, then the executor over this rank's row of the Program, then the result.
 
-The row is that of data parallelism (`schedule/data_parallel.py`), without what the step's microbatches do not have. It
-ends with NORM, which sums the norm, the loss and the targets over ranks and clips, and STEP, the optimizer.
+The row is that of data parallelism (`schedule/generators/data_parallel.py`), without what the microbatches do not have.
+It ends with NORM, which sums the norm, the loss and the targets over ranks and clips, and STEP, the optimizer.
 
 The loss of a step is the sum over all targets of all ranks and microbatches, divided by their number. A step whose loss
 or gradient is not finite changes nothing: neither weights nor the optimizer's state.
@@ -32,7 +32,7 @@ from motet.runtime.module_stages import module_stages
 from motet.runtime.passes import StagePasses
 from motet.runtime.stage import Model, is_trainable, modules_by_phase
 from motet.runtime.tensors import Tensors
-from motet.schedule.data_parallel import data_parallel
+from motet.schedule.generators.data_parallel import data_parallel
 from motet.schedule.passes import Presence, add_exchanges, without_absent
 from motet.schedule.program import WHOLE_RANK, Action, Kind, Program, action_words
 

@@ -1,19 +1,21 @@
 """Plans into Programs: what each pipeline rank does in a step, in which order. Its words: docs/glossary.md."""
 
-from motet.schedule.bubbles import EncoderPipeline, coarse_fills, fill_bubbles, global_order
-from motet.schedule.collectives import add_data_parallel
-from motet.schedule.dag import dag_1f1b, dag_gpipe
-from motet.schedule.data_parallel import data_parallel
-from motet.schedule.disaggregated import Feed, Pipeline, disaggregated
-from motet.schedule.error import ScheduleError
-from motet.schedule.fit import check_fit
+from motet.schedule.check.error import ScheduleError
+from motet.schedule.check.fit import check_fit
+from motet.schedule.check.memory import high_water
+from motet.schedule.check.validate import validate
 from motet.schedule.from_plan import Planned, executed, fillable, of_batch, planned, program_of
-from motet.schedule.gpipe import gpipe
-from motet.schedule.interleaved_1f1b import interleaved_1f1b
+from motet.schedule.generators.bubble_filling import EncoderPipeline, coarse_fills, fill_bubbles, global_order
+from motet.schedule.generators.dag import dag_1f1b, dag_gpipe
+from motet.schedule.generators.data_parallel import data_parallel
+from motet.schedule.generators.disaggregated import Feed, Pipeline, disaggregated
+from motet.schedule.generators.gpipe import gpipe
+from motet.schedule.generators.interleaved_1f1b import interleaved_1f1b
+from motet.schedule.generators.modality_parallel import add_replicas, modality_parallel
+from motet.schedule.generators.one_f_one_b import one_f_one_b
+from motet.schedule.generators.zb_h1 import zb_h1
+from motet.schedule.generators.zb_v import zb_v
 from motet.schedule.layout import PlannedStage, part_layers
-from motet.schedule.memory import high_water
-from motet.schedule.modality import add_replicas, modality_parallel
-from motet.schedule.one_f_one_b import one_f_one_b
 from motet.schedule.passes import (
     Presence,
     Sharding,
@@ -24,11 +26,9 @@ from motet.schedule.passes import (
     split_parts,
     without_absent,
 )
+from motet.schedule.passes.data_parallel import add_data_parallel
 from motet.schedule.program import Action, Kind, Program, Stage
 from motet.schedule.text import dumps, loads, parse_action
-from motet.schedule.validate import validate
-from motet.schedule.zb_h1 import zb_h1
-from motet.schedule.zb_v import zb_v
 
 __all__ = [
     "Action",

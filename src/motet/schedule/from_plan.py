@@ -11,15 +11,17 @@ from fractions import Fraction
 from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
-from motet.schedule.bubbles import EncoderPipeline, coarse_fills, fill_bubbles, global_order
-from motet.schedule.collectives import add_data_parallel
-from motet.schedule.dag import dag_1f1b, dag_gpipe
-from motet.schedule.data_parallel import data_parallel
-from motet.schedule.disaggregated import Island
-from motet.schedule.dry_run import dry_run
-from motet.schedule.interleaved_1f1b import interleaved_1f1b
+from motet.schedule.check.dry_run import dry_run
+from motet.schedule.generators.bubble_filling import EncoderPipeline, coarse_fills, fill_bubbles, global_order
+from motet.schedule.generators.dag import dag_1f1b, dag_gpipe
+from motet.schedule.generators.data_parallel import data_parallel
+from motet.schedule.generators.disaggregated import Island
+from motet.schedule.generators.interleaved_1f1b import interleaved_1f1b
+from motet.schedule.generators.modality_parallel import add_replicas
+from motet.schedule.generators.virtual_pipeline import virtual_pipeline
+from motet.schedule.generators.zb_h1 import zb_h1
+from motet.schedule.generators.zb_v import zb_v
 from motet.schedule.layout import LAYER_PARTS, Layout, PlannedStage, part_layers
-from motet.schedule.modality import add_replicas
 from motet.schedule.passes import (
     Presence,
     Sharding,
@@ -30,11 +32,9 @@ from motet.schedule.passes import (
     split_parts,
     without_absent,
 )
+from motet.schedule.passes.data_parallel import add_data_parallel
 from motet.schedule.program import Kind, Program
 from motet.schedule.text import parse_action
-from motet.schedule.virtual_pipeline import virtual_pipeline
-from motet.schedule.zb_h1 import zb_h1
-from motet.schedule.zb_v import zb_v
 
 
 @dataclass(frozen=True)

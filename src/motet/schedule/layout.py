@@ -16,8 +16,8 @@ from typing import Literal
 
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
-from motet.schedule.disaggregated import Feed, Island, Pipeline, island
-from motet.schedule.fit import backbone_unit, check_fit, colocated_units, pipelined_units
+from motet.schedule.check.fit import backbone_unit, check_fit, colocated_units, pipelined_units
+from motet.schedule.generators.disaggregated import Feed, Island, Pipeline, island
 
 MAX_PARTS = 16
 """Units in which the layers of a module are gathered in a "data_parallel" Program: enough to tell what overlaps."""

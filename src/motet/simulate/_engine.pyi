@@ -1,4 +1,4 @@
-"""The native engine, csrc/simulate/: what motet.simulate.reference computes, on arrays, with the GIL released."""
+"""The native engine, csrc/simulate/: what simulate/engine/reference.py computes, on arrays, with the GIL released."""
 
 from collections.abc import Mapping, Sequence
 

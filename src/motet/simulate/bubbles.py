@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from motet.core.timeline import COMPUTE, Timeline
 from motet.schedule.program import COMPUTE as PASSES_AND_STEP
 from motet.schedule.program import Kind
-from motet.simulate.spans import Labels
+from motet.simulate.engine.spans import Labels
 
 BUBBLE_KINDS = ("tp", "exchange", "dp_gather", "dp_reduce", "norm", "straggler", "pp_warmup", "pp_cooldown", "pp_other")
 _TP, _EXCHANGE, _GATHER, _REDUCE, _NORM, _STRAGGLER, _WARMUP, _COOLDOWN, _OTHER = range(len(BUBBLE_KINDS))

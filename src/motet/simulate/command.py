@@ -9,11 +9,11 @@ from pathlib import Path
 from motet.core.errors import UserError
 from motet.core.files import check_output
 from motet.core.plan import Plan
-from motet.simulate.drawing import shown_seconds
-from motet.simulate.plan_words import rows_in_words
-from motet.simulate.prediction import Prediction
-from motet.simulate.rank_actions import program_rank_of, rank_actions
-from motet.simulate.report import print_prediction
+from motet.simulate.predict.prediction import Prediction
+from motet.simulate.show.drawing import shown_seconds
+from motet.simulate.show.plan_words import rows_in_words
+from motet.simulate.show.rank_actions import program_rank_of, rank_actions
+from motet.simulate.show.report import print_prediction
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ def show_predictions(plan: Plan, predictions: Iterable[Prediction], outputs: Out
         except OSError as error:
             raise UserError(f"the trace cannot be written to {outputs.trace}: {error.strerror}.") from error
     if outputs.html is not None:
-        from motet.simulate.page import write_html
+        from motet.simulate.show.page import write_html
 
         write_html(prediction.timeline, outputs.html, title=title, note=rows_in_words(plan))
     if outputs.png is not None:
-        from motet.simulate.picture import write_png
+        from motet.simulate.show.picture import write_png
 
         write_png(prediction.timeline, outputs.png, title=title, note=rows_in_words(plan))
     if outputs.actions is not None:

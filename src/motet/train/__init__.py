@@ -1,4 +1,1 @@
-"""Joins every layer into a training job: recipe, feed, step, checkpoints, metrics, evaluation, report.
-
-The words are in docs/glossary.md.
-"""
+"""Joins the parts into a training job: recipe, input, trainer, checkpoints, evaluation, report. Its words: docs/glossary.md."""

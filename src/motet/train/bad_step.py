@@ -16,10 +16,10 @@ from motet.data.dataset import Dataset
 from motet.dispatch import RankBatch
 from motet.runtime.not_finite import Finding, Moment, find, gradient_not_finite, weight_not_finite
 from motet.runtime.step import StepResult, TrainStep
-from motet.train.feed import StepInput
-from motet.train.recipe import Recipe
+from motet.train.input.feed import StepInput
+from motet.train.recipe.recipe import Recipe
+from motet.train.report.step_lines import to_json
 from motet.train.run_folder import writing
-from motet.train.step_lines import to_json
 from motet.train.world import World
 
 FILE = "bad_steps.jsonl"

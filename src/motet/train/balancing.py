@@ -23,7 +23,7 @@ from motet.cost.profiled import message_fit
 from motet.dispatch import BalanceConfig, Orchestrator
 from motet.models.module import MLLM
 from motet.models.spec import model_spec
-from motet.train.recipe import Recipe
+from motet.train.recipe.recipe import Recipe
 from motet.train.world import World
 
 _PS_PER_S = 10**12

@@ -29,7 +29,7 @@ from motet.dispatch import ItemExchange, LoadedExample, PackedSequences, RankBat
 from motet.models.module import MLLM
 from motet.runtime.mesh import Mesh
 from motet.runtime.step import forward_features
-from motet.train.loading import exchanged
+from motet.train.input.loading import exchanged
 from motet.train.world import World
 
 _NO_TASK = "all"

@@ -34,10 +34,10 @@ from motet.train.checkpoint.contents import Progress
 from motet.train.checkpoint.restoring import load
 from motet.train.checkpoint.saving import Checkpointer
 from motet.train.evaluate import Evaluator
-from motet.train.loading import ExchangeLoading, IndexLoading, Loading
+from motet.train.input.loading import ExchangeLoading, IndexLoading, Loading
+from motet.train.input.rows import check_rows
 from motet.train.optimizer import build_optimizer
-from motet.train.recipe import Recipe
-from motet.train.rows import check_rows
+from motet.train.recipe.recipe import Recipe
 from motet.train.world import World
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from motet.core.errors import UserError
-from motet.train.step_lines import METRICS, step_of
+from motet.train.report.step_lines import METRICS, step_of
 
 LOCK = "run.lock"
 FILES = (

@@ -16,23 +16,23 @@ from motet.cost.flops import mfu
 from motet.dispatch import RankBatch
 from motet.models.spec import model_spec
 from motet.runtime.step import StepResult
-from motet.simulate.page import write_html
+from motet.simulate.show.page import write_html
 from motet.train.bad_step import BadSteps, BrokenWeights, Cause, examine
 from motet.train.evaluate import Evaluation
 from motet.train.export import export
-from motet.train.feed import Feed, Schedule, StepInput
+from motet.train.input.feed import Feed, Schedule, StepInput
+from motet.train.input.loading import BadExample
 from motet.train.job import Job, build_job
-from motet.train.loading import BadExample
-from motet.train.metrics import Measured, balance_metrics, gather_measured, phase_metrics
-from motet.train.metrics_log import MetricsLog, Terminal
 from motet.train.optimizer import learning_rate, set_learning_rate
-from motet.train.peak import peak_of
-from motet.train.recipe import Recipe, dump_recipe
-from motet.train.report import write_report
+from motet.train.recipe.recipe import Recipe, dump_recipe
+from motet.train.report.metrics import Measured, balance_metrics, gather_measured, phase_metrics
+from motet.train.report.metrics_log import MetricsLog, Terminal
+from motet.train.report.page import write_report
+from motet.train.report.peak import peak_of
+from motet.train.report.step_lines import to_json
+from motet.train.report.summary import summarise, summary_lines
 from motet.train.run_folder import claimed, writing
-from motet.train.step_lines import to_json
 from motet.train.stop import StopSignal
-from motet.train.summary import summarise, summary_lines
 from motet.train.world import join_world
 
 _GO_ON, _STOP, _CANNOT_LOG = range(3)

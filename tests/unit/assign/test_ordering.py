@@ -13,9 +13,9 @@ from motet.assign.plan import assign_step
 from motet.core.errors import ArgumentError
 from motet.core.plan import Unit
 from motet.schedule import planned, validate
-from motet.simulate.plan_words import plan_in_words
-from motet.simulate.predict import assign_batch, predict_assigned
-from motet.simulate.step_seconds import PricedStep
+from motet.simulate.predict.predict import assign_batch, predict_assigned
+from motet.simulate.predict.step_seconds import PricedStep
+from motet.simulate.show.plan_words import plan_in_words
 from unit.simulate.even_jobs import Free
 from unit.simulate.jobs import CHAIN, PLANS, Linear, alike, lengths, plan
 

@@ -15,7 +15,7 @@ from motet.core.plan import Unit
 from motet.core.workload import BACKBONE
 from motet.dispatch import compose_route
 from motet.schedule import planned
-from motet.simulate.predict import assign_batch
+from motet.simulate.predict.predict import assign_batch
 from unit.simulate.jobs import BACKBONE as HALVES
 from unit.simulate.jobs import PLANS, Linear, lengths, plan
 

@@ -14,7 +14,7 @@ from motet.core.workload import BatchLengths, ItemLengths
 from motet.cost.analytic import Analytic
 from motet.cost.operations import Operations
 from motet.schedule import Kind, of_batch, planned, validate
-from motet.simulate.pricing import Pricing
+from motet.simulate.predict.stage_pricing import Pricing
 from unit.simulate import jobs
 from unit.simulate.jobs import PLANS
 

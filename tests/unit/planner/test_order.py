@@ -7,24 +7,24 @@ import pytest
 
 from motet.assign.groups import groups_under, total_lengths
 from motet.core.errors import UserError
-from motet.planner.bubble_filling import bubble_filling
+from motet.planner.bubble_filling.propose import propose_bubble_filling
 from motet.planner.candidate import Candidate, Pins, RuledOut, predict_candidate
-from motet.planner.chain import chain
-from motet.planner.data_parallel import data_parallel
-from motet.planner.disaggregated import disaggregated
-from motet.planner.modality import modality_parallel
+from motet.planner.chain.propose import propose_chain
+from motet.planner.data_parallel.propose import propose_data_parallel
+from motet.planner.disaggregated.propose import propose_disaggregated
+from motet.planner.modality_parallel.propose import propose_modality_parallel
 from motet.planner.order import NUM_BATCHES, WIDENED, caps_for, pinned, reordered
 from motet.planner.pins import parse_pins
 from motet.planner.report import winner_in_words
 from motet.planner.search import search
-from motet.simulate.predict import assign_batch
+from motet.simulate.predict.predict import assign_batch
 from unit.planner.jobs import job
 
 PIPELINES = {
-    "chain": chain,
-    "modality parallel": modality_parallel,
-    "disaggregated": disaggregated,
-    "bubble filling": bubble_filling,
+    "chain": propose_chain,
+    "modality parallel": propose_modality_parallel,
+    "disaggregated": propose_disaggregated,
+    "bubble filling": propose_bubble_filling,
 }
 
 
@@ -53,8 +53,10 @@ def test_a_pipeline_is_as_fast_or_faster_and_fits(name, spread):
 
 def test_uneven_lengths_gain():
     given_job = job(batch_size=64, spread=1.0)
-    for strategy in (chain, modality_parallel):
-        candidate = leader(given_job, strategy, microbatch_size=2, schedule="1f1b", pp=2 if strategy is chain else None)
+    for strategy in (propose_chain, propose_modality_parallel):
+        candidate = leader(
+            given_job, strategy, microbatch_size=2, schedule="1f1b", pp=2 if strategy is propose_chain else None
+        )
         given = predict_candidate(given_job, candidate)
         found, prediction = reordered(given_job, candidate, given, Pins())
         assert found.plan.order == "both" and prediction.step_s < 0.95 * given.step_s
@@ -62,9 +64,9 @@ def test_uneven_lengths_gain():
 
 def test_what_is_even_or_pinned_or_no_pipeline_stays_as_it_is():
     for given_job, strategy, pins in (
-        (job(batch_size=64), chain, Pins()),
-        (job(batch_size=64, spread=1.0), chain, Pins(order="given")),
-        (job(batch_size=64, spread=1.0), data_parallel, Pins()),
+        (job(batch_size=64), propose_chain, Pins()),
+        (job(batch_size=64, spread=1.0), propose_chain, Pins(order="given")),
+        (job(batch_size=64, spread=1.0), propose_data_parallel, Pins()),
     ):
         candidate = leader(given_job, strategy)
         given = predict_candidate(given_job, candidate)
@@ -74,7 +76,7 @@ def test_what_is_even_or_pinned_or_no_pipeline_stays_as_it_is():
 @pytest.mark.parametrize("microbatch_size", [2, 4])
 def test_caps_are_the_least_that_hold_every_batch(microbatch_size):
     given_job = job(batch_size=64, spread=0.8)
-    plan = leader(given_job, chain, microbatch_size=microbatch_size).plan
+    plan = leader(given_job, propose_chain, microbatch_size=microbatch_size).plan
     caps = caps_for(given_job, plan)
     assert set(caps) == {"image", "backbone"} or set(caps) == {"audio", "backbone"}
     batches = [given_job.workload.draw(64, np.random.default_rng(number)) for number in range(NUM_BATCHES)]
@@ -95,15 +97,15 @@ def test_caps_are_the_least_that_hold_every_batch(microbatch_size):
 
 def test_single_examples_and_uneven_replicas_have_no_caps():
     given_job = job(batch_size=64, spread=0.8)
-    assert caps_for(given_job, leader(given_job, chain, microbatch_size=1).plan) == {}
-    plan = leader(given_job, disaggregated, microbatch_size=4).plan
+    assert caps_for(given_job, leader(given_job, propose_chain, microbatch_size=1).plan) == {}
+    plan = leader(given_job, propose_disaggregated, microbatch_size=4).plan
     units = (replace(plan.units[0], dp=plan.units[-1].dp * 2), *plan.units[1:])
     assert caps_for(given_job, replace(plan, units=units)) == {}
 
 
 def test_a_pinned_order_is_that_of_every_pipeline():
     given_job = job(batch_size=32, spread=1.0)
-    strategies = {"data parallel": data_parallel, "chain": chain}
+    strategies = {"data parallel": propose_data_parallel, "chain": propose_chain}
     found = search(given_job, strategies, parse_pins(["order=inter"], strategies))
     assert {result.candidate.plan.order for result in found.results} == {"inter"}
     assert any("order is pinned to 'inter'" in ruled.why for ruled in found.ruled_out)
@@ -112,14 +114,14 @@ def test_a_pinned_order_is_that_of_every_pipeline():
     assert any(result.candidate.plan.schedule == "data_parallel" for result in as_given.results)
     with pytest.raises(UserError, match="order=outer: must be one of given, intra, inter, both"):
         parse_pins(["order=outer"], strategies)
-    candidate = leader(given_job, data_parallel)
+    candidate = leader(given_job, propose_data_parallel)
     assert isinstance(pinned(candidate, Pins(order="both")), RuledOut)
     assert pinned(candidate, Pins(order="given")) is candidate
 
 
 def test_the_search_orders_the_best_of_a_strategy_and_says_so():
     given_job = job(batch_size=64, spread=1.0)
-    free, as_given = (search(given_job, {"chain": chain}, Pins(order=order)) for order in (None, "given"))
+    free, as_given = (search(given_job, {"chain": propose_chain}, Pins(order=order)) for order in (None, "given"))
     assert free.best.prediction.step_s < as_given.best.prediction.step_s
     assert free.best.candidate.plan.order != "given"
     words = " ".join(winner_in_words(free))

@@ -9,8 +9,8 @@ import pytest
 from motet.core.errors import UserError
 from motet.core.plan import Fill, Unit
 from motet.schedule import Kind, coarse_fills, dumps, fillable, loads, planned, program_of, validate
-from motet.schedule.bubbles import EncoderPipeline
-from motet.schedule.fit import colocated_units
+from motet.schedule.check.fit import colocated_units
+from motet.schedule.generators.bubble_filling import EncoderPipeline
 from unit.schedule.plans import PLANS, VLM, model, plan
 
 COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)

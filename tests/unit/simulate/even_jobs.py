@@ -5,7 +5,7 @@ import numpy as np
 from motet.core.plan import Unit
 from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
 from motet.core.workload import BatchLengths, ItemLengths
-from motet.simulate.predict import predict
+from motet.simulate.predict.predict import predict
 from unit.simulate.jobs import (
     FORWARD_S,
     INPUT_S,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from motet.schedule import gpipe, interleaved_1f1b, one_f_one_b, split_parts, zb_h1
-from motet.schedule.modality import modality_parallel
+from motet.schedule.generators.modality_parallel import modality_parallel
 from motet.schedule.program import Action, Kind, Program, Stage
 from motet.simulate import bubbles, simulate, stage_times
 

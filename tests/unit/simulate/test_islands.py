@@ -8,7 +8,7 @@ import pytest
 from motet.core.plan import Unit
 from motet.core.workload import ItemLengths
 from motet.schedule import planned
-from motet.simulate.predict import assign_batch, predict_assigned, predictions
+from motet.simulate.predict.predict import assign_batch, predict_assigned, predictions
 from unit.simulate.even_jobs import EVEN, LAYER_B, LAYER_F, Free, even, step
 from unit.simulate.jobs import (
     CHAIN,
@@ -54,7 +54,7 @@ def test_islands_whose_last_have_no_items_are_told_apart():
 
 
 def test_islands_that_are_alike_are_simulated_once(monkeypatch):
-    import motet.simulate.predict as module
+    import motet.simulate.predict.predict as module
 
     made, ran = plan(Unit("all", CHAIN, pp=3, dp=4)), []
     monkeypatch.setattr(module, "simulate", lambda *a, _run=module.simulate, **k: ran.append(1) or _run(*a, **k))

@@ -16,13 +16,13 @@ from motet.data.text import ChatTokenizer
 from motet.dispatch import Decision
 from motet.models.build import build_mllm
 from motet.models.spec import model_spec
+from motet.planning.cluster import GivenCluster
+from motet.planning.job import Given
+from motet.planning.plan_of_recipe import read_recipe_as_plan
 from motet.train.balancing import build_orchestrator, check_same_backend, read_measured
-from motet.train.metrics import balance_metrics, phase_metrics
-from motet.train.plan_cluster import GivenCluster
-from motet.train.plan_job import Given
-from motet.train.plan_of_recipe import read_recipe_as_plan
-from motet.train.recipe import load_recipe
-from motet.train.summary import methods_line
+from motet.train.recipe.recipe import load_recipe
+from motet.train.report.metrics import balance_metrics, phase_metrics
+from motet.train.report.summary import methods_line
 
 
 def test_ranks_with_different_cores_are_refused():

@@ -12,7 +12,7 @@ from motet.core.errors import UserError
 from motet.data.chat_template import DEFAULT_TEMPLATE
 from motet.dispatch import pack
 from motet.train.job import build_job
-from motet.train.recipe import load_recipe
+from motet.train.recipe.recipe import load_recipe
 from motet.train.world import join_world
 from ranks import run_ranks
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from motet.core.errors import ArgumentError
+from motet.schedule.check.dry_run import DryRun, dry_run
 from motet.schedule.dependencies import PARTNERS
-from motet.schedule.dry_run import DryRun, dry_run
 from motet.schedule.program import Action, Kind, Program
 
 

@@ -1,0 +1,1 @@
+"""The strategy of one chain of stages. Its words: docs/glossary.md."""

@@ -1,0 +1,1 @@
+"""The strategy MMScale: units of their own. Its words: docs/glossary.md."""

@@ -1,0 +1,170 @@
+"""The ways to run each module of a job as a unit of its own: the tables that ranks are allocated from.
+
+A row is a number of examples in a microbatch, a TP, a PP and a share of the blocks that is recomputed. Its slowest
+stage is that of the best cut; its bytes are estimated as if the fullest stage had the fullest ceil(blocks / PP)
+neighbours. Where microbatches are not alike, a stage of a pipeline of d stages is taken to spend on each what it does
+on the longest of d, in the mean: 1F1B keeps d of them under way, and those behind a long one wait for it. What is
+proposed is cut and counted exactly afterwards (`disaggregated.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.core.plan import Unit
+from motet.core.spec import Layer
+from motet.cost.memory import stage_layers, stage_memory
+from motet.planner.disaggregated.allocation import UnitOptions
+from motet.planner.infeasible import tensor_degrees
+from motet.planner.job import BlockCosts, Column, Job
+from motet.simulate.predict.memory import MAX_LOGITS
+
+RECOMPUTED = {"none": (0.0,), "least": (0.0, 0.5, 1.0), "full": (1.0,)}
+"""Shares of the blocks that are taken to be recomputed while ranks are allocated; the least comes after."""
+_MAX_EXAMPLES = 64
+"""Of an encoder's or generator's microbatch."""
+_REPLICAS = 32
+"""Over which gradients are taken to be reduced: with more, the bytes on a link stay what they are."""
+_SAMPLE = 4096
+"""Examples that seconds and bytes of options are estimated from, where a batch has more."""
+_QUANTILES = 512
+
+
+def microbatch_sizes(job: Job, largest: int = _MAX_EXAMPLES, *, apart: int = 1) -> tuple[int, ...]:
+    """Divisors of the batch up to `largest`, each at least `apart` times the one before."""
+    found = [1]
+    for size in range(2, min(largest, job.batch_size) + 1):
+        if job.batch_size % size == 0 and size >= apart * found[-1]:
+            found.append(size)
+    return tuple(found)
+
+
+def unit_options(
+    job: Job,
+    name: str,
+    side: Literal[-1, 0, 1],
+    sizes: Sequence[int],
+    shares: Sequence[float],
+    pp: int | None = None,
+) -> UnitOptions:
+    """Every TP and PP for microbatches of these sizes, with these shares of blocks recomputed. pp: only this one.
+
+    Of rows that differ in PP alone, those whose slowest stage is not faster than a shorter pipeline's are left out.
+    Raises ArgumentError where the costs of the job do. O(sizes * degrees * blocks^3), vectorised.
+    """
+    if job.batch_size > _SAMPLE:
+        job = replace(job, batch_size=_SAMPLE)
+    parts, keys = [], []
+    every = np.arange(1, len(job.model.module(name).blocks) + 1)
+    for size in sizes:
+        longest = longest_of(job.unevenness(name, size), len(every))
+        for tp in tensor_degrees(job):
+            part = _of_costs(job, name, size, tp, np.asarray(shares))
+            kept = _shorter(part["stage_s"]) if pp is None else np.broadcast_to(every == pp, part["stage_s"].shape)
+            part["stage_s"] = part["stage_s"] * longest
+            parts.append({field: own[kept] for field, own in part.items()})
+            number = np.broadcast_to(every, kept.shape)[kept]
+            keys.append(np.stack([np.full(len(number), size), np.full(len(number), tp), number]))
+    columns = {field: np.concatenate([part[field] for part in parts]) for field in parts[0]}
+    return UnitOptions(name, side, *np.concatenate(keys, axis=1), **columns)
+
+
+def slowest_stages(block_s: Column) -> Column:
+    """Of the best cut into 1, 2, ... stages, the slowest: [..., num_blocks] from the seconds of each block, alike."""
+    num_blocks = block_s.shape[-1]
+    prefix = np.concatenate([np.zeros((*block_s.shape[:-1], 1)), block_s.cumsum(axis=-1)], axis=-1)
+    span = prefix[..., None, :] - prefix[..., :, None]
+    span = np.where(np.tri(num_blocks + 1, dtype=np.bool_), np.inf, span)
+    best, found = span[..., 0, :], [span[..., 0, -1]]
+    for _ in range(num_blocks - 1):
+        best = np.maximum(best[..., :, None], span).min(axis=-2)
+        found.append(best[..., -1])
+    return np.stack(found, axis=-1)
+
+
+def longest_of(values: Column, most: int) -> Column:
+    """The mean of the largest of 1, 2, ... `most` values that are drawn from those given; [most].
+
+    Of many values, of as many as _QUANTILES means of neighbours.
+    """
+    ordered = np.sort(values)
+    starts = np.arange(min(len(values), _QUANTILES)) * len(values) // min(len(values), _QUANTILES)
+    below = np.append(starts, len(values)) / len(values)
+    means = np.add.reduceat(ordered, starts) / np.diff(below) / len(values)
+    longest: Column = np.diff(below ** np.arange(1, most + 1)[:, None], axis=1) @ means
+    return longest
+
+
+def _shorter(stage_s: Column) -> NDArray[np.bool_]:
+    """Where a pipeline's slowest stage is faster than those of all shorter ones, [..., num_blocks]."""
+    before = np.minimum.accumulate(stage_s, axis=-1)
+    first = np.full((*stage_s.shape[:-1], 1), np.inf)
+    faster: NDArray[np.bool_] = stage_s < np.concatenate([first, before[..., :-1]], axis=-1) * (1 - 1e-9)
+    return faster
+
+
+def _of_costs(job: Job, name: str, size: int, tp: int, shares: Column) -> dict[str, Column]:
+    """Columns of `UnitOptions`, [num_shares, num_blocks] each: by share recomputed and PP."""
+    costs = job.block_costs(name, size, tp)
+    num_blocks, precision = costs.num_blocks, job.mixed_precision(pipeline=True)
+    block_s = costs.forward_s + costs.backward_s + shares[:, None] * costs.again_s
+    kept = costs.kept_bytes - shares[:, None] * costs.spared_bytes
+    num_parameters, num_trained = _fullest(np.stack([costs.parameters, costs.trained]))
+    pp = np.arange(1, num_blocks + 1)
+    fixed = num_parameters * precision.stored + num_trained * precision.gradient + _transient(job, name, size, tp)
+    shape = block_s.shape
+    return {
+        "pass_s": block_s.sum(axis=1)[:, None] + 2 * (pp - 1) * _send_s(job, costs),
+        "stage_s": slowest_stages(block_s),
+        "once_s": np.broadcast_to(_once_s(job, tp, num_parameters, num_trained), shape),
+        "fixed_bytes": np.broadcast_to(fixed, shape),
+        "sharded_bytes": np.broadcast_to(num_trained * precision.optimizer, shape),
+        "kept_bytes": kept.cumsum(axis=1)[:, _stage_blocks(num_blocks) - 1],
+    }
+
+
+def _stage_blocks(num_blocks: int) -> NDArray[np.int64]:
+    """Blocks of the longest stage of 1, 2, ... as even as can be."""
+    return -(-num_blocks // np.arange(1, num_blocks + 1))
+
+
+def _fullest(columns: Column) -> Column:
+    """The most that any ceil(blocks / PP) neighbours have, [num_columns, num_blocks], by PP."""
+    prefix = np.concatenate([np.zeros((len(columns), 1)), columns.cumsum(axis=1)], axis=1)
+    num_blocks = columns.shape[1]
+    by_length = [(prefix[:, length:] - prefix[:, :-length]).max(axis=1) for length in range(1, num_blocks + 1)]
+    return np.stack(by_length, axis=1)[:, _stage_blocks(num_blocks) - 1]
+
+
+def _transient(job: Job, name: str, size: int, tp: int) -> int:
+    """Of the layer that has most beside what is kept, if it is recomputed."""
+    num_blocks = len(job.model.module(name).blocks)
+    unit, precision = Unit(name, ({name: num_blocks},), tp=tp), job.mixed_precision(pipeline=True)
+
+    def rows(module: str, layer: Layer) -> float:
+        found = float(job.work(module, layer, size).rows.max())
+        return min(found, MAX_LOGITS / layer.output_width) if layer.targets_only else found
+
+    layers = set(stage_layers(job.model, {name: (0, num_blocks)}, {name: num_blocks}))
+    return max(stage_memory(unit, [placed], rows, 0, precision).transient for placed in layers)
+
+
+def _send_s(job: Job, costs: BlockCosts) -> float:
+    """Of what leaves a block, to the next stage; between nodes, where there are several."""
+    ranks = (0, min(job.cluster.ranks_per_node, job.cluster.num_ranks - 1))
+    if ranks[1] == 0:
+        return 0.0
+    return float(job.cost.send_seconds(np.array([costs.output_bytes.mean()]), ranks)[0])
+
+
+def _once_s(job: Job, tp: int, num_parameters: Column, num_trained: Column) -> Column:
+    """Parameters gathered, gradients reduced, over replicas: of the fullest stage."""
+    precision = job.mixed_precision(pipeline=True)
+    ranks = range(0, job.cluster.num_ranks, tp)[:_REPLICAS]
+    s_per_byte = job.cost.gather_seconds(1e9, ranks) / 1e9 if len(ranks) > 1 else 0.0
+    return s_per_byte * (num_parameters * precision.compute + num_trained * precision.gradient)

@@ -1,0 +1,70 @@
+"""`motet analyze RECIPE.toml`: a recipe's data, weighed as its training would weigh them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from motet.analyze import Subject
+from motet.analyze.lengths import Lengths
+from motet.balance import StepCosts
+from motet.core.cluster import Link
+from motet.core.errors import UserError
+from motet.data.dataset import describe
+from motet.planning.sources import training_data
+from motet.train.balancing import recipe_costs
+from motet.train.recipe.recipe import Recipe, load_recipe
+from motet.train.recipe.toml_text import read_recipe
+
+
+def read_subject(path: Path, overrides: Sequence[str] = ()) -> tuple[Subject, int]:
+    """What is to be analysed, and how many of its examples training balances together.
+
+    Raises UserError for what is wrong with the recipe, and for one without data.
+    """
+    if "data" not in read_recipe(path, overrides).tables:
+        raise UserError(f"{path} has no [data] to analyse; name a training recipe, a manifest or a table of lengths.")
+    recipe = load_recipe(path, overrides)
+    dataset, model = training_data(recipe)
+    costs = recipe_costs(recipe, model, _device_type(recipe))
+    left_out = dataset.left_out
+    lengths = Lengths(
+        str(path),
+        dataset.batch_lengths(np.arange(dataset.num_examples), 1),
+        (_speed_words(recipe, costs),),
+        describe(left_out, dataset.num_in_manifests) if len(left_out) else "",
+    )
+    return Subject(lengths, costs, _WEIGHED[recipe.balance.cost]), recipe.run.batch_size // recipe.run.microbatches
+
+
+_WEIGHED = {
+    "flops": "Balanced on the operations of the recipe's model, forward and backward as it trains.",
+    "length": 'Balanced on lengths; with balance.cost = "flops", on the operations of the recipe\'s model.',
+    "profile": "Balanced on the times of the recipe's model that motet profile measured.",
+}
+
+
+def _device_type(recipe: Recipe) -> str:
+    """Of the ranks that the recipe is for; a GPU where it does not say."""
+    stated = recipe.run.device if recipe.cluster is None else recipe.cluster.device
+    return "cpu" if "cpu" in (stated, recipe.run.device) else "cuda"
+
+
+def _link_words(link: Link) -> str:
+    return f"{link.bytes_per_s / 1e9:,.4g} GB/s a rank after {link.latency_s * 1e6:,.4g} microseconds"
+
+
+def _speed_words(recipe: Recipe, costs: StepCosts) -> str:
+    network = costs.times.network
+    exchanged = f"an exchange at {_link_words(network.intra_node)}"
+    if network.ranks_per_node is not None:
+        exchanged += f", between nodes of {network.ranks_per_node:,} ranks at {_link_words(network.inter_node)}"
+    if recipe.balance.cost == "profile":
+        return f"Seconds: those of the profile; {exchanged}."
+    flops_per_s = recipe.balance.speed.resolved(_device_type(recipe)).flops_per_s
+    return (
+        f"Seconds: {flops_per_s / 1e12:,.4g} TFLOP/s a rank, {exchanged}: balance.speed, or what training assumes "
+        "where that says nothing."
+    )

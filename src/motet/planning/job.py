@@ -1,0 +1,55 @@
+"""The job that a recipe and the command line describe, to plan or simulate: model, cluster, lengths, batch, costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from motet.assign.balancing import by_operations
+from motet.core.errors import UserError
+from motet.cost.source import cost_model
+from motet.planner.job import Job
+from motet.planning.cluster import GivenCluster, cluster_of
+from motet.planning.planned_recipe import read_job_recipe
+from motet.planning.sources import workload_at, workload_of
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the command line says of a job; None is as the recipe has it.
+
+    workload: a file of lengths, or a recipe. profile: measured times.
+    """
+
+    cluster: GivenCluster
+    workload: Path | None = None
+    profile: Path | None = None
+
+
+def job_of_recipe(path: Path, given: Given, overrides: Sequence[str] = ()) -> Job:
+    """The job that a recipe and the command line describe. Torch is imported for what is no table of shapes.
+
+    A training recipe without `[cluster]` is for the CPU of this machine, where it is not said for what.
+    Raises UserError for what is wrong with either, or missing from both.
+    """
+    read = read_job_recipe(path, overrides)
+    cluster = cluster_of(path, read.cluster, given.cluster, "cpu" if read.has_data else None)
+    workload, balancing = read.workload, by_operations
+    if read.has_data:
+        from motet.train.balancing import balancing_of
+        from motet.train.recipe.recipe import load_recipe
+
+        recipe = load_recipe(path, overrides)
+        balancing = balancing_of(recipe, read.model)
+        if given.workload is None:
+            workload = workload_of(recipe, str(path))
+    if given.workload is not None:
+        workload = workload_at(given.workload)
+    if workload is None:
+        raise UserError(
+            f"{path} has neither [data] nor [workload], so --workload must say which lengths to plan for: a manifest, "
+            "a CSV of lengths, a TOML of distributions, or a recipe."
+        )
+    cost = cost_model(cluster, read.precision, given.profile)
+    return Job(read.model, cluster, workload, read.batch_size, cost, read.precision, balancing=balancing)

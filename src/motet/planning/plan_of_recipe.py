@@ -1,0 +1,166 @@
+"""The Plan of the job that a recipe trains today, and back: the settings by which training runs a Plan.
+
+Every module is on every rank, data parallel, sharded as `[fsdp]` says. What a Plan cannot say is refused, not rounded:
+a batch that ranks cannot share alike, and phases of which only some are balanced. So is what training cannot run yet.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from motet.core.cluster import Cluster
+from motet.core.errors import UserError
+from motet.core.plan import Plan, Unit
+from motet.core.spec import ModelSpec
+from motet.cost.memory import stage_layers
+from motet.dispatch import BalanceConfig, SpeedConfig
+from motet.planner.job import Job
+from motet.planning.job import Given, job_of_recipe
+from motet.planning.planned_recipe import PRECISIONS
+from motet.train.recipe.recipe import Recipe, load_recipe
+from motet.train.recipe.toml_text import read_recipe
+
+
+def plan_of_recipe(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
+    """On all ranks of the cluster. spec: of the recipe's model, as `models.spec` makes it.
+
+    Raises UserError for a shard_size or a batch that does not divide, and for a balance that no Plan has.
+    """
+    run, fsdp, num_ranks = recipe.run, recipe.fsdp, cluster.num_ranks
+    microbatch_size, left = divmod(run.batch_size, run.microbatches * num_ranks)
+    if left or not microbatch_size:
+        raise UserError(
+            f"run.batch_size = {run.batch_size} cannot be planned for {num_ranks} ranks and run.microbatches = "
+            f"{run.microbatches}: it must be a multiple of {run.microbatches * num_ranks}."
+        )
+    shard_size = fsdp.shard_size or num_ranks
+    if num_ranks % shard_size:
+        raise UserError(f"fsdp.shard_size = {shard_size} must divide the number of ranks, which is {num_ranks}.")
+    unit = Unit(
+        "all",
+        ({module.name: len(module.blocks) for module in spec.modules},),
+        dp=num_ranks,
+        recompute=(_recomputable(spec),) if fsdp.recompute else (),
+        zero=0 if shard_size == 1 else 3 if fsdp.reshard_after_forward else 2,
+        shard_size=0 if shard_size in (1, num_ranks) else shard_size,
+    )
+    return Plan(
+        spec,
+        cluster,
+        (unit,),
+        run.batch_size,
+        microbatch_size,
+        schedule="data_parallel",
+        precision=_precision(recipe),
+        balance=_balance(recipe, spec),
+    )
+
+
+def recipe_of_plan(plan: Plan, recipe: Recipe) -> Recipe:
+    """The recipe with the settings by which training runs a Plan of its model; `plan_of_recipe` makes that Plan of it.
+
+    Changed are batch_size and microbatches of `[run]`, phases and method of `[balance]`, with what has no effect where
+    nothing is balanced, and all of `[fsdp]` but what is computed in.
+    Raises UserError for what training cannot run yet (`obstacle`).
+    """
+    if what := obstacle(plan, recipe):
+        raise UserError(f"The plan has {what}, which training cannot run yet.")
+    (unit,) = plan.units
+    microbatches = plan.batch_size // (unit.dp * plan.microbatch_size)
+    shard_size = (unit.shard_size or unit.dp) if unit.zero else 1
+    fsdp = {
+        "shard_size": None if shard_size == unit.dp > 1 else shard_size,
+        "reshard_after_forward": unit.zero == 3,
+        "recompute": _recomputes(plan),
+    }
+    return recipe.model_copy(
+        update={
+            "run": recipe.run.model_copy(update={"batch_size": plan.batch_size, "microbatches": microbatches}),
+            "fsdp": recipe.fsdp.model_copy(update=fsdp),
+            "balance": _balanced_as(plan, recipe.balance),
+        }
+    )
+
+
+def obstacle(plan: Plan, recipe: Recipe) -> str:
+    """What a Plan has that training cannot run yet, in a word or a few; "" if it can."""
+    unit = plan.units[0]
+    obstacles = {
+        "modules on ranks of their own": len(plan.units) > 1,
+        "a pipeline": unit.pp > 1 or plan.schedule != "data_parallel",
+        "tensor parallelism": unit.tp > 1,
+        "context parallelism": unit.cp > 1,
+        "ranks left over": unit.num_ranks < plan.cluster.num_ranks,
+        "ZeRO-1": unit.zero == 1 and unit.dp > 1,
+        "recomputation of some layers": _recomputes(plan) is None,
+        "another precision than the recipe": plan.precision != _precision(recipe),
+    }
+    return next((what for what, there in obstacles.items() if there), "")
+
+
+def read_recipe_as_plan(file: Path, overrides: Sequence[str], given: Given) -> tuple[Plan, Job]:
+    """A recipe's Plan, and the job that `motet plan` searches other Plans for.
+
+    Raises UserError for what is wrong with the recipe or with what is given.
+    """
+    if "data" not in read_recipe(file, overrides).tables:
+        raise UserError(
+            f"{file} has no [data], so it says nothing of how it trains: `motet plan {file}` finds a plan, "
+            "which `motet simulate` takes."
+        )
+    recipe = load_recipe(file, overrides)
+    job = job_of_recipe(file, given, overrides)
+    return plan_of_recipe(recipe, job.model, job.cluster), job
+
+
+def _precision(recipe: Recipe) -> str:
+    return PRECISIONS[recipe.fsdp.param_dtype or recipe.run.dtype]
+
+
+def _whole(spec: ModelSpec) -> dict[str, int]:
+    return {module.name: len(module.blocks) for module in spec.modules}
+
+
+def _recomputable(spec: ModelSpec) -> dict[str, int]:
+    """All blocks of the modules in which recomputation does anything: not of those without a backward pass."""
+    whole = _whole(spec)
+    return {
+        name: count
+        for name, count in whole.items()
+        if any(layer.recomputed for layer in stage_layers(spec, {name: (0, count)}, whole))
+    }
+
+
+def _recomputes(plan: Plan) -> bool | None:
+    """Whether all is recomputed that can be, or nothing; None for what is between."""
+    whole = _whole(plan.model)
+    spans = {name: (0, count) for name, count in whole.items()}
+
+    def layers(recompute: Mapping[str, int]) -> list[object]:
+        return list(stage_layers(plan.model, spans, recompute))
+
+    chosen = layers(plan.units[0].recompute[0] if plan.units[0].recompute else {})
+    return False if chosen == layers({}) else True if chosen == layers(whole) else None
+
+
+def _balance(recipe: Recipe, spec: ModelSpec) -> Literal["off", "joint", "per_phase", "auto"]:
+    names = [module.name for module in spec.modules]
+    balanced = recipe.balance.balanced(names[:-1])
+    if balanced and balanced != set(names):
+        given = recipe.balance.phases
+        raise UserError(
+            f"balance.phases = {json.dumps(given)} balances some phases, which a plan cannot say; "
+            'set it to "all" or "off" to simulate the recipe.'
+        )
+    return recipe.balance.method if balanced else "off"
+
+
+def _balanced_as(plan: Plan, config: BalanceConfig) -> BalanceConfig:
+    if plan.balance != "off":
+        return config.model_copy(update={"phases": "all", "method": plan.balance})
+    off: dict[str, Any] = {"phases": "off", "method": "auto", "profile": None, "speed": SpeedConfig()}
+    # What is measured is for balancing alone; loads are counted by operations, or by lengths, all the same.
+    return config.model_copy(update=off if config.cost != "profile" else {**off, "cost": "flops"})

@@ -1,0 +1,130 @@
+"""What `motet plan` plans: a recipe of a training job, or one that has no more than planning needs.
+
+The latter has a workload in the place of data, and needs neither tokenizer nor weights:
+
+    [run]
+    batch_size = 2560
+
+    [model.backbone]           # shapes (core/shape_tables.py), HF families with `vocab_size`, as in training, or
+    ...                        # model = "DIR", an HF model's directory
+
+    [cluster]                  # or --cluster; cost/catalogue.py
+    device = "h100"
+    nodes = 320
+
+    [[workload.task]]          # or --workload; core/sampler.py
+    ...
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from motet.core.errors import UserError
+from motet.core.limits import MAX_EXAMPLES
+from motet.core.sampler import Sampler
+from motet.core.shape_tables import ModelShapes
+from motet.core.spec import ModelSpec
+from motet.core.workload import Workload
+from motet.cost.catalogue import ClusterConfig
+from motet.train.recipe.errors import sentence
+from motet.train.recipe.toml_text import RecipeText, read_recipe
+
+PRECISIONS = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+"""What plans call the types that modules compute in."""
+
+
+class PlannedRun(BaseModel):
+    """`[run]` of what is planned and not trained."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    batch_size: int = Field(gt=0, le=MAX_EXAMPLES, description="examples of a step, over all ranks and microbatches")
+
+
+class PlanRecipe(BaseModel):
+    """A job to plan. `model` may also be HF families, as in a training recipe, or the path of an HF directory."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    run: PlannedRun
+    model: ModelShapes
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    cluster: ClusterConfig | None = None
+    workload: Sampler | None = None
+
+
+@dataclass(frozen=True)
+class JobRecipe:
+    """What both kinds of recipe say. workload: None if a planning recipe has none.
+
+    has_data: whether it is a training recipe, whose workload is its data.
+    """
+
+    model: ModelSpec
+    batch_size: int
+    precision: str
+    cluster: ClusterConfig | None
+    workload: Workload | None
+    has_data: bool
+
+
+def read_job_recipe(path: Path, overrides: Sequence[str] = ()) -> JobRecipe:
+    """Raises UserError for what is wrong with it."""
+    text = read_recipe(path, overrides)
+    return _of_training(path, overrides) if "data" in text.tables else _of_planning(path, text)
+
+
+def _of_training(path: Path, overrides: Sequence[str]) -> JobRecipe:
+    from motet.data.text import ChatTokenizer
+    from motet.models.spec import spec_of_config
+    from motet.train.recipe.recipe import load_recipe
+
+    recipe = load_recipe(path, overrides)
+    vocabulary_size = ChatTokenizer.from_directory(recipe.data.tokenizer).vocabulary_size
+    model = spec_of_config(recipe.model, vocabulary_size, path.stem)
+    precision = PRECISIONS[recipe.fsdp.param_dtype or recipe.run.dtype]
+    return JobRecipe(model, recipe.run.batch_size, precision, recipe.cluster, None, True)
+
+
+def _of_planning(path: Path, read: RecipeText) -> JobRecipe:
+    schema, has_shapes = _schema(read.tables.get("model"))
+    try:
+        recipe = schema.model_validate_json(json.dumps(read.tables, default=str), strict=True)
+    except ValidationError as error:
+        raise UserError(sentence(error.errors(), schema, str(path), read.text, read.set_keys)) from error
+    model = recipe.model.spec(path.stem) if has_shapes else _model_of_hf(path, recipe)
+    workload = recipe.workload and replace(recipe.workload.workload(), source=str(path))
+    return JobRecipe(model, recipe.run.batch_size, recipe.precision, recipe.cluster, workload, False)
+
+
+def _schema(model: Any) -> tuple[type[PlanRecipe], bool]:
+    """The class of a recipe by what its `model` looks like, and whether that is tables of shapes."""
+    if isinstance(model, str):
+        return create_model("PlanRecipe", __base__=PlanRecipe, model=(Path, ...)), False
+    backbone = model.get("backbone") if isinstance(model, dict) else None
+    if isinstance(backbone, dict) and "family" in backbone:
+        from motet.models.build import ModelConfig
+
+        return create_model("PlanRecipe", __base__=PlanRecipe, model=(ModelConfig, ...)), False
+    return PlanRecipe, True
+
+
+def _model_of_hf(path: Path, recipe: Any) -> ModelSpec:
+    from motet.models.spec import spec_of_config, spec_of_directory
+    from motet.train.recipe.recipe import absolute
+
+    folder = path.resolve().parent
+    if isinstance(recipe.model, Path):
+        return spec_of_directory(folder / recipe.model.expanduser())
+    model = type(recipe.model).model_validate(absolute(recipe.model.model_dump(exclude_unset=True), folder))
+    backbone = model.backbone
+    if backbone.path is None and "vocab_size" not in backbone.config:
+        raise UserError(f"{path}: 'model.backbone.config' must have vocab_size, as there is no tokenizer to tell it.")
+    return spec_of_config(model, backbone.config.get("vocab_size", 0), path.stem)

@@ -1,0 +1,114 @@
+"""What a Plan is simulated for, read from where it is: the model of a plan file that names one, and the workload.
+
+Core and simulate know neither recipes nor HF models nor manifests; this is what they are handed. What needs torch,
+seconds to import, or reads data is imported where it is needed: a plan file that stands alone is simulated without it.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from motet.core.errors import UserError
+from motet.core.plan import Plan
+from motet.core.plan_file import read_plan
+from motet.core.sampler import read_sampler
+from motet.core.spec import ModelSpec
+from motet.core.text_files import parse_toml, read_text
+from motet.core.workload import Workload
+from motet.cost.catalogue import cluster
+from motet.planning.planned_recipe import read_job_recipe
+
+if TYPE_CHECKING:
+    from motet.data.dataset import Dataset
+    from motet.train.recipe.recipe import Recipe
+
+
+def read_plan_and_workload(plan_file: Path, workload_file: Path | None) -> tuple[Plan, Workload]:
+    """A plan file, and the lengths that it is to be simulated for.
+
+    workload_file: a manifest, a CSV of lengths (both as in `motet analyze`), a TOML of distributions
+                   (`core/sampler.py`), or a recipe; by default the recipe that the plan file names as its model.
+    Raises UserError for what is wrong with either.
+    """
+    recipes: list[Path] = []
+
+    def model_at(path: Path) -> ModelSpec:
+        if path.suffix == ".toml":
+            recipes.append(path)
+        return _model_at(path)
+
+    plan = read_plan(plan_file, model_at=model_at, cluster_named=cluster)
+    source = workload_file or next(iter(recipes), None)
+    if source is None:
+        raise UserError(
+            f"{plan_file} names no recipe, so --workload must say which lengths to simulate: a manifest, a CSV of "
+            "lengths, a TOML of distributions, or a recipe."
+        )
+    return plan, workload_at(source)
+
+
+def _model_at(path: Path) -> ModelSpec:
+    """Of a recipe, or of an HF model's directory."""
+    if path.suffix == ".toml":
+        return read_job_recipe(path).model
+    from motet.models.spec import spec_of_directory
+
+    return spec_of_directory(path)
+
+
+def workload_at(path: Path) -> Workload:
+    """The lengths in a manifest, a CSV, a TOML of distributions, or a recipe, whose file ends in .toml as well.
+
+    Raises UserError for what is wrong with it.
+    """
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name the manifest in it, or another file of lengths.")
+    if path.suffix != ".toml":
+        from motet.analyze.lengths import read_lengths
+
+        return read_lengths(path).workload()
+    tables = _tables(path)
+    if "task" in tables:
+        return replace(read_sampler(path).workload(), source=str(path))
+    if "data" in tables:
+        from motet.train.recipe.recipe import load_recipe
+
+        return workload_of(load_recipe(path), str(path))
+    found = read_job_recipe(path).workload if "workload" in tables else None
+    if found is None:
+        raise UserError(f"{path} is to say which lengths there are; it has neither [data], [workload] nor [[task]].")
+    return found
+
+
+def workload_of(recipe: Recipe, source: str) -> Workload:
+    """The training data of a recipe, as its model takes them. source: what messages call it. Raises UserError."""
+    dataset, _ = training_data(recipe)
+    return Workload(source, dataset.batch_lengths(np.arange(dataset.num_examples), 1))
+
+
+def training_data(recipe: Recipe) -> tuple[Dataset, ModelSpec]:
+    """The training data of a recipe by their index, and its model. Raises UserError."""
+    import torch
+
+    from motet.data.text import ChatTokenizer
+    from motet.models.build import build_mllm
+    from motet.models.spec import model_spec
+    from motet.train.job import open_dataset
+
+    tokenizer = ChatTokenizer.from_directory(recipe.data.tokenizer)
+    with torch.device("meta"):
+        model = build_mllm(recipe.model, tokenizer.vocabulary_size)
+    return open_dataset(recipe, recipe.data.train, tokenizer, model, _say), model_spec(model)
+
+
+def _tables(path: Path) -> dict[str, Any]:
+    return parse_toml(read_text(path, "the lengths in"), str(path))
+
+
+def _say(sentence: str) -> None:
+    print(sentence, file=sys.stderr)

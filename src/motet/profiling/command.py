@@ -1,0 +1,186 @@
+"""`motet profile`: measures a recipe's layers, messages and optimizer on the device at hand, and tells the error.
+
+Nothing is trained and no data is read but the tokenizer: contents are random, lengths are those that the recipe allows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from motet.core.files import check_output
+from motet.core.spec import ModelSpec
+from motet.cost.profile import PROFILE_FILE, MessageTimes, ModuleTimes, OptimizerTimes, Profile
+from motet.data.text import ChatTokenizer
+from motet.models.build import ModelConfig, build_mllm
+from motet.models.module import MLLM
+from motet.models.spec import spec_of_config
+from motet.profiling.measure import Measured, Stopwatch, measure
+from motet.profiling.ranks import measure_messages, measure_shared
+from motet.profiling.subjects import one_layer_deep, subjects
+from motet.profiling.table import print_tables
+from motet.runtime.clip import clip_factor, scale_gradients, square_sum
+from motet.runtime.fsdp import shard
+from motet.runtime.mesh import SHARD, build_mesh
+from motet.train.optimizer import OptimizerConfig, build_optimizer
+from motet.train.recipe.recipe import Recipe
+from motet.train.world import World, join_world
+
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+_OPTIMIZER_REPEATS = 9
+_SHARES = (1.0, 0.5, 0.25, 0.125)
+_MOST_PARAMETERS = 2**28
+"""Whose weights, gradients and optimizer state any device that trains has room for."""
+_CACHED_BYTES = 2**26
+"""More than a core, or a device, keeps of what it has last seen."""
+
+
+def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: float = 60.0) -> Profile:
+    """Measure on this rank, together with all others; rank 0 writes the file and prints its tables.
+
+    name: of the recipe, to be stored. out: the file, by default in `recipe.run.dir`. seconds: for the layers' times.
+    Raises UserError for what is wrong with the recipe, or a file that cannot be written.
+    """
+    with join_world(recipe.run.device) as world:
+        with world.together():
+            if out is not None and world.is_first:
+                check_output(out)
+            vocab_size = ChatTokenizer.from_directory(recipe.data.tokenizer).vocabulary_size
+            model = _build(recipe, vocab_size, compute_dtype(recipe), world.device)
+            sharded = _build(recipe, vocab_size, recipe.run.dtype, world.device)
+            chosen = subjects(recipe, model, sharded, world.device)
+            spec = spec_of_config(recipe.model, vocab_size)
+        alone = build_mesh(world.device, shard_size=1, ranks_per_node=world.ranks_per_node)
+        alone = replace(alone, shards=alone.shards[SHARD])
+        # Without recomputation, which is a matter of the plan.
+        shard(sharded, alone, recipe.fsdp.model_copy(update={"recompute": False}))
+        watch, layers = Stopwatch(world.device), Stopwatch(world.device, waits=False)
+        with _progress(world) as show:
+            measured = measure(chosen, layers, world, seconds, show)
+        messages = measure_messages(world, watch) if world.num_ranks > 1 else []
+        modules, left_out = _modules(measured, watch, world, messages)
+        found = Profile(
+            recipe=name,
+            device=_device_name(world.device),
+            precision=compute_dtype(recipe),
+            torch=torch.__version__,
+            measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            num_ranks=world.num_ranks,
+            modules=modules,
+            messages=messages,
+            optimizer=_optimizer_times(recipe, vocab_size, layers, world, alone.shards),
+            left_out=left_out,
+        )
+        with world.together():
+            if world.is_first:
+                _finish(found, spec, recipe, out or recipe.run.dir / PROFILE_FILE)
+        return found
+
+
+def compute_dtype(recipe: Recipe) -> str:
+    """What modules compute in."""
+    return recipe.fsdp.param_dtype or recipe.run.dtype
+
+
+def _build(recipe: Recipe, vocab_size: int, dtype: str, device: torch.device) -> MLLM:
+    model = build_mllm(one_layer_deep(recipe.model), vocab_size, _DTYPES[dtype], recipe.run.seed)
+    return model.to(device).train()
+
+
+def _modules(
+    measured: Sequence[Measured], watch: Stopwatch, world: World, messages: Sequence[MessageTimes]
+) -> tuple[list[ModuleTimes], list[str]]:
+    modules, left_out = [], []
+    for each in measured:
+        times = each.times(world)
+        if world.num_ranks > 1:
+            shared, reasons = measure_shared(each, watch, world, messages)
+            left_out += reasons
+            times = times.model_copy(update={"layers": (*times.layers, *shared)})
+        modules.append(times)
+    return modules, left_out
+
+
+def _optimizer_times(
+    recipe: Recipe, vocab_size: int, watch: Stopwatch, world: World, alone: DeviceMesh
+) -> OptimizerTimes | None:
+    """Norm of the gradients, clipping and update, as the step does them, of all that learns and of shares of it.
+
+    A share has as many parameters as it has in FSDP: a slice of each. So what each takes is told apart from what each
+    number in it takes. Of models too large for a device, one layer a module stands for all; None if nothing learns.
+    alone: the mesh of this rank.
+    """
+    shapes = _learning(recipe.model, vocab_size)
+    if sum(map(math.prod, shapes)) > _MOST_PARAMETERS:
+        shapes = _learning(one_layer_deep(recipe.model), vocab_size)
+    others = torch.zeros(_CACHED_BYTES // 4, device=world.device)
+    numbers, seconds = [], []
+    for share in _SHARES if shapes else ():
+        slices = [(max(round(share * rows), 1), *rest) for rows, *rest in shapes]
+        held = [torch.zeros(each, dtype=_DTYPES[recipe.run.dtype], device=world.device) for each in slices]
+        numbers.append(sum(each.numel() for each in held))
+        parameters = [nn.Parameter(DTensor.from_local(each, alone, [Shard(0)])) for each in held]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        step = _stepping(parameters, recipe.optimizer, world)
+        samples = []
+        for _ in range(_OPTIMIZER_REPEATS + 1):
+            # A step comes after a backward pass, which has left nothing else in the caches.
+            others.add_(1)
+            samples.append(watch(step)[0])
+        # The first makes the optimizer's state.
+        seconds.append(float(np.median(world.gather(float(np.median(samples[1:]))))))
+    return OptimizerTimes(num_parameters=tuple(numbers), seconds=tuple(seconds)) if shapes else None
+
+
+def _learning(config: ModelConfig, vocab_size: int) -> list[torch.Size]:
+    with torch.device("meta"):
+        return [each.shape for each in build_mllm(config, vocab_size).parameters() if each.requires_grad]
+
+
+def _stepping(parameters: Sequence[nn.Parameter], config: OptimizerConfig, world: World) -> Callable[[], None]:
+    optimizer = build_optimizer(nn.ParameterList(parameters), config)
+
+    def step() -> None:
+        norm = square_sum(parameters, 1, world.device).sqrt()
+        scale_gradients(parameters, clip_factor(norm, config.clip_norm))
+        optimizer.step()
+
+    return step
+
+
+def _finish(found: Profile, spec: ModelSpec, recipe: Recipe, path: Path) -> None:
+    found.write(path)
+    print_tables(found, spec, recompute=recipe.fsdp.recompute)
+    print(f"Profile: {path}", flush=True)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"cpu, {threads} thread{'s' if threads > 1 else ''} a rank"
+
+
+@contextmanager
+def _progress(world: World) -> Iterator[Callable[[float], None]]:
+    """A bar on the first rank: the share of the time that is spent."""
+    if not world.is_first:
+        yield lambda share: None
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, transient=True) as bars:
+        task = bars.add_task("Measuring layers", total=1.0)
+        yield lambda share: bars.update(task, completed=share)

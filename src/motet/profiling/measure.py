@@ -1,0 +1,262 @@
+"""Times the layers of a module, forward, backward for the input and for the weights, in rounds over all batches.
+
+A round measures every batch of every module once, so that a slow moment of the machine does not fall on one of them
+alone; rounds go on until the medians have settled or the time is up. In each, the module runs whole, and then each
+layer alone on what it was given inside. What the layers do not account for (positions, gathering of rows, caches that
+another module has filled) is added to the module's first layer, so that layers add up to the module.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from motet.cost.flops import work_of
+from motet.cost.profile import Batch, LayerTimes, ModuleTimes, Points
+from motet.profiling.subjects import Subject, grid_of, items
+from motet.train.world import World
+
+Floats = NDArray[np.float64]
+Result = TypeVar("Result")
+Calls = dict[nn.Module, list[tuple[tuple[Any, ...], dict[str, Any]]]]
+
+MIN_ROUNDS = 3
+_AIMED_ROUNDS = 8
+_MAX_ROWS = 2**16
+_PASSES_A_ROUND = 20
+"""Time of a round of a module, in passes of its largest batch: the whole, and each layer, of some 20 batches."""
+_SETTLED = 0.02
+"""Standard error of a median over the median, below which it need not be measured again."""
+_LEAST_S = 0.02
+"""A batch that is quicker is never too large: what a row takes would be lost in what a call takes."""
+FORWARD, INPUT, BOTH = range(3)
+WEIGHTS = BOTH
+"""In the same column, once backward for the input is taken off."""
+
+
+class Stopwatch:
+    """Seconds of work on a device: by its events on CUDA, else by the clock, or by this thread's processor time, which
+    leaves out what other programs take of the core, but also what a message is waited for.
+    """
+
+    def __init__(self, device: torch.device, *, waits: bool = True) -> None:
+        self._on_device = device.type == "cuda"
+        self._clock = time.perf_counter if waits else time.thread_time
+
+    def __call__(self, work: Callable[[], Result]) -> tuple[float, Result]:
+        if not self._on_device:
+            start_s = self._clock()
+            result = work()
+            return self._clock() - start_s, result
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        result = work()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3, result
+
+
+def time_passes(
+    watch: Stopwatch, call: Callable[[], Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> Floats:
+    """Seconds of forward, of backward for `inputs`, and of backward for `inputs` and `parameters`, float64 [3]."""
+    with torch.enable_grad():
+        forward_s, output = watch(call)
+    wanted = [*inputs, *parameters]
+    if not output.requires_grad or not wanted:
+        return np.array([forward_s, 0.0, 0.0])
+    gradient = torch.ones_like(output)
+
+    def backward(of: Sequence[Tensor], again: bool) -> float:
+        return watch(lambda: torch.autograd.grad(output, of, gradient, retain_graph=again, allow_unused=True))[0]
+
+    input_s = backward(inputs, True) if inputs else 0.0
+    return np.array([forward_s, input_s, backward(wanted, False)])
+
+
+@contextmanager
+def kept_calls(modules: Sequence[nn.Module]) -> Iterator[Calls]:
+    """What each of the modules is called with inside, in order; those that are not called are left out."""
+    calls: Calls = {}
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.setdefault(module, []).append((args, kwargs))
+
+    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in modules]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def measure_once(subject: Subject, batch: Batch, watch: Stopwatch) -> Floats:
+    """Seconds of the whole (row 0; there, backward for the input is not taken apart) and of each layer; [n + 1, 3].
+
+    The whole, and the blocks that parameters are sharded by, run under FSDP, as they train.
+    """
+    seconds = np.zeros((1 + len(subject.layers), 3))
+    seconds[0] = _time_sharded(subject, subject.prepare(batch, subject.sharded), watch)
+    with kept_calls([module for layer in subject.layers for module in layer.modules]) as calls, torch.no_grad():
+        subject.prepare(batch, subject.module)()
+    blocks = dict(zip(subject.module.blocks, subject.sharded.blocks, strict=True))
+    for number, (layer, modules) in enumerate(subject.layers, start=1):
+        for module in modules:
+            for args, kwargs in calls.get(module, ()):
+                alone = _alone(subject, layer.targets_only, module, args, kwargs, watch)
+                if module in blocks:
+                    call = partial(blocks[module], args[0].detach(), *args[1:], **kwargs)
+                    alone[[FORWARD, BOTH]] = _time_sharded(subject, call, watch)[[FORWARD, BOTH]]
+                seconds[number] += alone
+    return seconds
+
+
+def _time_sharded(subject: Subject, call: Callable[[], Tensor], watch: Stopwatch) -> Floats:
+    """FSDP reduces gradients as they are put to parameters, so here they are."""
+    with torch.enable_grad():
+        forward_s, output = watch(call)
+    gradient = torch.ones_like(output)
+    backward_s, _ = watch(lambda: output.backward(gradient))
+    for parameter in subject.sharded.parameters():
+        parameter.grad = None
+    return np.array([forward_s, 0.0, backward_s])
+
+
+def _alone(
+    subject: Subject, is_head: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], watch: Stopwatch
+) -> Floats:
+    first = args[0].detach()
+    inputs = [first.requires_grad_()] if first.is_floating_point() else []
+    if is_head and subject.head is not None:
+        head = subject.head
+        return time_passes(watch, lambda: head(first), inputs, _trained(module))
+    return time_passes(watch, lambda: module(first, *args[1:], **kwargs), inputs, _trained(module))
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+@dataclass(eq=False)
+class Measured:
+    """A subject, its batches, and what was measured of each of them, a sample a round."""
+
+    subject: Subject
+    grid: list[Batch]
+    held_out: list[Batch]
+    samples: list[list[Floats]] = field(default_factory=list)
+
+    @property
+    def batches(self) -> list[Batch]:
+        return [*self.grid, *self.held_out]
+
+    def is_settled(self) -> bool:
+        return all(_spread(np.array([sample[0, FORWARD] for sample in samples])) < _SETTLED for samples in self.samples)
+
+    def times(self, world: World) -> ModuleTimes:
+        """Medians over rounds, then over ranks; a collective."""
+        own = np.stack([np.median(_passes(np.stack(samples)), axis=0) for samples in self.samples])
+        seconds = np.maximum(np.median(np.stack(world.gather(own)), axis=0), 0)
+        layers: list[LayerTimes] = []
+        for number, (layer, _) in enumerate(self.subject.layers):
+            if not any((times.kind, times.weights) == (layer.kind, layer.weights) for times in layers):
+                points = self.points(number, seconds[:, number])
+                layers.append(LayerTimes(kind=layer.kind, weights=layer.weights, grid=points[0], held_out=points[1]))
+        return ModuleTimes(name=self.subject.name, grid=self.grid, held_out=self.held_out, layers=layers)
+
+    def points(self, number: int, seconds: Floats) -> tuple[Points, Points]:
+        """seconds: [num_batches, 3]."""
+        layer = self.subject.layers[number].layer
+        rows, pairs = [], []
+        for batch in self.batches:
+            lengths = items(batch)
+            # A feature row begins each sequence, and no loss is taken on it.
+            num_targets = int(lengths.sum()) - len(lengths) if layer.targets_only else None
+            work = work_of(layer, lengths, padded=self.subject.spec.padded, num_targets=num_targets)
+            rows.append(float(work.rows[0]))
+            pairs.append(float(work.pairs[0]))
+        columns = [rows, pairs, *seconds.T.tolist()]
+        split = len(self.grid)
+        names = ("rows", "pairs", "forward_s", "input_s", "weight_s")
+        grid, held_out = (
+            Points(**dict(zip(names, (column[part] for column in columns), strict=True)))
+            for part in (slice(split), slice(split, None))
+        )
+        return grid, held_out
+
+
+def _passes(seconds: Floats) -> Floats:
+    """Samples [..., 1 + num_layers, 3], as `measure_once` gives them, to forward, input, weights [..., num_layers, 3].
+
+    Differences are taken within a sample, whose parts met the same moment of the machine; they may be below 0.
+    """
+    whole, layers = seconds[..., 0, :], seconds[..., 1:, :].copy()
+    layers[..., WEIGHTS] = layers[..., BOTH] - layers[..., INPUT]
+    # Nothing before the first layer wants a gradient, and the whole was not asked for one.
+    layers[..., 0, INPUT] = 0
+    told = layers.sum(axis=-2)
+    layers[..., 0, FORWARD] += whole[..., FORWARD] - told[..., FORWARD]
+    layers[..., 0, WEIGHTS] += whole[..., BOTH] - told[..., INPUT] - told[..., WEIGHTS]
+    return layers
+
+
+def _spread(samples: Floats) -> float:
+    low, middle, high = np.percentile(samples, (25, 50, 75))
+    return float((high - low) / middle / np.sqrt(len(samples)))
+
+
+def measure(
+    subjects: Sequence[Subject], watch: Stopwatch, world: World, seconds: float, show: Callable[[float], None]
+) -> list[Measured]:
+    """All ranks measure at the same time, as they would train. show: is told the share of the time that is spent.
+
+    A collective. seconds: what all of it may take; MIN_ROUNDS are measured in any case.
+    """
+    start_s = time.perf_counter()
+    most_s = seconds / len(subjects) / _AIMED_ROUNDS / _PASSES_A_ROUND
+    measured = []
+    for subject in subjects:
+        max_rows = min(world.gather(_max_rows(subject, watch, most_s)))
+        measured.append(Measured(subject, *grid_of(subject.lengths, max_rows, padded=subject.spec.padded)))
+    for each in measured:
+        each.samples = [[] for _ in each.batches]
+    num_rounds = 0
+    while True:
+        # In turns, as in a step: no module finds its own weights in the caches.
+        for index in range(max(len(each.batches) for each in measured)):
+            for each in measured:
+                if index < len(each.batches):
+                    each.samples[index].append(measure_once(each.subject, each.batches[index], watch))
+                    show(min((time.perf_counter() - start_s) / seconds, 1.0))
+        num_rounds += 1
+        spent_s = time.perf_counter() - start_s
+        is_over = spent_s * (num_rounds + 1) / num_rounds > seconds or all(each.is_settled() for each in measured)
+        if num_rounds >= MIN_ROUNDS and any(world.gather(is_over)):
+            return measured
+
+
+def _max_rows(subject: Subject, watch: Stopwatch, most_s: float) -> int:
+    """The largest sum of lengths, by doubling, that a rank computes within most_s and has memory for."""
+    rows = int(subject.lengths[0])
+    while rows < _MAX_ROWS:
+        length = int(subject.lengths[subject.lengths <= 2 * rows][-1])
+        batch = ((max(2 * rows // length, 1), length),)
+        try:
+            # The first of a size is slower, and so may any one be.
+            seconds = min(measure_once(subject, batch, watch)[0, [FORWARD, BOTH]].sum() for _ in range(3))
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            break
+        if seconds > max(most_s, _LEAST_S):
+            break
+        rows *= 2
+    return rows

@@ -1,0 +1,266 @@
+"""What only several ranks can measure: messages between them, and layers that they share by tensor parallelism."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from motet.cost.fit import NS_PER_S
+from motet.cost.profile import LayerTimes, MessageKind, MessageTimes
+from motet.cost.profiled import message_fit
+from motet.models.block import Block
+from motet.profiling.measure import (
+    BOTH,
+    FORWARD,
+    INPUT,
+    WEIGHTS,
+    Floats,
+    Measured,
+    Stopwatch,
+    kept_calls,
+    time_passes,
+)
+from motet.train.world import World
+
+_SIZES = {"cpu": tuple(2**n for n in range(12, 25, 2)), "cuda": tuple(2**n for n in range(12, 29, 2))}
+_CHAIN = 4
+_REPEATS = 7
+_PRODUCTS, _WIDTH = 8, {"cpu": 256, "cuda": 2048}
+"""Computed between two messages: a millisecond or two, as a layer takes."""
+_TENSORS = 8
+"""Of a layer of parameters, more or less."""
+_ROUNDS = 9
+_COLUMNS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1"})
+_ROWS = frozenset({"o_proj", "out_proj", "down_proj", "fc2"})
+
+
+def measure_messages(world: World, watch: Stopwatch) -> list[MessageTimes]:
+    """Of each kind of message among all ranks, what one adds to ranks that compute; a collective.
+
+    A chain of computations with a message behind each, less the chain without them: ranks that do not arrive at the
+    same moment, and threads that have to wake, are a part of what a message costs in a step, and are not seen where
+    one message follows on another. The median of several chains, on the slowest rank.
+    """
+    num_nodes = -(-world.num_ranks // world.ranks_per_node)
+    device = "cuda" if world.device.type == "cuda" else "cpu"
+    square = torch.zeros(_WIDTH[device], _WIDTH[device], device=world.device)
+    alone_s = _chain_s(world, watch, square, lambda: None)
+    found = []
+    for kind, prepare in _MESSAGES.items():
+        seconds = []
+        for size_bytes in _SIZES[device]:
+            added_s = _chain_s(world, watch, square, prepare(size_bytes // 4, world)) - alone_s
+            seconds.append(max(added_s / _MESSAGES_A_CALL.get(kind, 1), 0.0))
+        found.append(
+            MessageTimes(
+                kind=kind,
+                num_ranks=world.num_ranks,
+                num_nodes=num_nodes,
+                size_bytes=_SIZES[device],
+                seconds=tuple(seconds),
+            )
+        )
+    return found
+
+
+def _chain_s(world: World, watch: Stopwatch, square: Tensor, send: Callable[[], object]) -> float:
+    """Seconds of one link, on the slowest rank."""
+
+    def chain() -> None:
+        for _ in range(_CHAIN):
+            for _ in range(_PRODUCTS):
+                torch.mm(square, square)
+            send()
+
+    samples = []
+    for _ in range(_REPEATS + 1):
+        world.barrier()
+        samples.append(watch(chain)[0])
+    # The first opens connections.
+    return max(world.gather(float(np.median(samples[1:])))) / _CHAIN
+
+
+class _Held(nn.Module):
+    """Parameters that are gathered together, as those of a layer."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        super().__init__()
+        each = max(count // _TENSORS, 1)
+        self.tensors = nn.ParameterList(torch.zeros(each, device=device) for _ in range(_TENSORS))
+
+    def forward(self) -> None:
+        """FSDP makes its groups in the first call."""
+
+
+def _gather(count: int, world: World) -> Callable[[], object]:
+    """As FSDP gathers parameters, with what it copies before and after, which takes as long as the message."""
+    held = _Held(count, world.device)
+    fully_shard(held, mesh=init_device_mesh(world.device.type, (world.num_ranks,)))
+    sharded = cast(FSDPModule, held)
+    held()
+
+    def gather() -> None:
+        sharded.unshard()
+        sharded.reshard()
+
+    return gather
+
+
+def _reduce_scatter(count: int, world: World) -> Callable[[], object]:
+    """With the copy of gradients that FSDP sends."""
+    each = -(-count // _TENSORS // world.num_ranks) * world.num_ranks
+    gradients = [torch.zeros(each, device=world.device) for _ in range(_TENSORS)]
+    part = torch.zeros(each * _TENSORS // world.num_ranks, device=world.device)
+
+    def reduce_scatter() -> None:
+        chunks = [gradient.view(world.num_ranks, -1) for gradient in gradients]
+        dist.reduce_scatter_single(part, torch.cat(chunks, dim=1).view(-1))
+
+    return reduce_scatter
+
+
+def _all_reduce(count: int, world: World) -> Callable[[], object]:
+    whole = torch.zeros(count, device=world.device)
+    return lambda: dist.all_reduce(whole)
+
+
+def _exchange(count: int, world: World) -> Callable[[], object]:
+    """`count` elements leave each rank, in equal parts for each of the others."""
+    part = count // (world.num_ranks - 1)
+    splits = [0 if rank == world.rank else part for rank in range(world.num_ranks)]
+    sent, received = (torch.zeros(sum(splits), device=world.device) for _ in range(2))
+    return lambda: dist.all_to_all_single(received, sent, splits, splits)
+
+
+def _send(count: int, world: World) -> Callable[[], object]:
+    """From the first rank to the last, which are the farthest apart, and back; the others have nothing to do."""
+    whole, last = torch.zeros(count, device=world.device), world.num_ranks - 1
+
+    def send() -> None:
+        if world.rank == 0:
+            dist.send(whole, last)
+            dist.recv(whole, last)
+        elif world.rank == last:
+            dist.recv(whole, 0)
+            dist.send(whole, 0)
+
+    return send
+
+
+_MESSAGES: dict[MessageKind, Callable[[int, World], Callable[[], object]]] = {
+    "gather": _gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "exchange": _exchange,
+    "send": _send,
+}
+_MESSAGES_A_CALL = {"send": 2}
+
+
+def measure_shared(
+    measured: Measured, watch: Stopwatch, world: World, messages: Sequence[MessageTimes]
+) -> tuple[list[LayerTimes], list[str]]:
+    """The module's transformer layers as one of all ranks computes its share of them, and why one cannot be shared.
+
+    Layers run as torch shares them, with both sums of activations in each pass; what those take, as measured by
+    themselves, is taken off, because a cost model tells it apart. A collective.
+    """
+    subject = measured.subject
+    times: list[LayerTimes] = []
+    for number, (layer, (module, *_)) in enumerate(subject.layers):
+        if layer.attention is None or not isinstance(module, Block):
+            continue
+        reason = _obstacle(module, layer.attention.kv_width, layer.attention.width, world.num_ranks)
+        if reason:
+            return [], [f"{subject.name}: tensor parallelism over {world.num_ranks} ranks: {reason}"]
+        shared = _shared(module, world)
+        samples = [
+            [_shared_once(measured, index, module, shared, watch) for index in range(len(measured.batches))]
+            for _ in range(_ROUNDS + 1)
+        ][1:]
+        seconds = np.median(np.stack(world.gather(np.median(np.array(samples), axis=0))), axis=0)
+        points = measured.points(number, _without_sums(seconds, measured, number, messages))
+        times.append(
+            LayerTimes(kind=layer.kind, weights=layer.weights, tp=world.num_ranks, grid=points[0], held_out=points[1])
+        )
+    return times, []
+
+
+def _obstacle(block: Block, kv_width: int, width: int, num_ranks: int) -> str:
+    names = {name.rpartition(".")[2] for name, child in block.inner.named_modules() if isinstance(child, nn.Linear)}
+    if unknown := sorted(names - _COLUMNS - _ROWS):
+        return f"its layers have {', '.join(unknown)}, of which it is not known how to share them"
+    head_dim = block.inner.self_attn.head_dim
+    for what, count in (("heads", width // head_dim), ("key-value heads", kv_width // head_dim)):
+        if count % num_ranks:
+            return f"its layers have {count} {what}, which is no multiple"
+    return ""
+
+
+def _shared(block: Block, world: World) -> nn.Module:
+    """A copy of the layer, shared by all ranks (Shoeybi et al. 2019, section 3): columns first, then rows."""
+    inner = copy.deepcopy(block.inner)
+    if hasattr(inner.self_attn, "num_heads"):
+        # Read by those families that do not take it from the width of the product.
+        inner.self_attn.num_heads //= world.num_ranks
+    mesh = init_device_mesh(world.device.type, (world.num_ranks,))
+    whole = Replicate()
+    plan: dict[str, Any] = {
+        # So that gradients are summed once for what several products read, not once for each of them.
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": whole}, desired_input_kwarg_layouts={"hidden_states": whole}
+        )
+    }
+    if hasattr(inner, "mlp"):
+        plan["mlp"] = PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,))
+    for name, child in inner.named_modules():
+        last = name.rpartition(".")[2]
+        if isinstance(child, nn.Linear):
+            plan[name] = ColwiseParallel() if last in _COLUMNS else RowwiseParallel()
+    return parallelize_module(inner, mesh, plan)
+
+
+def _shared_once(measured: Measured, index: int, block: Block, shared: nn.Module, watch: Stopwatch) -> Floats:
+    torch.manual_seed(index)  # All ranks compute on the same rows.
+    subject = measured.subject
+    with kept_calls([block]) as calls, torch.no_grad():
+        subject.prepare(measured.batches[index], subject.module)()
+    seconds = np.zeros(3)
+    for args, kwargs in calls[block]:
+        hidden = args[0].detach().requires_grad_()
+
+        def call(hidden: Tensor = hidden, rest: tuple[Any, ...] = args[1:], named: dict[str, Any] = kwargs) -> Tensor:
+            return shared(hidden, *rest, **named)
+
+        seconds += time_passes(watch, call, [hidden], list(shared.parameters()))
+    return seconds
+
+
+def _without_sums(seconds: Floats, measured: Measured, number: int, messages: Sequence[MessageTimes]) -> Floats:
+    """[num_batches, 3] with the two sums of a pass taken off, and backward for the weights apart."""
+    layer = measured.subject.layers[number].layer
+    line = message_fit(*(times for times in messages if times.kind == "all_reduce"))
+    element_bytes = next(measured.subject.module.parameters()).element_size()
+    grid, held_out = measured.points(number, seconds)
+    size_bytes = np.array(grid.rows + held_out.rows) * layer.output_width * element_bytes
+    sums_s = 2 * (line.constant_ns + line.linear_ns * size_bytes) / NS_PER_S
+    own = seconds.copy()
+    own[:, WEIGHTS] = np.maximum(seconds[:, BOTH] - seconds[:, INPUT], 0)
+    for column in (FORWARD, INPUT):
+        own[:, column] = np.maximum(seconds[:, column] - sums_s, 0)
+    return own

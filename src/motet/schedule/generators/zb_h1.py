@@ -1,0 +1,33 @@
+"""ZB-H1: 1F1B with backward split into I and W, and W put off into the cool-down (Qi et al. 2024, "Zero Bubble Pipeline
+Parallelism", section 2.1, Figure 2).
+"""
+
+from __future__ import annotations
+
+from motet.schedule.generators.chain import chain, check_counts
+from motet.schedule.program import Action, Kind, Program
+
+
+def zb_h1(num_stages: int, num_microbatches: int) -> Program:
+    """Stage s on rank s; no communication yet. Stage s computes W of a microbatch s microbatches after its I.
+
+    So every stage holds the activations of at most min(num_microbatches, num_stages): the peak of 1F1B's first stage.
+    With equal stage times and num_microbatches >= num_stages, its bubble is (num_stages - 1) (F + I - W), but at least
+    the (num_stages - 1) F that the last stage waits at first.
+    Raises ArgumentError for counts below 1. O(actions).
+    """
+    check_counts("zb_h1", num_stages=num_stages, num_microbatches=num_microbatches)
+    rows = []
+    for stage in range(num_stages):
+        num_ahead = min(num_stages - stage - 1, num_microbatches)
+        row = [Action(stage, Kind.F, microbatch) for microbatch in range(num_ahead)]
+        for microbatch in range(num_microbatches):
+            if microbatch + num_ahead < num_microbatches:
+                row.append(Action(stage, Kind.F, microbatch + num_ahead))
+            row.append(Action(stage, Kind.I, microbatch))
+            if microbatch >= stage:
+                row.append(Action(stage, Kind.W, microbatch - stage))
+        num_done = max(num_microbatches - stage, 0)
+        row += [Action(stage, Kind.W, microbatch) for microbatch in range(num_done, num_microbatches)]
+        rows.append(row)
+    return chain(range(num_stages), rows, num_microbatches)

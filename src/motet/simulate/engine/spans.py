@@ -1,0 +1,96 @@
+"""The Timeline of a simulated Program. Its texts are made when they are read: most of a million never are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.core.timeline import Timeline
+from motet.schedule.program import WHOLE_RANK, Action
+from motet.simulate.engine.action_seconds import ActionSeconds, Seconds
+from motet.simulate.engine.streams import STREAMS, TENSOR
+from motet.simulate.engine.table import CODES, KINDS, ActionTable, Ints
+
+
+class Labels(Sequence[str]):
+    """Texts of which there are few, told by number."""
+
+    def __init__(self, names: Sequence[str], number: Ints) -> None:
+        self.names, self.number = names, number
+
+    @staticmethod
+    def of(texts: Sequence[str]) -> Labels:
+        if isinstance(texts, Labels):
+            return texts
+        told: dict[str, int] = {}
+        number = [told.setdefault(text, len(told)) for text in texts]
+        return Labels(list(told), np.array(number, dtype=np.int32))
+
+    def __len__(self) -> int:
+        return len(self.number)
+
+    @overload
+    def __getitem__(self, place: int) -> str: ...
+    @overload
+    def __getitem__(self, place: slice) -> Labels: ...
+    def __getitem__(self, place: int | slice) -> str | Labels:
+        if isinstance(place, slice):
+            return Labels(self.names, self.number[place])
+        return self.names[int(self.number[place])]
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self.names.__getitem__, self.number.tolist())
+
+
+class ActionTexts(Sequence[str]):
+    """Actions as text, told by their row in a table."""
+
+    def __init__(self, table: ActionTable, row: NDArray[np.intp]) -> None:
+        self.table, self.row = table, row
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    @overload
+    def __getitem__(self, place: int) -> str: ...
+    @overload
+    def __getitem__(self, place: slice) -> ActionTexts: ...
+    def __getitem__(self, place: int | slice) -> str | ActionTexts:
+        if isinstance(place, slice):
+            return ActionTexts(self.table, self.row[place])
+        return str(self.table.action(int(self.row[place])))
+
+    def __iter__(self) -> Iterator[str]:
+        table = self.table
+        columns = (table.stage, table.kind, table.microbatch, table.part, table.peer)
+        for stage, kind, microbatch, part, peer in zip(*(column[self.row].tolist() for column in columns)):
+            yield str(Action(stage, KINDS[kind], microbatch, part, peer))
+
+
+def timeline_of(table: ActionTable, seconds: ActionSeconds, start_s: Seconds, end_s: Seconds) -> Timeline:
+    """A span an action, in the order of the table; then the tensor-parallel communication of whole passes.
+
+    A pass with such communication is two spans, its compute and, after it, its communication on the tensor stream,
+    during which the compute stream stands idle.
+    """
+    tails = np.flatnonzero(seconds.tensor_s > 0)
+    computed_s = end_s.copy()
+    computed_s[tails] = start_s[tails] + seconds.held_s[tails]
+    row = np.concatenate([np.arange(len(table)), tails])
+    stages = table.program.stages
+    module = np.where(np.isin(table.kind, [CODES[kind] for kind in WHOLE_RANK]), len(stages), table.stage)
+    return Timeline(
+        rank=table.rank[row],
+        start_s=np.concatenate([start_s, computed_s[tails]]),
+        end_s=np.concatenate([computed_s, end_s[tails]]),
+        action=ActionTexts(table, row),
+        kind=Labels([str(kind) for kind in KINDS], table.kind[row]),
+        module=Labels([*(stage.module for stage in stages), ""], module[row]),
+        stream=Labels(STREAMS, np.concatenate([seconds.stream, np.full(len(tails), TENSOR, dtype=np.int32)])),
+        microbatch=table.microbatch[row],
+        step=np.zeros(len(row), dtype=np.int32),
+        num_ranks=table.program.num_ranks,
+    )

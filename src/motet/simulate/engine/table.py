@@ -1,0 +1,110 @@
+"""The actions of a Program as columns of integers: what everything about them is then computed from at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.core.errors import ArgumentError
+from motet.schedule.dependencies import PARTNERS
+from motet.schedule.program import Action, AlikeRows, Kind, Program, Row
+from motet.simulate.engine.backend import native_engine
+
+Ints = NDArray[np.int32]
+Rows = NDArray[np.intp]
+
+KINDS = tuple(Kind)
+CODES: Mapping[str, int] = {kind: code for code, kind in enumerate(KINDS)}
+PASSES = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)
+EXCHANGES = (Kind.EXCHANGE_F, Kind.EXCHANGE_B)
+UNITS = (Kind.GATHER, Kind.GATHER_B, Kind.REDUCE)
+"""Kinds whose parts are slices of the stage's parameters."""
+
+
+@dataclass(frozen=True, eq=False)
+class ActionTable:
+    """int32 [num_actions] each, rank by rank, in the order of its list; kind is a place in KINDS."""
+
+    program: Program
+    rank: Ints
+    stage: Ints
+    kind: Ints
+    microbatch: Ints
+    part: Ints
+    peer: Ints
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    @cached_property
+    def _rows(self) -> Mapping[Kind, Rows]:
+        there = np.flatnonzero(np.bincount(self.kind, minlength=len(KINDS)))
+        return {KINDS[code]: np.flatnonzero(self.kind == code) for code in there}
+
+    def rows(self, kind: Kind) -> Rows:
+        """Which actions are of a kind, ascending."""
+        return self._rows.get(kind, np.empty(0, dtype=np.intp))
+
+    def action(self, row: int) -> Action:
+        columns = (self.microbatch, self.part, self.peer)
+        microbatch, part, peer = (int(column[row]) for column in columns)
+        return Action(int(self.stage[row]), KINDS[self.kind[row]], microbatch, part, peer)
+
+
+def action_table(program: Program) -> ActionTable:
+    """Columns of a Program's actions; raises ArgumentError for a number that is out of range. O(actions)."""
+    rows = program.actions
+    table = ActionTable(program, *(_tiled(rows) if isinstance(rows, AlikeRows) else _columns(rows)))
+    _check(table)
+    return table
+
+
+def _tiled(rows: AlikeRows) -> tuple[Ints, ...]:
+    _, *columns = _columns((rows.first,))
+    stage, kind, microbatch, part, peer = (np.tile(column, len(rows)) for column in columns)
+    rank = np.repeat(np.arange(len(rows), dtype=np.int32), len(rows.first))
+    first = rank * rows.num_stages
+    return rank, stage + first, kind, microbatch, part, np.where(peer >= 0, peer + first, peer)
+
+
+def _columns(actions: tuple[Row, ...]) -> tuple[Ints, ...]:
+    """rank, stage, kind, microbatch, part and peer."""
+    engine = native_engine()
+    if engine is not None:
+        return tuple(engine.columns(actions, CODES))
+    rows = [(rank, action.stage, CODES[action.kind], *action[2:]) for rank, row in enumerate(actions) for action in row]
+    return tuple(np.array(rows, dtype=np.int32).reshape(-1, 6).T.copy())
+
+
+def _check(table: ActionTable) -> None:
+    program = table.program
+    stage_ranks = np.array([stage.rank for stage in program.stages], dtype=np.int32)
+    _check_range(table, "stage", table.stage, KINDS, program.num_stages)
+    if (wrong := np.flatnonzero(stage_ranks[table.stage] != table.rank)).size:
+        row = wrong[0]
+        rank, right = table.rank[row], stage_ranks[table.stage[row]]
+        raise ArgumentError(f"{table.action(row)} is in the list of rank {rank}; its stage is on rank {right}.")
+    _check_range(table, "microbatch", table.microbatch, (*PASSES, *PARTNERS, *EXCHANGES), program.num_microbatches)
+    _check_range(table, "peer", table.peer, (*PARTNERS, *EXCHANGES), program.num_stages)
+    if (wrong := np.flatnonzero((table.peer >= 0) & ~_among((*PARTNERS, *EXCHANGES))[table.kind])).size:
+        raise ArgumentError(f"{table.action(wrong[0])} has a peer; only sends, receives and exchanges have one.")
+    if (wrong := np.flatnonzero((table.part >= 0) & ~_among((*PASSES, *UNITS))[table.kind])).size:
+        raise ArgumentError(f"{table.action(wrong[0])} is a part; only passes, gathers and reductions have parts.")
+
+
+def _among(kinds: Iterable[Kind]) -> NDArray[np.bool_]:
+    """Whether a kind is one of these, by code."""
+    kinds = set(kinds)
+    return np.array([kind in kinds for kind in KINDS])
+
+
+def _check_range(table: ActionTable, name: str, column: Ints, needed_by: Iterable[Kind], stop: int) -> None:
+    least = np.where(_among(needed_by), 0, -1)
+    if (wrong := np.flatnonzero((column < least[table.kind]) | (column >= stop))).size:
+        row = wrong[0]
+        kind, rank = KINDS[table.kind[row]], table.rank[row]
+        raise ArgumentError(f"{kind} on rank {rank} has {name} {column[row]}; there are {stop}, numbered from 0.")

@@ -1,0 +1,1 @@
+"""Timelines and Predictions as tables, pages and pictures. Its words: docs/glossary.md."""

@@ -1,0 +1,134 @@
+"""A Plan in words, for who has to agree to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+
+from motet.core.plan import Plan, Unit
+from motet.core.workload import BACKBONE
+from motet.schedule.layout import Layout
+
+_SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved_1f1b": "interleaved 1F1B",
+    "zb_h1": "zero-bubble (ZB-H1)",
+    "zb_v": "zero-bubble (ZB-V)",
+    "data_parallel": "data parallel, without a pipeline",
+}
+
+_BALANCES = {
+    "joint": "one assignment of examples for all modules",
+    "per_phase": "an assignment of items for each module",
+    "auto": "one assignment for all modules or one for each, whichever makes the step faster",
+}
+_ORDERS = {
+    "given": "",
+    "intra": " Examples are dealt out in every step so that replicas are even.",
+    "inter": " Replicas take the microbatches of every step in the order that leaves short bubbles.",
+    "both": " Examples are dealt out in every step so that replicas are even, and take their microbatches in the order "
+    "that leaves short bubbles.",
+}
+
+
+def plan_in_words(plan: Plan) -> list[str]:
+    """Sentences: what on what, how a step goes, then one a unit. The Plan must fit (`schedule/check/fit.py`)."""
+    cluster, backbone = plan.cluster, plan.unit_of(BACKBONE)
+    num_microbatches = plan.batch_size // (plan.microbatch_size * backbone.dp)
+    frozen = [module.name for module in plan.model.modules if not module.trains]
+    first = (
+        f"{plan.model.name}, {_count(plan.model.num_parameters)} parameters"
+        f"{f' ({_listed(frozen)} frozen)' if frozen else ''}, on {_number(cluster.num_nodes, 'node')} of "
+        f"{cluster.ranks_per_node} {cluster.device.name}, in {plan.precision}.{_idle(plan)}"
+    )
+    schedule = _SCHEDULES[plan.schedule]
+    if plan.deferred_warmup:
+        schedule += " with deferred warm-up"
+    microbatches = _number(num_microbatches, "microbatch", "microbatches")
+    replicas = "the backbone" if backbone.dp == 1 else f"each of {backbone.dp:,} replicas of the backbone"
+    step = (
+        f"A step is {_number(plan.batch_size, 'example')}: {microbatches} of "
+        f"{_number(plan.microbatch_size, 'example')} on {replicas}; {schedule}."
+    )
+    if plan.balance != "off":
+        step += f" Items are balanced over ranks: {_BALANCES[plan.balance]}."
+    elif plan.schedule == "data_parallel" and backbone.dp > 1:
+        step += " Items are not balanced."
+    if plan.microbatch_caps:
+        caps = _listed([f"{cap:,} of {name}" for name, cap in plan.microbatch_caps.items()])
+        step += f" That is the mean: a microbatch is a group of examples of at most {caps}, in tokens."
+    step += _ORDERS[plan.order]
+    if plan.fills:
+        step += f" {_number(len(plan.fills), 'slice')} of encoders run in bubbles."
+    return [first, step, *(_unit(unit, plan) for unit in plan.units)]
+
+
+def _idle(plan: Plan) -> str:
+    """` 16 of the 1,296 ranks are idle.`, where the units use fewer than the cluster has."""
+    used = {rank for unit in plan.units for rank in range(unit.first_rank, unit.first_rank + unit.num_ranks)}
+    num_ranks = plan.cluster.num_ranks
+    if not (num_idle := num_ranks - len(used)):
+        return ""
+    return f" {num_idle:,} of its {num_ranks:,} ranks {'is' if num_idle == 1 else 'are'} idle."
+
+
+def rows_in_words(plan: Plan) -> str:
+    """A sentence for a picture of a Plan's step, whose rows are called by ranks of the cluster: which unit's they are,
+    and for how many others they stand; "" where that is what one would think. The plan must fit its model.
+    """
+    layout = Layout(plan)
+    units = layout.units if len(layout.units) > 1 else ()
+    if layout.num_islands == 1 and not units:
+        return ""
+    alike = f", of the slowest of {layout.num_islands:,} parts that work alike" if layout.num_islands > 1 else ""
+    of = [f"{unit.name} in {unit.first_rank:,} to {unit.first_rank + unit.num_ranks - 1:,}" for unit in units]
+    return f"Rows are ranks of the cluster{alike}{': ' if of else ''}{'; '.join(of)}."
+
+
+def _unit(unit: Unit, plan: Plan) -> str:
+    ranks = f"ranks {unit.first_rank} to {unit.first_rank + unit.num_ranks - 1}"
+    if unit.num_ranks == 1:
+        ranks = f"rank {unit.first_rank}"
+    sizes = {"data": unit.dp, "pipeline": unit.pp, "tensor": unit.tp, "context": unit.cp}
+    ways = " x ".join(f"{size} {name}" for name, size in sizes.items() if size > 1)
+    zero = f", ZeRO-{unit.zero}" if unit.dp > 1 and unit.zero else ""
+    if zero and unit.shard_size:
+        zero += f" over {unit.shard_size} ranks"
+    words = f"{unit.name}: {ranks}{f' = {ways}' if ways else ''}{zero}. {_stages(unit)}."
+    if unit.replicated:
+        words += f" Every stage also computes {_listed(list(unit.replicated))}."
+    return words
+
+
+def _stages(unit: Unit) -> str:
+    """`Stages of image 10; 3 x backbone 8 (2 recomputed)`: runs of stages that are alike are told once."""
+    recompute = unit.recompute or ({},) * len(unit.stages)
+    told = [_stage(stage, again) for stage, again in zip(unit.stages, recompute)]
+    runs = [(len(list(run)), text) for text, run in groupby(told)]
+    parts = "; ".join(f"{count} x {text}" if count > 1 else text for count, text in runs)
+    return f"{'Layers' if len(told) == 1 else f'{len(told)} stages, in layers'}: {parts}"
+
+
+def _stage(stage: Mapping[str, int], recompute: Mapping[str, int]) -> str:
+    def one(module: str, count: int) -> str:
+        again = recompute.get(module, 0)
+        told = f" ({'all' if again == count else again} recomputed)" if again else ""
+        return f"{module} {count}{told}"
+
+    return " + ".join(one(module, count) for module, count in stage.items())
+
+
+def _number(count: int, one: str, many: str = "") -> str:
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def _count(number: int) -> str:
+    scale, unit = next(
+        ((scale, unit) for scale, unit in ((1e9, " B"), (1e6, " M"), (1e3, " K")) if number >= scale), (1.0, "")
+    )
+    return f"{number / scale:.3g}{unit}"
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

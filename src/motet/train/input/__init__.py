@@ -1,0 +1,1 @@
+"""The examples of each step: read, decided, loaded and exchanged. Its words: docs/glossary.md."""

@@ -1,0 +1,117 @@
+"""Whether what a recipe's transforms make is what its encoders take, before anything is trained.
+
+Shapes alone do not tell: a row of 192 values may be 8 x 8 pixels in three colours or a smaller patch seen in several
+frames, patches may come in raster order or block by block, pixels may be centred on another mean. So what an encoder
+says of its rows (`contract.Encoder.takes`) and what stands beside its weights (preprocessor_config.json) are compared
+key by key.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from motet.core.errors import UserError
+from motet.data.transforms import Transform
+from motet.models.contract import AudioRows, ImageRows
+from motet.models.module import MLLM, ModalityModule
+from motet.train.recipe.recipe import Recipe
+
+_FILES = {"preprocessor_config.json": None, "processor_config.json": ("image_processor", "feature_extractor")}
+"""Where HF keeps what media become, and the tables inside the file that may hold it."""
+
+_PREPROCESSED = {
+    "image": {"mean": "image_mean", "std": "image_std"},
+    "audio": {"sampling_rate": "sampling_rate", "hop_length": "hop_length", "n_fft": "n_fft"},
+}
+"""Per modality, of a transform's options those that no shape shows, and what HF calls them."""
+
+
+def check_rows(recipe: Recipe, model: MLLM) -> None:
+    """Raises UserError for the first option of a transform that an encoder, or its directory, says otherwise."""
+    for name, module in model.encoders.items():
+        transform = recipe.transform(name)
+        _check_takes(name, transform, module)
+        if path := recipe.model.encoders[name].path:
+            _check_preprocessed(name, transform, path)
+        _run(name, transform, module)
+
+
+def _check_takes(name: str, transform: Transform, module: ModalityModule) -> None:
+    takes = getattr(module.encoder, "takes", None)
+    if not isinstance(takes, ImageRows | AudioRows | None):
+        raise UserError(f"model.encoders.{name}: takes is {takes!r}; it must be ImageRows or AudioRows.")
+    for field in fields(takes) if takes is not None else ():
+        taken, made = getattr(takes, field.name), getattr(transform, field.name, None)
+        if made is None:
+            raise UserError(
+                f"transforms.{name} makes rows of {transform.modality}, but model.encoders.{name} reads rows that have "
+                f"{field.name}; name an encoder after what it reads."
+            )
+        if made != taken:
+            raise UserError(
+                f"transforms.{name}.{field.name} is {made}, but model.encoders.{name} takes rows with {field.name} = "
+                f"{taken}; set it to that."
+            )
+    joins = module.projector.downsample > 1
+    if joins and transform.modality == "image" and not hasattr(module.encoder, "grid"):
+        raise UserError(
+            f"model.encoders.{name}.projector.downsample joins rows of an image, and {type(module.encoder).__name__} "
+            "does not say how they lie; give it `grid` (see motet.models.contract), or set downsample to 1."
+        )
+
+
+def _check_preprocessed(name: str, transform: Transform, path: Path) -> None:
+    for file, stored in _preprocessed(path):
+        if stored.get("do_normalize") is False:
+            stored = stored | {"image_mean": 0.0, "image_std": 1.0}
+        for ours, theirs in _PREPROCESSED[transform.modality].items():
+            if theirs in stored and not _equal(getattr(transform, ours), stored[theirs]):
+                raise UserError(
+                    f"transforms.{name}.{ours} is not what the weights in {path} were made with: {file} has {theirs} = "
+                    f"{stored[theirs]}; set {ours} to that, or remove the file if you mean another."
+                )
+
+
+def _equal(made: float | tuple[float, ...], wanted: Any) -> bool:
+    """Whether two numbers, or lists with a number for each channel or one for all, say the same."""
+    try:
+        ours, theirs = np.broadcast_arrays(np.asarray(made, np.float64), np.asarray(wanted, np.float64))
+    except (TypeError, ValueError):
+        return False
+    return np.allclose(ours, theirs, rtol=1e-3, atol=1e-6)
+
+
+def _preprocessed(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """What HF's files in a directory say that media become, with the name of the file."""
+    found = []
+    for name, tables in _FILES.items():
+        try:
+            stored = json.loads((path / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path / name} cannot be read ({error}).") from error
+        parts = [stored] if tables is None else [stored.get(table) for table in tables]
+        found += [(name, part) for part in parts if isinstance(part, dict)]
+    return found
+
+
+def _run(name: str, transform: Transform, module: ModalityModule) -> None:
+    """Give the encoder one small item."""
+    sizes = transform.sizes(np.array([[1, 1]], dtype=np.int64))
+    values = torch.zeros(int(sizes.prod()), transform.row_dim)
+    try:
+        with torch.no_grad():
+            module(values, torch.from_numpy(sizes))
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"transforms.{name} does not fit model.encoders.{name}: it makes rows of {transform.row_dim} values, "
+            f"which the encoder cannot take ({reason})."
+        ) from error

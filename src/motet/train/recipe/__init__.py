@@ -1,0 +1,1 @@
+"""The recipe: one validated TOML file. Its words: docs/glossary.md."""

@@ -1,0 +1,163 @@
+"""Turns what pydantic finds wrong in a recipe into one sentence: file, line, key, and what would be right."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from motet.train.recipe.toml_text import Key, line_of_key
+
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+_NAMES = {
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "path_type": "a path, as a string",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "model_attributes_type": "a table",
+    "dataclass_type": "a table",
+}
+
+
+def sentence(
+    errors: Sequence[ErrorDetails], schema: type[BaseModel], where: str, text: str, overrides: set[Key]
+) -> str:
+    """One sentence for one of the errors that pydantic reports: an unknown key if there is any, else the first.
+
+    A misspelt key is often missing under its right name as well, and the misspelling is what one wants to be told of.
+    where: the recipe's path as the user gave it; text: its TOML text; overrides: keys set on the command line.
+    """
+    error = next((error for error in errors if error["type"] in _UNKNOWN), errors[0])
+    key, models = _walk(error["loc"], schema)
+    name = ".".join(str(part) for part in key)
+    if error["type"] in _UNKNOWN:
+        problem = f"unknown key '{name}'{_suggestion(key, models, schema)}"
+    elif not key:
+        problem = error["msg"].removeprefix("Value error, ").rstrip(".")
+    elif error["type"] == "missing":
+        problem = f"'{name}' is missing and has no default{_description(key, models)}"
+    else:
+        problem = f"'{name}' {_requirement(error)}"
+    return f"{_place(key, where, text, overrides)}: {problem}" + ("" if problem.endswith("?") else ".")
+
+
+def _place(key: Key, where: str, text: str, overrides: set[Key]) -> str:
+    if any(key[: len(override)] == override for override in overrides):
+        return f"--set {'.'.join(map(str, key))}"
+    line = line_of_key(text, key)
+    return f"{where}, line {line}" if line else where
+
+
+def _requirement(error: ErrorDetails) -> str:
+    given = error["input"]
+    shown = "" if isinstance(given, dict | BaseModel) else f", not {given!r}"
+    if error["type"] in _NAMES:
+        return f"must be {_NAMES[error['type']]}{shown}"
+    if error["type"] in ("literal_error", "enum"):
+        return f"must be {error['ctx']['expected']}{shown}"
+    if error["type"] in ("value_error", "assertion_error"):
+        return f"is wrong: {error['msg'].removeprefix('Value error, ').removeprefix('Assertion failed, ').rstrip('.')}"
+    message = error["msg"].removeprefix("Input should be ").removeprefix("Input ").rstrip(".")
+    return f"must be {message}{shown}" if error["msg"].startswith("Input should be ") else f"{message}{shown}"
+
+
+def _walk(loc: tuple[int | str, ...], schema: type[BaseModel]) -> tuple[Key, list[type]]:
+    """The key as written in the TOML, without the names that pydantic inserts for unions, and the models on its way.
+
+    Returns the key, and the models of which the key's last part is, or would have to be, a field.
+    """
+    key: list[str | int] = []
+    candidates: list[Any] = [schema]
+    for index, part in enumerate(loc):
+        last = index == len(loc) - 1
+        models = [c for c in candidates if _is_model(c)]
+        following: list[Any] = []
+        for candidate in candidates:
+            following += _step(candidate, part)
+        if not following and not last and (models or candidates):
+            # A union's tag: it names one of its members and is no key of the file.
+            named = [m for m in models if m.__name__ == part or part in _tags(m)]
+            candidates = named or candidates
+            continue
+        key.append(part)
+        if last:
+            return tuple(key), models
+        candidates = following
+    return tuple(key), [c for c in candidates if _is_model(c)]
+
+
+def _step(annotation: Any, part: int | str) -> list[Any]:
+    if _is_model(annotation):
+        fields = _fields(annotation)
+        return _members(fields[part]) if part in fields else []
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is dict and isinstance(part, str):
+        return _members(arguments[1])
+    if origin in (list, tuple) and isinstance(part, int):
+        return _members(arguments[0])
+    return []
+
+
+def _members(annotation: Any) -> list[Any]:
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _members(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return [member for argument in typing.get_args(annotation) for member in _members(argument)]
+    return [annotation]
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation))
+
+
+def _fields(model: type) -> dict[str | int, Any]:
+    """Name -> annotation of the keys that a table may have."""
+    if issubclass(model, BaseModel):
+        return {name: field.annotation for name, field in model.model_fields.items()}
+    return dict(typing.get_type_hints(model).items()) if dataclasses.is_dataclass(model) else {}
+
+
+def _tags(model: type) -> set[Any]:
+    """Values of the model's one-word Literal fields: what a discriminated union is told apart by."""
+    literals = (annotation for annotation in _fields(model).values() if typing.get_origin(annotation) is typing.Literal)
+    return {value for literal in literals for value in typing.get_args(literal)}
+
+
+def _suggestion(key: Key, models: list[type], schema: type[BaseModel]) -> str:
+    known = sorted({str(name) for model in models for name in _fields(model) if _is_key(model, str(name))})
+    unknown = str(key[-1])
+    close = difflib.get_close_matches(unknown, known, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean '{close[0]}'?"
+    for section, field in schema.model_fields.items():
+        # A key that another section knows has most likely been written into the wrong one.
+        if any(_is_model(m) and unknown in _fields(m) for m in _members(field.annotation)):
+            return f"; '{unknown}' belongs into [{section}]"
+    return f"; known here: {', '.join(known)}" if known else ""
+
+
+def _is_key(model: type, name: str) -> bool:
+    return issubclass(model, BaseModel) or name in {field.name for field in dataclasses.fields(model)}
+
+
+def _description(key: Key, models: list[type]) -> str:
+    for model in models:
+        field = model.model_fields.get(str(key[-1])) if issubclass(model, BaseModel) else None
+        if field is not None and field.description:
+            return f" ({field.description.rstrip('.')})"
+    return ""

@@ -1,0 +1,148 @@
+"""A recipe: the whole of a training job as one validated TOML file.
+
+Each table is the Config class of one component and stands beside that component; this file only puts them together,
+reads the TOML and the `--set` overrides, and makes paths absolute. Relative paths, also those given by `--set`, are
+relative to the recipe's folder, so that a recipe means the same from wherever it is started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from motet.core.errors import UserError
+from motet.core.limits import MAX_EXAMPLES, MAX_SEED, MAX_STEPS
+from motet.cost.catalogue import ClusterConfig
+from motet.data.audio import AudioTransform
+from motet.data.config import DataConfig
+from motet.data.images import ImageTransform
+from motet.dispatch import BalanceConfig
+from motet.models.build import ModelConfig
+from motet.runtime.fsdp import FSDPConfig
+from motet.train.checkpoint.saving import CheckpointConfig
+from motet.train.evaluate import EvaluateConfig
+from motet.train.export import ExportConfig
+from motet.train.optimizer import OptimizerConfig
+from motet.train.recipe.errors import sentence
+from motet.train.recipe.toml_text import dumps, read_recipe
+
+
+class RunConfig(BaseModel):
+    """`[run]`: where, how long, from which seed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    dir: Path = Field(description="folder for metrics, checkpoints and the report")
+    steps: int = Field(gt=0, le=MAX_STEPS, description="optimizer steps of the whole run")
+    batch_size: int = Field(gt=0, le=MAX_EXAMPLES, description="examples of a step, over all ranks and microbatches")
+    microbatches: int = Field(1, gt=0, le=MAX_EXAMPLES, description="parts of a batch whose gradients are accumulated")
+    seed: int = Field(0, ge=0, le=MAX_SEED, description="of weights and dropout; data.seed orders the examples")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["float32", "float64"] = Field("float32", description="of parameters and optimizer state")
+    on_bad_step: Literal["stop", "skip"] = Field(
+        "stop", description="what is done about a step whose loss or gradient is not finite; it changes no weight"
+    )
+
+    @model_validator(mode="after")
+    def _whole_microbatches(self) -> RunConfig:
+        if self.batch_size % self.microbatches:
+            raise ValueError(f"microbatches = {self.microbatches} must divide batch_size = {self.batch_size}")
+        return self
+
+
+class TransformsConfig(BaseModel):
+    """`[transforms.image]`, `[transforms.audio]`: what files become before the encoder of the same name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    image: ImageTransform | None = None
+    audio: AudioTransform | None = None
+
+
+class Recipe(BaseModel):
+    """A training job."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    transforms: TransformsConfig = TransformsConfig()
+    balance: BalanceConfig = BalanceConfig()
+    fsdp: FSDPConfig = FSDPConfig()
+    optimizer: OptimizerConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    export: ExportConfig = ExportConfig()
+    cluster: ClusterConfig | None = Field(
+        None, description="what `motet plan` and `motet simulate` predict for; training takes what it is given"
+    )
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Recipe:
+        for name in self.model.encoders:
+            if name not in TransformsConfig.model_fields:
+                raise ValueError(
+                    f"model.encoders.{name}: an encoder is named after what it reads, which is "
+                    f"{' or '.join(TransformsConfig.model_fields)}"
+                )
+            if self.transform(name) is None:
+                raise ValueError(f"model.encoders.{name} needs a table [transforms.{name}] that says what it is given")
+        for name in TransformsConfig.model_fields:
+            if self.transform(name) is not None and name not in self.model.encoders:
+                raise ValueError(f"transforms.{name} has no effect, as there is no model.encoders.{name}")
+        return self
+
+    def transform(self, encoder: str) -> ImageTransform | AudioTransform | None:
+        """What files become before an encoder."""
+        return getattr(self.transforms, encoder)
+
+    @property
+    def exchanges_items(self) -> bool:
+        """Whether items are loaded first and then moved; "auto" is no, as every dataset has an index of lengths."""
+        return self.balance.mode == "exchange"
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, override and validate a recipe; paths in the result are absolute.
+
+    overrides: "table.key=value", the value in TOML (a bare word is a string).
+    Raises UserError with one sentence for a file that is missing or is no TOML, and for the first wrong key.
+    """
+    read = read_recipe(path, overrides)
+    try:
+        # As JSON, which has lists for tuples and strings for paths, it can be strict: no "8" for 8, no true for 1.
+        recipe = Recipe.model_validate_json(json.dumps(read.tables, default=str), strict=True)
+    except ValidationError as error:
+        raise UserError(sentence(error.errors(), Recipe, str(path), read.text, read.set_keys)) from error
+    resolved = absolute(recipe.model_dump(exclude_unset=True), path.resolve().parent)
+    return Recipe.model_validate(resolved)
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as TOML: every default spelt out, paths absolute; it loads again to the same recipe."""
+    return dumps(recipe.model_dump(mode="json"))
+
+
+def absolute(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The same tables with every Path, and the manifests, joined to the recipe's folder; what is absolute stays."""
+
+    def joined(value: Any) -> Any:
+        if isinstance(value, Path):
+            # Not resolve(): a link to where the data lies should be seen as the user wrote it.
+            return Path(os.path.normpath(folder / value.expanduser()))
+        if isinstance(value, dict):
+            return {key: joined(item) for key, item in value.items()}
+        return [joined(item) for item in value] if isinstance(value, list) else value
+
+    tables = joined(tables)
+    for split in ("train", "heldout"):
+        # Patterns of shards, and so text and not paths.
+        if split in tables.get("data", {}):
+            tables["data"][split] = [str(joined(Path(manifest))) for manifest in tables["data"][split]]
+    return tables

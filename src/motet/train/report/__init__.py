@@ -1,0 +1,1 @@
+"""What a run did: metrics, summary and page. Its words: docs/glossary.md."""

@@ -1,0 +1,175 @@
+"""Where a run's metrics go: `metrics.jsonl` (a line a step), TensorBoard events, and the terminal. Rank 0 only.
+
+A resumed run cuts the files back to the step that it resumes from, so that every step is there once. A file that cannot
+be written raises nothing: `failure` says why, and all ranks stop together (`trainer.py`). A terminal that has gone
+stops nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from motet.core.errors import UserError
+from motet.crash import silence
+from motet.train.report.step_lines import BAD_STEPS, METRICS, Lines, cut_lines, to_json
+from motet.train.run_folder import writing
+
+_PLAIN_LINE_EVERY_S = 5.0
+
+
+class MetricsLog:
+    """Opened at the step from which a run goes on; a context manager, since events and the live line must be closed.
+
+    failure: why metrics could not be written, in a sentence without an end; empty as long as they could.
+    Raises UserError where they cannot be written from the first, or where other things stand in their file.
+    """
+
+    def __init__(self, run_dir: Path, first_step: int, num_steps: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.failure = ""
+        self._num_steps = num_steps
+        self._path = run_dir / "metrics.jsonl"
+        with writing(run_dir):
+            cut_lines(self._path, first_step, METRICS)
+            cut_lines(run_dir / "bad_steps.jsonl", first_step, BAD_STEPS)
+            self._file = Lines(self._path)
+            if first_step == 0:
+                shutil.rmtree(run_dir / "tensorboard", ignore_errors=True)
+            self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
+        self._console = Console(file=Terminal())
+        self._live = _live_line(self._console) if self._console.is_terminal else None
+        if self._live:
+            self._task = self._live.add_task("training", total=num_steps, completed=first_step, text="")
+            self._live.start()
+        self._last_line_s = -_PLAIN_LINE_EVERY_S
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        """Log one step."""
+        step = metrics["step"]
+        try:
+            self._file.write(to_json(metrics))
+            for name, value in _scalars(metrics).items():
+                self._events.add_scalar(name, value, step)
+        except OSError as error:
+            self._fail(error)
+        self._show(step, f"loss {metrics['loss']:.4f}  {metrics['tokens_per_s']:,.0f} tokens/s")
+
+    def write_heldout(self, step: int, loss: float, exact_match: dict[str, float]) -> None:
+        try:
+            self._events.add_scalar("heldout/loss", loss, step)
+            for task, share in exact_match.items():
+                self._events.add_scalar(f"heldout/exact_match/{task}", share, step)
+        except OSError as error:
+            self._fail(error)
+
+    def flush(self) -> None:
+        """Bring events to the disk, before a checkpoint says that their steps are done."""
+        try:
+            self._events.flush()
+        except OSError as error:
+            self._fail(error)
+
+    def check(self) -> None:
+        """Raises UserError if anything could not be written."""
+        self.flush()
+        if self.failure:
+            raise UserError(f"{self.failure}.")
+
+    def say(self, sentence: str) -> None:
+        """A line on the terminal, above the live one."""
+        self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self._live:
+            self._live.stop()
+        try:
+            self._file.close()
+            self._events.close()
+        except OSError as error:
+            self._fail(error)
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _fail(self, error: OSError) -> None:
+        self.failure = self.failure or f"{error.filename or self._path} cannot be written: {error.strerror or error}"
+
+    def _show(self, step: int, text: str) -> None:
+        if self._live:
+            self._live.update(self._task, completed=step, text=text)
+            return
+        now_s = time.monotonic()
+        if step == self._num_steps or now_s - self._last_line_s >= _PLAIN_LINE_EVERY_S:
+            self._last_line_s = now_s
+            self.say(f"step {step}/{self._num_steps}  {text}")
+
+
+class Terminal:
+    """Standard output as a stream; where that has gone, or its disk is full, what is written vanishes."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stdout
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except (OSError, ValueError):
+            silence(self._stream)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            silence(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _live_line(console: Console) -> Progress:
+    return Progress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("{task.fields[text]}"),
+        TimeRemainingColumn(),
+        console=console,
+        refresh_per_second=4,
+    )
+
+
+def _scalars(metrics: dict[str, Any]) -> dict[str, float]:
+    scalars = {
+        f"train/{name}": metrics[name]
+        for name in (
+            "loss",
+            "grad_norm",
+            "lr",
+            "tokens_per_s",
+            "mfu",
+            "step_s",
+            "data_wait_s",
+            "decide_s",
+            "bad_examples",
+        )
+        if math.isfinite(metrics[name])
+    }
+    for phase, values in metrics["phases"].items():
+        scalars[f"balance/{phase}/before"] = values["max_over_bound_before"]
+        scalars[f"balance/{phase}/after"] = values["max_over_bound"]
+    for action, seconds in metrics["actions"].items():
+        scalars[f"actions/{action}"] = seconds["max_s"]
+    return scalars

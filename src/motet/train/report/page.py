@@ -1,0 +1,221 @@
+"""A run as one self-contained HTML page, made of its `summary.json`, `metrics.jsonl` and `answers.json` alone.
+
+Charts are inline SVG and media are data URIs, so that the page can be mailed and read without a network.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import mimetypes
+from pathlib import Path
+from typing import Any
+
+from motet.train.report.charts import NARROW, grouped_bars, horizontal_bars, line_chart
+from motet.train.report.style import CSS
+from motet.train.report.summary import methods_line
+
+_MAX_POINTS = 600
+_MAX_MEDIA_BYTES = 2_000_000
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report.html` into a run's folder and return its path."""
+    summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    with open(run_dir / "metrics.jsonl", encoding="utf-8") as file:
+        steps = [json.loads(line) for line in file]
+    answers_file = run_dir / "answers.json"
+    answers = json.loads(answers_file.read_text(encoding="utf-8")) if answers_file.exists() else []
+    title = f"Motet run: {run_dir.name}"
+    body = [
+        f"<h1>{html.escape(title)}</h1>",
+        f"<p>{summary['num_ranks']} ranks on {html.escape(summary['device'])}, {summary['steps']:,} steps.</p>",
+        _tiles(summary),
+        *_loss(steps, summary),
+        *_balance(steps, summary),
+        *_time(steps),
+        *_exact_match(summary),
+        *_answers(answers),
+    ]
+    page = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{CSS}</style></head>'
+        f"<body>{''.join(body)}</body></html>\n"
+    )
+    path = run_dir / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _tiles(summary: dict[str, Any]) -> str:
+    tiles = {
+        "wall time": _duration(summary["wall_s"]),
+        **_loss_tile(summary),
+        "tokens/s": f"{summary['tokens_per_s']:,.0f}",
+        f"MFU ({summary['peak_source']} peak)": f"{summary['mfu']:.1%}",
+        "peak memory a rank": f"{summary['memory']['peak_bytes'] / 2**20:,.0f} MiB ({summary['memory']['kind']})",
+        "waiting for data": f"{summary['data_wait_share']:.1%} of the time",
+    }
+    if summary.get("bad_examples"):
+        tiles["unreadable examples"] = f"{summary['bad_examples']:,}"
+    if summary.get("bad_steps"):
+        tiles["steps not finite, skipped"] = f"{summary['bad_steps']:,}"
+    return (
+        '<div class="tiles">'
+        + "".join(f'<div class="tile"><b>{v}</b><span>{k}</span></div>' for k, v in tiles.items())
+        + "</div>"
+    )
+
+
+def _loss_tile(summary: dict[str, Any]) -> dict[str, str]:
+    first, last, count = _shown(summary["loss_first"]), _shown(summary["loss_last"]), summary["loss_steps"]
+    if summary["steps"] == 1:
+        return {"loss of its one step": first}
+    return {f"loss, first to last {count} steps" if count > 1 else "loss, first to last step": f"{first} → {last}"}
+
+
+def _shown(loss: float | None) -> str:
+    return "none" if loss is None else f"{loss:.3f}"
+
+
+def _loss(steps: list[dict[str, Any]], summary: dict[str, Any]) -> list[str]:
+    raw = [(step["step"], step["loss"]) for step in steps if step["loss"] is not None]
+    if not raw:
+        return []
+    series = {"each step": _thinned(raw), "smoothed": _thinned(_smoothed(raw))}
+    if heldout := summary.get("heldout_loss_by_step"):
+        series["held out"] = [(int(step), loss) for step, loss in heldout.items() if loss is not None]
+    chart = line_chart(series, x_label="step", y_label="loss a target token, nats", y_min=0, faint="each step")
+    return ["<h2>Loss</h2>", chart]
+
+
+def _balance(steps: list[dict[str, Any]], summary: dict[str, Any]) -> list[str]:
+    parts = [
+        "<h2>Load of the ranks, phase by phase</h2>",
+        "<p>A step lasts as long as its busiest rank. Maximum load over the lower bound: 1 means that no placement of "
+        "whole items is better. “Before” is every example on its home rank, “after” is what was run.</p>",
+        "<table><tr><th>phase</th><th>load in</th><th>max/bound before</th><th>after</th></tr>",
+        *(
+            f"<tr><td>{html.escape(name)}</td><td>{phase['unit']}</td>"
+            f"<td>{phase['max_over_bound_before']:.3f}</td><td>{phase['max_over_bound']:.3f}</td></tr>"
+            for name, phase in summary["phases"].items()
+        ),
+        "</table>",
+        *_methods(summary["balance"]),
+    ]
+    for name in summary["phases"]:
+        rows = [(step["step"], step["phases"][name]) for step in steps if step["phases"][name]["bound"]]
+        if not rows:
+            continue
+        ratios = {
+            label: _thinned(_smoothed([(step, phase[key]) for step, phase in rows]))
+            for label, key in (("before", "max_over_bound_before"), ("after", "max_over_bound"))
+        }
+        step, typical = sorted(rows, key=lambda row: row[1]["max_over_bound_before"])[len(rows) // 2]
+        loads = {"before": typical["loads_before"], "after": typical["loads"]}
+        bound = ("bound", typical["bound"])
+        ranks = [f"rank {rank}" for rank in range(len(typical["loads"]))]
+        parts += [
+            f'<h3>{html.escape(name)}</h3><div class="pair"><div>',
+            line_chart(ratios, x_label="step (smoothed)", y_label="max load / bound", y_min=1, width=NARROW),
+            "</div><div>",
+            grouped_bars(
+                loads, ranks, y_label=f"{typical['unit']} in step {step}, the median", rule=bound, width=NARROW
+            ),
+            "</div></div>",
+        ]
+    return parts
+
+
+def _methods(balance: dict[str, Any]) -> list[str]:
+    """Which way of balancing was chosen, and why."""
+    if not balance["why"]:
+        return []
+    return [
+        f"<p>Way of balancing, chosen for each microbatch from predicted seconds: "
+        f"{html.escape(methods_line(balance['methods']))}. “joint” places whole examples, so that no encoder output "
+        "crosses ranks; “per_phase” places the items of each phase by themselves; “mixed” only those of some "
+        f"encoders. When the most frequent way was last chosen: {html.escape(balance['why'])}</p>"
+    ]
+
+
+def _time(steps: list[dict[str, Any]]) -> list[str]:
+    # The first steps allocate and warm up: they say nothing about the others.
+    steady = steps[min(len(steps) // 10, 10) :]
+    names = list(dict.fromkeys(name for step in steady for name in step["actions"]))
+    milliseconds = {
+        name: 1000 * sum(step["actions"].get(name, {}).get("max_s", 0.0) for step in steady) / len(steady)
+        for name in names
+    }
+    milliseconds["waiting for data"] = 1000 * sum(step["data_wait_s"] for step in steady) / len(steady)
+    mean_ms = 1000 * sum(step["step_s"] for step in steady) / len(steady)
+    decide_ms = 1000 * sum(step["decide_s"] for step in steady) / len(steady)
+    return [
+        "<h2>Where a step's time goes</h2>",
+        f"<p>Mean step: {mean_ms:,.1f} ms. Each action on its slowest rank, mean over steps. Deciding the balance "
+        f"takes {decide_ms:.2f} ms a step in the prefetch thread, beside the step.</p>",
+        horizontal_bars(milliseconds, unit="ms"),
+    ]
+
+
+def _exact_match(summary: dict[str, Any]) -> list[str]:
+    if not summary.get("exact_match"):
+        return []
+    counts = summary["num_heldout"]
+    rows = "".join(
+        f"<tr><td>{html.escape(task)}</td><td>{share:.1%}</td><td>{counts[task]}</td></tr>"
+        for task, share in summary["exact_match"].items()
+    )
+    return [
+        "<h2>Held-out answers that match exactly</h2>",
+        f"<table><tr><th>task</th><th>exact match</th><th>examples</th></tr>{rows}</table>",
+    ]
+
+
+def _answers(answers: list[dict[str, Any]]) -> list[str]:
+    if not answers:
+        return []
+    return ["<h2>Held-out examples and the model's answers</h2>", '<div class="cards">', *map(_card, answers), "</div>"]
+
+
+def _card(answer: dict[str, Any]) -> str:
+    right = answer["is_exact"]
+    media = "".join(_player(Path(path)) for path in answer["media"])
+    return (
+        f'<div class="card{" right" if right else ""}"><div class="task">{html.escape(answer["task"])}</div>{media}<dl>'
+        f"<dt>asked</dt><dd>{html.escape(answer['prompt'])}</dd><dt>answered</dt>"
+        f'<dd class="{"good" if right else "wrong"}">{html.escape(answer["answer"]) or "(nothing)"}</dd>'
+        f"<dt>expected</dt><dd>{html.escape(answer['expected'])}</dd></dl></div>"
+    )
+
+
+def _player(path: Path) -> str:
+    if not path.exists() or path.stat().st_size > _MAX_MEDIA_BYTES:
+        return f"<p>{html.escape(path.name)}</p>"
+    kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+    uri = f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+    if kind.startswith("audio/"):
+        return f'<audio controls preload="metadata" src="{uri}"></audio>'
+    return f'<img alt="{html.escape(path.name)}" src="{uri}">'
+
+
+def _smoothed(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Running mean over a fiftieth of the points, at least 1."""
+    width = max(len(points) // 50, 1)
+    total, result = 0.0, []
+    for i, (x, y) in enumerate(points):
+        total += y - (points[i - width][1] if i >= width else 0.0)
+        result.append((x, total / min(i + 1, width)))
+    return result
+
+
+def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    every = -(-len(points) // _MAX_POINTS) or 1
+    return points[::every]
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

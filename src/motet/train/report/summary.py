@@ -1,0 +1,130 @@
+"""A run in a few numbers, `summary.json`, from the lines of `metrics.jsonl`: a resumed run counts as a whole."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from motet.core.errors import UserError
+from motet.train.evaluate import Evaluation
+from motet.train.report.peak import Peak
+from motet.train.world import World
+
+_LOSS_STEPS = 10
+
+
+def summarise(
+    run_dir: Path, world: World, peak: Peak, wall_s: float, evaluations: dict[int, Evaluation]
+) -> dict[str, Any]:
+    """The summary of all steps in the run's folder. evaluations: by step, the last one's exact match counts.
+
+    loss_first and loss_last are means over the first and the last loss_steps steps, ten of them, as one step's loss is
+    noise; of a run of fewer than 20 steps, over half of them each, so that no step counts in both. Steps that were not
+    finite have no loss.
+    tokens_per_s and mfu are over the steps alone; wall_s is of this process, from its start to its end, resumed parts
+    not included.
+    """
+    with open(run_dir / "metrics.jsonl", encoding="utf-8") as file:
+        steps = [json.loads(line) for line in file]
+    if not steps:
+        raise UserError(f"{run_dir} holds no metrics of the steps already done, so there is nothing to sum up.")
+    train_s = sum(step["step_s"] for step in steps)
+    losses = [step["loss"] for step in steps if step["loss"] is not None]
+    loss_steps = min(_LOSS_STEPS, max(len(losses) // 2, 1))
+    last = evaluations[max(evaluations)] if evaluations else None
+    return {
+        "steps": len(steps),
+        "num_ranks": world.num_ranks,
+        "device": str(world.device.type),
+        "wall_s": round(wall_s, 2),
+        "train_s": round(train_s, 2),
+        "tokens": sum(step["num_tokens"] for step in steps),
+        "tokens_per_s": round(sum(step["num_tokens"] for step in steps) / max(train_s, 1e-9), 1),
+        "mfu": sum(step["mfu"] * step["step_s"] for step in steps) / max(train_s, 1e-9),
+        "peak_flops_per_s": peak.flops_per_s,
+        "peak_source": peak.source,
+        "loss_steps": loss_steps,
+        "loss_first": _mean(losses[:loss_steps]) if losses else None,
+        "loss_last": _mean(losses[-loss_steps:]) if losses else None,
+        "loss_heldout": last.loss if last else None,
+        "heldout_loss_by_step": {str(step): evaluation.loss for step, evaluation in evaluations.items()},
+        "exact_match": last.exact_match if last else {},
+        "num_heldout": last.num_examples if last else {},
+        "balance": _balance(steps),
+        "phases": _phases(steps),
+        "data_wait_share": sum(step["data_wait_s"] for step in steps) / max(train_s, 1e-9),
+        "decide_s_mean": _mean([step["decide_s"] for step in steps]),
+        "exchange_bytes": sum(step["exchange"]["bytes"] for step in steps),
+        "exchange_crossing_bytes": sum(step["exchange"]["crossing_bytes"] for step in steps),
+        "memory": max((step["memory"] for step in steps), key=lambda memory: memory["peak_bytes"]),
+        "bad_examples": steps[-1]["bad_examples"],
+        "bad_steps": sum(step.get("bad_step") is not None for step in steps),
+    }
+
+
+def summary_lines(summary: dict[str, Any]) -> list[str]:
+    """The summary for a terminal."""
+    lines = [
+        f"{summary['steps']} steps on {summary['num_ranks']} ranks in {summary['wall_s']:.0f} s: "
+        f"{summary['tokens_per_s']:,.0f} tokens/s, MFU {summary['mfu']:.1%} of the {summary['peak_source']} peak",
+        _loss_line(summary)
+        + (f", {summary['loss_heldout']:.4f} held out" if summary["loss_heldout"] is not None else ""),
+    ]
+    if summary["bad_steps"]:
+        lines.append(f"{summary['bad_steps']} steps were not finite and changed nothing; bad_steps.jsonl names them")
+    for name, phase in summary["phases"].items():
+        lines.append(
+            f"{name}: mean max/bound load {phase['max_over_bound_before']:.3f} before balancing, "
+            f"{phase['max_over_bound']:.3f} after, in {phase['unit']}"
+        )
+    if summary["balance"]["why"]:
+        lines.append(f"balanced by {methods_line(summary['balance']['methods'])}")
+    for task, share in summary["exact_match"].items():
+        lines.append(f"{task}: {share:.1%} of {summary['num_heldout'][task]} held-out answers match exactly")
+    return lines
+
+
+def _loss_line(summary: dict[str, Any]) -> str:
+    first, last, count = summary["loss_first"], summary["loss_last"], summary["loss_steps"]
+    if first is None:
+        return "no step with a finite loss"
+    if summary["steps"] - summary["bad_steps"] == 1:
+        return f"loss {first:.4f} in its one step"
+    if count == 1:
+        return f"loss {first:.4f} in its first step, {last:.4f} in its last"
+    return f"loss {first:.4f} at first, {last:.4f} at last (means of {count} steps)"
+
+
+def methods_line(methods: dict[str, int]) -> str:
+    """How often each way of balancing was chosen, the most frequent first: "joint 9, mixed 3 of 12 microbatches"."""
+    told = ", ".join(f"{method} {count:,}" for method, count in sorted(methods.items(), key=lambda entry: -entry[1]))
+    return f"{told} of {sum(methods.values()):,} microbatches"
+
+
+def _balance(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """How often each method was chosen, and why the most frequent one was when it was last."""
+    methods: Counter[str] = Counter()
+    why: dict[str, str] = {}
+    for step in steps:
+        methods.update(step["balance"]["methods"])
+        why |= step["balance"]["why"]
+    most = max(methods, key=lambda method: methods[method])
+    return {"methods": dict(methods), "why": why.get(most, "")}
+
+
+def _phases(steps: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Means over the steps in which a phase has anything to do, and the unit of its loads."""
+    means = {}
+    for name in steps[-1]["phases"]:
+        busy = [step["phases"][name] for step in steps if step["phases"][name]["bound"]]
+        means[name] = {"unit": steps[-1]["phases"][name]["unit"]} | {
+            key: _mean([phase[key] for phase in busy]) if busy else 1.0
+            for key in ("max_over_bound_before", "max_over_bound")
+        }
+    return means
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,174 @@
+"""The strategy: its Plans fit, run, and take what they were estimated to."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from motet.core.cluster import Cluster, Device, Link
+from motet.core.sampler import Sampler
+from motet.core.shapes import Transformer, audio_encoder, connect, language_model, multimodal, vit
+from motet.core.spec import ModelSpec
+from motet.cost.analytic import Analytic
+from motet.planner.bubble_filling.propose import propose_bubble_filling
+from motet.planner.candidate import Candidate, Pins, RuledOut
+from motet.planner.job import Job
+from motet.schedule import check_fit, program_of, validate
+from motet.simulate.predict.predict import predict
+
+LLM = Transformer(2048, 8192, 16, causal=True)
+VISION, HEARING = Transformer(1024, 4096, 16), Transformer(512, 2048, 8)
+IMAGES = {"image": {"count": {"value": 1}, "length": {"value": 1024}}}
+CLIPS = {"audio": {"count": {"value": 2}, "length": {"value": 400}, "length_per_token": 4}}
+ALIKE = {"task": [{"name": "alike", "text": {"value": 512}, "items": IMAGES | CLIPS}]}
+MIXED = {
+    "task": [
+        {"name": "text", "text": {"median": 900, "spread": 1.0, "max": 4096}},
+        {"name": "both", "text": {"median": 90, "spread": 0.8, "max": 4096}, "items": IMAGES | CLIPS},
+    ]
+}
+
+
+def model(*, audio=False, trained=True):
+    encoders = [connect(vit("image", VISION, 8, trained=trained), 2048)]
+    if audio:
+        encoders.append(connect(audio_encoder("audio", HEARING, 6), 2048, downsample=4))
+    return multimodal("VLM", language_model(LLM, 8, 32_000), encoders)
+
+
+def job(spec=None, *, num_ranks=16, memory_gb=80.0, batch_size=64, lengths=ALIKE):
+    device = Device("toy", {"bf16": 1e15}, int(memory_gb * 1e9), 3e12)
+    cluster = Cluster(device, num_ranks // 8, 8, Link(4e11, 2e-6), Link(4e10, 5e-6))
+    workload = Sampler.model_validate(lengths).workload(num_examples=256)
+    return Job(spec or model(), cluster, workload, batch_size, Analytic(cluster))
+
+
+def proposals(of, pins=None):
+    found = list(propose_bubble_filling(of, pins or Pins()))
+    return [one for one in found if isinstance(one, Candidate)], [one for one in found if isinstance(one, RuledOut)]
+
+
+JOBS = {
+    "one encoder": job,
+    "two encoders": lambda: job(model(audio=True)),
+    "frozen but for its projector": lambda: job(model(trained=False)),
+    "lengths of all kinds": lambda: job(model(audio=True), lengths=MIXED),
+    "little memory": lambda: job(memory_gb=4.0),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("pins", [Pins(), Pins(tp=2, pp=4, microbatch_size=2)], ids=["free", "pinned"])
+def test_every_plan_fits_runs_and_takes_about_what_was_estimated(name, pins):
+    given = JOBS[name]()
+    found, _ = proposals(given, pins)
+    assert 2 <= len(found) <= 6
+    for one in found:
+        check_fit(one.plan)
+        validate(program_of(one.plan))
+        prediction = predict(one.plan, given.workload, given.cost)
+        assert prediction.peak_bytes.max() <= given.capacity_bytes
+        assert one.bound_s <= prediction.step_s
+        assert one.estimate_s == pytest.approx(prediction.step_s, rel=0.15)
+        if name != "lengths of all kinds":
+            assert one.estimate_s == pytest.approx(prediction.step_s, rel=0.06)
+        assert one.plan.unit_of("backbone").num_ranks == 16
+
+
+def test_fine_placement_is_no_slower_than_coarse():
+    given = job(model(audio=True))
+    found, _ = proposals(given, Pins(tp=2, pp=4, microbatch_size=2))
+    fine_s, coarse_s = (predict(one.plan, given.workload, given.cost).step_s for one in found)
+    assert "fine" in found[0].what and "coarse" in found[1].what
+    assert fine_s < coarse_s
+    assert found[0].facts
+
+
+def test_the_same_plans_come_every_time():
+    first, second = (proposals(job()) for _ in range(2))
+    assert [one.plan for one in first[0]] == [one.plan for one in second[0]]
+    assert first[1] == second[1]
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        Pins(tp=4),
+        Pins(pp=2),
+        Pins(dp=2, microbatch_size=4),
+        Pins(schedule="1f1b"),
+        Pins(schedule="interleaved_1f1b"),
+        Pins(recompute="none"),
+        Pins(recompute="full"),
+    ],
+    ids=str,
+)
+def test_what_is_pinned_stays(pins):
+    found, _ = proposals(job(), pins)
+    assert found
+    for one in found:
+        unit = one.plan.unit_of("backbone")
+        assert pins.allow(tp=unit.tp, pp=unit.pp, dp=unit.dp, schedule=one.plan.schedule)
+        assert pins.allow(microbatch_size=one.plan.microbatch_size)
+        if pins.recompute == "none":
+            assert not any(any(unit.recompute) for unit in one.plan.units)
+        if pins.recompute == "full":
+            assert all(unit.recompute == unit.stages for unit in one.plan.units)
+
+
+def test_less_memory_is_met_with_recomputation_and_then_with_words():
+    pins = Pins(tp=2, pp=4, microbatch_size=2)
+    recomputed, previous = [], 0
+    for memory_gb in (40.0, 6.0, 4.5, 3.5, 3.0, 2.0, 1.0):
+        given = job(memory_gb=memory_gb)
+        found, ruled_out = proposals(given, pins)
+        if not found:
+            assert ruled_out[0].lacks_bytes > 0
+            assert "lacks" in ruled_out[0].why
+            break
+        count = min(sum(sum(stage.values()) for unit in one.plan.units for stage in unit.recompute) for one in found)
+        assert count >= previous
+        recomputed.append(count)
+        previous = count
+    else:
+        pytest.fail("1 GB holds it all")
+    assert recomputed[0] == 0
+    assert recomputed[-1] > 0
+
+
+def test_what_cannot_be_is_said():
+    lone = ModelSpec("LLM", (language_model(LLM, 8, 32_000),), ())
+    generator = replace(vit("generator", VISION, 4), name="generator")
+    made = model()
+    with_generator = ModelSpec("any", (*made.modules, generator), (*made.edges, ("backbone", "generator")))
+    for given, pins, words in (
+        (job(lone), Pins(), "no encoders"),
+        (job(with_generator), Pins(), "the model has others"),
+        (job(), Pins(schedule="zb_h1"), "'zb_h1'"),
+        (job(), Pins(balance="joint"), "'joint'"),
+        (job(batch_size=7), Pins(dp=2), "a batch of 7 is no multiple of the pinned DP of 2"),
+        (job(), Pins(pp=1), "from PP 2 on"),
+    ):
+        found, ruled_out = proposals(given, pins)
+        assert not found
+        assert [words in one.why for one in ruled_out] == [True]
+
+
+def test_shares_of_a_microbatch_are_whole_examples():
+    found, _ = proposals(job(), Pins(tp=8, microbatch_size=2))
+    for one in found:
+        for unit in one.plan.units:
+            assert 2 % (8 // unit.tp) == 0
+    assert np.all([one.plan.unit_of("image").pp in (1, 2) for one in found])
+
+
+def test_what_cannot_be_faster_is_left_out_in_words():
+    given = job()
+    free, _ = proposals(given)
+    fastest_s = min(one.estimate_s for one in free)
+    told = list(propose_bubble_filling(given, Pins(), fastest_s * 1.001))
+    kept = [one for one in told if isinstance(one, Candidate)]
+    assert min(one.estimate_s for one in kept) == fastest_s
+    told = list(propose_bubble_filling(given, Pins(), fastest_s / 2))
+    assert told and all(isinstance(one, RuledOut) for one in told)
+    assert any("even with all bubbles filled" in one.why for one in told)

@@ -1,0 +1,143 @@
+"""What stages hold and recompute, against every choice there is, and closed forms against simulations."""
+
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.planner.stages.blocks import Blocks, blocks_of
+from motet.planner.stages.partition import partition
+from motet.planner.stages.stage_costs import ROUNDING, Room, settle, stage_numbers, stages_of
+from motet.planner.stages.step_time import Flow, pipeline_s
+from motet.schedule import high_water, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
+from motet.simulate import simulate, stage_times
+from unit.planner.jobs import job
+
+PROGRAMS = {
+    "1f1b": one_f_one_b(4, 12),
+    "interleaved_1f1b": interleaved_1f1b(4, 3, 12),
+    "zb_h1": zb_h1(4, 12),
+    "zb_v": zb_v(4, 12),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@given(st.integers(0, 1000))
+@settings(max_examples=10, deadline=None)
+def test_the_fullest_moments_hold_what_the_program_holds(name, seed):
+    program = PROGRAMS[name]
+    held = np.random.default_rng(seed).random(program.num_stages)
+    room = Room.of(program, 1.0)
+    most = [float((room.moments[rank] @ held[room.rank == rank]).max()) for rank in range(program.num_ranks)]
+    assert most == pytest.approx(high_water(program, held).tolist())
+
+
+@pytest.mark.parametrize("make", [lambda m: interleaved_1f1b(4, 3, m), lambda m: zb_v(4, m), lambda m: zb_h1(4, m)])
+def test_two_microbatches_a_rank_fill_a_pipeline(make):
+    some, more = (Room.of(make(number), 1.0).moments for number in (8, 24))
+    assert all(np.array_equal(one, other) for one, other in zip(some, more))
+
+
+def toy(kept, spared, again, owner=None):
+    num = len(kept)
+    zero = np.zeros(num)
+    columns = {name: zero for name in Blocks.__dataclass_fields__ if name not in ("names", "owner")}
+    columns |= {"kept_bytes": np.array(kept, float), "spared_bytes": np.array(spared, float)}
+    columns |= {"again_s": np.array(again, float), "forward_s": np.ones(num), "backward_s": np.ones(num)}
+    return Blocks(("a", "b"), np.array(owner if owner is not None else [0] * num), **columns)
+
+
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_no_less_recomputation_fits_and_what_is_recomputed_does(data):
+    number = data.draw(st.integers(2, 6))
+    first = data.draw(st.integers(0, number))
+    owner = np.repeat([0, 1], [first, number - first])
+    kept = np.array([10, 14])[owner]
+    spared, again = (np.array(data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9))))[owner] for _ in range(2))
+    blocks = toy(kept, spared, again, owner)
+    counts = (number // 2, number - number // 2)
+    room = Room.of(one_f_one_b(2, 4), data.draw(st.integers(10, 120)) / (1 - ROUNDING))
+    stage = stage_numbers(counts)
+    found = stages_of(blocks, stage, room)
+    for rank, in_flight in enumerate((2, 1)):
+        own = np.flatnonzero(stage == rank)
+        fits = []
+        for numbers in product(*(range(int((owner[own] == place).sum()) + 1) for place in (0, 1))):
+            chosen = np.concatenate([np.arange((owner[own] == place).sum()) < numbers[place] for place in (0, 1)])
+            held = in_flight * (kept[own] - spared[own] * chosen).sum()
+            if held <= room.capacity_bytes * (1 - ROUNDING) + 1e-6:
+                fits.append(float((again[own] * chosen).sum()))
+        added = float((again[own] * found.recomputed[own]).sum())
+        if fits:
+            assert added == min(fits) and found.fullness[rank] <= 1 + 1e-9
+        else:
+            assert found.recomputed[own].all() and found.fullness[rank] > 1 and found.lacks_bytes > 0
+
+
+@pytest.mark.parametrize("mode", ["none", "least", "full"])
+def test_a_pinned_mode_is_kept(mode):
+    blocks = toy([10] * 4, [8] * 4, [1] * 4)
+    stages = stages_of(blocks, stage_numbers((2, 2)), Room.of(one_f_one_b(2, 4), 30.0, mode))
+    assert {"none": 0, "least": 1, "full": 4}[mode] == stages.recomputed.sum()
+    assert (stages.lacks_bytes > 0) == (mode == "none")
+
+
+def test_recomputation_moves_the_cut():
+    """Rank 0 holds two microbatches and must recompute, so that it gets fewer blocks than an even cut gives it."""
+    blocks = toy([10] * 12, [9] * 12, [1.0] * 12)
+    room = Room.of(one_f_one_b(2, 4), 62.0)
+
+    def cut(block_s):
+        return stage_numbers(partition(block_s.tolist(), 2))
+
+    even = stages_of(blocks, stage_numbers((6, 6)), room)
+    settled = settle(blocks, room, cut, lambda stages: float(stages.seconds.max()))
+    assert even.recomputed.any() and not settled.lacks_bytes
+    assert settled.seconds.max() <= even.seconds.max()
+    assert settled.layers[0]["a"] < 6
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@given(st.lists(st.floats(1.0, 1.3), min_size=12, max_size=12), st.floats(0, 0.2))
+@settings(max_examples=15, deadline=None)
+def test_closed_forms_are_near_the_simulation_where_stages_are_nearly_even(name, block_s, send_s):
+    program = PROGRAMS[name]
+    number = program.num_stages
+    seconds = np.array(block_s[:number])
+    blocks = toy([0] * number, [0] * number, [0] * number)
+    object.__setattr__(blocks, "forward_s", seconds)
+    object.__setattr__(blocks, "backward_s", 2 * seconds)
+    object.__setattr__(blocks, "trained", np.ones(number))
+    stages = stages_of(blocks, np.arange(number), Room.of(program, 1.0))
+    rank = np.array([stage.rank for stage in program.stages])
+    flow = Flow(name, 12, rank, tuple(pairwise(range(number))))
+    sends = np.where(rank[1:] == rank[:-1], 0.0, send_s)
+    simulated = simulate(program, stage_times(stages.forward_s, stages.backward_s, send_s=sends[:, None])).makespan_s
+    assert pipeline_s(flow, stages, sends) == pytest.approx(simulated, rel=0.2)
+
+
+@pytest.mark.parametrize("make", [zb_h1, zb_v])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4, 7, 12])
+def test_closed_forms_of_zero_bubble_schedules_hold_with_few_microbatches(make, num_microbatches):
+    program = make(4, num_microbatches)
+    number = program.num_stages
+    blocks = toy([0] * number, [0] * number, [0] * number)
+    object.__setattr__(blocks, "backward_s", np.full(number, 2.0))
+    object.__setattr__(blocks, "trained", np.ones(number))
+    stages = stages_of(blocks, np.arange(number), Room.of(program, 1.0))
+    rank = np.array([stage.rank for stage in program.stages])
+    flow = Flow(make.__name__, num_microbatches, rank, tuple(pairwise(range(number))))
+    simulated = simulate(program, stage_times(np.ones(number), np.full(number, 2.0))).makespan_s
+    assert pipeline_s(flow, stages, np.zeros(number - 1)) == pytest.approx(simulated, rel=0.07)
+
+
+def test_a_chain_carries_the_outputs_of_encoders_that_are_over():
+    given_job = job()
+    names = ("image", "audio", "backbone")
+    chained = blocks_of(given_job, names, 1, 1, 1)
+    alone = [blocks_of(given_job, (name,), 1, 1, 1).output_bytes for name in names]
+    assert chained.output_bytes[6:10] == pytest.approx(alone[1] + alone[0][-1])
+    assert chained.output_bytes[10:] == pytest.approx(alone[2])

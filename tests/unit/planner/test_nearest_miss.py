@@ -1,0 +1,115 @@
+"""What is said to make a job fit does: each phrase is held against the Plan that it promises."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from motet.planner.candidate import Candidate, Pins, RuledOut
+from motet.planner.job import Job
+from motet.planner.nearest_miss import nearest_miss, would_fit
+from motet.planner.search import Found, nothing_fits, search
+from motet.planner.strategies import STRATEGIES
+from unit.planner.jobs import job
+
+PINNED = {
+    "recompute": (Pins(strategies=("chain",), pp=2, tp=1, dp=4, microbatch_size=1, recompute="none"), 350),
+    "tp": (Pins(strategies=("chain",), tp=1, pp=1), 350),
+    "dp": (Pins(strategies=("modality parallel",), tp=1, pp=1, dp=2), 400),
+    "replicas": (Pins(strategies=("data parallel",), dp=2, tp=1), 400),
+    "units": (Pins(strategies=("disaggregated",), pp=1, tp=1), 350),
+}
+
+
+def searched(pins: Pins, memory_mbytes: float) -> Found:
+    return search(job(memory_mbytes=memory_mbytes), STRATEGIES, pins)
+
+
+def fits(mend: str, given: Job, pins: Pins) -> bool:
+    """Whether the strategy has a Plan if the job, or what is pinned, is as the phrase says."""
+    if match := re.fullmatch(r"(\d+) nodes", mend):
+        cluster = replace(given.cluster, num_nodes=int(match[1]))
+        given = replace(given, cluster=cluster, cost=given.cost.on(cluster))
+    elif match := re.fullmatch(r"(TP|PP|DP) (\d+)", mend):
+        pins = replace(pins, **{match[1].lower(): int(match[2])})
+    elif match := re.fullmatch(r"microbatches of (\d+)", mend):
+        pins = replace(pins, microbatch_size=int(match[1]))
+    elif match := re.fullmatch(r"recomputation of (\d+) layers?", mend):
+        plans = [one.plan for one in STRATEGIES[pins.strategies[0]](given, replace(pins, recompute="least"))
+                 if isinstance(one, Candidate)]  # fmt: skip
+        counts = [sum(sum(stage.values()) for unit in plan.units for stage in unit.recompute) for plan in plans]
+        return int(match[1]) in counts
+    elif match := re.fullmatch(r"strategy '(.+)'", mend):
+        pins = replace(pins, strategies=(match[1],))
+    else:
+        raise AssertionError(mend)
+    return any(isinstance(one, Candidate) for one in STRATEGIES[pins.strategies[0]](given, pins))
+
+
+@pytest.mark.parametrize("pinned", PINNED)
+def test_what_is_said_to_make_it_fit_does(pinned):
+    pins, memory_mbytes = PINNED[pinned]
+    found = searched(pins, memory_mbytes)
+    assert not found.results and found.mends
+    for mend in found.mends:
+        assert fits(mend, found.job, pins), mend
+    assert nothing_fits(found).endswith(f"; fits with {' or '.join(found.mends)}.")
+
+
+def test_the_layers_that_would_have_to_be_recomputed_are_counted():
+    pins, memory_mbytes = PINNED["recompute"]
+    (plan,) = (one.plan for one in STRATEGIES["chain"](job(memory_mbytes=memory_mbytes), replace(pins, recompute=None))
+               if isinstance(one, Candidate) and one.plan.schedule == "1f1b")  # fmt: skip
+    counts = [sum(stage.values()) for stage in plan.units[0].recompute]
+    (phrase, *_) = searched(replace(pins, schedule="1f1b"), memory_mbytes).mends
+    assert phrase == f"recomputation of {sum(counts)} layers"
+
+
+def test_with_nothing_pinned_more_nodes_are_what_is_left():
+    found = searched(Pins(), 40)
+    assert not found.results
+    assert all(re.fullmatch(r"\d+ nodes", mend) for mend in found.mends)
+
+
+def test_a_degree_that_does_not_divide_is_let_go():
+    found = searched(Pins(dp=5), 4000)
+    assert not found.results
+    (dp, *batches) = found.mends[::-1]
+    assert fits(dp, found.job, Pins(strategies=("data parallel",)))
+    assert batches[::-1] == ["a batch of 30", "a batch of 35"]
+
+
+def test_where_no_pin_alone_is_to_blame_all_are_let_go():
+    pins = Pins(strategies=("chain",), tp=1, pp=1, dp=2, microbatch_size=16, recompute="none")
+    (mend, *_) = searched(pins, 400).mends
+    what = re.fullmatch(r"other degrees than those pinned \((.*)\)", mend)
+    assert what and what[1] in {one.what for one in STRATEGIES["chain"](job(memory_mbytes=400), Pins())
+                                if isinstance(one, Candidate)}  # fmt: skip
+
+
+def test_the_nearest_miss_lacks_the_least_and_memory_comes_first():
+    divides, much, less = RuledOut("a", "", "x"), RuledOut("b", "", "y", 2.0), RuledOut("c", "", "z", 1.0)
+    assert nearest_miss([divides, much, less]) is less
+    assert nearest_miss([divides]) is divides
+    assert nearest_miss([]) is None
+
+
+def test_the_strategies_beside_those_pinned_are_tried():
+    asked: list[str] = []
+
+    def named(name: str, plans: Mapping[str, bool]):
+        def strategy(given: Job, pins: Pins):
+            asked.append(name)
+            if plans[name]:
+                yield next(one for one in STRATEGIES["chain"](given, Pins()) if isinstance(one, Candidate))
+
+        return strategy
+
+    has = {"a": False, "b": True, "c": True}
+    strategies = {name: named(name, has) for name in has}
+    pins = Pins(strategies=("a",))
+    assert would_fit(job(), strategies, pins, RuledOut("a", "", "it has two modules")) == ("strategy 'b'",)
+    assert asked == ["b"]

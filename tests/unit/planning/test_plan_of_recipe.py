@@ -1,0 +1,242 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cli.tiny_job import write_tiny_job
+from motet.core.cluster import Cluster, Device, Link
+from motet.core.errors import UserError
+from motet.core.sampler import Sampler
+from motet.core.workload import BACKBONE
+from motet.cost.analytic import Analytic
+from motet.data.text import ChatTokenizer
+from motet.dispatch import BalanceConfig
+from motet.models.spec import spec_of_config
+from motet.planner.candidate import Candidate, Pins
+from motet.planner.chain.propose import propose_chain
+from motet.planner.data_parallel.propose import propose_data_parallel
+from motet.planner.job import Job
+from motet.planner.search import search
+from motet.planning.cluster import GivenCluster
+from motet.planning.job import Given
+from motet.planning.plan_of_recipe import obstacle, plan_of_recipe, read_recipe_as_plan, recipe_of_plan
+from motet.schedule import planned
+from motet.schedule.program import Kind
+from motet.simulate.predict.predict import predict
+from motet.train.recipe.recipe import load_recipe
+
+
+def hardware(num_ranks, num_nodes=1):
+    link = Link(1e9, 1e-5)
+    return Cluster(Device("test", {"fp32": 1e12}, 1 << 30, 1e12), num_nodes, num_ranks, link, link)
+
+
+@pytest.fixture(scope="module")
+def recipe_file(tmp_path_factory):
+    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
+
+
+def planned_recipe(recipe_file, num_ranks, *overrides):
+    recipe = load_recipe(recipe_file, overrides)
+    spec = spec_of_config(recipe.model, ChatTokenizer.from_directory(recipe.data.tokenizer).vocabulary_size, "tiny")
+    return plan_of_recipe(recipe, spec, hardware(num_ranks))
+
+
+def test_all_modules_are_on_all_ranks(recipe_file):
+    plan = planned_recipe(recipe_file, 3)
+    (unit,) = plan.units
+    assert unit.dp == plan.cluster.num_ranks == 3
+    assert unit.stages == ({"image": 1, "audio": 1, BACKBONE: 2},)
+    assert (plan.schedule, plan.balance, plan.precision) == ("data_parallel", "auto", "fp32")
+    assert (plan.batch_size, plan.microbatch_size) == (6, 2)
+    assert len(planned(plan).stages) == 9
+
+
+@pytest.mark.parametrize(
+    ("overrides", "zero", "shard_size"),
+    [
+        ((), 3, 0),
+        (("fsdp.reshard_after_forward=false",), 2, 0),
+        (("fsdp.shard_size=1",), 0, 0),
+        (("fsdp.shard_size=2",), 3, 2),
+        (("fsdp.shard_size=4",), 3, 0),
+    ],
+)
+def test_sharding_is_what_fsdp_does(recipe_file, overrides, zero, shard_size):
+    (unit,) = planned_recipe(recipe_file, 4, "run.batch_size=8", *overrides).units
+    assert (unit.zero, unit.shard_size) == (zero, shard_size)
+
+
+def test_a_rank_that_holds_all_gathers_nothing_and_sums_once_a_step(recipe_file):
+    plan = planned_recipe(recipe_file, 2, "fsdp.shard_size=1", "run.batch_size=8", "run.microbatches=2")
+    kinds = [(action.kind, action.microbatch) for action in planned(plan).program.actions[0]]
+    assert not any(kind in (Kind.GATHER, Kind.GATHER_B) for kind, _ in kinds)
+    assert {microbatch for kind, microbatch in kinds if kind is Kind.REDUCE} == {-1}
+    assert {microbatch for kind, microbatch in kinds if kind is Kind.F} == {0, 1}
+
+
+def test_recomputation_and_precision(recipe_file):
+    plan = planned_recipe(recipe_file, 2, "fsdp.recompute=true", "fsdp.param_dtype=bfloat16")
+    (unit,) = plan.units
+    assert unit.recompute == unit.stages and plan.precision == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("override", "balance"), [("balance.phases=off", "off"), ("balance.method=joint", "joint"), ("run.seed=1", "auto")]
+)
+def test_balance(recipe_file, override, balance):
+    assert planned_recipe(recipe_file, 2, override).balance == balance
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "overrides", "said"),
+    [
+        (4, (), r"run.batch_size = 6 cannot be planned for 4 ranks and run.microbatches = 1: .* multiple of 4"),
+        (2, ("run.microbatches=2",), r"must be a multiple of 4"),
+        (3, ("fsdp.shard_size=2",), r"fsdp.shard_size = 2 must divide the number of ranks, which is 3"),
+        (2, ("balance.phases=backbone",), r"balance.phases = \"backbone\" balances some phases"),
+    ],
+)
+def test_what_no_plan_can_say_is_refused(recipe_file, num_ranks, overrides, said):
+    with pytest.raises(UserError, match=said):
+        planned_recipe(recipe_file, num_ranks, *overrides)
+
+
+def candidates(recipe_file, num_ranks, pins, *overrides):
+    """What the planner proposes for the recipe's model: data-parallel Plans on all ranks, or chains."""
+    recipe = load_recipe(recipe_file, overrides)
+    spec = planned_recipe(recipe_file, num_ranks, *overrides).model
+    cluster, task = hardware(num_ranks), {"name": "text", "text": {"value": 40}}
+    items = {"image": {"length": {"value": 16}, "length_per_token": 4}, "audio": {"length": {"value": 40}}}
+    workload = Sampler.model_validate({"task": [{**task, "items": items}]}).workload(num_examples=200)
+    job = Job(spec, cluster, workload, recipe.run.batch_size, Analytic(cluster, "fp32"), "fp32")
+    strategies = (propose_data_parallel, propose_chain) if pins.pp is None else (propose_chain,)
+    found = [each.plan for strategy in strategies for each in strategy(job, pins) if isinstance(each, Candidate)]
+    assert found
+    return recipe, found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {},
+        {"recompute": "full"},
+        {"recompute": "none"},
+        {"balance": "off"},
+        {"balance": "joint"},
+        {"balance": "per_phase"},
+        {"microbatch_size": 1},
+    ],
+)
+def test_a_plan_that_can_be_run_is_the_plan_of_its_recipe(recipe_file, num_ranks, pins):
+    pins = Pins(strategies=("data parallel",), tp=1, schedule="data_parallel", **pins)
+    recipe, plans = candidates(recipe_file, num_ranks, pins, "run.batch_size=8", "balance.method=joint")
+    for plan in plans:
+        settings = recipe_of_plan(plan, recipe)
+        assert plan_of_recipe(settings, plan.model, plan.cluster) == plan
+        # What is not a matter of the plan stays; and the settings are those that a recipe may have.
+        assert settings.model == recipe.model and settings.data == recipe.data
+        assert type(settings).model_validate(settings.model_dump(exclude_unset=True)) == settings
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("fsdp.shard_size=2",),
+        ("fsdp.shard_size=1", "fsdp.reshard_after_forward=false"),
+        ("fsdp.reshard_after_forward=false", "fsdp.recompute=true"),
+        ("run.microbatches=2", "balance.method=per_phase"),
+        ("balance.phases=off", "fsdp.param_dtype=bfloat16"),
+        ("balance.speed={ device_tflops = 3.0 }", "run.dtype=float64"),
+    ],
+)
+def test_a_recipe_is_the_recipe_of_its_plan(recipe_file, overrides):
+    overrides = ("run.batch_size=8", *overrides)
+    plan, recipe = planned_recipe(recipe_file, 4, *overrides), load_recipe(recipe_file, overrides)
+    other = load_recipe(recipe_file, ("run.batch_size=24", "run.microbatches=3", "fsdp.recompute=true", *overrides[1:]))
+    assert recipe_of_plan(plan, recipe) == recipe
+    assert plan_of_recipe(recipe_of_plan(plan, other), plan.model, plan.cluster) == plan
+
+
+def test_what_is_measured_or_stated_for_balancing_goes_where_nothing_is_balanced(recipe_file):
+    plan = planned_recipe(recipe_file, 2, "balance.phases=off")
+    for given in ("balance.cost=profile", "balance.speed={ device_tflops = 3.0 }", "balance.method=joint"):
+        settings = recipe_of_plan(plan, load_recipe(recipe_file, (given,)))
+        assert settings.balance == BalanceConfig(phases="off")
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"tp": 2, "dp": 1}, "tensor parallelism"),
+        ({"dp": 1}, "ranks left over"),
+        ({"zero": 1}, "ZeRO-1"),
+        ({"recompute": ({BACKBONE: 1},)}, "recomputation of some layers"),
+        ({"precision": "bf16"}, "another precision than the recipe"),
+        ({"schedule": "1f1b"}, "a pipeline"),
+        ({"units": 2}, "modules on ranks of their own"),
+    ],
+)
+def test_what_training_cannot_run(recipe_file, change, what):
+    recipe, plan = load_recipe(recipe_file), planned_recipe(recipe_file, 2)
+    if "precision" in change or "schedule" in change:
+        plan = replace(plan, **change)
+    else:
+        units = plan.units * change["units"] if "units" in change else (replace(plan.units[0], **change),)
+        plan = replace(plan, units=units)
+    assert obstacle(plan, recipe) == what
+    with pytest.raises(UserError, match=f"has {what}, which training cannot run yet"):
+        recipe_of_plan(plan, recipe)
+
+
+def test_chains_cannot_be_run(recipe_file):
+    recipe, plans = candidates(recipe_file, 2, Pins(pp=2, tp=1), "run.batch_size=8")
+    assert {obstacle(plan, recipe) for plan in plans} == {"a pipeline"}
+
+
+def test_a_recipe_is_planned_with_its_own_data(recipe_file):
+    """And for its own cluster, that of the command line, or this machine."""
+    given = Given(GivenCluster("H100", 2))
+    plan, job = read_recipe_as_plan(recipe_file, ["run.batch_size=32"], given)
+    assert (plan.cluster.num_nodes, plan.cluster.ranks_per_node, plan.units[0].dp) == (2, 8, 16)
+    assert job.workload.examples.num_examples == 40 and np.all(job.workload.examples.sequence > 0)
+    stated = ["cluster.device=a40", "cluster.ranks_per_node=3"]
+    assert read_recipe_as_plan(recipe_file, stated, Given(GivenCluster()))[0].cluster.device.name == "a40"
+    on_cpu, _ = read_recipe_as_plan(recipe_file, [], Given(GivenCluster(ranks_per_node=2)))
+    assert not on_cpu.cluster.device.overlaps and plan.cluster.device.overlaps
+    with pytest.raises(UserError, match="--cluster h1000: there is no device 'h1000'"):
+        read_recipe_as_plan(recipe_file, [], Given(GivenCluster("h1000")))
+
+
+def test_what_a_recipe_is_simulated_to_take_is_what_it_is_planned_with(recipe_file):
+    """`motet simulate` on the settings of a Plan that `motet plan` has found, and on that Plan: the same to the bit."""
+    given = Given(GivenCluster("a40", ranks_per_node=2))
+    _, job = read_recipe_as_plan(recipe_file, [], given)
+    recipe = load_recipe(recipe_file)
+    found = search(job, {"data parallel": propose_data_parallel}).results
+    results = [result for result in found if not obstacle(result.candidate.plan, recipe)]
+    assert len(results) > 1
+    for result in results:
+        settings = recipe_of_plan(result.candidate.plan, recipe)
+        plan = plan_of_recipe(settings, job.model, job.cluster)
+        assert predict(plan, job.workload, job.cost).step_s == result.prediction.step_s
+
+
+def test_the_recipes_cluster_counts_where_no_other_device_is_named(recipe_file):
+    stated = ["run.batch_size=64", "cluster.device=a40", "cluster.nodes=2", "cluster.memory_gbytes=40"]
+    named = {"none": (None,), "ranks": (None, 1, 2), "the same": ("A40", 1), "another": ("h100", 1)}
+    found = {
+        how: read_recipe_as_plan(recipe_file, stated, Given(GivenCluster(*given)))[0].cluster
+        for how, given in named.items()
+    }
+    assert [found[how].num_ranks for how in named] == [8, 2, 4, 8]
+    assert [found[how].device.memory_bytes / 1e9 for how in named] == [40, 40, 40, 80]
+
+
+def test_a_recipe_that_does_not_train_is_sent_to_motet_plan(tmp_path):
+    path = tmp_path / "planned.toml"
+    path.write_text("[run]\nbatch_size = 8\n")
+    with pytest.raises(UserError, match=r"planned.toml has no \[data\], .*: `motet plan .*planned.toml` finds a plan"):
+        read_recipe_as_plan(path, [], Given(GivenCluster()))

@@ -1,0 +1,56 @@
+"""Trials on two ranks: what one of them meets, both are told, whatever the other one is waiting for."""
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+from motet.core.errors import UserError
+from motet.planning.trial import OutOfMemory, open_trials
+from motet.train.world import join_world
+from ranks import TIMEOUT_S, run_ranks
+
+
+def task(meeting, what):
+    """Sums ranks; or meets what is said, on rank 1, while rank 0 waits for it."""
+    with join_world("cpu", meeting) as world:
+        if world.rank == 1:
+            if what == "wrong":
+                raise UserError("This is wrong.")
+            if what == "memory":
+                torch.empty(1 << 60)
+            if what == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if what == "failed":
+                raise ZeroDivisionError("by nothing")
+        if what != "nothing":
+            time.sleep(TIMEOUT_S)
+        total = torch.tensor(world.rank + 1)
+        dist.all_reduce(total)
+        return int(total), os.getpid()
+
+
+def run(rank, num_ranks, *whats):
+    """What came of each trial on this rank, and the processes that are left."""
+    told = []
+    with join_world("cpu") as world, open_trials(world, __name__) as trials:
+        for what in whats:
+            try:
+                totals, pids = zip(*trials.run(task, what), strict=True)
+                told.append((totals, len(set(pids))))
+            except (OutOfMemory, UserError, RuntimeError) as error:
+                told.append((type(error).__name__, str(error).strip().splitlines()[-1:]))
+    return told
+
+
+def test_trials_end_alike_on_all_ranks_and_the_next_one_starts_anew():
+    whats = ("nothing", "memory", "nothing", "killed", "wrong", "failed", "nothing")
+    (one, other) = run_ranks(run, 2, *whats)
+    assert one == other
+    done = ((3, 3), 2)
+    no_memory = ("OutOfMemory", [])
+    wrong = ("JointUserError", ["This is wrong."])
+    failed = ("RuntimeError", ["ZeroDivisionError: by nothing"])
+    assert one == [done, no_memory, done, no_memory, wrong, failed, done]

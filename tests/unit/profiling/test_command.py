@@ -1,0 +1,238 @@
+"""What is measured and how it is taken apart; the seconds themselves are the machine's matter."""
+
+import time
+from itertools import cycle
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from cli.tiny_job import write_tiny_job
+from motet.core.errors import UserError
+from motet.core.shapes import Transformer, language_model, multimodal
+from motet.core.workload import BACKBONE
+from motet.cost.fit import relative_error
+from motet.cost.profile import LayerTimes, ModuleTimes, Points, Profile
+from motet.data.text import ChatTokenizer
+from motet.models.build import ModelConfig, build_mllm
+from motet.models.families.registry import BACKBONES, ENCODERS
+from motet.models.spec import spec_of_config
+from motet.profiling.measure import Measured, Stopwatch, measure, measure_once, time_passes
+from motet.profiling.subjects import grid_of, items, one_layer_deep, subjects
+from motet.profiling.table import HeldOut, print_tables
+from motet.train.recipe.recipe import load_recipe
+
+ALONE = SimpleNamespace(gather=lambda own: [own], num_ranks=1)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    return load_recipe(write_tiny_job(tmp_path_factory.mktemp("job") / "data", num_train=4, num_heldout=1))
+
+
+@pytest.fixture(scope="module")
+def chosen(recipe):
+    vocab_size = ChatTokenizer.from_directory(recipe.data.tokenizer).vocabulary_size
+    model, twin = (build_mllm(one_layer_deep(recipe.model), vocab_size) for _ in range(2))
+    return {subject.name: subject for subject in subjects(recipe, model, twin, torch.device("cpu"))}
+
+
+def counting_watch(work):
+    """A call is a second."""
+    return 1.0, work()
+
+
+@given(
+    st.lists(st.integers(1, 5000), min_size=1, max_size=40, unique=True),
+    st.integers(1, 20_000),
+    st.booleans(),
+)
+def test_batches_stay_in_bounds_and_held_out_ones_are_others(lengths, max_rows, padded):
+    lengths = np.array(sorted(lengths))
+    grid, held_out = grid_of(lengths, max_rows, padded=padded)
+    seen = {length for batch in grid for _, length in batch}
+    for batch in [*grid, *held_out]:
+        assert {length for _, length in batch} <= set(lengths.tolist())
+        whole = sum(count for count, _ in batch) * max(length for _, length in batch)
+        assert sum(count * length for count, length in batch) <= max(max_rows, sum(length for _, length in batch))
+        assert not padded or len(batch) == 1 or whole <= max(max_rows, sum(length for _, length in batch) * len(batch))
+    assert not set(grid) & set(held_out)
+    assert len(set(grid)) == len(grid)
+    assert max(seen) == max(length for length in lengths if length <= max(max_rows, lengths[0]))
+
+
+def test_a_grid_tells_rows_from_pairs():
+    grid, held_out = grid_of(np.arange(8, 2049), 8192, padded=False)
+    rows = np.array([items(batch).sum() for batch in grid])
+    squares = np.array([np.square(items(batch)).sum() for batch in grid])
+    assert len({tuple(length for _, length in batch) for batch in grid}) == 6
+    assert np.linalg.matrix_rank(np.stack([np.ones(len(grid)), rows / rows.max(), squares / squares.max()])) == 3
+    assert any(len(batch) > 1 for batch in held_out)
+
+
+def test_every_family_can_be_one_layer_deep():
+    options = {
+        "siglip": {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "patch_size": 4},
+        "clip": {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "patch_size": 4},
+        "dinov2": {"hidden_size": 16, "num_attention_heads": 2, "patch_size": 4},
+        "qwen2_vl": {"embed_dim": 16, "num_heads": 2, "hidden_size": 16, "depth": 5},
+        "whisper": {"d_model": 16, "encoder_attention_heads": 2, "encoder_ffn_dim": 16},
+        "qwen2_audio": {"d_model": 16, "encoder_attention_heads": 2, "encoder_ffn_dim": 16},
+    }
+    backbone = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    for family in BACKBONES:
+        given = {"backbone": {"family": family, "config": backbone | {"num_hidden_layers": 5}, "train": False}}
+        given["encoders"] = {
+            name: {"family": name, "config": config, "train_encoder": False} for name, config in options.items()
+        }
+        spec = spec_of_config(one_layer_deep(ModelConfig.model_validate(given)), 64)
+        for module in spec.modules:
+            assert [layer.kind for layer in module.layers].count("attention") == 1
+            assert all(layer.trained for layer in module.layers if layer.kind not in ("unused",))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "whisper"])
+def test_a_directory_is_read_one_layer_deep(tmp_path, family):
+    registered = (BACKBONES | ENCODERS)[family]
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    small |= {"vocab_size": 64, "layer_types": ["full_attention"] * 3}
+    if family == "whisper":
+        small = {"d_model": 16, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
+    registered.model(registered.config(**small, **{registered.depth: 3})).save_pretrained(tmp_path)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    given = {"backbone": {"family": "qwen2", "config": {"hidden_size": 16} | heads}}
+    if family == "whisper":
+        given["encoders"] = {"audio": {"family": family, "path": tmp_path}}
+    else:
+        given["backbone"] = {"family": family, "path": tmp_path}
+    model = build_mllm(one_layer_deep(ModelConfig.model_validate(given)), 64)
+    assert len((model.encoders["audio"] if family == "whisper" else model.backbone).blocks) == 1
+
+
+def test_lengths_are_those_that_transform_and_encoder_allow(recipe, chosen):
+    longest = recipe.model.encoders["audio"].config["max_source_positions"] * 2
+    assert chosen["audio"].lengths.max() <= longest
+    assert (chosen["image"].lengths % 4 == 0).all() and len(chosen["image"].lengths) > 5
+    assert chosen[BACKBONE].lengths.min() == 8
+
+
+def test_an_encoder_that_no_item_fits_is_named(recipe, chosen, monkeypatch):
+    model = SimpleNamespace(encoders={"image": chosen["image"].module}, backbone=chosen[BACKBONE].module)
+
+    def refuse(sizes):
+        raise UserError("never")
+
+    monkeypatch.setattr(chosen["image"].module, "count", refuse)
+    with pytest.raises(UserError, match=r"transforms.image makes no item that model.encoders.image can take"):
+        subjects(recipe, model, model, torch.device("cpu"))
+
+
+def test_passes_are_timed_apart_and_only_where_there_are_any():
+    linear, rows = nn.Linear(3, 2), torch.ones(4, 3, requires_grad=True)
+    parameters = list(linear.parameters())
+    assert time_passes(counting_watch, lambda: linear(rows), [rows], parameters).tolist() == [1, 1, 1]
+    assert time_passes(counting_watch, lambda: linear(rows), [], parameters).tolist() == [1, 0, 1]
+    assert time_passes(counting_watch, lambda: rows.detach() * 2, [], []).tolist() == [1, 0, 0]
+    assert rows.grad is None and linear.weight.grad is None
+
+
+@pytest.mark.parametrize("name", ["image", "audio", BACKBONE])
+def test_every_layer_is_measured_and_layers_add_up_to_the_module(chosen, name):
+    subject = chosen[name]
+    batch = ((2, int(subject.lengths[subject.lengths <= 64][-1])), (3, int(subject.lengths[0])))
+    sample = measure_once(subject, batch, counting_watch)
+    assert sample.shape == (1 + len(subject.layers), 3)
+    called = {layer.kind for (layer, _), seconds in zip(subject.layers, sample[1:]) if seconds.any()}
+    # Patches are embedded by a product with the convolution's weights, not by calling it.
+    assert called == {layer.kind for layer, _ in subject.layers} - {"patches"}
+    # Whatever the layers took, together with what is put to the first of them they take what the whole did.
+    sample[0] = [100.0, 0.0, 200.0]
+    measured = Measured(subject, [batch], [], [[sample]])
+    times = measured.times(ALONE)
+    assert sum(layer.grid.forward_s[0] for layer in times.layers) == pytest.approx(100)
+    assert sum(layer.grid.input_s[0] + layer.grid.weight_s[0] for layer in times.layers) == pytest.approx(200)
+
+
+def test_points_say_what_each_layer_saw(chosen):
+    subject, batch = chosen[BACKBONE], ((2, 8), (1, 20))
+    measured = Measured(subject, [batch], [], [[measure_once(subject, batch, counting_watch)]])
+    by_kind = {layer.kind: layer.grid for layer in measured.times(ALONE).layers}
+    assert by_kind["attention"].rows == (36.0,)
+    assert by_kind["attention"].pairs[0] == pytest.approx((2 * 8**2 + 20**2) / 2, rel=0.1)
+    # The first token of each of the three sequences is no target.
+    assert by_kind["head"].rows == (33.0,)
+    audio, batch = chosen["audio"], ((1, 20), (1, 8))
+    measured = Measured(audio, [batch], [], [[measure_once(audio, batch, counting_watch)]])
+    by_kind = {layer.kind: layer.grid for layer in measured.times(ALONE).layers}
+    assert by_kind["attention"].rows == (20.0,) and by_kind["attention"].pairs == (200.0,)
+
+
+@pytest.mark.parametrize(("noise", "given_s", "num_rounds"), [(0.0, 40, 3), (0.5, 40, 11), (0.5, 1, 3)])
+def test_rounds_go_on_until_times_have_settled_or_the_time_is_up(chosen, monkeypatch, noise, given_s, num_rounds):
+    """By a clock on which a row takes 0.1 s, and so does what has none; each call up to `noise` longer."""
+    now_s, shares, longer = [0.0], [], cycle(np.linspace(0, noise, 7))
+    monkeypatch.setattr("time.perf_counter", lambda: now_s[0])
+
+    def watch(work):
+        result = work()
+        seconds = 0.1 * (len(result) if torch.is_tensor(result) else 1) * (1 + next(longer))
+        now_s[0] += seconds
+        return seconds, result
+
+    (found,) = measure([chosen["image"]], watch, ALONE, given_s, shares.append)
+    assert {len(samples) for samples in found.samples} == {num_rounds}
+    # At least 3 rounds; of more, none is begun that would end too late.
+    assert num_rounds == 3 or 0.9 * given_s < now_s[0] <= given_s
+    assert shares == sorted(shares) and shares[-1] <= 1
+
+
+def test_a_layer_is_measured_to_take_time(chosen):
+    times = measure([chosen["image"]], Stopwatch(torch.device("cpu")), ALONE, 0.1, lambda share: None)[0].times(ALONE)
+    attention = next(layer for layer in times.layers if layer.kind == "attention")
+    assert attention.grid.forward_s and min(attention.grid.forward_s + attention.held_out.forward_s) > 0
+
+
+def test_the_error_is_that_of_lengths_that_were_not_seen():
+    def points(rows, factor=1.0):
+        seconds = [1e-6 * row * factor for row in rows]
+        return Points(rows=rows, pairs=[0] * len(rows), forward_s=seconds, input_s=seconds, weight_s=seconds)
+
+    times = LayerTimes(kind="head", weights=1, grid=points([10, 20, 40]), held_out=points([15, 30], 1.25))
+    interpolated, fitted = HeldOut.of(times).errors
+    assert interpolated.mean == pytest.approx(0.2) and fitted.overall == pytest.approx(0.2)
+    two = HeldOut.of(times) + HeldOut.of(times)
+    assert relative_error(two.interpolated, two.measured).overall == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_processor_time_leaves_out_what_is_waited_for(waits):
+    seconds, result = Stopwatch(torch.device("cpu"), waits=waits)(lambda: time.sleep(0.05) or "slept")
+    assert result == "slept" and (seconds >= 0.05) == waits
+
+
+def test_items_of_a_batch_are_not_all_alike_where_there_is_room():
+    grid, _ = grid_of(np.arange(8, 2049), 8192, padded=False)
+    assert {len(batch) for batch in grid} == {1, 7, 15}
+    assert all(len({count for count, _ in batch}) == 1 for batch in grid)
+    padded, _ = grid_of(np.arange(8, 2049), 8192, padded=True)
+    # All are padded to the length that the batch is about.
+    assert {max(length for _, length in batch) for batch in padded} == {8, 25, 75, 227, 682, 2048}
+
+
+def test_tables_say_what_there_was_no_time_for(capsys):
+    one = Points(rows=(8.0,), pairs=(0.0,), forward_s=(1e-3,), input_s=(1e-3,), weight_s=(1e-3,))
+    none = Points(rows=(), pairs=(), forward_s=(), input_s=(), weight_s=())
+    spec = multimodal("tiny", language_model(Transformer(8, 16, 1), 1, 50), ())
+    layers = [
+        LayerTimes(kind=each.kind, weights=each.weights, grid=one, held_out=none) for each in spec.modules[0].layers
+    ]
+    modules = (ModuleTimes(name=BACKBONE, grid=(((1, 8),),), held_out=(), layers=layers),)
+    about = {"recipe": "tiny", "device": "cpu", "precision": "float32", "torch": "2", "measured_at": "", "num_ranks": 1}
+    print_tables(Profile(modules=modules, **about), spec, recompute=False)
+    printed = capsys.readouterr().out
+    assert "not held out" in printed and "0.0%" not in printed
+    assert "too few batches of backbone" in printed

@@ -1,0 +1,81 @@
+"""Gathers and reductions around the passes of a pipeline."""
+
+from dataclasses import replace
+
+import pytest
+
+from motet.core.errors import ArgumentError
+from motet.schedule import Kind, add_communication, interleaved_1f1b, one_f_one_b, split_parts, validate, zb_h1
+from motet.schedule.generators.bubble_filling import EncoderPipeline, coarse_fills, fill_bubbles
+from motet.schedule.generators.disaggregated import Feed, Pipeline, disaggregated
+from motet.schedule.passes.data_parallel import add_data_parallel
+
+
+def row(program, rank=0):
+    return " ".join(map(str, program.actions[rank]))
+
+
+def test_the_levels_differ_in_what_is_gathered_and_how_often_reduced():
+    program = one_f_one_b(2, 2)
+    made = {level: row(add_data_parallel(program, {0: level}, [0, 1])) for level in range(4)}
+    assert made == {
+        0: "0F0 0F1 0B0 0B1 0REDUCE 0STEP",
+        1: "0GATHER 0F0 0F1 0B0 0B1 0REDUCE 0STEP",
+        2: "0GATHER 0F0 0F1 0B0 0REDUCE0 0B1 0REDUCE1 0STEP",
+        3: "0GATHER0 0F0 0GATHER1 0F1 0GATHER_B0 0B0 0REDUCE0 0GATHER_B1 0B1 0REDUCE1 0STEP",
+    }
+
+
+def test_what_is_frozen_is_only_gathered_where_it_is_sharded():
+    program = one_f_one_b(2, 1)
+    assert row(add_data_parallel(program, {0: 1}, [])) == "0F0 0B0"
+    assert row(add_data_parallel(program, {0: 3}, [])) == "0GATHER0 0F0 0GATHER_B0 0B0"
+
+
+def test_a_stage_without_replicas_has_a_step_alone():
+    assert row(add_data_parallel(one_f_one_b(2, 1), {}, [0])) == "0F0 0B0 0STEP"
+
+
+def test_gradients_are_complete_after_the_last_weights_pass():
+    last = add_data_parallel(zb_h1(3, 4), {2: 1}, [0, 1, 2]).actions[2][-3:]
+    assert [str(action) for action in last] == ["2W3", "2REDUCE", "2STEP"]
+
+
+def test_parts_of_a_pass_are_gathered_for_and_reduced_once():
+    program = split_parts(one_f_one_b(1, 1), 0, 2, 2)
+    assert row(add_data_parallel(program, {0: 3}, [0])) == (
+        "0GATHER0 0F0.0 0F0.1 0GATHER_B0 0B0.0 0B0.1 0REDUCE0 0STEP"
+    )
+
+
+@pytest.mark.parametrize("level", range(4))
+@pytest.mark.parametrize("program", [one_f_one_b(3, 4), interleaved_1f1b(2, 2, 4), zb_h1(3, 5)])
+def test_programs_stay_proper(program, level):
+    zero = dict.fromkeys(range(program.num_stages), level)
+    added = add_data_parallel(program, zero, range(1, program.num_stages))
+    validate(added)
+    validate(add_communication(added))
+    assert sum(action.kind is Kind.STEP for actions in added.actions for action in actions) >= program.num_ranks - 1
+
+
+def test_wrong_arguments_are_refused():
+    program = one_f_one_b(2, 1)
+    for zero in ({5: 1}, {0: 4}):
+        with pytest.raises(ArgumentError, match="levels from 0 to 3"):
+            add_data_parallel(program, zero, [0])
+    with pytest.raises(ArgumentError, match="already"):
+        add_data_parallel(add_data_parallel(program, {0: 1}, [0]), {0: 1}, [0])
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_groups_are_entered_in_one_order_whatever_the_order_of_passes(level):
+    """Two replicas of a backbone with two encoders, of which one replica runs the one first, the other the other."""
+    program = disaggregated([Pipeline(("backbone",), 2), Pipeline(("generator",))], [Feed(0, 1)], 3)
+    encoders = [EncoderPipeline(name, (j,), (0, 1, 2), sink=j) for name in ("image", "audio") for j in range(2)]
+    fills = coarse_fills(program, encoders)
+    swapped = [fill for fill in fills if fill.rank == 0] + [fill for fill in reversed(fills) if fill.rank == 1]
+    swapped = [replace(fill, before="1B1") if fill.action in ("4B0", "6B0") else fill for fill in swapped]
+    filled = fill_bubbles(program, encoders, swapped)
+    added = add_data_parallel(filled, {0: level, 1: level} | dict.fromkeys(range(3, 7), 1), range(7))
+    validate(added)
+    validate(add_communication(added))

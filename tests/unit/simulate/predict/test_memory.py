@@ -1,0 +1,210 @@
+"""What each rank of the cluster holds, against a walk over its own actions and its own layers."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from motet.core.plan import Unit
+from motet.core.spec import ModelSpec, Module
+from motet.cost.memory import mixed_precision, state_bytes
+from motet.schedule import Kind, planned
+from motet.schedule.check.fit import colocated_units
+from motet.simulate.predict.memory import MAX_LOGITS, memory_of
+from motet.simulate.predict.predict import assign_batch
+from motet.simulate.predict.stage_pricing import Pricing
+from unit.simulate.jobs import (
+    CHAIN,
+    MODELS,
+    PLANS,
+    WHOLE,
+    Linear,
+    alike,
+    colocated,
+    layers_of,
+    lengths,
+    num_islands,
+    of,
+    plan,
+    rows_of,
+)
+
+
+def memory(made, batch=None):
+    cost = Linear(made.cluster)
+    batch = lengths(made.batch_size) if batch is None else batch
+    return memory_of(Pricing(made, planned(made), assign_batch(made, batch, cost), cost))
+
+
+def state_of(made, rank):
+    """(parameters, gradients, optimizer) of a rank of the cluster, by where it lies in each unit."""
+    total = np.zeros(3, dtype=np.int64)
+    precision = mixed_precision(made.precision, pipeline=made.schedule != "data_parallel")
+    for unit in made.units:
+        p = (rank - unit.first_rank) // (unit.dp * unit.cp * unit.tp)
+        if not 0 <= p < unit.pp:
+            continue
+        blocks = [(name, number, 1) for name in unit.modules for number in _held(made, unit, p, name)]
+        blocks += [
+            (name, number, unit.pp) for name in unit.replicated for number in range(len(made.model.module(name).blocks))
+        ]
+        for name, number, copies in blocks:
+            module = made.model.module(name)
+            for place in module.blocks[number]:
+                layer = module.layers[place]
+                size = math.ceil(layer.parameters / unit.tp)
+                total += state_bytes(
+                    size,
+                    size * layer.trained,
+                    precision=precision,
+                    zero=0 if unit.shard_size == 1 else unit.zero,
+                    shard_ranks=unit.shard_size or unit.dp * unit.cp * copies,
+                )
+    return total.tolist()
+
+
+def _held(made, unit, p, name):
+    first = 0
+    for number, stage in enumerate(unit.stages):
+        on = 2 * unit.pp - 1 - number if made.schedule == "zb_v" and number >= unit.pp else number % unit.pp
+        if on == p:
+            yield from range(first, first + stage.get(name, 0))
+        first += stage.get(name, 0)
+
+
+def activations_of(made, found, batch, rank):
+    """The most that a rank holds at a time, action by action."""
+    islands = num_islands(made, found.stages)
+    first = 0
+    for unit in made.units:
+        if unit in colocated_units(made):
+            continue
+        place, in_island = (rank - unit.first_rank) // (unit.cp * unit.tp), unit.dp // islands
+        if 0 <= place < unit.dp * unit.pp:
+            p, d = divmod(place, unit.dp)
+            program_rank, island = first + d % in_island * unit.pp + p, d // in_island
+            break
+        first += in_island * unit.pp
+    else:
+        return 0.0
+    level = most = 0.0
+    row = found.program.actions[program_rank]
+    ends = {(a.stage, a.microbatch): number for number, a in enumerate(row) if a.kind in (Kind.B, Kind.W)}
+    for number, action in enumerate(row):
+        stage, i = found.stages[action.stage], action.microbatch
+        if action.kind is Kind.F and action.part < 1 and (action.stage, i) in ends:
+            level += _held_bytes(made, batch, stage, island, i, islands)
+            most = max(most, level)
+        if ends.get((action.stage, i)) == number:
+            level -= _held_bytes(made, batch, stage, island, i, islands)
+    assert abs(level) < 1e-6
+    return most
+
+
+def _held_bytes(made, batch, stage, island, i, islands):
+    return sum(
+        rows_of(made, batch, name, layer, stage, island, i, islands)
+        * math.ceil((min(layer.output_width, layer.saved_width) if again else layer.saved_width) * 2 / stage.unit.tp)
+        for name, layer, before, again in layers_of(made, stage)
+        if before or layer.trained
+    )
+
+
+def transient_of(made, found, batch, stage):
+    """Of the layer of a stage that works with most, in the largest microbatch of any replica; without ZeRO 2 and 3."""
+    islands, most = num_islands(made, found.stages), 0
+    alike = [one for one in found.stages if (one.unit.name, one.place) == (stage.unit.name, stage.place)]
+    for name, layer, before, again in layers_of(made, stage):
+        rows = max(
+            rows_of(made, batch, name, layer, one, island, i, islands)
+            for one in alike
+            for island in range(islands)
+            for i in range(found.program.num_microbatches)
+        )
+        saved, kept, gradients = layer.saved_width * 2, 0, 0
+        if before or layer.trained:
+            kept = min(layer.output_width * 2, saved) if again else saved
+            gradients = layer.output_width * (2 + 4 + 4 if layer.targets_only else 2 + 2)
+        most = max(most, rows * (saved - kept + gradients) / stage.unit.tp)
+    return most
+
+
+@pytest.mark.parametrize("longer", [1, 30])
+@pytest.mark.parametrize("learns", ["all learns", "encoders frozen"])
+@pytest.mark.parametrize("name", [name for name in PLANS if name not in ("data parallel", "replicated")])
+def test_what_the_largest_layer_of_a_ranks_stages_works_with_comes_on_top(name, learns, longer):
+    made, batch = of(MODELS[learns], PLANS[name]), lengths()
+    batch.items["audio"].length[:] *= longer
+    found, transient = planned(made), memory(made, batch)["transient"]
+    for number in range(found.program.num_ranks):
+        own = [stage for stage in found.stages if stage.rank == number]
+        most = max(transient_of(made, found, batch, stage) for stage in own)
+        assert transient[own[0].ranks[0]] == pytest.approx(most, abs=4)
+
+
+@pytest.mark.parametrize("learns", ["all learns", "encoders frozen", "backbone frozen"])
+@pytest.mark.parametrize("name", PLANS)
+def test_every_rank_holds_its_layers_and_what_is_in_flight(name, learns):
+    made, batch = of(MODELS[learns], PLANS[name]), lengths()
+    found, parts = planned(made), memory(made, batch)
+    for rank in range(made.cluster.num_ranks):
+        state = [parts[part][rank] for part in ("parameters", "gradients", "optimizer")]
+        assert state == state_of(made, rank), rank
+        assert parts["activations"][rank] == pytest.approx(activations_of(made, found, batch, rank), abs=1), rank
+
+
+def test_ranks_beside_the_plan_hold_nothing():
+    made = plan(Unit("all", (WHOLE,), first_rank=5, dp=2))
+    parts = memory(made)
+    assert list(parts) == ["parameters", "gradients", "optimizer", "activations", "transient"]
+    assert all(np.flatnonzero(held).tolist() == [5, 6] for held in parts.values())
+
+
+def test_what_is_frozen_has_no_gradients():
+    made = of(MODELS["backbone alone learns"], PLANS["modality parallel"])
+    parts = memory(made)
+    for part in ("gradients", "optimizer", "activations"):
+        assert not parts[part][:5].any() and parts[part][5:9].all()
+    assert parts["parameters"][:9].all()
+
+
+def test_recomputation_holds_less():
+    made = plan(Unit("all", CHAIN, pp=3))
+    again = plan(Unit("all", CHAIN, pp=3, recompute=CHAIN))
+    assert (memory(again)["activations"][:3] < 0.5 * memory(made)["activations"][:3]).all()
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_context_parallel_ranks_share_rows_and_what_comes_with_them(cp):
+    alone, shared = (memory(plan(Unit("all", ({"image": 4, "audio": 3, "backbone": 8},), cp=size))) for size in (1, cp))
+    for part in ("activations", "transient"):
+        np.testing.assert_allclose(shared[part][0], alone[part][0] / cp, rtol=1e-3)
+
+
+def test_a_stage_works_with_what_its_largest_microbatch_needs():
+    """Of the last stage: logits, with their float32 copies, or a block's saved rows that it does not keep."""
+    made, batch = plan(Unit("all", ({"image": 4, "audio": 3, "backbone": 7}, {"backbone": 1}), pp=2)), lengths()
+    most = int(batch.num_targets.max())
+    logits = most * 100 * (2 + 4 + 4)
+    between = int(batch.sequence.max()) * 32 * 2 * 2
+    assert memory(made, batch)["transient"][1] == max(logits, between)
+
+
+def test_logits_exist_in_slices():
+    vocabulary = 1 << 20
+    module = MODELS["all learns"].module("backbone")
+    head = replace(module.layers[-1], output_width=vocabulary)
+    spec = ModelSpec("wide", (Module.of("backbone", (*module.layers[:-1], head)),), ())
+    made, batch = plan(Unit("all", ({"backbone": 8},)), spec=spec, batch_size=1), alike(1)
+    targets = np.array([1000])
+    assert memory(made, replace(batch, num_targets=targets))["transient"][0] == MAX_LOGITS * (2 + 4 + 4)
+    targets = np.array([100])
+    assert memory(made, replace(batch, num_targets=targets))["transient"][0] == 100 * vocabulary * (2 + 4 + 4)
+
+
+def test_gathered_layers_are_transient():
+    made = colocated()
+    sharded, whole = (memory(replace(made, units=(replace(made.units[0], zero=zero),))) for zero in (3, 0))
+    assert (sharded["parameters"] <= whole["parameters"] / 6).all()
+    assert (sharded["transient"][:4] > whole["transient"][:4]).all()

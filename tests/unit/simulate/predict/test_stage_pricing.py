@@ -1,0 +1,167 @@
+"""What stages compute, against a slow count of every layer, example and microbatch."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from motet.core.plan import Fill, Unit
+from motet.cost.flops import batch_flops
+from motet.schedule import planned
+from motet.simulate.engine.stage_times import Part
+from motet.simulate.predict.predict import assign_batch
+from motet.simulate.predict.stage_pricing import Pricing
+from unit.simulate.jobs import (
+    BACKBONE,
+    FORWARD_S,
+    INPUT_S,
+    MODELS,
+    PLANS,
+    TENSOR_S,
+    WEIGHT_S,
+    Linear,
+    colocated,
+    items_of,
+    layers_of,
+    lengths,
+    model,
+    num_islands,
+    of,
+    plan,
+    rows_of,
+)
+
+
+def priced(made, batch=None):
+    batch = lengths(made.batch_size) if batch is None else batch
+    cost = Linear(made.cluster)
+    return Pricing(made, planned(made), assign_batch(made, batch, cost), cost), batch
+
+
+@pytest.fixture(params=PLANS)
+def any_plan(request):
+    return PLANS[request.param]
+
+
+@pytest.mark.parametrize("learns", MODELS)
+def test_every_stage_costs_what_its_layers_and_examples_do(any_plan, learns):
+    made = of(MODELS[learns], any_plan)
+    pricing, batch = priced(made)
+    islands = num_islands(made, pricing.planned.stages)
+    assert pricing.num_islands == islands
+    for stage in pricing.planned.stages:
+        tp = stage.unit.tp
+        for island in range(islands):
+            found = pricing.stage(stage, island)
+            for i in range(pricing.assignment.num_microbatches):
+                expected = dict.fromkeys(found._fields, 0.0)
+                for name, layer, before, again in layers_of(made, stage):
+                    rows = rows_of(made, batch, name, layer, stage, island, i, islands)
+                    work, sent = rows * layer.weights / tp, rows * layer.output_width * (tp > 1) * TENSOR_S
+                    inside = before or (layer.trained and layer.attention is not None)
+                    expected["forward"] += work * FORWARD_S
+                    expected["input"] += inside * work * INPUT_S
+                    expected["weight"] += layer.trained * work * WEIGHT_S
+                    expected["recompute"] += again * work * FORWARD_S
+                    expected["forward_tensor"] += sent
+                    if before or layer.trained:
+                        expected["backward_tensor"] += sent * (1 + again)
+                        kept = min(layer.output_width, layer.saved_width) if again else layer.saved_width
+                        expected["held"] += rows * math.ceil(kept * 2 / tp)
+                got = {name: float(table[i]) for name, table in found._asdict().items()}
+                assert got == pytest.approx(expected, rel=1e-9), (stage.modules, stage.replica, island, i)
+
+
+def test_hardware_does_the_work_of_all_stages(any_plan):
+    """Padding, recomputation and repeated encoders in, summed a stage, an island and a microbatch at a time."""
+    for learns in ("all learns", "encoders frozen", "encoder alone learns"):
+        made = of(MODELS[learns], any_plan)
+        pricing, batch = priced(made)
+        islands, total = num_islands(made, pricing.planned.stages), 0.0
+        for stage in pricing.planned.stages:
+            for island in range(islands):
+                for i in stage.microbatches:
+                    total += sum(
+                        _flops(made, batch, stage, island, i, islands, one) for one in layers_of(made, stage)
+                    ) * (stage.unit.cp * stage.num_shares)
+        assert pricing.hardware_flops() == pytest.approx(total, rel=1e-12)
+
+
+def _flops(made, batch, stage, island, microbatch, islands, placed):
+    name, layer, before, again = placed
+    rows = rows_of(made, batch, name, layer, stage, island, microbatch, islands)
+    inside = before or (layer.trained and layer.attention is not None)
+    pairs = 0.0
+    if layer.attention is not None:
+        pairs = _pairs(made, batch, name, layer, stage, island, microbatch, islands)
+    attention = 4 * pairs * (layer.attention.width if layer.attention else 0)
+    return 2 * layer.weights * rows * (1 + inside + layer.trained + again) + attention * (1 + 2 * inside + again)
+
+
+def _pairs(made, batch, name, layer, stage, island, microbatch, islands):
+    found, _ = items_of(made, batch, name, stage, island, microbatch, islands)
+    rows = [math.ceil(length / layer.divisor) for length in found]
+    if made.model.module(name).padded and rows:
+        rows = [max(rows)] * len(rows)
+    pairs = sum(r * (r + 1) // 2 if layer.attention.causal else r * r for r in rows)
+    return pairs / (made.unit_of(name).cp * stage.num_shares)
+
+
+def test_without_padding_recomputation_or_repetition_hardware_does_what_the_model_needs():
+    spec = model(audio=False)
+    spec = replace(spec, modules=tuple(replace(module, padded=False) for module in spec.modules))
+    for name in ("modality parallel", "dp 2 and 1 to 4", "in bubbles", "data parallel"):
+        pricing, batch = priced(of(spec, PLANS[name]))
+        assert pricing.hardware_flops() == sum(batch_flops(spec, batch).values()), name
+
+
+def test_replicated_encoders_are_computed_once_a_stage():
+    alone, batch = priced(plan(Unit("llm", ({"image": 4, "audio": 3}, *BACKBONE), pp=3)))
+    repeated, _ = priced(plan(Unit("llm", BACKBONE, pp=2, replicated=("image", "audio"))))
+    images, _ = priced(plan(Unit("llm", ({"audio": 3}, *BACKBONE), pp=3, replicated=("image",))))
+    both, once = alone.hardware_flops(), batch_flops(alone.plan.model, batch)
+    assert repeated.hardware_flops() - both > once["image"] + once["audio"]
+    assert images.hardware_flops() - both == 2 * once["image"]
+
+
+def test_slices_of_fills_do_not_change_what_is_computed():
+    """Two pipelines of one encoder, the one in whole passes, the other in two slices each."""
+    made = plan(
+        Unit("llm", ({"audio": 3, "backbone": 4}, {"backbone": 4}), pp=2), Unit("image", ({"image": 4},), dp=2),
+        batch_size=2,
+    )  # fmt: skip
+    fills = (Fill(0, "2F0", "0F0"), Fill(1, "3F1.0", "1F0"), Fill(1, "3F1.1", "1F0"), Fill(0, "2B0"), Fill(1, "3B1"))
+    whole, _ = priced(made)
+    sliced, _ = priced(replace(made, fills=fills))
+    assert [stage.num_parts for stage in sliced.planned.stages] == [1, 1, 1, 2]
+    assert sliced.hardware_flops() == whole.hardware_flops()
+    assert sliced.parts(sliced.planned.stages[3]) == (Part(0.5), Part(0.5))
+
+
+def test_the_backbones_slices_are_halves_of_layers_each_after_its_communication():
+    made = plan(
+        Unit("llm", ({"audio": 3, "backbone": 4}, {"backbone": 4}), pp=2), Unit("image", ({"image": 4},), dp=2),
+        batch_size=2,
+        fills=(Fill(0, "2F0", "0F0.0"), Fill(1, "3F1", "1F0.1"), Fill(0, "2B0"), Fill(1, "3B1")),
+    )  # fmt: skip
+    pricing, _ = priced(made)
+    assert pricing.parts(pricing.planned.stages[1]) == (Part(1 / 8, "tensor"), Part(1 / 8)) * 8
+    assert len(pricing.parts(pricing.planned.stages[0], backward=True)) == 4 * 7
+
+
+def test_parts_of_data_parallel_passes_take_what_their_blocks_take():
+    pricing, batch = priced(colocated())
+    image = pricing.planned.stages[0]
+    rows = float(batch.items["image"].length.sum())
+    projected = float(np.ceil(batch.items["image"].length / 4).sum())
+    blocks = np.full(4, rows * 192)
+    blocks[0] += rows * 30
+    blocks[-1] += projected * 70
+    assert [part.share for part in pricing.parts(image)] == pytest.approx(list(blocks / blocks.sum()))
+
+
+def test_a_frozen_beginning_takes_no_time_of_backward():
+    pricing, _ = priced(of(MODELS["encoders frozen"], colocated()))
+    image = pricing.planned.stages[0]
+    assert [part.share for part in pricing.parts(image, backward=True)] == [1, 0, 0, 0]

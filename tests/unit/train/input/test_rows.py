@@ -1,0 +1,158 @@
+"""A transform that makes other rows than its encoder takes is named, also where their shapes agree."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from motet.core.errors import UserError
+from motet.data.audio import AudioTransform
+from motet.data.images import ImageTransform
+from motet.models.build import EncoderConfig, build_modality
+from motet.models.contract import ImageRows
+from motet.models.module import ModalityModule
+from motet.models.projector import Projector, ProjectorConfig
+from motet.train.input.rows import check_rows
+
+VISION = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+ENCODERS = {
+    "siglip": VISION | {"image_size": 16, "patch_size": 4},
+    "clip": VISION | {"image_size": 16, "patch_size": 4},
+    "dinov2": {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4},
+    "qwen2_vl": {"depth": 1, "embed_dim": 24, "hidden_size": 20, "num_heads": 2, "patch_size": 4},
+    "whisper": {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24},
+}
+RIGHT = dict.fromkeys(("siglip", "clip", "dinov2"), ImageTransform(4)) | {
+    "qwen2_vl": ImageTransform(4, merge_size=2, temporal_patch_size=2),
+    "whisper": AudioTransform(num_mels=80),
+}
+
+
+def check(module, transform, path=None) -> None:
+    name = transform.modality
+    recipe = SimpleNamespace(
+        transform=lambda _: transform, model=SimpleNamespace(encoders={name: SimpleNamespace(path=path)})
+    )
+    check_rows(recipe, SimpleNamespace(encoders={name: module}))
+
+
+def encoder(family, **options):
+    config = EncoderConfig(family=family, config=ENCODERS[family], **options)
+    return build_modality("it", config, 32, torch.float32, 0)
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_what_fits_passes(family):
+    check(encoder(family), RIGHT[family])
+
+
+@pytest.mark.parametrize(
+    ("family", "transform", "said"),
+    [
+        *[
+            (name, ImageTransform(4, 2), "merge_size is 2, but .* merge_size = 1")
+            for name in ("siglip", "clip", "dinov2")
+        ],
+        ("qwen2_vl", ImageTransform(4, 4, temporal_patch_size=2), "merge_size is 4, but .* merge_size = 2"),
+        ("qwen2_vl", ImageTransform(4, temporal_patch_size=2), "merge_size is 1, but .* merge_size = 2"),
+        # Rows of as many values as the encoder's patches have.
+        ("siglip", ImageTransform(2, temporal_patch_size=4), "patch_size is 2, but .* patch_size = 4"),
+        ("qwen2_vl", ImageTransform(2, 2, temporal_patch_size=8), "patch_size is 2, but .* patch_size = 4"),
+        ("siglip", ImageTransform(4, channels=1, temporal_patch_size=3), "channels is 1, but .* channels = 3"),
+        ("whisper", AudioTransform(num_mels=20), "num_mels is 20, but .* num_mels = 80"),
+        ("whisper", ImageTransform(4), "makes rows of image, but .* num_mels"),
+    ],
+)
+def test_what_does_not_fit_is_named(family, transform, said):
+    with pytest.raises(UserError, match=said) as error:
+        check(encoder(family), transform)
+    assert str(error.value).startswith("transforms.")
+
+
+class Own(nn.Module):
+    output_dim = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(48, 6)
+
+    def num_outputs(self, sizes):
+        return np.prod(sizes, axis=1)
+
+    def forward(self, values, sizes):
+        return self.linear(values)
+
+
+def own(downsample=1, **members):
+    encoder = Own()
+    for name, member in members.items():
+        setattr(encoder, name, member)
+    return ModalityModule(encoder, Projector(6, 8, ProjectorConfig(downsample=downsample)))
+
+
+def test_an_encoder_of_ones_own_answers_for_its_rows_but_must_say_how_they_lie():
+    check(own(), ImageTransform(4))
+    with pytest.raises(UserError, match="which the encoder cannot take"):
+        check(own(), ImageTransform(8))
+    with pytest.raises(UserError, match=r"joins rows of an image, and Own does not say how they lie"):
+        check(own(downsample=4), ImageTransform(4))
+    check(own(downsample=4, grid=lambda sizes: sizes), ImageTransform(4))
+    check(own(downsample=3, grid=None), ImageTransform(4))
+    check(own(takes=ImageRows(4)), ImageTransform(4))
+    with pytest.raises(UserError, match=r"patch_size is 4, but .* patch_size = 8"):
+        check(own(takes=ImageRows(8)), ImageTransform(4))
+    with pytest.raises(UserError, match="takes is 8; it must be ImageRows or AudioRows"):
+        check(own(takes=8), ImageTransform(4))
+    with pytest.raises(UserError, match=r"Own.grid has not as many rows as num_outputs says"):
+        check(own(grid=lambda sizes: sizes + 1), ImageTransform(4))
+    check(own(downsample=3), AudioTransform(num_mels=48))
+
+
+CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+
+
+def directory(tmp_path, family, name, stored):
+    module = encoder(family)
+    module.encoder.model.config.save_pretrained(tmp_path)
+    (tmp_path / name).write_text(json.dumps(stored))
+    return module
+
+
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])
+def test_pixels_are_normalised_as_the_weights_were_made_with(tmp_path, name):
+    stored = CLIP if name.startswith("pre") else {"image_processor": CLIP}
+    module = directory(tmp_path, "clip", name, stored)
+    mean, std = tuple(CLIP["image_mean"]), tuple(CLIP["image_std"])
+    check(module, ImageTransform(4, mean=mean, std=std), tmp_path)
+    with pytest.raises(UserError, match=rf"transforms.image.mean is not what .* {name} has image_mean = \[0.48"):
+        check(module, ImageTransform(4), tmp_path)
+    with pytest.raises(UserError, match=r"transforms\.image\.std is not what"):
+        check(module, ImageTransform(4, mean=mean), tmp_path)
+
+
+def test_pixels_that_are_not_normalised(tmp_path):
+    module = directory(tmp_path, "clip", "preprocessor_config.json", CLIP | {"do_normalize": False})
+    check(module, ImageTransform(4, mean=(0.0,), std=(1.0,)), tmp_path)
+    with pytest.raises(UserError, match=r"transforms\.image\.mean"):
+        check(module, ImageTransform(4), tmp_path)
+
+
+def test_sound_is_cut_as_the_weights_were_made_with(tmp_path):
+    stored = {"sampling_rate": 16000, "hop_length": 160, "n_fft": 400, "feature_size": 80}
+    module = directory(tmp_path, "whisper", "preprocessor_config.json", stored)
+    check(module, AudioTransform(num_mels=80), tmp_path)
+    for option in ({"sampling_rate": 8000}, {"hop_length": 320}, {"n_fft": 512}):
+        with pytest.raises(UserError, match=rf"transforms\.audio\.{next(iter(option))} is not what"):
+            check(module, AudioTransform(num_mels=80, **option), tmp_path)
+
+
+def test_a_broken_file_is_named(tmp_path):
+    module = directory(tmp_path, "clip", "preprocessor_config.json", CLIP | {"image_mean": "grey"})
+    with pytest.raises(UserError, match="image_mean = grey"):
+        check(module, ImageTransform(4), tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"preprocessor_config.json cannot be read"):
+        check(module, ImageTransform(4), tmp_path)

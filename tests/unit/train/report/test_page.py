@@ -1,0 +1,78 @@
+"""A report from the files of a run's folder alone: whole, readable offline, with nothing unescaped."""
+
+import json
+import re
+
+import pytest
+from PIL import Image
+
+from motet.train.report.charts import _ticks
+from motet.train.report.page import write_report
+
+RATIOS = {"unit": "MFLOP", "max_over_bound": 1.0, "max_over_bound_before": 1.5}
+PHASE = RATIOS | {"bound": 10, "loads": [10, 9], "loads_before": [15, 4]}
+SUMMARY = {
+    "steps": 3,
+    "num_ranks": 2,
+    "device": "cpu",
+    "wall_s": 75.0,
+    "tokens_per_s": 1234.5,
+    "mfu": 0.25,
+    "peak_source": "measured",
+    "loss_steps": 1,
+    "loss_first": 3.0,
+    "loss_last": 1.0,
+    "heldout_loss_by_step": {"3": 1.1},
+    "exact_match": {"<task>": 0.5},
+    "num_heldout": {"<task>": 2},
+    "balance": {"methods": {"mixed": 1, "joint": 2}, "why": "joint: 3 ms predicted (per_phase 4 ms)."},
+    "phases": {"backbone": RATIOS},
+    "data_wait_share": 0.01,
+    "memory": {"peak_bytes": 2**30, "kind": "resident"},
+    "bad_examples": 1,
+}
+
+
+def step(number):
+    return {
+        "step": number,
+        "loss": 3.0 / number,
+        "step_s": 0.1,
+        "data_wait_s": 0.0,
+        "decide_s": 0.0,
+        "actions": {"forward backbone": {"max_s": 0.1, "mean_s": 0.1}},
+        "phases": {"backbone": PHASE},
+    }
+
+
+def test_a_report_is_self_contained_and_escapes_what_it_shows(tmp_path):
+    Image.new("L", (8, 8)).save(tmp_path / "image.png")
+    answer = {"task": "<task>", "prompt": "<image> & what?", "answer": "<b>", "expected": "<b>", "is_exact": True}
+    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step(number)) + "\n" for number in (1, 2, 3)))
+    media = [str(tmp_path / "image.png"), str(tmp_path / "gone.wav")]
+    (tmp_path / "answers.json").write_text(json.dumps([answer | {"media": media}]))
+    page = write_report(tmp_path).read_text()
+    for shown in (
+        "1 min 15 s",
+        "&lt;image&gt; &amp; what?",
+        "data:image/png;base64,",
+        "gone.wav",
+        "1.500",
+        "MFLOP in step 2, the median",
+        "50.0%",
+        "joint 2, mixed 1 of 3 m",
+    ):
+        assert shown in page
+    assert "<b>" not in page.split("Held-out examples")[1]
+    assert not re.search(r"(src|href)=\"(?!data:)", page)
+
+
+def test_ticks_are_round_and_cover_the_range():
+    assert _ticks(0, 4.7) == [0, 1, 2, 3, 4, 5]
+    assert _ticks(1, 1) == pytest.approx([1.0, 1.2, 1.4, 1.6, 1.8, 2.0])
+    for low, high in ((0.93, 1.02), (-3, 250), (0, 1e-12)):
+        ticks = _ticks(low, high)
+        assert ticks[0] <= low
+        assert ticks[-1] >= high * (1 - 1e-9)
+        assert 3 <= len(ticks) <= 8

@@ -1,0 +1,66 @@
+"""The losses at both ends of a run: of different steps, however short it is, and of finite ones alone."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from motet.train.report.peak import Peak
+from motet.train.report.summary import summarise, summary_lines
+
+WORLD = SimpleNamespace(num_ranks=2, device=SimpleNamespace(type="cpu"))
+
+
+def step(number, loss):
+    return {
+        "step": number,
+        "loss": loss,
+        "bad_step": None if loss is not None else "first in the output of backbone",
+        "step_s": 0.5,
+        "num_tokens": 10,
+        "mfu": 0.1,
+        "data_wait_s": 0.0,
+        "decide_s": 0.0,
+        "exchange": {"bytes": 0, "crossing_bytes": 0},
+        "memory": {"peak_bytes": 1, "kind": "resident"},
+        "balance": {"methods": {"joint": 1}, "why": {}},
+        "phases": {"backbone": {"unit": "GFLOP", "max_over_bound": 1.0, "max_over_bound_before": 1.5, "bound": 3}},
+        "bad_examples": 0,
+    }
+
+
+def summed_up(tmp_path, losses):
+    lines = [json.dumps(step(number, loss)) for number, loss in enumerate(losses, start=1)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    summary = summarise(tmp_path, WORLD, Peak(1e9, "measured"), 5.0, {})
+    return summary, summary_lines(summary)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "first", "last", "said"),
+    [
+        (1, 1, 1, "loss 1.0000 in its one step"),
+        (2, 1, 2, "loss 1.0000 in its first step, 2.0000 in its last"),
+        (3, 1, 3, "loss 1.0000 in its first step, 3.0000 in its last"),
+        (4, 1.5, 3.5, "loss 1.5000 at first, 3.5000 at last (means of 2 steps)"),
+        (10, 3, 8, "loss 3.0000 at first, 8.0000 at last (means of 5 steps)"),
+        (19, 5, 15, "loss 5.0000 at first, 15.0000 at last (means of 9 steps)"),
+        (30, 5.5, 25.5, "loss 5.5000 at first, 25.5000 at last (means of 10 steps)"),
+    ],
+)
+def test_the_first_and_the_last_losses_are_of_different_steps(tmp_path, num_steps, first, last, said):
+    summary, lines = summed_up(tmp_path, range(1, num_steps + 1))
+    assert (summary["loss_first"], summary["loss_last"]) == (first, last)
+    assert lines[1] == said
+
+
+def test_steps_that_were_not_finite_have_no_loss_and_are_counted(tmp_path):
+    summary, lines = summed_up(tmp_path, [None, 2, 4, None])
+    assert (summary["loss_first"], summary["loss_last"], summary["bad_steps"]) == (2, 4, 2)
+    assert lines[1:3] == [
+        "loss 2.0000 in its first step, 4.0000 in its last",
+        "2 steps were not finite and changed nothing; bad_steps.jsonl names them",
+    ]
+    summary, lines = summed_up(tmp_path, [None])
+    assert summary["loss_first"] is None
+    assert lines[1] == "no step with a finite loss"
