@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from balance_items import Sources
 from measure import Case
-from numpy.typing import NDArray
 from peers import heapq_lpt
 
 from motet.analyze.mixture import MFLOP_PER_LENGTH, PHASES, Caps
@@ -32,10 +31,8 @@ from motet.balance import (
     score,
     split,
 )
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.assignment import Assignment
-
-Costs = NDArray[np.int64]
-"""int64 [num_examples, num_phases], MFLOPs."""
 
 RANKS_PER_NODE = 8
 MFLOPS_PER_S = 400e6
@@ -49,12 +46,12 @@ SPLIT_SIZES = ((8, 4), (8, 60), (64, 4), (64, 16), (64, 60), (128, 60), (512, 4)
 HOME_SIZES = ((64, 60), (128, 60), (512, 60), (2560, 80))
 
 
-def draws_costs(sources: Sources, num_examples: int, caps: Caps | None) -> Callable[[np.random.Generator], Costs]:
+def draws_costs(sources: Sources, num_examples: int, caps: Caps | None) -> Callable[[np.random.Generator], Int64Array]:
     return lambda rng: sources.mixture.draw(num_examples, rng, caps) * MFLOP_PER_LENGTH
 
 
 def joint(sources: Sources) -> Iterator[Case]:
-    ways: dict[str, Callable[[Costs, int], Any]] = {
+    ways: dict[str, Callable[[Int64Array, int], Any]] = {
         "motet": assign_jointly,
         "heapq LPT, summed costs": lambda costs, n: lpt_by(costs.sum(axis=1), costs, n),
         "heapq LPT, tokens alone": lambda costs, n: lpt_by(costs[:, 0], costs, n),
@@ -73,13 +70,13 @@ def joint(sources: Sources) -> Iterator[Case]:
             )
 
 
-def lpt_by(weights: NDArray[np.int64], costs: Costs, num_ranks: int) -> Any:
+def lpt_by(weights: Int64Array, costs: Int64Array, num_ranks: int) -> Any:
     """Longest first by one figure an example; gives the loads, int64 [num_ranks, num_phases]."""
     examples = heapq_lpt()([], weights.tolist(), num_ranks)
     return np.array([costs[of_rank].sum(axis=0) for of_rank in examples])
 
 
-def over_ideal(found: Assignment | NDArray[np.int64], costs: Costs) -> dict[str, float]:
+def over_ideal(found: Assignment | Int64Array, costs: Int64Array) -> dict[str, float]:
     loads = found.loads if isinstance(found, Assignment) else found
     largest, ideal = loads.max(axis=0), costs.sum(axis=0) / len(loads)
     return {
@@ -89,7 +86,7 @@ def over_ideal(found: Assignment | NDArray[np.int64], costs: Costs) -> dict[str,
 
 
 def splitting(sources: Sources) -> Iterator[Case]:
-    ways: dict[str, Callable[[Costs, int], list[Split] | Assignment]] = {}
+    ways: dict[str, Callable[[Int64Array, int], list[Split] | Assignment]] = {}
     for told, overhead in (("no overhead", Overhead()), ("1 % a fragment", Overhead(fraction=0.01))):
         ways[f"motet, examples, {told}"] = lambda costs, n, overhead=overhead: [split(costs, n, overhead)]
         ways[f"motet, per phase, {told}"] = lambda costs, n, overhead=overhead: [
@@ -110,7 +107,7 @@ def splitting(sources: Sources) -> Iterator[Case]:
             )
 
 
-def split_quality(found: list[Split] | Assignment, costs: Costs, num_ranks: int) -> dict[str, float]:
+def split_quality(found: list[Split] | Assignment, costs: Int64Array, num_ranks: int) -> dict[str, float]:
     parts = [found] if isinstance(found, Assignment) else [one.assignment for one in found]
     largest = sum(int(np.sum(part.loads.max(axis=0))) for part in parts)
     quality = {"sum of max / ideal - 1": largest * num_ranks / int(costs.sum()) - 1}
@@ -135,17 +132,17 @@ def deferring(sources: Sources) -> Iterator[Case]:
             )
 
 
-def deferred(costs: Costs, num_ranks: int, num_microbatches: int) -> int:
+def deferred(costs: Int64Array, num_ranks: int, num_microbatches: int) -> int:
     found: Deferral = defer(costs, num_ranks, num_microbatches)
     return found.max_sum
 
 
-def spread_evenly(costs: Costs, num_ranks: int, num_microbatches: int) -> int:
+def spread_evenly(costs: Int64Array, num_ranks: int, num_microbatches: int) -> int:
     parts = [assign_jointly(part, num_ranks) for part in np.array_split(costs, num_microbatches)]
     return sum(int(part.loads.max(axis=0).sum()) for part in parts)
 
 
-def homes(num_items: int, num_ranks: int) -> NDArray[np.int64]:
+def homes(num_items: int, num_ranks: int) -> Int64Array:
     """Items are held in equal consecutive shares."""
     return np.arange(num_items) * num_ranks // num_items
 
@@ -185,25 +182,25 @@ def home(sources: Sources) -> Iterator[Case]:
             )
 
 
-def bytes_of(costs: Costs) -> NDArray[np.int64]:
+def bytes_of(costs: Int64Array) -> Int64Array:
     return costs // MFLOP_PER_LENGTH @ np.array(BYTES_PER_LENGTH)
 
 
-def packed_from(lengths: NDArray[np.int64], num_ranks: int, at: NDArray[np.int64]) -> Assignment:
+def packed_from(lengths: Int64Array, num_ranks: int, at: Int64Array) -> Assignment:
     return assign(lengths, num_ranks, home=at, ranks_per_node=RANKS_PER_NODE)
 
 
-def packed_renamed(lengths: NDArray[np.int64], num_ranks: int, at: NDArray[np.int64]) -> Assignment:
+def packed_renamed(lengths: Int64Array, num_ranks: int, at: Int64Array) -> Assignment:
     found = assign(lengths, num_ranks)
     names = place_on_nodes(volume_of(found, at, lengths), RANKS_PER_NODE)
     return score(names[found.ranks], lengths, num_ranks)
 
 
-def jointly_from(costs: Costs, num_ranks: int, at: NDArray[np.int64], sizes_bytes: NDArray[np.int64]) -> Assignment:
+def jointly_from(costs: Int64Array, num_ranks: int, at: Int64Array, sizes_bytes: Int64Array) -> Assignment:
     return assign_jointly(costs, num_ranks, home=at, bytes=sizes_bytes, ranks_per_node=RANKS_PER_NODE)
 
 
-def jointly_renamed(costs: Costs, num_ranks: int, at: NDArray[np.int64], sizes_bytes: NDArray[np.int64]) -> Assignment:
+def jointly_renamed(costs: Int64Array, num_ranks: int, at: Int64Array, sizes_bytes: Int64Array) -> Assignment:
     found = assign_jointly(costs, num_ranks)
     names = place_on_nodes(volume_of(found, at, sizes_bytes), RANKS_PER_NODE)
     loads = np.empty_like(found.loads)
@@ -212,7 +209,7 @@ def jointly_renamed(costs: Costs, num_ranks: int, at: NDArray[np.int64], sizes_b
     return Assignment(renamed.ranks, renamed.items, renamed.offsets, loads, found.bound)
 
 
-def volume_of(found: Assignment, at: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+def volume_of(found: Assignment, at: Int64Array, sizes: Int64Array) -> Int64Array:
     """What each rank holds of each batch, int64 [num_ranks, num_ranks]."""
     n = found.num_ranks
     return np.bincount(at * n + found.ranks, sizes, n * n).astype(np.int64).reshape(n, n)
@@ -220,7 +217,7 @@ def volume_of(found: Assignment, at: NDArray[np.int64], sizes: NDArray[np.int64]
 
 def nodes(sources: Sources) -> Iterator[Case]:
     for num_ranks, ranks_per_node in ((16, 4), (128, 8), (512, 8), (2560, 8)):
-        ways: dict[str, Callable[[NDArray[np.int64]], NDArray[np.int64]]] = {
+        ways: dict[str, Callable[[Int64Array], Int64Array]] = {
             "motet": lambda volume, size=ranks_per_node: place_on_nodes(volume, size),
             "random names": lambda volume: np.random.default_rng(0).permutation(len(volume)),
         }
@@ -241,12 +238,12 @@ def nodes(sources: Sources) -> Iterator[Case]:
             )
 
 
-def drawn_volume(sources: Sources, num_ranks: int, rng: np.random.Generator) -> NDArray[np.int64]:
+def drawn_volume(sources: Sources, num_ranks: int, rng: np.random.Generator) -> Int64Array:
     lengths = sources.mixture.draw(num_ranks * 60, rng, Caps())[:, 0].copy()
     return volume_of(assign(lengths, num_ranks), homes(len(lengths), num_ranks), lengths)
 
 
-def most_sent(names: NDArray[np.int64], volume: NDArray[np.int64], ranks_per_node: int) -> float:
+def most_sent(names: Int64Array, volume: Int64Array, ranks_per_node: int) -> float:
     """Of what one source sends to other nodes; over what a source holds on average."""
     node_of_source = np.arange(len(volume)) // ranks_per_node
     leaves = node_of_source[:, None] != (names // ranks_per_node)[None, :]
@@ -269,7 +266,7 @@ def ordering(sources: Sources) -> Iterator[Case]:
         )
 
 
-def stage_seconds(lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+def stage_seconds(lengths: Int64Array) -> Float64Array:
     """Forward seconds, float64 [8, num_microbatches]."""
     mflop = lengths * MFLOP_PER_LENGTH
     return np.stack([mflop[:, 1], *[mflop[:, 0] / 7] * 7]) / MFLOPS_PER_S
@@ -289,7 +286,7 @@ def choosing(sources: Sources) -> Iterator[Case]:
             )
 
 
-def phases_of(lengths: NDArray[np.int64]) -> list[Phase]:
+def phases_of(lengths: Int64Array) -> list[Phase]:
     """One item a phase where there is any; audio pads. Forward and backward take three forwards."""
     phases = []
     for name, column, mflop in zip(PHASES, lengths.T, MFLOP_PER_LENGTH, strict=True):

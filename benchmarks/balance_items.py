@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from measure import Case
-from numpy.typing import NDArray
 
 from motet.analyze.mixture import Caps, Mixture
 from motet.balance import Cost, Packed, Padded, PaddedAttention, Segments, assign, distribute_tokens, fallback
+from motet.core.arrays import Int64Array
 from motet.core.assignment import Assignment
 
 SIZES = ((64, 60), (128, 75), (512, 60), (2560, 80))
@@ -21,7 +21,7 @@ ANY_COUNTS = (
     "numberpartitioning KK", "binpacking",
 )  # fmt: skip
 
-Draw = Callable[[int, np.random.Generator], NDArray[np.int64]]
+Draw = Callable[[int, np.random.Generator], Int64Array]
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def pairs_over_mean(found: Assignment, _: object) -> dict[str, float]:
     return {"max / mean - 1": float(pairs.max() / pairs.mean()) - 1}
 
 
-def block_pairs(segments: Segments, block: int) -> NDArray[np.int64]:
+def block_pairs(segments: Segments, block: int) -> Int64Array:
     """The pairs of each block: the load of each rank where every rank has one block."""
     return distribute_tokens(segments, -(-segments.num_tokens // block), block, "ring").loads[:, 0]
 

@@ -20,12 +20,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
 from motet.analyze.lengths import read_lengths
 from motet.balance import Choice, Packed, StepCosts, choose, score
+from motet.core.arrays import Int64Array
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, Workload
 from motet.dispatch import BalanceConfig
@@ -106,7 +106,7 @@ def measure(name: str, model: ModelSpec, workload: Workload, seed: int) -> Itera
         yield Row(f"{where}: step, by length over by flops", float(steps.mean()))
 
 
-def operations(choice: Choice, counted: StepCosts, batch: BatchLengths, num_ranks: int) -> list[NDArray[np.int64]]:
+def operations(choice: Choice, counted: StepCosts, batch: BatchLengths, num_ranks: int) -> list[Int64Array]:
     """Of each rank in each phase, padding included."""
     return [
         score(placed.ranks, phase.lengths, num_ranks, phase.cost).loads

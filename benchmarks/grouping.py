@@ -17,16 +17,16 @@ import time
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
 from motet.balance import dist_ratio, group, pad_ratio, suggest_caps
+from motet.core.arrays import Int64Array
 
 TILE_TOKENS = 1025
 BATCH_SIZE = 4
 
-Samples = NDArray[np.int64]  # [num_samples, 2]: tiles and tokens
+Samples = Int64Array  # [num_samples, 2]: tiles and tokens
 
 
 def internvl(path: Path) -> Samples:
@@ -41,20 +41,20 @@ def sampled(num_samples: int, rng: np.random.Generator) -> Samples:
     return np.stack([tiles, 256 * tiles + np.clip(rng.lognormal(4.6, 0.9, num_samples), 16, 2048).astype(int)], axis=1)
 
 
-def random_batches(samples: Samples, num_devices: int, rng: np.random.Generator) -> NDArray[np.int64]:
+def random_batches(samples: Samples, num_devices: int, rng: np.random.Generator) -> Int64Array:
     """Sample numbers of each minibatch, int [num_batches, BATCH_SIZE]; devices take batches in turn."""
     count = len(samples) // (BATCH_SIZE * num_devices) * BATCH_SIZE * num_devices
     return rng.permutation(len(samples))[:count].reshape(-1, BATCH_SIZE)
 
 
-def length_grouped(samples: Samples, num_devices: int, rng: np.random.Generator) -> NDArray[np.int64]:
+def length_grouped(samples: Samples, num_devices: int, rng: np.random.Generator) -> Int64Array:
     """Neighbours by size in a minibatch; minibatches in random order."""
     count = len(samples) // (BATCH_SIZE * num_devices) * BATCH_SIZE * num_devices
     by_size = np.lexsort((samples[:, 1], samples[:, 0]))[:count]
     return rng.permutation(by_size.reshape(-1, BATCH_SIZE))
 
 
-def device_grouped(samples: Samples, num_devices: int, rng: np.random.Generator) -> NDArray[np.int64]:
+def device_grouped(samples: Samples, num_devices: int, rng: np.random.Generator) -> Int64Array:
     """Neighbours by size at the same place of all devices' minibatches; a minibatch holds what comes."""
     count = len(samples) // (BATCH_SIZE * num_devices) * BATCH_SIZE * num_devices
     by_size = np.lexsort((samples[:, 1], samples[:, 0]))[:count]
@@ -62,7 +62,7 @@ def device_grouped(samples: Samples, num_devices: int, rng: np.random.Generator)
     return rows.reshape(-1, BATCH_SIZE, num_devices).transpose(0, 2, 1).reshape(-1, BATCH_SIZE)
 
 
-def padded_row(name: str, samples: Samples, batches: NDArray[np.int64], num_devices: int) -> list[str]:
+def padded_row(name: str, samples: Samples, batches: Int64Array, num_devices: int) -> list[str]:
     offsets = np.arange(0, batches.size + 1, BATCH_SIZE)
     tiles, tokens = samples[batches, 0], samples[batches, 1]
     pads = [pad_ratio(sizes.ravel(), offsets) for sizes in (tiles, tokens)]
@@ -81,7 +81,7 @@ def group_row(samples: Samples, num_devices: int, rng: np.random.Generator) -> t
     )
 
 
-def row(name: str, size: float, totals: list[NDArray[np.int64]], pads: list[float], num_devices: int) -> list[str]:
+def row(name: str, size: float, totals: list[Int64Array], pads: list[float], num_devices: int) -> list[str]:
     longest = [f"{sizes.max() / 1024:.1f} K" for sizes in totals]
     waits = [f"{dist_ratio(sizes.reshape(-1, num_devices)):.3f}" for sizes in totals]
     return [name, f"{size:.2f}", *longest, *(f"{pad:.3f}" for pad in pads), *waits]

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from peers import PEERS
 from rich.table import Table
 
 from motet.balance import Cost, Packed, score
+from motet.core.arrays import Int64Array
 
 SECONDS_TO_IMPORT = 120
 PEER_BATCHES = 3
@@ -47,7 +47,7 @@ class Case:
     who: str = "motet"
     num_ranks: int = 0
     peers: Sequence[str] = ()
-    weights: Callable[[Any], NDArray[np.int64]] = lambda batch: batch
+    weights: Callable[[Any], Int64Array] = lambda batch: batch
     cost: Cost = Packed()  # noqa: RUF009, immutable
 
 

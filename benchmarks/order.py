@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
 from motet.analyze.lengths import read_lengths
+from motet.core.arrays import Int64Array
 from motet.core.plan import Plan
 from motet.core.workload import BatchLengths, ItemLengths, Workload
 from motet.cost.model import CostModel
@@ -111,7 +111,7 @@ def _patches(row: dict[str, str]) -> int:
     return round(int(row["image_tokens"] or 0) * (MERGED / PATCH) ** 2)
 
 
-def _workload(source: str, text: NDArray[np.int64], columns: dict[str, tuple[Any, Any, int]]) -> Workload:
+def _workload(source: str, text: Int64Array, columns: dict[str, tuple[Any, Any, int]]) -> Workload:
     """columns: per module, items of each example, the length of each item, and lengths a token."""
     items, sequence = {}, text.copy()
     for name, (counts, lengths, per_token) in columns.items():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from motet.core.arrays import Int64Array
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
@@ -14,9 +15,9 @@ from motet.planner.degrees import Degrees
 from motet.planner.job import Job
 from motet.planner.stages.blocks import Blocks
 from motet.planner.stages.partition import partition
-from motet.planner.stages.stage_costs import Ints, stage_numbers, stages_of
+from motet.planner.stages.stage_costs import stage_numbers, stages_of
 
-Cut = Callable[[Blocks, int], Ints]
+Cut = Callable[[Blocks, int], Int64Array]
 """(blocks, number of stages) -> stage of each block: `planner.anchor.by_layers`, `by_parameters`, `encoders_first`."""
 
 
@@ -31,7 +32,7 @@ def chain_plan(job: Job, degrees: Degrees, cut: Cut | None = None, pins: Pins | 
     return pipeline.plan(stages_of(pipeline.blocks, cut(pipeline.blocks, degrees.num_stages), pipeline.room))
 
 
-def encoders_first(blocks: Blocks, num_stages: int) -> Ints:
+def encoders_first(blocks: Blocks, num_stages: int) -> Int64Array:
     """The stage of each block: the first stage has all encoders, every stage equally many blocks of the backbone, and
     the last what follows the backbone (Megatron-LM; Optimus section 5.1).
     """

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.analyze.lengths import UNITS, Lengths, read_lengths
 from motet.analyze.loads import LENGTH_COSTS, SPEED_ASSUMPTION, Mix, PhaseLoads, PredictedSteps, sample_loads
 from motet.balance import StepCosts
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import UserError
 from motet.data.index_build import Progress
 
@@ -43,7 +43,7 @@ class Distribution:
 
     name: str
     unit: str
-    values: NDArray[np.int64]
+    values: Int64Array
 
     def quantile(self, share: float) -> float:
         return float(np.quantile(self.values, share))
@@ -75,7 +75,7 @@ class Analysis:
     assumptions: tuple[str, ...]
     left_out: str
     lengths: tuple[Distribution, ...]
-    shares: dict[str, NDArray[np.float64]]
+    shares: dict[str, Float64Array]
     loads: dict[str, PhaseLoads]
     steps: PredictedSteps
 
@@ -154,7 +154,7 @@ def _distributions(lengths: Lengths) -> tuple[Distribution, ...]:
     return tuple(kind for kind in present if len(kind.values))
 
 
-def _shares(lengths: Lengths) -> dict[str, NDArray[np.float64]]:
+def _shares(lengths: Lengths) -> dict[str, Float64Array]:
     sequence = np.maximum(lengths.batch.sequence, 1)
     return {TEXT: lengths.text_tokens() / sequence} | {
         phase: lengths.tokens_of(phase) / sequence for phase in lengths.phases

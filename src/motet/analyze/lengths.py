@@ -20,8 +20,8 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
 from motet.core.workload import BatchLengths, ItemLengths, Workload
@@ -64,12 +64,12 @@ class Lengths:
         """The modalities that occur, text aside."""
         return tuple(name for name, items in self.batch.items.items() if items.num_items)
 
-    def tokens_of(self, phase: str) -> NDArray[np.int64]:
+    def tokens_of(self, phase: str) -> Int64Array:
         """Tokens that a modality takes in each example's sequence, int64 [num_examples]."""
         items = self.batch.items[phase]
         return np.bincount(items.example, items.num_tokens, self.batch.num_examples).astype(np.int64)
 
-    def kinds(self) -> NDArray[np.int64]:
+    def kinds(self) -> Int64Array:
         """Which modalities each example has, int64 [num_examples]: bit i is set if it has the i-th of `phases`."""
         kinds = np.zeros(self.batch.num_examples, dtype=np.int64)
         for place, phase in enumerate(self.phases):
@@ -83,7 +83,7 @@ class Lengths:
         batch = self.batch if self.batch.num_targets.any() else replace(self.batch, num_targets=self.text_tokens())
         return Workload(self.source, batch, weight, self.assumptions)
 
-    def text_tokens(self) -> NDArray[np.int64]:
+    def text_tokens(self) -> Int64Array:
         """Tokens of each example's sequence that are text, int64 [num_examples]."""
         return self.batch.sequence - sum((self.tokens_of(phase) for phase in self.phases), np.int64(0))
 
@@ -158,7 +158,7 @@ class _EstimatedText:
         return self.encode(before), answer
 
 
-def _tokens_of_frames(frames: NDArray[np.int64]) -> NDArray[np.int64]:
+def _tokens_of_frames(frames: Int64Array) -> Int64Array:
     return -(-frames // _FRAMES_A_TOKEN)
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.analyze.lengths import UNITS, Lengths
 from motet.analyze.mixture import MFLOP_PER_LENGTH, PHASES
@@ -34,6 +33,7 @@ from motet.balance import (
     follow,
 )
 from motet.balance.phases import scored_phase
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.assignment import Assignment
 from motet.core.workload import BACKBONE, BatchLengths, home_ranks
 from motet.data.media import AUDIO, IMAGE
@@ -87,20 +87,20 @@ class PhaseLoads:
 
     unit: str
     padded: bool
-    loads: dict[Mode, NDArray[np.int64]]
-    crossed: dict[Mode, NDArray[np.float64]]
-    bounds: NDArray[np.int64]
+    loads: dict[Mode, Int64Array]
+    crossed: dict[Mode, Float64Array]
+    bounds: Int64Array
 
-    def max_over_mean(self, mode: Mode) -> NDArray[np.float64]:
+    def max_over_mean(self, mode: Mode) -> Float64Array:
         """Per batch with such items, float64 [n]: 1 is perfect; at 2, ranks wait for half of the phase on average."""
         loads = self.loads[mode][self.bounds > 0]
-        ratios: NDArray[np.float64] = loads.max(axis=1) / loads.mean(axis=1)
+        ratios: Float64Array = loads.max(axis=1) / loads.mean(axis=1)
         return ratios
 
-    def max_over_bound(self, mode: Mode) -> NDArray[np.float64]:
+    def max_over_bound(self, mode: Mode) -> Float64Array:
         """Per batch with such items, float64 [n]: how much longer the phase takes than it would at its bound."""
         busy = self.bounds > 0
-        ratios: NDArray[np.float64] = self.loads[mode][busy].max(axis=1) / self.bounds[busy]
+        ratios: Float64Array = self.loads[mode][busy].max(axis=1) / self.bounds[busy]
         return ratios
 
 
@@ -113,8 +113,8 @@ class PredictedSteps:
     why:                 a sentence on the last batch for which the most frequent one is.
     """
 
-    seconds: dict[str, NDArray[np.float64]]
-    exchange_s: dict[str, NDArray[np.float64]]
+    seconds: dict[str, Float64Array]
+    exchange_s: dict[str, Float64Array]
     methods: dict[str, int]
     why: str
 
@@ -122,7 +122,7 @@ class PredictedSteps:
     def of(choices: list[Choice]) -> PredictedSteps:
         """One entry of each array a choice, in their order."""
 
-        def by_way(of_choices: list[dict[str, float]]) -> dict[str, NDArray[np.float64]]:
+        def by_way(of_choices: list[dict[str, float]]) -> dict[str, Float64Array]:
             chosen = [told | {CHOSEN: told[choice.method]} for told, choice in zip(of_choices, choices, strict=True)]
             return {way: np.array([told[way] for told in chosen]) for way in PREDICTED}
 
@@ -141,7 +141,7 @@ def sample_loads(
 ) -> tuple[dict[str, PhaseLoads], PredictedSteps]:
     """Loads of each phase that occurs in the batches, backbone first, and what is predicted for a step."""
     names = (BACKBONE, *lengths.phases)
-    loads: dict[str, dict[Mode, list[NDArray[np.int64]]]] = {name: {mode: [] for mode in MODES} for name in names}
+    loads: dict[str, dict[Mode, list[Int64Array]]] = {name: {mode: [] for mode in MODES} for name in names}
     crossed: dict[str, dict[Mode, list[float]]] = {name: {mode: [] for mode in MODES} for name in names}
     bounds: dict[str, list[int]] = {name: [] for name in names}
     choices = []
@@ -198,12 +198,12 @@ def _crossed(batch: BatchLengths, phase: str, placed: Assignment, backbone: Assi
     return float(items.num_tokens[away].sum() / max(int(items.num_tokens.sum()), 1))
 
 
-def take(batch: BatchLengths, examples: NDArray[np.int64], num_ranks: int) -> BatchLengths:
+def take(batch: BatchLengths, examples: Int64Array, num_ranks: int) -> BatchLengths:
     """Some examples, in the order given; int64 [n], repeats allowed; at home in equal consecutive shares."""
     return replace(batch.take(examples), home=home_ranks(len(examples), num_ranks))
 
 
-def _draw(lengths: Lengths, batch_size: int, rng: np.random.Generator, mix: Mix) -> NDArray[np.int64]:
+def _draw(lengths: Lengths, batch_size: int, rng: np.random.Generator, mix: Mix) -> Int64Array:
     if mix == "rows":
         return rng.integers(0, lengths.batch.num_examples, batch_size)
     kinds = lengths.kinds()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.analyze.lengths import Lengths
+from motet.core.arrays import Int64Array
 from motet.data.media import AUDIO, IMAGE
 
 PHASES = ("backbone", IMAGE, AUDIO)
@@ -33,9 +33,9 @@ class Mixture:
     text, image, speech: int64 [n, 3], tokens of the whole sequence, patches and audio frames of each example.
     """
 
-    text: NDArray[np.int64]
-    image: NDArray[np.int64]
-    speech: NDArray[np.int64]
+    text: Int64Array
+    image: Int64Array
+    speech: Int64Array
 
     @staticmethod
     def of(lengths: Lengths) -> Mixture:
@@ -66,7 +66,7 @@ class Mixture:
             np.stack([prompt // 2 + frames // 4, nothing, frames], axis=1),
         )
 
-    def draw(self, num_examples: int, rng: np.random.Generator, caps: Caps | None) -> NDArray[np.int64]:
+    def draw(self, num_examples: int, rng: np.random.Generator, caps: Caps | None) -> Int64Array:
         """Lengths of a batch of a third of each kind, shuffled: int64 [num_examples, 3] as in `PHASES`.
 
         caps: what longer examples are cut to; None leaves them as they are.
@@ -83,5 +83,5 @@ class Mixture:
 
 def _lognormal(
     rng: np.random.Generator, median: float, spread: float, limits: tuple[int, int], count: int
-) -> NDArray[np.int64]:
+) -> Int64Array:
     return np.clip(rng.lognormal(np.log(median), spread, count), *limits).astype(np.int64)

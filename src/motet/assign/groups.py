@@ -10,25 +10,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.assign.pipeline import Batching
 from motet.balance import group
+from motet.core.arrays import Int64Array
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.schedule.layout import Layout
 
-Ints = NDArray[np.int64]
 
-
-def total_lengths(batch: BatchLengths, name: str) -> Ints:
+def total_lengths(batch: BatchLengths, name: str) -> Int64Array:
     """What a module computes on of each example, int64 [num_examples]."""
     items = batch.of(name)
-    totals: Ints = np.bincount(items.example, items.length, batch.num_examples).astype(np.int64)
+    totals: Int64Array = np.bincount(items.example, items.length, batch.num_examples).astype(np.int64)
     return totals
 
 
-def groups_under(caps: Mapping[str, int], sizes: Mapping[str, Ints], most: int) -> Ints | None:
+def groups_under(caps: Mapping[str, int], sizes: Mapping[str, Int64Array], most: int) -> Int64Array | None:
     """The group of each example, int64 [num_examples]; None if no example meets the caps, or it takes more than `most`.
 
     caps: of the backbone and one other module. sizes: by module, int64 [num_examples]. O(examples).
@@ -53,7 +51,7 @@ def batching_in_groups(plan: Plan, batch: BatchLengths) -> Batching:
     return Batching(microbatch, island * layout.num_examples)
 
 
-def grouped(batch: BatchLengths, caps: Mapping[str, int], most: int) -> Ints:
+def grouped(batch: BatchLengths, caps: Mapping[str, int], most: int) -> Int64Array:
     """The group of each example, int64 [num_examples]; caps are widened by a sixteenth until `most` groups suffice."""
     sizes = {name: total_lengths(batch, name) for name in caps}
     wide = dict(caps)

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.balance import (
     METHODS,
@@ -29,10 +28,11 @@ from motet.balance import (
     choose,
     score,
 )
+from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.assignment import Assignment
 from motet.core.workload import BACKBONE, BatchLengths
 
-Work = Mapping[str, NDArray[np.int64]]
+Work = Mapping[str, Int64Array]
 _LENGTHS = LengthWork()
 
 
@@ -63,7 +63,7 @@ class Decision:
     def backbone(self) -> Assignment:
         return self.assignments[BACKBONE]
 
-    def keep(self, kept: NDArray[np.bool_], lengths: BatchLengths) -> Decision:
+    def keep(self, kept: BoolArray, lengths: BatchLengths) -> Decision:
         """The decision without the examples that could not be loaded; all else stays on its rank and in its order.
 
         kept: bool [num_examples], the same on all ranks. lengths: those that the decision was made from, complete.
@@ -161,12 +161,10 @@ class Orchestrator:
         return assignments
 
 
-def _home(phase: str, lengths: BatchLengths) -> NDArray[np.int32]:
+def _home(phase: str, lengths: BatchLengths) -> Int32Array:
     return lengths.home[lengths.of(phase).example]
 
 
-def _placed(
-    ranks: NDArray[np.int32], order: NDArray[np.int64], work: NDArray[np.int64], num_ranks: int, cost: Cost
-) -> Assignment:
+def _placed(ranks: Int32Array, order: Int64Array, work: Int64Array, num_ranks: int, cost: Cost) -> Assignment:
     """A given placement in a given order; loads do not depend on the order."""
     return replace(score(ranks, work, num_ranks, cost), items=order)

@@ -28,33 +28,29 @@ from functools import cached_property
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.assign.groups import batching_in_groups, total_lengths
 from motet.assign.pipeline import Batching, assign_batching, batching_as_given
 from motet.assign.step import StepAssignment
 from motet.balance import assign, order_microbatches, pipeline_makespan
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Plan
 from motet.core.workload import BatchLengths
 from motet.schedule.layout import Layout, PlannedStage
-
-Ints = NDArray[np.int64]
 
 NUM_ORDERED = 2
 """Ways of dealing out, the best by their seconds as they are, whose microbatches are ordered, beside what was given."""
 ASSIGN_BUDGET_S = 0.02
 """At most, for swaps between microbatches; of fewer, in proportion."""
 
-Seconds = NDArray[np.float64]
-
 
 class StepSeconds(Protocol):
     """What the examples of one step take in a pipeline, as a cost model has it: the same on every rank."""
 
-    def of_examples(self) -> Ints:
+    def of_examples(self) -> Int64Array:
         """Nanoseconds of each example by itself, forward and backward, int64 [num_lanes, num_examples] (`lanes`)."""
 
-    def of_passes(self, assignment: StepAssignment) -> tuple[Seconds, Seconds]:
+    def of_passes(self, assignment: StepAssignment) -> tuple[Float64Array, Float64Array]:
         """Forward and backward, [num_places, num_islands, num_microbatches] each. Ranks that a microbatch reaches at
         the same time are at one place, which takes as long as the slowest of them."""
 
@@ -128,7 +124,7 @@ class _Step:
                 if own.replicas > 1:
                     yield self._dealt(self._alike(weights), weights)
 
-    def _even(self, weights: Ints, *, equal_counts: bool) -> Ints:
+    def _even(self, weights: Int64Array, *, equal_counts: bool) -> Int64Array:
         """The microbatch of each example, so that they are even."""
         own = self.sizes
         if own.examples == 1:
@@ -136,13 +132,13 @@ class _Step:
         budget_s = min(ASSIGN_BUDGET_S, 1e-3 + 6e-6 * own.groups)
         return assign(weights, own.groups, equal_counts=equal_counts, time_budget_s=budget_s).ranks.astype(np.int64)
 
-    def _alike(self, weights: Ints) -> Ints:
+    def _alike(self, weights: Int64Array) -> Int64Array:
         """The microbatch of each example, so that those of one are alike."""
         groups = np.empty(len(weights), dtype=np.int64)
         groups[np.argsort(-weights, kind="stable")] = np.arange(len(weights)) // self.sizes.examples
         return groups
 
-    def _dealt(self, groups: Ints, weights: Ints) -> Batching:
+    def _dealt(self, groups: Int64Array, weights: Int64Array) -> Batching:
         """Microbatches, int64 [num_examples], dealt to islands."""
         own = self.sizes
         loads = np.bincount(groups, weights, own.groups).astype(np.int64)
@@ -153,7 +149,7 @@ class _Step:
             within[of_group] = self._within(of_group)
         return Batching(microbatch, island * own.examples + within)
 
-    def _within(self, of_group: Ints) -> Ints:
+    def _within(self, of_group: Int64Array) -> Int64Array:
         """Where in its microbatch each example stands, [num_groups, num_examples]: replicas get even parts of it."""
         own = self.sizes
         if own.replicas == own.examples:
@@ -163,15 +159,15 @@ class _Step:
         rows = (assign(weights[row], own.replicas, equal_counts=True, time_budget_s=0.0).slots for row in of_group)
         return np.stack(list(rows))
 
-    def _within_caps(self, groups: Ints) -> bool:
+    def _within_caps(self, groups: Int64Array) -> bool:
         sizes = {name: total_lengths(self.batch, name) for name in self.plan.microbatch_caps}
         return all(np.bincount(groups, sizes[name]).max() <= cap for name, cap in self.plan.microbatch_caps.items())
 
     @cached_property
-    def _of_examples(self) -> Ints:
+    def _of_examples(self) -> Int64Array:
         return self.seconds.of_examples()
 
-    def passes(self, batching: Batching) -> tuple[Seconds, Seconds]:
+    def passes(self, batching: Batching) -> tuple[Float64Array, Float64Array]:
         return self.seconds.of_passes(assign_batching(self.plan, self.batch, batching))
 
 
@@ -203,9 +199,9 @@ class _Candidate:
         found.batching = Batching(microbatch, self.batching.index)
         return found
 
-    def _makespan_s(self, island: int, order: Ints | None = None) -> float:
+    def _makespan_s(self, island: int, order: Int64Array | None = None) -> float:
         return pipeline_makespan(*self._seconds(island), len(self.passes_s[0]), order)
 
-    def _seconds(self, island: int) -> tuple[Seconds, Seconds]:
+    def _seconds(self, island: int) -> tuple[Float64Array, Float64Array]:
         forward, backward = self.passes_s
         return forward[:, island], backward[:, island]

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from motet.assign.step import Count, ModuleAssignment, StepAssignment
+from motet.assign.step import ModuleAssignment, StepAssignment
+from motet.core.arrays import Int64Array
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.schedule.check.fit import colocated_units
@@ -23,8 +23,8 @@ class Batching:
     every replica of a unit takes an equal range; several examples may have one.
     """
 
-    microbatch: Count
-    index: Count
+    microbatch: Int64Array
+    index: Int64Array
 
 
 def batching_as_given(plan: Plan) -> Batching:
@@ -58,7 +58,7 @@ def assign_batching(plan: Plan, batch: BatchLengths, batching: Batching) -> Step
     return StepAssignment(batch, count, modules)
 
 
-def _positions(group: Count, key: NDArray[np.int64]) -> Count:
+def _positions(group: Int64Array, key: Int64Array) -> Int64Array:
     """Of each item its place in its group by key, then by number, int64 [num_items]."""
     order = np.lexsort((key, group))
     first = np.searchsorted(group[order], group[order])

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from motet.assign.step import Count, StepAssignment
+from motet.assign.step import StepAssignment
+from motet.core.arrays import Int64Array
 from motet.schedule.coordinates import replica_of
 from motet.schedule.edges import takers, under_way
 from motet.schedule.from_plan import Planned
@@ -25,8 +26,8 @@ class SentRows:
             example by position, and item by item. The places ascend.
     """
 
-    source: Count
-    sink: Count
+    source: Int64Array
+    sink: Int64Array
 
 
 def edge_rows(
@@ -72,7 +73,7 @@ def sent_rows(assignment: StepAssignment, source: tuple[str, int], sink: tuple[s
     )
 
 
-def row_order(stored: Count, wanted: Count, rows: Count) -> Count:
+def row_order(stored: Int64Array, wanted: Int64Array, rows: Int64Array) -> Int64Array:
     """Rows of items that are stored one after the other, as an index that yields those of some of them in an order.
 
     stored, wanted: items, int64 [num_stored] and [num_wanted], of which `rows`, int64 [num_items], says how many rows
@@ -81,5 +82,5 @@ def row_order(stored: Count, wanted: Count, rows: Count) -> Count:
     start = np.zeros(len(rows), dtype=np.int64)
     start[stored] = np.cumsum(rows[stored]) - rows[stored]
     lengths = rows[wanted]
-    within: Count = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    within: Int64Array = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return np.repeat(start[wanted], lengths) + within

@@ -9,13 +9,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.core.arrays import Int32Array, Int64Array
 from motet.core.assignment import Assignment
 from motet.core.errors import ArgumentError
 from motet.core.exchange import Moved, moved
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.schedule.passes import Presence
-
-Count = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,19 +26,19 @@ class ModuleAssignment:
     ranks they run. microbatch: int32. position: int64, among the items of its replica and microbatch, from 0.
     """
 
-    example: Count
-    length: Count
-    num_tokens: Count
-    replica: NDArray[np.int32]
-    microbatch: NDArray[np.int32]
-    position: Count
+    example: Int64Array
+    length: Int64Array
+    num_tokens: Int64Array
+    replica: Int32Array
+    microbatch: Int32Array
+    position: Int64Array
     num_replicas: int
 
-    def batch_index(self, num_microbatches: int) -> Count:
+    def batch_index(self, num_microbatches: int) -> Int64Array:
         """Replica and microbatch of each item as one number, int64 [num_items]: replica by replica."""
         return self.replica.astype(np.int64) * num_microbatches + self.microbatch
 
-    def items_of(self, replica: int, microbatch: int) -> Count:
+    def items_of(self, replica: int, microbatch: int) -> Int64Array:
         """The items that a replica computes in a microbatch, int64, in the order in which it does."""
         own = np.flatnonzero((self.replica == replica) & (self.microbatch == microbatch))
         return own[np.argsort(self.position[own])]
@@ -63,7 +62,7 @@ class StepAssignment:
         sink = self.modules[BACKBONE].replica[items.example]
         return moved(items.replica, sink, items.num_tokens, node, items.microbatch, self.num_microbatches)
 
-    def exchanged_rows(self, module: str) -> Count:
+    def exchanged_rows(self, module: str) -> Int64Array:
         """Rows of a module's output that the busiest replica sends or receives, int64 [num_microbatches]."""
         one_node = np.zeros(self.modules[module].num_replicas, dtype=np.int64)
         return self.moved_rows(module, one_node).busiest.astype(np.int64)

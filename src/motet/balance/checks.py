@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.errors import ArgumentError
 
 INT64_MAX = 2**63 - 1
@@ -29,7 +30,7 @@ def checked_ranks_per_node(ranks_per_node: int | None, num_ranks: int) -> int:
     return min(int(ranks_per_node), num_ranks)
 
 
-def checked_integers(values: ArrayLike, name: str, num_axes: int = 1) -> NDArray[np.int64]:
+def checked_integers(values: ArrayLike, name: str, num_axes: int = 1) -> Int64Array:
     """`values` as C-contiguous int64 with `num_axes` axes, all >= 0.
 
     Whole floats below 2^53 pass. Raises ArgumentError naming `name`, the place and the value: NaN, fractions, negative
@@ -51,7 +52,7 @@ def checked_integers(values: ArrayLike, name: str, num_axes: int = 1) -> NDArray
     return np.ascontiguousarray(given, dtype=np.int64)
 
 
-def checked_costs(costs: ArrayLike) -> NDArray[np.int64]:
+def checked_costs(costs: ArrayLike) -> Int64Array:
     """Costs of items, int64 [num_items] or [num_items, num_phases], all >= 0. Raises ArgumentError as checked_integers
     does, and where there is no phase."""
     given = np.asarray(costs)
@@ -61,7 +62,7 @@ def checked_costs(costs: ArrayLike) -> NDArray[np.int64]:
     return checked
 
 
-def checked_ranks(ranks: ArrayLike, name: str, num_items: int, num_ranks: int) -> NDArray[np.int32]:
+def checked_ranks(ranks: ArrayLike, name: str, num_items: int, num_ranks: int) -> Int32Array:
     """One rank for each item, int32 [num_items]; raises ArgumentError for another shape and for ranks out of range."""
     checked = checked_integers(ranks, name)
     if checked.shape != (num_items,):
@@ -70,7 +71,7 @@ def checked_ranks(ranks: ArrayLike, name: str, num_items: int, num_ranks: int) -
     return checked.astype(np.int32)
 
 
-def check_sum(values: NDArray[np.int64], name: str) -> None:
+def check_sum(values: Int64Array, name: str) -> None:
     """Raises ArgumentError where the values, >= 0, add up past 2^63 - 1."""
     if int(values.max(initial=0)) * values.size > INT64_MAX:
         total = sum(values.ravel().tolist())
@@ -87,7 +88,7 @@ def steps_of_budget(time_budget_s: float | None, steps_per_s: int, default: int)
     return int(time_budget_s * steps_per_s)
 
 
-def _check(given: NDArray[np.generic], wrong: NDArray[np.bool_], name: str, right: str) -> None:
+def _check(given: NDArray[np.generic], wrong: BoolArray, name: str, right: str) -> None:
     if wrong.any():
         place = tuple(int(axis[0]) for axis in np.nonzero(wrong))
         raise ArgumentError(f"{name}{list(place)} is {given[place]}; it must be {right}.")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from motet.balance.checks import INT64_MAX
+from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError
 
 
@@ -26,7 +24,7 @@ class Packed:
             if not isinstance(value, int) or value < 0:
                 raise ArgumentError(f"Packed({name}={value!r}): a coefficient must be an integer of 0 or more.")
 
-    def weights(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    def weights(self, lengths: Int64Array) -> Int64Array:
         """The cost of each item, int64 [num_items]. Raises ArgumentError where their sum does not fit int64."""
         longest = int(lengths.max(initial=0))
         if len(lengths) * (self.linear * longest + self.quadratic * longest**2) > INT64_MAX:
@@ -37,7 +35,7 @@ class Packed:
                 )
         return self.alone(lengths)
 
-    def alone(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    def alone(self, lengths: Int64Array) -> Int64Array:
         """What each item costs by itself on a rank, int64 [num_items]."""
         return _alone(lengths, self.linear, self.quadratic)
 
@@ -55,12 +53,12 @@ class Padded:
     def __post_init__(self) -> None:
         _check_coefficients(self, self.linear, self.quadratic, at_least=0)
 
-    def weights(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    def weights(self, lengths: Int64Array) -> Int64Array:
         """The lengths themselves. Raises ArgumentError where all items on one rank would not fit int64."""
         _check_padded(self, self.linear, self.quadratic, lengths)
         return lengths
 
-    def alone(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    def alone(self, lengths: Int64Array) -> Int64Array:
         """What each item costs by itself on a rank, int64 [num_items]; together they cost more."""
         return _alone(lengths, self.linear, self.quadratic)
 
@@ -79,17 +77,17 @@ class PaddedAttention:
     def __post_init__(self) -> None:
         _check_coefficients(self, self.linear, self.quadratic, at_least=1)
 
-    def weights(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    def weights(self, lengths: Int64Array) -> Int64Array:
         """The lengths themselves. Raises ArgumentError where all items on one rank would not fit int64."""
         _check_padded(self, self.linear, self.quadratic, lengths)
         return lengths
 
-    def alone(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    def alone(self, lengths: Int64Array) -> Int64Array:
         """What each item costs by itself on a rank, int64 [num_items]; together they cost more."""
         return _alone(lengths, self.linear, self.quadratic)
 
 
-def _alone(lengths: NDArray[np.int64], linear: int, quadratic: int) -> NDArray[np.int64]:
+def _alone(lengths: Int64Array, linear: int, quadratic: int) -> Int64Array:
     if quadratic == 0:
         return lengths if linear == 1 else lengths * linear
     return lengths * (linear + quadratic * lengths)
@@ -101,7 +99,7 @@ def _check_coefficients(cost: Padded | PaddedAttention, linear: int, quadratic: 
             raise ArgumentError(f"{cost}: a coefficient must be an integer of {at_least} or more.")
 
 
-def _check_padded(cost: Padded | PaddedAttention, linear: int, quadratic: int, lengths: NDArray[np.int64]) -> None:
+def _check_padded(cost: Padded | PaddedAttention, linear: int, quadratic: int, lengths: Int64Array) -> None:
     longest = int(lengths.max(initial=0))
     if len(lengths) * (linear * longest + quadratic * longest**2) > INT64_MAX:
         raise ArgumentError(f"{cost} of {len(lengths)} items up to {longest} long can exceed 2^63 - 1.")

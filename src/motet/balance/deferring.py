@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from motet.balance.backend import Backend, algorithms
 from motet.balance.checks import check_sum, checked_costs, checked_num_ranks
@@ -24,6 +24,7 @@ from motet.balance.joint import assign_jointly
 from motet.balance.placement import assign
 from motet.balance.scoring import scored
 from motet.balance.splitting import turns_by_rarity
+from motet.core.arrays import Int32Array, Int64Array
 from motet.core.assignment import Assignment, max_sum
 from motet.core.errors import ArgumentError
 
@@ -44,11 +45,11 @@ class Deferral:
     assignments: one for each microbatch, of its items, which it numbers in the order of `items_of(microbatch)`.
     """
 
-    microbatch: NDArray[np.int32]
-    ranks: NDArray[np.int32]
+    microbatch: Int32Array
+    ranks: Int32Array
     assignments: tuple[Assignment, ...]
 
-    def items_of(self, microbatch: int) -> NDArray[np.int64]:
+    def items_of(self, microbatch: int) -> Int64Array:
         """The items of one microbatch, ascending."""
         return np.flatnonzero(self.microbatch == microbatch)
 
@@ -97,23 +98,23 @@ def defer(
 class _Step:
     """What `defer` was given, clean."""
 
-    costs: NDArray[np.int64]
+    costs: Int64Array
     num_ranks: int
     num_microbatches: int
     capacity: int | None
     backend: Backend
 
     @property
-    def rows(self) -> NDArray[np.int64]:
+    def rows(self) -> Int64Array:
         """The costs, int64 [num_items, num_phases]."""
         return self.costs[:, None] if self.costs.ndim == 1 else self.costs
 
-    def sizes(self, items: NDArray[np.int64]) -> NDArray[np.int64]:
+    def sizes(self, items: Int64Array) -> Int64Array:
         """What items take of the capacity, int64 [num_items]: all of it, if they are too large for it."""
-        sizes: NDArray[np.int64] = self.rows[items].sum(axis=1)
+        sizes: Int64Array = self.rows[items].sum(axis=1)
         return sizes if self.capacity is None else np.minimum(sizes, self.capacity)
 
-    def keeps_capacity(self, items: NDArray[np.int64], ranks: NDArray[np.int32]) -> bool:
+    def keeps_capacity(self, items: Int64Array, ranks: Int32Array) -> bool:
         """Whether items on these ranks leave each rank within the capacity."""
         if self.capacity is None:
             return True
@@ -121,13 +122,13 @@ class _Step:
         np.add.at(held, ranks, self.sizes(items))
         return int(held.max()) <= self.capacity
 
-    def balanced(self, items: NDArray[np.int64]) -> Assignment | None:
+    def balanced(self, items: Int64Array) -> Assignment | None:
         """The items of one microbatch, placed by the balancers of whole items; None if that exceeds the capacity."""
         place = assign if self.costs.ndim == 1 else assign_jointly
         placed = place(self.costs[items], self.num_ranks, backend=self.backend)
         return placed if self.keeps_capacity(items, placed.ranks) else None
 
-    def deferral(self, microbatches: list[tuple[NDArray[np.int64], Assignment]]) -> Deferral:
+    def deferral(self, microbatches: list[tuple[Int64Array, Assignment]]) -> Deferral:
         """From the items, ascending, and the Assignment of each microbatch."""
         microbatch = np.zeros(len(self.costs), dtype=np.int32)
         ranks = np.zeros(len(self.costs), dtype=np.int32)
@@ -176,21 +177,19 @@ def _filled(step: _Step, raised: int | None) -> Deferral | None:
     return step.deferral(microbatches) if len(left) == 0 else None
 
 
-def _levels(step: _Step, left: NDArray[np.int64], raised: int | None, num_microbatches: int) -> NDArray[np.int64]:
+def _levels(step: _Step, left: Int64Array, raised: int | None, num_microbatches: int) -> Int64Array:
     """The limit of each phase for the first of the microbatches that take the items that are left."""
     rows = step.rows[left]
-    totals: NDArray[np.int64] = rows.sum(axis=0)
+    totals: Int64Array = rows.sum(axis=0)
     if raised is None:
         return totals
     means = -(-totals // (step.num_ranks * num_microbatches))
-    levels: NDArray[np.int64] = np.maximum(means, rows.max(axis=0, initial=0))
+    levels: Int64Array = np.maximum(means, rows.max(axis=0, initial=0))
     levels += np.minimum(totals - levels, levels // 8 * raised)
     return levels
 
 
-def _poured(
-    step: _Step, left: NDArray[np.int64], limits: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+def _poured(step: _Step, left: Int64Array, limits: Int64Array) -> tuple[Int64Array, Int32Array]:
     """The items that fit under the limits and the capacity, ascending, and their ranks."""
     rows = step.rows[left]
     turns, phases = turns_by_rarity(rows)

@@ -11,19 +11,19 @@ The same contract as the native core, by other decisions: ranks that balance tog
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.balance import reference
 from motet.balance.reference import packed_bound
 from motet.balance.reference.packed import longest_first
 from motet.balance.reference.result import Placement, placement
+from motet.core.arrays import Int64Array
 
 NUM_MOVABLE = 16
 FEW_RANKS = 256
 """Below this, batches are so short that one item at a time is faster."""
 
 
-def packed(weights: NDArray[np.int64], num_ranks: int, equal_counts: bool, num_steps: int) -> Placement:
+def packed(weights: Int64Array, num_ranks: int, equal_counts: bool, num_steps: int) -> Placement:
     """As reference.packed: never worse than LPT, or than rounds of it for equal counts."""
     order = _lightest_first(-weights)
     descending = weights[order]
@@ -40,17 +40,17 @@ def packed(weights: NDArray[np.int64], num_ranks: int, equal_counts: bool, num_s
     return placement(of_items, loads, bound)
 
 
-def _lightest_first(values: NDArray[np.int64]) -> NDArray[np.int64]:
+def _lightest_first(values: Int64Array) -> Int64Array:
     """The stable order, int64 [n]; where they fit, (value, number) is sorted as one integer, many times faster."""
     above = values - values.min(initial=0)
     num_bits = len(values).bit_length()
     if int(above.max(initial=0)) >= 2 ** (63 - num_bits):
         return np.argsort(values, kind="stable")
-    order: NDArray[np.int64] = np.sort(above << num_bits | np.arange(len(values))) & (2**num_bits - 1)
+    order: Int64Array = np.sort(above << num_bits | np.arange(len(values))) & (2**num_bits - 1)
     return order
 
 
-def _in_rounds(descending: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
+def _in_rounds(descending: Int64Array, num_ranks: int) -> Int64Array:
     """One item for each rank and round, the heaviest to the lightest rank."""
     loads = np.zeros(num_ranks, dtype=np.int64)
     ranks = np.empty(len(descending), dtype=np.int64)
@@ -62,7 +62,7 @@ def _in_rounds(descending: NDArray[np.int64], num_ranks: int) -> NDArray[np.int6
     return ranks
 
 
-def _in_batches(descending: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
+def _in_batches(descending: Int64Array, num_ranks: int) -> Int64Array:
     """LPT; items without weight go to the ranks in turn."""
     num_heavy = int(np.count_nonzero(descending))
     ranks = np.empty(len(descending), dtype=np.int64)
@@ -82,9 +82,7 @@ def _in_batches(descending: NDArray[np.int64], num_ranks: int) -> NDArray[np.int
     return ranks
 
 
-def _swap(
-    descending: NDArray[np.int64], ranks: NDArray[np.int64], num_ranks: int, target: int, num_steps: int
-) -> NDArray[np.int64]:
+def _swap(descending: Int64Array, ranks: Int64Array, num_ranks: int, target: int, num_steps: int) -> Int64Array:
     """Trade items one for one, in `ranks`, until no rank is above the target or no steps are left; gives the loads."""
     loads = np.zeros(num_ranks, dtype=np.int64)
     np.add.at(loads, ranks, descending)
@@ -114,7 +112,7 @@ def _swap(
     return loads
 
 
-def _lightest_places(ranks: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
+def _lightest_places(ranks: Int64Array, num_ranks: int) -> Int64Array:
     """The last places of each rank in the order of weights, int64 [num_ranks, NUM_MOVABLE]; -1 where it has fewer."""
     places = np.argsort(ranks.astype(np.min_scalar_type(num_ranks)), kind="stable")  # short types sort much faster
     ends = np.cumsum(np.bincount(ranks, minlength=num_ranks))

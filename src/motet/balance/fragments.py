@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import isfinite
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import Int64Array
 from motet.core.assignment import Assignment
 from motet.core.errors import ArgumentError
 
@@ -32,7 +32,7 @@ class Overhead:
         if not isfinite(self.fraction) or not 0 <= self.fraction <= 1:
             raise ArgumentError(f"Overhead(fraction={self.fraction!r}): it must be from 0 to 1.")
 
-    def of(self, costs: NDArray[np.int64]) -> NDArray[np.int64]:
+    def of(self, costs: Int64Array) -> Int64Array:
         """The overhead of a fragment of each item, int64 in the shape of the costs."""
         millionths = round(self.fraction * MILLION)
         proportional = costs // MILLION * millionths + costs % MILLION * millionths // MILLION
@@ -53,13 +53,13 @@ class Split:
     assignment: of fragments to ranks; its bound holds for these fragments.
     """
 
-    item: NDArray[np.int64]
-    part: NDArray[np.int64]
-    num_parts: NDArray[np.int64]
-    begin: NDArray[np.int64]
-    end: NDArray[np.int64]
-    units: NDArray[np.int64]
-    costs: NDArray[np.int64]
+    item: Int64Array
+    part: Int64Array
+    num_parts: Int64Array
+    begin: Int64Array
+    end: Int64Array
+    units: Int64Array
+    costs: Int64Array
     assignment: Assignment
 
     @property
@@ -69,13 +69,13 @@ class Split:
 
 
 def fragment_costs(
-    costs: NDArray[np.int64],
-    overheads: NDArray[np.int64],
-    units: NDArray[np.int64],
-    item: NDArray[np.int64],
-    begin: NDArray[np.int64],
-    end: NDArray[np.int64],
-) -> NDArray[np.int64]:
+    costs: Int64Array,
+    overheads: Int64Array,
+    units: Int64Array,
+    item: Int64Array,
+    begin: Int64Array,
+    end: Int64Array,
+) -> Int64Array:
     """Shares with overhead, int64 [num_fragments, num_phases]; exact, also where cost * units is beyond int64."""
     result = costs[item]
     for fragment in np.flatnonzero(end - begin < units[item]).tolist():

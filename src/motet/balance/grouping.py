@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from motet.balance.backend import Backend, algorithms
 from motet.balance.checks import checked_integers
+from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError
 
 TEXT_SLACK = 128
@@ -29,10 +30,10 @@ class Groups:
     oversized: int64 [num_oversized], the samples above a cap; groups num_full .. num_full + num_oversized - 1.
     """
 
-    items: NDArray[np.int64]
-    offsets: NDArray[np.int64]
+    items: Int64Array
+    offsets: Int64Array
     num_full: int
-    oversized: NDArray[np.int64]
+    oversized: Int64Array
 
     @property
     def num_groups(self) -> int:
@@ -43,13 +44,13 @@ class Groups:
         """The groups at the end that reach no target."""
         return range(self.num_full + len(self.oversized), self.num_groups)
 
-    def samples_of(self, group: int) -> NDArray[np.int64]:
+    def samples_of(self, group: int) -> Int64Array:
         return self.items[self.offsets[group] : self.offsets[group + 1]]
 
-    def totals(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+    def totals(self, values: Int64Array) -> Int64Array:
         """The sum of values, int64 [num_samples], over each group, int64 [num_groups]."""
         before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values[self.items])])
-        totals: NDArray[np.int64] = before[self.offsets[1:]] - before[self.offsets[:-1]]
+        totals: Int64Array = before[self.offsets[1:]] - before[self.offsets[:-1]]
         return totals
 
 
@@ -150,7 +151,7 @@ def dist_ratio(totals: ArrayLike) -> float:
     return _mean_share_missing(tokens.sum(axis=1), tokens.max(axis=1) * tokens.shape[1])
 
 
-def _mean_share_missing(used: NDArray[np.int64], whole: NDArray[np.int64]) -> float:
+def _mean_share_missing(used: Int64Array, whole: Int64Array) -> float:
     return float(np.mean((whole - used) / np.maximum(whole, 1)))
 
 
@@ -158,7 +159,7 @@ def _slack_below(max_text: int) -> int:
     return max_text - min(TEXT_SLACK, max_text // 2)
 
 
-def _check_caps(vision: NDArray[np.int64], text: NDArray[np.int64], max_vision: int, max_text: int) -> None:
+def _check_caps(vision: Int64Array, text: Int64Array, max_vision: int, max_text: int) -> None:
     for name, sizes, cap in (("max_vision", vision, max_vision), ("max_text", text, max_text)):
         if not 0 <= cap < 2**63:
             raise ArgumentError(f"{name} is {cap}; it must be in 0 .. 2^63 - 1.")

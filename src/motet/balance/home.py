@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from motet.balance.backend import Backend, algorithms
 from motet.balance.checks import check_sum, checked_integers, checked_ranks, checked_ranks_per_node
 from motet.balance.costs import Cost, Packed
+from motet.core.arrays import Int32Array, Int64Array
 from motet.core.assignment import Assignment, csr_from_ranks, max_sum
 from motet.core.errors import ArgumentError
 
 
 def assign_from_home(
-    weights: NDArray[np.int64],
+    weights: Int64Array,
     num_ranks: int,
     cost: Cost,
     home: ArrayLike,
@@ -45,7 +46,7 @@ def assign_from_home(
 
 
 def assign_jointly_from_home(
-    costs: NDArray[np.int64],
+    costs: Int64Array,
     num_ranks: int,
     home: ArrayLike,
     sizes_bytes: ArrayLike | None,
@@ -72,8 +73,8 @@ def _unless_far(
     found: Assignment,
     anywhere: Callable[[], Assignment],
     slack_bits: int,
-    home: NDArray[np.int32],
-    sizes: NDArray[np.int64],
+    home: Int32Array,
+    sizes: Int64Array,
     ranks_per_node: int,
     backend: Backend,
 ) -> Assignment:
@@ -88,7 +89,7 @@ def _unless_far(
 
 
 def _renamed(
-    free: Assignment, home: NDArray[np.int32], sizes: NDArray[np.int64], ranks_per_node: int, backend: Backend
+    free: Assignment, home: Int32Array, sizes: Int64Array, ranks_per_node: int, backend: Backend
 ) -> Assignment:
     """The same batches on the ranks where `place_on_nodes` wants them."""
     volume = np.zeros((free.num_ranks, free.num_ranks), dtype=np.int64)

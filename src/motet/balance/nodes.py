@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from motet.balance.backend import Backend, algorithms
 from motet.balance.checks import INT64_MAX, checked_integers, checked_ranks_per_node
+from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError
 
 
 def place_on_nodes(
     volume: ArrayLike, ranks_per_node: int, *, exact: bool = False, backend: Backend = "native"
-) -> NDArray[np.int64]:
+) -> Int64Array:
     """The rank on which each batch is computed, int64 [num_ranks]: a permutation of the batches.
 
     volume: int [num_ranks, num_ranks], >= 0; volume[s, b] is what source rank s holds of batch b, in any unit, bytes
@@ -42,5 +43,5 @@ def place_on_nodes(
         from motet.balance.reference.nodes import exactly_on_nodes
 
         return exactly_on_nodes(checked, size)
-    ranks: NDArray[np.int64] = algorithms(backend).place_on_nodes(checked, size)
+    ranks: Int64Array = algorithms(backend).place_on_nodes(checked, size)
     return ranks

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.balance.backend import Backend
 from motet.balance.checks import checked_integers, checked_ranks
 from motet.balance.costs import Cost, Packed
 from motet.balance.placement import assign, score
+from motet.core.arrays import Int32Array, Int64Array
 from motet.core.assignment import Assignment
 from motet.core.errors import ArgumentError
 
@@ -34,11 +34,11 @@ class Phase:
     """
 
     name: str
-    lengths: NDArray[np.int64]
+    lengths: Int64Array
     cost: Cost
-    owner: NDArray[np.int64]
+    owner: Int64Array
     seconds_per_cost: float
-    output_bytes: NDArray[np.int64] | None = None
+    output_bytes: Int64Array | None = None
     num_exchanges: int = 2
 
     def compute_ns(self, assignment: Assignment) -> int:
@@ -46,7 +46,7 @@ class Phase:
         return round(int(assignment.loads.max(initial=0)) * self.seconds_per_cost * NS_PER_S)
 
 
-def scored_phase(phase: Phase, ranks: NDArray[np.int32], num_ranks: int) -> Assignment:
+def scored_phase(phase: Phase, ranks: Int32Array, num_ranks: int) -> Assignment:
     """The items of a phase on the given ranks, int32 [num_items]."""
     return score(ranks, phase.lengths, num_ranks, phase.cost)
 
@@ -58,9 +58,9 @@ def follow(phase: Phase, backbone: Assignment) -> Assignment:
 
 
 def assign_apart(
-    lengths: NDArray[np.int64],
+    lengths: Int64Array,
     cost: Cost,
-    owner: NDArray[np.int64],
+    owner: Int64Array,
     backbone: Assignment,
     backend: Backend = "native",
 ) -> Assignment:
@@ -73,7 +73,7 @@ def assign_apart(
     return assign(lengths, backbone.num_ranks, cost, home=home, backend=backend)
 
 
-def joint_costs(phases: Sequence[Phase]) -> tuple[NDArray[np.int64], float]:
+def joint_costs(phases: Sequence[Phase]) -> tuple[Int64Array, float]:
     """Costs of the examples in one unit, int64 [num_examples, num_phases], and the seconds of the unit.
 
     An item of a padded phase counts as it would by itself.

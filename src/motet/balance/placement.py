@@ -9,13 +9,14 @@ pure function of its arguments, the same on every rank.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from motet.balance.backend import Backend, algorithms
 from motet.balance.checks import checked_num_ranks, checked_ranks, steps_of_budget
 from motet.balance.costs import Cost, Packed, Padded, PaddedAttention
 from motet.balance.home import assign_from_home, check_unused
 from motet.balance.weights import Lengths, item_weights
+from motet.core.arrays import Int64Array
 from motet.core.assignment import Assignment, csr_from_ranks
 from motet.core.errors import ArgumentError
 
@@ -114,7 +115,7 @@ def _num_steps(time_budget_s: float | None, num_ranks: int) -> int:
     return steps_of_budget(time_budget_s, STEPS_PER_S, default=100_000 + 1_500 * num_ranks)
 
 
-def _bound(weights: NDArray[np.int64], num_ranks: int, cost: Cost) -> int:
+def _bound(weights: Int64Array, num_ranks: int, cost: Cost) -> int:
     core = algorithms("native")
     if isinstance(cost, Packed):
         return int(core.packed_bound(weights, num_ranks))

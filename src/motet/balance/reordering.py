@@ -7,10 +7,11 @@ whole microbatches change places, which changes neither loss nor gradients, only
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from motet.balance.backend import Backend, algorithms
 from motet.balance.checks import checked_integers
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import ArgumentError
 
 _NS_PER_S = 1_000_000_000
@@ -18,7 +19,7 @@ _NS_PER_S = 1_000_000_000
 
 def order_microbatches(
     forward_s: ArrayLike, backward_s: ArrayLike, num_stages: int, *, backend: Backend = "native"
-) -> NDArray[np.int64]:
+) -> Int64Array:
     """The order, a permutation int64 [num_microbatches], that shortens a 1F1B step; never slower than the given one.
 
     forward_s, backward_s: seconds of each microbatch on each stage, float [num_stages, num_microbatches], or
@@ -50,9 +51,7 @@ def pipeline_makespan(
     return int(algorithms(backend).pipeline_makespan(forward, backward, checked)) / _NS_PER_S
 
 
-def _durations_ns(
-    forward_s: ArrayLike, backward_s: ArrayLike, num_stages: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _durations_ns(forward_s: ArrayLike, backward_s: ArrayLike, num_stages: int) -> tuple[Int64Array, Int64Array]:
     """Both as int64 [num_microbatches, num_stages]."""
     if num_stages < 1:
         raise ArgumentError(f"num_stages is {num_stages}; it must be at least 1.")
@@ -66,7 +65,7 @@ def _durations_ns(
     return np.rint(forward * _NS_PER_S).astype(np.int64), np.rint(backward * _NS_PER_S).astype(np.int64)
 
 
-def _checked_seconds(seconds: ArrayLike, name: str, num_stages: int) -> NDArray[np.float64]:
+def _checked_seconds(seconds: ArrayLike, name: str, num_stages: int) -> Float64Array:
     given = np.asarray(seconds, dtype=np.float64)
     if given.ndim == 1:
         given = np.broadcast_to(given, (num_stages, len(given)))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.balance.placement import lower_bound
+from motet.core.arrays import Int32Array, Int64Array
 from motet.core.assignment import Assignment, csr_from_ranks
 
 
-def scored(ranks: NDArray[np.int32], costs: NDArray[np.int64], num_ranks: int) -> Assignment:
+def scored(ranks: Int32Array, costs: Int64Array, num_ranks: int) -> Assignment:
     """Items on the given ranks, int32 [num_items]; costs int64 [num_items] or [num_items, num_phases], that sum up."""
     loads = np.zeros((num_ranks, *costs.shape[1:]), dtype=np.int64)
     np.add.at(loads, ranks, costs)
-    bound: int | NDArray[np.int64]
+    bound: int | Int64Array
     if costs.ndim == 1:
         bound = lower_bound(costs, num_ranks)
     else:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.balance.checks import checked_integers
+from motet.core.arrays import BoolArray, Int64Array
 from motet.core.errors import ArgumentError
 
 MAX_MODALITIES = 63
@@ -47,11 +47,11 @@ class Segments:
     against what is said above, and for more than 2^31 - 1 tokens.
     """
 
-    length: NDArray[np.int64]
-    document: NDArray[np.int64]
-    modality: NDArray[np.int64]
-    instance: NDArray[np.int64]
-    attends_to: NDArray[np.int64]
+    length: Int64Array
+    document: Int64Array
+    modality: Int64Array
+    instance: Int64Array
+    attends_to: Int64Array
 
     def __post_init__(self) -> None:
         for name in ("length", "document", "modality", "instance", "attends_to"):
@@ -115,7 +115,7 @@ class Segments:
         return cls(*(np.array(column) for column in zip(*rows, strict=True)))
 
 
-def _check_rows(wrong: NDArray[np.bool_], name: str, column: NDArray[np.int64], right: str) -> None:
+def _check_rows(wrong: BoolArray, name: str, column: Int64Array, right: str) -> None:
     if wrong.any():
         row = int(np.argmax(wrong))
         raise ArgumentError(f"{name}[{row}] is {column[row]}; it must be {right}.")

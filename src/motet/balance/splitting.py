@@ -14,7 +14,7 @@ from functools import cached_property
 from math import isfinite
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from motet.balance.backend import Backend, algorithms
 from motet.balance.checks import INT64_MAX, checked_costs, checked_integers, checked_num_ranks
@@ -22,6 +22,7 @@ from motet.balance.fragments import MILLION, Overhead, Split, fragment_costs
 from motet.balance.joint import assign_jointly
 from motet.balance.placement import assign
 from motet.balance.scoring import scored
+from motet.core.arrays import Int32Array, Int64Array
 from motet.core.assignment import max_sum
 from motet.core.errors import ArgumentError
 
@@ -71,10 +72,10 @@ def split(
 class _Problem:
     """What `split` was given, clean: costs and overheads int64 [num_items, num_phases], units and parts [num_items]."""
 
-    costs: NDArray[np.int64]
-    overheads: NDArray[np.int64]
-    units: NDArray[np.int64]
-    parts: NDArray[np.int64]
+    costs: Int64Array
+    overheads: Int64Array
+    units: Int64Array
+    parts: Int64Array
     num_ranks: int
     target: int
     one_phase: bool
@@ -91,7 +92,7 @@ class _Problem:
         rounded: int = sum(self.limits(0).tolist())
         return max(target, rounded)
 
-    def limits(self, relaxation: int, equal_quarters: int = 4) -> NDArray[np.int64]:
+    def limits(self, relaxation: int, equal_quarters: int = 4) -> Int64Array:
         """The load of a rank in each phase: its mean, and a part of what the target leaves beyond the ideal.
 
         relaxation: millionths of the ideal, beyond the target.
@@ -110,7 +111,7 @@ class _Problem:
         return limits
 
     @cached_property
-    def unavoidable(self) -> NDArray[np.int64]:
+    def unavoidable(self) -> Int64Array:
         """What some rank has in each phase, into however many parts the items are cut, int64 [num_phases]."""
         least = np.zeros(self.costs.shape[1], dtype=np.int64)
         heaviest = np.flatnonzero((self.costs > self.costs.sum(axis=0) // self.num_ranks).any(axis=1))
@@ -118,11 +119,11 @@ class _Problem:
             least = np.maximum(least, np.minimum(self.costs[item], self.heaviest_part(item, int(self.parts[item]))))
         return least
 
-    def heaviest_part(self, item: int, num_parts: int) -> NDArray[np.int64]:
+    def heaviest_part(self, item: int, num_parts: int) -> Int64Array:
         """The cost of the heaviest of equal parts of an item, with overhead, int64 [num_phases]."""
         most_units = -(-int(self.units[item]) // num_parts)
         heaviest = [-(-cost * most_units // int(self.units[item])) for cost in self.costs[item].tolist()]
-        with_overhead: NDArray[np.int64] = heaviest + self.overheads[item] * (num_parts > 1)
+        with_overhead: Int64Array = heaviest + self.overheads[item] * (num_parts > 1)
         return with_overhead
 
 
@@ -130,12 +131,12 @@ class _Problem:
 class _Candidate:
     """Fragments, as the fields of Split say, their ranks, and the sum over phases of the largest load."""
 
-    item: NDArray[np.int64]
-    begin: NDArray[np.int64]
-    end: NDArray[np.int64]
-    costs: NDArray[np.int64]
-    ranks: NDArray[np.int32]
-    loads: NDArray[np.int64]
+    item: Int64Array
+    begin: Int64Array
+    end: Int64Array
+    costs: Int64Array
+    ranks: Int32Array
+    loads: Int64Array
 
     @property
     def max_sum(self) -> int:
@@ -164,7 +165,7 @@ def _fewest_cuts_first(problem: _Problem) -> Iterator[_Candidate]:
         yield _equal_parts(problem, whole)
 
 
-def _parts_under(problem: _Problem, limits: NDArray[np.int64]) -> NDArray[np.int64]:
+def _parts_under(problem: _Problem, limits: Int64Array) -> Int64Array:
     """Into how many equal parts each item must be cut to be under the limits; 1 for those that cannot be."""
     num_parts = np.ones(len(problem.costs), dtype=np.int64)
     for item in np.flatnonzero((problem.costs > limits).any(axis=1)).tolist():
@@ -175,7 +176,7 @@ def _parts_under(problem: _Problem, limits: NDArray[np.int64]) -> NDArray[np.int
     return num_parts
 
 
-def _equal_parts(problem: _Problem, num_parts: NDArray[np.int64]) -> _Candidate:
+def _equal_parts(problem: _Problem, num_parts: Int64Array) -> _Candidate:
     """Cut into the given numbers of parts and placed by the balancers of whole items."""
     item = np.repeat(np.arange(len(num_parts)), num_parts)
     part = np.arange(len(item)) - (np.cumsum(num_parts) - num_parts)[item]
@@ -190,7 +191,7 @@ def _equal_parts(problem: _Problem, num_parts: NDArray[np.int64]) -> _Candidate:
     return _Candidate(item, begin, end, costs, placed.ranks, loads)
 
 
-def _units_before(units: NDArray[np.int64], part: NDArray[np.int64], num_parts: NDArray[np.int64]) -> NDArray[np.int64]:
+def _units_before(units: Int64Array, part: Int64Array, num_parts: Int64Array) -> Int64Array:
     """units * part // num_parts, without the product."""
     return units // num_parts * part + units % num_parts * part // num_parts
 
@@ -242,7 +243,7 @@ def _pour(problem: _Problem, relaxation: int) -> _Candidate | None:
     return None
 
 
-def turns_by_rarity(costs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def turns_by_rarity(costs: Int64Array) -> tuple[Int64Array, Int64Array]:
     """When the items of each phase are placed, and which phase an item belongs to; both int64 [num_items].
 
     Phases with cost in fewer items go first, and an item belongs to the first of them that it has cost in. So items
@@ -285,9 +286,9 @@ def _checked_problem(
     return _Problem(rows, overheads, units, parts, num_ranks, round(target * MILLION), one_phase, backend)
 
 
-def _checked_units(divisible: ArrayLike | None, costs: NDArray[np.int64]) -> NDArray[np.int64]:
+def _checked_units(divisible: ArrayLike | None, costs: Int64Array) -> Int64Array:
     """The units of each item, int64 [num_items]: the cost of its heaviest phase for those that are cut anywhere."""
-    anywhere: NDArray[np.int64] = np.maximum(costs.max(axis=1, initial=0), 1)
+    anywhere: Int64Array = np.maximum(costs.max(axis=1, initial=0), 1)
     if divisible is None:
         return anywhere
     given = np.asarray(divisible)
@@ -303,7 +304,7 @@ def _checked_units(divisible: ArrayLike | None, costs: NDArray[np.int64]) -> NDA
     return units
 
 
-def _check_fits(costs: NDArray[np.int64], overheads: NDArray[np.int64], parts: NDArray[np.int64]) -> None:
+def _check_fits(costs: Int64Array, overheads: Int64Array, parts: Int64Array) -> None:
     """Raises ArgumentError where a phase's costs, with the overhead of all parts, may not fit int64."""
     estimate = (costs.astype(float) + overheads.astype(float) * parts[:, None]).sum()
     if estimate < INT64_MAX / 2:

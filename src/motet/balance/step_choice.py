@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from motet.balance.backend import Backend
 from motet.balance.checks import checked_integers, checked_ranks
@@ -19,6 +19,7 @@ from motet.balance.choice import METHODS, Choice, Method, as_ms, choose
 from motet.balance.deferring import defer
 from motet.balance.fragments import Overhead
 from motet.balance.phases import NS_PER_S, Phase, joint_costs
+from motet.core.arrays import Int32Array
 from motet.core.cluster import Link
 from motet.core.exchange import Network
 
@@ -34,7 +35,7 @@ class StepChoice:
     why:         a sentence with the figures.
     """
 
-    microbatch: NDArray[np.int32]
+    microbatch: Int32Array
     choices: tuple[Choice, ...]
     is_deferred: bool
     predicted_s: dict[str, float]
@@ -84,7 +85,7 @@ def choose_step(
     )
 
 
-def _parts(phases: Sequence[Phase], microbatch: NDArray[np.int32], num_microbatches: int) -> Iterator[list[Phase]]:
+def _parts(phases: Sequence[Phase], microbatch: Int32Array, num_microbatches: int) -> Iterator[list[Phase]]:
     """The phases of each microbatch, whose examples are counted anew, in ascending order."""
     for number in range(num_microbatches):
         inside = microbatch == number

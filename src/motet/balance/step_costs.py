@@ -9,22 +9,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from motet.balance.costs import Cost, Packed, Padded
 from motet.balance.phases import Phase
+from motet.core.arrays import Int64Array
 from motet.core.cluster import Link
 from motet.core.exchange import Network
 from motet.core.workload import BACKBONE, BatchLengths
-
-Ints = NDArray[np.int64]
 
 
 class ItemWork(Protocol):
     """What each item is to its phase, in whole numbers: its length, its operations, its picoseconds."""
 
-    def __call__(self, lengths: BatchLengths) -> Mapping[str, Ints]:
+    def __call__(self, lengths: BatchLengths) -> Mapping[str, Int64Array]:
         """Per phase, int64 [num_items], >= 0; of a padded phase, what an item is by itself, more for a longer one."""
 
     def unit(self, phase: str) -> str:
@@ -37,7 +33,7 @@ class LengthWork:
 
     units: Mapping[str, str] = field(default_factory=dict)
 
-    def __call__(self, lengths: BatchLengths) -> dict[str, Ints]:
+    def __call__(self, lengths: BatchLengths) -> dict[str, Int64Array]:
         return {BACKBONE: lengths.sequence, **{name: items.length for name, items in lengths.items.items()}}
 
     def unit(self, phase: str) -> str:
@@ -122,7 +118,7 @@ class StepCosts(PhaseCosts):
 
     times: StepTimes
 
-    def phases(self, lengths: BatchLengths, work: Mapping[str, Ints] | None = None) -> list[Phase]:
+    def phases(self, lengths: BatchLengths, work: Mapping[str, Int64Array] | None = None) -> list[Phase]:
         """The phases of a microbatch, in the order of `names`. work: of its items, where it has been counted before."""
         weights = self.work(lengths) if work is None else work
         unit_s = self.times.unit_s(lengths)

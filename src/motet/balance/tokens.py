@@ -17,6 +17,7 @@ from motet.balance.backend import Backend, algorithms
 from motet.balance.checks import checked_num_ranks
 from motet.balance.placement import assign, score
 from motet.balance.segments import MAX_TOKENS, Segments
+from motet.core.arrays import Int64Array
 from motet.core.assignment import Assignment
 from motet.core.errors import ArgumentError
 
@@ -67,7 +68,7 @@ def distribute_tokens(
     return _with_tokens(found, segments.num_tokens, block)
 
 
-def _layout(num_blocks: int, num_ranks: int, method: Method, seed: int) -> NDArray[np.int64]:
+def _layout(num_blocks: int, num_ranks: int, method: Method, seed: int) -> Int64Array:
     """The rank of each block where only its place counts, int64 [num_blocks]."""
     place = np.arange(num_blocks)
     match method:

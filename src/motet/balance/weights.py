@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from motet.balance.checks import checked_integers
 from motet.balance.costs import Cost, Packed
+from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError
 
 Lengths = ArrayLike
 """int [num_items], or several lengths an item: [num_items, max_parts] padded with zeros, or a list of sequences."""
 
 
-def item_weights(lengths: Lengths, cost: Cost) -> NDArray[np.int64]:
+def item_weights(lengths: Lengths, cost: Cost) -> Int64Array:
     """The weight of each item under `cost`, int64 [num_items]; of an item of several lengths, the sum over them.
 
     So the squares of frames, windows or images add, where their total would be squared as one. Raises ArgumentError for
@@ -36,5 +37,5 @@ def item_weights(lengths: Lengths, cost: Cost) -> NDArray[np.int64]:
     if not isinstance(cost, Packed):
         raise ArgumentError(f"lengths has several lengths an item; {cost} takes one.")
     before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(cost.weights(flat))])
-    weights: NDArray[np.int64] = before[offsets[1:]] - before[offsets[:-1]]
+    weights: Int64Array = before[offsets[1:]] - before[offsets[:-1]]
     return weights

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
+
+from motet.core.arrays import Float64Array, Int32Array, Int64Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,11 +28,11 @@ class Assignment:
     bound:   no placement of whole items has a smaller maximum load; int64 [num_phases] of a joint assignment.
     """
 
-    ranks: NDArray[np.int32]
-    items: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    loads: NDArray[np.int64]
-    bound: int | NDArray[np.int64]
+    ranks: Int32Array
+    items: Int64Array
+    offsets: Int64Array
+    loads: Int64Array
+    bound: int | Int64Array
 
     @property
     def num_items(self) -> int:
@@ -42,12 +43,12 @@ class Assignment:
         return len(self.offsets) - 1
 
     @property
-    def counts(self) -> NDArray[np.int64]:
+    def counts(self) -> Int64Array:
         """Items of each rank, int64 [num_ranks]."""
         return np.diff(self.offsets)
 
     @property
-    def imbalance(self) -> float | NDArray[np.float64]:
+    def imbalance(self) -> float | Float64Array:
         """Maximum load over the lower bound; 1 is perfect, also where there is nothing to do.
 
         A float, or float64 [num_phases] of a joint assignment.
@@ -57,18 +58,18 @@ class Assignment:
         return ratio if ratio.ndim else float(ratio)
 
     @cached_property
-    def slots(self) -> NDArray[np.int64]:
+    def slots(self) -> Int64Array:
         """The inverse of `items`: the slot of each item, int64 [num_items]."""
         slots = np.empty_like(self.items)
         slots[self.items] = np.arange(len(self.items))
         return slots
 
     @property
-    def positions(self) -> NDArray[np.int64]:
+    def positions(self) -> Int64Array:
         """Of each item its place among those of its rank, from 0, int64 [num_items]."""
         return self.slots - self.offsets[self.ranks]
 
-    def moves_to(self, other: Assignment) -> NDArray[np.int64]:
+    def moves_to(self, other: Assignment) -> Int64Array:
         """Composition Pi_other o Pi_self^-1: the slot in `other` of the item in each slot of this one.
 
         int64 [num_items]. `before.moves_to(after)` says where everything goes that lies as `before` has it.
@@ -81,11 +82,11 @@ class Assignment:
         loads = self.loads.reshape(self.num_ranks, len(bounds))
         return replace(self, loads=loads[:, number], bound=int(bounds[number]))
 
-    def on_rank(self, rank: int) -> NDArray[np.int64]:
+    def on_rank(self, rank: int) -> Int64Array:
         """The items of one rank in the order in which it computes them."""
         return self.items[self.offsets[rank] : self.offsets[rank + 1]]
 
-    def follow(self, owner: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    def follow(self, owner: Int64Array) -> tuple[Int32Array, Int64Array]:
         """Ranks and slot order of other items that go where their owners go: parts of an example, say.
 
         owner: int64 [num_parts], the item of this Assignment that each part belongs to.
@@ -95,7 +96,7 @@ class Assignment:
         return self.ranks[owner], np.argsort(self.slots[owner], kind="stable")
 
 
-def max_sum(loads: NDArray[np.int64]) -> int:
+def max_sum(loads: Int64Array) -> int:
     """The largest load of each phase, summed over phases: what a step takes whose phases wait for all ranks.
 
     loads: int64 [num_ranks] or [num_ranks, num_phases].
@@ -103,7 +104,7 @@ def max_sum(loads: NDArray[np.int64]) -> int:
     return sum(np.atleast_1d(loads.max(axis=0)).tolist())
 
 
-def csr_from_ranks(ranks: NDArray[np.int32], num_ranks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def csr_from_ranks(ranks: Int32Array, num_ranks: int) -> tuple[Int64Array, Int64Array]:
     """Items grouped by rank, in item order, int64 [num_items], and the offsets of the groups, int64 [num_ranks + 1]."""
     offsets = np.zeros(num_ranks + 1, dtype=np.int64)
     np.cumsum(np.bincount(ranks, minlength=num_ranks), out=offsets[1:])

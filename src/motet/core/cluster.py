@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
+from motet.core.arrays import Float64Array
 from motet.core.errors import ArgumentError
 from motet.core.limits import (
     MAX_NODES,
@@ -36,7 +36,7 @@ class Link:
         if not 0 <= self.latency_s < math.inf:
             raise ArgumentError(f"latency_s is {self.latency_s}; it must be finite and at least 0.")
 
-    def seconds(self, size_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+    def seconds(self, size_bytes: Float64Array) -> Float64Array:
         """Of messages, of any shape; 0 for no bytes."""
         return np.where(size_bytes > 0, self.latency_s + size_bytes / self.bytes_per_s, 0.0)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
+from motet.core.arrays import BoolArray, Float32Array, Int64Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,10 +17,10 @@ class TokenSequence:
     media_positions: int64 [num_items], place of each placeholder in `tokens`; ascending.
     """
 
-    tokens: NDArray[np.int64]
-    targets: NDArray[np.bool_]
+    tokens: Int64Array
+    targets: BoolArray
     media: tuple[str, ...]
-    media_positions: NDArray[np.int64]
+    media_positions: Int64Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,5 +31,5 @@ class Media:
     size:   int64 [size_dim]: (patch rows, patch columns) of an image, (frames,) of a clip; fixed number per phase.
     """
 
-    values: NDArray[np.float32]
-    size: NDArray[np.int64]
+    values: Float32Array
+    size: Int64Array

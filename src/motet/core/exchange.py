@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.cluster import Link
-
-Amounts = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,18 +25,18 @@ class Moved:
     inside: from or to other ranks of its node. crossing: ranks of other nodes. What a rank keeps is in neither.
     """
 
-    inside: Amounts
-    crossing: Amounts
+    inside: Float64Array
+    crossing: Float64Array
 
     @property
-    def whole(self) -> Amounts:
+    def whole(self) -> Float64Array:
         """Both, [..., 2, num_ranks]."""
         return self.inside + self.crossing
 
     @property
-    def busiest(self) -> Amounts:
+    def busiest(self) -> Float64Array:
         """What the rank that moves most sends or receives, [...]."""
-        most: Amounts = self.whole.max(axis=(-2, -1))
+        most: Float64Array = self.whole.max(axis=(-2, -1))
         return most
 
     def in_bytes(self, row_bytes: float, num_shares: int = 1) -> Moved:
@@ -62,7 +61,7 @@ def moved(
     first = np.zeros(len(source), dtype=np.int64) if microbatch is None else microbatch.astype(np.int64) * len(node)
     crosses = node[source] != node[sink]
 
-    def of(items: NDArray[np.bool_]) -> Amounts:
+    def of(items: BoolArray) -> Float64Array:
         ends = [
             np.bincount(first[items] + rank[items], amount[items], num_microbatches * len(node)).reshape(shape)
             for rank in (source, sink)
@@ -73,12 +72,14 @@ def moved(
 
 
 def exchange_s(
-    moved_bytes: Moved, inside_s: Callable[[Amounts], Amounts], crossing_s: Callable[[Amounts], Amounts]
-) -> Amounts:
+    moved_bytes: Moved,
+    inside_s: Callable[[Float64Array], Float64Array],
+    crossing_s: Callable[[Float64Array], Float64Array],
+) -> Float64Array:
     """Seconds of the slowest rank, [...]. inside_s, crossing_s: of bytes that a rank moves inside its node, and between
     nodes, of any shape; 0 for none."""
     rank_s = inside_s(moved_bytes.inside) + crossing_s(moved_bytes.crossing)
-    slowest: Amounts = rank_s.max(axis=(-2, -1))
+    slowest: Float64Array = rank_s.max(axis=(-2, -1))
     return slowest
 
 
@@ -99,11 +100,11 @@ class Network:
         """A link alone is that of all ranks, which share a node."""
         return cls(link, link) if isinstance(link, Link) else link
 
-    def nodes(self, num_ranks: int) -> NDArray[np.int64]:
+    def nodes(self, num_ranks: int) -> Int64Array:
         """Of each rank, int64 [num_ranks]."""
         return np.arange(num_ranks) // (self.ranks_per_node or max(num_ranks, 1))
 
-    def exchange_s(self, moved_bytes: Moved) -> Amounts:
+    def exchange_s(self, moved_bytes: Moved) -> Float64Array:
         """Seconds of the slowest rank, [...]."""
         if self.intra_node == self.inter_node:
             return self.intra_node.seconds(moved_bytes.busiest)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.text_files import parse_toml, read_text
 from motet.core.workload import BatchLengths, ItemLengths, Workload
@@ -65,7 +65,7 @@ class Distribution(BaseModel):
             raise ValueError("has min above max")
         return self
 
-    def sample(self, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    def sample(self, count: int, rng: np.random.Generator) -> Int64Array:
         if self.value is not None:
             return np.full(count, self.value, dtype=np.int64)
         if self.choices:
@@ -114,7 +114,7 @@ class Sampler(BaseModel):
         ends = np.rint(np.cumsum(share) / share.sum() * num_examples).astype(np.int64)
         counts = np.diff(ends, prepend=0)
         names = dict.fromkeys(name for task in self.task for name in task.items)
-        columns: dict[str, list[NDArray[np.int64]]] = {name: [] for name in names}
+        columns: dict[str, list[Int64Array]] = {name: [] for name in names}
         sequence, num_targets = np.zeros(num_examples, np.int64), np.zeros(num_examples, np.int64)
         for task, start, count in zip(self.task, ends - counts, counts):
             text = task.text.sample(int(count), rng)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+
+from motet.core.arrays import Float64Array, Int32Array
 
 COMPUTE = "compute"
 """The stream that computes; every other one communicates beside it."""
@@ -56,15 +57,15 @@ class Timeline:
     rank_names: of each rank, where it stands for others of a cluster; by default "rank 0", "rank 1", ...
     """
 
-    rank: NDArray[np.int32]
-    start_s: NDArray[np.float64]
-    end_s: NDArray[np.float64]
+    rank: Int32Array
+    start_s: Float64Array
+    end_s: Float64Array
     action: Sequence[str]
     kind: Sequence[str]
     module: Sequence[str]
     stream: Sequence[str]
-    microbatch: NDArray[np.int32]
-    step: NDArray[np.int32]
+    microbatch: Int32Array
+    step: Int32Array
     num_ranks: int = field(default=0)
     rank_names: Sequence[str] = ()
 

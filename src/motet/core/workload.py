@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+
+from motet.core.arrays import BoolArray, Float64Array, Int32Array, Int64Array
 
 BACKBONE = "backbone"
 """The name of the phase that runs the LLM on whole interleaved sequences; every other phase is an encoder's."""
@@ -21,15 +22,15 @@ class ItemLengths:
     num_tokens: int64 [num_items], rows that the item takes in the backbone's sequence.
     """
 
-    example: NDArray[np.int64]
-    length: NDArray[np.int64]
-    num_tokens: NDArray[np.int64]
+    example: Int64Array
+    length: Int64Array
+    num_tokens: Int64Array
 
     @property
     def num_items(self) -> int:
         return len(self.example)
 
-    def take(self, examples: NDArray[np.int64]) -> ItemLengths:
+    def take(self, examples: Int64Array) -> ItemLengths:
         """The items of these examples, int64 [n], which become examples 0 ... n - 1."""
         first = np.searchsorted(self.example, examples)
         counts = np.searchsorted(self.example, examples, side="right") - first
@@ -47,9 +48,9 @@ class BatchLengths:
     items:       per encoder phase, the items of all examples.
     """
 
-    sequence: NDArray[np.int64]
-    num_targets: NDArray[np.int64]
-    home: NDArray[np.int32]
+    sequence: Int64Array
+    num_targets: Int64Array
+    home: Int32Array
     items: dict[str, ItemLengths]
 
     @property
@@ -81,11 +82,11 @@ class BatchLengths:
             return ItemLengths(np.arange(self.num_examples), self.sequence, self.sequence)
         return self.items[phase]
 
-    def keep(self, kept: NDArray[np.bool_]) -> BatchLengths:
+    def keep(self, kept: BoolArray) -> BatchLengths:
         """The batch without the examples where `kept`, bool [num_examples], is False; examples are renumbered."""
         return self.take(np.flatnonzero(kept))
 
-    def take(self, examples: NDArray[np.int64]) -> BatchLengths:
+    def take(self, examples: Int64Array) -> BatchLengths:
         """The batch of these examples, int64 [n], in this order and as often as they are named; renumbered.
 
         O(n + items taken).
@@ -105,19 +106,19 @@ class Workload:
 
     source: str
     examples: BatchLengths
-    weight: NDArray[np.float64] | None = None
+    weight: Float64Array | None = None
     assumptions: tuple[str, ...] = ()
 
     def draw(self, num_examples: int, rng: np.random.Generator) -> BatchLengths:
         """A batch, drawn with replacement; home is rank 0. O(num_examples + items drawn)."""
         return self.examples.take(self.choose(num_examples, rng))
 
-    def choose(self, num_examples: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    def choose(self, num_examples: int, rng: np.random.Generator) -> Int64Array:
         """Which examples `draw` takes, int64 [num_examples]."""
         share = None if self.weight is None else self.weight / self.weight.sum()
         return rng.choice(self.examples.num_examples, num_examples, p=share).astype(np.int64)
 
 
-def home_ranks(num_examples: int, num_ranks: int) -> NDArray[np.int32]:
+def home_ranks(num_examples: int, num_ranks: int) -> Int32Array:
     """Where the examples of a batch are computed when nothing is balanced: consecutive, equal counts to within one."""
     return (np.arange(num_examples) * num_ranks // max(num_examples, 1)).astype(np.int32)

@@ -29,14 +29,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import Float64Array
 from motet.core.cluster import Cluster, Link
 from motet.core.errors import ArgumentError
 from motet.core.exchange import Moved
 from motet.core.spec import Layer
 from motet.cost import communication
-from motet.cost.model import LayerSeconds, Seconds, Work
+from motet.cost.model import LayerSeconds, Work
 
 ELEMENT_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Of an activation, by the precision of products: those in fp8 read and write bf16."""
@@ -117,13 +117,13 @@ class Analytic:
         runs = (work.rows > 0) & (layer.weights + layer.saved_width > 0)
         return LayerSeconds(*(np.where(runs, self.efficiency.launch_s + s, 0.0) for s in passes))
 
-    def tensor_seconds(self, layer: Layer, work: Work, ranks: Sequence[int]) -> Seconds:
+    def tensor_seconds(self, layer: Layer, work: Work, ranks: Sequence[int]) -> Float64Array:
         width = layer.output_width if layer.attention else _narrower(layer)
         pairs = 2 if layer.attention else 1
         # A gather and its mirror image take the same time.
         return 2 * pairs * communication.gather_s(self._reached, work.rows * width * self._element_bytes, ranks)
 
-    def send_seconds(self, size_bytes: NDArray[np.float64], ranks: Sequence[int]) -> Seconds:
+    def send_seconds(self, size_bytes: Float64Array, ranks: Sequence[int]) -> Float64Array:
         return communication.send_s(self._reached, size_bytes, ranks)
 
     def gather_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
@@ -136,14 +136,14 @@ class Analytic:
     def all_reduce_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
         return float(communication.all_reduce_s(self._reached, size_bytes, ranks))
 
-    def exchange_seconds(self, moved_bytes: Moved, ranks: Sequence[int]) -> Seconds:
+    def exchange_seconds(self, moved_bytes: Moved, ranks: Sequence[int]) -> Float64Array:
         return communication.exchange_s(self._reached, moved_bytes, ranks)
 
     def step_seconds(self, num_parameters: int) -> float:
         state_bytes = 8 if self.precision == "fp64" else 4
         return 7 * state_bytes * num_parameters / self._bytes_per_s
 
-    def _product_s(self, layer: Layer, rows: NDArray[np.float64], tp: int, num_entries: int) -> Seconds:
+    def _product_s(self, layer: Layer, rows: Float64Array, tp: int, num_entries: int) -> Float64Array:
         """num_entries: of the matrices, or of their gradients and what else learns, to be read or written."""
         reached = self.efficiency
         narrow = 1 + reached.half_width * tp / max(_narrower(layer), 1)
@@ -151,7 +151,7 @@ class Analytic:
         moved_s = (num_entries + 2 * rows * layer.output_width) * self._element_bytes / self._bytes_per_s
         return np.maximum(computed_s, moved_s) / tp
 
-    def _attention_s(self, layer: Layer, work: Work, tp: int) -> Seconds:
+    def _attention_s(self, layer: Layer, work: Work, tp: int) -> Float64Array:
         if layer.attention is None:
             return np.zeros_like(work.rows)
         pairs = work.pairs + self.efficiency.half_length * work.rows

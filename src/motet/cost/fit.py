@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from motet.core.arrays import Float64Array
 from motet.core.errors import ArgumentError
 
-Floats = NDArray[np.float64]
 NS_PER_S = 1e9
 _ALIKE = 1.2
 """Numbers of rows that are taken for one, by their ratio."""
@@ -29,7 +29,7 @@ class Fit:
     linear_ns: float
     quadratic_ns: float = 0.0
 
-    def seconds(self, amount: ArrayLike, square: ArrayLike = 0.0) -> Floats:
+    def seconds(self, amount: ArrayLike, square: ArrayLike = 0.0) -> Float64Array:
         """amount, square: float64 [n], e.g. sums of lengths and of squared lengths."""
         total = self.constant_ns + self.linear_ns * np.asarray(amount) + self.quadratic_ns * np.asarray(square)
         return np.asarray(total / NS_PER_S, dtype=np.float64)
@@ -104,7 +104,7 @@ class Surface:
         self._keys = np.unique(keys)
         self._lines = [_line(at[keys == key], measured[keys == key]) for key in self._keys]
 
-    def __call__(self, rows: Floats, pairs: Floats) -> Floats:
+    def __call__(self, rows: Float64Array, pairs: Float64Array) -> Float64Array:
         """rows, pairs: float64 [n] -> seconds, float64 [n]. O(n * lines)."""
         values = np.stack([_along(line, rows) for line in self._lines])
         if len(values) == 1:
@@ -119,7 +119,7 @@ class Surface:
         return np.where(rows > 0, np.maximum(found, 0.0), 0.0)
 
 
-def _line(rows: Floats, seconds: Floats) -> tuple[Floats, Floats]:
+def _line(rows: Float64Array, seconds: Float64Array) -> tuple[Float64Array, Float64Array]:
     """Corners of a line, ascending, from 0 rows on; points of about as many rows are averaged: what noise there is
     between two of them would be a slope of any size.
     """
@@ -136,7 +136,7 @@ def _line(rows: Floats, seconds: Floats) -> tuple[Floats, Floats]:
     return np.concatenate([[0.0], at]), np.concatenate([[min(intercept, float(mean[0]))], mean])
 
 
-def _along(line: tuple[Floats, Floats], rows: Floats) -> Floats:
+def _along(line: tuple[Float64Array, Float64Array], rows: Float64Array) -> Float64Array:
     """Beyond the last corner as steep as over the last half, or what reaches farther back."""
     at, seconds = line
     back = int(np.searchsorted(at, at[-1] / 2, side="right")) - 1

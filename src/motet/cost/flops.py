@@ -19,13 +19,11 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.spec import Attention, Layer, ModelSpec, Module
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.model import Work
-
-Ints = NDArray[np.int64]
 
 
 class LayerFlops(NamedTuple):
@@ -33,19 +31,19 @@ class LayerFlops(NamedTuple):
     within; weight, for those of the weights. All as if they were needed.
     """
 
-    forward: NDArray[np.float64]
-    input: NDArray[np.float64]
-    weight: NDArray[np.float64]
+    forward: Float64Array
+    input: Float64Array
+    weight: Float64Array
 
 
 def work_of(
     layer: Layer,
-    lengths: Ints,
-    microbatch: Ints | None = None,
+    lengths: Int64Array,
+    microbatch: Int64Array | None = None,
     num_microbatches: int = 1,
     *,
     padded: bool = False,
-    num_targets: Ints | int | None = None,
+    num_targets: Int64Array | int | None = None,
 ) -> Work:
     """Rows and pairs of a layer in each microbatch. O(num_items).
 
@@ -66,12 +64,12 @@ def layer_flops(layer: Layer, work: Work) -> LayerFlops:
 
 def step_flops(
     module: Module,
-    lengths: Ints,
+    lengths: Int64Array,
     num_targets: int | None = None,
     *,
     reached: bool = False,
     recomputed: bool = False,
-    microbatch: Ints | None = None,
+    microbatch: Int64Array | None = None,
 ) -> int:
     """Operations of forward and backward. O(num_items), once for all layers that see the same rows.
 
@@ -91,7 +89,7 @@ def batch_flops(
     lengths: BatchLengths,
     *,
     recomputed: Collection[str] = (),
-    computed_on: Mapping[str, Ints] = MappingProxyType({}),
+    computed_on: Mapping[str, Int64Array] = MappingProxyType({}),
 ) -> dict[str, int]:
     """Operations of forward and backward of each phase of a microbatch, over all ranks.
 
@@ -122,7 +120,7 @@ def mfu(spec: ModelSpec, batches: Iterable[BatchLengths], time_s: float, peak_fl
 
 def hfu(
     spec: ModelSpec,
-    batches: Iterable[tuple[BatchLengths, Mapping[str, Ints]]],
+    batches: Iterable[tuple[BatchLengths, Mapping[str, Int64Array]]],
     time_s: float,
     peak_flops: float,
     recomputed: Collection[str] = (),
@@ -186,9 +184,9 @@ def _representative(layer: Layer) -> Layer:
 def _total(
     module: Module,
     per_work: Mapping[Layer, tuple[int, int]],
-    lengths: Ints,
+    lengths: Int64Array,
     num_targets: int | None,
-    microbatch: Ints | None,
+    microbatch: Int64Array | None,
 ) -> int:
     total = 0
     num_microbatches = 1 if microbatch is None else int(microbatch.max(initial=0)) + 1
@@ -203,12 +201,12 @@ def _total(
 
 def _work(
     layer: Layer,
-    lengths: Ints,
-    microbatch: Ints | None,
+    lengths: Int64Array,
+    microbatch: Int64Array | None,
     num_microbatches: int,
     padded: bool,
-    num_targets: Ints | int | None,
-) -> tuple[Ints, Ints]:
+    num_targets: Int64Array | int | None,
+) -> tuple[Int64Array, Int64Array]:
     """Rows and pairs, integers [num_microbatches]: int64, or Python's own where those would overflow."""
     rows = rows_of(layer, np.asarray(lengths, dtype=np.int64))
     if len(rows) * int(rows.max(initial=0)) ** 2 >= 2**62:
@@ -229,16 +227,16 @@ def _work(
     return summed[0], summed[1]
 
 
-def rows_of(layer: Layer, lengths: Ints) -> Ints:
+def rows_of(layer: Layer, lengths: Int64Array) -> Int64Array:
     """Rows that items of `lengths` have in a layer, int64 [num_items] each."""
     rows = lengths if layer.divisor == 1 else -(-lengths // layer.divisor)
     return rows + layer.extra_rows if layer.extra_rows else rows
 
 
-def pairs_of(attention: Attention, rows: Ints) -> Ints:
+def pairs_of(attention: Attention, rows: Int64Array) -> Int64Array:
     """Pairs of a query and a key in items of `rows`, int64 [num_items] each, whatever the density."""
     if not attention.window:
-        pairs: Ints = rows * (rows + 1) // 2 if attention.causal else rows * rows
+        pairs: Int64Array = rows * (rows + 1) // 2 if attention.causal else rows * rows
     elif attention.causal:
         within = np.minimum(rows, attention.window)
         pairs = within * (within + 1) // 2 + (rows - within) * attention.window

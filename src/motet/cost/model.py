@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import Float64Array
 from motet.core.cluster import Cluster
 from motet.core.exchange import Moved
 from motet.core.spec import Layer
-
-Seconds = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,8 +22,8 @@ class Work:
     pairs: float64 [num_microbatches], pairs of a query and a key that attention computes; 0 without attention.
     """
 
-    rows: NDArray[np.float64]
-    pairs: NDArray[np.float64]
+    rows: Float64Array
+    pairs: Float64Array
 
 
 class LayerSeconds(NamedTuple):
@@ -35,12 +33,14 @@ class LayerSeconds(NamedTuple):
     what is frozen is left out by who adds up layers.
     """
 
-    forward_s: Seconds
-    input_s: Seconds
-    weight_s: Seconds
+    forward_s: Float64Array
+    input_s: Float64Array
+    weight_s: Float64Array
 
 
-def backward_seconds(seconds: LayerSeconds, layer: Layer, input_gradient: bool, recomputed: bool = False) -> Seconds:
+def backward_seconds(
+    seconds: LayerSeconds, layer: Layer, input_gradient: bool, recomputed: bool = False
+) -> Float64Array:
     """Backward of a layer by what is trainable, and where (Cornstarch section 4.2, and recomputation, which it omits).
 
     input_gradient: something before the layer learns (`ModelSpec.input_gradients`). Where products are all there is,
@@ -65,10 +65,10 @@ class CostModel(Protocol):
 
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds: ...
 
-    def tensor_seconds(self, layer: Layer, work: Work, ranks: Sequence[int]) -> Seconds:
+    def tensor_seconds(self, layer: Layer, work: Work, ranks: Sequence[int]) -> Float64Array:
         """Tensor-parallel communication of one pass (forward, or backward) of a layer, float64 [num_microbatches]."""
 
-    def send_seconds(self, size_bytes: NDArray[np.float64], ranks: Sequence[int]) -> Seconds:
+    def send_seconds(self, size_bytes: Float64Array, ranks: Sequence[int]) -> Float64Array:
         """A message from one of two ranks to the other."""
 
     def gather_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
@@ -79,7 +79,7 @@ class CostModel(Protocol):
 
     def all_reduce_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float: ...
 
-    def exchange_seconds(self, moved_bytes: Moved, ranks: Sequence[int]) -> Seconds:
+    def exchange_seconds(self, moved_bytes: Moved, ranks: Sequence[int]) -> Float64Array:
         """All-to-all among `ranks`, of what each of them moves: float64, a number for each of its leading axes."""
 
     def step_seconds(self, num_parameters: int) -> float:

@@ -13,14 +13,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import Int64Array
 from motet.core.spec import Layer, ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.flops import LikeOperations, operations_by_work, pairs_of, rows_of
 from motet.cost.memory import stage_layers
-
-Ints = NDArray[np.int64]
 
 UNITS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP")
 _UNITS_A_ROW = 1000
@@ -39,7 +37,7 @@ class Operations:
     model: ModelSpec
     recompute: Mapping[str, int] = field(default_factory=dict)
 
-    def __call__(self, lengths: BatchLengths) -> dict[str, Ints]:
+    def __call__(self, lengths: BatchLengths) -> dict[str, Int64Array]:
         """Per module, int64 [num_items] in units. O(num_items), once for all layers that see the same rows."""
         found = {}
         for name, layers in self._by_work.items():
@@ -72,13 +70,13 @@ class Operations:
             found[module.name] = {like: each for like, each in layers.items() if each.row or each.pair}
         return found
 
-    def _in_units(self, flops: Ints) -> Ints:
+    def _in_units(self, flops: Int64Array) -> Int64Array:
         if self.unit_flops == 1:
             return flops.astype(np.int64)
         return ((flops + self.unit_flops // 2) // self.unit_flops).astype(np.int64)
 
 
-def _flops(layers: Mapping[Layer, LikeOperations], lengths: Ints, num_targets: Ints) -> Ints:
+def _flops(layers: Mapping[Layer, LikeOperations], lengths: Int64Array, num_targets: Int64Array) -> Int64Array:
     """Operations of each item, [num_items]: int64, or Python's own integers where those would overflow."""
     longest, most_targets = (np.array([int(column.max(initial=0))], dtype=object) for column in (lengths, num_targets))
     # Half of the range, as a unit is yet to be rounded to.
@@ -87,7 +85,7 @@ def _flops(layers: Mapping[Layer, LikeOperations], lengths: Ints, num_targets: I
     return _summed(layers, lengths, num_targets)
 
 
-def _summed(layers: Mapping[Layer, LikeOperations], lengths: Ints, num_targets: Ints) -> Ints:
+def _summed(layers: Mapping[Layer, LikeOperations], lengths: Int64Array, num_targets: Int64Array) -> Int64Array:
     total = np.zeros_like(lengths)
     for like, operations in layers.items():
         rows = num_targets if like.targets_only else rows_of(like, lengths)

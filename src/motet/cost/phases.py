@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.spec import Layer, ModelSpec, Module
 from motet.core.workload import BACKBONE, BatchLengths
@@ -20,8 +20,6 @@ from motet.cost.fit import Fit, RelativeError, fit, relative_error
 from motet.cost.profile import LayerTimes, ModuleTimes, Points, Profile, amounts
 
 PS_PER_NS = 1000
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 _INT64_MAX = 2**63 - 1
 
 
@@ -39,7 +37,7 @@ class PhaseTimes:
     target_ps: int
     held_out: RelativeError
 
-    def of_items(self, lengths: Ints, num_targets: Ints) -> Ints:
+    def of_items(self, lengths: Int64Array, num_targets: Int64Array) -> Int64Array:
         """What each item adds, int64 [num_items], by its length and its tokens with loss. Raises UserError if one takes
         2^63 picoseconds or more."""
         longest, most_targets = int(lengths.max(initial=0)), int(num_targets.max(initial=0))
@@ -54,7 +52,7 @@ class Picoseconds:
 
     phases: Mapping[str, PhaseTimes]
 
-    def __call__(self, lengths: BatchLengths) -> dict[str, Ints]:
+    def __call__(self, lengths: BatchLengths) -> dict[str, Int64Array]:
         found = {}
         for name, times in self.phases.items():
             column = lengths.of(name).length
@@ -108,7 +106,7 @@ class _Seconds:
         points = self._measured(layer).grid
         return fit(self._of_layer(layer, number, points), points.rows)
 
-    def total(self, points: Callable[[LayerTimes], Points], num_batches: int) -> Floats:
+    def total(self, points: Callable[[LayerTimes], Points], num_batches: int) -> Float64Array:
         """float64 [num_batches], of all layers but those that see targets alone."""
         total = np.zeros(num_batches)
         for number, layer in enumerate(self.module.layers):
@@ -116,7 +114,7 @@ class _Seconds:
                 total += self._of_layer(layer, number, points(self._measured(layer)))
         return total
 
-    def _of_layer(self, layer: Layer, number: int, points: Points) -> Floats:
+    def _of_layer(self, layer: Layer, number: int, points: Points) -> Float64Array:
         """Seconds of one layer at its points, of the passes that it has."""
         # Inside a layer of several products, gradients flow from one to the other whoever is before it.
         inner = layer.trained and layer.attention is not None

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import Float64Array
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.core.exchange import Moved
 from motet.core.spec import Layer
 from motet.cost.fit import NS_PER_S, Fit, Surface, fit
-from motet.cost.model import LayerSeconds, Seconds, Work
+from motet.cost.model import LayerSeconds, Work
 from motet.cost.profile import LayerTimes, MessageKind, MessageTimes, Profile
 
 _ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -49,14 +49,14 @@ class Profiled:
         forward, of_input, of_weights = (surface(work.rows, work.pairs) for surface in self._surfaces[key])
         return LayerSeconds(forward, of_input, of_weights)
 
-    def tensor_seconds(self, layer: Layer, work: Work, ranks: Sequence[int]) -> Seconds:
+    def tensor_seconds(self, layer: Layer, work: Work, ranks: Sequence[int]) -> Float64Array:
         """Of one pass: two all-reduces of the layer's rows; none of a layer without attention, which is not split."""
         if len(ranks) <= 1 or layer.attention is None:
             return np.zeros(len(work.rows))
         size_bytes = work.rows * layer.output_width * _ELEMENT_BYTES[self.profile.precision]
         return _REDUCES_A_PASS * self._seconds("all_reduce", size_bytes, ranks)
 
-    def send_seconds(self, size_bytes: NDArray[np.float64], ranks: Sequence[int]) -> Seconds:
+    def send_seconds(self, size_bytes: Float64Array, ranks: Sequence[int]) -> Float64Array:
         return self._seconds("send", size_bytes, ranks)
 
     def gather_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
@@ -68,7 +68,7 @@ class Profiled:
     def all_reduce_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
         return float(self._seconds("all_reduce", np.array([size_bytes]), ranks)[0])
 
-    def exchange_seconds(self, moved_bytes: Moved, ranks: Sequence[int]) -> Seconds:
+    def exchange_seconds(self, moved_bytes: Moved, ranks: Sequence[int]) -> Float64Array:
         """By all that the busiest rank moves: exchanges that were measured among nodes have both kinds of links."""
         return self._seconds("exchange", moved_bytes.busiest, ranks)
 
@@ -96,7 +96,7 @@ class Profiled:
             f"module {module!r} at tensor parallelism {tp}: {mend}."
         )
 
-    def _seconds(self, kind: MessageKind, size_bytes: NDArray[np.float64], ranks: Sequence[int]) -> Seconds:
+    def _seconds(self, kind: MessageKind, size_bytes: Float64Array, ranks: Sequence[int]) -> Float64Array:
         if len(ranks) <= 1:
             return np.zeros(len(size_bytes))
         is_local = len({self.cluster.node_of(rank) for rank in ranks}) == 1

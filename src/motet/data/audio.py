@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import BoolArray, Float32Array, Float64Array, Int64Array
 from motet.core.example import Media
 from motet.data.bounds import check_bounds
 from motet.data.headers import MAX_RATE, MAX_SECONDS, MIN_RATE, open_clip
@@ -84,10 +84,10 @@ class AudioTransform:
     def row_dim(self) -> int:
         return self.num_mels
 
-    def accepts(self, raw: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def accepts(self, raw: Int64Array) -> BoolArray:
         """Which clips are used, bool [n], for raw [n, 2] (samples, rate)."""
         samples, rate = raw[:, 0], raw[:, 1]
-        short: NDArray[np.bool_] = (samples <= self._max_samples(rate)) | (self.longer == "cut")
+        short: BoolArray = (samples <= self._max_samples(rate)) | (self.longer == "cut")
         resampling = np.maximum(rate, self.sampling_rate) // np.gcd(rate, self.sampling_rate)
         return short & (resampling <= _MAX_RESAMPLING)
 
@@ -102,12 +102,12 @@ class AudioTransform:
             f"{_MAX_RESAMPLING:,} steps; resample it to a common rate"
         )
 
-    def sizes(self, raw: NDArray[np.int64]) -> NDArray[np.int64]:
+    def sizes(self, raw: Int64Array) -> Int64Array:
         """Frames of each clip, int64 [n, 1], from raw [n, 2] (samples, rate) alone."""
         samples, rate = np.minimum(raw[:, 0], self._max_samples(raw[:, 1])), raw[:, 1]
         divisor = np.gcd(rate, self.sampling_rate)
         resampled = -(-samples * (self.sampling_rate // divisor) // (rate // divisor))
-        frames: NDArray[np.int64] = np.maximum(-(-resampled // self.hop_length), 1)
+        frames: Int64Array = np.maximum(-(-resampled // self.hop_length), 1)
         return frames[:, None]
 
     def load(self, ref: MediaRef) -> Media:
@@ -116,7 +116,7 @@ class AudioTransform:
             at_most = int(self._max_samples(np.array([clip.samplerate]))[0])
             return self(_read_mono(clip, min(num_samples, at_most)), clip.samplerate)
 
-    def __call__(self, samples: NDArray[np.float32], rate: int) -> Media:
+    def __call__(self, samples: Float32Array, rate: int) -> Media:
         """Frames [num_frames, num_mels] of mono samples [n], -1 to 1, at `rate` Hz; size (frames,).
 
         Raises Unusable for a rate that cannot be resampled from.
@@ -133,7 +133,7 @@ class AudioTransform:
         values = self._log_mel(samples)
         return Media(values, np.array([len(values)], dtype=np.int64))
 
-    def _log_mel(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
+    def _log_mel(self, samples: Float32Array) -> Float32Array:
         num_frames = max(-(-len(samples) // self.hop_length), 1)
         samples = np.pad(samples, (0, num_frames * self.hop_length - len(samples)))
         samples = np.pad(samples, self.n_fft // 2, mode="reflect")
@@ -155,17 +155,17 @@ class AudioTransform:
         divisor = math.gcd(rate, self.sampling_rate)
         return self.sampling_rate // divisor, rate // divisor
 
-    def _max_samples(self, rate: NDArray[np.int64]) -> NDArray[np.int64]:
-        samples: NDArray[np.int64] = np.maximum(np.floor(self.max_seconds * rate), 1).astype(np.int64)
+    def _max_samples(self, rate: Int64Array) -> Int64Array:
+        samples: Int64Array = np.maximum(np.floor(self.max_seconds * rate), 1).astype(np.int64)
         return samples
 
 
-def _read_mono(clip: SoundFile, num_samples: int) -> NDArray[np.float32]:
+def _read_mono(clip: SoundFile, num_samples: int) -> Float32Array:
     """The first samples of a clip, channels averaged, float32 [num_samples].
 
     A block at a time: what a header promises is not allocated before it is there. Raises Unusable.
     """
-    blocks: list[NDArray[np.float32]] = []
+    blocks: list[Float32Array] = []
     done = 0
     while done < num_samples:
         block = clip.read(min(num_samples - done, _SAMPLES_AT_ONCE), dtype="float32", always_2d=True).mean(axis=1)
@@ -180,7 +180,7 @@ def _read_mono(clip: SoundFile, num_samples: int) -> NDArray[np.float32]:
 
 
 @lru_cache(maxsize=4)
-def _low_pass(max_factor: int) -> NDArray[np.float32]:
+def _low_pass(max_factor: int) -> Float32Array:
     """The filter that `resample_poly` designs by default, float32 [20 * max_factor + 1], designed once."""
     from scipy.signal import firwin
 
@@ -189,12 +189,12 @@ def _low_pass(max_factor: int) -> NDArray[np.float32]:
 
 
 @lru_cache(maxsize=8)
-def _hann(n_fft: int) -> NDArray[np.float32]:
+def _hann(n_fft: int) -> Float32Array:
     return (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(n_fft) / n_fft)).astype(np.float32)
 
 
 @lru_cache(maxsize=8)
-def _mel_filters(sampling_rate: int, n_fft: int, num_mels: int) -> NDArray[np.float32]:
+def _mel_filters(sampling_rate: int, n_fft: int, num_mels: int) -> Float32Array:
     """Triangles on Slaney's mel scale, each of area one, float32 [n_fft // 2 + 1, num_mels]."""
     frequencies = np.linspace(0, sampling_rate / 2, n_fft // 2 + 1)
     corners = _hertz(np.linspace(0, _mel(sampling_rate / 2), num_mels + 2))
@@ -213,5 +213,5 @@ def _mel(hertz: float) -> float:
     return hertz / _LINEAR_HERTZ if hertz < _BREAK_HERTZ else _BREAK_MEL + math.log(hertz / _BREAK_HERTZ) / _LOG_STEP
 
 
-def _hertz(mel: NDArray[np.float64]) -> NDArray[np.float64]:
+def _hertz(mel: Float64Array) -> Float64Array:
     return np.where(mel < _BREAK_MEL, mel * _LINEAR_HERTZ, _BREAK_HERTZ * np.exp(_LOG_STEP * (mel - _BREAK_MEL)))

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
 from motet.core.workload import BatchLengths, ItemLengths, home_ranks
@@ -40,8 +41,8 @@ class Modality:
     """
 
     transform: Transform
-    num_tokens: Callable[[NDArray[np.int64]], NDArray[np.int64]]
-    lengths: Callable[[NDArray[np.int64]], NDArray[np.int64]]
+    num_tokens: Callable[[Int64Array], Int64Array]
+    lengths: Callable[[Int64Array], Int64Array]
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class Dataset:
             digest.update(self._kept.tobytes())
         return digest.hexdigest()
 
-    def batch_lengths(self, example_ids: NDArray[np.int64], num_ranks: int) -> BatchLengths:
+    def batch_lengths(self, example_ids: Int64Array, num_ranks: int) -> BatchLengths:
         """The lengths of a batch, from the indexes alone; examples at home in equal consecutive shares. Vectorised."""
         numbers = self._numbers(example_ids)
         columns = _Gathered.of(self._indexes, self._starts, numbers)
@@ -190,7 +191,7 @@ class Dataset:
         media = tuple(self._phases[modality] for modality in tokens.media)
         return TokenSequence(tokens.tokens, tokens.targets, media, tokens.media_positions)
 
-    def _numbers(self, example_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _numbers(self, example_ids: Int64Array) -> Int64Array:
         """Numbers through all manifests, left-out examples included."""
         example_ids = np.asarray(example_ids, dtype=np.int64)
         return example_ids if self._kept is None else self._kept[example_ids].astype(np.int64)
@@ -205,7 +206,7 @@ class Dataset:
         place = int(np.searchsorted(self._starts, number, side="right")) - 1
         return self._indexes[place], number - int(self._starts[place])
 
-    def _item_lengths(self, columns: _Gathered) -> tuple[dict[str, ItemLengths], NDArray[np.int64]]:
+    def _item_lengths(self, columns: _Gathered) -> tuple[dict[str, ItemLengths], Int64Array]:
         """Per phase the items, and the length of each example's whole sequence, int64 [num_examples]."""
         # Each placeholder token gives way to its item's rows.
         sequence = columns.num_tokens - columns.num_items
@@ -228,7 +229,7 @@ class Dataset:
                     f"{index.source} holds {modality} media, but the model has no encoder for them; add one"
                 )
 
-    def _select(self, max_sequence_length: int | None) -> tuple[NDArray[np.int32] | NDArray[np.int64] | None, LeftOut]:
+    def _select(self, max_sequence_length: int | None) -> tuple[Int32Array | Int64Array | None, LeftOut]:
         """Numbers of the examples to train on (None: all), and what became of the others."""
         usable = np.ones(self.num_in_manifests, dtype=bool)
         named: list[LeftOutExample] = []
@@ -275,7 +276,7 @@ class Dataset:
         reason = f"takes {num_tokens:,} tokens, more than max_sequence_length = {max_sequence_length:,}"
         return LeftOutExample(index.where(example), "", reason)
 
-    def _refused(self, columns: _Gathered) -> NDArray[np.bool_]:
+    def _refused(self, columns: _Gathered) -> BoolArray:
         refused = np.zeros(len(columns.num_tokens), dtype=bool)
         for modality in self._modalities.values():
             chosen = np.flatnonzero(columns.modality == MODALITIES.index(modality.transform.modality))
@@ -299,15 +300,15 @@ def describe(left_out: LeftOut, num_in_manifests: int) -> str:
 class _Gathered:
     """The indexes' columns of some examples; items by example, `example` [num_items] counts within these examples."""
 
-    num_tokens: NDArray[np.int64]
-    num_targets: NDArray[np.int64]
-    num_items: NDArray[np.int64]
-    example: NDArray[np.int64]
+    num_tokens: Int64Array
+    num_targets: Int64Array
+    num_items: Int64Array
+    example: Int64Array
     modality: NDArray[np.int8]
-    raw: NDArray[np.int64]
+    raw: Int64Array
 
     @classmethod
-    def of(cls, indexes: list[Index], starts: NDArray[np.int64], numbers: NDArray[np.int64]) -> _Gathered:
+    def of(cls, indexes: list[Index], starts: Int64Array, numbers: Int64Array) -> _Gathered:
         place = np.searchsorted(starts, numbers, side="right") - 1
         num_tokens, num_targets, num_items = (np.zeros(len(numbers), dtype=np.int64) for _ in range(3))
         first_item = np.zeros(len(numbers), dtype=np.int64)

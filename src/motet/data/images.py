@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import BoolArray, Float32Array, Int64Array
 from motet.core.example import Media
 from motet.data.bounds import check_bounds
 from motet.data.headers import open_image, orientation
@@ -102,14 +102,14 @@ class ImageTransform:
     def row_dim(self) -> int:
         return self.channels * self.temporal_patch_size * self.patch_size**2
 
-    def accepts(self, raw: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def accepts(self, raw: Int64Array) -> BoolArray:
         """Every image whose header is sane can be used, bool [n]."""
         return np.ones(len(raw), dtype=bool)
 
     def refusal(self, raw: tuple[int, int]) -> str:
         raise ValueError(f"an image of {raw[0]} x {raw[1]} pixels is not refused")
 
-    def pixels(self, raw: NDArray[np.int64]) -> NDArray[np.int64]:
+    def pixels(self, raw: Int64Array) -> Int64Array:
         """Pixels after resizing, int64 [n, 2] (width, height) for raw [n, 2] (width, height). Integers throughout."""
         if self.fixed_size is not None:
             return np.full(raw.shape, self.fixed_size, dtype=np.int64)
@@ -118,10 +118,10 @@ class ImageTransform:
         scale = np.where(longer > self.max_pixels_side, self.max_pixels_side, longer)
         divisor = longer * self.block
         blocks = (2 * raw * scale + divisor) // (2 * divisor)
-        pixels: NDArray[np.int64] = np.clip(blocks, 1, self.max_pixels_side // self.block) * self.block
+        pixels: Int64Array = np.clip(blocks, 1, self.max_pixels_side // self.block) * self.block
         return pixels
 
-    def sizes(self, raw: NDArray[np.int64]) -> NDArray[np.int64]:
+    def sizes(self, raw: Int64Array) -> Int64Array:
         """(patch rows, patch columns) of each image, int64 [n, 2], from raw [n, 2] (width, height) alone."""
         return self.pixels(raw)[:, ::-1] // self.patch_size
 
@@ -148,7 +148,7 @@ class ImageTransform:
         values[...] = (patches.reshape(rows * columns, self.channels, patch * patch) * scale + shift)[:, :, None, :]
         return Media(values.reshape(rows * columns, self.row_dim), np.array([rows, columns], dtype=np.int64))
 
-    def _affine(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def _affine(self) -> tuple[Float32Array, Float32Array]:
         """value / 255 normalised is value * scale + shift; each [channels, 1]."""
         std = np.broadcast_to(np.asarray(self.std, dtype=np.float64), (self.channels,))[:, None]
         mean = np.broadcast_to(np.asarray(self.mean, dtype=np.float64), (self.channels,))[:, None]

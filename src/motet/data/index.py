@@ -27,6 +27,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from motet.core.arrays import Int32Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
 from motet.core.files import irregular_kind, printable
@@ -59,11 +60,11 @@ class LengthColumns:
     raw:          two int64 [num_items]: widths and heights, or samples and sampling rates; 0 if the file is bad.
     """
 
-    num_tokens: NDArray[np.int32]
-    num_targets: NDArray[np.int32]
-    item_offsets: NDArray[np.int32]
+    num_tokens: Int32Array
+    num_targets: Int32Array
+    item_offsets: Int32Array
     modality: NDArray[np.int8]
-    raw: tuple[NDArray[np.int64], NDArray[np.int64]]
+    raw: tuple[Int64Array, Int64Array]
 
 
 @dataclass(frozen=True)

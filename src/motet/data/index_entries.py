@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from motet.core.arrays import Int32Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
 from motet.data.conversation import Conversation, match_media, media_names, parse_conversation, parse_json
@@ -70,9 +71,9 @@ class Columns:
 class PackedColumns:
     """`Columns` as arrays. examples: int32 [4, num_examples], row_bytes, num_tokens, num_targets, num_items."""
 
-    examples: NDArray[np.int32]
+    examples: Int32Array
     modality: NDArray[np.int8]
-    raw: NDArray[np.int64]
+    raw: Int64Array
     bad: list[tuple[int, str, str]]
     rows: bytes
 

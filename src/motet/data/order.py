@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.core.arrays import Int64Array
+
 _NUM_ROUNDS = 8
 
 
@@ -27,7 +29,7 @@ class GlobalOrder:
         if self.num_examples < 1:
             raise ValueError(f"an order needs at least one example, not {self.num_examples}")
 
-    def take(self, position: int, count: int) -> NDArray[np.int64]:
+    def take(self, position: int, count: int) -> Int64Array:
         """Example ids at [position, position + count), int64 [count]; goes on into the next epochs. Cost O(count)."""
         if position < 0 or count < 0:
             raise ValueError(f"position and count must not be negative: {position}, {count}")
@@ -44,7 +46,7 @@ class GlobalOrder:
         """The epoch, counted from 0, that the example at `position` belongs to."""
         return position // self.num_examples
 
-    def _permute(self, places: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
+    def _permute(self, places: Int64Array, epoch: int) -> Int64Array:
         keys = np.random.SeedSequence((self.seed, epoch)).generate_state(_NUM_ROUNDS, np.uint64).astype(np.uint64)
         # Halves of equal width; the domain is at most four times the examples, so a walk takes four turns on average.
         half_bits = np.uint64(max(((self.num_examples - 1).bit_length() + 1) // 2, 1))
@@ -58,9 +60,9 @@ class GlobalOrder:
 class ListedOrder:
     """The examples that are named, int64 [num_examples], once each, in the place of a `GlobalOrder`."""
 
-    examples: NDArray[np.int64]
+    examples: Int64Array
 
-    def take(self, position: int, count: int) -> NDArray[np.int64]:
+    def take(self, position: int, count: int) -> Int64Array:
         """Those at [position, position + count)."""
         return self.examples[position : position + count]
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
 from motet.data.chat_template import DEFAULT_TEMPLATE, ChatTemplate
@@ -122,7 +122,7 @@ class ChatTokenizer:
         text = self._template.render(before.turns, _parts(forms), generation_prompt=True)
         return self._tokenise(text, [], before.placeholders, forms), answer
 
-    def decode(self, tokens: NDArray[np.int64]) -> str:
+    def decode(self, tokens: Int64Array) -> str:
         """Text of token ids, special tokens left out."""
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
@@ -234,7 +234,7 @@ class ChatTokenizer:
         targets[positions] = False
         return TokenSequence(tokens, targets, placeholders, positions)
 
-    def _encode(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _encode(self, text: str) -> tuple[Int64Array, Int64Array]:
         """Token ids [num_tokens], and the characters [start, end) that each is made of [num_tokens, 2]."""
         try:
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
@@ -245,8 +245,8 @@ class ChatTokenizer:
         return np.array(encoding.ids, dtype=np.int64), offsets
 
     def _find_markers(
-        self, tokens: NDArray[np.int64], offsets: NDArray[np.int64], starts: list[int], markers: list[str]
-    ) -> NDArray[np.int64]:
+        self, tokens: Int64Array, offsets: Int64Array, starts: list[int], markers: list[str]
+    ) -> Int64Array:
         """The token of each item, int64 [num_items]; a marker may have taken spaces around it along."""
         if not markers:
             return np.zeros(0, dtype=np.int64)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import BoolArray, Int64Array
 from motet.core.example import Media
 from motet.data.audio import AudioTransform
 from motet.data.images import ImageTransform
@@ -22,10 +22,10 @@ class Transform(Protocol):
     def modality(self) -> str:
         """ "image" or "audio": the placeholder that it stands for."""
 
-    def sizes(self, raw: NDArray[np.int64]) -> NDArray[np.int64]:
+    def sizes(self, raw: Int64Array) -> Int64Array:
         """The sizes [n, size_dim] that `load` will yield, from what headers tell, raw [n, 2]. Exact."""
 
-    def accepts(self, raw: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def accepts(self, raw: Int64Array) -> BoolArray:
         """Which items are used at all, bool [n]; examples with others are left out."""
 
     def refusal(self, raw: tuple[int, int]) -> str:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from motet.assign.orchestrator import Decision
+from motet.core.arrays import Int64Array
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BatchLengths
 from motet.dispatch.route import Route, compose_route
@@ -55,7 +55,7 @@ class PackedSequences:
         )
 
 
-def pack(sequences: Sequence[TokenSequence], num_tokens: Mapping[str, NDArray[np.int64]]) -> PackedSequences:
+def pack(sequences: Sequence[TokenSequence], num_tokens: Mapping[str, Int64Array]) -> PackedSequences:
     """Pack sequences in the given order, each placeholder grown to the rows that its item takes.
 
     num_tokens: per phase, also one that does not occur, int64 [num_items], the rows of its items in order.
@@ -192,7 +192,7 @@ def _stack(media: Sequence[Media]) -> tuple[Tensor, Tensor]:
     return values, torch.from_numpy(np.stack([item.size for item in media]).astype(np.int64))
 
 
-def _check(packed: PackedSequences, lengths: BatchLengths, examples: NDArray[np.int64]) -> None:
+def _check(packed: PackedSequences, lengths: BatchLengths, examples: Int64Array) -> None:
     """A wrong length would give a wrong gradient without a word, so lengths are held against what came."""
     ends = packed.offsets.numpy()
     targets = np.concatenate([[0], np.cumsum(packed.targets.numpy())])

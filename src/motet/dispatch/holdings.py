@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.assign.orchestrator import Decision
+from motet.core.arrays import BoolArray, Int64Array
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.dispatch.message import example_bytes, media_bytes
-
-Table = NDArray[np.int64]
 
 # Columns of the table of examples, and of the table of items (whose examples are counted on their rank).
 _LOADED, _TEXT_TOKENS, _TARGETS, _EXAMPLE_COLUMNS = range(4)
@@ -28,10 +26,10 @@ _EXAMPLE, _PHASE, _LENGTH, _NUM_TOKENS, _ROWS, _ROW_DIM, _SIZE_DIM, _ITEM_COLUMN
 class Measure(Protocol):
     """What turns sizes of items, int64 [num_items, size_dim], into int64 [num_items]."""
 
-    def lengths(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    def lengths(self, sizes: Int64Array) -> Int64Array:
         """What the encoder computes on."""
 
-    def num_tokens(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    def num_tokens(self, sizes: Int64Array) -> Int64Array:
         """Rows that the items take in the backbone's sequence."""
 
 
@@ -45,7 +43,7 @@ class LoadedExample:
 
 def describe(
     examples: Sequence[LoadedExample | None], phases: Sequence[str], measures: Mapping[str, Measure]
-) -> NDArray[np.int64]:
+) -> Int64Array:
     """The tables of one rank as one vector, int64 [2 + 3 * num_examples + 7 * num_items]: counts, examples, items.
 
     An example that is None is listed as not loaded, without items. Raises ValueError for an example whose media do not
@@ -78,7 +76,7 @@ def describe(
     return np.concatenate([[len(examples), len(item_table)], example_table.ravel(), item_table.ravel()])
 
 
-def _count_targets(sequence: TokenSequence, num_tokens: NDArray[np.int64]) -> int:
+def _count_targets(sequence: TokenSequence, num_tokens: Int64Array) -> int:
     """Targets by the rules of `pack`: not the first token of the packed sequence, and no placeholder."""
     repeats = np.ones(len(sequence.tokens), dtype=np.int64)
     repeats[sequence.media_positions] = num_tokens
@@ -97,23 +95,23 @@ class Parcels:
     row:  int64 [num_parcels], its row in the table of examples or items.
     """
 
-    kind: NDArray[np.int64]
-    row: NDArray[np.int64]
-    source: NDArray[np.int64]
-    destination: NDArray[np.int64]
-    size_bytes: NDArray[np.int64]
+    kind: Int64Array
+    row: Int64Array
+    source: Int64Array
+    destination: Int64Array
+    size_bytes: Int64Array
 
-    def sent_by(self, rank: int) -> NDArray[np.int64]:
+    def sent_by(self, rank: int) -> Int64Array:
         """Parcel numbers in the order in which the rank sends them: by receiving rank, what it keeps left out."""
         mine = np.flatnonzero((self.source == rank) & (self.destination != rank))
         return mine[np.argsort(self.destination[mine], kind="stable")]
 
-    def received_by(self, rank: int) -> NDArray[np.int64]:
+    def received_by(self, rank: int) -> Int64Array:
         """Parcel numbers in the order in which the rank receives them: by sending rank."""
         mine = np.flatnonzero((self.destination == rank) & (self.source != rank))
         return mine[np.argsort(self.source[mine], kind="stable")]
 
-    def bytes_by_rank(self, parcels: NDArray[np.int64], ranks: NDArray[np.int64], num_ranks: int) -> list[int]:
+    def bytes_by_rank(self, parcels: Int64Array, ranks: Int64Array, num_ranks: int) -> list[int]:
         """The splits of an all-to-all: bytes of the given parcels for each of `ranks`."""
         sizes = np.zeros(num_ranks, dtype=np.int64)
         np.add.at(sizes, ranks[parcels], self.size_bytes[parcels])
@@ -129,17 +127,17 @@ class Holdings:
     """
 
     phases: tuple[str, ...]
-    examples: Table
-    items: Table
-    example_rank: NDArray[np.int64]
-    item_rank: NDArray[np.int64]
+    examples: Int64Array
+    items: Int64Array
+    example_rank: Int64Array
+    item_rank: Int64Array
     lengths: BatchLengths
 
     @classmethod
-    def read(cls, descriptions: Sequence[NDArray[np.int64]], phases: tuple[str, ...]) -> Holdings:
+    def read(cls, descriptions: Sequence[Int64Array], phases: tuple[str, ...]) -> Holdings:
         """From what `describe` gave on each rank; anything behind a description's end is ignored."""
-        examples: list[Table] = []
-        items: list[Table] = []
+        examples: list[Int64Array] = []
+        items: list[Int64Array] = []
         example_counts: list[int] = []
         item_counts: list[int] = []
         for words in descriptions:
@@ -164,7 +162,7 @@ class Holdings:
         )
 
     @property
-    def kept(self) -> NDArray[np.bool_]:
+    def kept(self) -> BoolArray:
         return self.examples[:, _LOADED].astype(np.bool_)
 
     def media_of(self, example_row: int) -> tuple[str, ...]:
@@ -204,7 +202,9 @@ class Holdings:
         return Parcels(*np.concatenate(columns, axis=1))
 
 
-def _lengths(examples: Table, items: Table, example_rank: NDArray[np.int64], phases: tuple[str, ...]) -> BatchLengths:
+def _lengths(
+    examples: Int64Array, items: Int64Array, example_rank: Int64Array, phases: tuple[str, ...]
+) -> BatchLengths:
     sequence = examples[:, _TEXT_TOKENS].copy()
     np.add.at(sequence, items[:, _EXAMPLE], items[:, _NUM_TOKENS] - 1)
     columns = {}

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from motet.assign.orchestrator import Decision, Orchestrator
+from motet.core.arrays import BoolArray, Int64Array, UInt8Array
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BatchLengths
 from motet.dispatch.holdings import Holdings, LoadedExample, Measure, Parcels, describe
@@ -37,7 +37,7 @@ class ExchangedItems:
     media: dict[str, list[Media]]
     lengths: BatchLengths
     decision: Decision
-    kept: NDArray[np.bool_]
+    kept: BoolArray
     moved_bytes: int
     crossing_bytes: int
 
@@ -93,7 +93,7 @@ class ItemExchange:
             crossing_bytes=int(parcels.size_bytes[crosses].sum()),
         )
 
-    def _gather(self, words: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    def _gather(self, words: Int64Array) -> list[Int64Array]:
         """The words of every rank; each row is preceded by their number, so that all see whether any was cut off."""
         while True:
             sent = torch.zeros(1 + self.capacity, dtype=torch.int64)
@@ -153,9 +153,7 @@ class ItemExchange:
                 contents[parcel] = read_media(part, *holdings.media_shape(row))
 
 
-def _parts(
-    buffer: NDArray[np.uint8], order: NDArray[np.int64], parcels: Parcels
-) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+def _parts(buffer: UInt8Array, order: Int64Array, parcels: Parcels) -> Iterator[tuple[int, UInt8Array]]:
     """Each parcel of a buffer with its bytes, which lie in the given order."""
     ends = np.cumsum(parcels.size_bytes[order])
     for parcel, start, end in zip(order, ends - parcels.size_bytes[order], ends, strict=True):

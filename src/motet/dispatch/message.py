@@ -11,18 +11,18 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.core.arrays import Int64Array, UInt8Array
 from motet.core.example import Media, TokenSequence
 
-Bytes = NDArray[np.uint8]
-T = TypeVar("T", int, NDArray[np.int64])
+T = TypeVar("T", int, Int64Array)
 
 
-def example_bytes(num_text_tokens: NDArray[np.int64], num_items: NDArray[np.int64]) -> NDArray[np.int64]:
+def example_bytes(num_text_tokens: Int64Array, num_items: Int64Array) -> Int64Array:
     """Size of each sequence: tokens int64, targets a byte each, places of placeholders int64."""
     return 8 * num_text_tokens + _up_to_8(num_text_tokens) + 8 * num_items
 
 
-def write_example(sequence: TokenSequence, into: Bytes) -> None:
+def write_example(sequence: TokenSequence, into: UInt8Array) -> None:
     """Fill `into`, uint8 [example_bytes]."""
     num_tokens = len(sequence.tokens)
     start = 8 * num_tokens
@@ -31,7 +31,7 @@ def write_example(sequence: TokenSequence, into: Bytes) -> None:
     into[start + _up_to_8(num_tokens) :] = _as_bytes(sequence.media_positions, np.int64)
 
 
-def read_example(data: Bytes, num_text_tokens: int, media: tuple[str, ...]) -> TokenSequence:
+def read_example(data: UInt8Array, num_text_tokens: int, media: tuple[str, ...]) -> TokenSequence:
     """The sequence that `write_example` wrote; a view of `data`. media: the phases of its placeholders, in order."""
     start = 8 * num_text_tokens
     return TokenSequence(
@@ -42,21 +42,19 @@ def read_example(data: Bytes, num_text_tokens: int, media: tuple[str, ...]) -> T
     )
 
 
-def media_bytes(
-    num_rows: NDArray[np.int64], row_dim: NDArray[np.int64], size_dim: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def media_bytes(num_rows: Int64Array, row_dim: Int64Array, size_dim: Int64Array) -> Int64Array:
     """Size of each item: its size int64 [size_dim], its values float32 [num_rows, row_dim]."""
     return 8 * size_dim + _up_to_8(4 * num_rows * row_dim)
 
 
-def write_media(media: Media, into: Bytes) -> None:
+def write_media(media: Media, into: UInt8Array) -> None:
     """Fill `into`, uint8 [media_bytes]."""
     start = 8 * len(media.size)
     into[:start] = _as_bytes(media.size, np.int64)
     into[start : start + 4 * media.values.size] = _as_bytes(media.values, np.float32)
 
 
-def read_media(data: Bytes, num_rows: int, row_dim: int, size_dim: int) -> Media:
+def read_media(data: UInt8Array, num_rows: int, row_dim: int, size_dim: int) -> Media:
     """The item that `write_media` wrote; a view of `data`."""
     start = 8 * size_dim
     values = data[start : start + 4 * num_rows * row_dim].view(np.float32).reshape(num_rows, row_dim)
@@ -67,5 +65,5 @@ def _up_to_8(size: T) -> T:
     return (size + 7) // 8 * 8
 
 
-def _as_bytes(array: NDArray, dtype: type) -> Bytes:
+def _as_bytes(array: NDArray, dtype: type) -> UInt8Array:
     return np.ascontiguousarray(array, dtype=dtype).reshape(-1).view(np.uint8)

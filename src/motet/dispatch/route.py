@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from motet.assign.rows import row_order
+from motet.core.arrays import Int64Array
 from motet.core.assignment import Assignment
 from motet.core.workload import ItemLengths
 
@@ -113,12 +114,12 @@ def compose_route(
     )
 
 
-def _rows_by_rank(ranks: NDArray, rows: NDArray[np.int64], num_ranks: int) -> list[int]:
+def _rows_by_rank(ranks: NDArray, rows: Int64Array, num_ranks: int) -> list[int]:
     # Exact: bincount weighs in float64, and no rank has 2**53 rows.
     return np.bincount(ranks, weights=rows, minlength=num_ranks).astype(np.int64).tolist()
 
 
-def _index(order: NDArray[np.int64]) -> Tensor | None:
+def _index(order: Int64Array) -> Tensor | None:
     return None if np.array_equal(order, np.arange(len(order))) else torch.from_numpy(order)
 
 

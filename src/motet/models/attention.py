@@ -12,11 +12,11 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from motet.core.arrays import Int64Array
 from motet.models.kernel_calls import KernelCalls, plan_calls
 
 ATTENTION = "motet_packed"
@@ -37,18 +37,18 @@ class Segments:
     One object serves all layers of a forward; what a device needs of it is computed once.
     """
 
-    def __init__(self, offsets: NDArray[np.int64], causal: bool) -> None:
+    def __init__(self, offsets: Int64Array, causal: bool) -> None:
         self.offsets = np.asarray(offsets, dtype=np.int64)
         self.causal = causal
         self._calls: dict[torch.device, KernelCalls] = {}
         self._device_offsets: dict[torch.device, Tensor] = {}
 
     @classmethod
-    def from_lengths(cls, lengths: NDArray[np.int64], causal: bool = False) -> Segments:
+    def from_lengths(cls, lengths: Int64Array, causal: bool = False) -> Segments:
         return cls(np.concatenate([[0], np.cumsum(lengths)]), causal)
 
     @cached_property
-    def lengths(self) -> NDArray[np.int64]:
+    def lengths(self) -> Int64Array:
         return np.diff(self.offsets)
 
     @property
@@ -138,7 +138,7 @@ class Padded:
 
     causal = False
 
-    def __init__(self, lengths: NDArray[np.int64], longest: int, device: torch.device) -> None:
+    def __init__(self, lengths: Int64Array, longest: int, device: torch.device) -> None:
         real = np.arange(longest) < np.asarray(lengths)[:, None]
         self.keys = None if real.all() else torch.from_numpy(real[:, None, None, :]).to(device)
 

@@ -21,9 +21,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
+
+from motet.core.arrays import Int64Array
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Encoder(Protocol):
         the host. The result for an item must not depend on the other items of the call.
         """
 
-    def num_outputs(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    def num_outputs(self, sizes: Int64Array) -> Int64Array:
         """Rows that each item becomes, int64 [num_items]; pure arithmetic, called long before any item is decoded."""
 
 

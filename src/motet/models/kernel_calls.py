@@ -12,8 +12,9 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+
+from motet.core.arrays import Int64Array
 
 _SHORT = 48
 """Segments shorter than this may share a call. Measured on a CPU: a call costs as much as _SHORT^2 entries of a score
@@ -49,7 +50,7 @@ class KernelCalls:
         return [call.count * call.longest for call in self.calls]
 
 
-def plan_calls(offsets: NDArray[np.int64], device: torch.device) -> KernelCalls:
+def plan_calls(offsets: Int64Array, device: torch.device) -> KernelCalls:
     """The calls for segments offsets[i] to offsets[i + 1], int64 [num_segments + 1]. O(rows)."""
     starts, lengths = offsets[:-1], np.diff(offsets)
     sets = _share(lengths)
@@ -71,7 +72,7 @@ def plan_calls(offsets: NDArray[np.int64], device: torch.device) -> KernelCalls:
     return KernelCalls(calls, torch.from_numpy(rows).to(device), torch.from_numpy(restore).to(device))
 
 
-def _share(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+def _share(lengths: Int64Array) -> list[Int64Array]:
     """Sets of segments that share a call, longest first in each and overall; long segments stay alone."""
     sets: list[list[int]] = []
     for i in np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)].tolist():

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError, UserError
 from motet.core.shapes import projector
 from motet.core.spec import Module
@@ -18,8 +18,6 @@ from motet.models.block import Block, outside_blocks, pass_through, wrap_blocks
 from motet.models.contract import Sequences
 from motet.models.layers import LayerModules, frozen_to_eval, products_layer, trains
 from motet.models.projector import Projector
-
-Sizes = NDArray[np.int64]
 
 
 class ModalityModule(nn.Module):
@@ -40,7 +38,7 @@ class ModalityModule(nn.Module):
         train_projector: bool = True,
         before: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
         after: Callable[[Tensor, Tensor], Tensor] | None = None,
-        count: Callable[[Sizes], Sizes] | None = None,
+        count: Callable[[Int64Array], Int64Array] | None = None,
     ) -> None:
         super().__init__()
         self.encoder = encoder
@@ -93,16 +91,16 @@ class ModalityModule(nn.Module):
     def cost(self) -> str:
         return getattr(self.encoder, "cost", "packed")
 
-    def lengths(self, sizes: Sizes) -> Sizes:
+    def lengths(self, sizes: Int64Array) -> Int64Array:
         """What the phase is balanced on, int64 [num_items]: patches, mel frames."""
         own = getattr(self.encoder, "lengths", None)
         return own(sizes) if own else np.prod(sizes, axis=1)
 
-    def num_tokens(self, sizes: Sizes) -> Sizes:
+    def num_tokens(self, sizes: Int64Array) -> Int64Array:
         """Rows that each item takes in the backbone's sequence, int64 [num_items]."""
         return self.count(sizes) if self.count else self.projector.num_outputs(self._extents(sizes))
 
-    def _extents(self, sizes: Sizes) -> Sizes:
+    def _extents(self, sizes: Int64Array) -> Int64Array:
         """How the encoder's rows of each item lie, as `Projector` takes it."""
         counts, grid = self.encoder.num_outputs(sizes), getattr(self.encoder, "grid", None)
         if grid is None:

@@ -7,13 +7,11 @@ from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
+from motet.core.arrays import Int64Array
 from motet.core.limits import MAX_JOINED
-
-Ints = NDArray[np.int64]
 
 
 class ProjectorConfig(BaseModel):
@@ -47,14 +45,14 @@ class Projector(nn.Module):
             else nn.Sequential(nn.Linear(joined, output_dim), nn.GELU(), nn.Linear(output_dim, output_dim))
         )
 
-    def num_outputs(self, extents: Ints) -> Ints:
+    def num_outputs(self, extents: Int64Array) -> Int64Array:
         """Rows that each item becomes, int64 [num_items]."""
         return np.prod(self._blocks(extents)[2], axis=1)
 
-    def forward(self, rows: Tensor, extents: Ints) -> Tensor:
+    def forward(self, rows: Tensor, extents: Int64Array) -> Tensor:
         return self.layers(self._join(rows, extents) if self.downsample > 1 else rows)
 
-    def _blocks(self, extents: Ints) -> tuple[Ints, Ints, Ints]:
+    def _blocks(self, extents: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Rows and columns of each item [num_items, 2], of a block [2], and the blocks of each item down and across."""
         if extents.ndim == 1:
             grids, block = np.stack([np.ones_like(extents), extents], axis=1), np.array([1, self.downsample])
@@ -62,7 +60,7 @@ class Projector(nn.Module):
             grids, block = extents, np.full(2, math.isqrt(self.downsample))
         return grids, block, -(-grids // block)
 
-    def _join(self, rows: Tensor, extents: Ints) -> Tensor:
+    def _join(self, rows: Tensor, extents: Int64Array) -> Tensor:
         """rows [n, input_dim] -> [sum(num_outputs), input_dim * downsample]; a block's rows in raster order."""
         grids, block, blocks = self._blocks(extents)
         if extents.ndim > 1 or (grids % block).any():
@@ -72,7 +70,7 @@ class Projector(nn.Module):
         return rows.reshape(-1, rows.shape[1] * self.downsample)
 
 
-def _places(grids: Ints, block: Ints, blocks: Ints) -> Ints:
+def _places(grids: Int64Array, block: Int64Array, blocks: Int64Array) -> Int64Array:
     """Where each row of the rasters stands when blocks stand one after the other, int64 [sum(rows * columns)]."""
     counts = grids.prod(axis=1)
     item = np.repeat(np.arange(len(grids)), counts)

@@ -16,10 +16,11 @@ from heapq import heapify, heappop, heapreplace
 
 import numpy as np
 
+from motet.core.arrays import Float64Array
 from motet.core.plan import ScheduleKind
 from motet.planner.candidate import CHAIN, Pins, RuledOut, size_words
 from motet.planner.infeasible import indivisible, nothing_divides, tensor_degrees
-from motet.planner.job import Column, Job
+from motet.planner.job import Job
 from motet.planner.stages.recompute import Mode
 from motet.planner.stages.unevenness import unevenness
 
@@ -191,8 +192,8 @@ class _Whole:
     trained: float
     kept_bytes: float
     spared_bytes: float
-    block_s: Column
-    block_again_s: Column
+    block_s: Float64Array
+    block_again_s: Float64Array
 
     @classmethod
     def of(cls, job: Job, names: tuple[str, ...], num_examples: int, tp: int) -> _Whole:
@@ -246,7 +247,7 @@ def _at_best_s(job: Job, whole: _Whole, degrees: Degrees, mode: Mode, uneven: fl
     return max(steady + max(total_s - rank_s, 0.0) / chunks, at_least_s)
 
 
-def _slowest_s(block_s: Column, num_stages: int) -> float:
+def _slowest_s(block_s: Float64Array, num_stages: int) -> float:
     """Less than the slowest stage of any cut, by a part in _PROBES at most (or in two, where that is far from even)."""
     prefix = np.concatenate([[0.0], np.cumsum(block_s)])
     probes = max(prefix[-1] / num_stages, float(block_s.max())) * (1 + np.arange(_PROBES) / _PROBES)
@@ -257,13 +258,13 @@ def _slowest_s(block_s: Column, num_stages: int) -> float:
     return float(probes[max(enough - 1, 0)])
 
 
-def _fullest_s(block_s: Column, num_ranks: int) -> float:
+def _fullest_s(block_s: Float64Array, num_ranks: int) -> float:
     """Less than the slowest of ranks that may hold any blocks: one has its share, rounded up, of the n slowest."""
     slowest = np.sort(block_s)[::-1]
     return float((np.ceil(np.arange(1, len(slowest) + 1) / num_ranks) * slowest).max())
 
 
-def _in_flight(degrees: Degrees) -> Column:
+def _in_flight(degrees: Degrees) -> Float64Array:
     """Microbatches that each pipeline rank holds at most, as many of its whole share of the model."""
     rank, pp, num = np.arange(degrees.pp), degrees.pp, degrees.num_microbatches
     if degrees.schedule == "1f1b":

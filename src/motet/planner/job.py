@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.assign.balancing import Balancing, by_operations, recomputed_blocks
 from motet.assign.step import StepAssignment
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.core.limits import check_size
@@ -33,8 +33,6 @@ from motet.simulate.predict.predict import assign_batch
 USABLE_MEMORY = 0.94
 """Of a device, before fragmentation and the buffers of communication libraries take the rest."""
 
-Column = NDArray[np.float64]
-
 
 @dataclass(frozen=True, eq=False)
 class BlockCosts:
@@ -47,14 +45,14 @@ class BlockCosts:
     parameters, trained:   held, and learning, by one tensor-parallel rank.
     """
 
-    forward_s: Column
-    backward_s: Column
-    again_s: Column
-    kept_bytes: Column
-    spared_bytes: Column
-    output_bytes: Column
-    parameters: Column
-    trained: Column
+    forward_s: Float64Array
+    backward_s: Float64Array
+    again_s: Float64Array
+    kept_bytes: Float64Array
+    spared_bytes: Float64Array
+    output_bytes: Float64Array
+    parameters: Float64Array
+    trained: Float64Array
 
     @property
     def num_blocks(self) -> int:
@@ -166,25 +164,25 @@ class Job:
             return str(error)
         return ""
 
-    def microbatch_seconds(self, name: str, num_examples: int, tp: int = 1) -> Column:
+    def microbatch_seconds(self, name: str, num_examples: int, tp: int = 1) -> Float64Array:
         """Forward and backward of a module in each microbatch of num_examples examples, without recomputation and
         tensor-parallel communication, [num_microbatches]. Cached."""
-        found: Column = self._microbatch_seconds(name, num_examples, tp)
+        found: Float64Array = self._microbatch_seconds(name, num_examples, tp)
         return found
 
     @cached_property
     def _microbatch_seconds(self):  # type: ignore[no-untyped-def]
         return cache(self._time)
 
-    def _time(self, name: str, num_examples: int, tp: int) -> Column:
+    def _time(self, name: str, num_examples: int, tp: int) -> Float64Array:
         layers = stage_layers(self.model, {name: (0, len(self.model.module(name).blocks))}, {})
-        total: Column = np.zeros(max(self.batch.num_examples // num_examples, 1))
+        total: Float64Array = np.zeros(max(self.batch.num_examples // num_examples, 1))
         for placed, count in Counter(layers).items():
             seconds = self.cost.layer_seconds(name, placed.layer, self.work(name, placed.layer, num_examples), tp)
             total += count * (seconds.forward_s + backward_seconds(seconds, placed.layer, placed.needs_input))
         return total
 
-    def unevenness(self, name: str, num_examples: int) -> Column:
+    def unevenness(self, name: str, num_examples: int) -> Float64Array:
         """The same over their mean, without tensor parallelism; 1 where the module has nothing to do."""
         seconds = self.microbatch_seconds(name, num_examples)
         return seconds / seconds.mean() if seconds.any() else np.ones_like(seconds)
@@ -192,7 +190,9 @@ class Job:
     def _price(self, name: str, num_examples: float, tp: int) -> BlockCosts:
         module, element_bytes = self.model.module(name), self.mixed_precision(pipeline=True).compute
         share = min(num_examples, 1.0) if num_examples < 1 else 1.0
-        columns: dict[str, Column] = {field: np.zeros(len(module.blocks)) for field in BlockCosts.__dataclass_fields__}
+        columns: dict[str, Float64Array] = {
+            field: np.zeros(len(module.blocks)) for field in BlockCosts.__dataclass_fields__
+        }
         priced: dict[object, tuple[float, ...]] = {}
         number = -1
         starts = {block.start for block in module.blocks}
@@ -228,9 +228,7 @@ class Job:
                     columns[field][number] += value
         return BlockCosts(**columns)
 
-    def _microbatches(
-        self, name: str, num_examples: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], int, NDArray[np.int64] | None]:
+    def _microbatches(self, name: str, num_examples: int) -> tuple[Int64Array, Int64Array, int, Int64Array | None]:
         """Lengths of a module's items, their microbatches, how many of these, and targets of each."""
         batch = self.batch
         count = max(batch.num_examples // num_examples, 1)

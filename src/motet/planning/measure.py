@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from motet.core.arrays import Int64Array
 from motet.core.cluster import Cluster
 from motet.core.errors import JointUserError, UserError
 from motet.cost.catalogue import device_called
@@ -50,7 +50,7 @@ class Steps:
     """What a rank runs. examples: those of the batch, int64 [batch_size]."""
 
     recipe: Recipe
-    examples: NDArray[np.int64]
+    examples: Int64Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class Chosen:
     places: Sequence[int]
     names: Sequence[str]
     recipes: Sequence[Recipe]
-    examples: NDArray[np.int64]
+    examples: Int64Array
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from motet.core.arrays import Float64Array
 from motet.cost.flops import work_of
 from motet.cost.profile import Batch, LayerTimes, ModuleTimes, Points
 from motet.profiling.subjects import Subject, grid_of, items
 from motet.train.world import World
 
-Floats = NDArray[np.float64]
 Result = TypeVar("Result")
 Calls = dict[nn.Module, list[tuple[tuple[Any, ...], dict[str, Any]]]]
 
@@ -67,7 +66,7 @@ class Stopwatch:
 
 def time_passes(
     watch: Stopwatch, call: Callable[[], Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
-) -> Floats:
+) -> Float64Array:
     """Seconds of forward, of backward for `inputs`, and of backward for `inputs` and `parameters`, float64 [3]."""
     with torch.enable_grad():
         forward_s, output = watch(call)
@@ -99,7 +98,7 @@ def kept_calls(modules: Sequence[nn.Module]) -> Iterator[Calls]:
             hook.remove()
 
 
-def measure_once(subject: Subject, batch: Batch, watch: Stopwatch) -> Floats:
+def measure_once(subject: Subject, batch: Batch, watch: Stopwatch) -> Float64Array:
     """Seconds of the whole (row 0; there, backward for the input is not taken apart) and of each layer; [n + 1, 3].
 
     The whole, and the blocks that parameters are sharded by, run under FSDP, as they train.
@@ -120,7 +119,7 @@ def measure_once(subject: Subject, batch: Batch, watch: Stopwatch) -> Floats:
     return seconds
 
 
-def _time_sharded(subject: Subject, call: Callable[[], Tensor], watch: Stopwatch) -> Floats:
+def _time_sharded(subject: Subject, call: Callable[[], Tensor], watch: Stopwatch) -> Float64Array:
     """FSDP reduces gradients as they are put to parameters, so here they are."""
     with torch.enable_grad():
         forward_s, output = watch(call)
@@ -133,7 +132,7 @@ def _time_sharded(subject: Subject, call: Callable[[], Tensor], watch: Stopwatch
 
 def _alone(
     subject: Subject, is_head: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], watch: Stopwatch
-) -> Floats:
+) -> Float64Array:
     first = args[0].detach()
     inputs = [first.requires_grad_()] if first.is_floating_point() else []
     if is_head and subject.head is not None:
@@ -153,7 +152,7 @@ class Measured:
     subject: Subject
     grid: list[Batch]
     held_out: list[Batch]
-    samples: list[list[Floats]] = field(default_factory=list)
+    samples: list[list[Float64Array]] = field(default_factory=list)
 
     @property
     def batches(self) -> list[Batch]:
@@ -173,7 +172,7 @@ class Measured:
                 layers.append(LayerTimes(kind=layer.kind, weights=layer.weights, grid=points[0], held_out=points[1]))
         return ModuleTimes(name=self.subject.name, grid=self.grid, held_out=self.held_out, layers=layers)
 
-    def points(self, number: int, seconds: Floats) -> tuple[Points, Points]:
+    def points(self, number: int, seconds: Float64Array) -> tuple[Points, Points]:
         """seconds: [num_batches, 3]."""
         layer = self.subject.layers[number].layer
         rows, pairs = [], []
@@ -194,7 +193,7 @@ class Measured:
         return grid, held_out
 
 
-def _passes(seconds: Floats) -> Floats:
+def _passes(seconds: Float64Array) -> Float64Array:
     """Samples [..., 1 + num_layers, 3], as `measure_once` gives them, to forward, input, weights [..., num_layers, 3].
 
     Differences are taken within a sample, whose parts met the same moment of the machine; they may be below 0.
@@ -209,7 +208,7 @@ def _passes(seconds: Floats) -> Floats:
     return layers
 
 
-def _spread(samples: Floats) -> float:
+def _spread(samples: Float64Array) -> float:
     low, middle, high = np.percentile(samples, (25, 50, 75))
     return float((high - low) / middle / np.sqrt(len(samples)))
 

@@ -20,21 +20,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from motet.core.arrays import Float64Array
 from motet.cost.fit import NS_PER_S
 from motet.cost.profile import LayerTimes, MessageKind, MessageTimes
 from motet.cost.profiled import message_fit
 from motet.models.block import Block
-from motet.profiling.measure import (
-    BOTH,
-    FORWARD,
-    INPUT,
-    WEIGHTS,
-    Floats,
-    Measured,
-    Stopwatch,
-    kept_calls,
-    time_passes,
-)
+from motet.profiling.measure import BOTH, FORWARD, INPUT, WEIGHTS, Measured, Stopwatch, kept_calls, time_passes
 from motet.train.world import World
 
 _SIZES = {"cpu": tuple(2**n for n in range(12, 25, 2)), "cuda": tuple(2**n for n in range(12, 29, 2))}
@@ -235,7 +226,7 @@ def _shared(block: Block, world: World) -> nn.Module:
     return parallelize_module(inner, mesh, plan)
 
 
-def _shared_once(measured: Measured, index: int, block: Block, shared: nn.Module, watch: Stopwatch) -> Floats:
+def _shared_once(measured: Measured, index: int, block: Block, shared: nn.Module, watch: Stopwatch) -> Float64Array:
     torch.manual_seed(index)  # All ranks compute on the same rows.
     subject = measured.subject
     with kept_calls([block]) as calls, torch.no_grad():
@@ -251,7 +242,9 @@ def _shared_once(measured: Measured, index: int, block: Block, shared: nn.Module
     return seconds
 
 
-def _without_sums(seconds: Floats, measured: Measured, number: int, messages: Sequence[MessageTimes]) -> Floats:
+def _without_sums(
+    seconds: Float64Array, measured: Measured, number: int, messages: Sequence[MessageTimes]
+) -> Float64Array:
     """[num_batches, 3] with the two sums of a pass taken off, and backward for the weights apart."""
     layer = measured.subject.layers[number].layer
     line = message_fit(*(times for times in messages if times.kind == "all_reduce"))

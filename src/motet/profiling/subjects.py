@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE
@@ -59,7 +59,7 @@ class Subject:
     module: nn.Module
     spec: Module
     layers: Sequence[LayerModules]
-    lengths: NDArray[np.int64]
+    lengths: Int64Array
     sharded: nn.Module
     prepare: Callable[[Batch, nn.Module], Callable[[], Tensor]]
     head: Callable[[Tensor], Tensor] | None = None
@@ -95,7 +95,7 @@ def subjects(recipe: Recipe, model: MLLM, sharded: MLLM, device: torch.device) -
     return [*found, _backbone(recipe, model.backbone, sharded.backbone, device)]
 
 
-def grid_of(lengths: NDArray[np.int64], max_rows: int, *, padded: bool) -> tuple[list[Batch], list[Batch]]:
+def grid_of(lengths: Int64Array, max_rows: int, *, padded: bool) -> tuple[list[Batch], list[Batch]]:
     """Batches to interpolate between, and batches that are held out: of other lengths, and of all of them mixed.
 
     A batch of the grid has equally many items of each of a few lengths about one, where one item of each fits.
@@ -129,7 +129,7 @@ def grid_of(lengths: NDArray[np.int64], max_rows: int, *, padded: bool) -> tuple
     return grid, [batch for batch in held_out if batch not in grid]
 
 
-def _around(length: int, usable: NDArray[np.int64], most_rows: int, *, padded: bool) -> list[int]:
+def _around(length: int, usable: Int64Array, most_rows: int, *, padded: bool) -> list[int]:
     """Lengths about a length, which is the longest where all are padded to it; that one alone where rows are too few.
 
     Items that are of one length share calls of kernels, and need no mask of padding, as those of real data do not.
@@ -147,7 +147,7 @@ def _rows(lengths: list[int], *, padded: bool) -> int:
     return len(lengths) * max(lengths) if padded else sum(lengths)
 
 
-def items(batch: Batch) -> NDArray[np.int64]:
+def items(batch: Batch) -> Int64Array:
     """Lengths of a batch's items, int64 [num_items]."""
     return np.concatenate([np.full(count, length, dtype=np.int64) for count, length in batch])
 
@@ -166,13 +166,13 @@ def _encoder(recipe: Recipe, name: str, module: ModalityModule, sharded: nn.Modu
     return Subject(name, module, module.spec_module(name), module.layers(), lengths, sharded, prepare)
 
 
-def _sizes(recipe: Recipe, name: str, module: ModalityModule) -> dict[int, NDArray[np.int64]]:
+def _sizes(recipe: Recipe, name: str, module: ModalityModule) -> dict[int, Int64Array]:
     """Length of an item -> sizes of one: what the transform makes of squares, or clips, from tiny to the largest."""
     transform = recipe.transform(name)
     longest = getattr(transform, "max_pixels_side", 0) or int(transform.max_seconds * transform.sampling_rate)
     raw = np.unique(np.geomspace(1, longest, 4 * _NUM_CANDIDATES).astype(np.int64))
     pairs = np.stack([raw, raw if transform.modality == "image" else np.full_like(raw, transform.sampling_rate)], 1)
-    found: dict[int, NDArray[np.int64]] = {}
+    found: dict[int, Int64Array] = {}
     for size in transform.sizes(pairs)[:, None]:
         try:
             fits = module.num_tokens(size)[0] > 0

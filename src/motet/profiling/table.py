@@ -12,8 +12,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from motet.core.arrays import Float64Array
 from motet.core.spec import ModelSpec
-from motet.cost.fit import Floats, RelativeError, Surface, fit, relative_error
+from motet.cost.fit import RelativeError, Surface, fit, relative_error
 from motet.cost.phases import PS_PER_NS, phase_times
 from motet.cost.profile import LayerTimes, Points, Profile
 from motet.cost.profiled import message_fit
@@ -48,9 +49,9 @@ def print_tables(profile: Profile, spec: ModelSpec, *, recompute: bool) -> None:
 class HeldOut:
     """Seconds of all passes at the held-out batches, float64 [num_batches]: measured, and predicted in two ways."""
 
-    measured: Floats
-    interpolated: Floats
-    fitted: Floats
+    measured: Float64Array
+    interpolated: Float64Array
+    fitted: Float64Array
 
     @classmethod
     def of(cls, times: LayerTimes) -> HeldOut:

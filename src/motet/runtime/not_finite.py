@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from motet.core.arrays import Int64Array
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
 from motet.runtime.step import TrainStep
@@ -146,7 +146,7 @@ def _tensors(output: Any) -> list[Tensor]:
     return [tensor for part in output for tensor in _tensors(part)] if isinstance(output, list | tuple) else []
 
 
-def _owners(batch: RankBatch, phase: str, rank: int) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
+def _owners(batch: RankBatch, phase: str, rank: int) -> tuple[Int64Array, list[Int64Array]]:
     """The example of each item (or sequence) that a rank computes, and how many rows each may have, [num_items]."""
     own = batch.decision.assignments[phase].on_rank(rank)
     if phase == BACKBONE:
@@ -156,7 +156,7 @@ def _owners(batch: RankBatch, phase: str, rank: int) -> tuple[NDArray[np.int64],
     return items.example[own], [items.num_tokens[own], sizes.prod(axis=1), np.ones(len(own), dtype=np.int64)]
 
 
-def _bad_rows(is_bad: Tensor, partitions: Sequence[NDArray[np.int64]]) -> NDArray[np.int64] | None:
+def _bad_rows(is_bad: Tensor, partitions: Sequence[Int64Array]) -> Int64Array | None:
     """Numbers of the items with a row that is bad; None where the tensor has not the rows of any partition."""
     for axis in range(min(is_bad.ndim, 2)):
         if axis == 1 and is_bad.shape[0] != 1:

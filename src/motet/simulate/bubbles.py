@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from motet.core.arrays import BoolArray, Float64Array, IndexArray, Int32Array
 from motet.core.timeline import COMPUTE, Timeline
 from motet.schedule.program import COMPUTE as PASSES_AND_STEP
 from motet.schedule.program import Kind
@@ -45,8 +46,6 @@ _BLOCK_SPANS = 1 << 16
 """Ranks are looked at together until they have so many spans: columns of millions leave the caches again and again."""
 _BY_PRIORITY = (_BUSY, _TP, _EXCHANGE, _GATHER, _REDUCE, _NORM)
 
-Seconds = NDArray[np.float64]
-
 
 @dataclass(frozen=True, eq=False)
 class Bubbles:
@@ -56,8 +55,8 @@ class Bubbles:
     """
 
     step_s: float
-    busy_s: Seconds
-    idle_s: Seconds
+    busy_s: Float64Array
+    idle_s: Float64Array
 
     @property
     def mean_s(self) -> dict[str, float]:
@@ -107,18 +106,18 @@ def _counted(timeline: Timeline) -> Bubbles:
 class _Spans(NamedTuple):
     """Those that tell a cause, rank by rank. is_pass: computes, and is no optimizer step."""
 
-    rank: NDArray[np.int32]
-    start_s: Seconds
-    end_s: Seconds
+    rank: Int32Array
+    start_s: Float64Array
+    end_s: Float64Array
     cause: NDArray[np.int8]
-    is_pass: NDArray[np.bool_]
+    is_pass: BoolArray
 
-    def at(self, place: NDArray[np.intp] | slice) -> _Spans:
+    def at(self, place: IndexArray | slice) -> _Spans:
         columns = self.start_s[place], self.end_s[place], self.cause[place], self.is_pass[place]
         return _Spans(self.rank[place], *columns)
 
 
-def _seconds(spans: _Spans, num_ranks: int, begin_s: float, end_s: float) -> Seconds:
+def _seconds(spans: _Spans, num_ranks: int, begin_s: float, end_s: float) -> Float64Array:
     """[num_ranks, 1 + len(BUBBLE_KINDS)], busy and by cause, from begin_s to end_s."""
     passes = spans.is_pass
     rank, start_s, stop_s, doing = _segments(spans, num_ranks, begin_s, end_s)
@@ -138,11 +137,11 @@ def _seconds(spans: _Spans, num_ranks: int, begin_s: float, end_s: float) -> Sec
     doing = np.where(waits, why, doing)
     num_kinds = len(BUBBLE_KINDS) + 1
     cell = rank * num_kinds + doing - _BUSY
-    seconds: Seconds = np.bincount(cell, stop_s - start_s, num_ranks * num_kinds).astype(np.float64)
+    seconds: Float64Array = np.bincount(cell, stop_s - start_s, num_ranks * num_kinds).astype(np.float64)
     return seconds.reshape(num_ranks, num_kinds)
 
 
-def _causes(timeline: Timeline) -> tuple[NDArray[np.int8], NDArray[np.bool_]]:
+def _causes(timeline: Timeline) -> tuple[NDArray[np.int8], BoolArray]:
     """What each span counts as, and which are passes."""
     stream, kind = Labels.of(timeline.stream), Labels.of(timeline.kind)
     cause = np.array([[_cause(one, other) for other in kind.names] for one in stream.names], dtype=np.int8)
@@ -161,7 +160,7 @@ def _cause(stream: str, kind: str) -> int:
 
 def _segments(
     spans: _Spans, num_ranks: int, begin_s: float, end_s: float
-) -> tuple[NDArray[np.int32], Seconds, Seconds, NDArray[np.int8]]:
+) -> tuple[Int32Array, Float64Array, Float64Array, NDArray[np.int8]]:
     """rank, start, end and what it does, of pieces of time in which no span of the rank starts or ends, in order."""
     every = np.arange(num_ranks, dtype=np.int32)
     rank = np.concatenate([spans.rank, spans.rank, every, every])

@@ -1,1 +1,1 @@
-"""Joins the parts into a training job: recipe, input, trainer, checkpoints, evaluation, report. Its words: docs/glossary.md."""
+"""Joins the parts into a training job: recipe, input, trainer, checkpoints, reports. Its words: docs/glossary.md."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
+
+from motet.core.arrays import Int64Array
 
 
-def packed_bound(weights: NDArray[np.int64], num_ranks: int) -> int:
+def packed_bound(weights: Int64Array, num_ranks: int) -> int:
     """The largest of three bounds on the maximum over ranks of the sum of weights, int64 [num_items].
 
     O(num_items log num_items).

@@ -14,18 +14,19 @@ O(num_samples) a pass.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
+
+from motet.core.arrays import Int64Array
 
 _MASK = 2**64 - 1
 
-GroupsTuple = tuple[NDArray[np.int64], NDArray[np.int64], int, int]
+GroupsTuple = tuple[Int64Array, Int64Array, int, int]
 """items [num_samples] and offsets [num_groups + 1]: the full groups, the oversized ones, the leftover; the number of
 full groups; the number of oversized ones."""
 
 
 def isf(
-    vision: NDArray[np.int64],
-    text: NDArray[np.int64],
+    vision: Int64Array,
+    text: Int64Array,
     max_vision: int,
     max_text: int,
     min_vision: int,

@@ -10,14 +10,14 @@ of `packed`, its batches renamed by `place_on_nodes`.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.balance.reference.bound import packed_bound
 from motet.balance.reference.level import Group, Item, level
 from motet.balance.reference.result import Placement, placement
+from motet.core.arrays import Int32Array, Int64Array
 
 
-def packed_home(weights: NDArray[np.int64], num_ranks: int, home: NDArray[np.int32], ranks_per_node: int) -> Placement:
+def packed_home(weights: Int64Array, num_ranks: int, home: Int32Array, ranks_per_node: int) -> Placement:
     """Balance sums of weights, int64 [num_items], >= 0 and with a sum that fits int64, starting from `home`.
 
     home: int32 [num_items], the rank that holds each item. The last node is smaller if ranks_per_node does not divide
@@ -58,7 +58,7 @@ def _nodes(items: list[Item], num_ranks: int, home: list[int], ranks_per_node: i
     return nodes
 
 
-def _ranks_of_node(node: Group, first: int, size: int, home: NDArray[np.int32], bound: int) -> list[Group]:
+def _ranks_of_node(node: Group, first: int, size: int, home: Int32Array, bound: int) -> list[Group]:
     """Own items on their home ranks, then imports, heaviest first, where the load is furthest below target."""
     limit = bound + (bound >> 17)
     ranks = [Group([], 0, node.load * (rank + 1) // size - node.load * rank // size, limit) for rank in range(size)]

@@ -12,11 +12,11 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.balance.reference.bound import packed_bound
 from motet.balance.reference.level import Group, level
 from motet.balance.reference.result import Placement, placement
+from motet.core.arrays import Int32Array, Int64Array
 
 NODE_BITS = 13
 RANK_BITS = 12
@@ -24,10 +24,10 @@ RANK_BITS = 12
 
 
 def joint_home(
-    costs: NDArray[np.int64],
+    costs: Int64Array,
     num_ranks: int,
-    home: NDArray[np.int32],
-    sizes: NDArray[np.int64],
+    home: Int32Array,
+    sizes: Int64Array,
     ranks_per_node: int,
 ) -> Placement:
     """Balance costs [num_examples, num_phases], >= 0, whose sum over all fits int64, starting from `home`.
@@ -58,7 +58,7 @@ def joint_home(
 class _Examples:
     """The examples that cost something, each in the scarcest of its phases."""
 
-    def __init__(self, costs: NDArray[np.int64], sizes: NDArray[np.int64], num_ranks: int) -> None:
+    def __init__(self, costs: Int64Array, sizes: Int64Array, num_ranks: int) -> None:
         self.costs: list[list[int]] = costs.tolist()
         self.bound = [packed_bound(column, num_ranks) for column in costs.T]
         self.phases: list[int] = np.argsort(np.count_nonzero(costs, axis=0), kind="stable").tolist()  # scarcest first

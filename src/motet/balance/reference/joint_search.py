@@ -17,9 +17,9 @@ float32, one operation at a time and in a stated order: IEEE 754 makes that exac
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.balance.reference.joint_state import JointProblem, JointState
+from motet.core.arrays import Float32Array
 
 MAX_SLOTS = 128
 """Of a rank with more examples, so many spread over its list are tried."""
@@ -29,8 +29,6 @@ PAIRS_A_STEP = 2**15
 
 SMALLEST_GAIN = np.float32(2.0**-13)
 """Of the worst rank's pain."""
-
-Floats = NDArray[np.float32]
 
 
 def search_swaps(problem: JointProblem, state: JointState, max_pairs: int) -> None:
@@ -116,7 +114,7 @@ class _Search:
         order = np.argsort(-gain, kind="stable")[: max(4, PAIRS_A_STEP // num_slots**2)]
         return [int(rank) for rank in order if gain[rank] > 0]
 
-    def _slots(self, rank: int) -> tuple[Floats, list[int | None]]:
+    def _slots(self, rank: int) -> tuple[Float32Array, list[int | None]]:
         """What the rank can give: weights [num_phases, num_slots], and the examples. The last slot is nothing."""
         examples = self.state.examples[rank]
         num_examples = min(len(examples), MAX_SLOTS)
@@ -131,7 +129,7 @@ class _Search:
         self.pain[rank] = _pain(self.excess[:, [rank]])[0]
 
 
-def _pain(excess: Floats) -> Floats:
+def _pain(excess: Float32Array) -> Float32Array:
     """The sum over phases, the first axis, of squared excesses above 0; phase after phase."""
     pain = np.zeros(excess.shape[1:], dtype=np.float32)
     for of_phase in np.maximum(excess, np.float32(0)):
@@ -139,7 +137,9 @@ def _pain(excess: Floats) -> Floats:
     return pain
 
 
-def _least_pain(given: Floats, taken: Floats, heavy: Floats, light: Floats) -> tuple[np.float32, int, int]:
+def _least_pain(
+    given: Float32Array, taken: Float32Array, heavy: Float32Array, light: Float32Array
+) -> tuple[np.float32, int, int]:
     """The pain after the best swap, and its slots. Of equal ones the first of the light rank, then of the heavy one."""
     pain = np.zeros((given.shape[1], taken.shape[1]), dtype=np.float32)
     for phase in range(len(given)):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+
+from motet.core.arrays import Int64Array
 
 NEAR_BITS = 11
 """Within 2^-11 of the bounds a placement is good enough."""
@@ -15,9 +16,9 @@ NEAR_BITS = 11
 class JointProblem:
     """costs int64 [num_examples, num_phases], bound int64 [num_phases]: no phase's largest load can be smaller."""
 
-    costs: NDArray[np.int64]
+    costs: Int64Array
     num_ranks: int
-    bound: NDArray[np.int64]
+    bound: Int64Array
 
     @property
     def goal(self) -> int:

@@ -18,7 +18,8 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
-from numpy.typing import NDArray
+
+from motet.core.arrays import Float64Array, Int64Array
 
 VOLUME_BITS = 24
 """What a source holds in all is cut to so many bits, so that squares add up within 64 in the native core."""
@@ -26,7 +27,7 @@ VOLUME_BITS = 24
 MAX_SWAPS = 1000
 
 
-def place_on_nodes(volume: NDArray[np.int64], ranks_per_node: int) -> NDArray[np.int64]:
+def place_on_nodes(volume: Int64Array, ranks_per_node: int) -> Int64Array:
     """The rank of each batch, int64 [num_ranks], a permutation, from volume [num_ranks (source), num_ranks (batch)].
 
     What a source holds in all must fit int64. O(num_ranks^2), then up to 1000 swaps of O(ranks_per_node * batches of a
@@ -38,14 +39,14 @@ def place_on_nodes(volume: NDArray[np.int64], ranks_per_node: int) -> NDArray[np
     return ranks_of_nodes(np.array(renaming.node_of, dtype=np.int64), ranks_per_node)
 
 
-def ranks_of_nodes(node_of: NDArray[np.int64], ranks_per_node: int) -> NDArray[np.int64]:
+def ranks_of_nodes(node_of: Int64Array, ranks_per_node: int) -> Int64Array:
     """The batches of each node on its ranks, in batch order."""
     ranks = np.empty(len(node_of), dtype=np.int64)
     ranks[np.argsort(node_of, kind="stable")] = np.arange(len(node_of))
     return ranks
 
 
-def exactly_on_nodes(volume: NDArray[np.int64], ranks_per_node: int) -> NDArray[np.int64]:
+def exactly_on_nodes(volume: Int64Array, ranks_per_node: int) -> Int64Array:
     """The same, with the smallest maximum there is, to HiGHS's tolerance of 1e-6: seconds to hours from 64 ranks on.
 
     Variables: x[batch, node], 0 or 1, and the maximum.
@@ -59,7 +60,7 @@ def exactly_on_nodes(volume: NDArray[np.int64], ranks_per_node: int) -> NDArray[
     held = volume.sum(axis=1)
     unit = max(int(held.max(initial=0)), 1)
 
-    def rows(row: NDArray[np.int64], column: NDArray[np.int64], value: NDArray[np.float64], count: int) -> coo_array:
+    def rows(row: Int64Array, column: Int64Array, value: Float64Array, count: int) -> coo_array:
         return coo_array((value, (row, column)), shape=(count, num_places + 1))
 
     source, batch = np.nonzero(volume)
@@ -89,7 +90,7 @@ def exactly_on_nodes(volume: NDArray[np.int64], ranks_per_node: int) -> NDArray[
 class _Renaming:
     """Batches on nodes, and what each source sends to other nodes."""
 
-    def __init__(self, volume: NDArray[np.int64], ranks_per_node: int) -> None:
+    def __init__(self, volume: Int64Array, ranks_per_node: int) -> None:
         most = int(volume.sum(axis=1).max(initial=0))
         cut = volume >> max(0, most.bit_length() - VOLUME_BITS)
         self.held: list[list[int]] = cut.tolist()  # [num_ranks (source), num_ranks (batch)]

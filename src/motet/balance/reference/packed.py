@@ -15,14 +15,14 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.balance.reference.bound import packed_bound
 from motet.balance.reference.result import Placement, placement
 from motet.balance.reference.swaps import Swaps
+from motet.core.arrays import Int64Array
 
 
-def packed(weights: NDArray[np.int64], num_ranks: int, equal_counts: bool, num_steps: int) -> Placement:
+def packed(weights: Int64Array, num_ranks: int, equal_counts: bool, num_steps: int) -> Placement:
     """Balance sums of weights, int64 [num_items], >= 0 and with a sum that fits int64.
 
     equal_counts: the numbers of items of two ranks differ by at most one.

@@ -12,12 +12,12 @@ longer item has no smaller size: sizes may have a quadratic term (costs.Padded).
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.balance.reference.result import Placement, placement
+from motet.core.arrays import Int64Array
 
 
-def padded(lengths: NDArray[np.int64], num_ranks: int, linear: int, quadratic: int) -> Placement:
+def padded(lengths: Int64Array, num_ranks: int, linear: int, quadratic: int) -> Placement:
     """Balance count * (linear * longest + quadratic * longest^2) of lengths, int64 [num_items], >= 0.
 
     For all items at once it must fit int64. The bound is the optimum, so that the largest load equals it. Ranks may be
@@ -34,12 +34,12 @@ def padded(lengths: NDArray[np.int64], num_ranks: int, linear: int, quadratic: i
     return placement(ranks, loads, limit)
 
 
-def padded_bound(lengths: NDArray[np.int64], num_ranks: int, linear: int, quadratic: int) -> int:
+def padded_bound(lengths: Int64Array, num_ranks: int, linear: int, quadratic: int) -> int:
     """The optimum itself: no placement has a smaller maximum."""
     return _optimum(_costs(np.sort(lengths)[::-1], linear, quadratic), num_ranks)
 
 
-def _costs(lengths: NDArray[np.int64], linear: int, quadratic: int) -> list[int]:
+def _costs(lengths: Int64Array, linear: int, quadratic: int) -> list[int]:
     costs: list[int] = (lengths * (linear + quadratic * lengths)).tolist()
     return costs
 

@@ -21,11 +21,11 @@ import heapq
 from bisect import bisect_left
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.balance.checks import INT64_MAX
 from motet.balance.reference.padded_attention_bound import Classes, lower_bound
 from motet.balance.reference.result import Placement, placement
+from motet.core.arrays import Int32Array, Int64Array
 
 MAX_ITEMS_FOR_PAPER = 1 << 14
 """With more items the paper's batches are tried only where these end more than a 64th above the bound."""
@@ -34,7 +34,7 @@ Take = tuple[int, int, int]
 """The rank, the class, and how many of the class the rank takes: those that come next by item number."""
 
 
-def padded_attention(lengths: NDArray[np.int64], num_ranks: int, linear: int, quadratic: int) -> Placement:
+def padded_attention(lengths: Int64Array, num_ranks: int, linear: int, quadratic: int) -> Placement:
     """Balance lengths, int64 [num_items], >= 0; linear, quadratic >= 1; all items on one rank must fit int64.
 
     O(num_items + 20 (num_classes + num_ranks log num_classes)) after the sort; within 2 % of the bound from 64 ranks
@@ -60,9 +60,7 @@ def padded_attention(lengths: NDArray[np.int64], num_ranks: int, linear: int, qu
     return placement(ranks, loads, bound)
 
 
-def loads_of(
-    ranks: NDArray[np.int32], lengths: NDArray[np.int64], num_ranks: int, linear: int, quadratic: int
-) -> NDArray[np.int64]:
+def loads_of(ranks: Int32Array, lengths: Int64Array, num_ranks: int, linear: int, quadratic: int) -> Int64Array:
     """The cost of each rank, int64 [num_ranks], of any placement."""
     sums = np.zeros(num_ranks, dtype=np.int64)
     np.add.at(sums, ranks, lengths)

@@ -29,7 +29,8 @@ import math
 from typing import NamedTuple, Self
 
 import numpy as np
-from numpy.typing import NDArray
+
+from motet.core.arrays import Int64Array
 
 STEEPNESSES = (3.0, 10.0, 1.0, 0.0)
 """Each gives a bound; the first is most often the largest."""
@@ -43,7 +44,7 @@ class Classes(NamedTuple):
     sums: list[int]  # [num_classes + 1], the lengths of all earlier positions, summed
 
     @classmethod
-    def of(cls, lengths: NDArray[np.int64]) -> Self:
+    def of(cls, lengths: Int64Array) -> Self:
         ascending, counts = np.unique(lengths, return_counts=True)
         starts = np.concatenate([[0], np.cumsum(counts[::-1])])
         sums = np.concatenate([[0], np.cumsum((ascending * counts)[::-1])])

@@ -18,7 +18,8 @@ from bisect import bisect_left, insort
 from itertools import combinations
 
 import numpy as np
-from numpy.typing import NDArray
+
+from motet.core.arrays import Int64Array
 
 NUM_VISITS = 1 << 18
 """Visits of a microbatch to a stage that the swaps may simulate: about a millisecond in the native core."""
@@ -64,12 +65,12 @@ class Pipeline:
         return max(self.gradient[1] - self.free[0], 0)
 
 
-def pipeline_makespan(forward: NDArray[np.int64], backward: NDArray[np.int64], order: NDArray[np.int64]) -> int:
+def pipeline_makespan(forward: Int64Array, backward: Int64Array, order: Int64Array) -> int:
     """When the last backward ends, for durations int64 [num_microbatches, num_stages]. O(size)."""
     return _makespan(forward.tolist(), backward.tolist(), order.tolist())
 
 
-def order_microbatches(forward: NDArray[np.int64], backward: NDArray[np.int64]) -> NDArray[np.int64]:
+def order_microbatches(forward: Int64Array, backward: Int64Array) -> Int64Array:
     """A permutation, int64 [num_microbatches], no slower than the given order.
 
     forward, backward: int64 [num_microbatches, num_stages], >= 0, with a sum that fits int64.

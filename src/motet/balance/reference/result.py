@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
-
+from motet.core.arrays import Int32Array, Int64Array
 from motet.core.assignment import csr_from_ranks
 
-Placement = tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int | NDArray[np.int64]]
+Placement = tuple[Int32Array, Int64Array, Int64Array, Int64Array, int | Int64Array]
 """ranks, items, offsets, loads, bound: the fields of core.Assignment."""
 
 
-def placement(ranks: NDArray[np.int32], loads: NDArray[np.int64], bound: int | NDArray[np.int64]) -> Placement:
+def placement(ranks: Int32Array, loads: Int64Array, bound: int | Int64Array) -> Placement:
     """With the items of each rank in item order."""
     return ranks, *csr_from_ranks(ranks, len(loads)), loads, bound

@@ -18,20 +18,21 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
-from numpy.typing import NDArray
 
-Pieces = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]
+from motet.core.arrays import BoolArray, Int32Array, Int64Array
+
+Pieces = tuple[Int64Array, Int64Array, Int64Array, Int32Array]
 """item, begin, end, rank of each fragment: the units begin .. end of an item; by item, then by begin."""
 
 
 def pour(
-    costs: NDArray[np.int64],
-    overheads: NDArray[np.int64],
-    units: NDArray[np.int64],
-    parts: NDArray[np.int64],
-    turns: NDArray[np.int64],
-    phases: NDArray[np.int64],
-    limits: NDArray[np.int64],
+    costs: Int64Array,
+    overheads: Int64Array,
+    units: Int64Array,
+    parts: Int64Array,
+    turns: Int64Array,
+    phases: Int64Array,
+    limits: Int64Array,
     num_ranks: int,
 ) -> Pieces:
     """Place items so that no load exceeds limits, int64 [num_phases]; what finds no room is left out.
@@ -76,7 +77,7 @@ def pour(
 
 
 def _widest_reach(
-    rooms: NDArray[np.int64], free: NDArray[np.bool_], cost: list[int], before: list[int], num_units: int
+    rooms: Int64Array, free: BoolArray, cost: list[int], before: list[int], num_units: int
 ) -> tuple[int, int]:
     """The rank that can take the most of an item whose units `before` are placed, and up to which unit."""
     best = (0, -1)

@@ -16,17 +16,18 @@ What a token attends to is defined in motet.balance.segments.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
+
+from motet.core.arrays import Int64Array
 
 
 def block_pairs(
-    length: NDArray[np.int64],
-    document: NDArray[np.int64],
-    modality: NDArray[np.int64],
-    instance: NDArray[np.int64],
-    attends_to: NDArray[np.int64],
+    length: Int64Array,
+    document: Int64Array,
+    modality: Int64Array,
+    instance: Int64Array,
+    attends_to: Int64Array,
     block: int,
-) -> NDArray[np.int64]:
+) -> Int64Array:
     """The pairs of each block of `block` consecutive tokens (the last may be shorter), int64 [num_blocks].
 
     The columns, each [num_segments], are those of Segments. O(num_segments * modalities of a document + num_blocks).
@@ -47,7 +48,7 @@ def block_pairs(
     return np.array(pairs, dtype=np.int64)
 
 
-def _series(*columns: NDArray[np.int64]) -> list[tuple[int, int]]:
+def _series(*columns: Int64Array) -> list[tuple[int, int]]:
     """Of each segment: the pairs of its first token, and by how many each next token has more."""
     length, _, _, instance, _ = columns
     in_all = np.zeros(len(length) + 1, dtype=np.int64)  # tokens of each instance

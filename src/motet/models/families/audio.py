@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu
 
+from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.shapes import Transformer, convolution, final_norm
 from motet.models.attention import Padded
@@ -43,7 +43,7 @@ class AudioEncoder(nn.Module):
     def blocks(self) -> list[nn.Module]:
         return list(self.model.layers)
 
-    def num_outputs(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    def num_outputs(self, sizes: Int64Array) -> Int64Array:
         """Half as many as frames, rounded up. Raises UserError for a clip with more frames than positions."""
         if (longest := int(sizes.max(initial=0))) > self.max_frames:
             raise UserError(
@@ -83,7 +83,7 @@ class AudioEncoder(nn.Module):
         hidden, counts = self._hidden(values, sizes.numpy())
         return self.model.layer_norm(hidden).flatten(0, 1).index_select(0, real_rows(counts, hidden))
 
-    def _hidden(self, values: Tensor, sizes: NDArray[np.int64]) -> tuple[Tensor, NDArray[np.int64]]:
+    def _hidden(self, values: Tensor, sizes: Int64Array) -> tuple[Tensor, Int64Array]:
         """Hidden states of the last layer [num_clips, longest, dim], and how many of each clip's are real."""
         model, frames, counts = self.model, sizes[:, 0], AudioEncoder.num_outputs(self, sizes)
         num_clips, longest = len(frames), int(frames.max())
@@ -100,7 +100,7 @@ class AudioEncoder(nn.Module):
         return hidden, counts
 
 
-def real_rows(counts: NDArray[np.int64], padded: Tensor) -> Tensor:
+def real_rows(counts: Int64Array, padded: Tensor) -> Tensor:
     """Places, int64 [sum(counts)], of the first counts[i] rows of each clip in padded.flatten(0, 1).
 
     padded: [num_clips, longest, ...].

@@ -6,10 +6,10 @@ HF's `last_hidden_state` has no norm after the last layer (`post_layernorm` is f
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import CLIPVisionModel
 
+from motet.core.arrays import Int64Array
 from motet.core.shapes import Transformer, patches
 from motet.models.attention import Segments
 from motet.models.families.patches import (
@@ -41,10 +41,10 @@ class ClipEncoder(nn.Module):
     def blocks(self) -> list[nn.Module]:
         return list(self.model.encoder.layers)[: self.num_computed]
 
-    def grid(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    def grid(self, sizes: Int64Array) -> Int64Array:
         return sizes
 
-    def num_outputs(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    def num_outputs(self, sizes: Int64Array) -> Int64Array:
         return np.prod(sizes, axis=1)
 
     def layers(self) -> list[LayerModules]:

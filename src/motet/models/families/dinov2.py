@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import Dinov2Model
 
+from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.shapes import BIASES, Transformer, final_norm, patches
 from motet.models.attention import Segments
@@ -45,10 +45,10 @@ class Dinov2Encoder(nn.Module):
     def blocks(self) -> list[nn.Module]:
         return list(self.model.encoder.layer)[: self.num_computed]
 
-    def grid(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    def grid(self, sizes: Int64Array) -> Int64Array:
         return sizes
 
-    def num_outputs(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    def num_outputs(self, sizes: Int64Array) -> Int64Array:
         return np.prod(sizes, axis=1)
 
     def layers(self) -> list[LayerModules]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, linear
 from transformers import PreTrainedConfig
 
+from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.models.contract import ImageRows
 
@@ -43,7 +43,7 @@ def embed_patches(convolution: nn.Conv2d | nn.Conv3d, rows: Tensor) -> Tensor:
     return linear(rows, convolution.weight.flatten(1), convolution.bias)
 
 
-def patch_positions(table: Tensor, grids: NDArray[np.int64]) -> Tensor:
+def patch_positions(table: Tensor, grids: Int64Array) -> Tensor:
     """A square position table [side * side, dim] for images of any grid, int64 [num_images, 2] -> [sum(h * w), dim].
 
     Bicubic, as HF's `interpolate_pos_encoding` does it for one image, but never in less than float32. Each distinct
@@ -60,7 +60,7 @@ def patch_positions(table: Tensor, grids: NDArray[np.int64]) -> Tensor:
     return torch.cat([by_grid[height, width] for height, width in grids.tolist()])
 
 
-def add_class_rows(rows: Tensor, class_row: Tensor, counts: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+def add_class_rows(rows: Tensor, class_row: Tensor, counts: Int64Array) -> tuple[Tensor, Tensor]:
     """Put one class row before the rows of each image: (rows [sum(counts + 1), dim], places of the old rows in it)."""
     num_images = len(counts)
     starts = np.cumsum(counts + 1) - (counts + 1)

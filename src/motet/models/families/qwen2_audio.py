@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
+from motet.core.arrays import Int64Array
 from motet.models.families.audio import AudioEncoder, real_rows
 
 
@@ -14,7 +13,7 @@ class Qwen2AudioEncoder(AudioEncoder):
 
     pooled = 2
 
-    def num_outputs(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    def num_outputs(self, sizes: Int64Array) -> Int64Array:
         """Rows per clip; as in HF an odd last row is dropped, so a clip of one or two frames becomes no row."""
         return super().num_outputs(sizes) // self.pooled
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel, VisionAttention
 
+from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.shapes import Transformer, merge, patches
 from motet.models.attention import Segments
@@ -70,14 +70,14 @@ class Qwen2VLEncoder(nn.Module):
     def blocks(self) -> list[nn.Module]:
         return list(self.model.blocks)
 
-    def num_outputs(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    def num_outputs(self, sizes: Int64Array) -> Int64Array:
         if (sizes % self.merge).any():
             raise UserError(
                 f"an image's patch rows and columns must be multiples of {self.merge}, got {sizes.tolist()}"
             )
         return np.prod(sizes, axis=1) // self.merge**2
 
-    def grid(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    def grid(self, sizes: Int64Array) -> Int64Array:
         """The blocks of an image, which the merger makes one row each, are themselves a raster."""
         return sizes // self.merge
 
@@ -108,7 +108,7 @@ class Qwen2VLEncoder(nn.Module):
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotation)
         return self.model.merger(hidden)
 
-    def _rotation(self, grids: NDArray[np.int64], hidden: Tensor) -> _Rotation:
+    def _rotation(self, grids: Int64Array, hidden: Tensor) -> _Rotation:
         frequencies = self.model.rotary_pos_emb.inv_freq.to(torch.promote_types(hidden.dtype, torch.float32))
         places = torch.from_numpy(_places(grids, self.merge)).to(hidden.device)
         # Half of the head's channels turn with the patch's row, half with its column.
@@ -116,7 +116,7 @@ class Qwen2VLEncoder(nn.Module):
         return _Rotation(angles.cos(), angles.sin())
 
 
-def _places(grids: NDArray[np.int64], merge: int) -> NDArray[np.int64]:
+def _places(grids: Int64Array, merge: int) -> Int64Array:
     """(row, column) of each patch, int64 [sum(h * w), 2], ordered by block row, block column, row and column in it."""
     counts = np.prod(grids, axis=1)
     patch = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

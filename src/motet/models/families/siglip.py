@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import SiglipVisionModel
 
+from motet.core.arrays import Int64Array
 from motet.core.shapes import Transformer, final_norm, patches
 from motet.models.attention import Segments
 from motet.models.families.patches import embed_patches, num_computed, patch_positions, raster_rows
@@ -34,10 +34,10 @@ class SiglipEncoder(nn.Module):
     def blocks(self) -> list[nn.Module]:
         return list(self.model.encoder.layers)[: self.num_computed]
 
-    def grid(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    def grid(self, sizes: Int64Array) -> Int64Array:
         return sizes
 
-    def num_outputs(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    def num_outputs(self, sizes: Int64Array) -> Int64Array:
         return np.prod(sizes, axis=1)
 
     def layers(self) -> list[LayerModules]:

@@ -11,16 +11,14 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import Float64Array
 from motet.core.errors import ArgumentError
 from motet.core.timeline import COMPUTE, Timeline
 from motet.schedule.program import Kind
 
 _ROUNDING = 1e-9
 """Of a slice, by which it may be longer than a bubble."""
-
-Seconds = NDArray[np.float64]
 
 
 class Slices(NamedTuple):
@@ -38,7 +36,7 @@ class Row:
 
     names: tuple[str, ...]
     starts_s: tuple[float, ...]
-    busy_s: Seconds
+    busy_s: Float64Array
 
     @property
     def computing_s(self) -> float:
@@ -55,8 +53,8 @@ class Backbone:
     """
 
     rows: tuple[Row, ...]
-    needed_s: Seconds
-    ready_s: Seconds
+    needed_s: Float64Array
+    ready_s: Float64Array
     done_s: tuple[float, ...]
 
     @property
@@ -106,7 +104,7 @@ def backbone_of(timeline: Timeline, num_microbatches: int, *, sink: int = 0) -> 
 class Room:
     """Bubbles of a rank, in order of time, or of time run backwards. The last one must hold all that is asked for."""
 
-    def __init__(self, start_s: Seconds, stop_s: Seconds) -> None:
+    def __init__(self, start_s: Float64Array, stop_s: Float64Array) -> None:
         self._start_s, self._stop_s = start_s, stop_s
         self._tables: dict[float, tuple[list[float], list[float], list[int]]] = {}
 

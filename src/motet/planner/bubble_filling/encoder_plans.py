@@ -17,15 +17,15 @@ from math import ceil, inf
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.assign.step import StepAssignment
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Fill, Plan, ScheduleKind, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
 from motet.cost.memory import unit_spans
 from motet.planner.candidate import BUBBLE_FILLING, RuledOut, size_words
-from motet.planner.job import BlockCosts, Column, Job
+from motet.planner.job import BlockCosts, Job
 from motet.planner.stages.partition import partition
 from motet.planner.stages.recompute import Fit, StageBytes, fit_rank, stage_bytes
 from motet.schedule import fillable
@@ -164,7 +164,7 @@ class EncoderPlans:
         return assign_batch(self._any, self.job.batch, self.job.cost)
 
     @cached_property
-    def in_flight(self) -> list[NDArray[np.int64]]:
+    def in_flight(self) -> list[Int64Array]:
         """Per rank: microbatches of each of its stages that are held at once, [num_moments, num_chunks]."""
         own, num = self.shape, self.shape.num_microbatches
         if own.chunks == 1 or num % own.pp == 0:  # Else chunks take groups that are not alike.
@@ -240,7 +240,7 @@ class EncoderPlans:
             self._bytes[key] = stage_bytes(self.job.model, unit, spans, rows, 1, precision)
         return self._bytes[key]
 
-    def _again_s(self, unit: Unit, stage: int, most: int) -> dict[str, Column]:
+    def _again_s(self, unit: Unit, stage: int, most: int) -> dict[str, Float64Array]:
         """In a step."""
         count = self.shape.num_microbatches if unit.name == BACKBONE else most
         spans = unit_spans(self.job.model, unit, stage)
@@ -268,7 +268,7 @@ def divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _in_flight(program: Program, rank: int) -> NDArray[np.int64]:
+def _in_flight(program: Program, rank: int) -> Int64Array:
     """How many microbatches of each stage of a rank are held, at all moments that differ: [num_moments, num_stages]."""
     stages = [number for number, stage in enumerate(program.stages) if stage.rank == rank]
     place = {stage: column for column, stage in enumerate(stages)}

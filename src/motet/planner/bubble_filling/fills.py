@@ -30,9 +30,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from motet.core.arrays import Float64Array
 from motet.core.errors import ArgumentError
 from motet.core.plan import Fill
-from motet.planner.bubble_filling.backbone_bubbles import Backbone, Room, Seconds, Slices
+from motet.planner.bubble_filling.backbone_bubbles import Backbone, Room, Slices
 from motet.schedule.generators.bubble_filling import global_order
 from motet.schedule.program import Kind
 
@@ -220,7 +221,7 @@ class _Search:
         self._singles: dict[tuple[int, tuple[int, ...]], _Single] = {}
         self._num_placed = 0
 
-    def _gaps(self, busy_s: Seconds, fine: bool) -> tuple[Seconds, Seconds]:
+    def _gaps(self, busy_s: Float64Array, fine: bool) -> tuple[Float64Array, Float64Array]:
         """Where a rank's compute stream is idle, from long before the step to long after it."""
         sends_s = self.encoders.num_places * self.encoders.send_s
         far_s = 2 * (self.backbone.end_s + self.backbone.num_microbatches * (self.encoders.microbatch_s + sends_s)) + 1

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from motet.core.arrays import Float64Array
 from motet.core.plan import Unit
 from motet.core.workload import BACKBONE
 from motet.cost.memory import unit_spans
@@ -39,7 +40,7 @@ from motet.planner.bubble_filling.fills import Encoders, Filling, Placement, fil
 from motet.planner.candidate import BUBBLE_FILLING, Candidate, Pins, RuledOut
 from motet.planner.degrees import most_replicas
 from motet.planner.infeasible import indivisible, nothing_divides, tensor_degrees
-from motet.planner.job import BlockCosts, Column, Job
+from motet.planner.job import BlockCosts, Job
 from motet.schedule import PlannedStage, add_communication, add_data_parallel, split_parts
 from motet.schedule.layout import LAYER_PARTS
 from motet.schedule.program import Program
@@ -327,10 +328,10 @@ class _Filler:
         finish_s += [cost.step_seconds(round(number)) for number in updated.tolist()]
         return gather_s, tuple(finish_s.tolist())
 
-    def _by_stage(self, unit: Unit) -> Column:
+    def _by_stage(self, unit: Unit) -> Float64Array:
         """Parameters of a tensor-parallel rank that learn: no others are updated, and so gathered."""
         first = np.cumsum([0, *(sum(stage.values()) for stage in unit.stages[:-1])])
-        learning: Column = np.add.reduceat(self.plans.costs(unit).trained, first)
+        learning: Float64Array = np.add.reduceat(self.plans.costs(unit).trained, first)
         return learning
 
     def alone(self, fitted: Fitted, *, parted: bool) -> Backbone:
@@ -390,8 +391,10 @@ def _recompute(fitted: Fitted) -> tuple[tuple[tuple[str, int], ...], ...]:
 def _mean(replicas: list[StageTimes]) -> StageTimes:
     """Over replicas and microbatches."""
 
-    def mean(name: str) -> Column:
-        averaged: Column = np.mean([getattr(times, name).mean(axis=1, keepdims=True) for times in replicas], axis=0)
+    def mean(name: str) -> Float64Array:
+        averaged: Float64Array = np.mean(
+            [getattr(times, name).mean(axis=1, keepdims=True) for times in replicas], axis=0
+        )
         return averaged
 
     return StageTimes(

@@ -16,10 +16,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from motet.planner.job import Column
+from motet.core.arrays import Float64Array, Int64Array
 from motet.planner.stages.blocks import Blocks
 from motet.planner.stages.partition import partition
-from motet.planner.stages.stage_costs import Ints, stage_numbers
+from motet.planner.stages.stage_costs import stage_numbers
 
 Counts = tuple[int, ...]
 """Blocks of each stage, in order."""
@@ -27,7 +27,7 @@ Counts = tuple[int, ...]
 Cut = TypeVar("Cut")
 
 
-def anchor(block_s: Column, num_stages: int) -> Counts:
+def anchor(block_s: Float64Array, num_stages: int) -> Counts:
     """Greedy: each stage takes blocks while that brings its end nearer to an equal share of all that is left."""
     left, place, counts = float(block_s.sum()), 0, []
     for stage in range(num_stages - 1):
@@ -43,7 +43,7 @@ def anchor(block_s: Column, num_stages: int) -> Counts:
 
 
 def candidates(
-    block_s: Column, send_s: Column, start: Counts, *, radius: int = 1, num: int = 12, width: int = 64
+    block_s: Float64Array, send_s: Float64Array, start: Counts, *, radius: int = 1, num: int = 12, width: int = 64
 ) -> list[Counts]:
     """The best `num` cuts within `radius` of `start`, best first.
 
@@ -70,12 +70,12 @@ def candidates(
     return [tuple(row) for row in np.diff(bounds, axis=1).tolist()]
 
 
-def _best_by_place(cuts: Ints, metric: Column, width: int) -> Ints:
+def _best_by_place(cuts: Int64Array, metric: Float64Array, width: int) -> Int64Array:
     """Numbers of the best beginnings for each place of the last cut."""
     order = np.lexsort((metric, cuts[:, -1]))
     last = cuts[order, -1]
     first = np.searchsorted(last, last)
-    kept: Ints = order[np.arange(len(order)) - first < width]
+    kept: Int64Array = order[np.arange(len(order)) - first < width]
     return kept
 
 
@@ -87,11 +87,11 @@ def decide(cuts: Sequence[Cut], step_s: Callable[[Cut], float]) -> Cut:
     return min(cuts, key=step_s)
 
 
-def by_layers(blocks: Blocks, num_stages: int) -> Ints:
+def by_layers(blocks: Blocks, num_stages: int) -> Int64Array:
     """Stage of each block: equally many on each, to within one (OmniBal Table 4, "layer-based")."""
     return stage_numbers(partition([1.0] * blocks.num_blocks, num_stages))
 
 
-def by_parameters(blocks: Blocks, num_stages: int) -> Ints:
+def by_parameters(blocks: Blocks, num_stages: int) -> Int64Array:
     """Stage of each block: as equal in parameters as can be (OmniBal Table 4, "parameter-based")."""
     return stage_numbers(partition(blocks.parameters.tolist(), num_stages))

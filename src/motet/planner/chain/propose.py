@@ -19,14 +19,15 @@ from itertools import pairwise
 
 import numpy as np
 
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Plan, ScheduleKind, Unit
 from motet.planner.candidate import CHAIN, Candidate, Pins, RuledOut, size_words
 from motet.planner.chain import anchored_cut
 from motet.planner.degrees import Considered, Degrees
-from motet.planner.job import Column, Job
+from motet.planner.job import Job
 from motet.planner.stages.blocks import Blocks, blocks_of
 from motet.planner.stages.partition import partition
-from motet.planner.stages.stage_costs import Ints, Room, Stages, settle, stage_numbers, stages_of
+from motet.planner.stages.stage_costs import Room, Stages, settle, stage_numbers, stages_of
 from motet.planner.stages.step_time import Flow, ends_s, pipeline_s, work_s
 from motet.schedule import (
     Program,
@@ -75,11 +76,11 @@ class Pipeline:
         own, num_stages = self.degrees, len(self.room.rank)
         return Flow(own.schedule, own.num_microbatches, self.room.rank, tuple(pairwise(range(num_stages))), self.uneven)
 
-    def sends(self) -> Column:
+    def sends(self) -> Float64Array:
         """Seconds of a message at each edge if the chain is cut there after each block, [num_edges, num_blocks]."""
         own, size_bytes = self.degrees, self.blocks.output_bytes
         first = [rank * own.dp * own.tp for rank in self.room.rank.tolist()]
-        by_node: dict[bool, Column] = {}
+        by_node: dict[bool, Float64Array] = {}
         rows = [np.zeros(0)] * (len(first) - 1)
         for number, ends in enumerate(pairwise(first)):
             near = self.job.cluster.node_of(ends[0]) == self.job.cluster.node_of(ends[1])
@@ -88,10 +89,10 @@ class Pipeline:
             rows[number] = by_node[near] if ends[0] != ends[1] else np.zeros(len(size_bytes))
         return np.stack(rows) if rows else np.zeros((0, len(size_bytes)))
 
-    def send_s(self, stages: Stages) -> Column:
+    def send_s(self, stages: Stages) -> Float64Array:
         """[num_edges]"""
         last = np.searchsorted(stages.stage, np.arange(1, stages.num_stages)) - 1
-        found: Column = self.sends()[np.arange(len(last)), last]
+        found: Float64Array = self.sends()[np.arange(len(last)), last]
         return found
 
     def step_s(self, stages: Stages) -> float:
@@ -102,7 +103,7 @@ class Pipeline:
         passes_s = pipeline_s(self.flow, stages, self.send_s(stages))
         return passes_s + ends_s(self.job, stages, self.room.rank, data_ranks)
 
-    def cut(self, block_s: Column) -> Ints:
+    def cut(self, block_s: Float64Array) -> Int64Array:
         """The stage of each block: the exact optimum."""
         own = self.degrees
         counts = partition(block_s.tolist(), own.pp, num_chunks=own.num_chunks, folded=own.schedule == "zb_v")
@@ -162,7 +163,7 @@ def passes(degrees: Degrees, num_microbatches: int) -> Program:
     return program
 
 
-def simulated_s(program: Program, stages: Stages, send_s: Column, num_microbatches: int) -> float:
+def simulated_s(program: Program, stages: Stages, send_s: Float64Array, num_microbatches: int) -> float:
     """Of passes that all take what a mean microbatch takes; those that the Program has not, at the slowest rank's."""
     weight = np.where(stages.blocks.trained > 0, stages.blocks.backward_s / 2, 0.0)
     times = stage_times(stages.forward_s, stages.backward_s, weight_s=stages.sums(weight), send_s=send_s[:, None])
@@ -269,7 +270,7 @@ def _facts(pipeline: Pipeline, exact: Stages, stages: Stages, num_simulated: int
         yield f"Of {num_simulated} cuts that were simulated, the fastest is not the most even one."
 
 
-def _unevenness(block_s: Column, stage: Ints, room: Room) -> float:
+def _unevenness(block_s: Float64Array, stage: Int64Array, room: Room) -> float:
     """The slowest rank by the mean one."""
     device = np.bincount(room.rank[stage], block_s, len(room.moments))
     return float(device.max() / device.mean())

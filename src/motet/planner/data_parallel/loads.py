@@ -12,9 +12,9 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.assign.step import StepAssignment
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.exchange import Moved
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
@@ -25,7 +25,6 @@ from motet.cost.model import Work, backward_seconds
 from motet.planner.job import Job
 from motet.planner.stages.recompute import Fit, Mode, StageBytes, least_recompute, stage_bytes
 
-Table = NDArray[np.float64]
 _MAX_ROUNDS = 32
 
 
@@ -46,17 +45,17 @@ class ModuleLoad:
     moved_bytes: outputs that each rank sends and receives, [num_microbatches, 2, dp]; None where nothing moves.
     """
 
-    forward_s: Table
-    backward_s: Table
-    kept_bytes: Table
-    again_s: Table
-    spared_bytes: Table
-    num_again: NDArray[np.int64]
+    forward_s: Float64Array
+    backward_s: Float64Array
+    kept_bytes: Float64Array
+    again_s: Float64Array
+    spared_bytes: Float64Array
+    num_again: Int64Array
     moved_bytes: Moved | None
 
-    def recomputed(self, table: Table, num_blocks: int) -> Table:
+    def recomputed(self, table: Float64Array, num_blocks: int) -> Float64Array:
         """The sum of again_s or spared_bytes over the layers of the first num_blocks."""
-        summed: Table = np.tensordot(self.num_again[num_blocks].astype(np.float64), table, axes=1)
+        summed: Float64Array = np.tensordot(self.num_again[num_blocks].astype(np.float64), table, axes=1)
         return summed
 
 
@@ -100,7 +99,7 @@ class Load:
         held = sum(own.held_bytes for own in state.values())
         return float(held + self.held_bytes(recompute) + max(transients))
 
-    def seconds(self, name: str, recompute: Mapping[str, int], *, backward: bool) -> Table:
+    def seconds(self, name: str, recompute: Mapping[str, int], *, backward: bool) -> Float64Array:
         """[num_ranks, num_microbatches] of one module and pass."""
         load = self.modules[name]
         again = load.recomputed(load.again_s, recompute.get(name, 0))
@@ -109,7 +108,7 @@ class Load:
     def busiest_s(self, recompute: Mapping[str, int]) -> float:
         """Computation of the rank that has most in all: a step takes no less."""
         passes = [self.seconds(name, recompute, backward=back) for name in self.modules for back in (False, True)]
-        total: Table = np.stack(passes).sum(axis=(0, 2))
+        total: Float64Array = np.stack(passes).sum(axis=(0, 2))
         return float(total.max())
 
     def waiting_s(self, recompute: Mapping[str, int]) -> float:
@@ -150,7 +149,7 @@ def fit(load: Load, state: Mapping[str, State], capacity_bytes: float, mode: Mod
     return Fit((chosen,), lacks + capacity_bytes, max(lacks, 0.0))
 
 
-def _num_recomputable(spared_bytes: Table) -> int:
+def _num_recomputable(spared_bytes: Float64Array) -> int:
     """Blocks up to the last that spares anything."""
     return int(np.flatnonzero(spared_bytes)[-1]) + 1 if spared_bytes.any() else 0
 
@@ -177,10 +176,10 @@ def _least(
     return every
 
 
-def _per_block(load: ModuleLoad) -> Table:
+def _per_block(load: ModuleLoad) -> Float64Array:
     """Seconds that each block adds, of the busiest rank: what ranks wait for."""
     layers = np.diff(load.num_again, axis=0).astype(np.float64)
-    seconds: Table = layers @ load.again_s.max(axis=1).sum(axis=1)
+    seconds: Float64Array = layers @ load.again_s.max(axis=1).sum(axis=1)
     return seconds
 
 
@@ -220,7 +219,7 @@ class EvenBatch:
         shape = 1 + len(names), num_microbatches
         return _load(self.job, tp, work, shape, lambda _: None)
 
-    def _items(self, name: str, layer: Layer) -> tuple[NDArray[np.int64], Table, Table]:
+    def _items(self, name: str, layer: Layer) -> tuple[Int64Array, Float64Array, Float64Array]:
         """The example of each item of a module, ascending, and its rows and pairs."""
         batch = self.job.batch
         lengths, example = batch.of(name).length, batch.of(name).example
@@ -229,10 +228,10 @@ class EvenBatch:
         return example, alone.rows, alone.pairs
 
 
-def _reduced(join: np.ufunc, amount: Table, first: NDArray[np.int64]) -> Table:
+def _reduced(join: np.ufunc, amount: Float64Array, first: Int64Array) -> Float64Array:
     """Of the microbatches that start at the items `first`; 0 where there is no item."""
     has_items = np.diff(np.append(first, len(amount))) > 0
-    joined: Table = np.where(has_items, join.reduceat(np.append(amount, 0.0), first), 0.0)
+    joined: Float64Array = np.where(has_items, join.reduceat(np.append(amount, 0.0), first), 0.0)
     return joined
 
 
@@ -292,7 +291,7 @@ def _load(
     return Load(job, tp, modules, largest)
 
 
-def _priced(job: Job, placed: StageLayer, work: Work, tp: int) -> Table:
+def _priced(job: Job, placed: StageLayer, work: Work, tp: int) -> Float64Array:
     """Of one layer: forward, backward, bytes kept, and, where it is recomputed, seconds added and bytes spared."""
     layer, element_bytes = placed.layer, job.mixed_precision(pipeline=False).compute
     seconds = job.cost.layer_seconds(placed.module, layer, work, tp)

@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import Float64Array
 from motet.core.plan import Unit
 from motet.planner.data_parallel.loads import Load
 from motet.planner.job import Job
 from motet.schedule.layout import MAX_PARTS
 from motet.simulate.predict.traffic import sharded_units
 
-Seconds = NDArray[np.float64]
 Zero = Literal[0, 1, 2, 3]
 
 
@@ -117,7 +116,7 @@ def step_s(load: Load, sharded: Sharded, recompute: Mapping[str, int], *, exchan
     return float(total.sum()) + sharded.step_s
 
 
-def _pass_s(compute_s: Seconds, moved_s: Seconds, num_parts: int) -> Seconds:
+def _pass_s(compute_s: Float64Array, moved_s: Float64Array, num_parts: int) -> Float64Array:
     """All parts, of which every one but the last hides what is moved for the next."""
-    longer: Seconds = (num_parts - 1) / num_parts * np.maximum(compute_s, moved_s) + compute_s / num_parts
+    longer: Float64Array = (num_parts - 1) / num_parts * np.maximum(compute_s, moved_s) + compute_s / num_parts
     return longer

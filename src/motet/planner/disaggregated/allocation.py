@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-Column = NDArray[np.float64]
-Counts = NDArray[np.int64]
+from motet.core.arrays import BoolArray, Float64Array, Int64Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,17 +24,17 @@ class UnitOptions:
 
     name: str
     side: Literal[-1, 0, 1]
-    num_examples: Counts
-    tp: Counts
-    pp: Counts
-    pass_s: Column
-    stage_s: Column
-    once_s: Column
-    fixed_bytes: Column
-    sharded_bytes: Column
-    kept_bytes: Column
+    num_examples: Int64Array
+    tp: Int64Array
+    pp: Int64Array
+    pass_s: Float64Array
+    stage_s: Float64Array
+    once_s: Float64Array
+    fixed_bytes: Float64Array
+    sharded_bytes: Float64Array
+    kept_bytes: Float64Array
 
-    def take(self, rows: NDArray[np.bool_]) -> UnitOptions:
+    def take(self, rows: BoolArray) -> UnitOptions:
         """Some of the rows; rows are numbered anew."""
         columns = {key: own[rows] for key, own in vars(self).items() if isinstance(own, np.ndarray)}
         return UnitOptions(self.name, self.side, **columns)

@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from motet.planner.disaggregated.allocation import Allocation, Column, Counts, Limits, Share, UnitOptions
-
-Rows = NDArray[np.bool_]
+from motet.core.arrays import BoolArray, Float64Array, Int64Array
+from motet.planner.disaggregated.allocation import Allocation, Limits, Share, UnitOptions
 
 _CHUNK = 1 << 16
 """Combinations that are looked at at once: few enough that the first bring a bound soon, many enough for numpy."""
@@ -25,7 +23,7 @@ _CHUNK = 1 << 16
 def fastest(
     units: Sequence[UnitOptions],
     limits: Limits,
-    allowed: Sequence[Rows],
+    allowed: Sequence[BoolArray],
     most_ranks: Sequence[int] | None = None,
 ) -> Allocation | None:
     """Of the allowed rows of each unit, on no more than most_ranks ranks each."""
@@ -60,15 +58,15 @@ class _Rows(NamedTuple):
     """Ways to run one unit at a number of examples, by slowest stage; room: microbatches in flight that fit."""
 
     side: int
-    row: Counts
-    ranks: Counts
-    depth: Counts
-    room: Column
-    pass_s: Column
-    stage_s: Column
-    once_s: Column
+    row: Int64Array
+    ranks: Int64Array
+    depth: Int64Array
+    room: Float64Array
+    pass_s: Float64Array
+    stage_s: Float64Array
+    once_s: Float64Array
 
-    def take(self, kept: NDArray[np.bool_] | NDArray[np.int64]) -> _Rows:
+    def take(self, kept: BoolArray | Int64Array) -> _Rows:
         """Those rows alone."""
         return _Rows(
             self.side,
@@ -86,10 +84,10 @@ class _Table(NamedTuple):
     """The allowed rows of a unit, by slowest stage."""
 
     unit: UnitOptions
-    row: Counts
+    row: Int64Array
 
     @classmethod
-    def of(cls, unit: UnitOptions, allowed: NDArray[np.bool_]) -> _Table:
+    def of(cls, unit: UnitOptions, allowed: BoolArray) -> _Table:
         row = np.flatnonzero(allowed)
         return cls(unit, row[np.argsort(unit.stage_s[row], kind="stable")])
 
@@ -115,14 +113,14 @@ class _Partial(NamedTuple):
     depth: stages from the first of the sides chosen so far to the end, on the longest way.
     """
 
-    rows: tuple[Counts, ...]
-    ranks: Counts
-    depth: Counts
-    pass_s: tuple[Column, Column, Column]
-    stage_s: Column
-    once_s: Column
+    rows: tuple[Int64Array, ...]
+    ranks: Int64Array
+    depth: Int64Array
+    pass_s: tuple[Float64Array, Float64Array, Float64Array]
+    stage_s: Float64Array
+    once_s: Float64Array
 
-    def take(self, kept: NDArray[np.bool_] | NDArray[np.int64] | slice) -> _Partial:
+    def take(self, kept: BoolArray | Int64Array | slice) -> _Partial:
         """Those choices alone."""
         return _Partial(
             tuple(row[kept] for row in self.rows),
@@ -153,7 +151,7 @@ class _Rest:
         self.stage_s = np.append(self.stage_s, np.inf)
         self.fewest = fewest
 
-    def slowest_s(self, num_ranks: Counts) -> Column:
+    def slowest_s(self, num_ranks: Int64Array) -> Float64Array:
         """Of the units on so many ranks together; inf where they cannot be."""
         return self.stage_s[np.searchsorted(-self.fewest, -num_ranks)]
 
@@ -260,7 +258,7 @@ class _Search:
             np.maximum(chosen.once_s[left], unit.once_s[right]),
         )
 
-    def _bound(self, chosen: _Partial, rest: _Rest) -> Column:
+    def _bound(self, chosen: _Partial, rest: _Rest) -> Float64Array:
         """What a step takes at least, with the best of the other units."""
         stage_s = np.maximum(chosen.stage_s, rest.slowest_s(self.limits.num_ranks - chosen.ranks))
         steady_s = (

@@ -15,16 +15,17 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.planner.chain.propose import simulated_s
 from motet.planner.disaggregated.allocation import Share
 from motet.planner.disaggregated.placed_units import PlacedUnits
-from motet.planner.job import Column, Job
+from motet.planner.job import Job
 from motet.planner.stages.blocks import Blocks, blocks_of, join
 from motet.planner.stages.partition import partition
 from motet.planner.stages.recompute import Mode
-from motet.planner.stages.stage_costs import Ints, Room, Stages, settle, stage_numbers
+from motet.planner.stages.stage_costs import Room, Stages, settle, stage_numbers
 from motet.schedule import Feed, Pipeline, Program, add_communication, check_fit
 from motet.schedule.generators.disaggregated import island
 from motet.schedule.generators.virtual_pipeline import virtual_pipeline
@@ -86,7 +87,7 @@ class VirtualUnits:
     def lacks_bytes(self) -> float:
         return self.stages.lacks_bytes
 
-    def _cut(self, block_s: Column) -> Ints:
+    def _cut(self, block_s: Float64Array) -> Int64Array:
         """Each unit by itself."""
         parts = []
         for place, share in enumerate(self.shares):
@@ -102,7 +103,7 @@ class VirtualUnits:
     def _sent(self) -> Program:
         return add_communication(self.program)
 
-    def _send_s(self, stages: Stages) -> Column:
+    def _send_s(self, stages: Stages) -> Float64Array:
         """[num_edges]: between the first replicas."""
         units = {unit.name: unit for unit in self.placed.plan.units}
         starts = []

@@ -14,14 +14,14 @@ from dataclasses import replace
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.plan import Unit
 from motet.core.spec import Layer
 from motet.cost.memory import stage_layers, stage_memory
 from motet.planner.disaggregated.allocation import UnitOptions
 from motet.planner.infeasible import tensor_degrees
-from motet.planner.job import BlockCosts, Column, Job
+from motet.planner.job import BlockCosts, Job
 from motet.simulate.predict.memory import MAX_LOGITS
 
 RECOMPUTED = {"none": (0.0,), "least": (0.0, 0.5, 1.0), "full": (1.0,)}
@@ -74,7 +74,7 @@ def unit_options(
     return UnitOptions(name, side, *np.concatenate(keys, axis=1), **columns)
 
 
-def slowest_stages(block_s: Column) -> Column:
+def slowest_stages(block_s: Float64Array) -> Float64Array:
     """Of the best cut into 1, 2, ... stages, the slowest: [..., num_blocks] from the seconds of each block, alike."""
     num_blocks = block_s.shape[-1]
     prefix = np.concatenate([np.zeros((*block_s.shape[:-1], 1)), block_s.cumsum(axis=-1)], axis=-1)
@@ -87,7 +87,7 @@ def slowest_stages(block_s: Column) -> Column:
     return np.stack(found, axis=-1)
 
 
-def longest_of(values: Column, most: int) -> Column:
+def longest_of(values: Float64Array, most: int) -> Float64Array:
     """The mean of the largest of 1, 2, ... `most` values that are drawn from those given; [most].
 
     Of many values, of as many as _QUANTILES means of neighbours.
@@ -96,19 +96,19 @@ def longest_of(values: Column, most: int) -> Column:
     starts = np.arange(min(len(values), _QUANTILES)) * len(values) // min(len(values), _QUANTILES)
     below = np.append(starts, len(values)) / len(values)
     means = np.add.reduceat(ordered, starts) / np.diff(below) / len(values)
-    longest: Column = np.diff(below ** np.arange(1, most + 1)[:, None], axis=1) @ means
+    longest: Float64Array = np.diff(below ** np.arange(1, most + 1)[:, None], axis=1) @ means
     return longest
 
 
-def _shorter(stage_s: Column) -> NDArray[np.bool_]:
+def _shorter(stage_s: Float64Array) -> BoolArray:
     """Where a pipeline's slowest stage is faster than those of all shorter ones, [..., num_blocks]."""
     before = np.minimum.accumulate(stage_s, axis=-1)
     first = np.full((*stage_s.shape[:-1], 1), np.inf)
-    faster: NDArray[np.bool_] = stage_s < np.concatenate([first, before[..., :-1]], axis=-1) * (1 - 1e-9)
+    faster: BoolArray = stage_s < np.concatenate([first, before[..., :-1]], axis=-1) * (1 - 1e-9)
     return faster
 
 
-def _of_costs(job: Job, name: str, size: int, tp: int, shares: Column) -> dict[str, Column]:
+def _of_costs(job: Job, name: str, size: int, tp: int, shares: Float64Array) -> dict[str, Float64Array]:
     """Columns of `UnitOptions`, [num_shares, num_blocks] each: by share recomputed and PP."""
     costs = job.block_costs(name, size, tp)
     num_blocks, precision = costs.num_blocks, job.mixed_precision(pipeline=True)
@@ -128,12 +128,12 @@ def _of_costs(job: Job, name: str, size: int, tp: int, shares: Column) -> dict[s
     }
 
 
-def _stage_blocks(num_blocks: int) -> NDArray[np.int64]:
+def _stage_blocks(num_blocks: int) -> Int64Array:
     """Blocks of the longest stage of 1, 2, ... as even as can be."""
     return -(-num_blocks // np.arange(1, num_blocks + 1))
 
 
-def _fullest(columns: Column) -> Column:
+def _fullest(columns: Float64Array) -> Float64Array:
     """The most that any ceil(blocks / PP) neighbours have, [num_columns, num_blocks], by PP."""
     prefix = np.concatenate([np.zeros((len(columns), 1)), columns.cumsum(axis=1)], axis=1)
     num_blocks = columns.shape[1]
@@ -162,7 +162,7 @@ def _send_s(job: Job, costs: BlockCosts) -> float:
     return float(job.cost.send_seconds(np.array([costs.output_bytes.mean()]), ranks)[0])
 
 
-def _once_s(job: Job, tp: int, num_parameters: Column, num_trained: Column) -> Column:
+def _once_s(job: Job, tp: int, num_parameters: Float64Array, num_trained: Float64Array) -> Float64Array:
     """Parameters gathered, gradients reduced, over replicas: of the fullest stage."""
     precision = job.mixed_precision(pipeline=True)
     ranks = range(0, job.cluster.num_ranks, tp)[:_REPLICAS]

@@ -16,16 +16,17 @@ from itertools import accumulate, product
 
 import numpy as np
 
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import MODALITY_PARALLEL, Candidate, Pins, RuledOut, size_words
 from motet.planner.degrees import microbatch_sizes, most_replicas
 from motet.planner.infeasible import indivisible, not_apart, nothing_divides, tensor_degrees
-from motet.planner.job import Column, Job
+from motet.planner.job import Job
 from motet.planner.stages.blocks import Blocks, blocks_of, join
 from motet.planner.stages.partition import partition, slowest_stages
 from motet.planner.stages.recompute import Mode
-from motet.planner.stages.stage_costs import Ints, Room, Stages, settle, stage_numbers
+from motet.planner.stages.stage_costs import Room, Stages, settle, stage_numbers
 from motet.planner.stages.step_time import Flow, ends_s, pipeline_s, work_s
 from motet.planner.stages.unevenness import unevenness
 from motet.schedule.generators.modality_parallel import modality_parallel as passes
@@ -96,7 +97,7 @@ class Modalities:
         uneven = unevenness(self.job, own.microbatch_size, own.tp, ("1f1b", pp, own.dp))
         return Flow("1f1b", own.num_microbatches, self.room.rank, tuple(edges), uneven)
 
-    def send_s(self, stages: Stages) -> Column:
+    def send_s(self, stages: Stages) -> Float64Array:
         """[num_edges]"""
         size = self.shape.dp * self.shape.tp
         cost, sent = self.job.cost, stages.output_bytes
@@ -109,7 +110,7 @@ class Modalities:
         data_ranks = [range(stage * size, (stage + 1) * size, own.tp) for stage in range(self.first[-1])]
         return pipeline_s(self.flow, stages, self.send_s(stages)) + ends_s(self.job, stages, self.room.rank, data_ranks)
 
-    def cut(self, block_s: Column) -> Ints:
+    def cut(self, block_s: Float64Array) -> Int64Array:
         """Each module by itself."""
         counted = block_s if self.aware else self.blocks.forward_s
         parts = [
@@ -230,7 +231,7 @@ def _of_tensor_degree(job: Job, pins: Pins, tp: int, aware: bool) -> Iterator[tu
             yield steady_s + longest_s, Shape(num_stages, tp, dp, size, num)
 
 
-def _counts(seconds: list[Column], backbone: int, most: int, pinned: int | None) -> Iterator[tuple[int, ...]]:
+def _counts(seconds: list[Float64Array], backbone: int, most: int, pinned: int | None) -> Iterator[tuple[int, ...]]:
     """Stages of each module, for each number of stages of the backbone; `most` in all."""
     for number in range(1, min(most, len(seconds[backbone])) + 1):
         if pinned not in (None, number):
@@ -244,7 +245,7 @@ def _counts(seconds: list[Column], backbone: int, most: int, pinned: int | None)
                 yield num_stages
 
 
-def _nearest(slowest_s: Column, target_s: float) -> tuple[int, ...]:
+def _nearest(slowest_s: Float64Array, target_s: float) -> tuple[int, ...]:
     """The fewest stages that are no slower than the target, and one less; all there are, where none is as fast."""
     enough = np.flatnonzero(slowest_s <= target_s * (1 + 1e-9))
     number = int(enough[0]) + 1 if len(enough) else len(slowest_s)

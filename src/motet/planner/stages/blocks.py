@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.plan import Unit
 from motet.core.spec import Layer
 from motet.cost.memory import StageMemory, stage_layers, stage_memory
-from motet.planner.job import Column, Job
+from motet.planner.job import Job
 from motet.simulate.predict.memory import MAX_LOGITS
 
 
@@ -33,30 +33,30 @@ class Blocks:
     """
 
     names: tuple[str, ...]
-    owner: NDArray[np.int64]
-    forward_s: Column
-    backward_s: Column
-    again_s: Column
-    parameters: Column
-    trained: Column
-    output_bytes: Column
-    state_bytes: Column
-    kept_bytes: Column
-    spared_bytes: Column
-    working_bytes: Column
-    working_again_bytes: Column
+    owner: Int64Array
+    forward_s: Float64Array
+    backward_s: Float64Array
+    again_s: Float64Array
+    parameters: Float64Array
+    trained: Float64Array
+    output_bytes: Float64Array
+    state_bytes: Float64Array
+    kept_bytes: Float64Array
+    spared_bytes: Float64Array
+    working_bytes: Float64Array
+    working_again_bytes: Float64Array
 
     @property
     def num_blocks(self) -> int:
         return len(self.owner)
 
     @cached_property
-    def seconds(self) -> Column:
+    def seconds(self) -> Float64Array:
         """Forward and backward without recomputation: by what is frozen, and where (Cornstarch section 4.2)."""
         return self.forward_s + self.backward_s
 
     @cached_property
-    def can_spare(self) -> NDArray[np.bool_]:
+    def can_spare(self) -> BoolArray:
         """Of which recomputation spares anything."""
         return self.spared_bytes > 0
 
@@ -101,7 +101,7 @@ def join(parts: tuple[Blocks, ...]) -> Blocks:
     return Blocks(names, owner, *(np.concatenate([getattr(part, name) for part in parts]) for name in columns))
 
 
-def _block_bytes(job: Job, name: str, num_examples: int, tp: int, dp: int) -> Column:
+def _block_bytes(job: Job, name: str, num_examples: int, tp: int, dp: int) -> Float64Array:
     """state, kept, spared, working and working again, [5, num_blocks]."""
     num_blocks = len(job.model.module(name).blocks)
     layers = list(stage_layers(job.model, {name: (0, num_blocks)}, {}))

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.errors import ArgumentError
 
 _TOTAL_BITS = 30
@@ -53,7 +53,7 @@ def partition(
     return tuple(stop - start for start, stop in pairwise(cut))
 
 
-def slowest_stages(layer_s: Sequence[float], most: int) -> NDArray[np.float64]:
+def slowest_stages(layer_s: Sequence[float], most: int) -> Float64Array:
     """Seconds of the slowest stage, the least that any cut gives, into 1, 2, ... `most` stages, or as many as there are
     layers. To 1e-9 of all layers. Raises ArgumentError as `partition` does. O(num_layers^2 * stages).
     """
@@ -65,7 +65,7 @@ def slowest_stages(layer_s: Sequence[float], most: int) -> NDArray[np.float64]:
     return np.array([float(table[-1]) for table in tables]) * unit
 
 
-def _prefix(layer_s: Sequence[float], num_stages: int, num_chunks: int) -> NDArray[np.int64]:
+def _prefix(layer_s: Sequence[float], num_stages: int, num_chunks: int) -> Int64Array:
     """Whole units of the first 0, 1, ... layers; int64 [num_layers + 1]."""
     seconds = np.asarray(layer_s, dtype=np.float64)
     if num_stages < 1 or num_chunks < 1:
@@ -82,7 +82,7 @@ def _prefix(layer_s: Sequence[float], num_stages: int, num_chunks: int) -> NDArr
     return np.concatenate([np.zeros(1, dtype=np.int64), units.cumsum()])
 
 
-def _tables(cost: NDArray[np.int64], num_stages: int, join: np.ufunc) -> list[NDArray[np.int64]]:
+def _tables(cost: Int64Array, num_stages: int, join: np.ufunc) -> list[Int64Array]:
     """Per number of stages 1, 2, ...: the least joined cost of the first l layers, int64 [num_layers + 1].
 
     cost: of a stage of the layers j ... l - 1, at [j, l].
@@ -93,7 +93,7 @@ def _tables(cost: NDArray[np.int64], num_stages: int, join: np.ufunc) -> list[ND
     return tables
 
 
-def _cut(tables: list[NDArray[np.int64]], cost: NDArray[np.int64]) -> list[int]:
+def _cut(tables: list[Int64Array], cost: Int64Array) -> list[int]:
     """Bounds of the stages of least sum: the last stage as short as can be, then the first, the second, ..."""
     bounds = [len(cost) - 1]
     for before, table in zip(tables[-2::-1], tables[:0:-1]):
@@ -103,7 +103,7 @@ def _cut(tables: list[NDArray[np.int64]], cost: NDArray[np.int64]) -> list[int]:
     return [0, *reversed(bounds)]
 
 
-def _even_devices(cut: list[int], prefix: NDArray[np.int64], num_stages: int, slowest: int, folded: bool) -> list[int]:
+def _even_devices(cut: list[int], prefix: Int64Array, num_stages: int, slowest: int, folded: bool) -> list[int]:
     """Move single layers between stages, always by the best move, while that evens the devices out.
 
     A move from one stage to another shifts every stage between them by a layer. No stage may exceed `slowest`.
@@ -123,11 +123,11 @@ def _even_devices(cut: list[int], prefix: NDArray[np.int64], num_stages: int, sl
 
 
 def _best_move(
-    bounds: NDArray[np.int64],
-    prefix: NDArray[np.int64],
-    on: NDArray[np.int64],
+    bounds: Int64Array,
+    prefix: Int64Array,
+    on: Int64Array,
     slowest: int,
-    moves: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]],
+    moves: tuple[Int64Array, Int64Array, BoolArray],
 ) -> int:
     """The number of the move after which the slowest device, then the sum of squares, is the least; -1 for none.
 

@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import ArgumentError
 from motet.core.plan import Unit
 from motet.core.spec import Layer, ModelSpec
 from motet.cost.memory import LayerBytes, MixedPrecision, Rows, Spans, stage_layers, stage_memory
 from motet.simulate.predict.memory import MAX_LOGITS
 
-Column = NDArray[np.float64]
 Key = TypeVar("Key", bound=Hashable)
 Mode = Literal["none", "least", "full"]
 
@@ -33,10 +32,10 @@ _COUNT_BITS = 20
 
 
 def least_recompute(
-    again_s: Mapping[Key, Column],
-    spared_bytes: Mapping[Key, Column],
+    again_s: Mapping[Key, Float64Array],
+    spared_bytes: Mapping[Key, Float64Array],
     lacking_bytes: float,
-    grown_bytes: Mapping[Key, Column] | None = None,
+    grown_bytes: Mapping[Key, Float64Array] | None = None,
 ) -> dict[Key, int] | None:
     """Of how many of its first blocks each module is recomputed, so that memory suffices and the least time is added.
 
@@ -73,8 +72,10 @@ def least_recompute(
 
 
 def _prefixes(
-    again_s: Mapping[Key, Column], spared_bytes: Mapping[Key, Column], grown_bytes: Mapping[Key, Column]
-) -> dict[Key, tuple[NDArray[np.int64], ...]]:
+    again_s: Mapping[Key, Float64Array],
+    spared_bytes: Mapping[Key, Float64Array],
+    grown_bytes: Mapping[Key, Float64Array],
+) -> dict[Key, tuple[Int64Array, ...]]:
     """Of the first 0, 1, ... blocks: what is minimised, bytes spared (rounded down) and growth (rounded up)."""
     total = 0.0
     for key, seconds in again_s.items():
@@ -94,7 +95,7 @@ def _prefixes(
     return found
 
 
-def _undominated(states: NDArray[np.int64], needed: int, left: int) -> NDArray[np.int64]:
+def _undominated(states: Int64Array, needed: int, left: int) -> Int64Array:
     """Numbers of the states [3, num_states] (cost, freed, grown) that can be part of the best choice.
 
     That is: with all that is left to be freed they reach `needed`, they cost no more than one that reaches it already,
@@ -129,8 +130,8 @@ class StageBytes:
     sharding_bytes: int
     kept_bytes: int
     largest_bytes: int
-    spared_bytes: Mapping[str, Column]
-    working_bytes: Mapping[str, Column]
+    spared_bytes: Mapping[str, Float64Array]
+    working_bytes: Mapping[str, Float64Array]
 
 
 def stage_bytes(
@@ -194,7 +195,7 @@ class Fit:
 
 def fit_rank(
     stages: Sequence[StageBytes],
-    again_s: Sequence[Mapping[str, Column]],
+    again_s: Sequence[Mapping[str, Float64Array]],
     capacity_bytes: float,
     mode: Mode = "least",
 ) -> Fit:

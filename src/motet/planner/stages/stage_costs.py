@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-from motet.planner.job import Column
+from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.planner.stages.blocks import Blocks
 from motet.planner.stages.recompute import Mode, least_recompute
 from motet.schedule import Kind, Program
@@ -25,8 +24,6 @@ ROUNDS = 4
 
 ROUNDING = 1e-4
 """Of memory, that is left free: bytes of a row are rounded up in each layer."""
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +36,8 @@ class Room:
     mode:    whether no, the least or all activations are recomputed.
     """
 
-    rank: Ints
-    moments: tuple[Ints, ...]
+    rank: Int64Array
+    moments: tuple[Int64Array, ...]
     capacity_bytes: float
     mode: Mode = "least"
 
@@ -51,7 +48,7 @@ class Room:
         return cls(rank, tuple(_moments(program, number) for number in range(program.num_ranks)), capacity_bytes, mode)
 
 
-def _moments(program: Program, rank: int) -> Ints:
+def _moments(program: Program, rank: int) -> Int64Array:
     own = [number for number, stage in enumerate(program.stages) if stage.rank == rank]
     effect = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
     row = [(action.stage, effect.get(action.kind, 0)) for action in program.actions[rank]]
@@ -59,7 +56,7 @@ def _moments(program: Program, rank: int) -> Ints:
     change = np.where(stage[:, None] == np.array(own), shift[:, None], 0)
     held = np.unique(change.cumsum(axis=0)[shift > 0], axis=0)
     as_full = (held[:, None] >= held[None]).all(axis=2)
-    fullest: Ints = held[as_full.sum(axis=0) == 1]
+    fullest: Int64Array = held[as_full.sum(axis=0) == 1]
     return fullest
 
 
@@ -73,34 +70,34 @@ class Stages:
     """
 
     blocks: Blocks
-    stage: Ints
+    stage: Int64Array
     num_stages: int
-    recomputed: NDArray[np.bool_]
-    fullness: Column
+    recomputed: BoolArray
+    fullness: Float64Array
     lacks_bytes: float
 
     @cached_property
-    def forward_s(self) -> Column:
+    def forward_s(self) -> Float64Array:
         return self.sums(self.blocks.forward_s)
 
     @cached_property
-    def backward_s(self) -> Column:
+    def backward_s(self) -> Float64Array:
         """With recomputation."""
         return self.sums(self.blocks.backward_s + self.blocks.again_s * self.recomputed)
 
     @cached_property
-    def seconds(self) -> Column:
+    def seconds(self) -> Float64Array:
         """Of one microbatch, forward and backward."""
         return self.forward_s + self.backward_s
 
     @cached_property
-    def output_bytes(self) -> Column:
+    def output_bytes(self) -> Float64Array:
         """Of the last block of each stage."""
         last = np.zeros(self.num_stages, dtype=np.int64)
         last[self.stage] = np.arange(self.blocks.num_blocks)
         return self.blocks.output_bytes[last]
 
-    def sums(self, column: Column) -> Column:
+    def sums(self, column: Float64Array) -> Float64Array:
         """Of each stage."""
         return np.bincount(self.stage, column, self.num_stages).astype(np.float64)
 
@@ -114,7 +111,7 @@ class Stages:
         """As `Unit.recompute` has them."""
         return self._counts(self.recomputed) if self.recomputed.any() else ()
 
-    def _counts(self, which: NDArray[np.bool_]) -> tuple[Mapping[str, int], ...]:
+    def _counts(self, which: BoolArray) -> tuple[Mapping[str, int], ...]:
         found: list[dict[str, int]] = [{} for _ in range(self.num_stages)]
         for stage, owner in zip(self.stage[which].tolist(), self.blocks.owner[which].tolist()):
             name = self.blocks.names[owner]
@@ -122,12 +119,12 @@ class Stages:
         return tuple(found)
 
 
-def stage_numbers(counts: Sequence[int]) -> Ints:
+def stage_numbers(counts: Sequence[int]) -> Int64Array:
     """The stage of each block, where stages take so many in order."""
     return np.repeat(np.arange(len(counts)), counts)
 
 
-def stages_of(blocks: Blocks, stage: Ints, room: Room) -> Stages:
+def stages_of(blocks: Blocks, stage: Int64Array, room: Room) -> Stages:
     """The cut with what is recomputed. The least is exact for ranks of one stage; of ranks with several, where what is
     held changes from moment to moment, it is exact for the fullest one, and raised until all moments fit.
     """
@@ -144,7 +141,7 @@ def stages_of(blocks: Blocks, stage: Ints, room: Room) -> Stages:
     return Stages(blocks, stage, len(room.rank), recomputed, fullness / capacity, lacks_bytes)
 
 
-def _peak_bytes(blocks: Blocks, stage: Ints, room: Room, rank: int, recomputed: NDArray[np.bool_]) -> float:
+def _peak_bytes(blocks: Blocks, stage: Int64Array, room: Room, rank: int, recomputed: BoolArray) -> float:
     own = room.rank[stage] == rank
     kept = np.bincount(stage, blocks.kept_bytes - blocks.spared_bytes * recomputed, len(room.rank))
     held = room.moments[rank] @ kept[room.rank == rank]
@@ -152,7 +149,7 @@ def _peak_bytes(blocks: Blocks, stage: Ints, room: Room, rank: int, recomputed: 
     return float(blocks.state_bytes[own].sum() + held.max() + working.max())
 
 
-def _recomputed_on(blocks: Blocks, stage: Ints, room: Room, rank: int) -> NDArray[np.bool_]:
+def _recomputed_on(blocks: Blocks, stage: Int64Array, room: Room, rank: int) -> BoolArray:
     """What must be, bool [num_blocks], so that a rank's stages fit; all that can be, where they do not even so."""
     own = np.flatnonzero((room.rank[stage] == rank) & blocks.can_spare)
     none = np.zeros(blocks.num_blocks, dtype=np.bool_)
@@ -190,18 +187,18 @@ def _recomputed_on(blocks: Blocks, stage: Ints, room: Room, rank: int) -> NDArra
         lacking += max(over, 1.0)
 
 
-def _fullest_first(places: Ints, in_flight: Ints) -> Ints:
+def _fullest_first(places: Int64Array, in_flight: Int64Array) -> Int64Array:
     """Of a module's blocks on a rank, those of which most microbatches are held first."""
-    found: Ints = places[np.argsort(-in_flight[places], kind="stable")]
+    found: Int64Array = places[np.argsort(-in_flight[places], kind="stable")]
     return found
 
 
 def settle(
     blocks: Blocks,
     room: Room,
-    cut: Callable[[Column], Ints],
+    cut: Callable[[Float64Array], Int64Array],
     step_s: Callable[[Stages], float],
-    block_s: Column | None = None,
+    block_s: Float64Array | None = None,
 ) -> Stages:
     """The best of the cuts that cut and recomputation lead to in turn (above): one that fits, then the least step_s; or
     what lacks the least memory.

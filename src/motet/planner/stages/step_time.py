@@ -22,9 +22,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import ScheduleKind
-from motet.planner.job import Column, Job
-from motet.planner.stages.stage_costs import Ints, Stages
+from motet.planner.job import Job
+from motet.planner.stages.stage_costs import Stages
 from motet.schedule.generators.dag import distances
 
 
@@ -34,12 +35,12 @@ class Flow:
 
     schedule: ScheduleKind
     num_microbatches: int
-    rank: Ints
+    rank: Int64Array
     edges: Sequence[tuple[int, int]]
     uneven: float = 1.0
 
 
-def pipeline_s(flow: Flow, stages: Stages, send_s: Column) -> float:
+def pipeline_s(flow: Flow, stages: Stages, send_s: Float64Array) -> float:
     """Of all passes. send_s: [num_edges], of an output, or of its gradient."""
     device = np.bincount(flow.rank, stages.seconds)
     slowest, longest = float(device.max()), _longest(flow, stages.seconds, 2 * send_s)
@@ -63,7 +64,7 @@ def pipeline_s(flow: Flow, stages: Stages, send_s: Column) -> float:
     return (flow.num_microbatches - 1) * period * flow.uneven + float(longest.max())
 
 
-def _longest(flow: Flow, stage_s: Column, edge_s: Column) -> Column:
+def _longest(flow: Flow, stage_s: Float64Array, edge_s: Float64Array) -> Float64Array:
     """Per stage, the seconds of the longest way from it to an end, itself included."""
     found = stage_s.copy()
     for number in sorted(range(len(flow.edges)), key=lambda number: -flow.edges[number][0]):
@@ -72,7 +73,7 @@ def _longest(flow: Flow, stage_s: Column, edge_s: Column) -> Column:
     return found
 
 
-def ends_s(job: Job, stages: Stages, rank: Ints, data_ranks: Sequence[range]) -> float:
+def ends_s(job: Job, stages: Stages, rank: Int64Array, data_ranks: Sequence[range]) -> float:
     """Gathering before the passes and reducing after them, as far as it is not hidden, and the optimizer.
 
     data_ranks: per pipeline rank, those of the cluster that share its state (ZeRO 1).

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from motet.core.arrays import Float64Array
 from motet.core.plan import ScheduleKind
-from motet.planner.job import Column, Job
+from motet.planner.job import Job
 
 _NEIGHBOURS: Mapping[ScheduleKind, float] = {"1f1b": 0.6, "interleaved_1f1b": 0.35, "zb_h1": 0.35, "zb_v": 0.2}
 
@@ -32,7 +33,7 @@ def unevenness(job: Job, num_examples: int, tp: int, shape: tuple[ScheduleKind, 
     return float(largest / by_replica.sum() * dp)
 
 
-def _largest(rows: Column, window: int) -> Column:
+def _largest(rows: Float64Array, window: int) -> Float64Array:
     """Of each row and its neighbours, `window` of them, fewer at the start; by column."""
     padded = np.concatenate([np.zeros((window - 1, rows.shape[1])), rows])
     width = 1

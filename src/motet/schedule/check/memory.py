@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from motet.core.arrays import Float64Array, IndexArray
 from motet.core.errors import ArgumentError
 from motet.schedule.program import AlikeRows, Kind, Program
 
 
-def high_water(program: Program, held_bytes: ArrayLike) -> NDArray[np.float64]:
+def high_water(program: Program, held_bytes: ArrayLike) -> Float64Array:
     """The most bytes that each rank holds at a time, float64 [num_ranks].
 
     held_bytes: [num_stages] or [num_stages, num_microbatches], what a forward pass leaves for backward: of a stage that
@@ -30,14 +31,14 @@ def high_water(program: Program, held_bytes: ArrayLike) -> NDArray[np.float64]:
     return most
 
 
-_Events = tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float64]]
+_Events = tuple[IndexArray, IndexArray, Float64Array]
 
 
-def _most(held: NDArray[np.float64], events: _Events) -> NDArray[np.float64]:
+def _most(held: Float64Array, events: _Events) -> Float64Array:
     """Of the levels that events lead to, [...]. held: [..., num_stages, num_microbatches]."""
     stage, microbatch, sign = events
     levels = np.cumsum(held[..., stage, microbatch] * sign, axis=-1)
-    most: NDArray[np.float64] = levels.max(axis=-1, initial=0.0)
+    most: Float64Array = levels.max(axis=-1, initial=0.0)
     return most
 
 
@@ -60,7 +61,7 @@ def held_table(program: Program, held_bytes: ArrayLike) -> list[list[float]]:
     return rows
 
 
-def _checked(program: Program, held_bytes: ArrayLike) -> NDArray[np.float64]:
+def _checked(program: Program, held_bytes: ArrayLike) -> Float64Array:
     """[..., num_stages, num_microbatches]"""
     table = np.asarray(held_bytes, dtype=np.float64)
     shape = (program.num_stages, program.num_microbatches)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from motet.core.arrays import Int32Array, Int64Array
 from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import COLLECTIVES, PARTNERS
 from motet.schedule.program import WHOLE_RANK, Kind
-from motet.simulate.engine.table import EXCHANGES, PASSES, ActionTable, Ints
+from motet.simulate.engine.table import EXCHANGES, PASSES, ActionTable
 
 NONE = -1
 _FROM_SOURCE = (Kind.SEND_F, Kind.RECV_B, *EXCHANGES)
@@ -25,11 +26,11 @@ class Pass:
     first, last, count: of each pass, [num_stages, num_microbatches]; NONE, NONE and 0 where there is none.
     """
 
-    at: Ints
-    offset: NDArray[np.int64]
-    first: Ints
-    last: Ints
-    count: NDArray[np.int64]
+    at: Int32Array
+    offset: Int64Array
+    first: Int32Array
+    last: Int32Array
+    count: Int64Array
 
 
 class Lookup:
@@ -60,7 +61,7 @@ class Lookup:
             if len(twice := rows[np.bincount(table.rank[rows])[table.rank[rows]] > 1]):
                 raise ArgumentError(f"{table.action(twice[0])} is not the only {kind} of rank {table.rank[twice[0]]}.")
 
-    def part(self, kind: Kind, stage: ArrayLike, microbatch: ArrayLike, part: ArrayLike) -> NDArray[np.int64]:
+    def part(self, kind: Kind, stage: ArrayLike, microbatch: ArrayLike, part: ArrayLike) -> Int64Array:
         """The row of a numbered part of a pass; NONE where there is none."""
         stage, microbatch, part = (np.asarray(column, dtype=np.int64) for column in (stage, microbatch, part))
         found = self.passes[kind]
@@ -88,7 +89,7 @@ class Lookup:
         last[there] = at[offset[1:][there] - 1]
         return Pass(at, offset, first.reshape(self.shape), last.reshape(self.shape), count.reshape(self.shape))
 
-    def _on_edge(self, kind: Kind) -> Ints:
+    def _on_edge(self, kind: Kind) -> Int32Array:
         """Finds the edges of a kind's actions, and the other way round."""
         table, rows = self.table, self.table.rows(kind)
         stage, peer = table.stage[rows], table.peer[rows]
@@ -124,7 +125,7 @@ class Lookup:
         groups = np.array([stage.group for stage in table.program.stages], dtype=np.int64)
         groups = np.where(groups < 0, groups.max() + 1 + np.arange(len(groups)), groups)
         group = groups[table.stage[rows]]
-        box: list[NDArray[np.int64]] = [group, _from_zero(table.microbatch[rows]), _from_zero(table.part[rows])]
+        box: list[Int64Array] = [group, _from_zero(table.microbatch[rows]), _from_zero(table.part[rows])]
         if kind in EXCHANGES:
             between = groups[self.sources] * (int(groups.max()) + 1) + groups[self.sinks]
             box.append(np.unique(between, return_inverse=True)[1][self.edge[rows]])
@@ -154,7 +155,7 @@ class Unit:
         self.row = np.full(shape, NONE, dtype=np.int32)
         self.row[tuple(column - low for column, low in zip(columns, self.low))] = rows
 
-    def at(self, stage: Ints, microbatch: ArrayLike, part: ArrayLike) -> Ints:
+    def at(self, stage: Int32Array, microbatch: ArrayLike, part: ArrayLike) -> Int32Array:
         """NONE where there is none."""
         box = np.broadcast_arrays(stage, microbatch, part)
         there = np.ones(len(stage), dtype=np.bool_)
@@ -162,9 +163,9 @@ class Unit:
         for column, low, size in zip(box, self.low, self.row.shape):
             there &= (column >= low) & (column < low + size)
             index.append(np.clip(column - low, 0, size - 1))
-        found: Ints = np.where(there, self.row[tuple(index)], NONE)
+        found: Int32Array = np.where(there, self.row[tuple(index)], NONE)
         return found
 
 
-def _from_zero(column: Ints) -> NDArray[np.int64]:
+def _from_zero(column: Int32Array) -> Int64Array:
     return column.astype(np.int64) - int(column.min())

@@ -6,17 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import Float64Array, Int32Array
 from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import PARTNERS
 from motet.schedule.program import Kind
 from motet.simulate.engine.action_index import Lookup
-from motet.simulate.engine.stage_times import Part, StageTimes, Table
+from motet.simulate.engine.stage_times import Part, StageTimes
 from motet.simulate.engine.streams import COMPUTE, OF_KIND, TENSOR
-from motet.simulate.engine.table import EXCHANGES, UNITS, Ints
+from motet.simulate.engine.table import EXCHANGES, UNITS
 
-Seconds = NDArray[np.float64]
 _OF_EDGE = ("send_s", "return_s", "exchange_s")
 _OF_STAGE = ("gather_s", "reduce_s", "replicas_s")
 _OF_RANK = ("norm_s", "step_s")
@@ -29,9 +28,9 @@ class ActionSeconds:
     held_s: the action itself. tensor_s: tensor-parallel communication at its end, for which it keeps its stream too.
     """
 
-    stream: Ints
-    held_s: Seconds
-    tensor_s: Seconds
+    stream: Int32Array
+    held_s: Float64Array
+    tensor_s: Float64Array
 
 
 def action_seconds(lookup: Lookup, times: StageTimes, jitter: float = 0.0, seed: int = 0) -> ActionSeconds:
@@ -54,7 +53,7 @@ def action_seconds(lookup: Lookup, times: StageTimes, jitter: float = 0.0, seed:
     return ActionSeconds(found.stream, found.held_s, found.tensor_s)
 
 
-def _broadcast(lookup: Lookup, times: StageTimes) -> Mapping[str, Table]:
+def _broadcast(lookup: Lookup, times: StageTimes) -> Mapping[str, Float64Array]:
     (num_stages, num_microbatches), num_edges = lookup.shape, len(lookup.sources)
     tables = {}
     for field in fields(times):
@@ -100,7 +99,7 @@ class _Shares:
                 flat += slices
             self.first[stage], self.count[stage] = starts[slices], len(slices)
             self.has_tensor[stage] = "tensor" in streams[slices]
-        self.share: Seconds = np.array([part.share for part in flat] or [1.0])
+        self.share: Float64Array = np.array([part.share for part in flat] or [1.0])
         self.on_tensor = np.array([part.stream == "tensor" for part in flat] or [False])
 
 
@@ -112,11 +111,11 @@ def _check_shares(name: str, slices: tuple[Part, ...]) -> None:
 
 
 class _Spread:
-    def __init__(self, lookup: Lookup, times: Mapping[str, Table]) -> None:
+    def __init__(self, lookup: Lookup, times: Mapping[str, Float64Array]) -> None:
         self.lookup, self.table, self.times = lookup, lookup.table, times
-        self.stream: Ints = OF_KIND[self.table.kind]
-        self.held_s: Seconds = np.zeros(len(self.table))
-        self.tensor_s: Seconds = np.zeros(len(self.table))
+        self.stream: Int32Array = OF_KIND[self.table.kind]
+        self.held_s: Float64Array = np.zeros(len(self.table))
+        self.tensor_s: Float64Array = np.zeros(len(self.table))
 
     def passes(self, forward: _Shares, backward: _Shares) -> None:
         times, even = self.times, _Shares("", {}, self.lookup.shape[0])
@@ -130,7 +129,7 @@ class _Spread:
         self._pass(Kind.I, times["input_s"] + again, times["backward_tensor_s"], backward)
         self._pass(Kind.W, times["weight_s"], none, even)
 
-    def _pass(self, kind: Kind, held: Table, tensor: Table, shares: _Shares) -> None:
+    def _pass(self, kind: Kind, held: Float64Array, tensor: Float64Array, shares: _Shares) -> None:
         """A part takes the share that is said; parts of which nothing is said share alike."""
         if kind not in self.lookup.passes:
             return
@@ -179,7 +178,7 @@ class _Spread:
             share = np.where(sliced, weight[stage, part] / np.where(sliced & (total > 0), total, 1.0), 1.0)
             self.held_s[rows] = self._collective_s(kind, stage, self.table.microbatch[rows]) * share
 
-    def _collective_s(self, kind: Kind, stage: Ints, microbatch: Ints) -> Seconds:
+    def _collective_s(self, kind: Kind, stage: Int32Array, microbatch: Int32Array) -> Float64Array:
         if kind is not Kind.REDUCE:
             return self.times["gather_s"][stage]
         each = np.bincount(stage[microbatch >= 0], minlength=self.lookup.shape[0]) > 0

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from motet.core.arrays import Float64Array, Int32Array
 from motet.simulate.engine.action_index import Lookup
-from motet.simulate.engine.action_seconds import Seconds
 from motet.simulate.engine.lower import Waits
-from motet.simulate.engine.table import Ints
 
 _SHOWN = 6
 
 
-def deadlock(lookup: Lookup, waits: Waits, held: Ints, end_s: Seconds) -> str:
+def deadlock(lookup: Lookup, waits: Waits, held: Int32Array, end_s: Float64Array) -> str:
     """The circle in words. end_s: NaN where an action never ran; held: the stream that each holds."""
     table = lookup.table
     way = [int(np.flatnonzero(np.isnan(end_s))[0])]
@@ -25,7 +24,7 @@ def deadlock(lookup: Lookup, waits: Waits, held: Ints, end_s: Seconds) -> str:
     return " waits for ".join(shown)
 
 
-def _waits_for(lookup: Lookup, waits: Waits, held: Ints, end_s: Seconds, row: int) -> int:
+def _waits_for(lookup: Lookup, waits: Waits, held: Int32Array, end_s: Float64Array, row: int) -> int:
     """An action that never runs, and for that reason this one: before it in its stream, needed, or its other end."""
     table = lookup.table
     stuck = np.isnan(end_s)
@@ -40,6 +39,6 @@ def _waits_for(lookup: Lookup, waits: Waits, held: Ints, end_s: Seconds, row: in
     return next(int(one) for one, blocked in zip(together, ready) if blocked)
 
 
-def _waits_for_others(rank: Ints, held: Ints, waits: Waits, stuck: np.ndarray, row: int) -> bool:
+def _waits_for_others(rank: Int32Array, held: Int32Array, waits: Waits, stuck: np.ndarray, row: int) -> bool:
     before = (rank[:row] == rank[row]) & (held[:row] == held[row]) & stuck[:row]
     return bool(before.any() or stuck[waits.dependency[waits.dependent == row]].any())

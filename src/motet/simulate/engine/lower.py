@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
+from motet.core.arrays import IndexArray, Int32Array
 from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import GRADIENTS, PREFETCHED
 from motet.schedule.program import Action, Kind
 from motet.simulate.engine.action_index import NONE, Lookup, Unit
 from motet.simulate.engine.streams import COMPUTE, TENSOR, holds_compute
-from motet.simulate.engine.table import Ints, Rows
 
 BACKWARD = (Kind.B, Kind.I)
 WEIGHTS = (Kind.B, Kind.W)
@@ -26,11 +26,11 @@ WEIGHTS = (Kind.B, Kind.W)
 class Waits:
     """Action dependent[i] waits for all of operation dependency[i]; int32 [num_dependencies]."""
 
-    dependent: Ints
-    dependency: Ints
+    dependent: Int32Array
+    dependency: Int32Array
 
 
-def waits(lookup: Lookup, stream: Ints, overlap: bool) -> Waits:
+def waits(lookup: Lookup, stream: Int32Array, overlap: bool) -> Waits:
     """What every action waits for beside its stream, as Dependencies.of says it.
 
     overlap: False adds what makes communication hold the compute stream: it begins when the compute before it in its
@@ -55,8 +55,8 @@ def waits(lookup: Lookup, stream: Ints, overlap: bool) -> Waits:
 class _Waits:
     def __init__(self, lookup: Lookup) -> None:
         self.lookup, self.table = lookup, lookup.table
-        self.dependents: list[Ints] = [np.empty(0, dtype=np.int32)]
-        self.dependencies: list[Ints] = [np.empty(0, dtype=np.int32)]
+        self.dependents: list[Int32Array] = [np.empty(0, dtype=np.int32)]
+        self.dependencies: list[Int32Array] = [np.empty(0, dtype=np.int32)]
 
     def add(self, dependent: ArrayLike, dependency: ArrayLike) -> None:
         """Pairs, but for those of which either is NONE."""
@@ -65,16 +65,16 @@ class _Waits:
         self.dependents.append(after[there])
         self.dependencies.append(before[there])
 
-    def first(self, kind: Kind) -> Ints:
+    def first(self, kind: Kind) -> Int32Array:
         return self.lookup.passes[kind].first if kind in self.lookup.passes else self._none()
 
-    def last(self, kind: Kind) -> Ints:
+    def last(self, kind: Kind) -> Int32Array:
         return self.lookup.passes[kind].last if kind in self.lookup.passes else self._none()
 
-    def _none(self) -> Ints:
+    def _none(self) -> Int32Array:
         return np.full(self.lookup.shape, NONE, dtype=np.int32)
 
-    def after_last(self, rows: Rows, stage: Ints, *kinds: Kind) -> None:
+    def after_last(self, rows: IndexArray, stage: Int32Array, *kinds: Kind) -> None:
         """Rows wait for the ends of passes of these kinds, of their own microbatches."""
         for kind in kinds:
             if kind in self.lookup.passes:
@@ -86,7 +86,7 @@ class _Waits:
         later = np.flatnonzero(self.table.part[found.at] > 0)
         self.add(found.at[later], found.at[later - 1])
 
-    def across(self, first: Ints, last: list[Ints], moved: tuple[Kind, Kind]) -> None:
+    def across(self, first: Int32Array, last: list[Int32Array], moved: tuple[Kind, Kind]) -> None:
         """Passes wait for what crosses their edges: received, exchanged or, failing both, the other stage's pass.
 
         first, last: by edge and microbatch.
@@ -151,7 +151,7 @@ class _Waits:
             part = (self.lookup.passes[kind].count[stage, microbatch] - 1 - part).astype(np.int32)
         self.add(rows, self.lookup.part(kind, stage, microbatch, part - 1 - PREFETCHED))
 
-    def _columns(self) -> tuple[Ints, Ints, Ints]:
+    def _columns(self) -> tuple[Int32Array, Int32Array, Int32Array]:
         return self.table.stage, self.table.microbatch, self.table.part
 
     def reductions(self) -> None:
@@ -188,7 +188,7 @@ class _Waits:
                 rows = self.table.rows(before)
                 self.add(of_rank[self.table.rank[rows]], rows)
 
-    def in_turn(self, stream: Ints) -> None:
+    def in_turn(self, stream: Int32Array) -> None:
         communicates = np.flatnonzero(stream == TENSOR)
         if not communicates.size:
             return
@@ -199,7 +199,7 @@ class _Waits:
         before[passes[1:]] = np.where(self.table.rank[passes[1:]] == self.table.rank[passes[:-1]], passes[:-1], NONE)
         self.add(communicates, before[communicates])
 
-    def blocking(self, stream: Ints) -> None:
+    def blocking(self, stream: Int32Array) -> None:
         rank, row = self.table.rank, np.arange(len(self.table), dtype=np.int32)
         computes = holds_compute(stream)
         before = np.maximum.accumulate(np.where(computes, row, NONE))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from motet.core.arrays import Float64Array, Int32Array
 from motet.core.errors import ArgumentError
 from motet.core.timeline import Timeline
 from motet.schedule.dependencies import PARTNERS
@@ -15,14 +16,14 @@ from motet.schedule.passes import add_communication
 from motet.schedule.program import Program
 from motet.simulate.engine import reference
 from motet.simulate.engine.action_index import Lookup
-from motet.simulate.engine.action_seconds import Seconds, action_seconds
+from motet.simulate.engine.action_seconds import action_seconds
 from motet.simulate.engine.backend import Backend, engine
 from motet.simulate.engine.deadlock import deadlock
 from motet.simulate.engine.lower import Waits, waits
 from motet.simulate.engine.spans import timeline_of
 from motet.simulate.engine.stage_times import StageTimes
 from motet.simulate.engine.streams import COMPUTE, STREAMS, TENSOR
-from motet.simulate.engine.table import EXCHANGES, ActionTable, Ints, action_table
+from motet.simulate.engine.table import EXCHANGES, ActionTable, action_table
 
 MAX_JITTER = 2.0
 """With a larger sigma nearly all factors are nearly 0, and a step of some thousands has nothing of the mean of 1."""
@@ -33,9 +34,9 @@ class Prepared:
 
     def __init__(self, program: Program) -> None:
         self.lookup = Lookup(action_table(program))
-        self._waits: tuple[Ints, bool, Waits] | None = None
+        self._waits: tuple[Int32Array, bool, Waits] | None = None
 
-    def waits(self, stream: Ints, overlap: bool) -> Waits:
+    def waits(self, stream: Int32Array, overlap: bool) -> Waits:
         """As `lower.waits` has them; kept for the streams that were asked for last."""
         if self._waits is None or self._waits[1] != overlap or not np.array_equal(self._waits[0], stream):
             self._waits = stream, overlap, waits(self.lookup, stream, overlap)
@@ -72,14 +73,14 @@ def simulate(
     seconds = action_seconds(lookup, times, jitter, seed)
     held = seconds.stream if overlap else np.where(seconds.stream == TENSOR, np.int32(COMPUTE), seconds.stream)
     took = seconds.held_s + seconds.tensor_s
-    start_s: Seconds
-    end_s: Seconds
+    start_s: Float64Array
+    end_s: Float64Array
     if native is None:
         found = reference.run(table.program, seconds.stream.tolist(), took.tolist(), overlap)
         start_s, end_s = (np.array(column) for column in found)
     else:
         needs = prepared.waits(seconds.stream, overlap)
-        of_rank: Ints = table.rank * len(STREAMS) + held
+        of_rank: Int32Array = table.rank * len(STREAMS) + held
         start_s, end_s = native.run(of_rank, lookup.operation, took, needs.dependent, needs.dependency)
     if np.isnan(end_s).any():
         circle = deadlock(lookup, prepared.waits(seconds.stream, overlap), held, end_s)

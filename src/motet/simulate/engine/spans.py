@@ -6,19 +6,19 @@ from collections.abc import Iterator, Sequence
 from typing import overload
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import Float64Array, IndexArray, Int32Array
 from motet.core.timeline import Timeline
 from motet.schedule.program import WHOLE_RANK, Action
-from motet.simulate.engine.action_seconds import ActionSeconds, Seconds
+from motet.simulate.engine.action_seconds import ActionSeconds
 from motet.simulate.engine.streams import STREAMS, TENSOR
-from motet.simulate.engine.table import CODES, KINDS, ActionTable, Ints
+from motet.simulate.engine.table import CODES, KINDS, ActionTable
 
 
 class Labels(Sequence[str]):
     """Texts of which there are few, told by number."""
 
-    def __init__(self, names: Sequence[str], number: Ints) -> None:
+    def __init__(self, names: Sequence[str], number: Int32Array) -> None:
         self.names, self.number = names, number
 
     @staticmethod
@@ -48,7 +48,7 @@ class Labels(Sequence[str]):
 class ActionTexts(Sequence[str]):
     """Actions as text, told by their row in a table."""
 
-    def __init__(self, table: ActionTable, row: NDArray[np.intp]) -> None:
+    def __init__(self, table: ActionTable, row: IndexArray) -> None:
         self.table, self.row = table, row
 
     def __len__(self) -> int:
@@ -70,7 +70,7 @@ class ActionTexts(Sequence[str]):
             yield str(Action(stage, KINDS[kind], microbatch, part, peer))
 
 
-def timeline_of(table: ActionTable, seconds: ActionSeconds, start_s: Seconds, end_s: Seconds) -> Timeline:
+def timeline_of(table: ActionTable, seconds: ActionSeconds, start_s: Float64Array, end_s: Float64Array) -> Timeline:
     """A span an action, in the order of the table; then the tensor-parallel communication of whole passes.
 
     A pass with such communication is two spans, its compute and, after it, its communication on the tensor stream,

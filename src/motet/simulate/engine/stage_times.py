@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from motet.core.arrays import Float64Array
 from motet.core.errors import ArgumentError
-
-Table = NDArray[np.float64]
 
 
 class Part(NamedTuple):
@@ -41,20 +40,20 @@ class StageTimes:
     forward_parts, backward_parts: per stage, the slices of a pass, for Programs whose actions have parts.
     """
 
-    forward_s: Table
-    input_s: Table
-    weight_s: Table
-    recompute_s: Table = field(default_factory=lambda: np.zeros((1, 1)))
-    forward_tensor_s: Table = field(default_factory=lambda: np.zeros((1, 1)))
-    backward_tensor_s: Table = field(default_factory=lambda: np.zeros((1, 1)))
-    send_s: Table = field(default_factory=lambda: np.zeros((1, 1)))
-    return_s: Table = field(default_factory=lambda: np.zeros((1, 1)))
-    exchange_s: Table = field(default_factory=lambda: np.zeros((1, 1)))
-    gather_s: Table = field(default_factory=lambda: np.zeros(1))
-    reduce_s: Table = field(default_factory=lambda: np.zeros(1))
-    replicas_s: Table = field(default_factory=lambda: np.zeros(1))
-    norm_s: Table = field(default_factory=lambda: np.zeros(1))
-    step_s: Table = field(default_factory=lambda: np.zeros(1))
+    forward_s: Float64Array
+    input_s: Float64Array
+    weight_s: Float64Array
+    recompute_s: Float64Array = field(default_factory=lambda: np.zeros((1, 1)))
+    forward_tensor_s: Float64Array = field(default_factory=lambda: np.zeros((1, 1)))
+    backward_tensor_s: Float64Array = field(default_factory=lambda: np.zeros((1, 1)))
+    send_s: Float64Array = field(default_factory=lambda: np.zeros((1, 1)))
+    return_s: Float64Array = field(default_factory=lambda: np.zeros((1, 1)))
+    exchange_s: Float64Array = field(default_factory=lambda: np.zeros((1, 1)))
+    gather_s: Float64Array = field(default_factory=lambda: np.zeros(1))
+    reduce_s: Float64Array = field(default_factory=lambda: np.zeros(1))
+    replicas_s: Float64Array = field(default_factory=lambda: np.zeros(1))
+    norm_s: Float64Array = field(default_factory=lambda: np.zeros(1))
+    step_s: Float64Array = field(default_factory=lambda: np.zeros(1))
     forward_parts: Mapping[int, tuple[Part, ...]] = field(default_factory=dict)
     backward_parts: Mapping[int, tuple[Part, ...]] = field(default_factory=dict)
 
@@ -86,7 +85,7 @@ def stage_times(
     return StageTimes(forward, backward - weight, weight, send_s=send, return_s=send)
 
 
-def _table(name: str, seconds: ArrayLike) -> Table:
+def _table(name: str, seconds: ArrayLike) -> Float64Array:
     table = np.asarray(seconds, dtype=np.float64)
     if table.ndim > 2:
         raise ArgumentError(f"{name} has {table.ndim} axes; it must be one number a stage, or a stage and microbatch.")

@@ -8,12 +8,12 @@ tensor-parallel communication of a pass.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.core import timeline
+from motet.core.arrays import BoolArray, Int32Array
 from motet.schedule.program import COMPUTE as COMPUTE_KINDS
 from motet.schedule.program import Kind
-from motet.simulate.engine.table import KINDS, Ints
+from motet.simulate.engine.table import KINDS
 
 STREAMS = (timeline.COMPUTE, "send", "receive", "collective", "tensor")
 COMPUTE, SEND, RECEIVE, COLLECTIVE, TENSOR = range(len(STREAMS))
@@ -28,11 +28,11 @@ def _stream_of(kind: Kind) -> int:
     return COMPUTE if kind in COMPUTE_KINDS else COLLECTIVE
 
 
-OF_KIND: Ints = np.array([_stream_of(kind) for kind in KINDS], dtype=np.int32)
+OF_KIND: Int32Array = np.array([_stream_of(kind) for kind in KINDS], dtype=np.int32)
 """The stream of each kind of KINDS; a part of a pass may be TENSOR instead."""
 
 
-def holds_compute(stream: Ints) -> NDArray[np.bool_]:
+def holds_compute(stream: Int32Array) -> BoolArray:
     """Whether an action holds the compute stream of a rank whose communication blocks, as all of a pass does."""
-    held: NDArray[np.bool_] = (stream == COMPUTE) | (stream == TENSOR)
+    held: BoolArray = (stream == COMPUTE) | (stream == TENSOR)
     return held

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import BoolArray, IndexArray, Int32Array
 from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import PARTNERS
 from motet.schedule.program import Action, AlikeRows, Kind, Program, Row
 from motet.simulate.engine.backend import native_engine
-
-Ints = NDArray[np.int32]
-Rows = NDArray[np.intp]
 
 KINDS = tuple(Kind)
 CODES: Mapping[str, int] = {kind: code for code, kind in enumerate(KINDS)}
@@ -30,22 +27,22 @@ class ActionTable:
     """int32 [num_actions] each, rank by rank, in the order of its list; kind is a place in KINDS."""
 
     program: Program
-    rank: Ints
-    stage: Ints
-    kind: Ints
-    microbatch: Ints
-    part: Ints
-    peer: Ints
+    rank: Int32Array
+    stage: Int32Array
+    kind: Int32Array
+    microbatch: Int32Array
+    part: Int32Array
+    peer: Int32Array
 
     def __len__(self) -> int:
         return len(self.rank)
 
     @cached_property
-    def _rows(self) -> Mapping[Kind, Rows]:
+    def _rows(self) -> Mapping[Kind, IndexArray]:
         there = np.flatnonzero(np.bincount(self.kind, minlength=len(KINDS)))
         return {KINDS[code]: np.flatnonzero(self.kind == code) for code in there}
 
-    def rows(self, kind: Kind) -> Rows:
+    def rows(self, kind: Kind) -> IndexArray:
         """Which actions are of a kind, ascending."""
         return self._rows.get(kind, np.empty(0, dtype=np.intp))
 
@@ -63,7 +60,7 @@ def action_table(program: Program) -> ActionTable:
     return table
 
 
-def _tiled(rows: AlikeRows) -> tuple[Ints, ...]:
+def _tiled(rows: AlikeRows) -> tuple[Int32Array, ...]:
     _, *columns = _columns((rows.first,))
     stage, kind, microbatch, part, peer = (np.tile(column, len(rows)) for column in columns)
     rank = np.repeat(np.arange(len(rows), dtype=np.int32), len(rows.first))
@@ -71,7 +68,7 @@ def _tiled(rows: AlikeRows) -> tuple[Ints, ...]:
     return rank, stage + first, kind, microbatch, part, np.where(peer >= 0, peer + first, peer)
 
 
-def _columns(actions: tuple[Row, ...]) -> tuple[Ints, ...]:
+def _columns(actions: tuple[Row, ...]) -> tuple[Int32Array, ...]:
     """rank, stage, kind, microbatch, part and peer."""
     engine = native_engine()
     if engine is not None:
@@ -96,13 +93,13 @@ def _check(table: ActionTable) -> None:
         raise ArgumentError(f"{table.action(wrong[0])} is a part; only passes, gathers and reductions have parts.")
 
 
-def _among(kinds: Iterable[Kind]) -> NDArray[np.bool_]:
+def _among(kinds: Iterable[Kind]) -> BoolArray:
     """Whether a kind is one of these, by code."""
     kinds = set(kinds)
     return np.array([kind in kinds for kind in KINDS])
 
 
-def _check_range(table: ActionTable, name: str, column: Ints, needed_by: Iterable[Kind], stop: int) -> None:
+def _check_range(table: ActionTable, name: str, column: Int32Array, needed_by: Iterable[Kind], stop: int) -> None:
     least = np.where(_among(needed_by), 0, -1)
     if (wrong := np.flatnonzero((column < least[table.kind]) | (column >= stop))).size:
         row = wrong[0]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import Int64Array
 from motet.core.spec import Layer
 from motet.cost.memory import StageMemory, stage_memory
 from motet.schedule import PlannedStage, high_water
@@ -18,7 +18,7 @@ MAX_LOGITS = 1 << 28
 PARTS = ("parameters", "gradients", "optimizer", "activations", "transient")
 
 
-def memory_of(pricing: Pricing) -> dict[str, NDArray[np.int64]]:
+def memory_of(pricing: Pricing) -> dict[str, Int64Array]:
     """Bytes by part, int64 [num_ranks of the cluster] each; 0 on ranks that the Plan does not use.
 
     A rank with several stages holds all they hold and computes one at a time. Activations are those of the fullest

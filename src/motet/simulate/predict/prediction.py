@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import Int64Array
 from motet.core.timeline import Timeline
 from motet.schedule import Presence
 from motet.simulate.bubbles import Bubbles, bubbles
@@ -29,13 +29,13 @@ class Prediction:
     """
 
     timeline: Timeline
-    ranks: NDArray[np.int64]
+    ranks: Int64Array
     num_examples: int
     num_tokens: int
     model_flops: int
     hardware_flops: int
     peak_flops: float
-    memory_bytes: Mapping[str, NDArray[np.int64]]
+    memory_bytes: Mapping[str, Int64Array]
     capacity_bytes: int
     present: tuple[Presence, ...] = ()
 
@@ -70,7 +70,7 @@ class Prediction:
         return bubbles(self.timeline)
 
     @cached_property
-    def peak_bytes(self) -> NDArray[np.int64]:
+    def peak_bytes(self) -> Int64Array:
         """int64 [num_ranks], all parts together."""
-        summed: NDArray[np.int64] = np.stack(list(self.memory_bytes.values())).sum(axis=0)
+        summed: Int64Array = np.stack(list(self.memory_bytes.values())).sum(axis=0)
         return summed

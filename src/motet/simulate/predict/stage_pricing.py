@@ -14,9 +14,9 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.assign.step import StepAssignment
+from motet.core.arrays import Float64Array
 from motet.core.plan import Plan
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
@@ -33,19 +33,17 @@ from motet.schedule.coordinates import host_of, replica_of
 from motet.schedule.layout import LAYER_PARTS
 from motet.simulate.engine.stage_times import Part
 
-Table = NDArray[np.float64]
-
 
 class StageSeconds(NamedTuple):
     """Of one stage, [num_replicas, num_microbatches] each. held: bytes that forward keeps for backward."""
 
-    forward: Table
-    input: Table
-    weight: Table
-    recompute: Table
-    forward_tensor: Table
-    backward_tensor: Table
-    held: Table
+    forward: Float64Array
+    input: Float64Array
+    weight: Float64Array
+    recompute: Float64Array
+    forward_tensor: Float64Array
+    backward_tensor: Float64Array
+    held: Float64Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +52,7 @@ class _Priced:
 
     work: Work
     seconds: LayerSeconds
-    tensor_s: Table
+    tensor_s: Float64Array
 
 
 class Pricing:
@@ -84,23 +82,23 @@ class Pricing:
         replicas = [replica_of(self.layout, stage, island) for island in range(self.num_islands)]
         return StageSeconds(*(table[replicas] for table in self._seconds(stage.key)))
 
-    def paced_s(self) -> Table:
+    def paced_s(self) -> Float64Array:
         """Of each island, its microbatches' seconds on the ranks that take longest for them, [num_islands]."""
         shape = self.planned.program.num_ranks, self.num_islands, self.assignment.num_microbatches
         total_s = np.zeros(shape)
         for stage in self.planned.stages:
             total_s[stage.rank] += np.sum(self.islands(stage)[:-1], axis=0)
-        found: Table = total_s.max(axis=0).sum(axis=1)
+        found: Float64Array = total_s.max(axis=0).sum(axis=1)
         return found
 
     def layers(self, stage: PlannedStage) -> list[StageLayer]:
         """What a stage runs, in execution order."""
         return list(stage_layers(self.plan.model, stage.layers, stage.recomputed))
 
-    def rows(self, name: str, layer: Layer, stage: PlannedStage, island: int) -> Table:
+    def rows(self, name: str, layer: Layer, stage: PlannedStage, island: int) -> Float64Array:
         """Rows that a layer of a module has on one of the ranks that share the stage's work, [num_microbatches]."""
         rows = self._priced(name, layer, stage.num_shares).work.rows
-        found: Table = rows.reshape(-1, self.assignment.num_microbatches)[replica_of(self.layout, stage, island)]
+        found: Float64Array = rows.reshape(-1, self.assignment.num_microbatches)[replica_of(self.layout, stage, island)]
         return found
 
     def largest_rows(self, name: str, layer: Layer) -> float:
@@ -157,7 +155,7 @@ class Pricing:
                 total[name] += count * seconds.reshape(shape)
         return StageSeconds(**total)
 
-    def _passes(self, placed: StageLayer, priced: _Priced, tp: int) -> dict[str, Table]:
+    def _passes(self, placed: StageLayer, priced: _Priced, tp: int) -> dict[str, Float64Array]:
         """The passes that a layer has: its gradients as `cost.model.backward_seconds` has them."""
         layer, (forward_s, input_s, weight_s) = placed.layer, priced.seconds
         passes = {"forward": forward_s, "forward_tensor": priced.tensor_s}

@@ -5,17 +5,17 @@ from __future__ import annotations
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.assign.ordering import lanes
 from motet.assign.step import ModuleAssignment, StepAssignment
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Plan
 from motet.core.workload import BatchLengths
 from motet.cost.model import CostModel
 from motet.schedule.from_plan import Planned, unscheduled
 from motet.schedule.generators.dag import distances
 from motet.schedule.layout import Layout
-from motet.simulate.predict.stage_pricing import Pricing, Table
+from motet.simulate.predict.stage_pricing import Pricing
 
 _NS_PER_S = 1e9
 
@@ -34,7 +34,7 @@ class PricedStep:
     def layout(self) -> Layout:
         return Layout(self.plan)
 
-    def of_examples(self) -> NDArray[np.int64]:
+    def of_examples(self) -> Int64Array:
         modules = {}
         for module in self.plan.model.modules:
             items = self.batch.of(module.name)
@@ -56,7 +56,7 @@ class PricedStep:
                 taken_s[lane[stage.rank]] += np.sum(pricing.stage(stage, 0)[:-1], axis=0)
         return np.rint(taken_s * _NS_PER_S).astype(np.int64)
 
-    def of_passes(self, assignment: StepAssignment) -> tuple[Table, Table]:
+    def of_passes(self, assignment: StepAssignment) -> tuple[Float64Array, Float64Array]:
         pricing, layout, places = self._pricing(assignment), self.layout, _places(self.layout)
         ranks = {stage.rank: place for stage, place in zip(layout.stages, places)}
         shape = len(ranks), layout.num_islands, layout.num_microbatches

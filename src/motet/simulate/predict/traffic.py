@@ -7,15 +7,12 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import Float64Array
 from motet.core.spec import Layer
 from motet.schedule import PlannedStage
 from motet.schedule.edges import under_way
 from motet.simulate.predict.stage_pricing import Pricing
-
-Table = NDArray[np.float64]
-
 
 _TOTALS_BYTES = 3 * 8
 
@@ -49,7 +46,7 @@ class Traffic:
         self._collectives = cache(lambda key: self._priced(first[key]))
         self._sizes = cache(lambda key: self._size(first[key]))
 
-    def send_s(self, island: int, *, gradient: bool = False) -> Table:
+    def send_s(self, island: int, *, gradient: bool = False) -> Float64Array:
         """[num_edges, num_microbatches], of outputs, or of their gradients; 0 where both ends are on one rank."""
         stages, edges = self.planned.stages, self.planned.program.edges
         seconds = np.zeros((len(edges), self.assignment.num_microbatches))
@@ -60,12 +57,12 @@ class Traffic:
                 seconds[number] = self.cost.send_seconds(sent * float(share), ends)
         return seconds
 
-    def exchange_s(self) -> Table:
+    def exchange_s(self) -> Float64Array:
         """[num_edges, num_microbatches]: outputs of encoders, to the ranks that run their examples' sequences."""
         unit = self.pricing.backbone
         ranks = range(unit.first_rank, unit.first_rank + unit.dp * unit.tp, unit.tp)
         node = np.array([self.plan.cluster.node_of(rank) for rank in ranks])
-        seconds: dict[str, Table] = {}
+        seconds: dict[str, Float64Array] = {}
         for module in self.plan.model.modules[:-1]:
             row_bytes = module.layers[-1].output_width * self.precision.compute
             moved_bytes = self.assignment.moved_rows(module.name, node).in_bytes(row_bytes, unit.tp)
@@ -78,7 +75,7 @@ class Traffic:
         found: Collectives = self._collectives(stage.key)
         return found
 
-    def step_s(self) -> Table:
+    def step_s(self) -> Float64Array:
         """The optimizer, [num_ranks] of the Program: each updates its share of what learns."""
         held = np.zeros(self.planned.program.num_ranks)
         for stage in self.planned.stages:
@@ -86,7 +83,7 @@ class Traffic:
         seconds = {number: self.cost.step_seconds(round(number)) for number in set(held.tolist())}
         return np.array([seconds[number] for number in held.tolist()])
 
-    def norm_s(self) -> Table:
+    def norm_s(self) -> Float64Array:
         """The sum of the gradient's norm, the loss and the targets over all ranks, [1]: pipelines have no NORM."""
         if self.plan.schedule != "data_parallel":
             return np.zeros(1)
@@ -131,7 +128,7 @@ class Traffic:
         ranks = stage.data_ranks
         return ranks[: stage.shard_size], ranks[:: stage.shard_size]
 
-    def _sent_bytes(self, source: PlannedStage, sink: PlannedStage, island: int, *, gradient: bool) -> Table:
+    def _sent_bytes(self, source: PlannedStage, sink: PlannedStage, island: int, *, gradient: bool) -> Float64Array:
         """What one tensor-parallel rank of a stage sends to another stage, or gets back, [num_microbatches]."""
         total, model = np.zeros(self.assignment.num_microbatches), self.plan.model
         for name, stop in under_way(self.planned.layout, source, sink):

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.timeline import COMPUTE, Timeline
 from motet.core.workload import BACKBONE
 from motet.schedule.program import COMPUTE as COMPUTE_KINDS
@@ -83,15 +83,15 @@ class Drawing:
     facts: a sentence: makespan, bubbles over all ranks, and which ranks are drawn where some are not.
     """
 
-    ranks: NDArray[np.int64]
+    ranks: Int64Array
     names: tuple[str, ...]
-    bubble_share: NDArray[np.float64]
-    row: NDArray[np.int64]
-    paint: NDArray[np.int64]
-    start_s: NDArray[np.float64]
-    end_s: NDArray[np.float64]
-    number: NDArray[np.int64]
-    span: NDArray[np.int64]
+    bubble_share: Float64Array
+    row: Int64Array
+    paint: Int64Array
+    start_s: Float64Array
+    end_s: Float64Array
+    number: Int64Array
+    span: Int64Array
     paints: tuple[Paint, ...]
     legend: tuple[Key, ...]
     makespan_s: float
@@ -125,7 +125,7 @@ def draw(timeline: Timeline, *, max_rows: int) -> Drawing:
     )
 
 
-def _looks(timeline: Timeline) -> tuple[list[Look], NDArray[np.int64]]:
+def _looks(timeline: Timeline) -> tuple[list[Look], Int64Array]:
     """Those that there are, in order of appearance, and which of them each span has, int64 [num_spans]."""
     kind, module, stream = (Labels.of(texts) for texts in (timeline.kind, timeline.module, timeline.stream))
     shape = len(kind.names), len(module.names), len(stream.names)
@@ -197,7 +197,7 @@ def _paint(look: Look, hues: dict[str, str]) -> Paint:
     return Paint(_shaded(hues[module], kind), False, module)
 
 
-def _chosen(bubble_share: NDArray[np.float64], max_rows: int) -> NDArray[np.int64]:
+def _chosen(bubble_share: Float64Array, max_rows: int) -> Int64Array:
     num_ranks = len(bubble_share)
     if num_ranks <= max_rows:
         return np.arange(num_ranks)

@@ -12,9 +12,9 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
+from motet.core.arrays import BoolArray, Float64Array, UInt8Array
 from motet.core.errors import UserError
 from motet.core.timeline import Timeline
 from motet.simulate.show.drawing import BUBBLE, INK, SOFT, Drawing, Key, draw, is_light, time_unit
@@ -59,7 +59,7 @@ def write_png(
         raise UserError(f"the picture cannot be written to {path}: {error.strerror}.") from error
 
 
-def _rows(drawing: Drawing, row_height: int) -> NDArray[np.uint8]:
+def _rows(drawing: Drawing, row_height: int) -> UInt8Array:
     """The rows' pixels, [num_rows x row_height, _BREADTH, 3]."""
     num_rows = max(len(drawing.ranks), 1)
     lanes = _lanes(drawing, 2 * num_rows)
@@ -68,11 +68,11 @@ def _rows(drawing: Drawing, row_height: int) -> NDArray[np.uint8]:
     painted = np.concatenate([lanes, flat]).astype(np.uint8)
     parts = np.searchsorted(_PARTS, (np.arange(row_height) + 0.5) / row_height)
     shown = np.array([[2 * row, bubble, 2 * row + 1, blank] for row in range(num_rows)])
-    pixels: NDArray[np.uint8] = painted[shown[:, parts].reshape(-1)]
+    pixels: UInt8Array = painted[shown[:, parts].reshape(-1)]
     return pixels
 
 
-def _lanes(drawing: Drawing, num_lanes: int) -> NDArray[np.float64]:
+def _lanes(drawing: Drawing, num_lanes: int) -> Float64Array:
     """Colours of what each row computes, and of its band, in turn: [num_lanes, _BREADTH, 3], whole numbers.
 
     A pixel is the mean of the boxes in it, by the share of it that they cover, over what is left of the bubble.
@@ -96,7 +96,7 @@ def _lanes(drawing: Drawing, num_lanes: int) -> NDArray[np.float64]:
     share = np.bincount(cell, covered, num_cells)[:, None]
     summed = [np.bincount(cell, covered * of_box, num_cells) for of_box in colour.T[:, box]]
     mean = (np.stack(summed, axis=1) + np.array(_channels(BUBBLE)) * (1 - share).clip(0)) / share.clip(1)
-    lanes: NDArray[np.float64] = np.rint(mean).reshape(num_lanes, _BREADTH, 3)
+    lanes: Float64Array = np.rint(mean).reshape(num_lanes, _BREADTH, 3)
     return lanes
 
 
@@ -104,11 +104,11 @@ def _pixels_per_s(drawing: Drawing) -> float:
     return _BREADTH / max(drawing.makespan_s, 1e-300)
 
 
-def _widths(drawing: Drawing) -> NDArray[np.float64]:
+def _widths(drawing: Drawing) -> Float64Array:
     return (drawing.end_s - drawing.start_s) * _pixels_per_s(drawing)
 
 
-def _in_band(drawing: Drawing) -> NDArray[np.bool_]:
+def _in_band(drawing: Drawing) -> BoolArray:
     return np.array([paint.band for paint in drawing.paints], dtype=bool)[drawing.paint]
 
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
+from motet.core.arrays import BoolArray, Int64Array
 from motet.core.errors import JointUserError, RankFailure, UserError
 from motet.data.config import DataConfig
 from motet.data.order import GlobalOrder, ListedOrder
@@ -54,7 +54,7 @@ class StepInput:
     """
 
     batches: list[RankBatch]
-    examples: list[NDArray[np.int64]]
+    examples: list[Int64Array]
     position: int
     num_bad: int
     left_out: tuple[BadExample, ...]
@@ -124,9 +124,9 @@ class Feed:
         plan = self._schedule
         count = plan.batch_size // plan.microbatches
         num_microbatches = (plan.num_steps - plan.first_step) * plan.microbatches
-        started: deque[tuple[NDArray[np.int64], Pending | None, BaseException | None]] = deque()
+        started: deque[tuple[Int64Array, Pending | None, BaseException | None]] = deque()
         num_started = 0
-        step: list[tuple[Loaded, NDArray[np.int64]]] = []
+        step: list[tuple[Loaded, Int64Array]] = []
         for number in range(num_microbatches):
             # The next one is begun before this one is waited for, so that workers never run dry.
             while num_started < min(number + 2, num_microbatches):
@@ -148,7 +148,7 @@ class Feed:
                 self._put(self._joined(step, position))
                 step, self._left_out = [], []
 
-    def _joined(self, step: list[tuple[Loaded, NDArray[np.int64]]], position: int) -> StepInput:
+    def _joined(self, step: list[tuple[Loaded, Int64Array]], position: int) -> StepInput:
         loaded = [each for each, _ in step]
         return StepInput(
             batches=[each.batch for each in loaded],
@@ -161,7 +161,7 @@ class Feed:
             crossing_bytes=sum(each.crossing_bytes for each in loaded),
         )
 
-    def _start(self, ids: NDArray[np.int64]) -> tuple[Pending | None, BaseException | None]:
+    def _start(self, ids: Int64Array) -> tuple[Pending | None, BaseException | None]:
         try:
             return (None if self._closing.is_set() else self._loading.start(ids)), None
         except Exception as error:
@@ -169,7 +169,7 @@ class Feed:
 
     def _agree(
         self, pending: Pending | None, error: BaseException | None, count: int
-    ) -> tuple[Pending, NDArray[np.bool_]] | None:
+    ) -> tuple[Pending, BoolArray] | None:
         """What all ranks do about a microbatch: which examples they keep; None if the job is closing.
 
         Raises on all ranks if any has failed.

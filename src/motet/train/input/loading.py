@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from motet.core.arrays import BoolArray, Int64Array
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BatchLengths, home_ranks
 from motet.data.dataset import Dataset
@@ -46,10 +46,10 @@ class Loaded:
 
 
 class Loading(Protocol):
-    def start(self, ids: NDArray[np.int64]) -> Pending:
+    def start(self, ids: Int64Array) -> Pending:
         """Begin to load this rank's share of the examples `ids`."""
 
-    def finish(self, pending: Pending, kept: NDArray[np.bool_]) -> Loaded:
+    def finish(self, pending: Pending, kept: BoolArray) -> Loaded:
         """The microbatch without the examples that are not kept; a collective in exchange mode."""
 
 
@@ -90,7 +90,7 @@ class IndexLoading:
         self._dataset, self._decoder, self._orchestrator = dataset, decoder, orchestrator
         self._rank, self._ranks_per_node = rank, ranks_per_node
 
-    def start(self, ids: NDArray[np.int64]) -> Pending:
+    def start(self, ids: Int64Array) -> Pending:
         lengths = self._dataset.batch_lengths(ids, self._orchestrator.num_ranks)
         decision = self._orchestrator.decide(lengths)
         pending = Pending(len(ids), _places(self._dataset, ids), lengths=lengths, decision=decision)
@@ -113,7 +113,7 @@ class IndexLoading:
             pending.sequences[place] = self._dataset.tokens(int(ids[place]))
         return pending
 
-    def finish(self, pending: Pending, kept: NDArray[np.bool_]) -> Loaded:
+    def finish(self, pending: Pending, kept: BoolArray) -> Loaded:
         lengths, decision = pending.lengths, pending.decision
         assert lengths is not None
         assert decision is not None
@@ -142,7 +142,7 @@ class ExchangeLoading:
     def __init__(self, dataset: Dataset, decoder: Decoder, exchange: ItemExchange, ranks_per_node: int) -> None:
         self._dataset, self._decoder, self._exchange, self._ranks_per_node = dataset, decoder, exchange, ranks_per_node
 
-    def start(self, ids: NDArray[np.int64]) -> Pending:
+    def start(self, ids: Int64Array) -> Pending:
         pending = Pending(len(ids), _places(self._dataset, ids))
         homes = home_ranks(len(ids), self._exchange.orchestrator.num_ranks)
         for place in np.flatnonzero(homes == self._exchange.rank).tolist():
@@ -151,7 +151,7 @@ class ExchangeLoading:
             pending.sequences[place] = self._dataset.tokens(int(ids[place]))
         return pending
 
-    def finish(self, pending: Pending, kept: NDArray[np.bool_]) -> Loaded:
+    def finish(self, pending: Pending, kept: BoolArray) -> Loaded:
         media: dict[int, list[Media]] = {place: [] for place in pending.sequences}
         for place, item in pending.media():
             media[place].append(item)
@@ -171,7 +171,7 @@ def exchanged(exchange: ItemExchange, examples: Sequence[LoadedExample | None], 
     return Loaded(batch, items.moved_bytes, items.crossing_bytes)
 
 
-def _places(dataset: Dataset, ids: NDArray[np.int64]) -> Callable[[int], str]:
+def _places(dataset: Dataset, ids: Int64Array) -> Callable[[int], str]:
     return lambda place: dataset.where(int(ids[place]))
 
 
