@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from motet.planner.bubble_filling.backbone_bubbles import Slices, backbone_of
-from motet.planner.bubble_filling.fills import Encoders, Filling, Placement, fill
+from motet.planner.bubble_filling.fills import Encoders, Filling, PlacedFills, fill
 from motet.schedule import (
     EncoderPipeline,
     Program,
@@ -50,8 +50,8 @@ class Search:
     """Of the best encoder plan. alone_s: the backbone's own step. took_s: the search."""
 
     encoders: Encoders
-    coarse: Placement
-    fine: Placement
+    coarse: PlacedFills
+    fine: PlacedFills
     alone_s: float
     took_s: float
 
@@ -105,7 +105,7 @@ def search(column: Published, constants: Constants, times: StageTimes) -> Search
     return Search(encoders, coarse, fine, alone.makespan_s, time.process_time() - started)
 
 
-def simulated_s(column: Published, times: StageTimes, encoders: Encoders, placed: Placement) -> float:
+def simulated_s(column: Published, times: StageTimes, encoders: Encoders, placed: PlacedFills) -> float:
     """The step of a placement, simulated with its encoders."""
     num_pipelines = len(placed.pipelines)
     pipelines = [

@@ -25,8 +25,8 @@ from motet.core.example import TokenSequence
 from motet.data.audio import AudioTransform
 from motet.data.dataset import Dataset, Modality
 from motet.data.images import ImageTransform
-from motet.data.index import FORMAT_VERSION, Index, Row
-from motet.data.index_build import publish
+from motet.data.index import FORMAT_VERSION, Index, IndexRow
+from motet.data.index_build import publish_index
 from motet.data.index_entries import PackedColumns
 from motet.data.order import GlobalOrder
 
@@ -52,7 +52,7 @@ def write_index(folder: Path, num_examples: int) -> Path:
                 ("image",) * count,
                 np.arange(count),
             )
-            row = Row(
+            row = IndexRow(
                 f"lengths.jsonl, line {example + 1}",
                 b'{"id": "%d"}' % example,
                 [("images/a.png", "", 0, -1)] * count,
@@ -62,7 +62,7 @@ def write_index(folder: Path, num_examples: int) -> Path:
     examples = np.stack([row_bytes, num_tokens, num_tokens // 2, num_items]).astype(np.int32)
     path = folder / "lengths.arrow"
     about = {"format": FORMAT_VERSION, "rows": "lengths.rows", "identity": "benchmark"}
-    publish(path, about, [PackedColumns(examples, modality, raw, [], b"")])
+    publish_index(path, about, [PackedColumns(examples, modality, raw, [], b"")])
     return path
 
 

@@ -229,13 +229,13 @@ def several_ranks(rank: int, num_ranks: int, folder: str) -> None:
         shard(mllm, build_mesh(device, shard_size=options.shard_size), options)
         for name, module in batch.modules.items():
             batch.loss(name).backward()
-            trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-            optimizer = torch.optim.AdamW(trained)
+            trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            optimizer = torch.optim.AdamW(trainable)
             optimizer.step()
             found = predicted(spec, name, batch, precision, zero=3, dp=num_ranks, shard_size=shard_size)
             held = {
                 "parameters": module.parameters(),
-                "gradients": (p.grad for p in trained if p.grad is not None),
+                "gradients": (p.grad for p in trainable if p.grad is not None),
                 "optimizer": (t for state in optimizer.state.values() for k, t in state.items() if k != "step"),
             }
             for kind, tensors in held.items():

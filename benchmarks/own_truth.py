@@ -48,7 +48,7 @@ from motet.schedule import Action, planned
 from motet.schedule.program import WHOLE_RANK, action_words
 from motet.simulate.predict.predict import predict_assigned
 from motet.train.input.feed import Feed, Schedule
-from motet.train.job import Job, build_job
+from motet.train.job import TrainingJob, build_job
 from motet.train.recipe.recipe import Recipe, load_recipe
 from motet.train.world import World, join_world
 
@@ -84,7 +84,7 @@ class Run:
     """A setting on one rank: its job, and steps that are ready to run."""
 
     recipe: Recipe
-    job: Job
+    job: TrainingJob
     clock: BothClocks
     plan: Plan
     steps: list

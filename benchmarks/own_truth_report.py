@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from motet.core.timeline import COMPUTE, Timeline
+from motet.core.timeline import COMPUTE_STREAM, Timeline
 from motet.schedule.program import Kind, action_words
 
 INSIDE = {Kind.GATHER: Kind.F, Kind.GATHER_B: Kind.B, Kind.REDUCE: Kind.B}
@@ -108,7 +108,7 @@ def show(figures: dict[str, dict]) -> None:
 
 
 def _busy(timeline: Timeline, rank: int) -> float:
-    return sum(span.duration_s for span in timeline if span.rank == rank and span.stream == COMPUTE)
+    return sum(span.duration_s for span in timeline if span.rank == rank and span.stream == COMPUTE_STREAM)
 
 
 def _median(values: Iterable[float]) -> float:

@@ -155,8 +155,8 @@ def _simulated(
     column: Published, constants: Constants, layers_s: Sequence[tuple[float, float]], layers_of_stage: Sequence[int]
 ) -> Timeline:
     stages_s = np.add.reduceat(np.array(layers_s), np.cumsum([0, *layers_of_stage[:-1]]))
-    exposed, trained = dict.fromkeys(range(PP), 1), range(PP * NUM_CHUNKS)
-    program = add_data_parallel(interleaved_1f1b(PP, NUM_CHUNKS, column.num_microbatches), exposed, trained)
+    exposed, trainable = dict.fromkeys(range(PP), 1), range(PP * NUM_CHUNKS)
+    program = add_data_parallel(interleaved_1f1b(PP, NUM_CHUNKS, column.num_microbatches), exposed, trainable)
     gather_s = constants.dp_bubble_s * GATHER_SHARE
     times = replace(
         stage_times(*stages_s.T),

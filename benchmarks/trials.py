@@ -93,7 +93,7 @@ class Subject:
 
     def _outcome(self, what: str, prediction: Prediction) -> Outcome:
         peak_bytes = float(prediction.peak_bytes.max())
-        lacks_bytes = peak_bytes - self.job.capacity_bytes
+        shortfall_bytes = peak_bytes - self.job.capacity_bytes
         return Outcome(
             what,
             prediction.step_s,
@@ -102,7 +102,7 @@ class Subject:
             prediction.hfu,
             peak_bytes / 1e9,
             prediction.num_ranks,
-            f"lacks {lacks_bytes / 1e9:.1f} GB." if lacks_bytes > 0 else "",
+            f"lacks {shortfall_bytes / 1e9:.1f} GB." if shortfall_bytes > 0 else "",
         )
 
 
@@ -216,7 +216,7 @@ def _only(plan: Plan) -> Candidate:
 
 def _why(found: Found) -> str:
     """What comes nearest where there is no Plan, and what it lacks."""
-    nearest = min(found.ruled_out, key=lambda one: (one.lacks_bytes == 0, one.lacks_bytes), default=None)
+    nearest = min(found.ruled_out, key=lambda one: (one.shortfall_bytes == 0, one.shortfall_bytes), default=None)
     if nearest is None:
         return "there is no Plan."
     return f"{nearest.what}: {nearest.why}" if nearest.what else nearest.why

@@ -106,10 +106,10 @@ def cornstarch() -> Plan:
     vision, audio = Transformer(4096, 20480, 32), Transformer(3840, 15360, 30)
     model = multimodal(
         "VALM-MM",
-        language_model(llm, 32, 128_256, trained=False),
+        language_model(llm, 32, 128_256, trainable=False),
         [
-            connect(vit("image", vision, 32, trained=False), 4096, "linear"),
-            connect(audio_encoder("audio", audio, 40, trained=False), 4096, "linear"),
+            connect(vit("image", vision, 32, trainable=False), 4096, "linear"),
+            connect(audio_encoder("audio", audio, 40, trainable=False), 4096, "linear"),
         ],
     )
     units = (

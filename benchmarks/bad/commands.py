@@ -21,15 +21,15 @@ from bad.run import Case
 from bad.settings import JOB, TRAIN
 from bad.values import HUGE
 from motet.cli import app
-from motet.train.recipe.toml_text import dumps
+from motet.train.recipe.toml_text import dump_toml
 
 LENGTHS = "text_tokens,image_width,image_height,audio_seconds\n20,280,280,1.5\n9,,,2\n30,560,280,\n"
-SAMPLER = dumps(JOB["workload"])
+SAMPLER = dump_toml(JOB["workload"])
 
 
 def write_inputs(folder: Path) -> None:
     """What the commands are given: a recipe to plan, a Plan, lengths, a profile's place, and what is no file."""
-    (folder / "job.toml").write_text(dumps(JOB))
+    (folder / "job.toml").write_text(dump_toml(JOB))
     (folder / "lengths.csv").write_text(LENGTHS)
     (folder / "sampler.toml").write_text(SAMPLER)
     write_plan_file(folder)

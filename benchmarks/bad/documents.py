@@ -18,7 +18,7 @@ from motet.core.plan import Plan, Unit
 from motet.core.shape_tables import ModelShapes
 from motet.cost.catalogue import cluster
 from motet.cost.profile import LayerTimes, MessageTimes, ModuleTimes, OptimizerTimes, Points, Profile
-from motet.train.recipe.toml_text import dumps
+from motet.train.recipe.toml_text import dump_toml
 
 Verdict = Literal["refuse", "accept"]
 BATCHES = (((1, 8),), ((2, 16),), ((4, 32),))
@@ -74,7 +74,7 @@ def a_profile() -> dict[str, Any]:
 def write_plan_file(folder: Path, document: Any = None) -> None:
     """plan.json, and sampler.toml, the lengths to simulate it on."""
     (folder / "plan.json").write_text(json.dumps(a_plan() if document is None else document))
-    (folder / "sampler.toml").write_text(dumps(JOB["workload"]))
+    (folder / "sampler.toml").write_text(dump_toml(JOB["workload"]))
 
 
 def _write_profile(document: Any, folder: Path) -> None:
@@ -192,7 +192,7 @@ _TOGETHER: Mapping[str, Callable[[dict[str, Any]], None]] = {
     "a device that there is not": _cluster(device="h1000"),
     "a model that is no file": _top(model="absent.toml"),
     "layers of 10^17 weights": _layers(weights=10**17, parameters=10**17),
-    "rows of 10^17 elements": _layers(output_width=10**17, saved_width=10**17),
+    "rows of 10^17 elements": _layers(output_width=10**17, activation_width=10**17),
     "10^17 rows more": _layers(extra_rows=10**17),
     "a divisor of 10^17": _layers(divisor=10**17, extra_rows=0),
 }  # fmt: skip

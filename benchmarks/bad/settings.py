@@ -23,7 +23,7 @@ from motet.data.images import ImageTransform
 from motet.models.families.bounds import BOUNDS
 from motet.planning.planned_recipe import PlanRecipe
 from motet.train.recipe.recipe import Recipe
-from motet.train.recipe.toml_text import dumps
+from motet.train.recipe.toml_text import dump_toml
 
 NAMES = {"encoders": "image", "costs": "backbone", "peak_tflops": "bf16", "items": "image"}
 """The key to take in each table of free keys."""
@@ -208,7 +208,7 @@ def planning_case(name: str, key: Key, value: Any, verdict: Verdict) -> Case:
 def _write_job(key: Key, value: Any, folder: Path) -> None:
     job = deepcopy(JOB)
     put(job, key, value)
-    (folder / "job.toml").write_text(dumps(job))
+    (folder / "job.toml").write_text(dump_toml(job))
 
 
 def put(tables: Any, key: Key, value: Any) -> None:
@@ -226,4 +226,4 @@ def put(tables: Any, key: Key, value: Any) -> None:
 
 
 def _toml(value: Any) -> str:
-    return dumps({"value": value}).removeprefix("value = ").strip() if not isinstance(value, dict) else "{ a = 1 }"
+    return dump_toml({"value": value}).removeprefix("value = ").strip() if not isinstance(value, dict) else "{ a = 1 }"

@@ -67,8 +67,8 @@ def _root(
     pass
 
 
-@app.command()
-def train(
+@app.command("train")
+def train_recipe(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="The training job.")],
     overrides: SetOption = None,
     trace: Annotated[
@@ -94,8 +94,8 @@ def train(
     run_training(load_recipe(recipe, overrides or ()), resume=resume, trace=trace)
 
 
-@app.command()
-def checkpoints(
+@app.command("checkpoints")
+def list_checkpoints(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The run.dir of a recipe, or a checkpoint in it.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -105,8 +105,8 @@ def checkpoints(
     show_checkpoints(folder, as_json)
 
 
-@app.command()
-def plan(
+@app.command("plan")
+def plan_recipe(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="The job: model, batch size, data.")],
     cluster: ClusterOption = None,
     nodes: NodesOption = None,
@@ -147,16 +147,16 @@ def plan(
     overrides: SetOption = None,
 ) -> None:
     """Find the plan by which a job trains fastest, and whether it fits, before any GPU is hired."""
-    from motet.planner.command import Outputs, plan_command
+    from motet.planner.command import PlanOutputs, plan_command
     from motet.planner.pins import parse_pins
     from motet.planner.strategies import STRATEGIES
     from motet.planning.cluster import GivenCluster
-    from motet.planning.job import Given, job_of_recipe
+    from motet.planning.job import JobOptions, job_of_recipe
 
     _collect_seldom()
     pinned = parse_pins(pins or (), STRATEGIES)
-    given = Given(GivenCluster(cluster, nodes, ranks_per_node), workload, profile)
-    outputs = Outputs(out, png or out.with_suffix(".png"), html, explain)
+    given = JobOptions(GivenCluster(cluster, nodes, ranks_per_node), workload, profile)
+    outputs = PlanOutputs(out, png or out.with_suffix(".png"), html, explain)
     if measure is not None:
         from motet.planning.measure import Asked, plan_measured
 
@@ -165,8 +165,8 @@ def plan(
         plan_command(job_of_recipe(recipe, given, overrides or ()), pinned, outputs)
 
 
-@app.command()
-def simulate(
+@app.command("simulate")
+def simulate_plan(
     plan: Annotated[
         Path,
         typer.Argument(metavar="PLAN.json|RECIPE.toml", help="The placement of a job, or a job as it trains."),
@@ -204,16 +204,16 @@ def simulate(
     ] = 0.0,
 ) -> None:
     """Predict a step of a plan or a recipe before any GPU is hired: time, throughput, MFU, memory, bubbles."""
-    from motet.simulate.command import Outputs, show_predictions
+    from motet.simulate.command import PredictionOutputs, show_predictions
 
-    outputs = Outputs(trace, html, png, actions)
+    outputs = PredictionOutputs(trace, html, png, actions)
     outputs.check()
     if plan.suffix == ".toml":
         from motet.planning.cluster import GivenCluster
-        from motet.planning.job import Given
+        from motet.planning.job import JobOptions
         from motet.planning.plan_of_recipe import read_recipe_as_plan
 
-        given = Given(GivenCluster(cluster, nodes, ranks_per_node), workload, profile)
+        given = JobOptions(GivenCluster(cluster, nodes, ranks_per_node), workload, profile)
         read, job = read_recipe_as_plan(plan, overrides or (), given)
         lengths, cost, balancing = job.workload, job.cost, job.balancing
     elif overrides or any(each is not None for each in (cluster, nodes, ranks_per_node)):
@@ -235,8 +235,8 @@ def simulate(
     show_predictions(read, found, outputs, title=f"{plan.stem}, predicted")
 
 
-@app.command()
-def analyze(
+@app.command("analyze")
+def analyze_data(
     source: Annotated[
         Path,
         typer.Argument(
@@ -289,8 +289,8 @@ def analyze(
     )
 
 
-@app.command()
-def profile(
+@app.command("profile")
+def profile_model(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="The training job.")],
     out: Annotated[
         Path | None, typer.Option(metavar="JSON", help="The file; default: profile.json in run.dir.")

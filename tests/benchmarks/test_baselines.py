@@ -53,8 +53,8 @@ def vlm(size):
     """Cornstarch Table 1 with the medium LLM, frozen but for the projector, on its 24 A40 (section 6.1)."""
     num_layers, hidden, mlp, num_heads = VISION[size]
     llm = Transformer(4096, 14_336, 32, 8, gated=True, norm="rms", biases=(), causal=True)
-    encoder = vit("image", Transformer(hidden, mlp, num_heads), num_layers, trained=False)
-    spec = multimodal(size, language_model(llm, 32, 128_256, trained=False), [connect(encoder, 4096, "linear")])
+    encoder = vit("image", Transformer(hidden, mlp, num_heads), num_layers, trainable=False)
+    spec = multimodal(size, language_model(llm, 32, 128_256, trainable=False), [connect(encoder, 4096, "linear")])
     items = {"image": {"length": {"value": 1600}, "length_per_token": 3.2}}
     lengths = Sampler.model_validate({"task": [SAMPLE | {"items": items}]}).workload(num_examples=24)
     devices = cluster("a40", 6, ranks_per_node=4)

@@ -85,7 +85,7 @@ def test_the_command_writes_a_profile_of_the_whole_model_and_prints_its_error(jo
                 assert all(np.isfinite(column).all() and (column >= 0).all() for column in seconds)
     # All that learns, and shares of it: what a tensor costs is told apart from what its numbers cost.
     spec = spec_of_config(load_recipe(job).model, 45)
-    learning = sum(layer.parameters for module in spec.modules for layer in module.layers if layer.trained)
+    learning = sum(layer.parameters for module in spec.modules for layer in module.layers if layer.trainable)
     assert found.optimizer.num_parameters[0] == pytest.approx(learning, rel=0.2)
     assert found.optimizer.num_parameters[0] > 6 * found.optimizer.num_parameters[-1]
     assert cost.step_seconds(10**6) >= cost.step_seconds(10) > 0

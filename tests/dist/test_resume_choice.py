@@ -9,7 +9,7 @@ import pytest
 
 from motet.core.errors import UserError
 from motet.train.checkpoint import choice
-from motet.train.checkpoint.choice import choose, remove_all
+from motet.train.checkpoint.choice import choose_checkpoint, remove_all
 from motet.train.checkpoint.contents import verify
 from motet.train.world import join_world
 from ranks import run_ranks
@@ -42,7 +42,7 @@ def choose_rank(rank, num_ranks, asked, folder, launch, attempt):
     with join_world("cpu") as world:
         world = dataclasses.replace(world, launch=launch)
         try:
-            start = choose(str(asked), folder, world, said.append)
+            start = choose_checkpoint(str(asked), folder, world, said.append)
         except UserError as error:
             return str(error)
         if start is None:
@@ -89,7 +89,7 @@ def choose_after_every_damage(rank, num_ranks, written, folder):
                 shutil.copytree(written, folder)
                 damage(folder / "step-00000008")
             world.barrier()
-            start = choose("auto", folder, world, lambda sentence: None)
+            start = choose_checkpoint("auto", folder, world, lambda sentence: None)
             kept = [*(f"step-0000000{step}" for step in (2, 4, 6)), "step-00000008.damaged"]
             if start is None or start.path.name != "step-00000006" or names(folder) != kept:
                 failed.append(what)

@@ -23,7 +23,7 @@ from motet.dispatch import (
     SpeedConfig,
     assemble,
 )
-from motet.dispatch.holdings import Holdings, describe
+from motet.dispatch.holdings import Holdings, tables_of
 from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.mesh import Mesh, build_mesh
 from motet.runtime.step import StepResult, TrainStep
@@ -69,7 +69,7 @@ def rank_batch(model, examples: list[LoadedExample], mesh: Mesh, case: Case) -> 
         assert got.kept.all()
         return assemble(got.decision, got.lengths, mesh.rank, got.sequences, got.media, ranks_per_node=2)
     words = [
-        describe([e for e, rank in zip(examples, home) if rank == r], PHASES, model.encoders)
+        tables_of([e for e, rank in zip(examples, home) if rank == r], PHASES, model.encoders)
         for r in range(mesh.num_ranks)
     ]
     lengths = Holdings.read(words, PHASES).lengths

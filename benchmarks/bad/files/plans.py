@@ -15,7 +15,7 @@ from bad.files.base import train
 from bad.files.damage import PLACES, apply, cut, flip, nothing_left, text, zeros
 from bad.run import Case
 from bad.settings import JOB
-from motet.train.recipe.toml_text import dumps
+from motet.train.recipe.toml_text import dump_toml
 
 Change = Callable[[Path], None]
 _FILES = ("plan.json", "profile.json", "sampler.toml")
@@ -74,7 +74,7 @@ def _plan(name: str, change: Change, kind: str) -> Case:
 
     def prepare(folder: Path) -> None:
         _write(folder)
-        (folder / "recipe.toml").write_text(dumps(JOB))
+        (folder / "recipe.toml").write_text(dump_toml(JOB))
         change(folder)
 
     given = ("--profile", "{folder}/profile.json") if kind == "profile" else ("--workload", "{folder}/sampler.toml")
@@ -136,7 +136,7 @@ def _of_lengths() -> dict[str, Callable[[bytes], bytes]]:
     """Of TOML, and of what distributions are."""
 
     def task(old: str, new: str) -> Callable[[bytes], bytes]:
-        whole = dumps({"task": [{"name": "a", "share": 0.5, "text": {"median": 40, "spread": 0.8, "max": 400}}]})
+        whole = dump_toml({"task": [{"name": "a", "share": 0.5, "text": {"median": 40, "spread": 0.8, "max": 400}}]})
         assert old in whole, whole
         return lambda _: whole.replace(old, new).encode()
 

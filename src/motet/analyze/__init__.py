@@ -5,9 +5,17 @@ Free of torch. `analyze` is the library, `analyze_command` the command line's pa
 The words are in docs/glossary.md.
 """
 
-from motet.analyze.analysis import Analysis, Distribution, Subject, analyze
+from motet.analyze.analysis import Analysis, AnalysisSubject, LengthDistribution, analyze
 from motet.analyze.command import analyze_command
 from motet.analyze.loads import PhaseLoads
 from motet.analyze.report import print_analysis
 
-__all__ = ["Analysis", "Distribution", "PhaseLoads", "Subject", "analyze", "analyze_command", "print_analysis"]
+__all__ = [
+    "Analysis",
+    "AnalysisSubject",
+    "LengthDistribution",
+    "PhaseLoads",
+    "analyze",
+    "analyze_command",
+    "print_analysis",
+]

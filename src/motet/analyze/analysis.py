@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from motet.analyze.lengths import UNITS, Lengths, read_lengths
+from motet.analyze.lengths import LENGTH_UNITS, Lengths, read_lengths
 from motet.analyze.loads import LENGTH_COSTS, SPEED_ASSUMPTION, Mix, PhaseLoads, PredictedSteps, sample_loads
 from motet.balance import StepCosts
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import UserError
-from motet.data.index_build import Progress
+from motet.data.index_lock import IndexProgress
 
 TEXT, SEQUENCE = "text", "sequence"
 _MAX_DRAWN = 10**7
@@ -24,7 +24,7 @@ _MAX_DRAWN = 10**7
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
+class AnalysisSubject:
     """What is analysed. costs: what items cost, with times. weighed: by what items are balanced, a sentence."""
 
     lengths: Lengths
@@ -38,7 +38,7 @@ BY_LENGTH = (
 
 
 @dataclass(frozen=True, eq=False)
-class Distribution:
+class LengthDistribution:
     """Lengths of one kind. values: int64 [n], each at least 1; unit: what is counted, tokens, patches or frames."""
 
     name: str
@@ -74,14 +74,14 @@ class Analysis:
     weighed: str
     assumptions: tuple[str, ...]
     left_out: str
-    lengths: tuple[Distribution, ...]
+    lengths: tuple[LengthDistribution, ...]
     shares: dict[str, Float64Array]
     loads: dict[str, PhaseLoads]
     steps: PredictedSteps
 
 
 def analyze(
-    source: str | Path | Subject,
+    source: str | Path | AnalysisSubject,
     *,
     num_ranks: int = 8,
     batch_size: int = 128,
@@ -91,7 +91,7 @@ def analyze(
     tokenizer: str | Path | None = None,
     index_folder: str | Path | None = None,
     num_workers: int = 0,
-    progress: Progress | None = None,
+    progress: IndexProgress | None = None,
 ) -> Analysis:
     """Analyse a manifest (by its index, headers only), a table of lengths (.csv, .csv.gz), or what has been read.
 
@@ -108,14 +108,14 @@ def analyze(
             f"{num_batches:,} batches of {batch_size:,} examples on {num_ranks:,} ranks are too many to draw: batches "
             f"times examples, and batches times ranks, may be {_MAX_DRAWN:,}."
         )
-    if isinstance(source, Subject):
+    if isinstance(source, AnalysisSubject):
         subject = source
     else:
         lengths = read_lengths(
             source, tokenizer=tokenizer, index_folder=index_folder, num_workers=num_workers, progress=progress
         )
         stated = replace(lengths, assumptions=(*lengths.assumptions, SPEED_ASSUMPTION))
-        subject = Subject(stated, LENGTH_COSTS, BY_LENGTH)
+        subject = AnalysisSubject(stated, LENGTH_COSTS, BY_LENGTH)
     lengths = subject.lengths
     loads, steps = sample_loads(
         lengths,
@@ -144,11 +144,14 @@ def analyze(
     )
 
 
-def _distributions(lengths: Lengths) -> tuple[Distribution, ...]:
+def _distributions(lengths: Lengths) -> tuple[LengthDistribution, ...]:
     found = (
-        Distribution(SEQUENCE, "tokens", lengths.batch.sequence),
-        Distribution(TEXT, "tokens", lengths.text_tokens()),
-        *(Distribution(phase, UNITS[phase], lengths.batch.items[phase].length) for phase in lengths.phases),
+        LengthDistribution(SEQUENCE, "tokens", lengths.batch.sequence),
+        LengthDistribution(TEXT, "tokens", lengths.text_tokens()),
+        *(
+            LengthDistribution(phase, LENGTH_UNITS[phase], lengths.batch.items[phase].length)
+            for phase in lengths.phases
+        ),
     )
     present = (replace(kind, values=kind.values[kind.values > 0]) for kind in found)
     return tuple(kind for kind in present if len(kind.values))

@@ -7,14 +7,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from motet.analyze.analysis import Subject, analyze
+from motet.analyze.analysis import AnalysisSubject, analyze
 from motet.analyze.loads import Mix
 from motet.analyze.report import print_analysis
 from motet.core.files import check_output
 
 
 def analyze_command(
-    source: Path | Subject,
+    source: Path | AnalysisSubject,
     *,
     num_ranks: int = 8,
     batch_size: int = 128,
@@ -46,9 +46,9 @@ def analyze_command(
         )
     if html is not None:
         # Imported here: plotly takes a second, which a table alone need not wait for.
-        from motet.analyze.page import write_html
+        from motet.analyze.page import write_analysis_html
 
-        write_html(found, html)
+        write_analysis_html(found, html)
     print_analysis(found)
     if html is not None:
         print(f"Wrote {html}.")

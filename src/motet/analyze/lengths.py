@@ -27,14 +27,14 @@ from motet.core.example import TokenSequence
 from motet.core.workload import BatchLengths, ItemLengths, Workload
 from motet.data.audio import AudioTransform
 from motet.data.conversation import Conversation
-from motet.data.dataset import Dataset, Modality, describe
+from motet.data.dataset import Dataset, Modality, describe_left_out
 from motet.data.headers import MAX_SECONDS
 from motet.data.images import ImageTransform
-from motet.data.index_build import Progress
+from motet.data.index_lock import IndexProgress
 from motet.data.media import AUDIO, IMAGE
 from motet.data.text import ChatTokenizer
 
-UNITS = {IMAGE: "patches", AUDIO: "frames"}
+LENGTH_UNITS = {IMAGE: "patches", AUDIO: "frames"}
 _BYTES_A_TOKEN = 4
 _FRAMES_A_TOKEN = 4
 _FRAMES_PER_S = 100
@@ -94,7 +94,7 @@ def read_lengths(
     tokenizer: str | Path | None = None,
     index_folder: str | Path | None = None,
     num_workers: int = 0,
-    progress: Progress | None = None,
+    progress: IndexProgress | None = None,
 ) -> Lengths:
     """From a manifest, or from a table if `source` ends in .csv or .csv.gz. Raises UserError."""
     path = Path(source)
@@ -122,7 +122,9 @@ def read_lengths(
         str(source),
         dataset.batch_lengths(np.arange(dataset.num_examples), 1),
         tuple(assumptions),
-        f"{describe(left_out, dataset.num_in_manifests)}; the first: {left_out.first()}" if len(left_out) else "",
+        f"{describe_left_out(left_out, dataset.num_in_manifests)}; the first: {left_out.first()}"
+        if len(left_out)
+        else "",
     )
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from motet.analyze.lengths import UNITS, Lengths
+from motet.analyze.lengths import LENGTH_UNITS, Lengths
 from motet.analyze.mixture import MFLOP_PER_LENGTH, PHASES
 from motet.balance import (
     ASSUMED_SPEEDS,
@@ -62,7 +62,7 @@ _SPEED = ASSUMED_SPEEDS["cuda"]
 _UNIT_S = {name: 3e6 * mflop / _SPEED.flops_per_s for name, mflop in zip(PHASES, MFLOP_PER_LENGTH, strict=True)}
 LENGTH_COSTS = StepCosts(
     {BACKBONE: Packed(), IMAGE: Packed(), AUDIO: Padded()},
-    LengthWork(UNITS),
+    LengthWork(LENGTH_UNITS),
     StepTimes(lambda _: _UNIT_S, _SPEED.link, token_bytes=2 * 3584),
 )
 """Where no model is known: lengths, and seconds by `SPEED_ASSUMPTION`."""

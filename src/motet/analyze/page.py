@@ -38,7 +38,7 @@ th.word, td.word { text-align: left; }
 """
 
 
-def write_html(analysis: Analysis, path: str | Path) -> None:
+def write_analysis_html(analysis: Analysis, path: str | Path) -> None:
     """Write the page. Raises UserError if it cannot be written."""
     figures = [
         ("Lengths", "Each modality on its own scale, logarithmic.", _length_table(analysis), _length_figure(analysis)),

@@ -41,7 +41,7 @@ def operation_costs(
         lambda _: unit_s,
         speed.network(ranks_per_node),
         token_bytes=model.module(BACKBONE).layers[0].output_width * element_bytes,
-        frozen=frozenset(module.name for module in model.modules if not module.trains),
+        frozen=frozenset(module.name for module in model.modules if not module.trainable),
     )
     return StepCosts({module.name: Padded() if module.padded else Packed() for module in model.modules}, work, times)
 

@@ -32,7 +32,7 @@ from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.assignment import Assignment
 from motet.core.workload import BACKBONE, BatchLengths
 
-Work = Mapping[str, Int64Array]
+PhaseWork = Mapping[str, Int64Array]
 _LENGTHS = LengthWork()
 
 
@@ -53,7 +53,7 @@ class Decision:
     assignments: dict[str, Assignment]
     before: dict[str, Assignment]
     costs: PhaseCosts
-    work: Work
+    work: PhaseWork
     decide_s: float
     method: str
     why: str = ""
@@ -145,7 +145,7 @@ class Orchestrator:
         decide_s = time.perf_counter() - start_s
         return Decision(assignments, before, self.costs, work, decide_s, method, why, predicted_s)
 
-    def _balance_each(self, lengths: BatchLengths, work: Work, backbone: Assignment) -> dict[str, Assignment]:
+    def _balance_each(self, lengths: BatchLengths, work: PhaseWork, backbone: Assignment) -> dict[str, Assignment]:
         """backbone: where it is not balanced."""
         costs = self.costs.costs
         if BACKBONE in self.balanced:

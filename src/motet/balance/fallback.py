@@ -15,15 +15,15 @@ import numpy as np
 from motet.balance import reference
 from motet.balance.reference import packed_bound
 from motet.balance.reference.packed import longest_first
-from motet.balance.reference.result import Placement, placement
+from motet.balance.reference.result import AssignmentFields, placement
 from motet.core.arrays import Int64Array
 
-NUM_MOVABLE = 16
+_NUM_MOVABLE = 16
 FEW_RANKS = 256
 """Below this, batches are so short that one item at a time is faster."""
 
 
-def packed(weights: Int64Array, num_ranks: int, equal_counts: bool, num_steps: int) -> Placement:
+def packed(weights: Int64Array, num_ranks: int, equal_counts: bool, num_steps: int) -> AssignmentFields:
     """As reference.packed: never worse than LPT, or than rounds of it for equal counts."""
     order = _lightest_first(-weights)
     descending = weights[order]
@@ -93,7 +93,7 @@ def _swap(descending: Int64Array, ranks: Int64Array, num_ranks: int, target: int
         order = _lightest_first(-loads)
         num_pairs = min(int(np.count_nonzero(loads > target)), (num_ranks - shift) // 2)
         heavy, light = order[:num_pairs], order[::-1][shift : shift + num_pairs]
-        num_steps -= num_ranks + num_pairs * NUM_MOVABLE**2
+        num_steps -= num_ranks + num_pairs * _NUM_MOVABLE**2
         room = (loads[heavy] - loads[light])[:, None, None]
         given, taken = movable[heavy], movable[light]
         change = weights[given][:, :, None] - weights[taken][:, None, :]  # [num_pairs, NUM_MOVABLE, NUM_MOVABLE]
@@ -101,7 +101,7 @@ def _swap(descending: Int64Array, ranks: Int64Array, num_ranks: int, target: int
         miss = np.where(possible, np.abs((room - change) - change), room).reshape(num_pairs, -1)
         best = miss.argmin(axis=1)
         pairs = np.flatnonzero(np.take_along_axis(miss, best[:, None], axis=1)[:, 0] < room[:, 0, 0])
-        give, take = np.divmod(best[pairs], NUM_MOVABLE)
+        give, take = np.divmod(best[pairs], _NUM_MOVABLE)
         heavy_swapped, light_swapped = heavy[pairs], light[pairs]
         given, taken = given[pairs, give], taken[pairs, take]
         movable[heavy_swapped, give], movable[light_swapped, take] = taken, given
@@ -117,7 +117,7 @@ def _lightest_places(ranks: Int64Array, num_ranks: int) -> Int64Array:
     places = np.argsort(ranks.astype(np.min_scalar_type(num_ranks)), kind="stable")  # short types sort much faster
     ends = np.cumsum(np.bincount(ranks, minlength=num_ranks))
     starts = np.concatenate([[0], ends[:-1]])
-    index = ends[:, None] - 1 - np.arange(NUM_MOVABLE)
+    index = ends[:, None] - 1 - np.arange(_NUM_MOVABLE)
     return np.where(index >= starts[:, None], np.append(places, -1)[np.maximum(index, -1)], -1)
 
 

@@ -15,7 +15,7 @@ from motet.balance.backend import Backend, algorithms
 from motet.balance.checks import checked_num_ranks, checked_ranks, steps_of_budget
 from motet.balance.costs import Cost, Packed, Padded, PaddedAttention
 from motet.balance.home import assign_from_home, check_unused
-from motet.balance.weights import Lengths, item_weights
+from motet.balance.weights import LengthsLike, item_weights
 from motet.core.arrays import Int64Array
 from motet.core.assignment import Assignment, csr_from_ranks
 from motet.core.errors import ArgumentError
@@ -27,7 +27,7 @@ STEPS_PER_S = 250_000_000
 
 
 def assign(
-    lengths: Lengths,
+    lengths: LengthsLike,
     num_ranks: int,
     cost: Cost = _DEFAULT_COST,
     *,
@@ -76,7 +76,7 @@ def assign(
     return Assignment(*core.padded(weights, num_ranks, cost.linear, cost.quadratic))
 
 
-def score(ranks: ArrayLike, lengths: Lengths, num_ranks: int, cost: Cost = _DEFAULT_COST) -> Assignment:
+def score(ranks: ArrayLike, lengths: LengthsLike, num_ranks: int, cost: Cost = _DEFAULT_COST) -> Assignment:
     """Any placement, ranks int [num_items], as an Assignment with its loads and the bound; items in item order.
 
     Raises ArgumentError as `assign` does, and for ranks outside 0 .. num_ranks - 1 or not one for each item.
@@ -101,7 +101,7 @@ def score(ranks: ArrayLike, lengths: Lengths, num_ranks: int, cost: Cost = _DEFA
     return Assignment(checked, items, offsets, loads, _bound(weights, num_ranks, cost))
 
 
-def lower_bound(lengths: Lengths, num_ranks: int, cost: Cost = _DEFAULT_COST) -> int:
+def lower_bound(lengths: LengthsLike, num_ranks: int, cost: Cost = _DEFAULT_COST) -> int:
     """A maximum load that no placement of whole items undercuts; for Padded, one that the best placement reaches.
 
     Packed: the largest of the mean, the longest item and the pigeonhole bound (see reference/bound.py).

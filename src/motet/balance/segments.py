@@ -28,7 +28,7 @@ MAX_MODALITIES = 63
 MAX_TOKENS = 2**31 - 1
 """So that the pairs of all tokens, fewer than its square, fit int64."""
 
-Media = Literal["isolated", "bidirectional", "causal"]
+MediaAttention = Literal["isolated", "bidirectional", "causal"]
 """What tokens of an image or a clip attend to; see Segments.of_documents."""
 
 
@@ -87,7 +87,7 @@ class Segments:
         cls,
         documents: Iterable[Sequence[tuple[str, int]]],
         modalities: Sequence[str] = ("text", "image", "audio"),
-        media: Media = "isolated",
+        media: MediaAttention = "isolated",
     ) -> Segments:
         """The table of documents that are packed one after the other, each a sequence of (modality, number of tokens).
 

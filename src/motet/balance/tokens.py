@@ -21,7 +21,7 @@ from motet.core.arrays import Int64Array
 from motet.core.assignment import Assignment
 from motet.core.errors import ArgumentError
 
-Method = Literal["lpt", "zigzag", "ring", "random"]
+TokenMethod = Literal["lpt", "zigzag", "ring", "random"]
 
 TIME_BUDGET_S = 0.0005
 """Of swaps, so that a million tokens take about a millisecond in all; more gains parts in ten thousand."""
@@ -31,7 +31,7 @@ def distribute_tokens(
     segments: Segments,
     num_ranks: int,
     block: int = 128,
-    method: Method = "lpt",
+    method: TokenMethod = "lpt",
     *,
     equal_counts: bool = False,
     seed: int = 0,
@@ -68,7 +68,7 @@ def distribute_tokens(
     return _with_tokens(found, segments.num_tokens, block)
 
 
-def _layout(num_blocks: int, num_ranks: int, method: Method, seed: int) -> Int64Array:
+def _layout(num_blocks: int, num_ranks: int, method: TokenMethod, seed: int) -> Int64Array:
     """The rank of each block where only its place counts, int64 [num_blocks]."""
     place = np.arange(num_blocks)
     match method:

@@ -10,11 +10,11 @@ from motet.balance.costs import Cost, Packed
 from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError
 
-Lengths = ArrayLike
+LengthsLike = ArrayLike
 """int [num_items], or several lengths an item: [num_items, max_parts] padded with zeros, or a list of sequences."""
 
 
-def item_weights(lengths: Lengths, cost: Cost) -> Int64Array:
+def item_weights(lengths: LengthsLike, cost: Cost) -> Int64Array:
     """The weight of each item under `cost`, int64 [num_items]; of an item of several lengths, the sum over them.
 
     So the squares of frames, windows or images add, where their total would be squared as one. Raises ArgumentError for

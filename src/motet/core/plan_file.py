@@ -27,9 +27,7 @@ from motet.core.errors import ArgumentError, UserError
 from motet.core.limits import MAX_NODES, NumRanks
 from motet.core.plan import Plan
 from motet.core.spec import ModelSpec
-from motet.core.text_files import read_json
-
-Key = tuple[int | str, ...]
+from motet.core.text_files import KeyPath, read_json
 
 _VERSION = 1
 _WIDTH = 120
@@ -122,7 +120,7 @@ def _parsed(path: Path) -> dict[str, Any]:
     return document
 
 
-def _fail(path: str | Path, errors: Sequence[ErrorDetails], root: type, prefix: Key) -> NoReturn:
+def _fail(path: str | Path, errors: Sequence[ErrorDetails], root: type, prefix: KeyPath) -> NoReturn:
     """An unknown key first: a misspelt one is often missing under its right name as well.
 
     root: the dataclass that was read; prefix: where it stands in the file. Errors have a place that starts above it.
@@ -146,17 +144,17 @@ def _fail(path: str | Path, errors: Sequence[ErrorDetails], root: type, prefix: 
     raise UserError(f"{path}: '{name}' must be {right}{given}.")
 
 
-def _text(key: Key) -> str:
+def _text(key: KeyPath) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key).removeprefix(".")
 
 
-def _suggestion(root: type, key: Key) -> str:
+def _suggestion(root: type, key: KeyPath) -> str:
     known = [field.name for field in dataclasses.fields(_class_at(root, key[:-1]))]
     close = difflib.get_close_matches(str(key[-1]), known, n=1)
     return f"; did you mean '{close[0]}'?" if close else f"; known here: {', '.join(known)}."
 
 
-def _class_at(root: Any, key: Key) -> Any:
+def _class_at(root: Any, key: KeyPath) -> Any:
     """The dataclass that stands at a key of another."""
     for part in key:
         root = typing.get_type_hints(root)[part] if isinstance(part, str) else typing.get_args(root)[0]

@@ -85,7 +85,7 @@ class BackboneShape(_Layers):
 
     def module(self) -> Module:
         shape = self.transformer(causal=True)
-        return language_model(shape, self.num_layers, self.vocab_size, tied=self.tied, trained=self.train)
+        return language_model(shape, self.num_layers, self.vocab_size, tied=self.tied, trainable=self.train)
 
 
 class ProjectorShape(BaseModel):
@@ -123,12 +123,12 @@ class EncoderShape(_Layers):
         shape, count = self.transformer(), self.num_layers
         if self.kind == "vit":
             sizes = {"row_dim": self.row_dim, "num_positions": self.num_positions}
-            encoder = vit(name, shape, count, class_row=self.class_row, trained=self.train, **sizes)
+            encoder = vit(name, shape, count, class_row=self.class_row, trainable=self.train, **sizes)
         else:
             sizes = {"num_mel_bins": self.num_mel_bins, "num_positions": self.num_positions or 1500}
-            encoder = audio_encoder(name, shape, count, trained=self.train, **sizes)
+            encoder = audio_encoder(name, shape, count, trainable=self.train, **sizes)
         joined = self.projector
-        return connect(encoder, output_dim, joined.kind, joined.downsample, trained=joined.train)
+        return connect(encoder, output_dim, joined.kind, joined.downsample, trainable=joined.train)
 
 
 class ModelShapes(BaseModel):

@@ -3,8 +3,8 @@
 Here alone is said what a kind of layer consists of; models that exist (`models/`) are described by the same functions,
 and a test holds their parameters, operations and saved tensors to torch's own.
 
-`saved_width` counts, as Korthikanti et al. 2022 (section 4.1) do, the elements of a row that stay until backward, each
-once, with an attention that keeps its log-sum-exp in place of the scores. A transformer layer keeps
+`activation_width` counts the elements of a row that stay until backward, each once (Korthikanti et al. 2022, section
+4.1), with an attention that keeps its log-sum-exp in place of the scores. A transformer layer keeps
 
     of each norm:   its input, its output (which the next product needs) and its statistics; a root mean square norm,
                     which transformers computes in float32, its input twice as wide, and the normalised row, twice as
@@ -111,7 +111,7 @@ class Transformer:
         return self.weights + biases + norms + heads + rows + (2 * self.hidden if self.layer_scale else 0)
 
     @property
-    def saved_width(self) -> int:
+    def activation_width(self) -> int:
         norms = self.num_norms * _norm_keeps(self.norm, self.hidden) + 2 * self.hidden
         attention = 2 * (self.width + self.kv_width + self.num_heads)
         mlp = (_ACTIVATION_KEEPS.get(self.activation, 1) + (3 if self.gated else 1)) * self.mlp
@@ -122,18 +122,18 @@ class Transformer:
             heads = _norm_keeps(self.norm, self.width) + _norm_keeps(self.norm, self.kv_width)
         return norms + attention + mlp + heads + (2 * self.hidden if self.layer_scale else 0)
 
-    def layer(self, divisor: int = 1, extra_rows: int = 0, trained: bool = True) -> Layer:
+    def layer(self, divisor: int = 1, extra_rows: int = 0, trainable: bool = True) -> Layer:
         """One layer of this shape."""
         return Layer(
             "attention",
             weights=self.weights,
             parameters=self.parameters,
             output_width=self.hidden,
-            saved_width=self.saved_width,
+            activation_width=self.activation_width,
             attention=Attention(self.width, self.kv_width, self.causal, self.window),
             divisor=divisor,
             extra_rows=extra_rows,
-            trained=trained,
+            trainable=trainable,
         )
 
 
@@ -154,7 +154,7 @@ def patches(
     num_positions: int = 0,
     extra_parameters: int = 0,
     norm: bool = False,
-    trained: bool = True,
+    trainable: bool = True,
 ) -> Layer:
     """The map of patches [row_dim] to rows [hidden], with its position table and what else stands before the layers.
 
@@ -167,8 +167,8 @@ def patches(
         weights=weights,
         parameters=weights + (hidden if bias else 0) + tables,
         output_width=hidden,
-        saved_width=row_dim + (_norm_keeps("layer", hidden) if norm else 0),
-        trained=trained,
+        activation_width=row_dim + (_norm_keeps("layer", hidden) if norm else 0),
+        trainable=trainable,
     )
 
 
@@ -180,7 +180,7 @@ def convolution(
     stride: int = 1,
     divisor: int = 1,
     num_positions: int = 0,
-    trained: bool = True,
+    trainable: bool = True,
 ) -> Layer:
     """A convolution over the rows of an item, with bias and GELU, followed by a position table if there is one.
 
@@ -192,13 +192,13 @@ def convolution(
         weights=weights,
         parameters=weights + hidden + num_positions * hidden,
         output_width=hidden,
-        saved_width=input_dim * stride + hidden,
+        activation_width=input_dim * stride + hidden,
         divisor=divisor,
-        trained=trained,
+        trainable=trainable,
     )
 
 
-def merge(input_dim: int, output_dim: int, size: int, *, divisor: int = 1, trained: bool = True) -> Layer:
+def merge(input_dim: int, output_dim: int, size: int, *, divisor: int = 1, trainable: bool = True) -> Layer:
     """Norm of each row, `size` rows joined to one, then an MLP of two matrices with biases (Qwen2-VL).
 
     divisor: rows of the item that one row of the output stands for.
@@ -210,14 +210,14 @@ def merge(input_dim: int, output_dim: int, size: int, *, divisor: int = 1, train
         weights=weights,
         parameters=weights + joined + output_dim + 2 * input_dim,
         output_width=output_dim,
-        saved_width=size * _norm_keeps("layer", input_dim) + 3 * joined,
+        activation_width=size * _norm_keeps("layer", input_dim) + 3 * joined,
         divisor=divisor,
-        trained=trained,
+        trainable=trainable,
     )
 
 
 def final_norm(
-    hidden: int, norm: Norm = "layer", *, divisor: int = 1, extra_rows: int = 0, trained: bool = True
+    hidden: int, norm: Norm = "layer", *, divisor: int = 1, extra_rows: int = 0, trainable: bool = True
 ) -> Layer:
     """The norm after the last layer. divisor: above that of the layers where rows are averaged before it."""
     return Layer(
@@ -225,10 +225,10 @@ def final_norm(
         weights=0,
         parameters=_norm_parameters(norm, hidden),
         output_width=hidden,
-        saved_width=_norm_keeps(norm, hidden),
+        activation_width=_norm_keeps(norm, hidden),
         divisor=divisor,
         extra_rows=extra_rows,
-        trained=trained,
+        trainable=trainable,
     )
 
 
@@ -239,7 +239,7 @@ def projector(
     downsample: int = 1,
     *,
     divisor: int = 1,
-    trained: bool = True,
+    trainable: bool = True,
 ) -> Layer:
     """`downsample` rows joined, then a matrix with bias, or two with GELU between them.
 
@@ -252,18 +252,18 @@ def projector(
         weights=weights,
         parameters=weights + (2 if kind == "mlp" else 1) * output_dim,
         output_width=output_dim,
-        saved_width=joined + (2 * output_dim if kind == "mlp" else 0),
+        activation_width=joined + (2 * output_dim if kind == "mlp" else 0),
         divisor=divisor * downsample,
-        trained=trained,
+        trainable=trainable,
     )
 
 
-def embedding(vocab_size: int, hidden: int, *, trained: bool = True) -> Layer:
+def embedding(vocab_size: int, hidden: int, *, trainable: bool = True) -> Layer:
     """A row looked up for each token; what is kept of it is the token."""
-    return Layer("embedding", 0, vocab_size * hidden, output_width=hidden, saved_width=1, trained=trained)
+    return Layer("embedding", 0, vocab_size * hidden, output_width=hidden, activation_width=1, trainable=trainable)
 
 
-def head(vocab_size: int, hidden: int, *, tied: bool = False, trained: bool = True) -> Layer:
+def head(vocab_size: int, hidden: int, *, tied: bool = False, trainable: bool = True) -> Layer:
     """The output layer. tied: its matrix is the embedding's, and counted there. The logits are kept by the loss."""
     weights = vocab_size * hidden
     return Layer(
@@ -271,15 +271,15 @@ def head(vocab_size: int, hidden: int, *, tied: bool = False, trained: bool = Tr
         weights=weights,
         parameters=0 if tied else weights,
         output_width=vocab_size,
-        saved_width=hidden,
-        trained=trained,
+        activation_width=hidden,
+        trainable=trainable,
         targets_only=True,
     )
 
 
 def unused(parameters: int, output_width: int) -> Layer:
     """Parameters that are held and never computed with, nor trained."""
-    return Layer("unused", 0, parameters, output_width, saved_width=0, trained=False)
+    return Layer("unused", 0, parameters, output_width, activation_width=0, trainable=False)
 
 
 def vit(
@@ -290,7 +290,7 @@ def vit(
     row_dim: int = 3 * 14 * 14,
     num_positions: int = 0,
     class_row: bool = False,
-    trained: bool = True,
+    trainable: bool = True,
 ) -> Module:
     """A vision transformer: patches [row_dim], position table, layers, norm. class_row: each image has a row more."""
     extra = int(class_row)
@@ -299,10 +299,10 @@ def vit(
         shape.hidden,
         num_positions=num_positions + extra if num_positions else 0,
         extra_parameters=extra * shape.hidden,
-        trained=trained,
+        trainable=trainable,
     )
-    layers = [shape.layer(extra_rows=extra, trained=trained)] * num_layers
-    return Module.of(name, [stem, *layers, final_norm(shape.hidden, shape.norm, extra_rows=extra, trained=trained)])
+    layers = [shape.layer(extra_rows=extra, trainable=trainable)] * num_layers
+    return Module.of(name, [stem, *layers, final_norm(shape.hidden, shape.norm, extra_rows=extra, trainable=trainable)])
 
 
 def audio_encoder(
@@ -313,7 +313,7 @@ def audio_encoder(
     num_mel_bins: int = 128,
     num_positions: int = 1500,
     pooled: int = 1,
-    trained: bool = True,
+    trainable: bool = True,
 ) -> Module:
     """Whisper's encoder: two convolutions, the second with stride 2, layers, norm; clips are padded to the longest.
 
@@ -322,10 +322,12 @@ def audio_encoder(
     return Module.of(
         name,
         [
-            convolution(num_mel_bins, shape.hidden, trained=trained),
-            convolution(shape.hidden, shape.hidden, stride=2, divisor=2, num_positions=num_positions, trained=trained),
-            *[shape.layer(divisor=2, trained=trained)] * num_layers,
-            final_norm(shape.hidden, shape.norm, divisor=2 * pooled, trained=trained),
+            convolution(num_mel_bins, shape.hidden, trainable=trainable),
+            convolution(
+                shape.hidden, shape.hidden, stride=2, divisor=2, num_positions=num_positions, trainable=trainable
+            ),
+            *[shape.layer(divisor=2, trainable=trainable)] * num_layers,
+            final_norm(shape.hidden, shape.norm, divisor=2 * pooled, trainable=trainable),
         ],
         padded=True,
     )
@@ -338,16 +340,16 @@ def language_model(
     *,
     name: str = BACKBONE,
     tied: bool = False,
-    trained: bool = True,
+    trainable: bool = True,
 ) -> Module:
     """A decoder: embedding, layers, norm, output layer. `shape` says itself whether it is causal."""
     return Module.of(
         name,
         [
-            embedding(vocab_size, shape.hidden, trained=trained),
-            *[shape.layer(trained=trained)] * num_layers,
-            final_norm(shape.hidden, shape.norm, trained=trained),
-            head(vocab_size, shape.hidden, tied=tied, trained=trained),
+            embedding(vocab_size, shape.hidden, trainable=trainable),
+            *[shape.layer(trainable=trainable)] * num_layers,
+            final_norm(shape.hidden, shape.norm, trainable=trainable),
+            head(vocab_size, shape.hidden, tied=tied, trainable=trainable),
         ],
     )
 
@@ -358,11 +360,11 @@ def connect(
     kind: Literal["linear", "mlp"] = "mlp",
     downsample: int = 1,
     *,
-    trained: bool = True,
+    trainable: bool = True,
 ) -> Module:
     """The encoder with a projector on the rows that its last layer gives."""
     last = encoder.layers[-1]
-    added = projector(last.output_width, output_dim, kind, downsample, divisor=last.divisor, trained=trained)
+    added = projector(last.output_width, output_dim, kind, downsample, divisor=last.divisor, trainable=trainable)
     return replace(encoder, stacks=(*encoder.stacks, *Module.of(encoder.name, [added]).stacks))
 
 

@@ -50,9 +50,9 @@ class Layer:
     weights:      entries of the matrices that each row is multiplied with.
     parameters:   all that it holds, `weights` and what is no matrix product (norms, biases, look-up tables).
     output_width: elements of a row that it gives to the next layer, and so of what is sent where a pipeline is cut.
-    saved_width:  elements of a row that its forward pass keeps for backward, its input included.
+    activation_width:  elements of a row that its forward pass keeps for backward, its input included.
     divisor:      rows of the item that became one row here: convolutions with a stride, merged patches.
-    trained:      its parameters learn.
+    trainable:    its parameters are updated.
     targets_only: it sees only the rows on which loss is taken (the output layer).
     """
 
@@ -60,11 +60,11 @@ class Layer:
     weights: Parameters
     parameters: Parameters
     output_width: Annotated[Count, Field(ge=1)]
-    saved_width: Count
+    activation_width: Count
     attention: Attention | None = None
     divisor: Annotated[Count, Field(ge=1)] = 1
     extra_rows: Count = 0
-    trained: bool = True
+    trainable: bool = True
     targets_only: bool = False
 
 
@@ -119,15 +119,15 @@ class Module:
         return sum(stack.layer.parameters * stack.count for stack in self.stacks)
 
     @property
-    def trains(self) -> bool:
-        return any(stack.layer.trained for stack in self.stacks)
+    def trainable(self) -> bool:
+        return any(stack.layer.trainable for stack in self.stacks)
 
     def input_gradients(self, reached: bool = False) -> tuple[bool, ...]:
-        """Per layer: whether backward must give a gradient for the layer's input, as an earlier layer learns.
+        """Per layer: whether backward must give a gradient for the layer's input, as an earlier layer is trainable.
 
-        reached: something before the module learns.
+        reached: something before the module is trainable.
         """
-        return tuple(accumulate((layer.trained for layer in self.layers), or_, initial=reached))[:-1]
+        return tuple(accumulate((layer.trainable for layer in self.layers), or_, initial=reached))[:-1]
 
 
 @dataclass(frozen=True)
@@ -183,5 +183,5 @@ class ModelSpec:
         for module in self.modules:
             reached = any(learns[source] for source in self.sources(module.name))
             found[module.name] = module.input_gradients(reached)
-            learns[module.name] = reached or module.trains
+            learns[module.name] = reached or module.trainable
         return found

@@ -18,6 +18,9 @@ from typing import Any, NoReturn
 from motet.core.errors import UserError
 from motet.core.files import IrregularFile, open_regular
 
+KeyPath = tuple[str | int, ...]
+"""Where a value stands in nested tables and lists: the keys and indexes that lead to it."""
+
 _MOST_LEVELS = 100
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")

@@ -11,7 +11,7 @@ import numpy as np
 
 from motet.core.arrays import Float64Array, Int32Array
 
-COMPUTE = "compute"
+COMPUTE_STREAM = "compute"
 """The stream that computes; every other one communicates beside it."""
 # Colours that chrome://tracing has names for: pale blue for forward, blue for backward, dark blue for weights alone.
 # Perfetto chooses its own, by the name of the action without its numbers.
@@ -42,7 +42,7 @@ class Span:
     end_s: float
     kind: str = ""
     module: str = ""
-    stream: str = COMPUTE
+    stream: str = COMPUTE_STREAM
 
     @property
     def duration_s(self) -> float:
@@ -118,7 +118,7 @@ class Timeline:
 
     def write_chrome_trace(self, path: Path) -> None:
         """Write the JSON that chrome://tracing and Perfetto open: a process a rank, a thread a stream, microseconds."""
-        streams = sorted(set(self.stream), key=lambda stream: (stream != COMPUTE, stream))
+        streams = sorted(set(self.stream), key=lambda stream: (stream != COMPUTE_STREAM, stream))
         row = {stream: number for number, stream in enumerate(streams)}
         events = [
             {

@@ -107,14 +107,14 @@ class Analytic:
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
         product_s = self._product_s(layer, work.rows, tp, layer.weights)
         attention_s = self._attention_s(layer, work, tp)
-        moved_s = work.rows * layer.saved_width * self._element_bytes / tp / self._bytes_per_s
+        moved_s = work.rows * layer.activation_width * self._element_bytes / tp / self._bytes_per_s
         passes = LayerSeconds(
             product_s + attention_s + 3 * moved_s,
             product_s + 2.5 * attention_s + 3 * moved_s,
             self._product_s(layer, work.rows, tp, layer.parameters) + 2 * moved_s,
         )
         # What is held and never computed with takes no time.
-        runs = (work.rows > 0) & (layer.weights + layer.saved_width > 0)
+        runs = (work.rows > 0) & (layer.weights + layer.activation_width > 0)
         return LayerSeconds(*(np.where(runs, self.efficiency.launch_s + s, 0.0) for s in passes))
 
     def tensor_seconds(self, layer: Layer, work: Work, ranks: Sequence[int]) -> Float64Array:
@@ -137,7 +137,7 @@ class Analytic:
         return float(communication.all_reduce_s(self._reached, size_bytes, ranks))
 
     def exchange_seconds(self, moved_bytes: Moved, ranks: Sequence[int]) -> Float64Array:
-        return communication.exchange_s(self._reached, moved_bytes, ranks)
+        return communication.all_to_all_s(self._reached, moved_bytes, ranks)
 
     def step_seconds(self, num_parameters: int) -> float:
         state_bytes = 8 if self.precision == "fp64" else 4

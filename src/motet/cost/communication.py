@@ -32,7 +32,7 @@ from motet.core.cluster import Cluster, Link
 from motet.core.errors import ArgumentError
 from motet.core.exchange import Moved
 
-Sizes = Float64Array | float
+Amounts = Float64Array | float
 
 
 class Group(NamedTuple):
@@ -56,20 +56,20 @@ def _checked(cluster: Cluster, ranks: Sequence[int]) -> Sequence[int]:
     return ranks
 
 
-def send_s(cluster: Cluster, size_bytes: Sizes, ranks: Sequence[int]) -> Float64Array:
+def send_s(cluster: Cluster, size_bytes: Amounts, ranks: Sequence[int]) -> Float64Array:
     """A message from one of `ranks` to another, by the slowest link among them."""
     link = cluster.link(ranks)
     return _seconds(group_of(cluster, ranks), size_bytes, link.latency_s, 1 / link.bytes_per_s)
 
 
-def gather_s(cluster: Cluster, size_bytes: Sizes, ranks: Sequence[int]) -> Float64Array:
+def gather_s(cluster: Cluster, size_bytes: Amounts, ranks: Sequence[int]) -> Float64Array:
     """All-gather after which each of `ranks` has size_bytes, or the reduce-scatter of size_bytes on each."""
     n, m, _ = group = group_of(cluster, ranks)
     latency_s = (m - 1) * cluster.inter_node.latency_s + (n - m) * cluster.intra_node.latency_s
     return _seconds(group, size_bytes, latency_s, (n - 1) / n / _ring_bytes_per_s(cluster, group))
 
 
-def all_reduce_s(cluster: Cluster, size_bytes: Sizes, ranks: Sequence[int]) -> Float64Array:
+def all_reduce_s(cluster: Cluster, size_bytes: Amounts, ranks: Sequence[int]) -> Float64Array:
     """Of size_bytes on each of `ranks`."""
     n, m, _ = group = group_of(cluster, ranks)
     latency_s = math.ceil(math.log2(m)) * cluster.inter_node.latency_s + (n / m - 1) * cluster.intra_node.latency_s
@@ -77,7 +77,7 @@ def all_reduce_s(cluster: Cluster, size_bytes: Sizes, ranks: Sequence[int]) -> F
     return np.minimum(tree_s, 2 * gather_s(cluster, size_bytes, ranks))
 
 
-def exchange_s(cluster: Cluster, moved_bytes: Moved, ranks: Sequence[int]) -> Float64Array:
+def all_to_all_s(cluster: Cluster, moved_bytes: Moved, ranks: Sequence[int]) -> Float64Array:
     """All-to-all among `ranks`, of what each of them moves."""
     nodes = Counter(cluster.node_of(rank) for rank in _checked(cluster, ranks))
 
@@ -96,7 +96,7 @@ def _all_to_all_s(link: Link, num_ends: int, size_bytes: Float64Array) -> Float6
     return np.where(size_bytes > 0, (num_ends - 1) * link.latency_s + size_bytes * s_per_byte, 0.0)
 
 
-def _seconds(group: Group, size_bytes: Sizes, latency_s: float, s_per_byte: float) -> Float64Array:
+def _seconds(group: Group, size_bytes: Amounts, latency_s: float, s_per_byte: float) -> Float64Array:
     size = np.asarray(size_bytes, dtype=np.float64)
     return np.where((size > 0) & (group.num_ranks > 1), latency_s + size * s_per_byte, 0.0)
 

@@ -16,13 +16,13 @@ from numpy.typing import ArrayLike
 from motet.core.arrays import Float64Array
 from motet.core.errors import ArgumentError
 
-NS_PER_S = 1e9
+_NS_PER_S = 1e9
 _ALIKE = 1.2
 """Numbers of rows that are taken for one, by their ratio."""
 
 
 @dataclass(frozen=True)
-class Fit:
+class Curve:
     """constant_ns + linear_ns * amount + quadratic_ns * square: nanoseconds, none of the coefficients below 0."""
 
     constant_ns: float
@@ -32,10 +32,10 @@ class Fit:
     def seconds(self, amount: ArrayLike, square: ArrayLike = 0.0) -> Float64Array:
         """amount, square: float64 [n], e.g. sums of lengths and of squared lengths."""
         total = self.constant_ns + self.linear_ns * np.asarray(amount) + self.quadratic_ns * np.asarray(square)
-        return np.asarray(total / NS_PER_S, dtype=np.float64)
+        return np.asarray(total / _NS_PER_S, dtype=np.float64)
 
 
-def fit(seconds: ArrayLike, amount: ArrayLike, square: ArrayLike | None = None) -> Fit:
+def fit_curve(seconds: ArrayLike, amount: ArrayLike, square: ArrayLike | None = None) -> Curve:
     """The non-negative coefficients with the least sum of squared *relative* errors, so that short counts like long.
 
     seconds: float64 [n], what was measured; points of 0 seconds are left out. amount, square: float64 [n].
@@ -52,12 +52,12 @@ def fit(seconds: ArrayLike, amount: ArrayLike, square: ArrayLike | None = None) 
         raise ArgumentError(f"fit: {len(measured)} seconds, but {[len(column) for column in columns[1:]]} of work.")
     known = measured > 0
     if not known.any():
-        return Fit(0.0, 0.0)
+        return Curve(0.0, 0.0)
     matrix = np.stack(columns, axis=1)[known] / measured[known, None]
     # Of one order of magnitude: squares of long lengths are 10^8 times as large as the constant's column.
     scale = np.maximum(matrix.max(axis=0), np.finfo(np.float64).tiny)
-    coefficients = nnls(matrix / scale, np.ones(len(matrix)))[0] / scale * NS_PER_S
-    return Fit(*coefficients.tolist())
+    coefficients = nnls(matrix / scale, np.ones(len(matrix)))[0] / scale * _NS_PER_S
+    return Curve(*coefficients.tolist())
 
 
 @dataclass(frozen=True)

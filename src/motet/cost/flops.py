@@ -153,14 +153,14 @@ def operations_by_work(layers: Iterable[tuple[Layer, bool, bool]]) -> dict[Layer
     for layer, returns, recomputed in layers:
         attention = layer.attention
         # A transformer layer is several products: gradients pass between them even if none leaves it.
-        inner = returns or (layer.trained and attention is not None)
+        inner = returns or (layer.trainable and attention is not None)
         like = _representative(layer)
         old = found.get(like, LikeOperations())
         products, pairs = 2 * layer.weights, 4 * attention.width if attention else 0
         found[like] = LikeOperations(
             old.forward_row + products,
             old.forward_pair + pairs,
-            old.row + products * (1 + inner + layer.trained + recomputed),
+            old.row + products * (1 + inner + layer.trainable + recomputed),
             old.pair + pairs * (1 + 2 * inner + recomputed),
         )
     return found
@@ -170,15 +170,15 @@ def operations_by_work(layers: Iterable[tuple[Layer, bool, bool]]) -> dict[Layer
 def _operations(module: Module, reached: bool, recomputed: bool) -> dict[Layer, LikeOperations]:
     def layers() -> Iterator[tuple[Layer, bool, bool]]:
         for layer, returns in zip(module.layers, module.input_gradients(reached), strict=True):
-            yield layer, returns, recomputed and layer.attention is not None and (returns or layer.trained)
+            yield layer, returns, recomputed and layer.attention is not None and (returns or layer.trainable)
 
     return operations_by_work(layers())
 
 
 def _representative(layer: Layer) -> Layer:
     attention = replace(layer.attention, width=0, kv_width=0) if layer.attention else None
-    like = replace(layer, kind="", weights=0, parameters=0, output_width=0, saved_width=0)
-    return replace(like, attention=attention, trained=False)
+    like = replace(layer, kind="", weights=0, parameters=0, output_width=0, activation_width=0)
+    return replace(like, attention=attention, trainable=False)
 
 
 def _total(

@@ -3,9 +3,9 @@
 - State (ZeRO, Rajbhandari et al. 2020, section 5): optimizer state is divided over the ranks that share a copy from
   stage 1 on, gradients from 2, parameters at 3; hybrid sharding divides over fewer ranks. Tensor parallelism divides
   every layer, pipeline parallelism leaves a rank its stage's layers. What is frozen has no gradient and no state.
-- Activations (Korthikanti et al. 2022, section 4, with sequence parallelism and fused attention): saved_width elements
-  a row; or, recomputed, the layer's input alone, and the rest once, for the layer that runs. A layer without a backward
-  pass keeps nothing.
+- Activations (Korthikanti et al. 2022, section 4, with sequence parallelism and fused attention):
+  activation_width elements a row. A layer that is recomputed keeps its input alone, and the rest once, for the layer
+  that runs. A layer without a backward pass keeps nothing.
 - Transients, the largest of each: gathered layers (stage 3: the one that runs, and the next, which is prefetched); the
   gradient of a layer before it is reduced (from stage 2 on); what a layer that runs has beside what is kept, with the
   gradients of its output and input, or the logits with their float32 copies.
@@ -27,7 +27,7 @@ from motet.core.errors import ArgumentError
 from motet.core.plan import Unit
 from motet.core.spec import Layer, ModelSpec
 
-Rows = Callable[[str, Layer], float]
+RowsOfLayer = Callable[[str, Layer], float]
 """(module, layer) -> rows of a microbatch that the layer is given in one replica, over all its context-parallel ranks;
 of a layer that sees targets only, those whose logits exist at once."""
 
@@ -66,7 +66,7 @@ def mixed_precision(precision: str, *, pipeline: bool) -> MixedPrecision:
     return MEGATRON_BF16 if pipeline else FSDP_BF16
 
 
-class State(NamedTuple):
+class StateBytes(NamedTuple):
     """Bytes that a rank holds between passes."""
 
     parameters: int
@@ -75,8 +75,8 @@ class State(NamedTuple):
 
 
 def state_bytes(
-    num_parameters: int, num_trained: int, *, precision: MixedPrecision, zero: int = 0, shard_ranks: int = 1
-) -> State:
+    num_parameters: int, num_trainable: int, *, precision: MixedPrecision, zero: int = 0, shard_ranks: int = 1
+) -> StateBytes:
     """Of the parameters of a rank's layers, of which num_trained learn. shard_ranks: those that share one copy.
 
     Raises ArgumentError for a ZeRO stage that is not 0 to 3, and for shard_ranks below 1.
@@ -92,7 +92,9 @@ def state_bytes(
         parameters = share(precision.stored * num_parameters, 1) + copies
     else:
         parameters = share(precision.stored * num_parameters, 3)
-    return State(parameters, share(precision.gradient * num_trained, 2), share(precision.optimizer * num_trained, 1))
+    return StateBytes(
+        parameters, share(precision.gradient * num_trainable, 2), share(precision.optimizer * num_trainable, 1)
+    )
 
 
 def activation_bytes(layer: Layer, rows: float, *, element_bytes: int, tp: int = 1, recomputed: bool = False) -> int:
@@ -100,7 +102,7 @@ def activation_bytes(layer: Layer, rows: float, *, element_bytes: int, tp: int =
 
     A layer that is recomputed keeps its input, which is taken to be as wide as its output.
     """
-    width = min(layer.output_width, layer.saved_width) if recomputed else layer.saved_width
+    width = min(layer.output_width, layer.activation_width) if recomputed else layer.activation_width
     return math.ceil(rows * width * element_bytes / tp)
 
 
@@ -162,7 +164,7 @@ class StageLayer(NamedTuple):
 
     @property
     def has_backward(self) -> bool:
-        return self.needs_input or self.layer.trained
+        return self.needs_input or self.layer.trainable
 
 
 Spans = Mapping[str, tuple[int, int]]
@@ -182,7 +184,7 @@ def stage_layers(model: ModelSpec, spans: Spans, recompute: Mapping[str, int]) -
             for place in block:
                 layer, needs_input = module.layers[place], model.input_gradients[name][place]
                 recomputed = number < recompute.get(name, 0) and (whole or layer.attention is not None)
-                yield StageLayer(name, layer, needs_input, recomputed and (needs_input or layer.trained))
+                yield StageLayer(name, layer, needs_input, recomputed and (needs_input or layer.trainable))
 
 
 def unit_spans(model: ModelSpec, unit: Unit, stage: int) -> Spans:
@@ -195,7 +197,7 @@ def unit_spans(model: ModelSpec, unit: Unit, stage: int) -> Spans:
 
 
 def stage_memory(
-    unit: Unit, layers: Iterable[StageLayer], rows: Rows, in_flight: int, precision: MixedPrecision
+    unit: Unit, layers: Iterable[StageLayer], rows: RowsOfLayer, in_flight: int, precision: MixedPrecision
 ) -> StageMemory:
     """Of a stage of a unit with the given layers. O(layers).
 
@@ -206,15 +208,17 @@ def stage_memory(
     for placed in layers:
         layer = placed.layer
         num_parameters = math.ceil(layer.parameters / unit.tp)
-        num_trained = num_parameters if layer.trained else 0
+        num_trainable = num_parameters if layer.trainable else 0
         shard_ranks = unit.shard_size or unit.dp
-        state += state_bytes(num_parameters, num_trained, precision=precision, zero=unit.zero, shard_ranks=shard_ranks)
+        state += state_bytes(
+            num_parameters, num_trainable, precision=precision, zero=unit.zero, shard_ranks=shard_ranks
+        )
         size = LayerBytes.of(layer, rows(placed.module, layer) / unit.cp, unit.tp, precision)
         kept = (size.input if placed.recomputed else size.saved) if placed.has_backward else 0
         activations += kept
         working.append(size.saved - kept + (size.gradients if placed.has_backward else 0))
         gathered.append(num_parameters * precision.compute if unit.zero == 3 else 0)
-        unreduced.append(num_trained * (precision.compute + precision.gradient) if unit.zero >= 2 else 0)
+        unreduced.append(num_trainable * (precision.compute + precision.gradient) if unit.zero >= 2 else 0)
     transient = max(working) + sum(sorted(gathered)[-2:]) + max(unreduced)
     parameters, gradients, optimizer = state.tolist()
     return StageMemory(parameters, gradients, optimizer, activations, in_flight, transient)

@@ -48,11 +48,11 @@ def backward_seconds(
     recomputation 3, 2 or 0. A layer with attention that learns needs gradients inside, whatever is before it.
     """
     total = np.zeros_like(seconds.forward_s)
-    if input_gradient or (layer.trained and layer.attention is not None):
+    if input_gradient or (layer.trainable and layer.attention is not None):
         total = total + seconds.input_s
-    if layer.trained:
+    if layer.trainable:
         total = total + seconds.weight_s
-    return total + seconds.forward_s if recomputed and (input_gradient or layer.trained) else total
+    return total + seconds.forward_s if recomputed and (input_gradient or layer.trainable) else total
 
 
 class CostModel(Protocol):

@@ -20,7 +20,7 @@ from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.flops import LikeOperations, operations_by_work, pairs_of, rows_of
 from motet.cost.memory import stage_layers
 
-UNITS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP")
+OPERATION_UNITS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP")
 _UNITS_A_ROW = 1000
 """At least, in the module that takes most: so its items are rounded by less than a thousandth, and no batch comes near
 2^63 units."""
@@ -48,7 +48,7 @@ class Operations:
 
     def unit(self, phase: str) -> str:
         """The same for all phases, so that their loads can be compared."""
-        return UNITS[self._exponent]
+        return OPERATION_UNITS[self._exponent]
 
     @property
     def unit_flops(self) -> int:
@@ -58,7 +58,7 @@ class Operations:
     @cached_property
     def _exponent(self) -> int:
         most = max(sum(each.row for each in layers.values()) for layers in self._by_work.values())
-        fitting = [exponent for exponent in range(len(UNITS)) if most >= _UNITS_A_ROW * 1000**exponent]
+        fitting = [exponent for exponent in range(len(OPERATION_UNITS)) if most >= _UNITS_A_ROW * 1000**exponent]
         return max(fitting, default=0)
 
     @cached_property

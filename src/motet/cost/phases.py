@@ -16,7 +16,7 @@ from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.spec import Layer, ModelSpec, Module
 from motet.core.workload import BACKBONE, BatchLengths
-from motet.cost.fit import Fit, RelativeError, fit, relative_error
+from motet.cost.fit import Curve, RelativeError, fit_curve, relative_error
 from motet.cost.profile import LayerTimes, ModuleTimes, Points, Profile, amounts
 
 PS_PER_NS = 1000
@@ -97,14 +97,14 @@ class _Seconds:
     times: ModuleTimes
     recompute: bool
 
-    def fit(self, times: ModuleTimes) -> Fit:
+    def fit(self, times: ModuleTimes) -> Curve:
         """To the batches of the grid; layers that see targets alone are left out."""
         seconds = self.total(lambda layer: layer.grid, len(times.grid))
-        return fit(seconds, *amounts(times.grid, padded=self.module.padded))
+        return fit_curve(seconds, *amounts(times.grid, padded=self.module.padded))
 
-    def target_fit(self, layer: Layer, number: int) -> Fit:
+    def target_fit(self, layer: Layer, number: int) -> Curve:
         points = self._measured(layer).grid
-        return fit(self._of_layer(layer, number, points), points.rows)
+        return fit_curve(self._of_layer(layer, number, points), points.rows)
 
     def total(self, points: Callable[[LayerTimes], Points], num_batches: int) -> Float64Array:
         """float64 [num_batches], of all layers but those that see targets alone."""
@@ -117,14 +117,14 @@ class _Seconds:
     def _of_layer(self, layer: Layer, number: int, points: Points) -> Float64Array:
         """Seconds of one layer at its points, of the passes that it has."""
         # Inside a layer of several products, gradients flow from one to the other whoever is before it.
-        inner = layer.trained and layer.attention is not None
+        inner = layer.trainable and layer.attention is not None
         has_input = self.model.input_gradients[self.module.name][number] or inner
         seconds = np.array(points.forward_s)
-        if self.recompute and layer.attention is not None and (has_input or layer.trained):
+        if self.recompute and layer.attention is not None and (has_input or layer.trainable):
             seconds = 2 * seconds
         if has_input:
             seconds = seconds + np.array(points.input_s)
-        return seconds + np.array(points.weight_s) if layer.trained else seconds
+        return seconds + np.array(points.weight_s) if layer.trainable else seconds
 
     def _measured(self, layer: Layer) -> LayerTimes:
         for times in self.times.layers:

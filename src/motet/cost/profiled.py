@@ -17,7 +17,7 @@ from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.core.exchange import Moved
 from motet.core.spec import Layer
-from motet.cost.fit import NS_PER_S, Fit, Surface, fit
+from motet.cost.fit import _NS_PER_S, Curve, Surface, fit_curve
 from motet.cost.model import LayerSeconds, Work
 from motet.cost.profile import LayerTimes, MessageKind, MessageTimes, Profile
 
@@ -76,11 +76,11 @@ class Profiled:
         return float(self._step.seconds(num_parameters)) if num_parameters else 0.0
 
     @cached_property
-    def _step(self) -> Fit:
+    def _step(self) -> Curve:
         times = self.profile.optimizer
         if times is None:
             raise UserError("The profile has no times of the optimizer: profile a recipe in which something trains.")
-        return fit(times.seconds, times.num_parameters)
+        return fit_curve(times.seconds, times.num_parameters)
 
     def _times(self, module: str, layer: Layer, tp: int) -> LayerTimes:
         """The measured layer of that kind and those weights."""
@@ -111,13 +111,15 @@ class Profiled:
         sizes = np.asarray(size_bytes, dtype=np.float64) * share
         nothing = np.zeros(len(sizes))
         measured = Surface(found.size_bytes, [0.0] * len(found.size_bytes), found.seconds)(sizes, nothing)
-        latency_s = min(message_fit(found).constant_ns / NS_PER_S, *found.seconds)
+        latency_s = min(message_fit(found).constant_ns / _NS_PER_S, *found.seconds)
         return np.where(sizes > 0, np.maximum(measured, latency_s) + (steps - 1) * latency_s, 0.0)
 
 
-def message_fit(*measured: MessageTimes) -> Fit:
+def message_fit(*measured: MessageTimes) -> Curve:
     """Latency (constant) and inverse bandwidth (linear, nanoseconds a byte) of measured messages, taken as one kind."""
-    return fit([s for times in measured for s in times.seconds], [b for times in measured for b in times.size_bytes])
+    return fit_curve(
+        [s for times in measured for s in times.seconds], [b for times in measured for b in times.size_bytes]
+    )
 
 
 def _grown(kind: MessageKind, num_measured: int, num_ranks: int) -> tuple[float, float]:

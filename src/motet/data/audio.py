@@ -17,7 +17,7 @@ import numpy as np
 
 from motet.core.arrays import BoolArray, Float32Array, Float64Array, Int64Array
 from motet.core.example import Media
-from motet.data.bounds import check_bounds
+from motet.data.bounds import check_attributes
 from motet.data.headers import MAX_RATE, MAX_SECONDS, MIN_RATE, open_clip
 from motet.data.media import AUDIO, MediaRef, Unusable
 
@@ -66,7 +66,7 @@ class AudioTransform:
     }
 
     def __post_init__(self) -> None:
-        check_bounds(self, self._bounds)
+        check_attributes(self, self._bounds)
         if self.hop_length > self.n_fft:
             raise ValueError(
                 f"hop_length must be at most n_fft = {self.n_fft}, not {self.hop_length}, or samples are left out"

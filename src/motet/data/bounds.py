@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 
-def check_bounds(options: object, bounds: Mapping[str, tuple[float, float]]) -> None:
+def check_attributes(options: object, bounds: Mapping[str, tuple[float, float]]) -> None:
     """Raises ValueError for the first of the named attributes that is not from its lowest to its highest value.
 
     An attribute may be None, or a tuple, each value of which is held to the bounds. NaN lies outside of all bounds.

@@ -69,7 +69,7 @@ class Conversation:
         return Conversation(turns, _placeholders(turns)), self.turns[last].text
 
 
-def parse_json(text: bytes, where: str) -> dict[str, Any]:
+def parse_record(text: bytes, where: str) -> dict[str, Any]:
     """The record that a line, or a member of a shard, holds. Raises UserError naming `where`."""
     return check_is_object(motet.core.text_files.parse_json(text, where), where)
 

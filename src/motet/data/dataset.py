@@ -22,8 +22,9 @@ from motet.core.example import TokenSequence
 from motet.core.workload import BatchLengths, ItemLengths, home_ranks
 from motet.data.conversation import Conversation, parse_conversation
 from motet.data.index import Index
-from motet.data.index_build import Progress, open_index
+from motet.data.index_build import open_index
 from motet.data.index_entries import TextEncoder
+from motet.data.index_lock import IndexProgress
 from motet.data.media import MODALITIES, MediaRef
 from motet.data.transforms import Transform
 
@@ -101,7 +102,7 @@ class Dataset:
         self._kept, self.left_out = self._select(max_sequence_length)
         if not self.num_examples:
             raise UserError(
-                f"no example of the manifests can be used: {describe(self.left_out, self.num_in_manifests)}; "
+                f"no example of the manifests can be used: {describe_left_out(self.left_out, self.num_in_manifests)}; "
                 f"the first: {self.left_out.first()}"
             )
 
@@ -115,7 +116,7 @@ class Dataset:
         max_sequence_length: int | None = None,
         index_folder: str | Path | None = None,
         num_workers: int = 0,
-        progress: Progress | None = None,
+        progress: IndexProgress | None = None,
     ) -> Dataset:
         """All manifests, one after the other; their indexes are built where needed. Raises UserError."""
         indexes = [
@@ -285,7 +286,7 @@ class Dataset:
         return refused
 
 
-def describe(left_out: LeftOut, num_in_manifests: int) -> str:
+def describe_left_out(left_out: LeftOut, num_in_manifests: int) -> str:
     """One line on what is left out, for the terminal."""
     parts = [
         (left_out.num_bad, "with files that cannot be used"),

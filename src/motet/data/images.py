@@ -19,7 +19,7 @@ import numpy as np
 
 from motet.core.arrays import BoolArray, Float32Array, Int64Array
 from motet.core.example import Media
-from motet.data.bounds import check_bounds
+from motet.data.bounds import check_attributes
 from motet.data.headers import open_image, orientation
 from motet.data.media import IMAGE, MediaRef
 
@@ -73,7 +73,7 @@ class ImageTransform:
     }
 
     def __post_init__(self) -> None:
-        check_bounds(self, self._bounds)
+        check_attributes(self, self._bounds)
         if self.channels not in (1, 3):
             raise ValueError(f"channels must be 1 (grey) or 3 (RGB), not {self.channels}")
         if self.max_pixels_side < self.block:

@@ -81,7 +81,7 @@ class DamagedIndex(ValueError):
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class IndexRow:
     """What the rows file holds of one example.
 
     where:  its place in the manifest, for messages: "train.jsonl, line 12".
@@ -111,7 +111,7 @@ class Row:
         return zlib.crc32(data[4:]).to_bytes(4, "little") + data[4:]
 
     @classmethod
-    def unpack(cls, data: bytes, media: tuple[str, ...]) -> Row:
+    def unpack(cls, data: bytes, media: tuple[str, ...]) -> IndexRow:
         """media: the modality of each item. Raises DamagedIndex."""
         if len(data) < _ROW_HEADER.size or zlib.crc32(memoryview(data)[4:]) != int.from_bytes(data[:4], "little"):
             raise DamagedIndex("a row does not have its checksum")
@@ -222,13 +222,13 @@ class Index:
             refs.append(MediaRef(MODALITIES[self.lengths.modality[item]], where, member, offset, num_bytes, raw))
         return refs
 
-    def _row(self, example: int) -> Row:
+    def _row(self, example: int) -> IndexRow:
         start, end = self.lengths.item_offsets[example : example + 2].tolist()
         media = tuple(MODALITIES[code] for code in self.lengths.modality[start:end])
         at, end = self._row_place(example)
         # pread: no shared file position, so threads need no lock, and nothing is added to the memory of the process.
         try:
-            return Row.unpack(os.pread(self._rows, end - at, at), media)
+            return IndexRow.unpack(os.pread(self._rows, end - at, at), media)
         except DamagedIndex as error:
             raise UserError(
                 f"the index {self.path.parent} is damaged ({self.about['rows']}, byte {at:,}: {error}); delete it, and "

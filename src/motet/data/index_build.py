@@ -27,7 +27,7 @@ import pyarrow as pa
 from motet.core.errors import UserError
 from motet.data.index import FORMAT_VERSION, SCHEMA, DamagedIndex, Index, checksum
 from motet.data.index_entries import DEADLY, EntryReader, HeaderCheck, PackedColumns, TextEncoder, join_columns
-from motet.data.index_lock import Progress, build_lock
+from motet.data.index_lock import IndexProgress, build_lock
 from motet.data.manifest import Entry, Manifest
 from motet.data.workers import WorkerDied, WorkerPool
 
@@ -40,7 +40,7 @@ def open_index(
     *,
     index_folder: str | Path | None = None,
     num_workers: int = 0,
-    progress: Progress | None = None,
+    progress: IndexProgress | None = None,
 ) -> Index:
     """The index of a manifest, built first if there is none that fits.
 
@@ -141,7 +141,7 @@ def _still_bad(index: Index) -> bool:
     return True
 
 
-def _build(manifest: Manifest, text: TextEncoder, path: Path, num_workers: int, progress: Progress) -> Path:
+def _build(manifest: Manifest, text: TextEncoder, path: Path, num_workers: int, progress: IndexProgress) -> Path:
     with _reading(manifest):
         stamp, digest = manifest.stamp(), manifest.digest()
     rows_path = path.with_name(f"{path.stem}-{uuid.uuid4().hex[:12]}.rows")
@@ -157,14 +157,14 @@ def _build(manifest: Manifest, text: TextEncoder, path: Path, num_workers: int, 
             "rows": rows_path.name,
             "identity": identity,
         }
-        publish(path, about, chunks)
+        publish_index(path, about, chunks)
     except BaseException:
         rows_path.unlink(missing_ok=True)
         raise
     return rows_path
 
 
-def publish(path: Path, about: dict[str, object], chunks: Sequence[PackedColumns]) -> None:
+def publish_index(path: Path, about: dict[str, object], chunks: Sequence[PackedColumns]) -> None:
     """Write the lengths, and only then let them be seen at `path`. about: what `Index.about` will be."""
     columns = join_columns(chunks)
     schema = SCHEMA.with_metadata({"motet": json.dumps(about | {"checksum": checksum(about, columns)})})
@@ -191,7 +191,9 @@ def _remove_former(rows_path: Path) -> None:
                 path.unlink()
 
 
-def _write_rows(path: Path, chunks: Iterable[tuple[PackedColumns, float]], progress: Progress) -> list[PackedColumns]:
+def _write_rows(
+    path: Path, chunks: Iterable[tuple[PackedColumns, float]], progress: IndexProgress
+) -> list[PackedColumns]:
     """Write the rows out as they come, and keep the lengths."""
     kept, num_examples = [], 0
     with path.open("wb") as rows:

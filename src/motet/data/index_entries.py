@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from motet.core.arrays import Int32Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
-from motet.data.conversation import Conversation, match_media, media_names, parse_conversation, parse_json
+from motet.data.conversation import Conversation, match_media, media_names, parse_conversation, parse_record
 from motet.data.headers import read_header
-from motet.data.index import SCHEMA, Row
+from motet.data.index import SCHEMA, IndexRow
 from motet.data.manifest import Entry
 from motet.data.media import MODALITIES, BadMedia, MediaRef
 from motet.data.shards import find_members
@@ -100,7 +100,7 @@ class EntryReader:
         return columns.packed()
 
     def _add(self, entry: Entry, death: str, columns: Columns) -> None:
-        record = parse_json(entry.text, entry.where)
+        record = parse_record(entry.text, entry.where)
         conversation = parse_conversation(record, entry.where)
         refs = self._find_media(entry, conversation, media_names(record, entry.where))
         try:
@@ -111,7 +111,7 @@ class EntryReader:
         if bad:
             columns.bad.append((len(columns.num_tokens), self._below_folder(bad.path), bad.reason))
         places = [(os.path.relpath(ref.path, self._folder), ref.member, ref.offset, ref.num_bytes) for ref in refs]
-        row = Row(self._below_folder(entry.where), entry.text, places, text).pack()
+        row = IndexRow(self._below_folder(entry.where), entry.text, places, text).pack()
         columns.rows.append(row)
         columns.row_bytes.append(len(row))
         columns.num_tokens.append(len(text.tokens))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-Progress = Callable[[int, float], None]
+IndexProgress = Callable[[int, float], None]
 """Called now and then with the examples done and the share of the manifest done, 0 to 1."""
 
 _TOLD = struct.Struct("<qd")
@@ -28,7 +28,7 @@ class BuildLock:
         self._descriptor = descriptor
         self.alone = True
 
-    def telling(self, progress: Progress | None) -> Progress:
+    def telling(self, progress: IndexProgress | None) -> IndexProgress:
         """`progress`, which those that wait hear as well."""
         # What the last process told is not true of this one.
         os.truncate(self._descriptor, 0)
@@ -40,7 +40,7 @@ class BuildLock:
 
         return tell
 
-    def wait(self, progress: Progress | None) -> None:
+    def wait(self, progress: IndexProgress | None) -> None:
         """Until this process has the lock."""
         while True:
             try:
@@ -57,7 +57,7 @@ class BuildLock:
 
 
 @contextmanager
-def build_lock(path: Path, progress: Progress | None) -> Iterator[BuildLock]:
+def build_lock(path: Path, progress: IndexProgress | None) -> Iterator[BuildLock]:
     """Holds the lock file at `path`, which is made where there is none. Raises OSError if it cannot be."""
     # Not blocking: whatever else stands there, a pipe, would be waited for.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)

@@ -28,7 +28,7 @@ from motet.demo.tokenizer import write_tokenizer
 # Synthesis is most of the cost, so examples share clips: beyond this number of training clips nothing more is learnt.
 _MAX_SPOKEN_CLIPS = 1800
 
-Progress = Callable[[str, int, int], None]
+WriteProgress = Callable[[str, int, int], None]
 
 
 def write_demo_data(
@@ -37,7 +37,7 @@ def write_demo_data(
     num_train: int,
     num_heldout: int,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: WriteProgress | None = None,
     num_workers: int | None = None,
 ) -> None:
     """Write the dataset into ``out``, which is created, or overwritten file by file.
@@ -104,7 +104,7 @@ def _write_sheet(out: Path, name: str, sheet: Sheet, split: str, contents: list[
 
 
 def _write_clips(
-    out: Path, names: dict[Utterance, str], num_workers: int, report: Progress, contents: list[dict[str, Any]]
+    out: Path, names: dict[Utterance, str], num_workers: int, report: WriteProgress, contents: list[dict[str, Any]]
 ) -> None:
     num_done = 0
 

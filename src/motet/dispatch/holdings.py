@@ -41,7 +41,7 @@ class LoadedExample:
     media: tuple[Media, ...]
 
 
-def describe(
+def tables_of(
     examples: Sequence[LoadedExample | None], phases: Sequence[str], measures: Mapping[str, Measure]
 ) -> Int64Array:
     """The tables of one rank as one vector, int64 [2 + 3 * num_examples + 7 * num_items]: counts, examples, items.
@@ -135,7 +135,7 @@ class Holdings:
 
     @classmethod
     def read(cls, descriptions: Sequence[Int64Array], phases: tuple[str, ...]) -> Holdings:
-        """From what `describe` gave on each rank; anything behind a description's end is ignored."""
+        """From what `tables_of` gave on each rank; anything behind a description's end is ignored."""
         examples: list[Int64Array] = []
         items: list[Int64Array] = []
         example_counts: list[int] = []

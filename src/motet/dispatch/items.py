@@ -19,7 +19,7 @@ from motet.assign.orchestrator import Decision, Orchestrator
 from motet.core.arrays import BoolArray, Int64Array, UInt8Array
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BatchLengths
-from motet.dispatch.holdings import Holdings, LoadedExample, Measure, Parcels, describe
+from motet.dispatch.holdings import Holdings, LoadedExample, Measure, Parcels, tables_of
 from motet.dispatch.message import read_example, read_media, write_example, write_media
 
 
@@ -74,7 +74,7 @@ class ItemExchange:
     def __call__(self, examples: Sequence[LoadedExample | None]) -> ExchangedItems:
         """A collective: every rank calls it with its own examples, None for one that could not be loaded."""
         phases = self.orchestrator.encoders
-        holdings = Holdings.read(self._gather(describe(examples, phases, self.measures)), phases)
+        holdings = Holdings.read(self._gather(tables_of(examples, phases, self.measures)), phases)
         decision = self.orchestrator.decide(holdings.lengths)
         parcels = holdings.parcels(decision)
         contents = self._held(examples, holdings, parcels)

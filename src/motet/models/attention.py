@@ -30,7 +30,7 @@ sink or a bias that were left out would train a model that is not the one it is 
 """
 
 
-class Segments:
+class PackedItems:
     """Extents of the items packed along one axis: item i is rows offsets[i] to offsets[i + 1].
 
     offsets: int64 [num_items + 1], on the host, ascending from 0. causal: row t sees rows up to t of its own item only.
@@ -44,7 +44,7 @@ class Segments:
         self._device_offsets: dict[torch.device, Tensor] = {}
 
     @classmethod
-    def from_lengths(cls, lengths: Int64Array, causal: bool = False) -> Segments:
+    def from_lengths(cls, lengths: Int64Array, causal: bool = False) -> PackedItems:
         return cls(np.concatenate([[0], np.cumsum(lengths)]), causal)
 
     @cached_property
@@ -129,7 +129,7 @@ class Segments:
         return out.unsqueeze(0)
 
 
-class Padded:
+class PaddedClips:
     """Extents of clips padded to a common length: clip i is rows 0 to lengths[i] of batch entry i. Full attention.
 
     For encoders that convolve before they attend, and therefore cannot be packed.
@@ -157,16 +157,16 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Segments | Padded | None,
+    attention_mask: PackedItems | PaddedClips | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
-    segments: Segments | None = None,
+    segments: PackedItems | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     extents = segments if segments is not None else attention_mask
-    if not isinstance(extents, Segments | Padded):
+    if not isinstance(extents, PackedItems | PaddedClips):
         # Never a silent default: attending over the whole pack looks plausible and is wrong.
         raise TypeError(
             f"{type(module).__name__}: packed attention needs Segments or Padded, got {type(extents).__name__}"

@@ -20,13 +20,13 @@ from torch.utils.checkpoint import checkpoint
 from motet.core.shapes import Transformer, embedding, final_norm, head
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE
-from motet.models.attention import ATTENTION, Segments
+from motet.models.attention import ATTENTION, PackedItems
 from motet.models.block import Block, outside_blocks, pass_through, wrap_blocks
 from motet.models.contract import Sequences
 from motet.models.exact import keep_float64
 from motet.models.families.registry import backbone_family
 from motet.models.families.understood import check_backbone, reads
-from motet.models.layers import LayerModules, frozen_to_eval, trains
+from motet.models.layers import LayerModules, any_trainable, frozen_to_eval
 from motet.models.rotary import choose_by_document
 
 _LOGITS_AT_ONCE = 2**28
@@ -77,7 +77,7 @@ class Backbone(nn.Module):
         return self.causal_lm.config.hidden_size
 
     @property
-    def trains(self) -> bool:
+    def trainable(self) -> bool:
         """Whether the backbone has trainable parameters; it takes part in backward also if only an encoder has."""
         return any(p.requires_grad for p in self.parameters())
 
@@ -87,10 +87,13 @@ class Backbone(nn.Module):
         table, output = model.embed_tokens, self.causal_lm.lm_head
         tied = output.weight is table.weight
         return [
-            LayerModules(embedding(vocab_size, hidden, trained=trains(table)), (table,)),
-            *(LayerModules(self._shape(block).layer(trained=trains(block)), (block,)) for block in self._blocks),
-            LayerModules(final_norm(hidden, self._norm, trained=trains(model.norm)), (model.norm,)),
-            LayerModules(head(vocab_size, hidden, tied=tied, trained=trains(output)), (output,)),
+            LayerModules(embedding(vocab_size, hidden, trainable=any_trainable(table)), (table,)),
+            *(
+                LayerModules(self._shape(block).layer(trainable=any_trainable(block)), (block,))
+                for block in self._blocks
+            ),
+            LayerModules(final_norm(hidden, self._norm, trainable=any_trainable(model.norm)), (model.norm,)),
+            LayerModules(head(vocab_size, hidden, tied=tied, trainable=any_trainable(output)), (output,)),
         ]
 
     def _shape(self, block: Block) -> Transformer:
@@ -194,7 +197,7 @@ class Backbone(nn.Module):
             return embeds
         if self.before_backbone:
             embeds = self.before_backbone(embeds, sequences)
-        segments = Segments(sequences.offsets.numpy(), causal=True)
+        segments = PackedItems(sequences.offsets.numpy(), causal=True)
         positions = np.arange(len(embeds)) - np.repeat(segments.offsets[:-1], segments.lengths)
         return self.causal_lm.model(
             inputs_embeds=embeds[None],

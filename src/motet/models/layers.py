@@ -27,9 +27,9 @@ def products_layer(kind: str, module: nn.Module, output_width: int, divisor: int
         weights=sum(weight.numel() for weight in products),
         parameters=sum(p.numel() for p in module.parameters()),
         output_width=output_width,
-        saved_width=sum(weight.shape[1] for weight in products),
+        activation_width=sum(weight.shape[1] for weight in products),
         divisor=divisor,
-        trained=trains(module),
+        trainable=any_trainable(module),
     )
     return LayerModules(layer, (module,))
 
@@ -39,7 +39,7 @@ def unused_layer(module: nn.Module, output_width: int) -> LayerModules:
     return LayerModules(unused(sum(p.numel() for p in module.parameters()), output_width), (module,))
 
 
-def trains(*modules: nn.Module) -> bool:
+def any_trainable(*modules: nn.Module) -> bool:
     return any(p.requires_grad for module in modules for p in module.parameters())
 
 
@@ -51,5 +51,5 @@ def frozen_to_eval(*parts: nn.Module) -> None:
     it is, because dropout inside it belongs to the training of that share.
     """
     for part in parts:
-        if not trains(part):
+        if not any_trainable(part):
             part.eval()

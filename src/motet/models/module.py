@@ -16,7 +16,7 @@ from motet.core.spec import Module
 from motet.models.backbone import Backbone
 from motet.models.block import Block, outside_blocks, pass_through, wrap_blocks
 from motet.models.contract import Sequences
-from motet.models.layers import LayerModules, frozen_to_eval, products_layer, trains
+from motet.models.layers import LayerModules, any_trainable, frozen_to_eval, products_layer
 from motet.models.projector import Projector
 
 
@@ -83,7 +83,7 @@ class ModalityModule(nn.Module):
         return self._blocks
 
     @property
-    def trains(self) -> bool:
+    def trainable(self) -> bool:
         """Whether the module takes part in backward: the same on every rank, whatever items it has."""
         return any(p.requires_grad for p in self.parameters())
 
@@ -117,12 +117,12 @@ class ModalityModule(nn.Module):
         layers = own() if own else [products_layer("products", self.encoder, self.encoder.output_dim)]
         last, to = layers[-1].layer, self.projector
         joining = projector(
-            to.input_dim, to.output_dim, to.kind, to.downsample, divisor=last.divisor, trained=trains(to)
+            to.input_dim, to.output_dim, to.kind, to.downsample, divisor=last.divisor, trainable=any_trainable(to)
         )
         layers = [*layers, LayerModules(joining, (to,))]
         if isinstance(self.before, nn.Module):
             # What it gives on is the input, which the first layer keeps.
-            layers.insert(0, products_layer("before", self.before, layers[0].layer.saved_width))
+            layers.insert(0, products_layer("before", self.before, layers[0].layer.activation_width))
         if isinstance(self.after, nn.Module):
             layers.append(products_layer("after", self.after, to.output_dim, joining.divisor))
         return layers

@@ -51,13 +51,13 @@ class RuledOut:
 
     what:        the degrees; "" is whatever they are.
     why:         a sentence: the memory that lacks and where, or what does not divide.
-    lacks_bytes: on the fullest rank; 0 where memory is not the reason. mends: what makes it fit, and was tried.
+    shortfall_bytes: on the fullest rank; 0 where memory is not the reason. mends: what makes it fit, and was tried.
     """
 
     strategy: str
     what: str
     why: str
-    lacks_bytes: float = 0.0
+    shortfall_bytes: float = 0.0
     mends: tuple[str, ...] = ()
 
 

@@ -24,7 +24,7 @@ _MAX_ROWS = 24
 
 
 @dataclass(frozen=True)
-class Outputs:
+class PlanOutputs:
     """Files to write. plan: JSON, for `motet simulate`. png: a picture of its step. html: a page of it to zoom in.
     explanation: a page of all plans that were simulated.
     """
@@ -47,7 +47,7 @@ class Outputs:
                 raise UserError(f"{path} cannot be written: two of --out, --png, --html and --explain name it.")
 
 
-def plan_command(job: Job, pins: Pins, outputs: Outputs) -> None:
+def plan_command(job: Job, pins: Pins, outputs: PlanOutputs) -> None:
     """Raises UserError if nothing fits, naming the nearest miss, and for a file that cannot be written: what can be
     known of that, before anything is searched.
     """
@@ -55,7 +55,7 @@ def plan_command(job: Job, pins: Pins, outputs: Outputs) -> None:
     show_found(find_plans(job, pins), outputs)
 
 
-def show_found(found: Found, outputs: Outputs) -> None:
+def show_found(found: Found, outputs: PlanOutputs) -> None:
     """Write the best of what was found, and print all: a search is not lost where nobody reads standard output.
 
     Raises UserError as `plan_command` does.
@@ -67,9 +67,9 @@ def show_found(found: Found, outputs: Outputs) -> None:
     note = rows_in_words(best.candidate.plan)
     write_png(timeline, outputs.png, title=title, note=note, max_rows=_MAX_ROWS)
     if outputs.html is not None:
-        from motet.simulate.show.page import write_html
+        from motet.simulate.show.page import write_timeline_html
 
-        write_html(timeline, outputs.html, title=title, note=note)
+        write_timeline_html(timeline, outputs.html, title=title, note=note)
     if outputs.explanation is not None:
         from motet.planner.explain import write_explanation
 

@@ -21,11 +21,11 @@ from motet.core.plan import ScheduleKind
 from motet.planner.candidate import CHAIN, Pins, RuledOut, size_words
 from motet.planner.infeasible import indivisible, nothing_divides, tensor_degrees
 from motet.planner.job import Job
-from motet.planner.stages.recompute import Mode
+from motet.planner.stages.recompute import RecomputeMode
 from motet.planner.stages.unevenness import unevenness
 
 MICROBATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
-CHUNKS = (2, 4, 8, 12)
+CHAIN_CHUNKS = (2, 4, 8, 12)
 MAX_STAGES = 96
 """Of an interleaved pipeline: more take long to even out, and send more than they save."""
 
@@ -71,7 +71,7 @@ def most_replicas(job: Job, num_ranks: int, pins: Pins) -> int:
     return next((dp for dp in range(min(room, job.batch_size), 0, -1) if job.batch_size % dp == 0), 0)
 
 
-def microbatch_sizes(job: Job, dp: int, pins: Pins) -> list[int]:
+def allowed_microbatch_sizes(job: Job, dp: int, pins: Pins) -> list[int]:
     sizes = MICROBATCH_SIZES if pins.microbatch_size is None else (pins.microbatch_size,)
     return [size for size in sizes if job.batch_size % (dp * size) == 0]
 
@@ -89,15 +89,15 @@ class Considered:
         num_blocks = sum(len(job.model.module(name).blocks) for name in names)
         for degrees in _allowed(job, pins, num_blocks):
             state_bytes = self.whole(degrees).state_bytes(job, degrees.dp)
-            lacks_bytes = state_bytes / degrees.pp - job.capacity_bytes
-            if lacks_bytes > 0:
-                full.append((lacks_bytes, degrees))
+            shortfall_bytes = state_bytes / degrees.pp - job.capacity_bytes
+            if shortfall_bytes > 0:
+                full.append((shortfall_bytes, degrees))
             else:
                 self._found.append(degrees)
         if full:
-            lacks_bytes, degrees = min(full, key=lambda entry: entry[0])
-            why = f"parameters, gradients and optimizer alone lack {size_words(lacks_bytes)} on each rank."
-            self.ruled_out.append(RuledOut(CHAIN, degrees.words, why, lacks_bytes))
+            shortfall_bytes, degrees = min(full, key=lambda entry: entry[0])
+            why = f"parameters, gradients and optimizer alone lack {size_words(shortfall_bytes)} on each rank."
+            self.ruled_out.append(RuledOut(CHAIN, degrees.words, why, shortfall_bytes))
         elif not self._found:
             self.ruled_out.append(RuledOut(CHAIN, "", _nothing_allowed(job, pins, num_blocks)))
 
@@ -131,7 +131,7 @@ class Considered:
 
         def needed(degrees: Degrees) -> float:
             whole, most = self.whole(degrees), float(_in_flight(degrees).max())
-            kept_bytes = whole.kept_bytes - whole.spared_bytes * (self.mode != "none")
+            kept_bytes = whole.kept_bytes - whole.saved_bytes * (self.mode != "none")
             return (whole.state_bytes(self.job, degrees.dp) + most * kept_bytes) / degrees.pp
 
         return sorted(self._found, key=needed)
@@ -153,7 +153,7 @@ def _allowed(job: Job, pins: Pins, num_blocks: int) -> Iterator[Degrees]:
             continue
         for pp in _divisors(job.cluster.num_ranks // tp, num_blocks) if pins.pp is None else (pins.pp,):
             dp = most_replicas(job, tp * pp, pins) if pp <= num_blocks else 0
-            for size in microbatch_sizes(job, dp, pins) if dp else ():
+            for size in allowed_microbatch_sizes(job, dp, pins) if dp else ():
                 num = job.batch_size // (dp * size)
                 for kind, num_chunks in _schedules(pp, num, num_blocks, pins):
                     yield Degrees(tp, pp, dp, size, num, kind, num_chunks)
@@ -175,7 +175,7 @@ def _schedules(pp: int, num_microbatches: int, num_blocks: int, pins: Pins) -> I
     if pins.allow(schedule="zb_v") and 2 * pp <= num_blocks:
         yield "zb_v", 2
     if pins.allow(schedule="interleaved_1f1b") and num_microbatches % pp == 0:
-        for num_chunks in CHUNKS:
+        for num_chunks in CHAIN_CHUNKS:
             if pp * num_chunks <= min(num_blocks, MAX_STAGES):
                 yield "interleaved_1f1b", num_chunks
 
@@ -187,11 +187,11 @@ class _Whole:
     forward_s: float
     input_s: float
     total_s: float
-    again_s: float
+    recompute_s: float
     parameters: float
-    trained: float
+    trainable: float
     kept_bytes: float
-    spared_bytes: float
+    saved_bytes: float
     block_s: Float64Array
     block_again_s: Float64Array
 
@@ -207,21 +207,21 @@ class _Whole:
             total("forward_s"),
             total("forward_s") + total("backward_s") / 2,
             total("forward_s") + total("backward_s"),
-            total("again_s"),
+            total("recompute_s"),
             total("parameters"),
-            total("trained"),
+            total("trainable"),
             total("kept_bytes"),
-            total("spared_bytes"),
+            total("saved_bytes"),
             np.concatenate([cost.forward_s + cost.backward_s for cost in costs]),
-            np.concatenate([cost.again_s for cost in costs]),
+            np.concatenate([cost.recompute_s for cost in costs]),
         )
 
     def state_bytes(self, job: Job, dp: int) -> float:
         size = job.mixed_precision(pipeline=True)
-        return size.stored * self.parameters + (size.gradient + size.optimizer / dp) * self.trained
+        return size.stored * self.parameters + (size.gradient + size.optimizer / dp) * self.trainable
 
 
-def _at_best_s(job: Job, whole: _Whole, degrees: Degrees, mode: Mode, uneven: float = 0.0) -> float:
+def _at_best_s(job: Job, whole: _Whole, degrees: Degrees, mode: RecomputeMode, uneven: float = 0.0) -> float:
     """Of passes that are cut evenly, as `step_time.pipeline_s` has them.
 
     uneven: of microbatches; and the cut is as even as blocks can be. 0: as if both were as even as can be.
@@ -231,8 +231,8 @@ def _at_best_s(job: Job, whole: _Whole, degrees: Degrees, mode: Mode, uneven: fl
         in_flight = _in_flight(degrees)
         left_bytes = job.capacity_bytes - whole.state_bytes(job, degrees.dp) / degrees.pp
         lacking = in_flight * whole.kept_bytes / degrees.pp - left_bytes
-        share = float(np.clip(lacking / np.maximum(in_flight * whole.spared_bytes / degrees.pp, 1), 0, 1).mean())
-    total_s = whole.total_s + share * whole.again_s
+        share = float(np.clip(lacking / np.maximum(in_flight * whole.saved_bytes / degrees.pp, 1), 0, 1).mean())
+    total_s = whole.total_s + share * whole.recompute_s
     rank_s = total_s / degrees.pp
     if uneven:
         block_s = whole.block_s + share * whole.block_again_s

@@ -57,6 +57,6 @@ def _state_bytes(job: Job) -> float:
     """Parameters, gradients and optimizer, once."""
     layers = [layer for module in job.model.modules for layer in module.layers]
     total = sum(layer.parameters for layer in layers)
-    trained = sum(layer.parameters for layer in layers if layer.trained)
+    trainable = sum(layer.parameters for layer in layers if layer.trainable)
     sizes = [job.mixed_precision(pipeline=pipeline) for pipeline in (False, True)]
-    return min(own.stored * total + (own.gradient + own.optimizer) * trained for own in sizes)
+    return min(own.stored * total + (own.gradient + own.optimizer) * trainable for own in sizes)

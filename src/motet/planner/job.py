@@ -39,20 +39,20 @@ class BlockCosts:
     """Of each block (`Module.blocks`) of a module, for one microbatch on one tensor-parallel rank: [num_blocks].
 
     forward_s, backward_s: mean over microbatches, tensor-parallel communication included; backward by what is trained
-                           and where, without recomputation. again_s: what recomputing the block adds to backward.
-    kept_bytes:            activations kept for backward, of the largest microbatch. spared_bytes: what recomputing
+                           and where, without recomputation. recompute_s: what recomputing the block adds to backward.
+    kept_bytes:            activations kept for backward, of the largest microbatch. saved_bytes: what recomputing
                            the block would not keep of them. output_bytes: sent where a pipeline is cut after it.
-    parameters, trained:   held, and learning, by one tensor-parallel rank.
+    parameters, trainable: held by one tensor-parallel rank, and those of them that are updated.
     """
 
     forward_s: Float64Array
     backward_s: Float64Array
-    again_s: Float64Array
+    recompute_s: Float64Array
     kept_bytes: Float64Array
-    spared_bytes: Float64Array
+    saved_bytes: Float64Array
     output_bytes: Float64Array
     parameters: Float64Array
-    trained: Float64Array
+    trainable: Float64Array
 
     @property
     def num_blocks(self) -> int:
@@ -219,7 +219,7 @@ class Job:
                     again * (whole - input_bytes),
                     rows * layer.output_width * element_bytes / tp * share,
                     layer.parameters / tp,
-                    layer.parameters / tp * layer.trained,
+                    layer.parameters / tp * layer.trainable,
                 )
             for field, value in zip(BlockCosts.__dataclass_fields__, priced[placed], strict=True):
                 if field == "output_bytes":

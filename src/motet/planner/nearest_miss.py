@@ -24,8 +24,8 @@ _PINS = ("recompute", "microbatch_size", "tp", "pp", "dp", "schedule", "balance"
 
 def nearest_miss(ruled_out: Sequence[RuledOut]) -> RuledOut | None:
     """What lacks the fewest bytes; where memory is no reason, the first."""
-    lacking = [ruled for ruled in ruled_out if ruled.lacks_bytes > 0]
-    return min(lacking, key=lambda ruled: ruled.lacks_bytes) if lacking else next(iter(ruled_out), None)
+    lacking = [ruled for ruled in ruled_out if ruled.shortfall_bytes > 0]
+    return min(lacking, key=lambda ruled: ruled.shortfall_bytes) if lacking else next(iter(ruled_out), None)
 
 
 def would_fit(job: Job, strategies: Mapping[str, Strategy], pins: Pins, nearest: RuledOut) -> tuple[str, ...]:
@@ -41,7 +41,7 @@ def would_fit(job: Job, strategies: Mapping[str, Strategy], pins: Pins, nearest:
     if not found:
         other = next((name for name in others if _proposed(strategies[name], job, pins)), None)
         found += [f"strategy {other!r}"] if other else []
-    if own is not None and nearest.lacks_bytes:
+    if own is not None and nearest.shortfall_bytes:
         found += _on_more_nodes(job, own, pins)
     return tuple(dict.fromkeys(found))
 

@@ -211,7 +211,9 @@ def _ruled_out(ruled_out: tuple[RuledOut, ...]) -> Table:
 
 
 def _memory(ruled_out: list[RuledOut]) -> Iterator[tuple[int, str]]:
-    lacking = sorted((ruled for ruled in ruled_out if ruled.lacks_bytes > 0), key=lambda ruled: ruled.lacks_bytes)
+    lacking = sorted(
+        (ruled for ruled in ruled_out if ruled.shortfall_bytes > 0), key=lambda ruled: ruled.shortfall_bytes
+    )
     if lacking:
         nearest = lacking[0]
         mends = f"; fits with {' or '.join(nearest.mends)}" if nearest.mends else ""
@@ -220,7 +222,7 @@ def _memory(ruled_out: list[RuledOut]) -> Iterator[tuple[int, str]]:
 
 
 def _others(ruled_out: list[RuledOut]) -> Iterator[tuple[int, str]]:
-    others = [ruled for ruled in ruled_out if not ruled.lacks_bytes > 0]
+    others = [ruled for ruled in ruled_out if not ruled.shortfall_bytes > 0]
     counts = Counter(ruled.why for ruled in others)
     for why, count in counts.most_common(_MAX_REASONS):
         yield count, _told(next(ruled for ruled in others if ruled.why == why)) if count == 1 else why.rstrip(".")

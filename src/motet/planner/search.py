@@ -41,7 +41,7 @@ FREE = Pins()
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
-Progress = Callable[[str, int, int], None]
+SearchProgress = Callable[[str, int, int], None]
 """(what is being done, how much of it is done, of how much)"""
 
 
@@ -124,7 +124,7 @@ def search(
     *,
     max_simulated: int | None = MAX_SIMULATED,
     wanted: Wanted = NOTHING_MORE,
-    progress: Progress | None = None,
+    progress: SearchProgress | None = None,
 ) -> Found:
     """The Plans for a job, those that were simulated ranked by their step.
 
@@ -168,7 +168,7 @@ def _searched(run: _Run, strategies: Mapping[str, Strategy]) -> Found:
 class _Run:
     """A search as far as it has come."""
 
-    def __init__(self, job: Job, pins: Pins, max_simulated: int | None, wanted: Wanted, say: Progress) -> None:
+    def __init__(self, job: Job, pins: Pins, max_simulated: int | None, wanted: Wanted, say: SearchProgress) -> None:
         self.job, self.pins, self.max_simulated, self.wanted, self.say = job, pins, max_simulated, wanted, say
         self.candidates: list[Candidate] = []
         self.results: list[Result] = []
@@ -262,9 +262,9 @@ class _Run:
             self.ruled_out.append(RuledOut(candidate.strategy, candidate.what, str(prediction)))
             return math.inf
         self.num_spans += len(prediction.timeline)
-        lacks_bytes = float(prediction.peak_bytes.max()) - self.job.capacity_bytes
-        if lacks_bytes > 0:
-            self.ruled_out.append(_too_large(candidate, prediction, lacks_bytes))
+        shortfall_bytes = float(prediction.peak_bytes.max()) - self.job.capacity_bytes
+        if shortfall_bytes > 0:
+            self.ruled_out.append(_too_large(candidate, prediction, shortfall_bytes))
         else:
             self.results.append(Result(candidate, prediction))
         return prediction.step_s
@@ -298,10 +298,10 @@ def _unpriced(job: Job, pins: Pins) -> list[RuledOut]:
     return [ruled for ruled in found if ruled.why]
 
 
-def _too_large(candidate: Candidate, prediction: Prediction, lacks_bytes: float) -> RuledOut:
+def _too_large(candidate: Candidate, prediction: Prediction, shortfall_bytes: float) -> RuledOut:
     worst = prediction.ranks[prediction.peak_bytes.argmax()]
-    why = f"in simulation it lacks {lacks_bytes / 1e9:.1f} GB on rank {worst}"
-    return RuledOut(candidate.strategy, candidate.what, why, lacks_bytes)
+    why = f"in simulation it lacks {shortfall_bytes / 1e9:.1f} GB on rank {worst}"
+    return RuledOut(candidate.strategy, candidate.what, why, shortfall_bytes)
 
 
 def nothing_fits(found: Found) -> str:

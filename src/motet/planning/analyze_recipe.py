@@ -7,19 +7,19 @@ from pathlib import Path
 
 import numpy as np
 
-from motet.analyze import Subject
+from motet.analyze import AnalysisSubject
 from motet.analyze.lengths import Lengths
 from motet.balance import StepCosts
 from motet.core.cluster import Link
 from motet.core.errors import UserError
-from motet.data.dataset import describe
+from motet.data.dataset import describe_left_out
 from motet.planning.sources import training_data
 from motet.train.balancing import recipe_costs
 from motet.train.recipe.recipe import Recipe, load_recipe
 from motet.train.recipe.toml_text import read_recipe
 
 
-def read_subject(path: Path, overrides: Sequence[str] = ()) -> tuple[Subject, int]:
+def read_subject(path: Path, overrides: Sequence[str] = ()) -> tuple[AnalysisSubject, int]:
     """What is to be analysed, and how many of its examples training balances together.
 
     Raises UserError for what is wrong with the recipe, and for one without data.
@@ -34,9 +34,11 @@ def read_subject(path: Path, overrides: Sequence[str] = ()) -> tuple[Subject, in
         str(path),
         dataset.batch_lengths(np.arange(dataset.num_examples), 1),
         (_speed_words(recipe, costs),),
-        describe(left_out, dataset.num_in_manifests) if len(left_out) else "",
+        describe_left_out(left_out, dataset.num_in_manifests) if len(left_out) else "",
     )
-    return Subject(lengths, costs, _WEIGHED[recipe.balance.cost]), recipe.run.batch_size // recipe.run.microbatches
+    return AnalysisSubject(
+        lengths, costs, _WEIGHED[recipe.balance.cost]
+    ), recipe.run.batch_size // recipe.run.microbatches
 
 
 _WEIGHED = {

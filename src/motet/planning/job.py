@@ -16,7 +16,7 @@ from motet.planning.sources import workload_at, workload_of
 
 
 @dataclass(frozen=True)
-class Given:
+class JobOptions:
     """What the command line says of a job; None is as the recipe has it.
 
     workload: a file of lengths, or a recipe. profile: measured times.
@@ -27,7 +27,7 @@ class Given:
     profile: Path | None = None
 
 
-def job_of_recipe(path: Path, given: Given, overrides: Sequence[str] = ()) -> Job:
+def job_of_recipe(path: Path, given: JobOptions, overrides: Sequence[str] = ()) -> Job:
     """The job that a recipe and the command line describe. Torch is imported for what is no table of shapes.
 
     A training recipe without `[cluster]` is for the CPU of this machine, where it is not said for what.

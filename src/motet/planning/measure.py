@@ -28,11 +28,11 @@ from motet.cost.profile import PROFILE_FILE
 from motet.data.order import ListedOrder
 from motet.dispatch import RankBatch
 from motet.planner.candidate import Pins
-from motet.planner.command import Outputs, find_plans, show_found
+from motet.planner.command import PlanOutputs, find_plans, show_found
 from motet.planner.job import Job
 from motet.planner.search import Found, Wanted
 from motet.planning.cluster import GivenCluster, cluster_of
-from motet.planning.job import Given, job_of_recipe
+from motet.planning.job import JobOptions, job_of_recipe
 from motet.planning.plan_of_recipe import obstacle, recipe_of_plan
 from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.trial import OutOfMemory, Trials, open_trials
@@ -69,12 +69,12 @@ class Asked:
 
     recipe: Path
     overrides: Sequence[str]
-    given: Given
+    given: JobOptions
     pins: Pins
     num_plans: int
 
 
-def plan_measured(asked: Asked, outputs: Outputs) -> None:
+def plan_measured(asked: Asked, outputs: PlanOutputs) -> None:
     """Search, measure, print and write, on every rank under torchrun or on this one alone.
 
     Raises UserError where the recipe cannot be trained, where it is planned for other ranks than those at hand, and

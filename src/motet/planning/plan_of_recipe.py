@@ -18,8 +18,8 @@ from motet.core.spec import ModelSpec
 from motet.cost.memory import stage_layers
 from motet.dispatch import BalanceConfig, SpeedConfig
 from motet.planner.job import Job
-from motet.planning.job import Given, job_of_recipe
-from motet.planning.planned_recipe import PRECISIONS
+from motet.planning.job import JobOptions, job_of_recipe
+from motet.planning.planned_recipe import PRECISION_OF_DTYPE
 from motet.train.recipe.recipe import Recipe, load_recipe
 from motet.train.recipe.toml_text import read_recipe
 
@@ -101,7 +101,7 @@ def obstacle(plan: Plan, recipe: Recipe) -> str:
     return next((what for what, there in obstacles.items() if there), "")
 
 
-def read_recipe_as_plan(file: Path, overrides: Sequence[str], given: Given) -> tuple[Plan, Job]:
+def read_recipe_as_plan(file: Path, overrides: Sequence[str], given: JobOptions) -> tuple[Plan, Job]:
     """A recipe's Plan, and the job that `motet plan` searches other Plans for.
 
     Raises UserError for what is wrong with the recipe or with what is given.
@@ -117,7 +117,7 @@ def read_recipe_as_plan(file: Path, overrides: Sequence[str], given: Given) -> t
 
 
 def _precision(recipe: Recipe) -> str:
-    return PRECISIONS[recipe.fsdp.param_dtype or recipe.run.dtype]
+    return PRECISION_OF_DTYPE[recipe.fsdp.param_dtype or recipe.run.dtype]
 
 
 def _whole(spec: ModelSpec) -> dict[str, int]:

@@ -36,7 +36,7 @@ from motet.cost.catalogue import ClusterConfig
 from motet.train.recipe.errors import sentence
 from motet.train.recipe.toml_text import RecipeText, read_recipe
 
-PRECISIONS = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+PRECISION_OF_DTYPE = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 """What plans call the types that modules compute in."""
 
 
@@ -89,7 +89,7 @@ def _of_training(path: Path, overrides: Sequence[str]) -> JobRecipe:
     recipe = load_recipe(path, overrides)
     vocabulary_size = ChatTokenizer.from_directory(recipe.data.tokenizer).vocabulary_size
     model = spec_of_config(recipe.model, vocabulary_size, path.stem)
-    precision = PRECISIONS[recipe.fsdp.param_dtype or recipe.run.dtype]
+    precision = PRECISION_OF_DTYPE[recipe.fsdp.param_dtype or recipe.run.dtype]
     return JobRecipe(model, recipe.run.batch_size, precision, recipe.cluster, None, True)
 
 

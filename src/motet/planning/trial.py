@@ -34,14 +34,14 @@ class OutOfMemory(Exception):
     """At least one rank ran out of memory; raised on all."""
 
 
-class Answer(NamedTuple):
+class RankOutcome(NamedTuple):
     """How a trial ended on one rank. value: where it is done; else what is said of it."""
 
     kind: Literal["done", "wrong", "memory", "failed"]
     value: Any
 
 
-Task = Callable[[Meeting, Any], Any]
+TrialTask = Callable[[Meeting, Any], Any]
 """What is run, at the top of a module, from an argument that can be pickled: what it returns is the rank's answer."""
 
 
@@ -52,7 +52,7 @@ class Trials:
         self._world, self._address, self._number = world, address, 0
         self._context = mp.get_context("forkserver")
 
-    def run(self, task: Task, argument: Any) -> list[Any]:
+    def run(self, task: TrialTask, argument: Any) -> list[Any]:
         """What the task returned on every rank.
 
         Raises, on all ranks alike, OutOfMemory; JointUserError for a UserError; RuntimeError for anything else.
@@ -73,9 +73,9 @@ class Trials:
             receiver.close()
         return _verdict(answers)
 
-    def _agree(self, process: Any, receiver: Connection) -> list[Answer | None]:
+    def _agree(self, process: Any, receiver: Connection) -> list[RankOutcome | None]:
         """Every rank's answer; None of those that were still running when others had ended badly."""
-        own: Answer | None = None
+        own: RankOutcome | None = None
         ended_s: float | None = None
         while True:
             if own is None and receiver.poll(_POLL_S):
@@ -101,18 +101,18 @@ def open_trials(world: World, preload: str) -> Iterator[Trials]:
     world.barrier()  # The store must be there as long as any rank's trial is.
 
 
-def _answer(task: Task, argument: Any, place: tuple[str, int, int, int, int], sender: Connection) -> None:
+def _answer(task: TrialTask, argument: Any, place: tuple[str, int, int, int, int], sender: Connection) -> None:
     """The trial's process, on one rank."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     host, port, number, rank, num_ranks = place
     try:
         store = dist.PrefixStore(f"trial_{number}", open_store(host, port, serves=False))
-        sender.send(Answer("done", task(Meeting(store, rank, num_ranks), argument)))
+        sender.send(RankOutcome("done", task(Meeting(store, rank, num_ranks), argument)))
     except BaseException as error:
         if isinstance(error, UserError):
-            sender.send(Answer("wrong", str(error)))
+            sender.send(RankOutcome("wrong", str(error)))
         else:
-            sender.send(Answer("memory" if is_out_of_memory(error) else "failed", traceback.format_exc()))
+            sender.send(RankOutcome("memory" if is_out_of_memory(error) else "failed", traceback.format_exc()))
         # Not by the ordinary way, which would wait for the other ranks, as they may wait for this one.
         os._exit(1)
 
@@ -125,18 +125,18 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _received(process: Any, receiver: Connection) -> Answer:
+def _received(process: Any, receiver: Connection) -> RankOutcome:
     try:
-        answer: Answer = receiver.recv()
+        answer: RankOutcome = receiver.recv()
     except EOFError:
         process.join()
         # Nothing else than the system, which has no memory left, kills without a word.
         kind: Literal["memory", "failed"] = "memory" if process.exitcode == -signal.SIGKILL else "failed"
-        return Answer(kind, f"the process ended with exit code {process.exitcode}")
+        return RankOutcome(kind, f"the process ended with exit code {process.exitcode}")
     return answer
 
 
-def _verdict(answers: list[Answer | None]) -> list[Any]:
+def _verdict(answers: list[RankOutcome | None]) -> list[Any]:
     by_kind = {answer.kind: (rank, answer.value) for rank, answer in reversed([*enumerate(answers)]) if answer}
     if "wrong" in by_kind:
         raise JointUserError(by_kind["wrong"][1])

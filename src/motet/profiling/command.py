@@ -25,7 +25,7 @@ from motet.data.text import ChatTokenizer
 from motet.models.build import ModelConfig, build_mllm
 from motet.models.module import MLLM
 from motet.models.spec import spec_of_config
-from motet.profiling.measure import Measured, Stopwatch, measure
+from motet.profiling.measure import MeasuredSubject, Stopwatch, measure
 from motet.profiling.ranks import measure_messages, measure_shared
 from motet.profiling.subjects import one_layer_deep, subjects
 from motet.profiling.table import print_tables
@@ -56,7 +56,7 @@ def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: floa
             if out is not None and world.is_first:
                 check_output(out)
             vocab_size = ChatTokenizer.from_directory(recipe.data.tokenizer).vocabulary_size
-            model = _build(recipe, vocab_size, compute_dtype(recipe), world.device)
+            model = _build(recipe, vocab_size, dtype_name(recipe), world.device)
             sharded = _build(recipe, vocab_size, recipe.run.dtype, world.device)
             chosen = subjects(recipe, model, sharded, world.device)
             spec = spec_of_config(recipe.model, vocab_size)
@@ -72,7 +72,7 @@ def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: floa
         found = Profile(
             recipe=name,
             device=_device_name(world.device),
-            precision=compute_dtype(recipe),
+            precision=dtype_name(recipe),
             torch=torch.__version__,
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
             num_ranks=world.num_ranks,
@@ -87,7 +87,7 @@ def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: floa
         return found
 
 
-def compute_dtype(recipe: Recipe) -> str:
+def dtype_name(recipe: Recipe) -> str:
     """What modules compute in."""
     return recipe.fsdp.param_dtype or recipe.run.dtype
 
@@ -98,7 +98,7 @@ def _build(recipe: Recipe, vocab_size: int, dtype: str, device: torch.device) ->
 
 
 def _modules(
-    measured: Sequence[Measured], watch: Stopwatch, world: World, messages: Sequence[MessageTimes]
+    measured: Sequence[MeasuredSubject], watch: Stopwatch, world: World, messages: Sequence[MessageTimes]
 ) -> tuple[list[ModuleTimes], list[str]]:
     modules, left_out = [], []
     for each in measured:

@@ -25,7 +25,7 @@ from motet.cost.profile import Batch, LayerTimes, ModuleTimes, Points
 from motet.profiling.subjects import Subject, grid_of, items
 from motet.train.world import World
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 Calls = dict[nn.Module, list[tuple[tuple[Any, ...], dict[str, Any]]]]
 
 MIN_ROUNDS = 3
@@ -51,7 +51,7 @@ class Stopwatch:
         self._on_device = device.type == "cuda"
         self._clock = time.perf_counter if waits else time.thread_time
 
-    def __call__(self, work: Callable[[], Result]) -> tuple[float, Result]:
+    def __call__(self, work: Callable[[], _Result]) -> tuple[float, _Result]:
         if not self._on_device:
             start_s = self._clock()
             result = work()
@@ -146,7 +146,7 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 @dataclass(eq=False)
-class Measured:
+class MeasuredSubject:
     """A subject, its batches, and what was measured of each of them, a sample a round."""
 
     subject: Subject
@@ -215,7 +215,7 @@ def _spread(samples: Float64Array) -> float:
 
 def measure(
     subjects: Sequence[Subject], watch: Stopwatch, world: World, seconds: float, show: Callable[[float], None]
-) -> list[Measured]:
+) -> list[MeasuredSubject]:
     """All ranks measure at the same time, as they would train. show: is told the share of the time that is spent.
 
     A collective. seconds: what all of it may take; MIN_ROUNDS are measured in any case.
@@ -225,7 +225,7 @@ def measure(
     measured = []
     for subject in subjects:
         max_rows = min(world.gather(_max_rows(subject, watch, most_s)))
-        measured.append(Measured(subject, *grid_of(subject.lengths, max_rows, padded=subject.spec.padded)))
+        measured.append(MeasuredSubject(subject, *grid_of(subject.lengths, max_rows, padded=subject.spec.padded)))
     for each in measured:
         each.samples = [[] for _ in each.batches]
     num_rounds = 0

@@ -21,11 +21,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 from motet.core.arrays import Float64Array
-from motet.cost.fit import NS_PER_S
+from motet.cost.fit import _NS_PER_S
 from motet.cost.profile import LayerTimes, MessageKind, MessageTimes
 from motet.cost.profiled import message_fit
 from motet.models.block import Block
-from motet.profiling.measure import BOTH, FORWARD, INPUT, WEIGHTS, Measured, Stopwatch, kept_calls, time_passes
+from motet.profiling.measure import BOTH, FORWARD, INPUT, WEIGHTS, MeasuredSubject, Stopwatch, kept_calls, time_passes
 from motet.train.world import World
 
 _SIZES = {"cpu": tuple(2**n for n in range(12, 25, 2)), "cuda": tuple(2**n for n in range(12, 29, 2))}
@@ -164,7 +164,7 @@ _MESSAGES_A_CALL = {"send": 2}
 
 
 def measure_shared(
-    measured: Measured, watch: Stopwatch, world: World, messages: Sequence[MessageTimes]
+    measured: MeasuredSubject, watch: Stopwatch, world: World, messages: Sequence[MessageTimes]
 ) -> tuple[list[LayerTimes], list[str]]:
     """The module's transformer layers as one of all ranks computes its share of them, and why one cannot be shared.
 
@@ -226,7 +226,9 @@ def _shared(block: Block, world: World) -> nn.Module:
     return parallelize_module(inner, mesh, plan)
 
 
-def _shared_once(measured: Measured, index: int, block: Block, shared: nn.Module, watch: Stopwatch) -> Float64Array:
+def _shared_once(
+    measured: MeasuredSubject, index: int, block: Block, shared: nn.Module, watch: Stopwatch
+) -> Float64Array:
     torch.manual_seed(index)  # All ranks compute on the same rows.
     subject = measured.subject
     with kept_calls([block]) as calls, torch.no_grad():
@@ -243,7 +245,7 @@ def _shared_once(measured: Measured, index: int, block: Block, shared: nn.Module
 
 
 def _without_sums(
-    seconds: Float64Array, measured: Measured, number: int, messages: Sequence[MessageTimes]
+    seconds: Float64Array, measured: MeasuredSubject, number: int, messages: Sequence[MessageTimes]
 ) -> Float64Array:
     """[num_batches, 3] with the two sums of a pass taken off, and backward for the weights apart."""
     layer = measured.subject.layers[number].layer
@@ -251,7 +253,7 @@ def _without_sums(
     element_bytes = next(measured.subject.module.parameters()).element_size()
     grid, held_out = measured.points(number, seconds)
     size_bytes = np.array(grid.rows + held_out.rows) * layer.output_width * element_bytes
-    sums_s = 2 * (line.constant_ns + line.linear_ns * size_bytes) / NS_PER_S
+    sums_s = 2 * (line.constant_ns + line.linear_ns * size_bytes) / _NS_PER_S
     own = seconds.copy()
     own[:, WEIGHTS] = np.maximum(seconds[:, BOTH] - seconds[:, INPUT], 0)
     for column in (FORWARD, INPUT):

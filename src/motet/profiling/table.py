@@ -14,7 +14,7 @@ from rich.table import Table
 
 from motet.core.arrays import Float64Array
 from motet.core.spec import ModelSpec
-from motet.cost.fit import RelativeError, Surface, fit, relative_error
+from motet.cost.fit import RelativeError, Surface, fit_curve, relative_error
 from motet.cost.phases import PS_PER_NS, phase_times
 from motet.cost.profile import LayerTimes, Points, Profile
 from motet.cost.profiled import message_fit
@@ -60,7 +60,9 @@ class HeldOut:
         return cls(
             np.sum([seconds(unseen) for seconds in _PASSES], axis=0),
             np.sum([Surface(seen.rows, seen.pairs, seconds(seen))(rows, pairs) for seconds in _PASSES], axis=0),
-            np.sum([fit(seconds(seen), seen.rows, seen.pairs).seconds(rows, pairs) for seconds in _PASSES], axis=0),
+            np.sum(
+                [fit_curve(seconds(seen), seen.rows, seen.pairs).seconds(rows, pairs) for seconds in _PASSES], axis=0
+            ),
         )
 
     def __add__(self, other: HeldOut) -> HeldOut:
@@ -88,7 +90,7 @@ def _layers(profile: Profile) -> Table:
             if not passes_s.any():
                 continue
             shares = [f"{sum(seconds(times.grid)) / passes_s.sum():.0%}" for seconds in _PASSES]
-            per_row = fit(passes_s, times.grid.rows, times.grid.pairs)
+            per_row = fit_curve(passes_s, times.grid.rows, times.grid.pairs)
             errors = [_error(error) for error in HeldOut.of(times).errors]
             table.add_row(module.name, times.kind, str(times.tp), batches, *shares, f"{per_row.linear_ns:.4g}", *errors)
         whole = reduce(add, (HeldOut.of(times) for times in module.layers if times.tp == 1))

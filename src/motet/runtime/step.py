@@ -139,8 +139,8 @@ class TrainStep:
 
     def program(self, batches: Sequence[RankBatch]) -> RankProgram:
         """What this rank executes for the microbatches of a step."""
-        trained = tuple((name, is_trainable(module)) for name, module in self.modules.items())
-        return _program(trained, self.mesh.num_ranks, self.mesh.rank, tuple(map(presence_of, batches)))
+        trainable = tuple((name, is_trainable(module)) for name, module in self.modules.items())
+        return _program(trainable, self.mesh.num_ranks, self.mesh.rank, tuple(map(presence_of, batches)))
 
 
 class _Work:
@@ -203,16 +203,16 @@ _Trained: TypeAlias = tuple[tuple[str, bool], ...]
 
 
 @lru_cache(maxsize=256)
-def _program(trained: _Trained, num_ranks: int, rank: int, present: tuple[Presence, ...]) -> RankProgram:
+def _program(trainable: _Trained, num_ranks: int, rank: int, present: tuple[Presence, ...]) -> RankProgram:
     """Kept, as many steps have what others had."""
-    learning = [stage for stage, (_, learns) in enumerate(trained) if learns]
-    return RankProgram.of(without_absent(_whole_program(trained, num_ranks, len(present)), present, learning), rank)
+    learning = [stage for stage, (_, learns) in enumerate(trainable) if learns]
+    return RankProgram.of(without_absent(_whole_program(trainable, num_ranks, len(present)), present, learning), rank)
 
 
 @lru_cache(maxsize=4)
-def _whole_program(trained: _Trained, num_ranks: int, num_microbatches: int) -> Program:
+def _whole_program(trainable: _Trained, num_ranks: int, num_microbatches: int) -> Program:
     """Of a step in whose microbatches everything is there."""
-    return add_exchanges(data_parallel(dict(trained), num_ranks, num_microbatches))
+    return add_exchanges(data_parallel(dict(trainable), num_ranks, num_microbatches))
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from motet.schedule.from_plan import Planned, executed, fillable, of_batch, plan
 from motet.schedule.generators.bubble_filling import EncoderPipeline, coarse_fills, fill_bubbles, global_order
 from motet.schedule.generators.dag import dag_1f1b, dag_gpipe
 from motet.schedule.generators.data_parallel import data_parallel
-from motet.schedule.generators.disaggregated import Feed, Pipeline, disaggregated
+from motet.schedule.generators.disaggregated import Pipeline, UnitEdge, disaggregated
 from motet.schedule.generators.gpipe import gpipe
 from motet.schedule.generators.interleaved_1f1b import interleaved_1f1b
 from motet.schedule.generators.modality_parallel import add_replicas, modality_parallel
@@ -33,7 +33,6 @@ from motet.schedule.text import dumps, loads, parse_action
 __all__ = [
     "Action",
     "EncoderPipeline",
-    "Feed",
     "Kind",
     "Pipeline",
     "Planned",
@@ -43,6 +42,7 @@ __all__ = [
     "ScheduleError",
     "Sharding",
     "Stage",
+    "UnitEdge",
     "add_communication",
     "add_data_parallel",
     "add_exchanges",

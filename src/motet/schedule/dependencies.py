@@ -22,7 +22,7 @@ PARTNERS = {
 COLLECTIVES = frozenset({Kind.EXCHANGE_F, Kind.EXCHANGE_B, Kind.GATHER, Kind.GATHER_B, Kind.REDUCE, Kind.NORM})
 GRADIENTS = (Kind.B, Kind.W, Kind.REDUCE)
 """Kinds after which, all of them, the gradients of a rank are complete. NORM waits for the loss, too: for F."""
-PREFETCHED = 1
+PREFETCH_DEPTH = 1
 """Parts of a stage whose parameters are gathered ahead of the one that is computed, as FSDP does."""
 
 
@@ -100,11 +100,11 @@ class Dependencies:
             case Kind.EXCHANGE_B:
                 yield from self._backward(peer, microbatch)
             case Kind.GATHER:
-                yield from self._freed(stage, Kind.F, microbatch, part - 1 - PREFETCHED)
+                yield from self._freed(stage, Kind.F, microbatch, part - 1 - PREFETCH_DEPTH)
             case Kind.GATHER_B:
                 for backward in (Kind.B, Kind.I) if part >= 0 else ():
                     if num_parts := self._num_parts(stage, backward, microbatch):
-                        yield from self._freed(stage, backward, microbatch, num_parts - part - 2 - PREFETCHED)
+                        yield from self._freed(stage, backward, microbatch, num_parts - part - 2 - PREFETCH_DEPTH)
             case Kind.REDUCE:
                 yield from self._all_gradients(stage, microbatch, part)
             case Kind.NORM:

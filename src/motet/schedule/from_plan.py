@@ -101,12 +101,12 @@ def _data_parallel(layout: Layout) -> Planned:
 def _walked(layout: Layout, present: Sequence[Presence]) -> Program:
     """Data parallelism without the parts, gathers and reductions of FSDP. present: as of `executed`."""
     names = layout.data_parallel_modules
-    trained = {name: layout.trains({name: (0, layout.backbone.stages[0][name])}) for name in names}
-    program = data_parallel(trained, layout.backbone.dp, layout.num_microbatches)
+    trainable = {name: layout.trainable({name: (0, layout.backbone.stages[0][name])}) for name in names}
+    program = data_parallel(trainable, layout.backbone.dp, layout.num_microbatches)
     program = add_exchanges(program, None if layout.plan.balance in ("per_phase", "auto") else ())
     if not present:
         return program
-    return without_absent(program, present, [stage for stage, name in enumerate(names) if trained[name]])
+    return without_absent(program, present, [stage for stage, name in enumerate(names) if trainable[name]])
 
 
 def _sharded(layout: Layout, program: Program, stages: Sequence[PlannedStage]) -> Program:
@@ -115,7 +115,7 @@ def _sharded(layout: Layout, program: Program, stages: Sequence[PlannedStage]) -
     for number, stage in enumerate(stages[: program.num_distinct_stages]):
         (name,) = stage.modules
         spans = part_layers(stage.num_layers, stage.num_parts)
-        units[number] = [layout.trains({name: span}) for span in spans]
+        units[number] = [layout.trainable({name: span}) for span in spans]
         if any(action.stage == number and action.kind is Kind.F for action in program.distinct_rows[0]):
             has_backward = any(action.stage == number and action.kind is Kind.B for action in program.distinct_rows[0])
             program = split_parts(program, number, stage.num_parts, stage.num_parts if has_backward else 1)
@@ -144,7 +144,7 @@ def _pipelined(layout: Layout) -> Planned:
         program, added = _filled(layout, program)
         stages += added
     zero = {number: stage.zero for number, stage in enumerate(stages) if len(stage.data_ranks) > 1}
-    program = add_data_parallel(program, zero, [number for number, stage in enumerate(stages) if stage.trained])
+    program = add_data_parallel(program, zero, [number for number, stage in enumerate(stages) if stage.trainable])
     device = layout.plan.cluster.device
     if layout.colocated and not device.overlaps and dry_run(program, blocking=True).cycle:
         raise UserError(
@@ -239,7 +239,7 @@ def _encoder_pipelines(layout: Layout, program: Program) -> Iterator[tuple[Encod
                         on_rank[rank].examples,
                         taken,
                         layout.has_backward[unit.name][place],
-                        layout.trains(layers),
+                        layout.trainable(layers),
                         place=place,
                     )
                     for place, (rank, layers) in enumerate(zip(at, layout.layers(unit)))

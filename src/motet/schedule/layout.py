@@ -17,7 +17,7 @@ from typing import Literal
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.schedule.check.fit import backbone_unit, check_fit, colocated_units, pipelined_units
-from motet.schedule.generators.disaggregated import Feed, Island, Pipeline, island
+from motet.schedule.generators.disaggregated import Island, Pipeline, UnitEdge, island
 
 MAX_PARTS = 16
 """Units in which the layers of a module are gathered in a "data_parallel" Program: enough to tell what overlaps."""
@@ -37,7 +37,7 @@ class PlannedStage:
     data_ranks:   of the cluster: one of each tensor-parallel group that holds the same parameters, over all islands.
     examples:     (first, stop) of an island's microbatch, that one of `num_examples`, which the stage takes.
     microbatches: which the stage takes; all, but for encoders in bubbles.
-    has_backward: backward runs through it. trained: something in it learns.
+    has_backward: backward runs through it. trainable: something in it is updated.
     num_parts:    of its forward pass, and of its backward pass, in the Program; 1 is whole.
     place:        among the stages of its unit.
     """
@@ -52,7 +52,7 @@ class PlannedStage:
     examples: tuple[int, int]
     microbatches: tuple[int, ...]
     has_backward: bool
-    trained: bool
+    trainable: bool
     num_parts: int = 1
     place: int = 0
 
@@ -121,7 +121,7 @@ class Layout:
         return sum(self.num_replicas(other) * other.pp for other in before)
 
     @cached_property
-    def feeds(self) -> tuple[Feed, ...]:
+    def feeds(self) -> tuple[UnitEdge, ...]:
         """Which stages of the units with ranks of their own feed which of another."""
         place = {unit.name: number for number, unit in enumerate(self.units)}
         found = []
@@ -130,7 +130,7 @@ class Layout:
             if unit.name in place and unit is not other:
                 ends = [number for number, stage in enumerate(unit.stages) if source in stage]
                 starts = [number for number, stage in enumerate(other.stages) if sink in stage]
-                found.append(Feed(place[unit.name], place[other.name], ends[-1], starts[0]))
+                found.append(UnitEdge(place[unit.name], place[other.name], ends[-1], starts[0]))
         return tuple(dict.fromkeys(found))
 
     @cached_property
@@ -148,10 +148,10 @@ class Layout:
             reached.update({name: stop for name, (_, stop) in found[-1].items()})
         return found
 
-    def trains(self, layers: Mapping[str, tuple[int, int]]) -> bool:
+    def trainable(self, layers: Mapping[str, tuple[int, int]]) -> bool:
         modules = self.plan.model.module
         return any(
-            modules(name).layers[place].trained
+            modules(name).layers[place].trainable
             for name, span in layers.items()
             for place in modules(name).block_layers(*span)
         )
@@ -160,7 +160,7 @@ class Layout:
     def has_backward(self) -> Mapping[str, tuple[bool, ...]]:
         """Per unit and stage: something in it learns, or its gradient goes to a stage before it that has backward."""
         flags = {
-            unit.name: [self.trains(layers) or self._feeds_back(layers) for layers in self.layers(unit)]
+            unit.name: [self.trainable(layers) or self._feeds_back(layers) for layers in self.layers(unit)]
             for unit in self.plan.units
         }
         for _ in self.plan.units:  # along the longest way between units
@@ -219,14 +219,14 @@ class Layout:
                         (replica * size, (replica + 1) * size),
                         tuple(range(self.num_microbatches)),
                         self.has_backward[unit.name][stage],
-                        self.trains(layers),
+                        self.trainable(layers),
                         place=stage,
                     )
 
     def _replicated(self, pipelined: list[PlannedStage]) -> Iterator[PlannedStage]:
         for name in self.backbone.replicated:
             layers = {name: (0, len(self.plan.model.module(name).blocks))}
-            trains = self.trains(layers)
+            trainable = self.trainable(layers)
             for stage in pipelined:
                 if stage.unit is self.backbone:
                     yield replace(
@@ -234,8 +234,8 @@ class Layout:
                         layers=layers,
                         recomputed={},
                         data_ranks=self.data_ranks(self.backbone, range(self.backbone.pp)),
-                        has_backward=trains,
-                        trained=trains,
+                        has_backward=trainable,
+                        trainable=trainable,
                     )
 
     @property
@@ -249,7 +249,7 @@ class Layout:
         recompute = unit.recompute[0] if unit.recompute else {}
         names = self.data_parallel_modules
         layers = [{name: (0, unit.stages[0][name])} for name in names]
-        trains = [self.trains(span) for span in layers]
+        learning = [self.trainable(span) for span in layers]
         alike = [
             PlannedStage(
                 unit,
@@ -261,11 +261,11 @@ class Layout:
                 self.data_ranks(unit, range(1)),
                 (0, 0),
                 tuple(range(self.num_microbatches)),
-                any(trains) if name == BACKBONE else trained,
-                trained,
+                any(learning) if name == BACKBONE else trainable,
+                trainable,
                 min(unit.stages[0][name], MAX_PARTS),
             )
-            for name, span, trained in zip(names, layers, trains)
+            for name, span, trainable in zip(names, layers, learning)
         ]
         size = self.plan.microbatch_size
         for rank in range(unit.dp):

@@ -64,7 +64,7 @@ _WORDS = {
 }
 
 
-COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.STEP})
+COMPUTE_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.STEP})
 """Kinds that occupy the compute stream; the others communicate."""
 WHOLE_RANK = (Kind.NORM, Kind.STEP)
 """Kinds of which a rank has one, for all its stages together; the action names one of these stages."""

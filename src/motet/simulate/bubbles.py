@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.core.arrays import BoolArray, Float64Array, IndexArray, Int32Array
-from motet.core.timeline import COMPUTE, Timeline
-from motet.schedule.program import COMPUTE as PASSES_AND_STEP
+from motet.core.timeline import COMPUTE_STREAM, Timeline
+from motet.schedule.program import COMPUTE_KINDS as PASSES_AND_STEP
 from motet.schedule.program import Kind
 from motet.simulate.engine.spans import Labels
 
@@ -153,7 +153,7 @@ def _causes(timeline: Timeline) -> tuple[NDArray[np.int8], BoolArray]:
 def _cause(stream: str, kind: str) -> int:
     if stream == "tensor":
         return _TP
-    if stream == COMPUTE and kind not in _COMMUNICATION:
+    if stream == COMPUTE_STREAM and kind not in _COMMUNICATION:
         return _BUSY
     return next((cause for of, cause in _CAUSES.items() if of == kind), _NOTHING)
 

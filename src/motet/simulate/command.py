@@ -17,7 +17,7 @@ from motet.simulate.show.report import print_prediction
 
 
 @dataclass(frozen=True)
-class Outputs:
+class PredictionOutputs:
     """Files to write. trace: JSON for Perfetto. html: the page. png: the picture.
 
     actions: a rank, whose actions are printed instead of the tables.
@@ -35,7 +35,7 @@ class Outputs:
                 check_output(path)
 
 
-def show_predictions(plan: Plan, predictions: Iterable[Prediction], outputs: Outputs, title: str) -> None:
+def show_predictions(plan: Plan, predictions: Iterable[Prediction], outputs: PredictionOutputs, title: str) -> None:
     """Write the files and print the tables, or the actions of a rank, of the slowest of one or more predictions.
 
     title: of page and picture. Raises UserError for a file that cannot be written, and for a rank that does nothing.
@@ -54,9 +54,9 @@ def show_predictions(plan: Plan, predictions: Iterable[Prediction], outputs: Out
         except OSError as error:
             raise UserError(f"the trace cannot be written to {outputs.trace}: {error.strerror}.") from error
     if outputs.html is not None:
-        from motet.simulate.show.page import write_html
+        from motet.simulate.show.page import write_timeline_html
 
-        write_html(prediction.timeline, outputs.html, title=title, note=rows_in_words(plan))
+        write_timeline_html(prediction.timeline, outputs.html, title=title, note=rows_in_words(plan))
     if outputs.png is not None:
         from motet.simulate.show.picture import write_png
 

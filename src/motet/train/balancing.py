@@ -16,7 +16,7 @@ from motet.core.exchange import Network
 from motet.core.plan import Plan
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths
-from motet.cost.fit import NS_PER_S
+from motet.cost.fit import _NS_PER_S
 from motet.cost.phases import PhaseTimes, Picoseconds, phase_times
 from motet.cost.profile import PROFILE_FILE, Profile, read_profile
 from motet.cost.profiled import message_fit
@@ -76,7 +76,7 @@ def _exchange_link(profile: Profile, *, has_nodes: bool) -> Link | None:
     """Of the exchanges that were measured on one node, or between several; None where there are none."""
     messages = [times for times in profile.messages if times.kind == "exchange" and (times.num_nodes > 1) == has_nodes]
     line = message_fit(*messages) if messages else None
-    return Link(NS_PER_S / line.linear_ns, line.constant_ns / NS_PER_S) if line and line.linear_ns else None
+    return Link(_NS_PER_S / line.linear_ns, line.constant_ns / _NS_PER_S) if line and line.linear_ns else None
 
 
 def build_orchestrator(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from motet.core.errors import JointUserError, UserError
-from motet.data.dataset import Dataset, Modality, describe
+from motet.data.dataset import Dataset, Modality, describe_left_out
 from motet.data.decode import Decoder
 from motet.data.order import GlobalOrder
 from motet.data.text import ChatTokenizer
@@ -29,7 +29,7 @@ from motet.train.balancing import (
     compute_dtype,
     read_measured,
 )
-from motet.train.checkpoint.choice import Start, choose, remove_all
+from motet.train.checkpoint.choice import Say, Start, choose_checkpoint, remove_all
 from motet.train.checkpoint.contents import Progress
 from motet.train.checkpoint.restoring import load
 from motet.train.checkpoint.saving import Checkpointer
@@ -44,11 +44,9 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _CHECKPOINTS = "checkpoints"
 _INDEX_PROGRESS_EVERY_S = 5.0
 
-Say = Callable[[str], None]
-
 
 @dataclass
-class Job:
+class TrainingJob:
     """Everything that a run consists of. Where it stands is `progress`, and nowhere else."""
 
     recipe: Recipe
@@ -65,7 +63,7 @@ class Job:
     progress: Progress
 
 
-def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: ExitStack) -> Job:
+def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: ExitStack) -> TrainingJob:
     """All ranks call it alike; what fails on one fails on all. cleanup: gets what must be closed at the end."""
     check_same_backend(world)
     with world.together():
@@ -109,7 +107,7 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
         evaluator = Evaluator(heldout, tokenizer, decoder, exchange, mesh, world, recipe.evaluate, say)
     now = Progress(0, 0, 0, recipe.data.seed, dataset.fingerprint)
     progress, line = _resume(recipe, world, resume, model, optimizer, now, say)
-    return Job(
+    return TrainingJob(
         recipe,
         world,
         mesh,
@@ -141,7 +139,7 @@ def open_dataset(recipe: Recipe, manifests: Sequence[str], tokenizer: ChatTokeni
         progress=_index_progress(manifests, say),
     )
     if dataset.left_out:
-        say(f"{', '.join(manifests)}: {describe(dataset.left_out, dataset.num_in_manifests)}.")
+        say(f"{', '.join(manifests)}: {describe_left_out(dataset.left_out, dataset.num_in_manifests)}.")
         for example in dataset.left_out.named:
             say(f"Left out: {example}")
         if unnamed := len(dataset.left_out) - len(dataset.left_out.named):
@@ -212,7 +210,7 @@ def _resume(
     now: of the same recipe before its first step.
     """
     folder = recipe.run.dir / _CHECKPOINTS
-    start = choose(resume, folder, world, say)
+    start = choose_checkpoint(resume, folder, world, say)
     with world.together():
         if start is None:
             if resume == "never" and world.is_first:

@@ -16,16 +16,16 @@ from motet.cost.flops import mfu
 from motet.dispatch import RankBatch
 from motet.models.spec import model_spec
 from motet.runtime.step import StepResult
-from motet.simulate.show.page import write_html
+from motet.simulate.show.page import write_timeline_html
 from motet.train.bad_step import BadSteps, BrokenWeights, Cause, examine
 from motet.train.evaluate import Evaluation
 from motet.train.export import export
 from motet.train.input.feed import Feed, Schedule, StepInput
-from motet.train.input.loading import BadExample
-from motet.train.job import Job, build_job
+from motet.train.input.loading import UnreadableExample
+from motet.train.job import TrainingJob, build_job
 from motet.train.optimizer import learning_rate, set_learning_rate
 from motet.train.recipe.recipe import Recipe, dump_recipe
-from motet.train.report.metrics import Measured, balance_metrics, gather_measured, phase_metrics
+from motet.train.report.metrics import MeasuredStep, balance_metrics, gather_measured, phase_metrics
 from motet.train.report.metrics_log import MetricsLog, Terminal
 from motet.train.report.page import write_report
 from motet.train.report.peak import peak_of
@@ -66,7 +66,7 @@ def train(recipe: Recipe, *, resume: str = "auto", trace: bool = False) -> None:
 class _Run:
     """The loop over steps, and what comes after it. Rank 0 has the log; all ranks take every other step alike."""
 
-    def __init__(self, job: Job, trace: bool, start_s: float) -> None:
+    def __init__(self, job: TrainingJob, trace: bool, start_s: float) -> None:
         self.job, self.recipe, self.world = job, job.recipe, job.world
         self.start_s, self.first_step = start_s, job.progress.step
         self.stop = StopSignal()
@@ -136,7 +136,7 @@ class _Run:
                 waited_s = time.perf_counter() - ended_s
                 result, cause = self._step(step, fed)
                 now_s = time.perf_counter()
-                measured = Measured(now_s - ended_s, waited_s, fed.decide_s, result.seconds_by_action)
+                measured = MeasuredStep(now_s - ended_s, waited_s, fed.decide_s, result.seconds_by_action)
                 ended_s = now_s
                 wish = self._record(result, cause, fed, measured)
                 done = step + 1
@@ -219,7 +219,7 @@ class _Run:
             return _CANNOT_LOG
         return _STOP if self.stop.received else _GO_ON
 
-    def _record(self, result: StepResult, cause: Cause | None, fed: StepInput, measured: Measured) -> int:
+    def _record(self, result: StepResult, cause: Cause | None, fed: StepInput, measured: MeasuredStep) -> int:
         """Log the step; the largest wish of any rank."""
         joined, wish = gather_measured(measured, self.world, self._wish())
         if self.spans is not None:
@@ -292,7 +292,7 @@ class _Run:
             if self.world.is_first:
                 Timeline.of(spans).write_chrome_trace(self.recipe.run.dir / "trace.json")
                 last = max((span.step for span in spans), default=0)
-                write_html(
+                write_timeline_html(
                     Timeline.of(span for span in spans if span.step == last),
                     self.recipe.run.dir / "timeline.html",
                     title=f"Step {last + 1}, measured",
@@ -308,7 +308,7 @@ class _Run:
             _say_plainly(line)
         _say_plainly(f"Report: {report}")
 
-    def _report(self, bad: BadExample) -> None:
+    def _report(self, bad: UnreadableExample) -> None:
         self._say(f"Left out, on all ranks: {bad}")
 
     def _say(self, sentence: str) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from motet.analyze import analyze, analyze_command, print_analysis
 from motet.analyze.lengths import read_lengths
 from motet.analyze.loads import LENGTH_COSTS, MODES, place, take
-from motet.analyze.page import write_html
+from motet.analyze.page import write_analysis_html
 from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
 from unit.data.samples import a_record, write_clip, write_image, write_manifest
@@ -193,7 +193,7 @@ def test_wrong_use(tmp_path, table):
         with pytest.raises(UserError, match=r"no\.csv\.gz: is no whole gzip file \("):
             analyze(tmp_path / "no.csv.gz")
     with pytest.raises(UserError, match="cannot be written"):
-        write_html(analyze(table, num_batches=2), tmp_path / "no folder" / "a.html")
+        write_analysis_html(analyze(table, num_batches=2), tmp_path / "no folder" / "a.html")
 
 
 def test_tables_and_page(table, tmp_path, capsys):
@@ -226,7 +226,7 @@ def test_text_alone(tmp_path):
     output = io.StringIO()
     print_analysis(analysis, Console(file=output, width=120))
     assert "backbone" in output.getvalue()
-    write_html(analysis, tmp_path / "page.html")
+    write_analysis_html(analysis, tmp_path / "page.html")
 
 
 def test_no_torch_is_imported():

@@ -20,7 +20,7 @@ from unit.simulate.jobs import PLANS
 
 LINK = Link(1e9, 1e-5)
 CLUSTER = Cluster(Device("test", {"bf16": 1e12}, 1 << 30, 1e12), 1, 16, LINK, LINK)
-LAYER = Layer("attention", 100, 100, output_width=10, saved_width=40, attention=Attention(10, 10))
+LAYER = Layer("attention", 100, 100, output_width=10, activation_width=40, attention=Attention(10, 10))
 MODEL = ModelSpec(
     "tiny",
     (

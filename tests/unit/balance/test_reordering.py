@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.balance import order_microbatches, pipeline_makespan
-from motet.balance.reference.reordering import Pipeline
+from motet.balance.reference.reordering import PipelineClock
 from unit.balance.contract import BACKENDS
 
 durations = st.tuples(st.integers(1, 5), st.integers(0, 9)).flatmap(
@@ -83,7 +83,7 @@ def test_intervals_are_those_of_an_event_simulation(durations):
     forward, backward = durations
     num_stages, count = len(forward), len(forward[0])
     ends = simulate(forward, backward, list(range(count)))
-    pipeline = Pipeline(np.transpose(forward).tolist(), np.transpose(backward).tolist())
+    pipeline = PipelineClock(np.transpose(forward).tolist(), np.transpose(backward).tolist())
     pipeline.order = list(range(count))
     for i in range(count - num_stages + 1):  # the backward that the interval is before
         while pipeline.num_steps < i + num_stages - 1:

@@ -18,17 +18,17 @@ def test_a_plain_layer_keeps_what_korthikanti_counts():
     assert layer.weights == 12 * 1024**2
     assert layer.parameters == 12 * 1024**2 + 13 * 1024
     statistics = 2 * 2 + 2 * 16
-    assert layer.saved_width == (34 - 2) * 1024 // 2 + statistics
+    assert layer.activation_width == (34 - 2) * 1024 // 2 + statistics
     assert layer.output_width == 1024
 
 
 def test_grouped_queries_and_a_gated_mlp():
     shape = Transformer(8, 20, 4, num_kv_heads=2, head_dim=3, gated=True, norm="rms", biases=("query", "key", "value"))
-    layer = shape.layer(divisor=2, extra_rows=1, trained=False)
+    layer = shape.layer(divisor=2, extra_rows=1, trainable=False)
     assert (layer.attention.width, layer.attention.kv_width) == (12, 6)
     assert layer.weights == 8 * (12 + 6 + 6) + 12 * 8 + 3 * 8 * 20
     assert layer.parameters == layer.weights + 12 + 6 + 6 + 2 * 8
-    assert (layer.divisor, layer.extra_rows, layer.trained) == (2, 1, False)
+    assert (layer.divisor, layer.extra_rows, layer.trainable) == (2, 1, False)
     assert replace(shape, qk_norm=True).layer().parameters == layer.parameters + 2 * 3
     assert replace(shape, biases=BIASES).layer().parameters == layer.parameters + 8 + 2 * 20 + 8
 

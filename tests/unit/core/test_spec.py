@@ -8,26 +8,26 @@ from motet.core.errors import ArgumentError
 from motet.core.spec import Layer, ModelSpec, Module, Stack
 
 
-def layer(parameters=1, trained=True, kind="attention") -> Layer:
-    return Layer(kind, parameters, parameters, 1, 1, trained=trained)
+def layer(parameters=1, trainable=True, kind="attention") -> Layer:
+    return Layer(kind, parameters, parameters, 1, 1, trainable=trainable)
 
 
-def module(name, *trained: bool) -> Module:
-    return Module.of(name, [layer(trained=each) for each in trained])
+def module(name, *trainable: bool) -> Module:
+    return Module.of(name, [layer(trainable=each) for each in trainable])
 
 
 def test_neighbours_that_are_alike_become_one_stack():
-    layers = [layer(1), layer(2), layer(2), layer(1), layer(1, trained=False)]
+    layers = [layer(1), layer(2), layer(2), layer(1), layer(1, trainable=False)]
     it = Module.of("it", iter(layers), padded=True)
-    assert it.stacks == (Stack(layer(1)), Stack(layer(2), 2), Stack(layer(1)), Stack(layer(1, trained=False)))
+    assert it.stacks == (Stack(layer(1)), Stack(layer(2), 2), Stack(layer(1)), Stack(layer(1, trainable=False)))
     assert it.layers == tuple(layers)
-    assert (it.num_layers, it.num_parameters, it.trains, it.padded) == (5, 7, True, True)
+    assert (it.num_layers, it.num_parameters, it.trainable, it.padded) == (5, 7, True, True)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=6), st.booleans())
-def test_a_gradient_must_pass_where_anything_before_learns(trained, reached):
-    flags = module("it", *trained).input_gradients(reached)
-    assert flags == tuple(reached or any(trained[:number]) for number in range(len(trained)))
+def test_a_gradient_must_pass_where_anything_before_learns(trainable, reached):
+    flags = module("it", *trainable).input_gradients(reached)
+    assert flags == tuple(reached or any(trainable[:number]) for number in range(len(trainable)))
 
 
 def test_gradients_pass_from_module_to_module():

@@ -7,5 +7,5 @@ from motet.cost.flops import step_flops
 
 
 def forward_flops(module, lengths, num_targets=None, *, microbatch=None):
-    frozen = Module.of(module.name, [replace(layer, trained=False) for layer in module.layers], module.padded)
+    frozen = Module.of(module.name, [replace(layer, trainable=False) for layer in module.layers], module.padded)
     return step_flops(frozen, lengths, num_targets, microbatch=microbatch)

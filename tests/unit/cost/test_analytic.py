@@ -21,14 +21,14 @@ GPUS = [name for name in DEVICES if name not in ("cpu", "v100", "t4")]
 IDEAL = Efficiency(products=1, half_rows=0, half_width=0, attention=1, half_length=0, memory=1, links=1, launch_s=0)
 
 
-def transformer(hidden, mlp, num_kv_heads=0, trained=True, gated=True):
+def transformer(hidden, mlp, num_kv_heads=0, trainable=True, gated=True):
     shape = Transformer(hidden, mlp, hidden // 64, num_kv_heads, gated=gated, norm="rms", biases=(), causal=True)
-    return shape.layer(trained=trained)
+    return shape.layer(trainable=trainable)
 
 
 def product(width):
     """A square matrix, and nothing kept, so that nothing else takes time."""
-    return Layer("projector", width**2, width**2, width, saved_width=0)
+    return Layer("projector", width**2, width**2, width, activation_width=0)
 
 
 def work(rows, length=None):
@@ -66,26 +66,26 @@ def test_tensor_parallelism_divides(model, layer, rows, tp):
 
 
 @given(models, layers, st.booleans(), st.booleans(), st.floats(1, 1e5))
-def test_recomputation_never_takes_less(model, layer, input_gradient, trained, rows):
-    layer = dataclasses.replace(layer, trained=trained)
+def test_recomputation_never_takes_less(model, layer, input_gradient, trainable, rows):
+    layer = dataclasses.replace(layer, trainable=trainable)
     seconds = model.layer_seconds("any", layer, work(rows))
     kept = backward_seconds(seconds, layer, input_gradient)
     again = backward_seconds(seconds, layer, input_gradient, recomputed=True)
     assert again[0] >= kept[0]
     # Nothing is recomputed for a layer that has no backward pass.
-    assert (again[0] == kept[0] == 0) == (not trained and not input_gradient)
+    assert (again[0] == kept[0] == 0) == (not trainable and not input_gradient)
 
 
 @pytest.mark.parametrize(
-    ("trained", "input_gradient", "recomputed", "times"),
+    ("trainable", "input_gradient", "recomputed", "times"),
     [
         (True, True, False, 2), (False, True, False, 1), (False, False, False, 0),
         (True, True, True, 3), (False, True, True, 2), (False, False, True, 0),
     ],
 )  # fmt: skip
-def test_backward_over_forward_is_a_whole_number_for_products(trained, input_gradient, recomputed, times):
+def test_backward_over_forward_is_a_whole_number_for_products(trainable, input_gradient, recomputed, times):
     model = Analytic(cluster("h100"), efficiency=Efficiency(launch_s=0))
-    layer = dataclasses.replace(product(4096), trained=trained)
+    layer = dataclasses.replace(product(4096), trainable=trainable)
     seconds = model.layer_seconds("any", layer, work([512, 65536]))
     backward_s = backward_seconds(seconds, layer, input_gradient, recomputed)
     assert backward_s == pytest.approx(times * seconds.forward_s)
@@ -125,7 +125,7 @@ def test_ideal_times_by_hand():
     seconds = model.layer_seconds("any", layer, Work(np.array([rows]), np.array([pairs])), tp=2)
     product_s = 2 * layer.weights * rows / 2 / 989.4e12
     attention_s = 4 * 4096 * pairs / 2 / 989.4e12
-    moved_s = 2 * rows * layer.saved_width / 2 / 3.35e12
+    moved_s = 2 * rows * layer.activation_width / 2 / 3.35e12
     assert seconds.forward_s == pytest.approx(product_s + attention_s + 3 * moved_s)
     assert seconds.input_s == pytest.approx(product_s + 2.5 * attention_s + 3 * moved_s)
     assert seconds.weight_s == pytest.approx(product_s + 2 * moved_s)
@@ -177,22 +177,22 @@ def test_links_are_used_at_their_efficiency():
 
 
 @pytest.mark.parametrize(
-    ("trained", "rows", "forward_ms", "backward_ms"),
+    ("trainable", "rows", "forward_ms", "backward_ms"),
     [
         (transformer(1024, 4096, gated=False), 2 * 577, 67.94, 205.09),
         (transformer(4096, 14336, 16), 2 * 2048, 400.87, 1184.65),
     ],
     ids=["clip", "mistral"],
 )
-def test_cornstarch_figure_3b(trained, rows, forward_ms, backward_ms):
+def test_cornstarch_figure_3b(trainable, rows, forward_ms, backward_ms):
     """CLIP ViT-L/14 and Mistral-7B on an A40, batch 2, with recomputation; frozen CLIP has no backward.
 
     The frozen LLM's published 1.34 is less than recomputation and a gradient can take; Table 3 has 1.8 to 1.9 for it.
     """
-    seconds = Analytic(cluster("a40")).layer_seconds("any", trained, work(rows, rows / 2))
-    ratio = backward_seconds(seconds, trained, True, recomputed=True) / seconds.forward_s
+    seconds = Analytic(cluster("a40")).layer_seconds("any", trainable, work(rows, rows / 2))
+    ratio = backward_seconds(seconds, trainable, True, recomputed=True) / seconds.forward_s
     assert ratio == pytest.approx(backward_ms / forward_ms, rel=0.1)
-    frozen = dataclasses.replace(trained, trained=False)
+    frozen = dataclasses.replace(trainable, trainable=False)
     assert backward_seconds(seconds, frozen, False, recomputed=True) == 0
 
 
@@ -210,7 +210,7 @@ def test_cornstarch_figure_3b(trained, rows, forward_ms, backward_ms):
 )  # fmt: skip
 def test_cornstarch_table_3(forward_ms, backward_ms):
     """Stages of a frozen Llama of 8B behind a trained projector, on A40 with tensor parallelism of 2."""
-    frozen = transformer(4096, 14336, 16, trained=False)
+    frozen = transformer(4096, 14336, 16, trainable=False)
     model = Analytic(cluster("a40"))
     seconds = model.layer_seconds("any", frozen, work(2500, 2500), tp=2)
     tensor_s = model.tensor_seconds(frozen, work(2500), range(2))

@@ -9,7 +9,7 @@ from motet.core.cluster import Cluster, Device, Link
 from motet.core.errors import ArgumentError
 from motet.core.exchange import Moved
 from motet.cost.catalogue import cluster
-from motet.cost.communication import all_reduce_s, exchange_s, gather_s, send_s
+from motet.cost.communication import all_reduce_s, all_to_all_s, gather_s, send_s
 
 DEVICE = Device("any", {"bf16": 1e15}, 80 * 10**9, 1e12)
 INSIDE, BETWEEN = Link(400.0, 1.0), Link(80.0, 5.0)
@@ -34,7 +34,7 @@ def even_exchange_s(cluster, size_bytes, ranks):
     nodes = [cluster.node_of(rank) for rank in ranks]
     each = np.ones((2, len(ranks))) * np.asarray(size_bytes)[..., None, None] / max(len(ranks) - 1, 1)
     num_beside = nodes.count(nodes[0]) - 1
-    return exchange_s(cluster, Moved(each * num_beside, each * (len(ranks) - 1 - num_beside)), ranks)
+    return all_to_all_s(cluster, Moved(each * num_beside, each * (len(ranks) - 1 - num_beside)), ranks)
 
 
 def on(cluster, num_nodes, per_node):
@@ -86,9 +86,9 @@ def test_the_slowest_rank_is_the_exchange():
     inside, crossing = np.zeros((2, 2, 3))
     inside[0, 0] = inside[1, 1] = 400
     crossing[0, 2] = crossing[1, 0] = 80
-    assert exchange_s(NODES, Moved(inside, crossing), [0, 1, 8]) == 5 + 80 / 80
+    assert all_to_all_s(NODES, Moved(inside, crossing), [0, 1, 8]) == 5 + 80 / 80
     crossing[0] = [80, 0, 0]
-    assert exchange_s(NODES, Moved(inside, crossing), [0, 1, 8]) == (1 + 400 / 400) + (5 + 80 / 80)
+    assert all_to_all_s(NODES, Moved(inside, crossing), [0, 1, 8]) == (1 + 400 / 400) + (5 + 80 / 80)
 
 
 @pytest.mark.parametrize("seconds", [send_s, gather_s, all_reduce_s, even_exchange_s])

@@ -78,36 +78,36 @@ def test_layers_that_are_alike_add_up():
 
 
 def test_gradients_that_nobody_needs_cost_nothing():
-    frozen, trained = layer(10, width=2, trained=False), layer(10, width=2)
+    frozen, trainable = layer(10, width=2, trainable=False), layer(10, width=2)
     product = layer(10, kind="patches")
     lengths = np.array([3])
     one, weights, attention = forward_flops(module(frozen), lengths), 60, 72
     assert one == weights + attention
     assert step_flops(module(frozen), lengths) == one
     assert step_flops(module(frozen, frozen), lengths, reached=True) == 2 * (one + weights + 2 * attention)
-    assert step_flops(module(frozen, trained), lengths) == one + 3 * one
-    assert step_flops(module(trained, frozen), lengths) == 3 * one + (one + weights + 2 * attention)
+    assert step_flops(module(frozen, trainable), lengths) == one + 3 * one
+    assert step_flops(module(trainable, frozen), lengths) == 3 * one + (one + weights + 2 * attention)
     # The first product of all gives no gradient to its input; within a transformer layer gradients pass all the same.
-    assert step_flops(module(product, trained), lengths) == 2 * weights + 3 * one
+    assert step_flops(module(product, trainable), lengths) == 2 * weights + 3 * one
 
 
 def test_what_has_no_backward_is_not_recomputed():
-    frozen, trained, product = layer(10, width=2, trained=False), layer(10, width=2), layer(10, kind="projector")
+    frozen, trainable, product = layer(10, width=2, trainable=False), layer(10, width=2), layer(10, kind="projector")
     lengths = np.array([3])
     one = forward_flops(module(frozen), lengths)
-    for layers, again in (((frozen, trained), 1), ((trained, frozen), 2), ((frozen, frozen, product), 0)):
+    for layers, again in (((frozen, trainable), 1), ((trainable, frozen), 2), ((frozen, frozen, product), 0)):
         plain = step_flops(module(*layers), lengths)
         assert step_flops(module(*layers), lengths, recomputed=True) == plain + again * one
 
 
 @pytest.mark.parametrize(
-    ("trained", "reached", "recomputed", "ratio"),
+    ("trainable", "reached", "recomputed", "ratio"),
     [(True, True, True, 3), (False, True, True, 2), (False, False, True, 0)]
     + [(True, True, False, 2), (False, True, False, 1), (False, False, False, 0)],
 )
-def test_backward_over_forward(trained, reached, recomputed, ratio):
+def test_backward_over_forward(trainable, reached, recomputed, ratio):
     """Cornstarch section 4.2, with the erratum: what training, freezing and recomputation make of it."""
-    it = replace(layer(10, trained=trained), attention=Attention(0, 0))
+    it = replace(layer(10, trainable=trainable), attention=Attention(0, 0))
     once = forward_flops(module(it), np.array([3]))
     assert step_flops(module(it), np.array([3]), reached=reached, recomputed=recomputed) == (1 + ratio) * once
 

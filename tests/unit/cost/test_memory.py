@@ -83,10 +83,10 @@ def test_korthikanti_section_4():
 
 
 @given(precisions, counts, st.floats(0, 1), st.integers(0, 3), st.integers(1, 4096), st.integers(1, 8))
-def test_more_ranks_never_hold_more(precision, num_parameters, trained, zero, shard_ranks, more):
-    num_trained = int(trained * num_parameters)
-    fewer = state_bytes(num_parameters, num_trained, precision=precision, zero=zero, shard_ranks=shard_ranks)
-    further = state_bytes(num_parameters, num_trained, precision=precision, zero=zero, shard_ranks=shard_ranks * more)
+def test_more_ranks_never_hold_more(precision, num_parameters, trainable, zero, shard_ranks, more):
+    num_trainable = int(trainable * num_parameters)
+    fewer = state_bytes(num_parameters, num_trainable, precision=precision, zero=zero, shard_ranks=shard_ranks)
+    further = state_bytes(num_parameters, num_trainable, precision=precision, zero=zero, shard_ranks=shard_ranks * more)
     assert all(after <= before for after, before in zip(further, fewer))
 
 
@@ -114,7 +114,7 @@ def test_recomputation_keeps_less_and_tensor_parallelism_divides(num_rows, tp, e
 
 def test_activations_by_hand():
     layer = SHAPE.layer()
-    assert activation_bytes(layer, 10, element_bytes=2) == 20 * layer.saved_width
+    assert activation_bytes(layer, 10, element_bytes=2) == 20 * layer.activation_width
     assert activation_bytes(layer, 10, element_bytes=2, recomputed=True) == 20 * 256
     # bf16 logits, and float32 logits and log-softmax; in float32 they are what the layer gives.
     assert logits_bytes(10, 1000, element_bytes=2) == 10 * 1000 * (2 + 4 + 4)
@@ -144,7 +144,7 @@ def test_microbatches_in_flight_and_tensor_and_context_parallelism():
 
 
 def test_what_is_frozen_keeps_activations_only_where_a_gradient_passes():
-    frozen = [replace(stack, layer=replace(stack.layer, trained=False)) for stack in IMAGE.stacks]
+    frozen = [replace(stack, layer=replace(stack.layer, trainable=False)) for stack in IMAGE.stacks]
     model = multimodal("frozen", BACKBONE, [replace(IMAGE, stacks=tuple(frozen))])
     everything, encoder_frozen = memory_of(whole()), memory_of(whole(), model=model)
     kept = sum(activation_bytes(layer, ROWS, element_bytes=4) for layer in IMAGE.layers)
@@ -165,7 +165,7 @@ def test_transients_by_hand():
     layer = SHAPE.layer()
     found = memory_of(unit, FSDP_BF16, stage=1)
     unreduced = (2 + 4) * layer.parameters
-    working = 2 * ROWS * (layer.saved_width - 256) + 2 * 2 * ROWS * 256
+    working = 2 * ROWS * (layer.activation_width - 256) + 2 * 2 * ROWS * 256
     assert found.activations == 6 * 2 * ROWS * 256
     assert found.transient == 2 * 2 * layer.parameters + unreduced + working
     assert found.parameters == 6 * layer.parameters
@@ -211,9 +211,9 @@ def test_state_is_what_torch_holds_after_a_step():
         },
     )
     mllm = build_mllm(config, 50)
-    trained = [parameter for parameter in mllm.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained)
-    for parameter in trained:
+    trainable = [parameter for parameter in mllm.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable)
+    for parameter in trainable:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
 
@@ -224,6 +224,6 @@ def test_state_is_what_torch_holds_after_a_step():
     unit = Unit("all", ({module.name: module.num_layers for module in spec.modules},), zero=0)
     found = memory_of(unit, model=spec)
     assert found.parameters == held(mllm.parameters())
-    assert found.gradients == held(parameter.grad for parameter in trained)
+    assert found.gradients == held(parameter.grad for parameter in trainable)
     moments = [moment for state in optimizer.state.values() for name, moment in state.items() if name != "step"]
     assert found.optimizer == held(moments)

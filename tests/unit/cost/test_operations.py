@@ -18,14 +18,14 @@ GEMMA = shapes.Transformer(64, 128, 4, gated=True, causal=True)
 
 def model(scale: int = 1, **frozen: bool) -> ModelSpec:
     """Images with a class row and windows, clips with strides, a backbone with some windows."""
-    trained = {name: not frozen.get(name, False) for name in ("image", "audio", BACKBONE)}
+    trainable = {name: not frozen.get(name, False) for name in ("image", "audio", BACKBONE)}
     shape = shapes.Transformer(32 * scale, 64 * scale, 4, window=16)
-    image = shapes.vit("image", shape, 2, class_row=True, trained=trained["image"])
+    image = shapes.vit("image", shape, 2, class_row=True, trainable=trainable["image"])
     clip = shapes.Transformer(32 * scale, 64 * scale, 4)
-    audio = shapes.audio_encoder("audio", clip, 2, num_mel_bins=8, trained=trained["audio"])
+    audio = shapes.audio_encoder("audio", clip, 2, num_mel_bins=8, trainable=trainable["audio"])
     text = replace(GEMMA, hidden=64 * scale, mlp=128 * scale)
-    layers = [text.layer(trained=trained[BACKBONE]), replace(text, window=24).layer(trained=trained[BACKBONE])]
-    head = shapes.head(500 * scale, text.hidden, trained=trained[BACKBONE])
+    layers = [text.layer(trainable=trainable[BACKBONE]), replace(text, window=24).layer(trainable=trainable[BACKBONE])]
+    head = shapes.head(500 * scale, text.hidden, trainable=trainable[BACKBONE])
     backbone = shapes.Module.of(BACKBONE, [shapes.embedding(500, text.hidden), *layers, head])
     return shapes.multimodal("it", backbone, [shapes.connect(each, text.hidden) for each in (image, audio)])
 

@@ -11,7 +11,7 @@ from motet.core.cluster import Cluster, Device, Link
 from motet.core.errors import ArgumentError, UserError
 from motet.core.exchange import Moved
 from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
-from motet.cost.fit import Surface, fit, relative_error
+from motet.cost.fit import Surface, fit_curve, relative_error
 from motet.cost.model import Work
 from motet.cost.phases import phase_times
 from motet.cost.profile import LayerTimes, MessageTimes, ModuleTimes, OptimizerTimes, Points, Profile, read_profile
@@ -109,7 +109,7 @@ def attention(profile, rows, pairs, **changed):
 def test_a_fit_finds_the_coefficients_that_made_the_seconds(constant_ns, linear_ns, quadratic_ns):
     lengths = np.array([1, 3, 10, 30, 100, 300, 1000.0])
     measured = (constant_ns + linear_ns * lengths + quadratic_ns * lengths**2) / 1e9
-    found = fit(measured, lengths, lengths**2)
+    found = fit_curve(measured, lengths, lengths**2)
     assert np.allclose(found.seconds(lengths, lengths**2), measured, rtol=1e-6)
     assert found.linear_ns == pytest.approx(linear_ns, rel=1e-3, abs=1e-6)
 
@@ -117,13 +117,13 @@ def test_a_fit_finds_the_coefficients_that_made_the_seconds(constant_ns, linear_
 @given(st.lists(st.floats(1e-9, 1.0), min_size=1, max_size=8))
 def test_no_coefficient_is_negative_whatever_was_measured(measured):
     lengths = np.arange(1.0, len(measured) + 1)
-    found = fit(measured, lengths, lengths**2)
+    found = fit_curve(measured, lengths, lengths**2)
     assert min(found.constant_ns, found.linear_ns, found.quadratic_ns) >= 0
 
 
 def test_a_fit_weighs_errors_relative_to_what_was_measured():
     # The best constant for 1 and 100 ns in relative terms is near 1; in absolute terms it would be 50.
-    found = fit([1e-9, 1e-7], [0.0, 0.0])
+    found = fit_curve([1e-9, 1e-7], [0.0, 0.0])
     assert found.constant_ns == pytest.approx(1.01, rel=0.01)
 
 
@@ -135,7 +135,7 @@ def test_relative_error_leaves_out_what_took_no_time():
 
 def test_fit_refuses_columns_of_unequal_length():
     with pytest.raises(ArgumentError, match="2 seconds"):
-        fit([1.0, 2.0], [1.0])
+        fit_curve([1.0, 2.0], [1.0])
 
 
 def test_interpolation_goes_through_the_points_and_is_linear_between_and_beyond(profile):
@@ -243,7 +243,7 @@ def test_a_phase_costs_what_its_layers_do_as_the_model_trains(profile, model):
 
 def test_frozen_layers_have_no_backward(profile, model):
     frozen = [
-        Stack(Layer(s.layer.kind, s.layer.weights, 1, 8, 8, s.layer.attention, trained=False))
+        Stack(Layer(s.layer.kind, s.layer.weights, 1, 8, 8, s.layer.attention, trainable=False))
         for s in model.modules[0].stacks[:2]
     ]
     times = phase_times(profile, ModelSpec("demo", (Module("backbone", tuple(frozen)),), ()), "backbone")

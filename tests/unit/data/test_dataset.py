@@ -4,7 +4,7 @@ import pytest
 from motet.core.errors import UserError
 from motet.core.example import Media
 from motet.data.audio import AudioTransform
-from motet.data.dataset import Dataset, Modality, describe
+from motet.data.dataset import Dataset, Modality, describe_left_out
 from motet.data.decode import Decoder
 from motet.data.images import ImageTransform
 from unit.data.samples import a_record, write_clip, write_image, write_manifest
@@ -73,7 +73,7 @@ def test_what_is_left_out(manifests, tokenizer, tmp_path):
         f"{lines[1]}: {tmp_path}/long.wav: lasts 0.500062 s, more than max_seconds = 0.5",
         f"{lines[2]}: takes {num_tokens} tokens, more than max_sequence_length = 100",
     ]
-    assert describe(left_out, dataset.num_in_manifests) == (
+    assert describe_left_out(left_out, dataset.num_in_manifests) == (
         "3 of 10 examples left out: 1 with files that cannot be used, 1 with media that the transform refuses, "
         "1 longer than max_sequence_length"
     )

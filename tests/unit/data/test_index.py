@@ -13,7 +13,7 @@ import pytest
 import motet.data.index_build
 from motet.core.errors import UserError
 from motet.data.index import Index
-from motet.data.index_build import open_index, publish
+from motet.data.index_build import open_index, publish_index
 from motet.data.index_entries import PackedColumns
 from motet.data.text import ChatTokenizer
 from unit.data.samples import TEMPLATE, a_record, write_clip, write_image, write_manifest
@@ -212,7 +212,7 @@ def _repeat(small: Index, path, count: int) -> None:
     )
     rows = path.with_suffix(".rows")
     rows.write_bytes((small.path.parent / small.about["rows"]).read_bytes() * count)
-    publish(path, small.about | {"rows": rows.name}, [columns])
+    publish_index(path, small.about | {"rows": rows.name}, [columns])
 
 
 def test_threads_read_one_index(folder, tokenizer):

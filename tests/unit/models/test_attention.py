@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from motet.models.attention import ATTENTION, Padded, Segments
+from motet.models.attention import ATTENTION, PackedItems, PaddedClips
 from motet.models.kernel_calls import plan_calls
 
 LENGTHS = [
@@ -40,7 +40,7 @@ def draw(lengths, kv_heads=4, dtype=torch.float64):
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_equals_attention_of_each_segment_with_gradients(lengths, causal, window, kv_heads):
     tensors = draw(lengths, kv_heads)
-    out = Segments.from_lengths(np.array(lengths), causal).attend(*tensors, 0.3, 0.0, window)
+    out = PackedItems.from_lengths(np.array(lengths), causal).attend(*tensors, 0.3, 0.0, window)
     expected = one_by_one(*tensors, lengths, causal, 0.3, window)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     weights = torch.randn_like(out)
@@ -52,7 +52,7 @@ def test_equals_attention_of_each_segment_with_gradients(lengths, causal, window
 def test_a_segment_is_bit_identical_whatever_the_others_hold(causal):
     lengths = [6, 40, 5, 17]
     query, key, value = (x.detach() for x in draw(lengths))
-    segments = Segments.from_lengths(np.array(lengths), causal)
+    segments = PackedItems.from_lengths(np.array(lengths), causal)
     before = segments.attend(query, key, value, None, 0.0, None)
     for x in (query, key, value):
         x[:, :, 6:46] = torch.randn(1, 4, 40, 8) * 1e6
@@ -72,7 +72,7 @@ def test_short_segments_share_kernel_calls_and_long_ones_are_views():
 
 def test_dropout_is_applied():
     tensors = draw([6, 9])
-    segments = Segments.from_lengths(np.array([6, 9]))
+    segments = PackedItems.from_lengths(np.array([6, 9]))
     kept, dropped = (segments.attend(*tensors, None, p, None) for p in (0.0, 0.5))
     assert (kept != dropped).any()
 
@@ -80,7 +80,7 @@ def test_dropout_is_applied():
 def test_padding_is_not_seen():
     query, key, value = (torch.randn(3, 2, 7, 8, dtype=torch.float64) for _ in range(3))
     lengths = np.array([7, 2, 5])
-    out = Padded(lengths, 7, torch.device("cpu")).attend(query, key, value, None, 0.0, None)
+    out = PaddedClips(lengths, 7, torch.device("cpu")).attend(query, key, value, None, 0.0, None)
     for i, n in enumerate(lengths):
         alone = scaled_dot_product_attention(*(x[i : i + 1, :, :n] for x in (query, key, value)))
         torch.testing.assert_close(out[i : i + 1, :n], alone.transpose(1, 2), rtol=1e-13, atol=1e-13)
@@ -93,14 +93,14 @@ def test_refuses_rows_without_extents():
     with pytest.raises(TypeError, match="needs Segments"):
         function(torch.nn.Linear(1, 1), *draw([3]), None)
     with pytest.raises(ValueError, match="segments have 4"):
-        Segments.from_lengths(np.array([4])).attend(*draw([3]), None, 0.0, None)
+        PackedItems.from_lengths(np.array([4])).attend(*draw([3]), None, 0.0, None)
 
 
 def test_refuses_what_it_does_not_compute():
     from transformers import AttentionInterface
 
     function = AttentionInterface._global_mapping[ATTENTION]
-    module, segments = torch.nn.Linear(1, 1), Segments.from_lengths(np.array([3]), causal=True)
+    module, segments = torch.nn.Linear(1, 1), PackedItems.from_lengths(np.array([3]), causal=True)
     harmless = {"position_ids": torch.arange(3)[None], "use_cache": False, "output_attentions": False, "softcap": None}
     out, _ = function(module, *draw([3]), None, segments=segments, **harmless)
     assert out.shape == (1, 3, 4, 8)
@@ -111,7 +111,7 @@ def test_refuses_what_it_does_not_compute():
     with pytest.raises(TypeError, match="Linear is not causal"):
         function(module, *draw([3]), None, segments=segments)
     with pytest.raises(TypeError, match="is causal"):
-        function(module, *draw([3]), Segments.from_lengths(np.array([3])), is_causal=True)
+        function(module, *draw([3]), PackedItems.from_lengths(np.array([3])), is_causal=True)
 
 
 @pytest.mark.gpu
@@ -121,7 +121,7 @@ def test_refuses_what_it_does_not_compute():
 def test_varlen_kernel_equals_the_other_branch(causal, window, kv_heads):
     lengths = [70, 3, 64, 65, 2, 140]
     tensors = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in draw(lengths, kv_heads)]
-    out = Segments.from_lengths(np.array(lengths), causal).attend(*tensors, 0.3, 0.0, window)
+    out = PackedItems.from_lengths(np.array(lengths), causal).attend(*tensors, 0.3, 0.0, window)
     wide = [x.detach().double().cpu().requires_grad_() for x in tensors]
     expected = one_by_one(*wide, lengths, causal, 0.3, window)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=2e-2, atol=2e-2)

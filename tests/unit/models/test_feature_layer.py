@@ -129,7 +129,7 @@ def test_layers_behind_are_neither_computed_nor_trained(tiny, family):
     assert [layer.kind for layer in spec.layers].count("attention") == 2
     assert spec.num_parameters == sum(p.numel() for p in module.parameters())
     for each in module.layers():
-        assert each.layer.trained == any(p.requires_grad for part in each.modules for p in part.parameters())
+        assert each.layer.trainable == any(p.requires_grad for part in each.modules for p in part.parameters())
 
 
 def test_a_layer_that_there_is_not_is_named(tiny):

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE
 from motet.cost.flops import step_flops
-from motet.models.attention import Segments
+from motet.models.attention import PackedItems
 from motet.models.build import BackboneConfig, EncoderConfig, build_backbone, build_modality
 from unit.cost.forward_flops import forward_flops
 
@@ -236,7 +236,7 @@ def test_full_size_encoder(family):
     side = {"siglip": 27, "clip": 24, "dinov2": 37, "qwen2_vl": 32}.get(family)
     sizes = torch.tensor([[3000]] * 2 if is_audio(family) else [[side, side]] * 2)
     stem = module.layers()[0].layer
-    row_dim = 128 if is_audio(family) else stem.saved_width if family != "clip" else 3 * 14 * 14
+    row_dim = 128 if is_audio(family) else stem.activation_width if family != "clip" else 3 * 14 * 14
     values = torch.empty(int(sizes.prod(1).sum()), row_dim, device="meta")
     lengths, spec = module.lengths(sizes.numpy()), module.spec_module("it")
     forward, step = counted_step(lambda: module(values, sizes))
@@ -258,7 +258,7 @@ def test_full_size_backbone(family):
             inputs_embeds=torch.empty(1, 4096, backbone.dim, device="meta"),
             position_ids=positions,
             use_cache=False,
-            segments=Segments(np.array([0, 4096]), causal=True),
+            segments=PackedItems(np.array([0, 4096]), causal=True),
         ).last_hidden_state[0]
         return backbone.causal_lm.lm_head(hidden)
 

@@ -235,11 +235,11 @@ def test_what_gets_gradients_depends_on_the_flags_alone(tiny, present, encoder, 
     assert loss.requires_grad
     loss.backward()
     for name, parameter in mllm.named_parameters():
-        trained = backbone if "backbone" in name else projector if "projector" in name else encoder
-        trained = trained and "embed_positions" not in name
-        assert parameter.requires_grad == trained == (parameter.grad is not None), name
+        trainable = backbone if "backbone" in name else projector if "projector" in name else encoder
+        trainable = trainable and "embed_positions" not in name
+        assert parameter.requires_grad == trainable == (parameter.grad is not None), name
     for name, module in mllm.encoders.items():
-        assert module.trains == (encoder or projector)
+        assert module.trainable == (encoder or projector)
         if name not in present:
             assert not any(p.grad.any() for p in module.parameters() if p.grad is not None)
 

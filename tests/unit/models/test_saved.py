@@ -80,7 +80,8 @@ def kept_by_a_block(model, blocks, run) -> float:
 def expected(layers, lengths, more: int) -> float:
     """more: elements of a row that attention layers keep besides."""
     return sum(
-        (layer.saved_width + (more if layer.attention else 0)) * work_of(layer, lengths).rows[0] for layer in layers
+        (layer.activation_width + (more if layer.attention else 0)) * work_of(layer, lengths).rows[0]
+        for layer in layers
     )
 
 

@@ -38,7 +38,7 @@ def check_layers(module: nn.Module, layers) -> None:
     for layer, modules in layers:
         if layer.parameters:
             assert layer.parameters == sum(num_parameters(part) for part in modules), layer.kind
-        assert layer.trained == any(p.requires_grad for part in modules for p in part.parameters())
+        assert layer.trainable == any(p.requires_grad for part in modules for p in part.parameters())
 
 
 @pytest.mark.parametrize("family", ENCODERS)

@@ -19,10 +19,10 @@ def model(*, frozen=False):
     """Two encoders; frozen: all but their projectors."""
     return multimodal(
         "small",
-        language_model(LLM, 8, 4000, trained=not frozen),
+        language_model(LLM, 8, 4000, trainable=not frozen),
         [
-            connect(vit("image", ENCODER, 6, trained=not frozen), 512, "linear"),
-            connect(audio_encoder("audio", ENCODER, 4, trained=not frozen), 512, "linear"),
+            connect(vit("image", ENCODER, 6, trainable=not frozen), 512, "linear"),
+            connect(audio_encoder("audio", ENCODER, 4, trainable=not frozen), 512, "linear"),
         ],
     )
 
@@ -49,19 +49,19 @@ def job(spec=None, *, memory_mbytes=4000, num_nodes=2, batch_size=32, spread=0.0
 def jobs(draw):
     """One or two encoders, trained, frozen, or all frozen but for projectors; GQA, windows, and a generator or none; on
     2 to 16 ranks, to be doubled."""
-    trained, window = draw(st.sampled_from(["all", "backbone", "projectors"])), draw(st.sampled_from([0, 64]))
+    trainable, window = draw(st.sampled_from(["all", "backbone", "projectors"])), draw(st.sampled_from([0, 64]))
     hidden = draw(st.sampled_from([512, 1024]))
     shape = Transformer(draw(st.sampled_from([256, 768])), 2048, 4, window=window)
     llm = Transformer(hidden, 4 * hidden, 8, draw(st.sampled_from([2, 8])), gated=draw(st.booleans()), causal=True)
     length = {"median": 600, "spread": draw(st.sampled_from([0.0, 0.7])), "max": 4000}
     layers = st.sampled_from([3, 6, 12])
-    encoders = [vit("image", shape, draw(layers), trained=trained == "all")]
+    encoders = [vit("image", shape, draw(layers), trainable=trainable == "all")]
     if draw(st.booleans()):
-        encoders.append(audio_encoder("audio", shape, draw(layers), trained=trained == "all"))
+        encoders.append(audio_encoder("audio", shape, draw(layers), trainable=trainable == "all"))
     generators = [vit("picture", shape, 3)] if draw(st.booleans()) else []
     spec = multimodal(
         "any",
-        language_model(llm, draw(st.sampled_from([4, 8])), 4000, trained=trained != "projectors"),
+        language_model(llm, draw(st.sampled_from([4, 8])), 4000, trainable=trainable != "projectors"),
         [connect(encoder, hidden, "linear") for encoder in encoders],
         generators,
     )

@@ -84,9 +84,9 @@ class Chains:
         estimate_s = (num_microbatches + pp - 1) * slowest_s
         # Priced one by one, examples take longer than in larger microbatches; so half is below all of them.
         candidate = Candidate(self.name, what, plan, estimate_s, bound_s=0.5 * work_s(job) / 8)
-        lacks_bytes = float(predict_candidate(job, candidate).peak_bytes.max()) - job.capacity_bytes
-        if lacks_bytes > 0:
-            return RuledOut(self.name, what, f"lacks {lacks_bytes / 1e9:.2f} GB", lacks_bytes)
+        shortfall_bytes = float(predict_candidate(job, candidate).peak_bytes.max()) - job.capacity_bytes
+        if shortfall_bytes > 0:
+            return RuledOut(self.name, what, f"lacks {shortfall_bytes / 1e9:.2f} GB", shortfall_bytes)
         return candidate
 
 
@@ -228,7 +228,7 @@ def test_what_needs_too_much_memory_in_simulation_is_ruled_out():
 
     found = search(job_on(10**9), {"careless": careless}, max_simulated=None)
     assert all(each.prediction.peak_bytes.max() <= job_on(10**9).capacity_bytes for each in found.results)
-    assert any("in simulation it lacks" in ruled.why and ruled.lacks_bytes > 0 for ruled in found.ruled_out)
+    assert any("in simulation it lacks" in ruled.why and ruled.shortfall_bytes > 0 for ruled in found.ruled_out)
 
 
 def test_pins_choose_strategies_and_are_passed_on():
@@ -258,7 +258,7 @@ def test_who_is_informed_is_asked_last_and_told_what_to_beat(pinned):
 
 def test_nothing_fits_names_the_nearest_miss():
     found = search(job_on(10**8), STRATEGIES)
-    nearest = min(found.ruled_out, key=lambda ruled: ruled.lacks_bytes)
+    nearest = min(found.ruled_out, key=lambda ruled: ruled.shortfall_bytes)
     assert nearest.why in nothing_fits(found)
     with pytest.raises(UserError, match="Nothing fits for tiny in batches of 64 on 8 h100"):
         found.best  # noqa: B018

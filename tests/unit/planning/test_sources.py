@@ -57,7 +57,7 @@ def test_a_workload_of_a_table(job, tmp_path):
 
 
 def test_a_plan_without_a_recipe_needs_a_workload(tmp_path):
-    layer = {"kind": "attention", "weights": 1, "parameters": 1, "output_width": 1, "saved_width": 1}
+    layer = {"kind": "attention", "weights": 1, "parameters": 1, "output_width": 1, "activation_width": 1}
     model = {"name": "m", "modules": [{"name": "backbone", "stacks": [{"layer": layer}]}], "edges": []}
     with pytest.raises(UserError, match=r"plan\.json names no recipe, so --workload must say"):
         read_plan_and_workload(write_plan(tmp_path, model=model), None)

@@ -21,7 +21,7 @@ from motet.data.text import ChatTokenizer
 from motet.models.build import ModelConfig, build_mllm
 from motet.models.families.registry import BACKBONES, ENCODERS
 from motet.models.spec import spec_of_config
-from motet.profiling.measure import Measured, Stopwatch, measure, measure_once, time_passes
+from motet.profiling.measure import MeasuredSubject, Stopwatch, measure, measure_once, time_passes
 from motet.profiling.subjects import grid_of, items, one_layer_deep, subjects
 from motet.profiling.table import HeldOut, print_tables
 from motet.train.recipe.recipe import load_recipe
@@ -92,7 +92,7 @@ def test_every_family_can_be_one_layer_deep():
         spec = spec_of_config(one_layer_deep(ModelConfig.model_validate(given)), 64)
         for module in spec.modules:
             assert [layer.kind for layer in module.layers].count("attention") == 1
-            assert all(layer.trained for layer in module.layers if layer.kind not in ("unused",))
+            assert all(layer.trainable for layer in module.layers if layer.kind not in ("unused",))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "whisper"])
@@ -151,7 +151,7 @@ def test_every_layer_is_measured_and_layers_add_up_to_the_module(chosen, name):
     assert called == {layer.kind for layer, _ in subject.layers} - {"patches"}
     # Whatever the layers took, together with what is put to the first of them they take what the whole did.
     sample[0] = [100.0, 0.0, 200.0]
-    measured = Measured(subject, [batch], [], [[sample]])
+    measured = MeasuredSubject(subject, [batch], [], [[sample]])
     times = measured.times(ALONE)
     assert sum(layer.grid.forward_s[0] for layer in times.layers) == pytest.approx(100)
     assert sum(layer.grid.input_s[0] + layer.grid.weight_s[0] for layer in times.layers) == pytest.approx(200)
@@ -159,14 +159,14 @@ def test_every_layer_is_measured_and_layers_add_up_to_the_module(chosen, name):
 
 def test_points_say_what_each_layer_saw(chosen):
     subject, batch = chosen[BACKBONE], ((2, 8), (1, 20))
-    measured = Measured(subject, [batch], [], [[measure_once(subject, batch, counting_watch)]])
+    measured = MeasuredSubject(subject, [batch], [], [[measure_once(subject, batch, counting_watch)]])
     by_kind = {layer.kind: layer.grid for layer in measured.times(ALONE).layers}
     assert by_kind["attention"].rows == (36.0,)
     assert by_kind["attention"].pairs[0] == pytest.approx((2 * 8**2 + 20**2) / 2, rel=0.1)
     # The first token of each of the three sequences is no target.
     assert by_kind["head"].rows == (33.0,)
     audio, batch = chosen["audio"], ((1, 20), (1, 8))
-    measured = Measured(audio, [batch], [], [[measure_once(audio, batch, counting_watch)]])
+    measured = MeasuredSubject(audio, [batch], [], [[measure_once(audio, batch, counting_watch)]])
     by_kind = {layer.kind: layer.grid for layer in measured.times(ALONE).layers}
     assert by_kind["attention"].rows == (20.0,) and by_kind["attention"].pairs == (200.0,)
 

@@ -5,8 +5,10 @@ from motet.core.plan import Plan, Unit
 from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
 
 
-def layer(trained=True):
-    return Layer("attention", 12, 12, output_width=4, saved_width=8, attention=Attention(4, 4), trained=trained)
+def layer(trainable=True):
+    return Layer(
+        "attention", 12, 12, output_width=4, activation_width=8, attention=Attention(4, 4), trainable=trainable
+    )
 
 
 def model(**modules):
@@ -14,8 +16,8 @@ def model(**modules):
     feeds."""
     made = []
     for name, count in modules.items():
-        frozen, trained = count if isinstance(count, tuple) else (0, count)
-        made.append(Module(name, (Stack(layer(False), frozen), Stack(layer(), trained))))
+        frozen, trainable = count if isinstance(count, tuple) else (0, count)
+        made.append(Module(name, (Stack(layer(False), frozen), Stack(layer(), trainable))))
     edges = [(name, "backbone") for name in modules if name not in ("backbone", "generator")]
     edges += [("backbone", "generator")] if "generator" in modules else []
     return ModelSpec("toy", tuple(made), tuple(edges))

@@ -57,8 +57,8 @@ def test_a_stage_has_the_passes_that_it_is_said_to_have(any_plan):
     parts = Counter((a.stage, a.kind, a.microbatch) for row in found.program.actions for a in row)
     for number, stage in enumerate(found.stages):
         assert ((number, Kind.B) in kinds or (number, Kind.I) in kinds) == stage.has_backward
-        assert (number, Kind.STEP) not in kinds or stage.trained
-        assert ((number, Kind.REDUCE) in kinds) == (stage.trained and len(stage.data_ranks) > 1)
+        assert (number, Kind.STEP) not in kinds or stage.trainable
+        assert ((number, Kind.REDUCE) in kinds) == (stage.trainable and len(stage.data_ranks) > 1)
         assert parts[number, Kind.F, stage.microbatches[0]] == stage.num_parts
 
 
@@ -196,7 +196,7 @@ def test_gradients_pass_through_what_is_frozen():
     spec = model(image=2, audio=(2, 0), backbone=(4, 0))
     stages = planned(plan(spec, Unit("all", ({"image": 2}, {"audio": 2}, {"backbone": 4}), pp=3))).stages
     assert [stage.has_backward for stage in stages] == [True, True, True]
-    assert [stage.trained for stage in stages] == [True, False, False]
+    assert [stage.trainable for stage in stages] == [True, False, False]
 
 
 def test_zero_with_single_shards_shards_nothing():

@@ -54,27 +54,27 @@ class Linear:
         return num_parameters * STEP_S
 
 
-def block(width, trained, divisor=1, causal=False):
+def block(width, trainable, divisor=1, causal=False):
     attention = Attention(width, width // 2, causal)
-    return Layer("attention", 12 * width, 13 * width, width, 10 * width, attention, divisor, trained=trained)
+    return Layer("attention", 12 * width, 13 * width, width, 10 * width, attention, divisor, trainable=trainable)
 
 
 def model(image=True, projector=True, audio=True, backbone=True):
     """What of it learns. Blocks: image 4, audio 3 (padded), backbone 8."""
     images = [
-        Layer("patches", 30, 40, 16, 20, trained=image),
+        Layer("patches", 30, 40, 16, 20, trainable=image),
         *[block(16, image)] * 4,
-        Layer("projector", 70, 80, 32, 48, divisor=4, trained=projector),
+        Layer("projector", 70, 80, 32, 48, divisor=4, trainable=projector),
     ]
     clips = [
-        Layer("convolution", 20, 20, 8, 24, divisor=2, trained=audio),
+        Layer("convolution", 20, 20, 8, 24, divisor=2, trainable=audio),
         *[block(8, audio, divisor=2)] * 3,
-        Layer("projector", 50, 60, 32, 40, divisor=8, extra_rows=1, trained=audio),
+        Layer("projector", 50, 60, 32, 40, divisor=8, extra_rows=1, trainable=audio),
     ]
     texts = [
-        Layer("embedding", 0, 3200, 32, 0, trained=backbone),
+        Layer("embedding", 0, 3200, 32, 0, trainable=backbone),
         *[block(32, backbone, causal=True)] * 8,
-        Layer("head", 3200, 3200, 100, 32, trained=backbone, targets_only=True),
+        Layer("head", 3200, 3200, 100, 32, trainable=backbone, targets_only=True),
     ]
     modules = Module.of("image", images), Module.of("audio", clips, padded=True), Module.of("backbone", texts)
     return ModelSpec("rich", modules, (("image", "backbone"), ("audio", "backbone")))
@@ -210,7 +210,7 @@ def rows_of(made, batch, module, layer, stage, island, microbatch, islands):
 
 def learns_before(spec, name, place):
     """Whether anything that a layer's input comes from learns."""
-    own = any(layer.trained for layer in spec.module(name).layers[:place])
+    own = any(layer.trainable for layer in spec.module(name).layers[:place])
     return own or any(
         learns_before(spec, source, len(spec.module(source).layers)) for source, sink in spec.edges if sink == name
     )
@@ -224,4 +224,4 @@ def layers_of(made, stage):
             for place in blocks:
                 layer, before = module.layers[place], learns_before(made.model, name, place)
                 again = number < stage.recomputed.get(name, 0) and layer.attention is not None
-                yield name, layer, before, again and (before or layer.trained)
+                yield name, layer, before, again and (before or layer.trainable)

@@ -12,12 +12,12 @@ from __future__ import annotations
 import numpy as np
 
 from motet.balance.reference.bound import packed_bound
-from motet.balance.reference.level import Group, Item, level
-from motet.balance.reference.result import Placement, placement
+from motet.balance.reference.level import Holder, Item, level
+from motet.balance.reference.result import AssignmentFields, placement
 from motet.core.arrays import Int32Array, Int64Array
 
 
-def packed_home(weights: Int64Array, num_ranks: int, home: Int32Array, ranks_per_node: int) -> Placement:
+def packed_home(weights: Int64Array, num_ranks: int, home: Int32Array, ranks_per_node: int) -> AssignmentFields:
     """Balance sums of weights, int64 [num_items], >= 0 and with a sum that fits int64, starting from `home`.
 
     home: int32 [num_items], the rank that holds each item. The last node is smaller if ranks_per_node does not divide
@@ -27,7 +27,7 @@ def packed_home(weights: Int64Array, num_ranks: int, home: Int32Array, ranks_per
     items: list[Item] = sorted((-weight, item) for item, weight in enumerate(weights.tolist()))
     nodes = _nodes(items, num_ranks, home.tolist(), ranks_per_node, bound)
     level(nodes)
-    groups: list[Group] = []
+    groups: list[Holder] = []
     for node in nodes:
         on_ranks = _ranks_of_node(node, len(groups), min(ranks_per_node, num_ranks - len(groups)), home, bound)
         level(on_ranks)
@@ -43,14 +43,14 @@ def packed_home(weights: Int64Array, num_ranks: int, home: Int32Array, ranks_per
     return placement(ranks, np.array(loads, dtype=np.int64), bound)
 
 
-def _nodes(items: list[Item], num_ranks: int, home: list[int], ranks_per_node: int, bound: int) -> list[Group]:
+def _nodes(items: list[Item], num_ranks: int, home: list[int], ranks_per_node: int, bound: int) -> list[Holder]:
     """What each node holds; its target is its ranks' share of all, its limit what its ranks can hold."""
     total = -sum(negated for negated, _ in items)
     nodes = []
     for first in range(0, num_ranks, ranks_per_node):
         last = min(first + ranks_per_node, num_ranks)
         target = total * last // num_ranks - total * first // num_ranks
-        nodes.append(Group([], 0, target, min(total, (last - first) * (bound + (bound >> 18)))))
+        nodes.append(Holder([], 0, target, min(total, (last - first) * (bound + (bound >> 18)))))
     for negated, item in items:
         node = nodes[home[item] // ranks_per_node]
         node.items.append((negated, item))
@@ -58,10 +58,10 @@ def _nodes(items: list[Item], num_ranks: int, home: list[int], ranks_per_node: i
     return nodes
 
 
-def _ranks_of_node(node: Group, first: int, size: int, home: Int32Array, bound: int) -> list[Group]:
+def _ranks_of_node(node: Holder, first: int, size: int, home: Int32Array, bound: int) -> list[Holder]:
     """Own items on their home ranks, then imports, heaviest first, where the load is furthest below target."""
     limit = bound + (bound >> 17)
-    ranks = [Group([], 0, node.load * (rank + 1) // size - node.load * rank // size, limit) for rank in range(size)]
+    ranks = [Holder([], 0, node.load * (rank + 1) // size - node.load * rank // size, limit) for rank in range(size)]
     rank_of = {item: int(home[item]) - first for _, item in node.items if first <= home[item] < first + size}
     for negated, item in node.items:
         if item in rank_of:

@@ -23,14 +23,14 @@ from motet.balance.reference.bound import packed_bound
 from motet.balance.reference.joint_phases import place_phase_by_phase
 from motet.balance.reference.joint_search import search_swaps
 from motet.balance.reference.joint_state import JointProblem, JointState
-from motet.balance.reference.result import Placement, placement
+from motet.balance.reference.result import AssignmentFields, placement
 from motet.core.arrays import Int64Array
 
 SHARE_UNIT = 2**30
 """Of a phase's sum: shares add up to at most so much, within int32."""
 
 
-def joint(costs: Int64Array, num_ranks: int, max_pairs: int) -> Placement:
+def joint(costs: Int64Array, num_ranks: int, max_pairs: int) -> AssignmentFields:
     """Place examples of costs [num_examples, num_phases], >= 0, with a sum over all that fits int64.
 
     max_pairs: pairs of examples that the searches may compare, half of them each. Examples that cost nothing are dealt

@@ -14,8 +14,8 @@ from itertools import pairwise
 import numpy as np
 
 from motet.balance.reference.bound import packed_bound
-from motet.balance.reference.level import Group, level
-from motet.balance.reference.result import Placement, placement
+from motet.balance.reference.level import Holder, level
+from motet.balance.reference.result import AssignmentFields, placement
 from motet.core.arrays import Int32Array, Int64Array
 
 NODE_BITS = 13
@@ -29,7 +29,7 @@ def joint_home(
     home: Int32Array,
     sizes: Int64Array,
     ranks_per_node: int,
-) -> Placement:
+) -> AssignmentFields:
     """Balance costs [num_examples, num_phases], >= 0, whose sum over all fits int64, starting from `home`.
 
     home: int32 [num_examples], the rank that holds each example; sizes: int64 [num_examples], the bytes that move with
@@ -86,7 +86,7 @@ class _Examples:
         for phase in self.phases:
             of_phase = [example for example in examples if self.phase_of[example] == phase]
             groups = [
-                Group(
+                Holder(
                     [],
                     load[phase],
                     totals[phase] * last // firsts[-1] - totals[phase] * first // firsts[-1],

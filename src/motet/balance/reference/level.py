@@ -17,11 +17,11 @@ Item = tuple[int, int]
 MAX_PARTNERS = 64
 """So many groups, furthest under their limit first, are asked for an exchange before the heaviest counts as settled."""
 
-NOTHING: Item = (0, -1)
+NO_ITEM: Item = (0, -1)
 
 
 @dataclass
-class Group:
+class Holder:
     """What one rank or node holds, items ascending; a load above `limit` is to come down, to `target` at best."""
 
     items: list[Item]
@@ -30,7 +30,7 @@ class Group:
     limit: int
 
 
-def level(groups: list[Group], turns: list[int] | None = None) -> None:
+def level(groups: list[Holder], turns: list[int] | None = None) -> None:
     """Exchange items until no group is over its limit or no exchange helps; the targets add up to the loads.
 
     turns: by item number, whose turn to be given is first; None: the heaviest first.
@@ -45,7 +45,7 @@ def level(groups: list[Group], turns: list[int] | None = None) -> None:
             return
 
 
-def _exchange(heavy: Group, light: Group, turns: list[int] | None) -> bool:
+def _exchange(heavy: Holder, light: Holder, turns: list[int] | None) -> bool:
     """Close the smaller of the two gaps, as nearly as the items allow; False where no exchange brings them closer."""
     room = (heavy.load - heavy.target) - (light.load - light.target)
     gap = max(1, min(heavy.load - heavy.target, light.target - light.load))
@@ -54,13 +54,13 @@ def _exchange(heavy: Group, light: Group, turns: list[int] | None) -> bool:
     given, left = _whole_items(heavy.items if turns is None else sorted(heavy.items, key=lambda i: turns[i[1]]), gap)
     rest = [item for item in heavy.items if item not in given]
     give, take = _best_swap(rest, light.items, left, gap - left, room)
-    given += [give] if give != NOTHING else []
+    given += [give] if give != NO_ITEM else []
     if not given:
         return False
     for item in given:
         heavy.items.remove(item)
         insort(light.items, item)
-    if take != NOTHING:
+    if take != NO_ITEM:
         light.items.remove(take)
         insort(heavy.items, take)
     change = take[0] - sum(negated for negated, _ in given)
@@ -84,9 +84,9 @@ def _best_swap(heavy: list[Item], light: list[Item], left: int, moved: int, room
 
     With what has `moved` already, the change must stay within 0 and `room`, both excluded.
     """
-    best = (NOTHING, NOTHING)
+    best = (NO_ITEM, NO_ITEM)
     smallest_miss = left if moved else room
-    for take in [NOTHING, *reversed(light)]:
+    for take in [NO_ITEM, *reversed(light)]:
         if smallest_miss == 0:
             break
         after = bisect_right(heavy, take[0] - left, key=lambda item: item[0])  # the first lighter than what is wanted

@@ -17,12 +17,12 @@ import heapq
 import numpy as np
 
 from motet.balance.reference.bound import packed_bound
-from motet.balance.reference.result import Placement, placement
+from motet.balance.reference.result import AssignmentFields, placement
 from motet.balance.reference.swaps import Swaps
 from motet.core.arrays import Int64Array
 
 
-def packed(weights: Int64Array, num_ranks: int, equal_counts: bool, num_steps: int) -> Placement:
+def packed(weights: Int64Array, num_ranks: int, equal_counts: bool, num_steps: int) -> AssignmentFields:
     """Balance sums of weights, int64 [num_items], >= 0 and with a sum that fits int64.
 
     equal_counts: the numbers of items of two ranks differ by at most one.

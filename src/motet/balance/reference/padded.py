@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from motet.balance.reference.result import Placement, placement
+from motet.balance.reference.result import AssignmentFields, placement
 from motet.core.arrays import Int64Array
 
 
-def padded(lengths: Int64Array, num_ranks: int, linear: int, quadratic: int) -> Placement:
+def padded(lengths: Int64Array, num_ranks: int, linear: int, quadratic: int) -> AssignmentFields:
     """Balance count * (linear * longest + quadratic * longest^2) of lengths, int64 [num_items], >= 0.
 
     For all items at once it must fit int64. The bound is the optimum, so that the largest load equals it. Ranks may be

@@ -23,8 +23,8 @@ from bisect import bisect_left
 import numpy as np
 
 from motet.balance.checks import INT64_MAX
-from motet.balance.reference.padded_attention_bound import Classes, lower_bound
-from motet.balance.reference.result import Placement, placement
+from motet.balance.reference.padded_attention_bound import Classes, padded_attention_bound
+from motet.balance.reference.result import AssignmentFields, placement
 from motet.core.arrays import Int32Array, Int64Array
 
 MAX_ITEMS_FOR_PAPER = 1 << 14
@@ -34,7 +34,7 @@ Take = tuple[int, int, int]
 """The rank, the class, and how many of the class the rank takes: those that come next by item number."""
 
 
-def padded_attention(lengths: Int64Array, num_ranks: int, linear: int, quadratic: int) -> Placement:
+def padded_attention(lengths: Int64Array, num_ranks: int, linear: int, quadratic: int) -> AssignmentFields:
     """Balance lengths, int64 [num_items], >= 0; linear, quadratic >= 1; all items on one rank must fit int64.
 
     O(num_items + 20 (num_classes + num_ranks log num_classes)) after the sort; within 2 % of the bound from 64 ranks
@@ -50,7 +50,7 @@ def padded_attention(lengths: Int64Array, num_ranks: int, linear: int, quadratic
         next_position[place] += count
         ranks[order[first : first + count]] = rank
     loads = loads_of(ranks, lengths, num_ranks, linear, quadratic)
-    bound = lower_bound(classes, num_ranks, linear, quadratic, low, int(loads.max(initial=0)))
+    bound = padded_attention_bound(classes, num_ranks, linear, quadratic, low, int(loads.max(initial=0)))
     if len(lengths) <= MAX_ITEMS_FOR_PAPER or int(loads.max()) > bound + bound // 64:
         by_paper = np.empty(len(lengths), dtype=np.int32)
         by_paper[order] = _paper(lengths[order].tolist(), num_ranks)

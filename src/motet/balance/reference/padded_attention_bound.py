@@ -51,7 +51,7 @@ class Classes(NamedTuple):
         return cls(ascending[::-1].tolist(), starts.tolist(), sums.tolist())
 
 
-def lower_bound(classes: Classes, num_ranks: int, linear: int, quadratic: int, low: int, high: int) -> int:
+def padded_attention_bound(classes: Classes, num_ranks: int, linear: int, quadratic: int, low: int, high: int) -> int:
     """No placement has a smaller largest load; low is such a bound already, and high a load that is reached.
 
     O(15 (num_classes + num_ranks)).

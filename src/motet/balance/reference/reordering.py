@@ -1,7 +1,7 @@
 """The order of microbatches in a 1F1B pipeline, so that those of uneven length leave short bubbles.
 
 MMScale/DistTrain Algorithm 3, corrected: its loop runs past the last microbatch, so it runs here while any remain; and
-GETINTERVAL, which it leaves open, is read off the schedule's own recursion (`Pipeline`). Then two things of ours: the
+GETINTERVAL, which it leaves open, is read off the schedule's own recursion (`PipelineClock`). Two things are ours: the
 order with the longest microbatches early, and swaps of two microbatches as long as they shorten the step.
 
 1. The smallest microbatch goes first, to start all stages; the num_stages - 1 smallest of the rest go last, where
@@ -25,7 +25,7 @@ NUM_VISITS = 1 << 18
 """Visits of a microbatch to a stage that the swaps may simulate: about a millisecond in the native core."""
 
 
-class Pipeline:
+class PipelineClock:
     """1F1B, microbatch after microbatch: what is known once each stage has done all that the ones so far allow.
 
     Stage s does num_stages - 1 - s forwards, then a forward and a backward in turn, then the backwards that are left.
@@ -91,14 +91,14 @@ def order_microbatches(forward: Int64Array, backward: Int64Array) -> Int64Array:
 def _makespan(forward: list[list[int]], backward: list[list[int]], order: list[int]) -> int:
     if not order:
         return 0
-    pipeline = Pipeline(forward, backward)
+    pipeline = PipelineClock(forward, backward)
     pipeline.order = order
     return pipeline.finish()
 
 
 def _filled(forward: list[list[int]], backward: list[list[int]], ascending: list[int]) -> list[int]:
     """Steps 1 to 3: the intervals of the first stage, filled one after the other."""
-    pipeline = Pipeline(forward, backward)
+    pipeline = PipelineClock(forward, backward)
     num_stages = pipeline.num_stages
     first, last, middle = ascending[0], ascending[1:num_stages], ascending[num_stages:]
     waiting: list[tuple[int, int]] = []  # (forward on the first stage, microbatch), ascending

@@ -5,10 +5,10 @@ from __future__ import annotations
 from motet.core.arrays import Int32Array, Int64Array
 from motet.core.assignment import csr_from_ranks
 
-Placement = tuple[Int32Array, Int64Array, Int64Array, Int64Array, int | Int64Array]
+AssignmentFields = tuple[Int32Array, Int64Array, Int64Array, Int64Array, int | Int64Array]
 """ranks, items, offsets, loads, bound: the fields of core.Assignment."""
 
 
-def placement(ranks: Int32Array, loads: Int64Array, bound: int | Int64Array) -> Placement:
+def placement(ranks: Int32Array, loads: Int64Array, bound: int | Int64Array) -> AssignmentFields:
     """With the items of each rank in item order."""
     return ranks, *csr_from_ranks(ranks, len(loads)), loads, bound

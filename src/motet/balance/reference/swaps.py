@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-NUM_MOVABLE = 24
+_NUM_MOVABLE = 24
 """So many of a rank's items move, the lightest."""
 NUM_PAIRABLE = 16
 """So many of these form pairs."""
@@ -35,7 +35,7 @@ class Bundle(NamedTuple):
     places: tuple[int, ...]
 
 
-NOTHING = Bundle(0, ())
+NO_BUNDLE = Bundle(0, ())
 
 
 class Dice:
@@ -66,7 +66,7 @@ class Swaps:
             self._counts[rank] += 1
             movable = self._movable[rank]
             third = len(movable) > 1 and descending[movable[-2]] == descending[place]
-            if len(movable) < NUM_MOVABLE and not third:
+            if len(movable) < _NUM_MOVABLE and not third:
                 movable.append(place)
 
     def run(self, bound: int, num_steps: int) -> None:
@@ -132,7 +132,7 @@ class Swaps:
             return False
         givable, takable = self._bundles(heavy, with_pairs), self._bundles(light, with_pairs)
         if not self._equal_counts or (not with_pairs and self._counts[heavy] > self._counts[light]):
-            takable = [NOTHING, *takable]
+            takable = [NO_BUNDLE, *takable]
         self._steps_left -= (STEPS_PER_BUNDLE if with_pairs else 1) * (len(givable) + len(takable))
         enough = 2 * self._target - self.loads[heavy] - self.loads[light]
         swap = best_swap(givable, takable, room, max(enough, 1))
@@ -162,7 +162,7 @@ class Swaps:
             self._counts[rank] += len(bundle.places)
             for place in bundle.places:
                 insort(self._movable[rank], place, key=lambda other: -other)
-                del self._movable[rank][NUM_MOVABLE:]
+                del self._movable[rank][_NUM_MOVABLE:]
                 self.ranks[place] = rank
 
 

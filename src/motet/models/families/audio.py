@@ -16,9 +16,9 @@ from torch.nn.functional import dropout, gelu
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.shapes import Transformer, convolution, final_norm
-from motet.models.attention import Padded
+from motet.models.attention import PaddedClips
 from motet.models.contract import AudioRows
-from motet.models.layers import LayerModules, trains
+from motet.models.layers import LayerModules, any_trainable
 
 
 class AudioEncoder(nn.Module):
@@ -55,14 +55,14 @@ class AudioEncoder(nn.Module):
     def layers(self) -> list[LayerModules]:
         model, config = self.model, self.model.config
         hidden, strided = config.d_model, (model.conv2, model.embed_positions)
-        first = convolution(config.num_mel_bins, hidden, trained=trains(model.conv1))
+        first = convolution(config.num_mel_bins, hidden, trainable=any_trainable(model.conv1))
         second = convolution(
             hidden,
             hidden,
             stride=2,
             divisor=2,
             num_positions=config.max_source_positions,
-            trained=trains(*strided),
+            trainable=any_trainable(*strided),
         )
         shape = Transformer(
             hidden,
@@ -71,11 +71,11 @@ class AudioEncoder(nn.Module):
             activation=config.activation_function,
             biases=("query", "value", "output", "mlp"),
         )
-        norm = final_norm(hidden, divisor=2 * self.pooled, trained=trains(model.layer_norm))
+        norm = final_norm(hidden, divisor=2 * self.pooled, trainable=any_trainable(model.layer_norm))
         return [
             LayerModules(first, (model.conv1,)),
             LayerModules(second, strided),
-            *(LayerModules(shape.layer(divisor=2, trained=trains(block)), (block,)) for block in self.blocks),
+            *(LayerModules(shape.layer(divisor=2, trainable=any_trainable(block)), (block,)) for block in self.blocks),
             LayerModules(norm, (model.layer_norm,)),
         ]
 
@@ -94,7 +94,7 @@ class AudioEncoder(nn.Module):
         hidden = gelu(model.conv2(hidden)).transpose(1, 2)
         hidden = hidden + model.embed_positions.weight[: hidden.shape[1]]
         hidden = dropout(hidden, p=model.dropout, training=model.training)
-        extents = Padded(counts, hidden.shape[1], hidden.device)
+        extents = PaddedClips(counts, hidden.shape[1], hidden.device)
         for layer in model.layers:
             hidden = layer(hidden, extents)
         return hidden, counts

@@ -11,7 +11,7 @@ from transformers import CLIPVisionModel
 
 from motet.core.arrays import Int64Array
 from motet.core.shapes import Transformer, patches
-from motet.models.attention import Segments
+from motet.models.attention import PackedItems
 from motet.models.families.patches import (
     add_class_rows,
     embed_patches,
@@ -19,7 +19,7 @@ from motet.models.families.patches import (
     patch_positions,
     raster_rows,
 )
-from motet.models.layers import LayerModules, trains, unused_layer
+from motet.models.layers import LayerModules, any_trainable, unused_layer
 
 
 class ClipEncoder(nn.Module):
@@ -57,12 +57,15 @@ class ClipEncoder(nn.Module):
             num_positions=model.embeddings.num_positions,
             extra_parameters=hidden,
             norm=True,
-            trained=trains(*before),
+            trainable=any_trainable(*before),
         )
         shape = Transformer(hidden, config.intermediate_size, config.num_attention_heads, activation=config.hidden_act)
         return [
             LayerModules(stem, before),
-            *(LayerModules(shape.layer(extra_rows=1, trained=trains(block)), (block,)) for block in self.blocks),
+            *(
+                LayerModules(shape.layer(extra_rows=1, trainable=any_trainable(block)), (block,))
+                for block in self.blocks
+            ),
             *(unused_layer(block, hidden) for block in model.encoder.layers[self.num_computed :]),
             unused_layer(model.post_layernorm, hidden),
         ]
@@ -74,7 +77,7 @@ class ClipEncoder(nn.Module):
         patches = embed_patches(embeddings.patch_embedding, values) + patch_positions(table[1:], grids)
         hidden, places = add_class_rows(patches, embeddings.class_embedding + table[0], counts)
         hidden = self.model.pre_layrnorm(hidden)[None]
-        segments = Segments.from_lengths(counts + 1)
+        segments = PackedItems.from_lengths(counts + 1)
         for layer in self.blocks:
             hidden = layer(hidden, segments)
         return hidden[0].index_select(0, places)

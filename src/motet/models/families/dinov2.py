@@ -9,7 +9,7 @@ from transformers import Dinov2Model
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.shapes import BIASES, Transformer, final_norm, patches
-from motet.models.attention import Segments
+from motet.models.attention import PackedItems
 from motet.models.families.patches import (
     add_class_rows,
     embed_patches,
@@ -17,7 +17,7 @@ from motet.models.families.patches import (
     patch_positions,
     raster_rows,
 )
-from motet.models.layers import LayerModules, trains, unused_layer
+from motet.models.layers import LayerModules, any_trainable, unused_layer
 
 
 class Dinov2Encoder(nn.Module):
@@ -59,7 +59,7 @@ class Dinov2Encoder(nn.Module):
             hidden,
             num_positions=embeddings.position_embeddings.shape[1],
             extra_parameters=hidden * (1 if embeddings.mask_token is None else 2),
-            trained=trains(embeddings),
+            trainable=any_trainable(embeddings),
         )
         mlp = model.encoder.layer[0].mlp
         shape = Transformer(
@@ -74,9 +74,12 @@ class Dinov2Encoder(nn.Module):
         norm = model.layernorm
         return [
             LayerModules(stem, (embeddings,)),
-            *(LayerModules(shape.layer(extra_rows=1, trained=trains(block)), (block,)) for block in self.blocks),
+            *(
+                LayerModules(shape.layer(extra_rows=1, trainable=any_trainable(block)), (block,))
+                for block in self.blocks
+            ),
             *(unused_layer(block, hidden) for block in model.encoder.layer[self.num_computed :]),
-            LayerModules(final_norm(hidden, extra_rows=1, trained=trains(norm)), (norm,))
+            LayerModules(final_norm(hidden, extra_rows=1, trainable=any_trainable(norm)), (norm,))
             if self.normalised
             else unused_layer(norm, hidden),
         ]
@@ -88,7 +91,7 @@ class Dinov2Encoder(nn.Module):
         patches = embed_patches(embeddings.patch_embeddings.projection, values) + patch_positions(table[1:], grids)
         hidden, places = add_class_rows(patches, embeddings.cls_token[0, 0] + table[0], counts)
         hidden = embeddings.dropout(hidden)[None]
-        segments = Segments.from_lengths(counts + 1)
+        segments = PackedItems.from_lengths(counts + 1)
         for layer in self.blocks:
             hidden = layer(hidden, segments)
         hidden = self.model.layernorm(hidden) if self.normalised else hidden

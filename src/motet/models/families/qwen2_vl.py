@@ -14,10 +14,10 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.shapes import Transformer, merge, patches
-from motet.models.attention import Segments
+from motet.models.attention import PackedItems
 from motet.models.contract import ImageRows
 from motet.models.families.patches import embed_patches
-from motet.models.layers import LayerModules, trains
+from motet.models.layers import LayerModules, any_trainable
 
 
 class _Rotation:
@@ -45,7 +45,7 @@ class _Attention(nn.Module):
         self.qkv, self.proj = hf.qkv, hf.proj
         self.num_heads = hf.num_heads
 
-    def forward(self, hidden: Tensor, cu_seqlens: Segments, position_embeddings: _Rotation) -> Tensor:
+    def forward(self, hidden: Tensor, cu_seqlens: PackedItems, position_embeddings: _Rotation) -> Tensor:
         """hidden [rows, dim] -> [rows, dim]."""
         query, key, value = self.qkv(hidden).view(len(hidden), 3, self.num_heads, -1).unbind(1)
         query, key = position_embeddings.apply(query), position_embeddings.apply(key)
@@ -84,7 +84,7 @@ class Qwen2VLEncoder(nn.Module):
     def layers(self) -> list[LayerModules]:
         model, config = self.model, self.model.config
         row_dim = config.in_channels * config.temporal_patch_size * config.patch_size**2
-        stem = patches(row_dim, config.embed_dim, bias=False, trained=trains(model.patch_embed))
+        stem = patches(row_dim, config.embed_dim, bias=False, trainable=any_trainable(model.patch_embed))
         shape = Transformer(
             config.embed_dim,
             int(config.embed_dim * config.mlp_ratio),
@@ -92,10 +92,10 @@ class Qwen2VLEncoder(nn.Module):
             activation=config.hidden_act,
         )
         size = self.merge**2
-        merger = merge(config.embed_dim, config.hidden_size, size, divisor=size, trained=trains(model.merger))
+        merger = merge(config.embed_dim, config.hidden_size, size, divisor=size, trainable=any_trainable(model.merger))
         return [
             LayerModules(stem, (model.patch_embed,)),
-            *(LayerModules(shape.layer(trained=trains(block)), (block,)) for block in self.blocks),
+            *(LayerModules(shape.layer(trainable=any_trainable(block)), (block,)) for block in self.blocks),
             LayerModules(merger, (model.merger,)),
         ]
 
@@ -103,7 +103,7 @@ class Qwen2VLEncoder(nn.Module):
         grids = sizes.numpy()
         hidden = embed_patches(self.model.patch_embed.proj, values)
         rotation = self._rotation(grids, hidden)
-        segments = Segments.from_lengths(np.prod(grids, axis=1))
+        segments = PackedItems.from_lengths(np.prod(grids, axis=1))
         for block in self.model.blocks:
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotation)
         return self.model.merger(hidden)

@@ -8,9 +8,9 @@ from transformers import SiglipVisionModel
 
 from motet.core.arrays import Int64Array
 from motet.core.shapes import Transformer, final_norm, patches
-from motet.models.attention import Segments
+from motet.models.attention import PackedItems
 from motet.models.families.patches import embed_patches, num_computed, patch_positions, raster_rows
-from motet.models.layers import LayerModules, trains, unused_layer
+from motet.models.layers import LayerModules, any_trainable, unused_layer
 
 
 class SiglipEncoder(nn.Module):
@@ -47,15 +47,15 @@ class SiglipEncoder(nn.Module):
             config.num_channels * config.patch_size**2,
             hidden,
             num_positions=embeddings.num_positions,
-            trained=trains(embeddings),
+            trainable=any_trainable(embeddings),
         )
         norm = model.post_layernorm
         shape = Transformer(hidden, config.intermediate_size, config.num_attention_heads, activation=config.hidden_act)
         return [
             LayerModules(stem, (embeddings,)),
-            *(LayerModules(shape.layer(trained=trains(block)), (block,)) for block in self.blocks),
+            *(LayerModules(shape.layer(trainable=any_trainable(block)), (block,)) for block in self.blocks),
             *(unused_layer(block, hidden) for block in model.encoder.layers[self.num_computed :]),
-            LayerModules(final_norm(hidden, trained=trains(norm)), (norm,))
+            LayerModules(final_norm(hidden, trainable=any_trainable(norm)), (norm,))
             if self.normalised
             else unused_layer(norm, hidden),
             *([unused_layer(model.head, hidden)] if model.use_head else []),
@@ -66,7 +66,7 @@ class SiglipEncoder(nn.Module):
         embeddings = self.model.embeddings
         hidden = embed_patches(embeddings.patch_embedding, values)
         hidden = (hidden + patch_positions(embeddings.position_embedding.weight, grids))[None]
-        segments = Segments.from_lengths(self.num_outputs(grids))
+        segments = PackedItems.from_lengths(self.num_outputs(grids))
         for layer in self.blocks:
             hidden = layer(hidden, segments)
         return (self.model.post_layernorm(hidden) if self.normalised else hidden)[0]

@@ -14,7 +14,7 @@ import numpy as np
 
 from motet.core.arrays import Float64Array
 from motet.core.errors import ArgumentError
-from motet.core.timeline import COMPUTE, Timeline
+from motet.core.timeline import COMPUTE_STREAM, Timeline
 from motet.schedule.program import Kind
 
 _ROUNDING = 1e-9
@@ -29,7 +29,7 @@ class Slices(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class RankPasses:
     """Passes of one rank, or parts of passes, in order. names, starts_s: of all of them. busy_s: [2, num], starts and
     ends of those that hold the compute stream; the others are tensor-parallel communication.
     """
@@ -44,7 +44,7 @@ class Row:
 
 
 @dataclass(frozen=True, eq=False)
-class Backbone:
+class BackbonePipeline:
     """One pipeline of the backbone alone. Seconds from the start of its step.
 
     needed_s: per microbatch, when its first pass starts: F_i of section 4.3.
@@ -52,7 +52,7 @@ class Backbone:
     done_s:   per rank, when its passes are over, and its gradients reduced.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[RankPasses, ...]
     needed_s: Float64Array
     ready_s: Float64Array
     done_s: tuple[float, ...]
@@ -71,14 +71,14 @@ class Backbone:
         return max(self.done_s)
 
 
-def backbone_of(timeline: Timeline, num_microbatches: int, *, sink: int = 0) -> Backbone:
+def backbone_of(timeline: Timeline, num_microbatches: int, *, sink: int = 0) -> BackbonePipeline:
     """Of a Timeline without encoders. sink: the stage that takes in what they give. O(spans log spans).
 
     Raises ArgumentError for a Timeline in which that stage has not a forward pass of every microbatch.
     """
     kind = np.array(timeline.kind, dtype=object)
     is_pass = np.isin(kind, [Kind.F, Kind.B, Kind.I, Kind.W, Kind.R])
-    on_compute = np.array([stream == COMPUTE for stream in timeline.stream], dtype=np.bool_)
+    on_compute = np.array([stream == COMPUTE_STREAM for stream in timeline.stream], dtype=np.bool_)
     needed_s, ready_s = np.full(num_microbatches, np.inf), np.full(num_microbatches, -np.inf)
     names = (f"{sink}F", f"{sink}B", f"{sink}I")
     of_sink = np.array([action.startswith(names) for action in timeline.action], dtype=np.bool_)
@@ -96,12 +96,12 @@ def backbone_of(timeline: Timeline, num_microbatches: int, *, sink: int = 0) -> 
         held = passes[on_compute[passes]]
         actions = tuple(timeline.action[span] for span in passes.tolist())
         busy_s = np.stack([timeline.start_s[held], timeline.end_s[held]])
-        rows.append(Row(actions, tuple(timeline.start_s[passes].tolist()), busy_s))
+        rows.append(RankPasses(actions, tuple(timeline.start_s[passes].tolist()), busy_s))
         done_s.append(float(timeline.end_s[own & (kind != Kind.STEP)].max(initial=0.0)))
-    return Backbone(tuple(rows), needed_s, np.where(np.isneginf(ready_s), np.inf, ready_s), tuple(done_s))
+    return BackbonePipeline(tuple(rows), needed_s, np.where(np.isneginf(ready_s), np.inf, ready_s), tuple(done_s))
 
 
-class Room:
+class BubbleRoom:
     """Bubbles of a rank, in order of time, or of time run backwards. The last one must hold all that is asked for."""
 
     def __init__(self, start_s: Float64Array, stop_s: Float64Array) -> None:

@@ -40,7 +40,7 @@ _FILLED = 4
 
 
 @dataclass(frozen=True)
-class Shape:
+class PipelineShape:
     """A backbone on as many ranks as divide. chunks: stages of each pipeline rank. estimate_s: of the step.
     bound_s: of what a rank computes of it and of the encoders, at least.
     """
@@ -86,7 +86,7 @@ class Fitted:
 class EncoderPlans:
     """Of encoders beside one backbone, from all that divide its degrees. mode: what is recomputed."""
 
-    def __init__(self, job: Job, shape: Shape, mode: Literal["none", "least", "full"] = "least") -> None:
+    def __init__(self, job: Job, shape: PipelineShape, mode: Literal["none", "least", "full"] = "least") -> None:
         self.job, self.shape, self.mode = job, shape, mode
         self.encoders = encoders_of(job)
         costs = job.block_costs(BACKBONE, shape.microbatch_size, shape.tp)
@@ -183,12 +183,12 @@ class EncoderPlans:
         found: dict[int, tuple[Fit, int]] = {}
         for rank in (shape.pp - 1, *range(shape.pp - 1)):  # The last, with the output layer, often lacks most.
             found[rank] = self._fit_rank(units, rank, rank // num_pipelines, most)
-            if found[rank][0].lacks_bytes >= nearest_bytes:
+            if found[rank][0].shortfall_bytes >= nearest_bytes:
                 return None
         fits, spare = zip(*(found[rank] for rank in range(shape.pp)))
-        worst = max(range(shape.pp), key=lambda rank: fits[rank].lacks_bytes)
-        if fits[worst].lacks_bytes:
-            lacks = fits[worst].lacks_bytes
+        worst = max(range(shape.pp), key=lambda rank: fits[rank].shortfall_bytes)
+        if fits[worst].shortfall_bytes:
+            lacks = fits[worst].shortfall_bytes
             done = "with nothing recomputed" if self.mode == "none" else "with all layers recomputed"
             why = f"pipeline rank {worst} of {shape.pp} lacks {size_words(lacks)} {done}."
             return RuledOut(BUBBLE_FILLING, f"{shape}; {plan}", why, lacks)
@@ -210,19 +210,19 @@ class EncoderPlans:
         places += [(unit, place) for unit in units[1:]]
         single = [self._stage_bytes(unit, stage) for unit, stage in places]
         kept = np.array([float(stage.kept_bytes) for stage in single])
-        again_s = [self._again_s(unit, stage, most) for unit, stage in places]
+        recompute_s = [self._again_s(unit, stage, most) for unit, stage in places]
         encoders = np.full(len(units) - 1, most)
         held = moments[np.argmax(moments @ kept[: shape.chunks])]
         if self.mode == "full":  # also of stages that hold nothing at that moment
             held = np.maximum(held, 1)
         while True:
             count = np.concatenate([held, encoders])
-            fit = fit_rank(list(map(_times, single, count.tolist())), again_s, self.job.capacity_bytes, self.mode)
+            fit = fit_rank(list(map(_times, single, count.tolist())), recompute_s, self.job.capacity_bytes, self.mode)
             left = np.array([_kept(stage, chosen) for stage, chosen in zip(single, fit.recompute)])
             chunks, beside = left[: shape.chunks], float(left[shape.chunks :].sum())
             worst = moments[np.argmax(moments @ chunks)]
             spare_bytes = self.job.capacity_bytes - fit.peak_bytes - float((worst - held) @ chunks)
-            if fit.lacks_bytes or spare_bytes >= 0:
+            if fit.shortfall_bytes or spare_bytes >= 0:
                 return fit, int(min(max(spare_bytes, 0.0) // max(beside, 1.0), shape.num_microbatches))
             held = np.maximum(held, worst)
 
@@ -244,7 +244,7 @@ class EncoderPlans:
         """In a step."""
         count = self.shape.num_microbatches if unit.name == BACKBONE else most
         spans = unit_spans(self.job.model, unit, stage)
-        return {name: count * self.costs(unit).again_s[slice(*span)] for name, span in spans.items()}
+        return {name: count * self.costs(unit).recompute_s[slice(*span)] for name, span in spans.items()}
 
     def learns(self, pp: int) -> Mapping[str, tuple[bool, ...]]:
         """Of the encoders' stages, which have backward passes."""
@@ -259,7 +259,7 @@ def encoders_of(job: Job) -> list[str]:
     return [module.name for module in job.model.modules if module.name != BACKBONE]
 
 
-def encoder_degrees(shape: Shape) -> list[int]:
+def encoder_degrees(shape: PipelineShape) -> list[int]:
     """Tensor parallelism of encoders that leaves whole examples to each rank."""
     return [tp for tp in divisors(shape.tp) if shape.microbatch_size % (shape.tp // tp) == 0]
 
@@ -280,12 +280,12 @@ def _in_flight(program: Program, rank: int) -> Int64Array:
 
 
 def _times(stage: StageBytes, count: int) -> StageBytes:
-    spared = {name: count * column for name, column in stage.spared_bytes.items()}
-    return replace(stage, kept_bytes=count * stage.kept_bytes, spared_bytes=spared)
+    spared = {name: count * column for name, column in stage.saved_bytes.items()}
+    return replace(stage, kept_bytes=count * stage.kept_bytes, saved_bytes=spared)
 
 
 def _kept(stage: StageBytes, recompute: Mapping[str, int]) -> float:
-    return stage.kept_bytes - sum(float(stage.spared_bytes[name][:count].sum()) for name, count in recompute.items())
+    return stage.kept_bytes - sum(float(stage.saved_bytes[name][:count].sum()) for name, count in recompute.items())
 
 
 def _or_none(recompute: list[Mapping[str, int]]) -> tuple[Mapping[str, int], ...]:

@@ -33,7 +33,7 @@ import numpy as np
 from motet.core.arrays import Float64Array
 from motet.core.errors import ArgumentError
 from motet.core.plan import Fill
-from motet.planner.bubble_filling.backbone_bubbles import Backbone, Room, Slices
+from motet.planner.bubble_filling.backbone_bubbles import BackbonePipeline, BubbleRoom, Slices
 from motet.schedule.generators.bubble_filling import global_order
 from motet.schedule.program import Kind
 
@@ -86,7 +86,7 @@ class Encoders:
 
 
 @dataclass(frozen=True)
-class Placement:
+class PlacedFills:
     """step_s:    what the step takes.
     hidden:    the share of the encoders' computation that is within the backbone's own step, in its bubbles:
                Eff_coarse or Eff_fine of section 5.3.2. The rest is before that step or after it.
@@ -107,18 +107,18 @@ class Filling:
     pipelines: which microbatches each encoder pipeline takes; () is to be searched for.
     """
 
-    backbone: Backbone
+    backbone: BackbonePipeline
     encoders: Encoders
     first_stage: int
     pipelines: Pipelines = ()
 
     @cached_property
-    def coarse(self) -> Placement:
+    def coarse(self) -> PlacedFills:
         """Before and after the backbone's work."""
         return _placement(*self._coarse, self.first_stage)
 
     @cached_property
-    def fine(self) -> Placement:
+    def fine(self) -> PlacedFills:
         """In all bubbles; never slower than coarse."""
         return _placement(*self._fine, self.first_stage)
 
@@ -142,7 +142,7 @@ class Filling:
         return search, search.judge(self.pipelines) if self.pipelines else search.best(self._coarse[1].pipelines)
 
 
-def fill(backbone: Backbone, encoders: Encoders, first_stage: int) -> Filling:
+def fill(backbone: BackbonePipeline, encoders: Encoders, first_stage: int) -> Filling:
     """Encoders in the bubbles of a backbone.
 
     first_stage: the number of the encoders' first stage, after those of the backbone.
@@ -206,12 +206,12 @@ class _Found:
 class _Search:
     """For the assignment of microbatches to encoder pipelines that makes the step shortest."""
 
-    def __init__(self, backbone: Backbone, encoders: Encoders, *, fine: bool) -> None:
+    def __init__(self, backbone: BackbonePipeline, encoders: Encoders, *, fine: bool) -> None:
         self.backbone, self.encoders = backbone, encoders
         self.num_pipelines = backbone.num_ranks // encoders.num_places
         gaps = [self._gaps(row.busy_s, fine) for row in backbone.rows]
-        self.rooms = [Room(start, stop) for start, stop in gaps]
-        self._mirrored = [Room(-stop[-2::-1], -start[-2::-1]) for start, stop in gaps]
+        self.rooms = [BubbleRoom(start, stop) for start, stop in gaps]
+        self._mirrored = [BubbleRoom(-stop[-2::-1], -start[-2::-1]) for start, stop in gaps]
         self._forward_mirrored = tuple(place[::-1] for place in encoders.forward)
         ranks = np.array(backbone.done_s).reshape(encoders.num_places, -1)
         self._done_s = ranks.max(axis=1).tolist()
@@ -318,7 +318,7 @@ class _Search:
         passes: Passes,
         at_s: float,
         free: Mapping[int, float],
-        rooms: Sequence[Room],
+        rooms: Sequence[BubbleRoom],
     ) -> list[_Stay]:
         """One microbatch through (place, rank)s; free: when each rank's pass before has ended."""
         found = []
@@ -330,7 +330,7 @@ class _Search:
                 at_s = end_s + self.encoders.send_s
         return found
 
-    def _assigned(self, order: range, due_s: Sequence[float], passes: Passes, rooms: Sequence[Room]) -> Pipelines:
+    def _assigned(self, order: range, due_s: Sequence[float], passes: Passes, rooms: Sequence[BubbleRoom]) -> Pipelines:
         """Each microbatch in turn to the pipeline that is through with it first, of those that may take it."""
         free = dict.fromkeys(range(self.backbone.num_ranks), -np.inf)
         taken: list[list[int]] = [[] for _ in range(self.num_pipelines)]
@@ -364,7 +364,7 @@ def _exchanged(pipelines: Pipelines, given: tuple[int, int], returned: tuple[int
     return tuple(tuple(sorted(own)) for own in found)
 
 
-def _placement(search: _Search, found: _Found, first_stage: int) -> Placement:
+def _placement(search: _Search, found: _Found, first_stage: int) -> PlacedFills:
     """The slices one by one, and what they run before."""
     backbone, encoders = search.backbone, search.encoders
     placed: list[tuple[int, float, Fill]] = []
@@ -387,4 +387,4 @@ def _placement(search: _Search, found: _Found, first_stage: int) -> Placement:
                 placed.append((rank, start_s, Fill(rank, name, before)))
     fills = tuple(one for _, _, one in sorted(placed, key=lambda entry: entry[:2]))
     all_s = backbone.num_microbatches * encoders.microbatch_s
-    return Placement(found.step_s, 1 - outside_s / all_s if all_s else 1.0, found.pipelines, fills)
+    return PlacedFills(found.step_s, 1 - outside_s / all_s if all_s else 1.0, found.pipelines, fills)

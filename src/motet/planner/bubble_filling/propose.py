@@ -27,16 +27,16 @@ from motet.core.arrays import Float64Array
 from motet.core.plan import Unit
 from motet.core.workload import BACKBONE
 from motet.cost.memory import unit_spans
-from motet.planner.bubble_filling.backbone_bubbles import Backbone, Slices, backbone_of
+from motet.planner.bubble_filling.backbone_bubbles import BackbonePipeline, Slices, backbone_of
 from motet.planner.bubble_filling.encoder_plans import (
     EncoderPlans,
     Fitted,
-    Shape,
+    PipelineShape,
     divisors,
     encoder_degrees,
     encoders_of,
 )
-from motet.planner.bubble_filling.fills import Encoders, Filling, Placement, fill
+from motet.planner.bubble_filling.fills import Encoders, Filling, PlacedFills, fill
 from motet.planner.candidate import BUBBLE_FILLING, Candidate, Pins, RuledOut
 from motet.planner.degrees import most_replicas
 from motet.planner.infeasible import indivisible, nothing_divides, tensor_degrees
@@ -121,7 +121,7 @@ def _indivisible(job: Job, pins: Pins) -> str:
     return indivisible(job, pins, len(job.model.module(BACKBONE).blocks)) or nothing_divides(job)
 
 
-def _shapes(job: Job, pins: Pins) -> Iterator[Shape]:
+def _shapes(job: Job, pins: Pins) -> Iterator[PipelineShape]:
     """The backbones whose pipelines divide the ranks, with the most replicas that the batch divides among, each with
     the number of chunks that is estimated best."""
     num_ranks, num_blocks = job.cluster.num_ranks, len(job.model.module(BACKBONE).blocks)
@@ -134,12 +134,12 @@ def _shapes(job: Job, pins: Pins) -> Iterator[Shape]:
             if left or not count or not pins.allow(microbatch_size=microbatch_size):
                 continue
             chunks = [n for n in range(1, num_blocks // pp + 1) if num_blocks % (pp * n) == 0 or n == 1]
-            sized = [Shape(tp, pp, dp, n, microbatch_size, count) for n in chunks]
+            sized = [PipelineShape(tp, pp, dp, n, microbatch_size, count) for n in chunks]
             sized = [_estimated(job, shape) for shape in sized if pins.allow(schedule=shape.schedule)]
             yield from sorted(sized, key=lambda shape: shape.estimate_s)[:1]
 
 
-def _estimated(job: Job, shape: Shape) -> Shape:
+def _estimated(job: Job, shape: PipelineShape) -> PipelineShape:
     """The backbone's passes, its bubbles or the encoders' work, whichever is more, and what no bubble hides.
 
     What lacks of memory for a whole model's activations in flight is recomputed; a backbone without room for its own
@@ -151,12 +151,12 @@ def _estimated(job: Job, shape: Shape) -> Shape:
     precision = job.mixed_precision(pipeline=True)
     learning_bytes = precision.gradient + precision.optimizer / shape.dp
     state_bytes = sum(
-        float((precision.stored * own.parameters + learning_bytes * own.trained).sum()) / shape.pp
+        float((precision.stored * own.parameters + learning_bytes * own.trainable).sum()) / shape.pp
         for own in (costs, *encoders)
     )
     lacking = state_bytes + float(costs.kept_bytes.sum()) - job.capacity_bytes
-    again = min(max(lacking / max(float(costs.spared_bytes.sum()), 1.0), 0.0), 1.0)
-    pass_s = float((costs.forward_s + costs.backward_s + again * costs.again_s).sum()) / shape.pp
+    again = min(max(lacking / max(float(costs.saved_bytes.sum()), 1.0), 0.0), 1.0)
+    pass_s = float((costs.forward_s + costs.backward_s + again * costs.recompute_s).sum()) / shape.pp
     chunk_bytes = float(costs.parameters.sum()) / (shape.pp * shape.chunks)
     ranks = range(0, shape.dp * shape.tp, shape.tp)
     data_s = job.cost.gather_seconds(chunk_bytes * precision.compute, ranks)
@@ -197,14 +197,14 @@ class _Filler:
         self.job, self.plans, self.shape, self.faster_than_s = job, plans, plans.shape, faster_than_s
         self.fits = False
         self._timed: dict[object, _Timed] = {}
-        self._alone: dict[object, Backbone] = {}
+        self._alone: dict[object, BackbonePipeline] = {}
 
     def proposals(self) -> Iterator[Candidate | RuledOut]:
         """The encoder plan that is best when finely placed, so and coarsely; and the nearest of those without room."""
         fitted: list[Fitted] = []
         nearest: RuledOut | None = None
         for plan in self.plans:
-            found = self.plans.fit(plan, math.inf if nearest is None else nearest.lacks_bytes)
+            found = self.plans.fit(plan, math.inf if nearest is None else nearest.shortfall_bytes)
             if isinstance(found, Fitted):
                 fitted.append(found)
             else:
@@ -260,14 +260,14 @@ class _Filler:
                 found = min(found, (self.fill(one, SLICES), one), key=lambda entry: entry[0].fine_s)
         return found
 
-    def least_s(self, alone: Backbone, fitted: Fitted) -> float:
+    def least_s(self, alone: BackbonePipeline, fitted: Fitted) -> float:
         """The step, if all bubbles could be filled to the last, and no collective of the encoders were waited for."""
         encoders = self._encoders(fitted, 0)
         idle_s = sum(alone.end_s - row.computing_s for row in alone.rows)
         over_s = max(0.0, encoders.microbatch_s * alone.num_microbatches - idle_s) / alone.num_ranks
         return alone.end_s + over_s
 
-    def candidate(self, fitted: Fitted, placed: Placement, what: str, facts: tuple[str, ...]) -> Candidate:
+    def candidate(self, fitted: Fitted, placed: PlacedFills, what: str, facts: tuple[str, ...]) -> Candidate:
         bound_s = max(row.computing_s for row in self.alone(fitted, parted=True).rows)
         estimate_s = placed.step_s * self._timed[_recompute(fitted)].slower
         return Candidate(BUBBLE_FILLING, what, self.plans.plan(fitted.units, placed.fills), estimate_s, bound_s, facts)
@@ -277,7 +277,7 @@ class _Filler:
         alone, encoders = self.alone(fitted, parted=num_slices > 0), self._encoders(fitted, num_slices)
         return fill(alone, encoders, len(self.plans.backbone.stages))
 
-    def thinned(self, fitted: Fitted, finest: Filling) -> Placement:
+    def thinned(self, fitted: Fitted, finest: Filling) -> PlacedFills:
         """The same in fewer slices, where that takes hardly longer: Plans are then shorter, and kernels larger."""
         for num_slices in (1, 2, 4):
             fewer = finest.sliced(self._encoders(fitted, num_slices))
@@ -306,7 +306,7 @@ class _Filler:
         """Of a microbatch's forward pass and of its backward pass at a place."""
         own, (first, stop) = self.plans.costs(unit), unit_spans(self.job.model, unit, place)[unit.name]
         again = first + (unit.recompute[place].get(unit.name, 0) if unit.recompute else 0)
-        back_s = float(own.backward_s[first:stop].sum() + own.again_s[first:again].sum())
+        back_s = float(own.backward_s[first:stop].sum() + own.recompute_s[first:again].sum())
         num = max(num_slices * (stop - first), 1)
         return Slices(float(own.forward_s[first:stop].sum()) / num, num), Slices(back_s / num, num)
 
@@ -331,10 +331,10 @@ class _Filler:
     def _by_stage(self, unit: Unit) -> Float64Array:
         """Parameters of a tensor-parallel rank that learn: no others are updated, and so gathered."""
         first = np.cumsum([0, *(sum(stage.values()) for stage in unit.stages[:-1])])
-        learning: Float64Array = np.add.reduceat(self.plans.costs(unit).trained, first)
+        learning: Float64Array = np.add.reduceat(self.plans.costs(unit).trainable, first)
         return learning
 
-    def alone(self, fitted: Fitted, *, parted: bool) -> Backbone:
+    def alone(self, fitted: Fitted, *, parted: bool) -> BackbonePipeline:
         """The backbone without encoders, the same for all plans that leave it to recompute as much.
 
         parted: with its passes in parts, if tensor parallelism leaves bubbles between them.
@@ -353,8 +353,8 @@ class _Filler:
         traffic, stages = Traffic(pricing), pricing.planned.stages
         islands = [stage_times_of(pricing, traffic, n) for n in range(min(pricing.num_islands, _ISLANDS))]
         zero = {n: stage.zero for n, stage in enumerate(stages) if len(stage.data_ranks) > 1}
-        trained = [n for n, stage in enumerate(stages) if stage.trained]
-        program = add_communication(add_data_parallel(pricing.planned.program, zero, trained))
+        trainable = [n for n, stage in enumerate(stages) if stage.trainable]
+        program = add_communication(add_data_parallel(pricing.planned.program, zero, trainable))
         times = _mean(islands)
         alike = {pricing.assignment.island_key(n, pricing.num_islands): own for n, own in enumerate(islands)}
         slowest_s = max(simulate(program, own).makespan_s for own in alike.values())

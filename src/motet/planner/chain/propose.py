@@ -27,8 +27,8 @@ from motet.planner.degrees import Considered, Degrees
 from motet.planner.job import Job
 from motet.planner.stages.blocks import Blocks, blocks_of
 from motet.planner.stages.partition import partition
-from motet.planner.stages.stage_costs import Room, Stages, settle, stage_numbers, stages_of
-from motet.planner.stages.step_time import Flow, ends_s, pipeline_s, work_s
+from motet.planner.stages.stage_costs import StageLimits, Stages, settle, stage_numbers, stages_of
+from motet.planner.stages.step_time import Flow, exposed_collectives_s, pipeline_s, work_s
 from motet.schedule import (
     Program,
     add_communication,
@@ -40,8 +40,8 @@ from motet.schedule import (
 from motet.simulate import simulate, stage_times
 
 NUM_CANDIDATES, NUM_NEAR = 6, 6
-NUM_RULED_OUT = 4
-NUM_CUT = 40
+_NUM_RULED_OUT = 4
+_NUM_CUT = 40
 NUM_CUT_ALIKE = 5
 """Degrees that are cut: in all, and of a schedule and tensor-parallel degree. Where none of them fits, as many more of
 those that need the least memory."""
@@ -62,12 +62,12 @@ def propose_chain(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
 
 
 @dataclass(frozen=True, eq=False)
-class Pipeline:
+class ChainPipeline:
     """A job's chain of modules in some degrees."""
 
     job: Job
     degrees: Degrees
-    room: Room
+    room: StageLimits
     blocks: Blocks
     uneven: float
 
@@ -101,7 +101,7 @@ class Pipeline:
             range(rank * own.dp * own.tp, (rank + 1) * own.dp * own.tp, own.tp) for rank in self.room.rank.tolist()
         ]
         passes_s = pipeline_s(self.flow, stages, self.send_s(stages))
-        return passes_s + ends_s(self.job, stages, self.room.rank, data_ranks)
+        return passes_s + exposed_collectives_s(self.job, stages, self.room.rank, data_ranks)
 
     def cut(self, block_s: Float64Array) -> Int64Array:
         """The stage of each block: the exact optimum."""
@@ -133,12 +133,12 @@ class Pipeline:
         """The exact cut, and OmniBal's candidates that fit, best first. Candidates are ranked with the recomputation of
         the exact cut, and each gets its own then."""
         own = self.degrees
-        block_s = self.blocks.seconds + self.blocks.again_s * exact.recomputed
+        block_s = self.blocks.seconds + self.blocks.recompute_s * exact.recomputed
         start = anchored_cut.anchor(block_s, own.num_stages)
         cuts = anchored_cut.candidates(block_s, self.sends(), start, radius=radius, num=NUM_DECIDED)
         settled = [stages_of(self.blocks, stage_numbers(counts), self.room) for counts in cuts]
         other = [
-            stages for stages in settled if not stages.lacks_bytes and not np.array_equal(stages.stage, exact.stage)
+            stages for stages in settled if not stages.shortfall_bytes and not np.array_equal(stages.stage, exact.stage)
         ]
         return [exact, *other]
 
@@ -165,7 +165,7 @@ def passes(degrees: Degrees, num_microbatches: int) -> Program:
 
 def simulated_s(program: Program, stages: Stages, send_s: Float64Array, num_microbatches: int) -> float:
     """Of passes that all take what a mean microbatch takes; those that the Program has not, at the slowest rank's."""
-    weight = np.where(stages.blocks.trained > 0, stages.blocks.backward_s / 2, 0.0)
+    weight = np.where(stages.blocks.trainable > 0, stages.blocks.backward_s / 2, 0.0)
     times = stage_times(stages.forward_s, stages.backward_s, weight_s=stages.sums(weight), send_s=send_s[:, None])
     rank = [stage.rank for stage in program.stages]
     more = (num_microbatches - program.num_microbatches) * float(np.bincount(rank, stages.seconds).max())
@@ -189,13 +189,13 @@ class Search:
         num_cut: Counter[tuple[int, ScheduleKind]] = Counter()
         for at_best_s, degrees in self.considered.by_seconds():
             limit = sorted(step_s for step_s, _, _ in self.best.values())[:NUM_CANDIDATES]
-            if num_cut.total() == NUM_CUT or (len(limit) == NUM_CANDIDATES and at_best_s >= limit[-1]):
+            if num_cut.total() == _NUM_CUT or (len(limit) == NUM_CANDIDATES and at_best_s >= limit[-1]):
                 break
             key = (degrees.tp, degrees.schedule)
             if num_cut[key] < NUM_CUT_ALIKE and (key not in self.best or at_best_s < self.best[key][0]):
                 num_cut[key] += 1
                 self._cut(degrees)
-        for degrees in self.considered.by_memory()[:NUM_CUT]:
+        for degrees in self.considered.by_memory()[:_NUM_CUT]:
             if self.best:
                 break
             self._cut(degrees)
@@ -207,7 +207,7 @@ class Search:
         candidates = sorted(
             (self._candidate(degrees, stages) for _, degrees, stages in ranked), key=lambda found: found.estimate_s
         )
-        nearest = sorted(self.full.values(), key=lambda entry: entry[0])[:NUM_RULED_OUT]
+        nearest = sorted(self.full.values(), key=lambda entry: entry[0])[:_NUM_RULED_OUT]
         ruled_out = [self._ruled_out(degrees, stages) for _, degrees, stages in nearest]
         return candidates, [*ruled_out, *self.considered.ruled_out]
 
@@ -215,24 +215,24 @@ class Search:
         """Cut, and keep what is best of the schedule and tensor-parallel degree: of what fits, and of what does not."""
         pipeline = self.pipeline(degrees)
         stages = pipeline.settled()
-        entry = (stages.lacks_bytes or pipeline.step_s(stages), degrees, stages)
-        of_kind = self.full if stages.lacks_bytes else self.best
-        if not stages.lacks_bytes:
+        entry = (stages.shortfall_bytes or pipeline.step_s(stages), degrees, stages)
+        of_kind = self.full if stages.shortfall_bytes else self.best
+        if not stages.shortfall_bytes:
             self.fitting.append(entry)
         key = (degrees.tp, degrees.schedule)
         if key not in of_kind or entry[0] < of_kind[key][0]:
             of_kind[key] = entry
 
-    def pipeline(self, degrees: Degrees) -> Pipeline:
+    def pipeline(self, degrees: Degrees) -> ChainPipeline:
         own = degrees
         num = min(own.num_microbatches, _FILLED * own.pp)
         room = self.room(replace(own, dp=1, tp=1, microbatch_size=1, num_microbatches=num))
         blocks = blocks_of(self.job, self.names, own.microbatch_size, own.tp, own.dp)
-        return Pipeline(self.job, own, room, blocks, self.considered.uneven(own))
+        return ChainPipeline(self.job, own, room, blocks, self.considered.uneven(own))
 
-    def _room(self, degrees: Degrees) -> Room:
+    def _room(self, degrees: Degrees) -> StageLimits:
         program = passes(degrees, degrees.num_microbatches)
-        return Room.of(program, self.job.capacity_bytes, self.pins.recompute or "least")
+        return StageLimits.of(program, self.job.capacity_bytes, self.pins.recompute or "least")
 
     def _candidate(self, degrees: Degrees, exact: Stages) -> Candidate:
         pipeline = self.pipeline(degrees)
@@ -249,11 +249,11 @@ class Search:
     def _ruled_out(self, degrees: Degrees, stages: Stages) -> RuledOut:
         rank = int(np.argmax(stages.fullness))
         recomputed = "with nothing recomputed" if self.pins.recompute == "none" else "with all layers recomputed"
-        why = f"pipeline rank {rank} of {degrees.pp} lacks {size_words(stages.lacks_bytes)} {recomputed}."
-        return RuledOut(CHAIN, degrees.words, why, stages.lacks_bytes)
+        why = f"pipeline rank {rank} of {degrees.pp} lacks {size_words(stages.shortfall_bytes)} {recomputed}."
+        return RuledOut(CHAIN, degrees.words, why, stages.shortfall_bytes)
 
 
-def _facts(pipeline: Pipeline, exact: Stages, stages: Stages, num_simulated: int) -> Iterator[str]:
+def _facts(pipeline: ChainPipeline, exact: Stages, stages: Stages, num_simulated: int) -> Iterator[str]:
     blocks, room, num_stages = pipeline.blocks, pipeline.room, stages.num_stages
     if num_stages > 1:
         others = {
@@ -261,7 +261,7 @@ def _facts(pipeline: Pipeline, exact: Stages, stages: Stages, num_simulated: int
             "parameters": anchored_cut.by_parameters(blocks, num_stages),
         }
         ratios: Mapping[str, float] = {name: _unevenness(blocks.seconds, cut, room) for name, cut in others.items()}
-        own = _unevenness(blocks.seconds + blocks.again_s * stages.recomputed, stages.stage, room)
+        own = _unevenness(blocks.seconds + blocks.recompute_s * stages.recomputed, stages.stage, room)
         yield (
             f"Cut by the seconds of forward and backward, the slowest rank takes {own:.2f} times the mean; "
             f"cut into equal layers {ratios['layers']:.2f} times, into equal parameters {ratios['parameters']:.2f}."
@@ -270,7 +270,7 @@ def _facts(pipeline: Pipeline, exact: Stages, stages: Stages, num_simulated: int
         yield f"Of {num_simulated} cuts that were simulated, the fastest is not the most even one."
 
 
-def _unevenness(block_s: Float64Array, stage: Int64Array, room: Room) -> float:
+def _unevenness(block_s: Float64Array, stage: Int64Array, room: StageLimits) -> float:
     """The slowest rank by the mean one."""
     device = np.bincount(room.rank[stage], block_s, len(room.moments))
     return float(device.max() / device.mean())

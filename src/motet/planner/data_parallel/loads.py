@@ -23,12 +23,12 @@ from motet.cost.flops import work_of
 from motet.cost.memory import StageLayer, activation_bytes, stage_layers, stage_memory
 from motet.cost.model import Work, backward_seconds
 from motet.planner.job import Job
-from motet.planner.stages.recompute import Fit, Mode, StageBytes, least_recompute, stage_bytes
+from motet.planner.stages.recompute import Fit, RecomputeMode, StageBytes, least_recompute, stage_bytes
 
 _MAX_ROUNDS = 32
 
 
-class State(NamedTuple):
+class ModuleState(NamedTuple):
     """Of a module on a rank: parameters, gradients and optimizer; and the transients of gathering and reducing them."""
 
     held_bytes: int
@@ -40,7 +40,7 @@ class ModuleLoad:
     """What a module takes: tables [num_ranks, num_microbatches]; rounds of recomputation by kind of layer.
 
     forward_s, backward_s, kept_bytes: without recomputation.
-    again_s, spared_bytes: [num_kinds, num_ranks, num_microbatches], of one layer that is recomputed.
+    recompute_s, saved_bytes: [num_kinds, num_ranks, num_microbatches], of one layer that is recomputed.
     num_again: int64 [num_blocks + 1, num_kinds], layers of each kind that are recomputed with the first n blocks.
     moved_bytes: outputs that each rank sends and receives, [num_microbatches, 2, dp]; None where nothing moves.
     """
@@ -48,13 +48,13 @@ class ModuleLoad:
     forward_s: Float64Array
     backward_s: Float64Array
     kept_bytes: Float64Array
-    again_s: Float64Array
-    spared_bytes: Float64Array
+    recompute_s: Float64Array
+    saved_bytes: Float64Array
     num_again: Int64Array
     moved_bytes: Moved | None
 
     def recomputed(self, table: Float64Array, num_blocks: int) -> Float64Array:
-        """The sum of again_s or spared_bytes over the layers of the first num_blocks."""
+        """The sum of recompute_s or saved_bytes over the layers of the first num_blocks."""
         summed: Float64Array = np.tensordot(self.num_again[num_blocks].astype(np.float64), table, axes=1)
         return summed
 
@@ -86,10 +86,10 @@ class Load:
         """Activations of the fullest rank."""
         kept = np.zeros((1, 1))
         for name, load in self.modules.items():
-            kept = kept + load.kept_bytes - load.recomputed(load.spared_bytes, recompute.get(name, 0))
+            kept = kept + load.kept_bytes - load.recomputed(load.saved_bytes, recompute.get(name, 0))
         return float(kept.max())
 
-    def peak_bytes(self, recompute: Mapping[str, int], state: Mapping[str, State]) -> float:
+    def peak_bytes(self, recompute: Mapping[str, int], state: Mapping[str, ModuleState]) -> float:
         """Of the fullest rank: a module computes at a time, so the largest transients count once."""
         transients = [
             state[name].transient_bytes
@@ -102,7 +102,7 @@ class Load:
     def seconds(self, name: str, recompute: Mapping[str, int], *, backward: bool) -> Float64Array:
         """[num_ranks, num_microbatches] of one module and pass."""
         load = self.modules[name]
-        again = load.recomputed(load.again_s, recompute.get(name, 0))
+        again = load.recomputed(load.recompute_s, recompute.get(name, 0))
         return load.backward_s + again if backward else load.forward_s
 
     def busiest_s(self, recompute: Mapping[str, int]) -> float:
@@ -117,24 +117,24 @@ class Load:
         return float(np.stack(passes).max(axis=1).sum())
 
 
-def state_of(job: Job, unit: Unit) -> dict[str, State]:
+def state_of(job: Job, unit: Unit) -> dict[str, ModuleState]:
     """Per module of a unit that holds all of each."""
     precision = job.mixed_precision(pipeline=False)
     found = {}
     for name in unit.modules:
         layers = stage_layers(job.model, {name: (0, len(job.model.module(name).blocks))}, {})
         memory = stage_memory(unit, layers, lambda *_: 0.0, 0, precision)
-        found[name] = State(memory.held_bytes, memory.transient)
+        found[name] = ModuleState(memory.held_bytes, memory.transient)
     return found
 
 
-def fit(load: Load, state: Mapping[str, State], capacity_bytes: float, mode: Mode) -> Fit:
+def fit_recomputation(load: Load, state: Mapping[str, ModuleState], capacity_bytes: float, mode: RecomputeMode) -> Fit:
     """What is recomputed so that every rank fits; where it is the least, no block of any module less would do.
 
     Ranks that are not alike lack different bytes: the least is taken for those that the fullest lacks, and, as long as
     a rank still lacks some, for these as well.
     """
-    every = {name: _num_recomputable(stage.spared_bytes[name]) for name, stage in load.stages.items()}
+    every = {name: _num_recomputable(stage.saved_bytes[name]) for name, stage in load.stages.items()}
     none = dict.fromkeys(every, 0)
 
     def over(recompute: Mapping[str, int]) -> float:
@@ -149,25 +149,25 @@ def fit(load: Load, state: Mapping[str, State], capacity_bytes: float, mode: Mod
     return Fit((chosen,), lacks + capacity_bytes, max(lacks, 0.0))
 
 
-def _num_recomputable(spared_bytes: Float64Array) -> int:
+def _num_recomputable(saved_bytes: Float64Array) -> int:
     """Blocks up to the last that spares anything."""
-    return int(np.flatnonzero(spared_bytes)[-1]) + 1 if spared_bytes.any() else 0
+    return int(np.flatnonzero(saved_bytes)[-1]) + 1 if saved_bytes.any() else 0
 
 
 def _least(
-    load: Load, state: Mapping[str, State], over: Callable[[Mapping[str, int]], float], every: Mapping[str, int]
+    load: Load, state: Mapping[str, ModuleState], over: Callable[[Mapping[str, int]], float], every: Mapping[str, int]
 ) -> Mapping[str, int]:
     stages = load.stages
     idle = max(state[name].transient_bytes + stage.largest_bytes for name, stage in stages.items())
-    spared = {name: stage.spared_bytes[name] for name, stage in stages.items()}
+    spared = {name: stage.saved_bytes[name] for name, stage in stages.items()}
     grown = {
         name: np.maximum(state[name].transient_bytes + stage.working_bytes[name] - idle, 0)
         for name, stage in stages.items()
     }
-    again_s = {name: _per_block(load.modules[name]) for name in every}
+    recompute_s = {name: _per_block(load.modules[name]) for name in every}
     lacking = over(dict.fromkeys(every, 0))
     for _ in range(_MAX_ROUNDS):
-        chosen = least_recompute(again_s, spared, lacking, grown)
+        chosen = least_recompute(recompute_s, spared, lacking, grown)
         if chosen is None:
             return every
         if (more := over(chosen)) <= 0:
@@ -179,7 +179,7 @@ def _least(
 def _per_block(load: ModuleLoad) -> Float64Array:
     """Seconds that each block adds, of the busiest rank: what ranks wait for."""
     layers = np.diff(load.num_again, axis=0).astype(np.float64)
-    seconds: Float64Array = layers @ load.again_s.max(axis=1).sum(axis=1)
+    seconds: Float64Array = layers @ load.recompute_s.max(axis=1).sum(axis=1)
     return seconds
 
 

@@ -15,10 +15,10 @@ from motet.core.errors import UserError
 from motet.planner.candidate import DATA_PARALLEL, Candidate, Pins, RuledOut, size_words
 from motet.planner.data_parallel.loads import EvenBatch
 from motet.planner.data_parallel.search import Placed, Ranks, Weighed
-from motet.planner.data_parallel.zero import Sharding
+from motet.planner.data_parallel.zero import ZeroSharding
 from motet.planner.infeasible import indivisible, tensor_degrees
 from motet.planner.job import Job
-from motet.planner.stages.recompute import Mode
+from motet.planner.stages.recompute import RecomputeMode
 from motet.schedule import check_fit
 from motet.simulate.show.drawing import shown_seconds
 
@@ -67,12 +67,12 @@ def _proposals(ranks: Ranks, best_s: float) -> Iterator[Placed | RuledOut]:
     weighed, lacking = ranks.weigh_evenly(best_s)
     yield from _without_memory(ranks, weighed, lacking)
     placed = list(ranks.place(weighed, best_s))
-    if best_s == math.inf and weighed and all(one.weighed.fit.lacks_bytes for one in placed):
+    if best_s == math.inf and weighed and all(one.weighed.fit.shortfall_bytes for one in placed):
         # Balance is not perfect: what is slower, but takes less memory, is needed.
         weighed, _ = ranks.weigh_evenly(best_s, far=math.inf)
         placed = list(ranks.place(weighed, best_s))
     for one in placed:
-        yield _lacks(ranks, one.weighed) if one.weighed.fit.lacks_bytes else one
+        yield _lacks(ranks, one.weighed) if one.weighed.fit.shortfall_bytes else one
 
 
 def _wrong(ranks: Ranks) -> RuledOut | None:
@@ -90,7 +90,7 @@ def _wrong(ranks: Ranks) -> RuledOut | None:
         why = f"{size // ranks.dp} examples a rank are no multiple of {ranks.pins.microbatch_size} at a time."
         return RuledOut(DATA_PARALLEL, what, why)
     try:
-        check_fit(ranks.plan(ranks.unit(Sharding(3, 0)), ranks.sizes[-1]))
+        check_fit(ranks.plan(ranks.unit(ZeroSharding(3, 0)), ranks.sizes[-1]))
     except UserError as error:
         return RuledOut(DATA_PARALLEL, what, str(error))
     return None
@@ -115,8 +115,8 @@ def _without_memory(ranks: Ranks, fitting: Sequence[Weighed], lacking: Sequence[
 
 def _lacks(ranks: Ranks, missed: Weighed, *mends: str) -> RuledOut:
     recomputed = "nothing" if ranks.mode == "none" else "all layers"
-    why = f"a rank lacks {size_words(missed.fit.lacks_bytes)} with {recomputed} recomputed."
-    return RuledOut(DATA_PARALLEL, _what(ranks, missed), why, missed.fit.lacks_bytes, mends)
+    why = f"a rank lacks {size_words(missed.fit.shortfall_bytes)} with {recomputed} recomputed."
+    return RuledOut(DATA_PARALLEL, _what(ranks, missed), why, missed.fit.shortfall_bytes, mends)
 
 
 def _candidate(placed: Placed) -> Candidate:
@@ -155,12 +155,12 @@ def _most_unbalanced(ranks: Ranks, one: Weighed) -> int:
     """Examples of a rank, at most one.size, that fit where nothing is balanced: with all recomputation there is, if it
     takes any.
     """
-    mode: Mode = ranks.pins.recompute or ("full" if any(one.fit.recompute[0].values()) else "none")
+    mode: RecomputeMode = ranks.pins.recompute or ("full" if any(one.fit.recompute[0].values()) else "none")
     fits, above = 0, one.size + 1
     while above - fits > 1:
         size = (fits + above) // 2
-        lacks_bytes = ranks.fit(ranks.unbalanced(size, size * ranks.dp), one.sharding, mode).lacks_bytes
-        fits, above = (fits, size) if lacks_bytes else (size, above)
+        shortfall_bytes = ranks.fit(ranks.unbalanced(size, size * ranks.dp), one.sharding, mode).shortfall_bytes
+        fits, above = (fits, size) if shortfall_bytes else (size, above)
     return fits
 
 
@@ -169,7 +169,7 @@ def _sharding_facts(ranks: Ranks, one: Weighed) -> Iterator[str]:
         return
     number = ranks.job.batch_size // ranks.dp // one.size
     own_s = ranks.sharded(one.sharding).communication_s(number)
-    whole_s = ranks.sharded(Sharding(one.sharding.zero, 0)).communication_s(number)
+    whole_s = ranks.sharded(ZeroSharding(one.sharding.zero, 0)).communication_s(number)
     if whole_s > own_s:
         yield (
             f"Sharding in groups of {one.sharding.shard_size} communicates for {shown_seconds(own_s)} a step, hidden "
@@ -183,8 +183,8 @@ def _recompute_facts(placed: Placed) -> Iterator[str]:
         f"{count} of {len(model.module(name).blocks)} layers of {name}" for name, count in recompute.items() if count
     ]
     if counts:
-        again_s = placed.load.waiting_s(recompute) - placed.load.waiting_s({})
-        yield f"Recomputes {', '.join(counts)}: {shown_seconds(again_s)} a step."
+        recompute_s = placed.load.waiting_s(recompute) - placed.load.waiting_s({})
+        yield f"Recomputes {', '.join(counts)}: {shown_seconds(recompute_s)} a step."
 
 
 def _examples(count: int) -> str:

@@ -15,11 +15,11 @@ from typing import Literal
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
-from motet.planner.data_parallel.loads import EvenBatch, Load, State, assigned_load, fit, state_of
-from motet.planner.data_parallel.zero import Sharded, Sharding, shardings, step_s
+from motet.planner.data_parallel.loads import EvenBatch, Load, ModuleState, assigned_load, fit_recomputation, state_of
+from motet.planner.data_parallel.zero import Sharded, ZeroSharding, shardings, step_s
 from motet.planner.degrees import most_replicas
 from motet.planner.job import Job
-from motet.planner.stages.recompute import Fit, Mode
+from motet.planner.stages.recompute import Fit, RecomputeMode
 
 Balance = Literal["off", "joint", "per_phase", "auto"]
 _MAX_ALIKE = 2
@@ -36,7 +36,7 @@ _MAX_ROUNDS = 5
 class Weighed:
     """A sharding with microbatches of a size: what is recomputed, and what a step is estimated to take."""
 
-    sharding: Sharding
+    sharding: ZeroSharding
     size: int
     fit: Fit
     estimate_s: float
@@ -59,7 +59,7 @@ class Ranks:
         self.job, self.pins, self.tp, self.even = job, pins, tp, even
         self.dp = pins.dp or most_replicas(job, tp, pins)
         self.balance: Balance = "off" if self.dp == 1 else pins.balance or "auto"
-        self.mode: Mode = pins.recompute or "least"
+        self.mode: RecomputeMode = pins.recompute or "least"
         self._sharded, self._states, self._loads = cache(self._shard), cache(self._hold), cache(self._place)
         self._unbalanced = cache(self._leave)
 
@@ -70,7 +70,7 @@ class Ranks:
         fitting = [size for size in range(per_rank, 0, -1) if per_rank % size == 0]
         return [size for size in fitting if self.pins.allow(microbatch_size=size)]
 
-    def unit(self, sharding: Sharding, recompute: Mapping[str, int] | None = None) -> Unit:
+    def unit(self, sharding: ZeroSharding, recompute: Mapping[str, int] | None = None) -> Unit:
         """The one unit of a Plan. recompute: blocks of each module."""
         order = [module.name for module in self.job.model.modules if module.name != BACKBONE] + [BACKBONE]
         stage = {name: len(self.job.model.module(name).blocks) for name in order}
@@ -90,18 +90,18 @@ class Ranks:
         whole = Plan(job.model, job.cluster, (unit,), job.batch_size, size, "data_parallel", precision=job.precision)
         return replace(whole, balance=self.balance)
 
-    def sharded(self, sharding: Sharding) -> Sharded:
+    def sharded(self, sharding: ZeroSharding) -> Sharded:
         found: Sharded = self._sharded(sharding)
         return found
 
-    def _shard(self, sharding: Sharding) -> Sharded:
+    def _shard(self, sharding: ZeroSharding) -> Sharded:
         return Sharded.of(self.job, self.unit(sharding))
 
-    def state(self, sharding: Sharding) -> Mapping[str, State]:
-        found: Mapping[str, State] = self._states(sharding)
+    def state(self, sharding: ZeroSharding) -> Mapping[str, ModuleState]:
+        found: Mapping[str, ModuleState] = self._states(sharding)
         return found
 
-    def _hold(self, sharding: Sharding) -> Mapping[str, State]:
+    def _hold(self, sharding: ZeroSharding) -> Mapping[str, ModuleState]:
         return state_of(self.job, self.unit(sharding))
 
     def load(self, size: int, recompute: Mapping[str, int]) -> Load:
@@ -110,7 +110,7 @@ class Ranks:
         return found
 
     def _place(self, size: int, recompute: tuple[tuple[str, int], ...]) -> Load:
-        return assigned_load(self.job, self.plan(self.unit(Sharding(3, 0), dict(recompute)), size))
+        return assigned_load(self.job, self.plan(self.unit(ZeroSharding(3, 0), dict(recompute)), size))
 
     def unbalanced(self, size: int, batch_size: int) -> Load:
         """Examples where they are drawn, of the first batch_size of the batch."""
@@ -118,13 +118,13 @@ class Ranks:
         return found
 
     def _leave(self, size: int, batch_size: int) -> Load:
-        plan = self.plan(self.unit(Sharding(3, 0)), size)
+        plan = self.plan(self.unit(ZeroSharding(3, 0)), size)
         return assigned_load(self.job, replace(plan, batch_size=batch_size, balance="off"))
 
-    def fit(self, load: Load, sharding: Sharding, mode: Mode | None = None) -> Fit:
-        return fit(load, self.state(sharding), self.job.capacity_bytes, mode or self.mode)
+    def fit(self, load: Load, sharding: ZeroSharding, mode: RecomputeMode | None = None) -> Fit:
+        return fit_recomputation(load, self.state(sharding), self.job.capacity_bytes, mode or self.mode)
 
-    def step_s(self, load: Load, sharding: Sharding, recompute: Mapping[str, int]) -> float:
+    def step_s(self, load: Load, sharding: ZeroSharding, recompute: Mapping[str, int]) -> float:
         return step_s(load, self.sharded(sharding), recompute, exchanged=self.balance in ("per_phase", "auto"))
 
     def floor_s(self) -> float:
@@ -148,9 +148,9 @@ class Ranks:
                 break
             chosen = self.fit(loads[size], sharding)
             one = Weighed(sharding, size, chosen, self.step_s(loads[size], sharding, chosen.recompute[0]))
-            (lacking if chosen.lacks_bytes else fitting).append(one)
+            (lacking if chosen.shortfall_bytes else fitting).append(one)
         fitting.sort(key=lambda one: one.estimate_s)
-        lacking.sort(key=lambda one: (one.fit.lacks_bytes, one.size))
+        lacking.sort(key=lambda one: (one.fit.shortfall_bytes, one.size))
         return fitting, lacking
 
     def place(self, weighed: Sequence[Weighed], best_s: float) -> Iterator[Placed]:
@@ -169,7 +169,7 @@ class Ranks:
             if even.estimate_s * factor < best_s and (placed := self._settled(even, even.fit.recompute[0], best_s)):
                 missed_by[even.size] = placed.weighed.estimate_s / even.estimate_s
                 yield placed
-                if not placed.weighed.fit.lacks_bytes and placed.weighed.estimate_s < best_s:
+                if not placed.weighed.fit.shortfall_bytes and placed.weighed.estimate_s < best_s:
                     best, best_s = placed, placed.weighed.estimate_s
         if best is not None:
             own = best.weighed
@@ -191,13 +191,13 @@ class Ranks:
             own = Fit((recompute,), peak_bytes, max(peak_bytes - self.job.capacity_bytes, 0.0))
             estimate_s = self.step_s(load, even.sharding, recompute)
             here = Placed(self, load, replace(even, fit=own, estimate_s=estimate_s))
-            if chosen == recompute or (fitting and not own.lacks_bytes):
+            if chosen == recompute or (fitting and not own.shortfall_bytes):
                 return here
             if fitting:
                 return fitting
-            if own.lacks_bytes and estimate_s >= best_s:
+            if own.shortfall_bytes and estimate_s >= best_s:
                 return None
-            if own.lacks_bytes:
+            if own.shortfall_bytes:
                 recompute = {name: max(count, chosen[name]) for name, count in recompute.items()}
             else:
                 fitting, recompute = here, chosen

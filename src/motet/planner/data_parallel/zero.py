@@ -25,14 +25,14 @@ from motet.simulate.predict.traffic import sharded_units
 Zero = Literal[0, 1, 2, 3]
 
 
-class Sharding(NamedTuple):
+class ZeroSharding(NamedTuple):
     """zero: the ZeRO stage. shard_size: ranks that share one copy; 0 is all."""
 
     zero: Zero
     shard_size: int
 
 
-class Collectives(NamedTuple):
+class ZeroSeconds(NamedTuple):
     """Seconds of one module: gathering its parameters once, reducing its gradients in a group, and over groups."""
 
     gather_s: float
@@ -45,7 +45,7 @@ class Sharded:
     """A unit's collectives by module, and the optimizer's step."""
 
     unit: Unit
-    collectives: Mapping[str, Collectives]
+    collectives: Mapping[str, ZeroSeconds]
     step_s: float
 
     @classmethod
@@ -59,14 +59,14 @@ class Sharded:
             gather_s = reduce_s = replicas_s = 0.0
             for layers, count in Counter(sharded_units(job.model.module(name).layers)).items():
                 total = sum(layer.parameters for layer in layers) / unit.tp
-                trained = sum(layer.parameters for layer in layers if layer.trained) / unit.tp
-                updated += count * trained / size
+                trainable = sum(layer.parameters for layer in layers if layer.trainable) / unit.tp
+                updated += count * trainable / size
                 if size > 1:
                     gather_s += count * cost.gather_seconds(total * precision.compute, shards)
-                    reduce_s += count * cost.reduce_scatter_seconds(trained * precision.gradient, shards)
+                    reduce_s += count * cost.reduce_scatter_seconds(trainable * precision.gradient, shards)
                 if len(replicas) > 1:
-                    replicas_s += count * cost.all_reduce_seconds(trained * precision.gradient / size, replicas)
-            found[name] = Collectives(gather_s, reduce_s, replicas_s)
+                    replicas_s += count * cost.all_reduce_seconds(trainable * precision.gradient / size, replicas)
+            found[name] = ZeroSeconds(gather_s, reduce_s, replicas_s)
         return cls(unit, found, cost.step_seconds(round(updated)))
 
     def communication_s(self, num_microbatches: int) -> float:
@@ -78,15 +78,15 @@ class Sharded:
         )
 
 
-def shardings(job: Job, dp: int, tp: int) -> Iterator[Sharding]:
+def shardings(job: Job, dp: int, tp: int) -> Iterator[ZeroSharding]:
     """All that can be told apart: over all ranks, and in groups of whole nodes, in powers of two; and none."""
     node = max(job.cluster.ranks_per_node // tp, 1)
     sizes = [size for power in range(dp.bit_length()) if 1 < (size := node << power) < dp and dp % size == 0]
     if dp > 1:
         for size in (0, *reversed(sizes)):
-            yield Sharding(3, size)
-            yield Sharding(2, size)
-    yield Sharding(0, 0)
+            yield ZeroSharding(3, size)
+            yield ZeroSharding(2, size)
+    yield ZeroSharding(0, 0)
 
 
 def step_s(load: Load, sharded: Sharded, recompute: Mapping[str, int], *, exchanged: bool) -> float:
@@ -107,12 +107,12 @@ def step_s(load: Load, sharded: Sharded, recompute: Mapping[str, int], *, exchan
         backward_s = load.seconds(name, recompute, backward=True).max(axis=0)
         total += _pass_s(forward_s, np.full_like(total, gather_s), num_parts) + gather_s / num_parts
         if backward_s.any():
-            again_s = gather_s if sharded.unit.zero == 3 or not reduce_s else 0.0
+            regather_s = gather_s if sharded.unit.zero == 3 or not reduce_s else 0.0
             reduced_s = reduce_s + last * replicas_s
-            total += _pass_s(backward_s, again_s + reduced_s, num_parts) + (again_s + reduced_s) / num_parts
+            total += _pass_s(backward_s, regather_s + reduced_s, num_parts) + (regather_s + reduced_s) / num_parts
         if exchanged and own.moved_bytes is not None:
             moved_s = load.job.cost.exchange_seconds(own.moved_bytes, sharded.unit.ranks[:: load.tp])
-            total += moved_s * (2 if load.job.model.module(name).trains else 1)
+            total += moved_s * (2 if load.job.model.module(name).trainable else 1)
     return float(total.sum()) + sharded.step_s
 
 

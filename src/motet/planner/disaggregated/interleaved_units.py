@@ -24,21 +24,21 @@ from motet.planner.disaggregated.placed_units import PlacedUnits
 from motet.planner.job import Job
 from motet.planner.stages.blocks import Blocks, blocks_of, join
 from motet.planner.stages.partition import partition
-from motet.planner.stages.recompute import Mode
-from motet.planner.stages.stage_costs import Room, Stages, settle, stage_numbers
-from motet.schedule import Feed, Pipeline, Program, add_communication, check_fit
+from motet.planner.stages.recompute import RecomputeMode
+from motet.planner.stages.stage_costs import StageLimits, Stages, settle, stage_numbers
+from motet.schedule import Pipeline, Program, UnitEdge, add_communication, check_fit
 from motet.schedule.generators.disaggregated import island
 from motet.schedule.generators.virtual_pipeline import virtual_pipeline
 
-CHUNKS = (2, 4)
+UNIT_CHUNKS = (2, 4)
 _FILLED = 4
 """Microbatches by stages of the longest way that fill a pipeline: with more, it holds no more, nor has more bubbles."""
 
 
-def virtual_units(placed: PlacedUnits, mode: Mode) -> Iterator[VirtualUnits]:
+def virtual_units(placed: PlacedUnits, mode: RecomputeMode) -> Iterator[VirtualUnits]:
     """With each number of chunks that the backbone's blocks allow, where it has several ranks."""
     own, num_blocks = placed.backbone, len(placed.job.model.module(BACKBONE).blocks)
-    for num_chunks in CHUNKS if own.pp > 1 else ():
+    for num_chunks in UNIT_CHUNKS if own.pp > 1 else ():
         if own.pp * num_chunks <= num_blocks:
             yield VirtualUnits(placed, num_chunks, mode)
 
@@ -46,7 +46,7 @@ def virtual_units(placed: PlacedUnits, mode: Mode) -> Iterator[VirtualUnits]:
 class VirtualUnits:
     """An allocation with the backbone in chunks. mode: what is recomputed."""
 
-    def __init__(self, placed: PlacedUnits, num_chunks: int, mode: Mode) -> None:
+    def __init__(self, placed: PlacedUnits, num_chunks: int, mode: RecomputeMode) -> None:
         self.placed, self.num_chunks, self.mode = placed, num_chunks, mode
         self.job: Job = placed.job
         self.shares: Sequence[Share] = placed.allocation.shares
@@ -63,7 +63,7 @@ class VirtualUnits:
         """Of one replica of each unit, with so many microbatches as fill it."""
         place = {share.name: number for number, share in enumerate(self.shares)}
         units = [Pipeline((share.name,) * number) for share, number in zip(self.shares, self.num_stages)]
-        feeds = [Feed(place[source], place[sink]) for source, sink in self.job.model.edges]
+        feeds = [UnitEdge(place[source], place[sink]) for source, sink in self.job.model.edges]
         reached = accumulate((share.pp for share in self.shares), initial=0)
         ranks = [
             start + stage % share.pp
@@ -80,12 +80,12 @@ class VirtualUnits:
 
     @cached_property
     def stages(self) -> Stages:
-        room = Room.of(self.program, self.job.capacity_bytes, self.mode)
+        room = StageLimits.of(self.program, self.job.capacity_bytes, self.mode)
         return settle(self.blocks, room, self._cut, self._passes_s)
 
     @property
-    def lacks_bytes(self) -> float:
-        return self.stages.lacks_bytes
+    def shortfall_bytes(self) -> float:
+        return self.stages.shortfall_bytes
 
     def _cut(self, block_s: Float64Array) -> Int64Array:
         """Each unit by itself."""

@@ -19,7 +19,7 @@ from motet.core.workload import BACKBONE
 from motet.planner.disaggregated.allocation import Allocation, Share
 from motet.planner.disaggregated.unit_stages import UnitStages, cut_unit
 from motet.planner.job import Job
-from motet.planner.stages.recompute import Mode
+from motet.planner.stages.recompute import RecomputeMode
 from motet.schedule.check.fit import check_fit
 
 
@@ -34,7 +34,7 @@ def side_of(model: ModelSpec, name: str) -> Literal[-1, 0, 1]:
 class PlacedUnits:
     """An allocation with its stages, its ranks and what is recomputed."""
 
-    def __init__(self, job: Job, allocation: Allocation, mode: Mode) -> None:
+    def __init__(self, job: Job, allocation: Allocation, mode: RecomputeMode) -> None:
         self.job, self.allocation = job, allocation
         depth = dict.fromkeys((-1, 0, 1), 0)
         for share in allocation.shares:
@@ -48,8 +48,8 @@ class PlacedUnits:
             self.cuts[share.name] = cut_unit(job, share, num_after, allocation.num_microbatches, mode)
 
     @property
-    def lacks_bytes(self) -> float:
-        return max(cut.lacks_bytes for cut in self.cuts.values())
+    def shortfall_bytes(self) -> float:
+        return max(cut.shortfall_bytes for cut in self.cuts.values())
 
     @property
     def backbone(self) -> Share:
@@ -141,10 +141,10 @@ class PlacedUnits:
         for stage, (first, stop) in enumerate(pairwise(accumulate(cut.counts, initial=0))):
             start = unit.first_rank + stage * unit.dp * unit.tp
             ranks = range(start, start + unit.dp * unit.tp, unit.tp)
-            held, trained = float(costs.parameters[first:stop].sum()), float(costs.trained[first:stop].sum())
-            once_s = job.cost.step_seconds(round(trained / unit.dp))
+            held, trainable = float(costs.parameters[first:stop].sum()), float(costs.trainable[first:stop].sum())
+            once_s = job.cost.step_seconds(round(trainable / unit.dp))
             if unit.dp > 1:
                 once_s += job.cost.gather_seconds(held * precision.compute, ranks)
-                once_s += job.cost.reduce_scatter_seconds(trained * precision.gradient, ranks)
+                once_s += job.cost.reduce_scatter_seconds(trainable * precision.gradient, ranks)
             slowest_s = max(slowest_s, once_s)
         return slowest_s

@@ -47,8 +47,8 @@ def propose_disaggregated(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut
         names = ", ".join(unit.name for unit in units)
         why = f"{job.cluster.num_ranks} ranks are too few for units of {names}, with a batch of {job.batch_size}."
         yield RuledOut(DISAGGREGATED, "", why)
-    baseline = None if stiff is None or stiff.lacks_bytes else stiff
-    fitting = sorted((one for one in placed if not one.lacks_bytes), key=lambda one: one.estimate_s)
+    baseline = None if stiff is None or stiff.shortfall_bytes else stiff
+    fitting = sorted((one for one in placed if not one.shortfall_bytes), key=lambda one: one.estimate_s)
     plain = [_candidate(one, baseline) for one in fitting[:_NUM_PROPOSED]]
     chunked = [_interleaved(one, baseline, pins) for one in fitting[:_NUM_CHUNKED]]
     found = [*plain, *(one for one in chunked if one)]
@@ -57,7 +57,7 @@ def propose_disaggregated(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut
         why = "the backbone has one stage, or too few layers, or no memory for what interleaved chunks hold."
         yield RuledOut(DISAGGREGATED, f"{fitting[0].what}; interleaved", why)
     yield from sorted(allowed, key=lambda one: one.estimate_s)[:_NUM_PROPOSED]
-    yield from (_ruled_out(one, pins) for one in placed if one.lacks_bytes)
+    yield from (_ruled_out(one, pins) for one in placed if one.shortfall_bytes)
 
 
 def fastest_allocated(job: Job, pins: Pins, units: Sequence[UnitOptions], allocate: Allocate) -> PlacedUnits | None:
@@ -80,7 +80,7 @@ def _candidate(one: PlacedUnits, baseline: PlacedUnits | None) -> Candidate:
 
 def _interleaved(one: PlacedUnits, baseline: PlacedUnits | None, pins: Pins) -> Candidate | None:
     """The same allocation with the backbone in the number of chunks that is estimated best, if any fits."""
-    fitting = [own for own in virtual_units(one, pins.recompute or "least") if not own.lacks_bytes]
+    fitting = [own for own in virtual_units(one, pins.recompute or "least") if not own.shortfall_bytes]
     if not fitting:
         return None
     best = min(fitting, key=lambda own: own.estimate_s)
@@ -127,9 +127,9 @@ def _fitting(job: Job, pins: Pins, units: Sequence[UnitOptions], limits: Limits)
         if allocation is None:
             break
         placed = PlacedUnits(job, allocation, pins.recompute or "least")
-        if not placed.lacks_bytes:
+        if not placed.shortfall_bytes:
             break
-        limits = replace(limits, capacity_bytes=limits.capacity_bytes - placed.lacks_bytes)
+        limits = replace(limits, capacity_bytes=limits.capacity_bytes - placed.shortfall_bytes)
     if placed is not None:
         yield placed
 
@@ -166,9 +166,9 @@ def _slowest_fact(placed: PlacedUnits) -> str:
 
 
 def _ruled_out(placed: PlacedUnits, pins: Pins) -> RuledOut:
-    cut = max(placed.cuts.values(), key=lambda cut: cut.lacks_bytes)
-    stage = max(range(len(cut.fits)), key=lambda number: cut.fits[number].lacks_bytes)
-    lacks, share = cut.lacks_bytes, cut.share
+    cut = max(placed.cuts.values(), key=lambda cut: cut.shortfall_bytes)
+    stage = max(range(len(cut.fits)), key=lambda number: cut.fits[number].shortfall_bytes)
+    lacks, share = cut.shortfall_bytes, cut.share
     done = "with nothing recomputed" if pins.recompute == "none" else "with all layers recomputed"
     why = f"stage {stage} of {share.name} lacks {size_words(lacks)} {done}."
     return RuledOut(DISAGGREGATED, placed.what, why, lacks)

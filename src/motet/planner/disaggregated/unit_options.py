@@ -74,7 +74,7 @@ def unit_options(
     return UnitOptions(name, side, *np.concatenate(keys, axis=1), **columns)
 
 
-def slowest_stages(block_s: Float64Array) -> Float64Array:
+def slowest_of_alike(block_s: Float64Array) -> Float64Array:
     """Of the best cut into 1, 2, ... stages, the slowest: [..., num_blocks] from the seconds of each block, alike."""
     num_blocks = block_s.shape[-1]
     prefix = np.concatenate([np.zeros((*block_s.shape[:-1], 1)), block_s.cumsum(axis=-1)], axis=-1)
@@ -112,18 +112,18 @@ def _of_costs(job: Job, name: str, size: int, tp: int, shares: Float64Array) -> 
     """Columns of `UnitOptions`, [num_shares, num_blocks] each: by share recomputed and PP."""
     costs = job.block_costs(name, size, tp)
     num_blocks, precision = costs.num_blocks, job.mixed_precision(pipeline=True)
-    block_s = costs.forward_s + costs.backward_s + shares[:, None] * costs.again_s
-    kept = costs.kept_bytes - shares[:, None] * costs.spared_bytes
-    num_parameters, num_trained = _fullest(np.stack([costs.parameters, costs.trained]))
+    block_s = costs.forward_s + costs.backward_s + shares[:, None] * costs.recompute_s
+    kept = costs.kept_bytes - shares[:, None] * costs.saved_bytes
+    num_parameters, num_trainable = _fullest(np.stack([costs.parameters, costs.trainable]))
     pp = np.arange(1, num_blocks + 1)
-    fixed = num_parameters * precision.stored + num_trained * precision.gradient + _transient(job, name, size, tp)
+    fixed = num_parameters * precision.stored + num_trainable * precision.gradient + _transient(job, name, size, tp)
     shape = block_s.shape
     return {
         "pass_s": block_s.sum(axis=1)[:, None] + 2 * (pp - 1) * _send_s(job, costs),
-        "stage_s": slowest_stages(block_s),
-        "once_s": np.broadcast_to(_once_s(job, tp, num_parameters, num_trained), shape),
+        "stage_s": slowest_of_alike(block_s),
+        "once_s": np.broadcast_to(_once_s(job, tp, num_parameters, num_trainable), shape),
         "fixed_bytes": np.broadcast_to(fixed, shape),
-        "sharded_bytes": np.broadcast_to(num_trained * precision.optimizer, shape),
+        "sharded_bytes": np.broadcast_to(num_trainable * precision.optimizer, shape),
         "kept_bytes": kept.cumsum(axis=1)[:, _stage_blocks(num_blocks) - 1],
     }
 
@@ -162,9 +162,9 @@ def _send_s(job: Job, costs: BlockCosts) -> float:
     return float(job.cost.send_seconds(np.array([costs.output_bytes.mean()]), ranks)[0])
 
 
-def _once_s(job: Job, tp: int, num_parameters: Float64Array, num_trained: Float64Array) -> Float64Array:
+def _once_s(job: Job, tp: int, num_parameters: Float64Array, num_trainable: Float64Array) -> Float64Array:
     """Parameters gathered, gradients reduced, over replicas: of the fullest stage."""
     precision = job.mixed_precision(pipeline=True)
     ranks = range(0, job.cluster.num_ranks, tp)[:_REPLICAS]
     s_per_byte = job.cost.gather_seconds(1e9, ranks) / 1e9 if len(ranks) > 1 else 0.0
-    return s_per_byte * (num_parameters * precision.compute + num_trained * precision.gradient)
+    return s_per_byte * (num_parameters * precision.compute + num_trainable * precision.gradient)

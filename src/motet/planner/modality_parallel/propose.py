@@ -20,25 +20,25 @@ from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import MODALITY_PARALLEL, Candidate, Pins, RuledOut, size_words
-from motet.planner.degrees import microbatch_sizes, most_replicas
+from motet.planner.degrees import allowed_microbatch_sizes, most_replicas
 from motet.planner.infeasible import indivisible, not_apart, nothing_divides, tensor_degrees
 from motet.planner.job import Job
 from motet.planner.stages.blocks import Blocks, blocks_of, join
 from motet.planner.stages.partition import partition, slowest_stages
-from motet.planner.stages.recompute import Mode
-from motet.planner.stages.stage_costs import Room, Stages, settle, stage_numbers
-from motet.planner.stages.step_time import Flow, ends_s, pipeline_s, work_s
+from motet.planner.stages.recompute import RecomputeMode
+from motet.planner.stages.stage_costs import StageLimits, Stages, settle, stage_numbers
+from motet.planner.stages.step_time import Flow, exposed_collectives_s, pipeline_s, work_s
 from motet.planner.stages.unevenness import unevenness
 from motet.schedule.generators.modality_parallel import modality_parallel as passes
 from motet.simulate.show.drawing import shown_seconds
 
 NUM_CANDIDATES = 3
-NUM_CUT = 16
-NUM_RULED_OUT = 2
+_NUM_CUT = 16
+_NUM_RULED_OUT = 2
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModuleShape:
     """num_stages: of each module."""
 
     num_stages: tuple[int, ...]
@@ -53,8 +53,8 @@ class Modalities:
     """A job with its modules side by side, in a shape. aware: cut by what is frozen; if not, by forward alone."""
 
     job: Job
-    shape: Shape
-    mode: Mode = "least"
+    shape: ModuleShape
+    mode: RecomputeMode = "least"
     aware: bool = True
 
     @cached_property
@@ -67,7 +67,7 @@ class Modalities:
         return join(tuple(blocks_of(self.job, (name,), own.microbatch_size, own.tp, own.dp) for name in self.names))
 
     @cached_property
-    def room(self) -> Room:
+    def room(self) -> StageLimits:
         number = dict(zip(self.names, self.shape.num_stages))
         before, after = _sides(self.job)
         num_stages = sum(self.shape.num_stages)
@@ -77,7 +77,7 @@ class Modalities:
             min(self.shape.num_microbatches, 2 * num_stages),
             generators={name: number[name] for name in after},
         )
-        return Room.of(program, self.job.capacity_bytes, self.mode)
+        return StageLimits.of(program, self.job.capacity_bytes, self.mode)
 
     @cached_property
     def first(self) -> tuple[int, ...]:
@@ -108,7 +108,9 @@ class Modalities:
         own = self.shape
         size = own.dp * own.tp
         data_ranks = [range(stage * size, (stage + 1) * size, own.tp) for stage in range(self.first[-1])]
-        return pipeline_s(self.flow, stages, self.send_s(stages)) + ends_s(self.job, stages, self.room.rank, data_ranks)
+        return pipeline_s(self.flow, stages, self.send_s(stages)) + exposed_collectives_s(
+            self.job, stages, self.room.rank, data_ranks
+        )
 
     def cut(self, block_s: Float64Array) -> Int64Array:
         """Each module by itself."""
@@ -150,33 +152,33 @@ def propose_modality_parallel(job: Job, pins: Pins) -> Iterator[Candidate | Rule
     if why := not_apart(job, pins) or indivisible(job, pins, len(job.model.module(BACKBONE).blocks)):
         yield RuledOut(MODALITY_PARALLEL, "", why)
         return
-    mode: Mode = pins.recompute or "least"
+    mode: RecomputeMode = pins.recompute or "least"
     options = list(shapes(job, pins))
     if not options:
         yield RuledOut(MODALITY_PARALLEL, "", nothing_divides(job))
     found: list[tuple[float, Modalities, Stages]] = []
     full: list[tuple[float, Modalities, Stages]] = []
 
-    def cut(shape: Shape) -> None:
+    def cut(shape: ModuleShape) -> None:
         own = Modalities(job, shape, mode)
         stages = own.settled()
-        (full if stages.lacks_bytes else found).append((stages.lacks_bytes or own.step_s(stages), own, stages))
+        (full if stages.shortfall_bytes else found).append((stages.shortfall_bytes or own.step_s(stages), own, stages))
 
-    for at_best_s, shape in options[:NUM_CUT]:
+    for at_best_s, shape in options[:_NUM_CUT]:
         enough = sorted(step_s for step_s, _, _ in found)[:NUM_CANDIDATES]
         if len(enough) == NUM_CANDIDATES and at_best_s >= enough[-1]:
             break
         cut(shape)
     widest = sorted(options, key=lambda entry: (-entry[1].tp * sum(entry[1].num_stages), entry[1].microbatch_size))
-    for _, shape in widest[:NUM_CUT]:
+    for _, shape in widest[:_NUM_CUT]:
         if found:
             break
         cut(shape)
     for step_s, own, stages in sorted(found, key=lambda entry: entry[0])[:NUM_CANDIDATES]:
         facts = tuple(_facts(own, stages))
         yield Candidate(MODALITY_PARALLEL, own.words, own.plan(stages), step_s, work_s(own.flow, stages), facts)
-    for lacks_bytes, own, stages in sorted(full, key=lambda entry: entry[0])[:NUM_RULED_OUT]:
-        yield RuledOut(MODALITY_PARALLEL, own.words, _lacks(own, stages, pins), lacks_bytes)
+    for shortfall_bytes, own, stages in sorted(full, key=lambda entry: entry[0])[:_NUM_RULED_OUT]:
+        yield RuledOut(MODALITY_PARALLEL, own.words, _lacks(own, stages, pins), shortfall_bytes)
 
 
 def _lacks(own: Modalities, stages: Stages, pins: Pins) -> str:
@@ -184,7 +186,7 @@ def _lacks(own: Modalities, stages: Stages, pins: Pins) -> str:
     place = int(np.searchsorted(own.first, stage, side="right")) - 1
     recomputed = "with nothing recomputed" if pins.recompute == "none" else "with all layers recomputed"
     where = f"stage {stage - own.first[place]} of {own.names[place]}"
-    return f"{where} lacks {size_words(stages.lacks_bytes)} {recomputed}."
+    return f"{where} lacks {size_words(stages.shortfall_bytes)} {recomputed}."
 
 
 def _sides(job: Job) -> tuple[list[str], list[str]]:
@@ -195,7 +197,7 @@ def _sides(job: Job) -> tuple[list[str], list[str]]:
     return before, after
 
 
-def shapes(job: Job, pins: Pins, *, aware: bool = True) -> Iterator[tuple[float, Shape]]:
+def shapes(job: Job, pins: Pins, *, aware: bool = True) -> Iterator[tuple[float, ModuleShape]]:
     """Algorithm 1 for each degree of tensor parallelism and microbatch: (seconds at best, shape), fewest first.
 
     aware: of what is frozen; if not, as if backward took twice as long as forward everywhere.
@@ -206,21 +208,22 @@ def shapes(job: Job, pins: Pins, *, aware: bool = True) -> Iterator[tuple[float,
     return iter(sorted(dict.fromkeys(found), key=lambda entry: entry[0]))
 
 
-def _of_tensor_degree(job: Job, pins: Pins, tp: int, aware: bool) -> Iterator[tuple[float, Shape]]:
+def _of_tensor_degree(job: Job, pins: Pins, tp: int, aware: bool) -> Iterator[tuple[float, ModuleShape]]:
     names = [module.name for module in job.model.modules]
     most = job.cluster.num_ranks // tp
     uneven = cache(lambda size, pp, dp: unevenness(job, size, tp, ("1f1b", pp, dp)))
-    for size in microbatch_sizes(job, 1, pins):
+    for size in allowed_microbatch_sizes(job, 1, pins):
         costs = [job.block_costs(name, size, tp) for name in names]
         again = pins.recompute == "full"
         times = [
-            cost.forward_s + cost.backward_s + again * cost.again_s if aware else 3 * cost.forward_s for cost in costs
+            cost.forward_s + cost.backward_s + again * cost.recompute_s if aware else 3 * cost.forward_s
+            for cost in costs
         ]
         totals = [float(column.sum()) for column in times]
         seconds = [slowest_stages(column.tolist(), most) for column in times]
         for num_stages in _counts(seconds, names.index(BACKBONE), most, pins.pp):
             dp = most_replicas(job, tp * sum(num_stages), pins)
-            if not dp or size not in microbatch_sizes(job, dp, pins):
+            if not dp or size not in allowed_microbatch_sizes(job, dp, pins):
                 continue
             num = job.batch_size // (dp * size)
             slowest_s = max(float(column[number - 1]) for column, number in zip(seconds, num_stages))
@@ -228,7 +231,7 @@ def _of_tensor_degree(job: Job, pins: Pins, tp: int, aware: bool) -> Iterator[tu
             longest_s = totals[names.index(BACKBONE)] + max(totals[place] for place in beside)
             deepest = num_stages[names.index(BACKBONE)] + max(num_stages[place] for place in beside)
             steady_s = (num - 1) * slowest_s * uneven(size, deepest, dp)
-            yield steady_s + longest_s, Shape(num_stages, tp, dp, size, num)
+            yield steady_s + longest_s, ModuleShape(num_stages, tp, dp, size, num)
 
 
 def _counts(seconds: list[Float64Array], backbone: int, most: int, pinned: int | None) -> Iterator[tuple[int, ...]]:

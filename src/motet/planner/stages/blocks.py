@@ -25,9 +25,9 @@ class Blocks:
     """[num_blocks] each, for one microbatch; seconds and output_bytes of a mean one, bytes held of the largest.
 
     names:        of the modules. owner: int64, place of a block's module in them.
-    forward_s, backward_s, again_s, parameters, trained: as in `BlockCosts`.
+    forward_s, backward_s, recompute_s, parameters, trained: as in `BlockCosts`.
     output_bytes: sent where a pipeline is cut after the block.
-    state_bytes:  parameters, gradients, and the share of the optimizer's state. kept_bytes, spared_bytes: activations,
+    state_bytes:  parameters, gradients, and the share of the optimizer's state. kept_bytes, saved_bytes: activations,
                   and how many of them recomputation does not keep.
     working_bytes, working_again_bytes: transients while the block runs, and if it is recomputed.
     """
@@ -36,13 +36,13 @@ class Blocks:
     owner: Int64Array
     forward_s: Float64Array
     backward_s: Float64Array
-    again_s: Float64Array
+    recompute_s: Float64Array
     parameters: Float64Array
-    trained: Float64Array
+    trainable: Float64Array
     output_bytes: Float64Array
     state_bytes: Float64Array
     kept_bytes: Float64Array
-    spared_bytes: Float64Array
+    saved_bytes: Float64Array
     working_bytes: Float64Array
     working_again_bytes: Float64Array
 
@@ -58,7 +58,7 @@ class Blocks:
     @cached_property
     def can_spare(self) -> BoolArray:
         """Of which recomputation spares anything."""
-        return self.spared_bytes > 0
+        return self.saved_bytes > 0
 
 
 def blocks_of(job: Job, names: tuple[str, ...], num_examples: int, tp: int, dp: int) -> Blocks:
@@ -84,9 +84,9 @@ def blocks_of(job: Job, names: tuple[str, ...], num_examples: int, tp: int, dp: 
         owner,
         np.concatenate([cost.forward_s for cost in costs]),
         np.concatenate([cost.backward_s for cost in costs]),
-        np.concatenate([cost.again_s for cost in costs]),
+        np.concatenate([cost.recompute_s for cost in costs]),
         np.concatenate([cost.parameters for cost in costs]),
-        np.concatenate([cost.trained for cost in costs]),
+        np.concatenate([cost.trainable for cost in costs]),
         own + passed[owner],
         *np.concatenate(sizes, axis=1),
     )

@@ -19,11 +19,11 @@ from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import ArgumentError
 from motet.core.plan import Unit
 from motet.core.spec import Layer, ModelSpec
-from motet.cost.memory import LayerBytes, MixedPrecision, Rows, Spans, stage_layers, stage_memory
+from motet.cost.memory import LayerBytes, MixedPrecision, RowsOfLayer, Spans, stage_layers, stage_memory
 from motet.simulate.predict.memory import MAX_LOGITS
 
 Key = TypeVar("Key", bound=Hashable)
-Mode = Literal["none", "least", "full"]
+RecomputeMode = Literal["none", "least", "full"]
 
 _TOTAL_BITS = 40
 """Seconds are told apart to this many bits of all of them together; below are the numbers of blocks, so that of equal
@@ -32,15 +32,15 @@ _COUNT_BITS = 20
 
 
 def least_recompute(
-    again_s: Mapping[Key, Float64Array],
-    spared_bytes: Mapping[Key, Float64Array],
+    recompute_s: Mapping[Key, Float64Array],
+    saved_bytes: Mapping[Key, Float64Array],
     lacking_bytes: float,
     grown_bytes: Mapping[Key, Float64Array] | None = None,
 ) -> dict[Key, int] | None:
     """Of how many of its first blocks each module is recomputed, so that memory suffices and the least time is added.
 
-    again_s, spared_bytes: [num_blocks] of each module (or stage and module): what recomputing a block adds to backward,
-                           and what it spares, of all microbatches in flight.
+    recompute_s, saved_bytes: [num_blocks] of each module (or stage and module): what recomputing a block adds to
+                           backward, and what it saves, over all microbatches in flight.
     lacking_bytes:         what must be spared; where nothing lacks, nothing is recomputed.
     grown_bytes:           [num_blocks] of each: by how much transients are larger where the block is recomputed; the
                            largest of all adds to what lacks. By default nothing.
@@ -51,8 +51,10 @@ def least_recompute(
     if not math.isfinite(lacking_bytes):
         raise ArgumentError(f"lacking_bytes is {lacking_bytes}; it must be finite.")
     if lacking_bytes <= 0:
-        return dict.fromkeys(again_s, 0)
-    columns = _prefixes(again_s, spared_bytes, grown_bytes or {key: np.zeros(len(own)) for key, own in again_s.items()})
+        return dict.fromkeys(recompute_s, 0)
+    columns = _prefixes(
+        recompute_s, saved_bytes, grown_bytes or {key: np.zeros(len(own)) for key, own in recompute_s.items()}
+    )
     state = np.zeros((3, 1), dtype=np.int64)
     counts = np.zeros((0, 1), dtype=np.int64)
     left = sum(int(freed[-1]) for _, freed, _ in columns.values())
@@ -72,24 +74,24 @@ def least_recompute(
 
 
 def _prefixes(
-    again_s: Mapping[Key, Float64Array],
-    spared_bytes: Mapping[Key, Float64Array],
+    recompute_s: Mapping[Key, Float64Array],
+    saved_bytes: Mapping[Key, Float64Array],
     grown_bytes: Mapping[Key, Float64Array],
 ) -> dict[Key, tuple[Int64Array, ...]]:
     """Of the first 0, 1, ... blocks: what is minimised, bytes spared (rounded down) and growth (rounded up)."""
     total = 0.0
-    for key, seconds in again_s.items():
-        for name, column in (("again_s", seconds), ("spared_bytes", spared_bytes[key]), ("grown", grown_bytes[key])):
+    for key, seconds in recompute_s.items():
+        for name, column in (("recompute_s", seconds), ("saved_bytes", saved_bytes[key]), ("grown", grown_bytes[key])):
             if len(column) != len(seconds) or not np.isfinite(column).all() or (np.asarray(column) < 0).any():
                 raise ArgumentError(f"{name} of {key!r} must be {len(seconds)} finite numbers, none of them negative.")
         total += float(np.sum(seconds))
     exponent = _TOTAL_BITS - int(np.frexp(total)[1])
     zero = np.zeros(1, dtype=np.int64)
     found = {}
-    for key, seconds in again_s.items():
+    for key, seconds in recompute_s.items():
         units = np.rint(np.ldexp(np.asarray(seconds, dtype=np.float64), exponent)).astype(np.int64)
         cost = (units << _COUNT_BITS) + 1
-        spared = np.floor(spared_bytes[key]).astype(np.int64)
+        spared = np.floor(saved_bytes[key]).astype(np.int64)
         grown = np.maximum.accumulate(np.ceil(grown_bytes[key])).astype(np.int64)
         found[key] = tuple(np.concatenate([zero, column]) for column in (cost.cumsum(), spared.cumsum(), grown))
     return found
@@ -122,7 +124,7 @@ class StageBytes:
 
     state_bytes: parameters, gradients, optimizer. sharding_bytes: transients of gathers and reductions.
     kept_bytes: activations of all microbatches in flight. largest_bytes: transients of the layer that has the largest.
-    spared_bytes, working_bytes: [num_blocks] of each module of the stage: what recomputing a block spares of all in
+    saved_bytes, working_bytes: [num_blocks] of each module of the stage: what recomputing a block spares of all in
                                  flight, and the transients of its layer while it is recomputed.
     """
 
@@ -130,12 +132,12 @@ class StageBytes:
     sharding_bytes: int
     kept_bytes: int
     largest_bytes: int
-    spared_bytes: Mapping[str, Float64Array]
+    saved_bytes: Mapping[str, Float64Array]
     working_bytes: Mapping[str, Float64Array]
 
 
 def stage_bytes(
-    model: ModelSpec, unit: Unit, spans: Spans, rows: Rows, in_flight: int, precision: MixedPrecision
+    model: ModelSpec, unit: Unit, spans: Spans, rows: RowsOfLayer, in_flight: int, precision: MixedPrecision
 ) -> StageBytes:
     """rows: of the largest microbatch; of what sees targets only, all of them: how many logits exist at once is
     known here. in_flight: microbatches of which activations are kept at once, at most. O(layers).
@@ -155,7 +157,7 @@ def stage_bytes(
         place[name] += 1
         if (size := sizes.get((name, layer))) is None:
             size = sizes[name, layer] = _layer_bytes(layer, rows(name, layer) / unit.cp, unit.tp, precision)
-        if not needs_input and not layer.trained:
+        if not needs_input and not layer.trainable:
             largest = max(largest, size.saved)
             continue
         kept += size.saved
@@ -185,34 +187,34 @@ def _layer_bytes(layer: Layer, num_rows: float, tp: int, precision: MixedPrecisi
 class Fit:
     """recompute: per stage and module, of how many blocks.
 
-    lacks_bytes: by how much the peak is too much, where even all of it does not suffice (or none may be); 0: it fits.
+    shortfall_bytes: what the peak lacks where even full recomputation does not suffice, or none is allowed; 0: it fits.
     """
 
     recompute: tuple[Mapping[str, int], ...]
     peak_bytes: float
-    lacks_bytes: float
+    shortfall_bytes: float
 
 
 def fit_rank(
     stages: Sequence[StageBytes],
-    again_s: Sequence[Mapping[str, Float64Array]],
+    recompute_s: Sequence[Mapping[str, Float64Array]],
     capacity_bytes: float,
-    mode: Mode = "least",
+    mode: RecomputeMode = "least",
 ) -> Fit:
     """What is recomputed on a rank with these stages: the least that fits, or all or none of it where that is asked.
 
-    again_s: of each stage, [num_blocks] of its modules (`planner.job.BlockCosts`). A rank computes a stage at a time:
-    the largest transients count once.
+    recompute_s: of each stage, [num_blocks] of its modules (`planner.job.BlockCosts`). A rank computes one stage at a
+    time: the largest transients count once.
     """
     base = sum(stage.state_bytes + stage.kept_bytes for stage in stages)
     idle = max(stage.sharding_bytes + stage.largest_bytes for stage in stages)
-    spared = {(n, name): column for n, stage in enumerate(stages) for name, column in stage.spared_bytes.items()}
+    spared = {(n, name): column for n, stage in enumerate(stages) for name, column in stage.saved_bytes.items()}
     grown = {
         (n, name): np.maximum(stage.sharding_bytes + column - idle, 0)
         for n, stage in enumerate(stages)
         for name, column in stage.working_bytes.items()
     }
-    seconds = {(n, name): again_s[n][name] for n, name in spared}
+    seconds = {(n, name): recompute_s[n][name] for n, name in spared}
     every = {key: len(column) if column.any() else 0 for key, column in spared.items()}
     chosen = dict.fromkeys(spared, 0) if mode == "none" else every
     if mode == "least":
@@ -220,5 +222,5 @@ def fit_rank(
     freed = sum(float(spared[key][:count].sum()) for key, count in chosen.items())
     growth = max((float(grown[key][:count].max(initial=0.0)) for key, count in chosen.items()), default=0.0)
     peak_bytes = base + idle - freed + growth
-    recompute = tuple({name: chosen[n, name] for name in stage.spared_bytes} for n, stage in enumerate(stages))
+    recompute = tuple({name: chosen[n, name] for name in stage.saved_bytes} for n, stage in enumerate(stages))
     return Fit(recompute, peak_bytes, max(peak_bytes - capacity_bytes, 0.0))

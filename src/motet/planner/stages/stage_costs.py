@@ -17,7 +17,7 @@ import numpy as np
 
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.planner.stages.blocks import Blocks
-from motet.planner.stages.recompute import Mode, least_recompute
+from motet.planner.stages.recompute import RecomputeMode, least_recompute
 from motet.schedule import Kind, Program
 
 ROUNDS = 4
@@ -27,7 +27,7 @@ ROUNDING = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
-class Room:
+class StageLimits:
     """What stages must fit into.
 
     rank:    [num_stages], the pipeline rank of each stage.
@@ -39,10 +39,10 @@ class Room:
     rank: Int64Array
     moments: tuple[Int64Array, ...]
     capacity_bytes: float
-    mode: Mode = "least"
+    mode: RecomputeMode = "least"
 
     @classmethod
-    def of(cls, program: Program, capacity_bytes: float, mode: Mode = "least") -> Room:
+    def of(cls, program: Program, capacity_bytes: float, mode: RecomputeMode = "least") -> StageLimits:
         """Of the passes of a schedule. O(actions * stages of a rank)."""
         rank = np.array([stage.rank for stage in program.stages])
         return cls(rank, tuple(_moments(program, number) for number in range(program.num_ranks)), capacity_bytes, mode)
@@ -65,7 +65,7 @@ class Stages:
     """A cut of blocks, and what is recomputed.
 
     stage: [num_blocks]. recomputed: bool [num_blocks]; of a module in a stage, the first ones are.
-    lacks_bytes: on the fullest pipeline rank, with all recomputed that may be; 0 where all fits.
+    shortfall_bytes: on the fullest pipeline rank, with all recomputed that may be; 0 where all fits.
     fullness:    [num_ranks], bytes by capacity.
     """
 
@@ -74,7 +74,7 @@ class Stages:
     num_stages: int
     recomputed: BoolArray
     fullness: Float64Array
-    lacks_bytes: float
+    shortfall_bytes: float
 
     @cached_property
     def forward_s(self) -> Float64Array:
@@ -83,7 +83,7 @@ class Stages:
     @cached_property
     def backward_s(self) -> Float64Array:
         """With recomputation."""
-        return self.sums(self.blocks.backward_s + self.blocks.again_s * self.recomputed)
+        return self.sums(self.blocks.backward_s + self.blocks.recompute_s * self.recomputed)
 
     @cached_property
     def seconds(self) -> Float64Array:
@@ -124,7 +124,7 @@ def stage_numbers(counts: Sequence[int]) -> Int64Array:
     return np.repeat(np.arange(len(counts)), counts)
 
 
-def stages_of(blocks: Blocks, stage: Int64Array, room: Room) -> Stages:
+def stages_of(blocks: Blocks, stage: Int64Array, room: StageLimits) -> Stages:
     """The cut with what is recomputed. The least is exact for ranks of one stage; of ranks with several, where what is
     held changes from moment to moment, it is exact for the fullest one, and raised until all moments fit.
     """
@@ -137,19 +137,19 @@ def stages_of(blocks: Blocks, stage: Int64Array, room: Room) -> Stages:
         for rank in np.flatnonzero(fullness > capacity).tolist():
             recomputed = recomputed | _recomputed_on(blocks, stage, room, rank)
             fullness[rank] = _peak_bytes(blocks, stage, room, rank, recomputed)
-    lacks_bytes = max(float(fullness.max()) - capacity, 0.0)
-    return Stages(blocks, stage, len(room.rank), recomputed, fullness / capacity, lacks_bytes)
+    shortfall_bytes = max(float(fullness.max()) - capacity, 0.0)
+    return Stages(blocks, stage, len(room.rank), recomputed, fullness / capacity, shortfall_bytes)
 
 
-def _peak_bytes(blocks: Blocks, stage: Int64Array, room: Room, rank: int, recomputed: BoolArray) -> float:
+def _peak_bytes(blocks: Blocks, stage: Int64Array, room: StageLimits, rank: int, recomputed: BoolArray) -> float:
     own = room.rank[stage] == rank
-    kept = np.bincount(stage, blocks.kept_bytes - blocks.spared_bytes * recomputed, len(room.rank))
+    kept = np.bincount(stage, blocks.kept_bytes - blocks.saved_bytes * recomputed, len(room.rank))
     held = room.moments[rank] @ kept[room.rank == rank]
     working = np.where(recomputed, blocks.working_again_bytes, blocks.working_bytes)[own]
     return float(blocks.state_bytes[own].sum() + held.max() + working.max())
 
 
-def _recomputed_on(blocks: Blocks, stage: Int64Array, room: Room, rank: int) -> BoolArray:
+def _recomputed_on(blocks: Blocks, stage: Int64Array, room: StageLimits, rank: int) -> BoolArray:
     """What must be, bool [num_blocks], so that a rank's stages fit; all that can be, where they do not even so."""
     own = np.flatnonzero((room.rank[stage] == rank) & blocks.can_spare)
     none = np.zeros(blocks.num_blocks, dtype=np.bool_)
@@ -170,8 +170,8 @@ def _recomputed_on(blocks: Blocks, stage: Int64Array, room: Room, rank: int) -> 
     of_module = {name: places for name, places in of_module.items() if len(places)}
     mine = room.rank[stage] == rank
     idle = float(blocks.working_bytes[mine].max())
-    again = {name: blocks.again_s[places] for name, places in of_module.items()}
-    spared = {name: blocks.spared_bytes[places] * in_flight[stage[places]] for name, places in of_module.items()}
+    again = {name: blocks.recompute_s[places] for name, places in of_module.items()}
+    spared = {name: blocks.saved_bytes[places] * in_flight[stage[places]] for name, places in of_module.items()}
     grown = {name: np.maximum(blocks.working_again_bytes[places] - idle, 0) for name, places in of_module.items()}
     lacking = float(blocks.state_bytes[mine].sum() + in_flight[numbers] @ kept + idle) - capacity
     while True:
@@ -195,7 +195,7 @@ def _fullest_first(places: Int64Array, in_flight: Int64Array) -> Int64Array:
 
 def settle(
     blocks: Blocks,
-    room: Room,
+    room: StageLimits,
     cut: Callable[[Float64Array], Int64Array],
     step_s: Callable[[Stages], float],
     block_s: Float64Array | None = None,
@@ -216,8 +216,8 @@ def settle(
         stages = found[stage.tobytes()] = stages_of(blocks, stage, room)
         alike = stage * len(blocks.names) + blocks.owner
         share = np.bincount(alike, stages.recomputed) / np.maximum(np.bincount(alike), 1)
-        added = blocks.again_s * share[alike]
+        added = blocks.recompute_s * share[alike]
         weight = weight * np.maximum(stages.fullness, 1.0)[room.rank[stage]]
-        if not stages.recomputed.any() and not stages.lacks_bytes:
+        if not stages.recomputed.any() and not stages.shortfall_bytes:
             break
-    return min(found.values(), key=lambda stages: (stages.lacks_bytes, step_s(stages)))
+    return min(found.values(), key=lambda stages: (stages.shortfall_bytes, step_s(stages)))

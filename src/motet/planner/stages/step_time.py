@@ -52,7 +52,7 @@ def pipeline_s(flow: Flow, stages: Stages, send_s: Float64Array) -> float:
         return (steady + in_turns) / 2 + others / len(chunk) + sent
     if flow.schedule in ("zb_h1", "zb_v"):
         blocks = stages.blocks
-        weight = stages.sums(np.where(blocks.trained > 0, blocks.backward_s / 2, 0.0))
+        weight = stages.sums(np.where(blocks.trainable > 0, blocks.backward_s / 2, 0.0))
         first = np.bincount(flow.rank, stages.seconds - weight)
         few = float(first.sum() + weight.max()) + (flow.num_microbatches - 1) * float(first.max()) * flow.uneven
         if flow.schedule == "zb_v":
@@ -73,22 +73,22 @@ def _longest(flow: Flow, stage_s: Float64Array, edge_s: Float64Array) -> Float64
     return found
 
 
-def ends_s(job: Job, stages: Stages, rank: Int64Array, data_ranks: Sequence[range]) -> float:
+def exposed_collectives_s(job: Job, stages: Stages, rank: Int64Array, data_ranks: Sequence[range]) -> float:
     """Gathering before the passes and reducing after them, as far as it is not hidden, and the optimizer.
 
     data_ranks: per pipeline rank, those of the cluster that share its state (ZeRO 1).
     """
     blocks, precision = stages.blocks, job.mixed_precision(pipeline=True)
-    trained = stages.sums(blocks.trained)
-    gathered = stages.sums(blocks.parameters) * (trained > 0)
-    updated = np.bincount(rank, trained)
+    trainable = stages.sums(blocks.trainable)
+    gathered = stages.sums(blocks.parameters) * (trainable > 0)
+    updated = np.bincount(rank, trainable)
     before = after = forward_s = backward_s = 0.0
     for stage in range(len(updated)):
         ranks = data_ranks[stage]
         gather_s = reduce_s = 0.0
         if len(ranks) > 1:
             gather_s = job.cost.gather_seconds(float(gathered[stage]) * precision.compute, ranks)
-            reduce_s = job.cost.reduce_scatter_seconds(float(trained[stage]) * precision.gradient, ranks)
+            reduce_s = job.cost.reduce_scatter_seconds(float(trainable[stage]) * precision.gradient, ranks)
         reduce_s += job.cost.step_seconds(round(float(updated[rank[stage]]) / len(ranks)))
         before, after = max(before, gather_s - forward_s), max(after, reduce_s - backward_s)
         forward_s += float(stages.forward_s[stage])

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from motet.schedule.dependencies import COLLECTIVES, PARTNERS, Dependencies, partner
-from motet.schedule.program import COMPUTE, Action, Kind, Program
+from motet.schedule.program import COMPUTE_KINDS, Action, Kind, Program
 
 NOMINAL = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0, Kind.R: 1.0, Kind.STEP: 1.0}
 IN_BUBBLES = 1e-3
@@ -41,7 +41,7 @@ class DryRun:
 
 def stream_of(kind: Kind) -> str:
     """The stream of its rank that an action of this kind occupies."""
-    if kind in COMPUTE:
+    if kind in COMPUTE_KINDS:
         return "compute"
     if kind in COLLECTIVES:
         return "collective"

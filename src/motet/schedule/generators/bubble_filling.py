@@ -15,7 +15,7 @@ from itertools import pairwise
 from motet.core.errors import ArgumentError
 from motet.core.plan import Fill
 from motet.schedule.check.dry_run import dry_run
-from motet.schedule.program import COMPUTE, Action, Kind, Program, Stage
+from motet.schedule.program import COMPUTE_KINDS, Action, Kind, Program, Stage
 from motet.schedule.text import parse_action
 
 
@@ -67,7 +67,7 @@ def coarse_fills(program: Program, encoders: Sequence[EncoderPipeline], num_part
     backwards: list[tuple[int, int, Fill]] = []
     for encoder, stages in zip(encoders, encoder_stages(program, encoders)):
         for stage, rank, backward in zip(stages, encoder.ranks, _flags(encoder)):
-            start = next((str(action) for action in program.actions[rank] if action.kind in COMPUTE), "")
+            start = next((str(action) for action in program.actions[rank] if action.kind in COMPUTE_KINDS), "")
             for k, i in enumerate(encoder.microbatches):
                 forwards += [(k, i, Fill(rank, f"{stage}F{i}{part}", start)) for part in parts]
                 backwards += [(i, 0, Fill(rank, f"{stage}B{i}{part}")) for part in parts if backward]
@@ -82,7 +82,7 @@ def fill_bubbles(program: Program, encoders: Sequence[EncoderPipeline], fills: S
     Raises ArgumentError for encoders that do not encode each microbatch once, and for a fill that names what does not
     exist, comes twice, is missing, or waits for what comes after it. O(actions log actions).
     """
-    if any(action.kind not in COMPUTE for row in program.actions for action in row):
+    if any(action.kind not in COMPUTE_KINDS for row in program.actions for action in row):
         raise ArgumentError("bubbles are filled before communication is added to a Program, not after.")
     _check_encoders(program, encoders)
     filled = _with_stages(program, encoders)

@@ -8,7 +8,7 @@ from motet.core.errors import ArgumentError
 from motet.schedule.program import Action, Program, Stage
 
 
-def chain(stage_ranks: Sequence[int], rows: Sequence[Sequence[Action]], num_microbatches: int) -> Program:
+def chain_program(stage_ranks: Sequence[int], rows: Sequence[Sequence[Action]], num_microbatches: int) -> Program:
     """A Program whose stage s is on rank stage_ranks[s] and takes in the output of stage s - 1.
 
     rows: the actions of each rank, in order.

@@ -19,7 +19,7 @@ from motet.core.errors import ArgumentError
 from motet.schedule.program import Action, AlikeRows, Kind, Program, Stage
 
 
-def data_parallel(trained: Mapping[str, bool], num_ranks: int, num_microbatches: int) -> Program:
+def data_parallel(trainable: Mapping[str, bool], num_ranks: int, num_microbatches: int) -> Program:
     """Forward and backward passes, NORM and STEP; stage `rank * len(trained) + place` is a rank's module at a place.
 
     trained: by module, whether anything in it learns: encoders in the order in which they run, then the backbone. The
@@ -35,27 +35,27 @@ def data_parallel(trained: Mapping[str, bool], num_ranks: int, num_microbatches:
     """
     if num_ranks < 1 or num_microbatches < 1:
         raise ArgumentError(f"num_ranks is {num_ranks}, num_microbatches {num_microbatches}; both must be at least 1.")
-    if not trained:
+    if not trainable:
         raise ArgumentError("there is no module; there must be a backbone.")
-    num_modules = len(trained)
+    num_modules = len(trainable)
     edges = [(place, num_modules - 1) for place in range(num_modules - 1)]
     firsts = range(0, num_ranks * num_modules, num_modules)
     return Program(
-        tuple(Stage(rank, name, group) for rank in range(num_ranks) for group, name in enumerate(trained)),
+        tuple(Stage(rank, name, group) for rank in range(num_ranks) for group, name in enumerate(trainable)),
         tuple((first + source, first + sink) for first in firsts for source, sink in edges),
-        AlikeRows(tuple(_row(list(trained.values()), num_microbatches)), num_ranks, num_modules),
+        AlikeRows(tuple(_row(list(trainable.values()), num_microbatches)), num_ranks, num_modules),
         num_microbatches,
     )
 
 
-def _row(trained: list[bool], num_microbatches: int) -> Iterator[Action]:
+def _row(trainable: list[bool], num_microbatches: int) -> Iterator[Action]:
     """What rank 0 does: in each microbatch all forward passes, then all backward passes in reverse."""
-    backbone = len(trained) - 1
-    learning = [stage for stage in range(backbone) if trained[stage]]
-    backward = [backbone, *reversed(learning)] if any(trained) else []
+    backbone = len(trainable) - 1
+    learning = [stage for stage in range(backbone) if trainable[stage]]
+    backward = [backbone, *reversed(learning)] if any(trainable) else []
     for microbatch in range(num_microbatches):
-        yield from (Action(stage, Kind.F, microbatch) for stage in range(len(trained)))
+        yield from (Action(stage, Kind.F, microbatch) for stage in range(len(trainable)))
         yield from (Action(stage, Kind.B, microbatch) for stage in backward)
     yield Action(backbone, Kind.NORM)
     if backward:
-        yield Action(max(stage for stage, learns in enumerate(trained) if learns), Kind.STEP)
+        yield Action(max(stage for stage, learns in enumerate(trainable) if learns), Kind.STEP)

@@ -28,7 +28,7 @@ class Pipeline:
     dp: int = 1
 
 
-class Feed(NamedTuple):
+class UnitEdge(NamedTuple):
     """One unit feeds another: from the replicas of a stage of it to those of a stage of the other."""
 
     source: int
@@ -52,7 +52,7 @@ class Island:
 
 def disaggregated(
     units: Sequence[Pipeline],
-    feeds: Sequence[Feed],
+    feeds: Sequence[UnitEdge],
     num_microbatches: int,
     has_backward: Sequence[Sequence[bool]] | None = None,
 ) -> Program:
@@ -81,7 +81,7 @@ def broker(num_sources: int, num_sinks: int) -> list[tuple[int, int, Fraction]]:
     return found
 
 
-def island(units: Sequence[Pipeline], feeds: Sequence[Feed]) -> Island:
+def island(units: Sequence[Pipeline], feeds: Sequence[UnitEdge]) -> Island:
     """The stages of one island and its edges: those within the replicas of each unit, then those between units.
 
     Replicas of a stage form a group. Raises ArgumentError for a unit without stages, or a dp below 1.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from motet.schedule.generators.chain import backward_flags, chain, check_counts
+from motet.schedule.generators.chain import backward_flags, chain_program, check_counts
 from motet.schedule.program import Action, Kind, Program
 
 
@@ -22,4 +22,4 @@ def gpipe(num_stages: int, num_microbatches: int, *, has_backward: Sequence[bool
         if backward:
             row += [Action(stage, Kind.B, microbatch) for microbatch in range(num_microbatches)]
         rows.append(row)
-    return chain(range(num_stages), rows, num_microbatches)
+    return chain_program(range(num_stages), rows, num_microbatches)

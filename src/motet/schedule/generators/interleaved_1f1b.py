@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from itertools import zip_longest
 
-from motet.schedule.generators.chain import chain, check_counts
+from motet.schedule.generators.chain import chain_program, check_counts
 from motet.schedule.program import Action, Kind, Program
 
 
@@ -43,7 +43,7 @@ def interleaved_1f1b(
                 if passed:
                     row.append(Action(passed[0] * num_ranks + rank, kind, passed[1]))
         rows.append(row)
-    return chain([stage % num_ranks for stage in range(num_ranks * num_chunks)], rows, num_microbatches)
+    return chain_program([stage % num_ranks for stage in range(num_ranks * num_chunks)], rows, num_microbatches)
 
 
 def _waited(forward: list[tuple[int, int]], num_ranks: int, num_chunks: int, num_after: int) -> int:

@@ -13,7 +13,7 @@ from itertools import chain
 
 from motet.core.errors import ArgumentError
 from motet.core.workload import BACKBONE
-from motet.schedule.generators.disaggregated import Feed, Pipeline, disaggregated
+from motet.schedule.generators.disaggregated import Pipeline, UnitEdge, disaggregated
 from motet.schedule.program import Action, Kind, Program, Stage
 
 
@@ -36,7 +36,7 @@ def modality_parallel(
     names = [*encoders, BACKBONE, *after]
     units = [Pipeline((name,) * number) for name, number in zip(names, num_stages)]
     llm = len(encoders)
-    feeds = [Feed(unit, llm) for unit in range(llm)] + [Feed(llm, unit) for unit in range(llm + 1, len(units))]
+    feeds = [UnitEdge(unit, llm) for unit in range(llm)] + [UnitEdge(llm, unit) for unit in range(llm + 1, len(units))]
     flags = None
     if has_backward is not None:
         if len(has_backward) != sum(num_stages):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from motet.schedule.generators.chain import backward_flags, chain, check_counts
+from motet.schedule.generators.chain import backward_flags, chain_program, check_counts
 from motet.schedule.program import Action, Kind, Program
 
 
@@ -22,7 +22,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int, *, has_backward: Sequenc
     for stage, backward in enumerate(backward_flags("one_f_one_b", has_backward, num_stages)):
         num_ahead = min(num_stages - stage - 1, num_microbatches) if backward else num_microbatches
         rows.append(alternate(stage, num_ahead, num_microbatches, backward))
-    return chain(range(num_stages), rows, num_microbatches)
+    return chain_program(range(num_stages), rows, num_microbatches)
 
 
 def alternate(stage: int, num_ahead: int, num_microbatches: int, backward: bool = True) -> list[Action]:

@@ -4,7 +4,7 @@ Parallelism", section 2.1, Figure 2).
 
 from __future__ import annotations
 
-from motet.schedule.generators.chain import chain, check_counts
+from motet.schedule.generators.chain import chain_program, check_counts
 from motet.schedule.program import Action, Kind, Program
 
 
@@ -30,4 +30,4 @@ def zb_h1(num_stages: int, num_microbatches: int) -> Program:
         num_done = max(num_microbatches - stage, 0)
         row += [Action(stage, Kind.W, microbatch) for microbatch in range(num_done, num_microbatches)]
         rows.append(row)
-    return chain(range(num_stages), rows, num_microbatches)
+    return chain_program(range(num_stages), rows, num_microbatches)

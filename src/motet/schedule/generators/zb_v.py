@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from motet.schedule.generators.chain import chain, check_counts
+from motet.schedule.generators.chain import chain_program, check_counts
 from motet.schedule.program import Action, Kind, Program
 
 
@@ -25,7 +25,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Program:
         [action for action in _row(rank, num_ranks, num_full) if action.microbatch < num_microbatches]
         for rank in range(num_ranks)
     ]
-    return chain([*range(num_ranks), *reversed(range(num_ranks))], rows, num_microbatches)
+    return chain_program([*range(num_ranks), *reversed(range(num_ranks))], rows, num_microbatches)
 
 
 def _row(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:

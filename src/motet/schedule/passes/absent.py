@@ -30,7 +30,7 @@ class Presence:
     exchanged: frozenset[str]
 
 
-def without_absent(program: Program, present: Sequence[Presence], trained: Collection[int]) -> Program:
+def without_absent(program: Program, present: Sequence[Presence], trainable: Collection[int]) -> Program:
     """Leave out passes of modules that a microbatch does not have, and exchanges of modules of which nothing moves.
 
     present: of each microbatch. trained: the stages in which anything learns (where rows are all alike, of the first).
@@ -52,7 +52,7 @@ def without_absent(program: Program, present: Sequence[Presence], trained: Colle
     def has_backward(stage: int, microbatch: int) -> bool:
         if stages[stage].module not in present[microbatch].modules:
             return False
-        return stage in trained or any(has_backward(source, microbatch) for source in sources.get(stage, ()))
+        return stage in trainable or any(has_backward(source, microbatch) for source in sources.get(stage, ()))
 
     def takes_place(action: Action) -> bool:
         stage, kind, microbatch, _, peer = action

@@ -21,7 +21,7 @@ from motet.schedule.program import Action, Kind, Program
 _ADDED = frozenset({Kind.GATHER, Kind.GATHER_B, Kind.REDUCE, Kind.STEP})
 
 
-def add_data_parallel(program: Program, zero: Mapping[int, int], trained: Collection[int]) -> Program:
+def add_data_parallel(program: Program, zero: Mapping[int, int], trainable: Collection[int]) -> Program:
     """Add GATHER before a stage's parameters are first used, REDUCE after its last gradient, STEP at a rank's end.
 
     zero:    per stage that has replicas, what is sharded over them (0 to 3); stages not named have none.
@@ -36,7 +36,7 @@ def add_data_parallel(program: Program, zero: Mapping[int, int], trained: Collec
             )
     if any(action.kind in _ADDED for row in program.actions for action in row):
         raise ArgumentError("the Program has collectives of data parallelism already; add them once.")
-    rule = _Rule([stage.group for stage in program.stages], zero, frozenset(trained))
+    rule = _Rule([stage.group for stage in program.stages], zero, frozenset(trainable))
     return replace(program, actions=tuple(tuple(rule.row(row)) for row in program.actions))
 
 
@@ -44,7 +44,7 @@ def add_data_parallel(program: Program, zero: Mapping[int, int], trained: Collec
 class _Rule:
     groups: Sequence[int]
     zero: Mapping[int, int]
-    trained: frozenset[int]
+    trainable: frozenset[int]
 
     def row(self, row: Sequence[Action]) -> Iterator[Action]:
         first: dict[Action, int] = {}
@@ -80,7 +80,7 @@ class _Rule:
     def gathers(self, action: Action) -> Iterator[Action]:
         """What a pass needs to have gathered."""
         level = self.zero.get(action.stage, 0)
-        if action.kind is Kind.F and (level == 3 or (level > 0 and action.stage in self.trained)):
+        if action.kind is Kind.F and (level == 3 or (level > 0 and action.stage in self.trainable)):
             yield Action(action.stage, Kind.GATHER, action.microbatch if level == 3 else -1)
         if action.kind in (Kind.R, Kind.B, Kind.I) and level == 3:
             yield Action(action.stage, Kind.GATHER_B, action.microbatch)
@@ -91,7 +91,7 @@ class _Rule:
             yield Action(action.stage, Kind.REDUCE, action.microbatch if self.zero[action.stage] >= 2 else -1)
 
     def is_gradient(self, action: Action) -> bool:
-        return action.kind in (Kind.B, Kind.W) and action.stage in self.trained
+        return action.kind in (Kind.B, Kind.W) and action.stage in self.trainable
 
 
 def _by_place(places: Mapping[Action, int], order: Sequence[Action]) -> dict[int, list[Action]]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from motet.core.errors import ArgumentError
-from motet.schedule.dependencies import PREFETCHED
+from motet.schedule.dependencies import PREFETCH_DEPTH
 from motet.schedule.program import Action, Kind, Program, Row
 
 
@@ -95,7 +95,7 @@ class _Rule:
         gather = Kind.GATHER if kind is Kind.F else Kind.GATHER_B
         if part < 0:
             order = order[:1] and [-1]
-        for unit in order[part + PREFETCHED if part > 0 else 0 : max(part, 0) + PREFETCHED + 1]:
+        for unit in order[part + PREFETCH_DEPTH if part > 0 else 0 : max(part, 0) + PREFETCH_DEPTH + 1]:
             yield Action(stage, gather, microbatch, unit)
 
     def gathered(self, stage: int) -> list[int]:
@@ -103,19 +103,19 @@ class _Rule:
 
     def gathered_again(self, stage: int, microbatch: int) -> list[int]:
         """In the order of backward, which ends at the first unit that learns, unless the input needs a gradient."""
-        trained = self.units[stage]
+        trainable = self.units[stage]
         # What is frozen is freed after forward in any case (`runtime/fsdp.py`).
-        if any(trained) and not self.reshard_after_forward:
+        if any(trainable) and not self.reshard_after_forward:
             return []
         feeds_back = any((source, microbatch) in self.has_backward for source in self.sources.get(stage, ()))
-        first = 0 if feeds_back else list(trained).index(True)
-        return list(range(len(trained) - 1, first - 1, -1))
+        first = 0 if feeds_back else list(trainable).index(True)
+        return list(range(len(trainable) - 1, first - 1, -1))
 
     def reductions(self, action: Action) -> Iterator[Action]:
         stage, _, microbatch, part, _ = action
-        trained = self.units[stage]
-        unit = len(trained) - 1 - part if part >= 0 else -1
-        if not (any(trained) if part < 0 else trained[unit]):
+        trainable = self.units[stage]
+        unit = len(trainable) - 1 - part if part >= 0 else -1
+        if not (any(trainable) if part < 0 else trainable[unit]):
             return
         if self.is_sharded:
             yield Action(stage, Kind.REDUCE, microbatch, unit)

@@ -144,7 +144,7 @@ class Lookup:
             )
 
 
-class Unit:
+class SlicedActions:
     """The rows of GATHER or GATHER_B by stage, microbatch and slice of parameters, each of which may be -1, all."""
 
     def __init__(self, table: ActionTable, kind: Kind) -> None:

@@ -14,7 +14,7 @@ from motet.schedule.program import Kind
 from motet.simulate.engine.action_index import Lookup
 from motet.simulate.engine.stage_times import Part, StageTimes
 from motet.simulate.engine.streams import COMPUTE, OF_KIND, TENSOR
-from motet.simulate.engine.table import EXCHANGES, UNITS
+from motet.simulate.engine.table import EXCHANGES, SLICED_KINDS
 
 _OF_EDGE = ("send_s", "return_s", "exchange_s")
 _OF_STAGE = ("gather_s", "reduce_s", "replicas_s")
@@ -160,7 +160,7 @@ class _Spread:
 
         What is reduced is gradients of the slices that learn, which share among themselves; parameters are all slices'.
         """
-        for kind in UNITS:
+        for kind in SLICED_KINDS:
             rows = self.table.rows(kind)
             if not rows.size:
                 continue

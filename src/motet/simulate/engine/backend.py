@@ -10,11 +10,9 @@ import warnings
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Literal
 
+from motet.balance.backend import Backend
 from motet.core.errors import ArgumentError
-
-Backend = Literal["native", "reference"]
 
 try:
     _engine: ModuleType | None = import_module("motet.simulate._engine")

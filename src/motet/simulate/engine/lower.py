@@ -12,13 +12,13 @@ from numpy.typing import ArrayLike
 
 from motet.core.arrays import IndexArray, Int32Array
 from motet.core.errors import ArgumentError
-from motet.schedule.dependencies import GRADIENTS, PREFETCHED
+from motet.schedule.dependencies import GRADIENTS, PREFETCH_DEPTH
 from motet.schedule.program import Action, Kind
-from motet.simulate.engine.action_index import NONE, Lookup, Unit
+from motet.simulate.engine.action_index import NONE, Lookup, SlicedActions
 from motet.simulate.engine.streams import COMPUTE, TENSOR, holds_compute
 
 BACKWARD = (Kind.B, Kind.I)
-WEIGHTS = (Kind.B, Kind.W)
+WEIGHT_KINDS = (Kind.B, Kind.W)
 """Kinds that add to the gradients of weights."""
 
 
@@ -137,7 +137,7 @@ class _Waits:
             stage, microbatch, part = (column[rows] for column in self._columns())
             if kind in BACKWARD:
                 part = np.where(part >= 0, self.lookup.passes[kind].count[stage, microbatch] - 1 - part, -1)
-            unit = Unit(self.table, gather)
+            unit = SlicedActions(self.table, gather)
             for of_microbatch in (microbatch, -1):
                 for of_part in (part, -1):
                     self.add(rows, unit.at(stage, of_microbatch, of_part))
@@ -149,7 +149,7 @@ class _Waits:
         stage, microbatch, part = (column[rows] for column in self._columns())
         if kind in BACKWARD:
             part = (self.lookup.passes[kind].count[stage, microbatch] - 1 - part).astype(np.int32)
-        self.add(rows, self.lookup.part(kind, stage, microbatch, part - 1 - PREFETCHED))
+        self.add(rows, self.lookup.part(kind, stage, microbatch, part - 1 - PREFETCH_DEPTH))
 
     def _columns(self) -> tuple[Int32Array, Int32Array, Int32Array]:
         return self.table.stage, self.table.microbatch, self.table.part
@@ -165,7 +165,7 @@ class _Waits:
         of = np.tile(np.arange(num_microbatches), int(step.sum()))
         microbatch = np.concatenate([self.table.microbatch[rows[~step]], of])
         stage, part = self.table.stage[every], self.table.part[every]
-        for kind in WEIGHTS:
+        for kind in WEIGHT_KINDS:
             if kind not in self.lookup.passes:
                 continue
             found = self.lookup.passes[kind]

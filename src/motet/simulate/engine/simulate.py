@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from motet.balance.backend import Backend
 from motet.core.arrays import Float64Array, Int32Array
 from motet.core.errors import ArgumentError
 from motet.core.timeline import Timeline
@@ -17,7 +18,7 @@ from motet.schedule.program import Program
 from motet.simulate.engine import reference
 from motet.simulate.engine.action_index import Lookup
 from motet.simulate.engine.action_seconds import action_seconds
-from motet.simulate.engine.backend import Backend, engine
+from motet.simulate.engine.backend import engine
 from motet.simulate.engine.deadlock import deadlock
 from motet.simulate.engine.lower import Waits, waits
 from motet.simulate.engine.spans import timeline_of

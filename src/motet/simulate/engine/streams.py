@@ -11,11 +11,10 @@ import numpy as np
 
 from motet.core import timeline
 from motet.core.arrays import BoolArray, Int32Array
-from motet.schedule.program import COMPUTE as COMPUTE_KINDS
-from motet.schedule.program import Kind
+from motet.schedule.program import COMPUTE_KINDS, Kind
 from motet.simulate.engine.table import KINDS
 
-STREAMS = (timeline.COMPUTE, "send", "receive", "collective", "tensor")
+STREAMS = (timeline.COMPUTE_STREAM, "send", "receive", "collective", "tensor")
 COMPUTE, SEND, RECEIVE, COLLECTIVE, TENSOR = range(len(STREAMS))
 
 

@@ -18,7 +18,7 @@ KINDS = tuple(Kind)
 CODES: Mapping[str, int] = {kind: code for code, kind in enumerate(KINDS)}
 PASSES = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)
 EXCHANGES = (Kind.EXCHANGE_F, Kind.EXCHANGE_B)
-UNITS = (Kind.GATHER, Kind.GATHER_B, Kind.REDUCE)
+SLICED_KINDS = (Kind.GATHER, Kind.GATHER_B, Kind.REDUCE)
 """Kinds whose parts are slices of the stage's parameters."""
 
 
@@ -89,7 +89,7 @@ def _check(table: ActionTable) -> None:
     _check_range(table, "peer", table.peer, (*PARTNERS, *EXCHANGES), program.num_stages)
     if (wrong := np.flatnonzero((table.peer >= 0) & ~_among((*PARTNERS, *EXCHANGES))[table.kind])).size:
         raise ArgumentError(f"{table.action(wrong[0])} has a peer; only sends, receives and exchanges have one.")
-    if (wrong := np.flatnonzero((table.part >= 0) & ~_among((*PASSES, *UNITS))[table.kind])).size:
+    if (wrong := np.flatnonzero((table.part >= 0) & ~_among((*PASSES, *SLICED_KINDS))[table.kind])).size:
         raise ArgumentError(f"{table.action(wrong[0])} is a part; only passes, gathers and reductions have parts.")
 
 

@@ -132,7 +132,7 @@ def _simulated(pricing: Pricing, jitter: float) -> Iterator[int]:
         yield from islands.tolist()
         return
     if len(islands) > MAX_ISLANDS:
-        islands = np.argsort(-pricing.paced_s(), kind="stable")[:MAX_ISLANDS]
+        islands = np.argsort(-pricing.busiest_rank_s(), kind="stable")[:MAX_ISLANDS]
     seen: set[bytes] = set()
     for island in islands.tolist():
         lengths = pricing.assignment.island_key(island, pricing.num_islands)

@@ -82,7 +82,7 @@ class Pricing:
         replicas = [replica_of(self.layout, stage, island) for island in range(self.num_islands)]
         return StageSeconds(*(table[replicas] for table in self._seconds(stage.key)))
 
-    def paced_s(self) -> Float64Array:
+    def busiest_rank_s(self) -> Float64Array:
         """Of each island, its microbatches' seconds on the ranks that take longest for them, [num_islands]."""
         shape = self.planned.program.num_ranks, self.num_islands, self.assignment.num_microbatches
         total_s = np.zeros(shape)
@@ -140,8 +140,8 @@ class Pricing:
         for placed, count in Counter(self.layers(stage)).items():
             layer = placed.layer
             flops = layer_flops(layer, self._priced(placed.module, layer, 1).work)
-            own = flops.forward * (1 + placed.recomputed) + flops.weight * layer.trained
-            if placed.needs_input or (layer.trained and layer.attention is not None):
+            own = flops.forward * (1 + placed.recomputed) + flops.weight * layer.trainable
+            if placed.needs_input or (layer.trainable and layer.attention is not None):
                 own = own + flops.input
             total += count * float(own.sum()) * stage.unit.cp
         return total
@@ -159,9 +159,9 @@ class Pricing:
         """The passes that a layer has: its gradients as `cost.model.backward_seconds` has them."""
         layer, (forward_s, input_s, weight_s) = placed.layer, priced.seconds
         passes = {"forward": forward_s, "forward_tensor": priced.tensor_s}
-        if placed.needs_input or (layer.trained and layer.attention is not None):
+        if placed.needs_input or (layer.trainable and layer.attention is not None):
             passes["input"] = input_s
-        if layer.trained:
+        if layer.trainable:
             passes["weight"] = weight_s
         if placed.recomputed:
             passes["recompute"] = forward_s

@@ -17,7 +17,7 @@ from motet.simulate.predict.stage_pricing import Pricing
 _TOTALS_BYTES = 3 * 8
 
 
-class Collectives(NamedTuple):
+class CollectiveSeconds(NamedTuple):
     """Seconds. gather_s: of the parameters, over the ranks that share one copy. reduce_s: of the gradients, within a
     copy; where no rank shares one, over all. replicas_s: of one rank's share of the gradients, over copies.
     """
@@ -31,7 +31,7 @@ class _Size(NamedTuple):
     """Parameters of one tensor-parallel rank: all, those that learn, and those of them that it updates itself."""
 
     total: float
-    trained: float
+    trainable: float
     updated: float
 
 
@@ -70,9 +70,9 @@ class Traffic:
         names = [self.planned.stages[source].modules[0] for source, _ in self.planned.program.edges]
         return np.stack([seconds[name] for name in names]) if names else np.zeros((1, 1))
 
-    def collectives(self, stage: PlannedStage) -> Collectives:
+    def collectives(self, stage: PlannedStage) -> CollectiveSeconds:
         """Of a stage's parameters and gradients."""
-        found: Collectives = self._collectives(stage.key)
+        found: CollectiveSeconds = self._collectives(stage.key)
         return found
 
     def step_s(self) -> Float64Array:
@@ -100,10 +100,10 @@ class Traffic:
 
     def _size_of(self, layers: Sequence[Layer], stage: PlannedStage) -> _Size:
         total = sum(layer.parameters for layer in layers) / stage.unit.tp
-        trained = sum(layer.parameters for layer in layers if layer.trained) / stage.unit.tp
-        return _Size(total, trained, trained / len(self._sharing(stage)[0]))
+        trainable = sum(layer.parameters for layer in layers if layer.trainable) / stage.unit.tp
+        return _Size(total, trainable, trainable / len(self._sharing(stage)[0]))
 
-    def _priced(self, stage: PlannedStage) -> Collectives:
+    def _priced(self, stage: PlannedStage) -> CollectiveSeconds:
         """In a pipeline, one reduction is over all ranks; in data parallelism the sum over copies is one of its own.
 
         Frozen parameters are gathered only where they are sharded: under ZeRO 3, and by FSDP.
@@ -112,16 +112,16 @@ class Traffic:
         (shards, replicas), units, cost = self._sharing(stage), self._units(stage), self.cost
         replicas_s = 0.0
         if len(replicas) > 1:
-            shares = (one.trained * self.precision.gradient / len(shards) for one in units)
+            shares = (one.trainable * self.precision.gradient / len(shards) for one in units)
             replicas_s = sum(cost.all_reduce_seconds(size_bytes, replicas) for size_bytes in shares)
         if len(shards) == 1:
-            return Collectives(0.0, replicas_s, replicas_s)
-        gathered = (one.total if colocated or stage.zero == 3 else one.trained for one in units)
+            return CollectiveSeconds(0.0, replicas_s, replicas_s)
+        gathered = (one.total if colocated or stage.zero == 3 else one.trainable for one in units)
         gather_s = sum(cost.gather_seconds(number * self.precision.compute, shards) for number in gathered)
-        reduce_s = sum(cost.reduce_scatter_seconds(one.trained * self.precision.gradient, shards) for one in units)
+        reduce_s = sum(cost.reduce_scatter_seconds(one.trainable * self.precision.gradient, shards) for one in units)
         if not colocated:
             reduce_s += replicas_s
-        return Collectives(gather_s, reduce_s, replicas_s)
+        return CollectiveSeconds(gather_s, reduce_s, replicas_s)
 
     def _sharing(self, stage: PlannedStage) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The ranks that share one copy of the stage's state with its first, and those that hold the same share."""
@@ -135,7 +135,7 @@ class Traffic:
             module = model.module(name)
             place = module.blocks[stop - 1][-1]
             layer = module.layers[place]
-            if gradient and not (layer.trained or model.input_gradients[name][place]):
+            if gradient and not (layer.trainable or model.input_gradients[name][place]):
                 continue
             rows = self.pricing.rows(name, layer, source, island)
             total += rows * layer.output_width * self.precision.compute / source.unit.tp

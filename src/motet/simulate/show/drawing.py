@@ -16,10 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from motet.core.arrays import Float64Array, Int64Array
-from motet.core.timeline import COMPUTE, Timeline
+from motet.core.timeline import COMPUTE_STREAM, Timeline
 from motet.core.workload import BACKBONE
-from motet.schedule.program import COMPUTE as COMPUTE_KINDS
-from motet.schedule.program import Kind
+from motet.schedule.program import COMPUTE_KINDS, Kind
 from motet.simulate.bubbles import bubbles
 from motet.simulate.engine.spans import Labels
 
@@ -66,7 +65,7 @@ class Paint(NamedTuple):
     module: str
 
 
-class Key(NamedTuple):
+class LegendEntry(NamedTuple):
     """An entry of the legend: a name, and the colours that it stands for."""
 
     name: str
@@ -93,7 +92,7 @@ class Drawing:
     number: Int64Array
     span: Int64Array
     paints: tuple[Paint, ...]
-    legend: tuple[Key, ...]
+    legend: tuple[LegendEntry, ...]
     makespan_s: float
     facts: str
 
@@ -175,7 +174,7 @@ def _facts(makespan_s: float, bubble_share: float, num_drawn: int, num_ranks: in
 
 
 def _computes(kind: str, stream: str) -> bool:
-    return stream == COMPUTE and (kind in COMPUTE_KINDS or kind.split("_", maxsplit=1)[0] not in _COMMUNICATION)
+    return stream == COMPUTE_STREAM and (kind in COMPUTE_KINDS or kind.split("_", maxsplit=1)[0] not in _COMMUNICATION)
 
 
 def _hues(modules: Sequence[str]) -> dict[str, str]:
@@ -206,7 +205,7 @@ def _chosen(bubble_share: Float64Array, max_rows: int) -> Int64Array:
     return np.unique([*spaced.tolist(), int(bubble_share.argmin()), int(bubble_share.argmax())])
 
 
-def _legend(looks: Sequence[Look], hues: dict[str, str]) -> tuple[Key, ...]:
+def _legend(looks: Sequence[Look], hues: dict[str, str]) -> tuple[LegendEntry, ...]:
     """Modules, each in the shades that it has; shades, each in the hues that have it; the rest. Only what there is."""
     computing = {(kind, module) for kind, module, stream in looks if _computes(kind, stream)}
     modules = [
@@ -217,16 +216,16 @@ def _legend(looks: Sequence[Look], hues: dict[str, str]) -> tuple[Key, ...]:
     def colours(pairs: list[tuple[str, str]]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(_shaded(hues[of], kind) for kind, of in pairs if (kind, of) in computing))
 
-    keys = [Key(of, colours([(kind, of) for kind in shades]) or (hues[of],)) for of in modules]
-    keys += [Key(_SHADE_NAMES[kind], colours([(kind, of) for of in hues])[:_MAX_HUES]) for kind in shades]
+    keys = [LegendEntry(of, colours([(kind, of) for kind in shades]) or (hues[of],)) for of in modules]
+    keys += [LegendEntry(_SHADE_NAMES[kind], colours([(kind, of) for of in hues])[:_MAX_HUES]) for kind in shades]
     if any(kind == Kind.STEP for kind, _ in computing):
-        keys.append(Key("optimizer", (_OPTIMIZER,)))
+        keys.append(LegendEntry("optimizer", (_OPTIMIZER,)))
     found = {_communication(kind, stream) for kind, _, stream in looks if not _computes(kind, stream)}
     known = dict.fromkeys([*_COMMUNICATION.values(), _TENSOR_COMMUNICATION, _OTHER_COMMUNICATION])
     return (
         *keys,
-        *(Key(name, (colour,)) for name, colour in known if (name, colour) in found),
-        Key("bubble", (BUBBLE,)),
+        *(LegendEntry(name, (colour,)) for name, colour in known if (name, colour) in found),
+        LegendEntry("bubble", (BUBBLE,)),
     )
 
 

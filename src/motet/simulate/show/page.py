@@ -11,7 +11,7 @@ import numpy as np
 
 from motet.core.errors import UserError
 from motet.core.timeline import Timeline
-from motet.simulate.show.drawing import BUBBLE, INK, SOFT, Drawing, Key, draw, is_light
+from motet.simulate.show.drawing import BUBBLE, INK, SOFT, Drawing, LegendEntry, draw, is_light
 
 _MAX_ROWS, _MAX_SPANS = 512, 200_000
 _NUM_TICKS = 10_000_000
@@ -36,7 +36,7 @@ canvas {{ display: block; width: 100%; }}
 """
 
 
-def write_html(timeline: Timeline, path: str | Path, *, title: str = "Timeline", note: str = "") -> None:
+def write_timeline_html(timeline: Timeline, path: str | Path, *, title: str = "Timeline", note: str = "") -> None:
     """Write the page: 25 to 40 bytes a span. Of more than 512 ranks, or 200,000 spans, some ranks stand for all.
 
     note: a sentence that stands above the rows.
@@ -112,7 +112,7 @@ def _data(drawing: Drawing, actions: list[str], shown_s: float) -> dict[str, Any
     return {"ticks": _NUM_TICKS, "shown": shown, "makespan_s": drawing.makespan_s, "paints": paints, "rows": rows}
 
 
-def _key(key: Key) -> str:
+def _key(key: LegendEntry) -> str:
     colours = "".join(
         f'<i style="background:{"var(--bubble)" if colour == BUBBLE else colour}"></i>' for colour in key.colours
     )

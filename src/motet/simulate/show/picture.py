@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 from motet.core.arrays import BoolArray, Float64Array, UInt8Array
 from motet.core.errors import UserError
 from motet.core.timeline import Timeline
-from motet.simulate.show.drawing import BUBBLE, INK, SOFT, Drawing, Key, draw, is_light, time_unit
+from motet.simulate.show.drawing import BUBBLE, INK, SOFT, Drawing, LegendEntry, draw, is_light, time_unit
 
 _MAX_ROWS = 96
 _PIXELS_PER_INCH = 160
@@ -148,7 +148,7 @@ def _ticks(last: float) -> list[float]:
     return [place * step for place in range(int(last / step) + 1)]
 
 
-def _draw_head(pen: ImageDraw.ImageDraw, head: list[str], legend: list[list[Key]]) -> None:
+def _draw_head(pen: ImageDraw.ImageDraw, head: list[str], legend: list[list[LegendEntry]]) -> None:
     """Title and facts, then the legend, from the top downwards."""
     y = _MARGIN + _LINE // 2
     pen.text((_LEFT, y), head[0], INK, _font(28.0), anchor="lm", stroke_width=0.5)
@@ -164,20 +164,20 @@ def _draw_head(pen: ImageDraw.ImageDraw, head: list[str], legend: list[list[Key]
     pen.text((_LEFT + _BREADTH + 14, y + _LINE // 2 + 4), "bubbles", SOFT, _font(17.0), anchor="lm")
 
 
-def _draw_key(pen: ImageDraw.ImageDraw, key: Key, x: float, y: float) -> None:
+def _draw_key(pen: ImageDraw.ImageDraw, key: LegendEntry, x: float, y: float) -> None:
     each = _SWATCH / len(key.colours)
     for place, colour in enumerate(key.colours):
         pen.rectangle((round(x + place * each), y - 9, round(x + (place + 1) * each) - 1, y + 8), colour)
     pen.text((x + _SWATCH + 10, y), key.name, INK, _font(19.0), anchor="lm")
 
 
-def _key_width(key: Key) -> float:
+def _key_width(key: LegendEntry) -> float:
     return _SWATCH + 10 + _font(19.0).getlength(key.name) + 36
 
 
-def _lines(legend: Sequence[Key]) -> list[list[Key]]:
+def _lines(legend: Sequence[LegendEntry]) -> list[list[LegendEntry]]:
     """The keys in lines that are no wider than the picture."""
-    lines: list[list[Key]] = [[]]
+    lines: list[list[LegendEntry]] = [[]]
     for key in legend:
         if lines[-1] and sum(map(_key_width, [*lines[-1], key])) > _WIDTH - _LEFT:
             lines.append([])

@@ -36,7 +36,7 @@ def plan_in_words(plan: Plan) -> list[str]:
     """Sentences: what on what, how a step goes, then one a unit. The Plan must fit (`schedule/check/fit.py`)."""
     cluster, backbone = plan.cluster, plan.unit_of(BACKBONE)
     num_microbatches = plan.batch_size // (plan.microbatch_size * backbone.dp)
-    frozen = [module.name for module in plan.model.modules if not module.trains]
+    frozen = [module.name for module in plan.model.modules if not module.trainable]
     first = (
         f"{plan.model.name}, {_count(plan.model.num_parameters)} parameters"
         f"{f' ({_listed(frozen)} frozen)' if frozen else ''}, on {_number(cluster.num_nodes, 'node')} of "

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from motet.core.errors import JointUserError, UserError
-from motet.train.checkpoint.contents import Damaged, State, read_state, step_named, verify
+from motet.train.checkpoint.contents import Damaged, RunState, read_state, step_named, verify
 from motet.train.checkpoint.folder import checkpoints, remove, set_aside, those_set_aside
 from motet.train.world import World
 
@@ -30,7 +30,7 @@ class Start:
     """A whole checkpoint to go on from. line: names of those of the run's folder that led there, the earliest first."""
 
     path: Path
-    state: State
+    state: RunState
     line: list[str] = field(default_factory=list)
 
 
@@ -43,7 +43,7 @@ class _Folder:
     saved: list[Path]
 
 
-def choose(asked: str, folder: Path, world: World, say: Say) -> Start | None:
+def choose_checkpoint(asked: str, folder: Path, world: World, say: Say) -> Start | None:
     """What `asked`, "auto", "never" or a path, means for a run with its checkpoints in `folder`; None to start anew.
 
     A collective, with one result on all ranks. say: told of what is damaged and set aside.
@@ -108,7 +108,7 @@ def _launch_of(checkpoint: Path) -> str | None:
 def _newest_whole(candidates: Sequence[Path], there: Sequence[Path], world: World, say: Say) -> Start | None:
     for path in reversed(candidates):
         verified = _verified(path, world)
-        if isinstance(verified, State):
+        if isinstance(verified, RunState):
             return Start(path, verified, [before.name for before in there[: there.index(path) + 1]])
         with world.together():
             if world.is_first:
@@ -118,7 +118,7 @@ def _newest_whole(candidates: Sequence[Path], there: Sequence[Path], world: Worl
 
 def _named(path: Path, folder: Path, there: Sequence[Path], world: World) -> Start:
     verified = _verified(path, world)
-    if not isinstance(verified, State):
+    if not isinstance(verified, RunState):
         raise JointUserError(f"{path} is no complete Motet checkpoint: {verified}.")
     step = step_named(path.resolve())
     if step is None or path.resolve().parent != folder.resolve():
@@ -126,9 +126,9 @@ def _named(path: Path, folder: Path, there: Sequence[Path], world: World) -> Sta
     return Start(path, verified, [before.name for before in there if (step_named(before) or 0) <= step])
 
 
-def _verified(path: Path, world: World) -> State | str:
+def _verified(path: Path, world: World) -> RunState | str:
     """Its state, or what is wrong with it; the same on all ranks."""
-    verified: State | str
+    verified: RunState | str
     with world.together():
         try:
             verified = verify(path, world.rank, world.num_ranks)

@@ -15,12 +15,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from motet.core.errors import UserError
-from motet.train.checkpoint.contents import Damaged, State, is_checkpoint, read_manifest, step_named, verify
+from motet.train.checkpoint.contents import Damaged, RunState, is_checkpoint, read_manifest, step_named, verify
 from motet.train.checkpoint.folder import checkpoints, those_set_aside, unfinished
 
 
 @dataclass(frozen=True)
-class Entry:
+class FoundCheckpoint:
     """A folder and what was found out about it.
 
     condition: "whole", "damaged", "unfinished", or "unreadable" for what cannot be judged. problem: a sentence, "" if
@@ -31,7 +31,7 @@ class Entry:
     condition: str
     problem: str
     size_bytes: int
-    state: State | None = None
+    state: RunState | None = None
     motet: str = ""
 
 
@@ -56,7 +56,7 @@ def show_checkpoints(folder: Path, as_json: bool) -> None:
         _print(entries)
 
 
-def taken_by_auto(entries: Iterable[Entry]) -> Path | None:
+def taken_by_auto(entries: Iterable[FoundCheckpoint]) -> Path | None:
     """The newest whole checkpoint under the name of one; None if there is none, or if a newer one cannot be judged."""
     named = [entry for entry in entries if step_named(entry.path) is not None and entry.condition != "damaged"]
     newest = max(named, key=lambda entry: step_named(entry.path) or 0, default=None)
@@ -77,24 +77,26 @@ def _order(path: Path) -> tuple[int, str]:
     return int(path.name.removeprefix("step-").partition(".")[0]), path.name
 
 
-def _entry(path: Path, show: Callable[[int], None]) -> Entry:
+def _entry(path: Path, show: Callable[[int], None]) -> FoundCheckpoint:
     size_bytes = _size_bytes(path)
     if path in unfinished(path.parent):
-        return Entry(path, "unfinished", "It is being written or removed, or was when a run was killed.", size_bytes)
+        return FoundCheckpoint(
+            path, "unfinished", "It is being written or removed, or was when a run was killed.", size_bytes
+        )
     try:
         state = verify(path, show=show)
-        return Entry(path, "whole", "", size_bytes, state, read_manifest(path).motet)
+        return FoundCheckpoint(path, "whole", "", size_bytes, state, read_manifest(path).motet)
     except Damaged as damage:
-        return Entry(path, "damaged", f"{damage}.", size_bytes)
+        return FoundCheckpoint(path, "damaged", f"{damage}.", size_bytes)
     except UserError as error:
-        return Entry(path, "unreadable", str(error), size_bytes)
+        return FoundCheckpoint(path, "unreadable", str(error), size_bytes)
 
 
 def _size_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.iterdir() if file.is_file()) if path.is_dir() else 0
 
 
-def _as_json(entry: Entry) -> dict[str, Any]:
+def _as_json(entry: FoundCheckpoint) -> dict[str, Any]:
     told: dict[str, Any] = {
         "name": entry.path.name,
         "whole": entry.condition == "whole",
@@ -109,7 +111,7 @@ def _as_json(entry: Entry) -> dict[str, Any]:
     return told
 
 
-def _print(entries: list[Entry]) -> None:
+def _print(entries: list[FoundCheckpoint]) -> None:
     console = Console()
     table = Table("checkpoint", "examples", "written", "ranks", "size", "", box=None, pad_edge=False)
     for column in (1, 3, 4):

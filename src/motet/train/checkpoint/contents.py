@@ -64,7 +64,7 @@ class _Stored(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class State(_Stored):
+class RunState(_Stored):
     """`state.json`: a run's Progress, and who wrote it.
 
     launch: of torchrun, the same for all its attempts; "" if there was none. written: when saving began.
@@ -81,7 +81,7 @@ class State(_Stored):
     written: AwareDatetime
 
     @model_validator(mode="after")
-    def _parts_of_a_whole(self) -> State:
+    def _parts_of_a_whole(self) -> RunState:
         if self.num_skipped > self.step or self.num_bad > self.position:
             raise ValueError("more steps were skipped than done, or more examples dropped than there were")
         return self
@@ -98,7 +98,7 @@ class File(_Stored):
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
 
-class Manifest(_Stored):
+class CheckpointManifest(_Stored):
     """`manifest.json` without its own checksum. motet: the version that wrote it. files: by name."""
 
     format: int
@@ -141,7 +141,7 @@ def is_checkpoint(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (MANIFEST, STATE))
 
 
-def read_manifest(checkpoint: Path) -> Manifest:
+def read_manifest(checkpoint: Path) -> CheckpointManifest:
     """Raises Damaged, or UserError for a format that is not read here."""
     path = checkpoint / MANIFEST
     with _judged(path):
@@ -160,16 +160,16 @@ def read_manifest(checkpoint: Path) -> Manifest:
                 f"{checkpoint} was written by Motet {body.get('motet')} in the format {body.get('format')}, and Motet "
                 f"{motet.__version__} reads the format {FORMAT}: update Motet."
             )
-        manifest = Manifest.model_validate(body)
+        manifest = CheckpointManifest.model_validate(body)
     if absent := [name for name in (STATE, TENSORS) if name not in manifest.files]:
         raise Damaged(f"{MANIFEST} does not name {absent[0]}")
     return manifest
 
 
-def read_state(checkpoint: Path) -> State:
+def read_state(checkpoint: Path) -> RunState:
     """Raises Damaged, also if the folder has the name of another step, and UserError if it may not be read."""
     with _judged(checkpoint / STATE):
-        state = State.model_validate_json(_read(checkpoint / STATE))
+        state = RunState.model_validate_json(_read(checkpoint / STATE))
     if step_named(checkpoint) not in (None, state.step):
         raise Damaged(f"{STATE} is of step {state.step}, and the folder's name is of another")
     return state
@@ -202,7 +202,7 @@ def _is_covered(tensor: StoredTensor) -> bool:
     return within and len({shard.offsets for shard in shards}) == len(shards) and size == math.prod(tensor.shape)
 
 
-def verify(checkpoint: Path, part: int = 0, num_parts: int = 1, show: Callable[[int], None] | None = None) -> State:
+def verify(checkpoint: Path, part: int = 0, num_parts: int = 1, show: Callable[[int], None] | None = None) -> RunState:
     """Read and check every byte of a checkpoint, or of one of `num_parts` parts of its files that together are all.
 
     show: is told the number of bytes read since it was last told. Raises Damaged for the first file that is not as it
@@ -230,7 +230,7 @@ def sha256(path: Path, show: Callable[[int], None] | None = None) -> str:
     return digest.hexdigest()
 
 
-def complete(folder: Path, files: Mapping[str, File], tensors: Mapping[str, StoredTensor], state: State) -> None:
+def complete(folder: Path, files: Mapping[str, File], tensors: Mapping[str, StoredTensor], state: RunState) -> None:
     """Make a folder that holds the ranks' `files` a checkpoint; all of it is on the disk when this returns.
 
     Raises OSError, also if a file of a rank is not there.
@@ -243,7 +243,7 @@ def complete(folder: Path, files: Mapping[str, File], tensors: Mapping[str, Stor
             )
     texts = {TENSORS: _TENSORS.dump_json(dict(tensors)), STATE: state.model_dump_json(indent=1).encode()}
     small = {name: File(size_bytes=len(text), sha256=hashlib.sha256(text).hexdigest()) for name, text in texts.items()}
-    body = Manifest(format=FORMAT, motet=motet.__version__, files={**files, **small}).model_dump()
+    body = CheckpointManifest(format=FORMAT, motet=motet.__version__, files={**files, **small}).model_dump()
     texts[MANIFEST] = json.dumps(body | {"sha256": _sha256_of(body)}, indent=1).encode()
     for name, text in texts.items():
         (folder / name).write_bytes(text)

@@ -64,7 +64,7 @@ def clear_unfinished(folder: Path) -> None:
         _delete(path)
 
 
-def publish(temporary: Path, line: Sequence[str], keep: int) -> list[str]:
+def publish_checkpoint(temporary: Path, line: Sequence[str], keep: int) -> list[str]:
     """Give what was written as `temporary` its name, and remove all but the last `keep` of its line; the line then.
 
     line: names of the checkpoints that led to this one, the earliest first. Others are of a line that was left, and

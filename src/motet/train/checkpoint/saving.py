@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from motet.core.errors import JointUserError
 from motet.core.limits import MAX_STEPS
-from motet.train.checkpoint.contents import File, Progress, State, StoredTensor, complete, name_of
-from motet.train.checkpoint.folder import clear_unfinished, publish
+from motet.train.checkpoint.contents import File, Progress, RunState, StoredTensor, complete, name_of
+from motet.train.checkpoint.folder import clear_unfinished, publish_checkpoint
 from motet.train.checkpoint.state import tensors_of
 from motet.train.checkpoint.storage import Writer, first_line
 
@@ -92,7 +92,7 @@ class Checkpointer:
     def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
         self._save_step = progress.step
         num_ranks = dist.get_world_size(self._group) if self._group is not None else 1
-        state = State(**vars(progress), num_ranks=num_ranks, launch=self._launch, written=datetime.now(UTC))
+        state = RunState(**vars(progress), num_ranks=num_ranks, launch=self._launch, written=datetime.now(UTC))
         temporary = self._temporary
 
         def start() -> None:
@@ -101,7 +101,7 @@ class Checkpointer:
 
         def finish(files: dict[str, File], tensors: dict[str, StoredTensor]) -> None:
             complete(temporary, files, tensors, state)
-            self._line = publish(temporary, self._line, self._config.keep)
+            self._line = publish_checkpoint(temporary, self._line, self._config.keep)
 
         future = dcp.async_save(
             tensors_of(model, optimizer), storage_writer=Writer(temporary, start, finish), process_group=self._group

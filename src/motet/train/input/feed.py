@@ -25,7 +25,7 @@ from motet.core.errors import JointUserError, RankFailure, UserError
 from motet.data.config import DataConfig
 from motet.data.order import GlobalOrder, ListedOrder
 from motet.dispatch import RankBatch
-from motet.train.input.loading import BadExample, Loaded, Loading, Pending
+from motet.train.input.loading import Loaded, Loading, Pending, UnreadableExample
 
 _OK, _CLOSING, _FAILED = range(3)
 _MIN_EXAMPLES_OF_A_VERDICT = 100
@@ -57,7 +57,7 @@ class StepInput:
     examples: list[Int64Array]
     position: int
     num_bad: int
-    left_out: tuple[BadExample, ...]
+    left_out: tuple[UnreadableExample, ...]
     decide_s: float
     moved_bytes: int
     crossing_bytes: int
@@ -80,13 +80,13 @@ class Feed:
         config: DataConfig,
         *,
         prepare: Callable[[RankBatch], RankBatch] | None = None,
-        report: Callable[[BadExample], None] = lambda bad: None,
+        report: Callable[[UnreadableExample], None] = lambda bad: None,
     ) -> None:
         self._order, self._loading, self._group = order, loading, group
         self._prepare, self._report = prepare, report
         self._schedule, self._config = schedule, config
-        self._reported: dict[str, BadExample] = {}
-        self._left_out: list[BadExample] = []
+        self._reported: dict[str, UnreadableExample] = {}
+        self._left_out: list[UnreadableExample] = []
         self._num_bad = schedule.num_bad
         self._queue: queue.Queue[StepInput | BaseException] = queue.Queue(maxsize=config.prefetch_steps)
         self._closing = threading.Event()
@@ -174,7 +174,7 @@ class Feed:
 
         Raises on all ranks if any has failed.
         """
-        bad: list[BadExample] = []
+        bad: list[UnreadableExample] = []
         try:
             bad = pending.bad() if pending is not None else []
         except Exception as failure:

@@ -24,7 +24,7 @@ from motet.dispatch import Decision, ItemExchange, LoadedExample, Orchestrator, 
 
 
 @dataclass(frozen=True)
-class BadExample:
+class UnreadableExample:
     """place: position in the microbatch, the same on all ranks. where: the example's place in its manifest."""
 
     place: int
@@ -68,13 +68,13 @@ class Pending:
     lengths: BatchLengths | None = None
     decision: Decision | None = None
 
-    def bad(self) -> list[BadExample]:
+    def bad(self) -> list[UnreadableExample]:
         """Waits until all is loaded: the examples of this share that cannot be used."""
         found = []
         for place, future in self.items:
             media = future.result()
             if isinstance(media, BadMedia):
-                found.append(BadExample(place, self.where(place), media.path, media.reason))
+                found.append(UnreadableExample(place, self.where(place), media.path, media.reason))
         return found
 
     def media(self) -> list[tuple[int, Media]]:

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from motet.train.recipe.toml_text import Key, line_of_key
+from motet.train.recipe.toml_text import KeyPath, line_of_key
 
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _NAMES = {
@@ -35,7 +35,7 @@ _NAMES = {
 
 
 def sentence(
-    errors: Sequence[ErrorDetails], schema: type[BaseModel], where: str, text: str, overrides: set[Key]
+    errors: Sequence[ErrorDetails], schema: type[BaseModel], where: str, text: str, overrides: set[KeyPath]
 ) -> str:
     """One sentence for one of the errors that pydantic reports: an unknown key if there is any, else the first.
 
@@ -56,7 +56,7 @@ def sentence(
     return f"{_place(key, where, text, overrides)}: {problem}" + ("" if problem.endswith("?") else ".")
 
 
-def _place(key: Key, where: str, text: str, overrides: set[Key]) -> str:
+def _place(key: KeyPath, where: str, text: str, overrides: set[KeyPath]) -> str:
     if any(key[: len(override)] == override for override in overrides):
         return f"--set {'.'.join(map(str, key))}"
     line = line_of_key(text, key)
@@ -76,7 +76,7 @@ def _requirement(error: ErrorDetails) -> str:
     return f"must be {message}{shown}" if error["msg"].startswith("Input should be ") else f"{message}{shown}"
 
 
-def _walk(loc: tuple[int | str, ...], schema: type[BaseModel]) -> tuple[Key, list[type]]:
+def _walk(loc: tuple[int | str, ...], schema: type[BaseModel]) -> tuple[KeyPath, list[type]]:
     """The key as written in the TOML, without the names that pydantic inserts for unions, and the models on its way.
 
     Returns the key, and the models of which the key's last part is, or would have to be, a field.
@@ -138,7 +138,7 @@ def _tags(model: type) -> set[Any]:
     return {value for literal in literals for value in typing.get_args(literal)}
 
 
-def _suggestion(key: Key, models: list[type], schema: type[BaseModel]) -> str:
+def _suggestion(key: KeyPath, models: list[type], schema: type[BaseModel]) -> str:
     known = sorted({str(name) for model in models for name in _fields(model) if _is_key(model, str(name))})
     unknown = str(key[-1])
     close = difflib.get_close_matches(unknown, known, n=1, cutoff=0.6)
@@ -155,7 +155,7 @@ def _is_key(model: type, name: str) -> bool:
     return issubclass(model, BaseModel) or name in {field.name for field in dataclasses.fields(model)}
 
 
-def _description(key: Key, models: list[type]) -> str:
+def _description(key: KeyPath, models: list[type]) -> str:
     for model in models:
         field = model.model_fields.get(str(key[-1])) if issubclass(model, BaseModel) else None
         if field is not None and field.description:

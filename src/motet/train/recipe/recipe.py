@@ -29,7 +29,7 @@ from motet.train.evaluate import EvaluateConfig
 from motet.train.export import ExportConfig
 from motet.train.optimizer import OptimizerConfig
 from motet.train.recipe.errors import sentence
-from motet.train.recipe.toml_text import dumps, read_recipe
+from motet.train.recipe.toml_text import dump_toml, read_recipe
 
 
 class RunConfig(BaseModel):
@@ -126,7 +126,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as TOML: every default spelt out, paths absolute; it loads again to the same recipe."""
-    return dumps(recipe.model_dump(mode="json"))
+    return dump_toml(recipe.model_dump(mode="json"))
 
 
 def absolute(tables: dict[str, Any], folder: Path) -> dict[str, Any]:

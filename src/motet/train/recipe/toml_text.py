@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from motet.core.errors import UserError
-from motet.core.text_files import parse_toml, read_text
-
-Key = tuple[str | int, ...]
+from motet.core.text_files import KeyPath, parse_toml, read_text
 
 _HEADER = re.compile(r"^\s*(\[\[?)\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?$")
 _ASSIGNMENT = re.compile(
@@ -26,7 +24,7 @@ class RecipeText(NamedTuple):
 
     text: str
     tables: dict[str, Any]
-    set_keys: set[Key]
+    set_keys: set[KeyPath]
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeText:
@@ -36,7 +34,7 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeText:
     return RecipeText(text, tables, {_override(tables, override) for override in overrides})
 
 
-def _override(tables: dict[str, Any], override: str) -> Key:
+def _override(tables: dict[str, Any], override: str) -> KeyPath:
     name, equals, value = override.partition("=")
     key = tuple(part.strip() for part in name.split("."))
     if not equals or not all(key):
@@ -50,7 +48,7 @@ def _override(tables: dict[str, Any], override: str) -> Key:
     return key
 
 
-def line_of_key(text: str, key: Key) -> int | None:
+def line_of_key(text: str, key: KeyPath) -> int | None:
     """The 1-based line where `key`, or the nearest table around it, is written; None if no part of it is.
 
     Keys inside inline tables and multi-line values are found by the line on which their outermost value begins.
@@ -62,10 +60,10 @@ def line_of_key(text: str, key: Key) -> int | None:
     return None
 
 
-def _lines_of_keys(text: str) -> dict[Key, int]:
-    lines: dict[Key, int] = {}
-    table: Key = ()
-    num_tables: dict[Key, int] = {}
+def _lines_of_keys(text: str) -> dict[KeyPath, int]:
+    lines: dict[KeyPath, int] = {}
+    table: KeyPath = ()
+    num_tables: dict[KeyPath, int] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if header := _HEADER.match(line):
             table = _split_key(header[2])
@@ -82,7 +80,7 @@ def _lines_of_keys(text: str) -> dict[Key, int]:
     return lines
 
 
-def _split_key(dotted: str) -> Key:
+def _split_key(dotted: str) -> KeyPath:
     parts = re.findall(r"\"([^\"]*)\"|'([^']*)'|([A-Za-z0-9_-]+)", dotted)
     # Of the three, one has matched; "" is a key as well.
     return tuple("".join(found) for found in parts)
@@ -104,7 +102,7 @@ def parse_value(text: str) -> Any:
     return text if len(tables) > 1 else parse_toml(line, f"--set {text[:40]}")["value"]
 
 
-def dumps(tables: Mapping[str, Any]) -> str:
+def dump_toml(tables: Mapping[str, Any]) -> str:
     """TOML text of nested tables of plain values; None values are left out, as TOML has no word for them."""
     return "\n".join(_dump_table((), tables)).strip() + "\n"
 

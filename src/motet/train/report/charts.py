@@ -6,7 +6,7 @@ import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-Points = Sequence[tuple[float, float]]
+ChartPoints = Sequence[tuple[float, float]]
 
 WIDE, NARROW = 1000, 520
 _HEIGHT = 250
@@ -16,7 +16,7 @@ _MOST_MARKS = 40
 
 
 def line_chart(
-    series: Mapping[str, Points],
+    series: Mapping[str, ChartPoints],
     *,
     x_label: str,
     y_label: str,

@@ -21,7 +21,7 @@ from motet.train.world import World
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """What one rank measured in one step, in seconds; wall_s is from the end of the last step to the end of this one.
 
     actions: seconds of each named action of the step, the same names in the same order on all ranks.
@@ -33,7 +33,7 @@ class Measured:
     actions: Mapping[str, float]
 
 
-def gather_measured(measured: Measured, world: World, wish: int) -> tuple[dict[str, Any], int]:
+def gather_measured(measured: MeasuredStep, world: World, wish: int) -> tuple[dict[str, Any], int]:
     """Join the ranks' measurements: (part of the step's metrics, the largest wish of any rank). A collective."""
     mine = [
         float(wish),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from motet.core.errors import ArgumentError
 from motet.core.timeline import Timeline
-from motet.planner.bubble_filling.backbone_bubbles import Room, Slices, backbone_of
+from motet.planner.bubble_filling.backbone_bubbles import BubbleRoom, Slices, backbone_of
 from motet.planner.bubble_filling.fills import Encoders, _Search, fill
 from motet.schedule import (
     EncoderPipeline,
@@ -246,4 +246,4 @@ def test_slices_run_in_order_each_in_the_first_bubble_with_room(gaps, data):
     for _ in range(num := data.draw(st.integers(1, 20))):
         begins = [max(first, expected) for first, last in zip(start, stop) if max(first, expected) + slice_s <= last]
         expected = min(begins) + slice_s
-    assert Room(start, stop).end(float(at_s), [Slices(float(slice_s), num)]) == pytest.approx(expected)
+    assert BubbleRoom(start, stop).end(float(at_s), [Slices(float(slice_s), num)]) == pytest.approx(expected)

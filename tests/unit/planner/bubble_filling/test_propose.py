@@ -29,8 +29,8 @@ MIXED = {
 }
 
 
-def model(*, audio=False, trained=True):
-    encoders = [connect(vit("image", VISION, 8, trained=trained), 2048)]
+def model(*, audio=False, trainable=True):
+    encoders = [connect(vit("image", VISION, 8, trainable=trainable), 2048)]
     if audio:
         encoders.append(connect(audio_encoder("audio", HEARING, 6), 2048, downsample=4))
     return multimodal("VLM", language_model(LLM, 8, 32_000), encoders)
@@ -51,7 +51,7 @@ def proposals(of, pins=None):
 JOBS = {
     "one encoder": job,
     "two encoders": lambda: job(model(audio=True)),
-    "frozen but for its projector": lambda: job(model(trained=False)),
+    "frozen but for its projector": lambda: job(model(trainable=False)),
     "lengths of all kinds": lambda: job(model(audio=True), lengths=MIXED),
     "little memory": lambda: job(memory_gb=4.0),
 }
@@ -123,7 +123,7 @@ def test_less_memory_is_met_with_recomputation_and_then_with_words():
         given = job(memory_gb=memory_gb)
         found, ruled_out = proposals(given, pins)
         if not found:
-            assert ruled_out[0].lacks_bytes > 0
+            assert ruled_out[0].shortfall_bytes > 0
             assert "lacks" in ruled_out[0].why
             break
         count = min(sum(sum(stage.values()) for unit in one.plan.units for stage in unit.recompute) for one in found)

@@ -75,7 +75,7 @@ def test_the_same_job_gets_the_same_plans():
 def test_what_does_not_fit_is_ruled_out_with_what_lacks():
     candidates, ruled_out = proposed(job(memory_mbytes=40))
     assert not candidates
-    assert ruled_out and all(one.lacks_bytes > 0 for one in ruled_out)
+    assert ruled_out and all(one.shortfall_bytes > 0 for one in ruled_out)
     assert "lack" in ruled_out[0].why
 
 

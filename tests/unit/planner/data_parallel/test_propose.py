@@ -27,12 +27,12 @@ from motet.simulate.predict.traffic import Traffic
 LLM = Transformer(512, 2048, 8, 2, gated=True, norm="rms", biases=(), causal=True)
 
 
-def model(trained=True):
+def model(trainable=True):
     return multimodal(
         "small",
         language_model(LLM, 6, 4000),
         [
-            connect(vit("image", Transformer(256, 1024, 4), 5, trained=trained), 512, downsample=4),
+            connect(vit("image", Transformer(256, 1024, 4), 5, trainable=trainable), 512, downsample=4),
             connect(audio_encoder("audio", Transformer(256, 1024, 4), 4), 512, downsample=4),
         ],
     )
@@ -63,10 +63,10 @@ WORKLOAD = Sampler.model_validate(
 ).workload(num_examples=2000)
 
 
-def job(memory_mbytes=2000, num_nodes=2, batch_size=64, trained=True, made: ModelSpec | None = None):
+def job(memory_mbytes=2000, num_nodes=2, batch_size=64, trainable=True, made: ModelSpec | None = None):
     device = Device("test", {"bf16": 2e13}, int(memory_mbytes * 1e6), 1e12)
     cluster = Cluster(device, num_nodes, 4, Link(1e11, 3e-6), Link(1e10, 1e-5))
-    return Job(made or model(trained), cluster, WORKLOAD, batch_size, Analytic(cluster))
+    return Job(made or model(trainable), cluster, WORKLOAD, batch_size, Analytic(cluster))
 
 
 def proposed(given_job, pins=None):
@@ -82,14 +82,14 @@ def simulated(given_job, plan):
     memory=st.sampled_from([500, 700, 1000, 2000, 8000]),
     num_nodes=st.sampled_from([1, 2, 3]),
     each=st.sampled_from([1, 4, 6]),
-    trained=st.booleans(),
+    trainable=st.booleans(),
     pins=st.sampled_from(
         [Pins(), Pins(balance="off"), Pins(tp=2), Pins(dp=2), Pins(recompute="full"), Pins(balance="per_phase")]
     ),
 )
 @settings(max_examples=25)
-def test_what_is_proposed_fits_and_takes_what_was_estimated(memory, num_nodes, each, trained, pins):
-    given_job = job(memory, num_nodes, 12 * num_nodes * each, trained)
+def test_what_is_proposed_fits_and_takes_what_was_estimated(memory, num_nodes, each, trainable, pins):
+    given_job = job(memory, num_nodes, 12 * num_nodes * each, trainable)
     candidates, ruled_out = proposed(given_job, pins)
     assert candidates or ruled_out
     assert len(candidates) <= 6
@@ -181,8 +181,8 @@ def test_what_lacks_is_what_a_device_would_need_more():
     candidates, ruled_out = proposed(job(200), Pins(tp=1))
     assert not candidates
     (nearest,) = ruled_out
-    assert "with all layers recomputed" in nearest.why and size_words(nearest.lacks_bytes) in nearest.why
-    enough = 200 + nearest.lacks_bytes / 1e6 / 0.94
+    assert "with all layers recomputed" in nearest.why and size_words(nearest.shortfall_bytes) in nearest.why
+    enough = 200 + nearest.shortfall_bytes / 1e6 / 0.94
     assert proposed(job(enough * 1.15), Pins(tp=1))[0]
     assert not proposed(job(enough * 0.98), Pins(tp=1))[0]
 
@@ -204,10 +204,10 @@ def test_groups_are_whole_nodes_in_powers_of_two():
 
 
 @pytest.mark.parametrize(("zero", "shard_size"), [(3, 0), (3, 16), (2, 32), (0, 0)])
-@pytest.mark.parametrize("trained", [True, False])
-def test_collectives_are_those_of_the_simulation(zero, shard_size, trained):
+@pytest.mark.parametrize("trainable", [True, False])
+def test_collectives_are_those_of_the_simulation(zero, shard_size, trainable):
     """A message a layer: in large groups latencies are most of it."""
-    given_job = job(num_nodes=16, trained=trained)
+    given_job = job(num_nodes=16, trainable=trainable)
     unit = Unit("all", ({"image": 5, "audio": 4, "backbone": 6},), dp=64, zero=zero, shard_size=shard_size)
     plan = Plan(given_job.model, given_job.cluster, (unit,), given_job.batch_size, 1, "data_parallel")
     stages = planned(plan)

@@ -27,10 +27,10 @@ from motet.simulate.predict.predict import predict
 NARROW, WIDE = Transformer(256, 1024, 4), Transformer(1024, 4096, 16, causal=True)
 
 
-def model(*, generator: bool = True, trained: bool = True) -> ModelSpec:
+def model(*, generator: bool = True, trainable: bool = True) -> ModelSpec:
     encoders = [
-        connect(vit("image", NARROW, 4, trained=trained), 1024),
-        connect(audio_encoder("audio", NARROW, 3, trained=trained), 1024),
+        connect(vit("image", NARROW, 4, trainable=trainable), 1024),
+        connect(audio_encoder("audio", NARROW, 3, trainable=trainable), 1024),
     ]
     generators = [vit("picture", NARROW, 3)] if generator else []
     return multimodal("tiny", language_model(WIDE, 8, 4096), encoders, generators)
@@ -75,7 +75,7 @@ def num_recomputed(plan: Plan) -> int:
 JOBS = {
     "alike": job(),
     "unlike": job(task=UNLIKE),
-    "frozen encoders": job(model(trained=False)),
+    "frozen encoders": job(model(trainable=False)),
     "no generator": job(model(generator=False), nodes=1, batch=15),
     "little memory": job(nodes=1, gbytes=1.1),
 }
@@ -161,7 +161,7 @@ def test_recomputes_only_where_memory_lacks() -> None:
 
 def test_what_lacks_memory_is_said_with_its_bytes() -> None:
     found = ruled_out(job(nodes=1, gbytes=0.3))
-    assert found and all(one.lacks_bytes > 0 and "lacks" in one.why for one in found)
+    assert found and all(one.shortfall_bytes > 0 and "lacks" in one.why for one in found)
     assert proposed(job(nodes=1, gbytes=0.3)) == []
 
 

@@ -88,4 +88,4 @@ def test_a_model_of_one_module_is_ruled_out():
 
 def test_what_does_not_fit_is_ruled_out_with_what_lacks():
     candidates, ruled_out = proposed(job(memory_mbytes=40))
-    assert not candidates and ruled_out and all(one.lacks_bytes > 0 for one in ruled_out)
+    assert not candidates and ruled_out and all(one.shortfall_bytes > 0 for one in ruled_out)

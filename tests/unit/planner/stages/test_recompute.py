@@ -16,12 +16,12 @@ from motet.planner.stages.recompute import fit_rank, least_recompute, stage_byte
 SHAPE = Transformer(256, 1024, 4, num_kv_heads=2, gated=True, norm="rms", biases=(), causal=True)
 VISION = Transformer(128, 512, 4)
 MODELS = {
-    trained: multimodal(
+    trainable: multimodal(
         "tiny",
-        language_model(SHAPE, 4, 1000, trained=trained),
-        [connect(vit("image", VISION, 3, trained=trained), 256), connect(vit("audio", VISION, 2), 256)],
+        language_model(SHAPE, 4, 1000, trainable=trainable),
+        [connect(vit("image", VISION, 3, trainable=trainable), 256), connect(vit("audio", VISION, 2), 256)],
     )
-    for trained in (True, False)
+    for trainable in (True, False)
 }
 
 
@@ -49,8 +49,8 @@ def every_choice(found):
 @settings(max_examples=400)
 def test_the_least_seconds_then_the_fewest_blocks_of_every_choice_that_suffices(found, lacking):
     columns = ({name: rows[line] for name, rows in found.items()} for line in range(3))
-    again_s, spared, grown = columns
-    chosen = least_recompute(again_s, spared, lacking, grown)
+    recompute_s, spared, grown = columns
+    chosen = least_recompute(recompute_s, spared, lacking, grown)
     enough = [choice for choice in every_choice(found) if choice[2] >= lacking]
     if chosen is None:
         assert not enough
@@ -66,14 +66,14 @@ def test_nothing_is_recomputed_where_nothing_lacks():
 
 @pytest.mark.parametrize("wrong", [np.array([1.0]), np.array([1.0, -1.0]), np.array([1.0, np.nan])])
 def test_wrong_columns_are_named(wrong):
-    with pytest.raises(ArgumentError, match="spared_bytes of 'a' must be 2"):
+    with pytest.raises(ArgumentError, match="saved_bytes of 'a' must be 2"):
         least_recompute({"a": np.ones(2)}, {"a": wrong}, 1)
 
 
 def test_many_alike_blocks_of_many_chunks_take_little_time():
-    again_s = {(chunk, name): np.full(8, cost) for chunk in range(12) for name, cost in (("a", 1.0), ("b", 4.0))}
-    spared = {key: np.full(8, 3.0 * (key[0] + 1)) for key in again_s}
-    chosen = least_recompute(again_s, spared, 1200)
+    recompute_s = {(chunk, name): np.full(8, cost) for chunk in range(12) for name, cost in (("a", 1.0), ("b", 4.0))}
+    spared = {key: np.full(8, 3.0 * (key[0] + 1)) for key in recompute_s}
+    chosen = least_recompute(recompute_s, spared, 1200)
     # The largest first, and only of the cheaper module.
     assert chosen[11, "a"] == chosen[10, "a"] == 8 and not any(count for key, count in chosen.items() if key[1] == "b")
 
@@ -88,36 +88,36 @@ def rows(module, layer):
     return {"image": 70.0, "audio": 31.0, "backbone": 96.0}[module] / layer.divisor
 
 
-@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("trainable", [True, False])
 @pytest.mark.parametrize("kind", UNITS)
 @pytest.mark.parametrize("mode", ["none", "least", "full"])
 @given(share=st.floats(0.3, 1.1), in_flight=st.integers(1, 4))
 @settings(max_examples=15)
 def test_a_stage_is_as_full_as_the_memory_model_says_and_never_fuller_than_there_is(
-    trained, kind, mode, share, in_flight
+    trainable, kind, mode, share, in_flight
 ):
-    model, (unit, precision) = MODELS[trained], UNITS[kind]
+    model, (unit, precision) = MODELS[trainable], UNITS[kind]
     spans = unit_spans(model, unit, 0)
-    again_s = {name: np.full(stop - first, 1.0 + len(name)) for name, (first, stop) in spans.items()}
+    recompute_s = {name: np.full(stop - first, 1.0 + len(name)) for name, (first, stop) in spans.items()}
     stage = stage_bytes(model, unit, spans, rows, in_flight, precision)
-    capacity = share * fit_rank([stage], [again_s], 1e18).peak_bytes
+    capacity = share * fit_rank([stage], [recompute_s], 1e18).peak_bytes
 
     def peak(recompute):
         return stage_memory(unit, stage_layers(model, spans, recompute), rows, in_flight, precision).peak_bytes
 
-    fit = fit_rank([stage], [again_s], capacity, mode)
+    fit = fit_rank([stage], [recompute_s], capacity, mode)
     (recompute,) = fit.recompute
     assert fit.peak_bytes == peak(recompute)
-    assert fit.lacks_bytes == pytest.approx(max(peak(recompute) - capacity, 0))
+    assert fit.shortfall_bytes == pytest.approx(max(peak(recompute) - capacity, 0))
     if mode == "least":
         choices = [
             dict(zip(spans, counts)) for counts in product(*(range(stop - first + 1) for first, stop in spans.values()))
         ]
         enough = [choice for choice in choices if peak(choice) <= capacity]
-        assert bool(enough) == (fit.lacks_bytes == 0)
+        assert bool(enough) == (fit.shortfall_bytes == 0)
         if enough:
-            added = [sum(again_s[name][0] * count for name, count in choice.items()) for choice in enough]
-            assert sum(again_s[name][0] * count for name, count in recompute.items()) == min(added)
+            added = [sum(recompute_s[name][0] * count for name, count in choice.items()) for choice in enough]
+            assert sum(recompute_s[name][0] * count for name, count in recompute.items()) == min(added)
 
 
 def test_chunks_of_a_rank_share_its_memory():
@@ -125,10 +125,10 @@ def test_chunks_of_a_rank_share_its_memory():
     unit = Unit("all", ({"image": 3, "audio": 2}, {"backbone": 2}, {"backbone": 2}), pp=1)
     spans = [unit_spans(model, unit, stage) for stage in range(3)]
     stages = [stage_bytes(model, unit, own, rows, flight, MEGATRON_BF16) for own, flight in zip(spans, (3, 2, 1))]
-    again_s = [{name: np.ones(stop - first) for name, (first, stop) in own.items()} for own in spans]
-    whole = fit_rank(stages, again_s, 1e18)
+    recompute_s = [{name: np.ones(stop - first) for name, (first, stop) in own.items()} for own in spans]
+    whole = fit_rank(stages, recompute_s, 1e18)
     assert whole.peak_bytes == sum(s.state_bytes + s.kept_bytes for s in stages) + max(
         s.sharding_bytes + s.largest_bytes for s in stages
     )
-    fit = fit_rank(stages, again_s, whole.peak_bytes - 1)
-    assert fit.lacks_bytes == 0 and sum(sum(own.values()) for own in fit.recompute) == 1
+    fit = fit_rank(stages, recompute_s, whole.peak_bytes - 1)
+    assert fit.shortfall_bytes == 0 and sum(sum(own.values()) for own in fit.recompute) == 1

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from motet.planner.stages.blocks import Blocks, blocks_of
 from motet.planner.stages.partition import partition
-from motet.planner.stages.stage_costs import ROUNDING, Room, settle, stage_numbers, stages_of
+from motet.planner.stages.stage_costs import ROUNDING, StageLimits, settle, stage_numbers, stages_of
 from motet.planner.stages.step_time import Flow, pipeline_s
 from motet.schedule import high_water, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
 from motet.simulate import simulate, stage_times
@@ -29,14 +29,14 @@ PROGRAMS = {
 def test_the_fullest_moments_hold_what_the_program_holds(name, seed):
     program = PROGRAMS[name]
     held = np.random.default_rng(seed).random(program.num_stages)
-    room = Room.of(program, 1.0)
+    room = StageLimits.of(program, 1.0)
     most = [float((room.moments[rank] @ held[room.rank == rank]).max()) for rank in range(program.num_ranks)]
     assert most == pytest.approx(high_water(program, held).tolist())
 
 
 @pytest.mark.parametrize("make", [lambda m: interleaved_1f1b(4, 3, m), lambda m: zb_v(4, m), lambda m: zb_h1(4, m)])
 def test_two_microbatches_a_rank_fill_a_pipeline(make):
-    some, more = (Room.of(make(number), 1.0).moments for number in (8, 24))
+    some, more = (StageLimits.of(make(number), 1.0).moments for number in (8, 24))
     assert all(np.array_equal(one, other) for one, other in zip(some, more))
 
 
@@ -44,8 +44,8 @@ def toy(kept, spared, again, owner=None):
     num = len(kept)
     zero = np.zeros(num)
     columns = {name: zero for name in Blocks.__dataclass_fields__ if name not in ("names", "owner")}
-    columns |= {"kept_bytes": np.array(kept, float), "spared_bytes": np.array(spared, float)}
-    columns |= {"again_s": np.array(again, float), "forward_s": np.ones(num), "backward_s": np.ones(num)}
+    columns |= {"kept_bytes": np.array(kept, float), "saved_bytes": np.array(spared, float)}
+    columns |= {"recompute_s": np.array(again, float), "forward_s": np.ones(num), "backward_s": np.ones(num)}
     return Blocks(("a", "b"), np.array(owner if owner is not None else [0] * num), **columns)
 
 
@@ -59,7 +59,7 @@ def test_no_less_recomputation_fits_and_what_is_recomputed_does(data):
     spared, again = (np.array(data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9))))[owner] for _ in range(2))
     blocks = toy(kept, spared, again, owner)
     counts = (number // 2, number - number // 2)
-    room = Room.of(one_f_one_b(2, 4), data.draw(st.integers(10, 120)) / (1 - ROUNDING))
+    room = StageLimits.of(one_f_one_b(2, 4), data.draw(st.integers(10, 120)) / (1 - ROUNDING))
     stage = stage_numbers(counts)
     found = stages_of(blocks, stage, room)
     for rank, in_flight in enumerate((2, 1)):
@@ -74,28 +74,28 @@ def test_no_less_recomputation_fits_and_what_is_recomputed_does(data):
         if fits:
             assert added == min(fits) and found.fullness[rank] <= 1 + 1e-9
         else:
-            assert found.recomputed[own].all() and found.fullness[rank] > 1 and found.lacks_bytes > 0
+            assert found.recomputed[own].all() and found.fullness[rank] > 1 and found.shortfall_bytes > 0
 
 
 @pytest.mark.parametrize("mode", ["none", "least", "full"])
 def test_a_pinned_mode_is_kept(mode):
     blocks = toy([10] * 4, [8] * 4, [1] * 4)
-    stages = stages_of(blocks, stage_numbers((2, 2)), Room.of(one_f_one_b(2, 4), 30.0, mode))
+    stages = stages_of(blocks, stage_numbers((2, 2)), StageLimits.of(one_f_one_b(2, 4), 30.0, mode))
     assert {"none": 0, "least": 1, "full": 4}[mode] == stages.recomputed.sum()
-    assert (stages.lacks_bytes > 0) == (mode == "none")
+    assert (stages.shortfall_bytes > 0) == (mode == "none")
 
 
 def test_recomputation_moves_the_cut():
     """Rank 0 holds two microbatches and must recompute, so that it gets fewer blocks than an even cut gives it."""
     blocks = toy([10] * 12, [9] * 12, [1.0] * 12)
-    room = Room.of(one_f_one_b(2, 4), 62.0)
+    room = StageLimits.of(one_f_one_b(2, 4), 62.0)
 
     def cut(block_s):
         return stage_numbers(partition(block_s.tolist(), 2))
 
     even = stages_of(blocks, stage_numbers((6, 6)), room)
     settled = settle(blocks, room, cut, lambda stages: float(stages.seconds.max()))
-    assert even.recomputed.any() and not settled.lacks_bytes
+    assert even.recomputed.any() and not settled.shortfall_bytes
     assert settled.seconds.max() <= even.seconds.max()
     assert settled.layers[0]["a"] < 6
 
@@ -110,8 +110,8 @@ def test_closed_forms_are_near_the_simulation_where_stages_are_nearly_even(name,
     blocks = toy([0] * number, [0] * number, [0] * number)
     object.__setattr__(blocks, "forward_s", seconds)
     object.__setattr__(blocks, "backward_s", 2 * seconds)
-    object.__setattr__(blocks, "trained", np.ones(number))
-    stages = stages_of(blocks, np.arange(number), Room.of(program, 1.0))
+    object.__setattr__(blocks, "trainable", np.ones(number))
+    stages = stages_of(blocks, np.arange(number), StageLimits.of(program, 1.0))
     rank = np.array([stage.rank for stage in program.stages])
     flow = Flow(name, 12, rank, tuple(pairwise(range(number))))
     sends = np.where(rank[1:] == rank[:-1], 0.0, send_s)
@@ -126,8 +126,8 @@ def test_closed_forms_of_zero_bubble_schedules_hold_with_few_microbatches(make, 
     number = program.num_stages
     blocks = toy([0] * number, [0] * number, [0] * number)
     object.__setattr__(blocks, "backward_s", np.full(number, 2.0))
-    object.__setattr__(blocks, "trained", np.ones(number))
-    stages = stages_of(blocks, np.arange(number), Room.of(program, 1.0))
+    object.__setattr__(blocks, "trainable", np.ones(number))
+    stages = stages_of(blocks, np.arange(number), StageLimits.of(program, 1.0))
     rank = np.array([stage.rank for stage in program.stages])
     flow = Flow(make.__name__, num_microbatches, rank, tuple(pairwise(range(number))))
     simulated = simulate(program, stage_times(np.ones(number), np.full(number, 2.0))).makespan_s

@@ -24,7 +24,7 @@ NUM_UNITS = 3
 FULLY = Sharding()
 
 
-def trained(image=True, audio=True, backbone=True):
+def trainable(image=True, audio=True, backbone=True):
     return {"image": image, "audio": audio, BACKBONE: backbone}
 
 
@@ -43,7 +43,7 @@ def sharded(learns, num_ranks, num_microbatches, *, exchanged=None, sharding=FUL
 
 
 def test_encoders_come_before_the_backbone_and_backward_is_the_reverse():
-    assert words(data_parallel(trained(), 1, 1)) == [
+    assert words(data_parallel(trainable(), 1, 1)) == [
         "F image", "F audio", "F backbone", "B backbone", "B audio", "B image", "NORM backbone", "STEP backbone",
     ]  # fmt: skip
 
@@ -53,16 +53,16 @@ def test_microbatches_come_one_after_the_other_and_the_norm_after_all():
 
 
 def test_gradients_pass_a_frozen_backbone_to_what_learns_before_it():
-    found = words(data_parallel(trained(audio=False, backbone=False), 1, 1))
+    found = words(data_parallel(trainable(audio=False, backbone=False), 1, 1))
     assert found[3:] == ["B backbone", "B image", "NORM backbone", "STEP image"]
 
 
 def test_a_frozen_encoder_has_no_backward_pass():
-    assert "B image" not in words(data_parallel(trained(image=False), 1, 1))
+    assert "B image" not in words(data_parallel(trainable(image=False), 1, 1))
 
 
 def test_where_nothing_learns_the_loss_is_summed_all_the_same():
-    assert words(data_parallel(trained(False, False, False), 1, 1)) == [
+    assert words(data_parallel(trainable(False, False, False), 1, 1)) == [
         "F image", "F audio", "F backbone", "NORM backbone",
     ]  # fmt: skip
 
@@ -71,8 +71,8 @@ def test_where_nothing_learns_the_loss_is_summed_all_the_same():
 @pytest.mark.parametrize("audio", [False, True])
 @pytest.mark.parametrize("backbone", [False, True])
 def test_every_mixture_of_frozen_modules_is_a_proper_program(image, audio, backbone):
-    validate(data_parallel(trained(image, audio, backbone), 2, 2))
-    validate(sharded(trained(image, audio, backbone), 2, 2))
+    validate(data_parallel(trainable(image, audio, backbone), 2, 2))
+    validate(sharded(trainable(image, audio, backbone), 2, 2))
 
 
 @pytest.mark.parametrize("shard_size", [0, 1, 2, 4])
@@ -81,7 +81,7 @@ def test_every_mixture_of_frozen_modules_is_a_proper_program(image, audio, backb
 @pytest.mark.parametrize("reshard", [False, True])
 def test_every_way_of_sharding_is_a_proper_program(shard_size, num_microbatches, exchanged, reshard):
     sharding = Sharding(shard_size, reshard)
-    program = sharded(trained(image=False), 4, num_microbatches, exchanged=exchanged, sharding=sharding)
+    program = sharded(trainable(image=False), 4, num_microbatches, exchanged=exchanged, sharding=sharding)
     validate(program)
     kinds = {action.kind for action in program.actions[0]}
     assert (Kind.GATHER in kinds) == (shard_size != 1)
@@ -90,13 +90,13 @@ def test_every_way_of_sharding_is_a_proper_program(shard_size, num_microbatches,
 
 
 def test_one_rank_has_no_collective_but_the_norm():
-    kinds = {action.kind for action in sharded(trained(), 1, 2).actions[0]}
+    kinds = {action.kind for action in sharded(trainable(), 1, 2).actions[0]}
     assert kinds == {Kind.F, Kind.B, Kind.NORM, Kind.STEP}
 
 
 def test_of_thousands_of_ranks_the_actions_of_one_are_made():
     made = []
-    calls = num_calls(lambda: made.append(sharded(trained(), 2560, 1)))
+    calls = num_calls(lambda: made.append(sharded(trainable(), 2560, 1)))
     (program,) = made
     assert program.num_actions == 2560 * len(program.actions[0])
     assert program.actions[2559][0].stage == 2559 * 3
@@ -104,7 +104,7 @@ def test_of_thousands_of_ranks_the_actions_of_one_are_made():
 
 
 def test_rows_of_alike_ranks_are_those_of_the_first_on_their_own_stages():
-    program = sharded(trained(), 4, 2)
+    program = sharded(trainable(), 4, 2)
     rows = tuple(program.actions)
     assert program.actions == rows and program.actions[1:3] == rows[1:3] and program.actions[-1] == rows[3]
     assert [action.stage - 9 for action in rows[3]] == [action.stage for action in rows[0]]
@@ -115,7 +115,7 @@ def test_rows_of_alike_ranks_are_those_of_the_first_on_their_own_stages():
 
 
 def test_passes_change_rows_that_are_listed_as_those_that_are_alike():
-    program = data_parallel(trained(image=False), 3, 2)
+    program = data_parallel(trainable(image=False), 3, 2)
     listed = replace(program, actions=tuple(program.actions))
     assert add_exchanges(listed) == add_exchanges(program)
     assert words(add_recompute(program, [1]), 2)[3:6] == ["B backbone", "R audio", "B audio"]
@@ -125,8 +125,8 @@ def test_passes_change_rows_that_are_listed_as_those_that_are_alike():
 
 def test_wrong_counts_are_refused():
     with pytest.raises(ArgumentError, match="num_ranks is 0"):
-        data_parallel(trained(), 0, 1)
+        data_parallel(trainable(), 0, 1)
     with pytest.raises(ArgumentError, match="num_microbatches 0"):
-        data_parallel(trained(), 1, 0)
+        data_parallel(trainable(), 1, 0)
     with pytest.raises(ArgumentError, match="there must be a backbone"):
         data_parallel({}, 1, 1)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from motet.core.errors import ArgumentError
 from motet.schedule import add_communication, validate
-from motet.schedule.generators.disaggregated import Feed, Pipeline, broker, disaggregated, island
+from motet.schedule.generators.disaggregated import Pipeline, UnitEdge, broker, disaggregated, island
 from unit.schedule.longest_path import makespan
 
 SIZES = st.integers(1, 12)
@@ -51,11 +51,11 @@ def test_what_is_sent_back_is_the_broker_the_other_way(sources, sinks):
 )
 def test_an_island_holds_each_unit_by_the_gcd(encoder_dp, llm_dp, replicas):
     units = [Pipeline(("image",), encoder_dp), Pipeline(("backbone", "backbone"), llm_dp)]
-    whole = island(units, [Feed(0, 1)])
+    whole = island(units, [UnitEdge(0, 1)])
     assert whole.num_replicas == replicas
     assert len(whole.stages) == replicas[0] + 2 * replicas[1]
     assert len(whole.shares) == len(whole.edges)
-    program = disaggregated(units, [Feed(0, 1)], 5)
+    program = disaggregated(units, [UnitEdge(0, 1)], 5)
     validate(add_communication(program))
     assert makespan(program) == (5 - 1 + 3) * 3
 
@@ -63,23 +63,25 @@ def test_an_island_holds_each_unit_by_the_gcd(encoder_dp, llm_dp, replicas):
 @given(st.tuples(SIZES, SIZES, SIZES), st.integers(1, 4))
 def test_encoder_backbone_and_generator(sizes, num_microbatches):
     units = [Pipeline((name,) * depth, dp) for name, depth, dp in zip("ebg", (1, 2, 1), sizes, strict=True)]
-    program = disaggregated(units, [Feed(0, 1), Feed(1, 2)], num_microbatches)
+    program = disaggregated(units, [UnitEdge(0, 1), UnitEdge(1, 2)], num_microbatches)
     validate(program)
     assert makespan(program) == (num_microbatches - 1 + 4) * 3
 
 
 def test_replicas_of_a_stage_form_a_group():
-    program = disaggregated([Pipeline(("image",), 1), Pipeline(("backbone",) * 2, 2)], [Feed(0, 1)], 1)
+    program = disaggregated([Pipeline(("image",), 1), Pipeline(("backbone",) * 2, 2)], [UnitEdge(0, 1)], 1)
     assert [stage.group for stage in program.stages] == [-1, 0, 1, 0, 1]
 
 
 def test_a_feed_may_join_stages_in_the_middle():
-    whole = island([Pipeline(("audio",), 1), Pipeline(("image", "backbone"), 1)], [Feed(0, 1, sink_stage=1)])
+    whole = island([Pipeline(("audio",), 1), Pipeline(("image", "backbone"), 1)], [UnitEdge(0, 1, sink_stage=1)])
     assert whole.edges == ((1, 2), (0, 2))
 
 
 def test_a_frozen_encoder_has_no_backward_pass():
-    program = disaggregated([Pipeline(("image",), 2), Pipeline(("backbone",), 1)], [Feed(0, 1)], 3, [[False], [True]])
+    program = disaggregated(
+        [Pipeline(("image",), 2), Pipeline(("backbone",), 1)], [UnitEdge(0, 1)], 3, [[False], [True]]
+    )
     assert [len(row) for row in program.actions] == [3, 3, 6]
 
 

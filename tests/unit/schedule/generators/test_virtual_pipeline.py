@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.schedule import add_communication, interleaved_1f1b, validate
-from motet.schedule.generators.disaggregated import Feed, Pipeline, island
+from motet.schedule.generators.disaggregated import Pipeline, UnitEdge, island
 from motet.schedule.generators.virtual_pipeline import virtual_pipeline
 from motet.schedule.program import Kind
 from unit.schedule.longest_path import ends
@@ -17,7 +17,7 @@ def made(before, after, num_ranks, num_chunks, num_microbatches, dps=(1, 1, 1), 
     for number, place in ((before, 0), (after, 2)):
         if number:
             units.append(Pipeline(("other",) * number, dps[place]))
-            feeds.append(Feed(len(units) - 1, 0) if place == 0 else Feed(0, len(units) - 1))
+            feeds.append(UnitEdge(len(units) - 1, 0) if place == 0 else UnitEdge(0, len(units) - 1))
     whole = island(units, feeds)
     ranks, chunked, first = [], [], 0
     for place, (unit, replicas) in enumerate(zip(units, whole.num_replicas)):

@@ -17,8 +17,8 @@ def has(*modules, exchanged=("image", "audio")):
 
 def left(present, learns=NAMES, num_ranks=2):
     """The row of rank 0, of one microbatch."""
-    trained = {name: name in learns for name in NAMES}
-    program = add_exchanges(data_parallel(trained, num_ranks, 1))
+    trainable = {name: name in learns for name in NAMES}
+    program = add_exchanges(data_parallel(trainable, num_ranks, 1))
     program = without_absent(program, [present], [n for n, name in enumerate(NAMES) if name in learns])
     return " ".join(map(str, program.actions[0])).split(" 2NORM")[0]
 
@@ -51,9 +51,9 @@ def test_a_frozen_backbone_has_a_backward_pass_for_encoders_that_are_present_alo
 
 
 def test_all_ranks_leave_out_the_same():
-    trained = dict.fromkeys(NAMES, True)
+    trainable = dict.fromkeys(NAMES, True)
     present = [has("image", "backbone"), has("backbone"), has("audio", "backbone", exchanged=())]
-    program = without_absent(add_exchanges(data_parallel(trained, 3, 3)), present, range(3))
+    program = without_absent(add_exchanges(data_parallel(trainable, 3, 3)), present, range(3))
     first, *others = ([a._replace(stage=a.stage % 3, peer=-(a.peer < 0)) for a in row] for row in program.actions)
     assert all(row == first for row in others)
 

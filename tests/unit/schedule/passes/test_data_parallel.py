@@ -7,7 +7,7 @@ import pytest
 from motet.core.errors import ArgumentError
 from motet.schedule import Kind, add_communication, interleaved_1f1b, one_f_one_b, split_parts, validate, zb_h1
 from motet.schedule.generators.bubble_filling import EncoderPipeline, coarse_fills, fill_bubbles
-from motet.schedule.generators.disaggregated import Feed, Pipeline, disaggregated
+from motet.schedule.generators.disaggregated import Pipeline, UnitEdge, disaggregated
 from motet.schedule.passes.data_parallel import add_data_parallel
 
 
@@ -70,7 +70,7 @@ def test_wrong_arguments_are_refused():
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_groups_are_entered_in_one_order_whatever_the_order_of_passes(level):
     """Two replicas of a backbone with two encoders, of which one replica runs the one first, the other the other."""
-    program = disaggregated([Pipeline(("backbone",), 2), Pipeline(("generator",))], [Feed(0, 1)], 3)
+    program = disaggregated([Pipeline(("backbone",), 2), Pipeline(("generator",))], [UnitEdge(0, 1)], 3)
     encoders = [EncoderPipeline(name, (j,), (0, 1, 2), sink=j) for name in ("image", "audio") for j in range(2)]
     fills = coarse_fills(program, encoders)
     swapped = [fill for fill in fills if fill.rank == 0] + [fill for fill in reversed(fills) if fill.rank == 1]

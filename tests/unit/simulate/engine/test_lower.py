@@ -22,7 +22,7 @@ from motet.schedule import (
 )
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators.bubble_filling import EncoderPipeline, coarse_fills, fill_bubbles, global_order
-from motet.schedule.generators.disaggregated import Feed, Pipeline, disaggregated
+from motet.schedule.generators.disaggregated import Pipeline, UnitEdge, disaggregated
 from motet.schedule.generators.modality_parallel import add_replicas, modality_parallel
 from motet.schedule.passes.data_parallel import add_data_parallel
 from motet.simulate import simulate, stage_times
@@ -79,7 +79,7 @@ GENERATED = {
     "modality parallel": add_communication(modality_parallel({"image": 2, "audio": 1}, 3, 5)),
     "encoders replicated": add_replicas(one_f_one_b(3, 4), {"image": True, "audio": True}),
     "disaggregated": add_communication(
-        disaggregated([Pipeline(("image",), 3), Pipeline(("backbone",) * 2, 2)], [Feed(0, 1)], 4)
+        disaggregated([Pipeline(("image",), 3), Pipeline(("backbone",) * 2, 2)], [UnitEdge(0, 1)], 4)
     ),
     "filled": filled(),
     "data parallel, nothing learns": data_parallel({"image": False, "backbone": False}, 2, 2),

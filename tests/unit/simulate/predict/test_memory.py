@@ -56,7 +56,7 @@ def state_of(made, rank):
                 size = math.ceil(layer.parameters / unit.tp)
                 total += state_bytes(
                     size,
-                    size * layer.trained,
+                    size * layer.trainable,
                     precision=precision,
                     zero=0 if unit.shard_size == 1 else unit.zero,
                     shard_ranks=unit.shard_size or unit.dp * unit.cp * copies,
@@ -105,9 +105,11 @@ def activations_of(made, found, batch, rank):
 def _held_bytes(made, batch, stage, island, i, islands):
     return sum(
         rows_of(made, batch, name, layer, stage, island, i, islands)
-        * math.ceil((min(layer.output_width, layer.saved_width) if again else layer.saved_width) * 2 / stage.unit.tp)
+        * math.ceil(
+            (min(layer.output_width, layer.activation_width) if again else layer.activation_width) * 2 / stage.unit.tp
+        )
         for name, layer, before, again in layers_of(made, stage)
-        if before or layer.trained
+        if before or layer.trainable
     )
 
 
@@ -122,8 +124,8 @@ def transient_of(made, found, batch, stage):
             for island in range(islands)
             for i in range(found.program.num_microbatches)
         )
-        saved, kept, gradients = layer.saved_width * 2, 0, 0
-        if before or layer.trained:
+        saved, kept, gradients = layer.activation_width * 2, 0, 0
+        if before or layer.trainable:
             kept = min(layer.output_width * 2, saved) if again else saved
             gradients = layer.output_width * (2 + 4 + 4 if layer.targets_only else 2 + 2)
         most = max(most, rows * (saved - kept + gradients) / stage.unit.tp)

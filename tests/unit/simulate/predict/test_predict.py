@@ -112,7 +112,7 @@ def test_recomputation_costs_a_forward_pass_and_memory_is_won():
 def test_backward_follows_what_is_frozen(frozen, image, backbone, recompute):
     """Cornstarch section 4.2: with checkpointing backward is a forward pass longer, where there is any."""
     modules = tuple(
-        Module(module.name, (Stack(replace(LAYER, trained=module.name not in frozen), module.num_layers),))
+        Module(module.name, (Stack(replace(LAYER, trainable=module.name not in frozen), module.num_layers),))
         for module in EVEN.modules
     )
     spec, whole = replace(EVEN, modules=modules), {"image": 4, "backbone": 12}
@@ -148,9 +148,9 @@ def test_a_frozen_encoder_gets_nothing_back():
 def test_parts_gather_what_they_hold_and_reduce_what_learns():
     """An encoder whose last block is as large as the others together; of the backbone the second half learns."""
     wide = replace(LAYER, weights=3000, parameters=3000)
-    frozen = replace(LAYER, trained=False)
+    frozen = replace(LAYER, trainable=False)
     modules = (
-        Module("image", (Stack(frozen, 3), Stack(replace(wide, trained=False), 1))),
+        Module("image", (Stack(frozen, 3), Stack(replace(wide, trainable=False), 1))),
         Module("backbone", (Stack(frozen, 6), Stack(LAYER, 6))),
     )
     spec = ModelSpec("uneven", modules, (("image", "backbone"),))

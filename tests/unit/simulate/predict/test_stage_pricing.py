@@ -59,15 +59,15 @@ def test_every_stage_costs_what_its_layers_and_examples_do(any_plan, learns):
                 for name, layer, before, again in layers_of(made, stage):
                     rows = rows_of(made, batch, name, layer, stage, island, i, islands)
                     work, sent = rows * layer.weights / tp, rows * layer.output_width * (tp > 1) * TENSOR_S
-                    inside = before or (layer.trained and layer.attention is not None)
+                    inside = before or (layer.trainable and layer.attention is not None)
                     expected["forward"] += work * FORWARD_S
                     expected["input"] += inside * work * INPUT_S
-                    expected["weight"] += layer.trained * work * WEIGHT_S
+                    expected["weight"] += layer.trainable * work * WEIGHT_S
                     expected["recompute"] += again * work * FORWARD_S
                     expected["forward_tensor"] += sent
-                    if before or layer.trained:
+                    if before or layer.trainable:
                         expected["backward_tensor"] += sent * (1 + again)
-                        kept = min(layer.output_width, layer.saved_width) if again else layer.saved_width
+                        kept = min(layer.output_width, layer.activation_width) if again else layer.activation_width
                         expected["held"] += rows * math.ceil(kept * 2 / tp)
                 got = {name: float(table[i]) for name, table in found._asdict().items()}
                 assert got == pytest.approx(expected, rel=1e-9), (stage.modules, stage.replica, island, i)
@@ -91,12 +91,12 @@ def test_hardware_does_the_work_of_all_stages(any_plan):
 def _flops(made, batch, stage, island, microbatch, islands, placed):
     name, layer, before, again = placed
     rows = rows_of(made, batch, name, layer, stage, island, microbatch, islands)
-    inside = before or (layer.trained and layer.attention is not None)
+    inside = before or (layer.trainable and layer.attention is not None)
     pairs = 0.0
     if layer.attention is not None:
         pairs = _pairs(made, batch, name, layer, stage, island, microbatch, islands)
     attention = 4 * pairs * (layer.attention.width if layer.attention else 0)
-    return 2 * layer.weights * rows * (1 + inside + layer.trained + again) + attention * (1 + 2 * inside + again)
+    return 2 * layer.weights * rows * (1 + inside + layer.trainable + again) + attention * (1 + 2 * inside + again)
 
 
 def _pairs(made, batch, name, layer, stage, island, microbatch, islands):

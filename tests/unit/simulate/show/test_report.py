@@ -11,13 +11,13 @@ from motet.core.plan import Fill, Plan, Unit
 from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
 from motet.schedule import one_f_one_b
 from motet.simulate import simulate, stage_times
-from motet.simulate.command import Outputs, show_predictions
+from motet.simulate.command import PredictionOutputs, show_predictions
 from motet.simulate.predict.prediction import Prediction
 from motet.simulate.show.plan_words import plan_in_words, rows_in_words
 from motet.simulate.show.report import out_of_memory, print_prediction
 from unit.schedule.plans import PLANS
 
-FROZEN = Layer("attention", 10**7, 10**7, 1024, 15000, Attention(1024, 1024), trained=False)
+FROZEN = Layer("attention", 10**7, 10**7, 1024, 15000, Attention(1024, 1024), trainable=False)
 LAYER = Layer("attention", 2 * 10**8, 2 * 10**8, 4096, 60000, Attention(4096, 1024, causal=True))
 SPEC = ModelSpec(
     "small",
@@ -143,7 +143,7 @@ def test_ranks_of_a_picture_are_told_in_words():
 
 
 def test_files_are_written_where_asked_for(prediction, tmp_path, capsys):
-    outputs = Outputs(tmp_path / "t.json", tmp_path / "t.html", tmp_path / "t.png")
+    outputs = PredictionOutputs(tmp_path / "t.json", tmp_path / "t.html", tmp_path / "t.png")
     show_predictions(PLAN, [prediction], outputs, "small, predicted")
     said = capsys.readouterr().out.replace("\n", "")
     for path in (outputs.trace, outputs.html, outputs.png):
@@ -151,4 +151,4 @@ def test_files_are_written_where_asked_for(prediction, tmp_path, capsys):
         assert f"Wrote {path}." in said
     assert "small, predicted" in outputs.html.read_text() and rows_in_words(PLAN) in outputs.html.read_text()
     with pytest.raises(UserError, match="the trace cannot be written to"):
-        show_predictions(PLAN, [prediction], Outputs(trace=tmp_path / "none" / "t.json"), "")
+        show_predictions(PLAN, [prediction], PredictionOutputs(trace=tmp_path / "none" / "t.json"), "")

@@ -4,7 +4,14 @@ import shutil
 
 import pytest
 
-from motet.train.checkpoint.folder import checkpoints, clear_unfinished, publish, remove, set_aside, those_set_aside
+from motet.train.checkpoint.folder import (
+    checkpoints,
+    clear_unfinished,
+    publish_checkpoint,
+    remove,
+    set_aside,
+    those_set_aside,
+)
 from unit.train.checkpoint.small_run import write_checkpoints
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -44,16 +51,16 @@ def written(run, step):
 
 
 def test_the_first_of_a_new_line_supersedes_the_later_ones_of_the_old(run):
-    line = publish(written(run, 6), ["step-00000004"], keep=2)
+    line = publish_checkpoint(written(run, 6), ["step-00000004"], keep=2)
     assert line == ["step-00000004", "step-00000006"]
     assert names(run) == [*line, "step-00000008.superseded"]
-    line = publish(written(run, 8), line, keep=2)
+    line = publish_checkpoint(written(run, 8), line, keep=2)
     assert line == ["step-00000006", "step-00000008"]
     assert names(run) == [*line, "step-00000008.superseded"]
 
 
 def test_a_line_that_begins_elsewhere_supersedes_all(run):
-    assert publish(written(run, 8), [], keep=2) == ["step-00000008"]
+    assert publish_checkpoint(written(run, 8), [], keep=2) == ["step-00000008"]
     assert names(run) == ["step-00000004.superseded", "step-00000008", "step-00000008.superseded"]
 
 

@@ -6,7 +6,7 @@ import tomllib
 import pytest
 
 from motet.core.errors import UserError
-from motet.train.recipe.toml_text import dumps, line_of_key, parse_value
+from motet.train.recipe.toml_text import dump_toml, line_of_key, parse_value
 
 TEXT = """\
 # a recipe
@@ -70,4 +70,4 @@ def test_dumped_tables_read_back():
         "model": {"encoders": {"image": {"layers": [1, 2], "names": ["ä", "b"]}, "odd name": {"x": 1}}},
         "empty": {},
     }
-    assert tomllib.loads(dumps(tables | {"run": tables["run"] | {"absent": None}})) == tables
+    assert tomllib.loads(dump_toml(tables | {"run": tables["run"] | {"absent": None}})) == tables
