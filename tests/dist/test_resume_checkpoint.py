@@ -109,7 +109,7 @@ def test_a_disk_that_was_full_for_a_while_stops_nothing(tmp_path):
 
 def die_while_saving(rank, num_ranks, folder):
     model, optimizer = build(num_ranks)
-    saving.publish = lambda *_: os._exit(9)
+    saving.publish_checkpoint = lambda *_: os._exit(9)
     checkpointer = Checkpointer(Path(folder), CheckpointConfig(), dist.new_group(backend="gloo"), ["step-00000003"])
     checkpointer.save(model, optimizer, Progress(5, 0, 0, 0, ""))
     checkpointer.wait()
