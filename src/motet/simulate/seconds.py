@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import PARTNERS
-from motet.schedule.program import Kind
+from motet.schedule.program import EXCHANGES, Kind
 from motet.simulate.lookup import Lookup
 from motet.simulate.streams import COMPUTE, OF_KIND, TENSOR
-from motet.simulate.table import EXCHANGES, UNITS, Ints
+from motet.simulate.table import UNITS, Ints
 from motet.simulate.times import Part, StageTimes, Table
 
 Seconds = NDArray[np.float64]

@@ -12,7 +12,7 @@ from motet.core.errors import ArgumentError
 from motet.core.timeline import Timeline
 from motet.schedule.dependencies import PARTNERS
 from motet.schedule.passes import add_communication
-from motet.schedule.program import Program
+from motet.schedule.program import EXCHANGES, Program
 from motet.simulate import reference
 from motet.simulate.backend import Backend, engine
 from motet.simulate.deadlock import deadlock
@@ -21,7 +21,7 @@ from motet.simulate.lower import Waits, waits
 from motet.simulate.seconds import Seconds, action_seconds
 from motet.simulate.spans import timeline_of
 from motet.simulate.streams import COMPUTE, STREAMS, TENSOR
-from motet.simulate.table import EXCHANGES, ActionTable, Ints, action_table
+from motet.simulate.table import ActionTable, Ints, action_table
 from motet.simulate.times import StageTimes
 
 MAX_JITTER = 2.0

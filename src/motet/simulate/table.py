@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import PARTNERS
-from motet.schedule.program import Action, AlikeRows, Kind, Program, Row
+from motet.schedule.program import EXCHANGES, Action, AlikeRows, Kind, Program, Row
 from motet.simulate.backend import native_engine
 
 Ints = NDArray[np.int32]
@@ -20,7 +20,6 @@ Rows = NDArray[np.intp]
 KINDS = tuple(Kind)
 CODES: Mapping[str, int] = {kind: code for code, kind in enumerate(KINDS)}
 PASSES = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)
-EXCHANGES = (Kind.EXCHANGE_F, Kind.EXCHANGE_B)
 UNITS = (Kind.GATHER, Kind.GATHER_B, Kind.REDUCE)
 """Kinds whose parts are slices of the stage's parameters."""
 
