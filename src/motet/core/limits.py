@@ -44,6 +44,10 @@ BytesPerSecond = Annotated[float, Field(gt=0, le=1e21)]
 OperationsPerSecond = Annotated[float, Field(gt=0, le=1e24)]
 Seconds = Annotated[float, Field(ge=0, le=1e3)]
 """Of a message of nothing."""
+Rate = Annotated[float, Field(ge=1e-6, le=1e12)]
+"""In the units of settings: 10^12 operations, or 10^9 bytes, a second."""
+Latency = Annotated[float, Field(ge=0, le=1e9)]
+"""Microseconds, as settings have them."""
 
 
 def check_size(num_examples: int, num_ranks: int) -> None:
