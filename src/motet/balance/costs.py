@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.balance.checks import INT64_MAX
 from motet.core.errors import ArgumentError
+from motet.core.limits import INT64_MAX
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from bisect import bisect_left
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.balance.checks import INT64_MAX
 from motet.balance.reference.padded_attention_bound import Classes, lower_bound
 from motet.balance.reference.result import Placement, placement
+from motet.core.limits import INT64_MAX
 
 MAX_ITEMS_FOR_PAPER = 1 << 14
 """With more items the paper's batches are tried only where these end more than a 64th above the bound."""
