@@ -35,7 +35,6 @@ LIMIT_BYTES = 4 * 10**9
 WRONG_INPUT = 2
 _PR_SET_PDEATHSIG = 1
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-TESTS = Path(__file__).parents[2] / "tests"
 IMPORTED = (
     "torch",
     "transformers",
@@ -100,7 +99,6 @@ def shared() -> Path:
     """
     folder = Path(tempfile.mkdtemp(prefix="motet-shared-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    sys.path.append(str(TESTS))
     from cli.tiny_job import write_tiny_job
 
     job = folder / "job"

@@ -139,6 +139,8 @@ def scratch() -> Path:
 @once
 def whole_job() -> Path:
     """The folder of a job that trains: recipe.toml, train.jsonl, tokenizer/, media/."""
+    from cli.tiny_job import write_tokenizer
+
     folder = scratch() / "job"
     (folder / "media").mkdir(parents=True)
     for number in range(2, 4):
@@ -149,23 +151,6 @@ def whole_job() -> Path:
     (folder / "recipe.toml").write_text(RECIPE)
     write_tokenizer(folder / "tokenizer")
     return folder
-
-
-def write_tokenizer(folder: Path) -> None:
-    """A tokenizer of single characters with the tokens that media stand for."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    characters = ["<unk>", "<eos>", "<image>", "<audio>", *"abcdefghijklmnopqrstuvwxyzASITNUER :\n"]
-    vocabulary = {token: number for number, token in enumerate(dict.fromkeys(characters))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    special = ["<image>", "<audio>"]
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>", additional_special_tokens=special
-    )
-    fast.save_pretrained(folder)
 
 
 def job_with(change: Change) -> Change:
