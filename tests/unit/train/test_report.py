@@ -30,6 +30,7 @@ SUMMARY = {
     "data_wait_share": 0.01,
     "memory": {"peak_bytes": 2**30, "kind": "resident"},
     "bad_examples": 1,
+    "bad_steps": 0,
 }
 
 
