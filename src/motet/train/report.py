@@ -71,7 +71,7 @@ def _tiles(summary: dict[str, Any]) -> str:
 
 def _loss_tile(summary: dict[str, Any]) -> dict[str, str]:
     first, last, count = _shown(summary["loss_first"]), _shown(summary["loss_last"]), summary["loss_steps"]
-    if summary["steps"] == 1:
+    if summary["steps"] - summary["bad_steps"] == 1:
         return {"loss of its one step": first}
     return {f"loss, first to last {count} steps" if count > 1 else "loss, first to last step": f"{first} → {last}"}
 

@@ -69,6 +69,17 @@ def test_a_report_is_self_contained_and_escapes_what_it_shows(tmp_path):
     assert not re.search(r"(src|href)=\"(?!data:)", page)
 
 
+@pytest.mark.parametrize(
+    ("num_steps", "num_bad", "said"),
+    [(1, 0, "loss of its one step"), (2, 1, "loss of its one step"), (2, 0, "loss, first to last step")],
+)
+def test_one_loss_is_not_shown_twice(tmp_path, num_steps, num_bad, said):
+    summary = SUMMARY | {"steps": num_steps, "bad_steps": num_bad, "bad_examples": 0}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step(1 + i)) + "\n" for i in range(num_steps)))
+    assert f"<span>{said}</span>" in write_report(tmp_path).read_text()
+
+
 def test_ticks_are_round_and_cover_the_range():
     assert _ticks(0, 4.7) == [0, 1, 2, 3, 4, 5]
     assert _ticks(1, 1) == pytest.approx([1.0, 1.2, 1.4, 1.6, 1.8, 2.0])
