@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal
+from typing import Any
 
 from typer.models import ArgumentInfo, OptionInfo
 
 from bad.documents import write_plan_file
-from bad.run import Case
+from bad.run import Case, Verdict
 from bad.settings import JOB, TRAIN
 from bad.values import HUGE
 from motet.cli import app
@@ -98,7 +98,6 @@ TOGETHER: Mapping[str, tuple[tuple[str, ...], ...]] = {
 }
 """Options that are wrong together, or for what is given."""
 
-Verdict = Literal["refuse", "accept"]
 DECIDED: Mapping[str, Verdict] = {
     # 800,000 ranks.
     "plan/together/1: --cluster h100 --nodes 100000": "accept",

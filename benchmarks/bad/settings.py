@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from bad.run import Case
+from bad.run import Case, Verdict
 from bad.values import HUGE, Key, holds, label, leaves, values
 from motet.data.audio import AudioTransform
 from motet.data.images import ImageTransform
@@ -64,7 +64,6 @@ JOB: dict[str, Any] = {
 }
 """A recipe of planning alone, which takes a moment."""
 
-Verdict = Literal["refuse", "accept"]
 DECIDED: tuple[tuple[str, Verdict], ...] = (
     # Shapes that do not go together, or that no rank has memory for.
     (r"plan/.*(hidden=1|num_heads=4096|num_kv_heads=4096|biases=.*|num_mel_bins=\d+)$", "refuse"),

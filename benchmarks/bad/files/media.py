@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bad.files.base import as_lines, record, records, train
-from bad.files.damage import PLACES, Place, cut, flip, nothing_left, text, zeros
+from bad.files.damage import PLACES, Change, cut, flip, nothing_left, text, zeros
 from bad.run import Case
 
 LEFT_OUT = r"Left out[^\n]*bad\.{ending}: \S"
@@ -14,7 +14,7 @@ LEFT_OUT = r"Left out[^\n]*bad\.{ending}: \S"
 _ANY = "data.max_bad_fraction=1"
 
 
-def _with_item(modality: str, ending: str, place: bytes | Place) -> Callable[[Path], None]:
+def _with_item(modality: str, ending: str, place: bytes | Change) -> Change:
     def change(folder: Path) -> None:
         path = folder / f"media/bad.{ending}"
         if isinstance(place, bytes):
@@ -29,7 +29,7 @@ def _with_item(modality: str, ending: str, place: bytes | Place) -> Callable[[Pa
     return change
 
 
-def bad_item(modality: str, name: str, ending: str, place: bytes | Place, *, allowed: bool = True) -> Case:
+def bad_item(modality: str, name: str, ending: str, place: bytes | Change, *, allowed: bool = True) -> Case:
     """One that cannot be used: left out and named, or, where none is allowed, named in the sentence that ends the run.
 
     Whoever has ten million files wants to train on the others; whoever allows no bad one wants to hear of the first.
@@ -90,7 +90,7 @@ def place_cases() -> Iterator[Case]:
     yield train("image/an empty name", "refuse", _named(""), _ANY, says="train.jsonl, line 7")
 
 
-def _named(name: str) -> Callable[[Path], None]:
+def _named(name: str) -> Change:
     def change(folder: Path) -> None:
         (folder / "train.jsonl").write_text(as_lines([*records(), record(6, image=name)]))
 
