@@ -147,12 +147,7 @@ def _of_commands(rng: random.Random) -> Iterator[Case]:
     for info in app.registered_commands:
         assert info.callback is not None
         name = info.name or info.callback.__name__
-        base = BASES[name]
-
-        def case(group: str, what: str, more: tuple[str, ...], verdict: Verdict, says: str = "", base=base, name=name):  # type: ignore[no-untyped-def]
-            full = f"{name}/{group}/{what}"
-            return Case(full, (*base.arguments, *more), DECIDED.get(full, verdict), base.prepare, says)
-
+        case = functools.partial(_case, name)
         yield case("commands", "as it is", (), "accept")
         yield Case(f"{name}/commands/--help", (name, "--help"), "accept")
         yield Case(f"{name}/commands/nothing", (name,), "refuse")
@@ -166,12 +161,18 @@ def _of_commands(rng: random.Random) -> Iterator[Case]:
             annotated = hints[parameter.name]
             kind, about = typing.get_args(annotated)
             if isinstance(about, ArgumentInfo):
-                yield from _of_argument(name, base)
+                yield from _of_argument(name, BASES[name])
             elif isinstance(about, OptionInfo):
                 # In Annotated, typer keeps the first of the option's own names where a default would stand.
                 names = [each for each in (about.default, *(about.param_decls or ())) if str(each).startswith("--")]
                 option = names[0] if names else f"--{parameter.name.replace('_', '-')}"
                 yield from _of_option(case, option, _plain(kind), about, rng)
+
+
+def _case(command: str, group: str, what: str, more: tuple[str, ...], verdict: Verdict, says: str = "") -> Case:
+    """The right line of a command with more behind it."""
+    base, name = BASES[command], f"{command}/{group}/{what}"
+    return Case(name, (*base.arguments, *more), DECIDED.get(name, verdict), base.prepare, says)
 
 
 def _plain(kind: Any) -> Any:

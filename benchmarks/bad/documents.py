@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from bad.run import Case, Verdict
 from bad.settings import JOB, put
-from bad.values import HUGE, holds, label, leaves, values
+from bad.values import HUGE, label, leaves, tried
 from motet.core.plan import Plan, Unit
 from motet.core.shape_tables import ModelShapes
 from motet.cost.catalogue import cluster
@@ -113,10 +113,7 @@ def _of(
 ) -> Iterator[Case]:
     seen = set()
     for leaf in leaves(schema, names):
-        tried = [(leaf.key, value, holds(leaf.node, value)) for value in values(leaf, rng, 1)]
-        if any("properties" in option for option in leaf.node["anyOf"]):
-            tried.append(((*leaf.key, "unknown_key"), 1, False))
-        for key, value, is_right in tried:
+        for key, value, is_right in tried(leaf, rng, 1):
             # Of a module's layers, one with attention.
             key = tuple(1 if part == 0 and above == "stacks" else part for above, part in zip(("", *key), key))
             name = f"simulate/{group}/{'.'.join(map(str, key))}={label(value)}"
