@@ -161,7 +161,7 @@ def _of_commands(rng: random.Random) -> Iterator[Case]:
             annotated = hints[parameter.name]
             kind, about = typing.get_args(annotated)
             if isinstance(about, ArgumentInfo):
-                yield from _of_argument(name, BASES[name])
+                yield from _of_argument(name)
             elif isinstance(about, OptionInfo):
                 # In Annotated, typer keeps the first of the option's own names where a default would stand.
                 names = [each for each in (about.default, *(about.param_decls or ())) if str(each).startswith("--")]
@@ -182,9 +182,9 @@ def _plain(kind: Any) -> Any:
     return kind
 
 
-def _of_argument(command: str, base: Base) -> Iterator[Case]:
+def _of_argument(command: str) -> Iterator[Case]:
     """What stands in the place of the file that a command is about."""
-    writes = command == "demo-data"
+    base, writes = BASES[command], command == "demo-data"
     for place in NO_PLACES if writes else NO_FILES:
         if (writes and place in ("some folder", "absent/absent")) or (command == "checkpoints" and place == ""):
             continue  # Folders are made, and looked into.
