@@ -16,7 +16,6 @@ import os
 import platform
 import re
 import shlex
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from bad import commands, documents, files, settings
 from bad.run import LIMIT_S, WRONG_INPUT, Case, Outcome, run_cases
 from rich.console import Console
 from rich.table import Table
+from rows import commit_of
 
 KINDS = ("verdict", "traceback", "over its limit of time", "over its limit of memory", "not one sentence")
 
@@ -77,8 +77,6 @@ def described(outcome: Outcome) -> str:
 
 def stored(outcomes: Sequence[Outcome], seed: int) -> dict[str, Any]:
     """What is written as JSON."""
-    asked = ["git", "rev-parse", "HEAD"]
-    found = subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     rows = [
         {
             "name": each.case.name,
@@ -91,7 +89,7 @@ def stored(outcomes: Sequence[Outcome], seed: int) -> dict[str, Any]:
         for each in sorted(outcomes, key=lambda each: each.case.name)
     ]
     return {
-        "commit": found.stdout.strip(),
+        "commit": commit_of(),
         "device": f"{platform.machine()}, {os.cpu_count()} cores",
         "emulated": False,
         "python": platform.python_version(),

@@ -11,17 +11,16 @@ each phase: "step" is the sum of those over phases, of the one over that of the 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rows import ROOT, Row, write_rows
 
 from motet.analyze.lengths import read_lengths
 from motet.balance import Choice, Packed, StepCosts, choose, score
@@ -32,26 +31,12 @@ from motet.dispatch import BalanceConfig
 from motet.planning.planned_recipe import read_job_recipe
 from motet.train.balancing import step_costs
 
-ROOT = Path(__file__).parents[1]
 MODELS = ("orchmllm_10b", "orchmllm_84b", "valm_mm")
 SIZES = ((16, 8), (16, 32), (128, 60))
 TIMED = ((128, 60), (2560, 80))
 NUM_BATCHES, NUM_TIMED = 20, 9
 MANY, EVEN = 32, 1.005
 """From so many examples a rank on, operations of phases that pack are to be even to within half a per cent."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """goal: what the value must not be above; None where it has none."""
-
-    name: str
-    value: float
-    goal: float | None = None
-
-    @property
-    def met(self) -> bool:
-        return self.goal is None or self.value <= self.goal
 
 
 def workload_at(path: str) -> Workload:
@@ -138,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", default=str(table) if table.exists() else "", help="table of lengths (csv.gz)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="write all rows to this file")
+    parser.add_argument("--json", type=Path, help="write all rows to this file")
     parser.add_argument("--only", choices=[*MODELS, "time"])
     given = parser.parse_args()
     workload = workload_at(given.lengths)
@@ -155,10 +140,7 @@ def main() -> None:
         shown.add_row(row.name, f"{row.value:.3f}", goal)
     Console(width=120).print(f"lengths of {workload.source}", shown)
     if given.json:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-        stored = {"commit": commit.stdout.strip(), "device": "cpu", "emulated": False}
-        stored["rows"] = [asdict(row) | {"met": row.met} for row in rows]
-        Path(given.json).write_text(json.dumps(stored, indent=1) + "\n")
+        write_rows(given.json, rows)
     if not all(row.met for row in rows):
         sys.exit(1)
 

@@ -26,8 +26,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from rows import Row, commit_of, write_rows
 
 NUM_RANKS = 2
 MOST = 1.02
@@ -39,19 +40,6 @@ NUM_LAYERS = 2
 """Of each module: the smaller the step, the more an executor's own time would show."""
 SAME = 1e-9
 """Relative difference of losses that come of the same steps: both trees add up the same numbers in float32."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """goal: the value is to be no more; None where there is no goal."""
-
-    name: str
-    value: float
-    goal: float | None = None
-
-    @property
-    def met(self) -> bool:
-        return self.goal is None or self.value <= self.goal
 
 
 class Tree:
@@ -198,11 +186,6 @@ def run_both(here: Tree, there: Tree, number: int) -> tuple[dict[str, float], di
     return ours, theirs
 
 
-def commit_of(tree: Path) -> str:
-    command = ["git", "-C", str(tree), "rev-parse", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--against", type=Path, help="the other checkout, with its own .venv/bin/python")
@@ -222,7 +205,6 @@ def main() -> None:
         parser.error("--against PATH is needed, and 6 pairs or more: fewer have no interval of 95 %.")
     if given.rounds < NUM_BATCHES or given.rounds % NUM_BATCHES:
         parser.error(f"--rounds is {given.rounds}; it must be a multiple of the {NUM_BATCHES} batches.")
-    own = Path(__file__).parents[1]
     python, other = Path(sys.executable), given.against / ".venv" / "bin" / "python"
     pairs = []
     for number in range(given.pairs):
@@ -233,15 +215,7 @@ def main() -> None:
         goal = "" if row.goal is None else f"  goal <= {row.goal}: {'met' if row.met else 'missed'}"
         print(f"{row.name:66} {row.value:10.4f}{goal}")
     if given.json is not None:
-        document = {
-            "commit": commit_of(own),
-            "against": commit_of(given.against),
-            "device": "cpu",
-            "emulated": False,
-            "seed": given.seed,
-            "rows": [asdict(row) | {"met": row.met} for row in rows],
-        }
-        given.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_rows(given.json, rows, against=commit_of(given.against), seed=given.seed)
     sys.exit(not all(row.met for row in rows))
 
 

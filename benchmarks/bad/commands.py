@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal
+from typing import Any
 
 from typer.models import ArgumentInfo, OptionInfo
 
 from bad.documents import write_plan_file
-from bad.run import Case
+from bad.run import Case, Verdict
 from bad.settings import JOB, TRAIN
 from bad.values import HUGE
 from motet.cli import app
@@ -98,7 +98,6 @@ TOGETHER: Mapping[str, tuple[tuple[str, ...], ...]] = {
 }
 """Options that are wrong together, or for what is given."""
 
-Verdict = Literal["refuse", "accept"]
 DECIDED: Mapping[str, Verdict] = {
     # 800,000 ranks.
     "plan/together/1: --cluster h100 --nodes 100000": "accept",
@@ -148,12 +147,7 @@ def _of_commands(rng: random.Random) -> Iterator[Case]:
     for info in app.registered_commands:
         assert info.callback is not None
         name = info.name or info.callback.__name__
-        base = BASES[name]
-
-        def case(group: str, what: str, more: tuple[str, ...], verdict: Verdict, says: str = "", base=base, name=name):  # type: ignore[no-untyped-def]
-            full = f"{name}/{group}/{what}"
-            return Case(full, (*base.arguments, *more), DECIDED.get(full, verdict), base.prepare, says)
-
+        case = functools.partial(_case, name)
         yield case("commands", "as it is", (), "accept")
         yield Case(f"{name}/commands/--help", (name, "--help"), "accept")
         yield Case(f"{name}/commands/nothing", (name,), "refuse")
@@ -167,12 +161,18 @@ def _of_commands(rng: random.Random) -> Iterator[Case]:
             annotated = hints[parameter.name]
             kind, about = typing.get_args(annotated)
             if isinstance(about, ArgumentInfo):
-                yield from _of_argument(name, base)
+                yield from _of_argument(name)
             elif isinstance(about, OptionInfo):
                 # In Annotated, typer keeps the first of the option's own names where a default would stand.
                 names = [each for each in (about.default, *(about.param_decls or ())) if str(each).startswith("--")]
                 option = names[0] if names else f"--{parameter.name.replace('_', '-')}"
                 yield from _of_option(case, option, _plain(kind), about, rng)
+
+
+def _case(command: str, group: str, what: str, more: tuple[str, ...], verdict: Verdict, says: str = "") -> Case:
+    """The right line of a command with more behind it."""
+    base, name = BASES[command], f"{command}/{group}/{what}"
+    return Case(name, (*base.arguments, *more), DECIDED.get(name, verdict), base.prepare, says)
 
 
 def _plain(kind: Any) -> Any:
@@ -182,9 +182,9 @@ def _plain(kind: Any) -> Any:
     return kind
 
 
-def _of_argument(command: str, base: Base) -> Iterator[Case]:
+def _of_argument(command: str) -> Iterator[Case]:
     """What stands in the place of the file that a command is about."""
-    writes = command == "demo-data"
+    base, writes = BASES[command], command == "demo-data"
     for place in NO_PLACES if writes else NO_FILES:
         if (writes and place in ("some folder", "absent/absent")) or (command == "checkpoints" and place == ""):
             continue  # Folders are made, and looked into.

@@ -7,24 +7,22 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import TypeAdapter
 
-from bad.run import Case
+from bad.run import Case, Verdict
 from bad.settings import JOB, put
-from bad.values import HUGE, holds, label, leaves, values
+from bad.values import HUGE, label, leaves, tried
 from motet.core.plan import Plan, Unit
 from motet.core.shape_tables import ModelShapes
 from motet.cost.catalogue import cluster
 from motet.cost.profile import LayerTimes, MessageTimes, ModuleTimes, OptimizerTimes, Points, Profile
 from motet.train.recipe.toml_text import dump_toml
 
-Verdict = Literal["refuse", "accept"]
 BATCHES = (((1, 8),), ((2, 16),), ((4, 32),))
 SIMULATE = ("simulate", "{folder}/plan.json", "--workload", "{folder}/sampler.toml")
-DECIDED: Mapping[str, Verdict] = {}
-"""By the name of a case, what more than the schema decides."""
+WITH_PROFILE = (*SIMULATE, "--profile", "{folder}/profile.json")
 
 
 def a_plan() -> dict[str, Any]:
@@ -77,9 +75,15 @@ def write_plan_file(folder: Path, document: Any = None) -> None:
     (folder / "sampler.toml").write_text(dump_toml(JOB["workload"]))
 
 
-def _write_profile(document: Any, folder: Path) -> None:
+def write_profile_file(folder: Path, document: Any = None) -> None:
+    """profile.json."""
+    (folder / "profile.json").write_text(json.dumps(a_profile() if document is None else document))
+
+
+def write_both(folder: Path, profile: Any = None) -> None:
+    """The files of a Plan, and a profile to simulate it by."""
     write_plan_file(folder)
-    (folder / "profile.json").write_text(json.dumps(document))
+    write_profile_file(folder, profile)
 
 
 def cases(seed: int) -> Iterator[Case]:
@@ -89,17 +93,13 @@ def cases(seed: int) -> Iterator[Case]:
     for number, (what, change) in enumerate(_TOGETHER.items()):
         document = a_plan()
         change(document)
-        yield Case(f"simulate/plan/{number}: {what}", SIMULATE, "refuse", functools.partial(_write_plan, document))
+        write = functools.partial(write_plan_file, document=document)
+        yield Case(f"simulate/plan/{number}: {what}", SIMULATE, "refuse", write)
     names = {"peak_flops": "bf16", "stages": "backbone", "microbatch_caps": "image"}
-    yield from _of(a_plan(), TypeAdapter(Plan).json_schema(), "plan", names, SIMULATE, _write_plan, rng)
-    with_profile = (*SIMULATE, "--profile", "{folder}/profile.json")
-    yield Case("simulate/profile/as it is", with_profile, "accept", functools.partial(_write_profile, a_profile()))
+    yield from _of(a_plan(), TypeAdapter(Plan).json_schema(), "plan", names, SIMULATE, write_plan_file, rng)
+    yield Case("simulate/profile/as it is", WITH_PROFILE, "accept", write_both)
     schema = Profile.model_json_schema()
-    yield from _of(a_profile(), schema, "profile", {}, with_profile, _write_profile, rng)
-
-
-def _write_plan(document: Any, folder: Path) -> None:
-    write_plan_file(folder, document)
+    yield from _of(a_profile(), schema, "profile", {}, WITH_PROFILE, write_both, rng)
 
 
 def _of(
@@ -108,15 +108,12 @@ def _of(
     group: str,
     names: Mapping[str, str],
     arguments: tuple[str, ...],
-    write: Callable[[Any, Path], None],
+    write: Callable[[Path, Any], None],
     rng: random.Random,
 ) -> Iterator[Case]:
     seen = set()
     for leaf in leaves(schema, names):
-        tried = [(leaf.key, value, holds(leaf.node, value)) for value in values(leaf, rng, 1)]
-        if any("properties" in option for option in leaf.node["anyOf"]):
-            tried.append(((*leaf.key, "unknown_key"), 1, False))
-        for key, value, is_right in tried:
+        for key, value, is_right in tried(leaf, rng, 1):
             # Of a module's layers, one with attention.
             key = tuple(1 if part == 0 and above == "stacks" else part for above, part in zip(("", *key), key))
             name = f"simulate/{group}/{'.'.join(map(str, key))}={label(value)}"
@@ -125,11 +122,11 @@ def _of(
             seen.add(name)
             changed = json.loads(json.dumps(document))
             put(changed, key, value)
-            right = (is_right and changed == document) or DECIDED.get(name) == "accept"
-            verdict: Verdict = DECIDED.get(name, "accept" if right else "refuse")
-            if is_right and value != HUGE and name not in DECIDED and changed != document:
+            is_same = changed == document
+            if is_right and value != HUGE and not is_same:
                 continue  # Whether a number fits the others is said by hand, where it is tried.
-            yield Case(name, arguments, verdict, functools.partial(write, changed))
+            verdict: Verdict = "accept" if is_right and is_same else "refuse"
+            yield Case(name, arguments, verdict, lambda folder, changed=changed: write(folder, changed))
 
 
 def _unit(number: int, **values: Any) -> Callable[[dict[str, Any]], None]:

@@ -34,8 +34,7 @@ LIMIT_S = 20.0
 LIMIT_BYTES = 4 * 10**9
 WRONG_INPUT = 2
 _PR_SET_PDEATHSIG = 1
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-TESTS = Path(__file__).parents[2] / "tests"
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 IMPORTED = (
     "torch",
     "transformers",
@@ -61,6 +60,10 @@ def nothing(folder: Path) -> None:
     """Make no files."""
 
 
+Verdict = Literal["refuse", "accept"]
+"""What is right: exit code 2 and one sentence, or exit code 0."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One command line, with its files.
@@ -68,15 +71,15 @@ class Case:
     name:      unique and stable: "COMMAND/GROUP/WHAT", e.g. "train/settings/optimizer.lr=nan".
     arguments: after `motet`; "{folder}" in them stands for the case's own folder, in which the command runs, and
                "{shared}" for the job of a few thousand weights that all cases share and none changes (`shared`).
-    verdict:   what is right: "refuse", exit code 2 and one sentence, or "accept", exit code 0.
+    verdict:   how it is to end.
     prepare:   makes the case's files in its own folder, which is empty.
     says:      a regular expression that the sentence must match, or, of what is accepted, all that is said.
     """
 
     name: str
     arguments: tuple[str, ...]
-    verdict: Literal["refuse", "accept"]
-    prepare: Callable[[Path], None] = nothing
+    verdict: Verdict
+    prepare: Callable[[Path], object] = nothing
     says: str = ""
 
 
@@ -100,7 +103,6 @@ def shared() -> Path:
     """
     folder = Path(tempfile.mkdtemp(prefix="motet-shared-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    sys.path.append(str(TESTS))
     from cli.tiny_job import write_tiny_job
 
     job = folder / "job"
@@ -158,9 +160,6 @@ def run_cases(
         raise ValueError(f"cases of one name: {sorted({name for name in names if names.count(name) > 1})}")
     shared()
     servers: SimpleQueue[Server] = SimpleQueue()
-    all_servers = [Server() for _ in range(min(workers, len(cases)))]
-    for server in all_servers:
-        servers.put(server)
 
     def run(case: Case) -> Outcome:
         server = servers.get()
@@ -169,14 +168,14 @@ def run_cases(
         finally:
             servers.put(server)
 
-    with ThreadPoolExecutor(len(all_servers) or 1) as pool:
-        try:
-            for done in as_completed([pool.submit(run, case) for case in cases]):
-                yield done.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-            for server in all_servers:
-                server.__exit__()
+    num_servers = min(workers, len(cases))
+    with contextlib.ExitStack() as stack:
+        for _ in range(num_servers):
+            servers.put(stack.enter_context(Server()))
+        pool = stack.enter_context(ThreadPoolExecutor(num_servers or 1))
+        stack.callback(pool.shutdown, cancel_futures=True)
+        for done in as_completed([pool.submit(run, case) for case in cases]):
+            yield done.result()
 
 
 def run_case(case: Case, server: Server, limit_s: float = LIMIT_S, keep: Path | None = None) -> Outcome:
@@ -311,7 +310,7 @@ def _attend(child: int, limit_s: float) -> dict[str, Any]:
 
 def _resident_bytes(process: int) -> int:
     try:
-        return PAGE_BYTES * int(Path(f"/proc/{process}/statm").read_text().split()[1])
+        return _PAGE_BYTES * int(Path(f"/proc/{process}/statm").read_text().split()[1])
     except (OSError, IndexError):
         return 0
 

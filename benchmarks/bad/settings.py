@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from bad.run import Case
-from bad.values import HUGE, Key, holds, label, leaves, values
+from bad.run import Case, Verdict
+from bad.values import HUGE, Key, label, leaves, tried
 from motet.data.audio import AudioTransform
 from motet.data.images import ImageTransform
 from motet.models.families.bounds import BOUNDS
@@ -64,7 +64,6 @@ JOB: dict[str, Any] = {
 }
 """A recipe of planning alone, which takes a moment."""
 
-Verdict = Literal["refuse", "accept"]
 DECIDED: tuple[tuple[str, Verdict], ...] = (
     # Shapes that do not go together, or that no rank has memory for.
     (r"plan/.*(hidden=1|num_heads=4096|num_kv_heads=4096|biases=.*|num_mel_bins=\d+)$", "refuse"),
@@ -151,10 +150,7 @@ def _of_training(rng: random.Random) -> Iterator[Case]:
         if 0 in leaf.key:
             continue  # Elements of lists: --set sets keys of tables.
         beside = [each for start, sets in WITH.items() if leaf.name.startswith(start) for each in sets]
-        tried = [(leaf.key, value, holds(leaf.node, value)) for value in values(leaf, rng)]
-        if "properties" in str(leaf.node["anyOf"][0].keys()):
-            tried.append(((*leaf.key, "unknown_key"), 1, False))
-        for key, value, is_right in tried:
+        for key, value, is_right in tried(leaf, rng):
             yield _training_case("settings", key, value, is_right, beside)
 
 
@@ -189,10 +185,7 @@ def _of_options(rng: random.Random) -> Iterator[Case]:
 def _of_planning(rng: random.Random) -> Iterator[Case]:
     seen = set()
     for leaf in leaves(PlanRecipe.model_json_schema(), NAMES):
-        tried = [(leaf.key, value, holds(leaf.node, value)) for value in values(leaf, rng)]
-        if "properties" in leaf.node["anyOf"][0]:
-            tried.append(((*leaf.key, "unknown_key"), 1, False))
-        for key, value, is_right in tried:
+        for key, value, is_right in tried(leaf, rng):
             name = f"plan/settings/{'.'.join(map(str, key))}={label(value)}"
             if name not in seen:
                 seen.add(name)

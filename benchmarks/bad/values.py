@@ -135,6 +135,14 @@ def values(leaf: Leaf, rng: random.Random, num_drawn: int = 2) -> list[Any]:
     return list({label(value): value for value in tried}.values())
 
 
+def tried(leaf: Leaf, rng: random.Random, num_drawn: int = 2) -> Iterator[tuple[Key, Any, bool]]:
+    """The same with the key, and whether the schema takes it; of a table, a key that it does not have as well."""
+    for value in values(leaf, rng, num_drawn):
+        yield leaf.key, value, holds(leaf.node, value)
+    if any("properties" in option for option in leaf.node["anyOf"]):
+        yield (*leaf.key, "unknown_key"), 1, False
+
+
 def _around(node: Node) -> Iterator[float]:
     """At the bounds of a number, and past them."""
     step = 1 if node["type"] == "integer" else 0

@@ -91,10 +91,29 @@ def write_tiny_job(folder: Path, num_train: int = 40, num_heldout: int = 8) -> P
             _record(folder, f"{split}-{i}", ("text", "image", "audio", "both")[i % 4], rng) for i in range(count)
         ]
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    _write_tokenizer(folder / "tokenizer")
+    write_tokenizer(folder / "tokenizer")
     recipe = folder / "recipe.toml"
     recipe.write_text(RECIPE)
     return recipe
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of single characters, with the tokens that media stand for."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = ["<unk>", "<eos>", "<image>", "<audio>", *"abcdefghijklmnopqrstuvwxyzASITNUER :\n"]
+    vocabulary = {token: number for number, token in enumerate(dict.fromkeys(characters))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        eos_token="<eos>",
+        additional_special_tokens=["<image>", "<audio>"],
+    )
+    fast.save_pretrained(folder)
 
 
 def metrics(run_dir: Path) -> list[dict]:
@@ -123,21 +142,3 @@ def _record(folder: Path, name: str, task: str, rng: random.Random) -> dict:
         question += "<audio>"
     record["conversations"] = [{"from": "human", "value": question}, {"from": "gpt", "value": LETTERS[letter]}]
     return record
-
-
-def _write_tokenizer(folder: Path) -> None:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    characters = ["<unk>", "<eos>", "<image>", "<audio>", *"abcdefghijklmnopqrstuvwxyzASITNUER :\n"]
-    vocabulary = {token: number for number, token in enumerate(dict.fromkeys(characters))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<unk>",
-        eos_token="<eos>",
-        additional_special_tokens=["<image>", "<audio>"],
-    )
-    fast.save_pretrained(folder)

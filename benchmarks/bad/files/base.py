@@ -15,7 +15,8 @@ import numpy as np
 import soundfile
 from PIL import Image
 
-from bad.run import Case
+from bad.files.damage import Change
+from bad.run import Case, Verdict
 
 RECIPE = """\
 [run]
@@ -75,10 +76,6 @@ num_mels = 20
 lr = 1e-3
 """
 LETTERS = "abcdefgh"
-Change = Callable[[Path], None]
-"""Turns the files of a whole job into those of a case."""
-
-
 _MAKING = threading.RLock()
 
 
@@ -139,6 +136,8 @@ def scratch() -> Path:
 @once
 def whole_job() -> Path:
     """The folder of a job that trains: recipe.toml, train.jsonl, tokenizer/, media/."""
+    from cli.tiny_job import write_tokenizer
+
     folder = scratch() / "job"
     (folder / "media").mkdir(parents=True)
     for number in range(2, 4):
@@ -151,23 +150,6 @@ def whole_job() -> Path:
     return folder
 
 
-def write_tokenizer(folder: Path) -> None:
-    """A tokenizer of single characters with the tokens that media stand for."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    characters = ["<unk>", "<eos>", "<image>", "<audio>", *"abcdefghijklmnopqrstuvwxyzASITNUER :\n"]
-    vocabulary = {token: number for number, token in enumerate(dict.fromkeys(characters))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    special = ["<image>", "<audio>"]
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>", additional_special_tokens=special
-    )
-    fast.save_pretrained(folder)
-
-
 def job_with(change: Change) -> Change:
     """A copy of the whole job in a case's folder, changed."""
 
@@ -178,19 +160,8 @@ def job_with(change: Change) -> Change:
     return prepare
 
 
-def train(name: str, verdict: str, change: Change, *sets: str, says: str = "", more: tuple[str, ...] = ()) -> Case:
-    """A case of `motet train` on the changed job. sets: overrides of its recipe; more: other arguments."""
+def train(name: str, verdict: Verdict, change: Change, *sets: str, says: str = "", more: tuple[str, ...] = ()) -> Case:
+    """A case of `motet train` on the whole job, changed. sets: overrides of its recipe; more: other arguments."""
     overrides = tuple(part for override in sets for part in ("--set", override))
     arguments = ("train", "{folder}/recipe.toml", *overrides, *more)
     return Case(f"train/{name}", arguments, verdict, job_with(change), says)
-
-
-def change_text(name: str, old: str, new: str) -> Change:
-    """Other words in the place of some that must be in a file of the job."""
-
-    def change(folder: Path) -> None:
-        text = (folder / name).read_text()
-        assert old in text, old
-        (folder / name).write_text(text.replace(old, new, 1))
-
-    return change

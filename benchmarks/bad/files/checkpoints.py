@@ -14,14 +14,26 @@ from pathlib import Path
 from typing import Any
 
 from bad.files.base import once, scratch, train, whole_job
-from bad.files.damage import PLACES, apply, cut, flip, nothing_left, overwrite, text, zeros
-from bad.files.models import GONE, edit_json
+from bad.files.damage import (
+    PLACES,
+    Change,
+    Damage,
+    apply,
+    cut,
+    damaged,
+    flip,
+    nothing_left,
+    overwrite,
+    placed,
+    text,
+    zeros,
+)
+from bad.files.models import GONE, edit_json, header
 from bad.run import Case
 
 MANIFEST, STATE, TENSORS, RANK = "manifest.json", "state.json", "tensors.json", "rank-00000.safetensors"
 FILES = (MANIFEST, STATE, TENSORS, RANK)
 NEWEST = "run/checkpoints/step-00000003"
-Change = Callable[[Path], None]
 
 
 @once
@@ -38,19 +50,25 @@ def trained_job() -> Path:
     return folder
 
 
+def _trained(folder: Path) -> None:
+    shutil.copytree(trained_job(), folder, dirs_exist_ok=True)
+
+
 def _in_newest(change: Change) -> Change:
     """The trained job with its newest checkpoint changed: `change` is given the checkpoint."""
 
     def prepare(folder: Path) -> None:
-        shutil.copytree(trained_job(), folder, dirs_exist_ok=True)
+        _trained(folder)
         change(folder / NEWEST)
 
     return prepare
 
 
 def _in_all(change: Change) -> Change:
+    """The trained job with each of its checkpoints changed."""
+
     def prepare(folder: Path) -> None:
-        shutil.copytree(trained_job(), folder, dirs_exist_ok=True)
+        _trained(folder)
         for checkpoint in sorted((folder / "run/checkpoints").iterdir()):
             change(checkpoint)
 
@@ -64,17 +82,18 @@ def _lists(name: str, change: Change, says: str = "", verdict: str = "accept", w
 def checkpoint_cases(seed: int) -> Iterator[Case]:
     """Each file of a checkpoint damaged: the newest is renamed and an older one used; if all are, the run stops."""
     older = r"step-00000003 is damaged: [^\n]* kept as step-00000003\.damaged(.|\n)*Resuming after step 2"
-    for what, change in _damages(seed).items():
+    damages = _damages(seed)
+    for what, change in damages.items():
         yield train(f"resume/{what}", "accept", _in_newest(change), says=older)
         yield _lists(
             f"damaged/{what}", _in_newest(change), r"step-00000003: [^\n]+\n(.|\n)*auto goes on from step-00000002"
         )
     for what in (f"{STATE} cut to a half", f"{RANK} flipped 0", f"{MANIFEST} empty", f"{TENSORS} gone", "empty"):
-        change = _damages(seed)[what]
+        change = damages[what]
         yield train(f"resume/all with {what}", "refuse", _in_all(change), says="no whole checkpoint")
         yield _lists(f"damaged/all with {what}", _in_all(change), "none that --resume auto can go on from")
     for what in (f"{STATE} empty", f"{RANK} flipped 0", f"{MANIFEST} gone", f"{TENSORS} a pipe", f"{RANK} a pickle"):
-        change, more = _damages(seed)[what], ("--resume", "{folder}/" + NEWEST)
+        change, more = damages[what], ("--resume", "{folder}/" + NEWEST)
         yield train(f"resume/PATH with {what}", "refuse", _in_newest(change), says="step-00000003", more=more)
     yield from _nonsense()
     yield from _paths()
@@ -84,11 +103,12 @@ def checkpoint_cases(seed: int) -> Iterator[Case]:
 def _damages(seed: int) -> dict[str, Change]:
     found: dict[str, Change] = {}
     for file in FILES:
-        damages: dict[str, Callable[[bytes], bytes]] = {
+        damages: dict[str, Damage] = {
             "empty": nothing_left,
             "zeros": zeros,
             "a web page": text,
-            **{f"cut to {words}": cut(share) for words, share in {"a tenth": 0.1, "a half": 0.5}.items()},
+            "cut to a tenth": cut(0.1),
+            "cut to a half": cut(0.5),
             "cut by a byte": lambda data: data[:-1],
             "longer": lambda data: data + b"\n{}",
             **{f"flipped {number}": flip(seed + number, 1) for number in range(2)},
@@ -99,10 +119,10 @@ def _damages(seed: int) -> dict[str, Change]:
         else:
             damages["a header of 2^63 bytes"] = overwrite(0, struct.pack("<Q", 2**63))
         for name, damage in damages.items():
-            found[f"{file} {name}"] = lambda at, file=file, damage=damage: apply(at / file, damage)
+            found[f"{file} {name}"] = damaged(file, damage)
         for name, place in PLACES.items():
             if name != "unreadable":
-                found[f"{file} {name}"] = lambda at, file=file, place=place: place(at / file)
+                found[f"{file} {name}"] = placed(file, place)
         # The tensors are the same ones at each step, so that a file of them is as well.
         if file != TENSORS:
             found[f"{file} of another step"] = lambda at, file=file: _of_another(at, file)
@@ -140,18 +160,19 @@ def _edit(file: str, *keys: str | int, value: Any) -> Change:
     return lambda checkpoint: edit_json(checkpoint / file, *keys, value=value)
 
 
-def _entry(change: Callable[[dict[str, Any]], object], file: str = TENSORS) -> Change:
-    """Change the first entry of a file of entries by name."""
+def _edit_tensors(change: Callable[[dict[str, Any]], object]) -> Change:
+    """Change what the checkpoint says of its tensors, by name."""
 
     def edit(checkpoint: Path) -> None:
-        document = json.loads((checkpoint / file).read_text())
+        document = json.loads((checkpoint / TENSORS).read_text())
         change(document)
-        (checkpoint / file).write_text(json.dumps(document))
+        (checkpoint / TENSORS).write_text(json.dumps(document))
 
     return edit
 
 
 def _first(document: dict[str, Any]) -> Any:
+    """The entry of the first tensor that is a matrix."""
     return next(entry for entry in document.values() if len(entry["shape"]) == 2)
 
 
@@ -204,15 +225,12 @@ def _nonsense() -> Iterator[Case]:
         "a shard at a negative place": lambda document: _first(document)["shards"][0].update(offsets=[-1, -1]),
         "a shard past its end": lambda document: _first(document)["shards"][0].update(offsets=[10**9, 0]),
         "a shard of one number": lambda document: _first(document)["shards"][0].update(offsets=[0]),
-        "a shard twice": lambda document: _first(document)["shards"].append(_first(document)["shards"][0]),
         "half of a tensor": lambda document: _first(document)["shards"][0].update(
             shape=[_first(document)["shape"][0] // 2, _first(document)["shape"][1]]
         ),
     }
     for name, edit in tensors.items():
-        if name == "a shard twice":
-            continue
-        yield _sealed_case(f"tensors with {name}", _entry(edit))
+        yield _sealed_case(f"tensors with {name}", _edit_tensors(edit))
     for name, damage in _weights().items():
         yield _sealed_case(f"weights {name}", lambda at, damage=damage: damage(at / RANK))
 
@@ -226,8 +244,6 @@ def _sealed_manifest(change: Change) -> Change:
 
 
 def _weights() -> dict[str, Callable[[Path], object]]:
-    from bad.files.models import header
-
     def refilled(path: Path, value: float) -> None:
         from safetensors.torch import load_file, save_file
 
@@ -265,24 +281,21 @@ def _paths() -> Iterator[Case]:
     }
     for name, path in paths.items():
         more = ("--resume", "{folder}/" + path)
-        yield train(f"resume/PATH is {name}", "refuse", _in_newest(lambda at: None), more=more)
+        yield train(f"resume/PATH is {name}", "refuse", _trained, more=more)
     for name in ("what is not there", "a file", "a folder of something else"):
-        yield _lists(f"paths/{name}", _in_newest(lambda at: None), verdict="refuse", where=paths[name])
+        yield _lists(f"paths/{name}", _trained, verdict="refuse", where=paths[name])
     for name, place in PLACES.items():
         yield _lists(f"paths/{name}", lambda at, place=place: place(at / "run"), verdict="refuse")
-    yield train("resume/PATH is empty", "refuse", _in_newest(lambda at: None), more=("--resume", ""))
-    yield train(
-        "resume/PATH of 10,000 characters", "refuse", _in_newest(lambda at: None), more=("--resume", "x" * 10_000)
-    )
+    yield train("resume/PATH is empty", "refuse", _trained, more=("--resume", ""))
+    yield train("resume/PATH of 10,000 characters", "refuse", _trained, more=("--resume", "x" * 10_000))
     yield _lists("paths/a path of 10,000 characters", lambda at: None, verdict="refuse", where="x" * 10_000)
+    yield train("resume/PATH past the end", "refuse", _trained, "run.steps=2")
     # The run has gone as far as it is to go.
-    done = ("run.steps=3",)
-    yield train("resume/PATH past the end", "refuse", _in_newest(lambda at: None), "run.steps=2")
-    yield train("resume/at the end", "accept", _in_newest(lambda at: None), *done)
-    yield train("resume/whole", "accept", _in_newest(lambda at: None), says="Resuming after step 3")
-    yield train("resume/never", "accept", _in_newest(lambda at: None), more=("--resume", "never"))
-    yield train("resume/PATH", "accept", _in_newest(lambda at: None), more=("--resume", "{folder}/" + NEWEST))
-    yield _lists("paths/whole", _in_newest(lambda at: None), "auto goes on from step-00000003")
+    yield train("resume/at the end", "accept", _trained, "run.steps=3")
+    yield train("resume/whole", "accept", _trained, says="Resuming after step 3")
+    yield train("resume/never", "accept", _trained, more=("--resume", "never"))
+    yield train("resume/PATH", "accept", _trained, more=("--resume", "{folder}/" + NEWEST))
+    yield _lists("paths/whole", _trained, "auto goes on from step-00000003")
 
 
 def _folders() -> Iterator[Case]:
@@ -291,13 +304,10 @@ def _folders() -> Iterator[Case]:
     for what, place in PLACES.items():
         if what in ("gone", "unreadable"):
             continue
-
-        def change(at: Path, place: Callable[[Path], None] = place) -> None:
-            place(at.with_name(name))
-
+        change = _in_newest(lambda at, place=place: place(at.with_name(name)))
         # Its name is that of a newer checkpoint: it is called damaged, and the older one is used.
-        yield train(f"resume/{what} by the name of one", "accept", _in_newest(change), says="Resuming after step 3")
-        yield _lists(f"names/{what} by the name of one", _in_newest(change), "step-00000009")
+        yield train(f"resume/{what} by the name of one", "accept", change, says="Resuming after step 3")
+        yield _lists(f"names/{what} by the name of one", change, "step-00000009")
     names = {
         "a step of 30 digits": "step-" + "9" * 30,
         "a step of 200 digits": "step-" + "9" * 200,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 Damage = Callable[[bytes], bytes]
 """From the bytes of a whole file to those of a damaged one."""
-Place = Callable[[Path], None]
-"""Makes something at a path, in the place of what is there."""
+Change = Callable[[Path], object]
+"""Changes what stands at a path: a file, a folder, or a folder with the files of a case. It gives nothing back."""
 
 
 def cut(share: float) -> Damage:
@@ -23,10 +23,10 @@ def flip(seed: int, count: int = 8, start: int = 0, end: int | None = None) -> D
     """Turn over `count` bits at drawn places of the bytes from start to end."""
 
     def apply(data: bytes) -> bytes:
-        rng, damaged = random.Random(seed), bytearray(data)
+        rng, changed = random.Random(seed), bytearray(data)
         for _ in range(count):
-            damaged[rng.randrange(start, min(end or len(data), len(data)))] ^= 1 << rng.randrange(8)
-        return bytes(damaged)
+            changed[rng.randrange(start, min(end or len(data), len(data)))] ^= 1 << rng.randrange(8)
+        return bytes(changed)
 
     return apply
 
@@ -69,6 +69,16 @@ def replace(old: bytes, new: bytes, count: int = 1) -> Damage:
 def apply(path: Path, damage: Damage) -> None:
     """Damage a file."""
     path.write_bytes(damage(path.read_bytes()))
+
+
+def damaged(name: str, damage: Damage) -> Change:
+    """A file of a folder damaged."""
+    return lambda folder: apply(folder / name, damage)
+
+
+def placed(name: str, place: Change) -> Change:
+    """Something else in the place of a file of a folder, as in PLACES."""
+    return lambda folder: place(folder / name)
 
 
 def _cleared(path: Path) -> Path:
@@ -114,7 +124,7 @@ def unreadable(path: Path) -> None:
     path.chmod(0)
 
 
-PLACES: dict[str, Place] = {
+PLACES: dict[str, Change] = {
     "gone": gone,
     "a folder": folder,
     "a pipe": pipe,

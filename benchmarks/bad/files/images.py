@@ -12,8 +12,8 @@ import numpy as np
 from PIL import Image
 
 from bad.files.base import picture
-from bad.files.damage import Damage, cut, flip, nothing_left, overwrite, replace, text, zeros
-from bad.files.media import bad_item, good_item, odd_item
+from bad.files.damage import cut, overwrite, replace
+from bad.files.media import bad_item, damaged_items, good_item, odd_item
 from bad.run import Case
 
 FORMATS = {
@@ -27,14 +27,8 @@ FORMATS = {
     "avif.png": "AVIF",
 }
 """By ending of the file, the format inside; AVIF has no ending that a shard would know."""
-_NOTICED: dict[str, Damage] = {
-    "empty": nothing_left,
-    "zeros": zeros,
-    "a web page": text,
-    "cut to a tenth": cut(0.1),
-    "cut to a half": cut(0.5),
-    "cut to nine tenths": cut(0.9),
-}
+_CUTS = {"a tenth": 0.1, "a half": 0.5, "nine tenths": 0.9}
+"""What is left of a file, in words and as a share."""
 
 
 @cache
@@ -48,15 +42,8 @@ def whole(ending: str) -> bytes:
 def image_cases(seed: int) -> Iterator[Case]:
     """Each format under each damage, header fields that are absurd, and pictures that are unusual and good."""
     for ending in FORMATS:
-        yield good_item("image", f"whole {ending}", ending, whole(ending))
-        for name, damage in _NOTICED.items():
-            yield bad_item("image", f"{ending} {name}", ending, damage(whole(ending)))
+        yield from damaged_items("image", ending, whole(ending), seed, cuts=_CUTS, num_flips=4, header_bytes=48)
         yield bad_item("image", f"{ending} cut to a half, none allowed", ending, cut(0.5)(whole(ending)), allowed=False)
-        # Where the flipped bits lie decides whether anything can notice them: neither may end the run.
-        for number in range(4):
-            yield odd_item("image", f"{ending} flipped {number}", ending, flip(seed + number)(whole(ending)))
-            header = flip(seed + number, 3, end=48)(whole(ending))
-            yield odd_item("image", f"{ending} flipped in its header {number}", ending, header)
     yield from _headers()
     yield from _unusual()
 

@@ -6,7 +6,7 @@ import gzip
 import io
 import json
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,26 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
+from bad.commands import LENGTHS
 from bad.files.base import as_lines, record, records, train, whole_job
-from bad.files.damage import PLACES, Damage, apply, cut, flip, nothing_left, overwrite, replace, text, zeros
-from bad.run import Case
+from bad.files.damage import (
+    PLACES,
+    Change,
+    Damage,
+    cut,
+    damaged,
+    flip,
+    nothing_left,
+    overwrite,
+    placed,
+    replace,
+    text,
+    zeros,
+)
+from bad.run import Case, Verdict
 
 _DEEP = 100_000
+_TABLE = LENGTHS.encode()
 
 
 def manifest_cases(seed: int) -> Iterator[Case]:
@@ -32,12 +47,10 @@ def manifest_cases(seed: int) -> Iterator[Case]:
         for name, place in PLACES.items():
             yield _analyze(f"{ending}/{name}", f"data.{ending}", "refuse", place, rf"data\.{ending}")
     for name, place in PLACES.items():
-        yield train(f"manifest/{name}", "refuse", lambda at, place=place: place(at / "train.jsonl"), says="train.jsonl")
+        yield train(f"manifest/{name}", "refuse", placed("train.jsonl", place), says="train.jsonl")
 
 
-def _analyze(
-    name: str, file: str, verdict: str, content: bytes | Callable[[Path], None], says: str = "", *more: str
-) -> Case:
+def _analyze(name: str, file: str, verdict: Verdict, content: bytes | Change, says: str = "", *more: str) -> Case:
     """A file for `motet analyze`, beside the media of the whole job."""
 
     def prepare(folder: Path) -> None:
@@ -117,8 +130,8 @@ def _json_cases() -> Iterator[Case]:
     for name, (file, data) in accepted.items():
         yield _analyze(name, file, "accept", data)
     yield _analyze("jsonl/an ending that is unknown", "data.yaml", "refuse", good, "yaml")
-    yield train("manifest/half a record", "refuse", lambda at: apply(at / "train.jsonl", cut(0.97)), says="line 6")
-    yield train("manifest/empty", "refuse", lambda at: apply(at / "train.jsonl", nothing_left), says="train.jsonl")
+    yield train("manifest/half a record", "refuse", damaged("train.jsonl", cut(0.97)), says="line 6")
+    yield train("manifest/empty", "refuse", damaged("train.jsonl", nothing_left), says="train.jsonl")
 
 
 def _record_cases() -> Iterator[Case]:
@@ -325,7 +338,7 @@ def _tar_cases(seed: int) -> Iterator[Case]:
         "names of 300 characters": _tar([(f"{'a' * 300}.json", text_only)], tarfile.PAX_FORMAT),
         "names that climb": _tar([("../../a.json", text_only)]),
         "zeros behind its end": whole + bytes(1 << 20),
-        "folders and other files": _tar([(_member("a", type=tarfile.DIRTYPE), b""), *pair, ("c.txt", b"x")][:3]),
+        "a folder beside the samples": _tar([(_member("a", type=tarfile.DIRTYPE), b""), *pair]),
     }
     for name, data in accepted.items():
         yield _analyze(f"tar/{name}", "data.tar", "accept", data)
@@ -352,37 +365,34 @@ def _between(whole: bytes) -> bytes:
     return whole[: 512 + 512 * -(-int(whole[124:135], 8) // 512)]
 
 
-def _put(name: str, data: bytes) -> Callable[[Path], None]:
+def _put(name: str, data: bytes) -> Change:
     def change(folder: Path) -> None:
         (folder / name).write_bytes(data)
 
     return change
 
 
-TABLE = b"text_tokens,image_width,image_height,audio_seconds\n20,280,280,1.5\n9,,,2\n30,560,280,\n"
-
-
 def _table_cases() -> Iterator[Case]:
     """CSV of lengths."""
 
     def number(value: str) -> bytes:
-        return replace(b"\n20,", f"\n{value},".encode())(TABLE)
+        return replace(b"\n20,", f"\n{value},".encode())(_TABLE)
 
     refused = {
         "empty": b"",
-        "names alone": TABLE.partition(b"\n")[0],
-        "zeros": zeros(TABLE),
-        "a web page": text(TABLE),
-        "a row that is short": TABLE + b"1,2\n",
-        "a row that is long": TABLE + b"1,2,3,4,5\n",
-        "a name twice": TABLE.replace(b"image_width", b"text_tokens"),
-        "a name that is nearly one": TABLE.replace(b"image_width", b"image_widht"),
-        "no name that is known": TABLE.replace(b"text_tokens,image_width,image_height,audio_seconds", b"a,b,c,d"),
-        "semicolons": TABLE.replace(b",", b";"),
-        "UTF-16": TABLE.decode().encode("utf-16"),
-        "a byte that is not UTF-8": TABLE.replace(b"\n9", b"\n\xff9"),
-        "quotes that do not close": TABLE.replace(b"\n9", b'\n"9'),
-        "a field of 10 MB": TABLE.replace(b"\n9", b"\n" + b"9" * 10_000_000),
+        "names alone": _TABLE.partition(b"\n")[0],
+        "zeros": zeros(_TABLE),
+        "a web page": text(_TABLE),
+        "a row that is short": _TABLE + b"1,2\n",
+        "a row that is long": _TABLE + b"1,2,3,4,5\n",
+        "a name twice": _TABLE.replace(b"image_width", b"text_tokens"),
+        "a name that is nearly one": _TABLE.replace(b"image_width", b"image_widht"),
+        "no name that is known": _TABLE.replace(b"text_tokens,image_width,image_height,audio_seconds", b"a,b,c,d"),
+        "semicolons": _TABLE.replace(b",", b";"),
+        "UTF-16": _TABLE.decode().encode("utf-16"),
+        "a byte that is not UTF-8": _TABLE.replace(b"\n9", b"\n\xff9"),
+        "quotes that do not close": _TABLE.replace(b"\n9", b'\n"9'),
+        "a field of 10 MB": _TABLE.replace(b"\n9", b"\n" + b"9" * 10_000_000),
         **{
             f"{value} tokens": number(value)
             for value in (
@@ -400,29 +410,29 @@ def _table_cases() -> Iterator[Case]:
                 "٣٣e9",
             )
         },
-        "-1 seconds": TABLE.replace(b"1.5", b"-1"),
-        "1e300 seconds": TABLE.replace(b"1.5", b"1e300"),
+        "-1 seconds": _TABLE.replace(b"1.5", b"-1"),
+        "1e300 seconds": _TABLE.replace(b"1.5", b"1e300"),
         "10^9 images": b"num_images,image_tokens\n1000000000,5\n",
-        "zeros behind": TABLE + bytes(100),
+        "zeros behind": _TABLE + bytes(100),
     }
     for name, data in refused.items():
         yield _analyze(f"csv/{name}", "data.csv", "refuse", data, r"data\.csv")
-    packed = gzip.compress(TABLE, mtime=0)
+    packed = gzip.compress(_TABLE, mtime=0)
     for name, damage in {
         "cut to a half": cut(0.5),
         "empty": nothing_left,
         "zeros": zeros,
-        "text": lambda _: TABLE,
+        "text": lambda _: _TABLE,
     }.items():
         yield _analyze(f"csv.gz/{name}", "data.csv.gz", "refuse", damage(packed), r"data\.csv")
     flipped = overwrite(-6, bytes([packed[-6] ^ 1]))(packed)
     yield _analyze("csv.gz/a wrong checksum", "data.csv.gz", "refuse", flipped, r"data\.csv")
     accepted = {
-        "whole": TABLE,
-        "a byte order mark": b"\xef\xbb\xbf" + TABLE,
-        "line ends of Windows": TABLE.replace(b"\n", b"\r\n"),
-        "a row with nothing in it": TABLE + b",,,\n",
-        "metadata": TABLE.replace(b"audio_seconds", b"task").replace(b"1.5", b"talk").replace(b",2\n", b",walk\n"),
+        "whole": _TABLE,
+        "a byte order mark": b"\xef\xbb\xbf" + _TABLE,
+        "line ends of Windows": _TABLE.replace(b"\n", b"\r\n"),
+        "a row with nothing in it": _TABLE + b",,,\n",
+        "metadata": _TABLE.replace(b"audio_seconds", b"task").replace(b"1.5", b"talk").replace(b",2\n", b",walk\n"),
         "underscores and signs of numbers": number("+2e1"),
     }
     for name, data in accepted.items():

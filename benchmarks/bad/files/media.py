@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bad.files.base import as_lines, record, records, train
-from bad.files.damage import PLACES, Place
+from bad.files.damage import PLACES, Change, cut, flip, nothing_left, text, zeros
 from bad.run import Case
 
 LEFT_OUT = r"Left out[^\n]*bad\.{ending}: \S"
@@ -14,7 +14,7 @@ LEFT_OUT = r"Left out[^\n]*bad\.{ending}: \S"
 _ANY = "data.max_bad_fraction=1"
 
 
-def _with_item(modality: str, ending: str, place: bytes | Place) -> Callable[[Path], None]:
+def _with_item(modality: str, ending: str, place: bytes | Change) -> Change:
     def change(folder: Path) -> None:
         path = folder / f"media/bad.{ending}"
         if isinstance(place, bytes):
@@ -29,7 +29,7 @@ def _with_item(modality: str, ending: str, place: bytes | Place) -> Callable[[Pa
     return change
 
 
-def bad_item(modality: str, name: str, ending: str, place: bytes | Place, *, allowed: bool = True) -> Case:
+def bad_item(modality: str, name: str, ending: str, place: bytes | Change, *, allowed: bool = True) -> Case:
     """One that cannot be used: left out and named, or, where none is allowed, named in the sentence that ends the run.
 
     Whoever has ten million files wants to train on the others; whoever allows no bad one wants to hear of the first.
@@ -48,6 +48,26 @@ def good_item(modality: str, name: str, ending: str, data: bytes) -> Case:
 def odd_item(modality: str, name: str, ending: str, data: bytes) -> Case:
     """One that may be used or left out: the run goes on, and its losses are finite."""
     return train(f"{modality}/{name}", "accept", _with_item(modality, ending, data), _ANY)
+
+
+def damaged_items(
+    modality: str, ending: str, whole: bytes, seed: int, *, cuts: Mapping[str, float], num_flips: int, header_bytes: int
+) -> Iterator[Case]:
+    """A whole file of a format, and the same under each damage that every format is tried with.
+
+    cuts: what is left of it, in words and as a share, too little to be taken for whole. num_flips: how often bits are
+    flipped, anywhere and within the first header_bytes.
+    """
+    yield good_item(modality, f"whole {ending}", ending, whole)
+    damages = {"empty": nothing_left, "zeros": zeros, "a web page": text}
+    damages |= {f"cut to {words}": cut(share) for words, share in cuts.items()}
+    for name, damage in damages.items():
+        yield bad_item(modality, f"{ending} {name}", ending, damage(whole))
+    # Where the flipped bits lie decides whether anything can notice them: neither may end the run.
+    for number in range(num_flips):
+        yield odd_item(modality, f"{ending} flipped {number}", ending, flip(seed + number)(whole))
+        header = flip(seed + number, 3, end=header_bytes)(whole)
+        yield odd_item(modality, f"{ending} flipped in its header {number}", ending, header)
 
 
 def place_cases() -> Iterator[Case]:
@@ -70,7 +90,7 @@ def place_cases() -> Iterator[Case]:
     yield train("image/an empty name", "refuse", _named(""), _ANY, says="train.jsonl, line 7")
 
 
-def _named(name: str) -> Callable[[Path], None]:
+def _named(name: str) -> Change:
     def change(folder: Path) -> None:
         (folder / "train.jsonl").write_text(as_lines([*records(), record(6, image=name)]))
 

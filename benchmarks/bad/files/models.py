@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bad.files.base import RECIPE, once, scratch, train
-from bad.files.damage import PLACES, apply, cut, flip, nothing_left, overwrite, text, zeros
+from bad.files.damage import PLACES, Change, Damage, cut, damaged, flip, nothing_left, overwrite, placed, text, zeros
 from bad.run import Case
 
 GONE = object()
@@ -30,10 +30,10 @@ _WRONG: dict[str, Any] = {
 
 def model_cases(seed: int) -> Iterator[Case]:
     """Tokenizers, templates, configs and weights."""
-    yield from _tokenizer_bytes(seed)
+    yield from _tokenizer_bytes()
     yield from _tokenizer_values()
     yield from _template_cases()
-    yield from _config_cases(seed)
+    yield from _config_cases()
     yield from _weight_cases(seed)
     yield from _index_cases()
 
@@ -51,7 +51,7 @@ def edit_json(path: Path, *keys: str | int, value: Any) -> None:
     path.write_text(json.dumps(document))
 
 
-def _tokenizer_bytes(seed: int) -> Iterator[Case]:
+def _tokenizer_bytes() -> Iterator[Case]:
     for file in ("tokenizer.json", "tokenizer_config.json"):
         damages = {
             "empty": nothing_left,
@@ -68,22 +68,18 @@ def _tokenizer_bytes(seed: int) -> Iterator[Case]:
             "a lone surrogate": lambda data: data.replace(b"<eos>", b"<eos\\ud800>"),
         }
         for name, damage in damages.items():
-            change = _damage(f"tokenizer/{file}", damage)
+            change = damaged(f"tokenizer/{file}", damage)
             yield train(f"tokenizer/{file} {name}", "refuse", change, says=file.replace(".", r"\."))
         for name, place in PLACES.items():
             # Without tokenizer_config.json, no token is named: `eos_token`, which ends answers, is missing.
-            change = _place(f"tokenizer/{file}", place)
+            change = placed(f"tokenizer/{file}", place)
             yield train(f"tokenizer/{file} {name}", "refuse", change, says="tokenizer")
-        bom = _damage(f"tokenizer/{file}", lambda data: b"\xef\xbb\xbf" + data)
+        bom = damaged(f"tokenizer/{file}", lambda data: b"\xef\xbb\xbf" + data)
         yield train(f"tokenizer/{file} with a byte order mark", "accept", bom)
     for name, place in PLACES.items():
-        yield train(f"tokenizer/folder {name}", "refuse", _place("tokenizer", place), says="tokenizer")
-    config = "model.safetensors"
-    yield train(
-        "tokenizer/other files beside it",
-        "accept",
-        lambda at: (at / "tokenizer" / config).write_bytes(bytes(9)) and None,
-    )
+        yield train(f"tokenizer/folder {name}", "refuse", placed("tokenizer", place), says="tokenizer")
+    weights = "tokenizer/model.safetensors"
+    yield train("tokenizer/other files beside it", "accept", lambda at: (at / weights).write_bytes(bytes(9)))
 
 
 def _tokenizer_values() -> Iterator[Case]:
@@ -129,6 +125,7 @@ def _tokenizer_values() -> Iterator[Case]:
         yield train(f"tokenizer/{name}", "accept", _edit(file, *keys, value=value))
 
 
+_TEMPLATE = "tokenizer/chat_template.jinja"
 _TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 
 
@@ -176,37 +173,22 @@ def _template_cases() -> Iterator[Case]:
         verdict = "accept" if name == "gone" else "refuse"
         yield train(f"template/{name} in its place", verdict, _template(_TURNS, place))
     yield train("template/whole", "accept", _template(_TURNS))
-    yield train(
-        "template/bytes that are not UTF-8", "refuse", _damage("tokenizer/chat_template.jinja", lambda _: b"\xff")
-    )
+    yield train("template/bytes that are not UTF-8", "refuse", lambda at: (at / _TEMPLATE).write_bytes(b"\xff"))
     both = {"default": _TURNS, "tool_use": "{{ magic() }}"}
     named = [{"name": name, "template": source} for name, source in both.items()]
     yield train("template/several", "accept", _edit("tokenizer/tokenizer_config.json", "chat_template", value=named))
 
 
-def _template(source: str, place: Callable[[Path], None] | None = None) -> Callable[[Path], None]:
+def _template(source: str, place: Change | None = None) -> Change:
     def change(folder: Path) -> None:
-        path = folder / "tokenizer/chat_template.jinja"
-        path.write_text(source)
+        (folder / _TEMPLATE).write_text(source)
         if place is not None:
-            place(path)
+            place(folder / _TEMPLATE)
 
     return change
 
 
-def _damage(name: str, damage: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        (folder / name).touch()
-        apply(folder / name, damage)
-
-    return change
-
-
-def _place(name: str, place: Callable[[Path], None]) -> Callable[[Path], None]:
-    return lambda folder: place(folder / name)
-
-
-def _edit(name: str, *keys: str | int, value: Any) -> Callable[[Path], None]:
+def _edit(name: str, *keys: str | int, value: Any) -> Change:
     return lambda folder: edit_json(folder / name, *keys, value=value)
 
 
@@ -251,7 +233,7 @@ def _sharded() -> Path:
 def _with_model(
     name: str,
     verdict: str,
-    change: Callable[[Path], None],
+    change: Change,
     says: str = "backbone",
     source: Callable[[], Path] = _backbone,
 ) -> Case:
@@ -268,7 +250,7 @@ def _with_model(
     return train(f"model/{name}", verdict, prepare, "run.steps=1", says=says if verdict == "refuse" else "")
 
 
-def _config_cases(seed: int) -> Iterator[Case]:
+def _config_cases() -> Iterator[Case]:
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     for key in (*keys, "vocab_size", "max_position_embeddings", "rms_norm_eps"):
         for name, value in _WRONG.items():
@@ -296,7 +278,7 @@ def _config_cases(seed: int) -> Iterator[Case]:
     }
     for name, (key, value) in others.items():
         yield _with_model(f"config of {name}", "refuse", _edit("config.json", key, value=value))
-    damages: dict[str, Callable[[bytes], bytes]] = {
+    damages: dict[str, Damage] = {
         "empty": nothing_left,
         "zeros": zeros,
         "a web page": text,
@@ -308,31 +290,30 @@ def _config_cases(seed: int) -> Iterator[Case]:
         "a number of 5,000 digits": lambda data: data.replace(b'"hidden_size": 16', b'"hidden_size": ' + b"9" * 5000),
     }
     for name, damage in damages.items():
-        yield _with_model(f"config.json {name}", "refuse", _damage("config.json", damage), r"config\.json")
+        yield _with_model(f"config.json {name}", "refuse", damaged("config.json", damage), r"config\.json")
     for name, place in PLACES.items():
-        yield _with_model(f"config.json {name} in its place", "refuse", _place("config.json", place), r"config\.json")
+        yield _with_model(f"config.json {name} in its place", "refuse", placed("config.json", place), r"config\.json")
         yield _with_model(f"folder {name} in its place", "refuse", place)
     yield _with_model("whole", "accept", lambda _: None)
-    yield _with_model("code beside it", "accept", lambda at: (at / "modeling.py").write_text("1 / 0\n") and None)
+    yield _with_model("code beside it", "accept", lambda at: (at / "modeling.py").write_text("1 / 0\n"))
 
 
-def header(length: int | None = None, **changes: Any) -> Callable[[bytes], bytes]:
-    """A safetensors file whose header says something else. changes: of the first tensor's entry; None: taken out."""
+def header(length: int | None = None, **changes: Any) -> Damage:
+    """A safetensors file whose header says something else. changes: of the first tensor's entry."""
 
     def damage(data: bytes) -> bytes:
         (size,) = struct.unpack("<Q", data[:8])
-        header = json.loads(data[8 : 8 + size])
-        first = next(name for name in header if name != "__metadata__")
-        for key, value in changes.items():
-            header[first][key] = value
-        made = json.dumps(header).encode()
+        entries = json.loads(data[8 : 8 + size])
+        first = next(entry for name, entry in entries.items() if name != "__metadata__")
+        first.update(changes)
+        made = json.dumps(entries).encode()
         return struct.pack("<Q", len(made) if length is None else length) + made + data[8 + size :]
 
     return damage
 
 
 def _weight_cases(seed: int) -> Iterator[Case]:
-    damages: dict[str, Callable[[bytes], bytes]] = {
+    damages: dict[str, Damage] = {
         "empty": nothing_left,
         "zeros": zeros,
         "a web page": text,
@@ -353,12 +334,12 @@ def _weight_cases(seed: int) -> Iterator[Case]:
         "a pickle": lambda _: b"\x80\x02cposix\nsystem\n(S'false'\ntR.",
     }
     for name, damage in damages.items():
-        yield _with_model(f"weights {name}", "refuse", _damage("model.safetensors", damage))
+        yield _with_model(f"weights {name}", "refuse", damaged("model.safetensors", damage))
     for name, place in PLACES.items():
-        yield _with_model(f"weights {name} in their place", "refuse", _place("model.safetensors", place))
+        yield _with_model(f"weights {name} in their place", "refuse", placed("model.safetensors", place))
     # No checksum tells of it, and the weights are numbers still.
     tail = flip(seed, 2, start=4_000)
-    yield _with_model("weights with flipped bits", "accept", _damage("model.safetensors", tail))
+    yield _with_model("weights with flipped bits", "accept", damaged("model.safetensors", tail))
     for name, change in {"without the last": _drop_one, "with one more": _add_one}.items():
         yield _with_model(f"weights {name}", "refuse", change)
     for name, value in {"nan": float("nan"), "inf": float("inf")}.items():
@@ -366,9 +347,7 @@ def _weight_cases(seed: int) -> Iterator[Case]:
             f"weights that are {name}", "refuse", lambda at, value=value: _fill(at, value), "finite|nan|NaN"
         )
     pickle = "pytorch_model.bin"
-    yield _with_model(
-        "weights as a pickle alone", "refuse", lambda at: (at / "model.safetensors").rename(at / pickle) and None
-    )
+    yield _with_model("weights as a pickle alone", "refuse", lambda at: (at / "model.safetensors").rename(at / pickle))
 
 
 def _tensors(folder: Path) -> dict[str, Any]:
@@ -404,10 +383,10 @@ def _fill(folder: Path, value: float) -> None:
 def _index_cases() -> Iterator[Case]:
     name, first = "model.safetensors.index.json", "model-00001-of-00002.safetensors"
     one = "model.embed_tokens.weight"
-    changes: dict[str, Callable[[Path], None]] = {
-        "empty": _damage(name, nothing_left),
-        "cut to a half": _damage(name, cut(0.5)),
-        "a list": _damage(name, lambda _: b"[]"),
+    changes: dict[str, Change] = {
+        "empty": damaged(name, nothing_left),
+        "cut to a half": damaged(name, cut(0.5)),
+        "a list": damaged(name, lambda _: b"[]"),
         "without its map": _edit(name, "weight_map", value=GONE),
         "with a map that is a list": _edit(name, "weight_map", value=[]),
         "with a map of numbers": _edit(name, "weight_map", one, value=7),
@@ -417,10 +396,10 @@ def _index_cases() -> Iterator[Case]:
         "that names a pickle": _edit(name, "weight_map", one, value="pytorch_model.bin"),
         "that names a weight in the wrong file": _edit(name, "weight_map", one, value=first[:9] + "2" + first[10:]),
         "without a weight": _edit(name, "weight_map", one, value=GONE),
-        "whose first file is cut": _damage(first, cut(0.5)),
-        "whose first file is missing": _place(first, PLACES["gone"]),
-        "whose first file is a pipe": _place(first, PLACES["a pipe"]),
-        "100,000 brackets": _damage(name, lambda _: b"[" * 100_000 + b"]" * 100_000),
+        "whose first file is cut": damaged(first, cut(0.5)),
+        "whose first file is missing": placed(first, PLACES["gone"]),
+        "whose first file is a pipe": placed(first, PLACES["a pipe"]),
+        "100,000 brackets": damaged(name, lambda _: b"[" * 100_000 + b"]" * 100_000),
     }
     # transformers loads all that is in the files that the index names, so that the weight is there.
     found = {"without a weight"}

@@ -5,67 +5,56 @@ What their keys and numbers may be is tried in `bad.documents`.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from bad.documents import a_profile, write_plan_file
+from bad.documents import SIMULATE, WITH_PROFILE, write_both, write_profile_file
 from bad.files.base import train
-from bad.files.damage import PLACES, apply, cut, flip, nothing_left, text, zeros
-from bad.run import Case
+from bad.files.damage import PLACES, Change, Damage, cut, damaged, flip, nothing_left, placed, text, zeros
+from bad.run import Case, Verdict
 from bad.settings import JOB
 from motet.train.recipe.toml_text import dump_toml
 
-Change = Callable[[Path], None]
 _FILES = ("plan.json", "profile.json", "sampler.toml")
 
 
 def plan_cases(seed: int) -> Iterator[Case]:
     """Each of the three files in turn damaged, beside whole ones."""
+    of_any, of_json = _of_any(seed), _of_json()
     for file in _FILES:
-        for name, damage in {**_of_any(seed), **(_of_json() if file.endswith("json") else _of_lengths())}.items():
-            change = _damaged(file, damage)
-            yield _simulate(f"{file}/{name}", file, change)
+        for name, damage in {**of_any, **(of_json if file.endswith("json") else _of_lengths())}.items():
+            yield _simulate(f"{file}/{name}", file, damaged(file, damage))
         for name, place in PLACES.items():
-            yield _simulate(f"{file}/{name}", file, _placed(file, place), says=file.replace(".", r"\."))
-        yield _simulate(
-            f"{file}/a byte order mark", file, _damaged(file, lambda data: b"\xef\xbb\xbf" + data), "accept"
-        )
-    few = {name: _of_any(seed)[name] for name in ("empty", "a web page", "zeros")}
-    few |= {name: _of_json()[name] for name in ("cut to a half", "100,000 brackets", "a number of 5,000 digits")}
-    changes = {name: _damaged("profile.json", damage) for name, damage in few.items()}
-    changes |= {name: _placed("profile.json", place) for name, place in PLACES.items()}
+            yield _simulate(f"{file}/{name}", file, placed(file, place), says=file.replace(".", r"\."))
+        yield _simulate(f"{file}/a byte order mark", file, damaged(file, lambda data: b"\xef\xbb\xbf" + data), "accept")
+    few = {name: of_any[name] for name in ("empty", "a web page", "zeros")}
+    few |= {name: of_json[name] for name in ("cut to a half", "100,000 brackets", "a number of 5,000 digits")}
+    changes = {name: damaged("profile.json", damage) for name, damage in few.items()}
+    changes |= {name: placed("profile.json", place) for name, place in PLACES.items()}
     for name, change in changes.items():
         yield _plan(f"profile.json/{name}", change, "profile")
         sets = ("balance.cost='profile'", "balance.profile='profile.json'")
         yield train(f"profile.json/{name}", "refuse", _with_profile(change), *sets, says="profile")
     for name, place in PLACES.items():
-        yield _plan(f"sampler.toml/{name}", _placed("sampler.toml", place), "sampler")
-
-
-def _write(folder: Path) -> None:
-    write_plan_file(folder)
-    (folder / "profile.json").write_text(json.dumps(a_profile()))
+        yield _plan(f"sampler.toml/{name}", placed("sampler.toml", place), "sampler")
 
 
 def _with_profile(change: Change) -> Change:
     def prepare(folder: Path) -> None:
-        (folder / "profile.json").write_text(json.dumps(a_profile()))
+        write_profile_file(folder)
         change(folder)
 
     return prepare
 
 
-def _simulate(name: str, file: str, change: Change, verdict: Any = "refuse", says: str = "") -> Case:
+def _simulate(name: str, file: str, change: Change, verdict: Verdict = "refuse", says: str = "") -> Case:
     """`motet simulate` of the Plan for the lengths, by the profile if that is the file in question."""
 
     def prepare(folder: Path) -> None:
-        _write(folder)
+        write_both(folder)
         change(folder)
 
-    profile = ("--profile", "{folder}/profile.json") if file == "profile.json" else ()
-    arguments = ("simulate", "{folder}/plan.json", "--workload", "{folder}/sampler.toml", *profile)
+    arguments = WITH_PROFILE if file == "profile.json" else SIMULATE
     return Case(f"simulate/{name}", arguments, verdict, prepare, says)
 
 
@@ -73,7 +62,7 @@ def _plan(name: str, change: Change, kind: str) -> Case:
     """`motet plan` of a recipe of shapes; kind: the option that takes the file, "profile" or "sampler"."""
 
     def prepare(folder: Path) -> None:
-        _write(folder)
+        write_both(folder)
         (folder / "recipe.toml").write_text(dump_toml(JOB))
         change(folder)
 
@@ -82,16 +71,8 @@ def _plan(name: str, change: Change, kind: str) -> Case:
     return Case(f"plan/{name}", arguments, "refuse", prepare, kind)
 
 
-def _placed(file: str, place: Change) -> Change:
-    return lambda folder: place(folder / file)
-
-
-def _damaged(file: str, damage: Callable[[bytes], bytes]) -> Change:
-    return lambda folder: apply(folder / file, damage)
-
-
-def _of_any(seed: int) -> dict[str, Callable[[bytes], bytes]]:
-    def garbled(number: int) -> Callable[[bytes], bytes]:
+def _of_any(seed: int) -> dict[str, Damage]:
+    def garbled(number: int) -> Damage:
         # Of the flipped bits, none may lie where it does no harm: the last byte is one that no text has.
         return lambda data: flip(seed + number)(data) + b"\xff"
 
@@ -105,8 +86,8 @@ def _of_any(seed: int) -> dict[str, Callable[[bytes], bytes]]:
     }
 
 
-def _of_json() -> dict[str, Callable[[bytes], bytes]]:
-    def first(entry: bytes) -> Callable[[bytes], bytes]:
+def _of_json() -> dict[str, Damage]:
+    def first(entry: bytes) -> Damage:
         return lambda data: b"{" + entry + b", " + data.lstrip()[1:]
 
     return {
@@ -132,10 +113,10 @@ def _of_json() -> dict[str, Callable[[bytes], bytes]]:
     }
 
 
-def _of_lengths() -> dict[str, Callable[[bytes], bytes]]:
+def _of_lengths() -> dict[str, Damage]:
     """Of TOML, and of what distributions are."""
 
-    def task(old: str, new: str) -> Callable[[bytes], bytes]:
+    def task(old: str, new: str) -> Damage:
         whole = dump_toml({"task": [{"name": "a", "share": 0.5, "text": {"median": 40, "spread": 0.8, "max": 400}}]})
         assert old in whole, whole
         return lambda _: whole.replace(old, new).encode()

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from bad.files.base import RECIPE, once, scratch, train, whole_job
+from bad.files.base import RECIPE, once, records, scratch, train, whole_job
 from bad.files.checkpoints import trained_job
-from bad.files.damage import PLACES, apply, cut, flip, nothing_left, overwrite, text, zeros
+from bad.files.damage import (
+    PLACES,
+    Change,
+    Damage,
+    apply,
+    cut,
+    damaged,
+    flip,
+    nothing_left,
+    overwrite,
+    placed,
+    text,
+    zeros,
+)
 from bad.run import Case
 
-_NOT_RENEWED = {("arrow", "a folder")}
 _OTHERS = ("plan", "simulate", "analyze", "profile")
 
 
 def recipe_cases() -> Iterator[Case]:
     """Bytes and words of recipe.toml, for each command that reads one."""
     deep = "x = " + "[" * 5_000 + "]" * 5_000 + "\n"
-    refused: dict[str, Callable[[bytes], bytes]] = {
+    refused: dict[str, Damage] = {
         "empty": nothing_left,
         "zeros": zeros,
         "a web page": text,
@@ -46,29 +57,29 @@ def recipe_cases() -> Iterator[Case]:
         "a date": lambda data: data.replace(b"steps = 4", b"steps = 1979-05-27"),
     }
     for name, damage in refused.items():
-        yield train(f"recipe/{name}", "refuse", lambda at, damage=damage: apply(at / "recipe.toml", damage))
+        yield train(f"recipe/{name}", "refuse", damaged("recipe.toml", damage))
     # What they share is read in one place; that they do is what is tried here.
     few = ("empty", "a byte that is not UTF-8", "a number of 5,000 digits", "5,000 brackets", "a key twice")
     for command in _OTHERS:
         for name in few:
-            yield _recipe(command, name, lambda at, damage=refused[name]: apply(at, damage))
+            yield _recipe(command, name, damaged("recipe.toml", refused[name]))
         for name, place in PLACES.items():
-            yield _recipe(command, name, place)
+            yield _recipe(command, name, placed("recipe.toml", place))
     for name, place in PLACES.items():
-        yield train(f"recipe/{name}", "refuse", lambda at, place=place: place(at / "recipe.toml"), says=r"recipe\.toml")
-    accepted: dict[str, Callable[[bytes], bytes]] = {
+        yield train(f"recipe/{name}", "refuse", placed("recipe.toml", place), says=r"recipe\.toml")
+    accepted: dict[str, Damage] = {
         "a byte order mark": lambda data: b"\xef\xbb\xbf" + data,
         "line ends of Windows": lambda data: data.replace(b"\n", b"\r\n"),
         "no end of its last line": lambda data: data.rstrip(),
     }
     for name, damage in accepted.items():
-        yield train(f"recipe/{name}", "accept", lambda at, damage=damage: apply(at / "recipe.toml", damage))
+        yield train(f"recipe/{name}", "accept", damaged("recipe.toml", damage))
 
 
-def _recipe(command: str, name: str, change: Callable[[Path], None]) -> Case:
+def _recipe(command: str, name: str, change: Change) -> Case:
     def prepare(folder: Path) -> None:
         (folder / "recipe.toml").write_text(RECIPE)
-        change(folder / "recipe.toml")
+        change(folder)
 
     return Case(f"{command}/recipe/{name}", (command, "{folder}/recipe.toml"), "refuse", prepare, r"recipe\.toml")
 
@@ -86,7 +97,7 @@ def folder_cases() -> Iterator[Case]:
     for what, place in PLACES.items():
         if what not in ("gone", "unreadable"):
             verdict = "accept" if what == "a folder" else "refuse"
-            yield train(f"folder/is {what}", verdict, lambda at, place=place: place(at / "run"), "run.steps=1")
+            yield train(f"folder/is {what}", verdict, placed("run", place), "run.steps=1")
     # What would be written over, in a folder that is no run's, is of somebody else.
     foreign = {
         "metrics": {"metrics.jsonl": b"\x00\xff garbage\n{\n"},
@@ -111,37 +122,37 @@ def folder_cases() -> Iterator[Case]:
 
 def _folders_of_runs() -> Iterator[Case]:
     """A run that goes on, of whose files one is damaged: those that are written anew do not matter."""
-    refused: dict[str, Callable[[Path], None]] = {
-        "metrics.jsonl garbage": lambda run: (run / "metrics.jsonl").write_bytes(b"\xff\xfe\n{\n") and None,
-        "metrics.jsonl of 100,000 brackets": lambda run: (
-            (run / "metrics.jsonl").write_bytes(b"[" * 100_000 + b"]" * 100_000 + b"\n") and None
+    refused: dict[str, Change] = {
+        "metrics.jsonl garbage": damaged("metrics.jsonl", lambda _: b"\xff\xfe\n{\n"),
+        "metrics.jsonl of 100,000 brackets": damaged(
+            "metrics.jsonl", lambda _: b"[" * 100_000 + b"]" * 100_000 + b"\n"
         ),
-        "metrics.jsonl of a number of 5,000 digits": lambda run: (
-            (run / "metrics.jsonl").write_bytes(b'{"step": ' + b"9" * 5_000 + b"}\n") and None
+        "metrics.jsonl of a number of 5,000 digits": damaged(
+            "metrics.jsonl", lambda _: b'{"step": ' + b"9" * 5_000 + b"}\n"
         ),
-        "metrics.jsonl a pipe": lambda run: PLACES["a pipe"](run / "metrics.jsonl"),
-        "metrics.jsonl a folder": lambda run: PLACES["a folder"](run / "metrics.jsonl"),
-        "tensorboard a pipe": lambda run: PLACES["a pipe"](run / "tensorboard"),
+        "metrics.jsonl a pipe": placed("metrics.jsonl", PLACES["a pipe"]),
+        "metrics.jsonl a folder": placed("metrics.jsonl", PLACES["a folder"]),
+        "tensorboard a pipe": placed("tensorboard", PLACES["a pipe"]),
     }
-    accepted: dict[str, Callable[[Path], None]] = {
-        "metrics.jsonl cut in its last line": lambda run: apply(run / "metrics.jsonl", cut(0.95)),
-        "metrics.jsonl empty": lambda run: apply(run / "metrics.jsonl", nothing_left),
-        "metrics.jsonl gone": lambda run: PLACES["gone"](run / "metrics.jsonl"),
-        "recipe.toml garbage": lambda run: apply(run / "recipe.toml", lambda _: b"\xff"),
-        "run.lock empty": lambda run: apply(run / "run.lock", nothing_left),
-        "tensorboard garbage": lambda run: (run / "tensorboard/events.out.tfevents.1").write_bytes(b"\xff") and None,
+    accepted: dict[str, Change] = {
+        "metrics.jsonl cut in its last line": damaged("metrics.jsonl", cut(0.95)),
+        "metrics.jsonl empty": damaged("metrics.jsonl", nothing_left),
+        "metrics.jsonl gone": placed("metrics.jsonl", PLACES["gone"]),
+        "recipe.toml garbage": damaged("recipe.toml", lambda _: b"\xff"),
+        "run.lock empty": damaged("run.lock", nothing_left),
+        "tensorboard garbage": lambda run: (run / "tensorboard/events.out.tfevents.1").write_bytes(b"\xff"),
     }
     for verdict, changes in (("refuse", refused), ("accept", accepted)):
         for name, change in changes.items():
 
-            def prepare(folder: Path, change: Callable[[Path], None] = change) -> None:
+            def prepare(folder: Path, change: Change = change) -> None:
                 shutil.copytree(trained_job(), folder, dirs_exist_ok=True)
                 change(folder / "run")
 
             yield train(f"folder/of a run with {name}", verdict, prepare)
 
 
-def _in_run(name: str, place: Callable[[Path], None]) -> Callable[[Path], None]:
+def _in_run(name: str, place: Change) -> Change:
     def change(folder: Path) -> None:
         (folder / "run").mkdir()
         place(folder / "run" / name)
@@ -149,7 +160,7 @@ def _in_run(name: str, place: Callable[[Path], None]) -> Callable[[Path], None]:
     return change
 
 
-def _with_files(files: dict[str, bytes]) -> Callable[[Path], None]:
+def _with_files(files: dict[str, bytes]) -> Change:
     def change(folder: Path) -> None:
         for name, data in files.items():
             path = folder / "run" / name
@@ -177,7 +188,7 @@ def _indexed() -> Path:
 
 def index_cases(seed: int) -> Iterator[Case]:
     """An index is a cache: a damaged one is built anew, or refused where that is found in the midst of a run."""
-    damages: dict[str, Callable[[bytes], bytes]] = {
+    damages: dict[str, Damage] = {
         "empty": nothing_left,
         "zeros": zeros,
         "a web page": text,
@@ -197,18 +208,17 @@ def index_cases(seed: int) -> Iterator[Case]:
             if name == "unreadable":
                 continue
             # A cache is built anew, but nothing of somebody else is removed for it. No lock is needed to read it.
-            verdict = "refuse" if (kind, name) in _NOT_RENEWED else "accept"
+            verdict = "refuse" if (kind, name) == ("arrow", "a folder") else "accept"
             yield train(f"index/{kind} {name}", verdict, _in_index(kind, place))
     for name, place in PLACES.items():
         if name not in ("gone", "a folder", "unreadable"):
-            verdict = "refuse"
-            yield train(f"index/folder {name}", verdict, lambda at, place=place: place(at / "train.jsonl.motet-index"))
+            yield train(f"index/folder {name}", "refuse", placed("train.jsonl.motet-index", place))
     yield train("index/of other data", "accept", _other_data)
     yield train("index/whole", "accept", _in_index("arrow", lambda path: None))
     yield train("index/of a file that was mended", "accept", _mended)
 
 
-def _in_index(kind: str, change: Callable[[Path], None]) -> Callable[[Path], None]:
+def _in_index(kind: str, change: Change) -> Change:
     def prepare(folder: Path) -> None:
         shutil.copytree(_indexed(), folder, dirs_exist_ok=True)
         (path,) = (folder / "train.jsonl.motet-index").glob(f"*.{kind}")
@@ -229,9 +239,8 @@ def _mended(folder: Path) -> None:
     from motet.data.index_build import open_index
     from motet.data.text import ChatTokenizer
 
-    picture = folder / "media/2.png"
+    picture = folder / str(records()[2]["image"])
     good = picture.read_bytes()
     picture.write_bytes(b"broken")
     open_index(folder / "train.jsonl", ChatTokenizer.from_directory(folder / "tokenizer"))
     picture.write_bytes(good)
-    assert json.loads((folder / "train.jsonl").read_text().splitlines()[2])["image"] == "media/2.png"

@@ -7,8 +7,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.errors import ArgumentError
+from motet.core.limits import INT64_MAX
 
-INT64_MAX = 2**63 - 1
 EXACT_FLOAT = 2**53
 """From here on floats skip integers."""
 MAX_TIME_BUDGET_S = 1_000_000
@@ -48,7 +48,7 @@ def checked_integers(values: ArrayLike, name: str, num_axes: int = 1) -> Int64Ar
         _check(given, given >= EXACT_FLOAT, name, "below 2^53 as a float; give integers beyond that")
     _check(given, given < 0, name, "at least 0")
     if given.dtype.kind == "u":
-        _check(given, given > np.uint64(2**63 - 1), name, "at most 2^63 - 1")
+        _check(given, given > np.uint64(INT64_MAX), name, "at most 2^63 - 1")
     return np.ascontiguousarray(given, dtype=np.int64)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from motet.balance.checks import INT64_MAX
 from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError
+from motet.core.limits import INT64_MAX
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from motet.balance.backend import Backend, algorithms
 from motet.balance.checks import checked_integers
 from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError
+from motet.core.limits import INT64_MAX
 
 TEXT_SLACK = 128
 """How far a group's text may stay below the cap for it to be full (OmniBal section 5.2, table 6)."""
@@ -161,7 +162,7 @@ def _slack_below(max_text: int) -> int:
 
 def _check_caps(vision: Int64Array, text: Int64Array, max_vision: int, max_text: int) -> None:
     for name, sizes, cap in (("max_vision", vision, max_vision), ("max_text", text, max_text)):
-        if not 0 <= cap < 2**63:
+        if not 0 <= cap <= INT64_MAX:
             raise ArgumentError(f"{name} is {cap}; it must be in 0 .. 2^63 - 1.")
         if len(sizes) and sizes.min() > cap:
             raise ArgumentError(f"{name} is {cap}; no sample meets it, the smallest has {sizes.min()}.")

@@ -6,9 +6,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from motet.balance.backend import Backend, algorithms
-from motet.balance.checks import INT64_MAX, checked_integers, checked_ranks_per_node
+from motet.balance.checks import checked_integers, checked_ranks_per_node
 from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError
+from motet.core.limits import INT64_MAX
 
 
 def place_on_nodes(

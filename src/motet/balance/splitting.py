@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from motet.balance.backend import Backend, algorithms
-from motet.balance.checks import INT64_MAX, checked_costs, checked_integers, checked_num_ranks
+from motet.balance.checks import checked_costs, checked_integers, checked_num_ranks
 from motet.balance.fragments import MILLION, Overhead, Split, fragment_costs
 from motet.balance.joint import assign_jointly
 from motet.balance.placement import assign
@@ -25,6 +25,7 @@ from motet.balance.scoring import scored
 from motet.core.arrays import Int32Array, Int64Array
 from motet.core.assignment import max_sum
 from motet.core.errors import ArgumentError
+from motet.core.limits import INT64_MAX
 
 FIRST_RELAXATION = 5_000
 """Millionths of the ideal: by how much the target is relaxed, doubled each time, where it is out of reach."""

@@ -124,14 +124,14 @@ class StepCosts(PhaseCosts):
         unit_s = self.times.unit_s(lengths)
 
         def phase(name: str) -> Phase:
-            items = None if name == BACKBONE else lengths.items[name]
+            items = lengths.of(name)
             return Phase(
                 name,
                 weights[name],
                 self.costs[name],
-                lengths.of(name).example,
+                items.example,
                 unit_s[name],
-                None if items is None else items.num_tokens * self.times.token_bytes,
+                None if name == BACKBONE else items.num_tokens * self.times.token_bytes,
                 num_exchanges=1 if name in self.times.frozen else 2,
             )
 

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from motet.core.errors import UserError
 
+INT64_MAX = 2**63 - 1
 MAX_LAYERS = 1024
 MAX_WIDTH = 2**17
 MAX_MLP = 2**20
@@ -21,7 +22,7 @@ MAX_EXAMPLES = 10**6
 """Of a step, over all ranks: a step is decided in memory."""
 MAX_STEPS = 10**9
 """With examples of a step, a position in the data that 64 bits hold."""
-MAX_SEED = 2**63 - 1
+MAX_SEED = INT64_MAX
 MAX_BATCHES = 10_000
 """Of what is drawn to see how batches differ."""
 MAX_NODES = 100_000
@@ -44,6 +45,10 @@ BytesPerSecond = Annotated[float, Field(gt=0, le=1e21)]
 OperationsPerSecond = Annotated[float, Field(gt=0, le=1e24)]
 Seconds = Annotated[float, Field(ge=0, le=1e3)]
 """Of a message of nothing."""
+Rate = Annotated[float, Field(ge=1e-6, le=1e12)]
+"""In the units of settings: 10^12 operations, or 10^9 bytes, a second."""
+Latency = Annotated[float, Field(ge=0, le=1e9)]
+"""Microseconds, as settings have them."""
 
 
 def check_size(num_examples: int, num_ranks: int) -> None:

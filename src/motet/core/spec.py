@@ -163,6 +163,11 @@ class ModelSpec:
     def num_parameters(self) -> int:
         return sum(module.num_parameters for module in self.modules)
 
+    @property
+    def num_blocks(self) -> dict[str, int]:
+        """Per module, of how many blocks it is made."""
+        return {module.name: len(module.blocks) for module in self.modules}
+
     def sources(self, name: str) -> tuple[str, ...]:
         """The modules whose outputs the named one takes in."""
         return tuple(source for source, sink in self.edges if sink == name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 import tomllib
@@ -49,6 +50,19 @@ def read_text(path: Path, what: str = "the file") -> str:
 def read_json(path: Path, what: str = "the file") -> Any:
     """The value that a JSON file holds. Raises UserError naming the file, as `read_text` does, and the line."""
     return parse_json(_bytes(path, what), str(path))
+
+
+def read_optional_object(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds; empty where there is no file, not even a link that leads nowhere.
+
+    Raises UserError as `read_json` does, and for any other value.
+    """
+    if not os.path.lexists(path):
+        return {}
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: must hold a JSON object")
+    return value
 
 
 def parse_json(data: bytes, where: str) -> Any:

@@ -14,13 +14,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from motet.core.cluster import Cluster, Device, Link
 from motet.core.errors import ArgumentError
-from motet.core.limits import MAX_NODES, MAX_RANKS_PER_NODE
+from motet.core.limits import MAX_NODES, MAX_RANKS_PER_NODE, Latency, Rate
 from motet.cost.cpu import measured_cpu
 
 PRECISIONS = ("fp8", "bf16", "fp16", "tf32", "fp32", "fp64")
@@ -97,11 +96,6 @@ def device_called(driver_name: str) -> Device | None:
         if re.search(rf"\b{gpu.driver_name}\b", driver_name):
             return _gpu(name).device
     return None
-
-
-Rate = Annotated[float, Field(ge=1e-6, le=1e12)]
-"""10^12 operations, or 10^9 bytes, a second."""
-Latency = Annotated[float, Field(ge=0, le=1e9)]
 
 
 class ClusterConfig(BaseModel):

@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from motet.core.arrays import Int64Array
+from motet.core.limits import INT64_MAX
 from motet.core.spec import Layer, ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.flops import LikeOperations, operations_by_work, pairs_of, rows_of
@@ -24,7 +25,6 @@ OPERATION_UNITS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP")
 _UNITS_A_ROW = 1000
 """At least, in the module that takes most: so its items are rounded by less than a thousandth, and no batch comes near
 2^63 units."""
-_INT64_MAX = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _flops(layers: Mapping[Layer, LikeOperations], lengths: Int64Array, num_targ
     """Operations of each item, [num_items]: int64, or Python's own integers where those would overflow."""
     longest, most_targets = (np.array([int(column.max(initial=0))], dtype=object) for column in (lengths, num_targets))
     # Half of the range, as a unit is yet to be rounded to.
-    if int(_summed(layers, longest, most_targets)[0]) > _INT64_MAX // 2:
+    if int(_summed(layers, longest, most_targets)[0]) > INT64_MAX // 2:
         lengths, num_targets = lengths.astype(object), num_targets.astype(object)
     return _summed(layers, lengths, num_targets)
 

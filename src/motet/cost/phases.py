@@ -14,13 +14,13 @@ import numpy as np
 
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import UserError
+from motet.core.limits import INT64_MAX
 from motet.core.spec import Layer, ModelSpec, Module
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.fit import Curve, RelativeError, fit_curve, relative_error
 from motet.cost.profile import LayerTimes, ModuleTimes, Points, Profile, amounts
 
 PS_PER_NS = 1000
-_INT64_MAX = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class PhaseTimes:
         """What each item adds, int64 [num_items], by its length and its tokens with loss. Raises UserError if one takes
         2^63 picoseconds or more."""
         longest, most_targets = int(lengths.max(initial=0)), int(num_targets.max(initial=0))
-        if longest * (self.linear_ps + longest * self.quadratic_ps) + most_targets * self.target_ps > _INT64_MAX:
+        if longest * (self.linear_ps + longest * self.quadratic_ps) + most_targets * self.target_ps > INT64_MAX:
             raise UserError(f"By the profile, an item of length {longest:,} takes more than 100 days.")
         return lengths * (self.linear_ps + self.quadratic_ps * lengths) + self.target_ps * num_targets
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from motet.core.limits import MAX_SEED
+
 
 class DataConfig(BaseModel):
     """What is trained on, and how it is fed.
@@ -30,7 +32,7 @@ class DataConfig(BaseModel):
     tokenizer: Path
     max_sequence_length: Annotated[int | None, Field(ge=1, le=2**31 - 1)] = None
     shuffle: bool = True
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = 0
     num_workers: Annotated[int, Field(ge=0, le=256)] = 2
     prefetch_steps: Annotated[int, Field(ge=1, le=64)] = 2
     max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.01

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from motet.core.errors import UserError
-from motet.core.text_files import read_json, read_text
+from motet.core.text_files import read_optional_object, read_text
 from motet.data.media_tokens import TokenNames
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def read_tokenizer(directory: Path) -> TokenizerFiles:
     """What a directory with tokenizer.json says. Raises UserError naming the file that is wrong."""
     backend = read_text(directory / "tokenizer.json", "the tokenizer")
     tokenizer = open_backend(backend, f"{directory / 'tokenizer.json'}")
-    config = _object(directory / _CONFIG)
+    config = read_optional_object(directory / _CONFIG)
     _check_same_tokens(directory, config, tokenizer)
     special = _named_tokens(directory, config, tokenizer)
     return TokenizerFiles(backend, read_template(directory), TokenNames(special, _processor(directory, config)))
@@ -86,7 +86,7 @@ def _processor_templates(directory: Path) -> Iterator[tuple[Path, str]]:
 
 def _template_in(path: Path) -> str | None:
     """The template under `chat_template` in a JSON file: a text, or the one that is named "default" of several."""
-    given = _object(path).get("chat_template")
+    given = read_optional_object(path).get("chat_template")
     if isinstance(given, list):
         given = {
             named["name"]: named["template"]
@@ -104,7 +104,7 @@ def _template_in(path: Path) -> str | None:
 
 def _named_tokens(directory: Path, config: dict[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
     """Tokens by name. Raises UserError for one that is no token of the tokenizer, and so would be read as a text."""
-    files = [(name, _object(directory / name)) for name in ("special_tokens_map.json", _PROCESSORS[0])]
+    files = [(name, read_optional_object(directory / name)) for name in ("special_tokens_map.json", _PROCESSORS[0])]
     files += [(_CONFIG, config), *((_CONFIG, config[name]) for name in _NAMED if isinstance(config.get(name), dict))]
     special = _numbered_tokens(directory, tokenizer)
     for file, name, value in ((file, *entry) for file, table in files for entry in table.items()):
@@ -122,7 +122,7 @@ def _named_tokens(directory: Path, config: dict[str, Any], tokenizer: Tokenizer)
 
 def _numbered_tokens(directory: Path, tokenizer: Tokenizer) -> dict[str, str]:
     """By name. Numbers of ordinary words are of another tokenizer, and are not looked at."""
-    config, added = _object(directory / "config.json"), tokenizer.get_added_tokens_decoder()
+    config, added = read_optional_object(directory / "config.json"), tokenizer.get_added_tokens_decoder()
     numbers = {
         name: next((config[key] for key in keys if isinstance(config.get(key), int)), None)
         for name, keys in _NUMBERED.items()
@@ -132,10 +132,10 @@ def _numbered_tokens(directory: Path, tokenizer: Tokenizer) -> dict[str, str]:
 
 def _processor(directory: Path, config: dict[str, Any]) -> str | None:
     """The class that prepares what the model is given; of a multimodal model without one, the model's own class."""
-    for table in (*(_object(directory / name) for name in _PROCESSORS), config):
+    for table in (*(read_optional_object(directory / name) for name in _PROCESSORS), config):
         if isinstance(table.get("processor_class"), str):
             return str(table["processor_class"])
-    model = _object(directory / "config.json")
+    model = read_optional_object(directory / "config.json")
     if any(name in model for name in ("vision_config", "audio_config", *_NUMBERED["image_token"])):
         classes = model.get("architectures")
         return str(classes[0]) if isinstance(classes, list) and classes else str(model.get("model_type"))
@@ -163,22 +163,12 @@ def _promised_tokens(directory: Path, config: dict[str, Any]) -> Iterator[tuple[
         raise UserError(f"{where}: 'added_tokens_decoder' must be an object of tokens by their number")
     for number, token in added.items():
         yield where, token, number
-    for token, number in _object(older).items():
+    for token, number in read_optional_object(older).items():
         yield older, token, str(number)
     for name in ("additional_special_tokens", *_NAMED):
         tokens = config.get(name)
         for token in tokens if isinstance(tokens, list) else ():
             yield where, token, None
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """A JSON file that may be absent. Raises UserError if it holds no object."""
-    if not os.path.lexists(path):
-        return {}
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: must hold a JSON object")
-    return value
 
 
 def _line(error: Exception) -> str:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from motet.balance import ASSUMED_SPEEDS, METHODS, Cost, Link, Method, Packed, Padded, Speed
 from motet.core.errors import UserError
+from motet.core.limits import Latency, Rate
 from motet.core.workload import BACKBONE
 
 
@@ -37,23 +38,20 @@ class SpeedConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    device_tflops: float | None = Field(
-        None,
-        ge=1e-6,
-        le=1e12,
-        description="10^12 operations a second of a rank, as training reaches them; cuda 400, cpu 0.04",
+    device_tflops: Rate | None = Field(
+        None, description="10^12 operations a second of a rank, as training reaches them; cuda 400, cpu 0.04"
     )
-    link_gbytes_per_s: float | None = Field(
-        None, ge=1e-6, le=1e12, description="10^9 bytes a second that a rank sends in its node; cuda 40, cpu 1"
+    link_gbytes_per_s: Rate | None = Field(
+        None, description="10^9 bytes a second that a rank sends in its node; cuda 40, cpu 1"
     )
-    link_latency_us: float | None = Field(
-        None, ge=0, le=1e9, description="microseconds of an exchange of nothing; cuda 50, cpu 300"
+    link_latency_us: Latency | None = Field(
+        None, description="microseconds of an exchange of nothing; cuda 50, cpu 300"
     )
-    inter_node_gbytes_per_s: float | None = Field(
-        None, ge=1e-6, le=1e12, description="10^9 bytes a second that a rank sends to other nodes; cuda 20, cpu 1"
+    inter_node_gbytes_per_s: Rate | None = Field(
+        None, description="10^9 bytes a second that a rank sends to other nodes; cuda 20, cpu 1"
     )
-    inter_node_latency_us: float | None = Field(
-        None, ge=0, le=1e9, description="microseconds that an exchange between nodes takes of nothing; cuda 50, cpu 300"
+    inter_node_latency_us: Latency | None = Field(
+        None, description="microseconds that an exchange between nodes takes of nothing; cuda 50, cpu 300"
     )
 
     def resolved(self, device_type: str) -> Speed:

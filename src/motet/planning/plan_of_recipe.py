@@ -41,7 +41,7 @@ def plan_of_recipe(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
         raise UserError(f"fsdp.shard_size = {shard_size} must divide the number of ranks, which is {num_ranks}.")
     unit = Unit(
         "all",
-        ({module.name: len(module.blocks) for module in spec.modules},),
+        (spec.num_blocks,),
         dp=num_ranks,
         recompute=(_recomputable(spec),) if fsdp.recompute else (),
         zero=0 if shard_size == 1 else 3 if fsdp.reshard_after_forward else 2,
@@ -120,13 +120,9 @@ def _precision(recipe: Recipe) -> str:
     return PRECISION_OF_DTYPE[recipe.fsdp.param_dtype or recipe.run.dtype]
 
 
-def _whole(spec: ModelSpec) -> dict[str, int]:
-    return {module.name: len(module.blocks) for module in spec.modules}
-
-
 def _recomputable(spec: ModelSpec) -> dict[str, int]:
     """All blocks of the modules in which recomputation does anything: not of those without a backward pass."""
-    whole = _whole(spec)
+    whole = spec.num_blocks
     return {
         name: count
         for name, count in whole.items()
@@ -136,7 +132,7 @@ def _recomputable(spec: ModelSpec) -> dict[str, int]:
 
 def _recomputes(plan: Plan) -> bool | None:
     """Whether all is recomputed that can be, or nothing; None for what is between."""
-    whole = _whole(plan.model)
+    whole = plan.model.num_blocks
     spans = {name: (0, count) for name, count in whole.items()}
 
     def layers(recompute: Mapping[str, int]) -> list[object]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 
-from motet.schedule.program import Action, Kind, Program
+from motet.schedule.program import EXCHANGES, Action, Kind, Program
 
 PARTNERS = {
     Kind.SEND_F: Kind.RECV_F,
@@ -19,7 +19,7 @@ PARTNERS = {
     Kind.SEND_B: Kind.RECV_B,
     Kind.RECV_B: Kind.SEND_B,
 }
-COLLECTIVES = frozenset({Kind.EXCHANGE_F, Kind.EXCHANGE_B, Kind.GATHER, Kind.GATHER_B, Kind.REDUCE, Kind.NORM})
+COLLECTIVES = frozenset({*EXCHANGES, Kind.GATHER, Kind.GATHER_B, Kind.REDUCE, Kind.NORM})
 GRADIENTS = (Kind.B, Kind.W, Kind.REDUCE)
 """Kinds after which, all of them, the gradients of a rank are complete. NORM waits for the loss, too: for F."""
 PREFETCH_DEPTH = 1

@@ -112,12 +112,13 @@ def _walked(layout: Layout, present: Sequence[Presence]) -> Program:
 def _sharded(layout: Layout, program: Program, stages: Sequence[PlannedStage]) -> Program:
     """The same with them. stages: what those of the Program stand for."""
     unit, units = layout.backbone, {}
+    passes = {(action.stage, action.kind) for action in program.distinct_rows[0]}
     for number, stage in enumerate(stages[: program.num_distinct_stages]):
         (name,) = stage.modules
         spans = part_layers(stage.num_layers, stage.num_parts)
         units[number] = [layout.trainable({name: span}) for span in spans]
-        if any(action.stage == number and action.kind is Kind.F for action in program.distinct_rows[0]):
-            has_backward = any(action.stage == number and action.kind is Kind.B for action in program.distinct_rows[0])
+        if (number, Kind.F) in passes:
+            has_backward = (number, Kind.B) in passes
             program = split_parts(program, number, stage.num_parts, stage.num_parts if has_backward else 1)
     sharding = Sharding(1 if unit.zero == 0 else unit.shard_size, reshard_after_forward=unit.zero == 3)
     return add_fsdp(program, units, sharding)

@@ -66,6 +66,10 @@ _WORDS = {
 
 COMPUTE_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.STEP})
 """Kinds that occupy the compute stream; the others communicate."""
+EXCHANGES = (Kind.EXCHANGE_F, Kind.EXCHANGE_B)
+"""Kinds that join the groups of two stages, of which `peer` names the second."""
+FROM_SOURCE = (Kind.SEND_F, Kind.RECV_B, *EXCHANGES)
+"""Kinds whose stage is the source of the edge that they serve; of the other transfers it is the sink."""
 WHOLE_RANK = (Kind.NORM, Kind.STEP)
 """Kinds of which a rank has one, for all its stages together; the action names one of these stages."""
 

@@ -95,7 +95,7 @@ def build_orchestrator(
     Raises UserError for what in `config` does not fit the model.
     """
     spec = model_spec(model)
-    recomputed = {module.name: len(module.blocks) for module in spec.modules if recompute}
+    recomputed = spec.num_blocks if recompute else {}
     costs = step_costs(config, spec, recomputed, device.type, dtype.itemsize, measured, ranks_per_node)
     balanced = config.balanced(model.encoders)
     return Orchestrator(costs.costs, num_ranks, balanced, work=costs.work, times=costs.times, methods=config.methods)
@@ -136,7 +136,7 @@ def step_costs(
 
 def recipe_costs(recipe: Recipe, spec: ModelSpec, device_type: str) -> StepCosts:
     """By what training balances a recipe. Raises UserError as `read_measured` and `step_costs` do."""
-    recomputed = {module.name: len(module.blocks) for module in spec.modules if recipe.fsdp.recompute}
+    recomputed = spec.num_blocks if recipe.fsdp.recompute else {}
     measured = read_measured(recipe, spec)
     per_node = None if recipe.cluster is None else recipe.cluster.cluster().ranks_per_node
     return step_costs(recipe.balance, spec, recomputed, device_type, compute_dtype(recipe).itemsize, measured, per_node)

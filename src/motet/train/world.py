@@ -49,6 +49,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
+        """Whether this is the rank that writes and speaks for all."""
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
@@ -58,6 +59,7 @@ class World:
         return values
 
     def barrier(self) -> None:
+        """Wait for all ranks; for the main thread."""
         dist.barrier(self.control)
 
     @contextmanager
@@ -147,13 +149,11 @@ def _device(wanted: str) -> torch.device:
 
 
 def _init_process_group(device: torch.device, meeting: Meeting) -> None:
-    if is_on_one_machine():
+    if is_on_one_machine() and _LOOPBACK_INTERFACE in (interface for _, interface in socket.if_nameindex()):
         for name in _INTERFACE_VARIABLES:
             # Backends take the interface of the machine's name otherwise, which others can reach.
-            if _LOOPBACK_INTERFACE in (interface for _, interface in socket.if_nameindex()):
-                os.environ.setdefault(name, _LOOPBACK_INTERFACE)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    device_id = device if device.type == "cuda" else None
+            os.environ.setdefault(name, _LOOPBACK_INTERFACE)
+    backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(
         backend, store=meeting.store, rank=meeting.rank, world_size=meeting.num_ranks, device_id=device_id
     )

@@ -11,6 +11,8 @@ from cli.tiny_job import losses, write_tiny_job
 from motet.train.world import open_store
 
 LOOPBACK = "0100007F"
+OTHERS = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+"""What torchrun sets beside RANK."""
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,7 @@ def free_port():
 
 def test_ranks_of_one_machine_cannot_be_reached_from_others(job, tmp_path):
     """Started without torchrun, rank 0 serves the store by itself."""
-    meeting = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    meeting = OTHERS | {"MASTER_PORT": str(free_port())}
 
     def rank(number):
         say = Meddling(STEP, 2, number, "os.write(2, ' '.join(listening()).encode())")
@@ -62,19 +64,14 @@ def test_a_store_of_one_machine_listens_there_and_one_of_several_everywhere(monk
             {"RANK": "0"},
             "has RANK = '0' and no WORLD_SIZE and no MASTER_ADDR and no MASTER_PORT: start ranks with torchrun",
         ),
-        ({"RANK": "one"}, "has RANK = 'one', which must be a whole number"),
-        ({"RANK": "-1"}, "has RANK = '-1', which must be a whole number"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "has RANK = 2 and WORLD_SIZE = 2; ranks count from 0"),
-        ({"RANK": "0", "MASTER_PORT": "x"}, "has MASTER_PORT = 'x', which must be a whole number"),
+        (OTHERS | {"RANK": "one"}, "has RANK = 'one', which must be a whole number"),
+        (OTHERS | {"RANK": "-1"}, "has RANK = '-1', which must be a whole number"),
+        (OTHERS | {"RANK": "2"}, "has RANK = 2 and WORLD_SIZE = 2; ranks count from 0"),
+        (OTHERS | {"RANK": "0", "MASTER_PORT": "x"}, "has MASTER_PORT = 'x', which must be a whole number"),
     ],
 )
 def test_an_environment_that_is_half_set_is_one_sentence(job, tmp_path, environment, said):
-    others = (
-        {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-        if len(said) < 90
-        else {}
-    )
-    done = motet(*arguments(job, tmp_path), environment=others | environment)
+    done = motet(*arguments(job, tmp_path), environment=environment)
     assert done.returncode == 2
     assert said in done.stderr
     assert done.stderr.count("\n") == 1

@@ -22,10 +22,10 @@ from bisect import bisect_left
 
 import numpy as np
 
-from motet.balance.checks import INT64_MAX
 from motet.balance.reference.padded_attention_bound import Classes, padded_attention_bound
 from motet.balance.reference.result import AssignmentFields, placement
 from motet.core.arrays import Int32Array, Int64Array
+from motet.core.limits import INT64_MAX
 
 MAX_ITEMS_FOR_PAPER = 1 << 14
 """With more items the paper's batches are tried only where these end more than a 64th above the bound."""

@@ -222,10 +222,10 @@ class EvenBatch:
     def _items(self, name: str, layer: Layer) -> tuple[Int64Array, Float64Array, Float64Array]:
         """The example of each item of a module, ascending, and its rows and pairs."""
         batch = self.job.batch
-        lengths, example = batch.of(name).length, batch.of(name).example
+        items = batch.of(name)
         targets = batch.num_targets if name == BACKBONE else None
-        alone = work_of(layer, lengths, np.arange(len(lengths)), len(lengths), num_targets=targets)
-        return example, alone.rows, alone.pairs
+        alone = work_of(layer, items.length, np.arange(items.num_items), items.num_items, num_targets=targets)
+        return items.example, alone.rows, alone.pairs
 
 
 def _reduced(join: np.ufunc, amount: Float64Array, first: Int64Array) -> Float64Array:

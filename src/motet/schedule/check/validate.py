@@ -20,11 +20,8 @@ from motet.schedule.check.dry_run import dry_run, event_of
 from motet.schedule.check.error import ScheduleError
 from motet.schedule.check.memory import held_table, levels
 from motet.schedule.dependencies import COLLECTIVES, PARTNERS, Dependencies, partner
-from motet.schedule.program import WHOLE_RANK, Action, Kind, Program
+from motet.schedule.program import EXCHANGES, FROM_SOURCE, WHOLE_RANK, Action, Kind, Program
 
-_EXCHANGES = (Kind.EXCHANGE_F, Kind.EXCHANGE_B)
-_FROM_SOURCE = (Kind.SEND_F, Kind.RECV_B, *_EXCHANGES)
-"""Kinds whose stage is the source of the edge that they serve; of the other transfers it is the sink."""
 _WITHOUT_MICROBATCH = (Kind.GATHER, Kind.GATHER_B, Kind.REDUCE, Kind.NORM, Kind.STEP)
 _NUM_SHOWN = 6
 """Actions of a deadlock that its sentence names."""
@@ -131,9 +128,9 @@ class _Proof:
             return f"is a second {kind} of its rank; one is for all its stages"
         if not (0 <= microbatch < self.program.num_microbatches or (microbatch == -1 and kind in _WITHOUT_MICROBATCH)):
             return f"is of a microbatch that the Program does not have; it has {self.program.num_microbatches}"
-        if kind not in PARTNERS and kind not in _EXCHANGES:
+        if kind not in PARTNERS and kind not in EXCHANGES:
             return "" if peer == -1 else "has a peer, which only transfers and exchanges have"
-        if ((stage, peer) if kind in _FROM_SOURCE else (peer, stage)) not in edges:
+        if ((stage, peer) if kind in FROM_SOURCE else (peer, stage)) not in edges:
             return f"is a transfer along an edge that the Program does not have, between stages {stage} and {peer}"
         if kind in PARTNERS and self.program.stages[peer].rank == rank:
             return "is a transfer from a rank to itself, where none is needed"

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from motet.core.errors import ArgumentError
-from motet.schedule.program import Action, Kind, Program
+from motet.schedule.program import EXCHANGES, Action, Kind, Program
 
-_FORWARD = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.EXCHANGE_F})
 _BACKWARD = frozenset({Kind.B, Kind.I, Kind.W, Kind.R, Kind.SEND_B, Kind.RECV_B, Kind.EXCHANGE_B})
-_EXCHANGES = frozenset({Kind.EXCHANGE_F, Kind.EXCHANGE_B})
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def without_absent(program: Program, present: Sequence[Presence], trainable: Col
         stage, kind, microbatch, _, peer = action
         if microbatch < 0:
             return True
-        if kind in _EXCHANGES and stages[stage].module not in present[microbatch].exchanged:
+        if kind in EXCHANGES and stages[stage].module not in present[microbatch].exchanged:
             return False
         if kind in _BACKWARD:
             return has_backward(stage, microbatch) and (peer < 0 or has_backward(peer, microbatch))

@@ -10,12 +10,10 @@ from numpy.typing import ArrayLike
 from motet.core.arrays import Int32Array, Int64Array
 from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import COLLECTIVES, PARTNERS
-from motet.schedule.program import WHOLE_RANK, Kind
-from motet.simulate.engine.table import EXCHANGES, PASSES, ActionTable
+from motet.schedule.program import EXCHANGES, FROM_SOURCE, WHOLE_RANK, Kind
+from motet.simulate.engine.table import PASSES, ActionTable
 
 NONE = -1
-_FROM_SOURCE = (Kind.SEND_F, Kind.RECV_B, *EXCHANGES)
-"""Kinds whose stage is the source of the edge, and whose peer is its sink; of the other two, the other way round."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +91,7 @@ class Lookup:
         """Finds the edges of a kind's actions, and the other way round."""
         table, rows = self.table, self.table.rows(kind)
         stage, peer = table.stage[rows], table.peer[rows]
-        source, sink = (stage, peer) if kind in _FROM_SOURCE else (peer, stage)
+        source, sink = (stage, peer) if kind in FROM_SOURCE else (peer, stage)
         names = self.sources.astype(np.int64) * self.shape[0] + self.sinks
         order = np.argsort(names, kind="stable")
         wanted = source.astype(np.int64) * self.shape[0] + sink

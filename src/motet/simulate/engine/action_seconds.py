@@ -10,11 +10,11 @@ import numpy as np
 from motet.core.arrays import Float64Array, Int32Array
 from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import PARTNERS
-from motet.schedule.program import Kind
+from motet.schedule.program import EXCHANGES, Kind
 from motet.simulate.engine.action_index import Lookup
 from motet.simulate.engine.stage_times import Part, StageTimes
 from motet.simulate.engine.streams import COMPUTE, OF_KIND, TENSOR
-from motet.simulate.engine.table import EXCHANGES, SLICED_KINDS
+from motet.simulate.engine.table import SLICED_KINDS
 
 _OF_EDGE = ("send_s", "return_s", "exchange_s")
 _OF_STAGE = ("gather_s", "reduce_s", "replicas_s")

@@ -14,7 +14,7 @@ from motet.core.errors import ArgumentError
 from motet.core.timeline import Timeline
 from motet.schedule.dependencies import PARTNERS
 from motet.schedule.passes import add_communication
-from motet.schedule.program import Program
+from motet.schedule.program import EXCHANGES, Program
 from motet.simulate.engine import reference
 from motet.simulate.engine.action_index import Lookup
 from motet.simulate.engine.action_seconds import action_seconds
@@ -24,7 +24,7 @@ from motet.simulate.engine.lower import Waits, waits
 from motet.simulate.engine.spans import timeline_of
 from motet.simulate.engine.stage_times import StageTimes
 from motet.simulate.engine.streams import COMPUTE, STREAMS, TENSOR
-from motet.simulate.engine.table import EXCHANGES, ActionTable, action_table
+from motet.simulate.engine.table import ActionTable, action_table
 
 MAX_JITTER = 2.0
 """With a larger sigma nearly all factors are nearly 0, and a step of some thousands has nothing of the mean of 1."""

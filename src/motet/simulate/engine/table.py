@@ -11,13 +11,12 @@ import numpy as np
 from motet.core.arrays import BoolArray, IndexArray, Int32Array
 from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import PARTNERS
-from motet.schedule.program import Action, AlikeRows, Kind, Program, Row
+from motet.schedule.program import EXCHANGES, Action, AlikeRows, Kind, Program, Row
 from motet.simulate.engine.backend import native_engine
 
 KINDS = tuple(Kind)
 CODES: Mapping[str, int] = {kind: code for code, kind in enumerate(KINDS)}
 PASSES = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)
-EXCHANGES = (Kind.EXCHANGE_F, Kind.EXCHANGE_B)
 SLICED_KINDS = (Kind.GATHER, Kind.GATHER_B, Kind.REDUCE)
 """Kinds whose parts are slices of the stage's parameters."""
 

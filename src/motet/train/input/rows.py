@@ -8,7 +8,6 @@ key by key.
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from motet.core.errors import UserError
+from motet.core.text_files import read_optional_object
 from motet.data.transforms import Transform
 from motet.models.contract import AudioRows, ImageRows
 from motet.models.module import MLLM, ModalityModule
@@ -91,12 +91,7 @@ def _preprocessed(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """What HF's files in a directory say that media become, with the name of the file."""
     found = []
     for name, tables in _FILES.items():
-        try:
-            stored = json.loads((path / name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path / name} cannot be read ({error}).") from error
+        stored = read_optional_object(path / name)
         parts = [stored] if tables is None else [stored.get(table) for table in tables]
         found += [(name, part) for part in parts if isinstance(part, dict)]
     return found

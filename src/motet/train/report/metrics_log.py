@@ -11,6 +11,8 @@ import math
 import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,28 +57,23 @@ class MetricsLog:
     def write(self, metrics: dict[str, Any]) -> None:
         """Log one step."""
         step = metrics["step"]
-        try:
+        with self._noting_failure():
             self._file.write(to_json(metrics))
             for name, value in _scalars(metrics).items():
                 self._events.add_scalar(name, value, step)
-        except OSError as error:
-            self._fail(error)
         self._show(step, f"loss {metrics['loss']:.4f}  {metrics['tokens_per_s']:,.0f} tokens/s")
 
     def write_heldout(self, step: int, loss: float, exact_match: dict[str, float]) -> None:
-        try:
+        """Log an evaluation after a step. exact_match: by task, the share of answers that match."""
+        with self._noting_failure():
             self._events.add_scalar("heldout/loss", loss, step)
             for task, share in exact_match.items():
                 self._events.add_scalar(f"heldout/exact_match/{task}", share, step)
-        except OSError as error:
-            self._fail(error)
 
     def flush(self) -> None:
         """Bring events to the disk, before a checkpoint says that their steps are done."""
-        try:
+        with self._noting_failure():
             self._events.flush()
-        except OSError as error:
-            self._fail(error)
 
     def check(self) -> None:
         """Raises UserError if anything could not be written."""
@@ -89,13 +86,12 @@ class MetricsLog:
         self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
+        """End the live line, and write what is left."""
         if self._live:
             self._live.stop()
-        try:
+        with self._noting_failure():
             self._file.close()
             self._events.close()
-        except OSError as error:
-            self._fail(error)
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -103,8 +99,14 @@ class MetricsLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _fail(self, error: OSError) -> None:
-        self.failure = self.failure or f"{error.filename or self._path} cannot be written: {error.strerror or error}"
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failure = (
+                self.failure or f"{error.filename or self._path} cannot be written: {error.strerror or error}"
+            )
 
     def _show(self, step: int, text: str) -> None:
         if self._live:

@@ -9,10 +9,12 @@ import base64
 import html
 import json
 import mimetypes
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from motet.train.report.charts import NARROW, grouped_bars, horizontal_bars, line_chart
+from motet.train.report.step_lines import read_lines
 from motet.train.report.style import CSS
 from motet.train.report.summary import methods_line
 
@@ -23,8 +25,7 @@ _MAX_MEDIA_BYTES = 2_000_000
 def write_report(run_dir: Path) -> Path:
     """Write `report.html` into a run's folder and return its path."""
     summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-    with open(run_dir / "metrics.jsonl", encoding="utf-8") as file:
-        steps = [json.loads(line) for line in file]
+    steps = read_lines(run_dir / "metrics.jsonl")
     answers_file = run_dir / "answers.json"
     answers = json.loads(answers_file.read_text(encoding="utf-8")) if answers_file.exists() else []
     title = f"Motet run: {run_dir.name}"
@@ -57,20 +58,20 @@ def _tiles(summary: dict[str, Any]) -> str:
         "peak memory a rank": f"{summary['memory']['peak_bytes'] / 2**20:,.0f} MiB ({summary['memory']['kind']})",
         "waiting for data": f"{summary['data_wait_share']:.1%} of the time",
     }
-    if summary.get("bad_examples"):
+    if summary["bad_examples"]:
         tiles["unreadable examples"] = f"{summary['bad_examples']:,}"
-    if summary.get("bad_steps"):
+    if summary["bad_steps"]:
         tiles["steps not finite, skipped"] = f"{summary['bad_steps']:,}"
     return (
         '<div class="tiles">'
-        + "".join(f'<div class="tile"><b>{v}</b><span>{k}</span></div>' for k, v in tiles.items())
+        + "".join(f'<div class="tile"><b>{shown}</b><span>{name}</span></div>' for name, shown in tiles.items())
         + "</div>"
     )
 
 
 def _loss_tile(summary: dict[str, Any]) -> dict[str, str]:
     first, last, count = _shown(summary["loss_first"]), _shown(summary["loss_last"]), summary["loss_steps"]
-    if summary["steps"] == 1:
+    if summary["steps"] - summary["bad_steps"] == 1:
         return {"loss of its one step": first}
     return {f"loss, first to last {count} steps" if count > 1 else "loss, first to last step": f"{first} → {last}"}
 
@@ -84,7 +85,7 @@ def _loss(steps: list[dict[str, Any]], summary: dict[str, Any]) -> list[str]:
     if not raw:
         return []
     series = {"each step": _thinned(raw), "smoothed": _thinned(_smoothed(raw))}
-    if heldout := summary.get("heldout_loss_by_step"):
+    if heldout := summary["heldout_loss_by_step"]:
         series["held out"] = [(int(step), loss) for step, loss in heldout.items() if loss is not None]
     chart = line_chart(series, x_label="step", y_label="loss a target token, nats", y_min=0, faint="each step")
     return ["<h2>Loss</h2>", chart]
@@ -144,23 +145,23 @@ def _time(steps: list[dict[str, Any]]) -> list[str]:
     # The first steps allocate and warm up: they say nothing about the others.
     steady = steps[min(len(steps) // 10, 10) :]
     names = list(dict.fromkeys(name for step in steady for name in step["actions"]))
-    milliseconds = {
-        name: 1000 * sum(step["actions"].get(name, {}).get("max_s", 0.0) for step in steady) / len(steady)
-        for name in names
-    }
-    milliseconds["waiting for data"] = 1000 * sum(step["data_wait_s"] for step in steady) / len(steady)
-    mean_ms = 1000 * sum(step["step_s"] for step in steady) / len(steady)
-    decide_ms = 1000 * sum(step["decide_s"] for step in steady) / len(steady)
+
+    def mean_ms(seconds: Iterable[float]) -> float:
+        return 1000 * sum(seconds) / len(steady)
+
+    milliseconds = {name: mean_ms(step["actions"].get(name, {}).get("max_s", 0.0) for step in steady) for name in names}
+    milliseconds["waiting for data"] = mean_ms(step["data_wait_s"] for step in steady)
+    step_ms, decide_ms = (mean_ms(step[name] for step in steady) for name in ("step_s", "decide_s"))
     return [
         "<h2>Where a step's time goes</h2>",
-        f"<p>Mean step: {mean_ms:,.1f} ms. Each action on its slowest rank, mean over steps. Deciding the balance "
+        f"<p>Mean step: {step_ms:,.1f} ms. Each action on its slowest rank, mean over steps. Deciding the balance "
         f"takes {decide_ms:.2f} ms a step in the prefetch thread, beside the step.</p>",
         horizontal_bars(milliseconds, unit="ms"),
     ]
 
 
 def _exact_match(summary: dict[str, Any]) -> list[str]:
-    if not summary.get("exact_match"):
+    if not summary["exact_match"]:
         return []
     counts = summary["num_heldout"]
     rows = "".join(

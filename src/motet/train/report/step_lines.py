@@ -37,10 +37,12 @@ class Lines:
         self._kept = b""
 
     def write(self, line: str) -> None:
+        """Add a line, behind those that could not be written before. Raises OSError where it cannot be either."""
         self._kept += line.encode() + b"\n"
         self._write()
 
     def close(self) -> None:
+        """Write what is left, and close the file. Raises OSError as `write` does."""
         try:
             self._write()
         finally:
@@ -56,6 +58,12 @@ class Lines:
             self._file.seek(start)
             raise
         self._kept = b""
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The steps of a file that this run has cut and written."""
+    with open(path, encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
 def cut_lines(path: Path, first_step: int, keys: frozenset[str]) -> None:

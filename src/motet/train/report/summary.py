@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from motet.core.errors import UserError
 from motet.train.evaluate import Evaluation
 from motet.train.report.peak import Peak
+from motet.train.report.step_lines import read_lines
 from motet.train.world import World
 
 _LOSS_STEPS = 10
@@ -26,11 +26,12 @@ def summarise(
     tokens_per_s and mfu are over the steps alone; wall_s is of this process, from its start to its end, resumed parts
     not included.
     """
-    with open(run_dir / "metrics.jsonl", encoding="utf-8") as file:
-        steps = [json.loads(line) for line in file]
+    steps = read_lines(run_dir / "metrics.jsonl")
     if not steps:
         raise UserError(f"{run_dir} holds no metrics of the steps already done, so there is nothing to sum up.")
     train_s = sum(step["step_s"] for step in steps)
+    divisor_s = max(train_s, 1e-9)
+    num_tokens = sum(step["num_tokens"] for step in steps)
     losses = [step["loss"] for step in steps if step["loss"] is not None]
     loss_steps = min(_LOSS_STEPS, max(len(losses) // 2, 1))
     last = evaluations[max(evaluations)] if evaluations else None
@@ -40,9 +41,9 @@ def summarise(
         "device": str(world.device.type),
         "wall_s": round(wall_s, 2),
         "train_s": round(train_s, 2),
-        "tokens": sum(step["num_tokens"] for step in steps),
-        "tokens_per_s": round(sum(step["num_tokens"] for step in steps) / max(train_s, 1e-9), 1),
-        "mfu": sum(step["mfu"] * step["step_s"] for step in steps) / max(train_s, 1e-9),
+        "tokens": num_tokens,
+        "tokens_per_s": round(num_tokens / divisor_s, 1),
+        "mfu": sum(step["mfu"] * step["step_s"] for step in steps) / divisor_s,
         "peak_flops_per_s": peak.flops_per_s,
         "peak_source": peak.source,
         "loss_steps": loss_steps,
@@ -54,7 +55,7 @@ def summarise(
         "num_heldout": last.num_examples if last else {},
         "balance": _balance(steps),
         "phases": _phases(steps),
-        "data_wait_share": sum(step["data_wait_s"] for step in steps) / max(train_s, 1e-9),
+        "data_wait_share": sum(step["data_wait_s"] for step in steps) / divisor_s,
         "decide_s_mean": _mean([step["decide_s"] for step in steps]),
         "exchange_bytes": sum(step["exchange"]["bytes"] for step in steps),
         "exchange_crossing_bytes": sum(step["exchange"]["crossing_bytes"] for step in steps),
@@ -66,11 +67,11 @@ def summarise(
 
 def summary_lines(summary: dict[str, Any]) -> list[str]:
     """The summary for a terminal."""
+    heldout = "" if summary["loss_heldout"] is None else f", {summary['loss_heldout']:.4f} held out"
     lines = [
         f"{summary['steps']} steps on {summary['num_ranks']} ranks in {summary['wall_s']:.0f} s: "
         f"{summary['tokens_per_s']:,.0f} tokens/s, MFU {summary['mfu']:.1%} of the {summary['peak_source']} peak",
-        _loss_line(summary)
-        + (f", {summary['loss_heldout']:.4f} held out" if summary["loss_heldout"] is not None else ""),
+        _loss_line(summary) + heldout,
     ]
     if summary["bad_steps"]:
         lines.append(f"{summary['bad_steps']} steps were not finite and changed nothing; bad_steps.jsonl names them")
@@ -117,9 +118,9 @@ def _balance(steps: list[dict[str, Any]]) -> dict[str, Any]:
 def _phases(steps: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Means over the steps in which a phase has anything to do, and the unit of its loads."""
     means = {}
-    for name in steps[-1]["phases"]:
+    for name, last in steps[-1]["phases"].items():
         busy = [step["phases"][name] for step in steps if step["phases"][name]["bound"]]
-        means[name] = {"unit": steps[-1]["phases"][name]["unit"]} | {
+        means[name] = {"unit": last["unit"]} | {
             key: _mean([phase[key] for phase in busy]) if busy else 1.0
             for key in ("max_over_bound_before", "max_over_bound")
         }

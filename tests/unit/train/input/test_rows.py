@@ -1,6 +1,7 @@
 """A transform that makes other rows than its encoder takes is named, also where their shapes agree."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -149,10 +150,42 @@ def test_sound_is_cut_as_the_weights_were_made_with(tmp_path):
             check(module, AudioTransform(num_mels=80, **option), tmp_path)
 
 
-def test_a_broken_file_is_named(tmp_path):
+def test_an_option_of_another_type_is_named(tmp_path):
     module = directory(tmp_path, "clip", "preprocessor_config.json", CLIP | {"image_mean": "grey"})
     with pytest.raises(UserError, match="image_mean = grey"):
         check(module, ImageTransform(4), tmp_path)
-    (tmp_path / "preprocessor_config.json").write_text("{")
-    with pytest.raises(UserError, match=r"preprocessor_config.json cannot be read"):
+
+
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is no JSON"),
+        ("[" * 100_000, "nests lists and tables more than 100 deep"),
+        ("[]", "must hold a JSON object"),
+        ("null", "must hold a JSON object"),
+        ('{"image_mean": NaN}', "has NaN"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path, name, text, said):
+    module = directory(tmp_path, "clip", name, {})
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=rf"{name}: {said}"):
+        check(module, ImageTransform(4), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        (os.mkfifo, "it is a pipe"),
+        (lambda path: path.symlink_to("nowhere"), "No such file"),
+        (os.mkdir, "it is a directory"),
+    ],
+    ids=["pipe", "link", "directory"],
+)
+def test_what_is_no_file_is_refused_at_once(tmp_path, place, said):
+    module = directory(tmp_path, "clip", "preprocessor_config.json", {})
+    (tmp_path / "preprocessor_config.json").unlink()
+    place(tmp_path / "preprocessor_config.json")
+    with pytest.raises(UserError, match=rf"preprocessor_config\.json: {said}"):
         check(module, ImageTransform(4), tmp_path)

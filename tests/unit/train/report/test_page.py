@@ -30,6 +30,7 @@ SUMMARY = {
     "data_wait_share": 0.01,
     "memory": {"peak_bytes": 2**30, "kind": "resident"},
     "bad_examples": 1,
+    "bad_steps": 0,
 }
 
 
@@ -66,6 +67,17 @@ def test_a_report_is_self_contained_and_escapes_what_it_shows(tmp_path):
         assert shown in page
     assert "<b>" not in page.split("Held-out examples")[1]
     assert not re.search(r"(src|href)=\"(?!data:)", page)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "num_bad", "said"),
+    [(1, 0, "loss of its one step"), (2, 1, "loss of its one step"), (2, 0, "loss, first to last step")],
+)
+def test_one_loss_is_not_shown_twice(tmp_path, num_steps, num_bad, said):
+    summary = SUMMARY | {"steps": num_steps, "bad_steps": num_bad, "bad_examples": 0}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step(1 + i)) + "\n" for i in range(num_steps)))
+    assert f"<span>{said}</span>" in write_report(tmp_path).read_text()
 
 
 def test_ticks_are_round_and_cover_the_range():
