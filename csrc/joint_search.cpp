@@ -13,51 +13,51 @@
 namespace motet {
 namespace {
 
-constexpr int kNone = -1;             // in place of an example: nothing
-constexpr int kMaxSlots = 128;        // of a rank with more examples, so many spread over its list are tried
-constexpr int kPairsAStep = 1 << 15;  // compared before a swap is chosen
-constexpr float kSmallestGain = 1.0f / (1 << 13);  // of the worst rank's pain
-constexpr int kLanes = 8;             // slots compared at once
-constexpr float kNeverTaken = 1e18f;  // weight of what fills the last lanes: no swap with it is best
+constexpr int kNone = -1;               // in place of an example: nothing
+constexpr int kMaxCandidates = 128;     // of a rank with more examples, so many spread over its list are tried
+constexpr int kPairsPerSwap = 1 << 15;  // pairs compared for one swap
+constexpr float kSmallestGain = 1.0f / (1 << 13);  // of the worst rank's penalty
+constexpr int kLanes = 8;               // candidates compared at once
+constexpr float kNeverTaken = 1e18f;    // weight of what fills the last lanes: no swap with it is best
 
-// What a rank can give: weights [num_phases, num_lanes], a row a phase; the last slot is nothing.
-struct Slots {
-    int num_slots = 0, num_lanes = 0;
+// What a rank can give: weights [num_phases, num_lanes], a row a phase; the last candidate is nothing.
+struct Candidates {
+    int num_candidates = 0, num_lanes = 0;
     std::vector<float> weights;
 };
 
 struct BestPair {
-    float pain = 0;
-    int heavy_slot = 0, light_slot = 0;
+    float penalty = 0;
+    int heavy_candidate = 0, light_candidate = 0;
 };
 
 // GCC's and Clang's: an operation on all lanes, in as many instructions as the machine needs for them.
 using Floats = float __attribute__((vector_size(sizeof(float) * kLanes)));
 using Ints = int __attribute__((vector_size(sizeof(int) * kLanes)));
 
-// For each slot of the light rank the heavy rank's slot with which both are least in pain, and that pain times four:
-// `least` holds floats of 0 or more by their bits, which are in the same order as integers.
-MOTET_WIDE void least_pains(const Slots& heavy, const Slots& light, const float* heavy_excess,
-                            const float* light_excess, int num_phases, int* least, int* heavy_slot) {
+// For each candidate of the light rank, the heavy rank's candidate that leaves both with the lowest penalty, and four
+// times that penalty: `least` holds floats of 0 or more by their bits, which are in the same order as integers.
+MOTET_WIDE void least_penalties(const Candidates& heavy, const Candidates& light, const float* heavy_excess,
+                                const float* light_excess, int num_phases, int* least, int* heavy_candidate) {
     const Ints no_sign = Ints{} + std::numeric_limits<int>::max();
     for (int first = 0; first < light.num_lanes; first += kLanes) {
-        Ints lowest = no_sign, lowest_slot{};
-        for (int slot = 0; slot < heavy.num_slots; ++slot) {
-            Floats pain{};
+        Ints lowest = no_sign, lowest_candidate{};
+        for (int candidate = 0; candidate < heavy.num_candidates; ++candidate) {
+            Floats penalty{};
             for (int phase = 0; phase < num_phases; ++phase) {
-                const float given = heavy.weights[phase * heavy.num_lanes + slot];
+                const float given = heavy.weights[phase * heavy.num_lanes + candidate];
                 Floats taken;
                 std::memcpy(&taken, light.weights.data() + phase * light.num_lanes + first, sizeof taken);
                 const Floats a = (heavy_excess[phase] - given) + taken, b = (light_excess[phase] + given) - taken;
                 const Floats twice_a = a + Floats(Ints(a) & no_sign), twice_b = b + Floats(Ints(b) & no_sign);
-                pain += twice_a * twice_a + twice_b * twice_b;  // 0 where a or b is negative
+                penalty += twice_a * twice_a + twice_b * twice_b;  // 0 where a or b is negative
             }
-            const Ints less = Ints(pain) < lowest;
-            lowest = less ? Ints(pain) : lowest;
-            lowest_slot = less ? Ints{} + slot : lowest_slot;
+            const Ints less = Ints(penalty) < lowest;
+            lowest = less ? Ints(penalty) : lowest;
+            lowest_candidate = less ? Ints{} + candidate : lowest_candidate;
         }
         std::memcpy(least + first, &lowest, sizeof lowest);
-        std::memcpy(heavy_slot + first, &lowest_slot, sizeof lowest_slot);
+        std::memcpy(heavy_candidate + first, &lowest_candidate, sizeof lowest_candidate);
     }
 }
 
@@ -68,8 +68,8 @@ MOTET_WIDE float largest_above_0(const float* values, int count) {
     return std::bit_cast<float>(most);
 }
 
-// What each rank and the heavy one would gain by perfect halves. excess: [num_phases, num_ranks]. pain: [num_ranks].
-MOTET_WIDE void gains_of_halves(const float* excess, const float* pain, int num_ranks, int num_phases, int heavy,
+// What each rank and the heavy one would gain by perfect halves. excess: [num_phases, num_ranks]. penalty: [num_ranks].
+MOTET_WIDE void gains_of_halves(const float* excess, const float* penalty, int num_ranks, int num_phases, int heavy,
                                 float* __restrict gain) {
     std::fill_n(gain, num_ranks, 0.0f);
     for (int phase = 0; phase < num_phases; ++phase) {
@@ -81,8 +81,8 @@ MOTET_WIDE void gains_of_halves(const float* excess, const float* pain, int num_
             gain[rank] += above * above;
         }
     }
-    const float own = pain[heavy];
-    for (int rank = 0; rank < num_ranks; ++rank) gain[rank] = (own + pain[rank]) - 2 * gain[rank];
+    const float own = penalty[heavy];
+    for (int rank = 0; rank < num_ranks; ++rank) gain[rank] = (own + penalty[rank]) - 2 * gain[rank];
 }
 
 class Search {
@@ -93,8 +93,8 @@ public:
           state_(state),
           scale_(costs_.num_phases),
           excess_(static_cast<std::size_t>(problem.num_ranks) * costs_.num_phases),
-          pain_(problem.num_ranks),
-          slots_(problem.num_ranks),
+          penalty_(problem.num_ranks),
+          candidates_(problem.num_ranks),
           gain_(problem.num_ranks),
           heavy_excess_(costs_.num_phases),
           light_excess_(costs_.num_phases) {
@@ -155,16 +155,16 @@ private:
         return excess_.data() + static_cast<std::ptrdiff_t>(phase) * problem_.num_ranks;
     }
 
-    // The best swap of the rank with the most promising others; false where none lessens their pain. Of equally good
+    // The best swap of the rank with the most promising others; false where none lessens their penalty. Of equally good
     // ones, that with the more promising.
     bool step(int heavy) {
         BestPair best;
         std::uint64_t partner = 0;
         bool found = false;
-        float most = kSmallestGain * pain_[heavy];
+        float most = kSmallestGain * penalty_[heavy];
         for (const auto other : promising(heavy)) {
             const BestPair pair = best_pair(heavy, rank_of(other));
-            const float gain = (pain_[heavy] + pain_[rank_of(other)]) - pair.pain;
+            const float gain = (penalty_[heavy] + penalty_[rank_of(other)]) - pair.penalty;
             if (gain > most || (found && gain == most && other < partner)) {
                 most = gain;
                 best = pair;
@@ -174,7 +174,7 @@ private:
         }
         if (!found) return false;
         const int light = rank_of(partner);
-        const Swap swap{heavy, light, example_at(heavy, best.heavy_slot), example_at(light, best.light_slot)};
+        const Swap swap{heavy, light, example_at(heavy, best.heavy_candidate), example_at(light, best.light_candidate)};
         exchange(swap);
         refresh(heavy);
         refresh(light);
@@ -182,10 +182,10 @@ private:
         return true;
     }
 
-    // The ranks with which perfect halves would lessen the pain most: of each its gain and number in one integer, of
+    // The ranks with which perfect halves would lessen the penalty most: of each its gain and number in one integer, of
     // which a lower one is more promising. In no order.
     const std::vector<std::uint64_t>& promising(int heavy) {
-        gains_of_halves(excess_.data(), pain_.data(), problem_.num_ranks, costs_.num_phases, heavy, gain_.data());
+        gains_of_halves(excess_.data(), penalty_.data(), problem_.num_ranks, costs_.num_phases, heavy, gain_.data());
         promising_.clear();
         for (int light = 0; light < problem_.num_ranks; ++light) {
             if (gain_[light] > 0 && light != heavy) {
@@ -193,8 +193,8 @@ private:
                 promising_.push_back(gain << 32 | static_cast<std::uint32_t>(light));
             }
         }
-        const int pairs_a_rank = slots_[heavy].num_slots * slots_[heavy].num_slots;
-        const auto num_ranks = std::max<std::size_t>(4, kPairsAStep / pairs_a_rank);
+        const int pairs_a_rank = candidates_[heavy].num_candidates * candidates_[heavy].num_candidates;
+        const auto num_ranks = std::max<std::size_t>(4, kPairsPerSwap / pairs_a_rank);
         if (promising_.size() > num_ranks) {
             const auto last = promising_.begin() + static_cast<std::ptrdiff_t>(num_ranks);
             std::nth_element(promising_.begin(), last, promising_.end());
@@ -207,39 +207,41 @@ private:
     static int rank_of(std::uint64_t promise) { return static_cast<int>(promise & 0xffffffffu); }
 
     BestPair best_pair(int heavy, int light) {
-        const Slots &given = slots_[heavy], &taken = slots_[light];
+        const Candidates &given = candidates_[heavy], &taken = candidates_[light];
         least_.resize(taken.num_lanes);
-        heavy_slot_.resize(taken.num_lanes);
+        heavy_candidate_.resize(taken.num_lanes);
         for (std::size_t phase = 0; phase < scale_.size(); ++phase) {
             heavy_excess_[phase] = of_phase(static_cast<int>(phase))[heavy];
             light_excess_[phase] = of_phase(static_cast<int>(phase))[light];
         }
-        least_pains(given, taken, heavy_excess_.data(), light_excess_.data(), costs_.num_phases, least_.data(),
-                    heavy_slot_.data());
-        num_pairs_ += static_cast<std::int64_t>(given.num_slots) * taken.num_slots;
-        const auto slot = std::min_element(least_.begin(), least_.begin() + taken.num_slots) - least_.begin();
-        return {0.25f * std::bit_cast<float>(least_[slot]), heavy_slot_[slot], static_cast<int>(slot)};
+        least_penalties(given, taken, heavy_excess_.data(), light_excess_.data(), costs_.num_phases, least_.data(),
+                        heavy_candidate_.data());
+        num_pairs_ += static_cast<std::int64_t>(given.num_candidates) * taken.num_candidates;
+        const auto light_one = std::min_element(least_.begin(), least_.begin() + taken.num_candidates) - least_.begin();
+        return {0.25f * std::bit_cast<float>(least_[light_one]), heavy_candidate_[light_one],
+                static_cast<int>(light_one)};
     }
 
     void weigh(int rank) {
-        Slots& slots = slots_[rank];
-        const int num_examples = std::min<int>(static_cast<int>(state_.examples[rank].size()), kMaxSlots);
-        slots.num_slots = num_examples + 1;
-        slots.num_lanes = (slots.num_slots + kLanes - 1) / kLanes * kLanes;
-        slots.weights.assign(static_cast<std::size_t>(slots.num_lanes) * scale_.size(), 0.0f);
-        std::fill(slots.weights.begin() + slots.num_slots, slots.weights.begin() + slots.num_lanes, kNeverTaken);
-        for (int slot = 0; slot < num_examples; ++slot) {
-            const std::int64_t* costs = costs_.of(example_at(rank, slot));
+        auto& [num_candidates, num_lanes, weights] = candidates_[rank];
+        const int num_examples = std::min<int>(static_cast<int>(state_.examples[rank].size()), kMaxCandidates);
+        num_candidates = num_examples + 1;
+        num_lanes = (num_candidates + kLanes - 1) / kLanes * kLanes;
+        weights.assign(static_cast<std::size_t>(num_lanes) * scale_.size(), 0.0f);
+        std::fill(weights.begin() + num_candidates, weights.begin() + num_lanes, kNeverTaken);
+        for (int candidate = 0; candidate < num_examples; ++candidate) {
+            const std::int64_t* costs = costs_.of(example_at(rank, candidate));
             for (std::size_t phase = 0; phase < scale_.size(); ++phase) {
-                slots.weights[phase * slots.num_lanes + slot] = static_cast<float>(costs[phase]) * scale_[phase];
+                weights[phase * num_lanes + candidate] = static_cast<float>(costs[phase]) * scale_[phase];
             }
         }
     }
 
-    int example_at(int rank, int slot) const {
+    int example_at(int rank, int candidate) const {
         const auto& examples = state_.examples[rank];
-        const auto num_slots = std::min<std::size_t>(examples.size(), kMaxSlots);
-        return static_cast<std::size_t>(slot) < num_slots ? examples[slot * examples.size() / num_slots] : kNone;
+        const auto num_candidates = std::min<std::size_t>(examples.size(), kMaxCandidates);
+        const bool is_example = static_cast<std::size_t>(candidate) < num_candidates;
+        return is_example ? examples[candidate * examples.size() / num_candidates] : kNone;
     }
 
     void exchange(const Swap& swap) {
@@ -269,11 +271,11 @@ private:
 
     void refresh(int rank) {
         weigh(rank);
-        pain_[rank] = 0;
+        penalty_[rank] = 0;
         for (int phase = 0; phase < costs_.num_phases; ++phase) {
             const float x = static_cast<float>(state_.loads_of(rank)[phase] - problem_.bound[phase]) * scale_[phase];
             excess_[static_cast<std::size_t>(phase) * problem_.num_ranks + rank] = x;
-            if (x > 0) pain_[rank] += x * x;
+            if (x > 0) penalty_[rank] += x * x;
         }
     }
 
@@ -281,14 +283,14 @@ private:
     JointCosts costs_;
     JointState& state_;
     std::vector<float> scale_;
-    std::vector<float> excess_;  // [num_phases, num_ranks]
-    std::vector<float> pain_;    // [num_ranks]
-    std::vector<Slots> slots_;   // of each rank
+    std::vector<float> excess_;           // [num_phases, num_ranks]
+    std::vector<float> penalty_;          // [num_ranks]
+    std::vector<Candidates> candidates_;  // of each rank
     std::vector<Swap> swaps_;
     std::int64_t num_pairs_ = 0;
     std::vector<float> gain_, heavy_excess_, light_excess_;
     std::vector<std::uint64_t> promising_;
-    std::vector<int> least_, heavy_slot_;
+    std::vector<int> least_, heavy_candidate_;
 };
 
 }  // namespace

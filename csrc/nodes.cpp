@@ -120,7 +120,7 @@ public:
     }
 
     // The source that sends most takes the batch of which it holds most, as long as its node has room.
-    void take_turns() {
+    void start() {
         std::vector<std::size_t> next(volumes_.num_ranks, 0);
         std::priority_queue<std::pair<std::int64_t, int>> waiting;  // (sent, -source): of equals the first source
         for (int source = 0; source < volumes_.num_ranks; ++source) waiting.push({sent_[source], -source});
@@ -262,7 +262,7 @@ private:
 std::vector<std::int64_t> place_on_nodes(const std::int64_t* volume, int num_ranks, int ranks_per_node) {
     const Volumes volumes(volume, num_ranks, ranks_per_node);
     Renaming renaming(volumes);
-    renaming.take_turns();
+    renaming.start();
     renaming.swap_batches();
     return renaming.ranks();
 }

@@ -52,7 +52,7 @@ private:
 };
 
 // Numbers that look random and are the same everywhere: a linear congruential generator, its high bits.
-class Dice {
+class RandomNumbers {
 public:
     std::int32_t below(std::size_t limit) {
         state_ = state_ * 6364136223846793005u + 1442695040888963407u;
@@ -164,7 +164,7 @@ private:
         if (num_ranks_ < 3) return false;
         while (steps_left_ > 0) {
             steps_left_ -= kStepsPerShake;
-            const auto a = at(1 + dice_.below(num_ranks_ - 1)), b = at(1 + dice_.below(num_ranks_ - 1));
+            const auto a = at(1 + random_.below(num_ranks_ - 1)), b = at(1 + random_.below(num_ranks_ - 1));
             if (a == b) continue;
             swap_at_random(a, b);
             bool swapped = false;
@@ -181,14 +181,14 @@ private:
     void swap_at_random(std::int32_t a, std::int32_t b) {
         const auto givable = movable_[a].items();
         if (givable.empty()) return;
-        const Bundle give = givable[dice_.below(givable.size())];
+        const Bundle give = givable[random_.below(givable.size())];
         const std::int64_t limit = loads_[at(0)];
         takable_.clear();
         for (const Bundle& take : movable_[b].items()) {
             const std::int64_t change = give.weight - take.weight;
             if (loads_[a] - change < limit && loads_[b] + change < limit) takable_.push_back(take);
         }
-        if (!takable_.empty()) exchange(a, b, give, takable_[dice_.below(takable_.size())]);
+        if (!takable_.empty()) exchange(a, b, give, takable_[random_.below(takable_.size())]);
     }
 
     // Brings two loads closer, if that makes the larger smaller.
@@ -262,7 +262,7 @@ private:
     std::vector<std::int32_t> counts_;
     std::vector<Movable>& movable_;
     std::vector<Bundle> givable_, takable_;
-    Dice dice_;
+    RandomNumbers random_;
 };
 
 }  // namespace

@@ -1,18 +1,18 @@
 """Which rank computes which item: every balancing decision of a step, from integer costs alone, the same on all ranks.
 
-assign(lengths, num_ranks, cost)      one phase: packed, padded, or padded in attention only
-assign_apart(lengths, cost, ...)      an encoder's phase, near the ranks that run its examples
-assign_jointly(costs, num_ranks)      all phases at once, whole examples
-distribute_tokens(segments, ranks)    context parallelism: the blocks of a sequence, from who attends to whom
-split(costs, num_ranks, overhead)     items that dominate, cut into fragments
-defer(costs, num_ranks, num_microbatches)  items that dominate, put into a microbatch of their own level
-group(vision, text, ...)              samples into minibatches, a whole epoch at once
-order_microbatches(forward_s, ...)    the order that leaves a pipeline short bubbles
-choose(phases, num_ranks, link)       which of these is the fastest for a microbatch, and why
-choose_step(phases, microbatch, ...)  the same for a step, whose microbatches may be dealt out anew
-StepCosts(costs, work, times)         the phases of a microbatch, from its lengths
-lower_bound, score                    what no placement undercuts; any placement, with its loads
-ACTIVE_BACKEND                        "native", or "fallback" where the native core is not built
+assign(lengths, num_ranks, cost)           places the items of one phase: packed, padded, or padded in attention only
+assign_apart(lengths, cost, ...)           places an encoder's items near the ranks that run their examples
+assign_jointly(costs, num_ranks)           places whole examples; balances all phases at once
+distribute_tokens(segments, num_ranks)     places the blocks of a sequence (context parallelism) by their attention work
+split(costs, num_ranks, overhead)          cuts the items that dominate a phase into fragments
+defer(costs, num_ranks, num_microbatches)  puts the long items of a step into one microbatch
+group(vision, text, ...)                   puts the samples of an epoch into minibatches
+order_microbatches(forward_s, ...)         orders the microbatches of a pipeline so that its bubbles are short
+choose(phases, num_ranks, link)            takes the fastest method for a microbatch, and says why
+choose_step(phases, microbatch, ...)       decides whether examples of a step change their microbatch
+StepCosts(costs, work, times)              computes the phases of a microbatch from its lengths
+lower_bound, score                         a bound on every placement; the loads of any placement
+ACTIVE_BACKEND                             "native", or "fallback" where the native core is not built
 
 The words are in docs/glossary.md.
 """

@@ -57,6 +57,8 @@ def packed_home(
     weights: NDArray[np.int64], num_ranks: int, home: NDArray[np.int32], ranks_per_node: int
 ) -> _Placement: ...
 def joint_home(
+    costs: NDArray[np.int64],
+    num_ranks: int,
     home: NDArray[np.int32],
     sizes: NDArray[np.int64],
     ranks_per_node: int,

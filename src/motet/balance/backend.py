@@ -1,7 +1,7 @@
-"""The one backend switch: the same functions from the native core, or from the readable reference.
+"""The only backend switch: algorithms from the native core, or from the readable reference.
 
-Both modules have the functions that `_native.pyi` declares, with the same arguments and results. Where the native core
-is not built, "native" means fallback.py, with one warning; the ranks of a job must agree on `ACTIVE_BACKEND`.
+Both modules have the functions that `_native.pyi` declares, with the same arguments and results. If the native core is
+not built, "native" means fallback.py, with one warning. All ranks of a job must have the same `ACTIVE_BACKEND`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ Backend = Literal["native", "reference"]
 
 try:
     _native: ModuleType | None = import_module("motet.balance._native")
-except ModuleNotFoundError:  # A core that is there but broken is an error of its own.
+except ModuleNotFoundError:  # Any other ImportError is a broken core, and must not be hidden.
     _native = None
 
 ACTIVE_BACKEND: Literal["native", "fallback"] = "fallback" if _native is None else "native"
-"""What backend="native" computes with. The two place items differently, so all ranks must have the same."""
+"""What backend="native" computes with. The two place items differently, so it must be the same on all ranks."""
 
 
 def algorithms(backend: Backend) -> ModuleType:
-    """The module that computes; raises ArgumentError for a name that is no backend."""
+    """The module with the algorithms of a backend; raises ArgumentError for an unknown one."""
     match backend:
         case "native":
             return _native or _fallback()
@@ -38,8 +38,8 @@ def algorithms(backend: Backend) -> ModuleType:
 @cache
 def _fallback() -> ModuleType:
     warnings.warn(
-        "The native core of motet.balance is not built for this Python. Packed placements come from numpy, some "
-        "5 times slower and a little less even; all others from the Python reference, some 100 times slower. "
+        "The native core of motet.balance is not built for this Python. Packed placements come from numpy, about "
+        "5 times slower and a little less even; all others from the Python reference, about 100 times slower. "
         "To build it, install Motet where there is a C++20 compiler.",
         stacklevel=3,
     )

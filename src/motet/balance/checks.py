@@ -1,4 +1,4 @@
-"""Checks that the functions of motet.balance share: they give clean arrays, or a sentence naming the argument."""
+"""Checks of arguments, shared by all functions of motet.balance: they return arrays, or raise ArgumentError."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from motet.core.errors import ArgumentError
 from motet.core.limits import INT64_MAX
 
 EXACT_FLOAT = 2**53
-"""From here on floats skip integers."""
+"""From this number on, floats cannot represent every integer."""
 MAX_TIME_BUDGET_S = 1_000_000
 
 
 def checked_num_ranks(num_ranks: int) -> int:
-    """Raises ArgumentError for fewer than one rank."""
+    """num_ranks as int; raises ArgumentError if it is below 1."""
     if num_ranks < 1:
         raise ArgumentError(f"num_ranks is {num_ranks}; it must be at least 1.")
     return int(num_ranks)
 
 
 def checked_ranks_per_node(ranks_per_node: int | None, num_ranks: int) -> int:
-    """At most num_ranks; None takes each rank as a node of its own. Raises ArgumentError for fewer than one rank."""
+    """The ranks of a node: at most num_ranks; 1 for None. Raises ArgumentError for fewer than one."""
     if ranks_per_node is None:
         return 1
     if ranks_per_node < 1:
@@ -33,8 +33,8 @@ def checked_ranks_per_node(ranks_per_node: int | None, num_ranks: int) -> int:
 def checked_integers(values: ArrayLike, name: str, num_axes: int = 1) -> Int64Array:
     """`values` as C-contiguous int64 with `num_axes` axes, all >= 0.
 
-    Whole floats below 2^53 pass. Raises ArgumentError naming `name`, the place and the value: NaN, fractions, negative
-    numbers, floats from 2^53 on, integers from 2^63 on, another number of axes.
+    Whole floats below 2^53 pass. Raises ArgumentError, with `name`, index and value, for NaN, fractions, negative
+    numbers, floats from 2^53 on, integers from 2^63 on, and another number of axes.
     """
     given = np.asarray(values)
     if given.ndim != num_axes:
@@ -53,8 +53,10 @@ def checked_integers(values: ArrayLike, name: str, num_axes: int = 1) -> Int64Ar
 
 
 def checked_costs(costs: ArrayLike) -> Int64Array:
-    """Costs of items, int64 [num_items] or [num_items, num_phases], all >= 0. Raises ArgumentError as checked_integers
-    does, and where there is no phase."""
+    """Costs of items, int64 [num_items] or [num_items, num_phases], all >= 0.
+
+    Raises ArgumentError as checked_integers does, and for num_phases = 0.
+    """
     given = np.asarray(costs)
     checked = checked_integers(given, "costs", 1 if given.ndim == 1 else 2)
     if checked.ndim == 2 and checked.shape[1] == 0:
@@ -63,7 +65,7 @@ def checked_costs(costs: ArrayLike) -> Int64Array:
 
 
 def checked_ranks(ranks: ArrayLike, name: str, num_items: int, num_ranks: int) -> Int32Array:
-    """One rank for each item, int32 [num_items]; raises ArgumentError for another shape and for ranks out of range."""
+    """The rank of each item, int32 [num_items]; raises ArgumentError for another shape and for ranks out of range."""
     checked = checked_integers(ranks, name)
     if checked.shape != (num_items,):
         raise ArgumentError(f"{name} has shape {checked.shape}; it must be one rank for each of {num_items} items.")
@@ -72,7 +74,7 @@ def checked_ranks(ranks: ArrayLike, name: str, num_items: int, num_ranks: int) -
 
 
 def check_sum(values: Int64Array, name: str) -> None:
-    """Raises ArgumentError where the values, >= 0, add up past 2^63 - 1."""
+    """Raises ArgumentError if the values, >= 0, add up to more than 2^63 - 1."""
     if int(values.max(initial=0)) * values.size > INT64_MAX:
         total = sum(values.ravel().tolist())
         if total > INT64_MAX:
@@ -80,7 +82,7 @@ def check_sum(values: Int64Array, name: str) -> None:
 
 
 def steps_of_budget(time_budget_s: float | None, steps_per_s: int, default: int) -> int:
-    """How many elementary steps a budget buys at a nominal rate, so that every rank takes as many; None: `default`."""
+    """The number of steps of a time budget at a nominal rate, the same on every rank; `default` without a budget."""
     if time_budget_s is None:
         return default
     if not 0 <= time_budget_s <= MAX_TIME_BUDGET_S:
@@ -89,6 +91,7 @@ def steps_of_budget(time_budget_s: float | None, steps_per_s: int, default: int)
 
 
 def _check(given: NDArray[np.generic], wrong: BoolArray, name: str, right: str) -> None:
+    """Raises ArgumentError for the first wrong element."""
     if wrong.any():
-        place = tuple(int(axis[0]) for axis in np.nonzero(wrong))
-        raise ArgumentError(f"{name}{list(place)} is {given[place]}; it must be {right}.")
+        index = tuple(int(axis[0]) for axis in np.nonzero(wrong))
+        raise ArgumentError(f"{name}{list(index)} is {given[index]}; it must be {right}.")

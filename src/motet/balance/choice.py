@@ -1,17 +1,18 @@
-"""Which way the phases of a step are balanced together: predict the seconds of each way, take the fastest, say why.
+"""How the phases of a microbatch are balanced together: predict the seconds of each method and take the fastest.
 
-joint      whole examples, one assignment for all phases: encoder outputs stay on the rank that runs their sequence.
-per_phase  each phase by itself (OrchMLLM, arXiv:2503.23830, sections 5 and 6): every phase at its best, and encoder
-           outputs cross ranks, forward and as gradients back: the excess of packed ones, most of padded ones.
-mixed      joint, but for the encoders that gain more from an assignment of their own than its exchange takes: padded
-           ones mostly, whose cost, count times longest, no assignment of whole examples can balance.
-split      joint, with the examples that dominate cut into fragments (splitting.py): a decision that training cannot run
-           yet, so it is considered only where it is asked for.
+joint      one assignment of whole examples for all phases. Encoder outputs stay on the rank that runs their sequence.
+per_phase  each phase by itself (OrchMLLM, arXiv:2503.23830, sections 5 and 6). Each phase is balanced best, but encoder
+           outputs cross ranks, and their gradients return: the excess of packed items, most of the padded ones.
+mixed      joint, but encoders whose own assignment gains more than its exchange takes are balanced by themselves. These
+           are mostly padded ones: an assignment of whole examples cannot balance count * longest.
+split      joint, with the examples that dominate cut into fragments (splitting.py). Training cannot run it yet, so it
+           is considered only if `methods` names it.
 
-Predicted is the sum over phases of the busiest rank's seconds, as ranks wait for each other in every phase (sharded
-modules gather their weights layer by layer), and, for each encoder that moves outputs, the exchange: what the slowest
-rank takes for its bytes inside its node and between nodes (`core/exchange.py`). Everything is compared in whole
-nanoseconds, so all ranks choose alike.
+Predicted seconds = (sum over phases of the busiest rank's seconds) + (sum over encoders of the exchange's seconds).
+
+- Phases add up because ranks wait for each other in each of them (sharded modules gather weights layer by layer).
+- An exchange takes as long as its slowest rank, for bytes inside its node and between nodes (`core/exchange.py`).
+- Times are compared in whole nanoseconds, so that all ranks choose the same.
 """
 
 from __future__ import annotations
@@ -37,22 +38,30 @@ from motet.core.exchange import Network, moved
 
 Method = Literal["joint", "mixed", "per_phase", "split"]
 METHODS: tuple[Method, ...] = ("joint", "mixed", "per_phase")
-"""Those that training can run, what moves less first: so a tie is broken."""
+"""The methods that training can run. The one that moves fewer bytes comes first, and wins a tie."""
 UNBALANCED = "unbalanced"
 
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """The fastest way, as predicted.
+    """The method that is predicted to be the fastest, and its assignments.
 
-    assignments: one a phase, in the order of the phases. Items of an encoder that follows its examples are in the
-                 order of the examples' slots, so that its outputs need not even be sorted. With "split", those of
-                 "joint", the nearest for whole items.
-    fragments:   with "split", the examples and the fragments of examples, and where each is computed; else None.
-    predicted_s: seconds of the step by method, with "unbalanced" where the homes of the examples were given.
-    exchange_s:  of those, what moving encoder outputs takes.
-    moved_bytes: that cross ranks, over all encoders, both ways.
-    why:         a sentence with the figures.
+    assignments: one for each phase, in their order. Where an encoder's items follow their examples, they are in the
+                 order of these, so that outputs need no sorting. With "split": the assignments of "joint".
+    fragments:   with "split", examples and fragments of examples, and the rank of each; else None.
+    predicted_s: predicted seconds by method; with "unbalanced", if `home` was given.
+    exchange_s:  the part of predicted_s that exchanges of encoder outputs take, by method.
+    moved_bytes: bytes that cross ranks, of all encoders, in both directions.
+    why:         one sentence with the figures.
+
+    Example:
+        >>> import numpy as np
+        >>> backbone = Phase("backbone", np.array([9, 5, 4]), Packed(), np.arange(3), seconds_per_cost=0.001)
+        >>> choice = choose([backbone], num_ranks=2, link=Link(1e9, 0.0), home=[0, 0, 1])
+        >>> choice.assignments[0].ranks.tolist()
+        [0, 1, 1]
+        >>> choice.why
+        'joint: 9 ms predicted (per_phase 9 ms; unbalanced 14 ms).'
     """
 
     method: Method
@@ -65,13 +74,13 @@ class Choice:
 
     @property
     def predicted_ns(self) -> int:
-        """What was compared: nanoseconds of the method that was chosen."""
+        """Predicted nanoseconds of the chosen method: what methods are compared by."""
         return round(self.predicted_s[self.method] * NS_PER_S)
 
 
 @dataclass(frozen=True, eq=False)
-class _Way:
-    """One way to place all phases, and what it takes."""
+class _Option:
+    """The assignments of one method, and their predicted time."""
 
     assignments: tuple[Assignment, ...]
     compute_ns: int
@@ -81,11 +90,12 @@ class _Way:
 
     @property
     def total_ns(self) -> int:
+        """Predicted nanoseconds of computing and exchanging."""
         return self.compute_ns + self.exchange_ns
 
     @property
     def key(self) -> tuple[int, int]:
-        """What ways are compared by."""
+        """Options are compared by it: time, then bytes."""
         return self.total_ns, self.moved_bytes
 
 
@@ -99,101 +109,107 @@ def choose(
     overhead: Overhead | None = None,
     backend: Backend = "native",
 ) -> Choice:
-    """Choose between `methods` for one microbatch. phases: the backbone first, whose items are the examples.
+    """Choose the fastest of `methods` for one microbatch.
 
-    link: what an exchange takes; a Link where all ranks share a node.
-    home: int [num_examples], where examples are computed without balancing; only to say what balancing gains.
-    overhead: of a fragment, for "split"; its fixed part in nanoseconds.
+    phases: the backbone first; its items are the examples.
+    link: the link of exchanges; a Link alone means that all ranks share a node.
+    home: int [num_examples], the rank of each example without balancing. It only adds "unbalanced" to the predictions.
+    overhead: of a fragment, for "split"; its fixed part is in nanoseconds.
 
-    However long an item is, the microbatch is balanced: what dominates a phase leaves the others to be balanced beside
-    it. Ties go to what moves fewer bytes, then to the earlier of `methods`. Takes up to three `assign` a phase and two
-    `assign_jointly`; a pure function of its arguments. Raises ArgumentError for wrong arguments.
+    A long item does not keep the microbatch from being balanced: other items are balanced beside it. A tie goes to the
+    method that moves fewer bytes, then to the earlier of `methods`. The result is a pure function of the arguments.
+    Costs up to three `assign` for each phase, and two `assign_jointly`. Raises ArgumentError for wrong arguments.
     """
     num_ranks = checked_num_ranks(num_ranks)
     _check(phases, methods, overhead)
     network = Network.of(link)
-    # 1. Every way that was asked for, with its prediction.
-    ways: dict[str, _Way] = {}
+    # 1. Predict each method.
+    options: dict[str, _Option] = {}
     if "per_phase" in methods:
         backbone = assign(phases[0].lengths, num_ranks, phases[0].cost, backend=backend)
-        ways["per_phase"] = _way(
-            phases, network, [backbone, *(_apart(phase, backbone, backend) for phase in phases[1:])]
-        )
+        encoders = [_apart(phase, backbone, backend) for phase in phases[1:]]
+        options["per_phase"] = _option(phases, network, [backbone, *encoders])
     if "joint" in methods:
-        ways["joint"] = _follow_all(phases, network, _backbone(phases, num_ranks, backend), {})
-        if "mixed" in methods and (mixed := _mixed(phases, num_ranks, network, ways["joint"], backend)):
-            ways["mixed"] = mixed
+        options["joint"] = _follow_all(phases, network, _joint_backbone(phases, num_ranks, backend), {})
+        if "mixed" in methods and (mixed := _mixed(phases, num_ranks, network, options["joint"], backend)):
+            options["mixed"] = mixed
         if overhead is not None and "split" in methods:
-            ways["split"] = _split(phases, num_ranks, ways["joint"], overhead, backend)
-    # 2. The fastest.
-    method = min((name for name in methods if name in ways), key=lambda name: ways[name].key)
+            options["split"] = _split(phases, num_ranks, options["joint"], overhead, backend)
+    # 2. Take the fastest.
+    method = min((name for name in methods if name in options), key=lambda name: options[name].key)
+    # 3. Predict the microbatch without balancing, for comparison.
     if home is not None:
         ranks = checked_ranks(home, "home", len(phases[0].lengths), num_ranks)
-        ways[UNBALANCED] = _follow_all(phases, network, scored_phase(phases[0], ranks, num_ranks), {})
+        options[UNBALANCED] = _follow_all(phases, network, scored_phase(phases[0], ranks, num_ranks), {})
     return Choice(
         method=method,
-        assignments=ways[method].assignments,
-        fragments=ways[method].fragments,
-        predicted_s={name: way.total_ns / NS_PER_S for name, way in ways.items()},
-        exchange_s={name: way.exchange_ns / NS_PER_S for name, way in ways.items()},
-        moved_bytes=ways[method].moved_bytes,
-        why=_why(method, ways),
+        assignments=options[method].assignments,
+        fragments=options[method].fragments,
+        predicted_s={name: option.total_ns / NS_PER_S for name, option in options.items()},
+        exchange_s={name: option.exchange_ns / NS_PER_S for name, option in options.items()},
+        moved_bytes=options[method].moved_bytes,
+        why=_why(method, options),
     )
 
 
-def _mixed(phases: Sequence[Phase], num_ranks: int, network: Network, joint: _Way, backend: Backend) -> _Way | None:
-    """Joint without the encoders that are better off alone; None where those are none, or all of them."""
+def _mixed(
+    phases: Sequence[Phase], num_ranks: int, network: Network, joint: _Option, backend: Backend
+) -> _Option | None:
+    """Joint, without the encoders that are faster by themselves; None if no encoder is, or if all are."""
     backbone = joint.assignments[0]
-    leaving = []
-    for phase, placed in zip(phases[1:], joint.assignments[1:], strict=True):
-        own = _apart(phase, backbone, backend)
-        exchange_ns, _ = _exchange(phase, own, backbone, network)
-        if phase.compute_ns(own) + exchange_ns < phase.compute_ns(placed):
-            leaving.append(phase)
-    together = [phase for phase in phases if phase not in leaving]
-    if not leaving or len(together) == 1:
+    alone = []
+    for phase, together in zip(phases[1:], joint.assignments[1:], strict=True):
+        apart = _apart(phase, backbone, backend)
+        exchange_ns, _ = _exchange(phase, apart, backbone, network)
+        if phase.compute_ns(apart) + exchange_ns < phase.compute_ns(together):
+            alone.append(phase)
+    remaining = [phase for phase in phases if phase not in alone]
+    if not alone or len(remaining) == 1:
         return None
-    # With fewer phases to serve, the joint assignment serves them better.
-    backbone = _backbone(together, num_ranks, backend)
-    return _follow_all(phases, network, backbone, {phase.name: _apart(phase, backbone, backend) for phase in leaving})
+    # A joint assignment of fewer phases balances them better.
+    backbone = _joint_backbone(remaining, num_ranks, backend)
+    return _follow_all(phases, network, backbone, {phase.name: _apart(phase, backbone, backend) for phase in alone})
 
 
 def _apart(phase: Phase, backbone: Assignment, backend: Backend) -> Assignment:
     return assign_apart(phase.lengths, phase.cost, phase.owner, backbone, backend)
 
 
-def _split(phases: Sequence[Phase], num_ranks: int, joint: _Way, overhead: Overhead, backend: Backend) -> _Way:
-    """Whole examples but for those that dominate; a fragment has the same share of every phase of its example."""
+def _split(phases: Sequence[Phase], num_ranks: int, joint: _Option, overhead: Overhead, backend: Backend) -> _Option:
+    """Joint, with the dominating examples cut; a fragment has the same share of every phase of its example."""
     costs, unit_s = joint_costs(phases)
     in_units = Overhead(round(overhead.fixed / NS_PER_S / unit_s), overhead.fraction)
     fragments = split(costs, num_ranks, in_units, backend=backend)
     compute_ns = 0
     for phase, column in zip(phases, fragments.costs.T, strict=True):
-        # A padded phase is computed with padding also where its items are cut.
+        # A padded phase stays padded when its items are cut.
         cost = Packed() if isinstance(phase.cost, Packed) else Padded()
         loads = score(fragments.assignment.ranks, column, num_ranks, cost).loads
         compute_ns += round(int(loads.max()) * unit_s * NS_PER_S)
     return replace(joint, compute_ns=compute_ns, fragments=fragments)
 
 
-def _backbone(phases: Sequence[Phase], num_ranks: int, backend: Backend) -> Assignment:
-    """The backbone's part of the assignment of whole examples that serves all of `phases`, the backbone first."""
+def _joint_backbone(phases: Sequence[Phase], num_ranks: int, backend: Backend) -> Assignment:
+    """The backbone's phase of the joint assignment of `phases`, the backbone first."""
     ranks = assign_jointly(joint_costs(phases)[0], num_ranks, backend=backend).ranks
     return scored_phase(phases[0], ranks, num_ranks)
 
 
-def _follow_all(phases: Sequence[Phase], network: Network, backbone: Assignment, apart: dict[str, Assignment]) -> _Way:
-    """The backbone as given; encoders follow their examples, but for those that are placed apart."""
+def _follow_all(
+    phases: Sequence[Phase], network: Network, backbone: Assignment, apart: dict[str, Assignment]
+) -> _Option:
+    """Encoders follow their examples, except those in `apart`."""
     encoders = [apart[phase.name] if phase.name in apart else follow(phase, backbone) for phase in phases[1:]]
-    return _way(phases, network, [backbone, *encoders])
+    return _option(phases, network, [backbone, *encoders])
 
 
-def _way(phases: Sequence[Phase], network: Network, assignments: Sequence[Assignment]) -> _Way:
+def _option(phases: Sequence[Phase], network: Network, assignments: Sequence[Assignment]) -> _Option:
+    """The prediction for these assignments, one for each phase."""
     exchanges = [
         _exchange(phase, placed, assignments[0], network)
         for phase, placed in zip(phases[1:], assignments[1:], strict=True)
     ]
-    return _Way(
+    return _Option(
         tuple(assignments),
         sum(phase.compute_ns(placed) for phase, placed in zip(phases, assignments, strict=True)),
         sum(nanoseconds for nanoseconds, _ in exchanges),
@@ -202,28 +218,30 @@ def _way(phases: Sequence[Phase], network: Network, assignments: Sequence[Assign
 
 
 def _exchange(phase: Phase, placed: Assignment, backbone: Assignment, network: Network) -> tuple[int, int]:
-    """Nanoseconds of bringing a phase's outputs to their examples and gradients back, and the bytes that cross."""
+    """The exchange of a phase's outputs and gradients: nanoseconds, and bytes that cross ranks."""
     destination = backbone.ranks[phase.owner]
     moves = placed.ranks != destination
     if phase.output_bytes is None or not moves.any():
         return 0, 0
     size_bytes = moved(placed.ranks, destination, phase.output_bytes, network.nodes(placed.num_ranks))
-    # Gradients go the same way back, so the slowest rank of the one is that of the other.
+    # Gradients return by the same route, so the same rank is the slowest.
     seconds = phase.num_exchanges * float(network.exchange_s(size_bytes)[0])
     return round(seconds * NS_PER_S), phase.num_exchanges * int(phase.output_bytes[moves].sum())
 
 
-def _why(method: Method, ways: dict[str, _Way]) -> str:
-    def exchange(way: _Way) -> str:
-        return f", {as_ms(way.exchange_ns)} of it exchange" if way.exchange_ns else ""
+def _why(method: Method, options: dict[str, _Option]) -> str:
+    def exchange(option: _Option) -> str:
+        return f", {as_ms(option.exchange_ns)} of it exchange" if option.exchange_ns else ""
 
-    others = "; ".join(f"{name} {as_ms(way.total_ns)}{exchange(way)}" for name, way in ways.items() if name != method)
-    chosen = ways[method]
+    others = "; ".join(
+        f"{name} {as_ms(option.total_ns)}{exchange(option)}" for name, option in options.items() if name != method
+    )
+    chosen = options[method]
     return f"{method}: {as_ms(chosen.total_ns)} predicted{exchange(chosen)}" + (f" ({others})." if others else ".")
 
 
 def as_ms(nanoseconds: int) -> str:
-    """Milliseconds to three digits, for people."""
+    """Nanoseconds as text in milliseconds, with three digits."""
     milliseconds = nanoseconds / 1e6
     return f"{milliseconds:,.0f} ms" if milliseconds >= 1000 else f"{milliseconds:.3g} ms"
 
@@ -232,7 +250,7 @@ def _check(phases: Sequence[Phase], methods: Sequence[str], overhead: Overhead |
     if not methods or set(methods) - set(get_args(Method)):
         raise ArgumentError(f"methods is {methods!r}; it must hold some of {', '.join(get_args(Method))}.")
     if {"mixed", "split"} & set(methods) and "joint" not in methods:
-        raise ArgumentError(f"methods is {methods!r}; mixed and split begin with joint, so it must hold that as well.")
+        raise ArgumentError(f"methods is {methods!r}; mixed and split begin with joint, so it must hold joint as well.")
     if ("split" in methods) != (overhead is not None):
         raise ArgumentError(f"overhead is {overhead}; it must be given where methods holds split, and only there.")
     check_phases(phases)

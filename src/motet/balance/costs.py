@@ -1,4 +1,4 @@
-"""What a rank's load is made of: the costs that a phase can be balanced on. All integer, so the same on every rank."""
+"""How the items of a rank add up to its load. All costs are integers, so every rank computes the same."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from motet.core.limits import INT64_MAX
 
 @dataclass(frozen=True)
 class Packed:
-    """Items of a rank are computed without padding: the load is the sum of linear * length + quadratic * length^2.
+    """Items without padding: a rank's load is the sum of linear * length + quadratic * length^2.
 
-    OrchMLLM equation 2 without padding. Quantise fitted coefficients before: only their ratio matters.
+    OrchMLLM equation 2 without padding. Only the ratio of the coefficients matters; round fitted ones to integers.
+
+    Example:
+        >>> from motet.balance import assign
+        >>> assign([4, 3, 3], num_ranks=2, cost=Packed(1, 2)).loads.tolist()  # 4 + 2 * 16; 2 * (3 + 2 * 9)
+        [36, 42]
     """
 
     linear: int = 1
@@ -25,7 +30,7 @@ class Packed:
                 raise ArgumentError(f"Packed({name}={value!r}): a coefficient must be an integer of 0 or more.")
 
     def weights(self, lengths: Int64Array) -> Int64Array:
-        """The cost of each item, int64 [num_items]. Raises ArgumentError where their sum does not fit int64."""
+        """The cost of each item, int64 [num_items]. Raises ArgumentError where the sum does not fit int64."""
         longest = int(lengths.max(initial=0))
         if len(lengths) * (self.linear * longest + self.quadratic * longest**2) > INT64_MAX:
             exact = sum(self.linear * length + self.quadratic * length**2 for length in lengths.tolist())
@@ -36,15 +41,20 @@ class Packed:
         return self.alone(lengths)
 
     def alone(self, lengths: Int64Array) -> Int64Array:
-        """What each item costs by itself on a rank, int64 [num_items]."""
+        """The cost of each item alone on a rank, int64 [num_items]."""
         return _alone(lengths, self.linear, self.quadratic)
 
 
 @dataclass(frozen=True)
 class Padded:
-    """Items of a rank are padded to the longest of them: count * (linear * longest + quadratic * longest^2).
+    """Items padded to the longest of their rank: its load is count * (linear * longest + quadratic * longest^2).
 
-    OrchMLLM equation 2 with padding. Quantise fitted coefficients before: only their ratio matters.
+    OrchMLLM equation 2 with padding. Only the ratio of the coefficients matters; round fitted ones to integers.
+
+    Example:
+        >>> from motet.balance import assign
+        >>> assign([9, 2, 2, 2], num_ranks=2, cost=Padded()).loads.tolist()  # 1 * 9; 3 * 2
+        [9, 6]
     """
 
     linear: int = 1
@@ -54,21 +64,26 @@ class Padded:
         _check_coefficients(self, self.linear, self.quadratic, at_least=0)
 
     def weights(self, lengths: Int64Array) -> Int64Array:
-        """The lengths themselves. Raises ArgumentError where all items on one rank would not fit int64."""
+        """The lengths themselves. Raises ArgumentError where the load of all items on one rank does not fit int64."""
         _check_padded(self, self.linear, self.quadratic, lengths)
         return lengths
 
     def alone(self, lengths: Int64Array) -> Int64Array:
-        """What each item costs by itself on a rank, int64 [num_items]; together they cost more."""
+        """The cost of each item alone on a rank, int64 [num_items]. Items together cost at least the sum of these."""
         return _alone(lengths, self.linear, self.quadratic)
 
 
 @dataclass(frozen=True)
 class PaddedAttention:
-    """Only attention pads to the longest item: linear * (sum of lengths) + quadratic * count * longest^2.
+    """Items padded in attention alone: a load is linear * (sum of lengths) + quadratic * count * longest^2.
 
-    OrchMLLM's ConvTransformer (appendix A, above Algorithm 5). Both coefficients are 1 or more: without the quadratic
-    one this is Packed, without the linear one Padded. Quantise fitted coefficients before: only their ratio matters.
+    OrchMLLM's ConvTransformer (appendix A, above Algorithm 5). Both coefficients are at least 1: without the quadratic
+    one this is Packed, without the linear one Padded. Only their ratio matters; round fitted ones to integers.
+
+    Example:
+        >>> from motet.balance import assign
+        >>> assign([9, 2, 2, 2], num_ranks=2, cost=PaddedAttention()).loads.tolist()  # 9 + 1 * 81; 6 + 3 * 4
+        [90, 18]
     """
 
     linear: int = 1
@@ -78,12 +93,12 @@ class PaddedAttention:
         _check_coefficients(self, self.linear, self.quadratic, at_least=1)
 
     def weights(self, lengths: Int64Array) -> Int64Array:
-        """The lengths themselves. Raises ArgumentError where all items on one rank would not fit int64."""
+        """The lengths themselves. Raises ArgumentError where the load of all items on one rank does not fit int64."""
         _check_padded(self, self.linear, self.quadratic, lengths)
         return lengths
 
     def alone(self, lengths: Int64Array) -> Int64Array:
-        """What each item costs by itself on a rank, int64 [num_items]; together they cost more."""
+        """The cost of each item alone on a rank, int64 [num_items]. Items together cost at least the sum of these."""
         return _alone(lengths, self.linear, self.quadratic)
 
 

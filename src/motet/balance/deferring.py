@@ -1,14 +1,14 @@
-"""Items that dominate, with several microbatches a step: not cut, but put together into a microbatch of their level.
+"""Long items of a step, collected in few microbatches instead of cut.
 
-A step takes the sum over its microbatches of the largest load. Where every microbatch has a long item, all ranks wait
-for each of them. If the long items share one microbatch, its other ranks can be filled up to the same level with work
-that the other microbatches then have less of, and nobody waits. Microbatch after microbatch:
+A step takes the sum over its microbatches of the largest load. If every microbatch has a long item, all ranks wait in
+each of them. If the long items share one microbatch, its other ranks take light items up to the same load, and the
+other microbatches become shorter. For one microbatch after the other:
 
-1. Its level in each phase is the longest item that is left, or the mean of what is left, if that is more.
-2. What is left is poured under these limits (reference/splitting.py, with nothing cut): first the items that nearly
-   reach a limit, which need a rank of their own; then by rarity of their phase, heaviest first. So the first
-   microbatches take the heavy items and are filled up with light ones, and the last one gets the rest.
-3. The balancers of whole items place the microbatch anew, where they do better.
+1. Set the limit of each phase: the longest item that is left, or the mean load that is left, whichever is larger.
+2. Place items under these limits, without cuts (reference/splitting.py). The items that nearly reach a limit come
+   first, because they need a rank of their own. The others follow by rarity of their phase, heaviest first. So the
+   first microbatches hold the heavy items, filled up with light ones; the last microbatch gets the rest.
+3. Place the items of the microbatch with `assign` or `assign_jointly`, and keep that placement if it is better.
 """
 
 from __future__ import annotations
@@ -29,20 +29,25 @@ from motet.core.assignment import Assignment, max_sum
 from motet.core.errors import ArgumentError
 
 NEARLY_FULL = 0.9
-"""An item that takes more than so much of a limit is placed while ranks are still empty. With 0.75 or 0.95 the sum over
-phases is up to 1.2 times as large on mixed lengths; single phases do not depend on it."""
+"""Items above this share of a limit are placed first, while ranks are empty. With 0.75 or 0.95 the result is up to 1.2
+times as long on mixed lengths and several phases; one phase does not depend on it."""
 
 NUM_LEVELS = 6
-"""How many levels are tried, each an eighth of the first higher, before microbatches are filled up to the capacity."""
+"""Number of limits that are tried, each higher by 1/8 of the first; after them, only the capacity is a limit."""
 
 
 @dataclass(frozen=True, eq=False)
 class Deferral:
-    """Which microbatch and which rank computes each item of a step.
+    """The microbatch and the rank of each item of a step.
 
     microbatch:  int32 [num_items].
     ranks:       int32 [num_items].
-    assignments: one for each microbatch, of its items, which it numbers in the order of `items_of(microbatch)`.
+    assignments: one for each microbatch; its item i is `items_of(microbatch)[i]` of the step.
+
+    Example:
+        >>> deferral = defer([8, 4, 8, 4], num_ranks=2, num_microbatches=2)
+        >>> deferral.microbatch.tolist(), deferral.max_sum  # 8 + 4; in the given order, 8 + 8
+        ([0, 1, 0, 1], 12)
     """
 
     microbatch: Int32Array
@@ -50,12 +55,12 @@ class Deferral:
     assignments: tuple[Assignment, ...]
 
     def items_of(self, microbatch: int) -> Int64Array:
-        """The items of one microbatch, ascending."""
+        """The items of one microbatch, int64, ascending."""
         return np.flatnonzero(self.microbatch == microbatch)
 
     @property
     def max_sum(self) -> int:
-        """The largest loads, summed over microbatches and phases, in the unit of the costs."""
+        """The largest load of each microbatch and phase, summed up, in the unit of the costs."""
         return sum(max_sum(assignment.loads) for assignment in self.assignments)
 
 
@@ -67,16 +72,15 @@ def defer(
     capacity: int | None = None,
     backend: Backend = "native",
 ) -> Deferral:
-    """Give each item of a step a microbatch and a rank, so that the largest loads add up to little.
+    """Give each item of a step a microbatch and a rank, so that `Deferral.max_sum` is small.
 
     costs: int [num_items], or [num_items, num_phases] in one unit.
-    capacity: the most that a rank may hold in a microbatch, summed over phases; only an item that exceeds it by itself
-        does, and has the rank for itself.
+    capacity: the most cost of a rank in a microbatch, summed over phases. An item above the capacity gets a rank alone.
 
-    The sum over microbatches and phases of the largest load is never above that of items spread evenly, in item order,
-    over microbatches that are balanced each for itself, unless those exceed the capacity.
+    max_sum is never above that of microbatches of consecutive items, as many in each, each of them balanced by itself,
+    unless these exceed the capacity.
     Raises ArgumentError for bad costs and counts, and where no placement within the capacity was found.
-    O(num_microbatches * num_items * num_ranks * num_phases), beside balancing each microbatch.
+    O(num_microbatches * num_items * num_ranks * num_phases), plus the balancing of each microbatch.
     """
     checked = checked_costs(costs)
     if num_microbatches < 1:
@@ -85,18 +89,18 @@ def defer(
         raise ArgumentError(f"capacity is {capacity}; it must be at least 1.")
     check_sum(checked, "costs")
     step = _Step(checked, checked_num_ranks(num_ranks), num_microbatches, capacity, backend)
-    found = [deferral for deferral in (_by_level(step), _spread_evenly(step)) if deferral is not None]
-    if not found:
+    deferrals = [deferral for deferral in (_by_level(step), _spread_evenly(step)) if deferral is not None]
+    if not deferrals:
         raise ArgumentError(
             f"capacity is {capacity}; no placement of the {len(checked)} items on {num_ranks} ranks "
             f"in {num_microbatches} microbatches was found that keeps to it."
         )
-    return min(found, key=lambda deferral: deferral.max_sum)
+    return min(deferrals, key=lambda deferral: deferral.max_sum)
 
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """What `defer` was given, clean."""
+    """The arguments of `defer`, checked."""
 
     costs: Int64Array
     num_ranks: int
@@ -110,12 +114,12 @@ class _Step:
         return self.costs[:, None] if self.costs.ndim == 1 else self.costs
 
     def sizes(self, items: Int64Array) -> Int64Array:
-        """What items take of the capacity, int64 [num_items]: all of it, if they are too large for it."""
+        """What each item takes of the capacity, int64 [num_items]: its cost over all phases, at most the capacity."""
         sizes: Int64Array = self.rows[items].sum(axis=1)
         return sizes if self.capacity is None else np.minimum(sizes, self.capacity)
 
     def keeps_capacity(self, items: Int64Array, ranks: Int32Array) -> bool:
-        """Whether items on these ranks leave each rank within the capacity."""
+        """Whether each rank stays within the capacity if it gets these items."""
         if self.capacity is None:
             return True
         held = np.zeros(self.num_ranks, dtype=np.int64)
@@ -123,23 +127,23 @@ class _Step:
         return int(held.max()) <= self.capacity
 
     def balanced(self, items: Int64Array) -> Assignment | None:
-        """The items of one microbatch, placed by the balancers of whole items; None if that exceeds the capacity."""
-        place = assign if self.costs.ndim == 1 else assign_jointly
-        placed = place(self.costs[items], self.num_ranks, backend=self.backend)
+        """The items of one microbatch, placed by `assign` or `assign_jointly`; None if that exceeds the capacity."""
+        balance = assign if self.costs.ndim == 1 else assign_jointly
+        placed = balance(self.costs[items], self.num_ranks, backend=self.backend)
         return placed if self.keeps_capacity(items, placed.ranks) else None
 
     def deferral(self, microbatches: list[tuple[Int64Array, Assignment]]) -> Deferral:
-        """From the items, ascending, and the Assignment of each microbatch."""
+        """The Deferral of microbatches (items, ascending; their Assignment)."""
         microbatch = np.zeros(len(self.costs), dtype=np.int32)
         ranks = np.zeros(len(self.costs), dtype=np.int32)
-        for number, (items, placed) in enumerate(microbatches):
-            microbatch[items] = number
+        for index, (items, placed) in enumerate(microbatches):
+            microbatch[items] = index
             ranks[items] = placed.ranks
         return Deferral(microbatch, ranks, tuple(placed for _, placed in microbatches))
 
 
 def _spread_evenly(step: _Step) -> Deferral | None:
-    """As many items in each microbatch, in item order; None where one of them exceeds the capacity."""
+    """Microbatches of consecutive items, as many in each; None if one of them exceeds the capacity."""
     microbatches = []
     for items in np.array_split(np.arange(len(step.costs)), step.num_microbatches):
         placed = step.balanced(items)
@@ -150,7 +154,7 @@ def _spread_evenly(step: _Step) -> Deferral | None:
 
 
 def _by_level(step: _Step) -> Deferral | None:
-    """Microbatches of falling level; None where not all items were placed within the capacity."""
+    """Microbatches filled under the lowest limits that suffice; None if the capacity does not suffice."""
     for raised in range(NUM_LEVELS):
         deferral = _filled(step, raised)
         if deferral is not None:
@@ -159,15 +163,18 @@ def _by_level(step: _Step) -> Deferral | None:
 
 
 def _filled(step: _Step, raised: int | None) -> Deferral | None:
-    """One microbatch after another, its level raised by so many eighths; None stands for without levels."""
+    """One microbatch after another under limits raised by `raised` eighths; None: under the capacity alone.
+
+    Returns None if items are left over.
+    """
     left = np.arange(len(step.costs))
     microbatches = []
-    for number in range(step.num_microbatches):
-        is_last = number == step.num_microbatches - 1
+    for index in range(step.num_microbatches):
+        is_last = index == step.num_microbatches - 1
         if is_last and (placed := step.balanced(left)) is not None:
             microbatches.append((left, placed))
             return step.deferral(microbatches)
-        limits = _levels(step, left, None if is_last else raised, step.num_microbatches - number)
+        limits = _limits(step, left, None if is_last else raised, step.num_microbatches - index)
         items, ranks = _poured(step, left, limits)
         poured = scored(ranks, step.costs[items], step.num_ranks)
         balanced = step.balanced(items)
@@ -177,20 +184,20 @@ def _filled(step: _Step, raised: int | None) -> Deferral | None:
     return step.deferral(microbatches) if len(left) == 0 else None
 
 
-def _levels(step: _Step, left: Int64Array, raised: int | None, num_microbatches: int) -> Int64Array:
-    """The limit of each phase for the first of the microbatches that take the items that are left."""
+def _limits(step: _Step, left: Int64Array, raised: int | None, num_microbatches: int) -> Int64Array:
+    """The limit of each phase, int64 [num_phases], in the first of the `num_microbatches` that share the items left."""
     rows = step.rows[left]
     totals: Int64Array = rows.sum(axis=0)
     if raised is None:
         return totals
     means = -(-totals // (step.num_ranks * num_microbatches))
-    levels: Int64Array = np.maximum(means, rows.max(axis=0, initial=0))
-    levels += np.minimum(totals - levels, levels // 8 * raised)
-    return levels
+    limits: Int64Array = np.maximum(means, rows.max(axis=0, initial=0))
+    limits += np.minimum(totals - limits, limits // 8 * raised)
+    return limits
 
 
 def _poured(step: _Step, left: Int64Array, limits: Int64Array) -> tuple[Int64Array, Int32Array]:
-    """The items that fit under the limits and the capacity, ascending, and their ranks."""
+    """The items that fit under the limits and the capacity, int64, ascending, and their ranks, int32."""
     rows = step.rows[left]
     turns, phases = turns_by_rarity(rows)
     fullness = (rows / np.maximum(limits, 1)).max(axis=1)
@@ -201,7 +208,7 @@ def _poured(step: _Step, left: Int64Array, limits: Int64Array) -> tuple[Int64Arr
         rows = np.column_stack([rows, step.sizes(left)])
         limits = np.append(limits, step.capacity)
     whole = np.ones(len(left), dtype=np.int64)
-    place, _, _, ranks = algorithms(step.backend).pour(
+    placed, _, _, ranks = algorithms(step.backend).pour(
         rows, np.zeros_like(rows), whole, whole, turns, phases, limits, step.num_ranks
     )
-    return left[place], ranks
+    return left[placed], ranks

@@ -1,11 +1,11 @@
-"""What stands in for the native core where it is not built: packed placements in numpy, all else from the reference.
+"""The replacement of a native core that is not built: packed placements in numpy, everything else from the reference.
 
-The same contract as the native core, by other decisions: ranks that balance together must all have the same backend
-(`ACTIVE_BACKEND`). Whole arrays at once:
+It keeps the contract of the native core but places items differently, so all ranks must have the same backend
+(`ACTIVE_BACKEND`). It works on whole arrays:
 
-1. LPT in batches. In the order of loads, the next items go to the lightest ranks, one each, for as long as LPT would
-   choose the same: while no rank that has got its item is lighter than the next that has not.
-2. The swaps of reference/swaps.py in rounds of all heavy ranks at once, among the lightest few items of each.
+1. LPT in batches. The next items go to the lightest ranks, one to each, as long as LPT would choose the same: until a
+   rank that has got an item is lighter than the next rank that has none.
+2. The swaps of reference/swaps.py, between the few lightest items of each rank, for all heavy ranks in one round.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from motet.balance.reference.result import AssignmentFields, placement
 from motet.core.arrays import Int64Array
 
 _NUM_MOVABLE = 16
+"""The number of items of a rank that swaps consider: its lightest."""
+
 FEW_RANKS = 256
-"""Below this, batches are so short that one item at a time is faster."""
+"""With fewer ranks, batches are so short that LPT of one item at a time is faster."""
 
 
 def packed(weights: Int64Array, num_ranks: int, equal_counts: bool, num_steps: int) -> AssignmentFields:
-    """As reference.packed: never worse than LPT, or than rounds of it for equal counts."""
+    """As reference.packed: never worse than LPT, or with equal counts than LPT in rounds."""
     order = _lightest_first(-weights)
     descending = weights[order]
     if equal_counts:
@@ -35,13 +37,13 @@ def packed(weights: Int64Array, num_ranks: int, equal_counts: bool, num_steps: i
         ranks = _in_batches(descending, num_ranks)
     bound = packed_bound(weights, num_ranks)
     loads = _swap(descending, ranks, num_ranks, bound + (bound >> 17), num_steps)
-    of_items = np.empty(len(weights), dtype=np.int32)
-    of_items[order] = ranks
-    return placement(of_items, loads, bound)
+    ranks_of_items = np.empty(len(weights), dtype=np.int32)
+    ranks_of_items[order] = ranks
+    return placement(ranks_of_items, loads, bound)
 
 
 def _lightest_first(values: Int64Array) -> Int64Array:
-    """The stable order, int64 [n]; where they fit, (value, number) is sorted as one integer, many times faster."""
+    """The stable ascending order, int64 [n]. If (value, index) fits one int64, sorting these is many times faster."""
     above = values - values.min(initial=0)
     num_bits = len(values).bit_length()
     if int(above.max(initial=0)) >= 2 ** (63 - num_bits):
@@ -51,7 +53,7 @@ def _lightest_first(values: Int64Array) -> Int64Array:
 
 
 def _in_rounds(descending: Int64Array, num_ranks: int) -> Int64Array:
-    """One item for each rank and round, the heaviest to the lightest rank."""
+    """LPT in rounds of one item for each rank, the heaviest item to the lightest rank: the rank of each item."""
     loads = np.zeros(num_ranks, dtype=np.int64)
     ranks = np.empty(len(descending), dtype=np.int64)
     for first in range(0, len(descending), num_ranks):
@@ -63,11 +65,11 @@ def _in_rounds(descending: Int64Array, num_ranks: int) -> Int64Array:
 
 
 def _in_batches(descending: Int64Array, num_ranks: int) -> Int64Array:
-    """LPT; items without weight go to the ranks in turn."""
+    """LPT: the rank of each item. Items without weight go to the ranks in turn."""
     num_heavy = int(np.count_nonzero(descending))
     ranks = np.empty(len(descending), dtype=np.int64)
     ranks[num_heavy:] = np.arange(len(descending) - num_heavy) % num_ranks
-    lightest, loads = np.arange(num_ranks), np.zeros(num_ranks, dtype=np.int64)  # in the order of loads
+    lightest, loads = np.arange(num_ranks), np.zeros(num_ranks, dtype=np.int64)  # both ordered by load
     first = 0
     while first < num_heavy:
         batch = descending[first : min(first + num_ranks, num_heavy)]
@@ -83,11 +85,11 @@ def _in_batches(descending: Int64Array, num_ranks: int) -> Int64Array:
 
 
 def _swap(descending: Int64Array, ranks: Int64Array, num_ranks: int, target: int, num_steps: int) -> Int64Array:
-    """Trade items one for one, in `ranks`, until no rank is above the target or no steps are left; gives the loads."""
+    """Swap items one for one, in place, until no rank is above the target or no steps are left; returns the loads."""
     loads = np.zeros(num_ranks, dtype=np.int64)
     np.add.at(loads, ranks, descending)
-    movable = _lightest_places(ranks, num_ranks)
-    weights = np.append(descending, 0)  # of place -1: nothing is there
+    movable = _lightest_items(ranks, num_ranks)
+    weights = np.append(descending, 0)  # index -1 stands for no item
     shift = 0
     while num_steps > 0 and loads.max() > target and shift < num_ranks - 1:
         order = _lightest_first(-loads)
@@ -112,14 +114,18 @@ def _swap(descending: Int64Array, ranks: Int64Array, num_ranks: int, target: int
     return loads
 
 
-def _lightest_places(ranks: Int64Array, num_ranks: int) -> Int64Array:
-    """The last places of each rank in the order of weights, int64 [num_ranks, NUM_MOVABLE]; -1 where it has fewer."""
-    places = np.argsort(ranks.astype(np.min_scalar_type(num_ranks)), kind="stable")  # short types sort much faster
+def _lightest_items(ranks: Int64Array, num_ranks: int) -> Int64Array:
+    """The lightest items of each rank, int64 [num_ranks, NUM_MOVABLE]; -1 where it has fewer.
+
+    An item is its index in the descending order of weights, as in `ranks`.
+    """
+    by_rank = np.argsort(ranks.astype(np.min_scalar_type(num_ranks)), kind="stable")  # short types sort much faster
     ends = np.cumsum(np.bincount(ranks, minlength=num_ranks))
     starts = np.concatenate([[0], ends[:-1]])
     index = ends[:, None] - 1 - np.arange(_NUM_MOVABLE)
-    return np.where(index >= starts[:, None], np.append(places, -1)[np.maximum(index, -1)], -1)
+    return np.where(index >= starts[:, None], np.append(by_rank, -1)[np.maximum(index, -1)], -1)
 
 
 def __getattr__(name: str) -> object:
+    """All other algorithms, from the reference."""
     return getattr(reference, name)

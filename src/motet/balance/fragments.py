@@ -1,4 +1,4 @@
-"""What a fragment of a cut item is, and what it costs: the data that `split` takes and gives."""
+"""Fragments of cut items and their costs: the data that `split` takes (`Overhead`) and returns (`Split`)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ MILLION = 10**6
 
 @dataclass(frozen=True)
 class Overhead:
-    """What each fragment of a cut item costs on top of its share, in each phase that the item has cost in.
+    """The extra cost of each fragment of a cut item: fixed + fraction * (cost of the whole item).
 
-    fixed:    in the unit of the costs, for what a fragment takes however long it is (launches, synchronisation).
-    fraction: of the whole item's cost, for what grows with the item (a rank of a context-parallel group receives the
-              keys and values of the whole sequence); kept in millionths, and the cost is rounded down.
+    It is added in each phase in which the item has a cost.
+
+    fixed:    in the unit of the costs; what does not depend on the item (launches, synchronisation).
+    fraction: share of the whole item's cost; what grows with the item (each rank of a context-parallel group receives
+              the keys and values of the whole sequence). It is kept in millionths, and the cost is rounded down.
+
+    Example:
+        >>> Overhead(fixed=5, fraction=0.01).of(np.array([1000, 200, 0])).tolist()
+        [15, 7, 0]
     """
 
     fixed: int = 0
@@ -41,16 +47,25 @@ class Overhead:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Fragments and whole items, and where each is computed. A whole item is a fragment with num_parts 1.
+    """Fragments and the rank of each. A whole item is one fragment with num_parts 1.
 
-    item:       int64 [num_fragments], ascending; every item has at least one fragment.
-    part:       int64 [num_fragments], the fragment's place among those of its item, from 0.
-    num_parts:  int64 [num_fragments], how many fragments the item has, all on different ranks.
-    begin, end: int64 [num_fragments], the units of the item that the fragment holds; its parts hold all, in order.
-    units:      int64 [num_items], the equal units between which each item can be cut.
-    costs:      int64 [num_fragments] or [num_fragments, num_phases], as the given costs are, with the overhead. Without
-                it a fragment costs cost * end // units - cost * begin // units: shares add up to the item exactly.
-    assignment: of fragments to ranks; its bound holds for these fragments.
+    item:       int64 [num_fragments], ascending; the item of each fragment. Every item has at least one.
+    part:       int64 [num_fragments], the index of the fragment among those of its item, from 0.
+    num_parts:  int64 [num_fragments], the number of fragments of its item; they are on different ranks.
+    begin, end: int64 [num_fragments]; the fragment holds the units begin .. end - 1 of its item. The fragments of an
+                item hold all its units, in order.
+    units:      int64 [num_items], the number of equal units between which each item can be cut.
+    costs:      int64 [num_fragments] or [num_fragments, num_phases], in the shape of the given costs: the share
+                cost * end // units - cost * begin // units, plus the overhead. The shares of an item add up exactly.
+    assignment: fragments to ranks; its bound holds for these fragments.
+
+    Example:
+        >>> from motet.balance import split
+        >>> cut = split([90, 20, 10], num_ranks=2, overhead=Overhead())
+        >>> cut.num_cut, cut.item.tolist(), cut.costs.tolist()
+        (1, [0, 0, 1, 2], [61, 29, 20, 10])
+        >>> cut.assignment.loads.tolist()
+        [61, 59]
     """
 
     item: Int64Array
@@ -64,7 +79,7 @@ class Split:
 
     @property
     def num_cut(self) -> int:
-        """How many items are cut."""
+        """The number of items that are cut."""
         return int((self.part == 1).sum())
 
 
@@ -76,11 +91,11 @@ def fragment_costs(
     begin: Int64Array,
     end: Int64Array,
 ) -> Int64Array:
-    """Shares with overhead, int64 [num_fragments, num_phases]; exact, also where cost * units is beyond int64."""
+    """Shares plus overhead, int64 [num_fragments, num_phases]; exact also where cost * units exceeds int64."""
     result = costs[item]
     for fragment in np.flatnonzero(end - begin < units[item]).tolist():
-        owner = int(item[fragment])
-        first, last, num_units = int(begin[fragment]), int(end[fragment]), int(units[owner])
-        shares = [cost * last // num_units - cost * first // num_units for cost in costs[owner].tolist()]
-        result[fragment] = shares + overheads[owner]
+        whole = int(item[fragment])
+        first, last, num_units = int(begin[fragment]), int(end[fragment]), int(units[whole])
+        shares = [cost * last // num_units - cost * first // num_units for cost in costs[whole].tolist()]
+        result[fragment] = shares + overheads[whole]
     return result

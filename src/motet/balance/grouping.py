@@ -1,7 +1,7 @@
-"""Which samples form a minibatch, for a whole epoch at once: groups alike in vision and in text size.
+"""Which samples form a minibatch, decided for a whole epoch: groups of similar vision and text size.
 
-`group` is OmniBal's iterative sampling and filtering; `suggest_caps` finds its limits from the data; `pad_ratio` and
-`dist_ratio` measure any batching.
+`group` is OmniBal's iterative sampling and filtering (ISF). `suggest_caps` finds its limits from the data.
+`pad_ratio` and `dist_ratio` measure any division into minibatches.
 """
 
 from __future__ import annotations
@@ -18,17 +18,24 @@ from motet.core.errors import ArgumentError
 from motet.core.limits import INT64_MAX
 
 TEXT_SLACK = 128
-"""How far a group's text may stay below the cap for it to be full (OmniBal section 5.2, table 6)."""
+"""A group is full if its text is at most this many tokens below the cap (OmniBal section 5.2, table 6)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Samples in groups: full ones first, then samples above a cap, each alone, then leftover groups.
+    """Samples in groups: full groups first, then samples above a cap, each alone, then leftover groups.
 
     items:     int64 [num_samples], sample numbers by group (CSR values).
     offsets:   int64 [num_groups + 1]; group g has items[offsets[g]:offsets[g + 1]], at least one.
-    num_full:  how many groups reach a target.
-    oversized: int64 [num_oversized], the samples above a cap; groups num_full .. num_full + num_oversized - 1.
+    num_full:  the number of groups that reach a minimum.
+    oversized: int64 [num_oversized], the samples above a cap: groups num_full .. num_full + num_oversized - 1.
+
+    Example:
+        >>> groups = group(vision=[2, 2, 9, 1], text=[10, 10, 10, 10], max_vision=4, max_text=40, min_text=20)
+        >>> groups.num_full, groups.oversized.tolist()
+        (1, [2])
+        >>> sorted(groups.samples_of(0).tolist())
+        [0, 1]
     """
 
     items: Int64Array
@@ -38,18 +45,20 @@ class Groups:
 
     @property
     def num_groups(self) -> int:
+        """The number of all groups."""
         return len(self.offsets) - 1
 
     @property
     def leftover(self) -> range:
-        """The groups at the end that reach no target."""
+        """The numbers of the groups that reach no minimum; they come last."""
         return range(self.num_full + len(self.oversized), self.num_groups)
 
     def samples_of(self, group: int) -> Int64Array:
+        """The samples of a group, int64."""
         return self.items[self.offsets[group] : self.offsets[group + 1]]
 
     def totals(self, values: Int64Array) -> Int64Array:
-        """The sum of values, int64 [num_samples], over each group, int64 [num_groups]."""
+        """Sums over groups, int64 [num_groups], of values, int64 [num_samples]."""
         before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values[self.items])])
         totals: Int64Array = before[self.offsets[1:]] - before[self.offsets[:-1]]
         return totals
@@ -57,7 +66,12 @@ class Groups:
 
 @dataclass(frozen=True)
 class GroupCaps:
-    """What a group must not exceed, Qv and Qt, and what makes it full, Q'v or Q't."""
+    """The caps of a group, Qv and Qt in OmniBal, and the minima that make it full, Q'v or Q't.
+
+    Example:
+        >>> suggest_caps(vision=[1, 2, 3], text=[300, 400, 500])
+        GroupCaps(max_vision=8, max_text=1600, min_vision=8, min_text=1472)
+    """
 
     max_vision: int
     max_text: int
@@ -77,14 +91,16 @@ def group(
     seed: int = 0,
     backend: Backend = "native",
 ) -> Groups:
-    """Group samples so that vision and text totals are at most the caps and, for full groups, near one of them.
+    """Group samples so that the vision and text totals of a group are at most the caps, and near one of them.
 
-    vision, text: int [num_samples], >= 0, each sample's images (or patches) and its tokens in the sequence.
+    vision, text: int [num_samples], >= 0: the images (or patches) of each sample, and the tokens of its sequence.
     min_vision, min_text: a group that reaches one of them is full; by default max_vision and max_text - 128.
-    num_iterations: passes over what is not in a full group yet. seed: of the shuffles, the same on every rank.
-    Every sample is in exactly one group; only a sample above a cap, alone, makes a group above it.
-    Raises ArgumentError for sizes as `assign` does, shapes that differ, and caps that no sample meets.
-    O(num_samples) a pass. OmniBal Algorithm 1 with corrections (see reference/grouping.py).
+    num_iterations: passes over the samples that are in no full group yet.
+    seed: of the shuffles; it must be the same on every rank.
+
+    Every sample is in exactly one group. A group exceeds a cap only if it is a single sample above it.
+    O(num_samples) a pass. OmniBal Algorithm 1 with corrections (reference/grouping.py).
+    Raises ArgumentError for sizes as `assign` does, for shapes that differ, and for caps that no sample meets.
     """
     vision, text = checked_integers(vision, "vision"), checked_integers(text, "text")
     if vision.shape != text.shape:
@@ -106,12 +122,15 @@ def group(
 
 
 def suggest_caps(vision: ArrayLike, text: ArrayLike, *, batch_size: int = 4) -> GroupCaps:
-    """Caps and targets from a data set's statistics (OmniBal section 5.2); arguments as of `group`, not empty.
+    """Caps and minima from the sizes of a dataset (OmniBal section 5.2).
 
-    The text cap is the longest text; the vision cap is what goes with so much text on average, but no less than the
-    largest sample, which would else be alone. Targets: the vision cap, and 128 tokens below the text cap.
-    batch_size: where the longest text is less than that of so many samples on average, theirs is the cap: data that was
-    cut to a length would else form groups of one sample, which no other fits beside.
+    vision, text: as in `group`, at least one sample.
+    batch_size: the text cap is at least the mean text of so many samples. Without this, data that was cut to one length
+        would form groups of one sample.
+
+    Text cap: the longest text. Vision cap: the mean vision of that much text, but at least the largest sample, which
+    else would be alone. Minima: the vision cap, and 128 tokens below the text cap.
+    Raises ArgumentError as `group` does, and for no samples or batch_size < 1.
     """
     if batch_size < 1:
         raise ArgumentError(f"batch_size is {batch_size}; it must be at least 1.")
@@ -127,10 +146,11 @@ def suggest_caps(vision: ArrayLike, text: ArrayLike, *, batch_size: int = 4) -> 
 
 
 def pad_ratio(lengths: ArrayLike, offsets: ArrayLike) -> float:
-    """The share of padding where each minibatch is padded to its longest sample, on average over minibatches.
+    """The share of padding if each minibatch is padded to its longest sample: the mean over minibatches.
 
-    lengths: int [num_samples], tokens of each sample, minibatch after minibatch. offsets: int [num_minibatches + 1],
-    where each begins; none may be empty. OmniBal equation 1 for each; 0 without minibatches.
+    lengths: int [num_samples], tokens of each sample, ordered by minibatch.
+    offsets: int [num_minibatches + 1], where each minibatch begins; none may be empty.
+    OmniBal equation 1; 0 without minibatches. Raises ArgumentError for other offsets.
     """
     tokens, starts = checked_integers(lengths, "lengths"), checked_integers(offsets, "offsets")
     if len(starts) < 1 or starts[0] != 0 or starts[-1] != len(tokens) or (np.diff(starts) < 1).any():
@@ -142,9 +162,9 @@ def pad_ratio(lengths: ArrayLike, offsets: ArrayLike) -> float:
 
 
 def dist_ratio(totals: ArrayLike) -> float:
-    """The share of a step that devices wait for the fullest of them, on average over steps.
+    """The share of a step in which a device waits for the fullest one: the mean over devices and steps.
 
-    totals: int [num_steps, num_devices], tokens of each device's minibatch. OmniBal equation 2 for each; 0 without.
+    totals: int [num_steps, num_devices], tokens of the minibatch of each device. OmniBal equation 2; 0 without steps.
     """
     tokens = checked_integers(totals, "totals", 2)
     if tokens.size == 0:
@@ -153,10 +173,12 @@ def dist_ratio(totals: ArrayLike) -> float:
 
 
 def _mean_share_missing(used: Int64Array, whole: Int64Array) -> float:
+    """The mean of (whole - used) / whole."""
     return float(np.mean((whole - used) / np.maximum(whole, 1)))
 
 
 def _slack_below(max_text: int) -> int:
+    """The text that makes a group full: TEXT_SLACK below the cap, but at least half of it."""
     return max_text - min(TEXT_SLACK, max_text // 2)
 
 

@@ -1,4 +1,4 @@
-"""All phases at once: one example -> rank assignment that balances every phase, so that no encoder output moves."""
+"""One assignment of whole examples to ranks that balances all phases, so that no encoder output moves."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from motet.core.errors import ArgumentError
 
 PAIRS_PER_EXAMPLE = 1_000
 MIN_PAIRS = 1_000_000
-"""Pairs of examples that the search may compare by default: so many for each example, and no fewer in all."""
+"""Pairs of examples that the search compares by default: PAIRS_PER_EXAMPLE for each, at least MIN_PAIRS in all."""
 
 PAIRS_PER_S = 500_000_000
-"""What a second of `time_budget_s` buys."""
+"""Pairs of examples that the search compares in a second of `time_budget_s`."""
 
 
 def assign_jointly(
@@ -33,20 +33,21 @@ def assign_jointly(
     """Place whole examples so that the sum over phases of the largest load is small.
 
     costs: int [num_examples, num_phases], >= 0, in one unit for all phases (FLOPs, nanoseconds); 0 where an example
-        has nothing for a phase.
-    home: int [num_examples], the rank that holds each example; with it, few of the `bytes`, int [num_examples], that
-        move with an example (None: each counts alike) leave their node of `ranks_per_node` ranks (None: each rank is a
-        node), and the sum of largest loads is at most 1.6 % above that without it.
-    time_budget_s: of the search that follows the starts, counted in comparisons at a nominal rate and never measured.
-        The search ends earlier within 2^-11 of the summed bounds.
+        has no item in a phase.
+    home: int [num_examples], the rank that holds each example. Few bytes leave their node, and the sum of the largest
+        loads is at most 1.6 % above that without home.
+    bytes: with home, int [num_examples], what moves with each example; None counts examples.
+    ranks_per_node: with home, the ranks of a node; None makes each rank a node.
+    time_budget_s: time of the search that improves the first placements, counted in comparisons at a nominal rate. The
+        search stops within 2^-11 of the sum of the bounds.
 
-    The Assignment has loads [num_ranks, num_phases], bound [num_phases] and so an imbalance for each phase; the
-    examples of a rank are in example order. Without home, its sum of largest loads is never above that of longest first
-    over vectors or over sums, unless it is within 2^-11 of the summed bounds. One phase is balanced as by `assign`.
-    Source and complexity: reference/joint.py, reference/joint_home.py.
+    The Assignment has loads [num_ranks, num_phases], bound [num_phases] and imbalance [num_phases]. The examples of a
+    rank are in example order. Without home, the sum of the largest loads is within 2^-11 of the sum of the bounds, or
+    no larger than that of longest first over vectors and of longest first over sums. One phase alone is balanced by
+    `assign`. Source and complexity: reference/joint.py, reference/joint_home.py.
 
     Raises ArgumentError for costs that are negative or not whole, that add up past 2^63 - 1 or have no phase, for
-    num_ranks < 1, a negative time_budget_s, and options that go with home, or without it, alone.
+    num_ranks < 1, a negative time_budget_s, `bytes` or `ranks_per_node` without home, and time_budget_s with home.
     """
     checked = checked_integers(costs, "costs", 2)
     num_ranks = checked_num_ranks(num_ranks)
@@ -57,10 +58,10 @@ def assign_jointly(
         if time_budget_s is not None:
             raise ArgumentError("time_budget_s is given with home; leave out one of the two.")
 
-        def anywhere() -> Assignment:
+        def unconstrained() -> Assignment:
             return assign_jointly(checked, num_ranks, backend=backend)
 
-        return assign_jointly_from_home(checked, num_ranks, home, bytes, ranks_per_node, anywhere, backend)
+        return assign_jointly_from_home(checked, num_ranks, home, bytes, ranks_per_node, unconstrained, backend)
     check_unused(bytes=bytes, ranks_per_node=ranks_per_node)
     default_pairs = max(MIN_PAIRS, PAIRS_PER_EXAMPLE * len(checked))
     max_pairs = steps_of_budget(time_budget_s, PAIRS_PER_S, default_pairs)

@@ -1,4 +1,7 @@
-"""Which ranks compute which balanced batches: a renaming that keeps on the node what the node already holds."""
+"""The rank that computes each batch of a balanced placement, so that most items stay on the node that holds them.
+
+A batch is what a placement puts on one rank. Batches change ranks as a whole, so the loads stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,17 @@ from motet.core.limits import INT64_MAX
 def place_on_nodes(
     volume: ArrayLike, ranks_per_node: int, *, exact: bool = False, backend: Backend = "native"
 ) -> Int64Array:
-    """The rank on which each batch is computed, int64 [num_ranks]: a permutation of the batches.
+    """The rank of each batch, int64 [num_ranks], a permutation: the largest volume sent to other nodes is small.
 
-    volume: int [num_ranks, num_ranks], >= 0; volume[s, b] is what source rank s holds of batch b, in any unit, bytes
-    say. Node n has the ranks from n * ranks_per_node on; the last node is smaller if num_ranks is no multiple. Small
-    is the maximum over sources of what a source sends to other nodes; the loads of a balanced placement do not
-    change.
+    volume: int [num_ranks, num_ranks], >= 0; volume[s, b] is what source rank s holds of batch b, in any unit (bytes).
+    The objective is the maximum over sources of what a source sends to other nodes.
+    ranks_per_node: node n has the ranks from n * ranks_per_node on; the last node may be smaller.
+    exact: find the smallest maximum by integer programming (HiGHS): for small jobs and for measurements. At 128 ranks
+    it takes seconds to hours. Without it, the result is within 1 % of the best known at 128 ranks and 60 items a rank.
 
-    exact: the smallest maximum there is, by integer programming (HiGHS), for small jobs and as a measure: seconds at
-    128 ranks if it is lucky, hours if not. Without it the result is, at 128 ranks and 60 items a rank, within 1 % of
-    the best known. O(num_ranks^2) and at most 1000 swaps. Raises ArgumentError for another shape, for negative or
-    fractional volumes and where what a source holds does not fit int64. OrchMLLM Algorithm 3, corrected
-    (reference/nodes.py).
+    O(num_ranks^2) and at most 1000 swaps. OrchMLLM Algorithm 3, corrected (reference/nodes.py).
+    Raises ArgumentError for another shape, for negative or fractional volumes, and where the sum of a row does not fit
+    int64.
     """
     checked = checked_integers(volume, "volume", 2)
     num_ranks = len(checked)

@@ -1,4 +1,4 @@
-"""The phases of a microbatch in one unit, seconds, and the link between ranks: all that `choose` decides from."""
+"""The phases of a microbatch: items, costs, seconds and bytes. `choose` decides from these and the link alone."""
 
 from __future__ import annotations
 
@@ -18,19 +18,26 @@ from motet.core.errors import ArgumentError
 
 NS_PER_S = 10**9
 _JOINT_TOTAL = 2**50
-"""Joint costs are quantised so that the largest phase adds up to this: sums stay exact in float64 and in int64."""
+"""The sum of the largest phase in joint costs. It is low enough for exact sums in float64 and in int64."""
 
 
 @dataclass(frozen=True, eq=False)
 class Phase:
-    """One phase of a microbatch: its items, what they cost, and what it takes to compute them apart from their example.
+    """One phase of a microbatch: its items, their cost, and the bytes of their outputs.
 
-    lengths:          int64 [num_items], of which `cost` is taken: lengths, or any work that an item is.
-    owner:            int64 [num_items], the example that each item belongs to; the backbone's items are the examples.
-    seconds_per_cost: seconds of a rank, forward and backward, for a unit of the cost.
-    output_bytes:     int64 [num_items], what an item's output takes on its way to another rank; None where nothing ever
-                      moves, as in the backbone.
-    num_exchanges:    how often those bytes are sent: 2, forward and as a gradient back, or 1 where nothing trains.
+    lengths:          int64 [num_items], the lengths (or any other work) that `cost` is computed from.
+    owner:            int64 [num_items], the example of each item; the backbone's items are the examples themselves.
+    seconds_per_cost: seconds of a rank, forward and backward, for one unit of the cost.
+    output_bytes:     int64 [num_items], bytes of an item's output if another rank needs it; None for the backbone,
+                      whose outputs never move.
+    num_exchanges:    how often these bytes are sent: 2 (the output, and its gradient back), or 1 in a frozen phase.
+
+    Example:
+        >>> lengths, owner = np.array([30, 10, 20]), np.array([0, 0, 1])  # example 0 has two images
+        >>> images = Phase("image", lengths, Packed(), owner, seconds_per_cost=0.001)
+        >>> placed = assign(lengths, 2)
+        >>> placed.loads.tolist(), images.compute_ns(placed)
+        ([30, 30], 30000000)
     """
 
     name: str
@@ -42,17 +49,17 @@ class Phase:
     num_exchanges: int = 2
 
     def compute_ns(self, assignment: Assignment) -> int:
-        """Nanoseconds of the busiest rank."""
+        """Compute time of the busiest rank, in nanoseconds."""
         return round(int(assignment.loads.max(initial=0)) * self.seconds_per_cost * NS_PER_S)
 
 
 def scored_phase(phase: Phase, ranks: Int32Array, num_ranks: int) -> Assignment:
-    """The items of a phase on the given ranks, int32 [num_items]."""
+    """The Assignment that puts the items of a phase on the given ranks, int32 [num_items]."""
     return score(ranks, phase.lengths, num_ranks, phase.cost)
 
 
 def follow(phase: Phase, backbone: Assignment) -> Assignment:
-    """The items of a phase on the ranks that run their examples, in the order of the examples' slots."""
+    """Each item of a phase on the rank that runs its example; items of a rank are in the order of their examples."""
     ranks, order = backbone.follow(phase.owner)
     return replace(scored_phase(phase, ranks, backbone.num_ranks), items=order)
 
@@ -64,26 +71,27 @@ def assign_apart(
     backbone: Assignment,
     backend: Backend = "native",
 ) -> Assignment:
-    """The items of an encoder balanced by themselves, so that few outputs leave the rank that runs their example.
+    """Balance the items of an encoder by themselves; of packed items, few leave the rank that runs their example.
 
-    owner: int64 [num_items], the example of each item. Packed items start on the rank of their example, and only the
-    excess leaves. Batches of padded items are made of like lengths from everywhere, so nearly all leave.
+    owner: int64 [num_items], the example of each item.
+    Packed items start on the rank of their example, and a rank sends away only its excess. Padded items are put beside
+    items of like length, so nearly all of them move.
     """
     home = backbone.ranks[owner] if isinstance(cost, Packed) else None
     return assign(lengths, backbone.num_ranks, cost, home=home, backend=backend)
 
 
 def joint_costs(phases: Sequence[Phase]) -> tuple[Int64Array, float]:
-    """Costs of the examples in one unit, int64 [num_examples, num_phases], and the seconds of the unit.
+    """Costs of the examples in one unit for all phases, int64 [num_examples, num_phases], and the unit in seconds.
 
-    An item of a padded phase counts as it would by itself.
+    An item of a padded phase costs what it would cost alone on a rank.
     """
     num_examples = len(phases[0].lengths)
     weights = [phase.cost.alone(phase.lengths) for phase in phases]
     totals_s = [int(w.sum()) * phase.seconds_per_cost for w, phase in zip(weights, phases, strict=True)]
     unit_s = max(totals_s) / _JOINT_TOTAL or 1.0
     columns = [
-        # Whole numbers that add up to less than 2^53: the order of the sums does not matter.
+        # Whole numbers whose sum is below 2^53: floats add them exactly, in any order.
         np.bincount(phase.owner, np.rint(w * (phase.seconds_per_cost / unit_s)), num_examples)
         for w, phase in zip(weights, phases, strict=True)
     ]
@@ -91,7 +99,7 @@ def joint_costs(phases: Sequence[Phase]) -> tuple[Int64Array, float]:
 
 
 def check_phases(phases: Sequence[Phase]) -> None:
-    """Raises ArgumentError for phases that do not belong to one microbatch, the backbone first, or are malformed."""
+    """Raises ArgumentError for malformed phases, and where the items of the first phase are not the examples."""
     if not phases:
         raise ArgumentError("phases is empty; it must hold the backbone at least.")
     num_examples = len(phases[0].lengths)

@@ -1,9 +1,8 @@
-"""One phase: which rank computes which item, decided from the items' lengths alone.
+"""Which rank computes which item of one phase, decided from the items' lengths alone.
 
-`assign` balances a cost (`Packed`: a sum over items; `Padded`: count times the longest item's; `PaddedAttention`: its
-linear part packed, the quadratic padded) over ranks and gives an Assignment with each rank's load and a proven lower
-bound. `score` gives the same for a placement made elsewhere. Every result is a
-pure function of its arguments, the same on every rank.
+`assign` places items so that the largest load is small; costs.py defines loads. `score` computes the loads of any
+placement. Both return an Assignment with the load of each rank and a proven lower bound. Every result is a pure
+function of the arguments, so it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from motet.core.errors import ArgumentError
 _DEFAULT_COST = Packed()
 
 STEPS_PER_S = 250_000_000
-"""What a second of `time_budget_s` buys: looks at an item that could be swapped."""
+"""Steps of the swaps in a second of `time_budget_s`; a step looks at one item."""
 
 
 def assign(
@@ -37,22 +36,24 @@ def assign(
     time_budget_s: float | None = None,
     backend: Backend = "native",
 ) -> Assignment:
-    """Place items of the given lengths, >= 0, on ranks so that the largest load is small.
+    """Place items on ranks so that the largest load is small. The items of a rank are in item order.
 
-    lengths: int [num_items]; for Packed also several an item, as [num_items, max_parts] padded with zeros or as a list
-    of sequences: frames, windows or images, whose squares add. The items of a rank are in item order.
-    Packed: LPT and swaps, at the bound from some 20 items a rank on, else near it; never worse than LPT. Padded: the
-    optimum. PaddedAttention: first fit decreasing under a searched limit, within 2 % of the bound from 64 ranks and 60
-    items a rank on.
-    equal_counts: the numbers of items of two ranks differ by at most one (Packed).
-    home: int [num_items], the rank that holds each item; with it few items leave their node of `ranks_per_node` ranks
-    (None: each rank is a node of its own), and the largest load is at most 0.1 % above that without it (Packed). The
-    nodes are ranks in their order; the last is smaller if ranks_per_node does not divide num_ranks.
-    time_budget_s: how long swaps may go on where the bound is not reached (Packed), on one core at a nominal rate, so
-    that the result depends on the budget alone and not on the machine. A larger one is never worse. None: 0.4 ms and
-    6 us for each rank, which is not spent where the bound is reached before.
+    lengths: int [num_items], >= 0. With Packed an item may have several lengths (frames, windows, images), whose costs
+        add up: [num_items, max_parts] padded with zeros, or a list of sequences.
+    cost: Packed: LPT and swaps; the bound is reached from about 20 items a rank on; never worse than LPT.
+        Padded: the optimum. PaddedAttention: first fit decreasing under a searched limit; within 2 % of the bound from
+        64 ranks and 60 items a rank on.
+    equal_counts: the item counts of two ranks differ by at most one (Packed).
+    home: int [num_items], the rank that holds each item (Packed). Few items leave their node, and the largest load is
+        at most 0.1 % above that without home.
+    ranks_per_node: with home, node n has the ranks from n * ranks_per_node on; the last node may be smaller. None makes
+        each rank a node.
+    time_budget_s: time of the swaps on one core, counted in steps at a nominal rate (Packed); the result does not
+        depend on the machine. A larger budget is never worse. None: 0.4 ms plus 6 us for each rank. Swaps stop at the
+        bound.
+
     Raises ArgumentError for lengths that are negative or not whole, num_ranks < 1, costs that do not fit int64, a
-    negative budget, and options that the cost, or `home`, does not take.
+    negative budget, and for options that the cost, or `home`, does not take.
     """
     weights = item_weights(lengths, cost)
     num_ranks = checked_num_ranks(num_ranks)
@@ -63,10 +64,10 @@ def assign(
             raise ArgumentError(f"{name} is given with home; leave out one of the two.")
     if home is not None:
 
-        def anywhere() -> Assignment:
+        def unconstrained() -> Assignment:
             return assign(lengths, num_ranks, cost, backend=backend)
 
-        return assign_from_home(weights, num_ranks, cost, home, ranks_per_node, anywhere, backend)
+        return assign_from_home(weights, num_ranks, cost, home, ranks_per_node, unconstrained, backend)
     check_unused(ranks_per_node=ranks_per_node)
     core = algorithms(backend)
     if isinstance(cost, Packed):
@@ -77,7 +78,7 @@ def assign(
 
 
 def score(ranks: ArrayLike, lengths: LengthsLike, num_ranks: int, cost: Cost = _DEFAULT_COST) -> Assignment:
-    """Any placement, ranks int [num_items], as an Assignment with its loads and the bound; items in item order.
+    """The Assignment of any placement, ranks int [num_items], with its loads and the bound; items in item order.
 
     Raises ArgumentError as `assign` does, and for ranks outside 0 .. num_ranks - 1 or not one for each item.
     """
@@ -102,16 +103,17 @@ def score(ranks: ArrayLike, lengths: LengthsLike, num_ranks: int, cost: Cost = _
 
 
 def lower_bound(lengths: LengthsLike, num_ranks: int, cost: Cost = _DEFAULT_COST) -> int:
-    """A maximum load that no placement of whole items undercuts; for Padded, one that the best placement reaches.
+    """A proven lower bound of the largest load, for all placements of whole items.
 
-    Packed: the largest of the mean, the longest item and the pigeonhole bound (see reference/bound.py).
-    PaddedAttention: a fractional relaxation (see reference/padded_attention_bound.py).
+    Packed: the largest of the mean, the longest item and the pigeonhole bound (reference/bound.py).
+    Padded: the optimum. PaddedAttention: a fractional relaxation (reference/padded_attention_bound.py).
+    Raises ArgumentError as `assign` does.
     """
     return _bound(item_weights(lengths, cost), checked_num_ranks(num_ranks), cost)
 
 
 def _num_steps(time_budget_s: float | None, num_ranks: int) -> int:
-    """By default enough for every rank to swap some ten times; where the bound is in reach, most are not spent."""
+    """Steps of the swaps; the default is enough for about ten swaps of each rank."""
     return steps_of_budget(time_budget_s, STEPS_PER_S, default=100_000 + 1_500 * num_ranks)
 
 

@@ -1,7 +1,7 @@
-"""In which order a pipeline computes its microbatches, where they take unevenly long.
+"""The order in which a pipeline computes microbatches of uneven length.
 
-Sizes within a microbatch are `assign`'s matter (DistTrain's intra-microbatch reordering is LPT with equal counts); here
-whole microbatches change places, which changes neither loss nor gradients, only how long the first stage waits.
+The order changes neither loss nor gradients, only how long the first stage waits. `assign` balances sizes within a
+microbatch (DistTrain's intra-microbatch reordering is LPT with equal counts).
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ _NS_PER_S = 1_000_000_000
 def order_microbatches(
     forward_s: ArrayLike, backward_s: ArrayLike, num_stages: int, *, backend: Backend = "native"
 ) -> Int64Array:
-    """The order, a permutation int64 [num_microbatches], that shortens a 1F1B step; never slower than the given one.
+    """The order of microbatches, a permutation int64 [num_microbatches], that makes a 1F1B step short.
 
-    forward_s, backward_s: seconds of each microbatch on each stage, float [num_stages, num_microbatches], or
-    [num_microbatches] where all stages take as long; >= 0. They are rounded to nanoseconds, so that all ranks agree.
-    Raises ArgumentError for num_stages < 1, shapes that differ, values that are negative or not finite, and sums of 292
-    years or more. O(num_microbatches (num_microbatches + num_stages)) and swaps with a bound of their own.
-    MMScale/DistTrain Algorithm 3 with corrections and swaps (see reference/reordering.py).
+    forward_s, backward_s: seconds of each microbatch on each stage, float [num_stages, num_microbatches], >= 0; or
+        [num_microbatches] if all stages take the same. They are rounded to nanoseconds, so that all ranks agree.
+
+    The step is never longer than in the given order. MMScale/DistTrain Algorithm 3 with corrections and swaps
+    (reference/reordering.py). O(num_microbatches (num_microbatches + num_stages)), plus a limited number of swaps.
+    Raises ArgumentError for num_stages < 1, for shapes that differ, for values that are negative or not finite, and for
+    sums of 292 years or more.
     """
     return np.asarray(algorithms(backend).order_microbatches(*_durations_ns(forward_s, backward_s, num_stages)))
 
@@ -39,10 +41,10 @@ def pipeline_makespan(
     *,
     backend: Backend = "native",
 ) -> float:
-    """Seconds from the first forward to the last backward of a 1F1B step, communication aside.
+    """Seconds from the first forward to the last backward of a 1F1B step, without communication.
 
-    Arguments and errors as of `order_microbatches`; order: int [num_microbatches], a permutation, or None for as given.
-    O(num_stages * num_microbatches).
+    order: int [num_microbatches], a permutation; None keeps the given order. Other arguments and errors as in
+    `order_microbatches`. O(num_stages * num_microbatches).
     """
     forward, backward = _durations_ns(forward_s, backward_s, num_stages)
     checked = np.arange(len(forward)) if order is None else checked_integers(order, "order")
@@ -52,7 +54,7 @@ def pipeline_makespan(
 
 
 def _durations_ns(forward_s: ArrayLike, backward_s: ArrayLike, num_stages: int) -> tuple[Int64Array, Int64Array]:
-    """Both as int64 [num_microbatches, num_stages]."""
+    """Both durations in nanoseconds, int64 [num_microbatches, num_stages]; raises ArgumentError for wrong ones."""
     if num_stages < 1:
         raise ArgumentError(f"num_stages is {num_stages}; it must be at least 1.")
     forward = _checked_seconds(forward_s, "forward_s", num_stages)
@@ -66,6 +68,7 @@ def _durations_ns(forward_s: ArrayLike, backward_s: ArrayLike, num_stages: int) 
 
 
 def _checked_seconds(seconds: ArrayLike, name: str, num_stages: int) -> Float64Array:
+    """Seconds as float64 [num_microbatches, num_stages]; raises ArgumentError for wrong ones."""
     given = np.asarray(seconds, dtype=np.float64)
     if given.ndim == 1:
         given = np.broadcast_to(given, (num_stages, len(given)))

@@ -1,4 +1,4 @@
-"""Any placement over one or several phases, as an Assignment with its loads and bounds."""
+"""Loads and bounds of any placement, over one or several phases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from motet.core.assignment import Assignment, csr_from_ranks
 
 
 def scored(ranks: Int32Array, costs: Int64Array, num_ranks: int) -> Assignment:
-    """Items on the given ranks, int32 [num_items]; costs int64 [num_items] or [num_items, num_phases], that sum up."""
+    """The Assignment of items to the given ranks, int32 [num_items]; loads are sums of costs.
+
+    costs: int64 [num_items] or [num_items, num_phases].
+    """
     loads = np.zeros((num_ranks, *costs.shape[1:]), dtype=np.int64)
     np.add.at(loads, ranks, costs)
     bound: int | Int64Array

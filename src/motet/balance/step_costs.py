@@ -1,6 +1,6 @@
-"""From the lengths of a microbatch to the phases that `choose` compares: what items cost, and what that takes.
+"""From the lengths of a microbatch to its phases: the work, cost and seconds of the items, which `choose` compares.
 
-Everything is a pure function of lengths and constants, the same on all ranks; nothing is measured while training.
+Everything is a pure function of lengths and constants, so it is the same on all ranks. Training measures nothing.
 """
 
 from __future__ import annotations
@@ -18,33 +18,58 @@ from motet.core.workload import BACKBONE, BatchLengths
 
 
 class ItemWork(Protocol):
-    """What each item is to its phase, in whole numbers: its length, its operations, its picoseconds."""
+    """The work of each item in its phase, in whole numbers: its length, its operations, or its picoseconds.
+
+    Example:
+        >>> class SquaredLength:
+        ...     def __call__(self, lengths):
+        ...         return {BACKBONE: lengths.sequence**2, **{name: i.length**2 for name, i in lengths.items.items()}}
+        ...     def unit(self, phase):
+        ...         return "length^2"
+        >>> work: ItemWork = SquaredLength()
+    """
 
     def __call__(self, lengths: BatchLengths) -> Mapping[str, Int64Array]:
-        """Per phase, int64 [num_items], >= 0; of a padded phase, what an item is by itself, more for a longer one."""
+        """The work of the items of each phase, int64 [num_items], >= 0.
+
+        In a padded phase it is the work of an item alone, and must not fall with the item's length.
+        """
 
     def unit(self, phase: str) -> str:
-        """What is counted, as reports name it."""
+        """The unit of the work of a phase, as reports print it."""
 
 
 @dataclass(frozen=True)
 class LengthWork:
-    """Items are weighed by their lengths, whatever a model does with them. units: of some phases, what is counted."""
+    """The work of an item is its length. units: names of the unit of length, by phase; default "tokens" and "length".
+
+    Example:
+        >>> work = LengthWork({"image": "patches"})
+        >>> work.unit(BACKBONE), work.unit("image"), work.unit("audio")
+        ('tokens', 'patches', 'length')
+    """
 
     units: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, lengths: BatchLengths) -> dict[str, Int64Array]:
+        """Tokens of each sequence, and the length of each item, int64 [num_items], by phase."""
         return {BACKBONE: lengths.sequence, **{name: items.length for name, items in lengths.items.items()}}
 
     def unit(self, phase: str) -> str:
+        """The name of the unit in which lengths of a phase are counted."""
         return self.units.get(phase, "tokens" if phase == BACKBONE else "length")
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What a rank computes and sends in a second, stated and not measured, so that a run can be repeated.
+    """What a rank computes and sends in a second: stated, not measured, so that a run can be repeated.
 
-    link: of an exchange inside a node. inter_node: of one between nodes.
+    flops_per_s: operations of a rank. link: for exchanges inside a node. inter_node: for exchanges between nodes.
+
+    Example:
+        >>> speed = Speed(400e12, Link(40e9, latency_s=0.0), Link(20e9, latency_s=0.0))
+        >>> speed.network(ranks_per_node=8).nodes(num_ranks=10).tolist()
+        [0, 0, 0, 0, 0, 0, 0, 0, 1, 1]
     """
 
     flops_per_s: float
@@ -52,7 +77,7 @@ class Speed:
     inter_node: Link
 
     def network(self, ranks_per_node: int | None) -> Network:
-        """Of ranks in such nodes. None: all share one."""
+        """The links between ranks in nodes of `ranks_per_node`. None: all ranks share one node."""
         return Network(self.link, self.inter_node, ranks_per_node)
 
 
@@ -60,19 +85,26 @@ ASSUMED_SPEEDS: Mapping[str, Speed] = {
     "cuda": Speed(400e12, Link(bytes_per_s=40e9, latency_s=50e-6), Link(bytes_per_s=20e9, latency_s=50e-6)),
     "cpu": Speed(0.04e12, Link(bytes_per_s=1e9, latency_s=300e-6), Link(bytes_per_s=1e9, latency_s=300e-6)),
 }
-"""Until it is stated or measured, by kind of device: what training reaches on a current data-centre GPU, with four
-fifths of a network card of 200 Gbit/s for each rank between nodes; and on a CPU core with a loopback, and an Ethernet
-of 10 Gbit/s between nodes. What counts is the ratio between computing and exchanging."""
+"""Speeds by kind of device, used until a recipe states them or a profile measures them.
+
+cuda: a current data-centre GPU in training; between nodes, 4/5 of a network card of 200 Gbit/s for each rank.
+cpu:  one core, loopback inside a node, Ethernet of 10 Gbit/s between nodes.
+Only the ratio of computing to exchanging matters to a choice."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The seconds that ways of balancing are compared by.
+    """Seconds and bytes, by which methods of balancing are compared.
 
-    unit_s:      per phase, seconds of a rank, forward and backward, for a unit of the phase's cost.
-    link:        what an exchange takes; a Link where all ranks share a node.
-    token_bytes: of one row of an encoder's output.
-    frozen:      encoders that get no gradient back, as nothing in them trains.
+    unit_s:      from lengths to seconds of a rank, forward and backward, for one unit of each phase's cost.
+    link:        the link of exchanges; a Link alone means that all ranks share a node.
+    token_bytes: bytes of one row of an encoder's output.
+    frozen:      encoders without trainable parameters, which get no gradient back.
+
+    Example:
+        >>> times = StepTimes(lambda lengths: {"image": 1e-6}, Link(40e9, latency_s=0.0), token_bytes=8192)
+        >>> times.shared_by(4).unit_s(None)
+        {'image': 2.5e-07}
     """
 
     unit_s: Callable[[BatchLengths], Mapping[str, float]]
@@ -82,21 +114,26 @@ class StepTimes:
 
     @property
     def network(self) -> Network:
-        """`link`, whichever it is."""
+        """`link` as a Network."""
         return Network.of(self.link)
 
     def shared_by(self, num_ranks: int) -> StepTimes:
-        """Where so many ranks share what one would compute: each phase in as much less time, exchanges as they are."""
+        """Times where `num_ranks` ranks share the work of one: unit_s / num_ranks; exchanges take the same."""
         whole_s = self.unit_s
         return replace(self, unit_s=lambda lengths: {name: s / num_ranks for name, s in whole_s(lengths).items()})
 
 
 @dataclass(frozen=True)
 class PhaseCosts:
-    """What the items of a microbatch cost, phase by phase.
+    """How each phase of a microbatch is balanced: the work of its items, and how work adds up on a rank.
 
-    costs: per phase, backbone included, how the work of the items on a rank makes up its load: `Packed()` adds it up,
-           `Padded()` counts each as the largest. Coefficients weigh the work anew.
+    costs: one Cost for each phase, backbone included. `Packed()` adds the work up; `Padded()` counts each item as the
+           largest; other coefficients are applied to the work.
+
+    Example:
+        >>> costs = PhaseCosts({"image": Padded(), BACKBONE: Packed(linear=2, quadratic=1)}, LengthWork())
+        >>> [(phase, costs.unit(phase)) for phase in costs.names]
+        [('backbone', 'cost'), ('image', 'length')]
     """
 
     costs: Mapping[str, Cost]
@@ -104,22 +141,31 @@ class PhaseCosts:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the phases: backbone first, the others in the order of the costs."""
+        """Names of the phases: the backbone first, the others in the order of `costs`."""
         return BACKBONE, *(name for name in self.costs if name != BACKBONE)
 
     def unit(self, phase: str) -> str:
-        """What the loads of a phase are counted in; "cost" where coefficients weigh the work anew."""
+        """The unit of the loads of a phase: that of the work, or "cost" where coefficients are applied to it."""
         return self.work.unit(phase) if self.costs[phase] in (Packed(), Padded()) else "cost"
 
 
 @dataclass(frozen=True)
 class StepCosts(PhaseCosts):
-    """And what that takes, so that ways of balancing can be compared."""
+    """PhaseCosts with times, so that methods of balancing can be compared.
+
+    Example:
+        >>> import numpy as np
+        >>> lengths = BatchLengths(np.array([70, 50]), np.array([35, 25]), np.zeros(2, np.int32), {})
+        >>> times = StepTimes(lambda lengths: {BACKBONE: 0.5}, Link(40e9, latency_s=0.0), token_bytes=8192)
+        >>> [phase] = StepCosts({BACKBONE: Packed()}, LengthWork(), times).phases(lengths)
+        >>> phase.name, phase.lengths.tolist(), phase.seconds_per_cost
+        ('backbone', [70, 50], 0.5)
+    """
 
     times: StepTimes
 
     def phases(self, lengths: BatchLengths, work: Mapping[str, Int64Array] | None = None) -> list[Phase]:
-        """The phases of a microbatch, in the order of `names`. work: of its items, where it has been counted before."""
+        """The phases of a microbatch, in the order of `names`. work: its items' work, if it is known already."""
         weights = self.work(lengths) if work is None else work
         unit_s = self.times.unit_s(lengths)
 

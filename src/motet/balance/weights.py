@@ -1,4 +1,4 @@
-"""From the lengths that a caller gives to one integer weight for each item."""
+"""One integer weight for each item, from the given lengths and a cost."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError
 
 LengthsLike = ArrayLike
-"""int [num_items], or several lengths an item: [num_items, max_parts] padded with zeros, or a list of sequences."""
+"""int [num_items]; with several lengths an item, [num_items, max_parts] padded with zeros, or a list of sequences."""
 
 
 def item_weights(lengths: LengthsLike, cost: Cost) -> Int64Array:
-    """The weight of each item under `cost`, int64 [num_items]; of an item of several lengths, the sum over them.
+    """The weight of each item under `cost`, int64 [num_items]; several lengths of an item weigh the sum of each.
 
-    So the squares of frames, windows or images add, where their total would be squared as one. Raises ArgumentError for
-    lengths that are negative or not whole, sums that do not fit int64, and several lengths an item where the cost is
-    Padded, which pads whole items to one length.
+    So an item of frames a and b has the quadratic cost a^2 + b^2, not (a + b)^2. Raises ArgumentError for lengths that
+    are negative or not whole, for sums that do not fit int64, and for several lengths with a padded cost, which pads
+    whole items to one length.
     """
     if isinstance(lengths, (list, tuple)) and any(np.ndim(parts) == 1 for parts in lengths[:1]):
         lengths_of_items = [checked_integers(parts, f"lengths[{item}]") for item, parts in enumerate(lengths)]

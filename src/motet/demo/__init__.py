@@ -1,7 +1,7 @@
 """The demonstration dataset: handwritten digits as images, digits as speech in several languages, and text.
 
-Everything is made from what two small packages hold (scikit-learn's digits, ttspico's voices), so nothing is
-downloaded, and from one seed, so that the same call writes the same bytes. Free of torch.
+The digits come from scikit-learn and the voices from ttspico, two small packages, so nothing is downloaded. All random
+draws come from one seed, so the same call writes the same bytes. It does not import torch.
 
 The words are in docs/glossary.md.
 """

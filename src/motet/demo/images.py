@@ -1,8 +1,8 @@
-"""Images of handwritten digits: one to three rows of one to eight real digits on a sheet of paper.
+"""Images of handwritten digits: sheets with one to three rows of one to eight digits.
 
-Decides which handwriting each split may use and how a sheet looks. Source: ``sklearn.datasets.load_digits`` (1797
-digits of 8 x 8 pixels and 17 grey levels, written by many people). Every digit stands in the middle of a cell of
-12 x 12 pixels, and a sheet has a thin frame: a reader that sees one cell at a time can tell where a row ends.
+This module decides which handwriting each split uses and how a sheet looks. Source: ``sklearn.datasets.load_digits``
+(1797 digits of 8 x 8 pixels and 17 grey levels, written by many people). Every digit is in the middle of a cell of
+12 x 12 pixels. A sheet has a thin frame, so that a model that sees one cell at a time can tell where a row ends.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ CELL_PIXELS = 12
 DIGIT_PIXELS = 8
 MAX_ROWS = 3
 MAX_COLUMNS = 8
-# Every fifth digit of a class is held out, whatever the seed: no call can leak a held-out hand into training.
+# Every fifth instance of a digit is held out, whatever the seed, so no call trains on a held-out one.
 HELDOUT_EVERY = 5
 _INK_LEVELS = 16.0
 
 
 @dataclass(frozen=True)
 class Handwriting:
-    """The digits one split may use.
+    """The handwritten digits that one split may use.
 
     pixels: ``[num_instances, 8, 8]`` float, 0 (paper) to 1 (ink), of all instances of the source.
     instances: ``instances[digit]`` are the indices into ``pixels`` that this split may use.
@@ -39,7 +39,7 @@ class Handwriting:
 
 @dataclass(frozen=True)
 class Sheet:
-    """What stands on one image: ``rows`` of digits, all of one length, and the instance each digit was drawn with."""
+    """An image and its content: ``rows`` of digits, all of one length, and the instance of each digit."""
 
     rows: tuple[str, ...]
     instances: tuple[int, ...]
@@ -47,8 +47,8 @@ class Sheet:
 
 
 def load_handwriting() -> dict[str, Handwriting]:
-    """The source's digits split by instance into ``train`` and ``heldout``, which share none."""
-    # Imported here: it takes a second, and reading a manifest or printing a help text should not pay it.
+    """The handwriting of ``train`` and ``heldout``, which share no instance. Raises UserError without scikit-learn."""
+    # Imported here because it takes a second, which reading a manifest or printing a help text should not cost.
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -65,8 +65,8 @@ def load_handwriting() -> dict[str, Handwriting]:
     return {split: Handwriting(pixels, tuple(instances)) for split, instances in chosen.items()}
 
 
-def draw_sheet(rows: tuple[str, ...], hand: Handwriting, rng: random.Random) -> Sheet:
-    """An 8-bit grey PNG of ``12 * len(rows)`` by ``12 * len(rows[0])`` pixels.
+def draw_sheet(rows: tuple[str, ...], handwriting: Handwriting, rng: random.Random) -> Sheet:
+    """Draw rows of digits on an 8-bit grey PNG, ``12 * len(rows)`` pixels high and ``12 * len(rows[0])`` wide.
 
     Raises ValueError for ragged or empty rows.
     """
@@ -82,12 +82,12 @@ def draw_sheet(rows: tuple[str, ...], hand: Handwriting, rng: random.Random) -> 
     margin = (CELL_PIXELS - DIGIT_PIXELS) // 2
     for row_index, row in enumerate(rows):
         for column, digit in enumerate(row):
-            instance = rng.choice(hand.instances[int(digit)])
+            instance = rng.choice(handwriting.instances[int(digit)])
             instances.append(instance)
             top, left = row_index * CELL_PIXELS + margin, column * CELL_PIXELS + margin
             ink = rng.randint(0, 60)
             cell = sheet[top : top + DIGIT_PIXELS, left : left + DIGIT_PIXELS]
-            cell -= (cell - ink) * hand.pixels[instance]
+            cell -= (cell - ink) * handwriting.pixels[instance]
     return Sheet(rows, tuple(instances), _encode_png(np.rint(sheet).astype(np.uint8)))
 
 

@@ -1,8 +1,8 @@
 """Spoken digits and spoken questions, synthesised by ttspico in several languages and voices.
 
-Decides the languages, their words and which voices (rate and pitch) each split may use; turns an utterance into the
-bytes of a WAV file. A voice of the held-out split has a rate and a pitch that no training voice has, most of them
-between the trained values and some beyond them.
+This module decides the languages, their words, and the voices (rate and pitch) of each split, and turns an utterance
+into the bytes of a WAV file. No training voice has the rate or the pitch of a held-out voice. Most held-out values lie
+between those of training, some outside.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Voice:
 
 @dataclass(frozen=True, order=True)
 class Utterance:
-    """What is said, by whom, and what it means: the digits (``"371"``), or one of ``QUESTIONS``."""
+    """Words, the voice that says them, and their meaning: digits (``"371"``), or one of ``QUESTIONS``."""
 
     voice: Voice
     words: str
@@ -70,24 +70,27 @@ def spell_digits(digits: str, language: str) -> str:
 
 
 def say_digits(digits: str, voice: Voice) -> Utterance:
-    """The digits read out one by one."""
+    """The utterance of digits, one by one."""
     return Utterance(voice, spell_digits(digits, voice.language), digits)
 
 
 def ask(question: str, voice: Voice) -> Utterance:
-    """One of ``QUESTIONS``, in the language of the voice."""
+    """The utterance of one of ``QUESTIONS``, in the language of the voice."""
     return Utterance(voice, _QUESTION_WORDS[voice.language][QUESTIONS.index(question)], question)
 
 
 def synthesise(utterance: Utterance) -> bytes:
-    """The bytes of a mono 16-bit WAV file at 16 kHz; the same for equal utterances, in whatever process and order."""
-    # Imported here: the rest of the package stays usable, and importable, where the engine is not installed.
+    """The bytes of a mono 16-bit WAV file at 16 kHz; equal utterances give equal bytes, in any process and order.
+
+    Raises UserError without ttspico, and RuntimeError if it returns no sound.
+    """
+    # Imported here, so that the rest of the package can be imported without the engine.
     try:
         import ttspico
     except ImportError as error:
         raise UserError("Speech needs ttspico; install it with: pip install 'motet[demo]'.") from error
 
-    # A new engine for each utterance: a used one carries state over, and its output depends on what it said before.
+    # A new engine for each utterance: the output of a used one depends on what it said before.
     engine = ttspico.TtsEngine(utterance.voice.language)
     engine.rate = utterance.voice.rate
     engine.pitch = utterance.voice.pitch
@@ -105,7 +108,7 @@ def synthesise(utterance: Utterance) -> bytes:
 
 
 def _without_trailing_silence(samples: np.ndarray) -> np.ndarray:
-    """The engine adds a seventh of a second of silence to each clip; of a short clip that would be a good part."""
+    """Samples without the 1/7 s of silence that the engine adds to each clip: a large part of a short clip."""
     audible = np.flatnonzero(np.abs(samples.astype(np.int32)) > _SILENCE)
     return samples[: int(audible[-1]) + SAMPLE_RATE // 50] if len(audible) else samples
 
@@ -113,9 +116,10 @@ def _without_trailing_silence(samples: np.ndarray) -> np.ndarray:
 def synthesise_all(
     utterances: Iterable[Utterance], num_workers: int, on_clip: Callable[[], None]
 ) -> Iterator[tuple[Utterance, bytes]]:
-    """Each utterance with its WAV bytes, in the given order; ``num_workers`` processes, or this one if 0.
+    """Each utterance with its WAV bytes, in the given order.
 
-    Costs about 8 ms of CPU time per second of speech; ``on_clip`` is called after each clip.
+    ``num_workers``: number of processes; 0 is this process. ``on_clip`` is called after each clip.
+    It takes about 8 ms of CPU time for a second of speech.
     """
     ordered = list(utterances)
     if num_workers == 0 or not ordered:
@@ -123,7 +127,7 @@ def synthesise_all(
             yield utterance, synthesise(utterance)
             on_clip()
         return
-    # Not fork: the caller may have threads.
+    # Spawn, not fork, because the caller may have threads.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=num_workers, mp_context=context) as pool:
         for utterance, wav in zip(ordered, pool.map(synthesise, ordered, chunksize=16), strict=True):

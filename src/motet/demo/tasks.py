@@ -1,14 +1,15 @@
-"""The four tasks: what is asked, with which media, and the answer.
+"""The four tasks: the question, its media and the answer.
 
-``text``             read digits or number words of some language; or which digit of a string is the first, ...
-``image``            read the digits on one or several sheets, row by row; or which one on a sheet is the first, ...
-``speech``           read the digits said in one or several clips
-``spoken_question``  a sheet, and a clip that asks which digit on it is the first, the last, the largest or the smallest
+``text``             read digits or number words; or say which digit of a string is first, last, largest, smallest
+``image``            read the digits on one or several sheets, row by row; or say which digit of a sheet is first, ...
+``speech``           read the digits that one or several clips say
+``spoken_question``  say which digit of a sheet is first, last, largest or smallest, as a clip asks
 
-There are two operations, read and answer, and all modalities share their prompts: what a small model learns on cheap
-text, it needs to learn for images and speech only once more, as names of digits. For the same reason most prompts end
-with what is given, and digits do not repeat within ``DISTINCT`` places, so that what follows a digit is unambiguous. A
-spoken question needs both media: without the clip any of four digits of the sheet may be meant, without the sheet none.
+There are two operations, read and answer, and all modalities share their prompts. So a small model learns the
+operations on cheap text, and from images and speech only the names of digits. For the same reason, most prompts end
+with the digits, and ``DISTINCT`` consecutive digits differ, so that a digit determines what follows it. A spoken
+question needs both media: without the clip, any of four digits of the sheet may be asked for; without the sheet, no
+digit is known.
 
 Lengths have long tails in every modality, on purpose: most examples are short, a few have many rows, many sheets or
 long clips, so that dealing examples out evenly by their number leaves ranks unevenly loaded.
@@ -24,19 +25,19 @@ from motet.demo.images import MAX_COLUMNS, MAX_ROWS, Handwriting, Sheet, draw_sh
 from motet.demo.speech import LANGUAGES, QUESTIONS, Utterance, Voice, ask, say_digits, spell_digits
 
 TASKS = ("text", "image", "speech", "spoken_question")
-# Of the training split; the held-out split has as many of each, so that no task is measured on a few examples.
+# Shares of the training split. The held-out split has equally many of each task, so that each is measured well.
 TASK_SHARES = (0.42, 0.18, 0.22, 0.18)
 DISTINCT = 8
 _LONG_SHARE = 0.05
 
 _USUAL_PROMPT_SHARE = 0.9
-READ_PROMPTS = ("Read: {given}", "{given} Read.")
-QUESTION_PROMPTS = ("Answer: {given} {question}", "{given} Answer: {question}")
+READ_PROMPTS = ("Read: {content}", "{content} Read.")
+QUESTION_PROMPTS = ("Answer: {content} {question}", "{content} Answer: {question}")
 
 
 @dataclass(frozen=True)
 class Example:
-    """One example, its media still in memory, in the order of their placeholders in ``question``."""
+    """One example. Its media are in memory, in the order of their placeholders in ``question``."""
 
     task: str
     question: str
@@ -47,9 +48,9 @@ class Example:
 
 @dataclass(frozen=True)
 class Sources:
-    """What one split may draw from: its handwriting, its voices, and a bounded set of clips of spoken digits."""
+    """What one split draws from: its handwriting, its voices, and a limited set of clips of spoken digits."""
 
-    hand: Handwriting
+    handwriting: Handwriting
     voices: tuple[Voice, ...]
     spoken_digits: tuple[Utterance, ...]
 
@@ -60,7 +61,7 @@ def draw_example(task: str, sources: Sources, rng: random.Random) -> Example:
 
 
 def draw_spoken_digits(voices: tuple[Voice, ...], num_clips: int, rng: random.Random) -> tuple[Utterance, ...]:
-    """``num_clips`` clips of mostly 1 or 2 and at most 16 digits, each by a random voice."""
+    """``num_clips`` clips of 1 to 16 digits, mostly 1 or 2, each by a random voice."""
     return tuple(say_digits(_digits(_length(rng, 1, 2, 16), rng), rng.choice(voices)) for _ in range(num_clips))
 
 
@@ -78,38 +79,38 @@ def _text_example(sources: Sources, rng: random.Random) -> Example:
     kind = rng.random()
     if kind < 0.6:
         digits = _digits(_length(rng, 1, 6, 24), rng)
-        given = digits if kind < 0.4 else spell_digits(digits, rng.choice(LANGUAGES))
-        return Example("text", _prompt(READ_PROMPTS, rng, given=given), digits)
+        content = digits if kind < 0.4 else spell_digits(digits, rng.choice(LANGUAGES))
+        return Example("text", _prompt(READ_PROMPTS, rng, content=content), digits)
     digits, question = _digits(_length(rng, 3, 6, 64), rng), rng.choice(QUESTIONS)
-    prompt = _prompt(QUESTION_PROMPTS, rng, given=digits, question=question)
+    prompt = _prompt(QUESTION_PROMPTS, rng, content=digits, question=question)
     return Example("text", prompt, answer_question(digits, question))
 
 
 def _image_example(sources: Sources, rng: random.Random) -> Example:
     if rng.random() < 0.5:
         sheet, question = _draw_question(sources, rng)
-        prompt = _prompt(QUESTION_PROMPTS, rng, given="<image>", question=question)
+        prompt = _prompt(QUESTION_PROMPTS, rng, content="<image>", question=question)
         return Example("image", prompt, answer_question("".join(sheet.rows), question), (sheet,))
     num_sheets = rng.randint(2, 4) if rng.random() < _LONG_SHARE else 1
     sheets = tuple(
-        draw_sheet(_split(_digits(rows * columns, rng), rows), sources.hand, rng)
+        draw_sheet(_split(_digits(rows * columns, rng), rows), sources.handwriting, rng)
         for rows, columns in (_sheet_shape(rng) for _ in range(num_sheets))
     )
-    prompt = _prompt(READ_PROMPTS, rng, given=" ".join(["<image>"] * num_sheets))
+    prompt = _prompt(READ_PROMPTS, rng, content=" ".join(["<image>"] * num_sheets))
     return Example("image", prompt, read_sheets(tuple(sheet.rows for sheet in sheets)), sheets=sheets)
 
 
 def _speech_example(sources: Sources, rng: random.Random) -> Example:
     num_clips = rng.randint(2, 3) if rng.random() < _LONG_SHARE else 1
     clips = tuple(rng.choice(sources.spoken_digits) for _ in range(num_clips))
-    prompt = _prompt(READ_PROMPTS, rng, given=" ".join(["<audio>"] * num_clips))
+    prompt = _prompt(READ_PROMPTS, rng, content=" ".join(["<audio>"] * num_clips))
     return Example("speech", prompt, "".join(clip.meaning for clip in clips), utterances=clips)
 
 
 def _question_example(sources: Sources, rng: random.Random) -> Example:
     sheet, question = _draw_question(sources, rng)
     clip = ask(question, rng.choice(sources.voices))
-    prompt = _prompt(QUESTION_PROMPTS, rng, given="<image>", question="<audio>")
+    prompt = _prompt(QUESTION_PROMPTS, rng, content="<image>", question="<audio>")
     return Example("spoken_question", prompt, answer_question("".join(sheet.rows), question), (sheet,), (clip,))
 
 
@@ -127,7 +128,7 @@ def _prompt(prompts: tuple[str, str], rng: random.Random, **parts: str) -> str:
 
 
 def _length(rng: random.Random, low: int, usual: int, high: int) -> int:
-    """Mostly ``low`` to ``usual``; sometimes up to ``high``, the longer the rarer."""
+    """A random length: mostly from ``low`` to ``usual``, sometimes up to ``high``; longer ones are rarer."""
     if rng.random() >= _LONG_SHARE:
         return rng.randint(low, usual)
     return round(usual * (high / usual) ** rng.random())
@@ -140,7 +141,7 @@ def _sheet_shape(rng: random.Random) -> tuple[int, int]:
 
 
 def _digits(count: int, rng: random.Random) -> str:
-    """Random digits, no two alike within ``DISTINCT`` places."""
+    """Random digits; any ``DISTINCT`` consecutive ones differ."""
     digits = ""
     for _ in range(count):
         digits += rng.choice([digit for digit in "0123456789" if digit not in digits[-(DISTINCT - 1) :]])
@@ -148,11 +149,11 @@ def _digits(count: int, rng: random.Random) -> str:
 
 
 def _draw_question(sources: Sources, rng: random.Random) -> tuple[Sheet, str]:
-    """A sheet and what is asked of it."""
+    """A random sheet and a random question about it."""
     rows, columns = rng.choice(((1, 3), (1, 4), (1, 5), (2, 2), (2, 3)))
     if rng.random() < _LONG_SHARE:
         rows, columns = rng.choice(((2, 4), (1, 8), (2, 5), (3, 3)))
-    sheet = draw_sheet(_split(_digits(rows * columns, rng), rows), sources.hand, rng)
+    sheet = draw_sheet(_split(_digits(rows * columns, rng), rows), sources.handwriting, rng)
     return sheet, rng.choice(QUESTIONS)
 
 

@@ -1,7 +1,7 @@
-"""The demonstration's tokenizer: a byte-level BPE trained on the tasks' own wording, a few hundred entries.
+"""The tokenizer of the demonstration: a byte-level BPE of 512 entries, trained on the prompts of the tasks.
 
-Byte-level, so that any text has an encoding; every digit is a token of its own. Written as a directory that
-transformers opens, with a chat template whose generation marks tell which tokens are the answer.
+It works on bytes, so any text has an encoding. Every digit is a token. transformers opens its folder. The chat template
+marks the tokens of the answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
 
 
 def write_tokenizer(directory: Path, corpus: Iterable[str]) -> None:
-    """Train on ``corpus`` and write ``tokenizer.json`` and ``tokenizer_config.json``; same corpus, same bytes."""
+    """Train on ``corpus``; write ``tokenizer.json`` and ``tokenizer_config.json``. Equal corpora give equal bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

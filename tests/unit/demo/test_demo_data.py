@@ -105,9 +105,9 @@ def test_splits_share_no_handwriting_no_voice_and_no_file(dataset: Path, content
     for kind in ("instances", "rates", "pitches"):
         assert seen["train"][kind] and seen["heldout"][kind]
         assert not seen["train"][kind] & seen["heldout"][kind], kind
-    hands = load_handwriting()
-    used = [{index for of_digit in hands[split].instances for index in of_digit} for split in SPLITS]
-    assert not used[0] & used[1] and len(used[0] | used[1]) == len(hands["train"].pixels)
+    handwriting = load_handwriting()
+    used = [{index for of_digit in handwriting[split].instances for index in of_digit} for split in SPLITS]
+    assert not used[0] & used[1] and len(used[0] | used[1]) == len(handwriting["train"].pixels)
 
 
 def test_every_answer_follows_from_the_media(dataset: Path, contents: dict[str, dict]) -> None:
@@ -130,8 +130,8 @@ def test_every_answer_follows_from_the_media(dataset: Path, contents: dict[str, 
 
 def test_spoken_questions_cannot_be_guessed_from_one_modality() -> None:
     """The best guess that knows only the clip's meaning, or only the sheet, is right far less often than one in two."""
-    hands, rng = load_handwriting()["train"], random.Random(0)
-    sources = Sources(hands, voices("train"), ())
+    handwriting, rng = load_handwriting()["train"], random.Random(0)
+    sources = Sources(handwriting, voices("train"), ())
     examples = [draw_example("spoken_question", sources, rng) for _ in range(3000)]
     by_clip: dict[str, Counter[str]] = {}
     right_from_sheet = 0.0
@@ -177,9 +177,9 @@ def test_tokenizer_opens_in_transformers_and_marks_the_answer(dataset: Path) -> 
 def test_wrong_input_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="at least 1"):
         write_demo_data(tmp_path, num_train=0, num_heldout=1)
-    hand = load_handwriting()["train"]
+    handwriting = load_handwriting()["train"]
     with pytest.raises(ValueError, match="one length"):
-        draw_sheet(("12", "3"), hand, random.Random(0))
+        draw_sheet(("12", "3"), handwriting, random.Random(0))
 
 
 def test_synthesis_does_not_depend_on_what_was_said_before() -> None:

@@ -1,4 +1,4 @@
-"""The balancing algorithms as readable Python, one a file: what the native core must do."""
+"""The balancing algorithms as readable Python, one in each file. The native core must give the same results."""
 
 from motet.balance.reference.bound import packed_bound
 from motet.balance.reference.grouping import isf

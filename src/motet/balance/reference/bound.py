@@ -8,14 +8,15 @@ from motet.core.arrays import Int64Array
 
 
 def packed_bound(weights: Int64Array, num_ranks: int) -> int:
-    """The largest of three bounds on the maximum over ranks of the sum of weights, int64 [num_items].
+    """The largest of three lower bounds of the largest load, from weights, int64 [num_items].
+
+    - Mean: some rank gets at least the mean. Loads are multiples of the greatest common divisor of all weights, so the
+      mean is rounded up to a multiple (image tokens often come in tiles).
+    - Longest: some rank gets the heaviest item.
+    - Pigeonhole: some rank gets k + 1 of the k * num_ranks + 1 heaviest items. Its load is at least the sum of the
+      k + 1 lightest of these.
 
     O(num_items log num_items).
-
-    - Mean: some rank gets at least the mean, rounded up, and as all sums are multiples of the weights' greatest common
-      divisor, up to one of these (image tokens often come in tiles).
-    - Longest: some rank gets the heaviest item.
-    - Pigeonhole: of the k * num_ranks + 1 heaviest items some rank gets k + 1, at least the k + 1 lightest of them.
     """
     divisor = int(np.gcd.reduce(weights)) if len(weights) else 0
     if divisor == 0:
@@ -23,6 +24,6 @@ def packed_bound(weights: Int64Array, num_ranks: int) -> int:
     mean = -(-int(weights.sum()) // (num_ranks * divisor)) * divisor
     descending = np.sort(weights)[::-1]
     before = np.concatenate([[0], np.cumsum(descending)])  # before[i] = sum of the i heaviest
-    last = np.arange(0, len(weights), num_ranks)  # k * num_ranks; k = 0 is the longest item
+    last = np.arange(0, len(weights), num_ranks)  # k * num_ranks, for k = 0, 1, ...; k = 0 is the longest item
     pigeonhole = before[last + 1] - before[last - np.arange(len(last))]
     return max(mean, int(pigeonhole.max()))

@@ -1,12 +1,12 @@
 """Groups of samples of nearly equal vision and text size: OmniBal Algorithm 1, iterative sampling and filtering (ISF).
 
-Corrected: a sample above a cap forms a group alone and is reported; the last group of a pass is a group like any other;
-what no pass accepts ends in leftover groups, so that no sample is lost.
+Corrected: a sample above a cap forms a group alone and is reported; the last group of a pass counts as a group; the
+groups that the last pass rejects are kept, so that no sample is lost.
 
 1. Set the samples above a cap aside.
-2. Shuffle the others; cut them into groups, each ended by the first sample that would take it above a cap.
-3. Accept the groups that reach a target, of vision or of text. The samples of the others are left for the next pass.
-4. After the last pass its rejected groups are the leftover.
+2. Shuffle the others, and cut them into groups. A sample that would take its group above a cap begins the next one.
+3. Accept the groups that reach a minimum, of vision or of text. The samples of the others go to the next pass.
+4. After the last pass, its rejected groups are the leftover.
 
 O(num_samples) a pass.
 """
@@ -20,8 +20,9 @@ from motet.core.arrays import Int64Array
 _MASK = 2**64 - 1
 
 GroupsTuple = tuple[Int64Array, Int64Array, int, int]
-"""items [num_samples] and offsets [num_groups + 1]: the full groups, the oversized ones, the leftover; the number of
-full groups; the number of oversized ones."""
+"""(items [num_samples], offsets [num_groups + 1], number of full groups, number of oversized groups).
+
+The groups are in this order: full, oversized, leftover."""
 
 
 def isf(
@@ -34,7 +35,7 @@ def isf(
     num_iterations: int,
     seed: int,
 ) -> GroupsTuple:
-    """Group samples of sizes vision, text, int64 [num_samples], under both maxima and, where possible, at a minimum."""
+    """Group samples of sizes vision and text, int64 [num_samples], under both maxima and, if possible, at a minimum."""
     is_oversized = (vision > max_vision) | (text > max_text)
     oversized = [[sample] for sample in np.flatnonzero(is_oversized).tolist()]
     left: list[int] = np.flatnonzero(~is_oversized).tolist()
@@ -58,7 +59,7 @@ def isf(
 def _cut(
     samples: list[int], vision: list[int], text: list[int], most: tuple[int, int], enough: tuple[int, int]
 ) -> list[tuple[list[int], bool]]:
-    """Groups in order, each as long as both sums stay within `most`, and whether one of them is `enough`."""
+    """Groups in order, with sums of at most `most` (vision, text), and whether a sum of each is `enough`."""
     groups: list[tuple[list[int], bool]] = []
     group: list[int] = []
     num_vision = num_text = 0
@@ -75,7 +76,7 @@ def _cut(
 
 
 def _shuffle(samples: list[int], state: int) -> int:
-    """Shuffle in place (Fisher-Yates) with splitmix64 numbers, the same as the native core's; the state after them."""
+    """Shuffle in place (Fisher-Yates) with splitmix64 numbers, as the native core does; returns the next state."""
     for i in range(len(samples), 1, -1):
         state = (state + 0x9E3779B97F4A7C15) & _MASK
         bits = state

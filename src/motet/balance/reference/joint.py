@@ -1,16 +1,16 @@
-"""Whole examples on ranks so that all phases are balanced at once, and no encoder output has to move.
+"""Whole examples on ranks: one placement balances all phases, and no encoder output moves.
 
-The phases of a step run one after another, and in each of them all ranks wait for the slowest: the objective is the sum
-over phases of the largest load. Past OrchMLLM (section 5), which balances every phase by itself and moves what the
-encoders give; that move falls away where one placement of whole examples suffices.
+Objective: the sum over phases of the largest load. The phases of a microbatch run one after another, and in each of
+them all ranks wait for the slowest. Not in the papers: OrchMLLM (section 5) balances every phase by itself and moves
+the outputs of encoders.
 
-1. Phase by phase (joint_phases.py): most examples lack most phases, and those that have only the backbone can level it
-   after all others are placed. The search (joint_search.py) follows.
-2. Where that ends farther than 2^-11 from the bounds: longest first by the worst phase, and the search.
-3. Where that does too: longest first by the sum over phases, as it is.
+1. Place phase by phase (joint_phases.py), then search (joint_search.py). This works because most examples lack most
+   phases, and those with the backbone alone balance it last.
+2. If the objective is above the goal: place longest first by the worst phase, then search.
+3. If it still is: place longest first by the sum over phases, without a search.
 
-The best of these is the result: never worse than LPT over vectors or LPT over sums, unless it is within 2^-11 (0.05 %)
-of what no placement can undercut.
+The goal is 2^-11 (0.05 %) above the sum of the bounds. The result is the best of these placements. So it is never worse
+than LPT over vectors or LPT over sums, unless it reaches the goal.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from motet.balance.reference.result import AssignmentFields, placement
 from motet.core.arrays import Int64Array
 
 SHARE_UNIT = 2**30
-"""Of a phase's sum: shares add up to at most so much, within int32."""
+"""A phase's sum in shares, the integers that _place_by_peak compares; sums of shares fit int32."""
 
 
 def joint(costs: Int64Array, num_ranks: int, max_pairs: int) -> AssignmentFields:
-    """Place examples of costs [num_examples, num_phases], >= 0, with a sum over all that fits int64.
+    """Place examples of costs [num_examples, num_phases], >= 0; the sum of all must fit int64.
 
-    max_pairs: pairs of examples that the searches may compare, half of them each. Examples that cost nothing are dealt
-    out in turn. Result: loads [num_ranks, num_phases], bound [num_phases], which a phase's largest load is never below.
+    max_pairs: pairs of examples that the two searches compare, half of them each.
+    Result: loads [num_ranks, num_phases] and bound [num_phases]. Examples without cost go to the ranks in turn.
 
-    O(num_phases * num_examples log num_examples), then the search, O(num_phases * max_pairs); where vectors have to be
-    placed longest first, O(num_phases * num_examples * num_ranks).
+    O(num_phases * num_examples log num_examples), plus O(num_phases * max_pairs) for the searches. Step 2 takes
+    O(num_phases * num_examples * num_ranks).
     """
     bound = np.array([packed_bound(column, num_ranks) for column in costs.T], dtype=np.int64)
     problem = JointProblem(costs, num_ranks, bound)
@@ -45,12 +45,13 @@ def joint(costs: Int64Array, num_ranks: int, max_pairs: int) -> AssignmentFields
     ranks = np.full(len(costs), -1, dtype=np.int32)
     for rank, examples in enumerate(state.examples):
         ranks[examples] = rank
-    free = np.flatnonzero(ranks < 0)
-    ranks[free] = np.arange(len(free)) % num_ranks
+    without_cost = np.flatnonzero(ranks < 0)
+    ranks[without_cost] = np.arange(len(without_cost)) % num_ranks
     return placement(ranks, state.loads, bound)
 
 
 def _best_state(problem: JointProblem, max_pairs: int) -> JointState:
+    """The best placement of steps 1 to 3."""
     best = place_phase_by_phase(problem)
     search_swaps(problem, best, max_pairs // 2)
     if best.objective <= problem.goal:
@@ -66,7 +67,7 @@ def _best_state(problem: JointProblem, max_pairs: int) -> JointState:
 
 
 def _place_by_peak(problem: JointProblem) -> JointState:
-    """LPT over vectors: each to the rank whose worst phase, in shares of the phase's sum, stays lowest."""
+    """LPT over vectors: each example to the rank whose worst phase, in shares of the phase's sum, stays lowest."""
     costs = problem.costs
     # One division and one truncation, both exact to the bit: integers from here on.
     shares = (costs / np.maximum(costs.sum(axis=0), 1) * SHARE_UNIT).astype(np.int64)
@@ -81,7 +82,7 @@ def _place_by_peak(problem: JointProblem) -> JointState:
 
 
 def _place_by_sum(problem: JointProblem) -> JointState:
-    """LPT over the cost of all phases together. Of equally loaded ranks the one with fewer examples is next."""
+    """LPT over the sum of costs over phases. A tie goes to the rank with fewer examples."""
     sums = problem.costs.sum(axis=1)
     queue = [(0, 0, rank) for rank in range(problem.num_ranks)]
     state = JointState(problem)

@@ -1,10 +1,10 @@
-"""A start for the joint assignment: one phase after the other, the scarcest first.
+"""A start of the joint assignment: one phase after the other, the rarest first.
 
-In a mixture of text, images and speech, every example has tokens for the backbone, some have patches and others frames.
-Whoever places the examples with patches by patches, those with frames by frames, and only then the rest by tokens,
-levels each phase with examples that burden no phase that is already level: three balancing problems of one phase each,
-whatever the lengths. A phase's examples are placed by LPT on top of the loads that others brought, then swapped between
-heavy and light ranks.
+In a mixture of text, images and speech, every example has tokens for the backbone; some have patches, others frames.
+Place the examples with patches by patches, then the other examples with frames by frames, then the rest by tokens. The
+examples placed in a phase have no cost in the phases before it, so they do not unbalance them: the problem becomes one
+balancing problem of one phase after the other. In each phase, LPT adds examples to the loads so far, and swaps between
+heavy and light ranks follow.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import numpy as np
 from motet.balance.reference.joint_state import JointProblem, JointState
 
 LEVEL_BITS = 12
-"""A phase is level within 2^-12 of its bound."""
+"""A phase is balanced if its largest load is within 2^-12 of its bound."""
 
 MAX_ROUNDS = 64
 
 Entries = list[tuple[int, int]]
-"""The examples of a rank that this phase placed, as (-weight, example), ascending: heaviest first, then by number."""
+"""The examples placed on a rank in this phase: (-weight, example), ascending, so the heaviest first."""
 
 
 def place_phase_by_phase(problem: JointProblem) -> JointState:
-    """All examples that cost something. O(num_phases * num_examples log num_examples), and swaps of O(items a rank)."""
+    """Place all examples with a cost. O(num_phases * num_examples log num_examples), plus swaps of O(items a rank)."""
     state = JointState(problem)
     placed = np.zeros(len(problem.costs), dtype=bool)
     for phase in np.argsort((problem.costs > 0).sum(axis=0), kind="stable").tolist():
@@ -45,7 +45,7 @@ def place_phase_by_phase(problem: JointProblem) -> JointState:
 
 
 def _place_longest_first(state: JointState, phase: int, examples: list[int]) -> list[Entries]:
-    """LPT on top of the loads so far. Of equally loaded ranks the one with fewer of these examples is next."""
+    """LPT on top of the loads so far. A tie goes to the rank with fewer of these examples."""
     entries: list[Entries] = [[] for _ in state.examples]
     queue = [(load, 0, rank) for rank, load in enumerate(state.loads[:, phase].tolist())]
     heapq.heapify(queue)
@@ -59,34 +59,34 @@ def _place_longest_first(state: JointState, phase: int, examples: list[int]) -> 
 
 
 def _swap_round(state: JointState, phase: int, entries: list[Entries], goal: int) -> bool:
-    """The heaviest ranks swap, each with the lightest that has a swap to offer, and each rank once at most.
+    """Swap each heavy rank, heaviest first, with the lightest possible partner; each light rank once at most.
 
-    False where the heaviest is level or finds nothing.
+    Stops at the first rank that is at the goal, is a partner already, or has no swap. False if this is the heaviest.
     """
     loads = state.loads[:, phase].tolist()
     order = sorted(range(len(loads)), key=lambda rank: (loads[rank], rank))
     moved: set[int] = set()
-    for place in reversed(range(len(order))):
-        heavy = order[place]
+    for index in reversed(range(len(order))):
+        heavy = order[index]
         if heavy in moved or loads[heavy] <= goal:
-            return place + 1 < len(order)
-        for light in order[:place]:
+            return index + 1 < len(order)
+        for light in order[:index]:
             if light not in moved and _swap(state, phase, entries, (heavy, light), goal):
                 moved.add(light)
                 break
         else:
-            return place + 1 < len(order)
+            return index + 1 < len(order)
     return True
 
 
 def _swap(state: JointState, phase: int, entries: list[Entries], ranks: tuple[int, int], goal: int) -> bool:
-    """A swap, or move, that makes the heavy and the light rank level, or else comes closest.
+    """Swap (or move) the examples that bring both ranks to the goal, or else closest to each other.
 
-    False where all leave one of them as heavy.
+    False if every swap leaves one of them as heavy as the heavy one is.
     """
     heavy, light = ranks
     heavy_load, light_load = int(state.loads[heavy, phase]), int(state.loads[light, phase])
-    enough = 2 * goal - heavy_load - light_load  # with that miss both are level
+    enough = 2 * goal - heavy_load - light_load  # the miss at which both are at the goal
     best = _best_swap(entries[heavy], entries[light], heavy_load - light_load, enough)
     if best is None:
         return False
@@ -104,12 +104,12 @@ def _swap(state: JointState, phase: int, entries: list[Entries], ranks: tuple[in
 
 
 def _best_swap(heavy: Entries, light: Entries, room: int, enough: int) -> tuple[int, int] | None:
-    """Places of what to give and take; the place after the light rank's last stands for nothing."""
+    """Indices of the entries to give and to take; len(light) stands for taking nothing."""
     negated = [weight for weight, _ in light] + [0]
     smallest_miss = room
     best = None
     for give, (negated_weight, _) in enumerate(heavy):
-        # Half the room is best: the lightest that moves at most half, and the next lighter one, which moves more.
+        # A change of room / 2 is best. Try the lightest to take that changes at most that, and the next lighter one.
         below = bisect_right(negated, room // 2 + negated_weight)
         for take in range(max(below - 1, 0), min(below, len(light)) + 1):
             change = negated[take] - negated_weight

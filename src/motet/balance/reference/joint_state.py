@@ -1,4 +1,4 @@
-"""What the starts and the search of the joint assignment share: the problem, and examples on ranks."""
+"""The problem of the joint assignment, and its state: the examples of each rank."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from motet.core.arrays import Int64Array
 
 NEAR_BITS = 11
-"""Within 2^-11 of the bounds a placement is good enough."""
+"""A placement within 2^-11 of the sum of the bounds is good enough."""
 
 
 @dataclass(frozen=True)
 class JointProblem:
-    """costs int64 [num_examples, num_phases], bound int64 [num_phases]: no phase's largest load can be smaller."""
+    """costs: int64 [num_examples, num_phases]. bound: int64 [num_phases], a lower bound of each largest load."""
 
     costs: Int64Array
     num_ranks: int
@@ -22,13 +22,13 @@ class JointProblem:
 
     @property
     def goal(self) -> int:
-        """An objective that is good enough."""
+        """The objective that is good enough: 2^-11 above the sum of the bounds."""
         bound = int(self.bound.sum())
         return bound + (bound >> NEAR_BITS)
 
 
 class JointState:
-    """Examples by rank, and loads int64 [num_ranks, num_phases]."""
+    """The examples of each rank, and loads, int64 [num_ranks, num_phases]."""
 
     def __init__(self, problem: JointProblem) -> None:
         self.costs = problem.costs
@@ -41,5 +41,6 @@ class JointState:
         return int(self.loads.max(axis=0).sum())
 
     def add(self, rank: int, example: int) -> None:
+        """Put an example on a rank."""
         self.examples[rank].append(example)
         self.loads[rank] += self.costs[example]

@@ -1,9 +1,9 @@
-"""Move few items between groups, ranks or nodes, so that no group is over its limit: minimal movement.
+"""Move few items between groups (ranks or nodes) so that no group is over its limit.
 
-Renaming balanced batches (OrchMLLM Algorithm 3) leaves most tokens on the move, because a batch is drawn from
-everywhere. Here a group keeps what it holds and exports only its excess over its target. An exchange between the
-group that is furthest over its limit and the one that is furthest under closes the smaller of the two gaps, so that a
-group is settled with each, and what moves is the sum of the excesses, which no other way undercuts, and little more.
+OrchMLLM Algorithm 3 renames balanced batches; most tokens still move, because a batch has items from everywhere. Here a
+group keeps its items and exports only its excess over its target. One exchange is between the group furthest over its
+limit and the group furthest under it, and closes the smaller of the two gaps. So each exchange brings one group to its
+target. The weight that moves is little more than the sum of the excesses, which is the minimum.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from bisect import bisect_right, insort
 from dataclasses import dataclass
 
 Item = tuple[int, int]
-"""(-weight, number): ascending order is heaviest first, then by number."""
+"""(-weight, item number): ascending order is heaviest first, then by number."""
 
 MAX_PARTNERS = 64
-"""So many groups, furthest under their limit first, are asked for an exchange before the heaviest counts as settled."""
+"""Number of groups, furthest under their limit first, that are tried as partners of the heaviest."""
 
 NO_ITEM: Item = (0, -1)
 
 
 @dataclass
 class Holder:
-    """What one rank or node holds, items ascending; a load above `limit` is to come down, to `target` at best."""
+    """The items of one rank or node, ascending. A load above `limit` must come down, if possible to `target`."""
 
     items: list[Item]
     load: int
@@ -31,10 +31,11 @@ class Holder:
 
 
 def level(groups: list[Holder], turns: list[int] | None = None) -> None:
-    """Exchange items until no group is over its limit or no exchange helps; the targets add up to the loads.
+    """Exchange items until no group is over its limit or no exchange helps.
 
-    turns: by item number, whose turn to be given is first; None: the heaviest first.
-    At most 100 + 20 num_groups exchanges of O(items of the two groups) with up to `MAX_PARTNERS` groups each.
+    groups: the sum of their targets is the sum of their loads.
+    turns: by item number; the item with the lowest turn is given first. None: the heaviest first.
+    At most 100 + 20 num_groups exchanges; each tries up to `MAX_PARTNERS` groups in O(items of the two groups).
     """
     for _ in range(100 + 20 * len(groups)):
         lightest_first = sorted(groups, key=lambda group: group.load - group.limit)
@@ -46,17 +47,22 @@ def level(groups: list[Holder], turns: list[int] | None = None) -> None:
 
 
 def _exchange(heavy: Holder, light: Holder, turns: list[int] | None) -> bool:
-    """Close the smaller of the two gaps, as nearly as the items allow; False where no exchange brings them closer."""
-    room = (heavy.load - heavy.target) - (light.load - light.target)
+    """Close the smaller of the two gaps as nearly as the items allow; False if no exchange brings the groups closer."""
+    # A change of the loads by less than `max_change` brings the groups closer; one by `gap` closes the smaller gap.
+    max_change = (heavy.load - heavy.target) - (light.load - light.target)
     gap = max(1, min(heavy.load - heavy.target, light.target - light.load))
-    if room <= gap:
+    if max_change <= gap:
         return False
-    given, left = _whole_items(heavy.items if turns is None else sorted(heavy.items, key=lambda i: turns[i[1]]), gap)
-    rest = [item for item in heavy.items if item not in given]
-    give, take = _best_swap(rest, light.items, left, gap - left, room)
+    # 1. Give items that fit into the gap.
+    by_turn = heavy.items if turns is None else sorted(heavy.items, key=lambda item: turns[item[1]])
+    given, left = _fitting_items(by_turn, gap)
+    # 2. Fill the rest of the gap by a swap.
+    kept = [item for item in heavy.items if item not in given]
+    give, take = _best_swap(kept, light.items, left, gap - left, max_change)
     given += [give] if give != NO_ITEM else []
     if not given:
         return False
+    # 3. Move the items.
     for item in given:
         heavy.items.remove(item)
         insort(light.items, item)
@@ -69,8 +75,8 @@ def _exchange(heavy: Holder, light: Holder, turns: list[int] | None) -> bool:
     return True
 
 
-def _whole_items(items: list[Item], gap: int) -> tuple[list[Item], int]:
-    """Items in their turn, as long as they fit into the gap, and what is left of it."""
+def _fitting_items(items: list[Item], gap: int) -> tuple[list[Item], int]:
+    """The items that fit into the gap, one after the other, and the rest of the gap."""
     given: list[Item] = []
     for item in items:
         if 0 < -item[0] <= gap:
@@ -79,20 +85,20 @@ def _whole_items(items: list[Item], gap: int) -> tuple[list[Item], int]:
     return given, gap
 
 
-def _best_swap(heavy: list[Item], light: list[Item], left: int, moved: int, room: int) -> tuple[Item, Item]:
-    """An item to give, and one to take or none, whose difference is nearest to `left`; of equals, the lightest to take.
+def _best_swap(heavy: list[Item], light: list[Item], left: int, moved: int, max_change: int) -> tuple[Item, Item]:
+    """An item to give, and one (or NO_ITEM) to take, whose difference is nearest to `left`; a tie takes the lightest.
 
-    With what has `moved` already, the change must stay within 0 and `room`, both excluded.
+    moved: the weight that is given already. moved + difference must be between 0 and `max_change`, both excluded.
     """
     best = (NO_ITEM, NO_ITEM)
-    smallest_miss = left if moved else room
+    smallest_miss = left if moved else max_change
     for take in [NO_ITEM, *reversed(light)]:
         if smallest_miss == 0:
             break
-        after = bisect_right(heavy, take[0] - left, key=lambda item: item[0])  # the first lighter than what is wanted
+        after = bisect_right(heavy, take[0] - left, key=lambda item: item[0])  # the first lighter than take + left
         for give in heavy[max(after - 1, 0) : after + 1]:
             change = take[0] - give[0]
-            if abs(left - change) < smallest_miss and 0 < moved + change < room:
+            if abs(left - change) < smallest_miss and 0 < moved + change < max_change:
                 smallest_miss = abs(left - change)
                 best = (give, take)
     return best

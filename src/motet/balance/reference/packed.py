@@ -1,13 +1,12 @@
-"""Items on ranks so that the largest sum of weights is small: LPT, then swaps.
+"""Packed items on ranks: the largest sum of weights is made small by LPT, then by swaps.
 
-The greedy of OrchMLLM Algorithm 1 (longest item first, to the rank with the smallest sum; its `top().push` is to be
-read as pop, add and push) is the LPT rule, within 4/3 - 1/(3 num_ranks) of the optimum. With a quadratic cost it is
-Algorithm 4 by the true weight of each item, in place of a comparison with a tolerance, by which no heap can be ordered.
-What LPT leaves, some part of an item a rank, swaps.py removes. From some twenty items a rank on, this ends at the
-bound itself.
+LPT is the greedy rule of OrchMLLM Algorithm 1: longest item first, to the rank with the smallest sum (its `top().push`
+means pop, add and push). It is within 4/3 - 1/(3 num_ranks) of the optimum. With a quadratic cost it is Algorithm 4,
+but by the true weight of each item: the paper compares with a tolerance, which is no order for a heap. LPT leaves an
+imbalance of a part of an item; swaps.py removes it. From about twenty items a rank on, the result is at the bound.
 
-Equal counts: the ranks with the fewest items come before all others, so that every round gives each rank one item, the
-heaviest to the lightest rank. Swaps then trade one item for one.
+Equal counts: the ranks with the fewest items come first. So each round gives every rank one item, the heaviest item to
+the lightest rank, and swaps exchange one item for one.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from motet.core.arrays import Int64Array
 
 
 def packed(weights: Int64Array, num_ranks: int, equal_counts: bool, num_steps: int) -> AssignmentFields:
-    """Balance sums of weights, int64 [num_items], >= 0 and with a sum that fits int64.
+    """Balance sums of weights, int64 [num_items], >= 0; their sum must fit int64.
 
-    equal_counts: the numbers of items of two ranks differ by at most one.
-    num_steps: how much the swaps may look at; with more of them the largest load is the same or smaller.
+    equal_counts: the item counts of two ranks differ by at most one.
+    num_steps: steps of the swaps; more steps never give a larger load.
     O(num_items log num_items + num_steps).
     """
     order = np.argsort(-weights, kind="stable")
@@ -40,7 +39,7 @@ def packed(weights: Int64Array, num_ranks: int, equal_counts: bool, num_steps: i
 
 
 def longest_first(descending: list[int], num_ranks: int, equal_counts: bool) -> list[int]:
-    """LPT: the rank of each weight. Of ranks that are alike the lowest is next; items without weight go in turn."""
+    """LPT: the rank of each weight. A tie goes to the lowest rank; items without weight go to the ranks in turn."""
     ranks = []
     queue = [(0, 0, rank) for rank in range(num_ranks)]  # count, where counts must be equal; load; rank
     for weight in descending:
@@ -49,4 +48,4 @@ def longest_first(descending: list[int], num_ranks: int, equal_counts: bool) -> 
         count, load, rank = queue[0]
         ranks.append(rank)
         heapq.heapreplace(queue, (count + equal_counts, load + weight, rank))
-    return ranks + [place % num_ranks for place in range(len(descending) - len(ranks))]
+    return ranks + [index % num_ranks for index in range(len(descending) - len(ranks))]

@@ -1,12 +1,13 @@
-"""Items on ranks so that the largest padded size, count times longest, is as small as can be: the optimum.
+"""Padded items on ranks: the smallest possible largest load, where a load is count * (cost of the longest item).
 
 OrchMLLM Algorithm 2, corrected: the search begins at the *longest* length and ends at `longest * ceil(n / d)`, and the
-partition at the final limit is returned, not the one probed last. Walked from the longest item down instead of
-from the shortest up: the first item of a batch is then its longest, and the batch's size is one division.
+result is the partition at the final limit, not the one that was tried last. Items are taken from the longest down, not
+from the shortest up: the first item of a batch (the items of a rank) is then its longest, and one division gives the
+size of the batch.
 
-Why this is optimal: under a limit, the batch that holds the longest item can hold limit // longest items; to fill it
-with the next longest leaves the shortest for the others, and for them the same holds. All that this needs is that a
-longer item has no smaller size: sizes may have a quadratic term (costs.Padded).
+Proof of optimality: under a limit, the batch with the longest item holds at most limit // longest items. Filling it
+with the next longest items leaves the shortest ones for the other batches, where the same argument holds. It needs only
+that the cost does not fall with the length, so costs may have a quadratic term (costs.Padded).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from motet.core.arrays import Int64Array
 def padded(lengths: Int64Array, num_ranks: int, linear: int, quadratic: int) -> AssignmentFields:
     """Balance count * (linear * longest + quadratic * longest^2) of lengths, int64 [num_items], >= 0.
 
-    For all items at once it must fit int64. The bound is the optimum, so that the largest load equals it. Ranks may be
-    left without items. O(num_items log num_items + num_ranks log(longest * num_items)).
+    The load of all items on one rank must fit int64. The bound is the optimum, and the largest load equals it. Ranks
+    may get no items. O(num_items log num_items + num_ranks log(longest * num_items)).
     """
     order = np.argsort(-lengths, kind="stable")
     descending = _costs(lengths[order], linear, quadratic)
@@ -35,17 +36,18 @@ def padded(lengths: Int64Array, num_ranks: int, linear: int, quadratic: int) -> 
 
 
 def padded_bound(lengths: Int64Array, num_ranks: int, linear: int, quadratic: int) -> int:
-    """The optimum itself: no placement has a smaller maximum."""
+    """The optimum: no placement has a smaller largest load. Lengths: int64 [num_items]."""
     return _optimum(_costs(np.sort(lengths)[::-1], linear, quadratic), num_ranks)
 
 
 def _costs(lengths: Int64Array, linear: int, quadratic: int) -> list[int]:
+    """The cost of each item alone."""
     costs: list[int] = (lengths * (linear + quadratic * lengths)).tolist()
     return costs
 
 
 def _optimum(descending: list[int], num_ranks: int) -> int:
-    """The smallest limit under which all items find a place, by binary search."""
+    """The smallest limit under which all items fit, by binary search."""
     if not descending:
         return 0
     low = descending[0]  # the longest item alone
@@ -60,7 +62,7 @@ def _optimum(descending: list[int], num_ranks: int) -> int:
 
 
 def _batches(descending: list[int], num_ranks: int, limit: int) -> list[tuple[int, int]]:
-    """At most num_ranks batches (first, last), each as full as the limit allows; they may end before the items do."""
+    """At most num_ranks batches first:last, each as full as the limit allows; items may be left over."""
     batches: list[tuple[int, int]] = []
     first = 0
     while first < len(descending) and len(batches) < num_ranks:

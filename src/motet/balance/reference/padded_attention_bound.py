@@ -1,4 +1,4 @@
-"""A lower bound on the largest load of reference/padded_attention.py, within 2 % of what is reached from 64 ranks on.
+"""A lower bound of the largest load in reference/padded_attention.py; from 64 ranks on, loads are within 2 % of it.
 
 Write a and q for linear and quadratic, T for a limit. A rank under the limit with c items, the sum s of their
 lengths and the longest m keeps a s + q c m^2 <= T. To show that T is too small, number the ranks by their longest item,
@@ -33,11 +33,11 @@ import numpy as np
 from motet.core.arrays import Int64Array
 
 STEEPNESSES = (3.0, 10.0, 1.0, 0.0)
-"""Each gives a bound; the first is most often the largest."""
+"""Each steepness gives a bound; the first bound is most often the largest."""
 
 
 class Classes(NamedTuple):
-    """Equal lengths together, longest first; positions count items in this order."""
+    """Items grouped by length (a class has one length), longest first. A position counts items in this order."""
 
     lengths: list[int]  # [num_classes], descending
     starts: list[int]  # [num_classes + 1], the first position of each class
@@ -45,6 +45,7 @@ class Classes(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Int64Array) -> Self:
+        """The classes of lengths, int64 [num_items]."""
         ascending, counts = np.unique(lengths, return_counts=True)
         starts = np.concatenate([[0], np.cumsum(counts[::-1])])
         sums = np.concatenate([[0], np.cumsum((ascending * counts)[::-1])])
@@ -52,7 +53,7 @@ class Classes(NamedTuple):
 
 
 def padded_attention_bound(classes: Classes, num_ranks: int, linear: int, quadratic: int, low: int, high: int) -> int:
-    """No placement has a smaller largest load; low is such a bound already, and high a load that is reached.
+    """A lower bound of the largest load. low: a known lower bound; high: the largest load of some placement.
 
     O(15 (num_classes + num_ranks)).
     """
@@ -71,32 +72,32 @@ def padded_attention_bound(classes: Classes, num_ranks: int, linear: int, quadra
 
 
 def reaches_end(classes: Classes, num_ranks: int, linear: int, quadratic: int, limit: int, steepness: float) -> bool:
-    """Whether ranks filled with fractions of items, as above, cover all: False proves that the limit is too small."""
+    """Whether ranks filled with fractions of items, as above, cover all items. False: the limit is too small."""
     lengths, starts, sums = classes
     num_items, shortest = starts[-1], float(lengths[-1])
-    position, place = 0.0, 0  # place: the class of the position
+    position, index = 0.0, 0  # index: the class of the position
     for _ in range(num_ranks):
-        longest = float(lengths[place])
+        longest = float(lengths[index])
         if longest == 0:
             return True
         attention = quadratic * longest * longest
         token_weight = steepness * linear / attention
         most = _largest_weight(limit, linear, quadratic, longest, shortest, float(lengths[0]), token_weight)
-        so_far = position + token_weight * (sums[place] + (position - starts[place]) * longest)
+        so_far = position + token_weight * (sums[index] + (position - starts[index]) * longest)
         until = so_far + most
-        while starts[place + 1] + token_weight * sums[place + 1] <= until:
-            place += 1
-            if place == len(lengths):
+        while starts[index + 1] + token_weight * sums[index + 1] <= until:
+            index += 1
+            if index == len(lengths):
                 return True
-        within = until - (starts[place] + token_weight * sums[place])
-        position = starts[place] + within / (1 + token_weight * lengths[place])
+        within = until - (starts[index] + token_weight * sums[index])
+        position = starts[index] + within / (1 + token_weight * lengths[index])
     return position >= num_items * (1 - 1e-9)
 
 
 def _largest_weight(
     limit: int, linear: int, quadratic: int, longest: float, shortest: float, longest_of_all: float, token_weight: float
 ) -> float:
-    """H of the module's docstring."""
+    """H_k of the module's docstring: `longest` is M_k, `token_weight` is r_k."""
     attention = quadratic * longest * longest
     few = max(math.floor(limit / (attention + linear * longest)), 1)  # 1 where only rounding denies it
     most = math.floor((1 + 1e-12) * (limit - linear * (longest - shortest)) / (attention + linear * shortest))

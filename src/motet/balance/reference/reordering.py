@@ -1,15 +1,17 @@
-"""The order of microbatches in a 1F1B pipeline, so that those of uneven length leave short bubbles.
+"""The order of microbatches in a 1F1B pipeline that makes bubbles short, if their lengths are uneven.
 
-MMScale/DistTrain Algorithm 3, corrected: its loop runs past the last microbatch, so it runs here while any remain; and
-GETINTERVAL, which it leaves open, is read off the schedule's own recursion (`PipelineClock`). Two things are ours: the
-order with the longest microbatches early, and swaps of two microbatches as long as they shorten the step.
+MMScale/DistTrain Algorithm 3, corrected: its loop runs past the last microbatch, so here it ends when none is left; it
+does not define GETINTERVAL, so `PipelineClock` computes the interval from the schedule's recursion. Not in the paper:
+the order with long microbatches early, and the swaps.
 
-1. The smallest microbatch goes first, to start all stages; the num_stages - 1 smallest of the rest go last, where
-   nothing fills the gaps between backwards.
-2. The first stage waits for the first backward: num_stages - 1 microbatches whose forwards, summed, come closest to it.
-3. Before each further backward: the one whose forward comes closest to the gap that the recursion says is there.
-4. Of this order, the given one, and the smallest first, then the longest to the shortest: the best. Swap two while that
-   helps, up to a fixed number of stage visits; with too many microbatches for one swap of each, not at all.
+1. The smallest microbatch goes first, to start all stages. The num_stages - 1 next smallest go last, where nothing
+   fills the gaps between backwards.
+2. The first stage waits for the first backward. Fill this time with num_stages - 1 forwards, each closest to an equal
+   part of what is left of it.
+3. Fill the gap before each further backward with the forward closest to it; `PipelineClock` gives the gap.
+4. Compare this order, the given order, and the smallest microbatch followed by the others from long to short. Take the
+   best, and swap two microbatches while that shortens the step, up to a fixed number of visits to stages. With so many
+   microbatches that swapping one of them with each other exceeds that number, there are no swaps.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ import numpy as np
 from motet.core.arrays import Int64Array
 
 NUM_VISITS = 1 << 18
-"""Visits of a microbatch to a stage that the swaps may simulate: about a millisecond in the native core."""
+"""Visits of a microbatch to a stage that the swaps simulate at most: about 1 ms in the native core."""
 
 
 class PipelineClock:
-    """1F1B, microbatch after microbatch: what is known once each stage has done all that the ones so far allow.
+    """The times of a 1F1B pipeline, computed as far as the microbatches in `order` allow.
 
-    Stage s does num_stages - 1 - s forwards, then a forward and a backward in turn, then the backwards that are left.
-    So step i is the forward of microbatch i on every stage, and the backward of microbatch i - (num_stages - 1 - s).
+    Stage s does num_stages - 1 - s forwards, then forwards and backwards in turn, then the remaining backwards.
+    So `step` i is the forward of microbatch i on every stage, and the backward of microbatch i - (num_stages - 1 - s).
     """
 
     def __init__(self, forward: list[list[int]], backward: list[list[int]]) -> None:
@@ -37,11 +39,11 @@ class PipelineClock:
         self.num_stages = len(forward[0])
         self.order: list[int] = []
         self.num_steps = 0
-        self.free = [0] * self.num_stages  # when each stage has done its last action
-        self.gradient = [0] * (self.num_stages + 1)  # when the last backward of each stage was done; of none at the end
+        self.free = [0] * self.num_stages  # [stage], when its last action ended
+        self.gradient = [0] * (self.num_stages + 1)  # [stage], when its last backward ended; 0 after the last stage
 
     def step(self) -> None:
-        """The next forward, if the order has one, then the backward that it makes room for, on every stage."""
+        """The next forward on every stage, if there is one, and the backward after it."""
         now = 0
         if self.num_steps < len(self.order):
             for stage, duration in enumerate(self.forward[self.order[self.num_steps]]):
@@ -55,26 +57,26 @@ class PipelineClock:
         self.num_steps += 1
 
     def finish(self) -> int:
-        """All that is left; the makespan."""
+        """Do all remaining steps; returns the makespan."""
         while self.num_steps < len(self.order) + self.num_stages - 1:
             self.step()
         return self.free[0]
 
     def interval(self) -> int:
-        """The gap before the first stage's next backward, which the next forward is to fill."""
+        """The gap before the next backward of the first stage, for the next forward to fill."""
         return max(self.gradient[1] - self.free[0], 0)
 
 
 def pipeline_makespan(forward: Int64Array, backward: Int64Array, order: Int64Array) -> int:
-    """When the last backward ends, for durations int64 [num_microbatches, num_stages]. O(size)."""
+    """When the last backward ends. Durations: int64 [num_microbatches, num_stages]. O(their number)."""
     return _makespan(forward.tolist(), backward.tolist(), order.tolist())
 
 
 def order_microbatches(forward: Int64Array, backward: Int64Array) -> Int64Array:
-    """A permutation, int64 [num_microbatches], no slower than the given order.
+    """The order, a permutation int64 [num_microbatches]; never slower than the given order.
 
-    forward, backward: int64 [num_microbatches, num_stages], >= 0, with a sum that fits int64.
-    O(num_microbatches (num_stages + num_microbatches)) and NUM_VISITS.
+    forward, backward: int64 [num_microbatches, num_stages], >= 0; the sum of both must fit int64.
+    O(num_microbatches (num_stages + num_microbatches) + NUM_VISITS).
     """
     fore, back = forward.tolist(), backward.tolist()
     given = list(range(len(fore)))
@@ -97,15 +99,17 @@ def _makespan(forward: list[list[int]], backward: list[list[int]], order: list[i
 
 
 def _filled(forward: list[list[int]], backward: list[list[int]], ascending: list[int]) -> list[int]:
-    """Steps 1 to 3: the intervals of the first stage, filled one after the other."""
+    """The order of steps 1 to 3."""
     pipeline = PipelineClock(forward, backward)
     num_stages = pipeline.num_stages
+    # 1. The smallest first, the next smallest last.
     first, last, middle = ascending[0], ascending[1:num_stages], ascending[num_stages:]
     waiting: list[tuple[int, int]] = []  # (forward on the first stage, microbatch), ascending
     for microbatch in middle:
         insort(waiting, (forward[microbatch][0], microbatch))
     pipeline.order.append(first)
     pipeline.step()
+    # 2. The time until the first backward.
     gap = sum(forward[first][1:]) + sum(backward[first][1:])
     for missing in range(num_stages - 1, 0, -1):
         if waiting:
@@ -113,6 +117,7 @@ def _filled(forward: list[list[int]], backward: list[list[int]], ascending: list
             gap = max(gap - forward[microbatch][0], 0)
             pipeline.order.append(microbatch)
             pipeline.step()
+    # 3. The gap before each further backward.
     while waiting:
         pipeline.order.append(_closest(waiting, pipeline.interval()))
         pipeline.step()
@@ -120,7 +125,7 @@ def _filled(forward: list[list[int]], backward: list[list[int]], ascending: list
 
 
 def _closest(waiting: list[tuple[int, int]], duration: int) -> int:
-    """Take out the microbatch whose forward is closest to a duration; the shorter, then the lower number, of two."""
+    """Take out the microbatch whose forward is closest to a duration. A tie: the shorter, then the lower number."""
     above = bisect_left(waiting, (duration, 0))
     if above == len(waiting):
         below_is_closer = True
@@ -132,7 +137,7 @@ def _closest(waiting: list[tuple[int, int]], duration: int) -> int:
 
 
 def _swap(forward: list[list[int]], backward: list[list[int]], order: list[int]) -> None:
-    """Swap two microbatches, in place, wherever that shortens the step, until none does or the visits are used up."""
+    """Swap two microbatches, in place, while a swap shortens the step and visits are left."""
     visits_left = NUM_VISITS
     visits = (len(order) + len(forward[0]) - 1) * len(forward[0])
     if visits * len(order) > NUM_VISITS:

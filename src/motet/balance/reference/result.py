@@ -1,4 +1,4 @@
-"""What an algorithm returns, in the reference as in the native core."""
+"""The result of a placement algorithm, in the reference and in the native core."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ AssignmentFields = tuple[Int32Array, Int64Array, Int64Array, Int64Array, int | I
 
 
 def placement(ranks: Int32Array, loads: Int64Array, bound: int | Int64Array) -> AssignmentFields:
-    """With the items of each rank in item order."""
+    """The result with these ranks; the items of a rank are in item order."""
     return ranks, *csr_from_ranks(ranks, len(loads)), loads, bound

@@ -1,16 +1,16 @@
-"""Items on ranks under a limit, cut only where nothing else helps: fit, or fill and carry on with the rest.
+"""Items on ranks under a limit; an item is cut only if no rank has room for the whole of it.
 
-McNaughton's wrap-around rule (1959) fills one rank after another and cuts the item at each boundary: perfect balance
-with at most num_ranks - 1 cuts, however many of them were needless. Here an item is cut only when no rank has room for
-the whole of it. Of the items and of what is left of cut ones, the next is the heaviest:
+McNaughton's wrap-around rule (1959) fills one rank after another and cuts the item at each boundary. It balances
+perfectly with at most num_ranks - 1 cuts, but many of them are not needed. Here, take the heaviest of the items and of
+the rests of cut items:
 
-1. If it fits, it goes whole to the rank with the least room that holds it, which keeps wide rooms for heavy items.
-2. If not, the rank that can take the largest part of it is filled up, and the rest waits for its turn by its new size.
-3. Where no rank has room for any of it, or it is in too many parts already, the rest is left out.
+1. If it fits on some rank, put it whole on the one with the least room, so that large rooms are kept for heavy items.
+2. If not, put the largest possible part on one rank. The rest is taken again later, by its new size.
+3. If no rank has room for any part, or the item has its most parts already, leave the rest out.
 
-The parts of an item are on different ranks. With one phase and no overhead, items that can be cut anywhere all find a
-place under any limit from the mean on, because what does not fit fills rooms completely, and again with at most
-num_ranks - 1 cuts. With several phases an item is cut by the same share in all of them.
+The parts of an item are on different ranks. An item is cut by the same share in all phases. With one phase, no overhead
+and items that can be cut anywhere, all items are placed under any limit from the mean on, with at most num_ranks - 1
+cuts: each cut fills a rank completely.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from motet.core.arrays import BoolArray, Int32Array, Int64Array
 
 Pieces = tuple[Int64Array, Int64Array, Int64Array, Int32Array]
-"""item, begin, end, rank of each fragment: the units begin .. end of an item; by item, then by begin."""
+"""(item, begin, end, rank), an array each: the units begin .. end - 1 of an item; ordered by item, then by begin."""
 
 
 def pour(
@@ -35,12 +35,14 @@ def pour(
     limits: Int64Array,
     num_ranks: int,
 ) -> Pieces:
-    """Place items so that no load exceeds limits, int64 [num_phases]; what finds no room is left out.
+    """Place items so that no load exceeds limits, int64 [num_phases]; items without room are left out.
 
-    costs, overheads: int64 [num_items, num_phases], the latter for each fragment of a cut item.
-    units, parts: int64 [num_items], >= 1, the equal units between which an item can be cut, and into how many parts at
-    most. The first `end` units of an item cost costs * end // units.
-    turns, phases: int64 [num_items]. A lower turn goes first; sizes and rooms are compared in an item's own phase.
+    costs, overheads: int64 [num_items, num_phases]; an overhead is that of each fragment of a cut item.
+    units: int64 [num_items], >= 1, the equal units between which an item can be cut. The first `end` units of an item
+        cost costs * end // units.
+    parts: int64 [num_items], >= 1, the most parts of an item.
+    turns: int64 [num_items]; items with a lower turn are placed first.
+    phases: int64 [num_items], the phase in which sizes and rooms are compared for an item.
     O(num_fragments * num_ranks * num_phases).
     """
     rooms = np.tile(limits, (num_ranks, 1))
@@ -54,16 +56,16 @@ def pour(
         cost, num_units, begin, phase = costs[item].tolist(), int(units[item]), begins[item], int(phases[item])
         before = [whole * begin // num_units for whole in cost]
         rest = np.subtract(cost, before) + overheads[item] * (begin > 0)
-        free = np.ones(num_ranks, dtype=bool)
-        free[ranks_of[item]] = False
-        fits = np.flatnonzero(free & (rooms >= rest).all(axis=1))
-        if len(fits):
+        has_no_part = np.ones(num_ranks, dtype=bool)
+        has_no_part[ranks_of[item]] = False
+        fits = np.flatnonzero(has_no_part & (rooms >= rest).all(axis=1))
+        if len(fits):  # 1.
             rank, end = int(fits[rooms[fits, phase].argmin()]), num_units
-        elif len(ranks_of[item]) + 1 >= parts[item]:
+        elif len(ranks_of[item]) + 1 >= parts[item]:  # 3.
             continue
-        else:
-            rank, end = _widest_reach(rooms - overheads[item], free, cost, before, num_units)
-            if end <= begin:
+        else:  # 2.
+            rank, end = _largest_part(rooms - overheads[item], has_no_part, cost, before, num_units)
+            if end <= begin:  # 3.
                 continue
         shares = [whole * end // num_units - part for whole, part in zip(cost, before, strict=True)]
         rooms[rank] -= shares + overheads[item] * (end - begin < num_units)
@@ -76,12 +78,15 @@ def pour(
     return _arrays(sorted(pieces))
 
 
-def _widest_reach(
-    rooms: Int64Array, free: BoolArray, cost: list[int], before: list[int], num_units: int
+def _largest_part(
+    rooms: Int64Array, has_no_part: BoolArray, cost: list[int], before: list[int], num_units: int
 ) -> tuple[int, int]:
-    """The rank that can take the most of an item whose units `before` are placed, and up to which unit."""
+    """The rank that can take the largest part of an item, and the unit where this part ends.
+
+    before: the cost of the units that are placed already, by phase.
+    """
     best = (0, -1)
-    for rank in np.flatnonzero(free).tolist():
+    for rank in np.flatnonzero(has_no_part).tolist():
         end = num_units
         for room, whole, part in zip(rooms[rank].tolist(), cost, before, strict=True):
             if room + part < whole:
@@ -92,6 +97,7 @@ def _widest_reach(
 
 
 def _arrays(pieces: list[tuple[int, int, int, int]]) -> Pieces:
+    """Pieces as arrays, one for each column."""
     table = np.array(pieces, dtype=np.int64).reshape(-1, 4)
     item, begin, end = (np.ascontiguousarray(column) for column in table[:, :3].T)
     return item, begin, end, table[:, 3].astype(np.int32)

@@ -1,16 +1,16 @@
-"""How many (query, key) pairs each block of a sequence attends to, from the table of segments alone.
+"""The number of (query, key) pairs that each block of a sequence attends to, from the table of segments alone.
 
-Cornstarch sums the rows of the attention mask (section 4.3.2): tokens x tokens. Here no mask is ever made. Within a
-segment all tokens attend to the same earlier segments, so the pairs of its j-th token are `first + slope * j`:
+Cornstarch sums the rows of the attention mask (section 4.3.2), which has tokens x tokens entries. Here is no mask.
+All tokens of a segment attend to the same earlier segments, so its j-th token has `first + slope * j` pairs:
 
-1. Walk the segments, and count the tokens seen so far of each modality in the document, and of each instance.
-2. Of what comes before the segment, its tokens attend to the counted ones of the modalities in `attends_to`.
-3. Tokens of an instance attend to all of it, and what of it came before is not counted twice: slope 0. Without an
-   instance, a token attends to itself, and if its own modality is in `attends_to`, to those before it in the segment:
-   slope 1.
-4. A block adds up the pieces of segments within it, each an arithmetic series.
+1. Walk over the segments. Count the tokens so far of each modality in the document, and of each instance.
+2. A token attends to the tokens so far whose modality is in `attends_to`.
+3. With an instance, a token also attends to all tokens of the instance that step 2 has not counted: slope 0.
+   Without an instance, it attends to itself, and, if its modality is in `attends_to`, to the tokens before it in the
+   segment: slope 1.
+4. A block sums up its pieces of segments; each piece is an arithmetic series.
 
-What a token attends to is defined in motet.balance.segments.
+motet.balance.segments defines what a token attends to.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ def block_pairs(
     ):
         done = 0
         while done < tokens:
-            place = (start + done) // block
-            end = min(tokens, (place + 1) * block - start)
-            pairs[place] += (end - done) * first + slope * (end - done) * (done + end - 1) // 2
+            index = (start + done) // block
+            end = min(tokens, (index + 1) * block - start)
+            pairs[index] += (end - done) * first + slope * (end - done) * (done + end - 1) // 2
             done = end
         start += tokens
     return np.array(pairs, dtype=np.int64)
 
 
 def _series(*columns: Int64Array) -> list[tuple[int, int]]:
-    """Of each segment: the pairs of its first token, and by how many each next token has more."""
+    """(first, slope) of each segment: the pairs of its first token, and how many more each next token has."""
     length, _, _, instance, _ = columns
     in_all = np.zeros(len(length) + 1, dtype=np.int64)  # tokens of each instance
     np.add.at(in_all, instance, length)
     series = []
-    current = -1
+    current_doc = -1
     seen: dict[int, int] = {}  # per modality, tokens of the document so far
     seen_of_instance = [0] * (len(length) + 1)
     for tokens, doc, mod, inst, bits in zip(*(column.tolist() for column in columns), strict=True):
-        if doc != current:
-            current, seen = doc, {}
+        if doc != current_doc:
+            current_doc, seen = doc, {}
         before = sum(count for other, count in seen.items() if bits >> other & 1)
-        sees_own = bits >> mod & 1
+        attends_to_own = bits >> mod & 1
         if inst:
-            series.append((before + int(in_all[inst]) - sees_own * seen_of_instance[inst], 0))
+            series.append((before + int(in_all[inst]) - attends_to_own * seen_of_instance[inst], 0))
         else:
-            series.append((before + 1, sees_own))
+            series.append((before + 1, attends_to_own))
         seen[mod] = seen.get(mod, 0) + tokens
         seen_of_instance[inst] += tokens
     return series
