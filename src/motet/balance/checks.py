@@ -36,20 +36,20 @@ def checked_integers(values: ArrayLike, name: str, num_axes: int = 1) -> Int64Ar
     Whole floats below 2^53 pass. Raises ArgumentError, with `name`, index and value, for NaN, fractions, negative
     numbers, floats from 2^53 on, integers from 2^63 on, and another number of axes.
     """
-    given = np.asarray(values)
-    if given.ndim != num_axes:
-        raise ArgumentError(f"{name} has shape {given.shape}; it must have {num_axes} axes, not {given.ndim}.")
-    if given.size == 0:
-        return np.zeros(given.shape, dtype=np.int64)
-    if given.dtype.kind not in "iuf":
-        raise ArgumentError(f"{name} is of type {given.dtype}; it must hold integers (quantise them first).")
-    if given.dtype.kind == "f":
-        _check(given, ~(np.isfinite(given) & (given == np.floor(given))), name, "a whole number (quantise first)")
-        _check(given, given >= EXACT_FLOAT, name, "below 2^53 as a float; give integers beyond that")
-    _check(given, given < 0, name, "at least 0")
-    if given.dtype.kind == "u":
-        _check(given, given > np.uint64(INT64_MAX), name, "at most 2^63 - 1")
-    return np.ascontiguousarray(given, dtype=np.int64)
+    array = np.asarray(values)
+    if array.ndim != num_axes:
+        raise ArgumentError(f"{name} has shape {array.shape}; it must have {num_axes} axes, not {array.ndim}.")
+    if array.size == 0:
+        return np.zeros(array.shape, dtype=np.int64)
+    if array.dtype.kind not in "iuf":
+        raise ArgumentError(f"{name} is of type {array.dtype}; it must hold integers (quantise them first).")
+    if array.dtype.kind == "f":
+        _check(array, ~(np.isfinite(array) & (array == np.floor(array))), name, "a whole number (quantise first)")
+        _check(array, array >= EXACT_FLOAT, name, "below 2^53 as a float; give integers beyond that")
+    _check(array, array < 0, name, "at least 0")
+    if array.dtype.kind == "u":
+        _check(array, array > np.uint64(INT64_MAX), name, "at most 2^63 - 1")
+    return np.ascontiguousarray(array, dtype=np.int64)
 
 
 def checked_costs(costs: ArrayLike) -> Int64Array:
@@ -57,8 +57,8 @@ def checked_costs(costs: ArrayLike) -> Int64Array:
 
     Raises ArgumentError as checked_integers does, and for num_phases = 0.
     """
-    given = np.asarray(costs)
-    checked = checked_integers(given, "costs", 1 if given.ndim == 1 else 2)
+    array = np.asarray(costs)
+    checked = checked_integers(array, "costs", 1 if array.ndim == 1 else 2)
     if checked.ndim == 2 and checked.shape[1] == 0:
         raise ArgumentError(f"costs has shape {checked.shape}; it must have at least one phase.")
     return checked
@@ -90,8 +90,8 @@ def steps_of_budget(time_budget_s: float | None, steps_per_s: int, default: int)
     return int(time_budget_s * steps_per_s)
 
 
-def _check(given: NDArray[np.generic], wrong: BoolArray, name: str, right: str) -> None:
+def _check(array: NDArray[np.generic], wrong: BoolArray, name: str, right: str) -> None:
     """Raises ArgumentError for the first wrong element."""
     if wrong.any():
         index = tuple(int(axis[0]) for axis in np.nonzero(wrong))
-        raise ArgumentError(f"{name}{list(index)} is {given[index]}; it must be {right}.")
+        raise ArgumentError(f"{name}{list(index)} is {array[index]}; it must be {right}.")

@@ -125,11 +125,11 @@ def suggest_caps(vision: ArrayLike, text: ArrayLike, *, batch_size: int = 4) -> 
     """Caps and minima from the sizes of a dataset (OmniBal section 5.2).
 
     vision, text: as in `group`, at least one sample.
-    batch_size: the text cap is at least the mean text of so many samples. Without this, data that was cut to one length
-        would form groups of one sample.
+    batch_size: the text cap is at least batch_size * (mean text). Without this, data that was cut to one length would
+        form groups of one sample.
 
-    Text cap: the longest text. Vision cap: the mean vision of that much text, but at least the largest sample, which
-    else would be alone. Minima: the vision cap, and 128 tokens below the text cap.
+    Text cap: the longest text. Vision cap: text cap * (mean vision) / (mean text), but at least the largest sample,
+    which else would be alone. Minima: the vision cap, and 128 tokens below the text cap.
     Raises ArgumentError as `group` does, and for no samples or batch_size < 1.
     """
     if batch_size < 1:
@@ -137,7 +137,7 @@ def suggest_caps(vision: ArrayLike, text: ArrayLike, *, batch_size: int = 4) -> 
     vision, text = checked_integers(vision, "vision"), checked_integers(text, "text")
     if len(vision) == 0 or vision.shape != text.shape:
         raise ArgumentError(
-            f"vision and text have shapes {vision.shape} and {text.shape}; give samples, as many of both."
+            f"vision and text have shapes {vision.shape} and {text.shape}; both must hold the same samples, one or more."
         )
     max_text = max(int(text.max()), batch_size * int(text.sum()) // len(text))
     with_text = max_text * int(vision.sum()) // max(int(text.sum()), 1)

@@ -33,14 +33,16 @@ def place_on_nodes(
     checked = checked_integers(volume, "volume", 2)
     num_ranks = len(checked)
     if checked.shape != (num_ranks, num_ranks):
-        raise ArgumentError(f"volume has shape {checked.shape}; it must be square: a source a row, a batch a column.")
+        raise ArgumentError(
+            f"volume has shape {checked.shape}; it must be square: a row for each source, a column for each batch."
+        )
     if num_ranks == 0:
         return np.zeros(0, dtype=np.int64)
     most = int(checked.max())
     if most * num_ranks > INT64_MAX:
         most = max(sum(row) for row in checked.tolist())
         if most > INT64_MAX:
-            raise ArgumentError(f"volume adds up to {most} for a source, past 2^63 - 1.")
+            raise ArgumentError(f"volume adds up to {most} in the row of a source, past 2^63 - 1.")
     size = checked_ranks_per_node(ranks_per_node, num_ranks)
     if exact:
         from motet.balance.reference.nodes import exactly_on_nodes

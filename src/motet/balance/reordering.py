@@ -69,12 +69,12 @@ def _durations_ns(forward_s: ArrayLike, backward_s: ArrayLike, num_stages: int) 
 
 def _checked_seconds(seconds: ArrayLike, name: str, num_stages: int) -> Float64Array:
     """Seconds as float64 [num_microbatches, num_stages]; raises ArgumentError for wrong ones."""
-    given = np.asarray(seconds, dtype=np.float64)
-    if given.ndim == 1:
-        given = np.broadcast_to(given, (num_stages, len(given)))
-    if given.ndim != 2 or len(given) != num_stages:
-        raise ArgumentError(f"{name} has shape {given.shape}; it must be [num_microbatches] or [{num_stages}, ...].")
-    wrong = ~(np.isfinite(given) & (given >= 0))
+    array = np.asarray(seconds, dtype=np.float64)
+    if array.ndim == 1:
+        array = np.broadcast_to(array, (num_stages, len(array)))
+    if array.ndim != 2 or len(array) != num_stages:
+        raise ArgumentError(f"{name} has shape {array.shape}; it must be [num_microbatches] or [{num_stages}, ...].")
+    wrong = ~(np.isfinite(array) & (array >= 0))
     if wrong.any():
-        raise ArgumentError(f"{name} holds {given[wrong][0]}; it must hold seconds of 0 or more.")
-    return np.ascontiguousarray(given.T)
+        raise ArgumentError(f"{name} holds {array[wrong][0]}; it must hold seconds of 0 or more.")
+    return np.ascontiguousarray(array.T)

@@ -118,13 +118,13 @@ def _checked_units(divisible: ArrayLike | None, costs: Int64Array) -> Int64Array
     anywhere: Int64Array = np.maximum(costs.max(axis=1, initial=0), 1)
     if divisible is None:
         return anywhere
-    given = np.asarray(divisible)
-    if given.shape != (len(costs),):
-        raise ArgumentError(f"divisible has shape {given.shape}; it must be one value for each of {len(costs)} items.")
-    if given.dtype == np.bool_:
-        anywhere[~given] = 1
+    array = np.asarray(divisible)
+    if array.shape != (len(costs),):
+        raise ArgumentError(f"divisible has shape {array.shape}; it must be one value for each of {len(costs)} items.")
+    if array.dtype == np.bool_:
+        anywhere[~array] = 1
         return anywhere
-    units = checked_integers(given, "divisible")
+    units = checked_integers(array, "divisible")
     if (units == 0).any():
         item = int((units == 0).argmax())
         raise ArgumentError(f"divisible[{item}] is 0; an item has at least 1 unit (it then stays whole).")

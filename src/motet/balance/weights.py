@@ -27,13 +27,13 @@ def item_weights(lengths: LengthsLike, cost: Cost) -> Int64Array:
         flat = np.concatenate(lengths_of_items)
     else:
         try:
-            given = np.asarray(lengths)
+            array = np.asarray(lengths)
         except ValueError as error:
             raise ArgumentError(f"lengths cannot be read as an array of numbers and sequences: {error}") from error
-        if given.ndim != 2:
-            return cost.weights(checked_integers(given, "lengths"))
-        flat = checked_integers(given, "lengths", 2).ravel()
-        offsets = np.arange(len(given) + 1) * given.shape[1]
+        if array.ndim != 2:
+            return cost.weights(checked_integers(array, "lengths"))
+        flat = checked_integers(array, "lengths", 2).ravel()
+        offsets = np.arange(len(array) + 1) * array.shape[1]
     if not isinstance(cost, Packed):
         raise ArgumentError(f"lengths has several lengths an item; {cost} takes one.")
     before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(cost.weights(flat))])

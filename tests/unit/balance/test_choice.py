@@ -1,4 +1,4 @@
-"""`choose`: the fastest way by its own prediction, the same everywhere, with figures that can be checked by hand."""
+"""`choose`: the fastest method by its own prediction, the same everywhere, with figures that can be checked by hand."""
 
 import itertools
 
@@ -63,7 +63,7 @@ microbatches = st.tuples(st.integers(0, 999), st.integers(0, 25), st.integers(1,
 
 
 @given(microbatches, st.sampled_from([FAST, SLOW, Link(1e7, 1e-5)]))
-def test_the_fastest_way_is_chosen_and_told(drawn, link):
+def test_the_fastest_method_is_chosen_and_reported(drawn, link):
     seed, num_examples, num_ranks = drawn
     phases = draw_phases(seed, num_examples)
     choice = choose(phases, num_ranks, link)
@@ -97,10 +97,10 @@ def test_joint_moves_nothing_and_needs_no_sorting(drawn):
 def test_an_exchange_that_costs_nothing_is_always_worth_it_and_one_that_costs_all_never(drawn):
     seed, num_examples, num_ranks = drawn
     phases = draw_phases(seed, num_examples)
-    free = choose(phases, num_ranks, FAST)
-    assert free.predicted_s[free.method] <= free.predicted_s["per_phase"]
-    dear = choose(phases, num_ranks, SLOW)
-    assert dear.moved_bytes == 0
+    fast = choose(phases, num_ranks, FAST)
+    assert fast.predicted_s[fast.method] <= fast.predicted_s["per_phase"]
+    slow = choose(phases, num_ranks, SLOW)
+    assert slow.moved_bytes == 0
 
 
 def test_the_exchange_is_that_of_the_busiest_rank_there_and_back():
@@ -123,7 +123,7 @@ def test_the_exchange_is_that_of_the_busiest_rank_there_and_back():
 
 
 def former_exchange_ns(phase, placed, backbone, link):
-    """The price before nodes were told apart: the latency and the bytes of the rank that moves most."""
+    """The price before nodes were distinguished: the latency and the bytes of the rank that moves most."""
     destination = backbone.ranks[phase.owner]
     moves = placed.ranks != destination
     if phase.output_bytes is None or not moves.any():
@@ -153,9 +153,13 @@ def test_on_one_node_all_is_as_it_was_before_nodes_were_told_apart(drawn, link, 
             assert choice.exchange_s[one.method] == exchange_ns / 10**9
             assert choice.predicted_s[one.method] == (compute_ns + exchange_ns) / 10**9
     for per_node in (None, num_ranks, num_ranks + 3):
-        told = choose(phases, num_ranks, Network(link, between, per_node))
-        assert (told.method, told.predicted_s, told.why) == (choice.method, choice.predicted_s, choice.why)
-        for placed, expected in zip(told.assignments, choice.assignments, strict=True):
+        networked = choose(phases, num_ranks, Network(link, between, per_node))
+        assert (networked.method, networked.predicted_s, networked.why) == (
+            choice.method,
+            choice.predicted_s,
+            choice.why,
+        )
+        for placed, expected in zip(networked.assignments, choice.assignments, strict=True):
             np.testing.assert_array_equal(placed.items, expected.items)
 
 
@@ -231,10 +235,10 @@ def test_a_giant_is_cut_where_fragments_cost_less_than_waiting():
     # 1600 tokens and 300 frames on 4 ranks, beside the overhead of the fragments.
     assert 400 + 75 < cheap.predicted_s["split"] < 1.06 * (400 + 75)
     assert cheap.moved_bytes == 0
-    dear = choose(phases, 4, SLOW, methods=methods, overhead=Overhead(fixed=10**12))
-    assert dear.method == "joint"
-    assert dear.fragments is None
-    assert dear.predicted_s["joint"] >= 1000
+    slow = choose(phases, 4, SLOW, methods=methods, overhead=Overhead(fixed=10**12))
+    assert slow.method == "joint"
+    assert slow.fragments is None
+    assert slow.predicted_s["joint"] >= 1000
 
 
 def test_on_mixed_lengths_the_chosen_way_is_near_the_bound(mixture):

@@ -28,21 +28,23 @@ def few_ranks(request, monkeypatch):
 def test_contract(equal_counts):
     @given(lengths=lengths_of_a_batch, num_ranks=st.integers(1, 9))
     def check(lengths, num_ranks):
-        found = assign(lengths, num_ranks, equal_counts)
-        check_structure(found, len(lengths), num_ranks)
-        assert found.loads.tolist() == [sum(lengths[item] for item in found.on_rank(rank)) for rank in range(num_ranks)]
+        placed = assign(lengths, num_ranks, equal_counts)
+        check_structure(placed, len(lengths), num_ranks)
+        assert placed.loads.tolist() == [
+            sum(lengths[item] for item in placed.on_rank(rank)) for rank in range(num_ranks)
+        ]
         worst = load_of_rounds if equal_counts else longest_first_load
-        assert found.loads.max() <= worst(lengths, num_ranks)
-        assert not equal_counts or found.counts.max() - found.counts.min() <= 1
-        check_equal(found, assign(lengths, num_ranks, equal_counts))
+        assert placed.loads.max() <= worst(lengths, num_ranks)
+        assert not equal_counts or placed.counts.max() - placed.counts.min() <= 1
+        check_equal(placed, assign(lengths, num_ranks, equal_counts))
 
     check()
 
 
 def test_weights_of_60_bits():
     lengths = np.random.default_rng(0).integers(2**54, 2**55, 100).tolist()
-    found = assign(lengths, 7)
-    assert found.loads.max() <= longest_first_load(lengths, 7)
+    placed = assign(lengths, 7)
+    assert placed.loads.max() <= longest_first_load(lengths, 7)
 
 
 @pytest.mark.parametrize("equal_counts", [False, True])

@@ -11,26 +11,26 @@ from unit.balance.contract import BACKENDS
 samples = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 900)), max_size=80)
 
 
-def check_groups(found, vision, text, caps):
-    assert sorted(found.items.tolist()) == list(range(len(vision)))
-    assert {found.items.dtype, found.offsets.dtype, found.oversized.dtype} == {np.dtype(np.int64)}
-    totals = np.stack([found.totals(vision), found.totals(text)], axis=1).tolist()
+def check_groups(groups, vision, text, caps):
+    assert sorted(groups.items.tolist()) == list(range(len(vision)))
+    assert {groups.items.dtype, groups.offsets.dtype, groups.oversized.dtype} == {np.dtype(np.int64)}
+    totals = np.stack([groups.totals(vision), groups.totals(text)], axis=1).tolist()
     above = [
         sample for sample in range(len(vision)) if vision[sample] > caps.max_vision or text[sample] > caps.max_text
     ]
-    assert sorted(found.oversized.tolist()) == above
+    assert sorted(groups.oversized.tolist()) == above
     for number, (num_vision, num_text) in enumerate(totals):
-        members = found.samples_of(number).tolist()
+        members = groups.samples_of(number).tolist()
         assert len(members) >= 1
         if members[0] in above:
             assert len(members) == 1
-            assert found.num_full <= number < found.num_full + len(above)
+            assert groups.num_full <= number < groups.num_full + len(above)
             continue
         assert num_vision <= caps.max_vision
         assert num_text <= caps.max_text
         is_full = num_vision >= caps.min_vision or num_text >= caps.min_text
-        assert is_full == (number < found.num_full)
-        assert is_full == (number not in found.leftover)
+        assert is_full == (number < groups.num_full)
+        assert is_full == (number not in groups.leftover)
 
 
 @given(samples=samples, seed=st.integers(0, 2**64 - 1), num_iterations=st.integers(1, 6))
@@ -38,7 +38,7 @@ def test_contract_and_equal_backends(samples, seed, num_iterations):
     vision, text = np.array(samples, dtype=np.int64).reshape(-1, 2).T.copy()
     vision[:1], text[:1] = 0, 0  # one sample that meets any caps
     caps = GroupCaps(9, 700, 8, 500)
-    found, reference = (
+    groups, reference = (
         group(
             vision,
             text,
@@ -52,10 +52,10 @@ def test_contract_and_equal_backends(samples, seed, num_iterations):
         )
         for backend in BACKENDS
     )
-    check_groups(found, vision, text, caps)
+    check_groups(groups, vision, text, caps)
     for field in ("items", "offsets", "oversized"):
-        np.testing.assert_array_equal(getattr(found, field), getattr(reference, field))
-    assert found.num_full == reference.num_full
+        np.testing.assert_array_equal(getattr(groups, field), getattr(reference, field))
+    assert groups.num_full == reference.num_full
 
 
 def epoch(num_samples=20_000):
@@ -73,11 +73,11 @@ def test_more_passes_leave_less_over():
 
 def test_full_groups_are_evenly_sized():
     vision, text = epoch()
-    found = group(vision, text, 9, 4096)
-    full = slice(0, found.num_full // 16 * 16)
+    groups = group(vision, text, 9, 4096)
+    full = slice(0, groups.num_full // 16 * 16)
     at_random = np.random.default_rng(0).permutation(len(vision))[: len(vision) // 64 * 64]
     for sizes in (vision, text):
-        ours = dist_ratio(found.totals(sizes)[full].reshape(-1, 16))
+        ours = dist_ratio(groups.totals(sizes)[full].reshape(-1, 16))
         assert ours < dist_ratio(sizes[at_random].reshape(-1, 16, 4).sum(axis=2)) / 1.5
 
 

@@ -36,18 +36,18 @@ def test_contract_and_equal_backends(cost, held, ranks_per_node):
     weights = cost.weights(np.array(lengths, dtype=np.int64))
     np.testing.assert_array_equal(native.loads, np.bincount(native.ranks, weights, num_ranks).astype(np.int64))
     check_equal(native, reference)
-    free = assign(lengths, num_ranks, cost)
-    assert native.bound == free.bound
-    assert native.loads.max() <= free.loads.max() + (free.loads.max() >> 10)
+    unconstrained = assign(lengths, num_ranks, cost)
+    assert native.bound == unconstrained.bound
+    assert native.loads.max() <= unconstrained.loads.max() + (unconstrained.loads.max() >> 10)
 
 
 @given(held=held_items(), ranks_per_node=st.none() | st.integers(1, 10))
 def test_nothing_moves_where_nothing_need(held, ranks_per_node):
     lengths, num_ranks, _ = held
-    free = assign(lengths, num_ranks)
-    if free.loads.max() <= free.bound:
-        again = assign(lengths, num_ranks, home=free.ranks, ranks_per_node=ranks_per_node)
-        np.testing.assert_array_equal(again.ranks, free.ranks)
+    unconstrained = assign(lengths, num_ranks)
+    if unconstrained.loads.max() <= unconstrained.bound:
+        again = assign(lengths, num_ranks, home=unconstrained.ranks, ranks_per_node=ranks_per_node)
+        np.testing.assert_array_equal(again.ranks, unconstrained.ranks)
 
 
 def in_order(num_items, num_ranks):
@@ -66,12 +66,12 @@ def test_moves_little_more_than_the_excess(mixture, ranks_per_node):
     num_ranks = 256
     lengths = mixture.draw(80 * num_ranks, np.random.default_rng(0), Caps())[:, 0]
     home = in_order(len(lengths), num_ranks)
-    found = assign(lengths, num_ranks, home=home, ranks_per_node=ranks_per_node)
-    assert found.loads.max() <= 1.00002 * found.loads.mean() + 1
+    placed = assign(lengths, num_ranks, home=home, ranks_per_node=ranks_per_node)
+    assert placed.loads.max() <= 1.00002 * placed.loads.mean() + 1
     size = ranks_per_node or 1
     least = excess(lengths, home // size, num_ranks // size)
-    assert least <= crossing(found, home, lengths, ranks_per_node) <= (1.05 if ranks_per_node else 1.3) * least
-    assert crossing(found, home, lengths) <= 0.1, "most items stay even on their rank"
+    assert least <= crossing(placed, home, lengths, ranks_per_node) <= (1.05 if ranks_per_node else 1.3) * least
+    assert crossing(placed, home, lengths) <= 0.1, "most items stay even on their rank"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -80,24 +80,24 @@ def test_true_costs_are_levelled(backend):
     lengths = np.clip(rng.lognormal(7, 1, 24 * 60), 12, 16_000).astype(np.int64)
     home = in_order(len(lengths), 24)
     cost = Packed(linear=7000, quadratic=1)
-    found = assign(lengths, 24, cost, home=home, ranks_per_node=8, backend=backend)
-    assert found.imbalance <= 1.00002
-    assert crossing(found, home, lengths, 8) <= 0.04
+    placed = assign(lengths, 24, cost, home=home, ranks_per_node=8, backend=backend)
+    assert placed.imbalance <= 1.00002
+    assert crossing(placed, home, lengths, 8) <= 0.04
 
 
 def test_all_items_on_one_rank_are_dealt_out():
     lengths = np.arange(1, 641)
-    found = assign(lengths, 16, home=np.full(640, 3), ranks_per_node=4)
-    assert found.loads.max() <= found.bound + 1
-    assert crossing(found, np.full(640, 3), lengths, 4) == pytest.approx(0.75, abs=0.01)
+    placed = assign(lengths, 16, home=np.full(640, 3), ranks_per_node=4)
+    assert placed.loads.max() <= placed.bound + 1
+    assert crossing(placed, np.full(640, 3), lengths, 4) == pytest.approx(0.75, abs=0.01)
 
 
 def test_a_smaller_last_node_gets_its_share():
     lengths = np.random.default_rng(2).integers(1, 1000, 10 * 60)
     home = in_order(600, 10)
-    found = assign(lengths, 10, home=home, ranks_per_node=4)
-    assert found.loads.max() <= found.bound + 1
-    assert crossing(found, home, lengths, 4) <= 0.1
+    placed = assign(lengths, 10, home=home, ranks_per_node=4)
+    assert placed.loads.max() <= placed.bound + 1
+    assert crossing(placed, home, lengths, 4) <= 0.1
 
 
 def test_a_giant_moves_nothing_that_fits_beside_it():
@@ -108,9 +108,9 @@ def test_a_giant_moves_nothing_that_fits_beside_it():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_where_levelling_fails_whole_batches_are_placed_on_nodes(backend):
-    found = assign([2, 3, 5, 9], 2, home=[1, 0, 0, 1], backend=backend)
-    assert found.loads.tolist() == [9, 10] or found.loads.tolist() == [10, 9]
-    assert crossing(found, [1, 0, 0, 1], [2, 3, 5, 9]) <= 0.5
+    placed = assign([2, 3, 5, 9], 2, home=[1, 0, 0, 1], backend=backend)
+    assert placed.loads.tolist() == [9, 10] or placed.loads.tolist() == [10, 9]
+    assert crossing(placed, [1, 0, 0, 1], [2, 3, 5, 9]) <= 0.5
 
 
 @pytest.mark.parametrize("size", [2**40, 2**54])
@@ -118,9 +118,9 @@ def test_large_lengths(size):
     lengths = np.random.default_rng(3).integers(0, size, 400)
     home = np.arange(400) % 8
     for ranks_per_node in (None, 3):
-        found = assign(lengths, 8, home=home, ranks_per_node=ranks_per_node)
-        check_equal(found, assign(lengths, 8, home=home, ranks_per_node=ranks_per_node, backend="reference"))
-        assert found.imbalance <= 1.00001
+        placed = assign(lengths, 8, home=home, ranks_per_node=ranks_per_node)
+        check_equal(placed, assign(lengths, 8, home=home, ranks_per_node=ranks_per_node, backend="reference"))
+        assert placed.imbalance <= 1.00001
 
 
 @pytest.mark.parametrize(
@@ -142,21 +142,21 @@ def test_wrong_input(cost, options, sentence):
 def test_sums_up_to_the_largest_integer():
     for lengths in ([2**63 - 1], [2**62, 2**62 - 1], [2**61] * 3):
         for num_ranks in (1, 2, 3):
-            found = assign(lengths, num_ranks, home=[0] * len(lengths), ranks_per_node=2)
-            assert found.loads.max() == assign(lengths, num_ranks).loads.max()
+            placed = assign(lengths, num_ranks, home=[0] * len(lengths), ranks_per_node=2)
+            assert placed.loads.max() == assign(lengths, num_ranks).loads.max()
             costs = np.array(lengths)[:, None]
-            assert assign_jointly(costs, num_ranks, home=[0] * len(lengths)).loads.max() == found.loads.max()
+            assert assign_jointly(costs, num_ranks, home=[0] * len(lengths)).loads.max() == placed.loads.max()
 
 
 def test_crossing():
-    found = assign([4, 4, 4, 4], 4, home=[0, 1, 2, 3])
-    assert crossing(found, [0, 1, 2, 3]) == 0
-    assert crossing(found, [1, 0, 2, 3]) == 0.5
-    assert crossing(found, [1, 0, 2, 3], ranks_per_node=2) == 0
-    assert crossing(found, [3, 0, 2, 3], [1, 7, 0, 0], ranks_per_node=2) == 1 / 8
-    assert crossing(found, [0, 0, 0, 0], [0, 0, 0, 0]) == 0
+    placed = assign([4, 4, 4, 4], 4, home=[0, 1, 2, 3])
+    assert crossing(placed, [0, 1, 2, 3]) == 0
+    assert crossing(placed, [1, 0, 2, 3]) == 0.5
+    assert crossing(placed, [1, 0, 2, 3], ranks_per_node=2) == 0
+    assert crossing(placed, [3, 0, 2, 3], [1, 7, 0, 0], ranks_per_node=2) == 1 / 8
+    assert crossing(placed, [0, 0, 0, 0], [0, 0, 0, 0]) == 0
     with pytest.raises(ArgumentError, match=r"weights has shape \(3,\)"):
-        crossing(found, [0, 1, 2, 3], [1, 1, 1])
+        crossing(placed, [0, 1, 2, 3], [1, 1, 1])
 
 
 @st.composite
@@ -188,8 +188,8 @@ def test_joint_contract_and_equal_backends(held, ranks_per_node, with_bytes):
     np.add.at(loads, native.ranks, costs)
     np.testing.assert_array_equal(native.loads, loads)
     check_equal(native, reference)
-    free = objective(assign_jointly(costs, num_ranks))
-    assert objective(native) <= free + (free >> 6)
+    unconstrained = objective(assign_jointly(costs, num_ranks))
+    assert objective(native) <= unconstrained + (unconstrained >> 6)
 
 
 @pytest.mark.parametrize(("num_ranks", "items_a_rank", "goal"), [(128, 60, 1.001), (64, 60, 1.001), (64, 32, 1.01)])
@@ -198,25 +198,25 @@ def test_joint_moves_little(mixture, num_ranks, items_a_rank, goal):
     lengths = mixture.draw(num_ranks * items_a_rank, np.random.default_rng(1), Caps())
     sizes = lengths @ np.array([4, 588, 320])
     home = in_order(len(lengths), num_ranks)
-    found = assign_jointly(lengths * np.array(MFLOP_PER_LENGTH), num_ranks, home=home, bytes=sizes, ranks_per_node=8)
-    assert objective(found) <= goal * found.loads.mean(axis=0).sum()
-    assert crossing(found, home, sizes, 8) <= (0.08 if items_a_rank == 60 else 0.15)
+    placed = assign_jointly(lengths * np.array(MFLOP_PER_LENGTH), num_ranks, home=home, bytes=sizes, ranks_per_node=8)
+    assert objective(placed) <= goal * placed.loads.mean(axis=0).sum()
+    assert crossing(placed, home, sizes, 8) <= (0.08 if items_a_rank == 60 else 0.15)
 
 
 def test_of_examples_alike_those_with_fewest_bytes_move():
     costs = np.full((40, 1), 5)
     home = np.array([0] * 30 + [1] * 10)
     sizes = np.array([100, 1, 100] * 10 + [50] * 10)
-    found = assign_jointly(costs, 2, home=home, bytes=sizes)
-    np.testing.assert_array_equal(np.flatnonzero(found.ranks != home), np.arange(1, 30, 3))
+    placed = assign_jointly(costs, 2, home=home, bytes=sizes)
+    np.testing.assert_array_equal(np.flatnonzero(placed.ranks != home), np.arange(1, 30, 3))
 
 
 def test_where_levelling_all_phases_fails_whole_batches_are_placed_on_nodes():
     costs = np.array([[6, 3], [5, 2], [6, 4]])
-    found = assign_jointly(costs, 2, home=[0, 1, 1])
-    free = assign_jointly(costs, 2)
-    assert objective(found) == objective(free)
-    assert crossing(found, [0, 1, 1]) == pytest.approx(1 / 3)
+    placed = assign_jointly(costs, 2, home=[0, 1, 1])
+    unconstrained = assign_jointly(costs, 2)
+    assert objective(placed) == objective(unconstrained)
+    assert crossing(placed, [0, 1, 1]) == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(

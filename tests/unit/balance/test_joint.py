@@ -80,18 +80,18 @@ def test_equal_backends_on_mixed_batches(mixture, num_examples, num_ranks):
 
 @given(costs=costs_of_a_batch, num_ranks=st.integers(1, 9))
 def test_never_worse_than_longest_first(costs, num_ranks):
-    found = assign_jointly(costs, num_ranks, time_budget_s=0.0002)
+    placed = assign_jointly(costs, num_ranks, time_budget_s=0.0002)
     costs = np.array(costs)
     baseline = min(longest_first_by_sum(costs, num_ranks), longest_first_by_peak(costs, num_ranks))
-    assert objective(found) <= max(baseline, near_bound(found))
+    assert objective(placed) <= max(baseline, near_bound(placed))
 
 
 @pytest.mark.parametrize("examples_per_rank", [4, 8, 16, 32])
 def test_mixed_batches_of_any_size_are_no_worse_than_longest_first(mixture, examples_per_rank):
     costs = mixture.draw(32 * examples_per_rank, np.random.default_rng(0), Caps()) * np.array(MFLOP_PER_LENGTH)
-    found = assign_jointly(costs, 32)
+    placed = assign_jointly(costs, 32)
     baseline = min(longest_first_by_sum(costs, 32), longest_first_by_peak(costs, 32))
-    assert objective(found) <= max(baseline, near_bound(found))
+    assert objective(placed) <= max(baseline, near_bound(placed))
 
 
 @given(
@@ -104,8 +104,8 @@ def test_close_to_brute_force(costs, num_ranks):
         sum(np.max([costs[np.array(ranks) == rank].sum(axis=0) for rank in range(num_ranks)], axis=0))
         for ranks in product(range(num_ranks), repeat=len(costs))
     )
-    found = assign_jointly(costs, num_ranks)
-    assert found.bound.sum() <= best <= objective(found) <= 1.5 * best
+    placed = assign_jointly(costs, num_ranks)
+    assert placed.bound.sum() <= best <= objective(placed) <= 1.5 * best
 
 
 @pytest.mark.parametrize(("examples_per_rank", "goal"), [(60, 1.002), (32, 1.005)])
@@ -115,40 +115,40 @@ def test_mixed_batches_are_balanced_in_all_phases(mixture, num_ranks, unit, exam
     for seed in range(3):
         lengths = mixture.draw(num_ranks * examples_per_rank, np.random.default_rng(seed), Caps())
         costs = lengths * np.array(unit)
-        found = assign_jointly(costs, num_ranks)
+        placed = assign_jointly(costs, num_ranks)
         ideal = costs.sum(axis=0) / num_ranks
-        assert objective(found) / ideal.sum() <= goal
-        assert (found.loads.max(axis=0) / ideal).max() <= 1.005
+        assert objective(placed) / ideal.sum() <= goal
+        assert (placed.loads.max(axis=0) / ideal).max() <= 1.005
 
 
 def test_sixteen_examples_a_rank(mixture):
     costs = mixture.draw(128 * 16, np.random.default_rng(0), Caps()) * np.array(MFLOP_PER_LENGTH)
-    found = assign_jointly(costs, 128)
-    assert objective(found) / (costs.sum() / 128) <= 1.02
+    placed = assign_jointly(costs, 128)
+    assert objective(placed) / (costs.sum() / 128) <= 1.02
 
 
 @pytest.mark.parametrize("num_phases", [2, 3])
 def test_phases_that_every_example_has(num_phases):
     costs = entangled(64 * 60, num_phases, np.random.default_rng(0))
-    found = assign_jointly(costs, 64)
-    assert objective(found) / found.bound.sum() <= 1.002
+    placed = assign_jointly(costs, 64)
+    assert objective(placed) / placed.bound.sum() <= 1.002
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_more_time_is_never_worse(backend):
     costs = entangled(160, 3, np.random.default_rng(0))
-    found = [objective(assign_jointly(costs, 8, time_budget_s=s, backend=backend)) for s in (0, 0.0001, 0.001)]
-    assert found == sorted(found, reverse=True)
-    assert found[-1] < found[0]
+    placed = [objective(assign_jointly(costs, 8, time_budget_s=s, backend=backend)) for s in (0, 0.0001, 0.001)]
+    assert placed == sorted(placed, reverse=True)
+    assert placed[-1] < placed[0]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(lengths=st.lists(st.integers(0, 2**20), max_size=40), num_ranks=st.integers(1, 9))
 def test_one_phase_is_packed(backend, lengths, num_ranks):
     costs = np.array(lengths, dtype=np.int64).reshape(-1, 1)
-    found, packed = assign_jointly(costs, num_ranks, backend=backend), assign(lengths, num_ranks, backend=backend)
-    check_assignment(found, costs, num_ranks)
-    assert found.ranks.tolist() == packed.ranks.tolist()
+    placed, packed = assign_jointly(costs, num_ranks, backend=backend), assign(lengths, num_ranks, backend=backend)
+    check_assignment(placed, costs, num_ranks)
+    assert placed.ranks.tolist() == packed.ranks.tolist()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -158,23 +158,23 @@ def test_one_phase_is_packed(backend, lengths, num_ranks):
     ids=["no example", "one", "fewer than ranks", "costs nothing", "equal", "two kinds"],
 )
 def test_odd_batches(backend, costs):
-    found = assign_jointly(costs, 4, backend=backend)
-    check_assignment(found, costs, 4)
-    assert (found.imbalance == 1).all()
+    placed = assign_jointly(costs, 4, backend=backend)
+    check_assignment(placed, costs, 4)
+    assert (placed.imbalance == 1).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_beside_a_giant_the_sum_counts(backend):
     costs = [[100, 3]] + [[1, 3]] * 31
-    found = assign_jointly(costs, 4, backend=backend)
+    placed = assign_jointly(costs, 4, backend=backend)
     # With k small ones beside the giant: 100 + k, and 3 for each third of the 31 - k others. No k gives less than 131.
-    assert objective(found) == 131
+    assert objective(placed) == 131
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_examples_that_cost_nothing_are_dealt_out(backend):
-    found = assign_jointly([[0, 0]] * 10 + [[4, 9]], 4, backend=backend)
-    assert sorted(found.counts.tolist()) in ([2, 2, 3, 4], [2, 3, 3, 3])
+    placed = assign_jointly([[0, 0]] * 10 + [[4, 9]], 4, backend=backend)
+    assert sorted(placed.counts.tolist()) in ([2, 2, 3, 4], [2, 3, 3, 3])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -187,8 +187,8 @@ def test_costs_of_62_bits(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_examples_on_few_ranks(backend):
     costs = entangled(1500, 2, np.random.default_rng(0))
-    found = assign_jointly(costs, 2, time_budget_s=0.002, backend=backend)
-    assert objective(found) <= near_bound(found)
+    placed = assign_jointly(costs, 2, time_budget_s=0.002, backend=backend)
+    assert objective(placed) <= near_bound(placed)
 
 
 @pytest.mark.parametrize(

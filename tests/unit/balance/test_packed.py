@@ -40,8 +40,8 @@ def load_of_rounds(weights, num_ranks):
 @given(lengths=lengths_of_a_batch, num_ranks=st.integers(1, 9))
 def test_never_worse_than_plain_longest_first(backend, lengths, num_ranks):
     weights = [5 * length + 2 * length**2 for length in lengths]
-    found = assign(lengths, num_ranks, QUADRATIC, backend=backend)
-    assert found.loads.max() <= longest_first_load(weights, num_ranks)
+    placed = assign(lengths, num_ranks, QUADRATIC, backend=backend)
+    assert placed.loads.max() <= longest_first_load(weights, num_ranks)
 
 
 @given(lengths=lengths_of_a_batch, num_ranks=st.integers(1, 9))
@@ -56,11 +56,11 @@ def test_equal_counts(lengths, num_ranks):
 @given(lengths=st.lists(wide, max_size=40), num_ranks=st.integers(1, 5))
 @settings(max_examples=50)
 def test_a_larger_budget_is_never_worse(lengths, num_ranks):
-    found = [assign(lengths, num_ranks, time_budget_s=budget_s) for budget_s in (0, 1e-5, 1e-4, 1e-3)]
-    largest = [assignment.loads.max() for assignment in found]
+    placed = [assign(lengths, num_ranks, time_budget_s=budget_s) for budget_s in (0, 1e-5, 1e-4, 1e-3)]
+    largest = [assignment.loads.max() for assignment in placed]
     assert largest == sorted(largest, reverse=True)
     again = assign(lengths, num_ranks, time_budget_s=1e-4, backend="reference")
-    check_equal(found[2], again)
+    check_equal(placed[2], again)
 
 
 def sample_lengths(kind, num_items, rng):
@@ -72,9 +72,9 @@ def sample_lengths(kind, num_items, rng):
 
 
 def check_near_the_mean(lengths, num_ranks, **options):
-    found = assign(lengths, num_ranks, **options)
+    placed = assign(lengths, num_ranks, **options)
     unit = np.gcd.reduce(lengths)
-    assert found.loads.max() <= -(-int(lengths.sum()) // (num_ranks * unit)) * unit + 1
+    assert placed.loads.max() <= -(-int(lengths.sum()) // (num_ranks * unit)) * unit + 1
 
 
 @pytest.mark.parametrize("equal_counts", [False, True])

@@ -41,9 +41,9 @@ def best_load(lengths, num_ranks, cost):
     )
 
 
-def check(found, lengths, num_ranks, cost):
-    check_structure(found, len(lengths), num_ranks)
-    assert found.loads.tolist() == [load([lengths[i] for i in found.on_rank(r)], cost) for r in range(num_ranks)]
+def check(placed, lengths, num_ranks, cost):
+    check_structure(placed, len(lengths), num_ranks)
+    assert placed.loads.tolist() == [load([lengths[i] for i in placed.on_rank(r)], cost) for r in range(num_ranks)]
 
 
 @pytest.mark.parametrize("cost", COSTS, ids=str)
@@ -60,12 +60,12 @@ def test_contract_and_equal_backends(cost, lengths, num_ranks):
 @given(lengths=st.lists(st.integers(0, 12), max_size=6), num_ranks=st.integers(1, 3))
 def test_bound_and_load_against_brute_force(cost, lengths, num_ranks):
     best = best_load(lengths, num_ranks, cost)
-    found = assign(lengths, num_ranks, cost)
-    assert found.bound <= best
+    placed = assign(lengths, num_ranks, cost)
+    assert placed.bound <= best
     if isinstance(cost, Padded):
-        assert found.loads.max() == found.bound == best
+        assert placed.loads.max() == placed.bound == best
     else:
-        assert found.loads.max() <= best * 1.25
+        assert placed.loads.max() <= best * 1.25
 
 
 def paper_load(lengths, num_ranks, cost):
@@ -113,9 +113,9 @@ LINEAR = [10_000, 3_000, 1_000, 300, 100, 10, 1]  # from linear-dominated to qua
 def test_attention_ends_within_two_percent_of_the_bound(kind, linear):
     for num_ranks in (64, 256, 1024):
         lengths = sample(kind, 80 * num_ranks, np.random.default_rng(num_ranks))
-        found = assign(lengths, num_ranks, PaddedAttention(linear))
-        assert found.imbalance <= 1.02
-        assert found.loads.max() < paper_load(lengths.tolist()[: 80 * 64], 64, PaddedAttention(linear))
+        placed = assign(lengths, num_ranks, PaddedAttention(linear))
+        assert placed.imbalance <= 1.02
+        assert placed.loads.max() < paper_load(lengths.tolist()[: 80 * 64], 64, PaddedAttention(linear))
 
 
 @pytest.mark.parametrize("linear", LINEAR)
@@ -132,12 +132,12 @@ def test_attention_ends_near_the_bound_on_mixed_sequences(mixture, linear):
     ids=["no item", "one item", "fewer items than ranks", "zero lengths", "equal", "one giant", "wide"],
 )
 def test_odd_batches(backend, cost, lengths):
-    found = assign(lengths, 4, cost, backend=backend)
-    check(found, lengths, 4, cost)
+    placed = assign(lengths, 4, cost, backend=backend)
+    check(placed, lengths, 4, cost)
     if len(lengths) < 9 or len(set(lengths)) == 1:
-        assert found.imbalance == 1
+        assert placed.imbalance == 1
     if lengths[:1] == [1_000]:
-        assert found.loads.max() == load([1_000], cost)
+        assert placed.loads.max() == load([1_000], cost)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -54,12 +54,12 @@ def test_contract_and_equal_backends(cost, lengths, num_ranks):
 @given(lengths=st.lists(st.integers(0, 12), max_size=6), num_ranks=st.integers(1, 3))
 def test_close_to_brute_force(backend, cost, lengths, num_ranks):
     best = best_load(lengths, num_ranks, cost)
-    found = assign(lengths, num_ranks, cost, backend=backend)
-    assert found.bound <= best
+    placed = assign(lengths, num_ranks, cost, backend=backend)
+    assert placed.bound <= best
     if isinstance(cost, Padded):
-        assert found.loads.max() == found.bound == best
+        assert placed.loads.max() == placed.bound == best
     else:
-        assert found.loads.max() <= best * (4 / 3 - 1 / (3 * num_ranks))
+        assert placed.loads.max() <= best * (4 / 3 - 1 / (3 * num_ranks))
 
 
 def paper_padded_load(lengths, num_ranks):
@@ -84,8 +84,8 @@ def paper_padded_load(lengths, num_ranks):
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(lengths=lengths_of_a_batch.filter(len), num_ranks=st.integers(1, 9))
 def test_padded_is_as_good_as_the_paper(backend, lengths, num_ranks):
-    found = assign(lengths, num_ranks, Padded(), backend=backend)
-    assert found.loads.max() == found.bound == paper_padded_load(lengths, num_ranks)
+    placed = assign(lengths, num_ranks, Padded(), backend=backend)
+    assert placed.loads.max() == placed.bound == paper_padded_load(lengths, num_ranks)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -96,12 +96,12 @@ def test_padded_is_as_good_as_the_paper(backend, lengths, num_ranks):
     ids=["no item", "one item", "fewer items than ranks", "zero lengths", "equal lengths", "one giant"],
 )
 def test_odd_batches(backend, cost, lengths):
-    found = assign(lengths, 4, cost, backend=backend)
-    check_assignment(found, lengths, 4, cost)
+    placed = assign(lengths, 4, cost, backend=backend)
+    check_assignment(placed, lengths, 4, cost)
     if lengths != [100_000] + [1] * 30:
-        assert found.imbalance == 1
+        assert placed.imbalance == 1
     else:
-        assert found.loads.max() == load([100_000], cost)
+        assert placed.loads.max() == load([100_000], cost)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -117,10 +117,10 @@ def test_score_of_any_placement(cost, data, lengths, num_ranks):
     ranks = data.draw(
         st.lists(st.integers(0, num_ranks - 1), min_size=len(lengths), max_size=len(lengths)), label="ranks"
     )
-    found = score(ranks, lengths, num_ranks, cost)
-    check_assignment(found, lengths, num_ranks, cost)
-    assert found.ranks.tolist() == ranks
-    assert found.bound == lower_bound(lengths, num_ranks, cost)
+    placed = score(ranks, lengths, num_ranks, cost)
+    check_assignment(placed, lengths, num_ranks, cost)
+    assert placed.ranks.tolist() == ranks
+    assert placed.bound == lower_bound(lengths, num_ranks, cost)
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,8 @@ def test_makespan_is_that_of_an_event_simulation(durations):
     forward, backward = durations
     order = list(range(len(forward[0])))[::-1]
     ends = simulate(forward, backward, order)
-    found = pipeline_makespan(seconds(forward), seconds(backward), len(forward), order)
-    assert round(found * 1e9) == max(ends.values(), default=0)
+    makespan = pipeline_makespan(seconds(forward), seconds(backward), len(forward), order)
+    assert round(makespan * 1e9) == max(ends.values(), default=0)
 
 
 @given(durations=durations.filter(lambda d: len(d[0]) > 1 and len(d[0][0]) >= len(d[0])))
@@ -121,9 +121,9 @@ def test_uneven_encoders_leave_short_bubbles():
         forward = np.ones((4, 32))
         forward[0] = np.clip(rng.lognormal(-0.5, 0.8, 32), 0.05, 4)
         args = forward, 2 * forward, 4
-        found = pipeline_makespan(*args, order_microbatches(*args))
-        gained.append(pipeline_makespan(*args) / found)
-        left.append(found / lower_bound(forward, 2 * forward))
+        makespan = pipeline_makespan(*args, order_microbatches(*args))
+        gained.append(pipeline_makespan(*args) / makespan)
+        left.append(makespan / lower_bound(forward, 2 * forward))
     assert np.mean(gained) >= 1.04
     assert np.mean(left) <= 1.06
 

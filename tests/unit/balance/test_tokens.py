@@ -49,18 +49,18 @@ documents = st.lists(
 )
 
 
-def check(found, segments, num_ranks, block):
+def check(placed, segments, num_ranks, block):
     """The structure, and loads and bounds that are what the mask says."""
     num_tokens = segments.num_tokens
     starts = np.arange(0, num_tokens, block)
-    check_structure(found, len(starts), num_ranks)
+    check_structure(placed, len(starts), num_ranks)
     tokens = np.minimum(block, num_tokens - starts)
     pairs = np.add.reduceat(attends(segments).sum(axis=1), starts) if num_tokens else np.zeros(0, dtype=np.int64)
     for rank in range(num_ranks):
-        mine = found.on_rank(rank)
-        assert found.loads[rank].tolist() == [pairs[mine].sum(), tokens[mine].sum()]
-    assert found.bound.shape == (2,)
-    assert found.bound[1] * num_ranks >= num_tokens
+        mine = placed.on_rank(rank)
+        assert placed.loads[rank].tolist() == [pairs[mine].sum(), tokens[mine].sum()]
+    assert placed.bound.shape == (2,)
+    assert placed.bound[1] * num_ranks >= num_tokens
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -74,9 +74,9 @@ def test_contract_and_equal_backends(method, segments, num_ranks, block):
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(segments=tables(), num_ranks=st.integers(1, 6), block=st.integers(1, 9))
 def test_equal_counts(backend, segments, num_ranks, block):
-    found = distribute_tokens(segments, num_ranks, block, equal_counts=True, backend=backend)
-    check(found, segments, num_ranks, block)
-    assert np.ptp(found.counts) <= 1
+    placed = distribute_tokens(segments, num_ranks, block, equal_counts=True, backend=backend)
+    check(placed, segments, num_ranks, block)
+    assert np.ptp(placed.counts) <= 1
 
 
 @pytest.mark.parametrize("media", ["isolated", "bidirectional", "causal"])
@@ -133,12 +133,12 @@ def embedded(num_tokens, rng):
 
 def packed(num_tokens, rng):
     """Cornstarch figure 11c: documents with images among text, of log-normal length."""
-    found = []
+    placed = []
     while num_tokens > 0:
         length = min(num_tokens, int(np.clip(rng.lognormal(7, 1), 64, 16384)))
-        found += embedded(length, rng)
+        placed += embedded(length, rng)
         num_tokens -= length
-    return found
+    return placed
 
 
 def one_text(num_tokens, rng):
@@ -150,10 +150,10 @@ def one_text(num_tokens, rng):
 @pytest.mark.parametrize("equal_counts", [False, True])
 def test_64k_tokens_on_64_ranks_are_within_two_parts_in_a_thousand(kind, block, seed, equal_counts):
     segments = Segments.of_documents(kind(2**16, np.random.default_rng(seed)))
-    found = distribute_tokens(segments, 64, block, equal_counts=equal_counts)
-    pairs = found.loads[:, 0]
+    placed = distribute_tokens(segments, 64, block, equal_counts=equal_counts)
+    pairs = placed.loads[:, 0]
     assert pairs.max() <= 1.002 * pairs.mean()
-    assert found.imbalance[1] == 1 or not equal_counts
+    assert placed.imbalance[1] == 1 or not equal_counts
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -195,18 +195,18 @@ def test_frames_of_a_video_attend_to_one_another_across_the_text_between():
 def test_fewer_blocks_than_ranks_and_none(method, backend):
     for num_blocks in (0, 1, 5):
         segments = Segments.of_documents([[("text", 128 * num_blocks)]])
-        found = distribute_tokens(segments, 8, method=method, backend=backend)
-        check(found, segments, 8, 128)
-        assert found.loads[:, 1].max() == min(num_blocks, 1) * 128
-        assert found.imbalance.tolist() == [1, 1]
+        placed = distribute_tokens(segments, 8, method=method, backend=backend)
+        check(placed, segments, 8, 128)
+        assert placed.loads[:, 1].max() == min(num_blocks, 1) * 128
+        assert placed.imbalance.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_pairs_near_the_end_of_64_bits(backend):
     num_tokens = 2**31 - 1
     segments = Segments([num_tokens], [0], [1], [1], [0])
-    found = distribute_tokens(segments, 3, 2**26, backend=backend)
-    assert found.loads.sum(axis=0).tolist() == [num_tokens**2, num_tokens]
+    placed = distribute_tokens(segments, 3, 2**26, backend=backend)
+    assert placed.loads.sum(axis=0).tolist() == [num_tokens**2, num_tokens]
 
 
 def table(**change):

@@ -79,12 +79,12 @@ def order_microbatches(forward: Int64Array, backward: Int64Array) -> Int64Array:
     O(num_microbatches (num_stages + num_microbatches) + NUM_VISITS).
     """
     fore, back = forward.tolist(), backward.tolist()
-    given = list(range(len(fore)))
+    given_order = list(range(len(fore)))
     if len(fore) < 2:
-        return np.array(given, dtype=np.int64)
-    ascending = sorted(given, key=lambda microbatch: (sum(fore[microbatch]) + sum(back[microbatch]), microbatch))
+        return np.array(given_order, dtype=np.int64)
+    ascending = sorted(given_order, key=lambda microbatch: (sum(fore[microbatch]) + sum(back[microbatch]), microbatch))
     longest_early = [ascending[0], *reversed(ascending[1:])]
-    orders = [given, _filled(fore, back, ascending), longest_early]
+    orders = [given_order, _filled(fore, back, ascending), longest_early]
     best = min(orders, key=lambda order: _makespan(fore, back, order))
     _swap(fore, back, best)
     return np.array(best, dtype=np.int64)
