@@ -137,7 +137,7 @@ def suggest_caps(vision: ArrayLike, text: ArrayLike, *, batch_size: int = 4) -> 
     vision, text = checked_integers(vision, "vision"), checked_integers(text, "text")
     if len(vision) == 0 or vision.shape != text.shape:
         raise ArgumentError(
-            f"vision and text have shapes {vision.shape} and {text.shape}; both must have one entry a sample."
+            f"vision and text have shapes {vision.shape} and {text.shape}; their lengths must be equal, at least 1."
         )
     max_text = max(int(text.max()), batch_size * int(text.sum()) // len(text))
     with_text = max_text * int(vision.sum()) // max(int(text.sum()), 1)

@@ -127,7 +127,7 @@ def test_ratios_are_equations_1_and_2():
         (lambda: group([1], [1], 2, 9, num_iterations=0), "num_iterations is 0"),
         (lambda: group([1], [1], 2, 9, seed=-1), "seed is -1"),
         (lambda: group([-1], [1], 2, 9), r"vision\[0\] is -1"),
-        (lambda: suggest_caps([], []), "give samples"),
+        (lambda: suggest_caps([], []), "at least 1"),
         (lambda: suggest_caps([1], [1], batch_size=0), "batch_size is 0"),
         (lambda: pad_ratio([1, 2], [0, 1]), "offsets must grow from 0 to 2"),
         (lambda: pad_ratio([1, 2], [0, 0, 2]), "offsets must grow"),

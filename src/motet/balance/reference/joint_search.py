@@ -8,8 +8,8 @@ objective comes first, yet no phase is neglected.
 
 1. Take the heavy rank: the one with the largest excess in any phase.
 2. Take its partners: the ranks for which the penalty of both would fall most if the two had equal excesses.
-3. Compare all swaps of an example (or none) of the heavy rank with one (or none) of a partner. Make the swap after
-   which the penalty of both is lowest. If no swap lowers it, the phase is stuck; continue with another phase.
+3. Compare all swaps of an example (or none) of the heavy rank with one (or none) of a partner. Make the swap that
+   lowers the penalty of both most. If no swap lowers it, the phase is stuck; continue with another phase.
 4. Stop if all phases are stuck, the objective is at the goal, or the pairs are spent. Undo the swaps after the lowest
    objective.
 
