@@ -1,4 +1,4 @@
-"""The assignment of a pipeline's step: a replica of a unit takes an equal part of each microbatch (MMScale section 4.2).
+"""The assignment of a pipeline's step: the replicas of a unit share each microbatch equally (MMScale section 4.2).
 
 A `Batching` says which examples make a microbatch: in the given order, or as `ordering.py` decides.
 """
