@@ -1,8 +1,8 @@
 """The rank that computes each item of one phase, and the order of the items on a rank.
 
-An `Assignment` is the rearrangement Pi of OrchMLLM (section 5.1). It maps every item to a slot: a rank and a position on
-it, as one number. The slots of rank 0 come first, then those of rank 1, and so on. So an Assignment is a permutation of
-items, cut into ranks. Two Assignments compose (Pi_M o Pi_E^-1, section 6): an item moves from `first.slots[item]` to
+An `Assignment` is the rearrangement Pi of OrchMLLM (section 5.1). It maps every item to a slot: one number for a rank
+and a position on it. The slots of rank 0 come first, then those of rank 1, and so on. So an Assignment is a permutation
+of items, cut into ranks. Two Assignments compose (Pi_M o Pi_E^-1, section 6): an item moves from `first.slots[item]` to
 `second.slots[item]`.
 """
 

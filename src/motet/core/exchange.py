@@ -1,7 +1,7 @@
 """Seconds of an exchange: an all-to-all in which each rank has different bytes for each other rank.
 
 A rank moves its bytes inside its node, then its bytes between nodes. The exchange takes as long as the slowest rank.
-`balance.choose`, the simulator and the planner all price an exchange by `exchange_s`. They differ in the links that they
+`balance.choose`, the simulator and the planner price an exchange by `exchange_s`. They differ in the links that they
 pass in: stated ones, a cluster's, or measured messages.
 """
 
