@@ -28,6 +28,6 @@ def assign_step(
         return assign_batching(plan, batch, given_batching(plan, batch))
     if seconds is None:
         raise ArgumentError(
-            f"the plan deals examples out (order {plan.order!r}), which is decided from their seconds; give them."
+            f"the plan has order {plan.order!r}, which is decided from the seconds of examples; pass `seconds`."
         )
     return assign_batching(plan, batch, ordered_batching(plan, batch, seconds))

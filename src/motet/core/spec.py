@@ -192,7 +192,7 @@ class ModelSpec:
 
     @property
     def num_blocks(self) -> dict[str, int]:
-        """Per module, of how many blocks it is made."""
+        """The number of blocks of each module."""
         return {module.name: len(module.blocks) for module in self.modules}
 
     def sources(self, name: str) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ def read_json(path: Path, what: str = "the file") -> Any:
 
 
 def read_optional_object(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds; empty where there is no file, not even a link that leads nowhere.
+    """The object of a JSON file; {} if there is no file. A broken link counts as a file.
 
     Raises UserError as `read_json` does, and for any other value.
     """
