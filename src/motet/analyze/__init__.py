@@ -1,8 +1,7 @@
-"""How heterogeneous a dataset is, before any GPU is hired: lengths, composition of sequences, load of the ranks.
+"""The heterogeneity of a dataset: lengths, composition of sequences, and load of the ranks, before any GPU is hired.
 
-Free of torch. `analyze` is the library, `analyze_command` the command line's part; `page.write_html` writes the page.
-
-The words are in docs/glossary.md.
+Free of torch. `analyze` is the library's function, `analyze_command` the command line's. `page.write_analysis_html`
+writes the page. The words are in docs/glossary.md.
 """
 
 from motet.analyze.analysis import Analysis, AnalysisSubject, LengthDistribution, analyze

@@ -26,13 +26,13 @@ def analyze_command(
     num_workers: int = 2,
     html: Path | None = None,
 ) -> None:
-    """Analyse `source`, write the page if `html` is given, and print the tables. Raises UserError."""
+    """Analyse `source`, write the page to `html` if given, and print the tables. Raises UserError as `analyze` does."""
     if html is not None:
         check_output(html)
     # Progress goes to stderr, so that the tables can be piped.
     with Progress(console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("reading headers", total=1.0)
-        found = analyze(
+        analysis = analyze(
             source,
             num_ranks=num_ranks,
             batch_size=batch_size,
@@ -45,10 +45,10 @@ def analyze_command(
             progress=lambda _, share: bars.update(task, completed=share),
         )
     if html is not None:
-        # Imported here: plotly takes a second, which a table alone need not wait for.
+        # Imported here: importing plotly takes a second, and only the page needs it.
         from motet.analyze.page import write_analysis_html
 
-        write_analysis_html(found, html)
-    print_analysis(found)
+        write_analysis_html(analysis, html)
+    print_analysis(analysis)
     if html is not None:
         print(f"Wrote {html}.")

@@ -1,8 +1,8 @@
-"""The lengths that an analysis is made of, from a manifest or from a plain table, and what was assumed to get them.
+"""Reads the lengths of an analysis from a manifest or from a table, and states the assumptions.
 
-A manifest gives pixels, samples and text; a table (CSV, also gzipped) gives some of image_width, image_height,
-num_images, image_tokens, audio_seconds and text_tokens. What the model would make of them is an assumption, stated in
-every report.
+A manifest has pixels, samples and text. A table (CSV, also gzipped) has some of the columns image_width, image_height,
+num_images, image_tokens, audio_seconds and text_tokens. The lengths that a model makes of these are assumptions, which
+every report states.
 """
 
 from __future__ import annotations
@@ -40,19 +40,24 @@ _FRAMES_A_TOKEN = 4
 _FRAMES_PER_S = 100
 _TILE_PATCHES, _TILE_TOKENS = 1025, 256
 _IMAGES = ImageTransform(patch_size=14, merge_size=2, max_pixels_side=1344)
-# As long as a clip can be: an analysis is to show the long ones, too.
+# Clips are not cut, so that an analysis shows the long ones too.
 _CLIPS = AudioTransform(sampling_rate=16_000, hop_length=16_000 // _FRAMES_PER_S, max_seconds=MAX_SECONDS)
-_MOST, _MOST_IMAGES = 1 << 32, 100_000
-"""Of a number in a table, and of the images of a row: more is a mistake, and would fill the memory."""
-_NEARLY = 0.85
-_MOST_SHOWN = 40
-_LIKE_A_LENGTH = re.compile(r"num_\w+|\w+_(?:width|height|pixels|patches|seconds|samples|frames|tokens)")
-_NUMBERS = ("image_width", "image_height", "num_images", "image_tokens", "audio_seconds", "text_tokens")
+_MAX_VALUE, _MAX_IMAGES = 1 << 32, 100_000
+"""The largest value in a table, and the most images of a row. More is a mistake, and would fill the memory."""
+_MIN_SIMILARITY = 0.85
+"""A column whose name is at least this similar to a known one is taken for a misspelling."""
+_MAX_SHOWN = 40
+_LENGTH_NAME = re.compile(r"num_\w+|\w+_(?:width|height|pixels|patches|seconds|samples|frames|tokens)")
+_COLUMNS = ("image_width", "image_height", "num_images", "image_tokens", "audio_seconds", "text_tokens")
 
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """All examples of a source, as one batch. assumptions: sentences; left_out: a sentence, empty if nothing is."""
+    """The lengths of all examples of a source.
+
+    assumptions: sentences that say what was assumed about the lengths.
+    left_out:    a sentence on examples that cannot be used; empty if there are none.
+    """
 
     source: str
     batch: BatchLengths
@@ -61,7 +66,7 @@ class Lengths:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """The modalities that occur, text aside."""
+        """The modalities that occur, without text."""
         return tuple(name for name, items in self.batch.items.items() if items.num_items)
 
     def tokens_of(self, phase: str) -> Int64Array:
@@ -70,21 +75,24 @@ class Lengths:
         return np.bincount(items.example, items.num_tokens, self.batch.num_examples).astype(np.int64)
 
     def kinds(self) -> Int64Array:
-        """Which modalities each example has, int64 [num_examples]: bit i is set if it has the i-th of `phases`."""
+        """The combination of modalities of each example, int64 [num_examples]: bit i is set if it has `phases[i]`."""
         kinds = np.zeros(self.batch.num_examples, dtype=np.int64)
-        for place, phase in enumerate(self.phases):
-            kinds[self.batch.items[phase].example] |= 1 << place
+        for bit, phase in enumerate(self.phases):
+            kinds[self.batch.items[phase].example] |= 1 << bit
         return kinds
 
     def workload(self, *, even: bool = False) -> Workload:
-        """To draw batches from; even: each kind of example equally often. Loss is taken on all text of a table."""
+        """The workload of these examples. even: each combination of modalities is drawn equally often.
+
+        Loss is taken on all text of a table.
+        """
         kinds = self.kinds()
         weight = 1.0 / np.bincount(kinds)[kinds] if even else None
         batch = self.batch if self.batch.num_targets.any() else replace(self.batch, num_targets=self.text_tokens())
         return Workload(self.source, batch, weight, self.assumptions)
 
     def text_tokens(self) -> Int64Array:
-        """Tokens of each example's sequence that are text, int64 [num_examples]."""
+        """Text tokens of each example's sequence, int64 [num_examples]."""
         return self.batch.sequence - sum((self.tokens_of(phase) for phase in self.phases), np.int64(0))
 
 
@@ -96,7 +104,7 @@ def read_lengths(
     num_workers: int = 0,
     progress: IndexProgress | None = None,
 ) -> Lengths:
-    """From a manifest, or from a table if `source` ends in .csv or .csv.gz. Raises UserError."""
+    """Read a manifest, or a table if `source` ends in .csv or .csv.gz. Raises UserError for a missing or wrong file."""
     path = Path(source)
     if path.name.endswith((".csv", ".csv.gz")):
         if tokenizer is not None:
@@ -142,15 +150,15 @@ _TILE_ASSUMPTION = (
 
 
 class _EstimatedText:
-    """Stands in for a tokenizer: as many tokens as the text's bytes suggest."""
+    """Replaces a tokenizer: the number of tokens is the number of bytes / _BYTES_A_TOKEN, rounded up."""
 
     fingerprint = f"estimated-{_BYTES_A_TOKEN}-bytes-a-token"
 
     def encode(self, conversation: Conversation) -> TokenSequence:
         lengths = [math.ceil(len(turn.text.encode()) / _BYTES_A_TOKEN) for turn in conversation.turns]
-        of_answers = [turn.is_learned for turn in conversation.turns]
+        is_target = [turn.is_learned for turn in conversation.turns]
         num_items = len(conversation.placeholders)
-        targets = np.concatenate([np.zeros(num_items, dtype=bool), np.repeat(of_answers, lengths)])
+        targets = np.concatenate([np.zeros(num_items, dtype=bool), np.repeat(is_target, lengths)])
         return TokenSequence(
             np.zeros(len(targets), dtype=np.int64), targets, conversation.placeholders, np.arange(num_items)
         )
@@ -166,7 +174,7 @@ def _tokens_of_frames(frames: Int64Array) -> Int64Array:
 
 @dataclass
 class _Column:
-    """The items of one modality, as they are read."""
+    """The items of one modality while a table is read."""
 
     example: list[int] = field(default_factory=list)
     length: list[int] = field(default_factory=list)
@@ -198,13 +206,13 @@ def _read_table(path: Path) -> Lengths:
     sequence = np.array(text, dtype=np.int64)
     for column in items.values():
         np.add.at(sequence, column.example, column.num_tokens)
-    nothing = np.zeros(len(text), dtype=np.int64)
-    batch = BatchLengths(sequence, nothing, nothing.astype(np.int32), items)
+    no_targets, home = np.zeros(len(text), dtype=np.int64), np.zeros(len(text), dtype=np.int32)
+    batch = BatchLengths(sequence, no_targets, home, items)
     return Lengths(str(path), batch, (_IMAGE_ASSUMPTION, _TILE_ASSUMPTION, _AUDIO_ASSUMPTION))
 
 
 def _rows(path: Path) -> Iterator[dict[str, float]]:
-    """The numbers of each row; an empty field is 0. Raises UserError naming the line."""
+    """The numbers of each row by column; an empty field is 0. Raises UserError with the line."""
     if not path.is_file():
         raise UserError(f"{path}: there is no such file; it must be a manifest, or a table of lengths (.csv, .csv.gz)")
     reader = None
@@ -216,8 +224,9 @@ def _rows(path: Path) -> Iterator[dict[str, float]]:
                 if None in row or None in row.values():
                     more = "more" if None in row else "fewer"
                     raise UserError(f"{path}, line {reader.line_num}: has {more} fields than line 1 has names")
-                yield dict.fromkeys(_NUMBERS, 0.0) | {
-                    name: _number(row[name], f"{path}, line {reader.line_num}: '{name}'", _most(name)) for name in known
+                yield dict.fromkeys(_COLUMNS, 0.0) | {
+                    name: _number(row[name], f"{path}, line {reader.line_num}: '{name}'", _max_of(name))
+                    for name in known
                 }
     except csv.Error as error:
         line = reader.reader.line_num if reader else 1
@@ -231,22 +240,22 @@ def _rows(path: Path) -> Iterator[dict[str, float]]:
 
 
 def _known_columns(path: Path, names: Sequence[str]) -> list[str]:
-    """The columns that are read. Others are metadata (`task`, ...), unless they are named like a length."""
+    """The known columns. Others are metadata (`task`, ...). Raises UserError if another is named like a length."""
     for name in names:
-        close = difflib.get_close_matches(name.strip().lower(), _NUMBERS, n=1, cutoff=_NEARLY)
-        if name in _NUMBERS and names.count(name) > 1:
+        close = difflib.get_close_matches(name.strip().lower(), _COLUMNS, n=1, cutoff=_MIN_SIMILARITY)
+        if name in _COLUMNS and names.count(name) > 1:
             raise UserError(f"{path}, line 1: names '{name}' twice; each column must have a name of its own")
-        if name not in _NUMBERS and (close or _LIKE_A_LENGTH.fullmatch(name)):
+        if name not in _COLUMNS and (close or _LENGTH_NAME.fullmatch(name)):
             hint = f"; is it meant to be '{close[0]}'? Rename" if close else ", which is no length that is read; rename"
             raise UserError(f"{path}, line 1: has a column '{name[:40]}'{hint} or remove it")
-    known = [name for name in _NUMBERS if name in names]
+    known = [name for name in _COLUMNS if name in names]
     if not known:
-        raise UserError(f"{path}, line 1: names no known column; it must name some of {', '.join(_NUMBERS)}")
+        raise UserError(f"{path}, line 1: names no known column; it must name some of {', '.join(_COLUMNS)}")
     return known
 
 
-def _most(name: str) -> int:
-    return _MOST_IMAGES if name == "num_images" else _MOST
+def _max_of(name: str) -> int:
+    return _MAX_IMAGES if name == "num_images" else _MAX_VALUE
 
 
 def _number(text: str | None, where: str, most: int) -> float:
@@ -257,7 +266,7 @@ def _number(text: str | None, where: str, most: int) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value <= most:
-        shown = repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")
+        shown = repr(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")
         raise UserError(f"{where} is {shown}, but must be empty or a number from 0 to {most:,}")
     return value
 

@@ -1,10 +1,13 @@
-"""What a step's phases would cost on each rank: unbalanced, and balanced in each of the ways that the trainer knows.
+"""The load of each rank in each phase, unbalanced and balanced in each mode that training has.
 
-Batches are drawn from the lengths with a fixed seed and placed as the trainer's orchestrator places them: unbalanced,
-an example and its media are computed on its home rank; with the backbone balanced, media go where their example goes;
-jointly, so they do, but whole examples are placed to balance all phases; with every phase balanced, each encoder's
-items are placed by themselves, and of those that pack only the excess leaves the rank of its example. What an item
-costs is said by `StepCosts`: a recipe's, as training has them, or else lengths, of which audio encoders pad theirs.
+Batches are drawn from the lengths with a fixed seed. Their items are placed as the trainer's orchestrator places them:
+
+off       an example and its media are computed on the example's home rank
+backbone  examples are placed to balance the backbone; media follow their example
+joint     examples are placed to balance all phases; media follow their example
+all       every phase is balanced by itself; in a packed phase, only the excess leaves the rank of its example
+
+`StepCosts` states the cost of an item: training's costs for a recipe, else lengths, padded for audio encoders.
 """
 
 from __future__ import annotations
@@ -55,17 +58,17 @@ PREDICTED = {
     "per_phase": MODE_NAMES["all"],
     CHOSEN: "as chosen",
 }
-"""Ways whose seconds are predicted, and what they are called."""
+"""The methods whose seconds are predicted, and their titles."""
 
 _SPEED = ASSUMED_SPEEDS["cuda"]
-# Backward takes twice as long as forward.
+# 3e6: operations of forward and backward from forward MFLOPs; backward takes twice as many as forward.
 _UNIT_S = {name: 3e6 * mflop / _SPEED.flops_per_s for name, mflop in zip(PHASES, MFLOP_PER_LENGTH, strict=True)}
 LENGTH_COSTS = StepCosts(
     {BACKBONE: Packed(), IMAGE: Packed(), AUDIO: Padded()},
     LengthWork(LENGTH_UNITS),
     StepTimes(lambda _: _UNIT_S, _SPEED.link, token_bytes=2 * 3584),
 )
-"""Where no model is known: lengths, and seconds by `SPEED_ASSUMPTION`."""
+"""The costs if no model is known: lengths, and seconds by `SPEED_ASSUMPTION`."""
 SPEED_ASSUMPTION = (
     "Seconds: a backbone of 7 B, an image encoder of 2 B and an audio encoder of 0.6 B parameters, all trained, at "
     f"{_SPEED.flops_per_s / 1e12:.0f} TFLOP/s a rank; outputs of 3,584 bf16 values a token at "
@@ -75,14 +78,21 @@ SPEED_ASSUMPTION = (
 
 @dataclass(frozen=True, eq=False)
 class PhaseLoads:
-    """Loads of one phase over the drawn batches, by mode.
+    """The loads of one phase over the drawn batches, by mode.
 
-    unit:    what loads are counted in. padded: whether a rank's load is its number of items times the largest.
-    loads:   int64 [num_batches, num_ranks].
-    crossed: float64 [num_batches], the share of the phase's output tokens that another rank computes than the one that
-             runs their sequence; 0 for the backbone.
-    bounds:  int64 [num_batches], below which no placement of whole items can bring the maximum load; 0 where the phase
-             has nothing to do in a batch.
+    unit:    the unit of loads.
+    padded:  whether a rank's load is its number of items times the largest item.
+    loads:   per mode, int64 [num_batches, num_ranks].
+    crossed: per mode, float64 [num_batches], the share of the phase's output tokens that are not computed on the rank
+             of their sequence; 0 for the backbone.
+    bounds:  int64 [num_batches], a lower bound of the maximum load over all placements of whole items; 0 for a batch
+             without items of the phase.
+
+    Example:
+        >>> loads = {"off": np.array([[6, 2]]), "all": np.array([[4, 4]])}
+        >>> image = PhaseLoads("patches", False, loads, {"off": np.zeros(1), "all": np.ones(1)}, bounds=np.array([4]))
+        >>> image.max_over_mean("off").tolist(), image.max_over_bound("all").tolist()
+        ([1.5], [1.0])
     """
 
     unit: str
@@ -92,13 +102,13 @@ class PhaseLoads:
     bounds: Int64Array
 
     def max_over_mean(self, mode: Mode) -> Float64Array:
-        """Per batch with such items, float64 [n]: 1 is perfect; at 2, ranks wait for half of the phase on average."""
+        """Maximum / mean load of each batch that has items, float64 [n]. At 2, ranks wait half of the time."""
         loads = self.loads[mode][self.bounds > 0]
         ratios: Float64Array = loads.max(axis=1) / loads.mean(axis=1)
         return ratios
 
     def max_over_bound(self, mode: Mode) -> Float64Array:
-        """Per batch with such items, float64 [n]: how much longer the phase takes than it would at its bound."""
+        """Maximum load / bound of each batch that has items, float64 [n]."""
         busy = self.bounds > 0
         ratios: Float64Array = self.loads[mode][busy].max(axis=1) / self.bounds[busy]
         return ratios
@@ -106,11 +116,12 @@ class PhaseLoads:
 
 @dataclass(frozen=True, eq=False)
 class PredictedSteps:
-    """What `motet.balance.choose` predicts for the drawn batches, and what it would choose.
+    """The predictions and choices of `motet.balance.choose` for the drawn batches.
 
-    seconds, exchange_s: float64 [num_batches] for each of `PREDICTED`; of the seconds, what moving outputs takes.
-    methods:             in how many batches each method is the fastest.
-    why:                 a sentence on the last batch for which the most frequent one is.
+    seconds:    for each key of `PREDICTED`, float64 [num_batches], the seconds of the batch.
+    exchange_s: for each key of `PREDICTED`, float64 [num_batches], the part of `seconds` that moves outputs.
+    methods:    per method, the number of batches in which it was chosen.
+    why:        the reason for the most frequent method in the last batch that chose it.
     """
 
     seconds: dict[str, Float64Array]
@@ -122,24 +133,26 @@ class PredictedSteps:
     def of(choices: list[Choice]) -> PredictedSteps:
         """One entry of each array a choice, in their order."""
 
-        def by_way(of_choices: list[dict[str, float]]) -> dict[str, Float64Array]:
-            chosen = [told | {CHOSEN: told[choice.method]} for told, choice in zip(of_choices, choices, strict=True)]
-            return {way: np.array([told[way] for told in chosen]) for way in PREDICTED}
+        def by_method(of_choices: list[dict[str, float]]) -> dict[str, Float64Array]:
+            rows = [
+                seconds | {CHOSEN: seconds[choice.method]} for seconds, choice in zip(of_choices, choices, strict=True)
+            ]
+            return {method: np.array([row[method] for row in rows]) for method in PREDICTED}
 
         methods = Counter(choice.method for choice in choices)
-        most = max(methods, key=lambda method: methods[method])
+        most_frequent = max(methods, key=lambda method: methods[method])
         return PredictedSteps(
-            by_way([choice.predicted_s for choice in choices]),
-            by_way([choice.exchange_s for choice in choices]),
+            by_method([choice.predicted_s for choice in choices]),
+            by_method([choice.exchange_s for choice in choices]),
             dict(methods),
-            next(choice.why for choice in reversed(choices) if choice.method == most),
+            next(choice.why for choice in reversed(choices) if choice.method == most_frequent),
         )
 
 
 def sample_loads(
     lengths: Lengths, costs: StepCosts, *, num_ranks: int, batch_size: int, num_batches: int, seed: int, mix: Mix
 ) -> tuple[dict[str, PhaseLoads], PredictedSteps]:
-    """Loads of each phase that occurs in the batches, backbone first, and what is predicted for a step."""
+    """Draw batches; return the loads of each phase that occurs in them, backbone first, and the predicted steps."""
     names = (BACKBONE, *lengths.phases)
     loads: dict[str, dict[Mode, list[Int64Array]]] = {name: {mode: [] for mode in MODES} for name in names}
     crossed: dict[str, dict[Mode, list[float]]] = {name: {mode: [] for mode in MODES} for name in names}
@@ -157,7 +170,7 @@ def sample_loads(
                 crossed[name][mode].append(_crossed(batch, name, assignment, placed[BACKBONE]))
                 if mode == "all":
                     bounds[name].append(int(assignment.bound))
-    found = {
+    phase_loads = {
         name: PhaseLoads(
             costs.unit(name),
             isinstance(costs.costs[name], Padded),
@@ -168,38 +181,39 @@ def sample_loads(
         for name in names
         if any(bounds[name])
     }
-    return found, PredictedSteps.of(choices)
+    return phase_loads, PredictedSteps.of(choices)
 
 
 def place(batch: BatchLengths, phases: Sequence[Phase], num_ranks: int, mode: Mode) -> dict[str, Assignment]:
     """The placement of each phase of a batch in one mode. phases: the backbone first."""
     backbone, *encoders = phases
     if mode == "joint":
-        assigned = choose(phases, num_ranks, _SPEED.link, methods=["joint"]).assignments
-        return {phase.name: own for phase, own in zip(phases, assigned, strict=True)}
+        joint = choose(phases, num_ranks, _SPEED.link, methods=["joint"]).assignments
+        return {phase.name: assignment for phase, assignment in zip(phases, joint, strict=True)}
     if mode == "off":
-        of_backbone = scored_phase(backbone, batch.home, num_ranks)
+        sequences = scored_phase(backbone, batch.home, num_ranks)
     else:
-        of_backbone = assign(backbone.lengths, num_ranks, backbone.cost)
-    placed = {backbone.name: of_backbone}
+        sequences = assign(backbone.lengths, num_ranks, backbone.cost)
+    placed = {backbone.name: sequences}
     for phase in encoders:
         if mode == "all":
-            placed[phase.name] = assign_apart(phase.lengths, phase.cost, phase.owner, of_backbone)
+            placed[phase.name] = assign_apart(phase.lengths, phase.cost, phase.owner, sequences)
         else:
-            placed[phase.name] = follow(phase, of_backbone)
+            placed[phase.name] = follow(phase, sequences)
     return placed
 
 
 def _crossed(batch: BatchLengths, phase: str, placed: Assignment, backbone: Assignment) -> float:
+    """The share of a phase's output tokens that are not computed on the rank of their sequence."""
     if phase == BACKBONE:
         return 0.0
     items = batch.items[phase]
-    away = placed.ranks != backbone.ranks[items.example]
-    return float(items.num_tokens[away].sum() / max(int(items.num_tokens.sum()), 1))
+    crosses = placed.ranks != backbone.ranks[items.example]
+    return float(items.num_tokens[crosses].sum() / max(int(items.num_tokens.sum()), 1))
 
 
 def take(batch: BatchLengths, examples: Int64Array, num_ranks: int) -> BatchLengths:
-    """Some examples, in the order given; int64 [n], repeats allowed; at home in equal consecutive shares."""
+    """The given examples, int64 [n], in this order, repeats allowed. Their homes are equal consecutive shares."""
     return replace(batch.take(examples), home=home_ranks(len(examples), num_ranks))
 
 

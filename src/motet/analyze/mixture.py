@@ -1,4 +1,4 @@
-"""Mixed batches of real or sampled lengths: what balancing is measured on, in tests and benchmarks."""
+"""Mixed batches of real or sampled lengths, on which tests and benchmarks measure balancing."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from motet.data.media import AUDIO, IMAGE
 PHASES = ("backbone", IMAGE, AUDIO)
 
 MFLOP_PER_LENGTH = (14_000, 4_000, 1_200)
-"""Forward MFLOPs of a token, a patch and an audio frame: backbone of 7 B, image encoder of 2 B, audio encoder of 0.6 B
-parameters. They put the phases into one unit; a phase's own balance does not depend on them."""
+"""Forward MFLOPs of a token, a patch and an audio frame.
+
+The backbone has 7 B parameters, the image encoder 2 B, the audio encoder 0.6 B. The numbers bring all phases to one
+unit; the balance of a single phase does not depend on them."""
 
 
 @dataclass(frozen=True)
 class Caps:
-    """What longer examples are cut to."""
+    """The lengths that longer examples are cut to."""
 
     tokens: int = 8192
     patches: int = 8192
@@ -28,9 +30,9 @@ class Caps:
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """Examples by kind, to draw equal shares of each from.
+    """Examples of three kinds, to draw batches with equal shares of each.
 
-    text, image, speech: int64 [n, 3], tokens of the whole sequence, patches and audio frames of each example.
+    text, image, speech: int64 [n, 3], the tokens of the whole sequence, patches and audio frames of each example.
     """
 
     text: Int64Array
@@ -39,7 +41,7 @@ class Mixture:
 
     @staticmethod
     def of(lengths: Lengths) -> Mixture:
-        """The examples of a table of lengths or of a manifest; one with images and audio counts as image."""
+        """The examples of a table of lengths or of a manifest. An example with images and audio counts as image."""
         batch = lengths.batch
         columns = [batch.sequence]
         for phase in (IMAGE, AUDIO):
@@ -51,9 +53,9 @@ class Mixture:
 
     @staticmethod
     def sampled(seed: int, num_examples: int = 20_000) -> Mixture:
-        """Examples of a kind's shape as public sets have it: long-tailed chats, tiled and native images, clips."""
+        """Sampled examples with the distributions of public sets: long-tailed chats, tiled and native images, clips."""
         rng = np.random.default_rng(seed)
-        nothing = np.zeros(num_examples, dtype=np.int64)
+        none = np.zeros(num_examples, dtype=np.int64)
         text = _lognormal(rng, 1000, 1.0, (12, 16_000), num_examples)
         tiles = 1025 * rng.choice([1, 3, 5], num_examples, p=[0.1, 0.5, 0.4])
         native = _lognormal(rng, 1700, 0.7, (64, 90_000), num_examples)
@@ -61,19 +63,19 @@ class Mixture:
         frames = np.clip(rng.normal(1200, 450, num_examples), 110, 3500).astype(np.int64)
         prompt = _lognormal(rng, 70, 0.8, (8, 5000), num_examples)
         return Mixture(
-            np.stack([text, nothing, nothing], axis=1),
-            np.stack([prompt + patches // 4, patches, nothing], axis=1),
-            np.stack([prompt // 2 + frames // 4, nothing, frames], axis=1),
+            np.stack([text, none, none], axis=1),
+            np.stack([prompt + patches // 4, patches, none], axis=1),
+            np.stack([prompt // 2 + frames // 4, none, frames], axis=1),
         )
 
     def draw(self, num_examples: int, rng: np.random.Generator, caps: Caps | None) -> Int64Array:
-        """Lengths of a batch of a third of each kind, shuffled: int64 [num_examples, 3] as in `PHASES`.
+        """The lengths of a batch with a third of each kind, shuffled: int64 [num_examples, 3], columns as in `PHASES`.
 
-        caps: what longer examples are cut to; None leaves them as they are.
+        caps: the lengths that longer examples are cut to; None cuts nothing.
         """
         parts = []
-        for place, kind in enumerate((self.text, self.image, self.speech)):
-            share = (num_examples + 2 - place) // 3
+        for index, kind in enumerate((self.text, self.image, self.speech)):
+            share = (num_examples + 2 - index) // 3
             parts.append(kind[rng.integers(0, len(kind), share)])
         rows = rng.permutation(np.concatenate(parts))
         if caps is not None:

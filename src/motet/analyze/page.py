@@ -1,4 +1,4 @@
-"""An analysis as one self-contained page: plotly's script is inside, nothing is loaded from elsewhere."""
+"""An analysis as one self-contained page. plotly's script is in the page; it loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from motet.analyze.report import LOAD_COLUMNS, QUANTILES, STEP_COLUMNS, load_not
 from motet.core.errors import UserError
 
 _NUM_BINS = 60
-_WORDS = ("of", "phase", "balanced", "unit")
+_TEXT_COLUMNS = ("of", "phase", "balanced", "unit")
 _HEIGHT = 340
 _COLOURS = {SEQUENCE: "#5c6670", "backbone": "#5c6670", "text": "#2c9a67", "image": "#1f6fd0", "audio": "#d9822b"}
 _MODE_COLOURS: dict[Mode, str] = {
@@ -92,7 +92,7 @@ def _length_figure(analysis: Analysis) -> go.Figure:
     for number, kind in enumerate(kinds):
         edges = np.geomspace(max(int(kind.values.min()), 1), int(kind.values.max()) + 1, _NUM_BINS + 1)
         counts, _ = np.histogram(kind.values, edges)
-        # Binned here: the page holds a few dozen numbers, whatever the dataset holds.
+        # Binned here, so that the page has a few dozen numbers for a dataset of any size.
         centres, widths = np.sqrt(edges[1:] * edges[:-1]), np.diff(edges)
         bars = go.Bar(
             x=centres.tolist(),
@@ -144,10 +144,9 @@ def _load_figure(analysis: Analysis) -> go.Figure:
 
 def _step_figure(analysis: Analysis) -> go.Figure:
     rows = step_rows(analysis)
-    exchange_ms = [float(1e3 * analysis.steps.exchange_s[way].mean()) for way in PREDICTED]
-    compute_ms = [
-        float(1e3 * analysis.steps.seconds[way].mean()) - exchange for way, exchange in zip(PREDICTED, exchange_ms)
-    ]
+    exchange_ms = [float(1e3 * analysis.steps.exchange_s[method].mean()) for method in PREDICTED]
+    total_ms = [float(1e3 * analysis.steps.seconds[method].mean()) for method in PREDICTED]
+    compute_ms = [total - exchange for total, exchange in zip(total_ms, exchange_ms)]
     figure = go.Figure()
     for name, values, colour in (("computing", compute_ms, "#1f6fd0"), ("exchanging", exchange_ms, "#d9822b")):
         figure.add_trace(go.Bar(y=[row[0] for row in rows], x=values, name=name, marker_color=colour, orientation="h"))
@@ -158,9 +157,9 @@ def _step_figure(analysis: Analysis) -> go.Figure:
 
 
 def _batch_figure(analysis: Analysis) -> go.Figure:
-    loads_of_backbone = next(iter(analysis.loads.values()))
-    spread = loads_of_backbone.max_over_mean("off")
-    chosen = int(np.flatnonzero(loads_of_backbone.bounds > 0)[np.argsort(spread)[len(spread) // 2]])
+    backbone = next(iter(analysis.loads.values()))
+    unbalanced = backbone.max_over_mean("off")
+    median_batch = int(np.flatnonzero(backbone.bounds > 0)[np.argsort(unbalanced)[len(unbalanced) // 2]])
     titles = [f"{phase}, {loads.unit}" for phase, loads in analysis.loads.items()]
     figure = make_subplots(cols=len(analysis.loads), rows=1, subplot_titles=titles)
     ranks = [str(rank) for rank in range(analysis.num_ranks)]
@@ -168,13 +167,13 @@ def _batch_figure(analysis: Analysis) -> go.Figure:
         for mode in ("off", "joint", "all"):
             bars = go.Bar(
                 x=ranks,
-                y=loads.loads[mode][chosen].tolist(),
+                y=loads.loads[mode][median_batch].tolist(),
                 name=MODE_NAMES[mode],
                 marker_color=_MODE_COLOURS[mode],
                 showlegend=number == 1,
             )
             figure.add_trace(bars, row=1, col=number)
-        figure.add_hline(y=int(loads.bounds[chosen]), line_dash="dash", line_width=1, row=1, col=number)
+        figure.add_hline(y=int(loads.bounds[median_batch]), line_dash="dash", line_width=1, row=1, col=number)
     figure.update_xaxes(title_text="rank", type="category")
     figure.update_yaxes(title_text="load", col=1)
     return _laid_out(figure, _HEIGHT)
@@ -211,8 +210,8 @@ def _share_table(analysis: Analysis) -> str:
 
 def _table(names: Sequence[str], rows: list[list[str]]) -> str:
     def row(kind: str, cells: Sequence[str]) -> str:
-        marked = (' class="word"' if name in _WORDS else "" for name in names)
-        return "".join(f"<{kind}{mark}>{html.escape(cell)}</{kind}>" for mark, cell in zip(marked, cells, strict=True))
+        classes = (' class="word"' if name in _TEXT_COLUMNS else "" for name in names)
+        return "".join(f"<{kind}{css}>{html.escape(cell)}</{kind}>" for css, cell in zip(classes, cells, strict=True))
 
     body = "".join(f"<tr>{row('td', cells)}</tr>" for cells in rows)
     return f"<table><tr>{row('th', names)}</tr>{body}</table>"

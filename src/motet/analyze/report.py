@@ -1,4 +1,4 @@
-"""An analysis as tables on the terminal."""
+"""Prints an analysis as tables on the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEP_COLUMNS = ("balanced", "ms", "of it exchange", "of unbalanced")
 
 
 def print_analysis(analysis: Analysis, console: Console | None = None) -> None:
-    """Lengths, shares and loads, with what was assumed. Written to stdout unless a console is given."""
+    """Print lengths, shares, loads and predicted steps, with the assumptions. The default console is stdout."""
     console = console or Console()
     console.print(f"\n[bold]{analysis.source}[/bold]: {analysis.num_examples:,} examples")
     if analysis.left_out:
@@ -32,7 +32,7 @@ def print_analysis(analysis: Analysis, console: Console | None = None) -> None:
 
 
 def load_note(analysis: Analysis) -> str:
-    """How the loads were found, and how to read them."""
+    """How the loads were computed, and how to read them."""
     drawn = "every example alike" if analysis.mix == "rows" else "every combination of modalities equally often"
     return (
         f"{analysis.num_batches} batches of {analysis.batch_size} examples on {analysis.num_ranks} ranks, drawn with "
@@ -44,26 +44,26 @@ def load_note(analysis: Analysis) -> str:
 
 
 def _load_words(analysis: Analysis) -> str:
-    """What makes up the load of a rank, and in which unit."""
+    """How items make up the load of a rank, and the unit of loads."""
     padded = [phase for phase, loads in analysis.loads.items() if loads.padded]
-    made_up = "A load is the sum of its items"
+    definition = "A load is the sum of its items"
     if padded:
-        made_up += f"; of {' and '.join(padded)}, which pads, it is their number times the largest"
+        definition += f"; of {' and '.join(padded)}, which pads, it is their number times the largest"
     units = {phase: loads.unit for phase, loads in analysis.loads.items()}
     if len(set(units.values())) == 1:
-        return f"{made_up}. It is in {units[BACKBONE]}."
-    return f"{made_up}. It is in {', '.join(f'{unit} ({phase})' for phase, unit in units.items())}."
+        return f"{definition}. It is in {units[BACKBONE]}."
+    return f"{definition}. It is in {', '.join(f'{unit} ({phase})' for phase, unit in units.items())}."
 
 
 def step_note(analysis: Analysis) -> str:
-    """What would be chosen, and why."""
+    """The chosen methods, and an example of a reason."""
     steps = analysis.steps
-    told = ", ".join(
+    counts = ", ".join(
         f"{method} in {count:,}" for method, count in sorted(steps.methods.items(), key=lambda entry: -entry[1])
     )
     return (
         "The busiest rank's time, phase by phase, and the exchange of encoder outputs. Chosen for each batch, in the "
-        f"words of balance.method: {told} of {analysis.num_batches:,}. For instance {steps.why}"
+        f"words of balance.method: {counts} of {analysis.num_batches:,}. For instance {steps.why}"
     )
 
 
@@ -92,7 +92,7 @@ def _loads(analysis: Analysis) -> Table:
 
 
 def load_rows(analysis: Analysis) -> list[list[str]]:
-    """A row for each phase and mode, as `LOAD_COLUMNS` says; a phase is named in its first."""
+    """A row for each phase and mode, with the columns `LOAD_COLUMNS`. Only the first row of a phase names it."""
     rows = []
     for phase, loads in analysis.loads.items():
         for mode in MODES:
@@ -112,17 +112,17 @@ def _steps(analysis: Analysis) -> Table:
 
 
 def step_rows(analysis: Analysis) -> list[list[str]]:
-    """Mean over batches of what each way takes: its name, milliseconds, those of the exchange, share of unbalanced."""
+    """A row for each key of `PREDICTED`, with the columns `STEP_COLUMNS`: means over batches."""
     steps = analysis.steps
     unbalanced_s = max(steps.seconds["unbalanced"].mean(), 1e-12)
     return [
         [
             name,
-            f"{1e3 * steps.seconds[way].mean():,.1f}",
-            f"{1e3 * steps.exchange_s[way].mean():,.1f}",
-            f"{steps.seconds[way].mean() / unbalanced_s:.1%}",
+            f"{1e3 * steps.seconds[method].mean():,.1f}",
+            f"{1e3 * steps.exchange_s[method].mean():,.1f}",
+            f"{steps.seconds[method].mean() / unbalanced_s:.1%}",
         ]
-        for way, name in PREDICTED.items()
+        for method, name in PREDICTED.items()
     ]
 
 

@@ -1,7 +1,7 @@
-"""What a Plan's colocated phases are balanced by: the work and the seconds that training decides from.
+"""The costs that balance a Plan's colocated phases: the work and the seconds that training decides from.
 
-A prediction places items where training will, so it weighs them alike: by operations at the speeds that training is
-told or assumes, not by the seconds of the cost model, which knows the devices better than a recipe does.
+A prediction must place items where training will place them, so both use the same weights: operations at the speeds
+that a recipe states or training assumes. The cost model knows the devices better, but training does not balance by it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from motet.cost.memory import mixed_precision
 from motet.cost.operations import Operations
 
 Balancing = Callable[[Plan], StepCosts]
-"""By what training balances a Plan's colocated phases."""
+"""A function from a Plan to the costs by which training balances its colocated phases."""
 
 
 def by_operations(plan: Plan) -> StepCosts:
-    """As training does where its recipe says nothing."""
+    """The costs of a recipe that states none: the model's operations at an assumed speed."""
     element_bytes = mixed_precision(plan.precision, pipeline=False).compute
     speed = ASSUMED_SPEEDS[device_type_of(plan)]
     return operation_costs(plan.model, recomputed_blocks(plan), speed, element_bytes, replicas_per_node(plan))
@@ -33,8 +33,12 @@ def operation_costs(
     element_bytes: int,
     ranks_per_node: int | None = None,
 ) -> StepCosts:
-    """By the model's operations at a speed. recompute: as in `Operations`. element_bytes: of what is exchanged.
-    ranks_per_node: of those that exchange; None: all share a node."""
+    """The costs of a model by its operations at a speed.
+
+    recompute:      as in `Operations`.
+    element_bytes:  bytes of an exchanged number.
+    ranks_per_node: exchanging ranks in a node; None: all ranks share one node.
+    """
     work = Operations(model, recompute)
     unit_s = dict.fromkeys((module.name for module in model.modules), work.unit_flops / speed.flops_per_s)
     times = StepTimes(
@@ -47,16 +51,16 @@ def operation_costs(
 
 
 def recomputed_blocks(plan: Plan) -> Mapping[str, int]:
-    """Per module, of how many of its blocks the activations are recomputed, of a Plan whose phases are colocated."""
+    """The number of recomputed blocks of each module, for a Plan whose phases are colocated."""
     (recompute,) = plan.unit_of(BACKBONE).recompute or ({},)
     return recompute
 
 
 def replicas_per_node(plan: Plan) -> int:
-    """Data-parallel ranks in a node: of tensor-parallel ones, one exchanges for all."""
+    """The number of data-parallel replicas in a node. One of a replica's tensor-parallel ranks exchanges for all."""
     return max(plan.cluster.ranks_per_node // plan.unit_of(BACKBONE).tp, 1)
 
 
 def device_type_of(plan: Plan) -> str:
-    """As torch calls it, "cpu" or "cuda"."""
+    """torch's name of the Plan's device type: "cpu" or "cuda"."""
     return "cpu" if plan.cluster.device.name == "cpu" else "cuda"

@@ -1,4 +1,7 @@
-"""A step under "data_parallel": every microbatch's phases over the ranks of the one unit, decided as training does."""
+"""The assignment of a step under "data_parallel": an Orchestrator places the phases of each microbatch, as in training.
+
+The Plan has one unit; each phase of a microbatch is placed over its ranks.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,18 @@ from motet.schedule.layout import num_microbatches
 
 
 def assign_data_parallel(plan: Plan, batch: BatchLengths, balancing: Balancing) -> StepAssignment:
-    """Where training computes the items of `plan.batch_size` examples. balancing: by what it balances."""
+    """Assign the items of `plan.batch_size` examples to ranks, as training does.
+
+    balancing: gives the costs that are balanced.
+    """
     unit, count = plan.unit_of(BACKBONE), num_microbatches(plan)
     home = home_ranks(batch.num_examples // count, unit.dp)
     names = [module.name for module in plan.model.modules]
-    # A workload may have lengths of more than the model computes.
+    # A workload may have lengths of modalities that the model lacks.
     batch = replace(batch, items={name: items for name, items in batch.items.items() if name in names})
     parts = [replace(batch.take(part), home=home) for part in np.split(np.arange(batch.num_examples), count)]
     orchestrator = orchestrator_of(plan, balancing)
-    # Decided side by side: the balance core does not hold Python's lock.
+    # Threads run in parallel here: the balance core releases Python's lock.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         decisions = list(pool.map(orchestrator.decide, parts))
     assignments = [{name: decision.assignments[name] for name in names} for decision in decisions]
@@ -42,6 +48,6 @@ def orchestrator_of(plan: Plan, balancing: Balancing) -> Orchestrator:
         return Orchestrator(dict.fromkeys(names, Packed()), unit.dp, ())
     costs = balancing(plan)
     methods: Iterable[Method] = METHODS if plan.balance == "auto" else (plan.balance,)
-    # Tensor-parallel ranks share what a rank would do alone.
+    # Tensor-parallel ranks divide the work of one rank.
     times = costs.times.shared_by(unit.tp)
     return Orchestrator(costs.costs, unit.dp, names, work=costs.work, times=times, methods=tuple(methods))

@@ -1,8 +1,9 @@
-"""Microbatches that are groups of examples under caps, one of vision and one of text (OmniBal section 4.1).
+"""Microbatches as groups of examples under two caps, one of vision and one of text (OmniBal section 4.1).
 
-OmniBal groups a data set once, and a step takes as many groups as there are devices. Here the examples of a step are
-given and grouped anew, so that a step is the same examples whatever the Plan, and every one of them is in it: full
-groups, examples above a cap, each alone, then what is left (ISF with the errata, balance/grouping.py).
+OmniBal groups a dataset once; a step then takes as many groups as there are devices. Here the examples of a step are
+given, and each step is grouped anew. So a step has the same examples whatever the Plan, and loses none of them.
+The order of the groups is: full groups, examples above a cap (each alone), the rest (ISF with the errata,
+balance/grouping.py).
 """
 
 from __future__ import annotations
@@ -20,31 +21,34 @@ from motet.schedule.layout import Layout
 
 
 def total_lengths(batch: BatchLengths, name: str) -> Int64Array:
-    """What a module computes on of each example, int64 [num_examples]."""
+    """The summed length of each example's items of a module, int64 [num_examples]."""
     items = batch.of(name)
     totals: Int64Array = np.bincount(items.example, items.length, batch.num_examples).astype(np.int64)
     return totals
 
 
 def groups_under(caps: Mapping[str, int], sizes: Mapping[str, Int64Array], most: int) -> Int64Array | None:
-    """The group of each example, int64 [num_examples]; None if no example meets the caps, or it takes more than `most`.
+    """The group of each example, int64 [num_examples]; None if no example meets the caps, or groups exceed `most`.
 
-    caps: of the backbone and one other module. sizes: by module, int64 [num_examples]. O(examples).
+    caps:  the largest summed length of a group, of the backbone and of one other module.
+    sizes: per module, int64 [num_examples].
+    most:  the largest allowed number of groups.
+    O(num_examples).
     """
     vision = next(name for name in caps if name != BACKBONE)
     limits = caps[vision], caps[BACKBONE]
     if not ((sizes[vision] <= limits[0]) & (sizes[BACKBONE] <= limits[1])).any():
         return None
-    found = group(sizes[vision], sizes[BACKBONE], *limits)
-    if found.num_groups > most:
+    groups = group(sizes[vision], sizes[BACKBONE], *limits)
+    if groups.num_groups > most:
         return None
-    of_example = np.empty_like(found.items)
-    of_example[found.items] = np.repeat(np.arange(found.num_groups), np.diff(found.offsets))
-    return of_example
+    group_of_example = np.empty_like(groups.items)
+    group_of_example[groups.items] = np.repeat(np.arange(groups.num_groups), np.diff(groups.offsets))
+    return group_of_example
 
 
 def batching_in_groups(plan: Plan, batch: BatchLengths) -> Batching:
-    """A group under the Plan's caps in each microbatch of each island, in the order of the groups."""
+    """The batching that gives each microbatch of each island one group under the Plan's caps, in the groups' order."""
     layout = Layout(plan)
     groups = grouped(batch, plan.microbatch_caps, layout.num_islands * layout.num_microbatches)
     microbatch, island = np.divmod(groups, layout.num_islands)
@@ -52,9 +56,9 @@ def batching_in_groups(plan: Plan, batch: BatchLengths) -> Batching:
 
 
 def grouped(batch: BatchLengths, caps: Mapping[str, int], most: int) -> Int64Array:
-    """The group of each example, int64 [num_examples]; caps are widened by a sixteenth until `most` groups suffice."""
+    """The group of each example, int64 [num_examples]. Caps grow by a sixteenth until at most `most` groups suffice."""
     sizes = {name: total_lengths(batch, name) for name in caps}
-    wide = dict(caps)
-    while (groups := groups_under(wide, sizes, most)) is None:
-        wide = {name: cap + cap // 16 + 1 for name, cap in wide.items()}
+    widened = dict(caps)
+    while (groups := groups_under(widened, sizes, most)) is None:
+        widened = {name: cap + cap // 16 + 1 for name, cap in widened.items()}
     return groups

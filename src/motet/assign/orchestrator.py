@@ -1,9 +1,9 @@
-"""Decides a microbatch: one Assignment a phase, from lengths alone (OrchMLLM, arXiv:2503.23830, sections 5.1 and 6).
+"""Decides each microbatch: one Assignment a phase, from lengths alone (OrchMLLM, arXiv:2503.23830, sections 5.1, 6).
 
-The backbone is balanced on what whole interleaved sequences are to it, each encoder on what its items are to it: their
-operations, say, or their lengths (`balance.ItemWork`). Where all phases are balanced, the fastest way to balance them
-together is chosen. Nothing but lengths and constants is read, and times are compared as integers, so every rank that
-sees the same lengths comes to the same decision by itself.
+The items of the backbone are whole interleaved sequences; those of an encoder are its images or clips. A phase is
+balanced on the work of its items: their operations, say, or their lengths (`balance.ItemWork`). Where all phases are
+balanced, the fastest method is chosen. A decision depends on lengths and constants alone, and compares times as
+integers. So every rank that sees the same lengths makes the same decision by itself.
 """
 
 from __future__ import annotations
@@ -38,16 +38,24 @@ _LENGTHS = LengthWork()
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """What an Orchestrator decided for one microbatch; the same on all ranks but for `decide_s`.
+    """What an Orchestrator decided for one microbatch. All fields but `decide_s` are the same on all ranks.
 
     assignments: per phase, the placement that is used.
-    before:      per phase, the placement that there would be without balancing: everything on its example's home rank.
-    costs, work: the costs, and per phase the work of each item, int64 [num_items], that both report the loads of.
+    before:      per phase, the placement without balancing: every item on its example's home rank.
+    costs:       how the work of a rank's items adds up to the loads in `assignments` and `before`.
+    work:        per phase, the work of each item, int64 [num_items].
     decide_s:    seconds that the decision took on this rank.
-    method:      "joint", "mixed" or "per_phase" (see `motet.balance.choose`); where not all phases are balanced, "some"
+    method:      "joint", "mixed" or "per_phase" (see `motet.balance.choose`) if all phases are balanced; else "some"
                  or "off".
-    why:         why this method, in a sentence with figures. predicted_s: seconds of the microbatch by method. Both
-                 empty where nothing was predicted.
+    why:         the reason for the method, a sentence with figures; empty if nothing was predicted.
+    predicted_s: seconds of the microbatch by method; empty if nothing was predicted.
+
+    Example:
+        >>> from motet.balance import Packed
+        >>> lengths = BatchLengths(np.array([6, 5, 1, 2]), np.ones(4, int), np.array([0, 0, 1, 1], np.int32), {})
+        >>> decision = Orchestrator({"backbone": Packed()}, num_ranks=2, balanced=["backbone"]).decide(lengths)
+        >>> decision.method, decision.before["backbone"].loads.tolist(), decision.backbone.loads.tolist()
+        ('per_phase', [11, 3], [7, 7])
     """
 
     assignments: dict[str, Assignment]
@@ -61,28 +69,30 @@ class Decision:
 
     @property
     def backbone(self) -> Assignment:
+        """The placement of the backbone's sequences."""
         return self.assignments[BACKBONE]
 
     def keep(self, kept: BoolArray, lengths: BatchLengths) -> Decision:
-        """The decision without the examples that could not be loaded; all else stays on its rank and in its order.
+        """The decision without the examples that could not be loaded. Other items keep their rank and their order.
 
-        kept: bool [num_examples], the same on all ranks. lengths: those that the decision was made from, complete.
+        kept:    bool [num_examples], the same on all ranks.
+        lengths: the lengths of all examples, from which the decision was made.
         """
         if kept.all():
             return self
-        stay = {phase: kept[lengths.of(phase).example] for phase in self.work}
-        work = {phase: self.work[phase][stays] for phase, stays in stay.items()}
+        kept_items = {phase: kept[lengths.of(phase).example] for phase in self.work}
+        work = {phase: self.work[phase][mask] for phase, mask in kept_items.items()}
 
-        def without(phase: str, assignment: Assignment) -> Assignment:
-            stays = stay[phase]
-            renumbered = np.cumsum(stays) - 1
-            order = renumbered[assignment.items[stays[assignment.items]]]
-            return _placed(assignment.ranks[stays], order, work[phase], assignment.num_ranks, self.costs.costs[phase])
+        def remaining(phase: str, assignment: Assignment) -> Assignment:
+            mask = kept_items[phase]
+            renumbered = np.cumsum(mask) - 1
+            order = renumbered[assignment.items[mask[assignment.items]]]
+            return _placed(assignment.ranks[mask], order, work[phase], assignment.num_ranks, self.costs.costs[phase])
 
         return replace(
             self,
-            assignments={phase: without(phase, assignment) for phase, assignment in self.assignments.items()},
-            before={phase: without(phase, assignment) for phase, assignment in self.before.items()},
+            assignments={phase: remaining(phase, assignment) for phase, assignment in self.assignments.items()},
+            before={phase: remaining(phase, assignment) for phase, assignment in self.before.items()},
             work=work,
         )
 
@@ -90,14 +100,19 @@ class Decision:
 class Orchestrator:
     """Turns the lengths of a microbatch into a Decision.
 
-    costs:    per phase, backbone included, how the work of the items on a rank makes up its load.
-    work:     what an item is; by default its length. `motet.cost.operations.Operations` counts what a model does.
-    balanced: names of the phases to balance. A backbone that is not balanced runs every example on its home rank; the
-              items of an encoder that is not balanced are encoded on the rank that runs their example's sequence, so
-              that its outputs need not move.
-    times:    from which the seconds of each method are predicted where all phases are balanced. None places each
-              phase's items by themselves.
-    methods:  those to choose from if there are `times`; a single one is what is done.
+    costs:    per phase, backbone included, how the work of a rank's items adds up to its load.
+    work:     the work of an item; its length by default. `motet.cost.operations.Operations` counts operations.
+    balanced: the phases to balance. A backbone that is not balanced runs every example on its home rank. An encoder
+              that is not balanced runs on the rank of its item's sequence, so that its outputs need not move.
+    times:    predicts the seconds of each method, if all phases are balanced. None: each phase is balanced by itself.
+    methods:  the methods to choose from, if there are `times`.
+
+    Example:
+        >>> from motet.balance import Packed
+        >>> lengths = BatchLengths(np.array([6, 5, 1, 2]), np.ones(4, int), np.array([0, 0, 1, 1], np.int32), {})
+        >>> orchestrator = Orchestrator({"backbone": Packed()}, num_ranks=2, balanced=["backbone"])
+        >>> orchestrator.decide(lengths).backbone.ranks.tolist()
+        [0, 1, 0, 1]
     """
 
     def __init__(
@@ -125,7 +140,10 @@ class Orchestrator:
         return self.costs.names[1:]
 
     def decide(self, lengths: BatchLengths) -> Decision:
-        """One Assignment a phase. Every encoder phase needs its column in `lengths.items`, if an empty one."""
+        """Assign the items of every phase. `lengths.items` must have a column, possibly empty, for every encoder phase.
+
+        Raises ValueError if the phases of the costs and of the lengths differ.
+        """
         start_s = time.perf_counter()
         if missing := set(self.encoders) ^ lengths.items.keys():
             raise ValueError(f"phases of costs and of lengths differ in {sorted(missing)}")
@@ -146,7 +164,7 @@ class Orchestrator:
         return Decision(assignments, before, self.costs, work, decide_s, method, why, predicted_s)
 
     def _balance_each(self, lengths: BatchLengths, work: PhaseWork, backbone: Assignment) -> dict[str, Assignment]:
-        """backbone: where it is not balanced."""
+        """Balance each phase by itself. backbone: the backbone's placement if it is not balanced."""
         costs = self.costs.costs
         if BACKBONE in self.balanced:
             backbone = assign(work[BACKBONE], self.num_ranks, costs[BACKBONE])
@@ -162,9 +180,10 @@ class Orchestrator:
 
 
 def _home(phase: str, lengths: BatchLengths) -> Int32Array:
+    """The home rank of each item of a phase, int32 [num_items]."""
     return lengths.home[lengths.of(phase).example]
 
 
 def _placed(ranks: Int32Array, order: Int64Array, work: Int64Array, num_ranks: int, cost: Cost) -> Assignment:
-    """A given placement in a given order; loads do not depend on the order."""
+    """The Assignment with the given ranks and order of items. Loads do not depend on the order."""
     return replace(score(ranks, work, num_ranks, cost), items=order)

@@ -1,5 +1,7 @@
-"""A step in a pipeline: microbatch by microbatch, and of each an equal part to every replica of a unit (MMScale section
-4.2). Which examples make a microbatch is a `Batching`: as they come, or as `ordering.py` deals them out."""
+"""The assignment of a pipeline's step: the replicas of a unit share each microbatch equally (MMScale section 4.2).
+
+A `Batching` says which examples make a microbatch: in the given order, or as `ordering.py` decides.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,17 @@ from motet.schedule.layout import num_microbatches
 
 @dataclass(frozen=True, eq=False)
 class Batching:
-    """Which microbatch each example of a step is in: columns [num_examples].
+    """The microbatch and the index of each example of a step: columns [num_examples].
 
-    microbatch: int64. index: int64, among the dp * microbatch_size of the backbone's that are taken at a time, of which
-    every replica of a unit takes an equal range; several examples may have one.
+    microbatch: int64.
+    index:      int64, position in the global microbatch of dp * microbatch_size examples (dp of the backbone). Every
+                replica of a unit takes an equal range of indexes. Several examples may have one index.
+
+    Example:
+        Four examples in two microbatches; the backbone has two replicas and a microbatch_size of 1:
+        >>> batching = Batching(microbatch=np.array([0, 1, 0, 1]), index=np.array([0, 0, 1, 1]))
+        >>> np.flatnonzero(batching.microbatch == 0).tolist()
+        [0, 2]
     """
 
     microbatch: Int64Array
@@ -28,23 +37,24 @@ class Batching:
 
 
 def batching_as_given(plan: Plan) -> Batching:
-    """Examples in the order in which they come."""
+    """The batching that fills microbatch after microbatch, index after index, in the given order."""
     return Batching(*np.divmod(np.arange(plan.batch_size), plan.batch_size // num_microbatches(plan)))
 
 
 def assign_batching(plan: Plan, batch: BatchLengths, batching: Batching) -> StepAssignment:
-    """A pipeline's step: all items of an example in its microbatch, on the replica of their unit that takes its index.
+    """The assignment of a pipeline's step.
 
-    A replica computes them by index, then by example, then as they come in it. O(items log items).
+    All items of an example are in its microbatch. The replica of their unit that takes the example's index computes
+    them. A replica orders its items by index, then by example, then as the example has them. O(items log items).
     """
     count = num_microbatches(plan)
-    num_taken = plan.batch_size // count
+    num_indexes = plan.batch_size // count
     backbone, in_bubbles = plan.unit_of(BACKBONE), colocated_units(plan)
     modules = {}
     for module in plan.model.modules:
         unit, items = plan.unit_of(module.name), batch.of(module.name)
         num_replicas = backbone.dp if unit in in_bubbles else unit.dp
-        replica = (batching.index * num_replicas // num_taken)[items.example]
+        replica = (batching.index * num_replicas // num_indexes)[items.example]
         microbatch = batching.microbatch[items.example]
         modules[module.name] = ModuleAssignment(
             items.example,
@@ -59,7 +69,7 @@ def assign_batching(plan: Plan, batch: BatchLengths, batching: Batching) -> Step
 
 
 def _positions(group: Int64Array, key: Int64Array) -> Int64Array:
-    """Of each item its place in its group by key, then by number, int64 [num_items]."""
+    """The position of each item in its group, ordered by key, then by item number, int64 [num_items]."""
     order = np.lexsort((key, group))
     first = np.searchsorted(group[order], group[order])
     positions = np.empty_like(order)

@@ -1,4 +1,4 @@
-"""A Plan and the lengths of a step into the StepAssignment: the one road that simulator, planner and runtime take."""
+"""From a Plan and the lengths of a step to its StepAssignment: simulator, planner and runtime call `assign_step`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from motet.core.workload import BatchLengths
 def assign_step(
     plan: Plan, batch: BatchLengths, balancing: Balancing = by_operations, seconds: StepSeconds | None = None
 ) -> StepAssignment:
-    """Assign a batch of `plan.batch_size` examples to a Plan that fits (`check_fit`); the same on every rank.
+    """Assign the items of `plan.batch_size` examples, the same on every rank. The Plan must pass `check_fit`.
 
-    balancing: by what colocated phases are balanced, under "data_parallel". seconds: from which a pipeline's examples
-    are dealt out. Raises ArgumentError for a Plan that deals them out where `seconds` is missing.
+    batch:     the lengths of the step.
+    balancing: gives the costs that balance colocated phases, under "data_parallel".
+    seconds:   prices examples and passes, for a pipeline whose `order` is not "given".
+    Raises ArgumentError if the Plan's `order` needs `seconds` and there are none.
     """
     if plan.schedule == "data_parallel":
         return assign_data_parallel(plan, batch, balancing)
@@ -26,6 +28,6 @@ def assign_step(
         return assign_batching(plan, batch, given_batching(plan, batch))
     if seconds is None:
         raise ArgumentError(
-            f"the plan deals examples out (order {plan.order!r}), which is decided from their seconds; give them."
+            f"the plan has order {plan.order!r}, which is decided from the seconds of examples; pass `seconds`."
         )
     return assign_batching(plan, batch, ordered_batching(plan, batch, seconds))

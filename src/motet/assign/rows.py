@@ -1,7 +1,7 @@
-"""Which rows of a module's output go from which replica to which: what a runtime's messages are made of.
+"""The rows of a module's output that each replica sends to each other one: the content of a runtime's messages.
 
-All follows from the StepAssignment, so both ends of a message know its rows, and their order, without being told.
-Gradients come back by the same rows.
+The rows and their order follow from the StepAssignment, so both ends of a message know them without communication.
+Gradients return along the same rows.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from motet.schedule.from_plan import Planned
 class SentRows:
     """The rows that one replica sends to another in a microbatch, in the order of the message: int64 [num_rows] each.
 
-    source: their places in the output of the replica that sends, whose items follow each other by position.
-    sink:   their places in the input of the replica that receives: all rows of the module that it takes in, example by
-            example by position, and item by item. The places ascend.
+    source: indexes into the sender's output, whose items are ordered by position.
+    sink:   indexes into the receiver's input: all rows of the module that the receiver takes in, ordered by the
+            position of their example, then by item. Ascending.
     """
 
     source: Int64Array
@@ -33,36 +33,36 @@ class SentRows:
 def edge_rows(
     planned: Planned, assignment: StepAssignment, edge: int, island: int, microbatch: int
 ) -> dict[tuple[str, str], SentRows | None]:
-    """The rows that go along an edge of a Program, by the module that they are the output of and the one that takes
-    them in.
+    """The rows that go along an edge of a Program, by (module whose output they are, module that takes them in).
 
-    edge: a place in `planned.program.edges`. Where a module goes on in the sink, or only passes it, it is named twice,
-    and its rows are None: all that there are, in their order.
+    edge: index into `planned.program.edges`.
+    A module that continues in the sink stage, or only passes through it, has the key (module, module) and the value
+    None: all of its rows go, in their order.
     """
     source, sink = (planned.stages[stage] for stage in planned.program.edges[edge])
     ends = replica_of(planned.layout, source, island), replica_of(planned.layout, sink, island)
-    found: dict[tuple[str, str], SentRows | None] = {}
+    rows: dict[tuple[str, str], SentRows | None] = {}
     for name, stop in under_way(planned.layout, source, sink):
         has_ended = stop == len(planned.layout.plan.model.module(name).blocks)
-        here = takers(planned.layout, name, sink) if has_ended else []
-        for taker in here:
-            found[name, taker] = sent_rows(assignment, (name, ends[0]), (taker, ends[1]), microbatch)
-        if not here:
-            found[name, name] = None
-    return found
+        takers_here = takers(planned.layout, name, sink) if has_ended else []
+        for taker in takers_here:
+            rows[name, taker] = sent_rows(assignment, (name, ends[0]), (taker, ends[1]), microbatch)
+        if not takers_here:
+            rows[name, name] = None
+    return rows
 
 
 def sent_rows(assignment: StepAssignment, source: tuple[str, int], sink: tuple[str, int], microbatch: int) -> SentRows:
-    """The rows that a replica of a module has for a replica of one that takes its output in.
+    """The rows that a replica of one module sends to a replica of a module that takes its output in.
 
-    source, sink: (module, replica). A row goes to every replica that computes an item of its example in the sink; an
-    example of which the sink computes nothing is not sent. O(items log items).
+    source, sink: (module, replica). A row goes to every replica of the sink that computes an item of the row's example.
+    O(items log items).
     """
     (name, sender), (taker, receiver) = source, sink
     items = assignment.modules[name]
     examples = assignment.modules[taker].example[assignment.modules[taker].items_of(receiver, microbatch)]
     arrival = np.full(assignment.batch.num_examples, -1)
-    # Backwards, so that of several items of an example the first one counts.
+    # Assigned in reverse order, so that the first of several items of an example wins.
     arrival[examples[::-1]] = np.arange(len(examples))[::-1]
     arriving = np.flatnonzero(arrival[items.example] >= 0)
     arriving = arriving[np.argsort(arrival[items.example[arriving]], kind="stable")]
@@ -74,13 +74,14 @@ def sent_rows(assignment: StepAssignment, source: tuple[str, int], sink: tuple[s
 
 
 def row_order(stored: Int64Array, wanted: Int64Array, rows: Int64Array) -> Int64Array:
-    """Rows of items that are stored one after the other, as an index that yields those of some of them in an order.
+    """Indexes of the rows of the items `wanted`, in that order, in an array that has the rows of the items `stored`.
 
-    stored, wanted: items, int64 [num_stored] and [num_wanted], of which `rows`, int64 [num_items], says how many rows
-    each has. Returns int64 [rows of those wanted].
+    stored, wanted: int64 [num_stored] and [num_wanted], item numbers.
+    rows:           int64 [num_items], the number of rows of each item.
+    Returns int64 [rows of the wanted items].
     """
     start = np.zeros(len(rows), dtype=np.int64)
     start[stored] = np.cumsum(rows[stored]) - rows[stored]
     lengths = rows[wanted]
-    within: Int64Array = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return np.repeat(start[wanted], lengths) + within
+    row_in_item: Int64Array = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return np.repeat(start[wanted], lengths) + row_in_item

@@ -1,4 +1,4 @@
-"""Which replica computes which items of a step, in which microbatch, in which order: the Assignment of a whole step."""
+"""The assignment of a whole step: which replica computes which item, in which microbatch, at which position."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ from motet.schedule.passes import Presence
 class ModuleAssignment:
     """The items of one module, ordered by example, and who computes them: columns [num_items].
 
-    example: int64. length: int64, what the module computes on. num_tokens: int64, rows in the backbone's sequence.
-    replica: int32, one of num_replicas: of the module's unit, or, of encoders in bubbles, of the backbone on whose
-    ranks they run. microbatch: int32. position: int64, among the items of its replica and microbatch, from 0.
+    example:    int64, the example that the item belongs to.
+    length:     int64, what the module computes on: patches, mel frames, tokens.
+    num_tokens: int64, rows of the item in the backbone's sequence.
+    replica:    int32, the replica of the module's unit. Encoders in bubbles run on the backbone's ranks, so it is a
+                replica of the backbone's unit.
+    microbatch: int32.
+    position:   int64, among the items of the same replica and microbatch, from 0.
     """
 
     example: Int64Array
@@ -35,18 +39,32 @@ class ModuleAssignment:
     num_replicas: int
 
     def batch_index(self, num_microbatches: int) -> Int64Array:
-        """Replica and microbatch of each item as one number, int64 [num_items]: replica by replica."""
+        """replica * num_microbatches + microbatch of each item, int64 [num_items]."""
         return self.replica.astype(np.int64) * num_microbatches + self.microbatch
 
     def items_of(self, replica: int, microbatch: int) -> Int64Array:
-        """The items that a replica computes in a microbatch, int64, in the order in which it does."""
-        own = np.flatnonzero((self.replica == replica) & (self.microbatch == microbatch))
-        return own[np.argsort(self.position[own])]
+        """The items that a replica computes in a microbatch, in its order, int64 [n]."""
+        items = np.flatnonzero((self.replica == replica) & (self.microbatch == microbatch))
+        return items[np.argsort(self.position[items])]
 
 
 @dataclass(frozen=True, eq=False)
 class StepAssignment:
-    """A step on a Plan. modules: per module. methods: how phases were balanced, one a microbatch; () where not."""
+    """Where every item of a step is computed: item -> (replica, microbatch, position).
+
+    batch:   the lengths of the whole step.
+    modules: per module, the columns of its items.
+    methods: the balancing method of each microbatch; () if nothing was balanced.
+
+    Example:
+        Two ranks; each of two microbatches was decided by itself:
+        >>> from motet.balance import Packed, assign
+        >>> lengths, home = np.array([[5, 3, 2], [1, 1, 2]]), np.zeros(3, np.int32)
+        >>> parts = [BatchLengths(row, row, home, {}) for row in lengths]
+        >>> step = joined(parts, [{"backbone": assign(part.sequence, 2, Packed())} for part in parts])
+        >>> [step.modules["backbone"].items_of(replica=0, microbatch=number).tolist() for number in (0, 1)]
+        [[0], [5]]
+    """
 
     batch: BatchLengths
     num_microbatches: int
@@ -56,7 +74,7 @@ class StepAssignment:
     def moved_rows(self, module: str, node: NDArray[np.integer]) -> Moved:
         """Rows of a module's output that move to the replicas of the backbone, [num_microbatches, 2, num_replicas].
 
-        node: [num_replicas], where each replica sits. For a module and a backbone on the same ranks.
+        The module and the backbone must be on the same ranks. node: [num_replicas], the node of each replica.
         """
         items = self.modules[module]
         sink = self.modules[BACKBONE].replica[items.example]
@@ -69,27 +87,33 @@ class StepAssignment:
 
     @cached_property
     def present(self) -> tuple[Presence, ...]:
-        """What each microbatch has, on any replica."""
-        there = {
+        """Per microbatch, the modules that have an item, and those whose rows move, on any replica."""
+        num_items = {
             name: np.bincount(items.microbatch, minlength=self.num_microbatches) for name, items in self.modules.items()
         }
-        rows_of = {name: self.exchanged_rows(name) for name in self.modules if name != BACKBONE}
+        num_moved = {name: self.exchanged_rows(name) for name in self.modules if name != BACKBONE}
         return tuple(
             Presence(
-                frozenset(name for name, count in there.items() if count[microbatch]),
-                frozenset(name for name, rows in rows_of.items() if rows[microbatch]),
+                frozenset(name for name, counts in num_items.items() if counts[microbatch]),
+                frozenset(name for name, counts in num_moved.items() if counts[microbatch]),
             )
             for microbatch in range(self.num_microbatches)
         )
 
     def island_key(self, island: int, num_islands: int) -> bytes:
-        """Equal for islands whose replicas compute items of the same lengths: they take the same time."""
+        """A key that is equal for islands whose replicas compute items of the same lengths: they take the same time."""
         parts: list[bytes] = []
         for items in self.modules.values():
-            in_island = items.num_replicas // num_islands
-            own = items.replica // in_island == island
-            num_targets = self.batch.num_targets[items.example[own]]
-            rows = np.stack([items.replica[own] % in_island, items.microbatch[own], items.length[own], num_targets])
+            num_replicas = items.num_replicas // num_islands
+            in_island = items.replica // num_replicas == island
+            rows = np.stack(
+                [
+                    items.replica[in_island] % num_replicas,
+                    items.microbatch[in_island],
+                    items.length[in_island],
+                    self.batch.num_targets[items.example[in_island]],
+                ]
+            )
             parts.append(rows[:, np.lexsort(rows[::-1])].tobytes())
         return b"|".join(parts)
 
@@ -99,10 +123,10 @@ def joined(
     assignments: Sequence[Mapping[str, Assignment]],
     methods: tuple[str, ...] = (),
 ) -> StepAssignment:
-    """The step whose microbatches were decided one by one, by an `Orchestrator`: each has one Assignment a module.
+    """The assignment of a step whose microbatches an `Orchestrator` decided one by one.
 
-    The modules come in the order of the first microbatch's assignments. Raises ArgumentError where the two are not
-    equally many.
+    microbatches: the lengths of each. assignments: per microbatch, the Assignment of each module. Modules keep the
+    order of the first microbatch's assignments. Raises ArgumentError unless both have the same length, at least 1.
     """
     if len(microbatches) != len(assignments) or not microbatches:
         raise ArgumentError(
@@ -111,14 +135,14 @@ def joined(
     batch = BatchLengths.joined(microbatches)
     modules = {}
     for name in assignments[0]:
-        items, own = batch.of(name), [assigned[name] for assigned in assignments]
+        items, of_microbatches = batch.of(name), [assigned[name] for assigned in assignments]
         modules[name] = ModuleAssignment(
             items.example,
             items.length,
             items.num_tokens,
-            np.concatenate([one.ranks for one in own]),
-            np.repeat(np.arange(len(own), dtype=np.int32), [one.num_items for one in own]),
-            np.concatenate([one.positions for one in own]),
-            own[0].num_ranks,
+            np.concatenate([one.ranks for one in of_microbatches]),
+            np.repeat(np.arange(len(microbatches), dtype=np.int32), [one.num_items for one in of_microbatches]),
+            np.concatenate([one.positions for one in of_microbatches]),
+            of_microbatches[0].num_ranks,
         )
     return StepAssignment(batch, len(microbatches), modules, methods)

@@ -1,1 +1,1 @@
-"""Plain, immutable, serialisable data that every other layer reads. Free of torch. Its words: docs/glossary.md."""
+"""Plain, immutable, serialisable data that every other package reads. Free of torch. Its words: docs/glossary.md."""

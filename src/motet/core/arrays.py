@@ -1,4 +1,4 @@
-"""numpy arrays by the type of their elements. Shapes are in the docstrings of what takes and returns them."""
+"""Types of numpy arrays by their elements. Docstrings of functions and classes state shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What there is to compute on: devices, how many in a node, how many nodes, and the links between them."""
+"""The hardware of a job: devices, ranks of a node, nodes, and the links between them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ from motet.core.limits import (
 
 @dataclass(frozen=True)
 class Link:
-    """What a message takes: bytes_per_s that a rank sends while it receives as much; latency_s of one message."""
+    """The speed of messages between ranks.
+
+    bytes_per_s: bytes a second that a rank sends; it receives as many at the same time.
+    latency_s:   seconds of a message without its bytes.
+    """
 
     bytes_per_s: BytesPerSecond
     latency_s: Seconds
@@ -37,7 +41,7 @@ class Link:
             raise ArgumentError(f"latency_s is {self.latency_s}; it must be finite and at least 0.")
 
     def seconds(self, size_bytes: Float64Array) -> Float64Array:
-        """Of messages, of any shape; 0 for no bytes."""
+        """Seconds of messages, of any shape; 0 s for 0 bytes."""
         return np.where(size_bytes > 0, self.latency_s + size_bytes / self.bytes_per_s, 0.0)
 
     def no_faster_than(self, other: Link) -> Link:
@@ -49,9 +53,10 @@ class Link:
 class Device:
     """One accelerator, or one CPU rank.
 
-    peak_flops:         operations a second by precision ("bf16", "fp16", "fp8", "tf32", "fp32", "fp64"), dense.
-    memory_bytes:       of the device. memory_bytes_per_s: of its memory.
-    overlaps:           it computes while it communicates. A CPU rank does not: who calls a collective waits for it.
+    peak_flops:         dense operations a second by precision ("bf16", "fp16", "fp8", "tf32", "fp32", "fp64").
+    memory_bytes:       size of its memory.
+    memory_bytes_per_s: bandwidth of its memory.
+    overlaps:           whether it computes while it communicates. A CPU rank waits for its collectives.
     """
 
     name: str
@@ -70,7 +75,14 @@ class Device:
 
 @dataclass(frozen=True)
 class Cluster:
-    """num_nodes nodes of ranks_per_node ranks, a device each; rank r sits in node r // ranks_per_node."""
+    """`num_nodes` nodes of `ranks_per_node` ranks, one device a rank. Rank r is in node r // ranks_per_node.
+
+    Example:
+        >>> device = Device("gpu", {"bf16": 1e15}, memory_bytes=80 * 10**9, memory_bytes_per_s=3e12)
+        >>> cluster = Cluster(device, 2, 8, intra_node=Link(450e9, 3e-6), inter_node=Link(50e9, 14e-6))
+        >>> cluster.num_ranks, cluster.node_of(9), cluster.link([7, 8]).bytes_per_s
+        (16, 1, 50000000000.0)
+    """
 
     device: Device
     num_nodes: Annotated[int, Field(ge=1, le=MAX_NODES)]
@@ -87,11 +99,13 @@ class Cluster:
 
     @property
     def num_ranks(self) -> int:
+        """The number of ranks of all nodes."""
         return self.num_nodes * self.ranks_per_node
 
     def node_of(self, rank: int) -> int:
+        """The node that a rank is in."""
         return rank // self.ranks_per_node
 
     def link(self, ranks: Iterable[int]) -> Link:
-        """The slowest link that a message among these ranks takes."""
+        """The slowest link between these ranks."""
         return self.intra_node if len({self.node_of(rank) for rank in ranks}) <= 1 else self.inter_node

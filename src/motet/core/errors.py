@@ -1,7 +1,7 @@
-"""The exceptions of Motet, and what is known of where an exception comes from.
+"""The exceptions of Motet, and the `Origin` that is noted on an exception.
 
-A UserError means that the input is wrong, not the program. Any other exception is a defect, or the world around: a full
-disk, no memory, a rank that died. `motet/crash.py` says either to the user.
+A UserError means that the input is wrong. Any other exception is a defect of the program or a failure around it: a full
+disk, no memory, a dead rank. `motet/crash.py` reports both to the user.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ class UserError(Exception):
 
 
 class ArgumentError(UserError, ValueError):
-    """A wrong argument to a function of the library: a ValueError to who writes Python, a sentence to who does not."""
+    """A wrong argument to a function of the library: a ValueError in Python, one sentence on the command line."""
 
 
 class JointUserError(UserError):
-    """A UserError that all ranks raise alike, so that one of them is enough to print it."""
+    """A UserError that all ranks raise alike, so that one rank prints it for all."""
 
 
 class RankFailure(RuntimeError):
-    """Another rank has failed, and says why itself; this rank only ends with it."""
+    """Another rank has failed and reports the reason; this rank ends without a report."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an exception comes from.
+    """The circumstances of an exception.
 
-    rank:          the rank that met it; None outside of a process group.
-    speaks:        False on a rank that has nothing to add to what another rank says.
-    folder:        where its traceback is written; None: the folder for temporary files.
+    rank:          the rank that raised it; None outside of a process group.
+    speaks:        whether this rank reports it; False if another rank reports the same.
+    folder:        the folder for its traceback; None is the folder for temporary files.
     memory_advice: what the user can do if memory ran out.
     """
 
@@ -53,7 +53,7 @@ class Origin:
 
 @contextmanager
 def originating(**known: Any) -> Iterator[None]:
-    """Note fields of the Origin on every exception that leaves the block."""
+    """Note fields of the Origin on every exception that leaves the `with` block."""
     try:
         yield
     except BaseException as error:
@@ -67,15 +67,15 @@ def note_origin(error: BaseException, **known: Any) -> None:
 
 
 def origin_of(error: BaseException) -> Origin:
-    """What was noted on an exception."""
+    """The Origin that was noted on an exception, or the default."""
     origin = getattr(error, _ORIGIN, None)
     return origin if isinstance(origin, Origin) else Origin()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that there is no memory left, on the host or on a device."""
-    # PyTorch raises a RuntimeError of its own for a device, and a plain one for the host.
-    told = str(error).lower()
+    # PyTorch raises a subclass of RuntimeError for a device, and a plain RuntimeError for the host.
+    message = str(error).lower()
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(words in told for words in _NO_MEMORY)
+        isinstance(error, RuntimeError) and any(words in message for words in _NO_MEMORY)
     )

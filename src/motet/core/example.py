@@ -1,4 +1,4 @@
-"""One training example as a reader hands it over: tokens with placeholders, and the media that stand for them."""
+"""One training example as a reader returns it: tokens with placeholders, and the media of the placeholders."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ from motet.core.arrays import BoolArray, Float32Array, Int64Array
 
 @dataclass(frozen=True, eq=False)
 class TokenSequence:
-    """The text of one example; each placeholder token stands once for one item, whatever rows it becomes.
+    """The text of one example. Each item has one placeholder token, whatever number of rows the item becomes.
 
-    tokens:          int64 [num_tokens], text token ids; at a placeholder any valid id.
-    targets:         bool [num_tokens], True where the token is part of an answer: loss is taken on predicting it.
-    media:           phase name of each placeholder, in order of appearance: ("image", "audio").
-    media_positions: int64 [num_items], place of each placeholder in `tokens`; ascending.
+    tokens:          int64 [num_tokens], text token ids; any valid id at a placeholder.
+    targets:         bool [num_tokens], True for the tokens of an answer: loss is taken on predicting them.
+    media:           the phase of each placeholder, in order of appearance: ("image", "audio").
+    media_positions: int64 [num_items], the index of each placeholder in `tokens`; ascending.
+
+    Example:
+        An image between two tokens of a question, then an answer of one token:
+        >>> import numpy as np
+        >>> tokens, answer = np.array([17, 0, 23, 42]), np.array([False, False, False, True])
+        >>> sequence = TokenSequence(tokens, answer, media=("image",), media_positions=np.array([1]))
+        >>> dict(zip(sequence.media, sequence.media_positions.tolist()))
+        {'image': 1}
     """
 
     tokens: Int64Array
@@ -28,7 +36,7 @@ class Media:
     """One decoded and transformed item, ready for its encoder.
 
     values: float32 [num_rows, row_dim]: patches, or mel frames.
-    size:   int64 [size_dim]: (patch rows, patch columns) of an image, (frames,) of a clip; fixed number per phase.
+    size:   int64 [size_dim]: (patch rows, patch columns) of an image, (frames,) of a clip; size_dim is fixed by phase.
     """
 
     values: Float32Array

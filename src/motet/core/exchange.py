@@ -1,9 +1,8 @@
-"""What an exchange takes: an all-to-all in which each rank has other bytes for each of the others.
+"""Seconds of an exchange: an all-to-all in which each rank has different bytes for each other rank.
 
-Each rank moves bytes inside its node and bytes between nodes, one after the other; the exchange takes as long as the
-slowest rank.
-`balance.choose`, the simulator and the planner price an exchange by `exchange_s` alone; what differs is what they know
-of the links: stated ones, a cluster's, or measured messages.
+A rank moves its bytes inside its node, then its bytes between nodes. The exchange takes as long as the slowest rank.
+`balance.choose`, the simulator and the planner price an exchange by `exchange_s`. They differ in the links that they
+pass in: stated ones, a cluster's, or measured messages.
 """
 
 from __future__ import annotations
@@ -20,9 +19,11 @@ from motet.core.cluster import Link
 
 @dataclass(frozen=True, eq=False)
 class Moved:
-    """What each rank sends and receives, bytes or rows, float64 [..., 2, num_ranks]: sent first, then received.
+    """The bytes or rows that each rank sends and receives, float64 [..., 2, num_ranks]: sent, then received.
 
-    inside: from or to other ranks of its node. crossing: ranks of other nodes. What a rank keeps is in neither.
+    inside:   between ranks of one node.
+    crossing: between ranks of different nodes.
+    What a rank keeps is in neither.
     """
 
     inside: Float64Array
@@ -30,17 +31,17 @@ class Moved:
 
     @property
     def whole(self) -> Float64Array:
-        """Both, [..., 2, num_ranks]."""
+        """inside + crossing, float64 [..., 2, num_ranks]."""
         return self.inside + self.crossing
 
     @property
     def busiest(self) -> Float64Array:
-        """What the rank that moves most sends or receives, [...]."""
-        most: Float64Array = self.whole.max(axis=(-2, -1))
-        return most
+        """The most that one rank sends or receives, float64 [...]."""
+        busiest: Float64Array = self.whole.max(axis=(-2, -1))
+        return busiest
 
     def in_bytes(self, row_bytes: float, num_shares: int = 1) -> Moved:
-        """Rows as bytes, of which each of `num_shares` tensor-parallel ranks moves one share."""
+        """Rows as bytes of one of `num_shares` tensor-parallel ranks, which divide the rows."""
         return Moved(self.inside * row_bytes / num_shares, self.crossing * row_bytes / num_shares)
 
 
@@ -52,23 +53,26 @@ def moved(
     microbatch: NDArray[np.integer] | None = None,
     num_microbatches: int = 1,
 ) -> Moved:
-    """What goes from rank `source` to rank `sink`, of each item: [num_items] all three, and `microbatch`.
+    """Sum what each rank sends and receives over items that move from rank `source` to rank `sink`.
 
-    node: [num_ranks], where each rank sits. microbatch: whose exchange each item is part of; by default there is one.
+    source, sink, amount: [num_items].
+    node:                 [num_ranks], the node of each rank.
+    microbatch:           [num_items], the microbatch of each item; by default there is one.
     Returns [num_microbatches, 2, num_ranks]. Exact below 2^53. O(num_items + num_microbatches * num_ranks).
     """
     shape = num_microbatches, len(node)
     first = np.zeros(len(source), dtype=np.int64) if microbatch is None else microbatch.astype(np.int64) * len(node)
     crosses = node[source] != node[sink]
 
-    def of(items: BoolArray) -> Float64Array:
+    def summed(items: BoolArray) -> Float64Array:
+        """The sums over the items of a mask, [num_microbatches, 2, num_ranks]."""
         ends = [
             np.bincount(first[items] + rank[items], amount[items], num_microbatches * len(node)).reshape(shape)
             for rank in (source, sink)
         ]
         return np.stack(ends, axis=1)
 
-    return Moved(of((source != sink) & ~crosses), of(crosses))
+    return Moved(summed((source != sink) & ~crosses), summed(crosses))
 
 
 def exchange_s(
@@ -76,8 +80,11 @@ def exchange_s(
     inside_s: Callable[[Float64Array], Float64Array],
     crossing_s: Callable[[Float64Array], Float64Array],
 ) -> Float64Array:
-    """Seconds of the slowest rank, [...]. inside_s, crossing_s: of bytes that a rank moves inside its node, and between
-    nodes, of any shape; 0 for none."""
+    """Seconds of the slowest rank, float64 [...].
+
+    inside_s, crossing_s: seconds of the bytes that a rank moves inside its node and between nodes, of any shape; 0 s
+    for 0 bytes.
+    """
     rank_s = inside_s(moved_bytes.inside) + crossing_s(moved_bytes.crossing)
     slowest: Float64Array = rank_s.max(axis=(-2, -1))
     return slowest
@@ -85,10 +92,11 @@ def exchange_s(
 
 @dataclass(frozen=True)
 class Network:
-    """What ranks exchange by: two kinds of links, and how many ranks share a node.
+    """The links of an exchange, and the number of ranks that share a node.
 
-    intra_node: of bytes that stay in their node. inter_node: of those that cross; where it equals intra_node, a rank
-    moves all its bytes by one link. ranks_per_node: rank r sits in node r // ranks_per_node; None: all ranks share one.
+    intra_node:     the link of bytes that stay in their node.
+    inter_node:     the link of bytes that cross; if it equals intra_node, a rank moves all its bytes over one link.
+    ranks_per_node: rank r is in node r // ranks_per_node; None: all ranks share one node.
     """
 
     intra_node: Link
@@ -97,15 +105,15 @@ class Network:
 
     @classmethod
     def of(cls, link: Link | Network) -> Network:
-        """A link alone is that of all ranks, which share a node."""
+        """The network itself, or one node whose ranks share the given link."""
         return cls(link, link) if isinstance(link, Link) else link
 
     def nodes(self, num_ranks: int) -> Int64Array:
-        """Of each rank, int64 [num_ranks]."""
+        """The node of each rank, int64 [num_ranks]."""
         return np.arange(num_ranks) // (self.ranks_per_node or max(num_ranks, 1))
 
     def exchange_s(self, moved_bytes: Moved) -> Float64Array:
-        """Seconds of the slowest rank, [...]."""
+        """Seconds of the slowest rank, float64 [...]."""
         if self.intra_node == self.inter_node:
             return self.intra_node.seconds(moved_bytes.busiest)
         return exchange_s(moved_bytes, self.intra_node.seconds, self.inter_node.seconds)

@@ -1,6 +1,4 @@
-"""The files that a user names: regular ones are read, so that nothing waits for a pipe or reads a device; written is
-where a file can be.
-"""
+"""Opening files that a user names. Only regular files are read, so that nothing waits for a pipe or reads a device."""
 
 from __future__ import annotations
 
@@ -22,32 +20,32 @@ _KINDS = {
 
 
 class IrregularFile(OSError):
-    """What a path names is there, but is no regular file; `strerror` says what it is."""
+    """A path that exists, but is no regular file. `strerror` says what it is."""
 
 
 def printable(path: str) -> str:
-    """A path for a message: bytes in it that are no UTF-8 as question marks, which a terminal can show."""
+    """The path as a terminal can show it: bytes that are not UTF-8 become question marks."""
     return path.encode("utf-8", "replace").decode()
 
 
 def irregular_kind(path: str | Path) -> str | None:
-    """What stands at `path` in the place of a regular file ("a pipe"), links followed; None for a regular file.
+    """The kind of file at `path` if it is not regular ("a pipe"); None for a regular file. Follows links.
 
-    Raises OSError if there is nothing, or no permission to look.
+    Raises OSError if there is no file, or no permission to look.
     """
     return _KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
 
 
 def open_regular(path: str | Path) -> IO[bytes]:
-    """A regular file, opened for reading. Raises OSError, and never waits: IrregularFile for what is none."""
+    """Open a regular file for reading, without ever waiting. Raises OSError: IrregularFile if it is not regular."""
     if kind := irregular_kind(path):
         raise IrregularFile(errno.EINVAL, f"is {kind}, not a regular file", str(path))
-    # Not blocking: should it become a pipe after all, opening does not wait for a writer.
+    # Without O_NONBLOCK, opening would wait for a writer if the file became a pipe meanwhile.
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
 
 
 def check_output(path: Path) -> None:
-    """Raises UserError where no file can be written, as far as is known before anything is computed for it."""
+    """Raise UserError if `path` cannot be written, as far as that is known before the output is computed."""
     if not path.absolute().parent.is_dir():
         raise UserError(f"{path} cannot be written: there is no folder {path.parent}.")
     try:
@@ -56,6 +54,6 @@ def check_output(path: Path) -> None:
         return
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}.") from error
-    # Who writes into a pipe waits for its reader. A device takes what it is given, as /dev/null does.
+    # Writing to a pipe waits for a reader. A device such as /dev/null takes any output.
     if kind not in (None, "a device"):
         raise UserError(f"{path} cannot be written: it is {kind.replace('directory', 'folder')}; name a file.")

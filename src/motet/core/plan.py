@@ -1,11 +1,11 @@
 """The placement of a job: which ranks run which layers, with which parallelism, recomputation and schedule.
 
-A Plan is made once a job, by hand or by the planner, and is read alike by the simulator and by the runtime. It carries
-the model and the cluster that it was made for, so that a file of it stands alone.
+A Plan is made once a job, by hand or by the planner. The simulator and the runtime read it alike. It contains the model
+and the cluster that it was made for, so that a Plan's file is complete.
 
-An *island* is the smallest part of a job whose ranks speak to no others before gradients are reduced: with g the
-greatest common divisor of the units' dp, there are g islands, alike, each with dp / g replicas of every unit (MMScale
-section 4.1; schedule/generators/disaggregated.py). Under "data_parallel" the whole job is one.
+An *island* is the smallest part of a job whose ranks send to no other ranks before gradients are reduced. With g the
+greatest common divisor of the units' dp, there are g equal islands, each with dp / g replicas of every unit (MMScale
+section 4.1; schedule/generators/disaggregated.py). Under "data_parallel" the whole job is one island.
 """
 
 from __future__ import annotations
@@ -29,17 +29,23 @@ Rank = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
 class Unit:
     """Ranks that run the same modules with the same parallelism: MMScale's parallelism unit (section 4.1).
 
-    first_rank:  its ranks are first_rank ... first_rank + num_ranks - 1; tensor-parallel ranks are neighbours, then
-                 context-, data- and pipeline-parallel ones: rank = first + ((p * dp + d) * cp + c) * tp + t. Units
-                 may share ranks: encoders that run in the backbone's bubbles (Optimus section 3.1).
-    stages:      per stage, in the order of the data: how many layers of which modules, e.g. {"image": 10}. Counted are
-                 transformer layers; what stands before, between and after them goes along (`Module.blocks`). A module's
+    first_rank:  the unit has the ranks first_rank ... first_rank + num_ranks - 1, where
+                 rank = first_rank + ((p * dp + d) * cp + c) * tp + t. Units may share ranks: encoders in the backbone's
+                 bubbles do (Optimus section 3.1).
+    stages:      per stage, in the order of the data, the number of layers of each module, e.g. {"image": 10}. Only
+                 transformer layers count; the layers around them belong to their blocks (`Module.blocks`). A module's
                  layers go to its stages in order. With more stages than pp, a rank has several (chunks): stage s is on
                  pipeline rank s % pp (zb_v: in a V, down and up again).
     replicated:  modules that every stage computes whole, beside its own layers (Cornstarch section 2.2, Figure 1b).
-    recompute:   per stage, of how many of those layers the activations are recomputed in backward; () is none.
-    zero:        what is sharded over data-parallel ranks: nothing, optimizer state, and gradients, and parameters.
-    shard_size:  data-parallel ranks that share one copy of what is sharded (hybrid sharding); 0 is all.
+    recompute:   per stage, the number of layers of each module whose activations are recomputed; () is none.
+    zero:        ZeRO stage: data-parallel ranks shard nothing (0), optimizer state (1), also gradients (2), also
+                 parameters (3).
+    shard_size:  the number of data-parallel ranks that share one sharded copy (hybrid sharding); 0 is all.
+
+    Example:
+        >>> unit = Unit("backbone", stages=({"backbone": 14}, {"backbone": 14}), first_rank=8, dp=2, pp=2, tp=4)
+        >>> unit.num_ranks, unit.rank(p=1, d=0), unit.coordinates(21)
+        (16, 16, (1, 1, 0, 1))
     """
 
     name: str
@@ -56,15 +62,16 @@ class Unit:
 
     @property
     def num_ranks(self) -> int:
+        """The number of its ranks."""
         return self.dp * self.pp * self.tp * self.cp
 
     @property
     def ranks(self) -> range:
-        """Of the cluster."""
+        """Its ranks of the cluster."""
         return range(self.first_rank, self.first_rank + self.num_ranks)
 
     def rank(self, p: int, d: int, c: int = 0, t: int = 0) -> int:
-        """Of the cluster, by pipeline-, data-, context- and tensor-parallel coordinates."""
+        """The rank of the cluster at pipeline-, data-, context- and tensor-parallel coordinates."""
         return self.first_rank + ((p * self.dp + d) * self.cp + c) * self.tp + t
 
     def coordinates(self, rank: int) -> tuple[int, int, int, int]:
@@ -76,16 +83,17 @@ class Unit:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """All that it computes, in the order of the data."""
+        """The modules that it computes, replicated ones first, then in the order of the data."""
         return tuple(dict.fromkeys([*self.replicated, *(name for stage in self.stages for name in stage)]))
 
 
 @dataclass(frozen=True)
 class Fill:
-    """A slice of an encoder's work in a bubble of the backbone, as the planner placed it (Optimus section 4.2).
+    """A part of an encoder's work in a bubble of the backbone (Optimus section 4.2).
 
-    rank:   pipeline rank of the Program. action: what runs, e.g. "9F3.2". before: the action of the backbone on that
-            rank that it runs just before, in its compute stream, e.g. "2F5.1"; "" is the end of the step.
+    rank:   the program rank.
+    action: the action that runs, e.g. "9F3.2".
+    before: the backbone's action that follows it in the rank's compute stream, e.g. "2F5.1"; "" is the end of the step.
     """
 
     rank: Rank
@@ -97,20 +105,31 @@ class Fill:
 class Plan:
     """A placement of a model on a cluster.
 
-    units:           between them they hold every layer of every module.
-    schedule:        in which order a pipeline rank takes its microbatches.
-    batch_size:      examples of a step, over all ranks.
-    microbatch_size: examples of a microbatch of one replica of the backbone's unit; the other units take as many
-                     microbatches, of more or fewer examples, as they have fewer or more replicas (MMScale section 4.2).
-    deferred_warmup: interleaved only: warm-up microbatches are taken as late as delays nothing (Optimus Figure 12).
-    balance:         how the items of colocated phases are placed: "off", "joint", "per_phase" or "auto".
-    fills:           what runs in bubbles; they name microbatches by their place in the step, whatever is in them.
-    order:           of a pipeline's examples, decided anew in every step (MMScale section 5): "given", as they come;
-                     "intra", dealt out so that replicas, and microbatches, are even; "inter", the microbatches of each
-                     replica in the order with the shortest bubbles; "both".
-    microbatch_caps: of a pipeline: a microbatch of one replica is a group of examples, microbatch_size of them in the
-                     mean, up to these lengths (OmniBal section 4.1): of an encoder's items and of the backbone's
-                     sequences, e.g. {"image": 9225, "backbone": 4096}. {}: microbatch_size of them in each.
+    units:           together they hold every layer of every module.
+    schedule:        the order in which a pipeline rank takes its microbatches.
+    batch_size:      the number of examples of a step, over all ranks.
+    microbatch_size: the number of examples of a microbatch in one replica of the backbone's unit. All units take
+                     the same microbatches; a unit with fewer replicas has more examples in each (MMScale section 4.2).
+    deferred_warmup: interleaved schedules only: warm-up microbatches start as late as they can without a delay
+                     (Optimus Figure 12).
+    balance:         the balancing method of colocated phases: "off", "joint", "per_phase" or "auto".
+    fills:           the encoders' work in bubbles. A fill names a microbatch by its number in the step.
+    order:           how each step of a pipeline orders its examples (MMScale section 5). "given": as they come.
+                     "intra": replicas and microbatches get even loads. "inter": the microbatches of each replica get
+                     the order with the shortest bubbles. "both": "intra", then "inter".
+    microbatch_caps: pipelines only: a microbatch of one replica is a group of examples under these caps, with
+                     microbatch_size examples in the mean (OmniBal section 4.1). A cap is the largest summed length of
+                     an encoder's items, and of the backbone's sequences, e.g. {"image": 9225, "backbone": 4096}.
+                     {}: every microbatch has microbatch_size examples.
+
+    Example:
+        >>> from motet.core.shapes import Transformer, language_model, multimodal
+        >>> from motet.cost.catalogue import cluster
+        >>> model = multimodal("tiny", language_model(Transformer(64, 256, 4), num_layers=4, vocab_size=1000), [])
+        >>> unit = Unit("backbone", ({"backbone": 2}, {"backbone": 2}), dp=4, pp=2)
+        >>> plan = Plan(model, cluster("h100"), (unit,), batch_size=32, microbatch_size=2, schedule="1f1b")
+        >>> plan.unit_of("backbone").ranks
+        range(0, 8)
     """
 
     model: ModelSpec

@@ -1,10 +1,12 @@
 """A Plan as a JSON file: `{"motet_plan": 1, "model": ..., "cluster": ..., "units": [...], ...}`.
 
-The keys are the fields of the dataclasses (core/plan.py, spec.py, cluster.py), which pydantic reads as they stand, and
-strictly: an unknown key, or a text where a number belongs, is an error. Defaults are left out, and layers that are
-alike stay one entry with a count. A file that is written by hand may name what others know, instead of spelling it out:
-`model` the path of a recipe or of a model's directory, relative to the file, and `cluster` a device of the catalogue
-with num_nodes and perhaps ranks_per_node. Core knows neither; who reads the file says how they are looked up.
+The keys are the fields of the dataclasses (core/plan.py, spec.py, cluster.py). pydantic reads them strictly: an unknown
+key, or a text instead of a number, is an error. Defaults are left out, and equal neighbouring layers are one entry with
+a count.
+
+A file that is written by hand may name a model and a cluster instead. `model` is then the path of a recipe or of a
+model's directory, relative to the file. `cluster` is a device of the catalogue, with num_nodes and optionally
+ranks_per_node. The caller of `read_plan` passes in the functions that look these up.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class _NamedCluster:
 
 
 class _OfPlan(BaseModel, extra="forbid", strict=True):
-    """Gives the dataclasses in it this configuration, which they have no place for themselves."""
+    """Holds the pydantic configuration of the dataclasses in it, which have none of their own."""
 
     plan: Plan
 
@@ -61,7 +63,7 @@ class _OfCluster(BaseModel, extra="forbid", strict=True):
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
-    """Write a file from which `read_plan` gives an equal Plan. Raises UserError if it cannot be written."""
+    """Write a file from which `read_plan` reads an equal Plan. Raises UserError if it cannot be written."""
     fields = TypeAdapter(Plan).dump_python(plan, mode="json", exclude_defaults=True)
     try:
         Path(path).write_text(_laid_out({"motet_plan": _VERSION, **fields}) + "\n", encoding="utf-8")
@@ -77,10 +79,10 @@ def read_plan(
 ) -> Plan:
     """Read a Plan.
 
-    model_at:      makes the model where the file has a path; the path is absolute if the file's own is.
-    cluster_named: makes the cluster where the file names a device, from name, num_nodes and ranks_per_node; may raise
+    model_at:      reads the model if the file has a path; the path is absolute if the file's own is.
+    cluster_named: makes the cluster if the file names a device, from device, num_nodes and ranks_per_node; may raise
                    ArgumentError.
-    Raises UserError, one sentence with the file, the key and what would be right, for the first thing that is wrong.
+    Raises UserError for the first error: the file, the key and what would be right.
     """
     document = _parsed(Path(path))
     if document.pop("motet_plan", None) != _VERSION:
@@ -121,9 +123,9 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 
 def _fail(path: str | Path, errors: Sequence[ErrorDetails], root: type, prefix: KeyPath) -> NoReturn:
-    """An unknown key first: a misspelt one is often missing under its right name as well.
+    """Raise UserError for one of the errors. Unknown keys come first: a misspelt key is often missing as well.
 
-    root: the dataclass that was read; prefix: where it stands in the file. Errors have a place that starts above it.
+    root: the dataclass that was read. prefix: its key in the file. The first entry of an error's `loc` is above root.
     """
     unknown = ("unexpected_keyword_argument", "extra_forbidden")
     error = next((error for error in errors if error["type"] in unknown), errors[0])
@@ -155,7 +157,7 @@ def _suggestion(root: type, key: KeyPath) -> str:
 
 
 def _class_at(root: Any, key: KeyPath) -> Any:
-    """The dataclass that stands at a key of another."""
+    """The dataclass at a key of another dataclass."""
     for part in key:
         root = typing.get_type_hints(root)[part] if isinstance(part, str) else typing.get_args(root)[0]
         if isinstance(root, types.UnionType):
@@ -164,7 +166,10 @@ def _class_at(root: Any, key: KeyPath) -> Any:
 
 
 def _laid_out(value: Any, indent: int = 0, lead: int = 0) -> str:
-    """JSON with as much in a line as fits, but a line for each key of the whole. lead: characters before it there."""
+    """JSON with as much in a line as fits. Each key of the outermost object has a line of its own.
+
+    indent: spaces before the value's lines. lead: characters before the value in its first line.
+    """
     line = json.dumps(value, ensure_ascii=False, allow_nan=False)
     if not isinstance(value, dict | list) or indent + lead + len(line) < _WIDTH or not value:
         return line

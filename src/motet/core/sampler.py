@@ -1,16 +1,16 @@
-"""Sampled workloads: what examples of each task look like, as distributions, where there is no data to measure yet.
+"""Sampled workloads: distributions of the examples of each task, for jobs without data to measure yet.
 
-A file of it is TOML:
+A sampler's file is TOML:
 
     [[task]]
     name = "image chat"
-    share = 2.0                                                    # of examples, in proportion to the other tasks
+    share = 2.0                                                    # relative number of examples
     text = { median = 70, spread = 0.8, min = 8, max = 5000 }      # tokens, log-normal
     answer = 0.5                                                   # share of the text on which loss is taken
-    [task.items.image]                                             # a column a module
+    [task.items.image]                                             # the items of a module
     count = { choices = [1, 3, 5], weights = [1, 5, 4] }           # items in an example
-    length = { value = 1025 }                                      # patches, audio frames ... of an item
-    length_per_token = 4                                           # of them make a row of the backbone's sequence
+    length = { value = 1025 }                                      # patches, audio frames, ... of an item
+    length_per_token = 4                                           # length that makes a row of the backbone's sequence
 """
 
 from __future__ import annotations
@@ -27,28 +27,32 @@ from motet.core.text_files import parse_toml, read_text
 from motet.core.workload import BatchLengths, ItemLengths, Workload
 
 _POPULATION = 1 << 16
-_MOST = 1 << 32
-"""Of a length or a count."""
-_MOST_ITEMS = 1 << 27
-"""Of a task, in all examples that are sampled of it."""
+_MAX_AMOUNT = 1 << 32
+"""The largest length or count."""
+_MAX_ITEMS = 1 << 27
+"""The most items of one module in all sampled examples of a task."""
 
 
-Amount = Annotated[int, Field(ge=0, le=_MOST)]
+Amount = Annotated[int, Field(ge=0, le=_MAX_AMOUNT)]
 Weight = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
 class Distribution(BaseModel):
-    """Of a length or a count: `value`; `choices`, with `weights`; or log-normal: exp(normal(log median, spread))."""
+    """A distribution of lengths or counts.
+
+    One of three kinds: `value`; `choices`, optionally with `weights`; or log-normal, exp(normal(log median, spread)),
+    clipped to min ... max.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     value: Amount | None = None
     choices: tuple[Amount, ...] = ()
     weights: tuple[Weight, ...] = ()
-    median: float | None = Field(default=None, ge=1e-6, le=_MOST)
+    median: float | None = Field(default=None, ge=1e-6, le=_MAX_AMOUNT)
     spread: float = Field(default=0.0, ge=0, le=10, description="standard deviation of the logarithm")
     min: Amount = 1
-    max: Amount = _MOST
+    max: Amount = _MAX_AMOUNT
 
     @model_validator(mode="after")
     def _one_kind(self) -> Distribution:
@@ -66,6 +70,7 @@ class Distribution(BaseModel):
         return self
 
     def sample(self, count: int, rng: np.random.Generator) -> Int64Array:
+        """`count` samples, int64 [count]."""
         if self.value is not None:
             return np.full(count, self.value, dtype=np.int64)
         if self.choices:
@@ -82,11 +87,11 @@ class Items(BaseModel):
 
     length: Distribution
     count: Distribution = Distribution(value=1)
-    length_per_token: float = Field(default=1.0, ge=1e-3, le=_MOST)
+    length_per_token: float = Field(default=1.0, ge=1e-3, le=_MAX_AMOUNT)
 
 
 class Task(BaseModel):
-    """Examples of one kind."""
+    """A kind of examples."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -105,9 +110,9 @@ class Sampler(BaseModel):
     task: tuple[Task, ...] = Field(min_length=1)
 
     def workload(self, seed: int = 0, num_examples: int = _POPULATION) -> Workload:
-        """num_examples examples, of each task as many as its share says, to within one. The same for the same seed.
+        """A workload of `num_examples` examples; each task has its share of them, to within one example.
 
-        Raises UserError for a task with more items than memory is good for.
+        Equal seeds give equal workloads. Raises UserError for a task with more than 2^27 items of a module.
         """
         rng = np.random.default_rng(seed)
         share = np.array([task.share for task in self.task])
@@ -122,10 +127,10 @@ class Sampler(BaseModel):
             num_targets[start : start + count] = np.rint(text * task.answer)
             for name, items in task.items.items():
                 num_items = items.count.sample(int(count), rng)
-                if num_items.sum() > _MOST_ITEMS:
+                if num_items.sum() > _MAX_ITEMS:
                     raise UserError(
                         f"Task {task.name!r} has {num_items.sum():,} items of {name!r} in {count:,} examples; "
-                        f"there may be {_MOST_ITEMS:,}."
+                        f"there may be {_MAX_ITEMS:,}."
                     )
                 owner = start + np.repeat(np.arange(count), num_items)
                 length = items.length.sample(len(owner), rng)
@@ -140,7 +145,7 @@ class Sampler(BaseModel):
 
 
 def read_sampler(path: Path) -> Sampler:
-    """Raises UserError with one sentence for a file that is missing, no TOML, or describes no mixture of tasks."""
+    """Read a sampler. Raises UserError for a file that is missing, is no TOML, or describes no mixture of tasks."""
     tables = parse_toml(read_text(path, "the sampler"), str(path))
     try:
         return Sampler.model_validate(tables)

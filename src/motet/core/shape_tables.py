@@ -1,4 +1,4 @@
-"""A model written down as shapes alone, as in a recipe's `[model]`: for what has no HF family, and needs none to plan.
+"""A model described by shapes alone, as in a recipe's `[model]`: to plan for models without an HF family.
 
     [model.backbone]
     num_layers = 80
@@ -11,7 +11,7 @@
     biases = ["query", "key", "value"]
     vocab_size = 152064
 
-    [model.encoders.image]                                         # named after its column of lengths
+    [model.encoders.image]                                         # the name of its column of lengths
     kind = "vit"                                                   # or "audio": Whisper's encoder
     num_layers = 45
     hidden = 3200
@@ -19,7 +19,7 @@
     num_heads = 25
     projector = { kind = "mlp", downsample = 4 }
 
-`[model.generators.NAME]` are like encoders, and are fed by the backbone.
+`[model.generators.NAME]` has the keys of an encoder. The backbone feeds it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from motet.core.spec import ModelSpec, Module
 
 
 class _Layers(BaseModel):
-    """Transformer layers that are alike; the keys are those of `core.shapes.Transformer`."""
+    """Equal transformer layers. The keys are those of `core.shapes.Transformer`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -72,24 +72,25 @@ class _Layers(BaseModel):
         return self
 
     def transformer(self, causal: bool = False) -> Transformer:
-        names = (each.name for each in fields(Transformer) if each.name != "causal")
-        given = {name: getattr(self, name) for name in names}
-        return Transformer(**given, causal=causal)
+        """The shape of one layer."""
+        names = (field.name for field in fields(Transformer) if field.name != "causal")
+        return Transformer(**{name: getattr(self, name) for name in names}, causal=causal)
 
 
 class BackboneShape(_Layers):
-    """`[model.backbone]`: a causal decoder with embedding and output layer."""
+    """`[model.backbone]`: a causal decoder with an embedding and an output layer."""
 
     vocab_size: int = Field(gt=0, le=MAX_VOCABULARY)
     tied: bool = Field(False, description="the output layer's matrix is the embedding's")
 
     def module(self) -> Module:
+        """The backbone."""
         shape = self.transformer(causal=True)
         return language_model(shape, self.num_layers, self.vocab_size, tied=self.tied, trainable=self.train)
 
 
 class ProjectorShape(BaseModel):
-    """One matrix, or two with GELU between them, after `downsample` rows are joined."""
+    """A projector: `downsample` rows are joined, then one matrix, or two with GELU between them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -101,8 +102,10 @@ class ProjectorShape(BaseModel):
 class EncoderShape(_Layers):
     """`[model.encoders.NAME]`, `[model.generators.NAME]`: transformer layers after patches or convolutions.
 
-    row_dim:      values of a patch. class_row: each image has a row more. num_positions: of the position table.
-    num_mel_bins: values of an audio frame.
+    row_dim:       the number of values of a patch.
+    class_row:     each image has one more row.
+    num_positions: the length of the position table.
+    num_mel_bins:  the number of values of an audio frame.
     """
 
     kind: Literal["vit", "audio"]
@@ -120,6 +123,7 @@ class EncoderShape(_Layers):
         return self
 
     def module(self, name: str, output_dim: int) -> Module:
+        """The encoder with its projector. output_dim: width of the projector's output."""
         shape, count = self.transformer(), self.num_layers
         if self.kind == "vit":
             sizes = {"row_dim": self.row_dim, "num_positions": self.num_positions}
@@ -127,12 +131,12 @@ class EncoderShape(_Layers):
         else:
             sizes = {"num_mel_bins": self.num_mel_bins, "num_positions": self.num_positions or 1500}
             encoder = audio_encoder(name, shape, count, trainable=self.train, **sizes)
-        joined = self.projector
-        return connect(encoder, output_dim, joined.kind, joined.downsample, trainable=joined.train)
+        projector = self.projector
+        return connect(encoder, output_dim, projector.kind, projector.downsample, trainable=projector.train)
 
 
 class ModelShapes(BaseModel):
-    """`[model]`: names of encoders and generators are those of the columns of lengths that they compute on."""
+    """`[model]`: an encoder or generator has the name of the column of lengths that it computes on."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

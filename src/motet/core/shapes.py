@@ -1,20 +1,20 @@
-"""Layers and whole modules from their shapes: what they hold, multiply, give on and keep for backward.
+"""Layers and whole modules from their shapes: their parameters, products, output rows and activations for backward.
 
-Here alone is said what a kind of layer consists of; models that exist (`models/`) are described by the same functions,
-and a test holds their parameters, operations and saved tensors to torch's own.
+Every kind of layer is defined here, once. `models/` describes real models by the same functions, and tests compare
+their parameters, operations and saved tensors with torch's.
 
 `activation_width` counts the elements of a row that stay until backward, each once (Korthikanti et al. 2022, section
-4.1), with an attention that keeps its log-sum-exp in place of the scores. A transformer layer keeps
+4.1). Attention keeps its log-sum-exp instead of the scores. A transformer layer keeps
 
-    of each norm:   its input, its output (which the next product needs) and its statistics; a root mean square norm,
-                    which transformers computes in float32, its input twice as wide, and the normalised row, twice as
-                    wide too where the weight is multiplied in float32 ("rms_float32": Gemma, OLMo2);
-    of attention:   query, key, value, output, and in float32 the log-sum-exp of each head;
+    of each norm:   its input, its output (which the next product needs) and its statistics. transformers computes a
+                    root mean square norm in float32, so its input counts twice. If the weight is multiplied in float32
+                    ("rms_float32": Gemma, OLMo2), the normalised row counts twice too;
+    of attention:   query, key, value, output, and the log-sum-exp of each head in float32;
     of the MLP:     its inner row before and after the activation; if gated, the gate before and after the activation,
                     the other factor, and their product.
 
-What it gives on is kept, where it must be, by the next layer. Dropout is taken to be off. Elements are of the 16-bit
-dtype that one trains in, so what stays in float32 counts twice; a run in float32 keeps up to 8 % fewer than that.
+The next layer keeps a layer's output, if it needs it. Dropout is off. Elements have a 16-bit dtype, so float32 elements
+count twice; a run in float32 keeps up to 8 % fewer elements than counted.
 """
 
 from __future__ import annotations
@@ -34,22 +34,29 @@ BIASES = ("query", "key", "value", "output", "mlp")
 """The products of a transformer layer that may have a bias."""
 
 _ACTIVATION_KEEPS = {"relu": 0, "quick_gelu": 2}
-"""Elements that an activation keeps beside its output, if not its input alone: x * sigmoid(1.702 x) keeps both."""
+"""Rows that an activation keeps beside its output, if not one (its input): x * sigmoid(1.702 x) keeps both factors."""
 
 
 @dataclass(frozen=True)
 class Transformer:
-    """The shape of a transformer layer. Raises ArgumentError for heads that do not divide, and a bias it does not know.
+    """The shape of a transformer layer. Raises ArgumentError for heads that do not divide, and for an unknown bias.
 
-    hidden, mlp:  width of a row, and of the MLP's inner row.
-    num_kv_heads: 0 is as many as num_heads. head_dim: 0 is hidden / num_heads.
-    gated:        the MLP is activation(gate(x)) * up(x), then down: three matrices.
-    biases:       those of BIASES that there are.
-    qk_norm:      queries and keys of each head are normalised, with `norm`.
-    qk_norm_rows: queries and keys are normalised as whole rows of all heads instead (OLMo2).
-    num_norms:    of rows in the layer: before attention and MLP, or behind them; both (Gemma3): 4.
-    layer_scale:  both residual branches are multiplied by a learned vector.
+    hidden:         width of a row.
+    mlp:            width of the MLP's inner row.
+    num_kv_heads:   0 is num_heads.
+    head_dim:       0 is hidden / num_heads.
+    gated:          the MLP is down(activation(gate(x)) * up(x)): three matrices.
+    biases:         the products that have a bias, of BIASES.
+    qk_norm:        queries and keys of each head are normalised, with `norm`.
+    qk_norm_rows:   queries and keys are normalised as whole rows of all heads instead (OLMo2).
+    num_norms:      norms of whole rows in the layer: 2 before or after attention and MLP, 4 for both (Gemma3).
+    layer_scale:    both residual branches are multiplied by a trainable vector.
     causal, window: as in core.spec.Attention.
+
+    Example:
+        >>> layer = Transformer(hidden=1024, mlp=4096, num_heads=16).layer()
+        >>> layer.weights == 12 * 1024**2, layer.parameters - layer.weights == 13 * 1024
+        (True, True)
     """
 
     hidden: int
@@ -78,25 +85,28 @@ class Transformer:
 
     @property
     def head_width(self) -> int:
+        """The width of one head."""
         return self.head_dim or self.hidden // self.num_heads
 
     @property
     def width(self) -> int:
-        """Of all queries of a row."""
+        """The width of a row's queries."""
         return self.num_heads * self.head_width
 
     @property
     def kv_width(self) -> int:
-        """Of all keys of a row, and of all values."""
+        """The width of a row's keys, and that of its values."""
         return (self.num_kv_heads or self.num_heads) * self.head_width
 
     @property
     def weights(self) -> int:
+        """The number of entries of all matrices."""
         attention = self.hidden * 2 * (self.width + self.kv_width)
         return attention + (3 if self.gated else 2) * self.hidden * self.mlp
 
     @property
     def parameters(self) -> int:
+        """The number of all parameters."""
         lengths = {
             "query": self.width,
             "key": self.kv_width,
@@ -112,6 +122,7 @@ class Transformer:
 
     @property
     def activation_width(self) -> int:
+        """Elements of a row that stay until backward (see above)."""
         norms = self.num_norms * _norm_keeps(self.norm, self.hidden) + 2 * self.hidden
         attention = 2 * (self.width + self.kv_width + self.num_heads)
         mlp = (_ACTIVATION_KEEPS.get(self.activation, 1) + (3 if self.gated else 1)) * self.mlp
@@ -142,7 +153,7 @@ def _norm_parameters(norm: Norm, width: int) -> int:
 
 
 def _norm_keeps(norm: Norm, width: int) -> int:
-    """Elements that a norm keeps beside its output."""
+    """Elements of a row that a norm keeps beside its output."""
     return {"layer": 1, "rms": 3, "rms_float32": 4}[norm] * width + 2
 
 
@@ -156,9 +167,10 @@ def patches(
     norm: bool = False,
     trainable: bool = True,
 ) -> Layer:
-    """The map of patches [row_dim] to rows [hidden], with its position table and what else stands before the layers.
+    """The layer that maps patches [row_dim] to rows [hidden], with its position table.
 
-    norm: a norm follows (CLIP). extra_parameters: a class row, say.
+    extra_parameters: other parameters before the transformer layers, such as a class row.
+    norm:             a norm follows (CLIP).
     """
     weights = row_dim * hidden
     tables = num_positions * hidden + extra_parameters + (2 * hidden if norm else 0)
@@ -199,7 +211,7 @@ def convolution(
 
 
 def merge(input_dim: int, output_dim: int, size: int, *, divisor: int = 1, trainable: bool = True) -> Layer:
-    """Norm of each row, `size` rows joined to one, then an MLP of two matrices with biases (Qwen2-VL).
+    """A norm of each row, then `size` rows joined to one, then an MLP of two matrices with biases (Qwen2-VL).
 
     divisor: rows of the item that one row of the output stands for.
     """
@@ -219,7 +231,7 @@ def merge(input_dim: int, output_dim: int, size: int, *, divisor: int = 1, train
 def final_norm(
     hidden: int, norm: Norm = "layer", *, divisor: int = 1, extra_rows: int = 0, trainable: bool = True
 ) -> Layer:
-    """The norm after the last layer. divisor: above that of the layers where rows are averaged before it."""
+    """The norm after the last layer. divisor: larger than the layers' divisor if rows are averaged before the norm."""
     return Layer(
         "norm",
         weights=0,
@@ -241,7 +253,7 @@ def projector(
     divisor: int = 1,
     trainable: bool = True,
 ) -> Layer:
-    """`downsample` rows joined, then a matrix with bias, or two with GELU between them.
+    """`downsample` rows joined to one, then a matrix with a bias, or two with GELU between them.
 
     divisor: rows of the item that one row of the encoder's output stands for.
     """
@@ -259,12 +271,12 @@ def projector(
 
 
 def embedding(vocab_size: int, hidden: int, *, trainable: bool = True) -> Layer:
-    """A row looked up for each token; what is kept of it is the token."""
+    """The look-up of a row for each token. Backward needs the token alone."""
     return Layer("embedding", 0, vocab_size * hidden, output_width=hidden, activation_width=1, trainable=trainable)
 
 
 def head(vocab_size: int, hidden: int, *, tied: bool = False, trainable: bool = True) -> Layer:
-    """The output layer. tied: its matrix is the embedding's, and counted there. The logits are kept by the loss."""
+    """The output layer. tied: its matrix is the embedding's, which counts it. The loss keeps the logits."""
     weights = vocab_size * hidden
     return Layer(
         "head",
@@ -278,7 +290,7 @@ def head(vocab_size: int, hidden: int, *, tied: bool = False, trainable: bool = 
 
 
 def unused(parameters: int, output_width: int) -> Layer:
-    """Parameters that are held and never computed with, nor trained."""
+    """Parameters that are stored, but neither used nor trainable."""
     return Layer("unused", 0, parameters, output_width, activation_width=0, trainable=False)
 
 
@@ -292,7 +304,7 @@ def vit(
     class_row: bool = False,
     trainable: bool = True,
 ) -> Module:
-    """A vision transformer: patches [row_dim], position table, layers, norm. class_row: each image has a row more."""
+    """A vision transformer: patches [row_dim], position table, layers, norm. class_row: each image has one more row."""
     extra = int(class_row)
     stem = patches(
         row_dim,
@@ -315,7 +327,7 @@ def audio_encoder(
     pooled: int = 1,
     trainable: bool = True,
 ) -> Module:
-    """Whisper's encoder: two convolutions, the second with stride 2, layers, norm; clips are padded to the longest.
+    """Whisper's encoder: two convolutions, the second with stride 2, layers, norm. Clips are padded to the longest.
 
     num_positions: length of the position table. pooled: rows that are averaged to one before the norm (Qwen2-Audio: 2).
     """
@@ -342,7 +354,7 @@ def language_model(
     tied: bool = False,
     trainable: bool = True,
 ) -> Module:
-    """A decoder: embedding, layers, norm, output layer. `shape` says itself whether it is causal."""
+    """A decoder: embedding, layers, norm, output layer. It is causal if `shape` is."""
     return Module.of(
         name,
         [
@@ -362,14 +374,14 @@ def connect(
     *,
     trainable: bool = True,
 ) -> Module:
-    """The encoder with a projector on the rows that its last layer gives."""
+    """The encoder with a projector after its last layer."""
     last = encoder.layers[-1]
     added = projector(last.output_width, output_dim, kind, downsample, divisor=last.divisor, trainable=trainable)
     return replace(encoder, stacks=(*encoder.stacks, *Module.of(encoder.name, [added]).stacks))
 
 
 def multimodal(name: str, backbone: Module, encoders: Sequence[Module], generators: Sequence[Module] = ()) -> ModelSpec:
-    """Encoders feed the backbone, and the backbone feeds the generators.
+    """The model whose encoders feed the backbone, and whose backbone feeds the generators.
 
     Raises ArgumentError if two modules have one name.
     """

@@ -1,7 +1,7 @@
-"""What is to be computed: the modules of a multimodal model, the layers of each, what is frozen, and what feeds what.
+"""The specification of a multimodal model: its modules, their layers, what is trainable, and which module feeds which.
 
-A `ModelSpec` says nothing of where or how anything is computed. It is read off a model (`models/spec.py`) or written
-down from shapes (`core/shapes.py`); costs, schedules and plans are made from it alone.
+A `ModelSpec` does not say where or how a model is computed. It is made from a model (`models/spec.py`) or from shapes
+(`core/shapes.py`). Costs, schedules and plans need nothing else of a model.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from motet.core.limits import Count, NumLayers, Parameters
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of one layer, over the rows of one item.
+    """The attention of one layer, over the rows of one item.
 
-    width:    num_heads * head_dim, of queries. kv_width: num_kv_heads * head_dim (grouped queries: less than width).
+    width:    num_heads * head_dim of queries.
+    kv_width: num_kv_heads * head_dim; less than `width` for grouped queries.
     causal:   a row attends to itself and earlier rows of its item; else to all rows of its item.
-    window:   0, or: a causal row attends to no more than `window` rows; without causality, rows attend within blocks
-              (frames, windows) of `window` rows.
-    density:  the share of those pairs that a mask leaves.
+    window:   if not 0, a causal row attends to at most `window` rows, and other rows attend within blocks (frames,
+              windows) of `window` rows.
+    density:  the share of these pairs that a mask leaves.
     """
 
     width: Count
@@ -45,15 +46,16 @@ class Attention:
 class Layer:
     """One layer. An item of length l has ceil(l / divisor) + extra_rows rows in it.
 
-    kind:         what it is, e.g. "attention", "patches", "convolution", "merge", "projector", "embedding", "head";
-                  layers of a module that are of a kind are timed as one.
-    weights:      entries of the matrices that each row is multiplied with.
-    parameters:   all that it holds, `weights` and what is no matrix product (norms, biases, look-up tables).
-    output_width: elements of a row that it gives to the next layer, and so of what is sent where a pipeline is cut.
-    activation_width:  elements of a row that its forward pass keeps for backward, its input included.
-    divisor:      rows of the item that became one row here: convolutions with a stride, merged patches.
-    trainable:    its parameters are updated.
-    targets_only: it sees only the rows on which loss is taken (the output layer).
+    kind:             e.g. "attention", "patches", "convolution", "merge", "projector", "embedding", "head". A profile
+                      times the layers of a module by kind and weights.
+    weights:          the number of entries of the matrices that multiply each row.
+    parameters:       the number of all parameters: `weights`, norms, biases and look-up tables.
+    output_width:     elements of an output row; a pipeline sends as many where it is cut.
+    activation_width: elements of a row that forward keeps for backward, the input included.
+    divisor:          the length of an item that makes one row here: above 1 after strided convolutions or merged
+                      patches.
+    trainable:        its parameters are updated.
+    targets_only:     it sees only the rows on which loss is taken (the output layer).
     """
 
     kind: str
@@ -70,7 +72,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Stack:
-    """`count` layers, one after the other, that are alike."""
+    """`count` equal layers, one after the other."""
 
     layer: Layer
     count: NumLayers = 1
@@ -80,7 +82,13 @@ class Stack:
 class Module:
     """An encoder with its projector, the backbone, or a generator with its projector.
 
-    padded: the items of a microbatch are computed as if each were as long as the longest.
+    padded: each item of a microbatch is computed as long as the longest.
+
+    Example:
+        >>> patches, block = Layer("patches", 4, 4, 2, 2), Layer("attention", 9, 12, 2, 8, Attention(2, 2))
+        >>> image = Module.of("image", [patches, block, block, block])
+        >>> image.num_parameters, [stack.count for stack in image.stacks], image.blocks
+        (40, [1, 3], (range(0, 2), range(2, 3), range(3, 4)))
     """
 
     name: str
@@ -89,64 +97,82 @@ class Module:
 
     @classmethod
     def of(cls, name: str, layers: Iterable[Layer], padded: bool = False) -> Module:
-        """The module with these layers, in execution order; neighbours that are alike become one stack."""
-        return cls(name, tuple(Stack(layer, len(list(alike))) for layer, alike in groupby(layers)), padded)
+        """The module with these layers, in execution order. Equal neighbours become one stack."""
+        return cls(name, tuple(Stack(layer, len(list(equal))) for layer, equal in groupby(layers)), padded)
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """In execution order."""
+        """All layers in execution order."""
         return tuple(stack.layer for stack in self.stacks for _ in range(stack.count))
 
     @property
     def num_layers(self) -> int:
+        """The number of layers of all kinds."""
         return sum(stack.count for stack in self.stacks)
 
     @cached_property
     def blocks(self) -> tuple[range, ...]:
-        """Places in `layers` of what a pipeline is cut into, and what its layers are counted in: each transformer layer
-        is a block, the first one with all before it, and each with what follows it. Without any, the module is one.
+        """The parts that a pipeline can cut the module into, as ranges of indexes into `layers`.
+
+        Each transformer layer begins a block, which ends before the next one. The first block also has all layers
+        before it. A module without transformer layers is one block.
         """
-        starts = [place for place, layer in enumerate(self.layers) if layer.attention is not None]
+        starts = [index for index, layer in enumerate(self.layers) if layer.attention is not None]
         edges = [0, *starts[1:], self.num_layers]
         return tuple(range(first, stop) for first, stop in pairwise(edges))
 
     def block_layers(self, first: int, stop: int) -> range:
-        """Places in `layers` of the blocks first ... stop - 1."""
+        """The indexes into `layers` of the blocks first ... stop - 1."""
         return range(self.blocks[first].start, self.blocks[stop - 1].stop) if stop > first else range(0)
 
     @property
     def num_parameters(self) -> int:
+        """The number of parameters of all layers."""
         return sum(stack.layer.parameters * stack.count for stack in self.stacks)
 
     @property
     def trainable(self) -> bool:
+        """Whether any layer is trainable."""
         return any(stack.layer.trainable for stack in self.stacks)
 
     def input_gradients(self, reached: bool = False) -> tuple[bool, ...]:
-        """Per layer: whether backward must give a gradient for the layer's input, as an earlier layer is trainable.
+        """Per layer, whether backward needs the gradient of the layer's input: an earlier layer is trainable.
 
-        reached: something before the module is trainable.
+        reached: a layer before the module is trainable.
         """
         return tuple(accumulate((layer.trainable for layer in self.layers), or_, initial=reached))[:-1]
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """modules: in an order in which they can run. edges: (from, to), the outputs of a module that another takes in."""
+    """A model as layers with their sizes, without weights.
+
+    modules: in an order in which they can run.
+    edges:   (source, sink): the sink takes in the source's outputs.
+    Raises ArgumentError for equal names, and for edges of unknown modules or against the order.
+
+    Example:
+        >>> from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
+        >>> image = connect(vit("image", Transformer(32, 128, 4), num_layers=2, trainable=False), output_dim=64)
+        >>> backbone = language_model(Transformer(64, 256, 4, causal=True), num_layers=2, vocab_size=1000)
+        >>> model = multimodal("tiny", backbone, [image])
+        >>> model.sources("backbone"), model.module("image").num_layers, model.input_gradients["image"]
+        (('image',), 5, (False, False, False, False, False))
+    """
 
     name: str
     modules: tuple[Module, ...]
     edges: tuple[tuple[str, str], ...]
 
     def __post_init__(self) -> None:
-        place = {module.name: number for number, module in enumerate(self.modules)}
-        if len(place) < len(self.modules):
+        index = {module.name: number for number, module in enumerate(self.modules)}
+        if len(index) < len(self.modules):
             raise ArgumentError(f"{self.name}: two modules have one name; each must have its own.")
         for source, sink in self.edges:
             for name in (source, sink):
-                if name not in place:
-                    raise ArgumentError(f"{self.name}: an edge names {name!r}; the modules are {', '.join(place)}.")
-            if place[source] >= place[sink]:
+                if name not in index:
+                    raise ArgumentError(f"{self.name}: an edge names {name!r}; the modules are {', '.join(index)}.")
+            if index[source] >= index[sink]:
                 raise ArgumentError(f"{self.name}: {source!r} feeds {sink!r}, so it must come before it.")
 
     @cached_property
@@ -154,18 +180,19 @@ class ModelSpec:
         return {module.name: module for module in self.modules}
 
     def module(self, name: str) -> Module:
-        """Raises ArgumentError for a name that is no module."""
+        """The module of that name. Raises ArgumentError if there is none."""
         if name not in self._by_name:
             raise ArgumentError(f"{self.name} has no module {name!r}; it has {', '.join(self._by_name)}.")
         return self._by_name[name]
 
     @property
     def num_parameters(self) -> int:
+        """The number of parameters of all modules."""
         return sum(module.num_parameters for module in self.modules)
 
     @property
     def num_blocks(self) -> dict[str, int]:
-        """Per module, of how many blocks it is made."""
+        """The number of blocks of each module."""
         return {module.name: len(module.blocks) for module in self.modules}
 
     def sources(self, name: str) -> tuple[str, ...]:
@@ -178,15 +205,15 @@ class ModelSpec:
 
     @cached_property
     def input_gradients(self) -> Mapping[str, tuple[bool, ...]]:
-        """Per module and layer: whether backward must give a gradient for the layer's input.
+        """Per module and layer, whether backward needs the gradient of the layer's input.
 
-        It must where anything before the layer learns: an earlier layer of the module, or any layer of a module that
-        feeds it (Cornstarch section 4.2). A layer that neither learns nor has to do this has no backward pass.
+        It does if a layer before it is trainable: an earlier layer of the module, or any layer of a module that feeds
+        it, directly or not (Cornstarch section 4.2). A frozen layer that needs none has no backward pass.
         """
-        found: dict[str, tuple[bool, ...]] = {}
-        learns: dict[str, bool] = {}
+        gradients: dict[str, tuple[bool, ...]] = {}
+        has_trainable: dict[str, bool] = {}
         for module in self.modules:
-            reached = any(learns[source] for source in self.sources(module.name))
-            found[module.name] = module.input_gradients(reached)
-            learns[module.name] = reached or module.trainable
-        return found
+            reached = any(has_trainable[source] for source in self.sources(module.name))
+            gradients[module.name] = module.input_gradients(reached)
+            has_trainable[module.name] = reached or module.trainable
+        return gradients

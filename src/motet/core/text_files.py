@@ -1,7 +1,7 @@
-"""Text, JSON and TOML that others wrote, read in one place: each way in which it can be damaged ends in one sentence.
+"""Reading of text, JSON and TOML that users wrote. Every kind of damage gives a UserError of one sentence.
 
-JSON is read strictly: UTF-8, each key once in an object, finite numbers, whole characters. Both formats have a bound on
-how deep they nest, so that no function that walks through a value runs out of stack.
+JSON is read strictly: UTF-8, each key once in an object, finite numbers, whole characters. The depth of nesting is
+limited in both formats, so that no recursive function runs out of stack.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from motet.core.errors import UserError
 from motet.core.files import IrregularFile, open_regular
 
 KeyPath = tuple[str | int, ...]
-"""Where a value stands in nested tables and lists: the keys and indexes that lead to it."""
+"""The keys and indexes that lead to a value in nested tables and lists."""
 
-_MOST_LEVELS = 100
+_MAX_LEVELS = 100
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _ESCAPED_NULL = re.compile(r"\\(?:u0000|U00000000)")
-_TOO_DEEP = f"nests lists and tables more than {_MOST_LEVELS} deep"
+_TOO_DEEP = f"nests lists and tables more than {_MAX_LEVELS} deep"
 
 
 class _Damaged(ValueError):
-    """What is wrong with a text, as a clause that follows the name of its place. line: 0 where no line is known."""
+    """A damaged text. The message is a clause that follows the name of the file. line: 0 if it is unknown."""
 
     def __init__(self, reason: str, line: int = 0) -> None:
         super().__init__(reason)
@@ -39,7 +39,7 @@ class _Damaged(ValueError):
 
 
 def read_text(path: Path, what: str = "the file") -> str:
-    """The text of a UTF-8 file, its lines ended by line feeds. Raises UserError: `what` it is, the path, and why."""
+    """The text of a UTF-8 file, with "\\n" at the end of lines. Raises UserError: `what` the file is, its path, why."""
     try:
         text = _bytes(path, what).removeprefix(_BYTE_ORDER_MARK).decode()
     except UnicodeDecodeError as error:
@@ -48,12 +48,12 @@ def read_text(path: Path, what: str = "the file") -> str:
 
 
 def read_json(path: Path, what: str = "the file") -> Any:
-    """The value that a JSON file holds. Raises UserError naming the file, as `read_text` does, and the line."""
+    """The value of a JSON file. Raises UserError as `read_text` does, with the line."""
     return parse_json(_bytes(path, what), str(path))
 
 
 def read_optional_object(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds; empty where there is no file, not even a link that leads nowhere.
+    """The object of a JSON file; {} if there is no file. A broken link counts as a file.
 
     Raises UserError as `read_json` does, and for any other value.
     """
@@ -66,12 +66,12 @@ def read_optional_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json(data: bytes, where: str) -> Any:
-    """The value of a JSON text. Raises UserError naming `where` it stands, and the line if it has several."""
+    """The value of a JSON text. Raises UserError with `where`, the name of the text, and the line if it has several."""
     return _read(_json, data, where)
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """The tables of a TOML text. Raises UserError naming `where` it stands."""
+    """The tables of a TOML text. Raises UserError with `where`, the name of the text."""
     tables: dict[str, Any] = _read(_toml, text, where)
     if _ESCAPED_NULL.search(text) and "\0" in "".join(_texts(tables)):
         raise UserError(f"{where}: has a null character (\\u0000) in a text, which no file name or option can hold")
@@ -114,8 +114,8 @@ def _json(data: bytes) -> Any:
     except json.JSONDecodeError as error:
         line = error.lineno if "\n" in text else 0
         raise _Damaged(f"is no JSON ({error.msg}, column {error.colno})", line) from None
-    if found := _SURROGATE.search(text):
-        _check_characters(value, text[found.start() : found.start() + 6])
+    if surrogate := _SURROGATE.search(text):
+        _check_characters(value, text[surrogate.start() : surrogate.start() + 6])
     return value
 
 
@@ -155,9 +155,9 @@ def _check_characters(value: Any, first: str) -> None:
 
 def _check_depth(value: Any) -> None:
     level = [value]
-    for _ in range(_MOST_LEVELS + 1):
-        held = [entry for entry in level if isinstance(entry, dict | list)]
-        level = [inner for entry in held for inner in (entry.values() if isinstance(entry, dict) else entry)]
+    for _ in range(_MAX_LEVELS + 1):
+        nested = [entry for entry in level if isinstance(entry, dict | list)]
+        level = [inner for entry in nested for inner in (entry.values() if isinstance(entry, dict) else entry)]
         if not level:
             return
     raise _Damaged(_TOO_DEEP)

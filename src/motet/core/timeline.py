@@ -1,4 +1,4 @@
-"""What ran when on which rank, measured or simulated alike, so that prediction error is a subtraction."""
+"""The spans of actions on ranks. Measured and simulated steps have one format, so prediction error is a subtraction."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 from motet.core.arrays import Float64Array, Int32Array
 
 COMPUTE_STREAM = "compute"
-"""The stream that computes; every other one communicates beside it."""
-# Colours that chrome://tracing has names for: pale blue for forward, blue for backward, dark blue for weights alone.
-# Perfetto chooses its own, by the name of the action without its numbers.
+"""The stream that computes; every other stream communicates."""
+# Names of chrome://tracing's colours: pale blue for forward, blue for backward, dark blue for weights alone.
+# Perfetto chooses its own colours, by the name of the action without its numbers.
 _TRACE_COLOURS = {
     "R": "thread_state_sleeping",
     "F": "thread_state_runnable",
@@ -29,9 +29,11 @@ _TRACE_COLOURS = {
 class Span:
     """One action of one rank.
 
-    action: what ran, an action of a Program as text, e.g. "2F0". step, microbatch: which; -1 is none.
-    kind:   what it does, as schedule/program.py calls it: "F", "EXCHANGE_F". module: whose it is; "" is nobody's.
-    stream: COMPUTE, or the communication stream that it held, e.g. "send".
+    action:           the text of an action of a Program, e.g. "2F0".
+    step, microbatch: their numbers; -1 is none.
+    kind:             the name of its `schedule.program.Kind`: "F", "EXCHANGE_F".
+    module:           the module that it belongs to; "" is none.
+    stream:           COMPUTE_STREAM, or the communication stream that it held, e.g. "send".
     """
 
     rank: int
@@ -46,15 +48,24 @@ class Span:
 
     @property
     def duration_s(self) -> float:
+        """Seconds from start to end."""
         return self.end_s - self.start_s
 
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Spans as columns, in the order in which they were recorded; times of one Timeline share one zero.
+    """Spans as columns, in the order in which they were recorded. All times of a Timeline share one zero.
 
-    rank, microbatch, step: int32 [num_spans]. start_s, end_s: float64 [num_spans]. The others: a text per span.
-    rank_names: of each rank, where it stands for others of a cluster; by default "rank 0", "rank 1", ...
+    rank, microbatch, step:       int32 [num_spans].
+    start_s, end_s:               float64 [num_spans].
+    action, kind, module, stream: a text for each span.
+    rank_names:                   per rank, its name if it stands for several of a cluster; by default "rank 0", ...
+
+    Example:
+        >>> spans = [Span(0, "0F0", 0, 0, 0.0, 1.0, kind="F"), Span(1, "0B0", 0, 0, 1.0, 3.0, kind="B")]
+        >>> timeline = Timeline.of(spans)
+        >>> timeline.makespan_s, timeline.seconds_by_kind()
+        (3.0, {('F', ''): 1.0, ('B', ''): 2.0})
     """
 
     rank: Int32Array
@@ -71,6 +82,7 @@ class Timeline:
 
     @staticmethod
     def of(spans: Iterable[Span] = ()) -> Timeline:
+        """The Timeline of these spans, in this order."""
         rows = list(spans)
         ranks = np.array([span.rank for span in rows], dtype=np.int32)
         return Timeline(
@@ -87,6 +99,7 @@ class Timeline:
         )
 
     def rank_name(self, rank: int) -> str:
+        """The name of a rank."""
         return self.rank_names[rank] if self.rank_names else f"rank {rank}"
 
     def __len__(self) -> int:
@@ -103,13 +116,13 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """From the first start to the last end; 0 without spans."""
+        """Seconds from the first start to the last end; 0 without spans."""
         return float(self.end_s.max() - self.start_s.min()) if len(self) else 0.0
 
     def seconds_by_kind(self) -> dict[tuple[str, str], float]:
-        """Summed duration by (kind, module), in order of first appearance.
+        """The summed seconds of each (kind, module), in order of first appearance.
 
-        Measured and simulated Timelines are joined by this: it is told apart by neither rank nor microbatch nor part.
+        Measured and simulated Timelines are compared by these sums, which join ranks, microbatches and parts.
         """
         seconds: dict[tuple[str, str], float] = {}
         for kind, module, duration in zip(self.kind, self.module, (self.end_s - self.start_s).tolist()):

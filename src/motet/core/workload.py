@@ -1,4 +1,4 @@
-"""How long things are, a column a module, and nothing else about them: what balancing is decided from."""
+"""Lengths of items, a column a module. Balancing needs nothing else."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ import numpy as np
 from motet.core.arrays import BoolArray, Float64Array, Int32Array, Int64Array
 
 BACKBONE = "backbone"
-"""The name of the phase that runs the LLM on whole interleaved sequences; every other phase is an encoder's."""
+"""The name of the phase that runs the LLM on whole interleaved sequences. Every other phase is an encoder's."""
 
 
 @dataclass(frozen=True, eq=False)
 class ItemLengths:
-    """The items (images, clips) of one modality in a batch, ordered by example, then by place in the example.
+    """The items (images, clips) of one modality, ordered by example, then by position in the example.
 
-    example:    int64 [num_items], position in the batch of the example that the item belongs to; ascending.
+    example:    int64 [num_items], the index of the example that the item belongs to; ascending.
     length:     int64 [num_items], what the encoder computes on: patches, mel frames.
-    num_tokens: int64 [num_items], rows that the item takes in the backbone's sequence.
+    num_tokens: int64 [num_items], the number of the item's rows in the backbone's sequence.
+
+    Example:
+        Example 0 has one image, example 2 has two; four patches make a token:
+        >>> images = ItemLengths(np.array([0, 2, 2]), length=np.array([40, 8, 8]), num_tokens=np.array([10, 2, 2]))
+        >>> images.take(np.array([2])).length.tolist()
+        [8, 8]
     """
 
     example: Int64Array
@@ -28,6 +34,7 @@ class ItemLengths:
 
     @property
     def num_items(self) -> int:
+        """The number of items of all examples."""
         return len(self.example)
 
     def take(self, examples: Int64Array) -> ItemLengths:
@@ -40,12 +47,19 @@ class ItemLengths:
 
 @dataclass(frozen=True, eq=False)
 class BatchLengths:
-    """The lengths of one microbatch over all ranks: all that a balancer needs to know of it.
+    """The lengths of one microbatch over all ranks: all that a balancer needs of it.
 
     sequence:    int64 [num_examples], tokens of the whole interleaved sequence, media included (OrchMLLM section 6).
     num_targets: int64 [num_examples], tokens on which loss is taken.
-    home:        int32 [num_examples], the rank that computes the example when nothing is balanced.
+    home:        int32 [num_examples], the rank that computes the example if nothing is balanced.
     items:       per encoder phase, the items of all examples.
+
+    Example:
+        Two examples; the second has an image of 64 patches, which become 16 of its 20 tokens:
+        >>> images = ItemLengths(example=np.array([1]), length=np.array([64]), num_tokens=np.array([16]))
+        >>> lengths = BatchLengths(np.array([7, 20]), np.array([3, 2]), np.array([0, 1], np.int32), {"image": images})
+        >>> lengths.of("image").length.tolist(), lengths.of("backbone").length.tolist()
+        ([64], [7, 20])
     """
 
     sequence: Int64Array
@@ -55,11 +69,12 @@ class BatchLengths:
 
     @property
     def num_examples(self) -> int:
+        """The number of examples over all ranks."""
         return len(self.sequence)
 
     @classmethod
     def joined(cls, parts: Sequence[BatchLengths]) -> BatchLengths:
-        """The examples of several batches of the same phases, one batch after the other. parts: at least one."""
+        """The examples of several microbatches of the same phases, one after the other. parts: at least one."""
         firsts = np.cumsum([0, *(part.num_examples for part in parts)])
         items = {}
         for name in parts[0].items:
@@ -77,31 +92,35 @@ class BatchLengths:
         )
 
     def of(self, phase: str) -> ItemLengths:
-        """The items of a phase; those of the backbone are the examples, whose sequences it computes and takes in."""
+        """The items of a phase. Those of the backbone are the sequences of the examples."""
         if phase == BACKBONE:
             return ItemLengths(np.arange(self.num_examples), self.sequence, self.sequence)
         return self.items[phase]
 
     def keep(self, kept: BoolArray) -> BatchLengths:
-        """The batch without the examples where `kept`, bool [num_examples], is False; examples are renumbered."""
+        """The examples where `kept`, bool [num_examples], is True, renumbered."""
         return self.take(np.flatnonzero(kept))
 
     def take(self, examples: Int64Array) -> BatchLengths:
-        """The batch of these examples, int64 [n], in this order and as often as they are named; renumbered.
-
-        O(n + items taken).
-        """
+        """The given examples, int64 [n], in this order and as often as given, renumbered. O(n + items taken)."""
         items = {name: column.take(examples) for name, column in self.items.items()}
         return BatchLengths(self.sequence[examples], self.num_targets[examples], self.home[examples], items)
 
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """Examples to draw batches from: those of a manifest or of a table of lengths, or sampled.
+    """Examples to draw steps from: of a manifest, of a table of lengths, or sampled.
 
-    source:      where they are from, for messages. examples: all of them, as one batch.
-    weight:      float64 [num_examples], how often each is drawn, in proportion; None is all alike.
-    assumptions: sentences: what was assumed to get the lengths.
+    source:      where the examples are from, for messages.
+    examples:    the lengths of all examples.
+    weight:      float64 [num_examples], proportional to how often each is drawn; None is all equal.
+    assumptions: sentences that say what was assumed about the lengths.
+
+    Example:
+        >>> lengths = BatchLengths(np.arange(1, 5), np.ones(4, int), np.zeros(4, np.int32), {})
+        >>> workload = Workload("four sequences", lengths, weight=np.array([0.0, 0.0, 1.0, 1.0]))
+        >>> sorted(set(workload.draw(100, np.random.default_rng(0)).sequence.tolist()))
+        [3, 4]
     """
 
     source: str
@@ -110,15 +129,15 @@ class Workload:
     assumptions: tuple[str, ...] = ()
 
     def draw(self, num_examples: int, rng: np.random.Generator) -> BatchLengths:
-        """A batch, drawn with replacement; home is rank 0. O(num_examples + items drawn)."""
+        """The lengths of a step, drawn with replacement; every home is rank 0. O(num_examples + items drawn)."""
         return self.examples.take(self.choose(num_examples, rng))
 
     def choose(self, num_examples: int, rng: np.random.Generator) -> Int64Array:
-        """Which examples `draw` takes, int64 [num_examples]."""
+        """The examples that `draw` takes, int64 [num_examples]."""
         share = None if self.weight is None else self.weight / self.weight.sum()
         return rng.choice(self.examples.num_examples, num_examples, p=share).astype(np.int64)
 
 
 def home_ranks(num_examples: int, num_ranks: int) -> Int32Array:
-    """Where the examples of a batch are computed when nothing is balanced: consecutive, equal counts to within one."""
+    """The rank of each example if nothing is balanced, int32 [num_examples]: consecutive, in equal shares."""
     return (np.arange(num_examples) * num_ranks // max(num_examples, 1)).astype(np.int32)

@@ -1,26 +1,26 @@
-"""Times from shapes and from a device's published figures alone: a roofline whose efficiency depends on size.
+"""Seconds from layers' shapes and a device's published figures alone: a roofline whose efficiency depends on size.
 
-- Matrix products: max(operations / (peak * efficiency), bytes / bandwidth), where
+- Matrix products take max(operations / (peak * efficiency), bytes / bandwidth), where
   efficiency = products / (1 + half_rows / rows + half_width * tp / width).
-  Products are computed in tiles, and a tile that is filled in part costs a whole one, so that a side of r rows costs
-  like one of r + half_rows. width is the narrower side of the matrix; tensor parallelism makes it narrower still. The
-  time is therefore linear in rows with a constant, which is also what profiles show.
-- Attention by pairs of a query and a key, at a share of the peak of its own, which short items do not reach. Backward
-  computes five products for forward's two (FlashAttention-2, section 4.1).
-- What is no product (norms, activations, residuals, rotations) by memory bandwidth: in forward each element that is
-  kept for backward is written once and read twice, by what makes it or takes it in; in backward it is read once more,
-  and its gradient is written and read; gradients of weights, biases and norms read both again.
-- Backward for the input, and backward for the weights, cost the products of a forward pass each: backward is 2, 1 or 0
-  times forward, by what is trainable, and one more where activations are recomputed (Cornstarch section 4.2, whose
-  formula leaves recomputation out).
-- Tensor parallelism divides all this, and communicates as Megatron with sequence parallelism: two all-gathers and two
-  reduce-scatters a transformer layer and pass (Optimus section 2.2), one of each where there is a single product.
-- AdamW is bound by memory: it reads a gradient, and reads and writes a weight and two moments.
+  Products are computed in tiles, and a partly filled tile costs as much as a full one: r rows cost like r + half_rows.
+  width is the narrower side of the matrix; tensor parallelism divides it. The time is a constant plus a linear function
+  of rows, as in profiles.
+- Attention takes operations / (peak * attention), counted by pairs of a query and a key; short items reach less.
+  Backward computes five products for forward's two (FlashAttention-2, section 4.1).
+- Everything else (norms, activations, residuals, rotations) is bound by memory bandwidth. Forward writes each element
+  that is kept for backward once and reads it twice. Backward reads it once more, and writes and reads its gradient.
+  The gradients of weights, biases and norms read both again.
+- Backward for the input costs the products of a forward pass, and so does backward for the weights. So backward takes
+  2, 1 or 0 times forward, by what is trainable, and once more where activations are recomputed (Cornstarch section 4.2,
+  whose formula leaves recomputation out).
+- Tensor parallelism divides all of the above. It communicates as Megatron with sequence parallelism: two all-gathers
+  and two reduce-scatters a transformer layer and pass (Optimus section 2.2), one of each for a single product.
+- AdamW is bound by memory bandwidth: it reads a gradient, and reads and writes a weight and two moments.
 
-Shares of the peak are measured ones: of large bf16 products 271 TFLOP/s on A100, 795 on H100, 1,745 on B200 and 782 on
-MI300X ("Maximum Achievable Matmul FLOPS", S. Bekman, Machine Learning Engineering, 2025); of attention 50 to 73 % on
-A100 (FlashAttention-2, section 4.1), 35 to 75 % on H100 (FlashAttention-3, section 4.1); of links, 360 of 450 GB/s on
-Hopper (what NCCL plans with). Devices of which no figure is published get the default.
+Shares of the peak are measured. Large bf16 products: 271 TFLOP/s on A100, 795 on H100, 1,745 on B200 and 782 on MI300X
+("Maximum Achievable Matmul FLOPS", S. Bekman, Machine Learning Engineering, 2025). Attention: 50 to 73 % on A100
+(FlashAttention-2, section 4.1), 35 to 75 % on H100 (FlashAttention-3, section 4.1). Links: 360 of 450 GB/s on Hopper
+(as NCCL assumes). Devices without published figures get the default.
 """
 
 from __future__ import annotations
@@ -39,19 +39,21 @@ from motet.cost import communication
 from motet.cost.model import LayerSeconds, Work
 
 ELEMENT_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-"""Of an activation, by the precision of products: those in fp8 read and write bf16."""
+"""Bytes of an activation's element by the precision of products. Products in fp8 read and write bf16."""
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What training reaches of a device's figures.
+    """The share of a device's published figures that training reaches.
 
-    products:    share of peak FLOP/s of large products.
-    half_rows:   rows at which a product reaches half of that. half_width: the same for the narrower side of its matrix.
-    attention:   share of peak FLOP/s of fused attention on long items.
-    half_length: keys a query attends to, in the mean, at which attention reaches half of that.
-    memory:      share of memory bandwidth. links: share of the bandwidth of links.
-    launch_s:    between the kernels of one pass of a layer: some 15 of them, 2 us each.
+    products:    share of peak FLOP/s that large products reach.
+    half_rows:   number of rows at which a product reaches half of `products`.
+    half_width:  narrower side of the matrix at which a product reaches half of `products`.
+    attention:   share of peak FLOP/s that fused attention reaches on long items.
+    half_length: mean number of keys a query attends to at which attention reaches half of `attention`.
+    memory:      share of memory bandwidth.
+    links:       share of the bandwidth of links.
+    launch_s:    seconds between the kernels of one pass of a layer: some 15 kernels, 2 us each.
     """
 
     products: float = 0.8
@@ -70,17 +72,26 @@ EFFICIENCY: Mapping[str, Efficiency] = {
     "b200": Efficiency(products=0.776),
     "gb200": Efficiency(products=0.776),
     "mi300x": Efficiency(products=0.6),
-    # Peak and bandwidths are measured as they are reached. The rest as PyTorch runs a layer of Qwen2, width 256 to 1536
-    # and 16 to 1024 rows, in float32 on one core: dispatch takes longer than on a GPU, whose host runs ahead.
+    # Peak and bandwidths of a CPU are measured as reached. The other figures are of PyTorch running a layer of Qwen2,
+    # width 256 to 1536 and 16 to 1024 rows, in float32 on one core. Dispatch takes longer than on a GPU, whose host
+    # runs ahead.
     "cpu": Efficiency(0.85, 16, 16, attention=0.5, half_length=16, memory=1, links=1, launch_s=300e-6),
 }
-"""By device, where it is not the default."""
+"""Efficiencies that differ from the default, by device."""
 
 
 class Analytic:
-    """A CostModel without measurements. efficiency: of the device, by default what EFFICIENCY says.
+    """A `CostModel` without measurements. efficiency: by default the device's in EFFICIENCY.
 
     Raises ArgumentError for a precision in which the device has no peak.
+
+    Example:
+        >>> from motet.cost.catalogue import cluster
+        >>> from motet.cost.model import Work
+        >>> layer = Layer("projector", weights=4096**2, parameters=4096**2, output_width=4096, activation_width=4096)
+        >>> model, work = Analytic(cluster("h100")), Work(np.array([8192.0]), np.array([0.0]))
+        >>> f"{1e6 * model.layer_seconds('image', layer, work).forward_s[0]:.0f} us"
+        '464 us'
     """
 
     def __init__(self, cluster: Cluster, precision: str = "bf16", efficiency: Efficiency | None = None) -> None:
@@ -102,6 +113,7 @@ class Analytic:
         )
 
     def on(self, cluster: Cluster) -> Analytic:
+        """The model of the same devices, precision and efficiency in another cluster."""
         return Analytic(cluster, self.precision, self.efficiency)
 
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
@@ -113,14 +125,14 @@ class Analytic:
             product_s + 2.5 * attention_s + 3 * moved_s,
             self._product_s(layer, work.rows, tp, layer.parameters) + 2 * moved_s,
         )
-        # What is held and never computed with takes no time.
+        # A layer of unused parameters takes no time.
         runs = (work.rows > 0) & (layer.weights + layer.activation_width > 0)
         return LayerSeconds(*(np.where(runs, self.efficiency.launch_s + s, 0.0) for s in passes))
 
     def tensor_seconds(self, layer: Layer, work: Work, ranks: Sequence[int]) -> Float64Array:
         width = layer.output_width if layer.attention else _narrower(layer)
         pairs = 2 if layer.attention else 1
-        # A gather and its mirror image take the same time.
+        # A reduce-scatter takes as long as an all-gather.
         return 2 * pairs * communication.gather_s(self._reached, work.rows * width * self._element_bytes, ranks)
 
     def send_seconds(self, size_bytes: Float64Array, ranks: Sequence[int]) -> Float64Array:
@@ -130,7 +142,7 @@ class Analytic:
         return float(communication.gather_s(self._reached, size_bytes, ranks))
 
     def reduce_scatter_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
-        """As long as the all-gather, whose mirror image it is."""
+        """As many as an all-gather of the same size takes."""
         return self.gather_seconds(size_bytes, ranks)
 
     def all_reduce_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
@@ -144,10 +156,10 @@ class Analytic:
         return 7 * state_bytes * num_parameters / self._bytes_per_s
 
     def _product_s(self, layer: Layer, rows: Float64Array, tp: int, num_entries: int) -> Float64Array:
-        """num_entries: of the matrices, or of their gradients and what else learns, to be read or written."""
-        reached = self.efficiency
-        narrow = 1 + reached.half_width * tp / max(_narrower(layer), 1)
-        computed_s = 2 * layer.weights * (rows * narrow + reached.half_rows) / (self._peak_flops * reached.products)
+        """Seconds of the layer's products in one pass. num_entries: parameters or gradients, read or written."""
+        share = self.efficiency
+        width_factor = 1 + share.half_width * tp / max(_narrower(layer), 1)
+        computed_s = 2 * layer.weights * (rows * width_factor + share.half_rows) / (self._peak_flops * share.products)
         moved_s = (num_entries + 2 * rows * layer.output_width) * self._element_bytes / self._bytes_per_s
         return np.maximum(computed_s, moved_s) / tp
 
@@ -162,5 +174,5 @@ class Analytic:
 
 
 def _narrower(layer: Layer) -> int:
-    """The narrower of the two sides of the layer's matrices, as if they were one that gives its output."""
+    """The narrower side of the layer's matrices, as if they were one matrix [weights / output_width, output_width]."""
     return min(layer.output_width, layer.weights // layer.output_width) or layer.output_width

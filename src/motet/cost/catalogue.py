@@ -1,12 +1,12 @@
-"""Clusters by the name of their device: what vendors publish of devices, and the node that each usually sits in.
+"""Clusters by the name of their device: the published figures of a device, and the usual node of such devices.
 
-Sources: the data sheets of NVIDIA and AMD. FLOP/s are dense, without sparsity. A vendor's gigabyte is taken for 10^9
-bytes, which leaves out the few per cent that a driver and its communication buffers take. Links are per direction:
-NVLink, Infinity Fabric or PCIe between the ranks of a node, and a rank's share of the node's network cards as vendors'
-and clouds' nodes have them (A40: the testbed of Cornstarch section 6.1). The latency of a message is what NCCL plans
-with (`hwLatencies` of its ring, protocol Simple): NVLink 3.4 us, PCIe 5.7 us, network 14 us.
+Sources: the data sheets of NVIDIA and AMD. FLOP/s are dense, without sparsity. A vendor's gigabyte counts as 10^9
+bytes; the difference is about what a driver and its communication buffers take. Bandwidths are per direction: NVLink,
+Infinity Fabric or PCIe between the ranks of a node, and a rank's share of the network cards of vendors' and clouds'
+nodes (A40: the testbed of Cornstarch section 6.1). The latency of a message is NCCL's own assumption (`hwLatencies` of
+its ring, protocol Simple): NVLink 3.4 us, PCIe 5.7 us, network 14 us.
 
-Every number can be stated otherwise in `[cluster]` of a recipe. The device "cpu" is this machine (`cost/cpu.py`).
+`[cluster]` of a recipe can replace every number. The device "cpu" is this machine (`cost/cpu.py`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ PRECISIONS = ("fp8", "bf16", "fp16", "tf32", "fp32", "fp64")
 _NVLINK_S, _PCIE_S, _NETWORK_S = 3.4e-6, 5.7e-6, 14e-6
 _PCIE_3, _PCIE_4, _PCIE_5 = 15.75, 31.5, 63.0
 _ETHERNET = Link(1.25e9, 50e-6)
-"""Between nodes of CPU ranks, which cannot be measured on one: 10 Gb/s."""
+"""The assumed link between nodes of CPU ranks, which one machine cannot measure: 10 Gb/s."""
 
 
 @dataclass(frozen=True)
 class _Gpu:
-    """In the units of data sheets. driver_name: a word or words of what the driver calls it."""
+    """The figures of a GPU in the units of data sheets. driver_name: words in the driver's name of the device."""
 
     driver_name: str
     tflops: Mapping[str, float]
@@ -78,8 +78,9 @@ DEVICES: tuple[str, ...] = (*_GPUS, "cpu")
 
 
 def cluster(device: str, num_nodes: int = 1, ranks_per_node: int | None = None) -> Cluster:
-    """num_nodes of the nodes that the device usually sits in. "cpu" is measured, in less than a second.
+    """A cluster of `num_nodes` usual nodes of a device. "cpu" is measured, in less than a second.
 
+    ranks_per_node: by default that of the usual node.
     Raises ArgumentError for a device that is not in the catalogue, and for counts below 1.
     """
     name = _known(device)
@@ -99,7 +100,7 @@ def device_called(driver_name: str) -> Device | None:
 
 
 class ClusterConfig(BaseModel):
-    """`[cluster]`: what a job is planned for. What is not given is as the catalogue has it for the device."""
+    """`[cluster]` of a recipe: the cluster that a job is planned for. Absent keys have the catalogue's values."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -130,7 +131,7 @@ class ClusterConfig(BaseModel):
         return given
 
     def cluster(self) -> Cluster:
-        """The catalogue's cluster with what is given here in place of its numbers."""
+        """The catalogue's cluster, with the numbers that are given here."""
         usual = cluster(self.device, self.nodes, self.ranks_per_node)
         peak_flops = {**usual.device.peak_flops, **{name: 1e12 * peak for name, peak in self.peak_tflops.items()}}
         device = Device(
@@ -174,7 +175,7 @@ def _gpu(name: str) -> Cluster:
 
 
 def _cpu(ranks_per_node: int | None) -> Cluster:
-    found = measured_cpu()
-    ranks_per_node = ranks_per_node or found.num_cores
-    device = Device("cpu", found.flops_per_s, found.memory_bytes // ranks_per_node, found.memory_bytes_per_s, False)
-    return Cluster(device, 1, ranks_per_node, Link(found.link_bytes_per_s, found.link_latency_s), _ETHERNET)
+    cpu = measured_cpu()
+    ranks_per_node = ranks_per_node or cpu.num_cores
+    device = Device("cpu", cpu.flops_per_s, cpu.memory_bytes // ranks_per_node, cpu.memory_bytes_per_s, overlaps=False)
+    return Cluster(device, 1, ranks_per_node, Link(cpu.link_bytes_per_s, cpu.link_latency_s), _ETHERNET)

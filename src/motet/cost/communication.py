@@ -1,20 +1,20 @@
 """Seconds of a message and of collectives among ranks of a cluster: alpha-beta, a latency a hop and bytes a second.
 
-n ranks sit in m nodes, at least c of them in each; (a, B) are latency and bandwidth inside a node, (A, b) those of a
-rank's own network card. Where the ranks share a node, or each has a node of its own, there is one kind of link.
+n ranks are in m nodes, at least c of them in each. (a, B) are latency and bandwidth inside a node, (A, b) those of a
+rank's own network card. If the ranks share a node, or each has its own node, there is one kind of link.
 
-- all-gather to S bytes, and reduce-scatter, its mirror image: a ring (Thakur et al. 2005, section 4.1).
-  A part goes round n - 1 links, m - 1 of them between nodes, and every rank takes in (n - 1) / n of S. As NCCL does, c
-  rings, one for each card, share the traffic between nodes, so that a rank's share of it flows at min(B, c b):
+- all-gather to S bytes, and reduce-scatter: a ring (Thakur et al. 2005, section 4.1). A part passes n - 1 links, m - 1
+  of them between nodes, and every rank receives S (n - 1) / n. As in NCCL, c rings, one for each network card, share
+  the traffic between nodes, so that a rank's share flows at min(B, c b):
   (m - 1) A + (n - m) a + S (n - 1) / n / min(B, c b)
-- all-reduce: a reduce-scatter and an all-gather, or, where that is faster, as for short messages, NCCL's double binary
-  tree (Sanders, Speck and Traeff 2009): up and down a tree of nodes, in each of which ranks form a chain:
+- all-reduce: the faster of two. One is a reduce-scatter and an all-gather. The other, faster for short messages, is
+  NCCL's double binary tree (Sanders, Speck and Traeff 2009), up and down a tree of nodes with a chain of ranks in each:
   2 (ceil(log2 m) A + (n / m - 1) a) + 2 S / min(B, c b)
 - all-to-all, with k ranks in the fullest node: a rank that moves I bytes inside its node and C between nodes takes
-  (k - 1) a + I / B  +  (m - 1) A + C / b, and the slowest one is the exchange (core/exchange.py)
+  (k - 1) a + I / B  +  (m - 1) A + C / b, and the exchange takes as long as the slowest rank (core/exchange.py)
 
-Nothing is sent to nobody: 0 seconds for a group of one, and for 0 bytes. Sizes are one number or an array of any shape;
-seconds have the same.
+A group of one rank takes 0 seconds, and so do 0 bytes. Sizes are a number or an array of any shape; seconds have the
+same shape.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Amounts = Float64Array | float
 
 
 class Group(NamedTuple):
-    """The ranks of a collective, counted. fewest: ranks in the node that has the fewest."""
+    """The size of a collective's group. fewest: the number of its ranks in the node that has fewest."""
 
     num_ranks: int
     num_nodes: int
@@ -44,7 +44,7 @@ class Group(NamedTuple):
 
 
 def group_of(cluster: Cluster, ranks: Sequence[int]) -> Group:
-    """Raises ArgumentError for no ranks, for one that is named twice, and for one that is not in the cluster."""
+    """Count ranks and nodes. Raises ArgumentError for no ranks, a rank named twice, or a rank outside the cluster."""
     counts = Counter(cluster.node_of(rank) for rank in _checked(cluster, ranks))
     return Group(len(ranks), len(counts), min(counts.values()))
 
@@ -57,20 +57,20 @@ def _checked(cluster: Cluster, ranks: Sequence[int]) -> Sequence[int]:
 
 
 def send_s(cluster: Cluster, size_bytes: Amounts, ranks: Sequence[int]) -> Float64Array:
-    """A message from one of `ranks` to another, by the slowest link among them."""
+    """Seconds of a message from one of `ranks` to another, over the slowest link among them."""
     link = cluster.link(ranks)
     return _seconds(group_of(cluster, ranks), size_bytes, link.latency_s, 1 / link.bytes_per_s)
 
 
 def gather_s(cluster: Cluster, size_bytes: Amounts, ranks: Sequence[int]) -> Float64Array:
-    """All-gather after which each of `ranks` has size_bytes, or the reduce-scatter of size_bytes on each."""
+    """Seconds of an all-gather after which each of `ranks` has size_bytes, or of a reduce-scatter of size_bytes."""
     n, m, _ = group = group_of(cluster, ranks)
     latency_s = (m - 1) * cluster.inter_node.latency_s + (n - m) * cluster.intra_node.latency_s
     return _seconds(group, size_bytes, latency_s, (n - 1) / n / _ring_bytes_per_s(cluster, group))
 
 
 def all_reduce_s(cluster: Cluster, size_bytes: Amounts, ranks: Sequence[int]) -> Float64Array:
-    """Of size_bytes on each of `ranks`."""
+    """Seconds of an all-reduce of size_bytes on each of `ranks`."""
     n, m, _ = group = group_of(cluster, ranks)
     latency_s = math.ceil(math.log2(m)) * cluster.inter_node.latency_s + (n / m - 1) * cluster.intra_node.latency_s
     tree_s = _seconds(group, size_bytes, 2 * latency_s, 2 / _ring_bytes_per_s(cluster, group))
@@ -78,7 +78,7 @@ def all_reduce_s(cluster: Cluster, size_bytes: Amounts, ranks: Sequence[int]) ->
 
 
 def all_to_all_s(cluster: Cluster, moved_bytes: Moved, ranks: Sequence[int]) -> Float64Array:
-    """All-to-all among `ranks`, of what each of them moves."""
+    """Seconds of an all-to-all among `ranks`. moved_bytes: [..., 2, len(ranks)]; the result is float64 [...]."""
     nodes = Counter(cluster.node_of(rank) for rank in _checked(cluster, ranks))
 
     def inside_s(size_bytes: Float64Array) -> Float64Array:
@@ -91,7 +91,7 @@ def all_to_all_s(cluster: Cluster, moved_bytes: Moved, ranks: Sequence[int]) -> 
 
 
 def _all_to_all_s(link: Link, num_ends: int, size_bytes: Float64Array) -> Float64Array:
-    """num_ends - 1 messages, which share the bytes."""
+    """Seconds of num_ends - 1 messages that share the bytes."""
     s_per_byte = (num_ends - 1) / link.bytes_per_s / max(num_ends - 1, 1)
     return np.where(size_bytes > 0, (num_ends - 1) * link.latency_s + size_bytes * s_per_byte, 0.0)
 
@@ -102,7 +102,7 @@ def _seconds(group: Group, size_bytes: Amounts, latency_s: float, s_per_byte: fl
 
 
 def _ring_bytes_per_s(cluster: Cluster, group: Group) -> float:
-    """What a rank takes in from its neighbour in a ring, or from those below it in a tree."""
+    """The bandwidth at which a rank receives from its neighbour in a ring, or from its children in a tree."""
     inside, between = cluster.intra_node.bytes_per_s, cluster.inter_node.bytes_per_s
     if group.num_nodes == 1:
         return inside

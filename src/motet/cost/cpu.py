@@ -1,10 +1,11 @@
-"""What a rank on this machine's CPU computes, copies and sends in a second: measured, in under a second, without torch.
+"""Measures this machine's CPU, without torch: operations, copied bytes and sent bytes a second of one rank.
 
-A second process, with one thread as each of several ranks would have, multiplies matrices of 512 x 512 (peak FLOP/s)
-and copies 32 MB (memory bandwidth); then the two processes send each other messages through pipes (the link). The best
-of several repeats counts, since whatever else the machine does only takes away. Measured once a process.
+A second process has one thread, as each of several ranks would. It multiplies matrices of 512 x 512 (peak FLOP/s) and
+copies 32 MB (memory bandwidth). Then the two processes send each other messages through pipes (the link). The best of
+several repeats counts, since other programs on the machine only slow it down. All of it takes less than a second, once
+a process.
 
-This file is also what the second process runs, so it imports nothing of its own package.
+The second process runs this file, so it imports nothing of its own package.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 
 @dataclass(frozen=True)
 class CpuFigures:
-    """Of one rank. flops_per_s: by precision. memory_bytes: of the whole machine. link_latency_s: of one message."""
+    """The figures of one rank. flops_per_s: by precision. memory_bytes: of the whole machine."""
 
     num_cores: int
     flops_per_s: dict[str, float]
@@ -39,7 +40,7 @@ class CpuFigures:
 
 @cache
 def measured_cpu() -> CpuFigures:
-    """The figures of this machine."""
+    """The figures of this machine, measured at the first call."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with subprocess.Popen(
         [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | _ONE_THREAD
@@ -55,7 +56,7 @@ def measured_cpu() -> CpuFigures:
                 to_peer.flush()
                 from_peer.read(size_bytes)
 
-            return _least_seconds(there_and_back)
+            return _fastest_s(there_and_back)
 
         small_s, large_s = round_trip_s(1), round_trip_s(MESSAGE_BYTES)
         to_peer.close()
@@ -71,35 +72,36 @@ def measured_cpu() -> CpuFigures:
 
 
 def _peer() -> None:
-    """What the second process does: measures itself, tells, and sends back what it is sent."""
+    """Run the second process: measure, send the figures, then send back every message."""
     figures = np.array([_matmul_flops(np.float32), _matmul_flops(np.float64), _copied_bytes_per_s()])
-    asked, told = sys.stdin.buffer, sys.stdout.buffer
-    told.write(figures.tobytes())
-    told.flush()
-    while header := asked.read(8):
-        told.write(asked.read(int.from_bytes(header, "little")))
-        told.flush()
+    received, sent = sys.stdin.buffer, sys.stdout.buffer
+    sent.write(figures.tobytes())
+    sent.flush()
+    while header := received.read(8):
+        sent.write(received.read(int.from_bytes(header, "little")))
+        sent.flush()
 
 
 def _matmul_flops(dtype: type[np.floating[Any]]) -> float:
     a: NDArray[Any] = np.ones((MATRIX_DIM, MATRIX_DIM), dtype=dtype)
     out = np.empty_like(a)
-    return float(2 * MATRIX_DIM**3 / _least_seconds(lambda: np.matmul(a, a, out=out)))
+    return float(2 * MATRIX_DIM**3 / _fastest_s(lambda: np.matmul(a, a, out=out)))
 
 
 def _copied_bytes_per_s() -> float:
     source = np.ones(COPIED_BYTES, dtype=np.uint8)
     target = np.zeros_like(source)
-    return COPIED_BYTES / _least_seconds(lambda: np.copyto(target, source))
+    return COPIED_BYTES / _fastest_s(lambda: np.copyto(target, source))
 
 
-def _least_seconds(work: Callable[[], object]) -> float:
-    found = []
+def _fastest_s(work: Callable[[], object]) -> float:
+    """Seconds of the fastest of NUM_REPEATS calls."""
+    durations_s = []
     for _ in range(NUM_REPEATS):
         start_s = time.perf_counter()
         work()
-        found.append(time.perf_counter() - start_s)
-    return min(found)
+        durations_s.append(time.perf_counter() - start_s)
+    return min(durations_s)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Seconds as a function of work, from measured points: a fit with few coefficients, and piecewise-linear surfaces.
 
-The fit is what balancing needs: constant + linear * tokens + quadratic * tokens^2 (OrchMLLM equation 2, whose
-coefficients are thus measured and not assumed). The surface is what prediction needs: linear interpolation of profiled
-times (MMScale/DistTrain section 3), along rows, and between batches whose rows attend to more or fewer others.
+Balancing uses the fit: constant + linear * tokens + quadratic * tokens^2 (OrchMLLM equation 2, with measured
+coefficients). Prediction uses the surface: linear interpolation of profiled times (MMScale/DistTrain section 3) in two
+variables, rows and keys that a row attends to.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from motet.core.arrays import Float64Array
 from motet.core.errors import ArgumentError
 
 _NS_PER_S = 1e9
-_ALIKE = 1.2
-"""Numbers of rows that are taken for one, by their ratio."""
+_SAME_ROWS_RATIO = 1.2
+"""Points whose numbers of rows differ by at most this ratio are averaged."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """constant_ns + linear_ns * amount + quadratic_ns * square: nanoseconds, none of the coefficients below 0."""
+    """Nanoseconds: constant_ns + linear_ns * amount + quadratic_ns * square. No coefficient is negative."""
 
     constant_ns: float
     linear_ns: float
     quadratic_ns: float = 0.0
 
     def seconds(self, amount: ArrayLike, square: ArrayLike = 0.0) -> Float64Array:
-        """amount, square: float64 [n], e.g. sums of lengths and of squared lengths."""
+        """Seconds, float64 [n]. amount, square: float64 [n], e.g. sums of lengths and of squared lengths."""
         total = self.constant_ns + self.linear_ns * np.asarray(amount) + self.quadratic_ns * np.asarray(square)
         return np.asarray(total / _NS_PER_S, dtype=np.float64)
 
 
 def fit_curve(seconds: ArrayLike, amount: ArrayLike, square: ArrayLike | None = None) -> Curve:
-    """The non-negative coefficients with the least sum of squared *relative* errors, so that short counts like long.
+    """The non-negative coefficients with the least sum of squared relative errors: all points weigh the same.
 
-    seconds: float64 [n], what was measured; points of 0 seconds are left out. amount, square: float64 [n].
+    seconds: float64 [n], measured; points of 0 seconds are left out. amount, square: float64 [n].
     Raises ArgumentError for columns of unequal length. O(n).
     """
-    # Late: it takes longer to import than to find many a plan, and published figures need no fit.
+    # Imported here: the import takes longer than many a search for a plan, and the analytic model needs no fit.
     from scipy.optimize import nnls
 
     measured = np.asarray(seconds, dtype=np.float64)
@@ -54,7 +54,7 @@ def fit_curve(seconds: ArrayLike, amount: ArrayLike, square: ArrayLike | None = 
     if not known.any():
         return Curve(0.0, 0.0)
     matrix = np.stack(columns, axis=1)[known] / measured[known, None]
-    # Of one order of magnitude: squares of long lengths are 10^8 times as large as the constant's column.
+    # Scaled to one order of magnitude: squares of long lengths are 10^8 times as large as the constant's column.
     scale = np.maximum(matrix.max(axis=0), np.finfo(np.float64).tiny)
     coefficients = nnls(matrix / scale, np.ones(len(matrix)))[0] / scale * _NS_PER_S
     return Curve(*coefficients.tolist())
@@ -62,9 +62,11 @@ def fit_curve(seconds: ArrayLike, amount: ArrayLike, square: ArrayLike | None = 
 
 @dataclass(frozen=True)
 class RelativeError:
-    """|predicted - measured| over some points. mean, worst: relative to what was measured at each point.
-    overall: all of it relative to all that was measured, which points of next to nothing do not spoil.
-    num_points: that were compared; without any, the errors are 0.
+    """The errors |predicted - measured| of several points.
+
+    mean, worst: of |predicted - measured| / measured over the points.
+    overall:     sum of |predicted - measured| / sum of measured, in which tiny points weigh little.
+    num_points:  the number of compared points; without any, the errors are 0.
     """
 
     mean: float
@@ -74,71 +76,78 @@ class RelativeError:
 
 
 def relative_error(predicted: ArrayLike, measured: ArrayLike) -> RelativeError:
-    """float64 [n] each; points of 0 measured seconds are left out, and without any other the error is 0."""
+    """Compare float64 [n] with float64 [n]. Points of 0 measured seconds are left out."""
     true = np.asarray(measured, dtype=np.float64)
     known = true > 0
     if not known.any():
         return RelativeError(0.0, 0.0, 0.0, 0)
-    off = np.abs(np.asarray(predicted, dtype=np.float64) - true)[known]
-    errors = off / true[known]
-    return RelativeError(float(errors.mean()), float(errors.max()), float(off.sum() / true.sum()), int(known.sum()))
+    difference = np.abs(np.asarray(predicted, dtype=np.float64) - true)[known]
+    errors = difference / true[known]
+    overall = float(difference.sum() / true.sum())
+    return RelativeError(float(errors.mean()), float(errors.max()), overall, int(known.sum()))
 
 
 class Surface:
-    """Seconds over rows and pairs, through all measured points; those of about as many rows are averaged.
+    """Seconds over rows and pairs, through all measured points. Points of about the same number of rows are averaged.
 
-    Points whose rows attend to equally many rows each (pairs / rows) make a line over rows, interpolated linearly;
-    between two such lines the seconds of equally many rows are interpolated linearly in pairs / rows. So at a given
-    number of rows seconds are piecewise linear in pairs. Beyond the grid a line goes on as over its last half, and from
-    line to line the last slope goes on, but never downwards; below its fewest rows a line runs to its intercept, which
-    is at least 0. Without rows nothing is computed: 0 s.
+    1. Points of equal pairs / rows make a line over rows, interpolated linearly. Below its first point a line runs to
+       its intercept, which is at least 0. Beyond its last point it has the slope of its last half.
+    2. Between two lines, seconds at a number of rows are interpolated linearly in pairs / rows. Beyond the last line
+       the last slope continues, unless it falls.
+    So at a given number of rows, seconds are piecewise linear in pairs. 0 rows take 0 s.
     """
 
     def __init__(self, rows: Sequence[float], pairs: Sequence[float], seconds: Sequence[float]) -> None:
-        """rows, pairs, seconds: [num_points]. Raises ArgumentError where no point has any rows."""
+        """rows, pairs, seconds: [num_points]. Raises ArgumentError if no point has any rows."""
         known = np.asarray(rows) > 0
         if not known.any():
             raise ArgumentError("a surface of seconds needs a point that has rows.")
-        at, measured = np.asarray(rows, dtype=np.float64)[known], np.asarray(seconds, dtype=np.float64)[known]
-        keys = np.round(np.asarray(pairs)[known] / at, 6)
-        self._keys = np.unique(keys)
-        self._lines = [_line(at[keys == key], measured[keys == key]) for key in self._keys]
+        known_rows, measured = np.asarray(rows, dtype=np.float64)[known], np.asarray(seconds, dtype=np.float64)[known]
+        keys_per_row = np.round(np.asarray(pairs)[known] / known_rows, 6)
+        self._keys_per_row = np.unique(keys_per_row)
+        self._lines = [
+            _line(known_rows[keys_per_row == key], measured[keys_per_row == key]) for key in self._keys_per_row
+        ]
 
     def __call__(self, rows: Float64Array, pairs: Float64Array) -> Float64Array:
         """rows, pairs: float64 [n] -> seconds, float64 [n]. O(n * lines)."""
-        values = np.stack([_along(line, rows) for line in self._lines])
-        if len(values) == 1:
-            return np.where(rows > 0, values[0], 0.0)
-        keys = pairs / np.maximum(rows, 1e-9)
-        low = np.clip(np.searchsorted(self._keys, keys) - 1, 0, len(values) - 2)
+        on_lines = np.stack([_along(line, rows) for line in self._lines])
+        if len(on_lines) == 1:
+            return np.where(rows > 0, on_lines[0], 0.0)
+        keys_per_row = pairs / np.maximum(rows, 1e-9)
+        low = np.clip(np.searchsorted(self._keys_per_row, keys_per_row) - 1, 0, len(on_lines) - 2)
         column = np.arange(len(rows))
-        below, above = values[low, column], values[low + 1, column]
-        share = (keys - self._keys[low]) / (self._keys[low + 1] - self._keys[low])
+        below, above = on_lines[low, column], on_lines[low + 1, column]
+        share = (keys_per_row - self._keys_per_row[low]) / (self._keys_per_row[low + 1] - self._keys_per_row[low])
         rise = np.where(share > 1, np.maximum(above - below, 0), above - below)
-        found = np.where(share > 1, above + (share - 1) * rise, below + share * rise)
-        return np.where(rows > 0, np.maximum(found, 0.0), 0.0)
+        seconds = np.where(share > 1, above + (share - 1) * rise, below + share * rise)
+        return np.where(rows > 0, np.maximum(seconds, 0.0), 0.0)
 
 
 def _line(rows: Float64Array, seconds: Float64Array) -> tuple[Float64Array, Float64Array]:
-    """Corners of a line, ascending, from 0 rows on; points of about as many rows are averaged: what noise there is
-    between two of them would be a slope of any size.
+    """The corners of a line as (rows, seconds), ascending, the first at 0 rows.
+
+    Points of about the same number of rows are averaged, as noise between two of them would be an arbitrary slope.
     """
     order = np.argsort(rows, kind="stable")
     ascending, groups, first = rows[order], [], 0
     while first < len(order):
-        stop = int(np.searchsorted(ascending, ascending[first] * _ALIKE, side="right"))
+        stop = int(np.searchsorted(ascending, ascending[first] * _SAME_ROWS_RATIO, side="right"))
         groups.append(order[first:stop])
         first = stop
-    at, mean = (np.array([column[group].mean() for group in groups]) for column in (rows, seconds))
-    intercept = 0.0
-    if len(at) > 1:
-        intercept = max(0.0, float(mean[0] - at[0] * (mean[1] - mean[0]) / (at[1] - at[0])))
-    return np.concatenate([[0.0], at]), np.concatenate([[min(intercept, float(mean[0]))], mean])
+    corner_rows, corner_s = (np.array([column[group].mean() for group in groups]) for column in (rows, seconds))
+    intercept_s = 0.0
+    if len(corner_rows) > 1:
+        rise_s = corner_rows[0] * (corner_s[1] - corner_s[0]) / (corner_rows[1] - corner_rows[0])
+        intercept_s = max(0.0, float(corner_s[0] - rise_s))
+    first_s = min(intercept_s, float(corner_s[0]))
+    return np.concatenate([[0.0], corner_rows]), np.concatenate([[first_s], corner_s])
 
 
 def _along(line: tuple[Float64Array, Float64Array], rows: Float64Array) -> Float64Array:
-    """Beyond the last corner as steep as over the last half, or what reaches farther back."""
-    at, seconds = line
-    back = int(np.searchsorted(at, at[-1] / 2, side="right")) - 1
-    slope = max(0.0, float((seconds[-1] - seconds[back]) / (at[-1] - at[back])))
-    return np.asarray(np.interp(rows, at, seconds) + np.maximum(rows - at[-1], 0.0) * slope)
+    """Seconds of a line at `rows`. The slope beyond the last corner is that from the last corner at or before half of
+    its rows."""
+    corner_rows, corner_s = line
+    back = int(np.searchsorted(corner_rows, corner_rows[-1] / 2, side="right")) - 1
+    slope = max(0.0, float((corner_s[-1] - corner_s[back]) / (corner_rows[-1] - corner_rows[back])))
+    return np.asarray(np.interp(rows, corner_rows, corner_s) + np.maximum(rows - corner_rows[-1], 0.0) * slope)

@@ -1,13 +1,16 @@
 """Floating-point operations of layers and modules on items of given lengths, forward and backward.
 
-A matrix product of a row with w weights is 2 w operations; attention, for each pair of a query and a key that the mask
-leaves, is two products over all heads: 4 * width operations (Kaplan et al. 2020, section 2.1; PaLM, appendix B). Norms,
-activations, softmax and look-ups are not counted. Backward is each product again for its weights' gradient, where they
-are trained, and again for its input's, where a gradient must pass (Cornstarch section 4.2, with the erratum on
-recomputation). What a model needs, without recomputation and padding, gives MFU; what the hardware does, HFU: Optimus
-(section 5) calls the second by the first's name. Megatron's formula, which it uses, counts all pairs of a causal mask.
+- A product of a row with w weights takes 2 w operations.
+- Attention takes 4 * width operations for each pair of a query and a key that the mask leaves: two products over all
+  heads (Kaplan et al. 2020, section 2.1; PaLM, appendix B).
+- Norms, activations, softmax and look-ups are not counted.
+- Backward computes each product again for the gradient of its weights, if they are trainable, and again for the
+  gradient of its input, if one is needed (Cornstarch section 4.2, with the erratum on recomputation).
 
-Counted in integers, so that all ranks count the same.
+MFU counts the operations that the model needs, without recomputation and padding. HFU counts those that the hardware
+computes. Optimus (section 5) calls HFU "MFU", and uses Megatron's formula, which counts all pairs of a causal mask.
+
+Operations are integers, so that all ranks count the same.
 """
 
 from __future__ import annotations
@@ -27,8 +30,10 @@ from motet.cost.model import Work
 
 
 class LayerFlops(NamedTuple):
-    """Operations, float64 [num_microbatches] each: forward; input, for the gradient of the input and of all that is
-    within; weight, for those of the weights. All as if they were needed.
+    """Operations of a layer, float64 [num_microbatches] each, whether or not they are needed.
+
+    input:  for the gradient of the input and of all inner activations.
+    weight: for the gradients of the weights.
     """
 
     forward: Float64Array
@@ -47,16 +52,17 @@ def work_of(
 ) -> Work:
     """Rows and pairs of a layer in each microbatch. O(num_items).
 
-    lengths, microbatch: int64 [num_items], of each item its length and its microbatch, by default the first.
-    padded:              every item is computed as if it were as long as the longest of its microbatch.
-    num_targets:         int64 [num_microbatches], the rows of a layer that sees targets only; by default all rows.
+    lengths:     int64 [num_items].
+    microbatch:  int64 [num_items]; by default all items are in the first.
+    padded:      every item has the rows of the longest item of its microbatch.
+    num_targets: int64 [num_microbatches], the rows of a layer that sees targets only; by default all rows.
     """
     rows, pairs = _work(layer, lengths, microbatch, num_microbatches, padded, num_targets)
     return Work(rows.astype(np.float64), pairs.astype(np.float64))
 
 
 def layer_flops(layer: Layer, work: Work) -> LayerFlops:
-    """Operations of one layer on given work."""
+    """Operations of one layer on the given work."""
     products = 2.0 * layer.weights * work.rows
     attention = 4.0 * (layer.attention.width if layer.attention else 0) * work.pairs
     return LayerFlops(products + attention, products + 2 * attention, products)
@@ -71,16 +77,17 @@ def step_flops(
     recomputed: bool = False,
     microbatch: Int64Array | None = None,
 ) -> int:
-    """Operations of forward and backward. O(num_items), once for all layers that see the same rows.
+    """Operations of a module's forward and backward. O(num_items) for each kind of layer with rows of its own.
 
     num_targets: rows that the output layer sees; by default all.
-    reached:     something before the module learns, so that its input needs a gradient.
-    recomputed:  transformer layers that have a backward pass run forward again in it, whole, as in Megatron's formula
-                 (torch leaves out the last product of each).
-    microbatch:  int64 [num_items]; if given, a padded module's padding is counted, to the longest of each microbatch
-                 (its projector's too, which is then some per cent above what Motet's encoders compute).
+    reached:     a parameter before the module is trainable, so the module's input needs a gradient.
+    recomputed:  backward runs the forward pass of each transformer layer again, whole, as in Megatron's formula (torch
+                 leaves out the last product of each).
+    microbatch:  int64 [num_items]; if given, the padding of a padded module counts, to the longest item of each
+                 microbatch. The projector's padding counts too, some per cent above what Motet's encoders compute.
     """
-    per_work = {like: (own.row, own.pair) for like, own in _operations(module, reached, recomputed).items()}
+    operations = _operations(module, reached, recomputed)
+    per_work = {like: (totals.row, totals.pair) for like, totals in operations.items()}
     return _total(module, per_work, lengths, num_targets, microbatch)
 
 
@@ -91,10 +98,10 @@ def batch_flops(
     recomputed: Collection[str] = (),
     computed_on: Mapping[str, Int64Array] = MappingProxyType({}),
 ) -> dict[str, int]:
-    """Operations of forward and backward of each phase of a microbatch, over all ranks.
+    """Operations of forward and backward of each module on a microbatch, over all ranks.
 
-    recomputed:  modules whose transformer layers are recomputed.
-    computed_on: per padded module whose padding is to count, int64 [num_items], the rank that computes each item.
+    recomputed:  the modules whose transformer layers are recomputed.
+    computed_on: per padded module whose padding counts, int64 [num_items], the rank that computes each item.
     """
     flops = {}
     for module in spec.modules:
@@ -111,9 +118,9 @@ def batch_flops(
 
 
 def mfu(spec: ModelSpec, batches: Iterable[BatchLengths], time_s: float, peak_flops: float) -> float:
-    """Model FLOPs utilisation: the share of what all ranks could do in time_s that the model itself needs.
+    """Model FLOPs utilisation: operations that the model needs / (time_s * peak_flops).
 
-    peak_flops: operations a second, of all ranks together.
+    peak_flops: operations a second of all ranks together.
     """
     return sum(sum(batch_flops(spec, batch).values()) for batch in batches) / time_s / peak_flops
 
@@ -125,9 +132,9 @@ def hfu(
     peak_flops: float,
     recomputed: Collection[str] = (),
 ) -> float:
-    """Hardware FLOPs utilisation: as MFU, but with recomputation and padding.
+    """Hardware FLOPs utilisation: as `mfu`, with recomputation and padding.
 
-    batches: the lengths of each, and where the items of padded modules are computed, as in `batch_flops`.
+    batches: the lengths and `computed_on` of each microbatch, as in `batch_flops`.
     """
     total = 0
     for lengths, computed_on in batches:
@@ -136,7 +143,10 @@ def hfu(
 
 
 class LikeOperations(NamedTuple):
-    """Operations for each row, and for each pair, of all layers that are given the same work."""
+    """Operations a row and a pair, summed over all layers that are given the same work.
+
+    forward_row, forward_pair: of forward. row, pair: of forward and backward.
+    """
 
     forward_row: int = 0
     forward_pair: int = 0
@@ -145,37 +155,38 @@ class LikeOperations(NamedTuple):
 
 
 def operations_by_work(layers: Iterable[tuple[Layer, bool, bool]]) -> dict[Layer, LikeOperations]:
-    """By a layer that stands for all that are given the same work: layers are mostly alike.
+    """Operations by representative: a layer that stands for all layers with the same rows and pairs.
 
-    layers: each with whether a gradient must pass through it to what learns before it, and whether it is recomputed.
+    layers: (layer, whether backward needs a gradient of its input, whether it is recomputed).
     """
-    found: dict[Layer, LikeOperations] = {}
-    for layer, returns, recomputed in layers:
+    totals: dict[Layer, LikeOperations] = {}
+    for layer, needs_input, recomputed in layers:
         attention = layer.attention
-        # A transformer layer is several products: gradients pass between them even if none leaves it.
-        inner = returns or (layer.trainable and attention is not None)
+        # A trainable transformer layer has several products, so gradients pass between them even if none leaves it.
+        has_input = needs_input or (layer.trainable and attention is not None)
         like = _representative(layer)
-        old = found.get(like, LikeOperations())
+        before = totals.get(like, LikeOperations())
         products, pairs = 2 * layer.weights, 4 * attention.width if attention else 0
-        found[like] = LikeOperations(
-            old.forward_row + products,
-            old.forward_pair + pairs,
-            old.row + products * (1 + inner + layer.trainable + recomputed),
-            old.pair + pairs * (1 + 2 * inner + recomputed),
+        totals[like] = LikeOperations(
+            before.forward_row + products,
+            before.forward_pair + pairs,
+            before.row + products * (1 + has_input + layer.trainable + recomputed),
+            before.pair + pairs * (1 + 2 * has_input + recomputed),
         )
-    return found
+    return totals
 
 
 @cache
 def _operations(module: Module, reached: bool, recomputed: bool) -> dict[Layer, LikeOperations]:
     def layers() -> Iterator[tuple[Layer, bool, bool]]:
-        for layer, returns in zip(module.layers, module.input_gradients(reached), strict=True):
-            yield layer, returns, recomputed and layer.attention is not None and (returns or layer.trainable)
+        for layer, needs_input in zip(module.layers, module.input_gradients(reached), strict=True):
+            yield layer, needs_input, recomputed and layer.attention is not None and (needs_input or layer.trainable)
 
     return operations_by_work(layers())
 
 
 def _representative(layer: Layer) -> Layer:
+    """A layer that is equal for all layers with the same rows and pairs."""
     attention = replace(layer.attention, width=0, kv_width=0) if layer.attention else None
     like = replace(layer, kind="", weights=0, parameters=0, output_width=0, activation_width=0)
     return replace(like, attention=attention, trainable=False)
@@ -194,8 +205,8 @@ def _total(
     for like, (row, pair) in per_work.items():
         if row or pair:
             rows, pairs = _work(like, lengths, microbatch, num_microbatches, padded, None)
-            given = num_targets if like.targets_only and num_targets is not None else sum(rows.tolist())
-            total += row * given + pair * sum(pairs.tolist())
+            num_rows = num_targets if like.targets_only and num_targets is not None else sum(rows.tolist())
+            total += row * num_rows + pair * sum(pairs.tolist())
     return total
 
 
@@ -211,15 +222,15 @@ def _work(
     rows = rows_of(layer, np.asarray(lengths, dtype=np.int64))
     if len(rows) * int(rows.max(initial=0)) ** 2 >= 2**62:
         rows = rows.astype(object)
-    place = np.zeros(len(rows), dtype=np.int64) if microbatch is None else microbatch
+    index = np.zeros(len(rows), dtype=np.int64) if microbatch is None else microbatch
     if padded:
         longest = np.zeros(num_microbatches, dtype=rows.dtype)
-        np.maximum.at(longest, place, rows)
-        rows = longest[place]
+        np.maximum.at(longest, index, rows)
+        rows = longest[index]
     summed = np.zeros((2, num_microbatches), dtype=rows.dtype)
-    np.add.at(summed[0], place, rows)
+    np.add.at(summed[0], index, rows)
     if layer.attention:
-        np.add.at(summed[1], place, pairs_of(layer.attention, rows))
+        np.add.at(summed[1], index, pairs_of(layer.attention, rows))
         if layer.attention.density != 1:
             summed[1] = np.rint(summed[1].astype(np.float64) * layer.attention.density).astype(rows.dtype)
     if layer.targets_only and num_targets is not None:
@@ -228,13 +239,13 @@ def _work(
 
 
 def rows_of(layer: Layer, lengths: Int64Array) -> Int64Array:
-    """Rows that items of `lengths` have in a layer, int64 [num_items] each."""
+    """The rows of each item in a layer, int64 [num_items]. lengths: int64 [num_items]."""
     rows = lengths if layer.divisor == 1 else -(-lengths // layer.divisor)
     return rows + layer.extra_rows if layer.extra_rows else rows
 
 
 def pairs_of(attention: Attention, rows: Int64Array) -> Int64Array:
-    """Pairs of a query and a key in items of `rows`, int64 [num_items] each, whatever the density."""
+    """The pairs of a query and a key in each item, int64 [num_items], at a density of 1. rows: int64 [num_items]."""
     if not attention.window:
         pairs: Int64Array = rows * (rows + 1) // 2 if attention.causal else rows * rows
     elif attention.causal:

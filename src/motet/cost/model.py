@@ -1,4 +1,7 @@
-"""What a cost model answers: seconds for a layer on given work, and for a message. Analytic or fitted to a profile."""
+"""The interface of a cost model: seconds of a layer on given work, and of a message.
+
+`Analytic` computes them from published figures, `Profiled` from a profile.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ from motet.core.spec import Layer
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """What one layer is given in each of several microbatches.
+    """The work of one layer in each of several microbatches.
 
-    rows:  float64 [num_microbatches], rows in it, padding included where the module pads.
+    rows:  float64 [num_microbatches], rows in the layer, with padding if the module pads.
     pairs: float64 [num_microbatches], pairs of a query and a key that attention computes; 0 without attention.
     """
 
@@ -27,10 +30,11 @@ class Work:
 
 
 class LayerSeconds(NamedTuple):
-    """Compute of one rank for its share of a layer, float64 [num_microbatches] each.
+    """Seconds that one rank computes its share of a layer, float64 [num_microbatches] each, whether or not needed.
 
-    forward_s; input_s, the gradient of the input; weight_s, the gradients of the weights. All as if they were needed:
-    what is frozen is left out by who adds up layers.
+    input_s:  for the gradient of the input.
+    weight_s: for the gradients of the weights.
+    `backward_seconds` leaves out what a frozen layer does not need.
     """
 
     forward_s: Float64Array
@@ -41,11 +45,18 @@ class LayerSeconds(NamedTuple):
 def backward_seconds(
     seconds: LayerSeconds, layer: Layer, input_gradient: bool, recomputed: bool = False
 ) -> Float64Array:
-    """Backward of a layer by what is trainable, and where (Cornstarch section 4.2, and recomputation, which it omits).
+    """Seconds of a layer's backward (Cornstarch section 4.2, which omits recomputation), float64 [num_microbatches].
 
-    input_gradient: something before the layer learns (`ModelSpec.input_gradients`). Where products are all there is,
-    backward takes 2 (trained), 1 (frozen, but a gradient must pass) or 0 (neither) times as long as forward, and with
-    recomputation 3, 2 or 0. A layer with attention that learns needs gradients inside, whatever is before it.
+    input_gradient: backward needs the gradient of the layer's input (`ModelSpec.input_gradients`).
+    For a layer of products alone, backward takes 2 (trainable), 1 (frozen, but a gradient passes) or 0 (neither) times
+    as long as forward; with recomputation 3, 2 or 0. A trainable layer with attention always needs inner gradients.
+
+    Example:
+        >>> from motet.core.spec import Layer
+        >>> seconds = LayerSeconds(np.array([1.0]), np.array([1.0]), np.array([1.0]))
+        >>> frozen = Layer("projector", 4, 4, output_width=2, activation_width=2, trainable=False)
+        >>> [float(backward_seconds(seconds, frozen, input_gradient)[0]) for input_gradient in (True, False)]
+        [1.0, 0.0]
     """
     total = np.zeros_like(seconds.forward_s)
     if input_gradient or (layer.trainable and layer.attention is not None):
@@ -56,31 +67,45 @@ def backward_seconds(
 
 
 class CostModel(Protocol):
-    """Times of one rank. tp: tensor-parallel ranks that share a layer; ranks: those of the cluster that take part."""
+    """Seconds of one rank.
+
+    tp:    the number of tensor-parallel ranks that share a layer.
+    ranks: the ranks of the cluster that take part in a message.
+
+    Example:
+        >>> from motet.cost.catalogue import cluster
+        >>> from motet.cost.source import cost_model
+        >>> model: CostModel = cost_model(cluster("h100", num_nodes=2), "bf16")
+        >>> inside, across = (model.all_reduce_seconds(1e9, ranks) for ranks in (range(8), range(16)))
+        >>> f"{1e3 * inside:.1f} ms inside a node, {1e3 * across:.1f} ms across two"
+        '4.9 ms inside a node, 6.0 ms across two'
+    """
 
     cluster: Cluster
 
     def on(self, cluster: Cluster) -> CostModel:
-        """Of the same devices in another cluster."""
+        """The cost model of the same devices in another cluster."""
 
-    def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds: ...
+    def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
+        """Seconds of a layer's passes on one of `tp` tensor-parallel ranks, without communication."""
 
     def tensor_seconds(self, layer: Layer, work: Work, ranks: Sequence[int]) -> Float64Array:
-        """Tensor-parallel communication of one pass (forward, or backward) of a layer, float64 [num_microbatches]."""
+        """Seconds of a layer's tensor-parallel communication in one pass, float64 [num_microbatches]."""
 
     def send_seconds(self, size_bytes: Float64Array, ranks: Sequence[int]) -> Float64Array:
-        """A message from one of two ranks to the other."""
+        """Seconds of a message from one of two ranks to the other."""
 
     def gather_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
-        """All-gather after which every rank has `size_bytes`."""
+        """Seconds of an all-gather after which every rank has `size_bytes`."""
 
     def reduce_scatter_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
-        """Of `size_bytes` of every rank."""
+        """Seconds of a reduce-scatter of `size_bytes` on every rank."""
 
-    def all_reduce_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float: ...
+    def all_reduce_seconds(self, size_bytes: float, ranks: Sequence[int]) -> float:
+        """Seconds of an all-reduce of `size_bytes` on every rank."""
 
     def exchange_seconds(self, moved_bytes: Moved, ranks: Sequence[int]) -> Float64Array:
-        """All-to-all among `ranks`, of what each of them moves: float64, a number for each of its leading axes."""
+        """Seconds of an all-to-all among `ranks`. moved_bytes: [..., 2, len(ranks)]; the result is float64 [...]."""
 
     def step_seconds(self, num_parameters: int) -> float:
-        """The optimizer's update of the parameters that one rank holds."""
+        """Seconds of the optimizer's update of the parameters that one rank holds."""

@@ -1,9 +1,10 @@
-"""What each item of a microbatch costs in operations: what balancing weighs items by, unless a recipe says otherwise.
+"""Operations of each item of a microbatch: the default weights of balancing.
 
-Counted from the model's own layers, as `flops.py` counts a whole phase: attention over the pairs that the mask leaves,
-the output layer on targets alone, no gradient of what is frozen, none for an input that nothing needs, and what is
-recomputed twice. Nothing is fitted: windows, strides and targets are exact. An item of a padded phase counts by itself;
-as its operations grow with its length, those of a rank are the number of its items times those of the longest.
+They are counted from the model's layers, as `flops.py` counts a whole module. Attention counts the pairs that the mask
+leaves, the output layer counts targets alone, frozen layers need no weight gradients, inputs that need no gradient get
+none, and recomputed layers count forward twice. Nothing is fitted: windows, strides and targets are exact.
+An item of a padded phase counts without padding. A rank's operations are then its number of items times those of its
+longest item, since operations grow with length.
 """
 
 from __future__ import annotations
@@ -23,54 +24,64 @@ from motet.cost.memory import stage_layers
 
 OPERATION_UNITS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP")
 _UNITS_A_ROW = 1000
-"""At least, in the module that takes most: so its items are rounded by less than a thousandth, and no batch comes near
-2^63 units."""
+"""The least number of units a row takes in the module that takes most.
+
+Its items are then rounded by less than a thousandth, and the sum of a microbatch is far below 2^63 units."""
 
 
 @dataclass(frozen=True)
 class Operations:
-    """`balance.ItemWork`: operations of forward and backward of each item, in whole units, as the model trains.
+    """`balance.ItemWork`: operations of forward and backward of each item, in whole units.
 
-    recompute: per module, of how many of its blocks the activations are recomputed, as `cost.memory.stage_layers`.
+    recompute: per module, the number of recomputed blocks, as in `cost.memory.stage_layers`.
+
+    Example:
+        >>> from motet.core.shapes import Transformer, language_model, multimodal
+        >>> layer = Transformer(64, 256, 4, causal=True)
+        >>> work = Operations(multimodal("tiny", language_model(layer, num_layers=2, vocab_size=1000), []))
+        >>> lengths = BatchLengths(np.array([10, 100]), np.array([0, 0]), np.zeros(2, np.int32), {})
+        >>> work(lengths)["backbone"].tolist(), work.unit("backbone")
+        ([5982720, 66739200], 'FLOP')
     """
 
     model: ModelSpec
     recompute: Mapping[str, int] = field(default_factory=dict)
 
     def __call__(self, lengths: BatchLengths) -> dict[str, Int64Array]:
-        """Per module, int64 [num_items] in units. O(num_items), once for all layers that see the same rows."""
-        found = {}
+        """Per module, int64 [num_items] in units. O(num_items) for each kind of layer with rows of its own."""
+        work = {}
         for name, layers in self._by_work.items():
-            column = lengths.of(name).length
-            flops = _flops(layers, column, lengths.num_targets if name == BACKBONE else column)
-            found[name] = self._in_units(flops)
-        return found
+            item_lengths = lengths.of(name).length
+            flops = _flops(layers, item_lengths, lengths.num_targets if name == BACKBONE else item_lengths)
+            work[name] = self._in_units(flops)
+        return work
 
     def unit(self, phase: str) -> str:
-        """The same for all phases, so that their loads can be compared."""
+        """The name of the unit. All phases have the same, so that their loads can be compared."""
         return OPERATION_UNITS[self._exponent]
 
     @property
     def unit_flops(self) -> int:
-        """Operations of a unit: a power of 1,000, by what a row takes."""
+        """Operations of a unit: a power of 1,000."""
         return int(1000**self._exponent)
 
     @cached_property
     def _exponent(self) -> int:
-        most = max(sum(each.row for each in layers.values()) for layers in self._by_work.values())
-        fitting = [exponent for exponent in range(len(OPERATION_UNITS)) if most >= _UNITS_A_ROW * 1000**exponent]
-        return max(fitting, default=0)
+        most_a_row = max(sum(totals.row for totals in layers.values()) for layers in self._by_work.values())
+        exponents = range(len(OPERATION_UNITS))
+        return max((exponent for exponent in exponents if most_a_row >= _UNITS_A_ROW * 1000**exponent), default=0)
 
     @cached_property
     def _by_work(self) -> dict[str, dict[Layer, LikeOperations]]:
-        found = {}
+        by_module = {}
         for module in self.model.modules:
             span = {module.name: (0, len(module.blocks))}
             layers = operations_by_work(each[1:] for each in stage_layers(self.model, span, self.recompute))
-            found[module.name] = {like: each for like, each in layers.items() if each.row or each.pair}
-        return found
+            by_module[module.name] = {like: totals for like, totals in layers.items() if totals.row or totals.pair}
+        return by_module
 
     def _in_units(self, flops: Int64Array) -> Int64Array:
+        """Rounded to the nearest unit."""
         if self.unit_flops == 1:
             return flops.astype(np.int64)
         return ((flops + self.unit_flops // 2) // self.unit_flops).astype(np.int64)
@@ -79,7 +90,7 @@ class Operations:
 def _flops(layers: Mapping[Layer, LikeOperations], lengths: Int64Array, num_targets: Int64Array) -> Int64Array:
     """Operations of each item, [num_items]: int64, or Python's own integers where those would overflow."""
     longest, most_targets = (np.array([int(column.max(initial=0))], dtype=object) for column in (lengths, num_targets))
-    # Half of the range, as a unit is yet to be rounded to.
+    # Half of the range, as `_in_units` adds half a unit.
     if int(_summed(layers, longest, most_targets)[0]) > INT64_MAX // 2:
         lengths, num_targets = lengths.astype(object), num_targets.astype(object)
     return _summed(layers, lengths, num_targets)
@@ -91,6 +102,6 @@ def _summed(layers: Mapping[Layer, LikeOperations], lengths: Int64Array, num_tar
         rows = num_targets if like.targets_only else rows_of(like, lengths)
         total += operations.row * rows
         if like.attention:
-            # Of the whole layer, as part of a pair is no whole number.
+            # Rounded once for all layers, as the operations of a share of a pair are no whole number.
             total += round(operations.pair * like.attention.density) * pairs_of(like.attention, rows)
     return total

@@ -1,8 +1,8 @@
-"""What an item of a phase costs, from a profile: whole numbers of picoseconds a token and a token squared.
+"""The cost of an item of a phase by a profile: whole picoseconds a token and a token squared.
 
-The seconds of a module on each measured batch are those of its layers, as often as the model has them, forward and
-backward as the model trains: no gradient of weights that are frozen, none of an input that nothing needs (Cornstarch
-section 4.2). A fit to them is a phase's cost (OrchMLLM equation 2), quantised, so that all ranks balance alike.
+The seconds of a module on a measured batch are the sum over its layers of the passes that training needs: frozen
+weights have no gradient, nor has an input that nothing before it needs (Cornstarch section 4.2). A fit to these seconds
+is the phase's cost (OrchMLLM equation 2). It is quantised, so that all ranks balance alike.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ PS_PER_NS = 1000
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """Picoseconds of a rank for forward and backward. constant_ps: once a microbatch, whatever is in it.
+    """Picoseconds of a rank for forward and backward of one phase.
 
-    linear_ps, quadratic_ps: a unit of length and of length^2; padded phases count each item as long as the longest.
-    target_ps: a token on which loss is taken.
+    constant_ps:  for each microbatch.
+    linear_ps:    for each length of an item; in a padded phase, the length of the longest item.
+    quadratic_ps: for each length^2 of an item; in a padded phase, that of the longest item.
+    target_ps:    for each token on which loss is taken.
+    held_out:     the error of the fit on batches that it has not seen.
     """
 
     constant_ps: int
@@ -38,8 +41,10 @@ class PhaseTimes:
     held_out: RelativeError
 
     def of_items(self, lengths: Int64Array, num_targets: Int64Array) -> Int64Array:
-        """What each item adds, int64 [num_items], by its length and its tokens with loss. Raises UserError if one takes
-        2^63 picoseconds or more."""
+        """Picoseconds that each item adds, int64 [num_items], without the constant.
+
+        lengths, num_targets: int64 [num_items]. Raises UserError if an item takes 2^63 picoseconds or more.
+        """
         longest, most_targets = int(lengths.max(initial=0)), int(num_targets.max(initial=0))
         if longest * (self.linear_ps + longest * self.quadratic_ps) + most_targets * self.target_ps > INT64_MAX:
             raise UserError(f"By the profile, an item of length {longest:,} takes more than 100 days.")
@@ -48,25 +53,27 @@ class PhaseTimes:
 
 @dataclass(frozen=True)
 class Picoseconds:
-    """`balance.ItemWork`: what each item was measured to add to a microbatch. phases: of every module."""
+    """`balance.ItemWork`: the picoseconds that each item adds to a microbatch. phases: for every module."""
 
     phases: Mapping[str, PhaseTimes]
 
     def __call__(self, lengths: BatchLengths) -> dict[str, Int64Array]:
-        found = {}
+        work = {}
         for name, times in self.phases.items():
-            column = lengths.of(name).length
-            found[name] = times.of_items(column, lengths.num_targets if name == BACKBONE else np.zeros_like(column))
-        return found
+            item_lengths = lengths.of(name).length
+            num_targets = lengths.num_targets if name == BACKBONE else np.zeros_like(item_lengths)
+            work[name] = times.of_items(item_lengths, num_targets)
+        return work
 
     def unit(self, phase: str) -> str:
+        """The name of the unit."""
         return "ps"
 
 
 def phase_times(profile: Profile, model: ModelSpec, name: str, *, recompute: bool = False) -> PhaseTimes:
-    """Of the module `name` of the model. recompute: layers with attention run forward again before backward.
+    """The times of the module `name`. recompute: layers with attention run forward again before backward.
 
-    Raises UserError where the profile lacks the module or one of its kinds of layer.
+    Raises UserError if the profile lacks the module or one of its kinds of layer.
     """
     module, times = model.module(name), profile.module(name)
     if times is None:
@@ -89,7 +96,7 @@ def phase_times(profile: Profile, model: ModelSpec, name: str, *, recompute: boo
 
 @dataclass(frozen=True)
 class _Seconds:
-    """Seconds of one module as the model trains it."""
+    """Seconds of one module in training, from its profiled layers."""
 
     profile: Profile
     model: ModelSpec
@@ -98,16 +105,17 @@ class _Seconds:
     recompute: bool
 
     def fit(self, times: ModuleTimes) -> Curve:
-        """To the batches of the grid; layers that see targets alone are left out."""
+        """The fit to the batches of the grid, without layers that see targets alone."""
         seconds = self.total(lambda layer: layer.grid, len(times.grid))
         return fit_curve(seconds, *amounts(times.grid, padded=self.module.padded))
 
     def target_fit(self, layer: Layer, number: int) -> Curve:
+        """The fit of a layer that sees targets alone, to its number of rows. number: the layer's index."""
         points = self._measured(layer).grid
         return fit_curve(self._of_layer(layer, number, points), points.rows)
 
     def total(self, points: Callable[[LayerTimes], Points], num_batches: int) -> Float64Array:
-        """float64 [num_batches], of all layers but those that see targets alone."""
+        """Seconds of all layers but those that see targets alone, float64 [num_batches]."""
         total = np.zeros(num_batches)
         for number, layer in enumerate(self.module.layers):
             if not layer.targets_only:
@@ -115,10 +123,10 @@ class _Seconds:
         return total
 
     def _of_layer(self, layer: Layer, number: int, points: Points) -> Float64Array:
-        """Seconds of one layer at its points, of the passes that it has."""
-        # Inside a layer of several products, gradients flow from one to the other whoever is before it.
-        inner = layer.trainable and layer.attention is not None
-        has_input = self.model.input_gradients[self.module.name][number] or inner
+        """Seconds of one layer at its points, over the passes that it has."""
+        # In a trainable layer of several products, gradients pass from one product to another.
+        has_inner = layer.trainable and layer.attention is not None
+        has_input = self.model.input_gradients[self.module.name][number] or has_inner
         seconds = np.array(points.forward_s)
         if self.recompute and layer.attention is not None and (has_input or layer.trainable):
             seconds = 2 * seconds

@@ -1,7 +1,7 @@
-"""What was measured on a device, as a file: seconds of each kind of layer, of messages, and of the optimizer.
+"""A profile: a file of seconds measured on a device, of each kind of layer, of messages, and of the optimizer.
 
-A profile holds the measured points themselves, so that whoever reads it can interpolate or fit as it needs to, and
-beside them points of other lengths, which neither sees and whose error is therefore the error to expect.
+It stores the measured points themselves, so a reader can interpolate or fit. It also stores held-out points of other
+lengths. Neither the interpolation nor the fit sees these, so their error is the error to expect.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from motet.core.limits import Count, NumRanks, Parameters
 from motet.core.text_files import read_json
 
 PROFILE_FILE = "profile.json"
-"""Its name in a run's folder, where nothing else is said."""
+"""The default name of a profile in a run's folder."""
 Column = tuple[Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)], ...]
 Batch = tuple[tuple[Annotated[Count, Field(gt=0)], Annotated[Count, Field(gt=0)]], ...]
 """The items of a measured batch as (number of items, length of each)."""
@@ -29,9 +29,9 @@ class _Stored(BaseModel):
 
 
 class Points(_Stored):
-    """Medians of repeated measurements, a point a batch of the module. Columns are of equal length.
+    """Medians of repeated measurements of a layer, a point a batch of the module. Columns have equal lengths.
 
-    rows, pairs: of the layer, as in `cost.model.Work`. forward_s, input_s, weight_s: as in `cost.model.LayerSeconds`.
+    rows, pairs: as in `cost.model.Work`. forward_s, input_s, weight_s: as in `cost.model.LayerSeconds`.
     """
 
     rows: Column
@@ -49,10 +49,10 @@ class Points(_Stored):
 
 
 class LayerTimes(_Stored):
-    """One kind of layer of a module, as one of `tp` tensor-parallel ranks computes it.
+    """Seconds of one kind of layer of a module, on one of `tp` tensor-parallel ranks.
 
-    weights: of the layer, whole (`core.spec.Layer.weights`): which of a module's layers of that kind it is.
-    grid, held_out: at the module's batches of the same name.
+    weights: `core.spec.Layer.weights` of the whole layer; tells layers of one kind apart.
+    grid, held_out: the points of the module's batches of that name.
     """
 
     kind: str
@@ -63,7 +63,11 @@ class LayerTimes(_Stored):
 
 
 class ModuleTimes(_Stored):
-    """grid: the batches that are interpolated between and fitted to; held_out: those that tell the error of both."""
+    """Seconds of the layers of one module.
+
+    grid:     the batches for interpolation and fit.
+    held_out: the batches that measure the error of both.
+    """
 
     name: str
     grid: tuple[Batch, ...]
@@ -79,9 +83,9 @@ class ModuleTimes(_Stored):
 
 
 class MessageTimes(_Stored):
-    """Seconds of one kind of message or collective, over sizes as `cost.model.CostModel` counts them.
+    """Seconds of one kind of message or collective by size, as `cost.model.CostModel` counts sizes.
 
-    num_ranks, num_nodes: that took part, and the nodes that they were on.
+    num_ranks, num_nodes: the number of ranks that took part, and of their nodes.
     """
 
     kind: MessageKind
@@ -92,15 +96,21 @@ class MessageTimes(_Stored):
 
 
 class OptimizerTimes(_Stored):
-    """Seconds of an update of that many parameters on one rank."""
+    """Seconds of the optimizer's update by number of parameters on one rank."""
 
     num_parameters: Column
     seconds: Column
 
 
 class Profile(_Stored):
-    """recipe: name of the file that it was made from. device: name of the device. precision: what layers compute in.
-    torch: its version. measured_at: UTC, ISO 8601. left_out: what could not be measured, and why.
+    """All that was measured on one device.
+
+    recipe:      the name of the recipe's file.
+    device:      the name of the device.
+    precision:   the dtype that layers compute in, by torch's name.
+    torch:       torch's version.
+    measured_at: UTC, ISO 8601.
+    left_out:    what could not be measured, and why, a sentence each.
     """
 
     format: Literal[1] = 1
@@ -116,10 +126,11 @@ class Profile(_Stored):
     left_out: tuple[str, ...] = ()
 
     def module(self, name: str) -> ModuleTimes | None:
+        """The times of a module; None if it was not measured."""
         return next((module for module in self.modules if module.name == name), None)
 
     def write(self, path: Path) -> None:
-        """As JSON. Raises UserError where the file cannot be written."""
+        """Write the profile as JSON. Raises UserError if the file cannot be written."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
@@ -128,18 +139,18 @@ class Profile(_Stored):
 
 
 def amounts(batches: tuple[Batch, ...], *, padded: bool) -> tuple[list[int], list[int]]:
-    """Per batch the sum of lengths and the sum of squared lengths; padded: each item as long as the longest."""
-    found: tuple[list[int], list[int]] = ([], [])
+    """The sum of lengths and the sum of squared lengths of each batch. padded: each item is as long as the longest."""
+    sums, square_sums = [], []
     for batch in batches:
         longest = max((length for _, length in batch), default=0)
-        filled = [(count, longest if padded else length) for count, length in batch]
-        found[0].append(sum(count * length for count, length in filled))
-        found[1].append(sum(count * length**2 for count, length in filled))
-    return found
+        items = [(count, longest if padded else length) for count, length in batch]
+        sums.append(sum(count * length for count, length in items))
+        square_sums.append(sum(count * length**2 for count, length in items))
+    return sums, square_sums
 
 
 def read_profile(path: Path) -> Profile:
-    """Raises UserError with one sentence for a file that is missing, is no profile, or is one of another format."""
+    """Read a profile. Raises UserError for a file that is missing, is no profile, or has another format."""
     if not path.is_file():
         raise UserError(f"Cannot read the profile {path}: there is no such file; `motet profile RECIPE` makes one.")
     value = read_json(path, "the profile")

@@ -1,4 +1,4 @@
-"""Where times come from: the analytic model, or a profile of the device at hand."""
+"""The choice of a cost model: analytic, or from a profile of the device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _MEASURED_IN = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64"
 
 
 def cost_model(cluster: Cluster, precision: str, profile_file: Path | None = None) -> CostModel:
-    """What a profile measured, or, without one, the analytic model. precision: that the plan computes in.
+    """The cost model of a profile or, without one, the analytic model. precision: the plan's.
 
-    Raises UserError for a file that is no profile, or is one in another precision.
+    Raises UserError for a file that is no profile, or a profile in another precision.
     """
     if profile_file is None:
         return Analytic(cluster, precision)
-    # Late: most jobs have none, and the classes that read one take time to be made.
+    # Imported here: most jobs have no profile, and building the classes that read one takes time.
     from motet.cost.profile import read_profile
     from motet.cost.profiled import Profiled
 

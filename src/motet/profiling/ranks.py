@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 from motet.core.arrays import Float64Array
-from motet.cost.fit import _NS_PER_S
 from motet.cost.profile import LayerTimes, MessageKind, MessageTimes
 from motet.cost.profiled import message_fit
 from motet.models.block import Block
@@ -253,7 +252,7 @@ def _without_sums(
     element_bytes = next(measured.subject.module.parameters()).element_size()
     grid, held_out = measured.points(number, seconds)
     size_bytes = np.array(grid.rows + held_out.rows) * layer.output_width * element_bytes
-    sums_s = 2 * (line.constant_ns + line.linear_ns * size_bytes) / _NS_PER_S
+    sums_s = 2 * line.seconds(size_bytes)
     own = seconds.copy()
     own[:, WEIGHTS] = np.maximum(seconds[:, BOTH] - seconds[:, INPUT], 0)
     for column in (FORWARD, INPUT):

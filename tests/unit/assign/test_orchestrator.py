@@ -93,7 +93,7 @@ def weigh(phase: str, lengths) -> int:
 
 
 def times(bytes_per_s: float, frozen=()) -> StepTimes:
-    """A rank does a unit of cost in a second; a token's output is a byte."""
+    """A rank computes a unit of cost in a second; the output of a token is one byte."""
     unit_s = dict.fromkeys(COSTS, 1.0)
     return StepTimes(lambda _: unit_s, Link(bytes_per_s, 0.0), token_bytes=1, frozen=frozenset(frozen))
 
@@ -139,7 +139,7 @@ def test_seconds_are_those_of_the_operations():
 
 
 class Squares:
-    """What attention alone would do: an item is the square of its length, a sequence as many targets as it has more."""
+    """The work of attention alone: the square of an item's length; a sequence also has the number of its targets."""
 
     def __call__(self, lengths: BatchLengths) -> dict[str, np.ndarray]:
         work = {phase: items.length**2 for phase, items in lengths.items.items()}

@@ -1,4 +1,4 @@
-"""Examples are dealt out whole and once, the same on every rank, and never so that the step is predicted slower."""
+"""An ordered step has every example once, is the same on every rank, and is never predicted to be slower."""
 
 from dataclasses import replace
 from itertools import permutations
@@ -85,7 +85,7 @@ def test_no_step_is_slower_where_messages_take_no_time(name, seed, order):
     assert found <= step_s(made, batch, batching_as_given(made), cost) * (1 + 1e-9)
 
 
-def test_dealing_out_and_ordering_gain():
+def test_balancing_and_ordering_gain():
     made = plan(Unit("all", CHAIN, dp=2, pp=3), batch_size=48, microbatch_size=2)
     gains = {order: [] for order in ORDERS}
     for seed in range(6):
@@ -101,7 +101,7 @@ def test_dealing_out_and_ordering_gain():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_best_order_of_a_few_examples(seed):
-    """Of all ways to give six examples to two replicas of three microbatches, it is within 5 % of the best."""
+    """The step is within 5 % of the best of all ways to give six examples to two replicas of three microbatches."""
     made = plan(Unit("all", CHAIN, dp=2, pp=3), batch_size=6, order="both")
     batch, cost, given = uneven(6, seed), Free(made.cluster), batching_as_given(made)
     found = step_s(made, batch, ordered(made, batch, cost), cost)
@@ -121,9 +121,11 @@ def test_examples_that_are_alike_stay_where_they_are():
         assert columns(ordered(made, alike(), Linear(made.cluster))) == columns(batching_as_given(made))
 
 
-def test_a_plan_that_deals_examples_out_needs_their_seconds():
+def test_a_plan_that_orders_examples_needs_their_seconds():
     made = replace(PLANS["chain"], order="both")
-    with pytest.raises(ArgumentError, match=r"order 'both'.*decided from their seconds"):
+    with pytest.raises(
+        ArgumentError, match=r"order 'both', which is decided from the seconds of examples; pass `seconds`"
+    ):
         assign_step(made, lengths())
 
 

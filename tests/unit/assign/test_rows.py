@@ -1,4 +1,4 @@
-"""Every row of a module's output reaches the replica that takes it in, once, at its place."""
+"""Every row of a module's output reaches the replica that takes it in, once, at its index of the input."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from unit.simulate.jobs import PLANS, Linear, lengths, plan
 
 
 def output_of(assignment, module, replica, microbatch):
-    """What a replica gives: a row is (item, number in the item)."""
+    """The output of a replica: a row is (item, number in the item)."""
     items = assignment.modules[module]
     own = [i for i in range(len(items.example)) if (items.replica[i], items.microbatch[i]) == (replica, microbatch)]
     own.sort(key=lambda i: items.position[i])
@@ -29,7 +29,7 @@ def output_of(assignment, module, replica, microbatch):
 
 
 def input_of(assignment, module, taker, replica, microbatch):
-    """What a replica takes in of a module: by position of the example, then item by item."""
+    """The rows of a module that a replica takes in: by position of the example, then item by item."""
     items, taking = assignment.modules[module], assignment.modules[taker]
     own = [i for i in range(len(taking.example)) if (taking.replica[i], taking.microbatch[i]) == (replica, microbatch)]
     own.sort(key=lambda i: taking.position[i])
@@ -43,7 +43,7 @@ def input_of(assignment, module, taker, replica, microbatch):
 
 
 def received(assignment, module, taker, replica, microbatch):
-    """The input that the messages of all replicas make; each place is written once."""
+    """The input that the messages of all replicas make up; each index is written once."""
     found = {}
     for source in range(assignment.modules[module].num_replicas):
         rows = sent_rows(assignment, (module, source), (taker, replica), microbatch)

@@ -1,4 +1,4 @@
-"""Layers and modules from shapes: counts by hand, published sizes. That they are torch's, tests of `models` show."""
+"""Layers and modules from shapes: counts by hand, published sizes. Tests of `models` compare them with torch's."""
 
 from dataclasses import replace
 

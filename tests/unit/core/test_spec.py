@@ -25,13 +25,13 @@ def test_neighbours_that_are_alike_become_one_stack():
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=6), st.booleans())
-def test_a_gradient_must_pass_where_anything_before_learns(trainable, reached):
+def test_a_gradient_must_pass_where_anything_before_is_trainable(trainable, reached):
     flags = module("it", *trainable).input_gradients(reached)
     assert flags == tuple(reached or any(trainable[:number]) for number in range(len(trainable)))
 
 
 def test_gradients_pass_from_module_to_module():
-    """Cornstarch Figure 3: a frozen backbone must pass gradients on to what feeds it, if that learns."""
+    """Cornstarch Figure 3: a frozen backbone must pass gradients on to a trainable module that feeds it."""
     image, audio = module("image", False, True), module("audio", False, False)
     backbone, generator = module("backbone", False, False), module("generator", True)
     modules = (image, audio, backbone, generator)

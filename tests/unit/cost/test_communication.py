@@ -30,7 +30,7 @@ sizes = st.floats(1, 1e12)
 
 
 def even_exchange_s(cluster, size_bytes, ranks):
-    """Of size_bytes that each rank has for the others, in even shares; as many ranks on each node."""
+    """The exchange in which each rank sends size_bytes to the others in even shares; all nodes have as many ranks."""
     nodes = [cluster.node_of(rank) for rank in ranks]
     each = np.ones((2, len(ranks))) * np.asarray(size_bytes)[..., None, None] / max(len(ranks) - 1, 1)
     num_beside = nodes.count(nodes[0]) - 1
