@@ -100,8 +100,8 @@ def _loss_line(summary: dict[str, Any]) -> str:
 
 def methods_line(methods: dict[str, int]) -> str:
     """How often each way of balancing was chosen, the most frequent first: "joint 9, mixed 3 of 12 microbatches"."""
-    told = ", ".join(f"{method} {count:,}" for method, count in sorted(methods.items(), key=lambda entry: -entry[1]))
-    return f"{told} of {sum(methods.values()):,} microbatches"
+    counts = ", ".join(f"{method} {count:,}" for method, count in sorted(methods.items(), key=lambda entry: -entry[1]))
+    return f"{counts} of {sum(methods.values()):,} microbatches"
 
 
 def _balance(steps: list[dict[str, Any]]) -> dict[str, Any]:
