@@ -13,7 +13,7 @@ import queue
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -208,7 +208,7 @@ class Feed:
             self._leave_out(bad)
         return pending, ~is_bad
 
-    def _reduced(self, bad: Sequence[int], status: int, count: int) -> tuple[BoolArray, int]:
+    def _reduced(self, bad: list[int], status: int, count: int) -> tuple[BoolArray, int]:
         """Over all ranks: the examples that any rank found bad, bool [count], and the largest status. A collective."""
         flags = torch.zeros(count + 1, dtype=torch.uint8)
         flags[bad] = 1

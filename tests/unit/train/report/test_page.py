@@ -3,6 +3,7 @@
 import json
 import re
 
+import pytest
 from PIL import Image
 
 from motet.train.report.charts import line_chart
