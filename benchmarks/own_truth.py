@@ -47,7 +47,7 @@ from motet.runtime.clock import ActionClock
 from motet.schedule import Action, planned
 from motet.schedule.program import WHOLE_RANK, action_words
 from motet.simulate.predict.predict import predict_assigned
-from motet.train.input.feed import Feed, Schedule
+from motet.train.input.feed import Feed, StepRange
 from motet.train.job import TrainingJob, build_job
 from motet.train.recipe.recipe import Recipe, load_recipe
 from motet.train.world import World, join_world
@@ -143,7 +143,7 @@ def prepared(name: str, world: World, folder: str, options: Options, hardware, s
     recipe = load_recipe(RECIPE, overrides(folder, options) + chosen)
     job = build_job(recipe, world, "never", lambda _: None, stack)
     job.step.clock = clock = BothClocks(world.rank, world.device)
-    schedule = Schedule(0, options.batches, recipe.run.batch_size, recipe.run.microbatches, 0, 0)
+    schedule = StepRange(0, options.batches, recipe.run.batch_size, recipe.run.microbatches, 0, 0)
     with Feed(job.order, job.loading, job.mesh.host_group, schedule, recipe.data) as feed:
         steps = [feed.next_step().batches for _ in range(options.batches)]
     return Run(recipe, job, clock, plan_of_recipe(recipe, model_spec(job.model), hardware), steps)

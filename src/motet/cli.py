@@ -1,7 +1,7 @@
 """The command line: `motet train | checkpoints | plan | simulate | profile | analyze | demo-data`.
 
-Wrong input ends in one sentence on stderr and exit code 2, whatever else goes wrong as `crash.py` says. Imports nothing
-heavy before a command runs, so that `motet --help` answers at once.
+Wrong input ends in one sentence on stderr and exit code 2; `crash.py` handles every other exception. A command imports
+what it needs when it runs, so that `motet --help` answers at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ app = typer.Typer(
 
 
 (_UsageError,) = typer.BadParameter.__bases__
-"""Whatever is wrong with a command line. typer exports it by this one kind alone, and says it in a box of six lines."""
+"""The base of all errors in a command line, which typer does not export and would print as a box of six lines."""
 
 ClusterOption = Annotated[
     str | None,
@@ -46,14 +46,14 @@ SetOption = Annotated[
 ]
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
         print(f"motet {motet.__version__}")
         raise typer.Exit
 
 
-def _collect_seldom() -> None:
-    """Look for garbage less often, and not among what was imported: planning makes many small objects that stay."""
+def _collect_garbage_less_often() -> None:
+    """Planning makes many small objects that stay. Run the collector less often, and not over imported modules."""
     gc.freeze()
     gc.set_threshold(20_000)
 
@@ -153,7 +153,7 @@ def plan_recipe(
     from motet.planning.cluster import GivenCluster
     from motet.planning.job import JobOptions, job_of_recipe
 
-    _collect_seldom()
+    _collect_garbage_less_often()
     pinned = parse_pins(pins or (), STRATEGIES)
     given = JobOptions(GivenCluster(cluster, nodes, ranks_per_node), workload, profile)
     outputs = PlanOutputs(out, png or out.with_suffix(".png"), html, explain)
@@ -198,7 +198,7 @@ def simulate_plan(
         ),
     ] = None,
     batches: Annotated[int, typer.Option(min=1, max=MAX_BATCHES, help="Batches drawn; the slowest is shown.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the batches drawn, and of the jitter.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the batches drawn, and of the jitter.")] = 0,
     jitter: Annotated[
         float, typer.Option(min=0, max=2, help="Spread of the time of each computation, as a share of it: stragglers.")
     ] = 0.0,
@@ -214,9 +214,9 @@ def simulate_plan(
         from motet.planning.plan_of_recipe import read_recipe_as_plan
 
         given = JobOptions(GivenCluster(cluster, nodes, ranks_per_node), workload, profile)
-        read, job = read_recipe_as_plan(plan, overrides or (), given)
+        read_plan, job = read_recipe_as_plan(plan, overrides or (), given)
         lengths, cost, balancing = job.workload, job.cost, job.balancing
-    elif overrides or any(each is not None for each in (cluster, nodes, ranks_per_node)):
+    elif overrides or any(option is not None for option in (cluster, nodes, ranks_per_node)):
         raise UserError(
             f"--cluster, --nodes, --ranks-per-node and --set are for a recipe; {plan} is a plan, which says all that "
             "itself."
@@ -226,13 +226,13 @@ def simulate_plan(
         from motet.cost.source import cost_model
         from motet.planning.sources import read_plan_and_workload
 
-        read, lengths = read_plan_and_workload(plan, workload)
-        cost, balancing = cost_model(read.cluster, read.precision, profile), by_operations
+        read_plan, lengths = read_plan_and_workload(plan, workload)
+        cost, balancing = cost_model(read_plan.cluster, read_plan.precision, profile), by_operations
     from motet.simulate.predict.predict import predictions
 
-    _collect_seldom()
-    found = predictions(read, lengths, cost, batches, seed=seed, jitter=jitter, balancing=balancing)
-    show_predictions(read, found, outputs, title=f"{plan.stem}, predicted")
+    _collect_garbage_less_often()
+    predicted = predictions(read_plan, lengths, cost, batches, seed=seed, jitter=jitter, balancing=balancing)
+    show_predictions(read_plan, predicted, outputs, title=f"{plan.stem}, predicted")
 
 
 @app.command("analyze")
@@ -253,7 +253,7 @@ def analyze_data(
         ),
     ] = None,
     batches: Annotated[int, typer.Option(min=1, max=MAX_BATCHES, help="Batches drawn for the expected loads.")] = 50,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the batches drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the batches drawn.")] = 0,
     mix: Annotated[
         str, typer.Option(help="rows: draw rows as they come; even: each kind of example equally often.")
     ] = "rows",
@@ -338,12 +338,14 @@ def demo_data(
 
 
 def _check_arguments() -> None:
-    """Bytes that are no UTF-8 would fail where they are first written: in a file, an index, a message. What is empty
-    comes from a variable that is not set, and would name this folder, or nothing.
+    """Raise UserError for an argument that is empty or not UTF-8.
+
+    An empty argument comes from a shell variable that is not set, and as a path would name this folder. Bytes that are
+    not UTF-8 would fail later, where they are first written to a file or a message.
     """
-    for number, argument in enumerate(sys.argv[1:], start=1):
+    for index, argument in enumerate(sys.argv[1:], start=1):
         if not argument:
-            before = repr(sys.argv[number - 1]) if number > 1 else "motet"
+            before = repr(sys.argv[index - 1]) if index > 1 else "motet"
             raise UserError(f"motet: the argument after {before} is empty; give it a value, or leave it out.")
         try:
             argument.encode()
@@ -352,22 +354,23 @@ def _check_arguments() -> None:
 
 
 def _run() -> None:
-    """Run the command that was given. Raises UserError for a command line that is wrong."""
+    """Run the command of the command line. Raises UserError if the command line is wrong."""
     try:
-        # What ends it early, as --help does, is returned as an exit code.
+        # typer returns an exit code if a command ends early, as --help does.
         code = app(sys.argv[1:] or ["--help"], prog_name="motet", standalone_mode=False)
     except _UsageError as error:
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "motet"
-        said = " ".join(error.format_message().split()).rstrip(".").replace(": Input should be", ": must be")
-        said = f"{said[:1].lower()}{said[1:]}".replace(". Did you mean", "; did you mean")
-        raise UserError(f"{command}: {said}" + ("" if said.endswith("?") else f"; see `{command} --help`.")) from None
+        problem = " ".join(error.format_message().split()).rstrip(".").replace(": Input should be", ": must be")
+        problem = f"{problem[:1].lower()}{problem[1:]}".replace(". Did you mean", "; did you mean")
+        hint = "" if problem.endswith("?") else f"; see `{command} --help`."
+        raise UserError(f"{command}: {problem}{hint}") from None
     if isinstance(code, int):
         raise SystemExit(code)
 
 
 def main() -> None:
-    """Run the command line. `motet/crash.py` says what the exit codes are, and what becomes of an error."""
+    """Run the command line. `motet/crash.py` lists the exit codes and turns exceptions into sentences."""
     command = next((argument for argument in sys.argv[1:2] if not argument.startswith("-")), "")
     with ended(f"motet {command}".strip()):
         _check_arguments()

@@ -1,12 +1,12 @@
-"""How a command ends: what escapes it becomes one sentence on stderr, an exit code, and a traceback in a file.
+"""How a command ends: an exception becomes one sentence on stderr, an exit code, and a traceback in a file.
 
     0  done
     2  wrong input, in one sentence
     3  a rank died: a defect, no memory, a full disk, or another rank that was lost
     128 + n  ended by signal n
 
-Where a rank dies, the others lose their connections to it and die as well. The rank that failed first speaks for all
-(`train/world.py`); the others write their tracebacks and say nothing.
+When a rank dies, the others lose their connections to it and die too. Only the rank that failed first prints its
+sentence (`train/world.py`); the others write their tracebacks to files.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _SURROUNDINGS = frozenset(
         errno.ESTALE,
     )
 )
-"""Errors of files that the machine is the reason of."""
+"""Codes of file errors that the machine causes, not Motet: a full disk, a missing permission, ..."""
 
 
 @contextmanager
 def ended(command: str) -> Iterator[None]:
-    """Run a command inside: whatever escapes it ends the process as this module says. command: its name."""
+    """Run the block as a command; end the process when the block ends, as this module says. command: its name."""
     threading.excepthook = _report_thread
     _open_closed_streams()
     try:
@@ -63,7 +63,7 @@ def ended(command: str) -> Iterator[None]:
 
 
 def _report(error: BaseException, command: str) -> int:
-    """Say what is to be said of an error; the exit code."""
+    """Print the sentence for an exception, if this rank is to print it; returns the exit code."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
@@ -80,15 +80,16 @@ def _report(error: BaseException, command: str) -> int:
 
 
 def _stopped(sentence: str) -> str:
-    """With a full stop: layers that name a place before what others say leave it out."""
+    """The sentence with a full stop, which some callers leave to this module."""
     return sentence if sentence.endswith((".", "!", "?")) else f"{sentence}."
 
 
 def _speaks(error: UserError) -> bool:
+    """Whether this rank prints the sentence of a UserError."""
     origin = origin_of(error)
     if isinstance(error, JointUserError):
         return os.environ.get("RANK", "0") == "0"
-    # Before ranks have found each other, those of a machine read the same recipe and come to the same error.
+    # Before ranks have found each other, all ranks of a machine read the same recipe and meet the same error.
     return origin.speaks if origin.rank is not None else os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -98,18 +99,19 @@ def _prefix(error: UserError) -> str:
 
 
 def _sentence(error: BaseException, command: str, path: Path | None) -> str:
+    """The sentence for an exception that is no UserError. path: the file with its traceback."""
     origin = origin_of(error)
     where = command if origin.rank is None else f"{command}, rank {origin.rank}"
-    said, report = _first_line(error), ""
+    message, report = _first_line(error), ""
     if is_out_of_memory(error):
-        what = f"ran out of memory ({said})."
+        what = f"ran out of memory ({message})."
         what += f" {origin.memory_advice}" if origin.memory_advice else ""
     elif isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _LOST_PEER):
-        what = f"lost another rank, which died without a word; the system may have had no memory left ({said})."
+        what = f"lost another rank, which died without a word; the system may have had no memory left ({message})."
     elif isinstance(error, OSError) and error.errno in _SURROUNDINGS:
         what = f"cannot go on: {f'{error.filename}: ' if error.filename else ''}{error.strerror}."
     else:
-        what, report = f"failed with {type(error).__name__}: {said}.", "; please report it, if it is Motet's fault"
+        what, report = f"failed with {type(error).__name__}: {message}.", "; please report it, if it is Motet's fault"
     return f"{where}: {what}" if path is None else f"{where}: {what} The traceback is in {path}{report}."
 
 
@@ -120,12 +122,13 @@ def _first_line(error: BaseException) -> str:
 
 
 def _write_traceback(text: str, folder: Path | None) -> Path | None:
-    """A new file, in the folder if it can be written; where none can be, the traceback goes to stderr."""
+    """Write a new file in `folder`, else in the folder for temporary files; None if only stderr could be written."""
     rank = f"-rank{os.environ['RANK']}" if "RANK" in os.environ else ""
     name = f"crash-{time.strftime('%Y%m%d-%H%M%S')}{rank}-"
-    for place in (folder, Path(tempfile.gettempdir())) if folder is not None else (Path(tempfile.gettempdir()),):
+    temporary = Path(tempfile.gettempdir())
+    for parent in (temporary,) if folder is None else (folder, temporary):
         try:
-            descriptor, path = tempfile.mkstemp(".txt", name, place)
+            descriptor, path = tempfile.mkstemp(".txt", name, parent)
             with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
         except OSError:
@@ -136,7 +139,7 @@ def _write_traceback(text: str, folder: Path | None) -> Path | None:
 
 
 def _report_thread(args: threading.ExceptHookArgs) -> None:
-    """A thread that ends with an exception does not end the process; what waits for it, says what is missing."""
+    """Print that a thread ended with an exception. The process goes on; whoever waits for the thread notices."""
     if args.exc_value is None or isinstance(args.exc_value, SystemExit):
         return
     path = _write_traceback("".join(traceback.format_exception(args.exc_value)), None)
@@ -153,23 +156,25 @@ def _say(sentence: str) -> None:
 
 
 def _leave(code: int, error: BaseException | None) -> None:
+    """Flush standard output and end the process with an exit code."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError) as failure:
-        # Python would flush once more, and say that it ignores what is raised.
+        # Otherwise Python flushes again at exit, and prints that it ignores the exception.
         silence(sys.stdout)
         if code == 0 and not isinstance(failure, BrokenPipeError):
             _say(f"Standard output cannot be written: {failure}.")
             code = DIED
     if code and ("RANK" in os.environ or not isinstance(error, UserError | SystemExit) or code > DIED):
-        # Threads may still be inside a collective: taking the interpreter, or the groups, down under them aborts.
+        # Threads may still be inside a collective; shutting down the interpreter or the groups would abort the process.
         os._exit(code)
     sys.exit(code)
 
 
 def _open_closed_streams() -> None:
-    """What is written to a stream that was closed before the start vanishes, and goes to no file that is opened later
-    and is given the number of the stream.
+    """Open standard streams that were closed before the start, on /dev/null.
+
+    Otherwise the next file that is opened would get a stream's number, and with it what is printed.
     """
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is not None:
@@ -182,7 +187,7 @@ def _open_closed_streams() -> None:
 
 
 def silence(stream: object) -> None:
-    """Let what is still written to a stream, which nobody reads or whose disk is full, vanish."""
+    """Redirect a stream to /dev/null, as nobody reads it or its disk is full."""
     try:
         descriptor = os.open(os.devnull, os.O_WRONLY)
         os.dup2(descriptor, stream.fileno())  # type: ignore[attr-defined]

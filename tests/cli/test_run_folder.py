@@ -12,7 +12,7 @@ from cli.meddling import Meddling, motet
 from cli.test_stop import STEP, arguments
 from cli.tiny_job import losses, write_tiny_job
 from motet.core.errors import UserError
-from motet.train.run_folder import FILES, FOLDERS, LOCK, claimed, writing
+from motet.train.run_folder import FILES, FOLDERS, LOCK, locked_run_folder, writing
 
 SHORT = ("data.heldout=[]", "run.steps=4")
 
@@ -23,7 +23,7 @@ def job(tmp_path_factory):
 
 
 def claim(folder):
-    with claimed(folder, print):
+    with locked_run_folder(folder, print):
         return "claimed"
 
 
@@ -69,8 +69,8 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 
 def test_a_second_run_is_refused_and_told_whose_the_folder_is(tmp_path):
-    program = "import sys; from pathlib import Path\nfrom motet.train.run_folder import claimed\n"
-    program += "with claimed(Path(sys.argv[1]), print):\n    print('mine', flush=True)\n    sys.stdin.read()"
+    program = "import sys; from pathlib import Path\nfrom motet.train.run_folder import locked_run_folder\n"
+    program += "with locked_run_folder(Path(sys.argv[1]), print):\n    print('mine', flush=True)\n    sys.stdin.read()"
     # A process that it has started, and that outlives it, does not keep the lock.
     program += "\n    import subprocess; subprocess.Popen(['sleep', '100'], stdout=2)\n    import os; os._exit(0)"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -95,7 +95,7 @@ def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch, capsys):
 
 
 def test_a_run_in_the_folder_of_another_is_refused_and_changes_nothing(job, tmp_path):
-    with claimed(tmp_path, print):
+    with locked_run_folder(tmp_path, print):
         before = (tmp_path / LOCK).read_text()
         done = motet(*arguments(job, tmp_path, *SHORT))
         assert done.returncode == 2

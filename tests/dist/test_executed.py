@@ -61,7 +61,7 @@ def traced(run_dir):
         ("balance.phases=off", "fsdp.shard_size=1"),
         ("balance.method=auto",),
     ],
-    ids=["all learns", "image frozen", "audio alone learns", "not balanced, not sharded", "auto"],
+    ids=["all trainable", "image frozen", "audio alone trainable", "not balanced, not sharded", "auto"],
 )
 def test_trace_and_program_have_the_same_actions(job, tmp_path, options):
     overrides = [f"run.dir={tmp_path}", "data.heldout=[]", f"run.microbatches={NUM_MICROBATCHES}", *options]

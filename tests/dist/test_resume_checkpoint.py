@@ -7,6 +7,7 @@ import threading
 import time
 from itertools import count
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -109,10 +110,10 @@ def test_a_disk_that_was_full_for_a_while_stops_nothing(tmp_path):
 
 def die_while_saving(rank, num_ranks, folder):
     model, optimizer = build(num_ranks)
-    saving.publish_checkpoint = lambda *_: os._exit(9)
     checkpointer = Checkpointer(Path(folder), CheckpointConfig(), dist.new_group(backend="gloo"), ["step-00000003"])
-    checkpointer.save(model, optimizer, Progress(5, 0, 0, 0, ""))
-    checkpointer.wait()
+    with mock.patch.object(saving, "publish_checkpoint", side_effect=lambda *_: os._exit(9)):
+        checkpointer.save(model, optimizer, Progress(5, 0, 0, 0, ""))
+        checkpointer.wait()
 
 
 def test_a_crash_while_saving_leaves_the_last_good_checkpoint(tmp_path):

@@ -36,7 +36,7 @@ from motet.planning.job import JobOptions, job_of_recipe
 from motet.planning.plan_of_recipe import obstacle, recipe_of_plan
 from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.trial import OutOfMemory, Trials, open_trials
-from motet.train.input.feed import Feed, Schedule
+from motet.train.input.feed import Feed, StepRange
 from motet.train.job import build_job
 from motet.train.recipe.recipe import Recipe, load_recipe
 from motet.train.world import Meeting, World, join_world
@@ -102,7 +102,7 @@ def run_steps(meeting: Meeting, steps: Steps) -> list[float]:
     with join_world(recipe.run.device, meeting) as world, ExitStack() as cleanup:
         job = build_job(recipe, world, "never", lambda _: None, cleanup)
         job.model.train()
-        schedule = Schedule(0, 1, recipe.run.batch_size, recipe.run.microbatches, 0, 0)
+        schedule = StepRange(0, 1, recipe.run.batch_size, recipe.run.microbatches, 0, 0)
         pin = RankBatch.pin_memory if world.device.type == "cuda" else None
         order = ListedOrder(steps.examples)
         with Feed(order, job.loading, job.mesh.host_group, schedule, recipe.data, prepare=pin) as feed:

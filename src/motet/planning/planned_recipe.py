@@ -33,7 +33,7 @@ from motet.core.shape_tables import ModelShapes
 from motet.core.spec import ModelSpec
 from motet.core.workload import Workload
 from motet.cost.catalogue import ClusterConfig
-from motet.train.recipe.errors import sentence
+from motet.train.recipe.errors import recipe_error
 from motet.train.recipe.toml_text import RecipeText, read_recipe
 
 PRECISION_OF_DTYPE = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
@@ -98,7 +98,7 @@ def _of_planning(path: Path, read: RecipeText) -> JobRecipe:
     try:
         recipe = schema.model_validate_json(json.dumps(read.tables, default=str), strict=True)
     except ValidationError as error:
-        raise UserError(sentence(error.errors(), schema, str(path), read.text, read.set_keys)) from error
+        raise UserError(recipe_error(error.errors(), schema, str(path), read.text, read.set_keys)) from error
     model = recipe.model.spec(path.stem) if has_shapes else _model_of_hf(path, recipe)
     workload = recipe.workload and replace(recipe.workload.workload(), source=str(path))
     return JobRecipe(model, recipe.run.batch_size, recipe.precision, recipe.cluster, workload, False)

@@ -1,8 +1,10 @@
-"""The true global gradient norm, whatever meshes the parameters live on, and clipping by it.
+"""The norm of all gradients over all ranks, for parameters on any device meshes, and clipping by it.
 
-torch's `clip_grad_norm_` fails for parameters on different meshes. Here every rank adds up the squares of what it
-holds, each divided by the number of ranks that hold the same, and one sum over all ranks, which the step makes, gives
-the square of the norm.
+torch's `clip_grad_norm_` fails for parameters on different meshes. Here
+
+    norm^2 = sum over ranks and gradients of |the rank's part|^2 / number of ranks that hold the same part
+
+`square_sum` gives a rank's share; the NORM action sums it over ranks.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 @torch.no_grad()
 def square_sum(parameters: Iterable[nn.Parameter], num_ranks: int, device: torch.device) -> Tensor:
-    """This rank's part of the squared norm of all gradients, a float64 scalar; the sum over all ranks is the whole.
+    """This rank's share of the squared norm of all gradients, a float64 scalar; the shares of all ranks add up to it.
 
-    A gradient that is no DTensor is taken to be the same on all `num_ranks` ranks.
+    A gradient that is no DTensor counts as held by all `num_ranks` ranks. Raises ValueError for a partial DTensor.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for parameter in parameters:
@@ -30,22 +32,22 @@ def square_sum(parameters: Iterable[nn.Parameter], num_ranks: int, device: torch
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
-    """Multiply all gradients by a scalar tensor, in place."""
+    """Multiply all gradients by `factor`, a scalar tensor, in place."""
     gradients = [_local(parameter.grad, 1)[0] for parameter in parameters if parameter.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of a norm are multiplied by so that it is at most max_norm: 1 where it is already.
+    """min(1, max_norm / norm): the factor after which the norm of the gradients is at most max_norm.
 
-    1 for a norm that is not finite: no factor would mend it, and each would hide which gradient it comes from.
+    1 if the norm is not finite: scaling would only spread NaN to gradients that are finite.
     """
     return torch.where(torch.isfinite(norm), (max_norm / norm).clamp(max=1.0), 1.0)
 
 
 def _local(gradient: Tensor, num_ranks: int) -> tuple[Tensor, int]:
-    """What this rank holds of a gradient, and how many ranks hold the same."""
+    """(the part of a gradient on this rank, the number of ranks that hold the same part)."""
     if not isinstance(gradient, DTensor):
         return gradient, num_ranks
     copies = 1

@@ -1,4 +1,4 @@
-"""Measures actions: by the processor's clock, or by events on a device's stream that are read when asked for."""
+"""Times actions: by the CPU's clock, or by events on a CUDA stream, which are read later so that nothing waits."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from motet.core.timeline import Span, Timeline
 from motet.schedule.program import WHOLE_RANK, Action
 
 Mark: TypeAlias = float | torch.cuda.Event
-"""A moment: seconds of the processor's clock, or an event on the device's stream."""
+"""A moment: seconds of `time.perf_counter()`, or an event on a CUDA stream."""
 
 
 class ActionClock:
-    """Records the spans of one rank. Seconds count from `zero_s` of time.perf_counter(), by default from now."""
+    """Records the spans of one rank. Times are `time.perf_counter() - zero_s` in seconds; zero_s defaults to now."""
 
     def __init__(self, rank: int, device: torch.device, *, zero_s: float | None = None) -> None:
         self.rank = rank
@@ -33,18 +33,19 @@ class ActionClock:
 
     @contextmanager
     def span(self, action: Action, step: int, module: str) -> Iterator[None]:
-        """Records what runs inside, on the host or on the device's current stream, as one action of a Program.
+        """Record the block as one action of a Program; on a GPU, its work on the current stream.
 
-        module: of the action's stage; what is of the whole rank is nobody's, as in a simulated Timeline.
+        module: the module of the action's stage. Actions of the whole rank (NORM, STEP) get "" instead, as in a
+        simulated Timeline.
         """
         start = self._mark()
         yield
-        owner = "" if action.kind in WHOLE_RANK else module
-        span = Span(self.rank, str(action), step, action.microbatch, 0.0, 0.0, action.kind, owner)
+        label = "" if action.kind in WHOLE_RANK else module
+        span = Span(self.rank, str(action), step, action.microbatch, 0.0, 0.0, action.kind, label)
         self._pending.append((span, start, self._mark()))
 
     def take(self) -> Timeline:
-        """The spans recorded since the last call. On a device this waits for the last of them to end."""
+        """The spans recorded since the last call. On a GPU this waits until the last of them has ended."""
         pending, self._pending = self._pending, []
         if self._on_device and pending:
             pending[-1][-1].synchronize()

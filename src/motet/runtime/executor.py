@@ -1,7 +1,7 @@
-"""Walks the row of one rank of a Program: each action in turn, by the handler of its kind, as a span of the Timeline.
+"""Executes one rank's row of a Program: calls the handler of each action's kind, and records a span of the Timeline.
 
-It knows no model and no tensor. What an action does is in its handler: forward and backward passes in `passes.py`,
-exchanges in `exchanges.py`, the norm and the optimizer in `step.py`. What lives between actions is in `tensors.py`.
+The executor knows no model and no tensor. The handlers of F and B are in `passes.py`, those of exchanges in
+`exchanges.py`, those of NORM and STEP in `step.py`. `tensors.py` keeps the tensors that live between actions.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from motet.schedule.program import Action, Kind, Program, Row
 
 Handler: TypeAlias = Callable[[Action], None]
 Hook: TypeAlias = Callable[[int, Action], None]
-"""Is told the index of an action in its row, and the action."""
+"""A function of an action's index in its row, and the action."""
 
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What one rank needs to know of a Program.
+    """The part of a Program that one rank executes.
 
-    row: its actions. modules: of its stages. sources: of its stages, those whose outputs they take in.
+    row:     the rank's actions, in order.
+    modules: stage -> module, for the rank's stages.
+    sources: stage -> the stages whose outputs it takes in, for the rank's stages.
     """
 
     row: Row
@@ -33,7 +35,7 @@ class RankProgram:
 
     @staticmethod
     def of(program: Program, rank: int) -> RankProgram:
-        """Raises ArgumentError where a stage feeds several: the runtime takes an output to one stage."""
+        """The part of `rank`. Raises ArgumentError if a stage feeds several stages: the runtime has no such thing."""
         modules = {number: stage.module for number, stage in enumerate(program.stages) if stage.rank == rank}
         sources: dict[int, tuple[int, ...]] = dict.fromkeys(modules, ())
         sinks: dict[int, int] = {}
@@ -48,25 +50,36 @@ class RankProgram:
 
     @cached_property
     def feeding(self) -> frozenset[int]:
-        """The stages whose outputs others take in."""
+        """The stages that feed another stage."""
         return frozenset(source for sources in self.sources.values() for source in sources)
 
     @cached_property
     def last_backward(self) -> Mapping[int, int]:
-        """The microbatch of the last backward pass of each stage that has any."""
+        """Stage -> microbatch of its last backward pass, for stages that have one."""
         return {action.stage: action.microbatch for action in self.row if action.kind is Kind.B}
 
     @cached_property
     def has_backward(self) -> frozenset[tuple[int, int]]:
-        """(stage, microbatch) of all backward passes."""
+        """(stage, microbatch) of every backward pass in the row."""
         return frozenset((action.stage, action.microbatch) for action in self.row if action.kind is Kind.B)
 
 
 class Executor:
-    """Executes a rank's row. Every rank walks its own; which collectives they meet in follows from the Program alone.
+    """Executes a rank's row. The Program alone decides in which collectives the ranks meet.
 
-    handlers: what an action of a kind does. leave_out: kinds of the row that are not executed.
-    Raises ArgumentError, before anything runs, for a row with a kind that has no handler, or with parts.
+    handlers:  kind -> function that executes an action of this kind.
+    leave_out: kinds that are not executed.
+    Raises ArgumentError, before anything runs, if the row has a kind without a handler, or a part of a pass.
+
+    Example:
+        >>> import torch
+        >>> program = RankProgram((Action(0, Kind.F, 0), Action(0, Kind.B, 0)), {0: "backbone"}, {0: ()})
+        >>> clock = ActionClock(0, torch.device("cpu"))
+        >>> Executor(program, {Kind.F: print, Kind.B: print}, clock).run(step=0)
+        0F0
+        0B0
+        >>> [span.action for span in clock.take()]
+        ['0F0', '0B0']
     """
 
     def __init__(
@@ -92,7 +105,7 @@ class Executor:
                 )
 
     def run(self, step: int, before: Hook | None = None) -> None:
-        """Take every action. step: number of the step, for the Timeline. before: is told of each action beforehand."""
+        """Execute every action. step: number of the step in the Timeline. before: called before each action."""
         for index, action in self._actions:
             if before is not None:
                 before(index, action)

@@ -1,7 +1,7 @@
-"""Shards a model over a mesh with PyTorch's FSDP2, block by block; a transform applied in visible order.
+"""Shards a model over a mesh with PyTorch's FSDP2, block by block.
 
-FSDP averages gradients over ranks; the step undoes that by scaling its loss (`runtime/step.py`), because dividing by
-one instead is not supported on every backend.
+FSDP divides gradients by the number of ranks. `runtime/step.py` multiplies the loss by it instead of setting FSDP's
+divisor to 1, which not every backend supports.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch
 
 
 class FSDPConfig(BaseModel):
-    """How parameters are held and computed with.
+    """`[fsdp]` of a recipe: how parameters are sharded, and in which dtype modules compute.
 
-    shard_size:   ranks that share one copy of the parameters; None: all. Fewer is hybrid sharding, 1 is like DDP.
-    param_dtype:  what modules compute in; parameters and optimizer state stay as they are. None: as the parameters are.
-    reduce_dtype: what gradients are summed in over ranks.
-    reshard_after_forward: free gathered parameters between forward and backward and gather them again.
-    recompute: keep only the blocks' inputs in the forward pass, and run them again in the backward pass.
+    shard_size:   ranks that together hold one copy of the parameters; None: all ranks. Fewer is hybrid sharding, 1 is
+                  like DDP.
+    param_dtype:  dtype in which modules compute; None: that of the parameters. Parameters and optimizer state keep
+                  their dtype.
+    reduce_dtype: dtype in which gradients are summed over ranks; None: that in which modules compute.
+    reshard_after_forward: free gathered parameters after the forward pass, and gather them again for the backward pass.
+    recompute:    keep only the inputs of blocks in the forward pass, and run the blocks again in the backward pass.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -41,10 +43,10 @@ class FSDPConfig(BaseModel):
 
 
 def shard(model: Model, mesh: Mesh, config: FSDPConfig) -> None:
-    """Shard every module of the model in place: each of its `blocks`, if it names any, then what is left of it.
+    """Shard every module of the model in place: first each of its `blocks`, if it has any, then the rest of it.
 
-    Parameters must be initialised, alike on all ranks, and frozen where they are to be frozen. Raises UserError where
-    recomputation is asked for and a trainable module has no blocks that can do it.
+    Parameters must be initialised alike on all ranks, and already frozen if they are to be frozen. Raises UserError if
+    config.recompute is set and a trainable module has no block that can be recomputed.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=_DTYPES.get(config.param_dtype or ""), reduce_dtype=_DTYPES.get(config.reduce_dtype or "")
@@ -53,26 +55,27 @@ def shard(model: Model, mesh: Mesh, config: FSDPConfig) -> None:
         blocks: list[nn.Module] = list(getattr(module, "blocks", ()))
         if config.recompute:
             _recompute(phase, blocks, needed=is_trainable(module))
-        # A frozen module that nothing trainable feeds has no backward pass, after which it would be freed.
+        # Without resharding, FSDP frees gathered parameters after the backward pass; a frozen module may have none.
         reshard = config.reshard_after_forward or not is_trainable(module)
-        for unit in (*blocks, module):
-            fully_shard(unit, mesh=mesh.shards, reshard_after_forward=reshard, mp_policy=policy)
-        # Without this, a parameter that some ranks use and others do not would break the sum over ranks.
+        for part in (*blocks, module):
+            fully_shard(part, mesh=mesh.shards, reshard_after_forward=reshard, mp_policy=policy)
+        # A parameter that only some ranks use would otherwise be reduced on those ranks alone.
         module.set_reduce_scatter_unused_params(True)
 
 
 def _recompute(phase: str, blocks: list[nn.Module], *, needed: bool) -> None:
-    able = [block for block in blocks if hasattr(block, "recompute")]
-    if needed and not able:
+    """Switch recomputation on in the blocks that have it. Raises UserError if `needed` and no block has it."""
+    recomputable = [block for block in blocks if hasattr(block, "recompute")]
+    if needed and not recomputable:
         raise UserError(f"recompute: module {phase!r} names no blocks that can be recomputed; switch recompute off.")
-    for block in able:
+    for block in recomputable:
         block.recompute = True
 
 
-def sum_over_replicas(module: nn.Module, enabled: bool) -> None:
-    """Whether the next backward pass of a module sums its gradients over replicas (hybrid sharding).
+def sum_over_shard_groups(module: nn.Module, enabled: bool) -> None:
+    """Set whether the next backward pass of a module sums its gradients over the copies of hybrid sharding.
 
-    The last one of a step must; those before it may leave their part, summed over the shard group only, to be added.
+    The last backward pass of a step must. Earlier passes may sum over the shard group only and accumulate.
     """
     if isinstance(module, FSDPModule):
         module.set_requires_all_reduce(enabled)

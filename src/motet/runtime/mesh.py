@@ -1,4 +1,4 @@
-"""The process groups of a run: the mesh that parameters are sharded over, and the groups that data travels on."""
+"""The process groups of a run: the mesh over which parameters are sharded, and the groups of all ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SHARD, REPLICATE = "shard", "replicate"
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """Where a rank stands, and whom it talks to on which group.
+    """The process groups of a rank.
 
-    shards:     what `fully_shard` takes: axes ("shard",), or ("replicate", "shard") for hybrid sharding.
-    group:      all ranks, on the device's backend: exchanges and sums over ranks, in the training thread.
-    host_group: all ranks on gloo, for the prefetch thread, whose collectives must not mix with those of the step.
+    shards:     the mesh for `fully_shard`, with axes ("shard",), or ("replicate", "shard") for hybrid sharding.
+    group:      all ranks, on the device's backend; used by the training thread.
+    host_group: all ranks, on gloo; used by the prefetch thread, whose collectives must not mix with those of the step.
     """
 
     device: torch.device
@@ -30,24 +30,27 @@ class Mesh:
 
     @property
     def rank(self) -> int:
+        """This rank among all ranks."""
         return self.group.rank()
 
     @property
     def num_ranks(self) -> int:
+        """The number of all ranks."""
         return self.group.size()
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether gradients are summed over replicas of the shards, too."""
+        """Whether several groups of ranks each hold a copy of the parameters (hybrid sharding)."""
         return self.shards.ndim == 2
 
 
 def build_mesh(device: torch.device, *, shard_size: int | None = None, ranks_per_node: int | None = None) -> Mesh:
-    """The meshes and groups of all ranks of the initialised process group; a collective.
+    """Build the Mesh of the initialised process group. A collective.
 
-    shard_size: ranks that hold one copy of the parameters between them; None means all. 1 keeps every rank's copy
-                whole, as DDP does.
-    Raises UserError where the number of ranks is no multiple of shard_size.
+    shard_size:     ranks that together hold one copy of the parameters; None: all ranks; 1: every rank holds a whole
+                    copy, as in DDP.
+    ranks_per_node: None: all ranks are on one node.
+    Raises UserError if shard_size does not divide the number of ranks, RuntimeError without a process group.
     """
     group = dist.group.WORLD
     if group is None:

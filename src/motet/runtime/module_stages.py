@@ -1,4 +1,4 @@
-"""The stages of data-parallel training: a whole module each, which FSDP2 gathers and reduces by itself."""
+"""The stages of data-parallel training: each is a whole module, whose parameters FSDP2 gathers and reduces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
-from motet.runtime.fsdp import sum_over_replicas
+from motet.runtime.fsdp import sum_over_shard_groups
 from motet.runtime.mesh import Mesh
 from motet.runtime.stage import BackboneModule, EncoderModule, ExecutableStage, Model
 
@@ -19,12 +19,12 @@ class _ModuleStage:
 
     def backward(self, output: Tensor, gradient: Tensor, *, is_last: bool) -> None:
         if self._is_hybrid:
-            sum_over_replicas(self._module, is_last)
+            sum_over_shard_groups(self._module, is_last)
         output.backward(gradient)
 
 
 class EncoderStage(_ModuleStage):
-    """An encoder, on the items of its phase that the rank has."""
+    """An encoder with its projector; it computes on this rank's items of the phase."""
 
     def __init__(self, phase: str, module: EncoderModule, mesh: Mesh) -> None:
         super().__init__(module, mesh)
@@ -35,7 +35,7 @@ class EncoderStage(_ModuleStage):
 
 
 class BackboneStage(_ModuleStage):
-    """The backbone, which gives the loss. totals: float64 [3]; the last two count loss and targets of the step."""
+    """The backbone. It adds the loss and the number of targets to totals[1] and totals[2] (totals: float64 [3])."""
 
     def __init__(self, module: BackboneModule, mesh: Mesh, totals: Tensor) -> None:
         super().__init__(module, mesh)
@@ -49,7 +49,7 @@ class BackboneStage(_ModuleStage):
 
 
 def module_stages(model: Model, modules: Mapping[int, str], mesh: Mesh, totals: Tensor) -> dict[int, ExecutableStage]:
-    """By number. modules: names of this rank's stages. totals: of the step, for the backbone to add to."""
+    """Stage number -> stage. modules: stage number -> module, for this rank. totals: as in `BackboneStage`."""
     return {
         number: BackboneStage(model.backbone, mesh, totals)
         if name == BACKBONE

@@ -1,10 +1,10 @@
-"""Finds where a step that is not finite goes wrong: the first module and the examples, by running the step again.
+"""Finds the first module and the examples that make a step not finite, by running the step again.
 
-The step changed neither weights nor optimizer (`runtime/step.py`), so the same forwards and backwards give the same
-numbers again, now with hooks on all modules. Hooks cost nothing in other steps, which have none.
+Such a step changed neither weights nor optimizer (`runtime/step.py`), so the same passes give the same numbers again.
+Only this second run has hooks on all modules.
 
-Rows of a tensor tell whose they are: encoders work on the rows of their items one after the other, or on one row an
-item, and the backbone on the rows of its sequences.
+The rows of a tensor show which examples they belong to: an encoder's tensor has the rows of its items one after the
+other, or one row an item; the backbone's has the rows of its sequences.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from motet.schedule.program import Action
 
 
 class Moment(NamedTuple):
-    """When something was seen: comparable between ranks, which take the same actions in the same order.
+    """A time in a step that ranks can compare, as all ranks execute the same actions in the same order.
 
-    action: its index in the rank's row. call: of a module, during the action.
+    action: index in the rank's row.
+    call:   number of tensors that were checked before, during the action.
     """
 
     microbatch: int
@@ -38,11 +39,12 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """The first thing on a rank that is not finite.
+    """The first tensor on a rank that is not finite.
 
-    what:       "output" of a module, or the "gradient" of its output. module: its name.
-    examples:   numbers in the microbatch of those whose rows are not finite; where rows do not tell, of all that the
-                rank computed then (`is_certain` is False).
+    what:       "output" of a module, or the "gradient" of that output.
+    module:     name of the module.
+    examples:   indices in the microbatch of the examples whose rows are not finite.
+    is_certain: False if rows could not be matched to examples; `examples` is then all that the rank computed.
     """
 
     what: Literal["output", "gradient"]
@@ -52,14 +54,14 @@ class Finding:
     is_certain: bool
 
 
-def find(step: TrainStep, batches: Sequence[RankBatch]) -> Finding | None:
-    """Run a step that was not finite again, and find where; None where all is finite on this rank. A collective.
+def first_not_finite(step: TrainStep, batches: Sequence[RankBatch]) -> Finding | None:
+    """Run a step again and find its first tensor that is not finite; None if all are on this rank. A collective.
 
-    Random numbers must be as they were before the step. Leaves its gradients, not clipped.
+    Random number generators must be as they were before the step. Leaves the step's gradients, not clipped.
     """
     watch = _Watch(batches, step.mesh.rank, step.program(batches).modules)
     hooks = [
-        child.register_forward_hook(partial(watch.saw_output, f"{phase}.{name}" if name else phase))
+        child.register_forward_hook(partial(watch.check_output, f"{phase}.{name}" if name else phase))
         for phase, module in step.modules.items()
         if isinstance(module, nn.Module)
         for name, child in module.named_modules()
@@ -69,12 +71,12 @@ def find(step: TrainStep, batches: Sequence[RankBatch]) -> Finding | None:
     finally:
         for hook in hooks:
             hook.remove()
-    step.clock.take()  # Of a step that is not to be measured.
-    return watch.found
+    step.clock.take()  # Drops the spans: this run is no part of the measurement.
+    return watch.finding
 
 
 def weight_not_finite(step: TrainStep) -> str:
-    """Name of the first parameter whose part on this rank is not finite; empty if all are."""
+    """Name of the first parameter whose part on this rank is not finite; "" if all are finite."""
     for name, parameter in _named_parameters(step):
         if not _local(parameter.detach()).isfinite().all():
             return name
@@ -82,13 +84,13 @@ def weight_not_finite(step: TrainStep) -> str:
 
 
 def gradient_not_finite(step: TrainStep) -> tuple[int, str]:
-    """Number and name of the last parameter whose gradient's part on this rank is not finite; (-1, "") if all are.
+    """(index, name) of the last parameter whose gradient is not finite on this rank; (-1, "") if all are finite.
 
-    The last, as backward passes begin with the last module and its last layer.
+    Backward passes begin with the last module and its last layer, so the last parameter comes first in time.
     """
-    for number, (name, parameter) in reversed([*enumerate(_named_parameters(step))]):
+    for index, (name, parameter) in reversed([*enumerate(_named_parameters(step))]):
         if parameter.grad is not None and not _local(parameter.grad).isfinite().all():
-            return number, name
+            return index, name
     return -1, ""
 
 
@@ -102,43 +104,47 @@ def _named_parameters(step: TrainStep) -> list[tuple[str, nn.Parameter]]:
 
 
 def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class _Watch:
-    """Keeps the first output, or gradient of an output, that is not finite."""
+    """Checks outputs and gradients of outputs while a step runs; keeps the first that is not finite in `finding`."""
 
     def __init__(self, batches: Sequence[RankBatch], rank: int, modules: Mapping[int, str]) -> None:
         self._batches, self._rank, self._modules = batches, rank, modules
         self._microbatch, self._action, self._phase, self._calls = 0, 0, "", 0
-        self.found: Finding | None = None
+        self.finding: Finding | None = None
 
     def begin(self, index: int, action: Action) -> None:
+        """Note the action that comes next: a Hook of the executor."""
         self._microbatch, self._action, self._phase = action.microbatch, index, self._modules[action.stage]
         self._calls = 0
 
-    def saw_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def check_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        """Check a module's output, and later its gradient: a forward hook of the module."""
         for tensor in _tensors(output):
-            self._look("output", name, tensor)
+            self._check("output", name, tensor)
             if tensor.requires_grad and tensor.is_floating_point():
-                tensor.register_hook(partial(self._look, "gradient", name))
+                tensor.register_hook(partial(self._check, "gradient", name))
 
-    def _look(self, what: Literal["output", "gradient"], name: str, tensor: Tensor) -> None:
+    def _check(self, what: Literal["output", "gradient"], name: str, tensor: Tensor) -> None:
         self._calls += 1
-        if self.found is not None or not tensor.is_floating_point():
+        if self.finding is not None or not tensor.is_floating_point():
             return
         is_bad = ~_local(tensor).detach().isfinite()
         if not is_bad.any():
             return
         batch = self._batches[self._microbatch]
-        owner, partitions = _owners(batch, self._phase, self._rank)
-        rows = _bad_rows(is_bad, partitions)
-        mine = owner if rows is None else owner[rows]
+        example_of, row_counts = _examples_and_rows(batch, self._phase, self._rank)
+        bad_items = _bad_items(is_bad, row_counts)
+        examples = example_of if bad_items is None else example_of[bad_items]
         moment = Moment(self._microbatch, self._action, self._calls)
-        self.found = Finding(what, name, moment, tuple(sorted(set(mine.tolist()))), rows is not None)
+        self.finding = Finding(what, name, moment, tuple(sorted(set(examples.tolist()))), bad_items is not None)
 
 
 def _tensors(output: Any) -> list[Tensor]:
+    """All tensors in a module's output, which may be nested."""
     if isinstance(output, Tensor):
         return [output]
     if isinstance(output, Mapping):
@@ -146,24 +152,31 @@ def _tensors(output: Any) -> list[Tensor]:
     return [tensor for part in output for tensor in _tensors(part)] if isinstance(output, list | tuple) else []
 
 
-def _owners(batch: RankBatch, phase: str, rank: int) -> tuple[Int64Array, list[Int64Array]]:
-    """The example of each item (or sequence) that a rank computes, and how many rows each may have, [num_items]."""
-    own = batch.decision.assignments[phase].on_rank(rank)
+def _examples_and_rows(batch: RankBatch, phase: str, rank: int) -> tuple[Int64Array, list[Int64Array]]:
+    """What a rank computes in a phase, an entry an item (in the backbone: a sequence), each array int64 [num_items].
+
+    Returns the example of each item, and the numbers of rows that the items may have: an array for each kind of tensor.
+    """
+    computed = batch.decision.assignments[phase].on_rank(rank)
     if phase == BACKBONE:
         lengths = batch.lengths
-        return own, [lengths.sequence[own], lengths.num_targets[own]]
+        return computed, [lengths.sequence[computed], lengths.num_targets[computed]]
     items, sizes = batch.lengths.items[phase], batch.media[phase][1].numpy()
-    return items.example[own], [items.num_tokens[own], sizes.prod(axis=1), np.ones(len(own), dtype=np.int64)]
+    one_row_each = np.ones(len(computed), dtype=np.int64)
+    return items.example[computed], [items.num_tokens[computed], sizes.prod(axis=1), one_row_each]
 
 
-def _bad_rows(is_bad: Tensor, partitions: Sequence[Int64Array]) -> Int64Array | None:
-    """Numbers of the items with a row that is bad; None where the tensor has not the rows of any partition."""
+def _bad_items(is_bad: Tensor, row_counts: Sequence[Int64Array]) -> Int64Array | None:
+    """Indices of the items with a row that is bad; None if the tensor's rows match none of `row_counts`.
+
+    is_bad: bool, [num_rows, ...] or [1, num_rows, ...]. row_counts: as `_examples_and_rows` returns them.
+    """
     for axis in range(min(is_bad.ndim, 2)):
         if axis == 1 and is_bad.shape[0] != 1:
             return None
-        for num_rows in partitions:
+        for num_rows in row_counts:
             if is_bad.shape[axis] == num_rows.sum():
-                rows = is_bad.movedim(axis, 0).flatten(1).any(1) if is_bad.ndim > 1 else is_bad
-                owner = np.repeat(np.arange(len(num_rows)), num_rows)
-                return np.unique(owner[rows.cpu().numpy()])
+                is_bad_row = is_bad.movedim(axis, 0).flatten(1).any(1) if is_bad.ndim > 1 else is_bad
+                item_of_row = np.repeat(np.arange(len(num_rows)), num_rows)
+                return np.unique(item_of_row[is_bad_row.cpu().numpy()])
     return None

@@ -1,7 +1,7 @@
 """F and B: forward and backward passes of the stages of one rank.
 
-Stages are cut apart: a forward pass runs on inputs detached from the stages before it, and a backward pass is called by
-name with the gradient that came back. So the order of collectives is the Program's, not the autograd engine's.
+A forward pass runs on inputs that are detached from the stages before it. Each backward pass is called explicitly, with
+the gradient that came back. So the Program decides the order of collectives, not the autograd engine.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from motet.schedule.program import Action, Kind
 
 
 class StagePasses:
-    """The passes of a step on one rank.
+    """The forward and backward passes of a step on one rank.
 
-    stages: by number. loss_gradient: of an output that feeds no stage, which is a sum of losses.
+    stages:        stage number -> stage, for the rank's stages.
+    loss_gradient: the gradient that a backward pass starts with if its output is a loss, which feeds no stage.
     """
 
     def __init__(
@@ -38,10 +39,11 @@ class StagePasses:
 
     @property
     def handlers(self) -> Mapping[Kind, Handler]:
+        """The handlers of F and B."""
         return {Kind.F: self._forward, Kind.B: self._backward}
 
     def _forward(self, action: Action) -> None:
-        """Runs a stage on what has arrived; records a graph only where a backward pass comes."""
+        """Run a stage on the outputs that have arrived; record a graph only if a backward pass follows."""
         stage, microbatch = action.stage, action.microbatch
         inputs = {}
         for source in self._program.sources[stage]:
@@ -54,6 +56,7 @@ class StagePasses:
             self._tensors.outputs[stage, microbatch] = output
 
     def _backward(self, action: Action) -> None:
+        """Run a stage's backward pass from the gradient that came back, or from the loss."""
         stage, microbatch = action.stage, action.microbatch
         output = self._tensors.outputs.pop((stage, microbatch))
         gradient = self._exchanges.returned((stage, microbatch))

@@ -1,4 +1,4 @@
-"""What the runtime knows of a model: modules that it can call, which of them learn, and stages. It imports no model."""
+"""The interface that the runtime expects of a model: modules, whether they are trainable, and stages."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from motet.dispatch.batch import PackedSequences, RankBatch
 
 
 class ExecutableStage(Protocol):
-    """What a rank runs of the model for a microbatch, as a Program numbers it; the executor's passes call it."""
+    """One stage of a Program, with its weights; `StagePasses` calls it for each microbatch."""
 
     def forward(self, batch: RankBatch, inputs: dict[str, Tensor]) -> Tensor:
-        """The output, on what the batch has of it; of a stage that feeds no other, a sum of losses, a scalar.
+        """The output for a microbatch; the last stage returns the sum of its losses, a scalar.
 
-        inputs: by module, the outputs of the modules that feed it and are present.
+        inputs: module -> its output, for the modules that feed this stage and are present in the microbatch.
         """
 
     def backward(self, output: Tensor, gradient: Tensor, *, is_last: bool) -> None:
-        """The backward pass from an output. is_last: no later one of the step adds to the stage's gradients."""
+        """Run the backward pass from an output. is_last: it is the stage's last backward pass in the step."""
 
 
 class EncoderModule(Protocol):
-    """An encoder with its projector; without items it returns [0, backbone_dim], connected to what is trainable."""
+    """An encoder with its projector. Without items it returns [0, backbone_dim], with a graph to its parameters."""
 
     def __call__(self, values: Tensor, sizes: Tensor) -> Tensor:
-        """values [rows, row_dim] and sizes [num_items, size_dim] to features [rows in the sequences, backbone_dim]."""
+        """values [num_rows, row_dim] and sizes [num_items, size_dim] -> features [num_feature_rows, backbone_dim]."""
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
 class BackboneModule(Protocol):
-    """The LLM. With no sequences it returns a zero loss, connected to its trainable parameters and to the features."""
+    """The LLM. Without sequences it returns a loss of zero, with a graph to its parameters and to the features."""
 
     def __call__(self, sequences: PackedSequences, features: dict[str, Tensor]) -> tuple[Tensor, int]:
-        """The sum of the loss over this rank's targets, float32 or better, and their number."""
+        """(sum of the loss over this rank's targets in float32 or float64, number of these targets)."""
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
 class EncoderModules(Protocol):
-    """Encoders by phase, in the order in which they run: a dict, or an nn.ModuleDict."""
+    """Phase -> encoder, in the order in which encoders run: a dict or an nn.ModuleDict."""
 
     def __getitem__(self, phase: str) -> EncoderModule: ...
 
@@ -51,16 +51,17 @@ class EncoderModules(Protocol):
 
 
 class Model(Protocol):
-    """A multimodal model: encoders, and the backbone that takes their features."""
+    """A multimodal model: encoders, and the backbone that takes in their features."""
 
     encoders: EncoderModules
     backbone: BackboneModule
 
 
 def modules_by_phase(model: Model) -> dict[str, EncoderModule | BackboneModule]:
-    """All modules by phase name, encoders first, in the order in which they run."""
+    """Phase -> module, in the order in which modules run: encoders, then the backbone."""
     return {**{phase: model.encoders[phase] for phase in model.encoders}, BACKBONE: model.backbone}
 
 
 def is_trainable(module: EncoderModule | BackboneModule) -> bool:
+    """Whether any parameter of the module requires a gradient."""
     return any(parameter.requires_grad for parameter in module.parameters())

@@ -1,10 +1,10 @@
-"""A step: zero gradients, then the executor over this rank's row of the Program, then the result.
+"""A training step: clears gradients, executes this rank's row of the Program, and returns the result.
 
-The row is that of data parallelism (`schedule/generators/data_parallel.py`), without what the microbatches do not have.
-It ends with NORM, which sums the norm, the loss and the targets over ranks and clips, and STEP, the optimizer.
+The row comes from `schedule/generators/data_parallel.py`; actions on modules that a microbatch lacks are left out. Its
+last actions are NORM (sums the squared norm, the loss and the targets over ranks, and clips) and STEP (the optimizer).
 
-The loss of a step is the sum over all targets of all ranks and microbatches, divided by their number. A step whose loss
-or gradient is not finite changes nothing: neither weights nor the optimizer's state.
+loss = sum of the loss over all targets of all ranks and microbatches / number of these targets. A step whose loss or
+gradient is not finite changes neither weights nor the optimizer's state.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ from motet.schedule.program import WHOLE_RANK, Action, Kind, Program, action_wor
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """What a step did. Loss and norm are read from the device when they are first asked for.
+    """What a step did. The first access to the loss or the norm copies both from the device.
 
-    num_targets, num_tokens, num_examples: over all ranks and microbatches.
-    moved_bytes, crossing_bytes: features and gradients sent from rank to rank, and of those from node to node, in all.
+    num_targets, num_tokens, num_examples: summed over all ranks and microbatches.
+    moved_bytes:    features and gradients that were sent from rank to rank, summed over all ranks.
+    crossing_bytes: the part of moved_bytes that went from node to node.
     """
 
     step: int
@@ -56,14 +57,17 @@ class StepResult:
 
     @cached_property
     def _read(self) -> tuple[float, float, float]:
-        square_norm, loss_sum, counted = self._totals.tolist()
-        if counted != self.num_targets:
-            raise RuntimeError(f"the backbone took loss on {counted:.0f} targets, the lengths say {self.num_targets}")
-        return square_norm, loss_sum, counted
+        """Squared gradient norm, sum of the loss, number of targets. Raises RuntimeError if the latter is wrong."""
+        square_norm, loss_sum, num_targets = self._totals.tolist()
+        if num_targets != self.num_targets:
+            raise RuntimeError(
+                f"the backbone took loss on {num_targets:.0f} targets, the lengths say {self.num_targets}"
+            )
+        return square_norm, loss_sum, num_targets
 
     @property
     def loss(self) -> float:
-        """Mean over all targets of the step; 0 where there is none."""
+        """Mean over all targets of the step; 0 if there are none."""
         return self._read[1] / max(self.num_targets, 1)
 
     @property
@@ -73,23 +77,34 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and gradient are; where they are not, the step changed nothing. The same on all ranks."""
+        """Whether loss and gradient norm are finite; the same on all ranks. If not, the step changed nothing."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     @property
     def seconds_by_action(self) -> dict[str, float]:
         """This rank's seconds by kind and module of its actions, in words: "forward image", "norm".
 
-        On all ranks the same names in the same order.
+        All ranks have the same names in the same order.
         """
-        return {action_words(*named): seconds for named, seconds in self.timeline.seconds_by_kind().items()}
+        return {
+            action_words(kind, module): seconds for (kind, module), seconds in self.timeline.seconds_by_kind().items()
+        }
 
 
 class TrainStep:
-    """Runs steps of one model on one rank; every rank calls `run` with its own part of the same microbatches.
+    """Runs training steps of one model on one rank; every rank calls `run` with its own part of the same microbatches.
 
-    model:     sharded (`runtime/fsdp.py`), or, on one rank, as it is.
-    optimizer: None leaves the gradients where they are, unclipped unless max_grad_norm is given.
+    model:         sharded by `runtime/fsdp.py`; on one rank it may be unsharded.
+    optimizer:     None: the step computes gradients and updates no weight.
+    max_grad_norm: None: gradients are not clipped.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> mesh = SimpleNamespace(rank=0, num_ranks=1, device=torch.device("cpu"))
+        >>> step = TrainStep(SimpleNamespace(encoders={}, backbone=torch.nn.Linear(1, 1)), mesh)
+        >>> text_only = SimpleNamespace(lengths=SimpleNamespace(items={}, num_examples=2))
+        >>> print(*step.program([text_only, text_only]).row)
+        0F0 0B0 0F1 0B1 0NORM 0STEP
     """
 
     def __init__(
@@ -110,32 +125,33 @@ class TrainStep:
         self.parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
 
     def run(self, batches: Sequence[RankBatch], step: int = 0) -> StepResult:
-        """One step over microbatches, which accumulate their gradients.
+        """Take one step; gradients accumulate over the microbatches. A collective.
 
-        A module that has no input on any rank in the whole step ends without gradient (None), so that the optimizer
-        leaves it alone; in a module that ran, a parameter that was not used has a zero gradient; so on all ranks.
+        All ranks end with the same kind of gradient for a parameter: None if no rank had input for its module in the
+        whole step, so that the optimizer leaves it alone; zero if its module ran and did not use it.
         """
-        work = _Work(self, batches)
-        Executor(work.program, work.handlers, self.clock, leave_out=() if self.optimizer else (Kind.STEP,)).run(step)
+        running = _RunningStep(self, batches)
+        leave_out = () if self.optimizer else (Kind.STEP,)
+        Executor(running.program, running.handlers, self.clock, leave_out=leave_out).run(step)
         return StepResult(
             step,
-            work.num_targets,
+            running.num_targets,
             sum(batch.num_tokens for batch in batches),
             sum(batch.lengths.num_examples for batch in batches),
-            work.exchanges.moved_bytes,
-            work.exchanges.crossing_bytes,
+            running.exchanges.moved_bytes,
+            running.exchanges.crossing_bytes,
             self.clock.take(),
-            work.totals,
+            running.totals,
         )
 
     def accumulate(self, batches: Sequence[RankBatch], *, before: Hook | None = None) -> None:
-        """All forwards and backwards, and no more: leaves gradients, summed over microbatches and, where FSDP shards,
-        over ranks.
+        """Run all forward and backward passes and their exchanges, without NORM and STEP. A collective.
 
-        before: is told of each action, and of its index in the row, before it is taken.
+        Leaves gradients, summed over microbatches and, where FSDP shards, over ranks.
+        before: called before each action, with its index in the row and the action.
         """
-        work = _Work(self, batches)
-        Executor(work.program, work.handlers, self.clock, leave_out=WHOLE_RANK).run(0, before)
+        running = _RunningStep(self, batches)
+        Executor(running.program, running.handlers, self.clock, leave_out=WHOLE_RANK).run(0, before)
 
     def program(self, batches: Sequence[RankBatch]) -> RankProgram:
         """What this rank executes for the microbatches of a step."""
@@ -143,10 +159,10 @@ class TrainStep:
         return _program(trainable, self.mesh.num_ranks, self.mesh.rank, tuple(map(presence_of, batches)))
 
 
-class _Work:
-    """One step under way: its Program, what its actions do, and what they have summed up.
+class _RunningStep:
+    """One step while it runs: its Program, the handlers of its actions, and its totals.
 
-    totals: float64 [3], squared gradient norm, loss and targets: of this rank, and after NORM of all.
+    totals: float64 [3], squared gradient norm, sum of the loss, number of targets; of this rank, after NORM of all.
     """
 
     def __init__(self, step: TrainStep, batches: Sequence[RankBatch]) -> None:
@@ -158,18 +174,21 @@ class _Work:
         stages = module_stages(step.model, self.program.modules, step.mesh, self.totals)
         tensors = Tensors()
         self.exchanges = Exchanges(self.program, batches, tensors, step.mesh.group)
-        # FSDP averages over ranks.
+        # FSDP divides gradients by the number of ranks, so the loss is multiplied by it.
         loss_gradient = step.mesh.num_ranks / max(self.num_targets, 1)
         self.passes = StagePasses(self.program, stages, batches, self.exchanges, tensors, loss_gradient)
 
     @property
     def handlers(self) -> Mapping[Kind, Handler]:
-        """Not kept: a ring of references would hold the step's batches until garbage is collected."""
-        own = {Kind.NORM: self.norm, Kind.STEP: self.update}
-        return {**self.passes.handlers, **self.exchanges.handlers, **own}
+        """What each kind of action calls; built anew, as a stored dict would make a reference cycle.
+
+        A cycle keeps the microbatches in memory until the garbage collector runs.
+        """
+        whole_rank = {Kind.NORM: self.norm, Kind.STEP: self.update}
+        return {**self.passes.handlers, **self.exchanges.handlers, **whole_rank}
 
     def norm(self, action: Action) -> None:
-        """Sums (squared gradient norm, loss, targets) over ranks, in one collective, and clips."""
+        """Sum (squared gradient norm, loss, targets) over ranks in one collective, then clip the gradients."""
         mesh, parameters, max_norm = self.step.mesh, self.step.parameters, self.step.max_grad_norm
         self.totals[0] = square_sum(parameters, mesh.num_ranks, mesh.device)
         dist.all_reduce(self.totals, group=mesh.group)
@@ -177,13 +196,13 @@ class _Work:
             scale_gradients(parameters, clip_factor(self.totals[0].sqrt(), max_norm))
 
     def update(self, action: Action) -> None:
-        """The optimizer's step, unless loss or gradient is not finite."""
+        """Step the optimizer, unless loss or gradient is not finite."""
         optimizer = self.step.optimizer
         assert optimizer is not None
         is_bad = ~torch.isfinite(self.totals).all()
         if is_bad.is_cuda and all(group.get("fused") for group in optimizer.param_groups):
-            # A fused optimizer reads the flag on the device, as it does for a GradScaler: the host waits for nothing.
-            # On a CPU that takes a kernel more for each parameter, and to read the flag takes nothing.
+            # A fused optimizer reads this flag on the device, as with a GradScaler, so the host does not wait.
+            # On a CPU the flag would cost one more kernel a parameter, and reading it on the host costs nothing.
             optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
             optimizer.step()
         elif not is_bad:
@@ -191,7 +210,7 @@ class _Work:
 
 
 def presence_of(batch: RankBatch) -> Presence:
-    """What a microbatch has, the same on all ranks."""
+    """The modules that a microbatch has input for, and those whose rows move between ranks; the same on all ranks."""
     modules = {phase for phase in batch.lengths.items if batch.has(phase)}
     return Presence(
         frozenset(modules | ({BACKBONE} if batch.lengths.num_examples else set())),
@@ -199,25 +218,27 @@ def presence_of(batch: RankBatch) -> Presence:
     )
 
 
-_Trained: TypeAlias = tuple[tuple[str, bool], ...]
+_Trainable: TypeAlias = tuple[tuple[str, bool], ...]
+"""(module, whether it is trainable), a pair a stage."""
 
 
 @lru_cache(maxsize=256)
-def _program(trainable: _Trained, num_ranks: int, rank: int, present: tuple[Presence, ...]) -> RankProgram:
-    """Kept, as many steps have what others had."""
-    learning = [stage for stage, (_, learns) in enumerate(trainable) if learns]
-    return RankProgram.of(without_absent(_whole_program(trainable, num_ranks, len(present)), present, learning), rank)
+def _program(trainable: _Trainable, num_ranks: int, rank: int, present: tuple[Presence, ...]) -> RankProgram:
+    """The row of a rank. Cached: many steps have the same modules present."""
+    trainable_stages = [stage for stage, (_, is_trained) in enumerate(trainable) if is_trained]
+    program = without_absent(_full_program(trainable, num_ranks, len(present)), present, trainable_stages)
+    return RankProgram.of(program, rank)
 
 
 @lru_cache(maxsize=4)
-def _whole_program(trainable: _Trained, num_ranks: int, num_microbatches: int) -> Program:
-    """Of a step in whose microbatches everything is there."""
+def _full_program(trainable: _Trainable, num_ranks: int, num_microbatches: int) -> Program:
+    """The Program of a step whose microbatches all have input for every module."""
     return add_exchanges(data_parallel(dict(trainable), num_ranks, num_microbatches))
 
 
 @torch.no_grad()
 def forward_features(model: Model, batch: RankBatch, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Features of the phases present in a batch, on the ranks that run their sequences, to evaluate; a collective."""
+    """Features of the phases of a microbatch, on the ranks that run their sequences, without a graph. A collective."""
     features = {}
     for phase in model.encoders:
         if batch.has(phase):

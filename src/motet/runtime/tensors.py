@@ -1,4 +1,4 @@
-"""What lives between the actions of a step, by stage and microbatch; whatever is taken in last is let go."""
+"""The tensors that live between the actions of a step. An entry is removed by the last action that reads it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import TypeAlias
 from torch import Tensor
 
 PassKey: TypeAlias = tuple[int, int]
-"""Stage and microbatch."""
+"""(stage, microbatch) of a forward pass."""
 
 
 @dataclass
 class Tensors:
-    """outputs: of forward passes, each with its graph where a backward pass comes.
-    arrived: outputs as the stages that they feed take them in, by the stage that made them: leaves of their own, which
-             require a gradient where the stage that made them has a backward pass.
-    gradients: of outputs, back at the stages that made them.
+    """Tensors by the forward pass that made the output.
+
+    outputs:   outputs of forward passes, with their graph if a backward pass follows.
+    arrived:   the same outputs at the stage that takes them in: detached, and requiring a gradient if the pass that
+               made them has a backward pass.
+    gradients: gradients of outputs, back at the stage that made the output.
     """
 
     outputs: dict[PassKey, Tensor] = field(default_factory=dict)
@@ -25,4 +27,5 @@ class Tensors:
 
     @property
     def is_empty(self) -> bool:
+        """Whether no tensor is left, as after a whole step."""
         return not (self.outputs or self.arrived or self.gradients)

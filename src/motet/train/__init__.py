@@ -1,1 +1,1 @@
-"""Joins the parts into a training job: recipe, input, trainer, checkpoints, reports. Its words: docs/glossary.md."""
+"""A training job: recipe, input, trainer, checkpoints, reports. The words are in docs/glossary.md."""

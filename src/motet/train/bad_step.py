@@ -1,8 +1,8 @@
-"""A step whose loss or gradient is not finite: the run finds the cause, and stops, or goes on without the step.
+"""What a run does about a bad step, one whose loss or gradient is not finite: it finds the cause, then stops or skips.
 
-Such a step has changed nothing. `run.on_bad_step` decides: "stop" saves what there was before it and ends the run with
-a sentence; "skip" counts it as done, its examples as seen. Both name module and examples, and write all of the step's
-examples to `bad_steps.jsonl`.
+A bad step has changed nothing. With `run.on_bad_step = "stop"`, the run saves a checkpoint of the state before the step
+and ends with a sentence. With "skip", the step counts as done and its examples as seen. Either way the run names the
+module and the examples, and writes all examples of the step to `bad_steps.jsonl`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from motet.core.errors import JointUserError
 from motet.data.dataset import Dataset
 from motet.dispatch import RankBatch
-from motet.runtime.not_finite import Finding, Moment, find, gradient_not_finite, weight_not_finite
+from motet.runtime.not_finite import Finding, Moment, first_not_finite, gradient_not_finite, weight_not_finite
 from motet.runtime.step import StepResult, TrainStep
 from motet.train.input.feed import StepInput
 from motet.train.recipe.recipe import Recipe
@@ -28,16 +28,17 @@ _MAX_NAMED = 3
 
 
 class BrokenWeights(JointUserError):
-    """A weight is not finite, so that no later step will be, and a checkpoint of it would be of no use."""
+    """A weight is not finite. No later step can be finite, and a checkpoint would be useless, so none is written."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Where a step that is not finite goes wrong; the same on all ranks.
+    """The cause of a bad step; the same on all ranks.
 
-    what, more:   in words: what comes first, and what else is known.
-    examples:     names of those that it comes from, as far as rows tell (`is_certain`), else of all that may be it.
-    is_in_weight: whether weights were broken already, so that no step will be finite.
+    what:         in words, what is first not finite.
+    more:         in words, what else is known.
+    examples:     names of the examples that cause it; if not `is_certain`, of all examples that may.
+    is_in_weight: a weight was not finite before the step.
     """
 
     what: str
@@ -58,39 +59,46 @@ class Cause:
 
 
 def examine(step: TrainStep, batches: Sequence[RankBatch], fed: StepInput, dataset: Dataset, world: World) -> Cause:
-    """Find the cause, by running the step again. Random numbers must be as they were before it. A collective."""
+    """Find the cause of a bad step by running it again. A collective.
+
+    Random number generators must be as they were before the step.
+    """
+    # 1. Weights that are not finite explain everything.
     if weights := [name for name in world.gather(weight_not_finite(step)) if name]:
         return Cause(f"the weight {weights[0]} is not finite before the step", is_in_weight=True)
-    findings = [(rank, found) for rank, found in enumerate(world.gather(find(step, batches))) if found is not None]
-    number, parameter = max(world.gather(gradient_not_finite(step)))
-    gradient = "" if number < 0 else f"the first parameter with such a gradient is {parameter}"
+    # 2. The step is run again, which also leaves its gradients.
+    by_rank = world.gather(first_not_finite(step, batches))
+    findings = [(rank, finding) for rank, finding in enumerate(by_rank) if finding is not None]
+    index, parameter = max(world.gather(gradient_not_finite(step)))
+    gradient = "" if index < 0 else f"the first parameter with such a gradient is {parameter}"
     if not findings:
         return Cause(
             f"computed again, all outputs of modules are finite; {gradient}"
             if gradient
             else "computed again, all of it is finite, so an operation, or the device, does not always give the same"
         )
+    # 3. The earliest finding of any rank counts, with those of other ranks in the same module of the same action.
     rank, first = min(findings, key=lambda entry: entry[1].moment)
     microbatch = first.moment.microbatch
-    alike = [found for _, found in findings if _event(found) == _event(first)]
-    ids = sorted({int(fed.examples[microbatch][place]) for found in alike for place in found.examples})
+    alike = [finding for _, finding in findings if _event(finding) == _event(first)]
+    ids = sorted({int(fed.examples[microbatch][index]) for finding in alike for index in finding.examples})
     of_output = first.what == "output"
     return Cause(
         f"first in the {'' if of_output else 'gradient of the '}output of {first.module} on rank {rank}, in microbatch "
         f"{microbatch + 1}",
         "" if of_output else f"all outputs are finite; {gradient}",
-        tuple(dataset.where(number) for number in ids),
-        all(found.is_certain for found in alike),
+        tuple(dataset.where(example) for example in ids),
+        all(finding.is_certain for finding in alike),
     )
 
 
-def _event(found: Finding) -> tuple[str, str, Moment]:
-    """The same for what ranks met in the same module of the same action."""
-    return found.what, found.module, found.moment._replace(call=0)
+def _event(finding: Finding) -> tuple[str, str, Moment]:
+    """A key that is equal for findings in the same module of the same action."""
+    return finding.what, finding.module, finding.moment._replace(call=0)
 
 
 class BadSteps:
-    """The bad steps of a run, on one rank; every method is called by all ranks alike."""
+    """Counts and records the bad steps of a run. All ranks call every method alike."""
 
     def __init__(self, recipe: Recipe, dataset: Dataset, world: World) -> None:
         self._path, self._skips = recipe.run.dir / FILE, recipe.run.on_bad_step == "skip"
@@ -98,35 +106,36 @@ class BadSteps:
         self._in_a_row = 0
 
     def passed(self) -> None:
-        """A step was finite."""
+        """Note that a step was finite."""
         self._in_a_row = 0
 
     def met(self, result: StepResult, fed: StepInput, cause: Cause) -> str:
-        """Write a bad step down; what is to be said of it, if training goes on. A collective.
+        """Record a bad step; returns the sentence for the user if training goes on. A collective.
 
-        Raises JointUserError where training ends with it, and BrokenWeights where there is nothing left to save.
+        Raises JointUserError if training ends here, as BrokenWeights if there is nothing worth saving.
         """
         self._in_a_row += 1
         with self._world.together():
             if self._world.is_first:
                 self._write(result, fed, cause)
-        said = (
+        sentence = (
             f"Step {result.step + 1} is not finite (loss {result.loss:g}, gradient norm {result.grad_norm:g}): {cause}."
         )
         if cause.is_in_weight:
             raise BrokenWeights(
-                f"{said} Training stops: go back to an earlier checkpoint (--resume PATH) with a smaller optimizer.lr."
+                f"{sentence} Training stops: go back to an earlier checkpoint (--resume PATH) with a smaller "
+                "optimizer.lr."
             )
         if not self._skips:
             raise JointUserError(
-                f"{said} Training stops: mend the examples ({self._path} names all of the step), lower optimizer.lr, "
-                'lengthen optimizer.warmup_steps, or set run.on_bad_step = "skip".'
+                f"{sentence} Training stops: mend the examples ({self._path} names all of the step), lower "
+                'optimizer.lr, lengthen optimizer.warmup_steps, or set run.on_bad_step = "skip".'
             )
         if self._in_a_row >= MOST_IN_A_ROW:
             raise JointUserError(
-                f"{said} It is the {self._in_a_row}th in a row, so skipping does not help, and training stops."
+                f"{sentence} It is the {self._in_a_row}th in a row, so skipping does not help, and training stops."
             )
-        return f"{said} It is skipped."
+        return f"{sentence} It is skipped."
 
     def _write(self, result: StepResult, fed: StepInput, cause: Cause) -> None:
         line: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The Orchestrator of a model: what items cost its modules, from which seconds a way is chosen, and by which core."""
+"""Builds the Orchestrator of a recipe: costs of items, predicted seconds, and checks that all ranks use the same."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ _PS_PER_S = 10**12
 
 @dataclass(frozen=True)
 class MeasuredPhases:
-    """What a profile says of the phases of a model.
+    """What a profile measured of the phases of a model.
 
-    link, inter_node: of an exchange inside a node, and between nodes; None where there was no such. A profile of
-            several nodes alone has one link for both. digest: of the file.
+    link, inter_node: links of an exchange inside a node, and between nodes; None if not measured. If a profile has only
+                      exchanges between nodes, both are this link.
+    digest:           hash of the profile's file.
     """
 
     phases: Mapping[str, PhaseTimes]
@@ -44,7 +45,7 @@ class MeasuredPhases:
 
 
 def read_measured(recipe: Recipe, spec: ModelSpec) -> MeasuredPhases | None:
-    """None unless the recipe balances on measured cost.
+    """The profile that a recipe balances by; None unless balance.cost is "profile".
 
     Raises UserError for a profile that is missing or broken, or is of another model or precision.
     """
@@ -73,7 +74,7 @@ def read_measured(recipe: Recipe, spec: ModelSpec) -> MeasuredPhases | None:
 
 
 def _exchange_link(profile: Profile, *, has_nodes: bool) -> Link | None:
-    """Of the exchanges that were measured on one node, or between several; None where there are none."""
+    """The link fitted to the exchanges that were measured inside a node, or between nodes; None if there are none."""
     messages = [times for times in profile.messages if times.kind == "exchange" and (times.num_nodes > 1) == has_nodes]
     line = message_fit(*messages) if messages else None
     return Link(_NS_PER_S / line.linear_ns, line.constant_ns / _NS_PER_S) if line and line.linear_ns else None
@@ -90,9 +91,9 @@ def build_orchestrator(
     measured: MeasuredPhases | None = None,
     ranks_per_node: int | None = None,
 ) -> Orchestrator:
-    """All ranks call it alike. dtype: that encoder outputs are moved in. The rest as in `step_costs`.
+    """The Orchestrator of a model, the same on all ranks. dtype: of moved encoder outputs. Others: as in `step_costs`.
 
-    Raises UserError for what in `config` does not fit the model.
+    Raises UserError if `config` does not fit the model.
     """
     spec = model_spec(model)
     recomputed = spec.num_blocks if recompute else {}
@@ -110,10 +111,12 @@ def step_costs(
     measured: MeasuredPhases | None,
     ranks_per_node: int | None = None,
 ) -> StepCosts:
-    """What `[balance]` makes of a model. measured: for `cost = "profile"`, and only for it.
+    """Costs and predicted seconds of the phases of a model, as `[balance]` sets them.
 
-    recompute: per module, of how many of its blocks the activations are recomputed.
-    element_bytes: of what is exchanged. ranks_per_node: of those that exchange; None: all share a node.
+    recompute:      module -> number of its blocks that are recomputed.
+    element_bytes:  bytes of an element of exchanged rows.
+    measured:       the profile, if config.cost is "profile".
+    ranks_per_node: None: all ranks that exchange share a node.
     Raises UserError for costs that do not fit the model.
     """
     speed = config.speed.resolved(device_type)
@@ -135,7 +138,7 @@ def step_costs(
 
 
 def recipe_costs(recipe: Recipe, spec: ModelSpec, device_type: str) -> StepCosts:
-    """By what training balances a recipe. Raises UserError as `read_measured` and `step_costs` do."""
+    """The costs by which training balances a recipe. Raises UserError as `read_measured` and `step_costs` do."""
     recomputed = spec.num_blocks if recipe.fsdp.recompute else {}
     measured = read_measured(recipe, spec)
     per_node = None if recipe.cluster is None else recipe.cluster.cluster().ranks_per_node
@@ -143,7 +146,7 @@ def recipe_costs(recipe: Recipe, spec: ModelSpec, device_type: str) -> StepCosts
 
 
 def balancing_of(recipe: Recipe, spec: ModelSpec) -> Balancing:
-    """By what training balances the Plans of a recipe. Raises UserError as `read_measured` and `step_costs` do."""
+    """Plan -> the costs by which training balances it. Raises UserError as `read_measured` and `step_costs` do."""
     measured, element_bytes = read_measured(recipe, spec), compute_dtype(recipe).itemsize
 
     def balancing(plan: Plan) -> StepCosts:
@@ -157,40 +160,40 @@ def balancing_of(recipe: Recipe, spec: ModelSpec) -> Balancing:
 
 
 def compute_dtype(recipe: Recipe) -> torch.dtype:
-    """What modules compute in, and encoder outputs are moved in."""
+    """The dtype in which modules compute, and in which encoder outputs are moved."""
     return getattr(torch, recipe.fsdp.param_dtype or recipe.run.dtype)
 
 
 @dataclass(frozen=True)
 class _MeanSeconds:
-    """Seconds of a unit of each phase's cost, on average over a microbatch, where the cost is no time by itself."""
+    """Lengths of a microbatch -> seconds a unit of each phase's cost, on average, if the cost itself is no time."""
 
     costs: Mapping[str, Cost]
     counted: StepCosts
 
     def __call__(self, lengths: BatchLengths) -> dict[str, float]:
         columns, unit_s = LengthWork()(lengths), self.counted.times.unit_s(lengths)
-        found = {}
+        mean_s = {}
         for name, work in self.counted.work(lengths).items():
             total = int(self.costs[name].alone(columns[name]).sum())
-            found[name] = int(work.sum()) * unit_s[name] / total if total else 0.0
-        return found
+            mean_s[name] = int(work.sum()) * unit_s[name] / total if total else 0.0
+        return mean_s
 
 
 def check_same_backend(world: World) -> None:
-    """Ranks decide alike with the same core only. A collective; raises JointUserError where it is not the same."""
-    found = world.gather(ACTIVE_BACKEND)
-    if len(set(found)) > 1:
+    """Raise JointUserError if some ranks balance without the native core: they would not decide alike. A collective."""
+    backends = world.gather(ACTIVE_BACKEND)
+    if len(set(backends)) > 1:
         raise JointUserError(
-            f"Rank {found.index('fallback')} balances without the native core and rank {found.index('native')} with "
-            "it, so they would not decide alike: install the same build of Motet on all machines."
+            f"Rank {backends.index('fallback')} balances without the native core and rank {backends.index('native')} "
+            "with it, so they would not decide alike: install the same build of Motet on all machines."
         )
 
 
 def check_same_profile(world: World, measured: MeasuredPhases | None) -> None:
-    """Ranks decide alike from the same profile only. A collective; raises JointUserError where it is not the same."""
-    found = world.gather(measured and measured.digest)
-    other = next((rank for rank, digest in enumerate(found) if digest != found[0]), None)
+    """Raise JointUserError if ranks have read different profiles: they would not decide alike. A collective."""
+    digests = world.gather(measured and measured.digest)
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         raise JointUserError(
             f"Rank {other} has read another profile than rank 0, so they would not decide alike: copy one file to all "

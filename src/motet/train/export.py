@@ -1,4 +1,4 @@
-"""The trained modules as HF directories at the end of a run, and the tokenizer beside them."""
+"""Writes the trained modules as HF directories at the end of a run, with the tokenizer beside them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ExportConfig(BaseModel):
 
 
 def export(model: MLLM, tokenizer: Path, folder: Path, world: World) -> None:
-    """Gather the sharded weights on rank 0, one after the other, and write them there; a collective."""
+    """Gather the sharded weights on rank 0, one tensor at a time, and write them to `folder`. A collective."""
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

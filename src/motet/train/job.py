@@ -1,4 +1,4 @@
-"""Puts a job together from its recipe: model, data, mesh, optimizer, and whatever of them a checkpoint restores."""
+"""Builds a job from its recipe: model, data, mesh and optimizer, restored from a checkpoint if there is one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _INDEX_PROGRESS_EVERY_S = 5.0
 
 @dataclass
 class TrainingJob:
-    """Everything that a run consists of. Where it stands is `progress`, and nowhere else."""
+    """Everything that a run consists of. Only `progress` says how far the run is."""
 
     recipe: Recipe
     world: World
@@ -64,7 +64,10 @@ class TrainingJob:
 
 
 def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: ExitStack) -> TrainingJob:
-    """All ranks call it alike; what fails on one fails on all. cleanup: gets what must be closed at the end."""
+    """Build the job of a recipe. A collective, which fails on all ranks if it fails on one.
+
+    resume: "auto", "never" or a path. say: prints a sentence. cleanup: closes what is open when the run ends.
+    """
     check_same_backend(world)
     with world.together():
         dtype = _DTYPES[recipe.run.dtype]
@@ -93,7 +96,7 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
         mesh = build_mesh(world.device, shard_size=recipe.fsdp.shard_size, ranks_per_node=world.ranks_per_node)
         shard(model, mesh, recipe.fsdp)
         optimizer = build_optimizer(model, recipe.optimizer)
-    world.barrier()  # So that the clocks of all ranks count from the same moment.
+    world.barrier()  # The clocks of all ranks start at the same moment.
     step = TrainStep(
         model,
         mesh,
@@ -105,8 +108,8 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
     if heldout is not None:
         exchange = ItemExchange(world.control, orchestrator, model.encoders, ranks_per_node=world.ranks_per_node)
         evaluator = Evaluator(heldout, tokenizer, decoder, exchange, mesh, world, recipe.evaluate, say)
-    now = Progress(0, 0, 0, recipe.data.seed, dataset.fingerprint)
-    progress, line = _resume(recipe, world, resume, model, optimizer, now, say)
+    start = Progress(0, 0, 0, recipe.data.seed, dataset.fingerprint)
+    progress, line = _resume(recipe, world, resume, model, optimizer, start, say)
     return TrainingJob(
         recipe,
         world,
@@ -124,7 +127,7 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
 
 
 def open_dataset(recipe: Recipe, manifests: Sequence[str], tokenizer: ChatTokenizer, model: MLLM, say: Say) -> Dataset:
-    """The examples of manifests as the recipe's model takes them; the model's weights are not looked at."""
+    """The examples of the manifests, in the form that the model takes. The model's weights are not read."""
     modalities = {
         name: Modality(recipe.transform(name), module.num_tokens, module.lengths)
         for name, module in model.encoders.items()
@@ -148,7 +151,7 @@ def open_dataset(recipe: Recipe, manifests: Sequence[str], tokenizer: ChatTokeni
 
 
 def _index_progress(manifests: Sequence[str], say: Say) -> Callable[[int, float], None]:
-    """Says now and then how far the building of an index has come; says nothing if it is quick."""
+    """A function that prints the progress of building an index every few seconds."""
     last_s = time.monotonic()
 
     def show(num_examples: int, share: float) -> None:
@@ -161,18 +164,19 @@ def _index_progress(manifests: Sequence[str], say: Say) -> Callable[[int, float]
 
 
 def _check_same_examples(world: World, dataset: Dataset, heldout: Dataset | None) -> None:
-    """Raises UserError, on all ranks, if any sees other examples: each decides by itself who computes which."""
-    told = world.gather([(part.num_examples, part.fingerprint) for part in (dataset, heldout) if part is not None])
-    for rank, seen in enumerate(told):
-        for key, mine, first in zip(("train", "heldout"), seen, told[0]):
-            if mine != first:
+    """Raise JointUserError if ranks see different examples: each rank decides by itself which rank computes which."""
+    by_rank = world.gather([(part.num_examples, part.fingerprint) for part in (dataset, heldout) if part is not None])
+    for rank, datasets in enumerate(by_rank):
+        for key, other, first in zip(("train", "heldout"), datasets, by_rank[0]):
+            if other != first:
                 raise JointUserError(
                     f"data.{key} is not the same everywhere: rank 0 finds {first[0]:,} examples that can be used, rank "
-                    f"{rank} finds {mine[0]:,}, or others; give all machines the same files."
+                    f"{rank} finds {other[0]:,}, or others; give all machines the same files."
                 )
 
 
 def _check_bad_at_indexing(recipe: Recipe, dataset: Dataset) -> None:
+    """Raise UserError if more examples were left out of the index as bad than data.max_bad_fraction allows."""
     num_bad, allowed = dataset.left_out.num_bad, recipe.data.max_bad_fraction
     if num_bad > allowed * dataset.num_in_manifests:
         raise UserError(
@@ -190,6 +194,7 @@ def _loading(
     decoder: Decoder,
     model: MLLM,
 ) -> Loading:
+    """The way in which the recipe's microbatches are loaded."""
     if recipe.exchanges_items:
         exchange = ItemExchange(mesh.host_group, orchestrator, model.encoders, ranks_per_node=world.ranks_per_node)
         return ExchangeLoading(dataset, decoder, exchange, world.ranks_per_node)
@@ -202,40 +207,42 @@ def _resume(
     resume: str,
     model: MLLM,
     optimizer: torch.optim.Optimizer,
-    now: Progress,
+    start: Progress,
     say: Say,
 ) -> tuple[Progress, list[str]]:
-    """Load what `resume` ("auto", "never" or a path) means; where the run goes on, and the checkpoints that led there.
+    """Restore the checkpoint that `resume` ("auto", "never" or a path) selects, if any. A collective.
 
-    now: of the same recipe before its first step.
+    start: the Progress before the first step.
+    Returns the Progress from which the run goes on, and the names of the checkpoints that led there.
     """
     folder = recipe.run.dir / _CHECKPOINTS
-    start = choose_checkpoint(resume, folder, world, say)
+    chosen = choose_checkpoint(resume, folder, world, say)
     with world.together():
-        if start is None:
+        if chosen is None:
             if resume == "never" and world.is_first:
                 remove_all(folder)
-            return now, []
-        _check_same_run(start, now, recipe.run.steps)
-    progress = load(start.path, model, optimizer, world.control, world.together)
+            return start, []
+        _check_same_run(chosen, start, recipe.run.steps)
+    progress = load(chosen.path, model, optimizer, world.control, world.together)
     is_done = progress.step == recipe.run.steps
-    say(f"Resuming after step {progress.step} from {start.path}{', which is the last step' if is_done else ''}.")
-    return progress, start.line
+    say(f"Resuming after step {progress.step} from {chosen.path}{', which is the last step' if is_done else ''}.")
+    return progress, chosen.line
 
 
-def _check_same_run(start: Start, now: Progress, num_steps: int) -> None:
-    if start.state.seed != now.seed:
+def _check_same_run(chosen: Start, start: Progress, num_steps: int) -> None:
+    """Raise UserError if a checkpoint has another order of examples or another dataset, or is beyond the last step."""
+    if chosen.state.seed != start.seed:
         raise UserError(
-            f"The checkpoint {start.path} was written with data.seed = {start.state.seed}, not {now.seed} as now, "
+            f"The checkpoint {chosen.path} was written with data.seed = {chosen.state.seed}, not {start.seed} as now, "
             "which orders the examples anew: set it back, or start anew with --resume never."
         )
-    if start.state.dataset != now.dataset:
+    if chosen.state.dataset != start.dataset:
         raise UserError(
-            f"The checkpoint {start.path} was written on other training examples than those of data.train now, so its "
+            f"The checkpoint {chosen.path} was written on other training examples than those of data.train now, so its "
             "position among them means nothing: restore them, or start anew with --resume never."
         )
-    if start.state.step > num_steps:
+    if chosen.state.step > num_steps:
         raise UserError(
-            f"The checkpoint {start.path} is of step {start.state.step}, and run.steps = {num_steps} ends before it: "
+            f"The checkpoint {chosen.path} is of step {chosen.state.step}, and run.steps = {num_steps} ends before it: "
             "raise run.steps, go back to an earlier checkpoint with --resume PATH, or start anew with --resume never."
         )

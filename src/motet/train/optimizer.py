@@ -1,8 +1,8 @@
-"""AdamW with decay on matrices only, and the learning rate as a pure function of the step.
+"""AdamW with weight decay on matrices only, and the learning rate as a pure function of the step.
 
-Weight decay is for matrices that multiply activations: not for norms and biases (one dimension), and not for
-embeddings, whose rows get no gradient most of the time and would only shrink. Groups are also cut by device mesh,
-because fused kernels take tensors of one mesh at a time.
+Weight decay applies to matrices that multiply activations. It does not apply to norms and biases (one dimension), nor
+to embeddings: most of their rows have no gradient in a step and would only shrink. A parameter group has one device
+mesh, because fused kernels take tensors of one mesh at a time.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class OptimizerConfig(BaseModel):
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """The rate of step `step`, 0-based, of `num_steps`: linear warm-up, then decay that ends in the last step.
+    """The rate of step `step` (from 0) of `num_steps`: linear warm-up, then decay until the last step.
 
-    The first step already has a rate above zero (peak / warmup_steps). A run that is resumed needs no scheduler state.
+    The first step has the rate lr / warmup_steps, which is above zero. A resumed run needs no scheduler state.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -53,7 +53,7 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """The trainable parameters in groups of one decay and one device mesh each, in order of first appearance."""
+    """The trainable parameters, grouped by weight decay and device mesh, in order of first appearance."""
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     groups: dict[tuple[object, bool], list[nn.Parameter]] = {}
     for parameter in model.parameters():
@@ -68,12 +68,13 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters of a model that is sharded already."""
+    """AdamW over the trainable parameters of a sharded model."""
     groups = parameter_groups(model, config.weight_decay)
-    # Fused: on CPU too, one kernel call instead of a dozen DTensor dispatches for every parameter (10 times faster).
+    # Fused is 10 times faster, on a CPU too: one kernel call instead of a dozen DTensor dispatches a parameter.
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -1,4 +1,4 @@
-"""A run's folder: that Motet can write all its files there, and that no other run writes there at the same time."""
+"""A run's folder: checks that Motet can write its files there, and locks it against other runs."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ FILES = (
 )
 FOLDERS = ("checkpoints", "tensorboard", "export")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""What a file system answers that has no locks."""
+"""Error codes of a file system without locks."""
 
 
 @contextmanager
-def claimed(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Make the folder and own it, as long as the block, and this process, lasts; for one rank of a run.
+def locked_run_folder(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Make the folder of a run and lock it while the block runs; for one rank of the run.
 
-    The lock is the kernel's (flock): it ends with the process, however that ends, and holds between machines where
-    the file system passes locks on (NFS from version 4, Lustre mounted with flock). say: is told where there is none.
-    Raises UserError for a folder that cannot be written, for what stands in it where a file of the run goes, and is not
-    of a run or no file, and where another run owns it, naming that.
+    The lock is the kernel's (flock). It ends with the process, however that ends, and holds between machines if the
+    file system supports that (NFS from version 4, Lustre mounted with flock).
+    say: called with a sentence if the file system has no locks.
+    Raises UserError if the folder cannot be written, if a path that the run writes to is taken by something else, or if
+    another run holds the lock.
     """
     with writing(folder, "run.dir"):
         folder.mkdir(parents=True, exist_ok=True)
     _check(folder)
     with writing(folder / LOCK, "run.dir"):
-        # Not inherited by the processes that are started later: they may outlive this one.
+        # O_CLOEXEC: processes that this one starts must not keep the lock, as they may outlive it.
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         _lock(folder, descriptor, say)
@@ -58,7 +59,7 @@ def claimed(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path, what: str = "") -> Iterator[None]:
-    """What the system refuses inside is a UserError that names the path. what: the key of the recipe that names it."""
+    """Raise an OSError of the block as a UserError that names the path. what: the recipe's key with this path."""
     try:
         yield
     except OSError as error:
@@ -67,6 +68,7 @@ def writing(path: Path, what: str = "") -> Iterator[None]:
 
 
 def _check(folder: Path) -> None:
+    """Raise UserError for a path that the run will write to and cannot, or that belongs to no run of Motet."""
     is_of_a_run = (folder / LOCK).exists() or _has_metrics(folder / "metrics.jsonl")
     for name in (*FILES, *FOLDERS):
         path, is_folder = folder / name, name in FOLDERS
@@ -89,7 +91,7 @@ def _check(folder: Path) -> None:
 
 
 def _has_metrics(path: Path) -> bool:
-    """Runs before there was a lock are known by them."""
+    """Whether this is a run's metrics.jsonl: the mark of a run from before Motet wrote a lock file."""
     if not path.is_file():
         return False
     with writing(path), open(path, "rb") as file:
@@ -97,6 +99,7 @@ def _has_metrics(path: Path) -> bool:
 
 
 def _lock(folder: Path, descriptor: int, say: Callable[[str], None]) -> None:
+    """Lock the run's lock file and write this process into it. Raises UserError if another process holds the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

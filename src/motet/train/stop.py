@@ -1,8 +1,8 @@
-"""Ending a run early without losing it: a signal asks for a checkpoint after the current step.
+"""Signals: the first asks a run to save a checkpoint after the current step and to end.
 
-One wish to stop arrives as several signals: a terminal signals all processes of a job, a scheduler each of them, and
-torchrun passes on to its ranks what it has got itself. So those that follow the first within a few seconds are part of
-it; one that comes later means that the user will not wait for the checkpoint.
+One request arrives as several signals: a terminal and a scheduler signal every process of a job, and torchrun forwards
+its own signal to its ranks. So signals within GRACE_S seconds of the first belong to it. A later signal ends the
+process at once: the user does not wait for the checkpoint.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ GRACE_S = 5.0
 
 
 class StopSignal:
-    """Inside its `with` block the first signal sets `received`, and one that comes GRACE_S after it ends the process.
+    """A context manager: in its block the first signal sets `received`, a signal GRACE_S later ends the process.
 
-    A signal that is ignored outside of the block, as nohup does with SIGHUP, is ignored inside.
+    received: number of the first signal; 0 if there was none.
+    A signal that was ignored before the block stays ignored, as SIGHUP under nohup.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class StopSignal:
         self._former: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
-        # Handlers belong to the main thread; a trainer that is run in another one leaves them alone.
+        # Python sets handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):

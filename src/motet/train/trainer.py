@@ -1,4 +1,4 @@
-"""A run from its recipe to its report: the one function that the command line calls, and the loop over steps."""
+"""A run, from its recipe to its report: the entry point of `motet train`, and the loop over steps."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from motet.simulate.show.page import write_timeline_html
 from motet.train.bad_step import BadSteps, BrokenWeights, Cause, examine
 from motet.train.evaluate import Evaluation
 from motet.train.export import export
-from motet.train.input.feed import Feed, Schedule, StepInput
+from motet.train.input.feed import Feed, StepInput, StepRange
 from motet.train.input.loading import UnreadableExample
 from motet.train.job import TrainingJob, build_job
 from motet.train.optimizer import learning_rate, set_learning_rate
 from motet.train.recipe.recipe import Recipe, dump_recipe
-from motet.train.report.metrics import MeasuredStep, balance_metrics, gather_measured, phase_metrics
+from motet.train.report.metrics import MeasuredStep, balance_metrics, exchange_metrics, gather_measured, phase_metrics
 from motet.train.report.metrics_log import MetricsLog, Terminal
 from motet.train.report.page import write_report
 from motet.train.report.peak import peak_of
 from motet.train.report.step_lines import to_json
 from motet.train.report.summary import summarise, summary_lines
-from motet.train.run_folder import claimed, writing
+from motet.train.run_folder import locked_run_folder, writing
 from motet.train.stop import StopSignal
 from motet.train.world import join_world
 
 _GO_ON, _STOP, _CANNOT_LOG = range(3)
-"""What a rank wishes at the end of a step; the largest of all ranks is done."""
+"""What a rank requests at the end of a step; all ranks do the largest request of any."""
 _MEMORY_ADVICE = (
     'Raise run.microbatches, set fsdp.recompute = true or fsdp.param_dtype = "bfloat16", lower run.batch_size or '
     "data.max_sequence_length, or take more ranks."
@@ -44,10 +44,10 @@ _MEMORY_ADVICE = (
 
 
 def train(recipe: Recipe, *, resume: str = "auto", trace: bool = False) -> None:
-    """Run a recipe on this rank, together with all others; everything that it leaves is in `recipe.run.dir`.
+    """Train as a recipe says, on this rank together with all others. All files are written to `recipe.run.dir`.
 
     resume: "auto", "never", or the path of a checkpoint. trace: write trace.json and timeline.html.
-    Raises UserError for what is wrong with the input, and SystemExit with 128 + signal if it was asked to stop.
+    Raises UserError if the input is wrong, and SystemExit(128 + signal) after a signal to stop.
     """
     start_s = time.perf_counter()
     with (
@@ -58,13 +58,13 @@ def train(recipe: Recipe, *, resume: str = "auto", trace: bool = False) -> None:
         say = _say_plainly if world.is_first else _say_nothing
         with world.together():
             if world.is_first:
-                cleanup.enter_context(claimed(recipe.run.dir, say))
+                cleanup.enter_context(locked_run_folder(recipe.run.dir, say))
         job = build_job(recipe, world, resume, say, cleanup)
         _Run(job, trace, start_s).run()
 
 
 class _Run:
-    """The loop over steps, and what comes after it. Rank 0 has the log; all ranks take every other step alike."""
+    """The loop over steps, and what comes after it. Rank 0 writes the log; all ranks do all else alike."""
 
     def __init__(self, job: TrainingJob, trace: bool, start_s: float) -> None:
         self.job, self.recipe, self.world = job, job.recipe, job.world
@@ -80,23 +80,23 @@ class _Run:
         self.peak_flops_per_s = sum(self.world.gather(self.peak.flops_per_s))
 
     def run(self) -> None:
-        """Train to the last step, evaluate, export and report; a collective."""
+        """Train to the last step, evaluate, export and report. A collective."""
         with ExitStack() as opened:
             with self._on_first_rank():
                 if self.world.is_first:
                     log = MetricsLog(self.recipe.run.dir, self.first_step, self.recipe.run.steps)
                     self.log = opened.enter_context(log)
-                    # Not before: a recipe that is refused must not take the place of the one that the run has.
+                    # Only now: a recipe that is refused must not replace the recipe of an earlier run.
                     text = dump_recipe(self.recipe)
                     (self.recipe.run.dir / "recipe.toml").write_text(text, encoding="utf-8")
-            # What comes after the last step can be done again from its checkpoint, so a signal ends that at once.
+            # Outside of this block a signal ends the process at once: the last checkpoint has all steps by then.
             with self.stop:
                 with self._losing_nothing():
                     self._train()
                 self.job.checkpointer.wait()
-                if wish := max(self.world.gather(self._wish())):
+                if request := max(self.world.gather(self._request())):
                     with self._losing_nothing():
-                        self._leave(wish)
+                        self._leave(request)
             if self.job.progress.step not in self.evaluations and not self._evaluate():
                 self._leave(_STOP)
             with self._on_first_rank():
@@ -112,13 +112,13 @@ class _Run:
 
     @contextmanager
     def _on_first_rank(self) -> Iterator[None]:
-        """What cannot be written in the run's folder ends all ranks with one sentence. A collective."""
+        """Work of rank 0 in the run's folder: if a file cannot be written, all ranks raise UserError. A collective."""
         with self.world.together(), writing(self.recipe.run.dir):
             yield
 
     @contextmanager
     def _losing_nothing(self) -> Iterator[None]:
-        """What ends training on all ranks alike leaves the steps that are done in a checkpoint. A collective."""
+        """Save a checkpoint if the block raises JointUserError, which is then raised again. A collective."""
         try:
             yield
         except BrokenWeights:
@@ -127,6 +127,7 @@ class _Run:
             raise JointUserError(f"{str(error).rstrip('.')}; {self._saved()}") from error
 
     def _train(self) -> None:
+        """Take all steps that are left, with the checkpoints and evaluations that are due."""
         recipe = self.recipe
         self.job.model.train()
         with self._open_feed() as feed:
@@ -138,7 +139,7 @@ class _Run:
                 now_s = time.perf_counter()
                 measured = MeasuredStep(now_s - ended_s, waited_s, fed.decide_s, result.seconds_by_action)
                 ended_s = now_s
-                wish = self._record(result, cause, fed, measured)
+                request = self._record(result, cause, fed, measured)
                 done = step + 1
                 self.job.progress = dataclasses.replace(
                     self.job.progress,
@@ -147,8 +148,8 @@ class _Run:
                     num_bad=fed.num_bad,
                     num_skipped=self.job.progress.num_skipped + (cause is not None),
                 )
-                if wish:
-                    self._leave(wish)
+                if request:
+                    self._leave(request)
                 if done == recipe.run.steps or _is_due(done, recipe.checkpoint.every_steps):
                     self._save()
                 if _is_due(done, recipe.evaluate.every_steps):
@@ -157,13 +158,14 @@ class _Run:
                     ended_s = time.perf_counter()
 
     def _save(self) -> None:
+        """Start to save a checkpoint of the steps done. A collective."""
         if self.log is not None:
             self.log.flush()
         self.job.checkpointer.save(self.job.model, self.job.optimizer, self.job.progress)
 
     def _open_feed(self) -> Feed:
         recipe, progress = self.recipe, self.job.progress
-        schedule = Schedule(
+        steps = StepRange(
             progress.step,
             recipe.run.steps,
             recipe.run.batch_size,
@@ -176,14 +178,14 @@ class _Run:
             self.job.order,
             self.job.loading,
             self.job.mesh.host_group,
-            schedule,
+            steps,
             recipe.data,
             prepare=pin,
             report=self._report,
         )
 
     def _step(self, step: int, fed: StepInput) -> tuple[StepResult, Cause | None]:
-        """Take a step; with what went wrong, if it is not finite."""
+        """Take a step; with the cause if it is not finite. A collective."""
         set_learning_rate(self.job.optimizer, learning_rate(self.recipe.optimizer, step, self.recipe.run.steps))
         self._seed(step)
         batches = [batch.to(self.world.device, non_blocking=True) for batch in fed.batches]
@@ -197,12 +199,12 @@ class _Run:
         return result, cause
 
     def _seed(self, step: int) -> None:
-        """Nothing random is carried from step to step, so that a resumed run needs no generator's state."""
+        """Seed torch from (run.seed, step, rank), so that a resumed run needs no generator state."""
         seed = np.random.SeedSequence((self.recipe.run.seed, step, self.world.rank)).generate_state(1, np.uint64)
         torch.manual_seed(int(seed[0]) >> 1)
 
     def _saved(self) -> str:
-        """Save what has been trained; the end of a sentence about it, also where it cannot be. A collective."""
+        """Save a checkpoint of the steps done; returns the end of a sentence about it. A collective."""
         done = self.job.progress.step
         if done == 0:
             return "no step has been trained."
@@ -214,19 +216,20 @@ class _Run:
             return str(error)
         return f"step {done} is saved, and the same command goes on from it."
 
-    def _wish(self) -> int:
+    def _request(self) -> int:
+        """What this rank requests at the end of a step."""
         if self.log is not None and self.log.failure:
             return _CANNOT_LOG
         return _STOP if self.stop.received else _GO_ON
 
     def _record(self, result: StepResult, cause: Cause | None, fed: StepInput, measured: MeasuredStep) -> int:
-        """Log the step; the largest wish of any rank."""
-        joined, wish = gather_measured(measured, self.world, self._wish())
+        """Log a step; returns the largest request of any rank. A collective."""
+        joined, request = gather_measured(measured, self.world, self._request())
         if self.spans is not None:
             self.spans += result.timeline
         if self.log is not None:
-            lengths = [batch.lengths for batch in fed.batches]
             tokens_per_s = result.num_tokens / joined["step_s"]
+            lengths = [batch.lengths for batch in fed.batches]
             self.log.write(
                 {
                     "step": result.step + 1,
@@ -242,25 +245,17 @@ class _Run:
                     "tokens_per_s_per_rank": round(tokens_per_s / self.world.num_ranks, 1),
                     "mfu": mfu(self.spec, lengths, joined["step_s"], self.peak_flops_per_s),
                     **joined,
-                    "exchange": {
-                        "seconds": sum(
-                            s["max_s"] for name, s in joined["actions"].items() if name.startswith("exchange")
-                        ),
-                        "bytes": result.moved_bytes,
-                        "crossing_bytes": result.crossing_bytes,
-                        "input_bytes": fed.moved_bytes,
-                        "input_crossing_bytes": fed.crossing_bytes,
-                    },
+                    "exchange": exchange_metrics(joined["actions"], result, fed),
                     "balance": balance_metrics(fed.batches),
                     "phases": phase_metrics(fed.batches),
                     "bad_examples": fed.num_bad + self.job.dataset.left_out.num_bad,
                     "left_out": [{"file": bad.file, "line": bad.where, "why": bad.reason} for bad in fed.left_out],
                 }
             )
-        return wish
+        return request
 
     def _evaluate(self) -> bool:
-        """Whether it came to its end; not if any rank is asked to stop."""
+        """Evaluate, if the recipe does; False if a signal to stop any rank ended it early. A collective."""
         if self.job.evaluator is None:
             return True
         evaluation = self.job.evaluator.run(self.job.model, is_stopped=lambda: bool(self.stop.received))
@@ -275,9 +270,9 @@ class _Run:
                 (self.recipe.run.dir / "answers.json").write_text(text, encoding="utf-8")
         return True
 
-    def _leave(self, wish: int) -> None:
-        """End the run early, with all that it has trained."""
-        if wish == _CANNOT_LOG:
+    def _leave(self, request: int) -> None:
+        """End the run early, as a rank requests. Raises JointUserError or SystemExit."""
+        if request == _CANNOT_LOG:
             failure = self.world.gather(self.log.failure if self.log is not None else "")[0]
             raise JointUserError(f"{failure}, so training stops.")
         number = max(self.world.gather(self.stop.received))
@@ -285,9 +280,10 @@ class _Run:
         raise SystemExit(128 + number)
 
     def _write_trace(self) -> None:
+        """Write the spans of all ranks to trace.json, and the last step to timeline.html. A collective."""
         if self.spans is None:
             return
-        spans = [span for told in self.world.gather(self.spans) for span in told]
+        spans = [span for of_rank in self.world.gather(self.spans) for span in of_rank]
         with self._on_first_rank():
             if self.world.is_first:
                 Timeline.of(spans).write_chrome_trace(self.recipe.run.dir / "trace.json")
@@ -299,6 +295,7 @@ class _Run:
                 )
 
     def _write_summary(self) -> None:
+        """Write summary.json and the report, and print the summary."""
         run_dir = self.recipe.run.dir
         wall_s = time.perf_counter() - self.start_s
         summary = summarise(run_dir, self.world, self.peak, wall_s, self.evaluations)

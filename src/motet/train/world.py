@@ -1,9 +1,9 @@
-"""The ranks of a job: alone, under torchrun, or on a process group that the caller has made.
+"""The ranks of a job: one alone, those of torchrun, or those of a process group that the caller has made.
 
-Besides the devices' own group there are host (gloo) groups, a group a thread: collectives of one group must come in the
-same order on all ranks, and threads have no order among them.
+Beside the device's process group, each thread with collectives has a host (gloo) group of its own: collectives of one
+group must come in the same order on all ranks, and threads have no common order.
 
-Where all ranks are on one machine, what they open to find and to reach each other listens on that machine alone.
+If all ranks are on one machine, their sockets listen on the loopback interface only.
 """
 
 from __future__ import annotations
@@ -28,15 +28,22 @@ _LOOPBACK_INTERFACE = "lo"
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _MEETING_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PATIENCE_S = 30.0
-"""In which ranks usually find each other; after it, one says what it waits for."""
+"""Ranks usually find each other in this time. After it, the first rank of each machine prints what it waits for."""
 
 
 @dataclass(frozen=True)
 class World:
-    """One rank's place among all.
+    """The ranks of a job, seen from one rank, and the host groups on which they agree.
 
-    control: host group for the main thread; saving: for the thread that writes checkpoints. (That of the prefetch
-    thread belongs to the runtime's Mesh.) launch: the same for all attempts of one torchrun; "" without torchrun.
+    control: host group of the main thread.
+    saving:  host group of the thread that writes checkpoints. (The prefetch thread uses `Mesh.host_group`.)
+    launch:  an id that all attempts of one torchrun share; "" without torchrun.
+
+    Example:
+        >>> cpu = torch.device("cpu")
+        >>> worlds = [World(rank, 2, ranks_per_node=2, device=cpu, control=None, saving=None) for rank in range(2)]
+        >>> [world.is_first for world in worlds]
+        [True, False]
     """
 
     rank: int
@@ -53,7 +60,7 @@ class World:
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """The picklable `value` of every rank, on every rank; for the main thread."""
+        """The picklable `value` of every rank, in order of ranks; for the main thread. A collective."""
         values: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(values, value, group=self.control)
         return values
@@ -64,17 +71,18 @@ class World:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What fails inside on any rank fails on all: a UserError with its sentence, else with a description.
+        """Fail on all ranks if the block fails on any: otherwise the others would wait for that rank. A collective.
 
-        The ranks that did not fail would otherwise wait for those that did.
+        Raises JointUserError on all ranks if the first failure is a UserError. Any other exception is raised again on
+        its rank, and as RankFailure on the others.
         """
         failure: BaseException | None = None
         try:
             yield
         except Exception as error:
             failure = error
-        told = None if failure is None else (isinstance(failure, UserError), str(failure), type(failure).__name__)
-        failed = [(rank, *entry) for rank, entry in enumerate(self.gather(told)) if entry is not None]
+        mine = None if failure is None else (isinstance(failure, UserError), str(failure), type(failure).__name__)
+        failed = [(rank, *entry) for rank, entry in enumerate(self.gather(mine)) if entry is not None]
         if not failed:
             return
         if failure is not None and not isinstance(failure, UserError):
@@ -86,7 +94,7 @@ class World:
 
 
 class Meeting(NamedTuple):
-    """Where ranks find each other, and which of how many this one is. launch: as World has it."""
+    """The store in which ranks find each other, this rank, and the number of ranks. launch: as in `World`."""
 
     store: dist.Store
     rank: int
@@ -96,49 +104,51 @@ class Meeting(NamedTuple):
 
 @contextmanager
 def join_world(device: str, meeting: Meeting | None = None) -> Iterator[World]:
-    """The World, from torchrun's environment where there is one, else of one rank; left and torn down at the end.
+    """The World of torchrun's environment if there is one, else of one rank; destroyed when the block ends.
 
-    device: "auto", "cpu" or "cuda". meeting: in the place of torchrun's.
-    Raises UserError where a CUDA device is asked for and there is none, and for an environment that is incomplete.
-    Whatever leaves the block tells by its Origin which rank it is of, and whether another rank has failed before.
+    device:  "auto", "cpu" or "cuda".
+    meeting: used instead of torchrun's.
+    Raises UserError if "cuda" is set and there is no CUDA device, and if the environment is incomplete. An exception
+    that leaves the block gets an Origin: its rank, and whether another rank has failed before.
     """
-    place = _device(device)
+    chosen_device = _device(device)
     borrowed, store, launch = dist.is_initialized(), None, ""
     if not borrowed:
-        with _says_what_it_waits_for():
+        with _print_if_ranks_are_late():
             meeting = meeting or _meeting()
-            _init_process_group(place, meeting)
+            _init_process_group(chosen_device, meeting)
         store, launch = meeting.store, meeting.launch
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     ranks_per_node = _number("LOCAL_WORLD_SIZE", num_ranks)
     control, saving = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
     try:
-        yield World(rank, num_ranks, ranks_per_node, place, control, saving, launch)
+        yield World(rank, num_ranks, ranks_per_node, chosen_device, control, saving, launch)
     except BaseException as error:
         note_origin(error, rank=rank if num_ranks > 1 else None, speaks=store is None or _is_first_to_fail(store, rank))
         raise
-    # Not after an error: other ranks may be inside a collective, which leaving the groups would wait for.
+    # Not after an error: destroying the groups would wait for other ranks that are inside a collective.
     if not borrowed:
         dist.destroy_process_group()
 
 
 def _is_first_to_fail(store: dist.Store, rank: int) -> bool:
-    """The rank that is the cause is the first to come here: the others fail when they lose their connections to it."""
+    """Whether no other rank has failed yet. The cause fails first: the others fail as they lose their connections."""
     try:
         return bool(store.compare_set("failed", "", str(rank)) == str(rank).encode())
     except RuntimeError:
-        return True  # The store's process has ended; said twice is better than not at all.
+        return True  # The store's process has ended; two sentences are better than none.
 
 
-def _device(wanted: str) -> torch.device:
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+def _device(name: str) -> torch.device:
+    """The device of this rank, made the current one. name: "auto", "cpu" or "cuda". Raises UserError."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UserError(
             "run.device = 'cuda', but PyTorch finds no CUDA device; 'auto' or 'cpu' would train on the CPU."
         )
     local_rank, num_devices = _number("LOCAL_RANK", 0), torch.cuda.device_count()
-    # The same on all ranks of the machine, so that one of them can say it for all.
+    # All ranks of the machine come to the same sentence, so that one of them can print it.
     if (num_local := max(_number("LOCAL_WORLD_SIZE", 1), local_rank + 1)) > num_devices:
         raise UserError(
             f"{num_local} ranks are started on a machine with {num_devices} GPUs, and each needs one of its own: start "
@@ -162,28 +172,29 @@ def _init_process_group(device: torch.device, meeting: Meeting) -> None:
 def is_on_one_machine() -> bool:
     """Whether the environment says that all ranks run on this machine.
 
-    MASTER_ADDR does not tell: in a cluster's first pod it may be "localhost", and something else in the others.
+    MASTER_ADDR does not show it: in a cluster it may be "localhost" in the first pod and a name in the others.
     """
     return "RANK" not in os.environ or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
 
 
 def open_store(host: str, port: int, *, serves: bool) -> dist.TCPStore:
-    """A store of all ranks: the one that serves listens, on this machine alone where it holds all ranks.
+    """The store that all ranks share. It listens on the loopback interface only if all ranks are on this machine.
 
-    port: 0 takes a free one, where it serves.
+    serves: this rank holds the store, the others connect to it.
+    port:   0 lets the rank that serves take a free port.
     """
     if not is_on_one_machine():
         return dist.TCPStore(host, port, is_master=serves, wait_for_workers=False)
     if not serves:
         return dist.TCPStore(LOOPBACK, port)
-    # By itself TCPStore listens on all interfaces.
+    # TCPStore listens on all interfaces unless it is given a socket.
     listener = socket.create_server((LOOPBACK, port))
     port = listener.getsockname()[1]
     return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _meeting() -> Meeting:
-    """That of the environment, or of this rank alone."""
+    """The Meeting that torchrun's environment describes, or of this rank alone. Raises UserError."""
     if "RANK" not in os.environ:
         return Meeting(dist.HashStore(), 0, 1)
     if missing := [name for name in _MEETING_VARIABLES if not os.environ.get(name)]:
@@ -198,15 +209,15 @@ def _meeting() -> Meeting:
         store = next(iter(dist.rendezvous("env://")))[0]
     else:
         store = open_store(LOOPBACK, _number("MASTER_PORT"), serves=rank == 0)
-    # torchrun keeps one store over its restarts: whoever comes first names the launch, for all ranks and attempts.
+    # torchrun keeps one store over its restarts, so the first rank of the first attempt names the launch for all.
     launch = store.compare_set("motet/launch", "", uuid4().hex).decode()
-    # Under its own prefix, an attempt finds no addresses of dead ranks.
+    # With a prefix of its own, an attempt does not read the addresses of ranks that died in an earlier one.
     store = dist.PrefixStore(f"motet/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return Meeting(store, rank, num_ranks, launch)
 
 
 def _number(name: str, default: int | None = None) -> int:
-    """A variable of the environment that torchrun sets. Raises UserError if it is no number."""
+    """An integer variable of the environment, which torchrun sets. Raises UserError if it is not one."""
     text = os.environ.get(name, "" if default is None else str(default))
     if not text.isdecimal():
         raise UserError(f"The environment has {name} = {text!r}, which must be a whole number; torchrun sets it.")
@@ -214,8 +225,8 @@ def _number(name: str, default: int | None = None) -> int:
 
 
 @contextmanager
-def _says_what_it_waits_for() -> Iterator[None]:
-    """Where some ranks were never started, the others would wait for them without a word."""
+def _print_if_ranks_are_late() -> Iterator[None]:
+    """Print a sentence if the block takes longer than _PATIENCE_S, as it does if some ranks were never started."""
     env = os.environ.get
     where = f"{env('MASTER_ADDR')}:{env('MASTER_PORT')}"
     sentence = f"Rank {env('RANK')} waits for the others of {env('WORLD_SIZE')} ranks to come to {where}."

@@ -39,9 +39,9 @@ def clock():
 class Module:
     """A stage that multiplies what it has of a microbatch, and what arrives, by a weight, and writes down its calls."""
 
-    def __init__(self, name, learns, calls):
+    def __init__(self, name, trainable, calls):
         self.name, self.calls = name, calls
-        self.weight = torch.tensor([2.0], dtype=torch.float64, requires_grad=learns)
+        self.weight = torch.tensor([2.0], dtype=torch.float64, requires_grad=trainable)
 
     def forward(self, batch, inputs):
         self.calls.append((f"F {self.name}", sorted(inputs), torch.is_grad_enabled()))
@@ -70,16 +70,16 @@ def presence(one):
     return Presence(frozenset(one.rows), frozenset())
 
 
-def program_of(batches, learns=NAMES):
-    program = data_parallel({name: name in learns for name in NAMES}, 1, len(batches))
-    numbers = [number for number, name in enumerate(NAMES) if name in learns]
+def program_of(batches, trainable=NAMES):
+    program = data_parallel({name: name in trainable for name in NAMES}, 1, len(batches))
+    numbers = [number for number, name in enumerate(NAMES) if name in trainable]
     return RankProgram.of(without_absent(program, list(map(presence, batches)), numbers), 0)
 
 
-def execute(batches, learns=NAMES):
+def execute(batches, trainable=NAMES):
     """What was called, the gradients of the weights, the Timeline, and what is left."""
-    program, calls, tensors = program_of(batches, learns), [], Tensors()
-    stages = {number: Module(name, name in learns, calls) for number, name in program.modules.items()}
+    program, calls, tensors = program_of(batches, trainable), [], Tensors()
+    stages = {number: Module(name, name in trainable, calls) for number, name in program.modules.items()}
     exchanges = Exchanges(program, batches, tensors, None)
     passes = StagePasses(program, stages, batches, exchanges, tensors, loss_gradient=0.5)
     others = {kind: lambda action: calls.append((str(action.kind),)) for kind in (Kind.NORM, Kind.STEP)}
@@ -128,24 +128,24 @@ def test_of_a_microbatch_without_examples_nothing_is_executed():
     assert [call[0] for call in execute([batch()]).calls] == ["NORM", "STEP"]
 
 
-def test_where_nothing_learns_no_graph_is_recorded():
-    done = execute([batch(image=1, audio=1, backbone=1)], learns=())
+def test_where_nothing_trainable_no_graph_is_recorded():
+    done = execute([batch(image=1, audio=1, backbone=1)], trainable=())
     assert done.calls == [
         ("F image", [], False), ("F audio", [], False), ("F backbone", ["audio", "image"], False), ("NORM",),
     ]  # fmt: skip
 
 
-def test_a_frozen_backbone_has_a_graph_where_an_encoder_learns_and_is_present():
-    done = execute([batch(image=1, audio=1, backbone=1), batch(audio=1, backbone=1)], learns=["image"])
+def test_a_frozen_backbone_has_a_graph_where_an_encoder_trainable_and_is_present():
+    done = execute([batch(image=1, audio=1, backbone=1), batch(audio=1, backbone=1)], trainable=["image"])
     assert [(call[0], call[-1]) for call in done.calls if call[0].startswith("F")] == [
         ("F image", True), ("F audio", False), ("F backbone", True), ("F audio", False), ("F backbone", False),
     ]  # fmt: skip
     assert done.gradients == {"image": 0.5 * 2 * 3, "audio": None, "backbone": None}
 
 
-@pytest.mark.parametrize("learns", [NAMES, (), ("image",), ("backbone",), ("audio", "backbone")])
-def test_nothing_is_held_after_the_last_action(learns):
-    assert execute([batch(image=1, audio=1, backbone=1), batch(audio=1, backbone=1)], learns).tensors.is_empty
+@pytest.mark.parametrize("trainable", [NAMES, (), ("image",), ("backbone",), ("audio", "backbone")])
+def test_nothing_is_held_after_the_last_action(trainable):
+    assert execute([batch(image=1, audio=1, backbone=1), batch(audio=1, backbone=1)], trainable).tensors.is_empty
 
 
 def test_an_action_is_told_before_it_is_taken():

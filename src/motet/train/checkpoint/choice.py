@@ -1,13 +1,14 @@
-"""Which checkpoint a run goes on from: decided by all ranks alike, and verified by all, each a part of its files.
+"""Selects the checkpoint from which a run resumes. All ranks select the same; each verifies a part of its files.
 
-    auto     the newest whole one of the run; newer ones that are damaged are renamed. Anew only if there is none at all
-    PATH     that one or, if it is damaged, nothing
+    auto     the newest whole checkpoint of the run; newer ones are damaged and renamed. Without any checkpoint: none
+    PATH     this checkpoint; an error if it is damaged
     never    none
 
-An attempt after a crash, under one torchrun, goes on from what an earlier attempt has saved, whichever was asked for.
+After a crash under torchrun, the next attempt resumes from what an earlier attempt has saved, whichever of the three
+the user gave.
 
-A run that goes back by PATH leaves the later checkpoints of its folder as they are until it has one of its own; then
-they make way as `superseded` (`folder.publish`).
+A run that goes back by PATH leaves the later checkpoints in its folder as they are until it has saved one itself. Then
+they are renamed to `superseded` (`publish_checkpoint`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from motet.core.errors import JointUserError, UserError
 from motet.train.checkpoint.contents import Damaged, RunState, read_state, step_named, verify
-from motet.train.checkpoint.folder import checkpoints, remove, set_aside, those_set_aside
+from motet.train.checkpoint.folder import checkpoints, checkpoints_set_aside, remove, set_aside
 from motet.train.world import World
 
 Say = Callable[[str], None]
@@ -27,7 +28,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Start:
-    """A whole checkpoint to go on from. line: names of those of the run's folder that led there, the earliest first."""
+    """A whole checkpoint to resume from. line: names of the run's checkpoints that led to it, the earliest first."""
 
     path: Path
     state: RunState
@@ -36,32 +37,32 @@ class Start:
 
 @dataclass(frozen=True)
 class _Folder:
-    """What rank 0 finds in the run's folder. saved: what an earlier attempt of this launch has saved."""
+    """The checkpoints in a run's folder, as rank 0 sees them. saved: those of earlier attempts of this launch."""
 
     checkpoints: list[Path]
     set_aside: list[Path]
     saved: list[Path]
 
 
-def choose_checkpoint(asked: str, folder: Path, world: World, say: Say) -> Start | None:
-    """What `asked`, "auto", "never" or a path, means for a run with its checkpoints in `folder`; None to start anew.
+def choose_checkpoint(resume: str, folder: Path, world: World, say: Say) -> Start | None:
+    """The checkpoint that `resume` ("auto", "never" or a path) selects; None to start anew. A collective.
 
-    A collective, with one result on all ranks. say: told of what is damaged and set aside.
-    Raises UserError if a path is not whole, or if there are checkpoints and none is.
+    folder: of the run's checkpoints. say: called with a sentence for each damaged checkpoint that is renamed.
+    Raises UserError if a path is not whole, or with "auto" if there are checkpoints and none is whole.
     """
     with world.together():
-        found = _look(folder, world) if world.is_first else None
-    found = world.gather(found)[0]
-    assert found is not None
-    if asked != "auto" and (start := _newest_whole(found.saved, found.checkpoints, world, say)):
+        seen = _look(folder, world) if world.is_first else None
+    there = world.gather(seen)[0]
+    assert there is not None
+    if resume != "auto" and (start := _newest_whole(there.saved, there.checkpoints, world, say)):
         return start
-    if asked == "never":
+    if resume == "never":
         return None
-    if asked != "auto":
-        return _named(Path(asked), folder, found.checkpoints, world)
-    if start := _newest_whole(found.checkpoints, found.checkpoints, world, say):
+    if resume != "auto":
+        return _named(Path(resume), folder, there.checkpoints, world)
+    if start := _newest_whole(there.checkpoints, there.checkpoints, world, say):
         return start
-    if found.checkpoints or found.set_aside:
+    if there.checkpoints or there.set_aside:
         raise JointUserError(
             f"{folder} holds no whole checkpoint to go on from, only others, which motet checkpoints {folder} lists; "
             "name one with --resume PATH, or start anew with --resume never."
@@ -70,9 +71,9 @@ def choose_checkpoint(asked: str, folder: Path, world: World, say: Say) -> Start
 
 
 def remove_all(folder: Path) -> None:
-    """Remove the checkpoints of a run that starts anew; an attempt after a crash renames what it has not saved itself.
+    """Remove the checkpoints of a run that starts anew; after a crash under torchrun, rename them instead.
 
-    Raises UserError.
+    Raises UserError if they cannot be removed.
     """
     try:
         for checkpoint in checkpoints(folder):
@@ -85,15 +86,16 @@ def remove_all(folder: Path) -> None:
 
 
 def _is_restarted() -> bool:
+    """Whether torchrun has started this attempt after a crash."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def _look(folder: Path, world: World) -> _Folder:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        found = checkpoints(folder)
-        saved = [path for path in found if _is_restarted() and _launch_of(path) == world.launch != ""]
-        return _Folder(found, those_set_aside(folder), saved)
+        named = checkpoints(folder)
+        saved = [path for path in named if _is_restarted() and _launch_of(path) == world.launch != ""]
+        return _Folder(named, checkpoints_set_aside(folder), saved)
     except OSError as error:
         raise UserError(f"The run's checkpoints cannot be in {folder}: {error.strerror}.") from error
 
@@ -106,6 +108,7 @@ def _launch_of(checkpoint: Path) -> str | None:
 
 
 def _newest_whole(candidates: Sequence[Path], there: Sequence[Path], world: World, say: Say) -> Start | None:
+    """The newest whole of the candidates; newer ones are renamed. there: all checkpoints of the run. A collective."""
     for path in reversed(candidates):
         verified = _verified(path, world)
         if isinstance(verified, RunState):
@@ -117,6 +120,7 @@ def _newest_whole(candidates: Sequence[Path], there: Sequence[Path], world: Worl
 
 
 def _named(path: Path, folder: Path, there: Sequence[Path], world: World) -> Start:
+    """The checkpoint at a path. Raises JointUserError if it is not whole. A collective."""
     verified = _verified(path, world)
     if not isinstance(verified, RunState):
         raise JointUserError(f"{path} is no complete Motet checkpoint: {verified}.")
@@ -127,20 +131,20 @@ def _named(path: Path, folder: Path, there: Sequence[Path], world: World) -> Sta
 
 
 def _verified(path: Path, world: World) -> RunState | str:
-    """Its state, or what is wrong with it; the same on all ranks."""
+    """The state of a checkpoint, or what is wrong with it; the same on all ranks. A collective."""
     verified: RunState | str
     with world.together():
         try:
             verified = verify(path, world.rank, world.num_ranks)
         except Damaged as damage:
             verified = str(damage)
-    told = world.gather((path.is_dir(), verified))
-    seen = [is_there for is_there, _ in told]
+    by_rank = world.gather((path.is_dir(), verified))
+    seen = [is_there for is_there, _ in by_rank]
     if seen[0] and not all(seen):
         raise JointUserError(
             f"Rank 0 sees {path} and rank {seen.index(False)} does not: run.dir must be on a disk that all ranks share."
         )
-    return next((found for _, found in told if isinstance(found, str)), verified)
+    return next((problem for _, problem in by_rank if isinstance(problem, str)), verified)
 
 
 def _set_aside_damaged(path: Path) -> Path:

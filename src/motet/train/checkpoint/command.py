@@ -1,4 +1,4 @@
-"""`motet checkpoints`: what is in a run's folder, verified byte by byte, and which of it `--resume auto` takes."""
+"""`motet checkpoints`: lists and verifies the checkpoints of a run, and says which one `--resume auto` takes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from rich.table import Table
 
 from motet.core.errors import UserError
 from motet.train.checkpoint.contents import Damaged, RunState, is_checkpoint, read_manifest, step_named, verify
-from motet.train.checkpoint.folder import checkpoints, those_set_aside, unfinished
+from motet.train.checkpoint.folder import checkpoints, checkpoints_set_aside, unfinished
 
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A folder and what was found out about it.
+    """A checkpoint's folder and its condition.
 
-    condition: "whole", "damaged", "unfinished", or "unreadable" for what cannot be judged. problem: a sentence, "" if
-    it is whole. state: of one that is whole. motet: the version that wrote it, "" if unknown. size_bytes: on the disk.
+    condition:  "whole", "damaged", "unfinished", or "unreadable" if it cannot be judged.
+    problem:    a sentence; "" if it is whole.
+    size_bytes: on the disk.
+    state:      None unless it is whole.
+    motet:      the version that wrote it; "" if unknown.
     """
 
     path: Path
@@ -50,27 +53,28 @@ def show_checkpoints(folder: Path, as_json: bool) -> None:
         entries = [_entry(path, lambda num_bytes: bar.advance(task, num_bytes)) for path in paths]
     if as_json:
         taken = taken_by_auto(entries)
-        told = {"auto": taken.name if taken else None, "checkpoints": [_as_json(entry) for entry in entries]}
-        print(json.dumps(told, indent=1))
+        report = {"auto": taken.name if taken else None, "checkpoints": [_as_json(entry) for entry in entries]}
+        print(json.dumps(report, indent=1))
     else:
         _print(entries)
 
 
 def taken_by_auto(entries: Iterable[FoundCheckpoint]) -> Path | None:
-    """The newest whole checkpoint under the name of one; None if there is none, or if a newer one cannot be judged."""
+    """The checkpoint that `--resume auto` takes; None if none is whole, or if a newer one cannot be judged."""
     named = [entry for entry in entries if step_named(entry.path) is not None and entry.condition != "damaged"]
     newest = max(named, key=lambda entry: step_named(entry.path) or 0, default=None)
     return newest.path if newest and newest.condition == "whole" else None
 
 
 def _in(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, by step. Raises UserError if there are none."""
     if is_checkpoint(folder):
         return [folder]
     inner = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    found = sorted([*checkpoints(inner), *those_set_aside(inner), *unfinished(inner)], key=_order)
-    if not found:
+    paths = sorted([*checkpoints(inner), *checkpoints_set_aside(inner), *unfinished(inner)], key=_order)
+    if not paths:
         raise UserError(f"{folder} holds no checkpoints; name the run.dir of a recipe.")
-    return found
+    return paths
 
 
 def _order(path: Path) -> tuple[int, str]:
@@ -78,6 +82,7 @@ def _order(path: Path) -> tuple[int, str]:
 
 
 def _entry(path: Path, show: Callable[[int], None]) -> FoundCheckpoint:
+    """Verify one checkpoint. show: called with the number of bytes read since its last call."""
     size_bytes = _size_bytes(path)
     if path in unfinished(path.parent):
         return FoundCheckpoint(
@@ -97,7 +102,7 @@ def _size_bytes(path: Path) -> int:
 
 
 def _as_json(entry: FoundCheckpoint) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "name": entry.path.name,
         "whole": entry.condition == "whole",
         "condition": entry.condition,
@@ -106,9 +111,9 @@ def _as_json(entry: FoundCheckpoint) -> dict[str, Any]:
     }
     if entry.state is not None:
         progress = asdict(entry.state.progress)
-        told |= {**progress, "num_ranks": entry.state.num_ranks, "written": entry.state.written.isoformat()}
-        told["motet"] = entry.motet
-    return told
+        fields |= {**progress, "num_ranks": entry.state.num_ranks, "written": entry.state.written.isoformat()}
+        fields["motet"] = entry.motet
+    return fields
 
 
 def _print(entries: list[FoundCheckpoint]) -> None:
@@ -127,8 +132,10 @@ def _print(entries: list[FoundCheckpoint]) -> None:
         if entry.problem:
             console.print(f"{entry.path.name}: {entry.problem}", markup=False, highlight=False, soft_wrap=True)
     taken = taken_by_auto(entries)
-    told = f"--resume auto goes on from {taken.name}." if taken else "There is none that --resume auto can go on from."
-    console.print(told, markup=False, highlight=False, soft_wrap=True)
+    last_line = (
+        f"--resume auto goes on from {taken.name}." if taken else "There is none that --resume auto can go on from."
+    )
+    console.print(last_line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _bar(total_bytes: int) -> Progress:

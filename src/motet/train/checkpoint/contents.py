@@ -1,15 +1,15 @@
-"""What a checkpoint consists of, and whether it is whole. It is data: reading it runs nothing, and needs no torch.
+"""What a checkpoint consists of, and whether it is whole. Reading it executes no code of it, and needs no torch.
 
     rank-00000.safetensors, ...   the shards that a rank wrote, by global name
     tensors.json                  shape and dtype of every tensor, and which part of it lies in which file
-    state.json                    how far the run was, and what the order of its examples follows from
+    state.json                    how far the run was, and what determines the order of its examples
     manifest.json                 size and SHA-256 of each file above, and a SHA-256 of itself; written last
 
-A checkpoint is whole if every byte is as it was written. The checksums find damage, not malice: who can write into a
-checkpoint can write a manifest too. Malice is met by the formats, none of which can name code.
+A checkpoint is whole if every byte is as it was written. Checksums find damage, not attacks: an attacker who can change
+a checkpoint can change its manifest. What protects against attacks is that no format here can contain code.
 
-Later formats keep the manifest a JSON object with `format` and `sha256`, the latter of its other keys as compact JSON
-with sorted keys, so that a checkpoint of a later Motet is told from a damaged one.
+A later format must keep the manifest a JSON object with `format` and `sha256`: the SHA-256 of its other keys as compact
+JSON with sorted keys. So Motet can distinguish a checkpoint of a later version from a damaged one.
 """
 
 from __future__ import annotations
@@ -40,16 +40,25 @@ _BLOCK_BYTES = 1 << 20
 
 
 class Damaged(Exception):
-    """A checkpoint is not as it was written; the text says which file, and what is wrong with it."""
+    """A checkpoint is not as it was written. The text names the file and what is wrong with it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """What a resumed run must know beside weights: the same on all ranks, whatever their number.
+    """What a resumed run must know beside weights and optimizer state; the same on all ranks and any number of ranks.
 
-    step: steps done. num_skipped: those of them that changed nothing, as they were not finite. position: examples
-    consumed, over all ranks. num_bad: examples dropped as unreadable.
-    seed, dataset: what the order of examples follows from (dataset: the identity of the index).
+    step:        steps done.
+    position:    examples consumed, over all ranks.
+    num_bad:     examples dropped as unreadable.
+    seed:        of the order of examples.
+    dataset:     fingerprint of the index, on which the order also depends.
+    num_skipped: steps that changed nothing, because they were not finite.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> start = Progress(step=0, position=0, num_bad=0, seed=0, dataset="3f2a")
+        >>> replace(start, step=10, position=10 * 32)  # after ten steps of 32 examples
+        Progress(step=10, position=320, num_bad=0, seed=0, dataset='3f2a', num_skipped=0)
     """
 
     step: int
@@ -67,7 +76,7 @@ class _Stored(BaseModel):
 class RunState(_Stored):
     """`state.json`: a run's Progress, and who wrote it.
 
-    launch: of torchrun, the same for all its attempts; "" if there was none. written: when saving began.
+    launch: as in `World`. written: when saving began.
     """
 
     step: int = Field(ge=0, lt=2**53)
@@ -88,6 +97,7 @@ class RunState(_Stored):
 
     @property
     def progress(self) -> Progress:
+        """The Progress that was saved."""
         return Progress(**self.model_dump(include={field.name for field in dataclasses.fields(Progress)}))
 
 
@@ -99,7 +109,7 @@ class File(_Stored):
 
 
 class CheckpointManifest(_Stored):
-    """`manifest.json` without its own checksum. motet: the version that wrote it. files: by name."""
+    """`manifest.json` without its own checksum. motet: the version that wrote it. files: name -> File."""
 
     format: int
     motet: str
@@ -107,7 +117,7 @@ class CheckpointManifest(_Stored):
 
 
 class Shard(_Stored):
-    """The part of a tensor that begins at `offsets` and has `shape`, under the tensor's name in `file`."""
+    """The part of a tensor with its first element at `offsets`, and `shape`; `file` has it by the tensor's name."""
 
     file: str
     offsets: tuple[int, ...]
@@ -115,7 +125,7 @@ class Shard(_Stored):
 
 
 class StoredTensor(_Stored):
-    """One tensor of a checkpoint. dtype: as torch calls it, such as float32. shape: of all shards together."""
+    """One tensor of a checkpoint. dtype: torch's name, such as float32. shape: of the whole tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -131,18 +141,18 @@ def name_of(step: int) -> str:
 
 
 def step_named(checkpoint: Path) -> int | None:
-    """The step in a folder's name, if that is the name of a checkpoint."""
+    """The step in a checkpoint's name; None if the folder has another name."""
     named = _NAME.fullmatch(checkpoint.name)
     return int(named[1]) if named else None
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether Motet has written this, whole or not, now or in an earlier version."""
+    """Whether any version of Motet has written this folder as a checkpoint, whole or not."""
     return any((folder / name).is_file() for name in (MANIFEST, STATE))
 
 
 def read_manifest(checkpoint: Path) -> CheckpointManifest:
-    """Raises Damaged, or UserError for a format that is not read here."""
+    """The manifest of a checkpoint. Raises Damaged, and UserError for a format that this version cannot read."""
     path = checkpoint / MANIFEST
     with _judged(path):
         if not checkpoint.is_dir():
@@ -167,7 +177,10 @@ def read_manifest(checkpoint: Path) -> CheckpointManifest:
 
 
 def read_state(checkpoint: Path) -> RunState:
-    """Raises Damaged, also if the folder has the name of another step, and UserError if it may not be read."""
+    """The state of a checkpoint.
+
+    Raises Damaged, also if the folder has the name of another step, and UserError if reading is not permitted.
+    """
     with _judged(checkpoint / STATE):
         state = RunState.model_validate_json(_read(checkpoint / STATE))
     if step_named(checkpoint) not in (None, state.step):
@@ -176,7 +189,7 @@ def read_state(checkpoint: Path) -> RunState:
 
 
 def read_tensors(checkpoint: Path) -> dict[str, StoredTensor]:
-    """Every tensor by name. Raises Damaged, and UserError if it may not be read."""
+    """Name -> tensor of a checkpoint. Raises Damaged, and UserError if reading is not permitted."""
     files = read_manifest(checkpoint).files
     with _judged(checkpoint / TENSORS):
         tensors = _TENSORS.validate_json(_read(checkpoint / TENSORS))
@@ -190,8 +203,8 @@ def read_tensors(checkpoint: Path) -> dict[str, StoredTensor]:
 
 
 def _is_covered(tensor: StoredTensor) -> bool:
-    """Whether shards lie within their tensor and are as large as it is: what no shard holds would not be loaded."""
-    # Of a tensor with fewer rows than ranks, several shards are empty and in one place.
+    """Whether shards lie inside their tensor, start at different offsets, and have as many elements as the tensor."""
+    # A tensor with fewer rows than ranks has empty shards, with equal offsets.
     shards = [shard for shard in tensor.shards if math.prod(shard.shape)]
     within = all(
         len(shard.offsets) == len(shard.shape) == len(tensor.shape)
@@ -203,10 +216,11 @@ def _is_covered(tensor: StoredTensor) -> bool:
 
 
 def verify(checkpoint: Path, part: int = 0, num_parts: int = 1, show: Callable[[int], None] | None = None) -> RunState:
-    """Read and check every byte of a checkpoint, or of one of `num_parts` parts of its files that together are all.
+    """Read and check every byte of a checkpoint, or of part `part` of its files if there are `num_parts` parts.
 
-    show: is told the number of bytes read since it was last told. Raises Damaged for the first file that is not as it
-    was written, and UserError for what cannot be judged: a format that is not read here, a file that may not be read.
+    show: called with the number of bytes read since its last call.
+    Raises Damaged for the first file that is not as it was written. Raises UserError if that cannot be judged: this
+    version does not know the format, or reading is not permitted.
     """
     files = read_manifest(checkpoint).files
     for name in [STATE, *sorted(files.keys() - {STATE})[part::num_parts]]:
@@ -220,7 +234,7 @@ def verify(checkpoint: Path, part: int = 0, num_parts: int = 1, show: Callable[[
 
 
 def sha256(path: Path, show: Callable[[int], None] | None = None) -> str:
-    """Of a file's bytes, in hexadecimal, as `sha256sum` prints it."""
+    """SHA-256 of a file in hexadecimal, as `sha256sum` prints it. show: as in `verify`."""
     digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK_BYTES))
     with open(path, "rb", buffering=0) as file:
         while num_bytes := file.readinto(block):
@@ -230,10 +244,12 @@ def sha256(path: Path, show: Callable[[int], None] | None = None) -> str:
     return digest.hexdigest()
 
 
-def complete(folder: Path, files: Mapping[str, File], tensors: Mapping[str, StoredTensor], state: RunState) -> None:
-    """Make a folder that holds the ranks' `files` a checkpoint; all of it is on the disk when this returns.
+def complete_checkpoint(
+    folder: Path, files: Mapping[str, File], tensors: Mapping[str, StoredTensor], state: RunState
+) -> None:
+    """Make a checkpoint of a folder that has the files of all ranks; all of it is on the disk when this returns.
 
-    Raises OSError, also if a file of a rank is not there.
+    Raises OSError, also if a file of a rank is missing.
     """
     for name, file in files.items():
         path = folder / name
@@ -252,7 +268,7 @@ def complete(folder: Path, files: Mapping[str, File], tensors: Mapping[str, Stor
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk when this returns."""
+    """Flush a file, or the names in a folder, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -261,10 +277,12 @@ def sync(path: Path) -> None:
 
 
 def _sha256_of(body: dict[str, Any]) -> str:
+    """SHA-256 of a manifest without the key `sha256`."""
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _size_of(path: Path) -> int:
+    """Bytes of a file. Raises Damaged if it is no regular file."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise Damaged(f"{path.name} is no file")
@@ -272,13 +290,13 @@ def _size_of(path: Path) -> int:
 
 
 def _read(path: Path) -> bytes:
-    _size_of(path)  # A pipe would be waited for.
+    _size_of(path)  # Reading a pipe would block.
     return path.read_bytes()
 
 
 @contextmanager
 def _judged(path: Path) -> Iterator[None]:
-    """What goes wrong in reading a file, as what it means for the checkpoint."""
+    """Raise errors of reading a file as Damaged, or as UserError if they do not show damage."""
     try:
         yield
     except OSError as error:
@@ -286,7 +304,7 @@ def _judged(path: Path) -> Iterator[None]:
             raise Damaged(f"{path.name} is missing") from error
         if error.errno == errno.EIO:
             raise Damaged(f"{path.name} cannot be read ({error.strerror})") from error
-        # The next attempt, or another user, may well be able to.
+        # The file itself may be whole: another attempt, or another user, may be able to read it.
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
     except ValidationError as error:
         first = error.errors()[0]

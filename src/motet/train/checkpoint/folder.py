@@ -1,12 +1,12 @@
 """The checkpoints of one run, in `checkpoints/` of its folder: their names, and what may happen to them.
 
     step-00000020               whole when it was written
-    step-00000020.tmp           being written, or being removed; what a crash has left of either
-    step-00000020.damaged       did not verify when it was to be used
-    step-00000020.superseded    of a line of training that was left by `--resume PATH`
+    step-00000020.tmp           being written or removed, or left by a crash meanwhile
+    step-00000020.damaged       failed verification when a run was to resume from it
+    step-00000020.superseded    later than the checkpoint to which `--resume PATH` went back
 
-A checkpoint gets its first name by one rename, when all of it is on the disk, and loses it by one rename: so whenever a
-run is killed, what has that name is whole. Only what `checkpoint.keep` leaves over, and `--resume never`, is removed.
+A checkpoint gets its name by one rename, after all of it is on the disk, and loses it by one rename. So whenever a run
+is killed, a folder with such a name is whole. Checkpoints are removed only by `checkpoint.keep` and `--resume never`.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _SET_ASIDE = re.compile(r"step-\d+\.(damaged|superseded)(-\d+)?")
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """What has the name of a checkpoint, the earliest step first; nothing is looked into."""
-    found = [(step, path.name, path) for path in folder.glob("step-*") if (step := step_named(path)) is not None]
-    return [path for _, _, path in sorted(found)]
+    """Folders with the name of a checkpoint, the earliest step first. Their contents are not read."""
+    named = [(step, path.name, path) for path in folder.glob("step-*") if (step := step_named(path)) is not None]
+    return [path for _, _, path in sorted(named)]
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """What a crash has left of writing or removing, or what is being written."""
+    """Checkpoints that are being written or removed, or that a crash has left so."""
     return sorted(path for path in folder.glob("step-*") if _UNFINISHED.fullmatch(path.name))
 
 
-def those_set_aside(folder: Path) -> list[Path]:
-    """Checkpoints that were called damaged or superseded."""
+def checkpoints_set_aside(folder: Path) -> list[Path]:
+    """Checkpoints that were renamed as damaged or superseded."""
     return sorted(path for path in folder.glob("step-*") if _SET_ASIDE.fullmatch(path.name))
 
 
 def set_aside(checkpoint: Path, why: str) -> Path:
-    """Rename a checkpoint by `why`, "damaged" or "superseded"; its new path. Nothing is overwritten."""
+    """Rename a checkpoint as `why`, "damaged" or "superseded"; returns its new path. Overwrites nothing."""
     aside, number = checkpoint.with_name(f"{checkpoint.name}.{why}"), 1
     while aside.exists() or aside.is_symlink():
         number += 1
@@ -50,7 +50,7 @@ def set_aside(checkpoint: Path, why: str) -> Path:
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint; a folder that Motet has not written stays."""
+    """Remove a checkpoint. A folder that is no checkpoint of Motet stays."""
     if is_checkpoint(checkpoint):
         dying = checkpoint.with_name(f"{checkpoint.name}.tmp")
         _delete(dying)
@@ -59,16 +59,16 @@ def remove(checkpoint: Path) -> None:
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Remove what crashes have left of writing or removing."""
+    """Remove unfinished checkpoints."""
     for path in unfinished(folder):
         _delete(path)
 
 
 def publish_checkpoint(temporary: Path, line: Sequence[str], keep: int) -> list[str]:
-    """Give what was written as `temporary` its name, and remove all but the last `keep` of its line; the line then.
+    """Give the checkpoint written as `temporary` its name. Keep the last `keep` of its line, and return their names.
 
-    line: names of the checkpoints that led to this one, the earliest first. Others are of a line that was left, and
-    make way: from now on, the newest name is that of the newest checkpoint.
+    line: names of the checkpoints that led to this one, the earliest first. Other checkpoints are renamed as
+    superseded, so that the newest name is that of the newest checkpoint.
     """
     for other in checkpoints(temporary.parent):
         if other.name not in line:
@@ -83,7 +83,7 @@ def publish_checkpoint(temporary: Path, line: Sequence[str], keep: int) -> list[
 
 
 def _delete(path: Path) -> None:
-    """What cannot go at once, as something reads it over a network, is left to the next `clear_unfinished`."""
+    """Delete a file or folder. A file that is in use over a network stays until the next `clear_unfinished`."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

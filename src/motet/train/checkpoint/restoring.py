@@ -1,4 +1,4 @@
-"""Puts a checkpoint's tensors into a model and its optimizer, in place, under any sharding."""
+"""Restores a model and its optimizer from a checkpoint, in place, under any sharding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from motet.core.errors import JointUserError, UserError
 from motet.train.checkpoint.contents import Damaged, Progress, StoredTensor, read_state, read_tensors
-from motet.train.checkpoint.state import in_words, set_step, tensors_of
+from motet.train.checkpoint.state import describe_tensor, set_step, tensors_of
 from motet.train.checkpoint.storage import Reader, first_line
 
 
@@ -25,11 +25,13 @@ def load(
     group: dist.ProcessGroup | None,
     together: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Progress:
-    """Read weights and moments in place, resharded to the model's own sharding. A checkpoint is verified before.
+    """Read weights and optimizer state in place, resharded to the model's sharding. A collective.
 
-    group: None without torch.distributed. together: what fails inside of it on one rank fails on all. Raises UserError
-    naming the first parameter that the checkpoint lacks, has in another shape or dtype, or has too many; and for a
-    checkpoint that cannot be read.
+    The caller has verified the checkpoint.
+    group:    None without torch.distributed.
+    together: a context in which an error of one rank becomes an error of all (`World.together`).
+    Raises UserError for the first tensor that only the model or only the checkpoint has, or whose shape or dtype
+    differs; and if the checkpoint cannot be read.
     """
     tensors, unread = tensors_of(model, optimizer), f"The checkpoint {checkpoint} cannot be read"
     with together():
@@ -40,27 +42,28 @@ def load(
         _check_fit(checkpoint, stored, tensors)
     try:
         dcp.load(dict(tensors), storage_reader=Reader(checkpoint, stored), process_group=group)
-    except CheckpointException as error:  # The same on all ranks, whichever has failed; no Exception.
+    except CheckpointException as error:  # Raised by all ranks if any fails; no subclass of Exception.
         raise JointUserError(f"{unread}: {first_line(error)}.") from error
     set_step(optimizer, progress.step - progress.num_skipped)
     return progress
 
 
 def _check_fit(checkpoint: Path, stored: dict[str, StoredTensor], tensors: dict[str, Tensor]) -> None:
+    """Raise UserError for the first tensor in which a checkpoint and a model differ."""
     misfit = f"The checkpoint {checkpoint} does not fit the model"
-    # Weights come before optimizer state in both: it is the weight that tells what is wrong.
+    # Weights come before optimizer state, so that the sentence names a weight.
     if missing := [key for key in tensors if key not in stored]:
-        raise UserError(f"{misfit}: it has no {in_words(missing[0])}.")
+        raise UserError(f"{misfit}: it has no {describe_tensor(missing[0])}.")
     if surplus := sorted(stored.keys() - tensors.keys()):
-        raise UserError(f"{misfit}: the model has no {in_words(surplus[0])}.")
+        raise UserError(f"{misfit}: the model has no {describe_tensor(surplus[0])}.")
     for key, tensor in tensors.items():
         if stored[key].shape != tuple(tensor.shape):
             raise UserError(
-                f"{misfit}: {in_words(key)} has the shape {stored[key].shape} in the checkpoint and "
+                f"{misfit}: {describe_tensor(key)} has the shape {stored[key].shape} in the checkpoint and "
                 f"{tuple(tensor.shape)} in the model."
             )
         if stored[key].dtype != (dtype := str(tensor.dtype).removeprefix("torch.")):
             raise UserError(
-                f"{misfit}: {in_words(key)} is {stored[key].dtype} in the checkpoint and {dtype} in the model; "
+                f"{misfit}: {describe_tensor(key)} is {stored[key].dtype} in the checkpoint and {dtype} in the model; "
                 "run.dtype says which."
             )

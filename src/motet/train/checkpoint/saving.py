@@ -1,7 +1,7 @@
-"""Writes the checkpoints of a run in the background, by torch DCP.
+"""Saves the checkpoints of a run in the background, with torch DCP.
 
-`checkpoints/step-N.tmp` becomes `checkpoints/step-N` by one rename on rank 0, after every rank's file and the manifest
-have reached the disk: a crash while saving leaves the previous one as it was.
+Rank 0 renames `checkpoints/step-N.tmp` to `checkpoints/step-N` after the files of all ranks and the manifest are on the
+disk. So a crash while saving leaves the previous checkpoint as it was.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from motet.core.errors import JointUserError
 from motet.core.limits import MAX_STEPS
-from motet.train.checkpoint.contents import File, Progress, RunState, StoredTensor, complete, name_of
+from motet.train.checkpoint.contents import File, Progress, RunState, StoredTensor, complete_checkpoint, name_of
 from motet.train.checkpoint.folder import clear_unfinished, publish_checkpoint
 from motet.train.checkpoint.state import tensors_of
 from motet.train.checkpoint.storage import Writer, first_line
@@ -38,11 +38,12 @@ class CheckpointConfig(BaseModel):
 
 
 class Checkpointer:
-    """Saves the checkpoints of one run; every method is called by all ranks alike.
+    """Saves the checkpoints of one run. All ranks call every method alike.
 
-    group: a host (gloo) process group that nothing else uses, since saving runs in a thread; None without
-    torch.distributed. line: names of the folder's checkpoints from which the run has come, the earliest first.
-    launch: as State has it. say: told of a save that failed and was made good by the next.
+    group:  a host (gloo) group that nothing else uses, since saving runs in a thread; None without torch.distributed.
+    line:   names of the checkpoints in the folder that led to this run, the earliest first.
+    launch: as in `World`.
+    say:    called with a sentence if a save failed and the next one succeeded.
     """
 
     def __init__(
@@ -60,9 +61,9 @@ class Checkpointer:
         self._save_step: int | None = None
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-        """Copy the state aside and write it in the background; waits first if the previous save is not done.
+        """Copy the state and write it in the background, after the previous save is complete.
 
-        If that one has failed, this one is waited for too: who trains on must have a checkpoint to come back to. Raises
+        If the previous save failed, wait for this one too: training must not go on without a checkpoint. Raises
         UserError if both fail.
         """
         try:
@@ -76,20 +77,21 @@ class Checkpointer:
             self._begin(model, optimizer, progress)
 
     def wait(self) -> None:
-        """Return when the save in progress is complete and visible to all ranks. Raises UserError if it failed."""
+        """Wait until the save in progress is complete and visible to all ranks. Raises UserError if it failed."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
         try:
             pending.result()
-        except CheckpointException as error:  # The same on all ranks, whichever has failed; no Exception.
+        except CheckpointException as error:  # Raised by all ranks if any fails; no subclass of Exception.
             if self._group is None or dist.get_rank(self._group) == 0:
-                shutil.rmtree(self._temporary, ignore_errors=True)  # It may be what fills the disk.
+                shutil.rmtree(self._temporary, ignore_errors=True)  # The unfinished files may fill the disk.
             raise JointUserError(
                 f"The checkpoint of step {self._save_step} could not be written to {self._folder}: {first_line(error)}."
             ) from error
 
     def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+        """Start a save in the background."""
         self._save_step = progress.step
         num_ranks = dist.get_world_size(self._group) if self._group is not None else 1
         state = RunState(**vars(progress), num_ranks=num_ranks, launch=self._launch, written=datetime.now(UTC))
@@ -100,7 +102,7 @@ class Checkpointer:
             temporary.mkdir(parents=True)
 
         def finish(files: dict[str, File], tensors: dict[str, StoredTensor]) -> None:
-            complete(temporary, files, tensors, state)
+            complete_checkpoint(temporary, files, tensors, state)
             self._line = publish_checkpoint(temporary, self._line, self._config.keep)
 
         future = dcp.async_save(

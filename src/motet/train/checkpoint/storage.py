@@ -1,8 +1,8 @@
-"""Where torch DCP writes a checkpoint to and reads it from: a safetensors file a rank, and no pickle.
+"""The storage of checkpoints for torch DCP: a safetensors file a rank, without pickle.
 
-DCP plans (which rank writes which shard, each once; which parts of which shards a rank reads, under any sharding) and
-runs the save in a thread. Its own file format is a pickle that `load` executes, and its safetensors writer makes a
-second copy of a rank's tensors in memory, has no checksums, and reads the header of every file on every rank.
+DCP decides which rank writes which shard (each once) and which parts of shards a rank reads (under any sharding), and
+saves in a thread. DCP's own storage is not used: its file format is a pickle, which can execute code when it is read.
+Its safetensors writer copies a rank's tensors once more, has no checksums, and reads all headers on every rank.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).val
 
 @dataclass(frozen=True)
 class _Written:
-    """What a rank tells rank 0 of a shard: where it is, and the file that it is in."""
+    """What a rank sends to rank 0 for a shard that it has written."""
 
     shard: Shard
     file: File
 
 
 class Writer(StorageWriter):
-    """Writes each rank's shards into a new folder; then rank 0 completes it.
+    """Writes the shards of each rank into a new folder; then rank 0 completes it.
 
-    start: called on rank 0 before any rank writes, to make the folder. finish: called on rank 0 after every rank's file
-    is on its disk, with the files by name and the tensors by name. What either raises, or any rank, all ranks are told.
+    start:  called on rank 0 before any rank writes, to make the folder.
+    finish: called on rank 0 after the files of all ranks are on the disk, with name -> file and name -> tensor.
+    If anything fails on a rank, DCP raises CheckpointException on all ranks.
     """
 
     def __init__(
@@ -78,12 +79,12 @@ class Writer(StorageWriter):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         name, path = plan.storage_data, self._folder / plan.storage_data
-        tensors = _apart({item.index.fqn: planner.resolve_data(item).detach() for item in plan.items})
-        assert len(tensors) == len(plan.items), "of a tensor, a rank writes one shard"
+        tensors = _in_own_memory({item.index.fqn: planner.resolve_data(item).detach() for item in plan.items})
+        assert len(tensors) == len(plan.items), "a rank writes one shard of a tensor"
         path.touch()
         mode = path.stat().st_mode
         save_file(tensors, path)
-        path.chmod(mode)  # Who may read the folder may read the file; safetensors would let its owner alone.
+        path.chmod(mode)  # The usual permissions: safetensors lets only the owner read.
         sync(path)
         file = File(size_bytes=path.stat().st_size, sha256=sha256(path))
         return [
@@ -114,7 +115,7 @@ class Writer(StorageWriter):
 
 
 class Reader(StorageReader):
-    """Reads the parts that a rank needs of a checkpoint's tensors, through a map of its files."""
+    """Reads the parts of a checkpoint's tensors that a rank needs, from memory-mapped files."""
 
     def __init__(self, checkpoint: Path, tensors: dict[str, StoredTensor]) -> None:
         self._checkpoint, self._tensors = checkpoint, tensors
@@ -165,7 +166,7 @@ class Reader(StorageReader):
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong, of an error of DCP on the first rank that had one, or of any other."""
+    """The first line of an error; for a CheckpointException, of the error of the first rank that failed."""
     if isinstance(error, CheckpointException):
         error, _ = next(iter(error.failures.values()))
     return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
@@ -175,21 +176,22 @@ def _shard(file: str, index: MetadataIndex, tensor: Tensor) -> Shard:
     return Shard(file=file, offsets=tuple(index.offset or ()), shape=tuple(tensor.shape))
 
 
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors, each contiguous and in memory of its own, as safetensors wants them."""
+def _in_own_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, each contiguous and in memory of its own, as safetensors needs them."""
     taken: set[int] = set()
     for name, tensor in tensors.items():
-        place = tensor.untyped_storage().data_ptr()
-        tensors[name] = tensor.clone() if place in taken else tensor.contiguous()
-        taken.add(place)
+        address = tensor.untyped_storage().data_ptr()
+        tensors[name] = tensor.clone() if address in taken else tensor.contiguous()
+        taken.add(address)
     return tensors
 
 
 def _read(stored: Any, item: ReadItem, planner: LoadPlanner) -> None:
+    """Copy a part of a stored tensor to where DCP wants it. Raises ValueError if dtype or shape differ."""
     region = tuple(slice(start, start + length) for start, length in zip(item.storage_offsets, item.lengths))
     target, name = planner.resolve_tensor(item).detach(), item.storage_index.fqn
     part = stored.get_slice(name)[region]
-    # `copy_` would convert and repeat numbers without a word.
+    # `copy_` would silently convert the dtype and broadcast the shape.
     if (part.dtype, part.shape) != (target.dtype, target.shape):
         raise ValueError(f"'{name}' is {part.dtype} {tuple(part.shape)}, not {target.dtype} {tuple(target.shape)}")
     target.copy_(part)

@@ -1,1 +1,1 @@
-"""The examples of each step: read, decided, loaded and exchanged. Its words: docs/glossary.md."""
+"""Reads the examples of each step, decides on them, loads and exchanges them. The words are in docs/glossary.md."""

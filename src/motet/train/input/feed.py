@@ -1,10 +1,10 @@
-"""Prefetching in a thread: which examples come next, where each is computed, loading, agreement on what is unreadable.
+"""Prefetches the microbatches of coming steps in a thread.
 
     GlobalOrder.take -> lengths -> Orchestrator.decide -> decode -> agree -> RankBatch -> queue
 
-Everything that ranks must agree on goes through one all-reduce a microbatch, on a host group that only this thread
-uses: which examples are bad, whether a rank has failed, whether the job is closing. So a file that one rank cannot read
-is dropped on all ranks alike, an error on one rank stops all of them, and no thread waits for another that has left.
+Ranks agree in one all-reduce a microbatch, on a host group that only this thread uses: which examples cannot be read,
+whether a rank has failed, whether the job is closing. So all ranks leave out the same examples, an error on one rank
+stops all, and no thread waits for a rank that has left.
 """
 
 from __future__ import annotations
@@ -28,13 +28,19 @@ from motet.dispatch import RankBatch
 from motet.train.input.loading import Loaded, Loading, Pending, UnreadableExample
 
 _OK, _CLOSING, _FAILED = range(3)
-_MIN_EXAMPLES_OF_A_VERDICT = 100
-_NAMED_IN_A_VERDICT = 3
+_MIN_EXAMPLES = 100
+"""The share of bad examples is judged as if there were at least so many examples."""
+_MAX_NAMED = 3
+"""Examples that an error names."""
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Which examples the feed yields: steps [first_step, num_steps) from `position` on, `num_bad` dropped before it."""
+class StepRange:
+    """The steps [first_step, num_steps) of a run.
+
+    batch_size: examples a step, over all ranks. microbatches: a step.
+    position, num_bad: examples that were consumed, and dropped as bad, before first_step.
+    """
 
     first_step: int
     num_steps: int
@@ -46,11 +52,14 @@ class Schedule:
 
 @dataclass(frozen=True)
 class StepInput:
-    """One step's microbatches on this rank; position and num_bad: examples consumed and dropped when it is done.
+    """The microbatches of one step on this rank.
 
-    examples: of each microbatch the numbers in the dataset, int64 [num_examples], as its lengths have them.
-    left_out: the files for which examples were dropped in this step, over all ranks.
-    moved_bytes, crossing_bytes: inputs sent from rank to rank, and of those from node to node, over all ranks.
+    examples:          a microbatch: numbers of its examples in the dataset, int64 [num_examples], as in its lengths.
+    position, num_bad: examples consumed, and dropped as bad, in the run after this step.
+    left_out:          files for which examples were dropped in this step, over all ranks.
+    decide_s:          seconds for deciding which rank computes what.
+    moved_bytes:       inputs that were sent from rank to rank, summed over all ranks.
+    crossing_bytes:    the part of moved_bytes that went from node to node.
     """
 
     batches: list[RankBatch]
@@ -64,11 +73,12 @@ class StepInput:
 
 
 class Feed:
-    """A context manager, in which `next_step` is called once for every step of the schedule; all ranks alike.
+    """A context manager: in its block all ranks call `next_step` once for every step of `steps`.
 
-    config:  prefetch_steps and max_bad_fraction of it.
-    prepare: what is done with a RankBatch in the thread, e.g. pinning its memory.
-    report:  called in the thread, on all ranks alike, with every file that is bad, once a file.
+    group:   a host group that only the feed uses.
+    config:  of which the feed reads prefetch_steps and max_bad_fraction.
+    prepare: applied to each RankBatch in the thread, e.g. to pin its memory.
+    report:  called in the thread, on all ranks alike, once for every bad file.
     """
 
     def __init__(
@@ -76,7 +86,7 @@ class Feed:
         order: GlobalOrder | ListedOrder,
         loading: Loading,
         group: dist.ProcessGroup,
-        schedule: Schedule,
+        steps: StepRange,
         config: DataConfig,
         *,
         prepare: Callable[[RankBatch], RankBatch] | None = None,
@@ -84,29 +94,29 @@ class Feed:
     ) -> None:
         self._order, self._loading, self._group = order, loading, group
         self._prepare, self._report = prepare, report
-        self._schedule, self._config = schedule, config
+        self._steps, self._config = steps, config
         self._reported: dict[str, UnreadableExample] = {}
         self._left_out: list[UnreadableExample] = []
-        self._num_bad = schedule.num_bad
+        self._num_bad = steps.num_bad
         self._queue: queue.Queue[StepInput | BaseException] = queue.Queue(maxsize=config.prefetch_steps)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
         self._thread.start()
 
     def next_step(self) -> StepInput:
-        """Waits for the next step's input. Raises what stopped the feed, on every rank."""
-        got = self._queue.get()
-        if isinstance(got, BaseException):
-            raise got
-        return got
+        """Wait for the next step's input. Raises the error that stopped the feed, on every rank."""
+        step = self._queue.get()
+        if isinstance(step, BaseException):
+            raise step
+        return step
 
     def __enter__(self) -> Feed:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End the thread, on all ranks together: those that are ahead learn of it in their next agreement."""
+        """End the thread on all ranks together: a rank whose thread is ahead learns of it in the next agreement."""
         self._closing.set()
-        # What this rank alone has met, others do not know of: their threads would be waited for in vain.
+        # After an error of this rank alone, the other ranks do not close, and waiting for them would never end.
         together = kind is None or issubclass(kind, JointUserError | SystemExit)
         while together and self._thread.is_alive():
             try:
@@ -121,16 +131,17 @@ class Feed:
             self._put(error)
 
     def _produce(self) -> None:
-        plan = self._schedule
-        count = plan.batch_size // plan.microbatches
-        num_microbatches = (plan.num_steps - plan.first_step) * plan.microbatches
+        """Load all microbatches, and queue each step when its last microbatch is loaded."""
+        steps = self._steps
+        count = steps.batch_size // steps.microbatches
+        num_microbatches = (steps.num_steps - steps.first_step) * steps.microbatches
         started: deque[tuple[Int64Array, Pending | None, BaseException | None]] = deque()
         num_started = 0
         step: list[tuple[Loaded, Int64Array]] = []
         for number in range(num_microbatches):
-            # The next one is begun before this one is waited for, so that workers never run dry.
+            # The next microbatch is started before this one is awaited, so that decoders always have work.
             while num_started < min(number + 2, num_microbatches):
-                ids = self._order.take(plan.position + num_started * count, count)
+                ids = self._order.take(steps.position + num_started * count, count)
                 started.append((ids, *self._start(ids)))
                 num_started += 1
             ids, *begun = started.popleft()
@@ -142,13 +153,14 @@ class Feed:
             if self._prepare:
                 loaded = replace(loaded, batch=self._prepare(loaded.batch))
             step.append((loaded, ids[kept]))
-            position = plan.position + (number + 1) * count
+            position = steps.position + (number + 1) * count
             self._check_bad_fraction(position, is_last=number + 1 == num_microbatches)
-            if len(step) == plan.microbatches:
+            if len(step) == steps.microbatches:
                 self._put(self._joined(step, position))
                 step, self._left_out = [], []
 
     def _joined(self, step: list[tuple[Loaded, Int64Array]], position: int) -> StepInput:
+        """The input of a step from its microbatches and their example numbers."""
         loaded = [each for each, _ in step]
         return StepInput(
             batches=[each.batch for each in loaded],
@@ -162,6 +174,7 @@ class Feed:
         )
 
     def _start(self, ids: Int64Array) -> tuple[Pending | None, BaseException | None]:
+        """Start to load a microbatch: (its loading, None) or (None, error); (None, None) if the job is closing."""
         try:
             return (None if self._closing.is_set() else self._loading.start(ids)), None
         except Exception as error:
@@ -170,68 +183,87 @@ class Feed:
     def _agree(
         self, pending: Pending | None, error: BaseException | None, count: int
     ) -> tuple[Pending, BoolArray] | None:
-        """What all ranks do about a microbatch: which examples they keep; None if the job is closing.
+        """Agree with all ranks on a microbatch: (its loading, bool [count] the examples kept), None if closing.
 
+        pending, error: as `_start` returns them. count: examples of the microbatch. A collective.
         Raises on all ranks if any has failed.
         """
+        # 1. What this rank knows: the bad examples of its share, and its status.
         bad: list[UnreadableExample] = []
         try:
             bad = pending.bad() if pending is not None else []
         except Exception as failure:
             error = error or failure
-        flags = torch.zeros(count + 1, dtype=torch.uint8)
-        flags[[entry.place for entry in bad]] = 1
-        flags[-1] = _FAILED if error else _CLOSING if pending is None or self._closing.is_set() else _OK
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
-        status = int(flags[-1])
+        status = _FAILED if error else _CLOSING if pending is None or self._closing.is_set() else _OK
+        # 2. What any rank knows.
+        is_bad, status = self._reduced([example.index for example in bad], status, count)
+        # 3. All ranks do the same.
         if status == _FAILED:
             raise self._joint_error(error)
         if status == _CLOSING:
             return None
         assert pending is not None
-        kept = flags[:-1].numpy() == 0
-        if not kept.all():
-            self._num_bad += int(np.count_nonzero(~kept))
-            told = [entry for of_rank in self._gather(bad) for entry in of_rank]
-            for entry in sorted(told, key=lambda entry: (entry.place, entry.file)):
-                self._left_out.append(entry)
-                if entry.file not in self._reported:
-                    self._reported[entry.file] = entry
-                    self._report(entry)
-        return pending, kept
+        if is_bad.any():
+            self._num_bad += int(np.count_nonzero(is_bad))
+            self._leave_out(bad)
+        return pending, ~is_bad
+
+    def _reduced(self, bad: list[int], status: int, count: int) -> tuple[BoolArray, int]:
+        """Over all ranks: the examples that any rank found bad, bool [count], and the largest status. A collective."""
+        flags = torch.zeros(count + 1, dtype=torch.uint8)
+        flags[bad] = 1
+        flags[-1] = status
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        return flags[:-1].numpy() != 0, int(flags[-1])
+
+    def _leave_out(self, bad: list[UnreadableExample]) -> None:
+        """Note and report the bad examples of all ranks, on all ranks alike. bad: those of this rank. A collective."""
+        everywhere = [example for of_rank in self._gather(bad) for example in of_rank]
+        for example in sorted(everywhere, key=lambda example: (example.index, example.file)):
+            self._left_out.append(example)
+            if example.file not in self._reported:
+                self._reported[example.file] = example
+                self._report(example)
 
     def _joint_error(self, error: BaseException | None) -> BaseException:
-        """The error to raise on this rank: a UserError alike on all, anything else with its traceback where it is."""
-        told = None
+        """The error that this rank raises after any rank has failed. A collective.
+
+        If the first failure is a UserError, a JointUserError on all ranks. Else this rank's own error, or a RankFailure
+        with the first failure's traceback.
+        """
+        mine = None
         if error is not None:
             text = str(error) if isinstance(error, UserError) else "".join(traceback.format_exception(error))
-            told = (isinstance(error, UserError), text)
-        first = next((rank, *entry) for rank, entry in enumerate(self._gather(told)) if entry is not None)
-        rank, is_user_error, text = first
+            mine = (isinstance(error, UserError), text)
+        rank, is_user_error, text = next(
+            (rank, *failure) for rank, failure in enumerate(self._gather(mine)) if failure is not None
+        )
         if is_user_error:
             return JointUserError(text)
         return error or RankFailure(f"loading failed on rank {rank}:\n{text}")
 
     def _gather(self, value: object) -> list:
+        """The value of every rank, on every rank. A collective."""
         values: list = [None] * self._group.size()
         dist.all_gather_object(values, value, group=self._group)
         return values
 
     def _check_bad_fraction(self, position: int, *, is_last: bool) -> None:
-        """Raises JointUserError where too many are bad: more than allowed, or, whatever is allowed, all of them."""
+        """Raise JointUserError if more examples are bad than config.max_bad_fraction allows, or all of them."""
         allowed = self._config.max_bad_fraction
-        first = "; ".join(str(entry) for entry in list(self._reported.values())[:_NAMED_IN_A_VERDICT])
-        if self._num_bad == position and (is_last or position >= _MIN_EXAMPLES_OF_A_VERDICT):
+        first = "; ".join(str(example) for example in list(self._reported.values())[:_MAX_NAMED])
+        if self._num_bad == position and (is_last or position >= _MIN_EXAMPLES):
             raise JointUserError(
                 f"None of the first {position} examples can be used, so there is nothing to learn: {first}."
             )
-        if self._num_bad > allowed * max(position, _MIN_EXAMPLES_OF_A_VERDICT):
+        if self._num_bad > allowed * max(position, _MIN_EXAMPLES):
             raise JointUserError(
                 f"{self._num_bad} of the first {position} examples cannot be used, more than data.max_bad_fraction = "
                 f"{allowed:g} allows; mend the files that were reported above, or raise it. The first: {first}."
             )
 
     def _put(self, item: StepInput | BaseException) -> None:
+        """Queue an item as soon as there is room; drop it if the feed is closing."""
         while not self._closing.is_set():
             try:
                 self._queue.put(item, timeout=0.1)

@@ -1,8 +1,9 @@
-"""From example ids of a microbatch to what this rank computes of them: the two ways of the balanced step.
+"""Loads a microbatch: example numbers -> the RankBatch that this rank computes. There are two ways.
 
-Index: lengths are known before loading, so every rank decides by itself and loads only what it will compute.
-Exchange: each rank loads its home examples; lengths are gathered, and items are sent to where the decision puts them.
-Both are taken in three steps (start, bad, finish), between which ranks agree on the examples that could not be loaded.
+Index:    lengths are known before loading. Every rank decides by itself, and loads only what it will compute.
+Exchange: each rank loads its home examples. Lengths are gathered, and the decision says to which rank an item is sent.
+
+Both have three steps (start, bad, finish). Before the last, ranks agree on the examples that could not be loaded.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from motet.dispatch import Decision, ItemExchange, LoadedExample, Orchestrator, 
 
 @dataclass(frozen=True)
 class UnreadableExample:
-    """place: position in the microbatch, the same on all ranks. where: the example's place in its manifest."""
+    """An example with a file that cannot be used.
 
-    place: int
+    index: in the microbatch, the same on all ranks. where: manifest and line of the example.
+    """
+
+    index: int
     where: str
     file: str
     reason: str
@@ -38,7 +42,7 @@ class UnreadableExample:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A microbatch, and what its inputs cost to move between ranks (nothing where lengths come from the index)."""
+    """A microbatch on this rank, and the bytes that its inputs moved between ranks: 0 in index mode."""
 
     batch: RankBatch
     moved_bytes: int = 0
@@ -46,19 +50,23 @@ class Loaded:
 
 
 class Loading(Protocol):
+    """A way to load microbatches: `IndexLoading` or `ExchangeLoading`."""
+
     def start(self, ids: Int64Array) -> Pending:
-        """Begin to load this rank's share of the examples `ids`."""
+        """Start to load this rank's share of the examples `ids`, int64 [num_examples]."""
 
     def finish(self, pending: Pending, kept: BoolArray) -> Loaded:
-        """The microbatch without the examples that are not kept; a collective in exchange mode."""
+        """The microbatch of the examples with `kept`, bool [num_examples]. A collective in exchange mode."""
 
 
 @dataclass
 class Pending:
-    """This rank's share of a microbatch, on its way from the disk.
+    """This rank's share of a microbatch while it is loaded. Examples have their index in the microbatch.
 
-    num_examples: of the whole microbatch. where: an example's place in its manifest, from its place in the microbatch.
-    items: place of the example that each item belongs to, and the item itself.
+    num_examples: of the whole microbatch, over all ranks.
+    where:        index -> manifest and line of the example.
+    sequences:    index -> the example's tokens.
+    items:        (index of the example, the item).
     """
 
     num_examples: int
@@ -69,21 +77,23 @@ class Pending:
     decision: Decision | None = None
 
     def bad(self) -> list[UnreadableExample]:
-        """Waits until all is loaded: the examples of this share that cannot be used."""
-        found = []
-        for place, future in self.items:
+        """The examples of this share that cannot be used; waits until all items are loaded."""
+        unreadable = []
+        for index, future in self.items:
             media = future.result()
             if isinstance(media, BadMedia):
-                found.append(UnreadableExample(place, self.where(place), media.path, media.reason))
-        return found
+                unreadable.append(UnreadableExample(index, self.where(index), media.path, media.reason))
+        return unreadable
 
     def media(self) -> list[tuple[int, Media]]:
-        """Items that were loaded, each with the place of its example."""
-        loaded = ((place, future.result()) for place, future in self.items)
-        return [(place, media) for place, media in loaded if isinstance(media, Media)]
+        """(index of the example, item) for the items that could be loaded."""
+        loaded = ((index, future.result()) for index, future in self.items)
+        return [(index, media) for index, media in loaded if isinstance(media, Media)]
 
 
 class IndexLoading:
+    """Loads what the decision gives to this rank; lengths come from the dataset's index."""
+
     def __init__(
         self, dataset: Dataset, decoder: Decoder, orchestrator: Orchestrator, rank: int, ranks_per_node: int
     ) -> None:
@@ -93,24 +103,24 @@ class IndexLoading:
     def start(self, ids: Int64Array) -> Pending:
         lengths = self._dataset.batch_lengths(ids, self._orchestrator.num_ranks)
         decision = self._orchestrator.decide(lengths)
-        pending = Pending(len(ids), _places(self._dataset, ids), lengths=lengths, decision=decision)
+        pending = Pending(len(ids), _where(self._dataset, ids), lengths=lengths, decision=decision)
         refs: list[tuple[int, MediaRef]] = []
         for phase in self._orchestrator.encoders:
-            column = lengths.items[phase].example
-            # By place: an example of many items is read, and its items sorted out, once and not for each of them.
+            example_of = lengths.items[phase].example
+            # An example's record is read once, not once for each of its items.
             refs_of: dict[int, list[MediaRef]] = {}
             for item in decision.assignments[phase].on_rank(self._rank):
-                place = int(column[item])
-                if place not in refs_of:
-                    refs_of[place] = [
-                        ref for ref in self._dataset.media_refs(int(ids[place])) if self._dataset.phase_of(ref) == phase
+                index = int(example_of[item])
+                if index not in refs_of:
+                    refs_of[index] = [
+                        ref for ref in self._dataset.media_refs(int(ids[index])) if self._dataset.phase_of(ref) == phase
                     ]
-                refs.append((place, refs_of[place][int(item - np.searchsorted(column, place))]))
-        # Media first: workers decode them while this thread reads the tokens.
+                refs.append((index, refs_of[index][int(item - np.searchsorted(example_of, index))]))
+        # Media are submitted first: workers decode them while this thread reads the tokens.
         futures = self._decoder.submit([ref for _, ref in refs])
-        pending.items = [(place, future) for (place, _), future in zip(refs, futures)]
-        for place in decision.backbone.on_rank(self._rank).tolist():
-            pending.sequences[place] = self._dataset.tokens(int(ids[place]))
+        pending.items = [(index, future) for (index, _), future in zip(refs, futures)]
+        for index in decision.backbone.on_rank(self._rank).tolist():
+            pending.sequences[index] = self._dataset.tokens(int(ids[index]))
         return pending
 
     def finish(self, pending: Pending, kept: BoolArray) -> Loaded:
@@ -118,15 +128,14 @@ class IndexLoading:
         assert lengths is not None
         assert decision is not None
         sequences = [
-            pending.sequences[place] for place in decision.backbone.on_rank(self._rank).tolist() if kept[place]
+            pending.sequences[index] for index in decision.backbone.on_rank(self._rank).tolist() if kept[index]
         ]
         media: dict[str, list[Media]] = {}
-        at = 0
+        start = 0
         for phase in self._orchestrator.encoders:
-            count = len(decision.assignments[phase].on_rank(self._rank))
-            own = pending.items[at : at + count]
-            media[phase] = [_media(future) for place, future in own if kept[place]]
-            at += count
+            end = start + len(decision.assignments[phase].on_rank(self._rank))
+            media[phase] = [_media(future) for index, future in pending.items[start:end] if kept[index]]
+            start = end
         batch = assemble(
             decision.keep(kept, lengths),
             lengths.keep(kept),
@@ -139,31 +148,33 @@ class IndexLoading:
 
 
 class ExchangeLoading:
+    """Loads the home examples of this rank, then exchanges their items."""
+
     def __init__(self, dataset: Dataset, decoder: Decoder, exchange: ItemExchange, ranks_per_node: int) -> None:
         self._dataset, self._decoder, self._exchange, self._ranks_per_node = dataset, decoder, exchange, ranks_per_node
 
     def start(self, ids: Int64Array) -> Pending:
-        pending = Pending(len(ids), _places(self._dataset, ids))
+        pending = Pending(len(ids), _where(self._dataset, ids))
         homes = home_ranks(len(ids), self._exchange.orchestrator.num_ranks)
-        for place in np.flatnonzero(homes == self._exchange.rank).tolist():
-            futures = self._decoder.submit(self._dataset.media_refs(int(ids[place])))
-            pending.items += [(place, future) for future in futures]
-            pending.sequences[place] = self._dataset.tokens(int(ids[place]))
+        for index in np.flatnonzero(homes == self._exchange.rank).tolist():
+            futures = self._decoder.submit(self._dataset.media_refs(int(ids[index])))
+            pending.items += [(index, future) for future in futures]
+            pending.sequences[index] = self._dataset.tokens(int(ids[index]))
         return pending
 
     def finish(self, pending: Pending, kept: BoolArray) -> Loaded:
-        media: dict[int, list[Media]] = {place: [] for place in pending.sequences}
-        for place, item in pending.media():
-            media[place].append(item)
+        media: dict[int, list[Media]] = {index: [] for index in pending.sequences}
+        for index, item in pending.media():
+            media[index].append(item)
         examples = [
-            LoadedExample(sequence, tuple(media[place])) if kept[place] else None
-            for place, sequence in pending.sequences.items()
+            LoadedExample(sequence, tuple(media[index])) if kept[index] else None
+            for index, sequence in pending.sequences.items()
         ]
         return exchanged(self._exchange, examples, self._ranks_per_node)
 
 
 def exchanged(exchange: ItemExchange, examples: Sequence[LoadedExample | None], ranks_per_node: int) -> Loaded:
-    """The microbatch made of the examples that every rank has loaded; a collective."""
+    """The microbatch of the examples that all ranks have loaded; None for one that is left out. A collective."""
     items = exchange(examples)
     batch = assemble(
         items.decision, items.lengths, exchange.rank, items.sequences, items.media, ranks_per_node=ranks_per_node
@@ -171,11 +182,13 @@ def exchanged(exchange: ItemExchange, examples: Sequence[LoadedExample | None], 
     return Loaded(batch, items.moved_bytes, items.crossing_bytes)
 
 
-def _places(dataset: Dataset, ids: Int64Array) -> Callable[[int], str]:
-    return lambda place: dataset.where(int(ids[place]))
+def _where(dataset: Dataset, ids: Int64Array) -> Callable[[int], str]:
+    """Index in a microbatch -> manifest and line of the example."""
+    return lambda index: dataset.where(int(ids[index]))
 
 
 def _media(future: Future[Media | BadMedia]) -> Media:
+    """A loaded item of an example that is kept."""
     media = future.result()
     assert isinstance(media, Media), "an example with an item that is bad is not kept"
     return media

@@ -1,9 +1,9 @@
-"""Whether what a recipe's transforms make is what its encoders take, before anything is trained.
+"""Checks before training that a recipe's transforms make the rows that its encoders take.
 
-Shapes alone do not tell: a row of 192 values may be 8 x 8 pixels in three colours or a smaller patch seen in several
-frames, patches may come in raster order or block by block, pixels may be centred on another mean. So what an encoder
-says of its rows (`contract.Encoder.takes`) and what stands beside its weights (preprocessor_config.json) are compared
-key by key.
+Equal shapes are not enough. A row of 192 values may be 8 x 8 pixels in three colours, or a smaller patch in several
+frames; patches may be in raster order or block by block; pixels may be centred on another mean. So a transform's
+options are compared key by key with what the encoder declares (`contract.Encoder.takes`), and with the file beside its
+weights (preprocessor_config.json).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from motet.models.module import MLLM, ModalityModule
 from motet.train.recipe.recipe import Recipe
 
 _FILES = {"preprocessor_config.json": None, "processor_config.json": ("image_processor", "feature_extractor")}
-"""Where HF keeps what media become, and the tables inside the file that may hold it."""
+"""HF's files with options of preprocessing, and the tables in the file that may have them; None: the file itself."""
 
 _PREPROCESSED = {
     "image": {"mean": "image_mean", "std": "image_std"},
     "audio": {"sampling_rate": "sampling_rate", "hop_length": "hop_length", "n_fft": "n_fft"},
 }
-"""Per modality, of a transform's options those that no shape shows, and what HF calls them."""
+"""Modality -> options of a transform that no shape shows, and their names in HF's files."""
 
 
 def check_rows(recipe: Recipe, model: MLLM) -> None:
-    """Raises UserError for the first option of a transform that an encoder, or its directory, says otherwise."""
+    """Raise UserError for the first option of a transform that differs from its encoder or the encoder's files."""
     for name, module in model.encoders.items():
         transform = recipe.transform(name)
         _check_takes(name, transform, module)
@@ -78,10 +78,10 @@ def _check_preprocessed(name: str, transform: Transform, path: Path) -> None:
                 )
 
 
-def _equal(made: float | tuple[float, ...], wanted: Any) -> bool:
-    """Whether two numbers, or lists with a number for each channel or one for all, say the same."""
+def _equal(made: float | tuple[float, ...], stored: Any) -> bool:
+    """Whether two options are equal: each a number, or a list with a number a channel or one for all channels."""
     try:
-        ours, theirs = np.broadcast_arrays(np.asarray(made, np.float64), np.asarray(wanted, np.float64))
+        ours, theirs = np.broadcast_arrays(np.asarray(made, np.float64), np.asarray(stored, np.float64))
     except (TypeError, ValueError):
         return False
     return np.allclose(ours, theirs, rtol=1e-3, atol=1e-6)
@@ -98,7 +98,7 @@ def _preprocessed(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _run(name: str, transform: Transform, module: ModalityModule) -> None:
-    """Give the encoder one small item."""
+    """Run the encoder on one small item. Raises UserError if it cannot take the rows."""
     sizes = transform.sizes(np.array([[1, 1]], dtype=np.int64))
     values = torch.zeros(int(sizes.prod()), transform.row_dim)
     try:

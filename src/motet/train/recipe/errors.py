@@ -1,4 +1,4 @@
-"""Turns what pydantic finds wrong in a recipe into one sentence: file, line, key, and what would be right."""
+"""Turns pydantic's errors in a recipe into one sentence: file, line, key, and what would be right."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _NAMES = {
 }
 
 
-def sentence(
+def recipe_error(
     errors: Sequence[ErrorDetails], schema: type[BaseModel], where: str, text: str, overrides: set[KeyPath]
 ) -> str:
-    """One sentence for one of the errors that pydantic reports: an unknown key if there is any, else the first.
+    """The sentence for one of pydantic's errors: the first unknown key, else the first error.
 
-    A misspelt key is often missing under its right name as well, and the misspelling is what one wants to be told of.
-    where: the recipe's path as the user gave it; text: its TOML text; overrides: keys set on the command line.
+    Unknown keys come first, as a misspelt key is often also missing under its right name.
+    where: the recipe's path as the user gave it. text: its TOML text. overrides: keys that the command line has set.
     """
     error = next((error for error in errors if error["type"] in _UNKNOWN), errors[0])
     key, models = _walk(error["loc"], schema)
@@ -64,8 +64,9 @@ def _place(key: KeyPath, where: str, text: str, overrides: set[KeyPath]) -> str:
 
 
 def _requirement(error: ErrorDetails) -> str:
-    given = error["input"]
-    shown = "" if isinstance(given, dict | BaseModel) else f", not {given!r}"
+    """What a value must be, and what it is."""
+    value = error["input"]
+    shown = "" if isinstance(value, dict | BaseModel) else f", not {value!r}"
     if error["type"] in _NAMES:
         return f"must be {_NAMES[error['type']]}{shown}"
     if error["type"] in ("literal_error", "enum"):
@@ -77,9 +78,9 @@ def _requirement(error: ErrorDetails) -> str:
 
 
 def _walk(loc: tuple[int | str, ...], schema: type[BaseModel]) -> tuple[KeyPath, list[type]]:
-    """The key as written in the TOML, without the names that pydantic inserts for unions, and the models on its way.
+    """(key, models): the key as the TOML has it, and the models that may have the key's last part as a field.
 
-    Returns the key, and the models of which the key's last part is, or would have to be, a field.
+    loc: pydantic's location of an error, which also has the names of members of unions.
     """
     key: list[str | int] = []
     candidates: list[Any] = [schema]
@@ -90,7 +91,7 @@ def _walk(loc: tuple[int | str, ...], schema: type[BaseModel]) -> tuple[KeyPath,
         for candidate in candidates:
             following += _step(candidate, part)
         if not following and not last and (models or candidates):
-            # A union's tag: it names one of its members and is no key of the file.
+            # The tag of a union: it names one of the members, and is no key of the file.
             named = [m for m in models if m.__name__ == part or part in _tags(m)]
             candidates = named or candidates
             continue
@@ -133,7 +134,7 @@ def _fields(model: type) -> dict[str | int, Any]:
 
 
 def _tags(model: type) -> set[Any]:
-    """Values of the model's one-word Literal fields: what a discriminated union is told apart by."""
+    """Values of the model's Literal fields, by which a discriminated union chooses its member."""
     literals = (annotation for annotation in _fields(model).values() if typing.get_origin(annotation) is typing.Literal)
     return {value for literal in literals for value in typing.get_args(literal)}
 
@@ -145,7 +146,7 @@ def _suggestion(key: KeyPath, models: list[type], schema: type[BaseModel]) -> st
     if close:
         return f"; did you mean '{close[0]}'?"
     for section, field in schema.model_fields.items():
-        # A key that another section knows has most likely been written into the wrong one.
+        # A key of another section was most likely written into the wrong section.
         if any(_is_model(m) and unknown in _fields(m) for m in _members(field.annotation)):
             return f"; '{unknown}' belongs into [{section}]"
     return f"; known here: {', '.join(known)}" if known else ""

@@ -1,8 +1,8 @@
 """A recipe: the whole of a training job as one validated TOML file.
 
-Each table is the Config class of one component and stands beside that component; this file only puts them together,
-reads the TOML and the `--set` overrides, and makes paths absolute. Relative paths, also those given by `--set`, are
-relative to the recipe's folder, so that a recipe means the same from wherever it is started.
+Each table is the Config class of a component, defined beside that component. This file puts them together, reads the
+TOML and the `--set` overrides, and makes paths absolute. Relative paths start at the recipe's folder, also in `--set`,
+so that a recipe means the same from any working directory.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from motet.train.checkpoint.saving import CheckpointConfig
 from motet.train.evaluate import EvaluateConfig
 from motet.train.export import ExportConfig
 from motet.train.optimizer import OptimizerConfig
-from motet.train.recipe.errors import sentence
+from motet.train.recipe.errors import recipe_error
 from motet.train.recipe.toml_text import dump_toml, read_recipe
 
 
 class RunConfig(BaseModel):
-    """`[run]`: where, how long, from which seed."""
+    """`[run]` of a recipe: folder, length, seed and device."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -56,7 +56,7 @@ class RunConfig(BaseModel):
 
 
 class TransformsConfig(BaseModel):
-    """`[transforms.image]`, `[transforms.audio]`: what files become before the encoder of the same name."""
+    """`[transforms.image]` and `[transforms.audio]`: how files become rows for the encoder of the same name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -65,7 +65,17 @@ class TransformsConfig(BaseModel):
 
 
 class Recipe(BaseModel):
-    """A training job."""
+    """A training job.
+
+    Example:
+        >>> recipe = Recipe.model_validate({
+        ...     "run": {"dir": "runs/demo", "steps": 100, "batch_size": 32},
+        ...     "model": {"backbone": {"family": "qwen2", "path": "weights/Qwen2-0.5B"}},
+        ...     "data": {"train": ["train.jsonl"], "tokenizer": "weights/Qwen2-0.5B"},
+        ...     "optimizer": {"lr": 1e-4}})
+        >>> recipe.run.microbatches, recipe.exchanges_items, recipe.optimizer.schedule
+        (1, False, 'cosine')
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -99,12 +109,12 @@ class Recipe(BaseModel):
         return self
 
     def transform(self, encoder: str) -> ImageTransform | AudioTransform | None:
-        """What files become before an encoder."""
+        """The transform from files to the rows of an encoder; None if the recipe has none."""
         return getattr(self.transforms, encoder)
 
     @property
     def exchanges_items(self) -> bool:
-        """Whether items are loaded first and then moved; "auto" is no, as every dataset has an index of lengths."""
+        """Whether items are loaded by their home ranks and then sent. Not with "auto": every dataset has an index."""
         return self.balance.mode == "exchange"
 
 
@@ -112,29 +122,29 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read, override and validate a recipe; paths in the result are absolute.
 
     overrides: "table.key=value", the value in TOML (a bare word is a string).
-    Raises UserError with one sentence for a file that is missing or is no TOML, and for the first wrong key.
+    Raises UserError if the file is missing or no TOML, and for the first wrong key.
     """
     read = read_recipe(path, overrides)
     try:
-        # As JSON, which has lists for tuples and strings for paths, it can be strict: no "8" for 8, no true for 1.
+        # JSON allows strict validation (no "8" for 8, no true for 1): it has lists for tuples, strings for paths.
         recipe = Recipe.model_validate_json(json.dumps(read.tables, default=str), strict=True)
     except ValidationError as error:
-        raise UserError(sentence(error.errors(), Recipe, str(path), read.text, read.set_keys)) from error
+        raise UserError(recipe_error(error.errors(), Recipe, str(path), read.text, read.set_keys)) from error
     resolved = absolute(recipe.model_dump(exclude_unset=True), path.resolve().parent)
     return Recipe.model_validate(resolved)
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as TOML: every default spelt out, paths absolute; it loads again to the same recipe."""
+    """The recipe as TOML with every default and absolute paths. It loads to the same recipe."""
     return dump_toml(recipe.model_dump(mode="json"))
 
 
 def absolute(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The same tables with every Path, and the manifests, joined to the recipe's folder; what is absolute stays."""
+    """The same tables with every relative Path, and the manifests, joined to the recipe's folder."""
 
     def joined(value: Any) -> Any:
         if isinstance(value, Path):
-            # Not resolve(): a link to where the data lies should be seen as the user wrote it.
+            # Not resolve(): messages should name a link as the user wrote it.
             return Path(os.path.normpath(folder / value.expanduser()))
         if isinstance(value, dict):
             return {key: joined(item) for key, item in value.items()}
@@ -142,7 +152,7 @@ def absolute(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     tables = joined(tables)
     for split in ("train", "heldout"):
-        # Patterns of shards, and so text and not paths.
+        # Manifests may be patterns of shards, so they are strings, not Paths.
         if split in tables.get("data", {}):
             tables["data"][split] = [str(joined(Path(manifest))) for manifest in tables["data"][split]]
     return tables

@@ -1,4 +1,4 @@
-"""The text side of TOML: reading a recipe, on which line a key stands, values from a command line, and writing."""
+"""TOML as text: reads a recipe, finds the line of a key, parses values of the command line, and writes TOML."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BARE_KEY = re.compile(r"^[A-Za-z0-9_-]+$")
 
 
 class RecipeText(NamedTuple):
-    """A recipe before it is validated. set_keys: those in `tables` that were given on the command line."""
+    """A recipe before it is validated. set_keys: keys in `tables` that the command line has set."""
 
     text: str
     tables: dict[str, Any]
@@ -28,13 +28,14 @@ class RecipeText(NamedTuple):
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeText:
-    """Read and override. Raises UserError for a file that is missing or is no TOML, and for a wrong override."""
+    """Read a recipe and apply overrides. Raises UserError for a missing file, no TOML, or a wrong override."""
     text = read_text(path, "the recipe")
     tables = parse_toml(text, str(path))
     return RecipeText(text, tables, {_override(tables, override) for override in overrides})
 
 
 def _override(tables: dict[str, Any], override: str) -> KeyPath:
+    """Set one key in the tables; returns the key."""
     name, equals, value = override.partition("=")
     key = tuple(part.strip() for part in name.split("."))
     if not equals or not all(key):
@@ -49,9 +50,9 @@ def _override(tables: dict[str, Any], override: str) -> KeyPath:
 
 
 def line_of_key(text: str, key: KeyPath) -> int | None:
-    """The 1-based line where `key`, or the nearest table around it, is written; None if no part of it is.
+    """The line (from 1) of `key`, or of the nearest table around it; None if the text has neither.
 
-    Keys inside inline tables and multi-line values are found by the line on which their outermost value begins.
+    A key inside an inline table or a multi-line value has the line where the outermost value begins.
     """
     lines = _lines_of_keys(text)
     for length in range(len(key), 0, -1):
@@ -82,14 +83,14 @@ def _lines_of_keys(text: str) -> dict[KeyPath, int]:
 
 def _split_key(dotted: str) -> KeyPath:
     parts = re.findall(r"\"([^\"]*)\"|'([^']*)'|([A-Za-z0-9_-]+)", dotted)
-    # Of the three, one has matched; "" is a key as well.
-    return tuple("".join(found) for found in parts)
+    # One group of the three has matched; "" is a valid key.
+    return tuple("".join(groups) for groups in parts)
 
 
 def parse_value(text: str) -> Any:
-    """A value from the command line: TOML where it is TOML, else a string, to need no quotes within quotes.
+    """A value of the command line: parsed if it is TOML, else a string, so that a word needs no quotes.
 
-    Raises UserError for TOML that cannot be read, such as a number of thousands of digits.
+    Raises UserError for TOML that Python cannot read, such as a number of thousands of digits.
     """
     line = f"value = {text}"
     try:
@@ -98,12 +99,12 @@ def parse_value(text: str) -> Any:
         return text
     except (ValueError, RecursionError):
         tables = {}
-    # A second line in the text would be a second key: then it is no value of TOML.
+    # A text with a second line that sets a second key is no TOML value.
     return text if len(tables) > 1 else parse_toml(line, f"--set {text[:40]}")["value"]
 
 
 def dump_toml(tables: Mapping[str, Any]) -> str:
-    """TOML text of nested tables of plain values; None values are left out, as TOML has no word for them."""
+    """Nested tables of plain values as TOML. None values are left out, as TOML has no null."""
     return "\n".join(_dump_table((), tables)).strip() + "\n"
 
 

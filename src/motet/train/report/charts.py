@@ -1,4 +1,4 @@
-"""Three kinds of chart as inline SVG text, coloured by the page's CSS classes; `s0`, `s1`, ... are the series."""
+"""Three kinds of chart as inline SVG. The CSS classes `s0`, `s1`, ... of the page give each series its colour."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ WIDE, NARROW = 1000, 520
 _HEIGHT = 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 14, 36
 _PLOT_HEIGHT = _HEIGHT - _TOP - _BOTTOM
-_MOST_MARKS = 40
+_MAX_MARKS = 40
+"""Longer lines have no mark at each point."""
 
 
 def line_chart(
@@ -24,21 +25,21 @@ def line_chart(
     faint: str = "",
     width: int = WIDE,
 ) -> str:
-    """Lines over a common x axis; short ones with a mark at each point. faint: a series that is drawn thin."""
+    """Lines over a common x axis; short lines have a mark at each point. faint: the series that is drawn thin."""
     points = [point for line in series.values() for point in line]
     x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
     ticks = _ticks(min(y for _, y in points) if y_min is None else y_min, max(y for _, y in points))
-    level = _scale(ticks[0], ticks[-1], _HEIGHT - _BOTTOM, _TOP)
-    across = _scale(x_low, x_high, _LEFT, width - _RIGHT)
-    parts = _axes(width, level, ticks, x_label, y_label)
-    parts += [_label(across(x), _number(x)) for x in _ticks(x_low, x_high) if x_low <= x <= x_high]
+    to_y = _scale(ticks[0], ticks[-1], _HEIGHT - _BOTTOM, _TOP)
+    to_x = _scale(x_low, x_high, _LEFT, width - _RIGHT)
+    parts = _axes(width, to_y, ticks, x_label, y_label)
+    parts += [_label(to_x(x), _number(x)) for x in _ticks(x_low, x_high) if x_low <= x <= x_high]
     for number, (name, line) in enumerate(series.items()):
-        placed = [(across(x), level(y)) for x, y in line]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
+        points_px = [(to_x(x), to_y(y)) for x, y in line]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points_px)
         kind = f"line s{number}" + (" faint" if name == faint else "")
         parts.append(f'<polyline class="{kind}" points="{path}"><title>{html.escape(name)}</title></polyline>')
-        if len(line) <= _MOST_MARKS:
-            parts += [f'<circle class="bar s{number}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in placed]
+        if len(line) <= _MAX_MARKS:
+            parts += [f'<circle class="bar s{number}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points_px]
     return _svg(parts, width, _HEIGHT) + _legend(list(series))
 
 
@@ -50,28 +51,28 @@ def grouped_bars(
     rule: tuple[str, float],
     width: int = WIDE,
 ) -> str:
-    """A group of bars for each of `groups`, a bar a series. rule: name and height of a dashed horizontal line."""
+    """For each of `groups`, a bar a series. rule: (label, value) of a dashed horizontal line."""
     ticks = _ticks(0, max([value for values in series.values() for value in values] + [rule[1], 1e-12]))
-    level = _scale(0, ticks[-1], _HEIGHT - _BOTTOM, _TOP)
-    slot = (width - _LEFT - _RIGHT) / len(groups)
-    parts = _axes(width, level, ticks, "", y_label)
+    to_y = _scale(0, ticks[-1], _HEIGHT - _BOTTOM, _TOP)
+    group_width = (width - _LEFT - _RIGHT) / len(groups)
+    parts = _axes(width, to_y, ticks, "", y_label)
     every = math.ceil(len(groups) / 8)
-    parts += [_label(_LEFT + (i + 0.5) * slot, group) for i, group in enumerate(groups) if i % every == 0]
-    bar = min(slot * 0.8 / len(series), 40)
+    parts += [_label(_LEFT + (i + 0.5) * group_width, group) for i, group in enumerate(groups) if i % every == 0]
+    bar = min(group_width * 0.8 / len(series), 40)
     for number, (name, values) in enumerate(series.items()):
         for i, value in enumerate(values):
-            x, y = _LEFT + (i + 0.5) * slot + (number - len(series) / 2) * bar, level(value)
+            x, y = _LEFT + (i + 0.5) * group_width + (number - len(series) / 2) * bar, to_y(value)
             title = html.escape(f"{name}, {groups[i]}: {_number(value)}")
             box = f'x="{x:.1f}" y="{y:.1f}" width="{max(bar - 1, 0.5):.1f}" height="{_HEIGHT - _BOTTOM - y:.1f}"'
             parts.append(f'<rect class="bar s{number}" {box}><title>{title}</title></rect>')
-    y = level(rule[1])
+    y = to_y(rule[1])
     parts.append(f'<line class="rule" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
     parts.append(_text("tick", width - _RIGHT, y - 4, rule[0], "end"))
     return _svg(parts, width, _HEIGHT) + _legend(list(series))
 
 
 def horizontal_bars(values: Mapping[str, float], *, unit: str) -> str:
-    """One bar a name, the longest for the largest value, with the value written at its end."""
+    """A bar a name, in proportion to its value, with the value at its end."""
     left, right, row = 190, 90, 24
     length = _scale(0, max([*values.values(), 1e-12]), 0, WIDE - left - right)
     parts = []
@@ -84,10 +85,10 @@ def horizontal_bars(values: Mapping[str, float], *, unit: str) -> str:
     return _svg(parts, WIDE, len(values) * row + 4)
 
 
-def _axes(width: int, level: Callable[[float], float], ticks: Sequence[float], x_label: str, y_label: str) -> list[str]:
+def _axes(width: int, to_y: Callable[[float], float], ticks: Sequence[float], x_label: str, y_label: str) -> list[str]:
     parts = []
     for tick in ticks:
-        y = level(tick)
+        y = to_y(tick)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(_text("tick", _LEFT - 6, y + 4, _number(tick), "end"))
     parts.append(
@@ -115,15 +116,15 @@ def _legend(names: list[str]) -> str:
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
-    """From [low, high] to [start, end], linearly."""
+    """The linear function from [low, high] to [start, end]."""
     return lambda value: start + (value - low) / ((high - low) or 1) * (end - start)
 
 
-def _ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers, the first at most `low`, the last at least `high`."""
+def _ticks(low: float, high: float, num_steps: int = 5) -> list[float]:
+    """About num_steps + 1 round numbers from at most `low` to at least `high`."""
     if high <= low:
         high = low + (abs(low) or 1.0)
-    rough = (high - low) / wanted
+    rough = (high - low) / num_steps
     magnitude = 10 ** math.floor(math.log10(rough))
     step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

@@ -1,7 +1,7 @@
-"""What a step did and cost, over all ranks: measured on each, joined by one small all-gather on the host.
+"""The metrics of a step, over all ranks.
 
-Loads, bounds and bytes follow from the decision, which all ranks hold; only times and memory differ and must be
-gathered.
+Loads, bounds and bytes follow from the decision, which all ranks have. Only times and memory differ between ranks; one
+small all-gather on the host joins them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ import torch
 import torch.distributed as dist
 
 from motet.dispatch import RankBatch
+from motet.runtime.step import StepResult
+from motet.train.input.feed import StepInput
 from motet.train.world import World
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """What one rank measured in one step, in seconds; wall_s is from the end of the last step to the end of this one.
+    """What one rank measured in one step.
 
-    actions: seconds of each named action of the step, the same names in the same order on all ranks.
+    wall_s:      seconds from the end of the last step to the end of this one.
+    data_wait_s: seconds in which the step waited for its input.
+    decide_s:    seconds for deciding the balance, in the prefetch thread.
+    actions:     name -> seconds of an action; all ranks have the same names in the same order.
     """
 
     wall_s: float
@@ -33,22 +38,22 @@ class MeasuredStep:
     actions: Mapping[str, float]
 
 
-def gather_measured(measured: MeasuredStep, world: World, wish: int) -> tuple[dict[str, Any], int]:
-    """Join the ranks' measurements: (part of the step's metrics, the largest wish of any rank). A collective."""
-    mine = [
-        float(wish),
+def gather_measured(measured: MeasuredStep, world: World, request: int) -> tuple[dict[str, Any], int]:
+    """Join the ranks' measurements: (part of the step's metrics, the largest request of any rank). A collective."""
+    fixed = [
+        float(request),
         measured.wall_s,
         measured.data_wait_s,
         measured.decide_s,
         float(peak_memory_bytes(world.device)),
     ]
-    row = torch.tensor([*mine, *measured.actions.values()], dtype=torch.float64)
+    row = torch.tensor([*fixed, *measured.actions.values()], dtype=torch.float64)
     table = torch.empty(world.num_ranks, len(row), dtype=torch.float64)
     dist.all_gather_single(table.view(-1), row, group=world.control)
     largest, mean = table.max(dim=0).values.tolist(), table.mean(dim=0).tolist()
     actions = {
         name: {"max_s": _rounded(largest[i]), "mean_s": _rounded(mean[i])}
-        for i, name in enumerate(measured.actions, start=len(mine))
+        for i, name in enumerate(measured.actions, start=len(fixed))
     }
     joined = {
         "step_s": _rounded(largest[1]),
@@ -60,11 +65,23 @@ def gather_measured(measured: MeasuredStep, world: World, wish: int) -> tuple[di
     return joined, int(largest[0])
 
 
-def balance_metrics(batches: Sequence[RankBatch]) -> dict[str, Any]:
-    """In how many of the microbatches each method of balancing was chosen, what was predicted, and why.
+def exchange_metrics(actions: Mapping[str, Mapping[str, float]], result: StepResult, fed: StepInput) -> dict[str, Any]:
+    """Seconds of the step's exchanges on the slowest rank, and bytes moved in them and in loading its inputs."""
+    return {
+        "seconds": sum(seconds["max_s"] for name, seconds in actions.items() if name.startswith("exchange")),
+        "bytes": result.moved_bytes,
+        "crossing_bytes": result.crossing_bytes,
+        "input_bytes": fed.moved_bytes,
+        "input_crossing_bytes": fed.crossing_bytes,
+    }
 
-    predicted_s: by method, summed over the microbatches for which it was considered. why: a sentence a method, of the
-    last microbatch in which it was chosen.
+
+def balance_metrics(batches: Sequence[RankBatch]) -> dict[str, Any]:
+    """How the microbatches of a step were balanced.
+
+    methods:     method -> number of microbatches for which it was chosen.
+    predicted_s: method -> predicted seconds, summed over the microbatches for which it was considered.
+    why:         method -> a sentence, of the last microbatch for which it was chosen.
     """
     decisions = [batch.decision for batch in batches]
     predicted_s: Counter[str] = Counter()
@@ -78,11 +95,11 @@ def balance_metrics(batches: Sequence[RankBatch]) -> dict[str, Any]:
 
 
 def phase_metrics(batches: Sequence[RankBatch]) -> dict[str, dict[str, Any]]:
-    """Per phase, loads of the ranks and their maximum over the lower bound, before and after balancing.
+    """Phase -> loads of the ranks, and maximum load / lower bound, before and after balancing.
 
-    unit: what loads and bounds are counted in, which is what was balanced.
-    Over several microbatches loads and bounds add up, and the maximum is the sum of each microbatch's own: ranks wait
-    for each other in every one.
+    unit: of loads and bounds.
+    Loads, bounds and maxima are sums over microbatches: max = sum of each microbatch's maximum, as ranks wait for each
+    other in each.
     """
     phases: dict[str, dict[str, Any]] = {}
     for phase in batches[0].decision.assignments:
@@ -101,13 +118,14 @@ def phase_metrics(batches: Sequence[RankBatch]) -> dict[str, dict[str, Any]]:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that this rank has held: allocated by PyTorch on a GPU, else the resident set of the process."""
+    """Peak memory of this rank so far: allocated by PyTorch on a GPU, else the resident set of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB.
 
 
 def memory_kind(device: torch.device) -> str:
+    """What `peak_memory_bytes` counts, in words."""
     return "allocated on the GPU" if device.type == "cuda" else "resident"
 
 
@@ -116,5 +134,5 @@ def _summed_max(assignments: Sequence[Any]) -> int:
 
 
 def _rounded(value: float) -> float:
-    """Six significant digits: what a measurement carries, and short lines."""
+    """A measurement rounded to six significant digits, for short lines."""
     return float(f"{value:.6g}")

@@ -1,8 +1,8 @@
 """Where a run's metrics go: `metrics.jsonl` (a line a step), TensorBoard events, and the terminal. Rank 0 only.
 
-A resumed run cuts the files back to the step that it resumes from, so that every step is there once. A file that cannot
-be written raises nothing: `failure` says why, and all ranks stop together (`trainer.py`). A terminal that has gone
-stops nothing.
+A resumed run removes the lines after the step from which it resumes, so that the file has every step once. If a file
+cannot be written, nothing is raised: `failure` says why, and all ranks stop together (`trainer.py`). A run goes on if
+its terminal has gone.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _PLAIN_LINE_EVERY_S = 5.0
 
 
 class MetricsLog:
-    """Opened at the step from which a run goes on; a context manager, since events and the live line must be closed.
+    """Logs the metrics of a run; a context manager, which closes its files and the live line.
 
-    failure: why metrics could not be written, in a sentence without an end; empty as long as they could.
-    Raises UserError where they cannot be written from the first, or where other things stand in their file.
+    first_step: the step from which the run goes on.
+    failure:    why metrics could not be written, a sentence without full stop; "" if they could.
+    Raises UserError if the files cannot be written at the start, or metrics.jsonl is no file of a run.
     """
 
     def __init__(self, run_dir: Path, first_step: int, num_steps: int) -> None:
@@ -71,18 +72,18 @@ class MetricsLog:
                 self._events.add_scalar(f"heldout/exact_match/{task}", share, step)
 
     def flush(self) -> None:
-        """Bring events to the disk, before a checkpoint says that their steps are done."""
+        """Flush events to the disk; done before a checkpoint, which counts their steps as done."""
         with self._noting_failure():
             self._events.flush()
 
     def check(self) -> None:
-        """Raises UserError if anything could not be written."""
+        """Flush, and raise UserError if anything could not be written."""
         self.flush()
         if self.failure:
             raise UserError(f"{self.failure}.")
 
     def say(self, sentence: str) -> None:
-        """A line on the terminal, above the live one."""
+        """Print a line on the terminal, above the live line."""
         self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -119,7 +120,7 @@ class MetricsLog:
 
 
 class Terminal:
-    """Standard output as a stream; where that has gone, or its disk is full, what is written vanishes."""
+    """Standard output as a stream that never fails: if it cannot be written, the text is dropped."""
 
     def __init__(self) -> None:
         self._stream = sys.stdout

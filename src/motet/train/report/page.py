@@ -1,4 +1,4 @@
-"""A run as one self-contained HTML page, made of its `summary.json`, `metrics.jsonl` and `answers.json` alone.
+"""The report of a run: one HTML page, made from its `summary.json`, `metrics.jsonl` and `answers.json`.
 
 Charts are inline SVG and media are data URIs, so that the page can be mailed and read without a network.
 """
@@ -130,7 +130,7 @@ def _balance(steps: list[dict[str, Any]], summary: dict[str, Any]) -> list[str]:
 
 
 def _methods(balance: dict[str, Any]) -> list[str]:
-    """Which way of balancing was chosen, and why."""
+    """A paragraph on which method of balancing was chosen, and why."""
     if not balance["why"]:
         return []
     return [
@@ -142,7 +142,7 @@ def _methods(balance: dict[str, Any]) -> list[str]:
 
 
 def _time(steps: list[dict[str, Any]]) -> list[str]:
-    # The first steps allocate and warm up: they say nothing about the others.
+    # The first steps are slower, as they allocate memory and warm up.
     steady = steps[min(len(steps) // 10, 10) :]
     names = list(dict.fromkeys(name for step in steady for name in step["actions"]))
 
@@ -202,7 +202,7 @@ def _player(path: Path) -> str:
 
 
 def _smoothed(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Running mean over a fiftieth of the points, at least 1."""
+    """Running mean over the last 2 % of the points, at least 1 point."""
     width = max(len(points) // 50, 1)
     total, result = 0.0, []
     for i, (x, y) in enumerate(points):
@@ -212,6 +212,7 @@ def _smoothed(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Every n-th point, at most _MAX_POINTS."""
     every = -(-len(points) // _MAX_POINTS) or 1
     return points[::every]
 

@@ -1,7 +1,6 @@
-"""Peak FLOP/s of a device, what MFU is a share of: the vendor's figure where it is known, else a measured matmul.
+"""Peak FLOP/s of a device, the denominator of MFU: the vendor's figure if `cost/catalogue.py` has it, else measured.
 
-Vendors' figures stand in `cost/catalogue.py`. On CPUs, and on devices that are not in the catalogue, the ranks of a
-node measure at the same time, as they share its cores.
+The ranks of a node measure matmuls at the same time, because they share its cores.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ _MEASURE_S = 0.2
 
 @dataclass(frozen=True)
 class Peak:
-    """flops_per_s of one device (one rank); source: "catalogue" or "measured"."""
+    """FLOP/s of one rank's device. source: "catalogue" or "measured"."""
 
     flops_per_s: float
     source: str
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
-    """The peak of the device for matmuls of `dtype`. All ranks call it at the same time."""
+    """The peak of a device for matmuls in `dtype`. All ranks call it at the same time."""
     if device.type == "cuda" and (known := _catalogued(torch.cuda.get_device_name(device), dtype)):
         return Peak(known, "catalogue")
     return Peak(_measured(device, dtype), "measured")
@@ -36,7 +35,7 @@ def _catalogued(name: str, dtype: torch.dtype) -> float | None:
     device = device_called(name)
     if device is None:
         return None
-    # Where tf32 is allowed but the device has none, it computes in fp32.
+    # A device without tf32 computes in fp32, even if tf32 is allowed.
     fp32 = ("tf32", "fp32") if torch.backends.cuda.matmul.allow_tf32 else ("fp32",)
     precisions = {torch.bfloat16: ("bf16",), torch.float16: ("fp16",), torch.float32: fp32}.get(dtype, ())
     return next((device.peak_flops[name] for name in precisions if name in device.peak_flops), None)

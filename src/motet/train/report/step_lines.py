@@ -1,4 +1,4 @@
-"""Files of JSON with a line a step: written whole or not at all, and cut back to the step that a run resumes from."""
+"""JSON files with a line a step. Each line is written whole or not at all; a resumed run cuts the later lines off."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from motet.core.errors import UserError
 
 METRICS = frozenset(("step", "loss", "step_s", "num_tokens", "phases", "balance"))
 BAD_STEPS = frozenset(("step", "cause"))
-"""Keys by which a line of metrics.jsonl, and one of bad_steps.jsonl, is known."""
+"""Keys that every line of bad_steps.jsonl has; METRICS are those of metrics.jsonl."""
 
 
 def to_json(value: Any, **options: Any) -> str:
-    """JSON without NaN and infinity, which it has no words for: they become null. options: of `json.dumps`."""
+    """JSON of a value; NaN and infinity become null, as JSON has neither. options: of `json.dumps`."""
 
     def known(part: Any) -> Any:
         if isinstance(part, Mapping):
@@ -30,7 +30,7 @@ def to_json(value: Any, **options: Any) -> str:
 
 
 class Lines:
-    """A file of lines. A line that cannot be written leaves nothing of it there, and is kept for the next attempt."""
+    """A file of lines. If a line cannot be written, the file stays as it was; the next write tries the line again."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
@@ -67,9 +67,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def cut_lines(path: Path, first_step: int, keys: frozenset[str]) -> None:
-    """Drop the lines of steps after `first_step`, and a last one that a crash left unfinished.
+    """Remove the lines of steps after `first_step`, and a last line that a crash left unfinished.
 
-    Raises UserError for a file that holds anything else than lines of steps with `keys`: it is not one of a run.
+    Raises UserError if the file has other lines than those of steps with `keys`: it is no file of a run.
     """
     if not path.exists():
         return
@@ -87,10 +87,10 @@ def cut_lines(path: Path, first_step: int, keys: frozenset[str]) -> None:
 
 
 def step_of(line: bytes, keys: frozenset[str]) -> int | None:
-    """The step of a line; None if it is not one of such a file."""
+    """The step of a line; None if it has no step or lacks any of `keys`."""
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    is_ours = isinstance(found, dict) and found.keys() >= keys and isinstance(found.get("step"), int)
-    return found["step"] if is_ours else None
+    is_step = isinstance(value, dict) and value.keys() >= keys and isinstance(value.get("step"), int)
+    return value["step"] if is_step else None

@@ -1,4 +1,4 @@
-"""The look of a report: one style sheet, for light and dark screens, without anything loaded from elsewhere."""
+"""The style sheet of a report, for light and dark screens. It loads nothing."""
 
 CSS = """
 :root { --ink: #1c1e21; --soft: #6a7078; --line: #dfe3e8; --page: #ffffff; --card: #f6f7f9; --c0: #98a1ac; --c1:

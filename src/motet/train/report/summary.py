@@ -1,4 +1,4 @@
-"""A run in a few numbers, `summary.json`, from the lines of `metrics.jsonl`: a resumed run counts as a whole."""
+"""The summary of a run, `summary.json`, from all lines of `metrics.jsonl`, also those before the run was resumed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ _LOSS_STEPS = 10
 def summarise(
     run_dir: Path, world: World, peak: Peak, wall_s: float, evaluations: dict[int, Evaluation]
 ) -> dict[str, Any]:
-    """The summary of all steps in the run's folder. evaluations: by step, the last one's exact match counts.
+    """The summary of all steps in the run's folder. evaluations: step -> Evaluation.
 
-    loss_first and loss_last are means over the first and the last loss_steps steps, ten of them, as one step's loss is
-    noise; of a run of fewer than 20 steps, over half of them each, so that no step counts in both. Steps that were not
-    finite have no loss.
-    tokens_per_s and mfu are over the steps alone; wall_s is of this process, from its start to its end, resumed parts
-    not included.
+    loss_first, loss_last: means over the first and the last loss_steps steps with a finite loss. loss_steps is 10, or
+                           half of these steps if there are fewer than 20, so that no step counts in both.
+    tokens_per_s, mfu:     over the time of steps only.
+    wall_s:                time of this process, without the parts of the run before it was resumed.
+    exact_match:           of the last evaluation.
+    Raises UserError if there are no steps.
     """
     steps = read_lines(run_dir / "metrics.jsonl")
     if not steps:
@@ -66,7 +67,7 @@ def summarise(
 
 
 def summary_lines(summary: dict[str, Any]) -> list[str]:
-    """The summary for a terminal."""
+    """The summary as lines for a terminal."""
     heldout = "" if summary["loss_heldout"] is None else f", {summary['loss_heldout']:.4f} held out"
     lines = [
         f"{summary['steps']} steps on {summary['num_ranks']} ranks in {summary['wall_s']:.0f} s: "
@@ -99,13 +100,13 @@ def _loss_line(summary: dict[str, Any]) -> str:
 
 
 def methods_line(methods: dict[str, int]) -> str:
-    """How often each way of balancing was chosen, the most frequent first: "joint 9, mixed 3 of 12 microbatches"."""
-    told = ", ".join(f"{method} {count:,}" for method, count in sorted(methods.items(), key=lambda entry: -entry[1]))
-    return f"{told} of {sum(methods.values()):,} microbatches"
+    """How often each method of balancing was chosen, the most frequent first: "joint 9, mixed 3 of 12 microbatches"."""
+    counts = ", ".join(f"{method} {count:,}" for method, count in sorted(methods.items(), key=lambda entry: -entry[1]))
+    return f"{counts} of {sum(methods.values()):,} microbatches"
 
 
 def _balance(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """How often each method was chosen, and why the most frequent one was when it was last."""
+    """How often each method was chosen, and why the most frequent was, when it was last chosen."""
     methods: Counter[str] = Counter()
     why: dict[str, str] = {}
     for step in steps:
@@ -116,7 +117,7 @@ def _balance(steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _phases(steps: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Means over the steps in which a phase has anything to do, and the unit of its loads."""
+    """Phase -> the unit of its loads, and means over the steps in which it has any load."""
     means = {}
     for name, last in steps[-1]["phases"].items():
         busy = [step["phases"][name] for step in steps if step["phases"][name]["bound"]]

@@ -6,11 +6,11 @@ import pytest
 
 from motet.train.checkpoint.folder import (
     checkpoints,
+    checkpoints_set_aside,
     clear_unfinished,
     publish_checkpoint,
     remove,
     set_aside,
-    those_set_aside,
 )
 from unit.train.checkpoint.small_run import write_checkpoints
 
@@ -42,7 +42,7 @@ def test_setting_aside_overwrites_nothing(run):
         shutil.copytree(run / "step-00000004", run / "step-00000008", dirs_exist_ok=True)
         assert set_aside(run / "step-00000008", "damaged").name == expected
     assert [path.name for path in checkpoints(run)] == ["step-00000004"]
-    assert len(those_set_aside(run)) == 3
+    assert len(checkpoints_set_aside(run)) == 3
 
 
 def written(run, step):

@@ -6,7 +6,7 @@ import re
 import pytest
 from PIL import Image
 
-from motet.train.report.charts import _ticks
+from motet.train.report.charts import line_chart
 from motet.train.report.page import write_report
 
 RATIOS = {"unit": "MFLOP", "max_over_bound": 1.0, "max_over_bound_before": 1.5}
@@ -80,11 +80,17 @@ def test_one_loss_is_not_shown_twice(tmp_path, num_steps, num_bad, said):
     assert f"<span>{said}</span>" in write_report(tmp_path).read_text()
 
 
+def y_ticks(low, high):
+    """The numbers at the y axis of a chart of one line, which are right-aligned."""
+    chart = line_chart({"line": [(0, low), (1, high)]}, x_label="x", y_label="y")
+    return [float(text) for text in re.findall(r'class="tick"[^>]*text-anchor="end">([^<]+)<', chart)]
+
+
 def test_ticks_are_round_and_cover_the_range():
-    assert _ticks(0, 4.7) == [0, 1, 2, 3, 4, 5]
-    assert _ticks(1, 1) == pytest.approx([1.0, 1.2, 1.4, 1.6, 1.8, 2.0])
+    assert y_ticks(0, 4.7) == [0, 1, 2, 3, 4, 5]
+    assert y_ticks(1, 1) == [1.0, 1.2, 1.4, 1.6, 1.8, 2.0]
     for low, high in ((0.93, 1.02), (-3, 250), (0, 1e-12)):
-        ticks = _ticks(low, high)
+        ticks = y_ticks(low, high)
         assert ticks[0] <= low
         assert ticks[-1] >= high * (1 - 1e-9)
         assert 3 <= len(ticks) <= 8

@@ -25,8 +25,15 @@ from motet.train.report import peak
         ("NVIDIA H200", torch.float64, None),
     ],
 )
-def test_catalogue(name, dtype, expected):
-    assert peak._catalogued(name, dtype) == (expected and pytest.approx(expected))
+def test_the_peak_of_a_gpu_is_its_vendors_figure_if_that_is_known(name, dtype, expected, monkeypatch):
+    """Otherwise the GPU is measured; here on the CPU, with a tiny matrix."""
+    ones = torch.ones
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
+    monkeypatch.setattr("torch.ones", lambda *shape, dtype, device: ones(1, 1, dtype=dtype))
+    found = peak.peak_of(torch.device("cuda"), dtype)
+    assert found.source == ("measured" if expected is None else "catalogue")
+    assert expected is None or found.flops_per_s == pytest.approx(expected)
 
 
 def test_a_cpu_is_measured(monkeypatch):

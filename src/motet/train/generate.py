@@ -1,0 +1,95 @@
+"""Greedy answers of a sharded model, on all ranks.
+
+All ranks append one token at a time to their unfinished sequences, by a forward pass over these sequences, packed. They
+stop when no rank has an unfinished sequence. A rank that is finished before still takes part in the forward passes, as
+the collectives of a sharded model need all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from motet.dispatch import PackedSequences
+from motet.models.module import MLLM
+from motet.runtime.mesh import Mesh
+
+
+@torch.no_grad()
+def generate(
+    model: MLLM,
+    prompts: PackedSequences,
+    features: dict[str, Tensor],
+    end_token: int | None,
+    max_new_tokens: int,
+    mesh: Mesh,
+) -> list[list[int]]:
+    """Greedy answers to this rank's prompts, in tokens without end_token. A collective; a rank may have no prompts."""
+    sequences = [_GrowingSequence(*pieces) for pieces in _cut(prompts, features)]
+    active = list(sequences)
+    for _ in range(max_new_tokens):
+        most_active = torch.tensor(len(active), device=mesh.device)
+        dist.all_reduce(most_active, op=dist.ReduceOp.MAX, group=mesh.group)
+        if not int(most_active):
+            break
+        packed, rows = _join(active, features, mesh.device)
+        for sequence, token in zip(active, model.backbone.next_tokens(packed, rows).tolist(), strict=True):
+            sequence.add(token, end_token)
+        active = [sequence for sequence in active if not sequence.is_finished]
+    return [sequence.answer for sequence in sequences]
+
+
+class _GrowingSequence:
+    """A prompt and the answer so far. positions, rows: phase -> where its feature rows are in tokens, and the rows."""
+
+    def __init__(self, tokens: Tensor, positions: dict[str, Tensor], rows: dict[str, Tensor]) -> None:
+        self.tokens, self.positions, self.rows = tokens, positions, rows
+        self.answer: list[int] = []
+        self.is_finished = False
+
+    def add(self, token: int, end_token: int | None) -> None:
+        """Append a token, unless it is the one that ends the answer."""
+        if token == end_token:
+            self.is_finished = True
+            return
+        self.answer.append(token)
+        self.tokens = torch.cat([self.tokens, self.tokens.new_tensor([token])])
+
+
+def _cut(
+    prompts: PackedSequences, features: dict[str, Tensor]
+) -> list[tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]]:
+    """The packed prompts one by one: (tokens, positions of feature rows, the rows), the latter two by phase."""
+    offsets = prompts.offsets.tolist()
+    ends = {
+        name: torch.searchsorted(at.cpu(), prompts.offsets.long()).tolist()
+        for name, at in prompts.feature_positions.items()
+    }
+    pieces = []
+    for i, (start, end) in enumerate(pairwise(offsets)):
+        span = {name: slice(ends[name][i], ends[name][i + 1]) for name in features}
+        positions = {name: prompts.feature_positions[name][span[name]] - start for name in features}
+        pieces.append((prompts.tokens[start:end], positions, {name: features[name][span[name]] for name in features}))
+    return pieces
+
+
+def _join(
+    active: Sequence[_GrowingSequence], features: dict[str, Tensor], device: torch.device
+) -> tuple[PackedSequences, dict[str, Tensor]]:
+    """The sequences packed for a forward pass, and their feature rows by phase. The inverse of `_cut`."""
+    offsets = np.concatenate([[0], np.cumsum([len(sequence.tokens) for sequence in active])]).astype(np.int32)
+    starts = offsets[:-1].tolist()
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    tokens = torch.cat([nothing, *(sequence.tokens for sequence in active)])
+    positions = {
+        name: torch.cat([nothing, *(s.positions[name] + start for s, start in zip(active, starts))])
+        for name in features
+    }
+    rows = {name: torch.cat([features[name][:0], *(s.rows[name] for s in active)]) for name in features}
+    targets = torch.zeros(len(tokens), dtype=torch.bool, device=device)
+    return PackedSequences(tokens, targets, torch.from_numpy(offsets), positions), rows
