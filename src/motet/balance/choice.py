@@ -36,6 +36,7 @@ from motet.balance.phases import (
     check_phases,
     follow,
     joint_costs,
+    keeping_size,
     scored_phase,
 )
 from motet.balance.placement import score
@@ -124,7 +125,7 @@ def choose(
     phases: the backbone first; its items are the examples.
     link: the link of exchanges; a Link alone means that all ranks share a node.
     home: int [num_examples], the rank of each example without balancing. It adds "unbalanced" to the predictions.
-    input_bytes: int [num_examples], >= 0, the size of what the home rank of an example has loaded of it; None: every rank
+    input_bytes: int [num_examples], >= 0, the size of what the home rank of an example has loaded; None: every rank
         can load any example. With it, little leaves its node, at the price of 0.1 % of the balance (joint: 1.6 %).
     overhead: of a fragment, for "split"; its fixed part is in nanoseconds.
 
@@ -225,7 +226,7 @@ def _joint_backbone(phases: Sequence[Phase], num_ranks: int, held: Held | None, 
             num_ranks,
             home=held.home,
             bytes=held.input_bytes,
-            ranks_per_node=held.ranks_per_node,
+            ranks_per_node=keeping_size(held.ranks_per_node, num_ranks),
             backend=backend,
         ).ranks
     return scored_phase(phases[0], ranks, num_ranks)

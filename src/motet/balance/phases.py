@@ -72,7 +72,7 @@ class Held:
 
     home:           int [num_examples], the rank that holds an example's inputs.
     input_bytes:    int [num_examples], what they take.
-    ranks_per_node: moves inside a node are cheap; None: each rank counts as a node.
+    ranks_per_node: of the nodes that inputs are to stay on; None: all ranks share a node.
     """
 
     home: ArrayLike
@@ -86,7 +86,8 @@ def assign_backbone(
     """Sequences balanced by themselves. held: where their inputs are, few of which then leave their node."""
     if held is None or not isinstance(cost, Packed):
         return assign(lengths, num_ranks, cost, backend=backend)
-    return assign(lengths, num_ranks, cost, home=held.home, ranks_per_node=held.ranks_per_node, backend=backend)
+    node_size = keeping_size(held.ranks_per_node, num_ranks)
+    return assign(lengths, num_ranks, cost, home=held.home, ranks_per_node=node_size, backend=backend)
 
 
 def assign_apart(
@@ -103,18 +104,25 @@ def assign_apart(
 
     owner: int64 [num_items], the example of each item.
     output_bytes: int64 [num_items], the size of an item's output; None: all outputs count alike.
-    ranks_per_node: None takes each rank as a node of its own.
+    ranks_per_node: None, or as many as there are ranks: all share a node, and outputs stay on their rank if they can.
     Packed items start on the rank of their example, and a rank sends away only its excess, inside its node if it can.
     Padded items are put beside items of like length, so nearly all of them move; each batch is computed on the node
     that most of its outputs go to.
     """
     home, num_ranks = backbone.ranks[owner], backbone.num_ranks
+    node_size = keeping_size(ranks_per_node, num_ranks)
     if isinstance(cost, Packed):
-        return assign(lengths, num_ranks, cost, home=home, ranks_per_node=ranks_per_node, backend=backend)
+        return assign(lengths, num_ranks, cost, home=home, ranks_per_node=node_size, backend=backend)
     placed = assign(lengths, num_ranks, cost, backend=backend)
     sizes = np.ones(len(owner), dtype=np.int64) if output_bytes is None else output_bytes
-    per_node = checked_ranks_per_node(ranks_per_node, num_ranks)
-    return renamed(placed, home, sizes, per_node, backend)
+    return renamed(placed, home, sizes, node_size, backend)
+
+
+def keeping_size(ranks_per_node: int | None, num_ranks: int) -> int:
+    """The size of the groups of ranks that items are to stay in: nodes, or single ranks if all share a node."""
+    if ranks_per_node is None or ranks_per_node >= num_ranks:
+        return 1
+    return checked_ranks_per_node(ranks_per_node, num_ranks)
 
 
 def joint_costs(phases: Sequence[Phase]) -> tuple[Int64Array, float]:
