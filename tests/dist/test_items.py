@@ -110,6 +110,27 @@ def check_batch(rank: int, num_ranks: int, group, seed: int) -> list[str]:
     return [f"seed {seed}, {num_ranks} ranks: {line}" for line in wrong]
 
 
+def bytes_over_nodes(rank: int, num_ranks: int, tells_homes: bool) -> tuple[int, int]:
+    """Input bytes that ranks exchange, and that leave nodes of 2."""
+    rng = np.random.default_rng(0)
+    held = [[draw(rng) for _ in range(24)] for _ in range(num_ranks)]
+    orchestrator = Orchestrator(COSTS, num_ranks, COSTS, ranks_per_node=2)
+    if not tells_homes:
+        decide = orchestrator.decide
+        orchestrator.decide = lambda lengths, _: decide(lengths)
+    measures = {"image": Halves(), "audio": Halves()}
+    exchange = ItemExchange(dist.new_group(backend="gloo"), orchestrator, measures, ranks_per_node=2)
+    got = exchange(held[rank])
+    return got.moved_bytes, got.crossing_bytes
+
+
+def test_few_inputs_leave_their_node():
+    (moved, crossed), *_ = run_ranks(bytes_over_nodes, 4, True)
+    (moved_before, crossed_before), *_ = run_ranks(bytes_over_nodes, 4, False)
+    assert moved < moved_before
+    assert 0 < crossed < 0.6 * crossed_before
+
+
 def test_items_arrive_whole_where_they_are_computed():
     for num_ranks in (1, 4):
         assert run_ranks(check_items, num_ranks, list(range(30))) == [[]] * num_ranks

@@ -32,6 +32,7 @@ from parity.tiny import PHASES, build_model, draw_examples, reference_step
 from ranks import run_ranks
 
 TOLERANCE = 1e-10
+RANKS_PER_NODE = 2
 NEAR = SpeedConfig(link_gbytes_per_s=1e9, link_latency_us=0.0)
 
 
@@ -56,7 +57,10 @@ def orchestrator_of(model, num_ranks: int, case: Case) -> Orchestrator:
     speed = {"speed": NEAR} if case.near else {}
     config = BalanceConfig(phases=case.phases, method=case.method, cost=case.cost, **speed)
     recompute = case.fsdp.recompute
-    return build_orchestrator(config, model, num_ranks, torch.device("cpu"), torch.float64, recompute=recompute)
+    device = torch.device("cpu")
+    return build_orchestrator(
+        config, model, num_ranks, device, torch.float64, recompute=recompute, ranks_per_node=RANKS_PER_NODE
+    )
 
 
 def rank_batch(model, examples: list[LoadedExample], mesh: Mesh, case: Case) -> RankBatch:
@@ -67,7 +71,7 @@ def rank_batch(model, examples: list[LoadedExample], mesh: Mesh, case: Case) -> 
         exchange = ItemExchange(mesh.host_group, orchestrator, dict(model.encoders.items()), capacity=16)
         got = exchange([example for example, rank in zip(examples, home) if rank == mesh.rank])
         assert got.kept.all()
-        return assemble(got.decision, got.lengths, mesh.rank, got.sequences, got.media, ranks_per_node=2)
+        return assemble(got.decision, got.lengths, mesh.rank, got.sequences, got.media, ranks_per_node=RANKS_PER_NODE)
     words = [
         tables_of([e for e, rank in zip(examples, home) if rank == r], PHASES, model.encoders)
         for r in range(mesh.num_ranks)
@@ -81,7 +85,7 @@ def rank_batch(model, examples: list[LoadedExample], mesh: Mesh, case: Case) -> 
         mesh.rank,
         [examples[i].sequence for i in decision.backbone.on_rank(mesh.rank)],
         {p: [items[p][i] for i in decision.assignments[p].on_rank(mesh.rank)] for p in PHASES},
-        ranks_per_node=2,
+        ranks_per_node=RANKS_PER_NODE,
     )
 
 

@@ -23,13 +23,13 @@ from motet.balance import (
     PhaseCosts,
     StepCosts,
     StepTimes,
-    assign,
-    assign_apart,
     choose,
     score,
 )
+from motet.balance.phases import Held, assign_apart, assign_backbone
 from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.assignment import Assignment
+from motet.core.exchange import Network
 from motet.core.workload import BACKBONE, BatchLengths
 
 PhaseWork = Mapping[str, Int64Array]
@@ -106,6 +106,7 @@ class Orchestrator:
               that is not balanced runs on the rank of its item's sequence, so that its outputs need not move.
     times:    predicts the seconds of each method, if all phases are balanced. None: each phase is balanced by itself.
     methods:  the methods to choose from, if there are `times`.
+    ranks_per_node: None: that of the link of `times`; without times, all ranks share a node.
 
     Example:
         >>> from motet.balance import Packed
@@ -124,6 +125,7 @@ class Orchestrator:
         work: ItemWork = _LENGTHS,
         times: StepTimes | None = None,
         methods: Sequence[Method] = METHODS,
+        ranks_per_node: int | None = None,
     ) -> None:
         if BACKBONE not in costs:
             raise ValueError(f"costs need an entry for {BACKBONE!r}")
@@ -131,6 +133,9 @@ class Orchestrator:
         self.num_ranks = num_ranks
         self.balanced = frozenset(balanced)
         self.methods = tuple(methods)
+        self.ranks_per_node = ranks_per_node
+        if ranks_per_node is None and times is not None:
+            self.ranks_per_node = Network.of(times.link).ranks_per_node
         if unknown := self.balanced - costs.keys():
             raise ValueError(f"balanced phases without a cost: {sorted(unknown)}")
 
@@ -139,8 +144,11 @@ class Orchestrator:
         """Names of the encoder phases, in the order in which costs were given."""
         return self.costs.names[1:]
 
-    def decide(self, lengths: BatchLengths) -> Decision:
+    def decide(self, lengths: BatchLengths, input_bytes: Int64Array | None = None) -> Decision:
         """Assign the items of every phase. `lengths.items` must have a column, possibly empty, for every encoder phase.
+
+        input_bytes: int64 [num_examples], the size of what an example's home rank has loaded of it; little of it then
+                     leaves its node. None: every rank can load any example.
 
         Raises ValueError if the phases of the costs and of the lengths differ.
         """
@@ -154,25 +162,37 @@ class Orchestrator:
         why, predicted_s = "", {}
         if isinstance(self.costs, StepCosts) and self.balanced == costs.keys():
             phases, link = self.costs.phases(lengths, work), self.costs.times.link
-            choice = choose(phases, self.num_ranks, link, methods=self.methods, home=lengths.home)
+            choice = choose(
+                phases, self.num_ranks, link, methods=self.methods, home=lengths.home, input_bytes=input_bytes
+            )
             assignments = dict(zip(self.costs.names, choice.assignments, strict=True))
             method, why, predicted_s = str(choice.method), choice.why, choice.predicted_s
         else:
-            assignments = self._balance_each(lengths, work, before[BACKBONE])
+            held = None if input_bytes is None else Held(lengths.home, input_bytes, self.ranks_per_node)
+            assignments = self._balance_each(lengths, work, before[BACKBONE], held)
             method = "per_phase" if self.balanced == costs.keys() else "some" if self.balanced else "off"
         decide_s = time.perf_counter() - start_s
         return Decision(assignments, before, self.costs, work, decide_s, method, why, predicted_s)
 
-    def _balance_each(self, lengths: BatchLengths, work: PhaseWork, backbone: Assignment) -> dict[str, Assignment]:
+    def _balance_each(
+        self, lengths: BatchLengths, work: PhaseWork, backbone: Assignment, held: Held | None
+    ) -> dict[str, Assignment]:
         """Balance each phase by itself. backbone: the backbone's placement if it is not balanced."""
         costs = self.costs.costs
         if BACKBONE in self.balanced:
-            backbone = assign(work[BACKBONE], self.num_ranks, costs[BACKBONE])
+            backbone = assign_backbone(work[BACKBONE], costs[BACKBONE], self.num_ranks, held)
         assignments = {BACKBONE: backbone}
         for phase in self.encoders:
             example, cost = lengths.items[phase].example, costs[phase]
             if phase in self.balanced:
-                assignments[phase] = assign_apart(work[phase], cost, example, backbone)
+                assignments[phase] = assign_apart(
+                    work[phase],
+                    cost,
+                    example,
+                    backbone,
+                    output_bytes=lengths.items[phase].num_tokens,
+                    ranks_per_node=self.ranks_per_node,
+                )
             else:
                 ranks, order = backbone.follow(example)
                 assignments[phase] = _placed(ranks, order, work[phase], self.num_ranks, cost)

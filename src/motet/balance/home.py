@@ -87,13 +87,16 @@ def _near_or_unconstrained(
     lowest_load = max_sum(lowest.loads)
     if near_load <= lowest_load + (lowest_load >> slack_bits):
         return near
-    return _renamed(lowest, home, sizes, ranks_per_node, backend)
+    return renamed(lowest, home, sizes, ranks_per_node, backend)
 
 
-def _renamed(
-    placed: Assignment, home: Int32Array, sizes: Int64Array, ranks_per_node: int, backend: Backend
+def renamed(
+    placed: Assignment, home: Int32Array, sizes: Int64Array, ranks_per_node: int, backend: Backend = "native"
 ) -> Assignment:
-    """The same placement with ranks renamed by `place_on_nodes`."""
+    """The same placement with ranks renamed by `place_on_nodes`, so that little leaves its node.
+
+    home: int32 [num_items], the home rank of each item. sizes: int64 [num_items], what moves with it.
+    """
     volume = np.zeros((placed.num_ranks, placed.num_ranks), dtype=np.int64)
     np.add.at(volume, (home, placed.ranks), sizes)
     new_rank = algorithms(backend).place_on_nodes(volume, ranks_per_node)

@@ -7,16 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from motet.balance.backend import Backend
-from motet.balance.checks import checked_integers, checked_ranks
+from motet.balance.checks import checked_integers, checked_ranks, checked_ranks_per_node
 from motet.balance.costs import Cost, Packed
+from motet.balance.home import renamed
 from motet.balance.placement import assign, score
 from motet.core.arrays import Int32Array, Int64Array
 from motet.core.assignment import Assignment
 from motet.core.errors import ArgumentError
+from motet.core.exchange import NS_PER_S
 
-NS_PER_S = 10**9
 _JOINT_TOTAL = 2**50
 """The sum of the largest phase in joint costs. It is low enough for exact sums in float64 and in int64."""
 
@@ -64,21 +66,63 @@ def follow(phase: Phase, backbone: Assignment) -> Assignment:
     return replace(scored_phase(phase, ranks, backbone.num_ranks), items=order)
 
 
+@dataclass(frozen=True, eq=False)
+class Held:
+    """Inputs that ranks have loaded before it is decided who computes on them.
+
+    home:           int [num_examples], the rank that holds an example's inputs.
+    input_bytes:    int [num_examples], what they take.
+    ranks_per_node: of the nodes that inputs are to stay on; None: all ranks share a node.
+    """
+
+    home: ArrayLike
+    input_bytes: ArrayLike
+    ranks_per_node: int | None
+
+
+def assign_backbone(
+    lengths: Int64Array, cost: Cost, num_ranks: int, held: Held | None = None, backend: Backend = "native"
+) -> Assignment:
+    """Sequences balanced by themselves. held: where their inputs are, few of which then leave their node."""
+    if held is None or not isinstance(cost, Packed):
+        return assign(lengths, num_ranks, cost, backend=backend)
+    node_size = keeping_size(held.ranks_per_node, num_ranks)
+    return assign(lengths, num_ranks, cost, home=held.home, ranks_per_node=node_size, backend=backend)
+
+
 def assign_apart(
     lengths: Int64Array,
     cost: Cost,
     owner: Int64Array,
     backbone: Assignment,
     backend: Backend = "native",
+    *,
+    output_bytes: Int64Array | None = None,
+    ranks_per_node: int | None = None,
 ) -> Assignment:
-    """Balance the items of an encoder by themselves; of packed items, few leave the rank that runs their example.
+    """Balance the items of an encoder by themselves; few of their outputs leave the node that runs their example.
 
     owner: int64 [num_items], the example of each item.
-    Packed items start on the rank of their example, and a rank sends away only its excess. Padded items are put beside
-    items of like length, so nearly all of them move.
+    output_bytes: int64 [num_items], the size of an item's output; None: all outputs count alike.
+    ranks_per_node: None, or as many as there are ranks: all share a node, and outputs stay on their rank if they can.
+    Packed items start on the rank of their example, and a rank sends away only its excess, inside its node if it can.
+    Padded items are put beside items of like length, so nearly all of them move; each batch is computed on the node
+    that most of its outputs go to.
     """
-    home = backbone.ranks[owner] if isinstance(cost, Packed) else None
-    return assign(lengths, backbone.num_ranks, cost, home=home, backend=backend)
+    home, num_ranks = backbone.ranks[owner], backbone.num_ranks
+    node_size = keeping_size(ranks_per_node, num_ranks)
+    if isinstance(cost, Packed):
+        return assign(lengths, num_ranks, cost, home=home, ranks_per_node=node_size, backend=backend)
+    placed = assign(lengths, num_ranks, cost, backend=backend)
+    sizes = np.ones(len(owner), dtype=np.int64) if output_bytes is None else output_bytes
+    return renamed(placed, home, sizes, node_size, backend)
+
+
+def keeping_size(ranks_per_node: int | None, num_ranks: int) -> int:
+    """The size of the groups of ranks that items are to stay in: nodes, or single ranks if all share a node."""
+    if ranks_per_node is None or ranks_per_node >= num_ranks:
+        return 1
+    return checked_ranks_per_node(ranks_per_node, num_ranks)
 
 
 def joint_costs(phases: Sequence[Phase]) -> tuple[Int64Array, float]:

@@ -18,10 +18,10 @@ from motet.balance.checks import checked_integers, checked_ranks
 from motet.balance.choice import METHODS, Choice, Method, as_ms, choose
 from motet.balance.deferring import defer
 from motet.balance.fragments import Overhead
-from motet.balance.phases import NS_PER_S, Phase, joint_costs
+from motet.balance.phases import Phase, joint_costs
 from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.cluster import Link
-from motet.core.exchange import Network
+from motet.core.exchange import NS_PER_S, Network
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.cluster import Link
 
+NS_PER_S = 10**9
+"""Seconds are compared in whole nanoseconds, so that all ranks choose alike."""
+
 
 @dataclass(frozen=True, eq=False)
 class Moved:

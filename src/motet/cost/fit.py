@@ -15,8 +15,8 @@ from numpy.typing import ArrayLike
 
 from motet.core.arrays import Float64Array
 from motet.core.errors import ArgumentError
+from motet.core.exchange import NS_PER_S
 
-_NS_PER_S = 1e9
 _SAME_ROWS_RATIO = 1.2
 """Points whose numbers of rows differ by at most this ratio are averaged."""
 
@@ -32,7 +32,7 @@ class Curve:
     def seconds(self, amount: ArrayLike, square: ArrayLike = 0.0) -> Float64Array:
         """Seconds, float64 [n]. amount, square: float64 [n], e.g. sums of lengths and of squared lengths."""
         total = self.constant_ns + self.linear_ns * np.asarray(amount) + self.quadratic_ns * np.asarray(square)
-        return np.asarray(total / _NS_PER_S, dtype=np.float64)
+        return np.asarray(total / NS_PER_S, dtype=np.float64)
 
 
 def fit_curve(seconds: ArrayLike, amount: ArrayLike, square: ArrayLike | None = None) -> Curve:
@@ -56,7 +56,7 @@ def fit_curve(seconds: ArrayLike, amount: ArrayLike, square: ArrayLike | None = 
     matrix = np.stack(columns, axis=1)[known] / measured[known, None]
     # Scaled to one order of magnitude: squares of long lengths are 10^8 times as large as the constant's column.
     scale = np.maximum(matrix.max(axis=0), np.finfo(np.float64).tiny)
-    coefficients = nnls(matrix / scale, np.ones(len(matrix)))[0] / scale * _NS_PER_S
+    coefficients = nnls(matrix / scale, np.ones(len(matrix)))[0] / scale * NS_PER_S
     return Curve(*coefficients.tolist())
 
 

@@ -165,6 +165,19 @@ class Holdings:
     def kept(self) -> BoolArray:
         return self.examples[:, _LOADED].astype(np.bool_)
 
+    @property
+    def input_bytes(self) -> Int64Array:
+        """What each example that was loaded takes in messages, with its media, int64 [num_examples kept]."""
+        sequence_bytes, item_bytes = self._sizes()
+        np.add.at(sequence_bytes, self.items[:, _EXAMPLE], item_bytes)
+        return sequence_bytes[self.kept]
+
+    def _sizes(self) -> tuple[Int64Array, Int64Array]:
+        """Bytes of each sequence, and of each item."""
+        num_items = np.bincount(self.items[:, _EXAMPLE], minlength=len(self.examples))
+        sequence_bytes = example_bytes(self.examples[:, _TEXT_TOKENS], num_items)
+        return sequence_bytes, media_bytes(self.items[:, _ROWS], self.items[:, _ROW_DIM], self.items[:, _SIZE_DIM])
+
     def media_of(self, example_row: int) -> tuple[str, ...]:
         """The phases of an example's placeholders, in order."""
         first, last = np.searchsorted(self.items[:, _EXAMPLE], [example_row, example_row + 1])
@@ -179,9 +192,7 @@ class Holdings:
 
     def parcels(self, decision: Decision) -> Parcels:
         """All sequences and items, from the rank that holds them to the rank that the decision puts them on."""
-        num_items = np.bincount(self.items[:, _EXAMPLE], minlength=len(self.examples))
-        sequence_bytes = example_bytes(self.examples[:, _TEXT_TOKENS], num_items)
-        item_bytes = media_bytes(self.items[:, _ROWS], self.items[:, _ROW_DIM], self.items[:, _SIZE_DIM])
+        sequence_bytes, item_bytes = self._sizes()
         columns = []
         for kind, phase in enumerate((BACKBONE, *self.phases)):
             is_sequence = kind == 0

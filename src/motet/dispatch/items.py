@@ -75,7 +75,7 @@ class ItemExchange:
         """A collective: every rank calls it with its own examples, None for one that could not be loaded."""
         phases = self.orchestrator.encoders
         holdings = Holdings.read(self._gather(tables_of(examples, phases, self.measures)), phases)
-        decision = self.orchestrator.decide(holdings.lengths)
+        decision = self.orchestrator.decide(holdings.lengths, holdings.input_bytes)
         parcels = holdings.parcels(decision)
         contents = self._held(examples, holdings, parcels)
         self._deliver(parcels, holdings, contents)

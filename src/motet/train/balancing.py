@@ -12,11 +12,10 @@ from motet.assign.balancing import Balancing, device_type_of, operation_costs, r
 from motet.balance import ACTIVE_BACKEND, Cost, LengthWork, StepCosts
 from motet.core.cluster import Link
 from motet.core.errors import JointUserError, UserError
-from motet.core.exchange import Network
+from motet.core.exchange import NS_PER_S, Network
 from motet.core.plan import Plan
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths
-from motet.cost.fit import _NS_PER_S
 from motet.cost.phases import PhaseTimes, Picoseconds, phase_times
 from motet.cost.profile import PROFILE_FILE, Profile, read_profile
 from motet.cost.profiled import message_fit
@@ -77,7 +76,7 @@ def _exchange_link(profile: Profile, *, has_nodes: bool) -> Link | None:
     """The link fitted to the exchanges that were measured inside a node, or between nodes; None if there are none."""
     messages = [times for times in profile.messages if times.kind == "exchange" and (times.num_nodes > 1) == has_nodes]
     line = message_fit(*messages) if messages else None
-    return Link(_NS_PER_S / line.linear_ns, line.constant_ns / _NS_PER_S) if line and line.linear_ns else None
+    return Link(NS_PER_S / line.linear_ns, line.constant_ns / NS_PER_S) if line and line.linear_ns else None
 
 
 def build_orchestrator(

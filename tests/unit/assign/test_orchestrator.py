@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from motet.balance import assign, crossing
 from motet.core.errors import UserError
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, home_ranks
 from motet.dispatch import (
@@ -45,6 +46,29 @@ def test_off_keeps_examples_at_home_and_items_with_them(batch):
     for phase, items in lengths.items.items():
         assert (decision.assignments[phase].ranks == lengths.home[items.example]).all()
         assert (decision.assignments[phase].loads == decision.before[phase].loads).all()
+
+
+@pytest.mark.parametrize("balanced", [(BACKBONE,), tuple(COSTS)])
+def test_inputs_that_ranks_have_loaded_stay_on_their_node(balanced):
+    lengths = draw_lengths(0, 512, 16)
+    size_bytes = 8 * lengths.sequence
+
+    def decide(*held):
+        return Orchestrator(COSTS, 16, balanced, ranks_per_node=4).decide(lengths, *held).backbone
+
+    near, anywhere = decide(size_bytes), decide()
+    assert crossing(near, lengths.home, size_bytes, 4) < 0.2 < 0.6 < crossing(anywhere, lengths.home, size_bytes, 4)
+    assert near.loads.max() <= 1.001 * anywhere.loads.max()
+
+
+def test_batches_of_padded_items_are_computed_on_the_node_that_most_outputs_go_to():
+    lengths = draw_lengths(1, 512, 16)
+    items = lengths.items["audio"]
+    decision = Orchestrator(COSTS, 16, COSTS, ranks_per_node=4).decide(lengths)
+    home, placed = decision.backbone.ranks[items.example], decision.assignments["audio"]
+    anywhere = assign(items.length, 16, COSTS["audio"])
+    assert crossing(placed, home, items.num_tokens, 4) < 0.95 * crossing(anywhere, home, items.num_tokens, 4)
+    assert sorted(placed.loads) == sorted(anywhere.loads)
 
 
 @given(batches)

@@ -9,6 +9,7 @@ import numpy as np
 from motet.assign.ordering import lanes
 from motet.assign.step import ModuleAssignment, StepAssignment
 from motet.core.arrays import Float64Array, Int64Array
+from motet.core.exchange import NS_PER_S
 from motet.core.plan import Plan
 from motet.core.workload import BatchLengths
 from motet.cost.model import CostModel
@@ -16,8 +17,6 @@ from motet.schedule.from_plan import Planned, unscheduled
 from motet.schedule.generators.dag import distances
 from motet.schedule.layout import Layout
 from motet.simulate.predict.stage_pricing import Pricing
-
-_NS_PER_S = 1e9
 
 
 class PricedStep:
@@ -54,7 +53,7 @@ class PricedStep:
         for stage in self.layout.stages:
             if stage.replica == 0:
                 taken_s[lane[stage.rank]] += np.sum(pricing.stage(stage, 0)[:-1], axis=0)
-        return np.rint(taken_s * _NS_PER_S).astype(np.int64)
+        return np.rint(taken_s * NS_PER_S).astype(np.int64)
 
     def of_passes(self, assignment: StepAssignment) -> tuple[Float64Array, Float64Array]:
         pricing, layout, places = self._pricing(assignment), self.layout, _places(self.layout)
