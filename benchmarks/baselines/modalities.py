@@ -8,7 +8,7 @@ from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
 from motet.planner.job import Job
-from motet.planner.modality_parallel.propose import Modalities, shapes
+from motet.planner.modality_parallel.propose import ModalityPipeline, modality_degrees
 from motet.planner.stages.partition import partition
 
 
@@ -40,10 +40,10 @@ def encoders_replicated(job: Job, stages: Stages) -> Plan:
 
 def frozen_unaware(job: Job, pins: Pins) -> Plan | None:
     """What modality parallelism proposes if it takes everything for trainable; None if no degrees divide the job."""
-    _, shape = next(shapes(job, pins, aware=False), (0.0, None))
+    _, shape = next(modality_degrees(job, pins, aware=False), (0.0, None))
     if shape is None:
         return None
-    modalities = Modalities(job, shape, pins.recompute or "least", aware=False)
+    modalities = ModalityPipeline(job, shape, pins.recompute or "least", aware=False)
     return modalities.plan(modalities.settled())
 
 

@@ -27,7 +27,7 @@ Counts = tuple[int, ...]
 Cut = TypeVar("Cut")
 
 
-def anchor(block_s: Float64Array, num_stages: int) -> Counts:
+def greedy_cut(block_s: Float64Array, num_stages: int) -> Counts:
     """Greedy: each stage takes blocks while that brings its end nearer to an equal share of all that is left."""
     left, place, counts = float(block_s.sum()), 0, []
     for stage in range(num_stages - 1):
@@ -42,7 +42,7 @@ def anchor(block_s: Float64Array, num_stages: int) -> Counts:
     return (*counts, len(block_s) - place)
 
 
-def candidates(
+def cuts_near(
     block_s: Float64Array, send_s: Float64Array, start: Counts, *, radius: int = 1, num: int = 12, width: int = 64
 ) -> list[Counts]:
     """The best `num` cuts within `radius` of `start`, best first.
@@ -79,7 +79,7 @@ def _best_by_place(cuts: Int64Array, metric: Float64Array, width: int) -> Int64A
     return kept
 
 
-def decide(cuts: Sequence[Cut], step_s: Callable[[Cut], float]) -> Cut:
+def fastest_cut(cuts: Sequence[Cut], step_s: Callable[[Cut], float]) -> Cut:
     """The one that takes the least seconds, the first of equals. cuts: counts, or Plans of them.
 
     step_s: a simulated step, or the mean of a few that were measured (section 5.2: of 3).

@@ -23,12 +23,12 @@ from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Plan, ScheduleKind, Unit
 from motet.planner.candidate import CHAIN, Candidate, Pins, RuledOut, size_words
 from motet.planner.chain import anchored_cut
-from motet.planner.degrees import Considered, Degrees
+from motet.planner.degrees import Degrees, FeasibleDegrees
 from motet.planner.job import Job
 from motet.planner.stages.blocks import Blocks, blocks_of
 from motet.planner.stages.partition import partition
 from motet.planner.stages.stage_costs import StageLimits, Stages, settle, stage_numbers, stages_of
-from motet.planner.stages.step_time import Flow, exposed_collectives_s, pipeline_s, work_s
+from motet.planner.stages.step_time import StageGraph, exposed_collectives_s, pipeline_s, work_s
 from motet.schedule import (
     Program,
     add_communication,
@@ -39,15 +39,15 @@ from motet.schedule import (
 )
 from motet.simulate import simulate, stage_times
 
-NUM_CANDIDATES, NUM_NEAR = 6, 6
+NUM_CANDIDATES, NUM_RIVALS = 6, 6
 _NUM_RULED_OUT = 4
 _NUM_CUT = 40
-NUM_CUT_ALIKE = 5
+MAX_CUTS_PER_KIND = 5
 """Degrees that are cut: in all, and of a schedule and tensor-parallel degree. Where none of them fits, as many more of
 those that need the least memory."""
-NEAR = 1.03
+RIVAL_RATIO = 1.03
 """By which estimates of two cuts can be wrong against each other: what is so near to the best is proposed beside it."""
-NUM_DECIDED = 12
+NUM_SIMULATED_CUTS = 12
 """Of OmniBal's candidates that are simulated (section 5.2: 10 to 15)."""
 
 _FILLED = 2
@@ -56,7 +56,7 @@ _FILLED = 2
 
 def propose_chain(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     """The best chains that fit, best estimate first; then the nearest of those that do not."""
-    found, ruled_out = Search(job, pins).run()
+    found, ruled_out = ChainSearch(job, pins).run()
     yield from found
     yield from ruled_out
 
@@ -72,9 +72,11 @@ class ChainPipeline:
     uneven: float
 
     @property
-    def flow(self) -> Flow:
+    def flow(self) -> StageGraph:
         own, num_stages = self.degrees, len(self.room.rank)
-        return Flow(own.schedule, own.num_microbatches, self.room.rank, tuple(pairwise(range(num_stages))), self.uneven)
+        return StageGraph(
+            own.schedule, own.num_microbatches, self.room.rank, tuple(pairwise(range(num_stages))), self.uneven
+        )
 
     def sends(self) -> Float64Array:
         """Seconds of a message at each edge if the chain is cut there after each block, [num_edges, num_blocks]."""
@@ -134,8 +136,8 @@ class ChainPipeline:
         the exact cut, and each gets its own then."""
         own = self.degrees
         block_s = self.blocks.seconds + self.blocks.recompute_s * exact.recomputed
-        start = anchored_cut.anchor(block_s, own.num_stages)
-        cuts = anchored_cut.candidates(block_s, self.sends(), start, radius=radius, num=NUM_DECIDED)
+        start = anchored_cut.greedy_cut(block_s, own.num_stages)
+        cuts = anchored_cut.cuts_near(block_s, self.sends(), start, radius=radius, num=NUM_SIMULATED_CUTS)
         settled = [stages_of(self.blocks, stage_numbers(counts), self.room) for counts in cuts]
         other = [
             stages for stages in settled if not stages.shortfall_bytes and not np.array_equal(stages.stage, exact.stage)
@@ -151,7 +153,7 @@ class ChainPipeline:
             return simulated_s(program, stages, self.send_s(stages), own.num_microbatches)
 
         near = self.near(exact)
-        return anchored_cut.decide(near, step_s), len(near)
+        return anchored_cut.fastest_cut(near, step_s), len(near)
 
 
 def passes(degrees: Degrees, num_microbatches: int) -> Program:
@@ -172,13 +174,13 @@ def simulated_s(program: Program, stages: Stages, send_s: Float64Array, num_micr
     return simulate(program, times).makespan_s + more
 
 
-class Search:
+class ChainSearch:
     """Over degrees. Of one job, under pins."""
 
     def __init__(self, job: Job, pins: Pins) -> None:
         self.job, self.pins = job, pins
         self.names = tuple(module.name for module in job.model.modules)
-        self.considered = Considered(job, pins, self.names)
+        self.considered = FeasibleDegrees(job, pins, self.names)
         self.room = cache(self._room)
         self.best: dict[tuple[int, ScheduleKind], tuple[float, Degrees, Stages]] = {}
         self.full: dict[tuple[int, ScheduleKind], tuple[float, Degrees, Stages]] = {}
@@ -192,7 +194,7 @@ class Search:
             if num_cut.total() == _NUM_CUT or (len(limit) == NUM_CANDIDATES and at_best_s >= limit[-1]):
                 break
             key = (degrees.tp, degrees.schedule)
-            if num_cut[key] < NUM_CUT_ALIKE and (key not in self.best or at_best_s < self.best[key][0]):
+            if num_cut[key] < MAX_CUTS_PER_KIND and (key not in self.best or at_best_s < self.best[key][0]):
                 num_cut[key] += 1
                 self._cut(degrees)
         for degrees in self.considered.by_memory()[:_NUM_CUT]:
@@ -202,8 +204,8 @@ class Search:
         ranked = sorted(self.best.values(), key=lambda entry: entry[0])[:NUM_CANDIDATES]
         chosen = {degrees for _, degrees, _ in ranked}
         others = sorted(self.fitting, key=lambda entry: entry[0])
-        near = [entry for entry in others if entry[1] not in chosen and entry[0] <= NEAR * ranked[0][0]]
-        ranked += near[:NUM_NEAR]
+        near = [entry for entry in others if entry[1] not in chosen and entry[0] <= RIVAL_RATIO * ranked[0][0]]
+        ranked += near[:NUM_RIVALS]
         candidates = sorted(
             (self._candidate(degrees, stages) for _, degrees, stages in ranked), key=lambda found: found.estimate_s
         )

@@ -14,7 +14,7 @@ from dataclasses import replace
 from motet.core.errors import UserError
 from motet.planner.candidate import DATA_PARALLEL, Candidate, Pins, RuledOut, size_words
 from motet.planner.data_parallel.loads import EvenBatch
-from motet.planner.data_parallel.search import Placed, Ranks, Weighed
+from motet.planner.data_parallel.search import DataParallelSearch, PlacedSharding, ShardingEstimate
 from motet.planner.data_parallel.zero import ZeroSharding
 from motet.planner.infeasible import indivisible, tensor_degrees
 from motet.planner.job import Job
@@ -33,13 +33,13 @@ def propose_data_parallel(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut
     if why := _refused(job, pins):
         yield RuledOut(DATA_PARALLEL, "", why)
         return
-    found: list[Placed] = []
+    found: list[PlacedSharding] = []
     even = EvenBatch(job)
     said: set[str] = set()
     for tp in (pins.tp,) if pins.tp else tensor_degrees(job):
         best_s = min((one.weighed.estimate_s for one in found), default=math.inf)
-        for one in _proposals(Ranks(job, pins, tp, even), best_s):
-            if isinstance(one, Placed):
+        for one in _proposals(DataParallelSearch(job, pins, tp, even), best_s):
+            if isinstance(one, PlacedSharding):
                 found.append(one)
             elif not found and one.why not in said:
                 said.add(one.why)
@@ -57,7 +57,7 @@ def _refused(job: Job, pins: Pins) -> str | None:
     return indivisible(job, replace(pins, dp=None, microbatch_size=None), 1)
 
 
-def _proposals(ranks: Ranks, best_s: float) -> Iterator[Placed | RuledOut]:
+def _proposals(ranks: DataParallelSearch, best_s: float) -> Iterator[PlacedSharding | RuledOut]:
     """What may be better than best_s, a step that another tensor parallelism gives."""
     if (wrong := _wrong(ranks)) is not None:
         yield wrong
@@ -75,7 +75,7 @@ def _proposals(ranks: Ranks, best_s: float) -> Iterator[Placed | RuledOut]:
         yield _lacks(ranks, one.weighed) if one.weighed.fit.shortfall_bytes else one
 
 
-def _wrong(ranks: Ranks) -> RuledOut | None:
+def _wrong(ranks: DataParallelSearch) -> RuledOut | None:
     """What does not divide, or cannot be run so."""
     what, size, num_ranks = f"DP {ranks.dp}", ranks.job.batch_size, ranks.job.cluster.num_ranks
     if not 1 <= ranks.dp * ranks.tp <= num_ranks:
@@ -85,7 +85,7 @@ def _wrong(ranks: Ranks) -> RuledOut | None:
         below = size // ranks.dp * ranks.dp
         fitting = [f"a batch of {near:,}" for near in (below, below + ranks.dp) if near]
         why = f"a batch of {size:,} does not divide among the replicas."
-        return RuledOut(DATA_PARALLEL, what, why, mends=tuple(fitting))
+        return RuledOut(DATA_PARALLEL, what, why, remedies=tuple(fitting))
     if not ranks.sizes:
         why = f"{size // ranks.dp} examples a rank are no multiple of {ranks.pins.microbatch_size} at a time."
         return RuledOut(DATA_PARALLEL, what, why)
@@ -96,7 +96,9 @@ def _wrong(ranks: Ranks) -> RuledOut | None:
     return None
 
 
-def _without_memory(ranks: Ranks, fitting: Sequence[Weighed], lacking: Sequence[Weighed]) -> Iterator[RuledOut]:
+def _without_memory(
+    ranks: DataParallelSearch, fitting: Sequence[ShardingEstimate], lacking: Sequence[ShardingEstimate]
+) -> Iterator[RuledOut]:
     """The nearest miss: of each ZeRO stage that never fits, and of larger microbatches than those that fit; where
     nothing fits, of all.
     """
@@ -113,13 +115,13 @@ def _without_memory(ranks: Ranks, fitting: Sequence[Weighed], lacking: Sequence[
         yield _lacks(ranks, larger[0], f"{_examples(largest)} at a time")
 
 
-def _lacks(ranks: Ranks, missed: Weighed, *mends: str) -> RuledOut:
+def _lacks(ranks: DataParallelSearch, missed: ShardingEstimate, *remedies: str) -> RuledOut:
     recomputed = "nothing" if ranks.mode == "none" else "all layers"
     why = f"a rank lacks {size_words(missed.fit.shortfall_bytes)} with {recomputed} recomputed."
-    return RuledOut(DATA_PARALLEL, _what(ranks, missed), why, missed.fit.shortfall_bytes, mends)
+    return RuledOut(DATA_PARALLEL, _what(ranks, missed), why, missed.fit.shortfall_bytes, remedies)
 
 
-def _candidate(placed: Placed) -> Candidate:
+def _candidate(placed: PlacedSharding) -> Candidate:
     ranks, one = placed.ranks, placed.weighed
     recompute = one.fit.recompute[0]
     plan = ranks.plan(ranks.unit(one.sharding, recompute), one.size)
@@ -128,13 +130,13 @@ def _candidate(placed: Placed) -> Candidate:
     return Candidate(DATA_PARALLEL, _what(ranks, one), plan, one.estimate_s, bound_s, facts)
 
 
-def _what(ranks: Ranks, one: Weighed) -> str:
+def _what(ranks: DataParallelSearch, one: ShardingEstimate) -> str:
     tensor = f"TP {ranks.tp}, " if ranks.tp > 1 else ""
     groups = f" in groups of {one.sharding.shard_size}" if one.sharding.shard_size else ""
     return f"{tensor}DP {ranks.dp}, ZeRO {one.sharding.zero}{groups}, {_examples(one.size)} at a time"
 
 
-def _balance_facts(placed: Placed) -> Iterator[str]:
+def _balance_facts(placed: PlacedSharding) -> Iterator[str]:
     ranks, one, recompute = placed.ranks, placed.weighed, placed.weighed.fit.recompute[0]
     if ranks.balance == "off":
         return
@@ -151,7 +153,7 @@ def _balance_facts(placed: Placed) -> Iterator[str]:
         )
 
 
-def _most_unbalanced(ranks: Ranks, one: Weighed) -> int:
+def _most_unbalanced(ranks: DataParallelSearch, one: ShardingEstimate) -> int:
     """Examples of a rank, at most one.size, that fit where nothing is balanced: with all recomputation there is, if it
     takes any.
     """
@@ -164,7 +166,7 @@ def _most_unbalanced(ranks: Ranks, one: Weighed) -> int:
     return fits
 
 
-def _sharding_facts(ranks: Ranks, one: Weighed) -> Iterator[str]:
+def _sharding_facts(ranks: DataParallelSearch, one: ShardingEstimate) -> Iterator[str]:
     if not one.sharding.shard_size:
         return
     number = ranks.job.batch_size // ranks.dp // one.size
@@ -177,7 +179,7 @@ def _sharding_facts(ranks: Ranks, one: Weighed) -> Iterator[str]:
         )
 
 
-def _recompute_facts(placed: Placed) -> Iterator[str]:
+def _recompute_facts(placed: PlacedSharding) -> Iterator[str]:
     recompute, model = placed.weighed.fit.recompute[0], placed.ranks.job.model
     counts = [
         f"{count} of {len(model.module(name).blocks)} layers of {name}" for name, count in recompute.items() if count

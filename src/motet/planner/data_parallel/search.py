@@ -16,7 +16,7 @@ from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
 from motet.planner.data_parallel.loads import EvenBatch, Load, ModuleState, assigned_load, fit_recomputation, state_of
-from motet.planner.data_parallel.zero import Sharded, ZeroSharding, shardings, step_s
+from motet.planner.data_parallel.zero import ShardedUnit, ZeroSharding, shardings, step_s
 from motet.planner.degrees import most_replicas
 from motet.planner.job import Job
 from motet.planner.stages.recompute import Fit, RecomputeMode
@@ -33,7 +33,7 @@ _MAX_ROUNDS = 5
 
 
 @dataclass(frozen=True, eq=False)
-class Weighed:
+class ShardingEstimate:
     """A sharding with microbatches of a size: what is recomputed, and what a step is estimated to take."""
 
     sharding: ZeroSharding
@@ -43,15 +43,15 @@ class Weighed:
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
+class PlacedSharding:
     """The same where items are placed, for what is recomputed."""
 
-    ranks: Ranks
+    ranks: DataParallelSearch
     load: Load
-    weighed: Weighed
+    weighed: ShardingEstimate
 
 
-class Ranks:
+class DataParallelSearch:
     """The ranks that share no example: as many of a cluster as the batch divides among, or what is pinned; tp of its
     ranks for each of them."""
 
@@ -90,12 +90,12 @@ class Ranks:
         whole = Plan(job.model, job.cluster, (unit,), job.batch_size, size, "data_parallel", precision=job.precision)
         return replace(whole, balance=self.balance)
 
-    def sharded(self, sharding: ZeroSharding) -> Sharded:
-        found: Sharded = self._sharded(sharding)
+    def sharded(self, sharding: ZeroSharding) -> ShardedUnit:
+        found: ShardedUnit = self._sharded(sharding)
         return found
 
-    def _shard(self, sharding: ZeroSharding) -> Sharded:
-        return Sharded.of(self.job, self.unit(sharding))
+    def _shard(self, sharding: ZeroSharding) -> ShardedUnit:
+        return ShardedUnit.of(self.job, self.unit(sharding))
 
     def state(self, sharding: ZeroSharding) -> Mapping[str, ModuleState]:
         found: Mapping[str, ModuleState] = self._states(sharding)
@@ -131,7 +131,7 @@ class Ranks:
         """Computation with all examples at a time and no recomputation: no step is estimated to take less."""
         return self.even.load(self.dp, 1, self.tp).waiting_s({})
 
-    def weigh_evenly(self, best_s: float, far: float = _FAR) -> tuple[list[Weighed], list[Weighed]]:
+    def weigh_evenly(self, best_s: float, far: float = _FAR) -> tuple[list[ShardingEstimate], list[ShardingEstimate]]:
         """All shardings and sizes, as if balance were perfect: those that fit, best first, and the rest. Left out are
         those that, if they recomputed nothing, would not beat best_s, or be behind the best that fits by a factor far.
         """
@@ -141,26 +141,26 @@ class Ranks:
         pairs = [
             (self.step_s(load, sharding, {}), sharding, size) for sharding in every for size, load in loads.items()
         ]
-        fitting: list[Weighed] = []
-        lacking: list[Weighed] = []
+        fitting: list[ShardingEstimate] = []
+        lacking: list[ShardingEstimate] = []
         for floor_s, sharding, size in sorted(pairs, key=lambda pair: pair[0]):
             if floor_s >= min(best_s, far * min((one.estimate_s for one in fitting), default=math.inf)):
                 break
             chosen = self.fit(loads[size], sharding)
-            one = Weighed(sharding, size, chosen, self.step_s(loads[size], sharding, chosen.recompute[0]))
+            one = ShardingEstimate(sharding, size, chosen, self.step_s(loads[size], sharding, chosen.recompute[0]))
             (lacking if chosen.shortfall_bytes else fitting).append(one)
         fitting.sort(key=lambda one: one.estimate_s)
         lacking.sort(key=lambda one: (one.fit.shortfall_bytes, one.size))
         return fitting, lacking
 
-    def place(self, weighed: Sequence[Weighed], best_s: float) -> Iterator[Placed]:
+    def place(self, weighed: Sequence[ShardingEstimate], best_s: float) -> Iterator[PlacedSharding]:
         """Sizes as they are balanced, each with its best sharding, if perfect balance would make it better than what
         was found before; and of the best of all the next best shardings. What does not fit is given as well.
 
         Of sizes that are about as good in perfect balance the largest comes first, which is the nearest to it: fewer
         examples at a time are taken to miss it by as large a factor at least.
         """
-        best: Placed | None = None
+        best: PlacedSharding | None = None
         missed_by: dict[int, float] = {}
         firsts = {one.size: one for one in reversed(weighed)}.values()
         about_s = _NEAR * min((one.estimate_s for one in firsts), default=0.0)
@@ -178,19 +178,19 @@ class Ranks:
                 if placed := self._settled(one, self.fit(best.load, one.sharding).recompute[0], math.inf):
                     yield placed
 
-    def _settled(self, even: Weighed, recompute: Mapping[str, int], best_s: float) -> Placed | None:
+    def _settled(self, even: ShardingEstimate, recompute: Mapping[str, int], best_s: float) -> PlacedSharding | None:
         """What is recomputed depends on where items are, and that on what is recomputed: more, as long as it does not
         fit; then less, once, if that fits as well. None for what, before it fits, takes best_s already.
         """
-        fitting: Placed | None = None
-        here: Placed | None = None
+        fitting: PlacedSharding | None = None
+        here: PlacedSharding | None = None
         for _ in range(_MAX_ROUNDS):
             load = self.load(even.size, recompute)
             chosen = self.fit(load, even.sharding).recompute[0]
             peak_bytes = load.peak_bytes(recompute, self.state(even.sharding))
             own = Fit((recompute,), peak_bytes, max(peak_bytes - self.job.capacity_bytes, 0.0))
             estimate_s = self.step_s(load, even.sharding, recompute)
-            here = Placed(self, load, replace(even, fit=own, estimate_s=estimate_s))
+            here = PlacedSharding(self, load, replace(even, fit=own, estimate_s=estimate_s))
             if chosen == recompute or (fitting and not own.shortfall_bytes):
                 return here
             if fitting:

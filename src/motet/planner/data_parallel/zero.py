@@ -41,7 +41,7 @@ class ZeroSeconds(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Sharded:
+class ShardedUnit:
     """A unit's collectives by module, and the optimizer's step."""
 
     unit: Unit
@@ -49,7 +49,7 @@ class Sharded:
     step_s: float
 
     @classmethod
-    def of(cls, job: Job, unit: Unit) -> Sharded:
+    def of(cls, job: Job, unit: Unit) -> ShardedUnit:
         precision, cost = job.mixed_precision(pipeline=False), job.cost
         ranks = range(0, unit.dp * unit.tp, unit.tp)
         size = (unit.shard_size or unit.dp) if unit.zero else 1
@@ -89,7 +89,7 @@ def shardings(job: Job, dp: int, tp: int) -> Iterator[ZeroSharding]:
     yield ZeroSharding(0, 0)
 
 
-def step_s(load: Load, sharded: Sharded, recompute: Mapping[str, int], *, exchanged: bool) -> float:
+def step_s(load: Load, sharded: ShardedUnit, recompute: Mapping[str, int], *, exchanged: bool) -> float:
     """A step's seconds in closed form.
 
     Ranks wait for each other in every pass of every module. A module is gathered in parts, each while the one before

@@ -27,7 +27,7 @@ from motet.planner.stages.blocks import Blocks, blocks_of, join
 from motet.planner.stages.partition import partition, slowest_stages
 from motet.planner.stages.recompute import RecomputeMode
 from motet.planner.stages.stage_costs import StageLimits, Stages, settle, stage_numbers
-from motet.planner.stages.step_time import Flow, exposed_collectives_s, pipeline_s, work_s
+from motet.planner.stages.step_time import StageGraph, exposed_collectives_s, pipeline_s, work_s
 from motet.planner.stages.unevenness import unevenness
 from motet.schedule.generators.modality_parallel import modality_parallel as passes
 from motet.simulate.show.drawing import shown_seconds
@@ -38,7 +38,7 @@ _NUM_RULED_OUT = 2
 
 
 @dataclass(frozen=True)
-class ModuleShape:
+class ModalityDegrees:
     """num_stages: of each module."""
 
     num_stages: tuple[int, ...]
@@ -49,11 +49,11 @@ class ModuleShape:
 
 
 @dataclass(frozen=True, eq=False)
-class Modalities:
+class ModalityPipeline:
     """A job with its modules side by side, in a shape. aware: cut by what is frozen; if not, by forward alone."""
 
     job: Job
-    shape: ModuleShape
+    shape: ModalityDegrees
     mode: RecomputeMode = "least"
     aware: bool = True
 
@@ -85,7 +85,7 @@ class Modalities:
         return tuple(accumulate(self.shape.num_stages, initial=0))
 
     @cached_property
-    def flow(self) -> Flow:
+    def flow(self) -> StageGraph:
         edges = [
             (stage, stage + 1) for first, stop in zip(self.first, self.first[1:]) for stage in range(first, stop - 1)
         ]
@@ -95,7 +95,7 @@ class Modalities:
         deepest = max(self.shape.num_stages[place[name]] for name in _sides(self.job)[0]) if _sides(self.job)[0] else 0
         pp = deepest + self.shape.num_stages[place[BACKBONE]]
         uneven = unevenness(self.job, own.microbatch_size, own.tp, ("1f1b", pp, own.dp))
-        return Flow("1f1b", own.num_microbatches, self.room.rank, tuple(edges), uneven)
+        return StageGraph("1f1b", own.num_microbatches, self.room.rank, tuple(edges), uneven)
 
     def send_s(self, stages: Stages) -> Float64Array:
         """[num_edges]"""
@@ -153,14 +153,14 @@ def propose_modality_parallel(job: Job, pins: Pins) -> Iterator[Candidate | Rule
         yield RuledOut(MODALITY_PARALLEL, "", why)
         return
     mode: RecomputeMode = pins.recompute or "least"
-    options = list(shapes(job, pins))
+    options = list(modality_degrees(job, pins))
     if not options:
         yield RuledOut(MODALITY_PARALLEL, "", nothing_divides(job))
-    found: list[tuple[float, Modalities, Stages]] = []
-    full: list[tuple[float, Modalities, Stages]] = []
+    found: list[tuple[float, ModalityPipeline, Stages]] = []
+    full: list[tuple[float, ModalityPipeline, Stages]] = []
 
-    def cut(shape: ModuleShape) -> None:
-        own = Modalities(job, shape, mode)
+    def cut(shape: ModalityDegrees) -> None:
+        own = ModalityPipeline(job, shape, mode)
         stages = own.settled()
         (full if stages.shortfall_bytes else found).append((stages.shortfall_bytes or own.step_s(stages), own, stages))
 
@@ -181,7 +181,7 @@ def propose_modality_parallel(job: Job, pins: Pins) -> Iterator[Candidate | Rule
         yield RuledOut(MODALITY_PARALLEL, own.words, _lacks(own, stages, pins), shortfall_bytes)
 
 
-def _lacks(own: Modalities, stages: Stages, pins: Pins) -> str:
+def _lacks(own: ModalityPipeline, stages: Stages, pins: Pins) -> str:
     stage = int(np.argmax(stages.fullness))
     place = int(np.searchsorted(own.first, stage, side="right")) - 1
     recomputed = "with nothing recomputed" if pins.recompute == "none" else "with all layers recomputed"
@@ -197,7 +197,7 @@ def _sides(job: Job) -> tuple[list[str], list[str]]:
     return before, after
 
 
-def shapes(job: Job, pins: Pins, *, aware: bool = True) -> Iterator[tuple[float, ModuleShape]]:
+def modality_degrees(job: Job, pins: Pins, *, aware: bool = True) -> Iterator[tuple[float, ModalityDegrees]]:
     """Algorithm 1 for each degree of tensor parallelism and microbatch: (seconds at best, shape), fewest first.
 
     aware: of what is frozen; if not, as if backward took twice as long as forward everywhere.
@@ -208,7 +208,7 @@ def shapes(job: Job, pins: Pins, *, aware: bool = True) -> Iterator[tuple[float,
     return iter(sorted(dict.fromkeys(found), key=lambda entry: entry[0]))
 
 
-def _of_tensor_degree(job: Job, pins: Pins, tp: int, aware: bool) -> Iterator[tuple[float, ModuleShape]]:
+def _of_tensor_degree(job: Job, pins: Pins, tp: int, aware: bool) -> Iterator[tuple[float, ModalityDegrees]]:
     names = [module.name for module in job.model.modules]
     most = job.cluster.num_ranks // tp
     uneven = cache(lambda size, pp, dp: unevenness(job, size, tp, ("1f1b", pp, dp)))
@@ -231,7 +231,7 @@ def _of_tensor_degree(job: Job, pins: Pins, tp: int, aware: bool) -> Iterator[tu
             longest_s = totals[names.index(BACKBONE)] + max(totals[place] for place in beside)
             deepest = num_stages[names.index(BACKBONE)] + max(num_stages[place] for place in beside)
             steady_s = (num - 1) * slowest_s * uneven(size, deepest, dp)
-            yield steady_s + longest_s, ModuleShape(num_stages, tp, dp, size, num)
+            yield steady_s + longest_s, ModalityDegrees(num_stages, tp, dp, size, num)
 
 
 def _counts(seconds: list[Float64Array], backbone: int, most: int, pinned: int | None) -> Iterator[tuple[int, ...]]:
@@ -255,7 +255,7 @@ def _nearest(slowest_s: Float64Array, target_s: float) -> tuple[int, ...]:
     return (number, number - 1) if number > 1 else (number,)
 
 
-def _facts(own: Modalities, stages: Stages) -> Iterator[str]:
+def _facts(own: ModalityPipeline, stages: Stages) -> Iterator[str]:
     slowest = [float(stages.seconds[first:stop].max()) for first, stop in zip(own.first, own.first[1:])]
     times = ", ".join(f"{name} {shown_seconds(second)}" for name, second in zip(own.names, slowest))
     yield f"Slowest stage of each unit, forward and backward of a microbatch: {times}."

@@ -45,7 +45,7 @@ def test_the_fastest_shape_is_about_as_fast_as_any():
     """Against all numbers of stages of all modules, by the same closed form."""
     given_job = job(model(frozen=True), num_nodes=4)
     pins = Pins(tp=1, microbatch_size=1, dp=1)
-    at_best_s, shape = next(modality.shapes(given_job, pins))
+    at_best_s, shape = next(modality.modality_degrees(given_job, pins))
     times = []
     for module in given_job.model.modules:
         cost = given_job.block_costs(module.name, 1, 1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from motet.planner.stages.blocks import Blocks, blocks_of
 from motet.planner.stages.partition import partition
 from motet.planner.stages.stage_costs import ROUNDING, StageLimits, settle, stage_numbers, stages_of
-from motet.planner.stages.step_time import Flow, pipeline_s
+from motet.planner.stages.step_time import StageGraph, pipeline_s
 from motet.schedule import high_water, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
 from motet.simulate import simulate, stage_times
 from unit.planner.jobs import job
@@ -113,7 +113,7 @@ def test_closed_forms_are_near_the_simulation_where_stages_are_nearly_even(name,
     object.__setattr__(blocks, "trainable", np.ones(number))
     stages = stages_of(blocks, np.arange(number), StageLimits.of(program, 1.0))
     rank = np.array([stage.rank for stage in program.stages])
-    flow = Flow(name, 12, rank, tuple(pairwise(range(number))))
+    flow = StageGraph(name, 12, rank, tuple(pairwise(range(number))))
     sends = np.where(rank[1:] == rank[:-1], 0.0, send_s)
     simulated = simulate(program, stage_times(stages.forward_s, stages.backward_s, send_s=sends[:, None])).makespan_s
     assert pipeline_s(flow, stages, sends) == pytest.approx(simulated, rel=0.2)
@@ -129,7 +129,7 @@ def test_closed_forms_of_zero_bubble_schedules_hold_with_few_microbatches(make, 
     object.__setattr__(blocks, "trainable", np.ones(number))
     stages = stages_of(blocks, np.arange(number), StageLimits.of(program, 1.0))
     rank = np.array([stage.rank for stage in program.stages])
-    flow = Flow(make.__name__, num_microbatches, rank, tuple(pairwise(range(number))))
+    flow = StageGraph(make.__name__, num_microbatches, rank, tuple(pairwise(range(number))))
     simulated = simulate(program, stage_times(np.ones(number), np.full(number, 2.0))).makespan_s
     assert pipeline_s(flow, stages, np.zeros(number - 1)) == pytest.approx(simulated, rel=0.07)
 
