@@ -20,7 +20,7 @@ from trials import Baseline, Case, Outcome, Subject, job_of
 
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
-from motet.planner.modality_parallel.propose import ModalityDegrees, ModalityPipeline
+from motet.planner.modality_parallel.pipeline import ModalityDegrees, ModalityPipeline
 
 LLMS: Mapping[str, Mapping[str, Any]] = {
     "S": {"num_layers": 16, "hidden": 2048, "mlp": 8192, "num_heads": 32},

@@ -18,7 +18,7 @@ from motet.planner.stages.partition import partition
 from motet.planner.stages.stage_costs import stage_numbers, stages_of
 
 Cut = Callable[[Blocks, int], Int64Array]
-"""(blocks, number of stages) -> stage of each block: `planner.anchor.by_layers`, `by_parameters`, `encoders_first`."""
+"""(blocks, number of stages) -> stage of each block: `anchored_cut.by_layers`, `by_parameters`, `encoders_first`."""
 
 
 def chain_plan(job: Job, degrees: Degrees, cut: Cut | None = None, pins: Pins | None = None) -> Plan:
@@ -29,7 +29,7 @@ def chain_plan(job: Job, degrees: Degrees, cut: Cut | None = None, pins: Pins | 
     pipeline = ChainSearch(job, pins or Pins()).pipeline(degrees)
     if cut is None:
         return pipeline.plan(pipeline.settled())
-    return pipeline.plan(stages_of(pipeline.blocks, cut(pipeline.blocks, degrees.num_stages), pipeline.room))
+    return pipeline.plan(stages_of(pipeline.blocks, cut(pipeline.blocks, degrees.num_stages), pipeline.limits))
 
 
 def encoders_first(blocks: Blocks, num_stages: int) -> Int64Array:

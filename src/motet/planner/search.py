@@ -75,9 +75,8 @@ def _search_halves(evaluation: CandidateEvaluation, strategies: Mapping[str, Str
     evaluation.reorder()
     half = half_of(job)
     if half is not None and least_step_s(half) < evaluation.fastest_s:
-        fewer = _search_halves(
-            CandidateEvaluation(half, pins, max_simulated, NO_QUOTA, evaluation.progress), strategies
-        )
+        on_half = CandidateEvaluation(half, pins, max_simulated, NO_QUOTA, evaluation.progress)
+        fewer = _search_halves(on_half, strategies)
         if fewer.results and fewer.best.prediction.step_s < evaluation.fastest_s:
             candidate = on_cluster(fewer.best.candidate, job, evaluation.fastest_s)
             evaluation.results.append(SimulatedCandidate(candidate, fewer.best.prediction))

@@ -166,7 +166,7 @@ def _peak_bytes(blocks: Blocks, stage: Int64Array, limits: StageLimits, rank: in
 def _recomputed_on(blocks: Blocks, stage: Int64Array, limits: StageLimits, rank: int) -> BoolArray:
     """The least recomputation that makes a rank's stages fit, bool [num_blocks]; all of it if even that does not."""
     capacity = limits.capacity_bytes * (1 - ROUNDING)
-    everything = (limits.rank[stage] == rank) & blocks.can_recompute
+    everything: BoolArray = (limits.rank[stage] == rank) & blocks.can_recompute
     if _peak_bytes(blocks, stage, limits, rank, everything) > capacity:
         return everything
     # 1. Count microbatches as in the moment that is fullest without recomputation.

@@ -1,6 +1,6 @@
 """The step of a pipeline in closed form. Candidates are ranked by it, and simulated afterwards.
 
-Let D be a rank's seconds of forward and backward of one microbatch, m the number of microbatches and P that of ranks.
+Let D be a rank's seconds of forward and backward of one microbatch, and m the number of microbatches.
 
 - 1F1B, of a chain or of modules beside each other: (m - 1) * period + longest path. The longest path is that of one
   microbatch to the end and back, messages included. The period is D of the slowest rank or, if that is longer, path /
@@ -50,7 +50,7 @@ class StageGraph:
 
 def pipeline_s(graph: StageGraph, stages: Stages, send_s: Float64Array) -> float:
     """Seconds of all passes. send_s: [num_edges], seconds of one message, an output or its gradient."""
-    rank_s = np.bincount(graph.rank, stages.seconds)
+    rank_s = np.bincount(graph.rank, stages.seconds).astype(np.float64)
     sent_s = 2 * float(send_s[: len(rank_s)].sum())
     if graph.schedule == "interleaved_1f1b":
         return _interleaved_s(graph, stages, rank_s) + sent_s
