@@ -8,7 +8,7 @@ For each round of strategies (`CandidateEvaluation.consider`):
 4. the others follow in order of corrected estimates. A candidate is passed over if its lower bound is not below the
    fastest step so far, or if the limit on simulations is reached.
 
-The job alone decides what is simulated: no clock and no thread has a say.
+What is simulated depends on the job alone, not on clocks or threads.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from motet.planner.search_result import PassedOver, SearchResult, SimulatedCandi
 from motet.simulate.predict.prediction import Prediction
 
 MAX_SPANS = 2_000_000
-"""The most spans of all Timelines together. 10^5 to 10^6 a second are simulated and drawn, so that only a few plans of
-thousands of program ranks are simulated."""
+"""The most spans of all Timelines together; 10^5 to 10^6 a second are simulated and drawn. It limits the number of Plans
+with thousands of program ranks."""
 
 Argument = TypeVar("Argument")
 Value = TypeVar("Value")

@@ -81,7 +81,7 @@ class FeasibleDegrees:
         and only add seconds.
         """
         at_best = functools.partial(_at_best_s, self.job, mode=self.mode)
-        queue = [(at_best(self.whole(own), own), index, False) for index, own in enumerate(self._degrees)]
+        queue = [(at_best(self.whole(degrees), degrees), index, False) for index, degrees in enumerate(self._degrees)]
         heapify(queue)
         while queue:
             at_best_s, index, is_final = queue[0]

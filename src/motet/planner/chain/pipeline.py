@@ -86,8 +86,10 @@ class ChainPipeline:
 
     def cut(self, block_s: Float64Array) -> Int64Array:
         """The stage of each block in the most even cut (`partition`)."""
-        own = self.degrees
-        counts = partition(block_s.tolist(), own.pp, num_chunks=own.num_chunks, folded=own.schedule == "zb_v")
+        degrees = self.degrees
+        counts = partition(
+            block_s.tolist(), degrees.pp, num_chunks=degrees.num_chunks, folded=degrees.schedule == "zb_v"
+        )
         return stage_numbers(counts)
 
     def settled(self) -> Stages:
@@ -96,19 +98,19 @@ class ChainPipeline:
 
     def unit(self, stages: Stages) -> Unit:
         """The one unit of the Plan."""
-        own = self.degrees
-        return Unit("all", stages.layers, 0, own.dp, own.pp, own.tp, recompute=stages.recompute, zero=1)
+        degrees = self.degrees
+        return Unit("all", stages.layers, 0, degrees.dp, degrees.pp, degrees.tp, recompute=stages.recompute, zero=1)
 
     def plan(self, stages: Stages) -> Plan:
         """The Plan with these stages."""
-        own, job = self.degrees, self.job
+        degrees, job = self.degrees, self.job
         return Plan(
             job.model,
             job.cluster,
             (self.unit(stages),),
             job.batch_size,
-            own.microbatch_size,
-            own.schedule,
+            degrees.microbatch_size,
+            degrees.schedule,
             precision=job.precision,
         )
 
@@ -126,12 +128,12 @@ class ChainPipeline:
 
     def fastest_beside(self, exact: Stages) -> tuple[Stages, int]:
         """The fastest of `cuts_beside` in a simulation of mean microbatches, and the number of cuts simulated."""
-        own = self.degrees
-        num_microbatches = min(own.num_microbatches, MICROBATCHES_TO_FILL * own.pp)
-        program = add_communication(chain_passes(own, num_microbatches))
+        degrees = self.degrees
+        num_microbatches = min(degrees.num_microbatches, MICROBATCHES_TO_FILL * degrees.pp)
+        program = add_communication(chain_passes(degrees, num_microbatches))
 
         def step_s(stages: Stages) -> float:
-            return simulated_s(program, stages, self.send_s(stages), own.num_microbatches)
+            return simulated_s(program, stages, self.send_s(stages), degrees.num_microbatches)
 
         cuts = self.cuts_beside(exact)
         return fastest_cut(cuts, step_s), len(cuts)

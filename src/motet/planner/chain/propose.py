@@ -160,11 +160,11 @@ class ChainSearch:
 def _facts(pipeline: ChainPipeline, exact: Stages, stages: Stages, num_simulated: int) -> Iterator[str]:
     blocks, limits, num_stages = pipeline.blocks, pipeline.limits, stages.num_stages
     if num_stages > 1:
-        own = _busiest_share(blocks.seconds + blocks.recompute_s * stages.recomputed, stages.stage, limits)
+        cut = _busiest_share(blocks.seconds + blocks.recompute_s * stages.recomputed, stages.stage, limits)
         layers = _busiest_share(blocks.seconds, by_layers(blocks, num_stages), limits)
         parameters = _busiest_share(blocks.seconds, by_parameters(blocks, num_stages), limits)
         yield (
-            f"Cut by the seconds of forward and backward, the slowest rank takes {own:.2f} times the mean; "
+            f"Cut by the seconds of forward and backward, the slowest rank takes {cut:.2f} times the mean; "
             f"cut into equal layers {layers:.2f} times, into equal parameters {parameters:.2f}."
         )
     if (stages.stage != exact.stage).any():

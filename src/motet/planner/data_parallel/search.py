@@ -145,7 +145,8 @@ class DataParallelSearch:
     def estimate_all(
         self, best_s: float, max_slowdown: float = _MAX_SLOWDOWN
     ) -> tuple[list[ShardingEstimate], list[ShardingEstimate]]:
-        """Estimates in perfect balance of all shardings and sizes: those that fit, fastest first, and those that do not.
+        """Estimates in perfect balance of all shardings and sizes: those that fit, fastest first, and those that lack
+        memory.
 
         Left out are those that, even without recomputation, take best_s, or max_slowdown times the best that fits.
         """

@@ -52,8 +52,10 @@ class ModalityPipeline:
     @cached_property
     def blocks(self) -> Blocks:
         """The blocks of all modules; at a cut, each module sends its own output alone."""
-        own = self.degrees
-        return join(tuple(blocks_of(self.job, (name,), own.microbatch_size, own.tp, own.dp) for name in self.names))
+        degrees = self.degrees
+        return join(
+            tuple(blocks_of(self.job, (name,), degrees.microbatch_size, degrees.tp, degrees.dp) for name in self.names)
+        )
 
     @cached_property
     def limits(self) -> StageLimits:
@@ -77,16 +79,16 @@ class ModalityPipeline:
     @cached_property
     def graph(self) -> StageGraph:
         """The stages of each module in a row, joined as the model's edges say."""
-        own, index = self.degrees, {name: number for number, name in enumerate(self.names)}
+        degrees, index = self.degrees, {name: number for number, name in enumerate(self.names)}
         edges = [
             (stage, stage + 1) for first, stop in zip(self.first, self.first[1:]) for stage in range(first, stop - 1)
         ]
         edges += [(self.first[index[source] + 1] - 1, self.first[index[sink]]) for source, sink in self.job.model.edges]
         before, _ = self._sides
-        deepest_encoder = max((own.num_stages[index[name]] for name in before), default=0)
-        pp = deepest_encoder + own.num_stages[index[BACKBONE]]
-        uneven = unevenness(self.job, own.microbatch_size, own.tp, ("1f1b", pp, own.dp))
-        return StageGraph("1f1b", own.num_microbatches, self.limits.rank, tuple(edges), uneven)
+        deepest_encoder = max((degrees.num_stages[index[name]] for name in before), default=0)
+        pp = deepest_encoder + degrees.num_stages[index[BACKBONE]]
+        uneven = unevenness(self.job, degrees.microbatch_size, degrees.tp, ("1f1b", pp, degrees.dp))
+        return StageGraph("1f1b", degrees.num_microbatches, self.limits.rank, tuple(edges), uneven)
 
     @cached_property
     def _sides(self) -> tuple[list[str], list[str]]:
@@ -127,22 +129,28 @@ class ModalityPipeline:
 
     def plan(self, stages: Stages) -> Plan:
         """The Plan with these stages, a unit for each module."""
-        job, own = self.job, self.degrees
+        job, degrees = self.job, self.degrees
         units, first_rank = [], 0
-        for module, (name, number) in enumerate(zip(self.names, own.num_stages)):
+        for module, (name, number) in enumerate(zip(self.names, degrees.num_stages)):
             span = slice(self.first[module], self.first[module + 1])
             recompute = stages.recompute[span]
             recompute = recompute if any(recompute) else ()
             layers = stages.layers[span]
-            units.append(Unit(name, layers, first_rank, own.dp, number, own.tp, recompute=recompute, zero=1))
+            units.append(Unit(name, layers, first_rank, degrees.dp, number, degrees.tp, recompute=recompute, zero=1))
             first_rank += units[-1].num_ranks
         return Plan(
-            job.model, job.cluster, tuple(units), job.batch_size, own.microbatch_size, "1f1b", precision=job.precision
+            job.model,
+            job.cluster,
+            tuple(units),
+            job.batch_size,
+            degrees.microbatch_size,
+            "1f1b",
+            precision=job.precision,
         )
 
     @property
     def words(self) -> str:
         """The degrees in words."""
-        own = self.degrees
-        stages = ", ".join(f"{name} {number}" for name, number in zip(self.names, own.num_stages))
-        return f"stages {stages}; TP {own.tp}, DP {own.dp}, 1F1B, microbatches of {own.microbatch_size}"
+        degrees = self.degrees
+        stages = ", ".join(f"{name} {number}" for name, number in zip(self.names, degrees.num_stages))
+        return f"stages {stages}; TP {degrees.tp}, DP {degrees.dp}, 1F1B, microbatches of {degrees.microbatch_size}"

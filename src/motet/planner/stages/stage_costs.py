@@ -175,9 +175,9 @@ def _recomputed_on(blocks: Blocks, stage: Int64Array, limits: StageLimits, rank:
     # 2. Tabulate what recomputing each block takes and saves, by module.
     indices = _by_module(blocks, np.flatnonzero(everything), in_flight[stage])
     idle = float(blocks.working_bytes[limits.rank[stage] == rank].max())
-    seconds = {name: blocks.recompute_s[own] for name, own in indices.items()}
-    saved = {name: blocks.saved_bytes[own] * in_flight[stage[own]] for name, own in indices.items()}
-    grown = {name: np.maximum(blocks.recompute_working_bytes[own] - idle, 0) for name, own in indices.items()}
+    seconds = {name: blocks.recompute_s[index] for name, index in indices.items()}
+    saved = {name: blocks.saved_bytes[index] * in_flight[stage[index]] for name, index in indices.items()}
+    grown = {name: np.maximum(blocks.recompute_working_bytes[index] - idle, 0) for name, index in indices.items()}
     # 3. Take the least that suffices for that moment; if another moment lacks bytes then, ask for as many more.
     while True:
         counts = least_recompute(seconds, saved, lacking, grown)
@@ -212,9 +212,9 @@ def _by_module(blocks: Blocks, indices: Int64Array, in_flight: Int64Array) -> di
     """Indices of blocks by module, those with the most microbatches in flight [num_blocks] first."""
     by_module = {}
     for number, name in enumerate(blocks.names):
-        own = indices[blocks.owner[indices] == number]
-        if len(own):
-            by_module[name] = own[np.argsort(-in_flight[own], kind="stable")]
+        of_module = indices[blocks.owner[indices] == number]
+        if len(of_module):
+            by_module[name] = of_module[np.argsort(-in_flight[of_module], kind="stable")]
     return by_module
 
 
