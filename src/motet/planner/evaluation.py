@@ -31,8 +31,8 @@ from motet.planner.search_result import PassedOver, SearchResult, SimulatedCandi
 from motet.simulate.predict.prediction import Prediction
 
 MAX_SPANS = 2_000_000
-"""The most spans of all Timelines together; 10^5 to 10^6 a second are simulated and drawn. It limits the number of Plans
-with thousands of program ranks."""
+"""The most spans of all Timelines together; 10^5 to 10^6 a second are simulated and drawn. This limits the number of
+Plans with thousands of program ranks."""
 
 Argument = TypeVar("Argument")
 Value = TypeVar("Value")
