@@ -20,7 +20,7 @@ from trials import Baseline, Case, Outcome, Subject, job_of
 
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
-from motet.planner.modality_parallel.propose import Modalities, ModuleShape
+from motet.planner.modality_parallel.pipeline import ModalityDegrees, ModalityPipeline
 
 LLMS: Mapping[str, Mapping[str, Any]] = {
     "S": {"num_layers": 16, "hidden": 2048, "mlp": 8192, "num_heads": 32},
@@ -143,7 +143,7 @@ def _parallel(subject: Subject, stages: tuple[int, ...], *, aware: bool = True) 
 
     def plans() -> Iterator[tuple[str, Plan]]:
         assert subject.job.model.modules[-1].name == BACKBONE
-        own = Modalities(subject.job, ModuleShape(stages, 2, 1, 1, subject.job.batch_size), "full", aware)
+        own = ModalityPipeline(subject.job, ModalityDegrees(stages, 2, 1, 1, subject.job.batch_size), "full", aware)
         yield own.words, own.plan(own.settled())
 
     return subject.fastest(plans)

@@ -17,7 +17,8 @@ from motet.core.plan import Plan
 from motet.cost.source import cost_model
 from motet.planner.candidate import Candidate, Pins, predict_candidate
 from motet.planner.job import Job
-from motet.planner.search import Found, search
+from motet.planner.search import search
+from motet.planner.search_result import SearchResult
 from motet.planner.strategies import STRATEGIES
 from motet.planning.planned_recipe import PlanRecipe
 from motet.simulate.predict.prediction import Prediction
@@ -88,7 +89,7 @@ class Subject:
             return Outcome(why=str(error))
         return min(found, key=lambda one: (bool(one.why), -one.rate), default=Outcome(why="there is none."))
 
-    def _found(self, pins: Pins) -> Found:
+    def _found(self, pins: Pins) -> SearchResult:
         return search(self.job, STRATEGIES, pins)
 
     def _outcome(self, what: str, prediction: Prediction) -> Outcome:
@@ -214,7 +215,7 @@ def _only(plan: Plan) -> Candidate:
     return Candidate("", "", plan, 0.0)
 
 
-def _why(found: Found) -> str:
+def _why(found: SearchResult) -> str:
     """What comes nearest where there is no Plan, and what it lacks."""
     nearest = min(found.ruled_out, key=lambda one: (one.shortfall_bytes == 0, one.shortfall_bytes), default=None)
     if nearest is None:

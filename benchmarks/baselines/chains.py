@@ -10,7 +10,7 @@ from motet.core.arrays import Int64Array
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
-from motet.planner.chain.propose import Search
+from motet.planner.chain.propose import ChainSearch
 from motet.planner.degrees import Degrees
 from motet.planner.job import Job
 from motet.planner.stages.blocks import Blocks
@@ -18,7 +18,7 @@ from motet.planner.stages.partition import partition
 from motet.planner.stages.stage_costs import stage_numbers, stages_of
 
 Cut = Callable[[Blocks, int], Int64Array]
-"""(blocks, number of stages) -> stage of each block: `planner.anchor.by_layers`, `by_parameters`, `encoders_first`."""
+"""(blocks, number of stages) -> stage of each block: `anchored_cut.by_layers`, `by_parameters`, `encoders_first`."""
 
 
 def chain_plan(job: Job, degrees: Degrees, cut: Cut | None = None, pins: Pins | None = None) -> Plan:
@@ -26,10 +26,10 @@ def chain_plan(job: Job, degrees: Degrees, cut: Cut | None = None, pins: Pins | 
 
     Recomputation is pinned, or the least that fits, or all of it where even that does not fit.
     """
-    pipeline = Search(job, pins or Pins()).pipeline(degrees)
+    pipeline = ChainSearch(job, pins or Pins()).pipeline(degrees)
     if cut is None:
         return pipeline.plan(pipeline.settled())
-    return pipeline.plan(stages_of(pipeline.blocks, cut(pipeline.blocks, degrees.num_stages), pipeline.room))
+    return pipeline.plan(stages_of(pipeline.blocks, cut(pipeline.blocks, degrees.num_stages), pipeline.limits))
 
 
 def encoders_first(blocks: Blocks, num_stages: int) -> Int64Array:

@@ -8,7 +8,8 @@ from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
 from motet.planner.job import Job
-from motet.planner.modality_parallel.propose import Modalities, shapes
+from motet.planner.modality_parallel.pipeline import ModalityPipeline
+from motet.planner.modality_parallel.propose import modality_degrees
 from motet.planner.stages.partition import partition
 
 
@@ -40,11 +41,11 @@ def encoders_replicated(job: Job, stages: Stages) -> Plan:
 
 def frozen_unaware(job: Job, pins: Pins) -> Plan | None:
     """What modality parallelism proposes if it takes everything for trainable; None if no degrees divide the job."""
-    _, shape = next(shapes(job, pins, aware=False), (0.0, None))
-    if shape is None:
+    _, degrees = next(modality_degrees(job, pins, aware=False), (0.0, None))
+    if degrees is None:
         return None
-    modalities = Modalities(job, shape, pins.recompute or "least", aware=False)
-    return modalities.plan(modalities.settled())
+    pipeline = ModalityPipeline(job, degrees, pins.recompute or "least", aware=False)
+    return pipeline.plan(pipeline.settled())
 
 
 def _encoders(job: Job) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What a strategy proposes, what it rules out, and what a user has decided beforehand."""
+"""What a strategy proposes, what it rules out, and what a user fixes beforehand."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ DATA_PARALLEL = "data parallel"
 MODALITY_PARALLEL = "modality parallel"
 DISAGGREGATED = "disaggregated"
 BUBBLE_FILLING = "bubble filling"
-"""The names of the strategies, as `motet plan --pin strategy=...` takes them."""
+"""These are the names of the strategies, as `motet plan --pin strategy=...` takes them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A Plan that fits its cluster, by number of ranks and by memory.
+    """A Plan that fits its cluster: the number of ranks and their memory.
 
-    strategy:   which one proposes it, e.g. "data parallel". what: the degrees, e.g. "TP 8, PP 4, DP 10, 1F1B".
-    estimate_s: of a step, in closed form: candidates are simulated in this order.
-    bound_s:    no simulation of it can be faster; what cannot win is not simulated.
-    facts:      sentences: what it gains from.
+    strategy:   the name of the strategy that proposes it, e.g. "data parallel".
+    what:       the degrees, e.g. "TP 8, PP 4, DP 10, 1F1B".
+    estimate_s: seconds of a step in closed form; the search simulates the least first.
+    bound_s:    lower bound of the simulated step; the search does not simulate what cannot win.
+    facts:      sentences that say what makes the Plan fast.
     """
 
     strategy: str
@@ -40,37 +41,50 @@ class Candidate:
 
 
 def predict_candidate(job: Job, candidate: Candidate) -> Prediction:
-    """A step of the candidate's Plan on the job's batch."""
+    """A simulated step of the candidate's Plan on the job's batch."""
     plan = candidate.plan
     return predict_assigned(plan, planned(plan), job.assignment(plan), job.cost)
 
 
 @dataclass(frozen=True)
 class RuledOut:
-    """What was considered and cannot be.
+    """Degrees that a strategy considered and that cannot run.
 
-    what:        the degrees; "" is whatever they are.
-    why:         a sentence: the memory that lacks and where, or what does not divide.
-    shortfall_bytes: on the fullest rank; 0 where memory is not the reason. mends: what makes it fit, and was tried.
+    what:            the degrees; "" stands for all of the strategy's.
+    why:             a sentence: how much memory which rank lacks, or what does not divide.
+    shortfall_bytes: memory that the fullest rank lacks; 0 where memory is not the reason.
+    remedies:        changes that make it fit, e.g. "a batch of 24". Each was tried.
     """
 
     strategy: str
     what: str
     why: str
     shortfall_bytes: float = 0.0
-    mends: tuple[str, ...] = ()
+    remedies: tuple[str, ...] = ()
 
 
 def size_words(size_bytes: float) -> str:
-    """As a sentence has it."""
+    """A size in a sentence.
+
+    Example:
+        >>> size_words(2.34e9), size_words(56.7e6)
+        ('2.3 GB', '56.7 MB')
+    """
     return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.3g} MB"
 
 
 @dataclass(frozen=True)
 class Pins:
-    """What the search may not change; None is free. tp, pp, dp: of the backbone. recompute: of all that learns.
+    """What the search may not change. None leaves a field to the search.
 
-    schedule: of those that a strategy can propose. GPipe is not among them: 1F1B takes as long, and holds less.
+    strategies: the strategies that are searched; () is all.
+    tp, pp, dp: degrees of the backbone. recompute: the mode of all trainable modules.
+    schedule:   one that a strategy can propose. GPipe is none: 1F1B takes as long, and holds less.
+
+    Example:
+        >>> pins = Pins(tp=8, schedule="1f1b")
+        >>> pins.allow(tp=8, pp=4), pins.allow(tp=4)
+        (True, False)
     """
 
     strategies: tuple[str, ...] = ()
@@ -84,19 +98,20 @@ class Pins:
     order: Order | None = None
 
     def allow(self, **chosen: object) -> bool:
-        """Whether nothing that was chosen, by the names above, goes against what is pinned."""
+        """Whether each chosen value is the pinned one, or its field is not pinned."""
         return all(getattr(self, name) in (None, value) for name, value in chosen.items())
 
 
 Strategy = Callable[[Job, Pins], Iterator[Candidate | RuledOut]]
-"""Proposes, best estimate first as far as it knows; deterministic, whatever the order of dicts and sets."""
+"""A strategy proposes Plans for a job, least estimate first as far as it knows. It is deterministic: it does not depend
+on the order of dicts and sets."""
 
 
 @dataclass(frozen=True)
-class Informed:
-    """A `Strategy` that takes seconds, and less where it is told what is to be beaten: it is asked after the others.
+class PruningStrategy:
+    """A slow `Strategy` that leaves out what cannot beat the fastest step so far. The search calls it last.
 
-    propose: (job, pins, seconds of the fastest step so far); it may leave out what cannot be faster, and says so.
+    propose: (job, pins, seconds of the fastest step so far); it rules out what it leaves out, with the reason.
     """
 
     propose: Callable[[Job, Pins, float], Iterator[Candidate | RuledOut]]
@@ -105,5 +120,5 @@ class Informed:
         return self.propose(job, pins, math.inf)
 
     def to_beat(self, fastest_s: float) -> Strategy:
-        """That proposes only what may be faster."""
+        """The strategy that proposes only what may be faster than fastest_s."""
         return lambda job, pins: self.propose(job, pins, fastest_s)

@@ -1,4 +1,4 @@
-"""`motet plan`: searches, prints what was found, and writes the best Plan and a picture of its step."""
+"""`motet plan`: searches, prints the result, and writes the best Plan and a picture of its step."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from motet.core.errors import UserError
 from motet.core.files import check_output
 from motet.core.plan_file import write_plan
 from motet.planner.candidate import Pins
+from motet.planner.evaluation import NO_QUOTA, Quota
 from motet.planner.job import Job
-from motet.planner.report import print_found
-from motet.planner.search import NOTHING_MORE, Found, Wanted, search
+from motet.planner.report import print_result
+from motet.planner.search import search
+from motet.planner.search_result import SearchResult
 from motet.planner.strategies import STRATEGIES
 from motet.simulate.show.picture import write_png
 from motet.simulate.show.plan_words import rows_in_words
 
 _MAX_ROWS = 24
-"""Of the picture: drawing takes longer than searching otherwise."""
+"""The most rows of the picture. More would take longer to draw than the search takes."""
 
 
 @dataclass(frozen=True)
 class PlanOutputs:
-    """Files to write. plan: JSON, for `motet simulate`. png: a picture of its step. html: a page of it to zoom in.
+    """Files to write.
+
+    plan: the Plan as JSON, for `motet simulate`. png: a picture of its step. html: a page of its step, to zoom in.
     explanation: a page of all plans that were simulated.
     """
 
@@ -36,11 +40,11 @@ class PlanOutputs:
 
     @property
     def paths(self) -> list[Path]:
-        """Of those that are to be written."""
+        """The files that are written."""
         return [path for path in (self.plan, self.png, self.html, self.explanation) if path is not None]
 
     def check(self) -> None:
-        """Raises UserError for what cannot be written, and for two files at one place."""
+        """Raises UserError for a file that cannot be written, and for one path that is named twice."""
         for path in self.paths:
             check_output(path)
             if self.paths.count(path) > 1:
@@ -48,20 +52,22 @@ class PlanOutputs:
 
 
 def plan_command(job: Job, pins: Pins, outputs: PlanOutputs) -> None:
-    """Raises UserError if nothing fits, naming the nearest miss, and for a file that cannot be written: what can be
-    known of that, before anything is searched.
+    """Search, print the result, and write it.
+
+    Raises UserError, which names the nearest miss, if nothing fits; and for a file that cannot be written, before the
+    search where that can be known.
     """
     outputs.check()
-    show_found(find_plans(job, pins), outputs)
+    write_outputs(find_plans(job, pins), outputs)
 
 
-def show_found(found: Found, outputs: PlanOutputs) -> None:
-    """Write the best of what was found, and print all: a search is not lost where nobody reads standard output.
+def write_outputs(result: SearchResult, outputs: PlanOutputs) -> None:
+    """Write the best Plan, then print the result: files are written even where nobody reads standard output.
 
     Raises UserError as `plan_command` does.
     """
-    best = found.best
-    title = f"{found.job.model.name}: {best.candidate.strategy}, {best.candidate.what}, predicted"
+    best = result.best
+    title = f"{result.job.model.name}: {best.candidate.strategy}, {best.candidate.what}, predicted"
     timeline = best.prediction.timeline
     write_plan(best.candidate.plan, outputs.plan)
     note = rows_in_words(best.candidate.plan)
@@ -73,13 +79,13 @@ def show_found(found: Found, outputs: PlanOutputs) -> None:
     if outputs.explanation is not None:
         from motet.planner.explain import write_explanation
 
-        write_explanation(found, outputs.explanation)
-    print_found(found)
+        write_explanation(result, outputs.explanation)
+    print_result(result)
     print(f"\nWrote {', '.join(map(str, outputs.paths))}.")
 
 
-def find_plans(job: Job, pins: Pins, wanted: Wanted = NOTHING_MORE) -> Found:
-    """All strategies searched, with a bar of how far that is."""
+def find_plans(job: Job, pins: Pins, quota: Quota = NO_QUOTA) -> SearchResult:
+    """`search` over all strategies, with a progress bar on standard error."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("considering", total=None)
@@ -87,4 +93,4 @@ def find_plans(job: Job, pins: Pins, wanted: Wanted = NOTHING_MORE) -> Found:
         def show(what: str, done: int, total: int) -> None:
             bars.update(task, description=what, completed=done, total=total)
 
-        return search(job, STRATEGIES, pins, wanted=wanted, progress=show)
+        return search(job, STRATEGIES, pins, quota=quota, progress=show)

@@ -1,4 +1,4 @@
-"""The candidates that a search has simulated as one page: their figures, and their Timelines on one scale of time."""
+"""The simulated candidates of a search as one page: their figures, and their Timelines on one scale of time."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import html
 from pathlib import Path
 
 from motet.planner.report import COLUMNS, figures, title_of
-from motet.planner.search import Found, Result
+from motet.planner.search_result import SearchResult, SimulatedCandidate
 from motet.simulate.show.drawing import INK, SOFT, shown_seconds
 from motet.simulate.show.page import HINT, page_of, save_page
 from motet.simulate.show.plan_words import plan_in_words, rows_in_words
 
 _MAX_SPANS = 300_000
-"""Of all Timelines together: some ten megabytes."""
+"""The most spans of all Timelines together: some ten megabytes."""
 _STYLE = f"""
 * {{ box-sizing: border-box; }}
 body {{ margin: 0; padding: 24px 20px 40px; background: #ffffff; color: {INK};
@@ -33,45 +33,45 @@ iframe {{ width: 100%; border: 1px solid #c9ced5; border-radius: 6px; margin-top
 """
 
 
-def write_explanation(found: Found, path: str | Path) -> None:
+def write_explanation(result: SearchResult, path: str | Path) -> None:
     """Write the page, fastest first. Raises UserError if it cannot be written, or if nothing fits."""
-    slowest_s = max(result.prediction.step_s for result in (found.best, *found.results))
-    title = html.escape(title_of(found))
-    max_spans = _MAX_SPANS // len(found.results)
-    plans = "".join(_plan(number, each, slowest_s, max_spans) for number, each in enumerate(found.results))
+    slowest_s = max(simulated.prediction.step_s for simulated in (result.best, *result.results))
+    title = html.escape(title_of(result))
+    max_spans = _MAX_SPANS // len(result.results)
+    plans = "".join(_plan(number, simulated, slowest_s, max_spans) for number, simulated in enumerate(result.results))
     page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1>"
         "<p>Simulated on one batch, fastest first. All Timelines have one scale; a row is a rank, or ranks that share "
         f"their work. The wheel with Ctrl {HINT}</p>"
-        f'{_ranking(found)}<div class="plans">{plans}</div></body></html>\n'
+        f'{_ranking(result)}<div class="plans">{plans}</div></body></html>\n'
     )
     save_page(page, path)
 
 
-def _ranking(found: Found) -> str:
+def _ranking(result: SearchResult) -> str:
     head = "".join(f"<th>{html.escape(name)}</th>" for name in COLUMNS)
     rows = "".join(
         f'<tr><td><a href="#plan-{number}">{html.escape(name)}</a></td>'
         f"{''.join(f'<td>{html.escape(figure)}</td>' for figure in others)}</tr>"
-        for number, (name, *others) in enumerate(map(figures, found.results))
+        for number, (name, *others) in enumerate(map(figures, result.results))
     )
     return f'<div class="ranking"><table><tr>{head}</tr>{rows}</table></div>'
 
 
-def _plan(number: int, result: Result, slowest_s: float, max_spans: int) -> str:
-    candidate, prediction = result.candidate, result.prediction
+def _plan(number: int, simulated: SimulatedCandidate, slowest_s: float, max_spans: int) -> str:
+    candidate, prediction = simulated.candidate, simulated.prediction
     title = html.escape(f"{candidate.strategy}, {candidate.what}")
     _, *words = plan_in_words(candidate.plan)
-    told = [*words, *candidate.facts]
-    told.append(f"Estimated to take {shown_seconds(candidate.estimate_s)} before it was simulated.")
-    if result.measured_s is not None:
-        told.append(f"Measured: {shown_seconds(result.measured_s)} a step.")
-    facts = "".join(f"<li>{html.escape(fact)}</li>" for fact in told)
+    sentences = [*words, *candidate.facts]
+    sentences.append(f"Estimated to take {shown_seconds(candidate.estimate_s)} before it was simulated.")
+    if simulated.measured_s is not None:
+        sentences.append(f"Measured: {shown_seconds(simulated.measured_s)} a step.")
+    facts = "".join(f"<li>{html.escape(fact)}</li>" for fact in sentences)
     note = rows_in_words(candidate.plan)
     timeline = page_of(prediction.timeline, title="", max_spans=max_spans, framed_s=slowest_s, note=note)
-    # A frame each: the pages are independent of each other, draw when they come into view, and then say how high.
+    # A frame for each Timeline: its page draws itself when it comes into view, and then reports its height.
     return (
         f'<section id="plan-{number}"><h2>{title}</h2><ul>{facts}</ul>'
         f'<iframe loading="lazy" height="320" title="{title}" srcdoc="{html.escape(timeline)}"></iframe></section>'

@@ -1,11 +1,14 @@
-"""Whether half of a cluster could be faster than all of it: where a batch has too few examples for so many ranks, or
-divides among none of them, or collectives take longer than they save.
+"""Whether half of a cluster could be faster than all of it.
 
-Searched with fewer ranks is what a user would get for a smaller cluster. So twice the devices never make the best step
-slower; the ranks that are left over are idle, and said to be. No step on n ranks takes less than all that must be
-computed, in one microbatch, without padding and recomputation, divided by n; and no n ranks hold less than the state of
-the model once. What that rules out is not searched: of a step that keeps its ranks busy for more than half of the time,
-no half can be faster.
+It can be: a batch may have too few examples for so many ranks, or divide among none of them, or collectives may take
+longer than the ranks save. The search on fewer ranks is the one for a smaller cluster, so twice the devices never make
+the best step slower; the other ranks are idle, and the report says so.
+
+Two bounds rule a search out, for n ranks:
+
+- memory: n ranks must hold the state of the model once;
+- time: a step takes at least (all computation, in one microbatch, without padding and recomputation) / n. So if the
+  ranks of a step compute for more than half of the time, no half of them is faster.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from motet.planner.job import Job
 
 
 def half_of(job: Job) -> Job | None:
-    """The same job on the first half of the nodes, of one node on the first half of its ranks, rounded down; None where
-    that would be none, or where the state of the model alone is larger than its memory."""
+    """The job on the first half of the nodes or, if there is one node, of its ranks; rounded down.
+
+    None where no rank would be left, or where the half cannot hold the state of the model.
+    """
     cluster = job.cluster
     if cluster.num_ranks == 1:
         return None
@@ -34,9 +39,9 @@ def half_of(job: Job) -> Job | None:
 
 
 def least_step_s(job: Job) -> float:
-    """No Plan on these ranks takes less. 0 where a profile does not say what a layer takes without tensor parallelism.
+    """A lower bound of the step of every Plan on the job's ranks. 0 where a profile lacks times without TP.
 
-    Layers take less for all rows at once than for some at a time, and tensor parallelism divides them at best.
+    It is a bound because layers take least for all rows at once, and tensor parallelism at best divides their time.
     """
     try:
         return EvenBatch(job).load(1, 1, 1).waiting_s({}) / job.cluster.num_ranks
@@ -45,18 +50,21 @@ def least_step_s(job: Job) -> float:
 
 
 def on_cluster(candidate: Candidate, job: Job, all_s: float) -> Candidate:
-    """A candidate for fewer ranks as one of the whole cluster. all_s: the fastest step on all of it; inf for none."""
+    """A candidate for fewer ranks as one for the job's cluster.
+
+    all_s: the fastest step on all of its ranks; infinite for none.
+    """
     num_ranks = job.cluster.num_ranks
     why = f"takes {all_s:.4g} s" if all_s < math.inf else "does not exist"
     fact = f"The fastest plan for all {num_ranks:,} ranks {why}."
-    known = [own for own in candidate.facts if not own.startswith("The fastest plan for all")]
-    return replace(candidate, plan=replace(candidate.plan, cluster=job.cluster), facts=(fact, *known))
+    others = [known for known in candidate.facts if not known.startswith("The fastest plan for all")]
+    return replace(candidate, plan=replace(candidate.plan, cluster=job.cluster), facts=(fact, *others))
 
 
 def _state_bytes(job: Job) -> float:
-    """Parameters, gradients and optimizer, once."""
+    """Bytes of parameters, gradients and optimizer, once: with a pipeline or without, the fewer of both."""
     layers = [layer for module in job.model.modules for layer in module.layers]
     total = sum(layer.parameters for layer in layers)
     trainable = sum(layer.parameters for layer in layers if layer.trainable)
     sizes = [job.mixed_precision(pipeline=pipeline) for pipeline in (False, True)]
-    return min(own.stored * total + (own.gradient + own.optimizer) * trainable for own in sizes)
+    return min(size.stored * total + (size.gradient + size.optimizer) * trainable for size in sizes)

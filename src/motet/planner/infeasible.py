@@ -1,4 +1,4 @@
-"""Why a strategy has no Plan under what is pinned, whatever the memory: sentences that strategies share."""
+"""Reasons why a strategy has no Plan under the pins, whatever the memory: sentences that strategies share."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
 from motet.planner.job import Job
 
-TENSOR = (1, 2, 4, 8)
+TENSOR_DEGREES = (1, 2, 4, 8)
 
 
 def tensor_degrees(job: Job) -> list[int]:
-    """Within a node, and of which it is known what they take."""
-    return [tp for tp in TENSOR if job.cluster.ranks_per_node % tp == 0 and (tp == 1 or not job.why_unpriced(tp))]
+    """The tensor-parallel degrees that divide a node and that the cost model has times for."""
+    return [
+        tp for tp in TENSOR_DEGREES if job.cluster.ranks_per_node % tp == 0 and (tp == 1 or not job.why_unpriced(tp))
+    ]
 
 
 def indivisible(job: Job, pins: Pins, num_blocks: int, of: str = "backbone") -> str | None:
-    """What of the pinned degrees does not divide, or is more than there is; None if nothing is.
+    """Which pinned degree does not divide or is too large, as a sentence; None if none is.
 
-    num_blocks: that a pipeline can be cut between, those `of` the backbone or the model.
+    num_blocks: the blocks of `of`, the backbone or the model; a pipeline is cut between them.
     """
     if pins.tp is not None and pins.tp not in tensor_degrees(job):
         return f"TP is pinned to {pins.tp}; it must be one of {_listed(tensor_degrees(job))}, within a node."
@@ -28,8 +30,7 @@ def indivisible(job: Job, pins: Pins, num_blocks: int, of: str = "backbone") -> 
     if needed > job.cluster.num_ranks:
         degrees = " with ".join(f"{name.upper()} {value}" for name, value in pinned.items())
         return f"{degrees} needs {needed:,} ranks; the cluster has {job.cluster.num_ranks:,}."
-    taken = (pins.dp or 1) * (pins.microbatch_size or 1)
-    if job.batch_size % taken:
+    if job.batch_size % ((pins.dp or 1) * (pins.microbatch_size or 1)):
         parts = {"DP": pins.dp, "a microbatch": pins.microbatch_size}
         what = " times ".join(f"{name} of {value:,}" for name, value in parts.items() if value is not None)
         return f"a batch of {job.batch_size:,} is no multiple of the pinned {what}."
@@ -37,15 +38,15 @@ def indivisible(job: Job, pins: Pins, num_blocks: int, of: str = "backbone") -> 
 
 
 def nothing_divides(job: Job) -> str:
-    """Where no pinned degree is to blame alone."""
+    """The sentence for degrees of which each is possible, but which together are not."""
     batch = f"a batch of {job.batch_size:,} on {job.cluster.num_ranks:,} ranks"
     return f"no TP, PP, DP and microbatch that are allowed divide {batch}."
 
 
 def not_apart(job: Job, pins: Pins, *, interleaved: bool = False) -> str | None:
-    """Why modules cannot have ranks of their own, each, and feed each other; None if they can.
+    """Why the modules cannot each have ranks of their own, as a sentence; None if they can.
 
-    interleaved: whether the backbone may have chunks.
+    interleaved: whether the backbone may run interleaved 1F1B.
     """
     model = job.model
     names = [module.name for module in model.modules]
@@ -56,11 +57,11 @@ def not_apart(job: Job, pins: Pins, *, interleaved: bool = False) -> str | None:
         if name != BACKBONE and edges not in ([(name, BACKBONE)], [(BACKBONE, name)]):
             return f"module {name!r} must feed the backbone and nothing else, or be fed by it alone, to be a unit."
     if not pins.allow(schedule="1f1b") and not (interleaved and pins.allow(schedule="interleaved_1f1b")):
-        how = "1F1B, interleaved or not" if interleaved else "1F1B"
-        return f"units that feed each other run {how}; the schedule is pinned to {pins.schedule!r}."
+        schedules = "1F1B, interleaved or not" if interleaved else "1F1B"
+        return f"units that feed each other run {schedules}; the schedule is pinned to {pins.schedule!r}."
     if not pins.allow(balance="off"):
         return (
-            f"phases on ranks of their own are not balanced against each other; balance is pinned to {pins.balance!r}."
+            f"modules on ranks of their own are not balanced against each other; balance is pinned to {pins.balance!r}."
         )
     return None
 

@@ -1,6 +1,6 @@
-"""What is planned: a model, its data, a cluster and a batch size; and what the blocks of its modules cost on them.
+"""A job to plan: model, lengths, cluster and batch size; and the costs of its blocks.
 
-All strategies read costs from here, so that they compare alike: of one batch, drawn once.
+All strategies read costs from here. They are costs of one batch, drawn once: strategies compare on the same data.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from motet.core.workload import BACKBONE, BatchLengths, Workload
 from motet.cost.flops import work_of
 from motet.cost.memory import (
     MixedPrecision,
+    StageLayer,
     activation_bytes,
     mixed_precision,
     stage_layers,
@@ -31,18 +32,20 @@ from motet.cost.model import CostModel, Work, backward_seconds
 from motet.simulate.predict.predict import assign_batch
 
 USABLE_MEMORY = 0.94
-"""Of a device, before fragmentation and the buffers of communication libraries take the rest."""
+"""The share of a device's memory that a Plan may fill. Fragmentation and communication libraries take the rest."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockCosts:
-    """Of each block (`Module.blocks`) of a module, for one microbatch on one tensor-parallel rank: [num_blocks].
+    """Costs of each block (`Module.blocks`) of a module, for one microbatch on one tensor-parallel rank: [num_blocks].
 
-    forward_s, backward_s: mean over microbatches, tensor-parallel communication included; backward by what is trained
-                           and where, without recomputation. recompute_s: what recomputing the block adds to backward.
-    kept_bytes:            activations kept for backward, of the largest microbatch. saved_bytes: what recomputing
-                           the block would not keep of them. output_bytes: sent where a pipeline is cut after it.
-    parameters, trainable: held by one tensor-parallel rank, and those of them that are updated.
+    forward_s, backward_s: means over microbatches, tensor-parallel communication included. Backward depends on which
+                           layers are trainable; it is without recomputation.
+    recompute_s:           what recomputing the block adds to backward.
+    kept_bytes:            activations of the largest microbatch that are kept for backward.
+    saved_bytes:           the part of kept_bytes that recomputing the block saves.
+    output_bytes:          output of a mean microbatch, which is sent if a pipeline is cut after the block.
+    parameters, trainable: parameters that the rank holds, and those of them that are updated.
     """
 
     forward_s: Float64Array
@@ -56,14 +59,18 @@ class BlockCosts:
 
     @property
     def num_blocks(self) -> int:
+        """The blocks of the module."""
         return len(self.forward_s)
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """batch_size: examples of a step, over all ranks. cost: says what layers and messages take on the cluster.
-    balancing: by what training balances colocated phases. Raises UserError for more examples times ranks than
-    are simulated.
+    """A job to plan.
+
+    batch_size: examples of a step, over all ranks.
+    cost:       seconds and bytes of layers and messages on the cluster.
+    balancing:  the weights by which training balances the phases of data parallelism.
+    Raises UserError if examples * ranks is more than the simulator takes.
     """
 
     model: ModelSpec
@@ -80,21 +87,23 @@ class Job:
 
     @cached_property
     def batch(self) -> BatchLengths:
-        """The batch that every candidate is simulated on."""
+        """The batch on which every candidate is simulated."""
         return self.drawn(0)
 
     def drawn(self, number: int) -> BatchLengths:
-        """Batches by the job's seed and the next ones; 0 is the job's own. Cached."""
-        found: BatchLengths = self._drawn(number)
-        return found
+        """The batch drawn with seed + number; number 0 is the job's own. Cached."""
+        batch: BatchLengths = self._drawn(number)
+        return batch
 
     @cached_property
     def _drawn(self):  # type: ignore[no-untyped-def]
         return cache(lambda number: self.workload.draw(self.batch_size, np.random.default_rng(self.seed + number)))
 
     def assignment(self, plan: Plan) -> StepAssignment:
-        """Of the first `plan.batch_size` examples of the batch, on a Plan of this job. Kept where it takes long to
-        decide, under "data_parallel", for Plans that differ in what is sharded alone."""
+        """The assignment of the first `plan.batch_size` examples of the batch to a Plan of this job.
+
+        Under "data_parallel", where deciding takes long, Plans that differ only in their sharding share it.
+        """
         batch = self.batch
         if plan.batch_size != batch.num_examples:
             batch = batch.take(np.arange(plan.batch_size))
@@ -113,26 +122,26 @@ class Job:
 
     @property
     def capacity_bytes(self) -> int:
-        """That a plan may fill of one device."""
+        """Bytes that a Plan may fill on one device."""
         return int(self.cluster.device.memory_bytes * USABLE_MEMORY)
 
     def mixed_precision(self, *, pipeline: bool) -> MixedPrecision:
-        """Bytes of a number, as `cost.memory.mixed_precision` has them."""
+        """Bytes of a number of each kind: `cost.memory.mixed_precision` at the job's precision."""
         return mixed_precision(self.precision, pipeline=pipeline)
 
     def block_costs(self, name: str, num_examples: float, tp: int = 1) -> BlockCosts:
-        """For microbatches of num_examples examples (a fraction: less than one a microbatch, on average). Cached."""
-        found: BlockCosts = self._block_costs(name, num_examples, tp)
-        return found
+        """Costs of a module's blocks in microbatches of num_examples examples; a mean, so it may be below 1. Cached."""
+        costs: BlockCosts = self._block_costs(name, num_examples, tp)
+        return costs
 
     @cached_property
     def _block_costs(self):  # type: ignore[no-untyped-def]
         return cache(self._price)
 
     def work(self, name: str, layer: Layer, num_examples: int) -> Work:
-        """What a layer of a module is given in each microbatch of num_examples examples. Cached."""
-        found: Work = self._work(name, layer, num_examples)
-        return found
+        """Rows and pairs of a module's layer in each microbatch of num_examples examples. Cached."""
+        work: Work = self._work(name, layer, num_examples)
+        return work
 
     @cached_property
     def _work(self):  # type: ignore[no-untyped-def]
@@ -144,10 +153,9 @@ class Job:
         return work_of(layer, length, microbatch, count, padded=padded, num_targets=targets)
 
     def why_unpriced(self, tp: int) -> str:
-        """Why it is not known what the model takes with this tensor parallelism, as a profile may lack its times; "" if
-        it is. Cached."""
-        found: str = self._why_unpriced(tp)
-        return found
+        """Why the cost model has no times at this tensor-parallel degree, as a sentence; "" if it has. Cached."""
+        why: str = self._why_unpriced(tp)
+        return why
 
     @cached_property
     def _why_unpriced(self):  # type: ignore[no-untyped-def]
@@ -165,10 +173,12 @@ class Job:
         return ""
 
     def microbatch_seconds(self, name: str, num_examples: int, tp: int = 1) -> Float64Array:
-        """Forward and backward of a module in each microbatch of num_examples examples, without recomputation and
-        tensor-parallel communication, [num_microbatches]. Cached."""
-        found: Float64Array = self._microbatch_seconds(name, num_examples, tp)
-        return found
+        """[num_microbatches]: forward and backward of a module in each microbatch of num_examples examples.
+
+        Without recomputation and tensor-parallel communication. Cached.
+        """
+        seconds: Float64Array = self._microbatch_seconds(name, num_examples, tp)
+        return seconds
 
     @cached_property
     def _microbatch_seconds(self):  # type: ignore[no-untyped-def]
@@ -183,58 +193,64 @@ class Job:
         return total
 
     def unevenness(self, name: str, num_examples: int) -> Float64Array:
-        """The same over their mean, without tensor parallelism; 1 where the module has nothing to do."""
+        """[num_microbatches]: `microbatch_seconds` / their mean, without tensor parallelism; 1 for a module without
+        work."""
         seconds = self.microbatch_seconds(name, num_examples)
         return seconds / seconds.mean() if seconds.any() else np.ones_like(seconds)
 
     def _price(self, name: str, num_examples: float, tp: int) -> BlockCosts:
-        module, element_bytes = self.model.module(name), self.mixed_precision(pipeline=True).compute
-        share = min(num_examples, 1.0) if num_examples < 1 else 1.0
-        columns: dict[str, Float64Array] = {
-            field: np.zeros(len(module.blocks)) for field in BlockCosts.__dataclass_fields__
-        }
-        priced: dict[object, tuple[float, ...]] = {}
-        number = -1
+        module = self.model.module(name)
         starts = {block.start for block in module.blocks}
-        whole_blocks = all(layer.attention is None for layer in module.layers)
-        for place, placed in enumerate(stage_layers(self.model, {name: (0, len(module.blocks))}, {})):
-            number += place in starts
-            layer = placed.layer
+        fields = list(BlockCosts.__dataclass_fields__)
+        output = fields.index("output_bytes")
+        columns: Float64Array = np.zeros((len(fields), len(module.blocks)))
+        priced: dict[StageLayer, Float64Array] = {}
+        block = -1
+        for index, placed in enumerate(stage_layers(self.model, {name: (0, len(module.blocks))}, {})):
+            block += index in starts
             if placed not in priced:
-                work = self.work(name, layer, max(round(num_examples), 1))
-                seconds = self.cost.layer_seconds(name, layer, work, tp)
-                tensor_s = float(self.cost.tensor_seconds(layer, work, range(tp)).mean()) if tp > 1 else 0.0
-                backward = backward_seconds(seconds, layer, placed.needs_input)
-                rows, most = float(work.rows.mean()), float(work.rows.max())
-                whole = activation_bytes(layer, most, element_bytes=element_bytes, tp=tp)
-                input_bytes = activation_bytes(layer, most, element_bytes=element_bytes, tp=tp, recomputed=True)
-                does = float(placed.has_backward)
-                again = does * (layer.attention is not None or whole_blocks)
-                forward_s = float(seconds.forward_s.mean()) + tensor_s
-                priced[placed] = (
-                    forward_s * share,
-                    (float(backward.mean()) + does * tensor_s) * share,
-                    again * forward_s * share,
-                    does * whole,
-                    again * (whole - input_bytes),
-                    rows * layer.output_width * element_bytes / tp * share,
-                    layer.parameters / tp,
-                    layer.parameters / tp * layer.trainable,
-                )
-            for field, value in zip(BlockCosts.__dataclass_fields__, priced[placed], strict=True):
-                if field == "output_bytes":
-                    columns[field][number] = value
-                else:
-                    columns[field][number] += value
-        return BlockCosts(**columns)
+                priced[placed] = self._price_layer(name, placed, num_examples, tp)
+            columns[:, block] += priced[placed]
+            columns[output, block] = priced[placed][output]  # The output of the block is that of its last layer.
+        return BlockCosts(*columns)
+
+    def _price_layer(self, name: str, placed: StageLayer, num_examples: float, tp: int) -> Float64Array:
+        """The fields of `BlockCosts` for one layer."""
+        layer, element_bytes = placed.layer, self.mixed_precision(pipeline=True).compute
+        # Of fewer examples than microbatches, only this share of the microbatches has one.
+        share = min(num_examples, 1.0)
+        work = self.work(name, layer, max(round(num_examples), 1))
+        mean_rows, most_rows = float(work.rows.mean()), float(work.rows.max())
+        seconds = self.cost.layer_seconds(name, layer, work, tp)
+        tensor_s = float(self.cost.tensor_seconds(layer, work, range(tp)).mean()) if tp > 1 else 0.0
+        forward_s = float(seconds.forward_s.mean()) + tensor_s
+        backward_s = float(backward_seconds(seconds, layer, placed.needs_input).mean())
+        kept = activation_bytes(layer, most_rows, element_bytes=element_bytes, tp=tp)
+        input_bytes = activation_bytes(layer, most_rows, element_bytes=element_bytes, tp=tp, recomputed=True)
+        has_backward = float(placed.has_backward)
+        # Blocks with attention are recomputed; of a module without attention, all are.
+        no_attention = all(other.attention is None for other in self.model.module(name).layers)
+        can_recompute = has_backward * (layer.attention is not None or no_attention)
+        return np.array(
+            [
+                forward_s * share,
+                (backward_s + has_backward * tensor_s) * share,
+                can_recompute * forward_s * share,
+                has_backward * kept,
+                can_recompute * (kept - input_bytes),
+                mean_rows * layer.output_width * element_bytes / tp * share,
+                layer.parameters / tp,
+                layer.parameters / tp * layer.trainable,
+            ]
+        )
 
     def _microbatches(self, name: str, num_examples: int) -> tuple[Int64Array, Int64Array, int, Int64Array | None]:
-        """Lengths of a module's items, their microbatches, how many of these, and targets of each."""
+        """Lengths of a module's items, the microbatch of each item, the number of microbatches, and targets of each."""
         batch = self.batch
         count = max(batch.num_examples // num_examples, 1)
-        of_example = np.minimum(np.arange(batch.num_examples) // num_examples, count - 1)
+        microbatch = np.minimum(np.arange(batch.num_examples) // num_examples, count - 1)
         if name == BACKBONE:
-            targets = np.bincount(of_example, batch.num_targets, count).astype(np.int64)
-            return batch.sequence, of_example, count, targets
+            targets = np.bincount(microbatch, batch.num_targets, count).astype(np.int64)
+            return batch.sequence, microbatch, count, targets
         items = batch.items[name]
-        return items.length, of_example[items.example], count, None
+        return items.length, microbatch[items.example], count, None

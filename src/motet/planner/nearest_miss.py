@@ -1,7 +1,8 @@
-"""Where nothing fits: which Plan comes nearest, and what would make it fit.
+"""Where nothing fits: the Plan that comes nearest, and the changes that would make it fit.
 
-Everything that is free has been searched by then, so what is left are the pins, each let go by itself, other strategies
-than those pinned, and more nodes. Whatever is named has been tried: the strategy proposes a Plan with it.
+The search has tried all that is not pinned. So what can change are the pins, one at a time or all; the strategies
+beside the pinned ones; and the number of nodes. Each change that is named was tried: the strategy proposes a Plan with
+it.
 """
 
 from __future__ import annotations
@@ -16,45 +17,51 @@ from motet.core.workload import BACKBONE
 from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy
 from motet.planner.job import Job
 
-_TIMES = (2, 3, 4, 8)
-"""As many nodes, that are tried one after the other."""
+_NODE_FACTORS = (2, 3, 4, 8)
+"""Multiples of the job's nodes, in the order in which they are tried."""
 _PINS = ("recompute", "microbatch_size", "tp", "pp", "dp", "schedule", "balance")
-"""In the order in which they are let go: what costs least to change first."""
+"""Pins in the order in which they are released: what costs a user least comes first."""
 
 
 def nearest_miss(ruled_out: Sequence[RuledOut]) -> RuledOut | None:
-    """What lacks the fewest bytes; where memory is no reason, the first."""
+    """The one that lacks the fewest bytes; where memory is never the reason, the first."""
     lacking = [ruled for ruled in ruled_out if ruled.shortfall_bytes > 0]
     return min(lacking, key=lambda ruled: ruled.shortfall_bytes) if lacking else next(iter(ruled_out), None)
 
 
 def would_fit(job: Job, strategies: Mapping[str, Strategy], pins: Pins, nearest: RuledOut) -> tuple[str, ...]:
-    """Phrases such as "recomputation of 4 layers", "TP 4", "2 nodes". Each takes as long as its strategy proposes."""
-    own = strategies.get(nearest.strategy)
-    others = [name for name in pins.strategies and strategies if name not in pins.strategies]
-    found = list(nearest.mends)
-    if own is not None:
-        found += _without_a_pin(job, own, pins)
-    unpinned = Pins(strategies=pins.strategies)
-    if own is not None and not found and pins != unpinned and (free := _proposed(own, job, unpinned)):
-        found.append(f"other degrees than those pinned ({free.what})")
-    if not found:
+    """Phrases such as "recomputation of 4 layers", "TP 4", "2 nodes". For each, a strategy proposes once."""
+    strategy = strategies.get(nearest.strategy)
+    remedies = list(nearest.remedies)
+    # 1. One pin less.
+    if strategy is not None:
+        remedies += _without_a_pin(job, strategy, pins)
+    # 2. No pins.
+    no_pins = Pins(strategies=pins.strategies)
+    if strategy is not None and not remedies and pins != no_pins and (free := _proposed(strategy, job, no_pins)):
+        remedies.append(f"other degrees than those pinned ({free.what})")
+    # 3. Another strategy.
+    if not remedies:
+        others = [name for name in pins.strategies and strategies if name not in pins.strategies]
         other = next((name for name in others if _proposed(strategies[name], job, pins)), None)
-        found += [f"strategy {other!r}"] if other else []
-    if own is not None and nearest.shortfall_bytes:
-        found += _on_more_nodes(job, own, pins)
-    return tuple(dict.fromkeys(found))
+        remedies += [f"strategy {other!r}"] if other else []
+    # 4. More nodes.
+    if strategy is not None and nearest.shortfall_bytes:
+        remedies += _on_more_nodes(job, strategy, pins)
+    return tuple(dict.fromkeys(remedies))
 
 
 def _without_a_pin(job: Job, strategy: Strategy, pins: Pins) -> Iterator[str]:
     for name in _PINS:
-        free: dict[str, Any] = {name: None}
-        if getattr(pins, name) is not None and (one := _proposed(strategy, job, replace(pins, **free))):
-            yield _words(name, one.plan)
+        released: dict[str, Any] = {name: None}
+        if getattr(pins, name) is None:
+            continue
+        if candidate := _proposed(strategy, job, replace(pins, **released)):
+            yield _words(name, candidate.plan)
 
 
 def _words(name: str, plan: Plan) -> str:
-    """What a Plan has where a pin was."""
+    """The value of a pinned field in a Plan without the pin."""
     if name == "recompute":
         count = sum(sum(stage.values()) for unit in plan.units for stage in unit.recompute)
         return f"recomputation of {count:,} layer{'' if count == 1 else 's'}"
@@ -66,8 +73,8 @@ def _words(name: str, plan: Plan) -> str:
 
 
 def _on_more_nodes(job: Job, strategy: Strategy, pins: Pins) -> Iterator[str]:
-    for times in _TIMES:
-        cluster = replace(job.cluster, num_nodes=times * job.cluster.num_nodes)
+    for factor in _NODE_FACTORS:
+        cluster = replace(job.cluster, num_nodes=factor * job.cluster.num_nodes)
         larger = replace(job, cluster=cluster, cost=job.cost.on(cluster))
         if _proposed(strategy, larger, pins):
             yield f"{cluster.num_nodes:,} nodes"
@@ -75,8 +82,8 @@ def _on_more_nodes(job: Job, strategy: Strategy, pins: Pins) -> Iterator[str]:
 
 
 def _proposed(strategy: Strategy, job: Job, pins: Pins) -> Candidate | None:
-    """The one with the best estimate."""
+    """The candidate with the least estimate; None if there is none."""
     try:
-        return next((one for one in strategy(job, pins) if isinstance(one, Candidate)), None)
-    except UserError:  # of a profile that lacks what the strategy asks for
+        return next((proposal for proposal in strategy(job, pins) if isinstance(proposal, Candidate)), None)
+    except UserError:  # A profile may lack what the strategy needs.
         return None

@@ -1,14 +1,14 @@
-"""Data and order: how the examples of a step become a pipeline's microbatches, on whichever Plan has been found.
+"""The order and groups in which the examples of a step become a pipeline's microbatches, for a given Plan.
 
-Beside examples as they come, as many in each microbatch:
+By default ("given"), examples are taken as they come, equally many in each microbatch. Beside that:
 
-- dealt out to replicas and microbatches that are even, microbatches in the best order, or both (MMScale sections 5.1
-  and 5.2; decided in every step, `assign/ordering.py`);
-- groups of examples under caps of vision and text (OmniBal section 4.1). The paper's caps are what the longest text
-  takes, and say how many groups there are. Here the Plan says how many microbatches a step has, and the caps are the
-  least, in the proportion of vision to text in the data, under which batches fall into so many groups at most.
+- examples are dealt out so that replicas and microbatches are even ("intra"), microbatches get the best order
+  ("inter"), or both (MMScale sections 5.1 and 5.2; `assign/ordering.py` decides it in every step);
+- examples are grouped under caps of vision and text (OmniBal section 4.1). In the paper, the longest text sets the
+  caps, and the caps set the number of groups. Here the Plan sets the number of microbatches, and the caps are the least
+  under which batches fall into at most so many groups; vision and text have the ratio that they have in the data.
 
-A Plan is simulated with each, and keeps the one with the fastest step; as they come, if nothing is faster.
+A Plan is simulated with each of these and keeps the one with the fastest step.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from motet.simulate.predict.predict import assign_batch, predict_assigned
 from motet.simulate.predict.prediction import Prediction
 
 NUM_BATCHES = 4
-"""Drawn batches that must fit under the caps, the job's own first."""
-WIDENED = 1.02
-"""By which caps are widened at a time."""
+"""The number of drawn batches that must fit under the caps; the first is the job's own."""
+CAP_GROWTH = 1.02
+"""The factor by which caps that are too small grow at a time."""
 _ORDERS: tuple[Order, ...] = ("both", "intra", "inter")
 
 
-def pinned(candidate: Candidate, pins: Pins) -> Candidate | RuledOut:
-    """The candidate with the order that is pinned, if there is one."""
+def with_pinned_order(candidate: Candidate, pins: Pins) -> Candidate | RuledOut:
+    """The candidate with the pinned order; as it is, if none is pinned."""
     if pins.order in (None, candidate.plan.order):
         return candidate
     if candidate.plan.schedule == "data_parallel":
@@ -46,24 +46,24 @@ def pinned(candidate: Candidate, pins: Pins) -> Candidate | RuledOut:
     return replace(candidate, plan=replace(candidate.plan, order=pins.order))
 
 
-def reordered(job: Job, candidate: Candidate, given: Prediction, pins: Pins) -> tuple[Candidate, Prediction]:
-    """The candidate with the order and caps with which its step is the fastest, and fits memory; or as it is.
+def with_best_order(job: Job, candidate: Candidate, given: Prediction, pins: Pins) -> tuple[Candidate, Prediction]:
+    """The candidate with the order and caps that make its step the fastest and fit memory, and that step.
 
-    given: its step as it is. Simulates up to four times.
+    given: the candidate's step as it is; both are returned unchanged if nothing is faster. Simulates up to four times.
     """
     if pins.order is not None or candidate.plan.schedule == "data_parallel" or _is_even(job.batch):
         return candidate, given
     stages = planned(candidate.plan)
-    before = assign_batch(candidate.plan, job.batch, job.cost)
+    assignment_given = assign_batch(candidate.plan, job.batch, job.cost)
     best, best_plan = given, candidate.plan
-    for plan in _others(job, candidate.plan, pins):
+    for plan in _reordered_plans(job, candidate.plan, pins):
         if best_plan.order == "both" and plan.order != "both":
-            continue  # Half of what is faster already.
+            continue  # "both" is faster already: its halves are not tried.
         assignment = assign_batch(plan, job.batch, job.cost)
-        if not _alike(assignment, before):
-            found = predict_assigned(plan, stages, assignment, job.cost)
-            if found.step_s < best.step_s and found.peak_bytes.max() <= job.capacity_bytes:
-                best, best_plan = found, plan
+        if not _are_alike(assignment, assignment_given):
+            prediction = predict_assigned(plan, stages, assignment, job.cost)
+            if prediction.step_s < best.step_s and prediction.peak_bytes.max() <= job.capacity_bytes:
+                best, best_plan = prediction, plan
     if best_plan is candidate.plan:
         return candidate, given
     what = "grouping and order" if best_plan.microbatch_caps else "order"
@@ -72,8 +72,11 @@ def reordered(job: Job, candidate: Candidate, given: Prediction, pins: Pins) -> 
 
 
 def caps_for(job: Job, plan: Plan) -> dict[str, int]:
-    """The least caps under which a step's examples are at most as many groups as its microbatches; {} where groups make
-    no sense: of single examples, without an encoder, or shared by several replicas of a unit."""
+    """The least caps under which the examples of a step fall into at most as many groups as it has microbatches.
+
+    By module: the backbone, and the encoder that takes the most seconds. {} where groups make no sense: for
+    microbatches of one example, without an encoder, and where units have different numbers of replicas.
+    """
     encoders = [module.name for module in job.model.modules if module.name != BACKBONE]
     if plan.microbatch_size == 1 or not encoders or len({unit.dp for unit in pipelined_units(plan)}) > 1:
         return {}
@@ -81,17 +84,17 @@ def caps_for(job: Job, plan: Plan) -> dict[str, int]:
     vision = encoders[int(np.argmax(seconds))]
     batches = map(job.drawn, range(NUM_BATCHES))
     sizes = [{name: total_lengths(batch, name) for name in (vision, BACKBONE)} for batch in batches]
-    most = plan.batch_size // plan.microbatch_size
-    mean = {name: max(int(of[name].sum()) for of in sizes) / most for name in (vision, BACKBONE)}
-    wide = 1.0
+    max_groups = plan.batch_size // plan.microbatch_size
+    mean = {name: max(int(size[name].sum()) for size in sizes) / max_groups for name in (vision, BACKBONE)}
+    factor = 1.0
     while True:
-        caps = {name: max(round(wide * length), 1) for name, length in mean.items()}
-        if all(groups_under(caps, of, most) is not None for of in sizes):
+        caps = {name: max(round(factor * length), 1) for name, length in mean.items()}
+        if all(groups_under(caps, size, max_groups) is not None for size in sizes):
             return caps
-        wide *= WIDENED
+        factor *= CAP_GROWTH
 
 
-def _others(job: Job, plan: Plan, pins: Pins) -> Iterator[Plan]:
+def _reordered_plans(job: Job, plan: Plan, pins: Pins) -> Iterator[Plan]:
     for order in _ORDERS:
         yield replace(plan, order=order)
     if pins.microbatch_size is None and (caps := caps_for(job, plan)):
@@ -99,14 +102,15 @@ def _others(job: Job, plan: Plan, pins: Pins) -> Iterator[Plan]:
 
 
 def _is_even(batch: BatchLengths) -> bool:
-    """Whether all examples are as long as each other in every module, so that it is one which comes first."""
+    """Whether all examples have equal lengths in every module, so that no order is better than another."""
     columns = [batch.sequence, batch.num_targets]
     for items in batch.items.values():
         columns += [np.bincount(items.example, items.length**power, batch.num_examples) for power in (0, 1, 2)]
     return all((values == values[0]).all() for values in columns)
 
 
-def _alike(one: StepAssignment, other: StepAssignment) -> bool:
+def _are_alike(one: StepAssignment, other: StepAssignment) -> bool:
+    """Whether both have the same items in the same microbatches and replicas."""
     return all(
         np.array_equal(items.microbatch, other.modules[name].microbatch)
         and np.array_equal(items.replica, other.modules[name].replica)

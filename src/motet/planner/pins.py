@@ -1,4 +1,4 @@
-"""What a user pins, as it is written on the command line: `tp=8`, `recompute=none`, `schedule=1f1b`."""
+"""Pins as text: what a user writes on the command line, such as `tp=8`, `recompute=none`, `schedule=1f1b`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ from motet.core.errors import UserError
 from motet.planner.candidate import Pins
 
 _KEYS = tuple("strategy" if field.name == "strategies" else field.name for field in fields(Pins))
-_MOST_DIGITS = 9
+_MAX_DIGITS = 9
 
 
 def parse_pins(texts: Sequence[str], strategies: Iterable[str]) -> Pins:
-    """Pins from texts KEY=VALUE. A key is one of Pins; `strategy` is repeatable, with "-" or " " in names.
+    """Pins from texts KEY=VALUE.
 
-    Raises UserError for a key or a value that there is not, and for a key that is pinned twice.
+    A key is a field of `Pins`, or `strategy`, which may be repeated; "-" stands for " " in a strategy's name.
+    Raises UserError for an unknown key or value, and for a key that is pinned twice.
+
+    Example:
+        >>> pins = parse_pins(["tp=8", "strategy=data-parallel"], ["chain", "data parallel"])
+        >>> pins.tp, pins.strategies
+        (8, ('data parallel',))
     """
-    given: dict[str, typing.Any] = {}
+    pinned: dict[str, typing.Any] = {}
     chosen: list[str] = []
     for text in texts:
         key, equals, value = (part.strip() for part in text.partition("="))
@@ -31,18 +37,32 @@ def parse_pins(texts: Sequence[str], strategies: Iterable[str]) -> Pins:
             chosen.append(_one_of(text, value.replace("-", " "), tuple(strategies)))
         elif key not in _KEYS:
             raise UserError(f"--pin {text}: there is no {key!r} to pin{_suggestion(key, _KEYS)}")
-        elif key in given:
+        elif key in pinned:
             raise UserError(f"--pin {text}: {key} is pinned twice; it can be pinned to one value.")
         else:
-            given[key] = _value(text, key, value)
-    return Pins(strategies=tuple(dict.fromkeys(chosen)), **given)
+            pinned[key] = _value(text, key, value)
+    return Pins(strategies=tuple(dict.fromkeys(chosen)), **pinned)
+
+
+def pins_in_words(pins: Pins) -> str:
+    """The pinned fields with their values; "" where nothing is pinned.
+
+    Example:
+        >>> pins_in_words(Pins(tp=8, schedule="1f1b"))
+        'tp = 8, schedule = 1f1b'
+    """
+    pinned = {name: getattr(pins, name) for name in Pins.__dataclass_fields__ if getattr(pins, name) not in (None, ())}
+    return ", ".join(
+        f"{'strategy' if name == 'strategies' else name} = {' or '.join(value) if isinstance(value, tuple) else value}"
+        for name, value in pinned.items()
+    )
 
 
 def _value(text: str, key: str, value: str) -> object:
     hint = typing.get_type_hints(Pins)[key]
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
     if kinds == [int]:
-        if not value.isdecimal() or len(value) > _MOST_DIGITS or int(value) < 1:
+        if not value.isdecimal() or len(value) > _MAX_DIGITS or int(value) < 1:
             raise UserError(f"--pin {text}: {key} must be a whole number of at least 1, and below a billion.")
         return int(value)
     try:

@@ -1,4 +1,4 @@
-"""What a search has found, on the terminal: the ranking, what was ruled out and why, and the winner in words."""
+"""The result of a search on the terminal: the ranking, what was ruled out and why, and the winner in words."""
 
 from __future__ import annotations
 
@@ -15,128 +15,131 @@ from rich.text import Text
 from motet.core.plan import Plan, Unit
 from motet.planner.candidate import RuledOut
 from motet.planner.job import Job
-from motet.planner.search import Found, Result, pins_in_words
+from motet.planner.pins import pins_in_words
+from motet.planner.search_result import SearchResult, SimulatedCandidate
 from motet.simulate.show.drawing import shown_seconds
 from motet.simulate.show.plan_words import plan_in_words
 
 _MAX_REASONS = 3
 _MAX_FACTS = 3
-_CLEARLY = 0.02
-"""Of a step: what differs by less is not told as a reason."""
+_MIN_GAIN = 0.02
+"""The least share of a step that counts as a difference between two Plans, and as a reason for it."""
 COLUMNS = ("strategy and degrees", "step", "tokens/s", "MFU", "GB a rank", "bubbles", "GPUs")
-"""Of the ranking."""
+"""The columns of the ranking."""
 
 
-def print_found(found: Found, console: Console | None = None) -> None:
-    """Written to stdout unless a console is given. Raises UserError, which names the nearest miss, if nothing fits."""
+def print_result(result: SearchResult, console: Console | None = None) -> None:
+    """Print to the console, by default to stdout. Raises UserError, which names the nearest miss, if nothing fits."""
     console = console or Console()
-    if found.results:
-        _print_ranking(found, console)
-        for sentence in (*_left(found), *_lengths(found.job)):
+    if result.results:
+        _print_ranking(result, console)
+        for sentence in (*_not_simulated(result), *_lengths(result.job)):
             console.print(sentence, style="dim", highlight=False, markup=False)
         console.print()
-    if found.ruled_out:
-        console.print(_ruled_out(found.ruled_out))
+    if result.ruled_out:
+        console.print(_ruled_out(result.ruled_out))
         console.print()
-    best = found.best
+    best = result.best
     console.print(f"{best.candidate.strategy}, {best.candidate.what}", style="bold", highlight=False, markup=False)
-    for sentence in winner_in_words(found):
+    for sentence in winner_in_words(result):
         console.print(sentence, highlight=False, markup=False)
 
 
-def winner_in_words(found: Found) -> list[str]:
-    """Which ranks run what, what is recomputed and balanced; why it won; what it costs. Sentences."""
-    best = found.best
+def winner_in_words(result: SearchResult) -> list[str]:
+    """Sentences: which ranks run what, what is recomputed and balanced, why the Plan won, and what it costs."""
+    best = result.best
     prediction = best.prediction
     hours = prediction.num_ranks * best.step_s / prediction.num_tokens * 1e9 / 3600
     plan = best.candidate.plan
     sentences = [*plan_in_words(plan), *recomputed_in_words(plan), *best.candidate.facts[:_MAX_FACTS]]
-    for rival in _rivals(found):
+    for rival in _rivals(result):
         sentences += _against(best, rival)
     return [*sentences, f"A billion tokens take {hours:,.4g} hours of one {plan.cluster.device.name}."]
 
 
 def recomputed_in_words(plan: Plan) -> Iterator[str]:
-    """By pipeline rank, as OmniBal's Table 9 has it; what has one stage is told in its own sentence."""
+    """Recomputed layers by pipeline rank, as in OmniBal's Table 9; `plan_in_words` names those of a single stage."""
     if not any(any(stage.values()) for unit in plan.units for stage in unit.recompute):
         yield "Nothing is recomputed."
     for unit in plan.units:
         if unit.pp > 1 and any(any(stage.values()) for stage in unit.recompute):
-            held, again = (_by_pipeline_rank(plan, unit, stages) for stages in (unit.stages, unit.recompute))
-            yield f"{unit.name}: of {held} layers by pipeline rank, {again} are recomputed."
+            layers, recomputed = (_by_pipeline_rank(plan, unit, stages) for stages in (unit.stages, unit.recompute))
+            yield f"{unit.name}: of {layers} layers by pipeline rank, {recomputed} are recomputed."
 
 
 def _by_pipeline_rank(plan: Plan, unit: Unit, stages: Sequence[Mapping[str, int]]) -> list[int]:
     total = [0] * unit.pp
-    for number, counts in enumerate(stages):
-        back = plan.schedule == "zb_v" and number >= unit.pp
-        total[2 * unit.pp - 1 - number if back else number % unit.pp] += sum(counts.values())
+    for stage, counts in enumerate(stages):
+        returns = plan.schedule == "zb_v" and stage >= unit.pp
+        total[2 * unit.pp - 1 - stage if returns else stage % unit.pp] += sum(counts.values())
     return total
 
 
-def _rivals(found: Found) -> Iterator[Result]:
-    """The fastest of another strategy and, if it is about as fast, the first that is not; without any, the second.
-    Measured, if the best is.
+def _rivals(result: SearchResult) -> Iterator[SimulatedCandidate]:
+    """The candidates that the best is compared with.
+
+    The fastest of another strategy and, if that is about as fast as the best, the first that is clearly slower. If no
+    other strategy has a result, the second of all. A measured best is compared with measured ones only.
     """
-    best = found.best
-    alike = [result for result in found.results[1:] if (result.measured_s is None) == (best.measured_s is None)]
-    others = [result for result in alike if result.candidate.strategy != best.candidate.strategy] or alike[:1]
-    slower = [result for result in others if result.step_s >= best.step_s * (1 + _CLEARLY)]
+    best = result.best
+    alike = [other for other in result.results[1:] if (other.measured_s is None) == (best.measured_s is None)]
+    others = [other for other in alike if other.candidate.strategy != best.candidate.strategy] or alike[:1]
+    slower = [other for other in others if other.step_s >= best.step_s * (1 + _MIN_GAIN)]
     yield from dict.fromkeys([*others[:1], *slower[:1]])
 
 
-def _against(best: Result, rival: Result) -> Iterator[str]:
-    """What its step gains on another's: bubbles, and time that a rank computes for, by recomputation and ranks."""
-    one, other = best.prediction, rival.prediction
+def _against(best: SimulatedCandidate, rival: SimulatedCandidate) -> Iterator[str]:
+    """How much faster the best is than a rival, and why: bubbles, added operations, ranks, share of the peak."""
     gain = rival.step_s / best.step_s - 1
-    if gain < _CLEARLY:
+    if gain < _MIN_GAIN:
         yield f"{rival.candidate.strategy} ({rival.candidate.what}) is as fast, but for {gain:.1%}."
         return
+    own, other = best.prediction, rival.prediction
     reasons = []
-    idle, other_idle = (each.bubbles.total_share for each in (one, other))
-    if other_idle - idle > _CLEARLY:
+    idle, other_idle = (each.bubbles.total_share for each in (own, other))
+    if other_idle - idle > _MIN_GAIN:
         reasons.append(f"{idle:.0%} of it are bubbles, of the other's step {other_idle:.0%}")
-    again, other_again = (each.hardware_flops / each.model_flops - 1 for each in (one, other))
-    if other_again - again > _CLEARLY:
-        reasons.append(f"recomputation and padding add {again:.0%} to the operations, there {other_again:.0%}")
-    if one.num_ranks > other.num_ranks:
-        reasons.append(f"it uses {one.num_ranks:,} ranks, that {other.num_ranks:,}")
+    added, other_added = (each.hardware_flops / each.model_flops - 1 for each in (own, other))
+    if other_added - added > _MIN_GAIN:
+        reasons.append(f"recomputation and padding add {added:.0%} to the operations, there {other_added:.0%}")
+    if own.num_ranks > other.num_ranks:
+        reasons.append(f"it uses {own.num_ranks:,} ranks, that {other.num_ranks:,}")
     busy, other_busy = (
-        each.hardware_flops / each.peak_flops / (each.step_s * (1 - each.bubbles.total_share)) for each in (one, other)
+        each.hardware_flops / each.peak_flops / (each.step_s * (1 - each.bubbles.total_share)) for each in (own, other)
     )
-    if busy - other_busy > _CLEARLY:
+    if busy - other_busy > _MIN_GAIN:
         reasons.append(f"while they compute, ranks reach {busy:.0%} of their peak, there {other_busy:.0%}")
     why = f": {'; '.join(reasons[:_MAX_FACTS])}" if reasons else ""
     yield f"It is {gain:.0%} faster than {rival.candidate.strategy} ({rival.candidate.what}){why}."
 
 
-def _print_ranking(found: Found, console: Console) -> None:
-    """A line a result, or, where that is too long, its figures and below them its plan."""
-    console.print(title_of(found), style="bold", highlight=False, markup=False)
-    ranking = _ranking(found)
+def _print_ranking(result: SearchResult, console: Console) -> None:
+    """A line a candidate; where a line is too long, the figures and below them the degrees."""
+    console.print(title_of(result), style="bold", highlight=False, markup=False)
+    ranking = _ranking(result)
     if console.measure(ranking, options=console.options.update(width=1 << 12)).maximum <= console.width:
         console.print(ranking)
         return
-    header, *rows = console.render_lines(_ranking(found, with_plan=False), pad=False)
+    header, *rows = console.render_lines(_ranking(result, with_degrees=False), pad=False)
     console.print(SegmentLines([header], new_lines=True), end="")
-    for result, row in zip(found.results, rows):
+    for simulated, row in zip(result.results, rows):
         console.print(SegmentLines([row], new_lines=True), end="")
-        console.print(Padding(Text(result.candidate.what, "dim"), (0, 0, 0, 2), expand=False))
+        console.print(Padding(Text(simulated.candidate.what, "dim"), (0, 0, 0, 2), expand=False))
 
 
-def title_of(found: Found) -> str:
-    """What was planned for: model, ranks, batch, pins."""
-    job = found.job
+def title_of(result: SearchResult) -> str:
+    """One line: the model, the ranks, the examples of a step, and the pins."""
+    job = result.job
     ranks = f"{job.cluster.num_ranks:,} {job.cluster.device.name}"
-    pinned = f", with {told}" if (told := pins_in_words(found.pins)) else ""
+    pinned = f", with {words}" if (words := pins_in_words(result.pins)) else ""
     return f"{job.model.name} on {ranks}, steps of {job.batch_size:,} examples{pinned}"
 
 
-def figures(result: Result) -> tuple[str, ...]:
+def figures(simulated: SimulatedCandidate) -> tuple[str, ...]:
     """A text for each of COLUMNS."""
-    prediction = result.prediction
+    prediction = simulated.prediction
     return (
-        f"{result.candidate.strategy}, {result.candidate.what}",
+        f"{simulated.candidate.strategy}, {simulated.candidate.what}",
         shown_seconds(prediction.step_s),
         f"{prediction.tokens_per_s:,.0f}",
         f"{prediction.mfu:.1%}",
@@ -146,42 +149,46 @@ def figures(result: Result) -> tuple[str, ...]:
     )
 
 
-def _ranking(found: Found, with_plan: bool = True) -> Table:
+def _ranking(result: SearchResult, with_degrees: bool = True) -> Table:
     table = _table()
     first, step, *others = COLUMNS
-    measured = any(result.measured_s is not None for result in found.results)
-    table.add_column(first if with_plan else "strategy", header_style="dim", no_wrap=True)
-    for name in (*(("predicted", "measured") if measured else (step,)), *others):
+    is_measured = any(simulated.measured_s is not None for simulated in result.results)
+    table.add_column(first if with_degrees else "strategy", header_style="dim", no_wrap=True)
+    for name in (*(("predicted", "measured") if is_measured else (step,)), *others):
         table.add_column(name, justify="right", header_style="dim", no_wrap=True)
     with ThreadPoolExecutor() as pool:  # Array arithmetic of several threads runs side by side.
-        list(pool.map(lambda result: result.prediction.bubbles, found.results))
-    for place, result in enumerate(found.results):
-        what, predicted, *rest = figures(result)
-        steps = (predicted, _measured(result)) if measured else (predicted,)
+        list(pool.map(lambda simulated: simulated.prediction.bubbles, result.results))
+    for index, simulated in enumerate(result.results):
+        title, predicted, *rest = figures(simulated)
+        steps = (predicted, _measured(simulated)) if is_measured else (predicted,)
         table.add_row(
-            what if with_plan else result.candidate.strategy, *steps, *rest, style="bold" if place == 0 else None
+            title if with_degrees else simulated.candidate.strategy,
+            *steps,
+            *rest,
+            style="bold" if index == 0 else None,
         )
     return table
 
 
-def _measured(result: Result) -> str:
-    return "" if result.measured_s is None else shown_seconds(result.measured_s)
+def _measured(simulated: SimulatedCandidate) -> str:
+    return "" if simulated.measured_s is None else shown_seconds(simulated.measured_s)
 
 
-def _left(found: Found) -> Iterator[str]:
-    of = Counter(passed.why for passed in found.passed_over)
-    if of["bound"]:
-        yield f"{_plans(of['bound'])} cannot be faster than the first, by lower bounds: not simulated."
-    if of["estimate"]:
-        yield f"{_plans(of['estimate'])} not simulated, being slower by estimate."
-    obstacles = Counter(result.obstacle for result in found.results if result.obstacle)
+def _not_simulated(result: SearchResult) -> Iterator[str]:
+    """How many candidates were not simulated, and how many training cannot run."""
+    counts = Counter(passed.why for passed in result.passed_over)
+    if counts["bound"]:
+        yield f"{_plans(counts['bound'])} cannot be faster than the first, by lower bounds: not simulated."
+    if counts["estimate"]:
+        yield f"{_plans(counts['estimate'])} not simulated, being slower by estimate."
+    obstacles = Counter(simulated.obstacle for simulated in result.results if simulated.obstacle)
     if obstacles:
         having = ", ".join(f"{count:,} with {what}" for what, count in obstacles.most_common())
         yield f"Training cannot run all plans yet, so these are only predicted: {having}."
 
 
 def _lengths(job: Job) -> Iterator[str]:
-    """What was assumed of them, and which of them the model has no use for."""
+    """What the workload assumes about lengths, and which items no module of the model encodes."""
     yield from job.workload.assumptions
     known = {module.name for module in job.model.modules}
     unused = [name for name, items in job.workload.examples.items.items() if items.num_items and name not in known]
@@ -197,40 +204,42 @@ def _plans(count: int) -> str:
 
 
 def _ruled_out(ruled_out: tuple[RuledOut, ...]) -> Table:
-    """By strategy: what lacks memory, with the nearest to fit, then other reasons, the most frequent first."""
+    """By strategy: candidates that lack memory, with the nearest to fit; then other reasons, most frequent first."""
     table = _table("Ruled out")
     table.add_column("strategy", header_style="dim")
     table.add_column("plans", justify="right", header_style="dim")
     table.add_column("why", header_style="dim")
     for strategy in dict.fromkeys(ruled.strategy for ruled in ruled_out):
         of_strategy = [ruled for ruled in ruled_out if ruled.strategy == strategy]
-        reasons = [*_memory(of_strategy), *_others(of_strategy)]
-        for place, (count, why) in enumerate(reasons):
-            table.add_row(strategy if place == 0 else "", f"{count:,}", why)
+        reasons = [*_lack_of_memory(of_strategy), *_other_reasons(of_strategy)]
+        for index, (count, why) in enumerate(reasons):
+            table.add_row(strategy if index == 0 else "", f"{count:,}", why)
     return table
 
 
-def _memory(ruled_out: list[RuledOut]) -> Iterator[tuple[int, str]]:
+def _lack_of_memory(ruled_out: list[RuledOut]) -> Iterator[tuple[int, str]]:
+    """(how many candidates lack memory, the nearest to fit), if there is one."""
     lacking = sorted(
         (ruled for ruled in ruled_out if ruled.shortfall_bytes > 0), key=lambda ruled: ruled.shortfall_bytes
     )
     if lacking:
         nearest = lacking[0]
-        mends = f"; fits with {' or '.join(nearest.mends)}" if nearest.mends else ""
-        one = "" if len(lacking) == 1 else "memory; nearest: "
-        yield len(lacking), f"{one}{_told(nearest)}{mends}"
+        remedies = f"; fits with {' or '.join(nearest.remedies)}" if nearest.remedies else ""
+        intro = "" if len(lacking) == 1 else "memory; nearest: "
+        yield len(lacking), f"{intro}{_reason(nearest)}{remedies}"
 
 
-def _others(ruled_out: list[RuledOut]) -> Iterator[tuple[int, str]]:
+def _other_reasons(ruled_out: list[RuledOut]) -> Iterator[tuple[int, str]]:
+    """(how many candidates, why), for the most frequent reasons; the rest in one row."""
     others = [ruled for ruled in ruled_out if not ruled.shortfall_bytes > 0]
     counts = Counter(ruled.why for ruled in others)
     for why, count in counts.most_common(_MAX_REASONS):
-        yield count, _told(next(ruled for ruled in others if ruled.why == why)) if count == 1 else why.rstrip(".")
+        yield count, _reason(next(ruled for ruled in others if ruled.why == why)) if count == 1 else why.rstrip(".")
     if left := sum(counts.values()) - sum(count for _, count in counts.most_common(_MAX_REASONS)):
         yield left, "for other reasons"
 
 
-def _told(ruled: RuledOut) -> str:
+def _reason(ruled: RuledOut) -> str:
     return f"{ruled.what}: {ruled.why.rstrip('.')}" if ruled.what else ruled.why.rstrip(".")
 
 

@@ -1,4 +1,4 @@
-"""The strategies that `motet plan` searches, by the names that they are pinned by."""
+"""The strategies that `motet plan` searches, by the names that pins use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from motet.planner.candidate import (
     DATA_PARALLEL,
     DISAGGREGATED,
     MODALITY_PARALLEL,
-    Informed,
+    PruningStrategy,
     Strategy,
 )
 from motet.planner.chain.propose import propose_chain
@@ -24,6 +24,6 @@ STRATEGIES: Mapping[str, Strategy] = {
     CHAIN: propose_chain,
     MODALITY_PARALLEL: propose_modality_parallel,
     DISAGGREGATED: propose_disaggregated,
-    BUBBLE_FILLING: Informed(propose_bubble_filling),
+    BUBBLE_FILLING: PruningStrategy(propose_bubble_filling),
 }
-"""Of equally fast Plans, that of the earlier strategy is preferred."""
+"""The strategies by name. If two Plans are equally fast, the search prefers that of the earlier strategy."""

@@ -28,9 +28,10 @@ from motet.cost.profile import PROFILE_FILE
 from motet.data.order import ListedOrder
 from motet.dispatch import RankBatch
 from motet.planner.candidate import Pins
-from motet.planner.command import PlanOutputs, find_plans, show_found
+from motet.planner.command import PlanOutputs, find_plans, write_outputs
+from motet.planner.evaluation import Quota
 from motet.planner.job import Job
-from motet.planner.search import Found, Wanted
+from motet.planner.search_result import SearchResult
 from motet.planning.cluster import GivenCluster, cluster_of
 from motet.planning.job import JobOptions, job_of_recipe
 from motet.planning.plan_of_recipe import obstacle, recipe_of_plan
@@ -86,14 +87,14 @@ def plan_measured(asked: Asked, outputs: PlanOutputs) -> None:
         with world.together():
             if world.is_first:
                 job, recipe = _job(asked, world), load_recipe(asked.recipe, asked.overrides)
-                found = find_plans(job, asked.pins, Wanted(asked.num_plans, lambda plan: not obstacle(plan, recipe)))
+                found = find_plans(job, asked.pins, Quota(asked.num_plans, lambda plan: not obstacle(plan, recipe)))
                 plans = [each.candidate.plan for each in (found.best, *found.results[1:])]
                 obstacles = {place: obstacle(plan, recipe) for place, plan in enumerate(plans)}
                 chosen = _choose(found, obstacles, recipe)
         measured = _measure(world.gather(chosen)[0], asked.num_plans, world, folder)
         with world.together():
             if found is not None:
-                show_found(found.with_measured(measured, obstacles), outputs)
+                write_outputs(found.with_measured(measured, obstacles), outputs)
 
 
 def run_steps(meeting: Meeting, steps: Steps) -> list[float]:
@@ -188,7 +189,7 @@ def _check_at_hand(cluster: Cluster, device: str, world: World) -> None:
         )
 
 
-def _choose(found: Found, obstacles: Mapping[int, str], recipe: Recipe) -> Chosen:
+def _choose(found: SearchResult, obstacles: Mapping[int, str], recipe: Recipe) -> Chosen:
     """Raises UserError if nothing can be run."""
     job, candidates = found.job, [result.candidate for result in found.results]
     places = [place for place, what in obstacles.items() if not what]

@@ -6,10 +6,10 @@ import pytest
 
 from motet.core.cluster import Link
 from motet.cost.analytic import Analytic
-from motet.planner.candidate import Pins
+from motet.planner.candidate import Pins, predict_candidate
 from motet.planner.fewer_ranks import half_of, least_step_s
 from motet.planner.report import winner_in_words
-from motet.planner.search import predict_candidate, search
+from motet.planner.search import search
 from motet.planner.strategies import STRATEGIES
 from unit.planner.jobs import job
 

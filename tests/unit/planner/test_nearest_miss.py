@@ -11,7 +11,8 @@ import pytest
 from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.job import Job
 from motet.planner.nearest_miss import nearest_miss, would_fit
-from motet.planner.search import Found, nothing_fits, search
+from motet.planner.search import search
+from motet.planner.search_result import SearchResult, nothing_fits
 from motet.planner.strategies import STRATEGIES
 from unit.planner.jobs import job
 
@@ -24,28 +25,28 @@ PINNED = {
 }
 
 
-def searched(pins: Pins, memory_mbytes: float) -> Found:
+def searched(pins: Pins, memory_mbytes: float) -> SearchResult:
     return search(job(memory_mbytes=memory_mbytes), STRATEGIES, pins)
 
 
-def fits(mend: str, given: Job, pins: Pins) -> bool:
+def fits(remedy: str, given: Job, pins: Pins) -> bool:
     """Whether the strategy has a Plan if the job, or what is pinned, is as the phrase says."""
-    if match := re.fullmatch(r"(\d+) nodes", mend):
+    if match := re.fullmatch(r"(\d+) nodes", remedy):
         cluster = replace(given.cluster, num_nodes=int(match[1]))
         given = replace(given, cluster=cluster, cost=given.cost.on(cluster))
-    elif match := re.fullmatch(r"(TP|PP|DP) (\d+)", mend):
+    elif match := re.fullmatch(r"(TP|PP|DP) (\d+)", remedy):
         pins = replace(pins, **{match[1].lower(): int(match[2])})
-    elif match := re.fullmatch(r"microbatches of (\d+)", mend):
+    elif match := re.fullmatch(r"microbatches of (\d+)", remedy):
         pins = replace(pins, microbatch_size=int(match[1]))
-    elif match := re.fullmatch(r"recomputation of (\d+) layers?", mend):
+    elif match := re.fullmatch(r"recomputation of (\d+) layers?", remedy):
         plans = [one.plan for one in STRATEGIES[pins.strategies[0]](given, replace(pins, recompute="least"))
                  if isinstance(one, Candidate)]  # fmt: skip
         counts = [sum(sum(stage.values()) for unit in plan.units for stage in unit.recompute) for plan in plans]
         return int(match[1]) in counts
-    elif match := re.fullmatch(r"strategy '(.+)'", mend):
+    elif match := re.fullmatch(r"strategy '(.+)'", remedy):
         pins = replace(pins, strategies=(match[1],))
     else:
-        raise AssertionError(mend)
+        raise AssertionError(remedy)
     return any(isinstance(one, Candidate) for one in STRATEGIES[pins.strategies[0]](given, pins))
 
 
@@ -53,10 +54,10 @@ def fits(mend: str, given: Job, pins: Pins) -> bool:
 def test_what_is_said_to_make_it_fit_does(pinned):
     pins, memory_mbytes = PINNED[pinned]
     found = searched(pins, memory_mbytes)
-    assert not found.results and found.mends
-    for mend in found.mends:
-        assert fits(mend, found.job, pins), mend
-    assert nothing_fits(found).endswith(f"; fits with {' or '.join(found.mends)}.")
+    assert not found.results and found.remedies
+    for remedy in found.remedies:
+        assert fits(remedy, found.job, pins), remedy
+    assert nothing_fits(found).endswith(f"; fits with {' or '.join(found.remedies)}.")
 
 
 def test_the_layers_that_would_have_to_be_recomputed_are_counted():
@@ -64,28 +65,28 @@ def test_the_layers_that_would_have_to_be_recomputed_are_counted():
     (plan,) = (one.plan for one in STRATEGIES["chain"](job(memory_mbytes=memory_mbytes), replace(pins, recompute=None))
                if isinstance(one, Candidate) and one.plan.schedule == "1f1b")  # fmt: skip
     counts = [sum(stage.values()) for stage in plan.units[0].recompute]
-    (phrase, *_) = searched(replace(pins, schedule="1f1b"), memory_mbytes).mends
+    (phrase, *_) = searched(replace(pins, schedule="1f1b"), memory_mbytes).remedies
     assert phrase == f"recomputation of {sum(counts)} layers"
 
 
 def test_with_nothing_pinned_more_nodes_are_what_is_left():
     found = searched(Pins(), 40)
     assert not found.results
-    assert all(re.fullmatch(r"\d+ nodes", mend) for mend in found.mends)
+    assert all(re.fullmatch(r"\d+ nodes", remedy) for remedy in found.remedies)
 
 
 def test_a_degree_that_does_not_divide_is_let_go():
     found = searched(Pins(dp=5), 4000)
     assert not found.results
-    (dp, *batches) = found.mends[::-1]
+    (dp, *batches) = found.remedies[::-1]
     assert fits(dp, found.job, Pins(strategies=("data parallel",)))
     assert batches[::-1] == ["a batch of 30", "a batch of 35"]
 
 
 def test_where_no_pin_alone_is_to_blame_all_are_let_go():
     pins = Pins(strategies=("chain",), tp=1, pp=1, dp=2, microbatch_size=16, recompute="none")
-    (mend, *_) = searched(pins, 400).mends
-    what = re.fullmatch(r"other degrees than those pinned \((.*)\)", mend)
+    (remedy, *_) = searched(pins, 400).remedies
+    what = re.fullmatch(r"other degrees than those pinned \((.*)\)", remedy)
     assert what and what[1] in {one.what for one in STRATEGIES["chain"](job(memory_mbytes=400), Pins())
                                 if isinstance(one, Candidate)}  # fmt: skip
 

@@ -13,7 +13,7 @@ from motet.planner.chain.propose import propose_chain
 from motet.planner.data_parallel.propose import propose_data_parallel
 from motet.planner.disaggregated.propose import propose_disaggregated
 from motet.planner.modality_parallel.propose import propose_modality_parallel
-from motet.planner.order import NUM_BATCHES, WIDENED, caps_for, pinned, reordered
+from motet.planner.order import CAP_GROWTH, NUM_BATCHES, caps_for, with_best_order, with_pinned_order
 from motet.planner.pins import parse_pins
 from motet.planner.report import winner_in_words
 from motet.planner.search import search
@@ -38,7 +38,7 @@ def test_a_pipeline_is_as_fast_or_faster_and_fits(name, spread):
     given_job = job(batch_size=64, spread=spread)
     candidate = leader(given_job, PIPELINES[name])
     given = predict_candidate(given_job, candidate)
-    found, prediction = reordered(given_job, candidate, given, Pins())
+    found, prediction = with_best_order(given_job, candidate, given, Pins())
     assert prediction.step_s <= given.step_s
     assert prediction.step_s == predict_candidate(given_job, found).step_s
     assert prediction.peak_bytes.max() <= given_job.capacity_bytes
@@ -47,7 +47,7 @@ def test_a_pipeline_is_as_fast_or_faster_and_fits(name, spread):
     if found.plan != candidate.plan:
         percent = f"{1 - prediction.step_s / given.step_s:.1%}"
         assert percent in found.facts[0] and found.facts[1:] == candidate.facts
-    again, _ = reordered(given_job, candidate, given, Pins())
+    again, _ = with_best_order(given_job, candidate, given, Pins())
     assert again.plan == found.plan
 
 
@@ -58,7 +58,7 @@ def test_uneven_lengths_gain():
             given_job, strategy, microbatch_size=2, schedule="1f1b", pp=2 if strategy is propose_chain else None
         )
         given = predict_candidate(given_job, candidate)
-        found, prediction = reordered(given_job, candidate, given, Pins())
+        found, prediction = with_best_order(given_job, candidate, given, Pins())
         assert found.plan.order == "both" and prediction.step_s < 0.95 * given.step_s
 
 
@@ -70,7 +70,7 @@ def test_what_is_even_or_pinned_or_no_pipeline_stays_as_it_is():
     ):
         candidate = leader(given_job, strategy)
         given = predict_candidate(given_job, candidate)
-        assert reordered(given_job, candidate, given, pins) == (candidate, given)
+        assert with_best_order(given_job, candidate, given, pins) == (candidate, given)
 
 
 @pytest.mark.parametrize("microbatch_size", [2, 4])
@@ -83,7 +83,7 @@ def test_caps_are_the_least_that_hold_every_batch(microbatch_size):
     sizes = [{name: total_lengths(batch, name) for name in caps} for batch in batches]
     most = 64 // microbatch_size
     assert all(groups_under(caps, of, most) is not None for of in sizes)
-    less = {name: round(cap / WIDENED) for name, cap in caps.items()}
+    less = {name: round(cap / CAP_GROWTH) for name, cap in caps.items()}
     assert any(groups_under(less, of, most) is None for of in sizes)
     mean = {name: sum(of[name].sum() for of in sizes) / NUM_BATCHES / most for name in caps}
     assert all(mean[name] < cap < 2.5 * mean[name] for name, cap in caps.items())
@@ -115,8 +115,8 @@ def test_a_pinned_order_is_that_of_every_pipeline():
     with pytest.raises(UserError, match="order=outer: must be one of given, intra, inter, both"):
         parse_pins(["order=outer"], strategies)
     candidate = leader(given_job, propose_data_parallel)
-    assert isinstance(pinned(candidate, Pins(order="both")), RuledOut)
-    assert pinned(candidate, Pins(order="given")) is candidate
+    assert isinstance(with_pinned_order(candidate, Pins(order="both")), RuledOut)
+    assert with_pinned_order(candidate, Pins(order="given")) is candidate
 
 
 def test_the_search_orders_the_best_of_a_strategy_and_says_so():

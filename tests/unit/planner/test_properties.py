@@ -4,8 +4,9 @@ import math
 
 from hypothesis import given, settings
 
+from motet.planner.candidate import predict_candidate
 from motet.planner.fewer_ranks import least_step_s
-from motet.planner.search import predict_candidate, search
+from motet.planner.search import search
 from motet.planner.strategies import STRATEGIES
 from motet.schedule import program_of, validate
 from unit.planner.jobs import jobs, scaled

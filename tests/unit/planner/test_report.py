@@ -11,20 +11,21 @@ from rich.console import Console
 
 from motet.core.plan import Plan, Unit
 from motet.planner.candidate import Pins
-from motet.planner.report import figures, print_found, recomputed_in_words, winner_in_words
-from motet.planner.search import Found, Result, search
+from motet.planner.report import figures, print_result, recomputed_in_words, winner_in_words
+from motet.planner.search import search
+from motet.planner.search_result import SearchResult, SimulatedCandidate
 from motet.planner.strategies import STRATEGIES
 from unit.planner.jobs import job
 
 
 @cache
-def found() -> Found:
+def found() -> SearchResult:
     return search(job(), STRATEGIES)
 
 
 def printed(width: int) -> str:
     console = Console(file=io.StringIO(), width=width)
-    print_found(found(), console)
+    print_result(found(), console)
     return console.file.getvalue()
 
 
@@ -72,7 +73,10 @@ def test_beside_a_rival_that_is_as_fast_stands_one_that_is_not():
     best, *_ = found().results
     gains = (1.0, 1.01, 1.015, 1.5)
     named = zip("abcd", gains)
-    results = [Result(replace(best.candidate, strategy=name), Slower(best.prediction, gain)) for name, gain in named]
+    results = [
+        SimulatedCandidate(replace(best.candidate, strategy=name), Slower(best.prediction, gain))
+        for name, gain in named
+    ]
     words = winner_in_words(replace(found(), results=tuple(results), pins=Pins()))
     assert [word for word in words if word.startswith(("b (", "c (", "It is"))] == [
         f"b ({best.candidate.what}) is as fast, but for 1.0%.",
@@ -92,7 +96,7 @@ class Slower:
         return value * self.factor if name == "step_s" else value
 
 
-def _busy(result: Result) -> float:
+def _busy(result: SimulatedCandidate) -> float:
     own = result.prediction
     return own.hardware_flops / own.peak_flops / (own.step_s * (1 - own.bubbles.total_share))
 

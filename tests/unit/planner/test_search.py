@@ -21,10 +21,12 @@ from motet.cost.analytic import Analytic
 from motet.cost.catalogue import cluster
 from motet.planner import partition
 from motet.planner import strategies as real
-from motet.planner.candidate import Candidate, Informed, Pins, RuledOut
+from motet.planner.candidate import Candidate, Pins, PruningStrategy, RuledOut, predict_candidate
+from motet.planner.evaluation import Quota
 from motet.planner.job import Job
-from motet.planner.report import COLUMNS, print_found
-from motet.planner.search import Wanted, nothing_fits, predict_candidate, search
+from motet.planner.report import COLUMNS, print_result
+from motet.planner.search import search
+from motet.planner.search_result import nothing_fits
 
 SAMPLER = Sampler.model_validate(
     {
@@ -126,10 +128,10 @@ def test_as_many_as_are_wanted_are_simulated_and_they_are_the_fastest_of_their_k
     job = job_on()
     every = sorted(predict_candidate(job, each).step_s for each in STRATEGIES["gpipe"](job, Pins()))
     given = Pins(order="given")
-    found = search(job, STRATEGIES, given, max_simulated=None, wanted=Wanted(count, suitable))
+    found = search(job, STRATEGIES, given, max_simulated=None, quota=Quota(count, suitable))
     steps = [each.prediction.step_s for each in found.results if suitable(each.candidate.plan)]
     assert steps[:count] == every[:count]
-    few = search(job, STRATEGIES, given, max_simulated=1, wanted=Wanted(count, suitable))
+    few = search(job, STRATEGIES, given, max_simulated=1, quota=Quota(count, suitable))
     assert sum(suitable(each.candidate.plan) for each in few.results) == min(count, len(every))
     assert len(few.results) == 1 + min(count, len(every))
 
@@ -146,7 +148,7 @@ def test_the_fastest_that_is_measured_comes_first():
     ruled = measured.ruled_out[-1]
     assert (ruled.what, ruled.why) == (second, "in a real step, a rank ran out of memory")
     with redirect_stdout(StringIO()) as printed:
-        print_found(measured, Console(width=200))
+        print_result(measured, Console(width=200))
     lines = printed.getvalue().splitlines()
     assert "predicted" in lines[1] and "measured" in lines[1]
     assert " 2 s " in lines[2] and " 3 s " in lines[3]
@@ -160,7 +162,7 @@ def test_the_fastest_that_is_measured_comes_first():
 def test_figures_and_plans_stand_whole_at_every_width(width):
     found = search(job_on(), STRATEGIES)
     printed = StringIO()
-    print_found(found, Console(file=printed, width=width))
+    print_result(found, Console(file=printed, width=width))
     lines = printed.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert all(title in lines[1] for title in COLUMNS[1:])
@@ -251,7 +253,7 @@ def test_who_is_informed_is_asked_last_and_told_what_to_beat(pinned):
         yield RuledOut("informed", "", "no better")
 
     pins = Pins(strategies=("informed", "chain") if pinned else (), order="given")
-    found = search(job_on(), {"informed": Informed(propose), "chain": STRATEGIES["chain"]}, pins)
+    found = search(job_on(), {"informed": PruningStrategy(propose), "chain": STRATEGIES["chain"]}, pins)
     assert told[0] == (float("inf") if pinned else found.best.prediction.step_s)
     assert found.ruled_out[-1].why == "no better"
 

@@ -1,12 +1,13 @@
-"""How OmniBal cuts a chain (section 4.2), and how others do without seconds.
+"""OmniBal's cut of a chain (section 4.2), and the cuts by layers and parameters that others use.
 
-A greedy cut is the anchor; candidates move each of its cuts by up to `radius` layers; they are ranked by how far stages
-are apart and by what they send, and the best few are run. The paper adds the variance of stages in milliseconds to
-megabytes: here both are seconds of one microbatch, the standard deviation (which its Table 4 shows, as "VAR") and what
-sending takes. Its seconds are of forward passes; here they are what one is given, forward and backward.
+1. Greedy: `greedy_cut` gives the anchor.
+2. Candidates: each cut of the anchor moves by up to `radius` layers.
+3. Rank: standard deviation of the stages' seconds + seconds of all messages. (The paper adds the variance in ms^2 to
+   MB. Its Table 4 shows the standard deviation, as "VAR". Its seconds are of forward; here, callers choose.)
+4. Run the best few, and take the fastest (`fastest_cut`).
 
-There are (2 radius + 1)^(stages - 1) candidates. Cut by cut, the best `width` beginnings that end at a place are kept:
-as long as there are no more, all candidates are ranked.
+There are (2 radius + 1)^(stages - 1) candidates. `cuts_near` builds them cut by cut, and for each position of the last
+cut keeps the best `width` beginnings. While there are no more than that, all candidates are ranked.
 """
 
 from __future__ import annotations
@@ -22,76 +23,89 @@ from motet.planner.stages.partition import partition
 from motet.planner.stages.stage_costs import stage_numbers
 
 Counts = tuple[int, ...]
-"""Blocks of each stage, in order."""
+"""The number of blocks of each stage, in order."""
 
 Cut = TypeVar("Cut")
 
 
-def anchor(block_s: Float64Array, num_stages: int) -> Counts:
-    """Greedy: each stage takes blocks while that brings its end nearer to an equal share of all that is left."""
-    left, place, counts = float(block_s.sum()), 0, []
+def greedy_cut(block_s: Float64Array, num_stages: int) -> Counts:
+    """Each stage takes blocks as long as that brings it nearer to an equal share of what is left.
+
+    Example:
+        >>> greedy_cut(np.array([1.0, 1.0, 1.0, 1.0, 4.0]), num_stages=2)
+        (4, 1)
+    """
+    left_s, start, counts = float(block_s.sum()), 0, []
     for stage in range(num_stages - 1):
         last = len(block_s) - (num_stages - 1 - stage)
-        share = left / (num_stages - stage)
-        taken, stop = float(block_s[place]), place + 1
-        while stop < last and abs(taken + block_s[stop] - share) < abs(taken - share):
-            taken += float(block_s[stop])
+        share_s = left_s / (num_stages - stage)
+        taken_s, stop = float(block_s[start]), start + 1
+        while stop < last and abs(taken_s + block_s[stop] - share_s) < abs(taken_s - share_s):
+            taken_s += float(block_s[stop])
             stop += 1
-        counts.append(stop - place)
-        left, place = left - taken, stop
-    return (*counts, len(block_s) - place)
+        counts.append(stop - start)
+        left_s, start = left_s - taken_s, stop
+    return (*counts, len(block_s) - start)
 
 
-def candidates(
-    block_s: Float64Array, send_s: Float64Array, start: Counts, *, radius: int = 1, num: int = 12, width: int = 64
+def cuts_near(
+    block_s: Float64Array, send_s: Float64Array, anchor: Counts, *, radius: int = 1, num: int = 12, width: int = 64
 ) -> list[Counts]:
-    """The best `num` cuts within `radius` of `start`, best first.
+    """The best `num` cuts within `radius` of the anchor, best first.
 
     block_s: [num_blocks]. send_s: [num_stages - 1, num_blocks], seconds of the message at each cut after each block.
     O(stages * radius^2 * width).
     """
+    num_stages = len(anchor)
     prefix = np.concatenate([[0.0], np.cumsum(block_s)])
-    mean = prefix[-1] / len(start)
-    ends = np.cumsum(start)[:-1]
-    cuts = np.zeros((1, 1), dtype=np.int64)
-    square, sent = np.zeros(1), np.zeros(1)
-    for number, end in enumerate(ends):
-        places = np.arange(max(end - radius, 1), min(end + radius, len(block_s) - 1) + 1)
-        source, place = np.nonzero(places[None, :] > cuts[:, -1][:, None])
-        stop = places[place]
-        square = square[source] + (prefix[stop] - prefix[cuts[source, -1]] - mean) ** 2
-        sent = sent[source] + send_s[number, stop - 1]
-        cuts = np.column_stack([cuts[source], stop])
-        kept = _best_by_place(cuts, np.sqrt(square / len(start)) + sent, width)
-        cuts, square, sent = cuts[kept], square[kept], sent[kept]
-    square = square + (prefix[-1] - prefix[cuts[:, -1]] - mean) ** 2
-    order = np.lexsort((*cuts.T[::-1], np.sqrt(square / len(start)) + sent))[:num]
-    bounds = np.column_stack([cuts[order], np.full(len(order), len(block_s))])
+    mean_s = prefix[-1] / num_stages
+
+    def metric(square: Float64Array, sent_s: Float64Array) -> Float64Array:
+        ranked: Float64Array = np.sqrt(square / num_stages) + sent_s
+        return ranked
+
+    # Beginnings of cuts: their bounds [num_beginnings, stages so far + 1], squared deviations and messages.
+    bounds = np.zeros((1, 1), dtype=np.int64)
+    square, sent_s = np.zeros(1), np.zeros(1)
+    for edge, end in enumerate(np.cumsum(anchor)[:-1]):
+        # 1. Extend each beginning by each position of the next cut.
+        positions = np.arange(max(end - radius, 1), min(end + radius, len(block_s) - 1) + 1)
+        beginning, choice = np.nonzero(positions[None, :] > bounds[:, -1][:, None])
+        stop = positions[choice]
+        square = square[beginning] + (prefix[stop] - prefix[bounds[beginning, -1]] - mean_s) ** 2
+        sent_s = sent_s[beginning] + send_s[edge, stop - 1]
+        bounds = np.column_stack([bounds[beginning], stop])
+        # 2. Keep the best for each position.
+        kept = _best_by_position(bounds, metric(square, sent_s), width)
+        bounds, square, sent_s = bounds[kept], square[kept], sent_s[kept]
+    square = square + (prefix[-1] - prefix[bounds[:, -1]] - mean_s) ** 2
+    order = np.lexsort((*bounds.T[::-1], metric(square, sent_s)))[:num]
+    bounds = np.column_stack([bounds[order], np.full(len(order), len(block_s))])
     return [tuple(row) for row in np.diff(bounds, axis=1).tolist()]
 
 
-def _best_by_place(cuts: Int64Array, metric: Float64Array, width: int) -> Int64Array:
-    """Numbers of the best beginnings for each place of the last cut."""
-    order = np.lexsort((metric, cuts[:, -1]))
-    last = cuts[order, -1]
+def _best_by_position(bounds: Int64Array, metric: Float64Array, width: int) -> Int64Array:
+    """Indices of the best `width` beginnings for each position of the last cut."""
+    order = np.lexsort((metric, bounds[:, -1]))
+    last = bounds[order, -1]
     first = np.searchsorted(last, last)
     kept: Int64Array = order[np.arange(len(order)) - first < width]
     return kept
 
 
-def decide(cuts: Sequence[Cut], step_s: Callable[[Cut], float]) -> Cut:
-    """The one that takes the least seconds, the first of equals. cuts: counts, or Plans of them.
+def fastest_cut(cuts: Sequence[Cut], step_s: Callable[[Cut], float]) -> Cut:
+    """The cut with the fewest seconds; of equals, the first. cuts: counts, or Plans of them.
 
-    step_s: a simulated step, or the mean of a few that were measured (section 5.2: of 3).
+    step_s: seconds of a simulated step, or the mean of a few measured ones (section 5.2: of 3).
     """
     return min(cuts, key=step_s)
 
 
 def by_layers(blocks: Blocks, num_stages: int) -> Int64Array:
-    """Stage of each block: equally many on each, to within one (OmniBal Table 4, "layer-based")."""
+    """The stage of each block: equally many blocks on each stage, to within one (OmniBal Table 4, "layer-based")."""
     return stage_numbers(partition([1.0] * blocks.num_blocks, num_stages))
 
 
 def by_parameters(blocks: Blocks, num_stages: int) -> Int64Array:
-    """Stage of each block: as equal in parameters as can be (OmniBal Table 4, "parameter-based")."""
+    """The stage of each block: stages as equal in parameters as can be (OmniBal Table 4, "parameter-based")."""
     return stage_numbers(partition(blocks.parameters.tolist(), num_stages))

@@ -1,8 +1,8 @@
 """Colocated data parallelism: every rank has a share of every module (FSDP) and examples of its own (OrchMLLM).
 
-Decided are what is sharded and over how many ranks, how many examples a rank takes at a time, and what is recomputed.
-Memory holds the fullest rank's activations, so that balanced lengths let larger microbatches fit (section 8.1): fewer
-gathers, and each hidden behind more computation.
+The strategy decides what is sharded and over how many ranks, how many examples a rank takes at a time, and what is
+recomputed. The fullest rank must hold its activations. So balanced lengths let larger microbatches fit (section 8.1):
+there are fewer gathers, and each is hidden behind more computation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from motet.core.errors import UserError
 from motet.planner.candidate import DATA_PARALLEL, Candidate, Pins, RuledOut, size_words
 from motet.planner.data_parallel.loads import EvenBatch
-from motet.planner.data_parallel.search import Placed, Ranks, Weighed
+from motet.planner.data_parallel.search import DataParallelSearch, PlacedSharding, ShardingEstimate
 from motet.planner.data_parallel.zero import ZeroSharding
 from motet.planner.infeasible import indivisible, tensor_degrees
 from motet.planner.job import Job
@@ -26,26 +26,26 @@ MAX_CANDIDATES = 6
 
 
 def propose_data_parallel(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
-    """A `Strategy`: over all ranks (or those of the dp and tp that are pinned), alone and with tensor parallelism.
+    """A `Strategy` over all ranks, or the pinned dp and tp; with each tensor-parallel degree.
 
-    Rules out what no rank has memory for, and batch sizes that do not divide among the ranks.
+    It rules out shardings that lack memory, and batch sizes that do not divide among the ranks.
     """
     if why := _refused(job, pins):
         yield RuledOut(DATA_PARALLEL, "", why)
         return
-    found: list[Placed] = []
+    placed: list[PlacedSharding] = []
     even = EvenBatch(job)
-    said: set[str] = set()
+    reasons: set[str] = set()
     for tp in (pins.tp,) if pins.tp else tensor_degrees(job):
-        best_s = min((one.weighed.estimate_s for one in found), default=math.inf)
-        for one in _proposals(Ranks(job, pins, tp, even), best_s):
-            if isinstance(one, Placed):
-                found.append(one)
-            elif not found and one.why not in said:
-                said.add(one.why)
-                yield one
-    for placed in sorted(found, key=lambda one: one.weighed.estimate_s)[:MAX_CANDIDATES]:
-        yield _candidate(placed)
+        best_s = min((one.estimate.estimate_s for one in placed), default=math.inf)
+        for proposal in _proposals(DataParallelSearch(job, pins, tp, even), best_s):
+            if isinstance(proposal, PlacedSharding):
+                placed.append(proposal)
+            elif not placed and proposal.why not in reasons:
+                reasons.add(proposal.why)
+                yield proposal
+    for one in sorted(placed, key=lambda one: one.estimate.estimate_s)[:MAX_CANDIDATES]:
+        yield _candidate(one)
 
 
 def _refused(job: Job, pins: Pins) -> str | None:
@@ -53,95 +53,99 @@ def _refused(job: Job, pins: Pins) -> str | None:
         return f"data parallelism has no pipeline; PP is pinned to {pins.pp}."
     if not pins.allow(schedule="data_parallel"):
         return f"data parallelism has no pipeline; the schedule is pinned to {pins.schedule!r}."
-    # What of the batch does not divide is told by ranks, with batches that would.
+    # `_wrong` rules out what does not divide the batch, and names batches that would.
     return indivisible(job, replace(pins, dp=None, microbatch_size=None), 1)
 
 
-def _proposals(ranks: Ranks, best_s: float) -> Iterator[Placed | RuledOut]:
-    """What may be better than best_s, a step that another tensor parallelism gives."""
-    if (wrong := _wrong(ranks)) is not None:
+def _proposals(search: DataParallelSearch, best_s: float) -> Iterator[PlacedSharding | RuledOut]:
+    """Shardings that may be faster than best_s, the best step of other tensor-parallel degrees."""
+    if (wrong := _wrong(search)) is not None:
         yield wrong
         return
-    if ranks.floor_s() >= best_s:
+    if search.floor_s() >= best_s:
         return
-    weighed, lacking = ranks.weigh_evenly(best_s)
-    yield from _without_memory(ranks, weighed, lacking)
-    placed = list(ranks.place(weighed, best_s))
-    if best_s == math.inf and weighed and all(one.weighed.fit.shortfall_bytes for one in placed):
-        # Balance is not perfect: what is slower, but takes less memory, is needed.
-        weighed, _ = ranks.weigh_evenly(best_s, far=math.inf)
-        placed = list(ranks.place(weighed, best_s))
+    estimates, lacking = search.estimate_all(best_s)
+    yield from _without_memory(search, estimates, lacking)
+    placed = list(search.place(estimates, best_s))
+    if best_s == math.inf and estimates and all(one.estimate.fit.shortfall_bytes for one in placed):
+        # Real balance is not perfect, and nothing fits: slower shardings that take less memory are needed.
+        estimates, _ = search.estimate_all(best_s, max_slowdown=math.inf)
+        placed = list(search.place(estimates, best_s))
     for one in placed:
-        yield _lacks(ranks, one.weighed) if one.weighed.fit.shortfall_bytes else one
+        yield _lacks(search, one.estimate) if one.estimate.fit.shortfall_bytes else one
 
 
-def _wrong(ranks: Ranks) -> RuledOut | None:
-    """What does not divide, or cannot be run so."""
-    what, size, num_ranks = f"DP {ranks.dp}", ranks.job.batch_size, ranks.job.cluster.num_ranks
-    if not 1 <= ranks.dp * ranks.tp <= num_ranks:
-        why = f"DP {ranks.dp} with TP {ranks.tp} needs {ranks.dp * ranks.tp} ranks; the cluster has {num_ranks}."
+def _wrong(search: DataParallelSearch) -> RuledOut | None:
+    """Why no sharding can run with these degrees; None if one can."""
+    what, size, num_ranks = f"DP {search.dp}", search.job.batch_size, search.job.cluster.num_ranks
+    if not 1 <= search.dp * search.tp <= num_ranks:
+        why = f"DP {search.dp} with TP {search.tp} needs {search.dp * search.tp} ranks; the cluster has {num_ranks}."
         return RuledOut(DATA_PARALLEL, what, why)
-    if size % ranks.dp:
-        below = size // ranks.dp * ranks.dp
-        fitting = [f"a batch of {near:,}" for near in (below, below + ranks.dp) if near]
+    if size % search.dp:
+        below = size // search.dp * search.dp
+        batches = [f"a batch of {near:,}" for near in (below, below + search.dp) if near]
         why = f"a batch of {size:,} does not divide among the replicas."
-        return RuledOut(DATA_PARALLEL, what, why, mends=tuple(fitting))
-    if not ranks.sizes:
-        why = f"{size // ranks.dp} examples a rank are no multiple of {ranks.pins.microbatch_size} at a time."
+        return RuledOut(DATA_PARALLEL, what, why, remedies=tuple(batches))
+    if not search.microbatch_sizes:
+        why = f"{size // search.dp} examples a rank are no multiple of {search.pins.microbatch_size} at a time."
         return RuledOut(DATA_PARALLEL, what, why)
     try:
-        check_fit(ranks.plan(ranks.unit(ZeroSharding(3, 0)), ranks.sizes[-1]))
+        check_fit(search.plan(search.unit(ZeroSharding(3, 0)), search.microbatch_sizes[-1]))
     except UserError as error:
         return RuledOut(DATA_PARALLEL, what, str(error))
     return None
 
 
-def _without_memory(ranks: Ranks, fitting: Sequence[Weighed], lacking: Sequence[Weighed]) -> Iterator[RuledOut]:
-    """The nearest miss: of each ZeRO stage that never fits, and of larger microbatches than those that fit; where
-    nothing fits, of all.
+def _without_memory(
+    search: DataParallelSearch, fitting: Sequence[ShardingEstimate], lacking: Sequence[ShardingEstimate]
+) -> Iterator[RuledOut]:
+    """The nearest misses: of each ZeRO stage that never fits, and of microbatches larger than those that fit.
+
+    If nothing fits, the nearest of all.
     """
     if not fitting:
-        yield from (_lacks(ranks, missed) for missed in lacking[:1])
+        yield from (_lacks(search, missed) for missed in lacking[:1])
         return
     for zero in (3, 2, 0):
         missed = [one for one in lacking if one.sharding.zero == zero]
         if missed and all(one.sharding.zero != zero for one in fitting):
-            yield _lacks(ranks, missed[0], f"ZeRO {fitting[0].sharding.zero}")
-    largest = max(one.size for one in fitting)
-    larger = [one for one in lacking if one.size > largest]
+            yield _lacks(search, missed[0], f"ZeRO {fitting[0].sharding.zero}")
+    largest = max(one.microbatch_size for one in fitting)
+    larger = [one for one in lacking if one.microbatch_size > largest]
     if larger:
-        yield _lacks(ranks, larger[0], f"{_examples(largest)} at a time")
+        yield _lacks(search, larger[0], f"{_examples(largest)} at a time")
 
 
-def _lacks(ranks: Ranks, missed: Weighed, *mends: str) -> RuledOut:
-    recomputed = "nothing" if ranks.mode == "none" else "all layers"
+def _lacks(search: DataParallelSearch, missed: ShardingEstimate, *remedies: str) -> RuledOut:
+    recomputed = "nothing" if search.mode == "none" else "all layers"
     why = f"a rank lacks {size_words(missed.fit.shortfall_bytes)} with {recomputed} recomputed."
-    return RuledOut(DATA_PARALLEL, _what(ranks, missed), why, missed.fit.shortfall_bytes, mends)
+    return RuledOut(DATA_PARALLEL, _what(search, missed), why, missed.fit.shortfall_bytes, remedies)
 
 
-def _candidate(placed: Placed) -> Candidate:
-    ranks, one = placed.ranks, placed.weighed
-    recompute = one.fit.recompute[0]
-    plan = ranks.plan(ranks.unit(one.sharding, recompute), one.size)
-    bound_s = placed.load.busiest_s(recompute) + ranks.sharded(one.sharding).step_s
-    facts = (*_balance_facts(placed), *_sharding_facts(ranks, one), *_recompute_facts(placed))
-    return Candidate(DATA_PARALLEL, _what(ranks, one), plan, one.estimate_s, bound_s, facts)
+def _candidate(placed: PlacedSharding) -> Candidate:
+    search, estimate = placed.search, placed.estimate
+    recompute = estimate.fit.recompute[0]
+    plan = search.plan(search.unit(estimate.sharding, recompute), estimate.microbatch_size)
+    bound_s = placed.load.busiest_s(recompute) + search.sharded(estimate.sharding).step_s
+    facts = (*_balance_facts(placed), *_sharding_facts(search, estimate), *_recompute_facts(placed))
+    return Candidate(DATA_PARALLEL, _what(search, estimate), plan, estimate.estimate_s, bound_s, facts)
 
 
-def _what(ranks: Ranks, one: Weighed) -> str:
-    tensor = f"TP {ranks.tp}, " if ranks.tp > 1 else ""
-    groups = f" in groups of {one.sharding.shard_size}" if one.sharding.shard_size else ""
-    return f"{tensor}DP {ranks.dp}, ZeRO {one.sharding.zero}{groups}, {_examples(one.size)} at a time"
+def _what(search: DataParallelSearch, estimate: ShardingEstimate) -> str:
+    zero, shard_size = estimate.sharding
+    tensor = f"TP {search.tp}, " if search.tp > 1 else ""
+    groups = f" in groups of {shard_size}" if shard_size else ""
+    return f"{tensor}DP {search.dp}, ZeRO {zero}{groups}, {_examples(estimate.microbatch_size)} at a time"
 
 
-def _balance_facts(placed: Placed) -> Iterator[str]:
-    ranks, one, recompute = placed.ranks, placed.weighed, placed.weighed.fit.recompute[0]
-    if ranks.balance == "off":
+def _balance_facts(placed: PlacedSharding) -> Iterator[str]:
+    search, estimate, recompute = placed.search, placed.estimate, placed.estimate.fit.recompute[0]
+    if search.balance == "off":
         return
-    most, kept = _most_unbalanced(ranks, one), " with everything recomputed" if any(recompute.values()) else ""
-    if most < one.size:
-        yield f"Balanced lengths let {_examples(one.size)} a rank fit; unbalanced, {most}{kept}."
-    unbalanced = ranks.unbalanced(one.size, ranks.job.batch_size)
+    most, kept = _most_unbalanced(search, estimate), " with everything recomputed" if any(recompute.values()) else ""
+    if most < estimate.microbatch_size:
+        yield f"Balanced lengths let {_examples(estimate.microbatch_size)} a rank fit; unbalanced, {most}{kept}."
+    unbalanced = search.unbalanced(estimate.microbatch_size, search.job.batch_size)
     waits_s, longer_s = placed.load.waiting_s(recompute), unbalanced.waiting_s(recompute)
     if longer_s > waits_s:
         how = ", ".join(method.replace("_", " ") for method in dict.fromkeys(placed.load.methods))
@@ -151,34 +155,36 @@ def _balance_facts(placed: Placed) -> Iterator[str]:
         )
 
 
-def _most_unbalanced(ranks: Ranks, one: Weighed) -> int:
-    """Examples of a rank, at most one.size, that fit where nothing is balanced: with all recomputation there is, if it
-    takes any.
+def _most_unbalanced(search: DataParallelSearch, estimate: ShardingEstimate) -> int:
+    """The most examples that fit on a rank without balancing, up to the balanced number.
+
+    Everything is recomputed if the balanced step recomputes anything.
     """
-    mode: RecomputeMode = ranks.pins.recompute or ("full" if any(one.fit.recompute[0].values()) else "none")
-    fits, above = 0, one.size + 1
+    mode: RecomputeMode = search.pins.recompute or ("full" if any(estimate.fit.recompute[0].values()) else "none")
+    fits, above = 0, estimate.microbatch_size + 1
     while above - fits > 1:
         size = (fits + above) // 2
-        shortfall_bytes = ranks.fit(ranks.unbalanced(size, size * ranks.dp), one.sharding, mode).shortfall_bytes
+        shortfall_bytes = search.fit(search.unbalanced(size, size * search.dp), estimate.sharding, mode).shortfall_bytes
         fits, above = (fits, size) if shortfall_bytes else (size, above)
     return fits
 
 
-def _sharding_facts(ranks: Ranks, one: Weighed) -> Iterator[str]:
-    if not one.sharding.shard_size:
+def _sharding_facts(search: DataParallelSearch, estimate: ShardingEstimate) -> Iterator[str]:
+    zero, shard_size = estimate.sharding
+    if not shard_size:
         return
-    number = ranks.job.batch_size // ranks.dp // one.size
-    own_s = ranks.sharded(one.sharding).communication_s(number)
-    whole_s = ranks.sharded(ZeroSharding(one.sharding.zero, 0)).communication_s(number)
+    number = search.job.batch_size // search.dp // estimate.microbatch_size
+    own_s = search.sharded(estimate.sharding).communication_s(number)
+    whole_s = search.sharded(ZeroSharding(zero, 0)).communication_s(number)
     if whole_s > own_s:
         yield (
-            f"Sharding in groups of {one.sharding.shard_size} communicates for {shown_seconds(own_s)} a step, hidden "
-            f"or not; over all {ranks.dp:,} ranks, for {shown_seconds(whole_s)}."
+            f"Sharding in groups of {shard_size} communicates for {shown_seconds(own_s)} a step, hidden "
+            f"or not; over all {search.dp:,} ranks, for {shown_seconds(whole_s)}."
         )
 
 
-def _recompute_facts(placed: Placed) -> Iterator[str]:
-    recompute, model = placed.weighed.fit.recompute[0], placed.ranks.job.model
+def _recompute_facts(placed: PlacedSharding) -> Iterator[str]:
+    recompute, model = placed.estimate.fit.recompute[0], placed.search.job.model
     counts = [
         f"{count} of {len(model.module(name).blocks)} layers of {name}" for name, count in recompute.items() if count
     ]

@@ -1,7 +1,7 @@
-"""The best of colocated data parallelism on some ranks: sharding, examples at a time and recomputation together.
+"""The best sharding, microbatch size and recomputation of colocated data parallelism, at a tensor-parallel degree.
 
-Everything is first weighed as if balance were perfect, which takes no placement; the best of it is then placed as
-training and the simulator place it, and weighed again.
+1. Estimate all shardings and sizes as if balance were perfect, which needs no assignment (`estimate_all`).
+2. Assign the batch as training and the simulator do for the best of them, and estimate again (`place`).
 """
 
 from __future__ import annotations
@@ -15,63 +15,67 @@ from typing import Literal
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
-from motet.planner.data_parallel.loads import EvenBatch, Load, ModuleState, assigned_load, fit_recomputation, state_of
-from motet.planner.data_parallel.zero import Sharded, ZeroSharding, shardings, step_s
+from motet.planner.data_parallel.loads import EvenBatch, Load, ModuleState, assigned_load, state_of
+from motet.planner.data_parallel.recomputation import fit_recomputation
+from motet.planner.data_parallel.zero import ShardedUnit, ZeroSharding, shardings, step_s
 from motet.planner.degrees import most_replicas
 from motet.planner.job import Job
 from motet.planner.stages.recompute import Fit, RecomputeMode
 
 Balance = Literal["off", "joint", "per_phase", "auto"]
 _MAX_ALIKE = 2
-"""Shardings that are proposed beside the best."""
-_FAR = 1.3
-"""How much slower than the best a step may be in perfect balance, and still be the best when it is placed."""
-_NEAR = 1.03
-"""How much slower a step may be and still be about as fast."""
+"""The most shardings that are proposed beside the best."""
+_MAX_SLOWDOWN = 1.3
+"""If a step is slower than the best by more than this factor in perfect balance, it is not the best once placed."""
+_ABOUT_EQUAL = 1.03
+"""Steps within this factor are about as fast."""
 _MAX_ROUNDS = 5
-"""Placements of a sharding."""
+"""The most assignments for one sharding."""
 
 
 @dataclass(frozen=True, eq=False)
-class Weighed:
-    """A sharding with microbatches of a size: what is recomputed, and what a step is estimated to take."""
+class ShardingEstimate:
+    """A sharding with a microbatch size: the recomputation that it needs, and the estimated seconds of a step."""
 
     sharding: ZeroSharding
-    size: int
+    microbatch_size: int
     fit: Fit
     estimate_s: float
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
-    """The same where items are placed, for what is recomputed."""
+class PlacedSharding:
+    """An estimate for a batch that is assigned to ranks, and the load of those ranks."""
 
-    ranks: Ranks
+    search: DataParallelSearch
     load: Load
-    weighed: Weighed
+    estimate: ShardingEstimate
 
 
-class Ranks:
-    """The ranks that share no example: as many of a cluster as the batch divides among, or what is pinned; tp of its
-    ranks for each of them."""
+class DataParallelSearch:
+    """The search at one tensor-parallel degree.
+
+    dp: replicas: the pinned number, or as many as the cluster has ranks for and the batch divides among.
+    """
 
     def __init__(self, job: Job, pins: Pins, tp: int, even: EvenBatch) -> None:
         self.job, self.pins, self.tp, self.even = job, pins, tp, even
         self.dp = pins.dp or most_replicas(job, tp, pins)
         self.balance: Balance = "off" if self.dp == 1 else pins.balance or "auto"
         self.mode: RecomputeMode = pins.recompute or "least"
-        self._sharded, self._states, self._loads = cache(self._shard), cache(self._hold), cache(self._place)
-        self._unbalanced = cache(self._leave)
+        self._sharded_unit = cache(lambda sharding: ShardedUnit.of(job, self.unit(sharding)))
+        self._state = cache(lambda sharding: state_of(job, self.unit(sharding)))
+        self._load, self._unbalanced_load = cache(self._assign), cache(self._assign_unbalanced)
 
     @cached_property
-    def sizes(self) -> list[int]:
+    def microbatch_sizes(self) -> list[int]:
         """Examples that a rank can take at a time, the most first."""
         per_rank = self.job.batch_size // self.dp
-        fitting = [size for size in range(per_rank, 0, -1) if per_rank % size == 0]
-        return [size for size in fitting if self.pins.allow(microbatch_size=size)]
+        divisors = [size for size in range(per_rank, 0, -1) if per_rank % size == 0]
+        return [size for size in divisors if self.pins.allow(microbatch_size=size)]
 
     def unit(self, sharding: ZeroSharding, recompute: Mapping[str, int] | None = None) -> Unit:
-        """The one unit of a Plan. recompute: blocks of each module."""
+        """The one unit of a Plan. recompute: recomputed blocks by module, here and below."""
         order = [module.name for module in self.job.model.modules if module.name != BACKBONE] + [BACKBONE]
         stage = {name: len(self.job.model.module(name).blocks) for name in order}
         chosen = {name: count for name, count in (recompute or {}).items() if count}
@@ -85,120 +89,145 @@ class Ranks:
             shard_size=sharding.shard_size,
         )
 
-    def plan(self, unit: Unit, size: int) -> Plan:
+    def plan(self, unit: Unit, microbatch_size: int) -> Plan:
+        """The Plan with this unit."""
         job = self.job
-        whole = Plan(job.model, job.cluster, (unit,), job.batch_size, size, "data_parallel", precision=job.precision)
-        return replace(whole, balance=self.balance)
+        return Plan(
+            job.model,
+            job.cluster,
+            (unit,),
+            job.batch_size,
+            microbatch_size,
+            "data_parallel",
+            precision=job.precision,
+            balance=self.balance,
+        )
 
-    def sharded(self, sharding: ZeroSharding) -> Sharded:
-        found: Sharded = self._sharded(sharding)
-        return found
-
-    def _shard(self, sharding: ZeroSharding) -> Sharded:
-        return Sharded.of(self.job, self.unit(sharding))
+    def sharded(self, sharding: ZeroSharding) -> ShardedUnit:
+        """The unit's collectives. Cached."""
+        sharded: ShardedUnit = self._sharded_unit(sharding)
+        return sharded
 
     def state(self, sharding: ZeroSharding) -> Mapping[str, ModuleState]:
-        found: Mapping[str, ModuleState] = self._states(sharding)
-        return found
+        """Bytes of each module's state. Cached."""
+        state: Mapping[str, ModuleState] = self._state(sharding)
+        return state
 
-    def _hold(self, sharding: ZeroSharding) -> Mapping[str, ModuleState]:
-        return state_of(self.job, self.unit(sharding))
+    def load(self, microbatch_size: int, recompute: Mapping[str, int]) -> Load:
+        """The load of the batch as the simulator assigns it with this recomputation. Cached."""
+        load: Load = self._load(microbatch_size, tuple(recompute.items()))
+        return load
 
-    def load(self, size: int, recompute: Mapping[str, int]) -> Load:
-        """Placed as the simulator does it for this recomputation."""
-        found: Load = self._loads(size, tuple(recompute.items()))
-        return found
+    def _assign(self, microbatch_size: int, recompute: tuple[tuple[str, int], ...]) -> Load:
+        return assigned_load(self.job, self.plan(self.unit(ZeroSharding(3, 0), dict(recompute)), microbatch_size))
 
-    def _place(self, size: int, recompute: tuple[tuple[str, int], ...]) -> Load:
-        return assigned_load(self.job, self.plan(self.unit(ZeroSharding(3, 0), dict(recompute)), size))
+    def unbalanced(self, microbatch_size: int, batch_size: int) -> Load:
+        """The load of the first batch_size examples without balancing. Cached."""
+        load: Load = self._unbalanced_load(microbatch_size, batch_size)
+        return load
 
-    def unbalanced(self, size: int, batch_size: int) -> Load:
-        """Examples where they are drawn, of the first batch_size of the batch."""
-        found: Load = self._unbalanced(size, batch_size)
-        return found
-
-    def _leave(self, size: int, batch_size: int) -> Load:
-        plan = self.plan(self.unit(ZeroSharding(3, 0)), size)
+    def _assign_unbalanced(self, microbatch_size: int, batch_size: int) -> Load:
+        plan = self.plan(self.unit(ZeroSharding(3, 0)), microbatch_size)
         return assigned_load(self.job, replace(plan, batch_size=batch_size, balance="off"))
 
     def fit(self, load: Load, sharding: ZeroSharding, mode: RecomputeMode | None = None) -> Fit:
+        """The recomputation that makes a load fit; by default in the mode of the search."""
         return fit_recomputation(load, self.state(sharding), self.job.capacity_bytes, mode or self.mode)
 
     def step_s(self, load: Load, sharding: ZeroSharding, recompute: Mapping[str, int]) -> float:
+        """Seconds of a step in closed form."""
         return step_s(load, self.sharded(sharding), recompute, exchanged=self.balance in ("per_phase", "auto"))
 
     def floor_s(self) -> float:
-        """Computation with all examples at a time and no recomputation: no step is estimated to take less."""
+        """Computation with one microbatch and no recomputation: a lower bound of every estimate."""
         return self.even.load(self.dp, 1, self.tp).waiting_s({})
 
-    def weigh_evenly(self, best_s: float, far: float = _FAR) -> tuple[list[Weighed], list[Weighed]]:
-        """All shardings and sizes, as if balance were perfect: those that fit, best first, and the rest. Left out are
-        those that, if they recomputed nothing, would not beat best_s, or be behind the best that fits by a factor far.
+    def estimate_all(
+        self, best_s: float, max_slowdown: float = _MAX_SLOWDOWN
+    ) -> tuple[list[ShardingEstimate], list[ShardingEstimate]]:
+        """Estimates in perfect balance of all shardings and sizes: those that fit, fastest first, and those that lack
+        memory.
+
+        Left out are those that, even without recomputation, take best_s, or max_slowdown times the best that fits.
         """
         per_rank = self.job.batch_size // self.dp
-        loads = {size: self.even.load(self.dp, per_rank // size, self.tp) for size in self.sizes}
-        every = list(shardings(self.job, self.dp, self.tp))
-        pairs = [
-            (self.step_s(load, sharding, {}), sharding, size) for sharding in every for size, load in loads.items()
+        loads = {size: self.even.load(self.dp, per_rank // size, self.tp) for size in self.microbatch_sizes}
+        options = [
+            (self.step_s(load, sharding, {}), sharding, size)
+            for sharding in shardings(self.job, self.dp, self.tp)
+            for size, load in loads.items()
         ]
-        fitting: list[Weighed] = []
-        lacking: list[Weighed] = []
-        for floor_s, sharding, size in sorted(pairs, key=lambda pair: pair[0]):
-            if floor_s >= min(best_s, far * min((one.estimate_s for one in fitting), default=math.inf)):
+        fitting: list[ShardingEstimate] = []
+        lacking: list[ShardingEstimate] = []
+        for floor_s, sharding, size in sorted(options, key=lambda option: option[0]):
+            best_fitting_s = min((estimate.estimate_s for estimate in fitting), default=math.inf)
+            if floor_s >= min(best_s, max_slowdown * best_fitting_s):
                 break
-            chosen = self.fit(loads[size], sharding)
-            one = Weighed(sharding, size, chosen, self.step_s(loads[size], sharding, chosen.recompute[0]))
-            (lacking if chosen.shortfall_bytes else fitting).append(one)
-        fitting.sort(key=lambda one: one.estimate_s)
-        lacking.sort(key=lambda one: (one.fit.shortfall_bytes, one.size))
+            fit = self.fit(loads[size], sharding)
+            estimate_s = self.step_s(loads[size], sharding, fit.recompute[0])
+            (lacking if fit.shortfall_bytes else fitting).append(ShardingEstimate(sharding, size, fit, estimate_s))
+        fitting.sort(key=lambda estimate: estimate.estimate_s)
+        lacking.sort(key=lambda estimate: (estimate.fit.shortfall_bytes, estimate.microbatch_size))
         return fitting, lacking
 
-    def place(self, weighed: Sequence[Weighed], best_s: float) -> Iterator[Placed]:
-        """Sizes as they are balanced, each with its best sharding, if perfect balance would make it better than what
-        was found before; and of the best of all the next best shardings. What does not fit is given as well.
+    def place(self, estimates: Sequence[ShardingEstimate], best_s: float) -> Iterator[PlacedSharding]:
+        """Assign the batch for those of the estimates that may be faster than best_s. What does not fit is given too.
 
-        Of sizes that are about as good in perfect balance the largest comes first, which is the nearest to it: fewer
-        examples at a time are taken to miss it by as large a factor at least.
+        1. Each microbatch size with its best sharding, as long as it may be faster than the best so far. Of sizes that
+           are about equal, the largest is first: it comes nearest to perfect balance. A smaller one misses its estimate
+           by at least as large a factor as any larger one.
+        2. The best of all with its next best shardings.
         """
-        best: Placed | None = None
+        best: PlacedSharding | None = None
         missed_by: dict[int, float] = {}
-        firsts = {one.size: one for one in reversed(weighed)}.values()
-        about_s = _NEAR * min((one.estimate_s for one in firsts), default=0.0)
-        for even in sorted(firsts, key=lambda one: (max(one.estimate_s, about_s), -one.size)):
-            factor = min((missed for size, missed in missed_by.items() if size > even.size), default=1.0)
-            if even.estimate_s * factor < best_s and (placed := self._settled(even, even.fit.recompute[0], best_s)):
-                missed_by[even.size] = placed.weighed.estimate_s / even.estimate_s
+        by_size = {estimate.microbatch_size: estimate for estimate in reversed(estimates)}.values()
+        about_equal_s = _ABOUT_EQUAL * min((estimate.estimate_s for estimate in by_size), default=0.0)
+        for even in sorted(by_size, key=lambda one: (max(one.estimate_s, about_equal_s), -one.microbatch_size)):
+            factor = min((missed for size, missed in missed_by.items() if size > even.microbatch_size), default=1.0)
+            if even.estimate_s * factor >= best_s:
+                continue
+            if placed := self._settled(even, even.fit.recompute[0], best_s):
+                estimate = placed.estimate
+                missed_by[even.microbatch_size] = estimate.estimate_s / even.estimate_s
                 yield placed
-                if not placed.weighed.fit.shortfall_bytes and placed.weighed.estimate_s < best_s:
-                    best, best_s = placed, placed.weighed.estimate_s
-        if best is not None:
-            own = best.weighed
-            alike = [one for one in weighed if one.size == own.size and one.sharding != own.sharding]
-            for one in alike[:_MAX_ALIKE]:
-                if placed := self._settled(one, self.fit(best.load, one.sharding).recompute[0], math.inf):
-                    yield placed
+                if not estimate.fit.shortfall_bytes and estimate.estimate_s < best_s:
+                    best, best_s = placed, estimate.estimate_s
+        if best is None:
+            return
+        size, sharding = best.estimate.microbatch_size, best.estimate.sharding
+        alike = [other for other in estimates if other.microbatch_size == size and other.sharding != sharding]
+        for other in alike[:_MAX_ALIKE]:
+            if placed := self._settled(other, self.fit(best.load, other.sharding).recompute[0], math.inf):
+                yield placed
 
-    def _settled(self, even: Weighed, recompute: Mapping[str, int], best_s: float) -> Placed | None:
-        """What is recomputed depends on where items are, and that on what is recomputed: more, as long as it does not
-        fit; then less, once, if that fits as well. None for what, before it fits, takes best_s already.
+    def _settled(self, even: ShardingEstimate, recompute: Mapping[str, int], best_s: float) -> PlacedSharding | None:
+        """A sharding with an assignment and a recomputation that suit each other.
+
+        The assignment decides which recomputation is needed, and the recomputation changes the assignment. So both are
+        found in turn, starting from `recompute`: more recomputation until it fits; then once less, if that fits too.
+        None for a step that takes best_s before it fits.
         """
-        fitting: Placed | None = None
-        here: Placed | None = None
+        fitting: PlacedSharding | None = None
+        placed: PlacedSharding | None = None
         for _ in range(_MAX_ROUNDS):
-            load = self.load(even.size, recompute)
-            chosen = self.fit(load, even.sharding).recompute[0]
-            peak_bytes = load.peak_bytes(recompute, self.state(even.sharding))
-            own = Fit((recompute,), peak_bytes, max(peak_bytes - self.job.capacity_bytes, 0.0))
-            estimate_s = self.step_s(load, even.sharding, recompute)
-            here = Placed(self, load, replace(even, fit=own, estimate_s=estimate_s))
-            if chosen == recompute or (fitting and not own.shortfall_bytes):
-                return here
+            load = self.load(even.microbatch_size, recompute)
+            needed = self.fit(load, even.sharding).recompute[0]
+            placed = self._placed(even, load, recompute)
+            lacks = placed.estimate.fit.shortfall_bytes > 0
+            if needed == recompute or (fitting and not lacks):
+                return placed
             if fitting:
                 return fitting
-            if own.shortfall_bytes and estimate_s >= best_s:
+            if not lacks:
+                fitting, recompute = placed, needed
+            elif placed.estimate.estimate_s >= best_s:
                 return None
-            if own.shortfall_bytes:
-                recompute = {name: max(count, chosen[name]) for name, count in recompute.items()}
             else:
-                fitting, recompute = here, chosen
-        return fitting or here
+                recompute = {name: max(count, needed[name]) for name, count in recompute.items()}
+        return fitting or placed
+
+    def _placed(self, even: ShardingEstimate, load: Load, recompute: Mapping[str, int]) -> PlacedSharding:
+        peak_bytes = load.peak_bytes(recompute, self.state(even.sharding))
+        fit = Fit((recompute,), peak_bytes, max(peak_bytes - self.job.capacity_bytes, 0.0))
+        estimate_s = self.step_s(load, even.sharding, recompute)
+        return PlacedSharding(self, load, replace(even, fit=fit, estimate_s=estimate_s))

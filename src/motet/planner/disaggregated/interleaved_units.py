@@ -18,7 +18,7 @@ import numpy as np
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
-from motet.planner.chain.propose import simulated_s
+from motet.planner.chain.pipeline import simulated_s
 from motet.planner.disaggregated.allocation import Share
 from motet.planner.disaggregated.placed_units import PlacedUnits
 from motet.planner.job import Job

@@ -1,8 +1,8 @@
-"""The blocks of one module, or of several one after the other, as one tensor-parallel rank has them.
+"""The blocks of one module, or of several in a row, as one tensor-parallel rank has them.
 
-Seconds from `Job.block_costs`, bytes as `cost.memory.stage_memory` counts them, so that what is said to fit is what the
-simulator finds to fit. A pipeline is cut between blocks; what is sent there is the output of the block, and of encoders
-that are over before it and feed what comes after it: a chain carries them along.
+Seconds are those of `Job.block_costs`. Bytes are counted as by `cost.memory.stage_memory`, so that what fits here also
+fits in the simulator. A pipeline is cut between blocks. At a cut, the output of the block is sent and, in a chain, also
+the outputs of earlier encoders that a later module takes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from motet.simulate.predict.memory import MAX_LOGITS
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """[num_blocks] each, for one microbatch; seconds and output_bytes of a mean one, bytes held of the largest.
+    """Costs of blocks, [num_blocks] each, for one microbatch: seconds and output_bytes of the mean one, others of the
+    largest.
 
-    names:        of the modules. owner: int64, place of a block's module in them.
-    forward_s, backward_s, recompute_s, parameters, trained: as in `BlockCosts`.
-    output_bytes: sent where a pipeline is cut after the block.
-    state_bytes:  parameters, gradients, and the share of the optimizer's state. kept_bytes, saved_bytes: activations,
-                  and how many of them recomputation does not keep.
-    working_bytes, working_again_bytes: transients while the block runs, and if it is recomputed.
+    names:        the modules. owner: int64, the index in `names` of the block's module.
+    forward_s, backward_s, recompute_s, parameters, trainable: as in `BlockCosts`.
+    output_bytes: bytes that are sent if a pipeline is cut after the block.
+    state_bytes:  parameters, gradients, and the rank's share of the optimizer.
+    kept_bytes:   activations kept for backward. saved_bytes: those of them that recomputing the block does not keep.
+    working_bytes, recompute_working_bytes: transients while the block runs, without and with its recomputation.
     """
 
     names: tuple[str, ...]
@@ -44,41 +45,34 @@ class Blocks:
     kept_bytes: Float64Array
     saved_bytes: Float64Array
     working_bytes: Float64Array
-    working_again_bytes: Float64Array
+    recompute_working_bytes: Float64Array
 
     @property
     def num_blocks(self) -> int:
+        """The blocks of all modules together."""
         return len(self.owner)
 
     @cached_property
     def seconds(self) -> Float64Array:
-        """Forward and backward without recomputation: by what is frozen, and where (Cornstarch section 4.2)."""
+        """Forward and backward without recomputation. Backward depends on what is frozen (Cornstarch section 4.2)."""
         return self.forward_s + self.backward_s
 
     @cached_property
-    def can_spare(self) -> BoolArray:
-        """Of which recomputation spares anything."""
+    def can_recompute(self) -> BoolArray:
+        """Whether recomputing the block saves anything."""
         return self.saved_bytes > 0
 
 
 def blocks_of(job: Job, names: tuple[str, ...], num_examples: int, tp: int, dp: int) -> Blocks:
-    """Of these modules, in the order of the data, for microbatches of num_examples examples.
+    """The blocks of these modules, in the order of the data, for microbatches of num_examples examples.
 
     dp: replicas, over which the optimizer's state is sharded (ZeRO 1). O(layers).
     """
     costs = [job.block_costs(name, num_examples, tp) for name in names]
     sizes = [_block_bytes(job, name, num_examples, tp, dp) for name in names]
-    own = np.concatenate([cost.output_bytes for cost in costs])
     owner = np.repeat(np.arange(len(names)), [cost.num_blocks for cost in costs])
-    last = np.array([cost.output_bytes[-1] for cost in costs])
-    begins = {name: place for place, name in enumerate(names)}
-    wanted = [
-        max((begins[sink] for source, sink in job.model.edges if source == name and sink in begins), default=-1)
-        for name in names
-    ]
-    passed = np.array(
-        [sum(last[done] for done in range(place) if wanted[done] > place) for place in range(len(names))], dtype=float
-    )
+    output = np.concatenate([cost.output_bytes for cost in costs])
+    carried = _carried_bytes(job, names, [float(cost.output_bytes[-1]) for cost in costs])
     return Blocks(
         names,
         owner,
@@ -87,13 +81,32 @@ def blocks_of(job: Job, names: tuple[str, ...], num_examples: int, tp: int, dp: 
         np.concatenate([cost.recompute_s for cost in costs]),
         np.concatenate([cost.parameters for cost in costs]),
         np.concatenate([cost.trainable for cost in costs]),
-        own + passed[owner],
+        output + carried[owner],
         *np.concatenate(sizes, axis=1),
     )
 
 
+def _carried_bytes(job: Job, names: tuple[str, ...], last_output: list[float]) -> Float64Array:
+    """[num_modules]: outputs of earlier modules that every cut inside a module carries on to a later one.
+
+    last_output: bytes of the output of each module.
+    """
+    index = {name: number for number, name in enumerate(names)}
+    last_sink = [
+        max((index[sink] for source, sink in job.model.edges if source == name and sink in index), default=-1)
+        for name in names
+    ]
+    return np.array(
+        [
+            sum(last_output[earlier] for earlier in range(number) if last_sink[earlier] > number)
+            for number in range(len(names))
+        ],
+        dtype=float,
+    )
+
+
 def join(parts: tuple[Blocks, ...]) -> Blocks:
-    """One after the other; what is sent at a cut is what each says itself."""
+    """The blocks of all parts in a row. Their output_bytes stay: no part carries an output of another."""
     names = tuple(name for part in parts for name in part.names)
     firsts = np.cumsum([0, *(len(part.names) for part in parts)])
     owner = np.concatenate([part.owner + first for part, first in zip(parts, firsts)])
@@ -102,30 +115,30 @@ def join(parts: tuple[Blocks, ...]) -> Blocks:
 
 
 def _block_bytes(job: Job, name: str, num_examples: int, tp: int, dp: int) -> Float64Array:
-    """state, kept, spared, working and working again, [5, num_blocks]."""
+    """[5, num_blocks]: state, kept, saved, working and recompute_working bytes of each block."""
     num_blocks = len(job.model.module(name).blocks)
-    layers = list(stage_layers(job.model, {name: (0, num_blocks)}, {}))
-    again = list(stage_layers(job.model, {name: (0, num_blocks)}, {name: num_blocks}))
+    kept_layers = list(stage_layers(job.model, {name: (0, num_blocks)}, {}))
+    recomputed_layers = list(stage_layers(job.model, {name: (0, num_blocks)}, {name: num_blocks}))
     unit = Unit(name, ({name: num_blocks},), dp=dp, tp=tp, zero=1)
     precision = job.mixed_precision(pipeline=True)
 
     def rows(module: str, layer: Layer) -> float:
-        found = float(job.work(module, layer, num_examples).rows.max())
-        return min(found, MAX_LOGITS / layer.output_width) if layer.targets_only else found
+        most = float(job.work(module, layer, num_examples).rows.max())
+        return min(most, MAX_LOGITS / layer.output_width) if layer.targets_only else most
 
-    priced: dict[object, StageMemory] = {}
+    memory: dict[object, StageMemory] = {}
     columns = np.zeros((5, num_blocks))
     for number, block in enumerate(job.model.module(name).blocks):
-        kept, recomputed = (tuple(way[block.start : block.stop]) for way in (layers, again))
-        for way in (kept, recomputed):
-            if way not in priced:
-                priced[way] = stage_memory(unit, way, rows, 1, precision)
-        one, other = priced[kept], priced[recomputed]
+        both = tuple(tuple(layers[block.start : block.stop]) for layers in (kept_layers, recomputed_layers))
+        for layers in both:
+            if layers not in memory:
+                memory[layers] = stage_memory(unit, layers, rows, 1, precision)
+        kept, recomputed = (memory[layers] for layers in both)
         columns[:, number] = (
-            one.parameters + one.gradients + one.optimizer,
-            one.activations,
-            one.activations - other.activations,
-            one.transient,
-            other.transient,
+            kept.parameters + kept.gradients + kept.optimizer,
+            kept.activations,
+            kept.activations - recomputed.activations,
+            kept.transient,
+            recomputed.transient,
         )
     return columns

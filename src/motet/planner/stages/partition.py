@@ -1,10 +1,11 @@
-"""Into which stages the layers of a chain are cut, so that the slowest stage is as fast as it can be.
+"""The layers of a chain cut into stages, so that the slowest stage is as fast as it can be.
 
-From the seconds of each layer. Optimus appendix B: F(l, m), the slowest of the first m stages when they hold the first
-l layers, is the least over j of max(F(j, m - 1), seconds of layers j + 1 ... l). As printed, the answer is degenerate
-when there are nearly as many stages as layers: once one stage must be slow, any cut with stages as slow is as good. So
-equal answers are told apart by the seconds of each device, over all of its stages: the slowest device first, then the
-sum of squares.
+Optimus appendix B: let F(l, m) be the slowest of m stages that hold the first l layers. Then
+F(l, m) = min over j of max(F(j, m - 1), seconds of layers j + 1 ... l).
+
+As printed, the answer is degenerate when there are nearly as many stages as layers: once one stage must be slow, all
+cuts whose other stages are no slower are equal. So equal cuts are ranked by the seconds of each device, over all of its
+stages: first by the slowest device, then by the sum of squares.
 """
 
 from __future__ import annotations
@@ -18,55 +19,68 @@ from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.errors import ArgumentError
 
 _TOTAL_BITS = 30
-"""Above all layers together, in the whole units that seconds become: equal cuts then compare as equal, everywhere."""
+"""The bits of all layers' seconds together, as integers. Integers make equal cuts compare as equal on every machine."""
 
 _NEVER = 1 << 61
-"""More than the sum of squares of any cut; twice it still fits into 64 bits."""
+"""A cost above the sum of squares of any cut. Twice the cost still fits into 64 bits."""
 
 
 def partition(
     layer_s: Sequence[float], num_stages: int, *, num_chunks: int = 1, folded: bool = False
 ) -> tuple[int, ...]:
-    """How many layers each stage takes: num_stages * num_chunks counts, in order, each at least 1.
+    """The number of layers of each stage: num_stages * num_chunks counts, in order, each at least 1.
 
     layer_s:    seconds (or operations) of each layer, in the order in which they run.
     num_stages: devices in the pipeline.
     num_chunks: stages of each device; stage s is on device s % num_stages.
-    folded:     every other chunk goes back over the devices, from the last one to the first (ZB-V).
+    folded:     every second chunk runs backwards over the devices, from the last one to the first (ZB-V).
 
-    The slowest stage is the least that any cut gives (seconds are told apart to 1e-9 of all layers). Among the cuts
-    that give it, with one chunk, the sum of squares of the stages is the least; then the last stage has the fewest
-    layers, as it computes the loss as well; then the first, the second ..., as they hold the most microbatches. With
-    more chunks, the slowest device and then the sum of squares of the devices are brought down by moving single layers
-    from stage to stage until no move helps: not always the least.
-    Raises ArgumentError for fewer layers than stages, and for what is negative or not finite. O(num_layers^2 * stages);
-    with chunks, every round of moves O(stages^3) in addition.
+    The slowest stage is the least that any cut gives (to 1e-9 of all layers). Cuts that are equal in this are ranked:
+
+    - with one chunk, by the least sum of squares of the stages; then by the fewest layers in the last stage, which
+      computes the loss as well; then in the first, the second ... stage, which hold the most microbatches;
+    - with more chunks, by the slowest device and then the sum of squares of the devices. Moves of single layers between
+      stages reduce them until no move helps, which is not always the least.
+
+    Raises ArgumentError for fewer layers than stages, and for seconds that are negative or not finite.
+    O(num_layers^2 * stages); with chunks, every round of moves takes O(stages^3) in addition.
+
+    Example:
+        >>> partition([1, 1, 1, 1, 4], num_stages=2)
+        (4, 1)
+        >>> partition([1, 2, 3, 1, 1, 2], num_stages=3)
+        (2, 2, 2)
     """
     prefix = _prefix(layer_s, num_stages, num_chunks)
     span = prefix[None, :] - prefix[:, None]
     empty = np.tril(np.ones_like(span, dtype=np.bool_))
     slowest = _tables(np.where(empty, _NEVER, span), num_stages * num_chunks, np.maximum)[-1][-1]
     square = np.where(empty | (span > slowest), _NEVER, span * span)
-    cut = _cut(_tables(square, num_stages * num_chunks, np.add), square)
+    bounds = _bounds(_tables(square, num_stages * num_chunks, np.add), square)
     if num_chunks > 1:
-        cut = _even_devices(cut, prefix, num_stages, int(slowest), folded)
-    return tuple(stop - start for start, stop in pairwise(cut))
+        bounds = _even_devices(bounds, prefix, num_stages, int(slowest), folded)
+    return tuple(stop - start for start, stop in pairwise(bounds))
 
 
 def slowest_stages(layer_s: Sequence[float], most: int) -> Float64Array:
-    """Seconds of the slowest stage, the least that any cut gives, into 1, 2, ... `most` stages, or as many as there are
-    layers. To 1e-9 of all layers. Raises ArgumentError as `partition` does. O(num_layers^2 * stages).
+    """Seconds of the slowest stage in the best cut into 1, 2, ... `most` stages, or as many as there are layers.
+
+    To 1e-9 of all layers. Raises ArgumentError as `partition` does. O(num_layers^2 * stages).
+
+    Example:
+        >>> slowest_stages([1, 1, 1, 1, 4], most=3).tolist()
+        [8.0, 4.0, 4.0]
     """
     prefix = _prefix(layer_s, 1, 1)
     span = prefix[None, :] - prefix[:, None]
     span = np.where(np.tril(np.ones_like(span, dtype=np.bool_)), _NEVER, span)
     tables = _tables(span, min(most, len(layer_s)), np.maximum)
-    unit = float(np.sum(layer_s)) / max(float(prefix[-1]), 1.0)
-    return np.array([float(table[-1]) for table in tables]) * unit
+    tick_s = float(np.sum(layer_s)) / max(float(prefix[-1]), 1.0)
+    return np.array([float(table[-1]) for table in tables]) * tick_s
 
 
 def _prefix(layer_s: Sequence[float], num_stages: int, num_chunks: int) -> Int64Array:
-    """Whole units of the first 0, 1, ... layers; int64 [num_layers + 1]."""
+    """Integer seconds of the first 0, 1, ... layers: int64 [num_layers + 1]."""
     seconds = np.asarray(layer_s, dtype=np.float64)
     if num_stages < 1 or num_chunks < 1:
         raise ArgumentError(f"num_stages is {num_stages} and num_chunks {num_chunks}; both must be at least 1.")
@@ -77,15 +91,15 @@ def _prefix(layer_s: Sequence[float], num_stages: int, num_chunks: int) -> Int64
             f"There are {len(seconds)} layers for {num_stages * num_chunks} stages ({num_chunks} on each of "
             f"{num_stages} devices); every stage must get at least one."
         )
-    # A power of two as the unit, so that whole numbers stay what they are.
-    units = np.rint(np.ldexp(seconds, _TOTAL_BITS - np.frexp(seconds.sum())[1])).astype(np.int64)
-    return np.concatenate([np.zeros(1, dtype=np.int64), units.cumsum()])
+    # The scale is a power of two, so that whole numbers keep their ratios.
+    ticks = np.rint(np.ldexp(seconds, _TOTAL_BITS - np.frexp(seconds.sum())[1])).astype(np.int64)
+    return np.concatenate([np.zeros(1, dtype=np.int64), ticks.cumsum()])
 
 
 def _tables(cost: Int64Array, num_stages: int, join: np.ufunc) -> list[Int64Array]:
-    """Per number of stages 1, 2, ...: the least joined cost of the first l layers, int64 [num_layers + 1].
+    """For 1, 2, ... num_stages stages: the least joined cost of the first l layers, int64 [num_layers + 1].
 
-    cost: of a stage of the layers j ... l - 1, at [j, l].
+    cost: at [j, l], the cost of a stage of the layers j ... l - 1. join: np.maximum or np.add.
     """
     tables = [cost[0]]
     for _ in range(num_stages - 1):
@@ -93,8 +107,8 @@ def _tables(cost: Int64Array, num_stages: int, join: np.ufunc) -> list[Int64Arra
     return tables
 
 
-def _cut(tables: list[Int64Array], cost: Int64Array) -> list[int]:
-    """Bounds of the stages of least sum: the last stage as short as can be, then the first, the second, ..."""
+def _bounds(tables: list[Int64Array], cost: Int64Array) -> list[int]:
+    """Bounds of the stages with the least sum: the last stage as short as can be, then the first, the second, ..."""
     bounds = [len(cost) - 1]
     for before, table in zip(tables[-2::-1], tables[:0:-1]):
         stop = bounds[-1]
@@ -104,62 +118,66 @@ def _cut(tables: list[Int64Array], cost: Int64Array) -> list[int]:
 
 
 def _even_devices(cut: list[int], prefix: Int64Array, num_stages: int, slowest: int, folded: bool) -> list[int]:
-    """Move single layers between stages, always by the best move, while that evens the devices out.
+    """Bounds of the stages after moves of single layers that make the devices more even, always the best move next.
 
-    A move from one stage to another shifts every stage between them by a layer. No stage may exceed `slowest`.
+    A move from one stage to another shifts all stages between them by a layer. No stage may exceed `slowest`.
     """
     bounds = np.array(cut)
     num = len(cut) - 1
-    order = np.arange(num)
-    chunk = order // num_stages
-    on = np.where(folded & (chunk % 2 == 1), num_stages - 1 - order % num_stages, order % num_stages)
+    stage = np.arange(num)
+    chunk = stage // num_stages
+    device = np.where(folded & (chunk % 2 == 1), num_stages - 1 - stage % num_stages, stage % num_stages)
     first, last = (np.repeat(ends, 2) for ends in np.triu_indices(num, 1))
-    down = np.tile([True, False], len(first) // 2)
+    forward = np.tile([True, False], len(first) // 2)
     while True:
-        found = _best_move(bounds, prefix, on, slowest, (first, last, down))
-        if found < 0:
+        move = _best_move(bounds, prefix, device, slowest, (first, last, forward))
+        if move is None:
             return [int(bound) for bound in bounds]
-        bounds[first[found] + 1 : last[found] + 1] += -1 if down[found] else 1
+        bounds[first[move] + 1 : last[move] + 1] += -1 if forward[move] else 1
 
 
 def _best_move(
     bounds: Int64Array,
     prefix: Int64Array,
-    on: Int64Array,
+    device: Int64Array,
     slowest: int,
     moves: tuple[Int64Array, Int64Array, BoolArray],
-) -> int:
-    """The number of the move after which the slowest device, then the sum of squares, is the least; -1 for none.
+) -> int | None:
+    """The index of the best move: the least slowest device, then the least sum of squares. None if no move helps.
 
-    moves: (first, last, down): stage `first` gives its last layer (down), or takes the next stage's first one, and so
-    do the stages between it and `last`. O(moves * devices).
+    device: of each stage. moves: (first, last, forward), [num_moves] each. Forward, every stage from `first` to the one
+    before `last` gives its last layer to the next stage; otherwise, every stage after `first` to `last` gives its first
+    layer to the one before. O(moves * devices).
     """
-    first, last, down = moves
-    num = len(on)
+    first, last, forward = moves
+    num = len(device)
     stage_s, counts, layer_s = np.diff(prefix[bounds]), np.diff(bounds), np.diff(prefix)
-    device = np.bincount(on, stage_s, on.max() + 1).astype(np.int64)
-    shifts = np.zeros((2, num, len(device)), dtype=np.int64)
-    over = np.zeros((2, num + 1), dtype=np.int64)
-    ends = np.zeros((2, 2, num), dtype=np.int64)
-    for way, passed in enumerate((layer_s[bounds[1:-1]], layer_s[bounds[1:-1] - 1])):
-        sign = -1 if way else 1
-        place = np.arange(1, num)
-        shifts[way, place, on[:-1]] += sign * passed
-        shifts[way, place, on[1:]] -= sign * passed
-        gained = sign * np.diff(passed)
-        over[way, 2:num] = stage_s[1:-1] + gained > slowest
-        ends[way, 0, :-1] = stage_s[:-1] + sign * passed
-        ends[way, 1, 1:] = stage_s[1:] - sign * passed
-    shifts, over = shifts.cumsum(axis=1), over.cumsum(axis=1)
-    ways = down.astype(np.int64)
-    giver = np.where(down, first, last)
-    possible = (counts[giver] > 1) & (over[ways, last] == over[ways, first + 1])
-    possible &= np.maximum(ends[ways, 0, first], ends[ways, 1, last]) <= slowest
+    device_s = np.bincount(device, stage_s, device.max() + 1).astype(np.int64)
+    # 1. Both directions, up to each stage: what devices gain, and how many inner stages would exceed `slowest`.
+    gains = np.zeros((2, num, len(device_s)), dtype=np.int64)
+    num_over = np.zeros((2, num + 1), dtype=np.int64)
+    end_s = np.zeros((2, 2, num), dtype=np.int64)
+    for forwards, passed in enumerate((layer_s[bounds[1:-1]], layer_s[bounds[1:-1] - 1])):
+        sign = -1 if forwards else 1
+        boundary = np.arange(1, num)
+        gains[forwards, boundary, device[:-1]] += sign * passed
+        gains[forwards, boundary, device[1:]] -= sign * passed
+        inner_gain = sign * np.diff(passed)
+        num_over[forwards, 2:num] = stage_s[1:-1] + inner_gain > slowest
+        end_s[forwards, 0, :-1] = stage_s[:-1] + sign * passed
+        end_s[forwards, 1, 1:] = stage_s[1:] - sign * passed
+    gains, num_over = gains.cumsum(axis=1), num_over.cumsum(axis=1)
+    # 2. The moves after which no stage is empty or exceeds `slowest`.
+    direction = forward.astype(np.int64)
+    giver = np.where(forward, first, last)
+    possible = (counts[giver] > 1) & (num_over[direction, last] == num_over[direction, first + 1])
+    possible &= np.maximum(end_s[direction, 0, first], end_s[direction, 1, last]) <= slowest
     able = np.flatnonzero(possible)
-    moved = device + shifts[ways[able], last[able]] - shifts[ways[able], first[able]]
-    largest, square = moved.max(axis=1), (moved * moved).sum(axis=1)
-    now = device.max(), (device * device).sum()
+    # 3. The best of them.
+    moved_s = device_s + gains[direction[able], last[able]] - gains[direction[able], first[able]]
+    largest, square = moved_s.max(axis=1), (moved_s * moved_s).sum(axis=1)
+    now = device_s.max(), (device_s * device_s).sum()
     better = (largest < now[0]) | ((largest == now[0]) & (square < now[1]))
     if not better.any():
-        return -1
+        return None
     return int(able[np.lexsort([square, largest])[0]])

@@ -1,9 +1,10 @@
 """Which activations are recomputed: the least that fits memory, per rank, stage and module (OmniBal section 4.3).
 
-From the seconds that recomputing each block adds to backward and the bytes that it spares. Of a module's blocks in a
-stage the first n are recomputed, so what is chosen is n for each: a knapsack, solved exactly, in whole units. OmniBal
-searches the number of layers of each stage by trial; what it calls adaptive is the solution for each stage by itself.
-What is recomputed comes back once, for the layer that runs, on top of what the stages hold (`cost/memory.py`).
+The input is, for each block, the seconds that its recomputation adds to backward and the bytes that it saves. The
+answer is a number n for each module of a stage: its first n blocks are recomputed. This knapsack is solved exactly, in
+integers. OmniBal finds the number of layers of each stage by trial; what it calls adaptive is the solution for each
+stage by itself. A recomputed layer's activations come back while its backward runs: one layer at a time, in addition
+to what the stages keep (`cost/memory.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from functools import cache
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -26,9 +28,20 @@ Key = TypeVar("Key", bound=Hashable)
 RecomputeMode = Literal["none", "least", "full"]
 
 _TOTAL_BITS = 40
-"""Seconds are told apart to this many bits of all of them together; below are the numbers of blocks, so that of equal
-seconds the fewest blocks win."""
 _COUNT_BITS = 20
+"""A cost is a fixed-point sort key. The high bits are seconds (_TOTAL_BITS for the seconds of all blocks); the low
+_COUNT_BITS are the number of blocks, so that of equal seconds the fewest blocks win."""
+
+
+class _BlockTables(NamedTuple):
+    """What recomputing the first 0, 1, ... num_blocks blocks of a module comes to, int64 [num_blocks + 1].
+
+    cost: the sort key. saved: bytes saved, rounded down. grown: bytes by which transients grow, rounded up.
+    """
+
+    cost: Int64Array
+    saved: Int64Array
+    grown: Int64Array
 
 
 def least_recompute(
@@ -37,48 +50,55 @@ def least_recompute(
     lacking_bytes: float,
     grown_bytes: Mapping[Key, Float64Array] | None = None,
 ) -> dict[Key, int] | None:
-    """Of how many of its first blocks each module is recomputed, so that memory suffices and the least time is added.
+    """The number of first blocks to recompute of each module, so that memory suffices and the least time is added.
 
-    recompute_s, saved_bytes: [num_blocks] of each module (or stage and module): what recomputing a block adds to
-                           backward, and what it saves, over all microbatches in flight.
-    lacking_bytes:         what must be spared; where nothing lacks, nothing is recomputed.
-    grown_bytes:           [num_blocks] of each: by how much transients are larger where the block is recomputed; the
-                           largest of all adds to what lacks. By default nothing.
-    Of equal seconds, the fewest blocks. None: all of it does not suffice. Raises ArgumentError for columns that differ
-    in length and for what is negative or not finite. O(blocks^modules) at worst; what another choice beats in seconds,
-    bytes and growth is dropped on the way, which leaves O(modules * blocks^2) where the blocks of each are alike.
+    A choice of numbers suffices if saved bytes - max(grown bytes) >= lacking_bytes. Of equal seconds, the fewest blocks
+    win. None: recomputing all blocks does not suffice.
+
+    recompute_s:   [num_blocks] of each module (or stage and module): seconds that recomputing a block adds to backward.
+    saved_bytes:   [num_blocks] of each: what recomputing a block saves, over all microbatches in flight.
+    lacking_bytes: the bytes to save; if it is not positive, nothing is recomputed.
+    grown_bytes:   [num_blocks] of each: by how much recomputing the block makes transients larger; by default 0.
+    Raises ArgumentError for columns that differ in length, and for values that are negative or not finite.
+    O(blocks^modules) at worst. Choices that another one beats in seconds, bytes and growth are dropped on the way,
+    which leaves O(modules * blocks^2) where the blocks of each module are alike.
+
+    Example: "b" saves the same bytes in half the time.
+        >>> seconds = {"a": np.full(4, 2.0), "b": np.full(4, 1.0)}
+        >>> least_recompute(seconds, {"a": np.full(4, 8.0), "b": np.full(4, 8.0)}, lacking_bytes=40)
+        {'a': 1, 'b': 4}
     """
     if not math.isfinite(lacking_bytes):
         raise ArgumentError(f"lacking_bytes is {lacking_bytes}; it must be finite.")
     if lacking_bytes <= 0:
         return dict.fromkeys(recompute_s, 0)
-    columns = _prefixes(
-        recompute_s, saved_bytes, grown_bytes or {key: np.zeros(len(own)) for key, own in recompute_s.items()}
-    )
-    state = np.zeros((3, 1), dtype=np.int64)
+    grown_bytes = grown_bytes or {key: np.zeros(len(seconds)) for key, seconds in recompute_s.items()}
+    tables = _tables_of(recompute_s, saved_bytes, grown_bytes)
+    # A state is a choice for the modules so far: (cost, saved, grown). counts: its blocks of each module.
+    states = np.zeros((3, 1), dtype=np.int64)
     counts = np.zeros((0, 1), dtype=np.int64)
-    left = sum(int(freed[-1]) for _, freed, _ in columns.values())
+    still_savable = sum(int(table.saved[-1]) for table in tables.values())
     needed = math.ceil(lacking_bytes)
-    for cost, freed, grown in columns.values():
-        left -= int(freed[-1])
-        joined = state[:, :, None] + np.stack([cost, freed, grown])[:, None, :]
-        joined[2] = np.maximum(state[2][:, None], grown[None, :])
-        kept = _undominated(joined.reshape(3, -1), needed, left)
-        before, count = np.divmod(kept, len(cost))
-        counts = np.concatenate([counts[:, before], count[None]])
-        state = joined.reshape(3, -1)[:, kept]
+    for table in tables.values():
+        still_savable -= int(table.saved[-1])
+        joined = states[:, :, None] + np.stack(table)[:, None, :]
+        joined[2] = np.maximum(states[2][:, None], table.grown[None, :])
+        joined = joined.reshape(3, -1)
+        kept = _undominated(joined, needed, still_savable)
+        previous, count = np.divmod(kept, len(table.cost))
+        counts = np.concatenate([counts[:, previous], count[None]])
+        states = joined[:, kept]
     if not counts.shape[1]:
         return None
-    best = int(np.argmin(state[0]))
-    return {key: int(count) for key, count in zip(columns, counts[:, best], strict=True)}
+    best = int(np.argmin(states[0]))
+    return {key: int(count) for key, count in zip(tables, counts[:, best], strict=True)}
 
 
-def _prefixes(
+def _tables_of(
     recompute_s: Mapping[Key, Float64Array],
     saved_bytes: Mapping[Key, Float64Array],
     grown_bytes: Mapping[Key, Float64Array],
-) -> dict[Key, tuple[Int64Array, ...]]:
-    """Of the first 0, 1, ... blocks: what is minimised, bytes spared (rounded down) and growth (rounded up)."""
+) -> dict[Key, _BlockTables]:
     total = 0.0
     for key, seconds in recompute_s.items():
         for name, column in (("recompute_s", seconds), ("saved_bytes", saved_bytes[key]), ("grown", grown_bytes[key])):
@@ -87,45 +107,48 @@ def _prefixes(
         total += float(np.sum(seconds))
     exponent = _TOTAL_BITS - int(np.frexp(total)[1])
     zero = np.zeros(1, dtype=np.int64)
-    found = {}
+    tables = {}
     for key, seconds in recompute_s.items():
-        units = np.rint(np.ldexp(np.asarray(seconds, dtype=np.float64), exponent)).astype(np.int64)
-        cost = (units << _COUNT_BITS) + 1
-        spared = np.floor(saved_bytes[key]).astype(np.int64)
+        fixed_point = np.rint(np.ldexp(np.asarray(seconds, dtype=np.float64), exponent)).astype(np.int64)
+        cost = (fixed_point << _COUNT_BITS) + 1
+        saved = np.floor(saved_bytes[key]).astype(np.int64)
         grown = np.maximum.accumulate(np.ceil(grown_bytes[key])).astype(np.int64)
-        found[key] = tuple(np.concatenate([zero, column]) for column in (cost.cumsum(), spared.cumsum(), grown))
-    return found
+        tables[key] = _BlockTables(
+            *(np.concatenate([zero, column]) for column in (cost.cumsum(), saved.cumsum(), grown))
+        )
+    return tables
 
 
-def _undominated(states: Int64Array, needed: int, left: int) -> Int64Array:
-    """Numbers of the states [3, num_states] (cost, freed, grown) that can be part of the best choice.
+def _undominated(states: Int64Array, needed: int, still_savable: int) -> Int64Array:
+    """Indices of the states [3, num_states] (cost, saved, grown) that can be part of the best choice.
 
-    That is: with all that is left to be freed they reach `needed`, they cost no more than one that reaches it already,
-    and no other beats them: by growth, smallest first, of those with no more growth, a state must free more than all
-    that cost no more.
+    1. A state must be able to reach `needed`: saved - grown + still_savable >= needed.
+    2. It must cost no more than the cheapest state that reaches `needed` already.
+    3. No other state may cost no more, grow no more, and save at least as much.
     """
-    gained = states[1] - states[2]
-    limit = states[0].min(where=gained >= needed, initial=np.iinfo(np.int64).max)
-    able = np.flatnonzero((gained >= needed - left) & (states[0] <= limit))
-    cost, freed, grown = states[:, able]
-    order = able[np.lexsort((grown, -freed, cost))]
+    cost, saved, grown = states
+    net = saved - grown
+    cheapest_enough = cost.min(where=net >= needed, initial=np.iinfo(np.int64).max)
+    able = np.flatnonzero((net >= needed - still_savable) & (cost <= cheapest_enough))
+    by_cost = able[np.lexsort((grown[able], -saved[able], cost[able]))]
     kept = []
-    for level in np.unique(grown):
-        below = order[states[2, order] <= level]
-        most = np.maximum.accumulate(states[1, below])
-        best = np.concatenate([most[:1] >= 0, most[1:] > most[:-1]])
-        kept.append(below[best & (states[2, below] == level)])
-    return np.concatenate(kept) if kept else order
+    for growth in np.unique(grown[able]):
+        # Rule 3: among states with no more growth, in order of cost, only a new maximum of `saved` is not dominated.
+        candidates = by_cost[grown[by_cost] <= growth]
+        most_saved = np.maximum.accumulate(saved[candidates])
+        is_new_maximum = np.concatenate([most_saved[:1] >= 0, most_saved[1:] > most_saved[:-1]])
+        kept.append(candidates[is_new_maximum & (grown[candidates] == growth)])
+    return np.concatenate(kept) if kept else by_cost
 
 
 @dataclass(frozen=True, eq=False)
 class StageBytes:
-    """What a stage takes on one of its ranks when nothing is recomputed, as `cost.memory.stage_memory` counts it.
+    """Bytes of a stage on one of its ranks if nothing is recomputed, as `cost.memory.stage_memory` counts them.
 
-    state_bytes: parameters, gradients, optimizer. sharding_bytes: transients of gathers and reductions.
-    kept_bytes: activations of all microbatches in flight. largest_bytes: transients of the layer that has the largest.
-    saved_bytes, working_bytes: [num_blocks] of each module of the stage: what recomputing a block spares of all in
-                                 flight, and the transients of its layer while it is recomputed.
+    state_bytes:    parameters, gradients and optimizer. sharding_bytes: transients of gathers and reductions.
+    kept_bytes:     activations of all microbatches in flight. largest_bytes: the largest transients of any layer.
+    saved_bytes:    [num_blocks] of each module: what recomputing a block saves, over all microbatches in flight.
+    working_bytes:  [num_blocks] of each module: the largest transients of a layer of the block that is recomputed.
     """
 
     state_bytes: int
@@ -139,55 +162,56 @@ class StageBytes:
 def stage_bytes(
     model: ModelSpec, unit: Unit, spans: Spans, rows: RowsOfLayer, in_flight: int, precision: MixedPrecision
 ) -> StageBytes:
-    """rows: of the largest microbatch; of what sees targets only, all of them: how many logits exist at once is
-    known here. in_flight: microbatches of which activations are kept at once, at most. O(layers).
+    """The bytes of a stage of `unit` that holds the blocks `spans`. O(layers).
+
+    rows:      rows of the largest microbatch in each layer. For layers that see targets only, all of them: this
+               function knows how many logits exist at once.
+    in_flight: the most microbatches whose activations are kept at once.
     """
-    held = stage_memory(unit, stage_layers(model, spans, {}), lambda *_: 0.0, 0, precision)
+    state = stage_memory(unit, stage_layers(model, spans, {}), lambda *_: 0.0, 0, precision)
+    block = {name: _block_of_layer(model, name, span) for name, span in spans.items()}
+    num_seen = dict.fromkeys(spans, 0)
+    saved = {name: np.zeros(stop - first) for name, (first, stop) in spans.items()}
+    working = {name: np.zeros(stop - first) for name, (first, stop) in spans.items()}
     kept, largest = 0, 0
-    spared: dict[str, list[float]] = {name: [] for name in spans}
-    working: dict[str, list[float]] = {name: [] for name in spans}
-    sizes: dict[tuple[str, Layer], LayerBytes] = {}
-    starts = {name: {block.start for block in model.module(name).blocks} for name in spans}
-    place = {name: model.module(name).blocks[first].start for name, (first, _) in spans.items()}
+    size_of = cache(lambda name, layer: _layer_bytes(layer, rows(name, layer) / unit.cp, unit.tp, precision))
     everything = {name: stop - first for name, (first, stop) in spans.items()}
     for name, layer, needs_input, recomputed in stage_layers(model, spans, everything):
-        if place[name] in starts[name]:
-            spared[name].append(0.0)
-            working[name].append(0.0)
-        place[name] += 1
-        if (size := sizes.get((name, layer))) is None:
-            size = sizes[name, layer] = _layer_bytes(layer, rows(name, layer) / unit.cp, unit.tp, precision)
+        index = block[name][num_seen[name]]
+        num_seen[name] += 1
+        size: LayerBytes = size_of(name, layer)
         if not needs_input and not layer.trainable:
+            # There is no backward: activations live while the layer runs.
             largest = max(largest, size.saved)
             continue
         kept += size.saved
         largest = max(largest, size.gradients)
         if recomputed:
-            spared[name][-1] += in_flight * (size.saved - size.input)
-            working[name][-1] = max(working[name][-1], size.saved - size.input + size.gradients)
-    return StageBytes(
-        held.held_bytes,
-        held.transient,
-        kept * in_flight,
-        largest,
-        {name: np.array(column) for name, column in spared.items()},
-        {name: np.array(column) for name, column in working.items()},
-    )
+            saved[name][index] += in_flight * (size.saved - size.input)
+            working[name][index] = max(working[name][index], size.saved - size.input + size.gradients)
+    return StageBytes(state.held_bytes, state.transient, kept * in_flight, largest, saved, working)
+
+
+def _block_of_layer(model: ModelSpec, name: str, span: tuple[int, int]) -> list[int]:
+    """The block of each layer of the blocks [span[0], span[1]) of a module, counted from the first of them."""
+    blocks = model.module(name).blocks[slice(*span)]
+    return [index for index, block in enumerate(blocks) for _ in range(block.start, block.stop)]
 
 
 def _layer_bytes(layer: Layer, num_rows: float, tp: int, precision: MixedPrecision) -> LayerBytes:
     whole = LayerBytes.of(layer, num_rows, tp, precision)
     if not layer.targets_only:
         return whole
-    at_once = min(num_rows, MAX_LOGITS / layer.output_width)
-    return whole._replace(gradients=LayerBytes.of(layer, at_once, tp, precision).gradients)
+    rows_at_once = min(num_rows, MAX_LOGITS / layer.output_width)
+    return whole._replace(gradients=LayerBytes.of(layer, rows_at_once, tp, precision).gradients)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """recompute: per stage and module, of how many blocks.
+    """The recomputation of a rank's stages, and whether they fit.
 
-    shortfall_bytes: what the peak lacks where even full recomputation does not suffice, or none is allowed; 0: it fits.
+    recompute:       recomputed blocks by stage and module.
+    shortfall_bytes: memory that the peak lacks; 0 if it fits.
     """
 
     recompute: tuple[Mapping[str, int], ...]
@@ -201,26 +225,31 @@ def fit_rank(
     capacity_bytes: float,
     mode: RecomputeMode = "least",
 ) -> Fit:
-    """What is recomputed on a rank with these stages: the least that fits, or all or none of it where that is asked.
+    """The recomputation of a rank that runs these stages.
 
-    recompute_s: of each stage, [num_blocks] of its modules (`planner.job.BlockCosts`). A rank computes one stage at a
-    time: the largest transients count once.
+    A rank runs one stage at a time, so that only the largest transients count.
+    recompute_s: [num_blocks] of each module of each stage (`planner.job.BlockCosts`).
+    mode:        "least": the least that fits, or all where even that does not fit; "none" and "full" as they say.
     """
+    # 1. The peak without recomputation: base + idle.
     base = sum(stage.state_bytes + stage.kept_bytes for stage in stages)
     idle = max(stage.sharding_bytes + stage.largest_bytes for stage in stages)
-    spared = {(n, name): column for n, stage in enumerate(stages) for name, column in stage.saved_bytes.items()}
+    # 2. What each block saves, adds to the transients, and takes; by stage and module.
+    saved = {(n, name): column for n, stage in enumerate(stages) for name, column in stage.saved_bytes.items()}
     grown = {
         (n, name): np.maximum(stage.sharding_bytes + column - idle, 0)
         for n, stage in enumerate(stages)
         for name, column in stage.working_bytes.items()
     }
-    seconds = {(n, name): recompute_s[n][name] for n, name in spared}
-    every = {key: len(column) if column.any() else 0 for key, column in spared.items()}
-    chosen = dict.fromkeys(spared, 0) if mode == "none" else every
+    seconds = {(n, name): recompute_s[n][name] for n, name in saved}
+    # 3. The choice.
+    every = {key: len(column) if column.any() else 0 for key, column in saved.items()}
+    chosen = dict.fromkeys(saved, 0) if mode == "none" else every
     if mode == "least":
-        chosen = least_recompute(seconds, spared, base + idle - capacity_bytes, grown) or every
-    freed = sum(float(spared[key][:count].sum()) for key, count in chosen.items())
+        chosen = least_recompute(seconds, saved, base + idle - capacity_bytes, grown) or every
+    # 4. The peak with it.
+    total_saved = sum(float(saved[key][:count].sum()) for key, count in chosen.items())
     growth = max((float(grown[key][:count].max(initial=0.0)) for key, count in chosen.items()), default=0.0)
-    peak_bytes = base + idle - freed + growth
+    peak_bytes = base + idle - total_saved + growth
     recompute = tuple({name: chosen[n, name] for name in stage.saved_bytes} for n, stage in enumerate(stages))
     return Fit(recompute, peak_bytes, max(peak_bytes - capacity_bytes, 0.0))

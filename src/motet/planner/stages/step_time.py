@@ -1,18 +1,21 @@
-"""What a step of a pipeline takes, in closed form: candidates are put in order by it, and simulated afterwards.
+"""The step of a pipeline in closed form. Candidates are ranked by it, and simulated afterwards.
 
-With D of a rank its forward and backward seconds of one microbatch, m microbatches and P ranks:
+Let D be a rank's seconds of forward and backward of one microbatch, and m the number of microbatches.
 
-- 1F1B, along a chain or across modules: (m - 1) * period + the longest way of one microbatch there and back. The period
-  is that of the slowest rank; or of a stage from which d stages lead to the end: it holds d + 1 microbatches, so that
-  many go round in the time of the way to the end and back, messages included (Cornstarch section 4.1 for equal stages
-  and no messages: (m - 1 + stages on the longest way) * D).
-- interleaved: the other ranks' D wait once, each for a chunk of it (Narayanan et al. 2021, section 2.2.2). In a chunk
-  ranks take turns, so that between ranks that are even and chunks that are, the larger of both is waited for.
-- ZB-H1: m * D and, of the other ranks, F + I - W, at least F; ZB-V: a sixth of their D (Qi et al. 2024). With few
-  microbatches, at least F + I of all ranks, then of the slowest for each microbatch, then W.
+- 1F1B, of a chain or of modules beside each other: (m - 1) * period + longest path. The longest path is that of one
+  microbatch to the end and back, messages included. The period is D of the slowest rank or, if that is longer, path /
+  (d + 1) of some stage from which d stages lead to the end: it holds d + 1 microbatches, which all pass while one goes
+  to the end and back. For equal stages without messages this is (m - 1 + stages of the longest path) * D (Cornstarch
+  section 4.1).
+- Interleaved 1F1B: m * D of the slowest rank, and a chunk's share of D of each other rank (Narayanan et al. 2021,
+  section 2.2.2). Ranks take turns in a chunk, so that m * (sum over chunks of the slowest rank in it) is a second
+  estimate of the first term; the mean of both is taken.
+- ZB-H1: m * D of the slowest rank, and of each other rank F + I - W, at least F. ZB-V: m * D, and a sixth of the other
+  ranks' D (Qi et al. 2024). With few microbatches both take at least: F + I of all ranks, then F + I of the slowest
+  rank for each further microbatch, then the largest W.
 
-As microbatches differ, the steady state is longer (`uneven.py`). Parameters are gathered and gradients reduced at the
-ends of the step, as far as passes of others do not hide it.
+Microbatches differ, which makes the steady state longer (`unevenness.py`). Gathers of parameters and reductions of
+gradients come at the ends of the step, as far as passes of other stages do not hide them.
 """
 
 from __future__ import annotations
@@ -30,8 +33,13 @@ from motet.schedule.generators.dag import distances
 
 
 @dataclass(frozen=True, eq=False)
-class Flow:
-    """rank: [num_stages], of each stage. edges: between stages, from lower to higher numbers. uneven: see uneven.py."""
+class StageGraph:
+    """The stages of a pipeline, and who feeds whom.
+
+    rank:   [num_stages], the pipeline rank of each stage.
+    edges:  between stages, from lower to higher numbers.
+    uneven: factor of the steady state because microbatches differ (`unevenness.py`).
+    """
 
     schedule: ScheduleKind
     num_microbatches: int
@@ -40,43 +48,66 @@ class Flow:
     uneven: float = 1.0
 
 
-def pipeline_s(flow: Flow, stages: Stages, send_s: Float64Array) -> float:
-    """Of all passes. send_s: [num_edges], of an output, or of its gradient."""
-    device = np.bincount(flow.rank, stages.seconds)
-    slowest, longest = float(device.max()), _longest(flow, stages.seconds, 2 * send_s)
-    others, sent = float(device.sum()) - slowest, 2 * float(send_s[: len(device)].sum())
-    steady = flow.num_microbatches * slowest * flow.uneven
-    if flow.schedule == "interleaved_1f1b":
-        chunk = stages.seconds.reshape(-1, len(device))
-        in_turns = flow.num_microbatches * float(chunk.max(axis=1).sum()) * flow.uneven
-        return (steady + in_turns) / 2 + others / len(chunk) + sent
-    if flow.schedule in ("zb_h1", "zb_v"):
-        blocks = stages.blocks
-        weight = stages.sums(np.where(blocks.trainable > 0, blocks.backward_s / 2, 0.0))
-        first = np.bincount(flow.rank, stages.seconds - weight)
-        few = float(first.sum() + weight.max()) + (flow.num_microbatches - 1) * float(first.max()) * flow.uneven
-        if flow.schedule == "zb_v":
-            return max(steady + others / 6, few) + sent
-        waits = np.maximum(stages.seconds - 2 * weight, stages.forward_s)
-        return max(steady + float(np.delete(waits, int(np.argmax(device))).sum()), few) + sent
-    depth = np.array(distances(len(flow.rank), flow.edges)) + 1
-    period = max(slowest, float((longest / depth).max()))
-    return (flow.num_microbatches - 1) * period * flow.uneven + float(longest.max())
+def pipeline_s(graph: StageGraph, stages: Stages, send_s: Float64Array) -> float:
+    """Seconds of all passes. send_s: [num_edges], seconds of one message, an output or its gradient."""
+    rank_s = np.bincount(graph.rank, stages.seconds).astype(np.float64)
+    sent_s = 2 * float(send_s[: len(rank_s)].sum())
+    if graph.schedule == "interleaved_1f1b":
+        return _interleaved_s(graph, stages, rank_s) + sent_s
+    if graph.schedule in ("zb_h1", "zb_v"):
+        return _zero_bubble_s(graph, stages, rank_s) + sent_s
+    return _one_f_one_b_s(graph, stages, rank_s, send_s)
 
 
-def _longest(flow: Flow, stage_s: Float64Array, edge_s: Float64Array) -> Float64Array:
-    """Per stage, the seconds of the longest way from it to an end, itself included."""
-    found = stage_s.copy()
-    for number in sorted(range(len(flow.edges)), key=lambda number: -flow.edges[number][0]):
-        source, sink = flow.edges[number]
-        found[source] = max(found[source], stage_s[source] + edge_s[number] + found[sink])
-    return found
+def _one_f_one_b_s(graph: StageGraph, stages: Stages, rank_s: Float64Array, send_s: Float64Array) -> float:
+    path_s = _longest_paths(graph, stages.seconds, 2 * send_s)
+    num_held = np.array(distances(len(graph.rank), graph.edges)) + 1
+    period_s = max(float(rank_s.max()), float((path_s / num_held).max()))
+    return (graph.num_microbatches - 1) * period_s * graph.uneven + float(path_s.max())
+
+
+def _interleaved_s(graph: StageGraph, stages: Stages, rank_s: Float64Array) -> float:
+    slowest_s, others_s = _slowest_and_others(rank_s)
+    chunk_s = stages.seconds.reshape(-1, len(rank_s))
+    steady_s = graph.num_microbatches * slowest_s * graph.uneven
+    in_turns_s = graph.num_microbatches * float(chunk_s.max(axis=1).sum()) * graph.uneven
+    return (steady_s + in_turns_s) / 2 + others_s / len(chunk_s)
+
+
+def _zero_bubble_s(graph: StageGraph, stages: Stages, rank_s: Float64Array) -> float:
+    slowest_s, others_s = _slowest_and_others(rank_s)
+    steady_s = graph.num_microbatches * slowest_s * graph.uneven
+    blocks = stages.blocks
+    weight_s = stages.sums(np.where(blocks.trainable > 0, blocks.backward_s / 2, 0.0))
+    input_s = np.bincount(graph.rank, stages.seconds - weight_s)  # F + I
+    further_s = (graph.num_microbatches - 1) * float(input_s.max()) * graph.uneven
+    at_least_s = float(input_s.sum() + weight_s.max()) + further_s
+    if graph.schedule == "zb_v":
+        return max(steady_s + others_s / 6, at_least_s)
+    waits_s = np.maximum(stages.seconds - 2 * weight_s, stages.forward_s)
+    return max(steady_s + float(np.delete(waits_s, int(np.argmax(rank_s))).sum()), at_least_s)
+
+
+def _slowest_and_others(rank_s: Float64Array) -> tuple[float, float]:
+    """The seconds of the slowest rank, and of all other ranks together."""
+    slowest_s = float(rank_s.max())
+    return slowest_s, float(rank_s.sum()) - slowest_s
+
+
+def _longest_paths(graph: StageGraph, stage_s: Float64Array, edge_s: Float64Array) -> Float64Array:
+    """[num_stages]: seconds of the longest path from each stage to an end, the stage included."""
+    path_s = stage_s.copy()
+    for number in sorted(range(len(graph.edges)), key=lambda number: -graph.edges[number][0]):
+        source, sink = graph.edges[number]
+        path_s[source] = max(path_s[source], stage_s[source] + edge_s[number] + path_s[sink])
+    return path_s
 
 
 def exposed_collectives_s(job: Job, stages: Stages, rank: Int64Array, data_ranks: Sequence[range]) -> float:
-    """Gathering before the passes and reducing after them, as far as it is not hidden, and the optimizer.
+    """Seconds of gathers before the passes and reductions after them, as far as nothing hides them, and the optimizer.
 
-    data_ranks: per pipeline rank, those of the cluster that share its state (ZeRO 1).
+    rank:       [num_stages], the pipeline rank of each stage.
+    data_ranks: by stage, the ranks of the cluster that share its state (ZeRO 1).
     """
     blocks, precision = stages.blocks, job.mixed_precision(pipeline=True)
     trainable = stages.sums(blocks.trainable)
@@ -90,12 +121,13 @@ def exposed_collectives_s(job: Job, stages: Stages, rank: Int64Array, data_ranks
             gather_s = job.cost.gather_seconds(float(gathered[stage]) * precision.compute, ranks)
             reduce_s = job.cost.reduce_scatter_seconds(float(trainable[stage]) * precision.gradient, ranks)
         reduce_s += job.cost.step_seconds(round(float(updated[rank[stage]]) / len(ranks)))
+        # The passes of earlier stages hide a stage's gather and its reduction.
         before, after = max(before, gather_s - forward_s), max(after, reduce_s - backward_s)
         forward_s += float(stages.forward_s[stage])
         backward_s += float(stages.backward_s[stage])
     return before + after
 
 
-def work_s(flow: Flow, stages: Stages) -> float:
-    """Of the rank with the most to compute: no simulation is faster. Rounded down."""
-    return flow.num_microbatches * float(np.bincount(flow.rank, stages.seconds).max()) * (1 - 1e-9)
+def work_s(graph: StageGraph, stages: Stages) -> float:
+    """A lower bound of any simulated step: the computation of the busiest rank, rounded down."""
+    return graph.num_microbatches * float(np.bincount(graph.rank, stages.seconds).max()) * (1 - 1e-9)

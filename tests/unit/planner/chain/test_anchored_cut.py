@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from motet.core.shapes import Transformer, language_model, vit
 from motet.cost.flops import layer_flops, work_of
 from motet.planner import partition
-from motet.planner.chain.anchored_cut import anchor, by_layers, by_parameters, candidates, decide
+from motet.planner.chain.anchored_cut import by_layers, by_parameters, cuts_near, fastest_cut, greedy_cut
 from motet.planner.stages.blocks import blocks_of
 from unit.planner.jobs import job
 
@@ -30,7 +30,7 @@ def test_the_candidates_are_the_best_of_all_within_the_radius(block_s, num_stage
     send_s = np.array([[random.randint(0, 3) for _ in block_s] for _ in range(num_stages - 1)]).reshape(
         -1, len(block_s)
     )
-    start = anchor(block_s, num_stages)
+    start = greedy_cut(block_s, num_stages)
     assert sum(start) == len(block_s) and min(start) >= 1 and len(start) == num_stages
     ends = np.cumsum(start)[:-1]
     around = []
@@ -38,7 +38,7 @@ def test_the_candidates_are_the_best_of_all_within_the_radius(block_s, num_stage
         counts = np.diff([0, *(ends + np.array(shift, dtype=int)), len(block_s)])
         if (counts >= 1).all():
             around.append(tuple(counts.tolist()))
-    found = candidates(block_s, send_s, start, radius=radius, num=5, width=1000)
+    found = cuts_near(block_s, send_s, start, radius=radius, num=5, width=1000)
     best = sorted(metric(block_s, send_s, counts) for counts in around)[:5]
     assert set(found) <= set(around)
     assert [metric(block_s, send_s, counts) for counts in found] == pytest.approx(best)
@@ -46,7 +46,7 @@ def test_the_candidates_are_the_best_of_all_within_the_radius(block_s, num_stage
 
 def test_radius_1_of_4_stages_has_27_candidates():
     block_s = np.ones(40)
-    found = candidates(block_s, np.zeros((3, 40)), anchor(block_s, 4), radius=1, num=100)
+    found = cuts_near(block_s, np.zeros((3, 40)), greedy_cut(block_s, 4), radius=1, num=100)
     assert len(found) == len(set(found)) == 27
     assert found[0] == (10, 10, 10, 10)
 
@@ -54,13 +54,13 @@ def test_radius_1_of_4_stages_has_27_candidates():
 def test_a_costly_message_moves_the_cut_away_from_it():
     block_s, send_s = np.ones(12), np.zeros((1, 12))
     send_s[0, 5] = 5.0
-    assert candidates(block_s, send_s, (6, 6))[0] in [(5, 7), (7, 5)]
+    assert cuts_near(block_s, send_s, (6, 6))[0] in [(5, 7), (7, 5)]
 
 
 def test_what_is_run_decides_whatever_the_rank():
     cuts = [(2, 2), (1, 3), (3, 1)]
-    assert decide(cuts, lambda counts: counts[0]) == (1, 3)
-    assert decide(cuts, lambda counts: 0.0) == (2, 2)
+    assert fastest_cut(cuts, lambda counts: counts[0]) == (1, 3)
+    assert fastest_cut(cuts, lambda counts: 0.0) == (2, 2)
 
 
 LLM = language_model(Transformer(6144, 16_384, 48, 8, gated=True, norm="rms", causal=True), 48, 92_544)
@@ -83,7 +83,7 @@ def test_splits_of_omnibal_table_9(encoder, weight, published):
         ]
     )
     assert partition(block_s.tolist(), 4) == published
-    assert published in candidates(block_s, np.zeros((3, len(block_s))), anchor(block_s, 4))
+    assert published in cuts_near(block_s, np.zeros((3, len(block_s))), greedy_cut(block_s, 4))
 
 
 def test_cuts_without_seconds():

@@ -3,8 +3,8 @@
 import pytest
 
 from motet.planner.candidate import Candidate, Pins, RuledOut
-from motet.planner.chain.anchored_cut import decide
-from motet.planner.chain.propose import NUM_CANDIDATES, NUM_NEAR, Search, propose_chain
+from motet.planner.chain.anchored_cut import fastest_cut
+from motet.planner.chain.propose import MAX_CHAINS, MAX_RIVALS, ChainSearch, propose_chain
 from motet.planner.degrees import Degrees
 from motet.schedule import check_fit, program_of, validate
 from motet.simulate.predict.predict import predict
@@ -22,7 +22,7 @@ def proposed(given_job, pins=None):
 def test_every_plan_fits_runs_and_takes_about_what_was_estimated(frozen, memory_mbytes, spread):
     given_job = job(model(frozen=frozen), memory_mbytes=memory_mbytes, spread=spread)
     candidates, _ = proposed(given_job)
-    assert 1 <= len(candidates) <= NUM_CANDIDATES + NUM_NEAR
+    assert 1 <= len(candidates) <= MAX_CHAINS + MAX_RIVALS
     assert [one.estimate_s for one in candidates] == sorted(one.estimate_s for one in candidates)
     for candidate in candidates:
         check_fit(candidate.plan)
@@ -59,10 +59,10 @@ def test_least_memory_is_recomputed_least():
 
 def test_measured_steps_can_decide():
     given_job = job()
-    pipeline = Search(given_job, Pins()).pipeline(Degrees(1, 4, 2, 1, 16))
-    plans = [pipeline.plan(stages) for stages in pipeline.near(pipeline.settled())]
+    pipeline = ChainSearch(given_job, Pins()).pipeline(Degrees(1, 4, 2, 1, 16))
+    plans = [pipeline.plan(stages) for stages in pipeline.cuts_beside(pipeline.settled())]
     assert 1 < len(plans) <= 13 and len({str(plan.units) for plan in plans}) == len(plans)
-    fastest = decide(plans, lambda plan: predict(plan, given_job.workload, given_job.cost).step_s)
+    fastest = fastest_cut(plans, lambda plan: predict(plan, given_job.workload, given_job.cost).step_s)
     assert fastest in plans
 
 

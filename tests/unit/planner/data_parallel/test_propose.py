@@ -17,7 +17,7 @@ from motet.cost.analytic import Analytic
 from motet.planner.candidate import Candidate, Pins, RuledOut, size_words
 from motet.planner.data_parallel.loads import EvenBatch, assigned_load, state_of
 from motet.planner.data_parallel.propose import propose_data_parallel
-from motet.planner.data_parallel.zero import Sharded, shardings, step_s
+from motet.planner.data_parallel.zero import ShardedUnit, shardings, step_s
 from motet.planner.job import Job
 from motet.schedule import check_fit, planned, program_of, validate
 from motet.simulate.predict.predict import assign_batch, predict
@@ -166,10 +166,10 @@ def test_a_batch_that_does_not_divide_is_ruled_out_with_sizes_that_do():
     candidates, (ruled_out,) = proposed(job(batch_size=30), Pins(tp=1, dp=8))
     assert not candidates
     assert ruled_out.why == "a batch of 30 does not divide among the replicas."
-    assert ruled_out.mends == ("a batch of 24", "a batch of 32")
+    assert ruled_out.remedies == ("a batch of 24", "a batch of 32")
     assert proposed(job(batch_size=24))[0] and proposed(job(batch_size=32))[0]
     _, (ruled_out,) = proposed(job(batch_size=3), Pins(tp=1, dp=8))
-    assert ruled_out.mends == ("a batch of 8",)
+    assert ruled_out.remedies == ("a batch of 8",)
 
 
 def test_as_many_ranks_as_the_batch_divides_among():
@@ -213,7 +213,7 @@ def test_collectives_are_those_of_the_simulation(zero, shard_size, trainable):
     stages = planned(plan)
     assignment = assign_batch(plan, given_job.batch, given_job.cost)
     traffic = Traffic(Pricing(plan, stages, assignment, given_job.cost))
-    found = Sharded.of(given_job, unit).collectives
+    found = ShardedUnit.of(given_job, unit).collectives
     for stage in stages.stages[:3]:
         own, counted = found[stage.modules[0]], traffic.collectives(stage)
         assert own.gather_s == pytest.approx(counted.gather_s)
@@ -292,7 +292,7 @@ def test_perfect_balance_is_no_slower_than_any_placement():
     candidates, _ = proposed(given_job, Pins(tp=1))
     for one in candidates:
         (unit,) = one.plan.units
-        sharded, number = Sharded.of(given_job, unit), 8 // one.plan.microbatch_size
+        sharded, number = ShardedUnit.of(given_job, unit), 8 // one.plan.microbatch_size
         even = EvenBatch(given_job).load(8, number, 1)
         for balance in ("off", "auto"):
             load = assigned_load(given_job, replace(one.plan, balance=balance))

@@ -6,7 +6,7 @@ import pytest
 from motet.core.shapes import multimodal
 from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.modality_parallel import propose as modality
-from motet.planner.modality_parallel.propose import propose_modality_parallel
+from motet.planner.modality_parallel.propose import nearest_stage_counts, propose_modality_parallel
 from motet.planner.stages.partition import slowest_stages
 from motet.schedule import check_fit, program_of, validate
 from motet.simulate.predict.predict import predict
@@ -35,17 +35,17 @@ def test_every_plan_fits_runs_and_takes_about_what_was_estimated(frozen, memory_
 
 def test_encoders_get_the_stages_that_come_nearest_to_the_backbones():
     slowest_s = np.array([8.0, 5.0, 3.0, 2.0])
-    assert modality._nearest(slowest_s, 5.0) == (2, 1)
-    assert modality._nearest(slowest_s, 4.0) == (3, 2)
-    assert modality._nearest(slowest_s, 9.0) == (1,)
-    assert modality._nearest(slowest_s, 1.0) == (4, 3)
+    assert nearest_stage_counts(slowest_s, 5.0) == (2, 1)
+    assert nearest_stage_counts(slowest_s, 4.0) == (3, 2)
+    assert nearest_stage_counts(slowest_s, 9.0) == (1,)
+    assert nearest_stage_counts(slowest_s, 1.0) == (4, 3)
 
 
-def test_the_fastest_shape_is_about_as_fast_as_any():
+def test_the_fastest_degrees_are_about_as_fast_as_any():
     """Against all numbers of stages of all modules, by the same closed form."""
     given_job = job(model(frozen=True), num_nodes=4)
     pins = Pins(tp=1, microbatch_size=1, dp=1)
-    at_best_s, shape = next(modality.shapes(given_job, pins))
+    at_best_s, degrees = next(modality.modality_degrees(given_job, pins))
     times = []
     for module in given_job.model.modules:
         cost = given_job.block_costs(module.name, 1, 1)
@@ -59,7 +59,7 @@ def test_the_fastest_shape_is_about_as_fast_as_any():
         for n in range(1, 9)
         if i + j + n <= 16
     ]
-    assert sum(shape.num_stages) <= 16
+    assert sum(degrees.num_stages) <= 16
     assert at_best_s == pytest.approx(min(every), rel=0.02)
 
 

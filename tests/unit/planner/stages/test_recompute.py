@@ -27,7 +27,7 @@ MODELS = {
 
 @st.composite
 def modules(draw):
-    """Columns of up to three modules: seconds, spared and grown bytes, alike or not."""
+    """Columns of up to three modules: seconds, saved and grown bytes, alike or not."""
     number = st.integers(0, 9)
     found = {}
     for name in draw(st.permutations("abc"))[: draw(st.integers(1, 3))]:
@@ -41,16 +41,16 @@ def modules(draw):
 def every_choice(found):
     for counts in product(*(range(rows.shape[1] + 1) for rows in found.values())):
         own = [rows[:, :count] for rows, count in zip(found.values(), counts)]
-        seconds, freed = (sum(rows[line].sum() for rows in own) for line in (0, 1))
-        yield seconds, sum(counts), freed - max(rows[2].max(initial=0) for rows in own), counts
+        seconds, saved = (sum(rows[line].sum() for rows in own) for line in (0, 1))
+        yield seconds, sum(counts), saved - max(rows[2].max(initial=0) for rows in own), counts
 
 
 @given(modules(), st.integers(1, 60))
 @settings(max_examples=400)
 def test_the_least_seconds_then_the_fewest_blocks_of_every_choice_that_suffices(found, lacking):
     columns = ({name: rows[line] for name, rows in found.items()} for line in range(3))
-    recompute_s, spared, grown = columns
-    chosen = least_recompute(recompute_s, spared, lacking, grown)
+    recompute_s, saved, grown = columns
+    chosen = least_recompute(recompute_s, saved, lacking, grown)
     enough = [choice for choice in every_choice(found) if choice[2] >= lacking]
     if chosen is None:
         assert not enough
@@ -70,10 +70,10 @@ def test_wrong_columns_are_named(wrong):
         least_recompute({"a": np.ones(2)}, {"a": wrong}, 1)
 
 
-def test_many_alike_blocks_of_many_chunks_take_little_time():
+def test_the_cheaper_module_is_recomputed_first_where_a_block_saves_the_most():
     recompute_s = {(chunk, name): np.full(8, cost) for chunk in range(12) for name, cost in (("a", 1.0), ("b", 4.0))}
-    spared = {key: np.full(8, 3.0 * (key[0] + 1)) for key in recompute_s}
-    chosen = least_recompute(recompute_s, spared, 1200)
+    saved = {key: np.full(8, 3.0 * (key[0] + 1)) for key in recompute_s}
+    chosen = least_recompute(recompute_s, saved, 1200)
     # The largest first, and only of the cheaper module.
     assert chosen[11, "a"] == chosen[10, "a"] == 8 and not any(count for key, count in chosen.items() if key[1] == "b")
 

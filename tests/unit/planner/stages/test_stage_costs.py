@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from motet.planner.stages.blocks import Blocks, blocks_of
 from motet.planner.stages.partition import partition
 from motet.planner.stages.stage_costs import ROUNDING, StageLimits, settle, stage_numbers, stages_of
-from motet.planner.stages.step_time import Flow, pipeline_s
+from motet.planner.stages.step_time import StageGraph, pipeline_s
 from motet.schedule import high_water, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
 from motet.simulate import simulate, stage_times
 from unit.planner.jobs import job
@@ -29,8 +29,8 @@ PROGRAMS = {
 def test_the_fullest_moments_hold_what_the_program_holds(name, seed):
     program = PROGRAMS[name]
     held = np.random.default_rng(seed).random(program.num_stages)
-    room = StageLimits.of(program, 1.0)
-    most = [float((room.moments[rank] @ held[room.rank == rank]).max()) for rank in range(program.num_ranks)]
+    limits = StageLimits.of(program, 1.0)
+    most = [float((limits.moments[rank] @ held[limits.rank == rank]).max()) for rank in range(program.num_ranks)]
     assert most == pytest.approx(high_water(program, held).tolist())
 
 
@@ -40,12 +40,14 @@ def test_two_microbatches_a_rank_fill_a_pipeline(make):
     assert all(np.array_equal(one, other) for one, other in zip(some, more))
 
 
-def toy(kept, spared, again, owner=None):
+def toy(kept, saved, recompute_s, owner=None, **others):
+    """Blocks of 1 s forward and 1 s backward. others: further columns."""
     num = len(kept)
     zero = np.zeros(num)
     columns = {name: zero for name in Blocks.__dataclass_fields__ if name not in ("names", "owner")}
-    columns |= {"kept_bytes": np.array(kept, float), "saved_bytes": np.array(spared, float)}
-    columns |= {"recompute_s": np.array(again, float), "forward_s": np.ones(num), "backward_s": np.ones(num)}
+    columns |= {"kept_bytes": np.array(kept, float), "saved_bytes": np.array(saved, float)}
+    columns |= {"recompute_s": np.array(recompute_s, float), "forward_s": np.ones(num), "backward_s": np.ones(num)}
+    columns |= others
     return Blocks(("a", "b"), np.array(owner if owner is not None else [0] * num), **columns)
 
 
@@ -56,19 +58,19 @@ def test_no_less_recomputation_fits_and_what_is_recomputed_does(data):
     first = data.draw(st.integers(0, number))
     owner = np.repeat([0, 1], [first, number - first])
     kept = np.array([10, 14])[owner]
-    spared, again = (np.array(data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9))))[owner] for _ in range(2))
-    blocks = toy(kept, spared, again, owner)
+    saved, again = (np.array(data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9))))[owner] for _ in range(2))
+    blocks = toy(kept, saved, again, owner)
     counts = (number // 2, number - number // 2)
-    room = StageLimits.of(one_f_one_b(2, 4), data.draw(st.integers(10, 120)) / (1 - ROUNDING))
+    limits = StageLimits.of(one_f_one_b(2, 4), data.draw(st.integers(10, 120)) / (1 - ROUNDING))
     stage = stage_numbers(counts)
-    found = stages_of(blocks, stage, room)
+    found = stages_of(blocks, stage, limits)
     for rank, in_flight in enumerate((2, 1)):
         own = np.flatnonzero(stage == rank)
         fits = []
-        for numbers in product(*(range(int((owner[own] == place).sum()) + 1) for place in (0, 1))):
-            chosen = np.concatenate([np.arange((owner[own] == place).sum()) < numbers[place] for place in (0, 1)])
-            held = in_flight * (kept[own] - spared[own] * chosen).sum()
-            if held <= room.capacity_bytes * (1 - ROUNDING) + 1e-6:
+        for numbers in product(*(range(int((owner[own] == module).sum()) + 1) for module in (0, 1))):
+            chosen = np.concatenate([np.arange((owner[own] == module).sum()) < numbers[module] for module in (0, 1)])
+            held = in_flight * (kept[own] - saved[own] * chosen).sum()
+            if held <= limits.capacity_bytes * (1 - ROUNDING) + 1e-6:
                 fits.append(float((again[own] * chosen).sum()))
         added = float((again[own] * found.recomputed[own]).sum())
         if fits:
@@ -88,13 +90,13 @@ def test_a_pinned_mode_is_kept(mode):
 def test_recomputation_moves_the_cut():
     """Rank 0 holds two microbatches and must recompute, so that it gets fewer blocks than an even cut gives it."""
     blocks = toy([10] * 12, [9] * 12, [1.0] * 12)
-    room = StageLimits.of(one_f_one_b(2, 4), 62.0)
+    limits = StageLimits.of(one_f_one_b(2, 4), 62.0)
 
     def cut(block_s):
         return stage_numbers(partition(block_s.tolist(), 2))
 
-    even = stages_of(blocks, stage_numbers((6, 6)), room)
-    settled = settle(blocks, room, cut, lambda stages: float(stages.seconds.max()))
+    even = stages_of(blocks, stage_numbers((6, 6)), limits)
+    settled = settle(blocks, limits, cut, lambda stages: float(stages.seconds.max()))
     assert even.recomputed.any() and not settled.shortfall_bytes
     assert settled.seconds.max() <= even.seconds.max()
     assert settled.layers[0]["a"] < 6
@@ -107,16 +109,14 @@ def test_closed_forms_are_near_the_simulation_where_stages_are_nearly_even(name,
     program = PROGRAMS[name]
     number = program.num_stages
     seconds = np.array(block_s[:number])
-    blocks = toy([0] * number, [0] * number, [0] * number)
-    object.__setattr__(blocks, "forward_s", seconds)
-    object.__setattr__(blocks, "backward_s", 2 * seconds)
-    object.__setattr__(blocks, "trainable", np.ones(number))
+    none = [0] * number
+    blocks = toy(none, none, none, forward_s=seconds, backward_s=2 * seconds, trainable=np.ones(number))
     stages = stages_of(blocks, np.arange(number), StageLimits.of(program, 1.0))
     rank = np.array([stage.rank for stage in program.stages])
-    flow = Flow(name, 12, rank, tuple(pairwise(range(number))))
+    graph = StageGraph(name, 12, rank, tuple(pairwise(range(number))))
     sends = np.where(rank[1:] == rank[:-1], 0.0, send_s)
     simulated = simulate(program, stage_times(stages.forward_s, stages.backward_s, send_s=sends[:, None])).makespan_s
-    assert pipeline_s(flow, stages, sends) == pytest.approx(simulated, rel=0.2)
+    assert pipeline_s(graph, stages, sends) == pytest.approx(simulated, rel=0.2)
 
 
 @pytest.mark.parametrize("make", [zb_h1, zb_v])
@@ -124,14 +124,13 @@ def test_closed_forms_are_near_the_simulation_where_stages_are_nearly_even(name,
 def test_closed_forms_of_zero_bubble_schedules_hold_with_few_microbatches(make, num_microbatches):
     program = make(4, num_microbatches)
     number = program.num_stages
-    blocks = toy([0] * number, [0] * number, [0] * number)
-    object.__setattr__(blocks, "backward_s", np.full(number, 2.0))
-    object.__setattr__(blocks, "trainable", np.ones(number))
+    none = [0] * number
+    blocks = toy(none, none, none, backward_s=np.full(number, 2.0), trainable=np.ones(number))
     stages = stages_of(blocks, np.arange(number), StageLimits.of(program, 1.0))
     rank = np.array([stage.rank for stage in program.stages])
-    flow = Flow(make.__name__, num_microbatches, rank, tuple(pairwise(range(number))))
+    graph = StageGraph(make.__name__, num_microbatches, rank, tuple(pairwise(range(number))))
     simulated = simulate(program, stage_times(np.ones(number), np.full(number, 2.0))).makespan_s
-    assert pipeline_s(flow, stages, np.zeros(number - 1)) == pytest.approx(simulated, rel=0.07)
+    assert pipeline_s(graph, stages, np.zeros(number - 1)) == pytest.approx(simulated, rel=0.07)
 
 
 def test_a_chain_carries_the_outputs_of_encoders_that_are_over():

@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.planner.stages.unevenness import _largest, unevenness
+from motet.planner.stages.unevenness import running_max, unevenness
 from unit.planner.jobs import job
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 15))
 def test_the_largest_of_each_and_those_before_it(seconds, window):
     column = np.array(seconds, dtype=float)[:, None]
-    found = _largest(column, window)[:, 0]
+    found = running_max(column, window)[:, 0]
     assert found.tolist() == [max(seconds[max(0, end - window + 1) : end + 1]) for end in range(len(seconds))]
 
 

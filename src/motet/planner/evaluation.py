@@ -1,0 +1,209 @@
+"""Simulates the candidates that can be the fastest, and passes over the others.
+
+For each round of strategies (`CandidateEvaluation.consider`):
+
+1. all strategies propose;
+2. the candidate with the least estimate of each strategy is simulated;
+3. simulated by estimated seconds of that candidate corrects the estimates of its strategy's other candidates;
+4. the others follow in order of corrected estimates. A candidate is passed over if its lower bound is not below the
+   fastest step so far, or if the limit on simulations is reached.
+
+What is simulated depends on the job alone, not on clocks or threads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal, TypeVar
+
+from motet.core.errors import UserError
+from motet.core.plan import Plan
+from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy, predict_candidate
+from motet.planner.infeasible import TENSOR_DEGREES
+from motet.planner.job import Job
+from motet.planner.order import with_best_order, with_pinned_order
+from motet.planner.search_result import PassedOver, SearchResult, SimulatedCandidate
+from motet.simulate.predict.prediction import Prediction
+
+MAX_SPANS = 2_000_000
+"""The most spans of all Timelines together; 10^5 to 10^6 a second are simulated and drawn. This limits the number of
+Plans with thousands of program ranks."""
+
+Argument = TypeVar("Argument")
+Value = TypeVar("Value")
+
+SearchProgress = Callable[[str, int, int], None]
+"""(what is being done, how much of it is done, out of how much)"""
+
+
+@dataclass(frozen=True)
+class Quota:
+    """The `num_plans` fastest of the suitable Plans are simulated, even where they cannot be the fastest of all."""
+
+    num_plans: int
+    suitable: Callable[[Plan], bool]
+
+
+NO_QUOTA = Quota(0, lambda plan: False)
+"""Only candidates that can be the fastest are simulated."""
+
+
+class CandidateEvaluation:
+    """The candidates of a job so far: simulated, passed over, ruled out.
+
+    max_simulated, quota: as in `search`.
+    """
+
+    def __init__(self, job: Job, pins: Pins, max_simulated: int | None, quota: Quota, progress: SearchProgress) -> None:
+        self.job, self.pins, self.max_simulated, self.quota, self.progress = job, pins, max_simulated, quota, progress
+        self.candidates: list[Candidate] = []
+        self.results: list[SimulatedCandidate] = []
+        self.passed_over: list[PassedOver] = []
+        self.ruled_out: list[RuledOut] = _unpriced(job, pins)
+        self.num_simulated, self.num_spans = 0, 0
+
+    @property
+    def fastest_s(self) -> float:
+        """Seconds of the fastest simulated step; infinite where there is none."""
+        return min((result.prediction.step_s for result in self.results), default=math.inf)
+
+    def consider(self, strategies: Mapping[str, Strategy]) -> None:
+        """Simulate the best candidate of each strategy, and of the others those that can win, as far as the limit
+        allows."""
+        new = self._propose(strategies)
+        leaders = _leaders(new)
+        correction = self._simulate_leaders(leaders)
+        others = [candidate for candidate in new if all(candidate is not leader for leader in leaders)]
+        for candidate in sorted(others, key=lambda other: other.estimate_s * correction[other.strategy]):
+            if (why := self._why_not(candidate)) is None:
+                self.progress(f"simulating {candidate.strategy}: {candidate.what}", self.num_simulated, self._total)
+                self._add(candidate, self._predict(candidate))
+            else:
+                self.passed_over.append(PassedOver(candidate, why))
+
+    def _propose(self, strategies: Mapping[str, Strategy]) -> list[Candidate]:
+        """Candidates with Plans that were not proposed before, least estimate first."""
+
+        def proposals(strategy: tuple[str, Strategy]) -> list[Candidate | RuledOut]:
+            return list(_proposals(*strategy, self.job, self.pins))
+
+        new: list[Candidate] = []
+        self.progress(f"considering {', '.join(strategies)}", 0, len(strategies))
+        for proposed in chain.from_iterable(_in_parallel(proposals, strategies.items())):
+            if isinstance(proposed, RuledOut):
+                self.ruled_out.append(proposed)
+            elif all(proposed.plan != known.plan for known in (*self.candidates, *new)):
+                new.append(proposed)
+        new.sort(key=lambda candidate: candidate.estimate_s)  # Stable: equal estimates stay as they were proposed.
+        self.candidates += new
+        return new
+
+    def _simulate_leaders(self, leaders: Sequence[Candidate]) -> dict[str, float]:
+        """Simulated by estimated seconds of each strategy's best candidate."""
+        self.progress(f"simulating the best of {', '.join(leader.strategy for leader in leaders)}", 0, self._total)
+        seconds = map(self._add, leaders, _in_parallel(self._predict, leaders))
+        return {leader.strategy: step_s / leader.estimate_s for leader, step_s in zip(leaders, seconds)}
+
+    def _why_not(self, candidate: Candidate) -> Literal["bound", "estimate"] | None:
+        """Why a candidate is passed over; None if it is simulated."""
+        suitable_s = self._suitable_s() if self.quota.suitable(candidate.plan) else None
+        if suitable_s is not None and len(suitable_s) < self.quota.num_plans:
+            return None
+        limit_s = suitable_s[self.quota.num_plans - 1] if suitable_s and self.quota.num_plans else self.fastest_s
+        if candidate.bound_s >= limit_s:
+            return "bound"
+        if self.max_simulated is None or (self.num_simulated < self.max_simulated and self.num_spans < MAX_SPANS):
+            return None
+        return "estimate"
+
+    def _suitable_s(self) -> list[float]:
+        """Simulated steps of the Plans that count for the quota, fastest first."""
+        suitable = (result for result in self.results if self.quota.suitable(result.candidate.plan))
+        return sorted(result.prediction.step_s for result in suitable)
+
+    @property
+    def _total(self) -> int:
+        return min(len(self.candidates), self.max_simulated or len(self.candidates))
+
+    def _predict(self, candidate: Candidate) -> Prediction | UserError:
+        """The simulated step, or the error if the Plan cannot run on the cluster."""
+        try:
+            return predict_candidate(self.job, candidate)
+        except UserError as error:
+            return error
+
+    def _add(self, candidate: Candidate, prediction: Prediction | UserError) -> float:
+        """Seconds of a step; infinite if the Plan cannot run on the cluster. It is a result if it fits memory."""
+        self.num_simulated += 1
+        if isinstance(prediction, UserError):
+            self.ruled_out.append(RuledOut(candidate.strategy, candidate.what, str(prediction)))
+            return math.inf
+        self.num_spans += len(prediction.timeline)
+        shortfall_bytes = float(prediction.peak_bytes.max()) - self.job.capacity_bytes
+        if shortfall_bytes > 0:
+            self.ruled_out.append(_too_large(candidate, prediction, shortfall_bytes))
+        else:
+            self.results.append(SimulatedCandidate(candidate, prediction))
+        return prediction.step_s
+
+    def reorder(self) -> None:
+        """Give the fastest Plan of each strategy the order of examples that makes it faster (`order.py`); all Plans
+        where nothing limits the simulations.
+        """
+        self.results.sort(key=lambda result: result.prediction.step_s)
+        first = {result.candidate.strategy: index for index, result in reversed(list(enumerate(self.results)))}
+        indices = list(range(len(self.results))) if self.max_simulated is None else sorted(first.values())
+        self.progress("ordering examples of the fastest pipelines", self.num_simulated, self.num_simulated)
+
+        def best_order(index: int) -> SimulatedCandidate:
+            result = self.results[index]
+            return SimulatedCandidate(*with_best_order(self.job, result.candidate, result.prediction, self.pins))
+
+        for index, result in zip(indices, _in_parallel(best_order, indices)):
+            self.results[index] = result
+
+    def result(self, strategies: Sequence[str]) -> SearchResult:
+        """All that was evaluated. Equally fast Plans are in the order of `strategies`."""
+        rank = {name: number for number, name in enumerate(strategies)}
+        last = len(rank)
+        self.results.sort(key=lambda result: (result.prediction.step_s, rank.get(result.candidate.strategy, last)))
+        return SearchResult(self.job, self.pins, tuple(self.results), tuple(self.passed_over), tuple(self.ruled_out))
+
+
+def _leaders(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The first candidate of each strategy."""
+    first = {candidate.strategy: candidate for candidate in reversed(candidates)}
+    return list(reversed(first.values()))
+
+
+def _in_parallel(function: Callable[[Argument], Value], arguments: Iterable[Argument]) -> list[Value]:
+    """Values in the order of their arguments. Threads share array arithmetic among cores, but little else."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(function, arguments))
+
+
+def _proposals(name: str, strategy: Strategy, job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
+    try:
+        for proposal in strategy(job, pins):
+            yield proposal if isinstance(proposal, RuledOut) else with_pinned_order(proposal, pins)
+    except UserError as error:
+        # A profile may lack what one strategy needs (tensor-parallel layers, say); the others are still searched.
+        yield RuledOut(name, "", str(error))
+
+
+def _unpriced(job: Job, pins: Pins) -> list[RuledOut]:
+    """Tensor-parallel degrees without times. No strategy considers them, unless the degree is pinned."""
+    degrees = [tp for tp in TENSOR_DEGREES[1:] if job.cluster.ranks_per_node % tp == 0 and pins.tp is None]
+    ruled_out = [RuledOut("tensor parallelism", f"TP {tp}", job.why_unpriced(tp)) for tp in degrees]
+    return [ruled for ruled in ruled_out if ruled.why]
+
+
+def _too_large(candidate: Candidate, prediction: Prediction, shortfall_bytes: float) -> RuledOut:
+    fullest = prediction.ranks[prediction.peak_bytes.argmax()]
+    why = f"in simulation it lacks {shortfall_bytes / 1e9:.1f} GB on rank {fullest}"
+    return RuledOut(candidate.strategy, candidate.what, why, shortfall_bytes)

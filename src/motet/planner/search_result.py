@@ -1,0 +1,96 @@
+"""The answer of a search: candidates that were simulated, passed over and ruled out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from motet.core.errors import UserError
+from motet.planner.candidate import Candidate, Pins, RuledOut
+from motet.planner.job import Job
+from motet.planner.nearest_miss import nearest_miss
+from motet.planner.pins import pins_in_words
+from motet.simulate.predict.prediction import Prediction
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedCandidate:
+    """A candidate and its simulated step.
+
+    measured_s: seconds of a real step; None where none was run.
+    obstacle:   why training cannot run the Plan yet; "" where it can, or where nobody asked.
+    """
+
+    candidate: Candidate
+    prediction: Prediction
+    measured_s: float | None = None
+    obstacle: str = ""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step: measured, or else predicted."""
+        return self.prediction.step_s if self.measured_s is None else self.measured_s
+
+
+class PassedOver(NamedTuple):
+    """A candidate that was not simulated.
+
+    why: "bound": its lower bound is not below the fastest step; "estimate": the limit on simulations was reached first.
+    """
+
+    candidate: Candidate
+    why: Literal["bound", "estimate"]
+
+
+@dataclass(frozen=True, eq=False)
+class SearchResult:
+    """What `search` answers.
+
+    results:  simulated candidates, fastest first; measured ones come before all others.
+    remedies: where there are no results, changes that make the nearest miss fit. Each was tried.
+    """
+
+    job: Job
+    pins: Pins
+    results: tuple[SimulatedCandidate, ...]
+    passed_over: tuple[PassedOver, ...]
+    ruled_out: tuple[RuledOut, ...]
+    remedies: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> SimulatedCandidate:
+        """The first result. Raises UserError, which names the nearest miss, if there is none."""
+        if not self.results:
+            raise UserError(nothing_fits(self))
+        return self.results[0]
+
+    def with_measured(self, measured: Mapping[int, float | None], obstacles: Mapping[int, str]) -> SearchResult:
+        """The result with real steps beside predicted ones.
+
+        measured:  seconds of a real step by index in `results`. None rules the candidate out: a rank lacked memory.
+        obstacles: why training cannot run a candidate yet, by index in `results`.
+        """
+        results, ruled_out = [], []
+        for index, result in enumerate(self.results):
+            if measured.get(index, 0.0) is None:
+                candidate = result.candidate
+                why = "in a real step, a rank ran out of memory"
+                ruled_out.append(RuledOut(candidate.strategy, candidate.what, why))
+            else:
+                results.append(replace(result, measured_s=measured.get(index), obstacle=obstacles.get(index, "")))
+        results.sort(key=lambda result: (result.measured_s is None, result.step_s))
+        return replace(self, results=tuple(results), ruled_out=(*self.ruled_out, *ruled_out))
+
+
+def nothing_fits(result: SearchResult) -> str:
+    """One sentence: the nearest miss, the memory it lacks, and what would make it fit."""
+    job, pins = result.job, result.pins
+    where = f"{job.model.name} in batches of {job.batch_size:,} on {job.cluster.num_ranks:,} {job.cluster.device.name}"
+    pinned = f" with {words}" if (words := pins_in_words(pins)) else ""
+    nearest = nearest_miss(result.ruled_out)
+    if nearest is None:
+        return f"No strategy has a plan for {where}{pinned}; unpin something, or change batch_size or the ranks."
+    what = f"{nearest.strategy}, {nearest.what}" if nearest.what else nearest.strategy
+    remedies = f"; fits with {' or '.join(result.remedies)}" if result.remedies else ""
+    return f"Nothing fits for {where}{pinned}. Nearest is {what}: {nearest.why.rstrip('.')}{remedies}."
