@@ -75,7 +75,7 @@ def train_recipe(
         bool,
         typer.Option(
             "--trace",
-            help="Write trace.json, every action of every rank, for chrome://tracing, and timeline.html.",
+            help="Write every action of every rank: trace.json for chrome://tracing, timeline.json, timeline.html.",
         ),
     ] = False,
     resume: Annotated[

@@ -43,12 +43,11 @@ def train_rank(rank, num_ranks, recipe, overrides):
 
 
 def traced(run_dir):
-    """By rank and step, the actions of trace.json as (text, kind, microbatch)."""
+    """By rank and step, the actions of timeline.json as (text, kind, microbatch)."""
     found = {}
-    for event in json.loads((run_dir / "trace.json").read_text())["traceEvents"]:
-        if event["ph"] == "X":
-            spans = found.setdefault((event["pid"], event["args"]["step"]), [])
-            spans.append((event["ts"], event["name"], event["cat"], event["args"]["microbatch"]))
+    for span in json.loads((run_dir / "timeline.json").read_text()):
+        spans = found.setdefault((span["rank"], span["step"]), [])
+        spans.append((span["start_s"], span["action"], span["kind"], span["microbatch"]))
     return {key: [span[1:] for span in sorted(spans)] for key, spans in found.items()}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +128,11 @@ class Timeline:
         for kind, module, duration in zip(self.kind, self.module, (self.end_s - self.start_s).tolist()):
             seconds[kind, module] = seconds.get((kind, module), 0.0) + duration
         return seconds
+
+    def write_json(self, path: Path) -> None:
+        """Write a list with an object a span, which has the fields of `Span`."""
+        lines = ",\n".join(json.dumps(asdict(span)) for span in self)
+        path.write_text(f"[\n{lines}\n]\n")
 
     def write_chrome_trace(self, path: Path) -> None:
         """Write the JSON that chrome://tracing and Perfetto open: a process a rank, a thread a stream, microseconds."""

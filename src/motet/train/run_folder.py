@@ -25,6 +25,7 @@ FILES = (
     "answers.json",
     "trace.json",
     "timeline.html",
+    "timeline.json",
     "summary.json",
     "report.html",
 )

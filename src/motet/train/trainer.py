@@ -46,7 +46,7 @@ _MEMORY_ADVICE = (
 def train(recipe: Recipe, *, resume: str = "auto", trace: bool = False) -> None:
     """Train as a recipe says, on this rank together with all others. All files are written to `recipe.run.dir`.
 
-    resume: "auto", "never", or the path of a checkpoint. trace: write trace.json and timeline.html.
+    resume: "auto", "never", or the path of a checkpoint. trace: write trace.json, timeline.json and timeline.html.
     Raises UserError if the input is wrong, and SystemExit(128 + signal) after a signal to stop.
     """
     start_s = time.perf_counter()
@@ -280,13 +280,15 @@ class _Run:
         raise SystemExit(128 + number)
 
     def _write_trace(self) -> None:
-        """Write the spans of all ranks to trace.json, and the last step to timeline.html. A collective."""
+        """Write the spans of all ranks, two ways, and a page of the last step. A collective."""
         if self.spans is None:
             return
         spans = [span for of_rank in self.world.gather(self.spans) for span in of_rank]
         with self._on_first_rank():
             if self.world.is_first:
-                Timeline.of(spans).write_chrome_trace(self.recipe.run.dir / "trace.json")
+                timeline = Timeline.of(spans)
+                timeline.write_chrome_trace(self.recipe.run.dir / "trace.json")
+                timeline.write_json(self.recipe.run.dir / "timeline.json")
                 last = max((span.step for span in spans), default=0)
                 write_timeline_html(
                     Timeline.of(span for span in spans if span.step == last),

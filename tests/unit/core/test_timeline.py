@@ -37,6 +37,11 @@ def test_chrome_trace_has_a_row_a_rank_in_microseconds(timeline, tmp_path):
     assert names == ["rank 0", "compute", "rank 1", "compute"]
 
 
+def test_json_has_an_object_a_span(timeline, tmp_path):
+    timeline.write_json(tmp_path / "timeline.json")
+    assert [Span(**fields) for fields in json.loads((tmp_path / "timeline.json").read_text())] == list(timeline)
+
+
 def test_empty_timeline(tmp_path):
     Timeline.of().write_chrome_trace(tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []
