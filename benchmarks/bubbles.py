@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from motet.planner.bubble_filling.backbone_bubbles import Slices, backbone_of
-from motet.planner.bubble_filling.fills import Encoders, Filling, PlacedFills, fill
+from motet.planner.bubble_filling.encoder_passes import Encoders
+from motet.planner.bubble_filling.fills import Filling, PlacedFills, fill
 from motet.schedule import (
     EncoderPipeline,
     Program,
