@@ -39,7 +39,7 @@ class Encoders:
 
     @property
     def has_backward(self) -> bool:
-        """Whether any encoder is trained, so that there are backward passes to place."""
+        """Whether any encoder has backward passes: a frozen one has none."""
         return any(slices.num for on_rank in self.backward for slices in on_rank)
 
     @property

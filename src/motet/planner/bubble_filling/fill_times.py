@@ -99,7 +99,7 @@ class Direction:
 class FillTimer:
     """Times a step for any assignment of microbatches to encoder pipelines.
 
-    A pipeline is alone on its ranks, so its times depend on its own microbatches only; each is computed once and kept.
+    A pipeline is alone on its ranks, so its times depend on its microbatches only; they are computed once.
     fine: whether all bubbles are filled, or those before a rank's first pass and after its last alone (coarse).
     num_passes: how many passes were placed so far.
     """

@@ -50,7 +50,7 @@ class PlacedFills:
 
 @dataclass(frozen=True, eq=False)
 class Filling:
-    """Placements of encoders in the bubbles of a backbone, each found when it is asked for.
+    """Placements of encoders in the bubbles of a backbone, each computed when it is first read.
 
     first_stage: the number of the encoders' first stage.
     pipelines:   which microbatches each encoder pipeline takes; () is to be searched for.
