@@ -126,7 +126,7 @@ def run_steps(meeting: Meeting, steps: Steps) -> list[float]:
 
 
 def _measure(runnable: RunnablePlans, num_plans: int, world: World, folder: str) -> dict[int, float | None]:
-    """By index in the results: the median of the slowest rank's seconds; None if a rank ran out of memory."""
+    """The median seconds of a step, by index in the results; None if a rank ran out of memory."""
     measured: dict[int, float | None] = {}
     with open_trials(world, __name__) as trials, _progress(world, min(num_plans, len(runnable.indices))) as show:
         for index, name, recipe in zip(runnable.indices, runnable.names, runnable.recipes, strict=True):

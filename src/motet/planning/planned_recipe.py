@@ -37,7 +37,7 @@ from motet.train.recipe.errors import sentence
 from motet.train.recipe.toml_text import RecipeText, read_recipe
 
 PRECISION_OF_DTYPE = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
-"""By the type that modules compute in: its name in Plans."""
+"""The names that Plans have for the types in which modules compute."""
 
 
 class PlannedRun(BaseModel):

@@ -28,7 +28,7 @@ _POLL_S = 0.5
 _GRACE_S = 3.0
 """How long all wait after the first failure: it may be a consequence of another rank's, which is then heard of too."""
 _EXIT_S = 20.0
-"""In which a process that has answered must end."""
+"""How long a process that has answered may take to end."""
 
 
 class OutOfMemory(Exception):

@@ -28,7 +28,7 @@ from motet.train.world import World
 
 _Result = TypeVar("_Result")
 Calls = dict[nn.Module, list[tuple[tuple[Any, ...], dict[str, Any]]]]
-"""By module, the positional and keyword arguments of its calls."""
+"""The positional and keyword arguments of each module's calls."""
 
 MIN_ROUNDS = 3
 """Rounds that are measured in any case."""

@@ -163,7 +163,7 @@ _MESSAGES: dict[MessageKind, Callable[[int, World], Callable[[], object]]] = {
     "exchange": _exchange,
     "send": _send,
 }
-"""By kind: what makes a call that sends so many float32 elements."""
+"""The functions that make a call that sends so many float32 elements, by kind of message."""
 _MESSAGES_A_CALL = {"send": 2}
 
 

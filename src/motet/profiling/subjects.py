@@ -178,7 +178,7 @@ def _encoder(recipe: Recipe, name: str, module: ModalityModule, sharded: nn.Modu
 
 
 def _sizes(recipe: Recipe, name: str, module: ModalityModule) -> dict[int, Int64Array]:
-    """By length, the sizes of an item of it. Items are what the transform makes of squares, or clips, of many sizes."""
+    """The sizes of an item, by length. Items are what the transform makes of squares, or of clips, of many sizes."""
     transform = recipe.transform(name)
     longest = getattr(transform, "max_pixels_side", 0) or int(transform.max_seconds * transform.sampling_rate)
     raw = np.unique(np.geomspace(1, longest, 4 * _NUM_CANDIDATES).astype(np.int64))

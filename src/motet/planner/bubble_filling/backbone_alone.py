@@ -51,7 +51,7 @@ class BackboneAlone:
         self._pipelines: dict[object, BackbonePipeline] = {}
 
     def slowdown(self, units: Sequence[Unit]) -> float:
-        """By what factor the slowest replica takes longer than it would for microbatches that are alike."""
+        """The factor by which the slowest replica takes longer than it would for microbatches that are alike."""
         return self._backbone(units).slowdown
 
     def pipeline(self, units: Sequence[Unit], *, parted: bool) -> BackbonePipeline:
@@ -90,7 +90,7 @@ class BackboneAlone:
         return _Backbone(stages, mean, program, slowest_s / simulate(program, mean).makespan_s)
 
     def _parted(self, backbone: _Backbone) -> _Backbone:
-        """With passes in the parts that `fillable` makes; as it is where these are too many or leave no bubbles."""
+        """The backbone with passes in the parts of `fillable`; unchanged if these are too many or leave no bubbles."""
         stages, times, program, _ = backbone
         num_parts = LAYER_PARTS * sum(stage.num_layers for stage in stages)
         if not times.forward_tensor_s.any() or 2 * num_parts * self._plans.shape.num_microbatches > _MAX_PARTS:

@@ -129,8 +129,10 @@ class EncoderMemory:
         return self._bytes[key]
 
     def _recompute_s(self, unit: Unit, stage: int, num_microbatches: int) -> dict[str, Float64Array]:
-        """By module, [num_blocks]: what recomputing each block of a stage adds to a step. num_microbatches: of an
-        encoder pipeline."""
+        """Seconds that recomputing each block of a stage adds to a step, by module: [num_blocks].
+
+        num_microbatches: of an encoder pipeline.
+        """
         count = self._shape.num_microbatches if unit.name == BACKBONE else num_microbatches
         spans = unit_spans(self._job.model, unit, stage)
         return {name: count * self._plans.costs(unit).recompute_s[slice(*span)] for name, span in spans.items()}

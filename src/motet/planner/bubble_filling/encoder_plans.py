@@ -119,7 +119,7 @@ class EncoderPlans:
         return float(busy_s.max()) * (1 - 1e-9)
 
     def has_backward(self, pp: int) -> Mapping[str, tuple[bool, ...]]:
-        """By encoder: which of its stages have backward passes, in plans of this PP."""
+        """Which stages of each encoder have backward passes, in plans of this PP."""
         if pp not in self._has_backward:
             plan = self.plan(self.units(next(one for one in self if one.pp == pp)))
             has_backward = Layout(plan).has_backward

@@ -193,7 +193,7 @@ class FillTimer:
         return self._times[key]
 
     def _least_lead_s(self, pipeline: int, microbatches: tuple[int, ...]) -> float:
-        """By placing forward passes as late as can be, which mirrored is as early as can be."""
+        """The lead that remains if forward passes are as late as can be: in mirrored time, as early as can be."""
         mirrored = self.mirrored
         free_s = {rank: -np.inf for _, rank in mirrored.ranks[pipeline]}
         for microbatch in reversed(microbatches):

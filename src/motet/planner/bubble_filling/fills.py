@@ -63,12 +63,12 @@ class Filling:
 
     @cached_property
     def coarse(self) -> PlacedFills:
-        """Before and after the backbone's work."""
+        """Passes before and after the backbone's work only."""
         return _placed_fills(*self._coarse, self.first_stage)
 
     @cached_property
     def fine(self) -> PlacedFills:
-        """In all bubbles; never slower than coarse."""
+        """Passes in all bubbles; never slower than coarse."""
         return _placed_fills(*self._fine, self.first_stage)
 
     def sliced(self, encoders: Encoders) -> Filling:

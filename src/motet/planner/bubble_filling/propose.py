@@ -42,7 +42,7 @@ tensor-parallel communication leaves room for about one of ViT-22B's slices at a
 _THINNING_COST = 0.002
 """A step may take longer by this share if a Plan needs fewer slices."""
 _ESTIMATE_ERROR = 1.1
-"""By which factor the simulated step may be shorter than the estimate."""
+"""The factor by which the simulated step may be shorter than the estimate."""
 
 
 def propose_bubble_filling(job: Job, pins: Pins, faster_than_s: float = math.inf) -> Iterator[Candidate | RuledOut]:

@@ -95,7 +95,7 @@ class PlacedUnits:
 
     @property
     def unevenness(self) -> float:
-        """By what factor passes take longer because microbatches differ."""
+        """The factor by which passes take longer because microbatches differ."""
         return self._passes_s(uneven=True) / self._passes_s(uneven=False)
 
     @cached_property

@@ -26,7 +26,7 @@ from motet.planner.job import Job
 from motet.simulate.show.drawing import shown_seconds
 
 _MAX_MICROBATCH_SIZE = 16
-"""Of the backbone: larger microbatches fill a pipeline worse and hold more."""
+"""Examples of the backbone's largest microbatch: larger ones fill a pipeline worse and hold more."""
 _NUM_PROPOSED, _NUM_INTERLEAVED = 6, 2
 """So many allocations are proposed, and so many are tried with chunks of the backbone."""
 _NUM_TRIES = 3

@@ -27,10 +27,10 @@ from motet.planner.job import BlockCosts, Job
 from motet.simulate.predict.memory import MAX_LOGITS
 
 RECOMPUTED_SHARES = {"none": (0.0,), "least": (0.0, 0.5, 1.0), "full": (1.0,)}
-"""By recompute mode: shares of the blocks that are recomputed while ranks are allocated. The least that fits is found
+"""Shares of the blocks that are recomputed while ranks are allocated, by recompute mode. The least that fits is found
 afterwards."""
 _MAX_MICROBATCH_SIZE = 64
-"""Of an encoder or generator."""
+"""Examples of the largest microbatch of an encoder or generator."""
 _NUM_REPLICAS = 32
 """Gradients are taken to be reduced over at most so many replicas: with more, a link carries about as many bytes."""
 _MAX_EXAMPLES = 4096
