@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from motet.planner.bubble_filling.backbone_bubbles import Slices, backbone_of
-from motet.planner.bubble_filling.fills import Encoders, Filling, PlacedFills, fill
+from motet.planner.bubble_filling.encoder_passes import Encoders
+from motet.planner.bubble_filling.fills import Filling, PlacedFills, fill
 from motet.schedule import (
     EncoderPipeline,
     Program,
@@ -154,9 +155,7 @@ def main() -> None:
                     raise SystemExit(f"{column}: predicted {placed.step_s:.4f} s, simulated {step_s:.4f} s.")
             seconds = (f"{s:.2f}" for s in (found.alone_s, coarse.step_s, fine.step_s))
             shares = f"{coarse.hidden:.1%}", f"{fine.hidden:.1%}"
-            table.add_row(
-                "", "", "Motet", bubbles, *shares, *seconds, f"{found.encoders.num_places}", f"{found.took_s:.1f}"
-            )
+            table.add_row("", "", "Motet", bubbles, *shares, *seconds, f"{found.encoders.pp}", f"{found.took_s:.1f}")
         table.add_section()
     Console(width=140).print(table)
 

@@ -35,7 +35,7 @@ from motet.planner.disaggregated.propose import propose_disaggregated
 from motet.planner.job import Job
 from motet.planner.modality_parallel.propose import propose_modality_parallel
 from motet.planner.order import caps_for
-from motet.planning.cluster import GivenCluster
+from motet.planning.cluster import ClusterOptions
 from motet.planning.job import JobOptions, job_of_recipe
 from motet.schedule import planned
 from motet.simulate.predict.predict import assign_batch, predict_assigned
@@ -151,7 +151,7 @@ def cases(path: Path) -> Iterator[Case]:
 
 
 def _job(recipe: str, *overrides: str) -> Job:
-    return job_of_recipe(RECIPES / f"{recipe}.toml", JobOptions(GivenCluster()), overrides)
+    return job_of_recipe(RECIPES / f"{recipe}.toml", JobOptions(ClusterOptions()), overrides)
 
 
 def ways(job: Job, plan: Plan, *, padded: bool) -> Iterator[tuple[str, Plan]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from motet.planner.disaggregated.allocate import checked
+from motet.planner.disaggregated.allocate import check_units
 from motet.planner.disaggregated.allocation import Allocation, Limits, UnitOptions
 from motet.planner.disaggregated.allocation_search import fastest
 
@@ -16,6 +16,6 @@ def proportional(units: Sequence[UnitOptions], flops: Mapping[str, float], limit
 
     flops: by the name of the unit.
     """
-    total = sum(flops[unit.name] for unit in checked(units, limits))
+    total = sum(flops[unit.name] for unit in check_units(units, limits))
     most = [max(int(limits.num_ranks * flops[unit.name] / total), 1) for unit in units]
     return fastest(units, limits, [np.ones(len(unit.tp), dtype=np.bool_) for unit in units], most)

@@ -150,17 +150,17 @@ def plan_recipe(
     from motet.planner.command import PlanOutputs, plan_command
     from motet.planner.pins import parse_pins
     from motet.planner.strategies import STRATEGIES
-    from motet.planning.cluster import GivenCluster
+    from motet.planning.cluster import ClusterOptions
     from motet.planning.job import JobOptions, job_of_recipe
 
     _collect_garbage_less_often()
     pinned = parse_pins(pins or (), STRATEGIES)
-    given = JobOptions(GivenCluster(cluster, nodes, ranks_per_node), workload, profile)
+    given = JobOptions(ClusterOptions(cluster, nodes, ranks_per_node), workload, profile)
     outputs = PlanOutputs(out, png or out.with_suffix(".png"), html, explain)
     if measure is not None:
-        from motet.planning.measure import Asked, plan_measured
+        from motet.planning.measure import MeasureRequest, plan_measured
 
-        plan_measured(Asked(recipe, overrides or (), given, pinned, measure), outputs)
+        plan_measured(MeasureRequest(recipe, overrides or (), given, pinned, measure), outputs)
     else:
         plan_command(job_of_recipe(recipe, given, overrides or ()), pinned, outputs)
 
@@ -209,11 +209,11 @@ def simulate_plan(
     outputs = PredictionOutputs(trace, html, png, actions)
     outputs.check()
     if plan.suffix == ".toml":
-        from motet.planning.cluster import GivenCluster
+        from motet.planning.cluster import ClusterOptions
         from motet.planning.job import JobOptions
         from motet.planning.plan_of_recipe import read_recipe_as_plan
 
-        given = JobOptions(GivenCluster(cluster, nodes, ranks_per_node), workload, profile)
+        given = JobOptions(ClusterOptions(cluster, nodes, ranks_per_node), workload, profile)
         read_plan, job = read_recipe_as_plan(plan, overrides or (), given)
         lengths, cost, balancing = job.workload, job.cost, job.balancing
     elif overrides or any(option is not None for option in (cluster, nodes, ranks_per_node)):

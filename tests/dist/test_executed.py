@@ -9,7 +9,7 @@ import pytest
 from cli.tiny_job import write_tiny_job
 from motet.assign.step import joined
 from motet.cli import main
-from motet.planning.cluster import GivenCluster
+from motet.planning.cluster import ClusterOptions
 from motet.planning.job import JobOptions
 from motet.planning.plan_of_recipe import read_recipe_as_plan
 from motet.runtime.step import TrainStep
@@ -20,7 +20,7 @@ from ranks import run_ranks
 
 NUM_RANKS, NUM_MICROBATCHES = 2, 3
 NAMES = ("image", "audio", "backbone")
-HERE = JobOptions(GivenCluster("cpu", 1, NUM_RANKS), None, None)
+HERE = JobOptions(ClusterOptions("cpu", 1, NUM_RANKS), None, None)
 FROZEN = ("model.encoders.image.train_encoder=false", "model.encoders.image.train_projector=false")
 
 

@@ -1,4 +1,4 @@
-"""`motet analyze RECIPE.toml`: a recipe's data, weighed as its training would weigh them."""
+"""`motet analyze RECIPE.toml`: the lengths of a recipe's data, with the costs that its training balances."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from motet.train.recipe.toml_text import read_recipe
 
 
 def read_subject(path: Path, overrides: Sequence[str] = ()) -> tuple[AnalysisSubject, int]:
-    """What is to be analysed, and how many of its examples training balances together.
+    """The data with their costs, and the number of examples that training balances together.
 
-    Raises UserError for what is wrong with the recipe, and for one without data.
+    Raises UserError for a recipe that is wrong or has no data.
     """
     if "data" not in read_recipe(path, overrides).tables:
         raise UserError(f"{path} has no [data] to analyse; name a training recipe, a manifest or a table of lengths.")
@@ -36,12 +36,11 @@ def read_subject(path: Path, overrides: Sequence[str] = ()) -> tuple[AnalysisSub
         (_speed_words(recipe, costs),),
         describe_left_out(left_out, dataset.num_in_manifests) if len(left_out) else "",
     )
-    return AnalysisSubject(
-        lengths, costs, _WEIGHED[recipe.balance.cost]
-    ), recipe.run.batch_size // recipe.run.microbatches
+    subject = AnalysisSubject(lengths, costs, _COST_WORDS[recipe.balance.cost])
+    return subject, recipe.run.batch_size // recipe.run.microbatches
 
 
-_WEIGHED = {
+_COST_WORDS = {
     "flops": "Balanced on the operations of the recipe's model, forward and backward as it trains.",
     "length": 'Balanced on lengths; with balance.cost = "flops", on the operations of the recipe\'s model.',
     "profile": "Balanced on the times of the recipe's model that motet profile measured.",
@@ -49,7 +48,7 @@ _WEIGHED = {
 
 
 def _device_type(recipe: Recipe) -> str:
-    """Of the ranks that the recipe is for; a GPU where it does not say."""
+    """The device of the ranks that the recipe is for; a GPU if it does not say."""
     stated = recipe.run.device if recipe.cluster is None else recipe.cluster.device
     return "cpu" if "cpu" in (stated, recipe.run.device) else "cuda"
 

@@ -1,4 +1,4 @@
-"""What a recipe is planned or simulated for: `[cluster]` of the recipe, the command line, or else this machine."""
+"""The cluster that a recipe is planned or simulated for: from the command line, its `[cluster]`, or this machine."""
 
 from __future__ import annotations
 
@@ -16,29 +16,32 @@ _OPTIONS = {"device": "--cluster", "nodes": "--nodes", "ranks_per_node": "--rank
 
 
 @dataclass(frozen=True)
-class GivenCluster:
-    """What the command line says; None is as the recipe has it. device: of the catalogue."""
+class ClusterOptions:
+    """The cluster options of the command line; None is as the recipe has it. device: a name in the catalogue."""
 
     device: str | None = None
     num_nodes: int | None = None
     ranks_per_node: int | None = None
 
 
-def cluster_of(path: Path, stated: ClusterConfig | None, given: GivenCluster, default: str | None = None) -> Cluster:
-    """stated: `[cluster]` of the recipe `path`. default: the device where neither names one.
+def cluster_of(
+    path: Path, stated: ClusterConfig | None, options: ClusterOptions, default: str | None = None
+) -> Cluster:
+    """The cluster of a job; options outweigh the recipe.
 
-    Raises UserError for a device that is not in the catalogue, or that nothing names.
+    stated: `[cluster]` of the recipe `path`. default: the device if neither names one.
+    Raises UserError for a device that is not in the catalogue, and if there is no device.
     """
-    device = default if given.device is None and stated is None else given.device
+    device = default if options.device is None and stated is None else options.device
     if stated is None and device is None:
         raise UserError(
             f"{path} has no [cluster], so --cluster must name the device to plan for, and --nodes how many."
         )
     kept: dict[str, Any] = {} if stated is None else stated.model_dump(exclude_unset=True)
     if device is not None and stated is not None and device.lower() != stated.device:
-        # Of another device, what the recipe says of one does not hold.
+        # What the recipe says of its own device does not hold for another one.
         kept = {"nodes": stated.nodes}
-    changed = {"device": device, "nodes": given.num_nodes, "ranks_per_node": given.ranks_per_node}
+    changed = {"device": device, "nodes": options.num_nodes, "ranks_per_node": options.ranks_per_node}
     try:
         return ClusterConfig(**kept | {key: value for key, value in changed.items() if value is not None}).cluster()
     except ValidationError as error:

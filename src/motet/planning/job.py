@@ -10,31 +10,31 @@ from motet.assign.balancing import by_operations
 from motet.core.errors import UserError
 from motet.cost.source import cost_model
 from motet.planner.job import Job
-from motet.planning.cluster import GivenCluster, cluster_of
+from motet.planning.cluster import ClusterOptions, cluster_of
 from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.sources import workload_at, workload_of
 
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What the command line says of a job; None is as the recipe has it.
+    """The options of the command line that change a job; None is as the recipe has it.
 
-    workload: a file of lengths, or a recipe. profile: measured times.
+    workload: a file of lengths, or a recipe. profile: a file of measured times.
     """
 
-    cluster: GivenCluster
+    cluster: ClusterOptions
     workload: Path | None = None
     profile: Path | None = None
 
 
-def job_of_recipe(path: Path, given: JobOptions, overrides: Sequence[str] = ()) -> Job:
-    """The job that a recipe and the command line describe. Torch is imported for what is no table of shapes.
+def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = ()) -> Job:
+    """The job that a recipe and the command line describe. Torch is imported unless the model is a table of shapes.
 
-    A training recipe without `[cluster]` is for the CPU of this machine, where it is not said for what.
+    If no cluster is named, a training recipe is planned for the CPU of this machine.
     Raises UserError for what is wrong with either, or missing from both.
     """
     read = read_job_recipe(path, overrides)
-    cluster = cluster_of(path, read.cluster, given.cluster, "cpu" if read.has_data else None)
+    cluster = cluster_of(path, read.cluster, options.cluster, "cpu" if read.has_data else None)
     workload, balancing = read.workload, by_operations
     if read.has_data:
         from motet.train.balancing import balancing_of
@@ -42,14 +42,14 @@ def job_of_recipe(path: Path, given: JobOptions, overrides: Sequence[str] = ()) 
 
         recipe = load_recipe(path, overrides)
         balancing = balancing_of(recipe, read.model)
-        if given.workload is None:
+        if options.workload is None:
             workload = workload_of(recipe, str(path))
-    if given.workload is not None:
-        workload = workload_at(given.workload)
+    if options.workload is not None:
+        workload = workload_at(options.workload)
     if workload is None:
         raise UserError(
             f"{path} has neither [data] nor [workload], so --workload must say which lengths to plan for: a manifest, "
             "a CSV of lengths, a TOML of distributions, or a recipe."
         )
-    cost = cost_model(cluster, read.precision, given.profile)
+    cost = cost_model(cluster, read.precision, options.profile)
     return Job(read.model, cluster, workload, read.batch_size, cost, read.precision, balancing=balancing)

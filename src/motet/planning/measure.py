@@ -1,8 +1,11 @@
 """`motet plan --measure`: the fastest plans by simulation run real steps on the ranks at hand, and the fastest wins.
 
-The first rank searches. Of what it found, in order, the plans that training can run are run by all ranks, each in fresh
-processes (`trial.py`): the recipe with the plan's settings, on the very batch that was simulated. A step lasts from a
-barrier to the end of its slowest rank; of some, the median counts. Nothing of the recipe's own run is touched.
+1. The first rank searches.
+2. All ranks run the plans that training can run, in the order of the search, each in fresh processes (`trial.py`): the
+   recipe with the plan's settings, on the same batch that was simulated.
+3. A step lasts from a barrier to the end of its slowest rank. The median of several steps counts.
+
+The recipe's own run is not touched.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from motet.planner.command import PlanOutputs, find_plans, write_outputs
 from motet.planner.evaluation import Quota
 from motet.planner.job import Job
 from motet.planner.search_result import SearchResult
-from motet.planning.cluster import GivenCluster, cluster_of
+from motet.planning.cluster import ClusterOptions, cluster_of
 from motet.planning.job import JobOptions, job_of_recipe
 from motet.planning.plan_of_recipe import obstacle, recipe_of_plan
 from motet.planning.planned_recipe import read_job_recipe
@@ -43,62 +46,65 @@ from motet.train.recipe.recipe import Recipe, load_recipe
 from motet.train.world import Meeting, World, join_world
 
 WARM_UP, REPEATS = 2, 5
-"""Steps of a plan that are not counted, and that are."""
+"""Steps of a plan that are run first and not counted, and steps that are counted."""
 
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """What a rank runs. examples: those of the batch, int64 [batch_size]."""
+    """What a rank runs. examples: indices of the batch's examples, int64 [batch_size]."""
 
     recipe: Recipe
     examples: Int64Array
 
 
 @dataclass(frozen=True, eq=False)
-class Chosen:
-    """What all ranks are told. places: in the results of the search, of the plans that can be run, as `recipes`."""
+class RunnablePlans:
+    """The plans that training can run, which the first rank sends to all.
 
-    places: Sequence[int]
+    indices: of the plans in the results of the search. names, recipes: of the same plans. examples: of their batch.
+    """
+
+    indices: Sequence[int]
     names: Sequence[str]
     recipes: Sequence[Recipe]
     examples: Int64Array
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The command line of `motet plan --measure num_plans`."""
+class MeasureRequest:
+    """The command line of `motet plan --measure NUM_PLANS`."""
 
     recipe: Path
     overrides: Sequence[str]
-    given: JobOptions
+    options: JobOptions
     pins: Pins
     num_plans: int
 
 
-def plan_measured(asked: Asked, outputs: PlanOutputs) -> None:
+def plan_measured(request: MeasureRequest, outputs: PlanOutputs) -> None:
     """Search, measure, print and write, on every rank under torchrun or on this one alone.
 
-    Raises UserError where the recipe cannot be trained, where it is planned for other ranks than those at hand, and
-    where nothing fits or can be run.
+    Raises UserError if the recipe cannot be trained, if it is planned for other ranks than those at hand, and if
+    nothing fits or can be run.
     """
     with join_world("cpu") as world, tempfile.TemporaryDirectory() as folder:
-        found, chosen = None, None
+        found, runnable = None, None
         obstacles: dict[int, str] = {}
         with world.together():
             if world.is_first:
-                job, recipe = _job(asked, world), load_recipe(asked.recipe, asked.overrides)
-                found = find_plans(job, asked.pins, Quota(asked.num_plans, lambda plan: not obstacle(plan, recipe)))
+                job, recipe = _job(request, world), load_recipe(request.recipe, request.overrides)
+                found = find_plans(job, request.pins, Quota(request.num_plans, lambda plan: not obstacle(plan, recipe)))
                 plans = [each.candidate.plan for each in (found.best, *found.results[1:])]
-                obstacles = {place: obstacle(plan, recipe) for place, plan in enumerate(plans)}
-                chosen = _choose(found, obstacles, recipe)
-        measured = _measure(world.gather(chosen)[0], asked.num_plans, world, folder)
+                obstacles = {index: obstacle(plan, recipe) for index, plan in enumerate(plans)}
+                runnable = _runnable(found, obstacles, recipe)
+        measured = _measure(world.gather(runnable)[0], request.num_plans, world, folder)
         with world.together():
             if found is not None:
                 write_outputs(found.with_measured(measured, obstacles), outputs)
 
 
 def run_steps(meeting: Meeting, steps: Steps) -> list[float]:
-    """Seconds of real steps of one batch on this rank, warm-up left out: a `trial.Task`."""
+    """Seconds of real steps of one batch on this rank, without warm-up: a `TrialTask`."""
     recipe = steps.recipe
     with join_world(recipe.run.device, meeting) as world, ExitStack() as cleanup:
         job = build_job(recipe, world, "never", lambda _: None, cleanup)
@@ -112,22 +118,22 @@ def run_steps(meeting: Meeting, steps: Steps) -> list[float]:
         for _ in range(WARM_UP + REPEATS):
             world.barrier()
             start_s = time.perf_counter()
-            # It ends when the device has: its spans are read.
+            # The step reads the spans of the device, so it ends when the device has.
             job.step.run([batch.to(world.device, non_blocking=True) for batch in loaded])
             seconds.append(time.perf_counter() - start_s)
         return seconds[WARM_UP:]
 
 
-def _measure(chosen: Chosen, num_plans: int, world: World, folder: str) -> dict[int, float | None]:
-    """By place in the results: the median of the slowest rank's seconds; None for lack of memory."""
+def _measure(runnable: RunnablePlans, num_plans: int, world: World, folder: str) -> dict[int, float | None]:
+    """The median seconds of a step, by index in the results; None if a rank ran out of memory."""
     measured: dict[int, float | None] = {}
-    with open_trials(world, __name__) as trials, _progress(world, min(num_plans, len(chosen.places))) as show:
-        for place, name, recipe in zip(chosen.places, chosen.names, chosen.recipes, strict=True):
+    with open_trials(world, __name__) as trials, _progress(world, min(num_plans, len(runnable.indices))) as show:
+        for index, name, recipe in zip(runnable.indices, runnable.names, runnable.recipes, strict=True):
             done = sum(step_s is not None for step_s in measured.values())
             if done == num_plans:
                 break
             show(name, done)
-            measured[place] = _step_s(trials, Steps(_apart(recipe, folder), chosen.examples))
+            measured[index] = _step_s(trials, Steps(_apart(recipe, folder), runnable.examples))
     if all(step_s is None for step_s in measured.values()):
         raise JointUserError(
             f"--measure: of the {len(measured)} plans that fit by prediction and that training can run, each ran out "
@@ -144,7 +150,7 @@ def _step_s(trials: Trials, steps: Steps) -> float | None:
 
 
 def _apart(recipe: Recipe, folder: str) -> Recipe:
-    """Without what is beside training, in a folder of its own: that of the run has checkpoints, which are to stay."""
+    """The recipe without evaluation, in another folder: the checkpoints in the run's own must stay."""
     update: dict[str, object] = {
         "run": recipe.run.model_copy(update={"dir": Path(folder)}),
         "data": recipe.data.model_copy(update={"heldout": ()}),
@@ -155,31 +161,32 @@ def _apart(recipe: Recipe, folder: str) -> Recipe:
     return recipe.model_copy(update=update)
 
 
-def _job(asked: Asked, world: World) -> Job:
-    """The job on the ranks at hand, by default on what they are."""
-    stated = read_job_recipe(asked.recipe, asked.overrides)
+def _job(request: MeasureRequest, world: World) -> Job:
+    """The job on the ranks at hand; options outweigh what these are."""
+    stated = read_job_recipe(request.recipe, request.overrides)
     if not stated.has_data:
-        raise UserError(f"--measure runs real steps, and {asked.recipe} has no [data] to train on; leave it out.")
-    if asked.given.workload is not None:
+        raise UserError(f"--measure runs real steps, and {request.recipe} has no [data] to train on; leave it out.")
+    if request.options.workload is not None:
         raise UserError("--measure runs steps of the recipe's own data, so --workload cannot say other lengths.")
-    device, given = _device(load_recipe(asked.recipe, asked.overrides)), asked.given.cluster
-    if stated.cluster is None and given.num_nodes is None and given.ranks_per_node is None:
-        given = GivenCluster(given.device, world.num_ranks // world.ranks_per_node, world.ranks_per_node)
-    _check_at_hand(cluster_of(asked.recipe, stated.cluster, given, device or None), device, world)
-    if stated.cluster is None and given.device is None:
-        given = replace(given, device=device)
-    return job_of_recipe(asked.recipe, replace(asked.given, cluster=given), asked.overrides)
+    device, cluster = _device(load_recipe(request.recipe, request.overrides)), request.options.cluster
+    if stated.cluster is None and cluster.num_nodes is None and cluster.ranks_per_node is None:
+        cluster = ClusterOptions(cluster.device, world.num_ranks // world.ranks_per_node, world.ranks_per_node)
+    _check_at_hand(cluster_of(request.recipe, stated.cluster, cluster, device or None), device, world)
+    if stated.cluster is None and cluster.device is None:
+        cluster = replace(cluster, device=device)
+    return job_of_recipe(request.recipe, replace(request.options, cluster=cluster), request.overrides)
 
 
 def _device(recipe: Recipe) -> str:
-    """What a rank runs on, by its name in the catalogue; "" for a GPU that is not in it."""
+    """The catalogue's name of a rank's device; "" for a GPU that is not in it."""
     if recipe.run.device == "cpu" or not torch.cuda.is_available():
         return "cpu"
-    found = device_called(torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", "0"))))
-    return "" if found is None else found.name
+    device = device_called(torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", "0"))))
+    return "" if device is None else device.name
 
 
 def _check_at_hand(cluster: Cluster, device: str, world: World) -> None:
+    """Raises UserError unless the cluster is what is at hand."""
     named, num_ranks = cluster.device.name, cluster.num_ranks
     if num_ranks != world.num_ranks or (named != device and "cpu" in (named, device)):
         at_hand = f"{world.num_ranks} rank{'s' if world.num_ranks > 1 else ''} of {device or 'a GPU'}"
@@ -189,26 +196,26 @@ def _check_at_hand(cluster: Cluster, device: str, world: World) -> None:
         )
 
 
-def _choose(found: SearchResult, obstacles: Mapping[int, str], recipe: Recipe) -> Chosen:
-    """Raises UserError if nothing can be run."""
+def _runnable(found: SearchResult, obstacles: Mapping[int, str], recipe: Recipe) -> RunnablePlans:
+    """The plans that training can run. Raises UserError if there is none."""
     job, candidates = found.job, [result.candidate for result in found.results]
-    places = [place for place, what in obstacles.items() if not what]
-    if not places:
+    indices = [index for index, what in obstacles.items() if not what]
+    if not indices:
         raise UserError(
             f"--measure: training can run none of the {len(candidates)} plans that were simulated, the fastest because "
-            f"of {obstacles[0]}; --pin strategy=data-parallel finds such as it can."
+            f"of {obstacles[0]}; --pin strategy=data-parallel finds plans that it can."
         )
-    return Chosen(
-        places,
-        [candidates[place].what for place in places],
-        [recipe_of_plan(candidates[place].plan, recipe) for place in places],
+    return RunnablePlans(
+        indices,
+        [candidates[index].what for index in indices],
+        [recipe_of_plan(candidates[index].plan, recipe) for index in indices],
         job.workload.choose(job.batch_size, np.random.default_rng(job.seed)),
     )
 
 
 @contextmanager
 def _progress(world: World, total: int) -> Iterator[Callable[[str, int], None]]:
-    """A bar on the first rank."""
+    """A progress bar on the first rank. Yields a function of a plan's name and the number of plans that are done."""
     if not world.is_first:
         yield lambda name, done: None
         return

@@ -1,7 +1,8 @@
-"""The Plan of the job that a recipe trains today, and back: the settings by which training runs a Plan.
+"""A recipe as a Plan, and a Plan as the settings of a recipe by which training runs it.
 
-Every module is on every rank, data parallel, sharded as `[fsdp]` says. What a Plan cannot say is refused, not rounded:
-a batch that ranks cannot share alike, and phases of which only some are balanced. So is what training cannot run yet.
+A recipe trains every module on every rank, data parallel, sharded as `[fsdp]` says. A recipe is refused if no Plan can
+express it: its ranks cannot share the batch evenly, or it balances only some phases. A Plan is refused if training
+cannot run it yet.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from motet.train.recipe.toml_text import read_recipe
 
 
 def plan_of_recipe(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
-    """On all ranks of the cluster. spec: of the recipe's model, as `models.spec` makes it.
+    """The Plan by which a recipe trains on all ranks of a cluster. spec: the recipe's model, as `models.spec` makes it.
 
     Raises UserError for a shard_size or a batch that does not divide, and for a balance that no Plan has.
     """
     run, fsdp, num_ranks = recipe.run, recipe.fsdp, cluster.num_ranks
-    microbatch_size, left = divmod(run.batch_size, run.microbatches * num_ranks)
-    if left or not microbatch_size:
+    microbatch_size, remainder = divmod(run.batch_size, run.microbatches * num_ranks)
+    if remainder or not microbatch_size:
         raise UserError(
             f"run.batch_size = {run.batch_size} cannot be planned for {num_ranks} ranks and run.microbatches = "
             f"{run.microbatches}: it must be a multiple of {run.microbatches * num_ranks}."
@@ -60,10 +61,10 @@ def plan_of_recipe(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
 
 
 def recipe_of_plan(plan: Plan, recipe: Recipe) -> Recipe:
-    """The recipe with the settings by which training runs a Plan of its model; `plan_of_recipe` makes that Plan of it.
+    """The recipe with the settings by which training runs a Plan of its model. `plan_of_recipe` inverts it.
 
-    Changed are batch_size and microbatches of `[run]`, phases and method of `[balance]`, with what has no effect where
-    nothing is balanced, and all of `[fsdp]` but what is computed in.
+    It changes batch_size and microbatches of `[run]`; all of `[fsdp]` but the precision; phases and method of
+    `[balance]`, and without balancing also its profile and speed, which then have no effect.
     Raises UserError for what training cannot run yet (`obstacle`).
     """
     if what := obstacle(plan, recipe):
@@ -86,7 +87,7 @@ def recipe_of_plan(plan: Plan, recipe: Recipe) -> Recipe:
 
 
 def obstacle(plan: Plan, recipe: Recipe) -> str:
-    """What a Plan has that training cannot run yet, in a word or a few; "" if it can."""
+    """What a Plan has that training cannot run yet, in a few words; "" if training can run it."""
     unit = plan.units[0]
     obstacles = {
         "modules on ranks of their own": len(plan.units) > 1,
@@ -98,13 +99,13 @@ def obstacle(plan: Plan, recipe: Recipe) -> str:
         "recomputation of some layers": _recomputes(plan) is None,
         "another precision than the recipe": plan.precision != _precision(recipe),
     }
-    return next((what for what, there in obstacles.items() if there), "")
+    return next((what for what, is_there in obstacles.items() if is_there), "")
 
 
-def read_recipe_as_plan(file: Path, overrides: Sequence[str], given: JobOptions) -> tuple[Plan, Job]:
-    """A recipe's Plan, and the job that `motet plan` searches other Plans for.
+def read_recipe_as_plan(file: Path, overrides: Sequence[str], options: JobOptions) -> tuple[Plan, Job]:
+    """A recipe's Plan, and the job for which `motet plan` searches other Plans.
 
-    Raises UserError for what is wrong with the recipe or with what is given.
+    Raises UserError for what is wrong with the recipe or the options.
     """
     if "data" not in read_recipe(file, overrides).tables:
         raise UserError(
@@ -112,7 +113,7 @@ def read_recipe_as_plan(file: Path, overrides: Sequence[str], given: JobOptions)
             "which `motet simulate` takes."
         )
     recipe = load_recipe(file, overrides)
-    job = job_of_recipe(file, given, overrides)
+    job = job_of_recipe(file, options, overrides)
     return plan_of_recipe(recipe, job.model, job.cluster), job
 
 
@@ -121,7 +122,7 @@ def _precision(recipe: Recipe) -> str:
 
 
 def _recomputable(spec: ModelSpec) -> dict[str, int]:
-    """All blocks of the modules in which recomputation does anything: not of those without a backward pass."""
+    """All blocks of the modules that have something to recompute: those without a backward pass have nothing."""
     whole = spec.num_blocks
     return {
         name: count
@@ -131,7 +132,7 @@ def _recomputable(spec: ModelSpec) -> dict[str, int]:
 
 
 def _recomputes(plan: Plan) -> bool | None:
-    """Whether all is recomputed that can be, or nothing; None for what is between."""
+    """True if all is recomputed that can be, False if nothing is, None if a part is."""
     whole = plan.model.num_blocks
     spans = {name: (0, count) for name, count in whole.items()}
 
@@ -146,9 +147,9 @@ def _balance(recipe: Recipe, spec: ModelSpec) -> Literal["off", "joint", "per_ph
     names = [module.name for module in spec.modules]
     balanced = recipe.balance.balanced(names[:-1])
     if balanced and balanced != set(names):
-        given = recipe.balance.phases
+        phases = recipe.balance.phases
         raise UserError(
-            f"balance.phases = {json.dumps(given)} balances some phases, which a plan cannot say; "
+            f"balance.phases = {json.dumps(phases)} balances some phases, which a plan cannot say; "
             'set it to "all" or "off" to simulate the recipe.'
         )
     return recipe.balance.method if balanced else "off"
@@ -158,5 +159,5 @@ def _balanced_as(plan: Plan, config: BalanceConfig) -> BalanceConfig:
     if plan.balance != "off":
         return config.model_copy(update={"phases": "all", "method": plan.balance})
     off: dict[str, Any] = {"phases": "off", "method": "auto", "profile": None, "speed": SpeedConfig()}
-    # What is measured is for balancing alone; loads are counted by operations, or by lengths, all the same.
+    # A profile serves balancing alone; without it, loads are counted by operations.
     return config.model_copy(update=off if config.cost != "profile" else {**off, "cost": "flops"})

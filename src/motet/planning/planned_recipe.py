@@ -1,6 +1,6 @@
-"""What `motet plan` plans: a recipe of a training job, or one that has no more than planning needs.
+"""The recipes that `motet plan` takes: those of training jobs, and planning recipes, with no more than planning needs.
 
-The latter has a workload in the place of data, and needs neither tokenizer nor weights:
+A planning recipe has a workload instead of data, and needs neither tokenizer nor weights:
 
     [run]
     batch_size = 2560
@@ -37,11 +37,11 @@ from motet.train.recipe.errors import recipe_error
 from motet.train.recipe.toml_text import RecipeText, read_recipe
 
 PRECISION_OF_DTYPE = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
-"""What plans call the types that modules compute in."""
+"""The names that Plans have for the types in which modules compute."""
 
 
 class PlannedRun(BaseModel):
-    """`[run]` of what is planned and not trained."""
+    """`[run]` of a planning recipe."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -62,9 +62,9 @@ class PlanRecipe(BaseModel):
 
 @dataclass(frozen=True)
 class JobRecipe:
-    """What both kinds of recipe say. workload: None if a planning recipe has none.
+    """What both kinds of recipe say of a job.
 
-    has_data: whether it is a training recipe, whose workload is its data.
+    workload: None if a planning recipe has none. has_data: whether it is a training recipe; its workload is its data.
     """
 
     model: ModelSpec
@@ -76,7 +76,7 @@ class JobRecipe:
 
 
 def read_job_recipe(path: Path, overrides: Sequence[str] = ()) -> JobRecipe:
-    """Raises UserError for what is wrong with it."""
+    """The job that a recipe of either kind describes. Raises UserError for what is wrong with it."""
     text = read_recipe(path, overrides)
     return _of_training(path, overrides) if "data" in text.tables else _of_planning(path, text)
 
@@ -105,7 +105,7 @@ def _of_planning(path: Path, read: RecipeText) -> JobRecipe:
 
 
 def _schema(model: Any) -> tuple[type[PlanRecipe], bool]:
-    """The class of a recipe by what its `model` looks like, and whether that is tables of shapes."""
+    """The class of a planning recipe by the form of its `model`, and whether that is tables of shapes."""
     if isinstance(model, str):
         return create_model("PlanRecipe", __base__=PlanRecipe, model=(Path, ...)), False
     backbone = model.get("backbone") if isinstance(model, dict) else None

@@ -1,7 +1,7 @@
-"""What a Plan is simulated for, read from where it is: the model of a plan file that names one, and the workload.
+"""Where a simulated Plan gets its model and its workload: plan files, recipes, HF models, manifests, tables of lengths.
 
-Core and simulate know neither recipes nor HF models nor manifests; this is what they are handed. What needs torch,
-seconds to import, or reads data is imported where it is needed: a plan file that stands alone is simulated without it.
+Core and simulate know none of these but plan files. Torch, which takes seconds to import, and readers of data are
+imported where they are needed: a plan file that names no other file is simulated without them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def read_plan_and_workload(plan_file: Path, workload_file: Path | None) -> tuple[Plan, Workload]:
-    """A plan file, and the lengths that it is to be simulated for.
+    """A plan file, and the lengths for which it is simulated.
 
     workload_file: a manifest, a CSV of lengths (both as in `motet analyze`), a TOML of distributions
                    (`core/sampler.py`), or a recipe; by default the recipe that the plan file names as its model.
@@ -53,7 +53,7 @@ def read_plan_and_workload(plan_file: Path, workload_file: Path | None) -> tuple
 
 
 def _model_at(path: Path) -> ModelSpec:
-    """Of a recipe, or of an HF model's directory."""
+    """The model of a recipe, or of an HF model's directory."""
     if path.suffix == ".toml":
         return read_job_recipe(path).model
     from motet.models.spec import spec_of_directory
@@ -62,9 +62,9 @@ def _model_at(path: Path) -> ModelSpec:
 
 
 def workload_at(path: Path) -> Workload:
-    """The lengths in a manifest, a CSV, a TOML of distributions, or a recipe, whose file ends in .toml as well.
+    """The lengths in a manifest, a CSV, a TOML of distributions, or a recipe, which also ends in .toml.
 
-    Raises UserError for what is wrong with it.
+    Raises UserError for what is wrong with the file.
     """
     if path.is_dir():
         raise UserError(f"{path} is a folder; name the manifest in it, or another file of lengths.")
@@ -79,20 +79,23 @@ def workload_at(path: Path) -> Workload:
         from motet.train.recipe.recipe import load_recipe
 
         return workload_of(load_recipe(path), str(path))
-    found = read_job_recipe(path).workload if "workload" in tables else None
-    if found is None:
+    workload = read_job_recipe(path).workload if "workload" in tables else None
+    if workload is None:
         raise UserError(f"{path} is to say which lengths there are; it has neither [data], [workload] nor [[task]].")
-    return found
+    return workload
 
 
 def workload_of(recipe: Recipe, source: str) -> Workload:
-    """The training data of a recipe, as its model takes them. source: what messages call it. Raises UserError."""
+    """The lengths of a recipe's training data, as its model takes them.
+
+    source: what messages call the workload. Raises UserError.
+    """
     dataset, _ = training_data(recipe)
     return Workload(source, dataset.batch_lengths(np.arange(dataset.num_examples), 1))
 
 
 def training_data(recipe: Recipe) -> tuple[Dataset, ModelSpec]:
-    """The training data of a recipe by their index, and its model. Raises UserError."""
+    """The indexed training data of a recipe, and its model. Raises UserError."""
     import torch
 
     from motet.data.text import ChatTokenizer
@@ -103,12 +106,12 @@ def training_data(recipe: Recipe) -> tuple[Dataset, ModelSpec]:
     tokenizer = ChatTokenizer.from_directory(recipe.data.tokenizer)
     with torch.device("meta"):
         model = build_mllm(recipe.model, tokenizer.vocabulary_size)
-    return open_dataset(recipe, recipe.data.train, tokenizer, model, _say), model_spec(model)
+    return open_dataset(recipe, recipe.data.train, tokenizer, model, _warn), model_spec(model)
 
 
 def _tables(path: Path) -> dict[str, Any]:
     return parse_toml(read_text(path, "the lengths in"), str(path))
 
 
-def _say(sentence: str) -> None:
+def _warn(sentence: str) -> None:
     print(sentence, file=sys.stderr)

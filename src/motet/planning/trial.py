@@ -1,8 +1,8 @@
-"""Trials: something that every rank runs in a process of its own, and that may end badly on some ranks alone.
+"""Trials: tasks that every rank runs in a process of its own, and that may fail on some ranks only.
 
-A rank that runs out of memory leaves the others in a collective that will never end. So a trial runs in processes that
-can be killed: those that started them agree now and then on how far they are, on a group of their own, and what one
-rank met is what all of them are told. Each trial begins as training does, with nothing left over from the one before.
+A rank that runs out of memory leaves the others in a collective that never ends. So a trial runs in processes that can
+be killed. The processes that started them gather the outcomes again and again, on a group of their own; a failure of
+one rank is raised on all. Each trial starts afresh, as training does.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from motet.core.errors import JointUserError, UserError, is_out_of_memory
 from motet.train.world import Meeting, World, open_store
 
 _POLL_S = 0.5
+"""How long a rank waits for its own trial between two rounds of gathering."""
 _GRACE_S = 3.0
-"""What one rank met, others may meet as its consequence: what is waited for after the first, to hear of the cause."""
-_LEAVE_S = 20.0
-"""In which a process that has answered must have ended."""
+"""How long all wait after the first failure: it may be a consequence of another rank's, which is then heard of too."""
+_EXIT_S = 20.0
+"""How long a process that has answered may take to end."""
 
 
 class OutOfMemory(Exception):
@@ -35,18 +36,18 @@ class OutOfMemory(Exception):
 
 
 class RankOutcome(NamedTuple):
-    """How a trial ended on one rank. value: where it is done; else what is said of it."""
+    """How a trial ended on one rank. value: what the task returned if kind is "done", else the error's text."""
 
     kind: Literal["done", "wrong", "memory", "failed"]
     value: Any
 
 
 TrialTask = Callable[[Meeting, Any], Any]
-"""What is run, at the top of a module, from an argument that can be pickled: what it returns is the rank's answer."""
+"""A function at the top of a module, with an argument that can be pickled; it returns the rank's answer."""
 
 
 class Trials:
-    """Runs trials one after the other; all ranks alike, in a `with` block of `open_trials`."""
+    """Runs trials one after the other, on all ranks alike. `open_trials` makes it."""
 
     def __init__(self, world: World, address: tuple[str, int]) -> None:
         self._world, self._address, self._number = world, address, 0
@@ -58,40 +59,40 @@ class Trials:
         Raises, on all ranks alike, OutOfMemory; JointUserError for a UserError; RuntimeError for anything else.
         """
         receiver, sender = self._context.Pipe(duplex=False)
-        place = (*self._address, self._number, self._world.rank, self._world.num_ranks)
-        process = self._context.Process(target=_answer, args=(task, argument, place, sender))
+        identity = (*self._address, self._number, self._world.rank, self._world.num_ranks)
+        process = self._context.Process(target=_run_task, args=(task, argument, identity, sender))
         self._number += 1
         process.start()
         sender.close()
         try:
-            answers = self._agree(process, receiver)
-            if all(answer is not None and answer.kind == "done" for answer in answers):
-                process.join(_LEAVE_S)
+            outcomes = self._gather_outcomes(process, receiver)
+            if all(outcome is not None and outcome.kind == "done" for outcome in outcomes):
+                process.join(_EXIT_S)
         finally:
             process.kill()
             process.join()
             receiver.close()
-        return _verdict(answers)
+        return _answers(outcomes)
 
-    def _agree(self, process: Any, receiver: Connection) -> list[RankOutcome | None]:
-        """Every rank's answer; None of those that were still running when others had ended badly."""
-        own: RankOutcome | None = None
-        ended_s: float | None = None
+    def _gather_outcomes(self, process: Any, receiver: Connection) -> list[RankOutcome | None]:
+        """The outcome on every rank; None for a rank that was still running when others had failed."""
+        outcome: RankOutcome | None = None
+        failed_s: float | None = None
         while True:
-            if own is None and receiver.poll(_POLL_S):
-                own = _received(process, receiver)
-            waited_s = 0.0 if ended_s is None else time.monotonic() - ended_s
-            told = self._world.gather((own, waited_s))
-            answers = [answer for answer, _ in told]
-            if None not in answers or max(waited for _, waited in told) > _GRACE_S:
-                return answers
-            if ended_s is None and any(answer is not None and answer.kind != "done" for answer in answers):
-                ended_s = time.monotonic()
+            if outcome is None and receiver.poll(_POLL_S):
+                outcome = _received(process, receiver)
+            waited_s = 0.0 if failed_s is None else time.monotonic() - failed_s
+            gathered = self._world.gather((outcome, waited_s))
+            outcomes = [each for each, _ in gathered]
+            if None not in outcomes or max(waited_s for _, waited_s in gathered) > _GRACE_S:
+                return outcomes
+            if failed_s is None and any(each is not None and each.kind != "done" for each in outcomes):
+                failed_s = time.monotonic()
 
 
 @contextmanager
 def open_trials(world: World, preload: str) -> Iterator[Trials]:
-    """preload: the module of the tasks, imported once for all trials. A collective."""
+    """Trials on the ranks of a world. preload: the module of the tasks, imported once for all trials. A collective."""
     mp.get_context("forkserver").set_forkserver_preload([preload])
     host = os.environ.get("MASTER_ADDR", "localhost")
     with world.together():
@@ -101,10 +102,10 @@ def open_trials(world: World, preload: str) -> Iterator[Trials]:
     world.barrier()  # The store must be there as long as any rank's trial is.
 
 
-def _answer(task: TrialTask, argument: Any, place: tuple[str, int, int, int, int], sender: Connection) -> None:
-    """The trial's process, on one rank."""
+def _run_task(task: TrialTask, argument: Any, identity: tuple[str, int, int, int, int], sender: Connection) -> None:
+    """What the process of a trial runs on one rank. identity: host, port, trial, rank, number of ranks."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    host, port, number, rank, num_ranks = place
+    host, port, number, rank, num_ranks = identity
     try:
         store = dist.PrefixStore(f"trial_{number}", open_store(host, port, serves=False))
         sender.send(RankOutcome("done", task(Meeting(store, rank, num_ranks), argument)))
@@ -113,12 +114,12 @@ def _answer(task: TrialTask, argument: Any, place: tuple[str, int, int, int, int
             sender.send(RankOutcome("wrong", str(error)))
         else:
             sender.send(RankOutcome("memory" if is_out_of_memory(error) else "failed", traceback.format_exc()))
-        # Not by the ordinary way, which would wait for the other ranks, as they may wait for this one.
+        # An ordinary exit would wait for the other ranks, and they may wait for this one.
         os._exit(1)
 
 
 def _end_with_parent() -> None:
-    """The parent may be killed, by torchrun say, with no time to kill this."""
+    """End this process with its parent, which torchrun may kill without time to end its own children."""
     parent = mp.parent_process()
     assert parent is not None
     parent.join()
@@ -127,22 +128,24 @@ def _end_with_parent() -> None:
 
 def _received(process: Any, receiver: Connection) -> RankOutcome:
     try:
-        answer: RankOutcome = receiver.recv()
+        outcome: RankOutcome = receiver.recv()
     except EOFError:
         process.join()
-        # Nothing else than the system, which has no memory left, kills without a word.
+        # Only the system, out of memory, kills a process without an outcome.
         kind: Literal["memory", "failed"] = "memory" if process.exitcode == -signal.SIGKILL else "failed"
         return RankOutcome(kind, f"the process ended with exit code {process.exitcode}")
-    return answer
+    return outcome
 
 
-def _verdict(answers: list[RankOutcome | None]) -> list[Any]:
-    by_kind = {answer.kind: (rank, answer.value) for rank, answer in reversed([*enumerate(answers)]) if answer}
+def _answers(outcomes: list[RankOutcome | None]) -> list[Any]:
+    """What the task returned on every rank; raises as `Trials.run` says."""
+    # By kind, the outcome on the first rank.
+    by_kind = {each.kind: (rank, each.value) for rank, each in reversed([*enumerate(outcomes)]) if each}
     if "wrong" in by_kind:
         raise JointUserError(by_kind["wrong"][1])
     if "memory" in by_kind:
         raise OutOfMemory
     if "failed" in by_kind:
-        rank, told = by_kind["failed"]
-        raise RuntimeError(f"rank {rank} of a trial failed with {told.strip().splitlines()[-1]}\n{told}")
-    return [answer.value for answer in answers if answer]
+        rank, trace = by_kind["failed"]
+        raise RuntimeError(f"rank {rank} of a trial failed with {trace.strip().splitlines()[-1]}\n{trace}")
+    return [each.value for each in outcomes if each]

@@ -1,6 +1,7 @@
-"""`motet profile`: measures a recipe's layers, messages and optimizer on the device at hand, and tells the error.
+"""`motet profile`: measures a recipe's layers, messages and optimizer on the device at hand.
 
-Nothing is trained and no data is read but the tokenizer: contents are random, lengths are those that the recipe allows.
+It trains nothing, and of the recipe's data it reads the tokenizer only: contents are random, with lengths that the
+recipe allows. It prints how far predictions from the profile are from batches that were held out.
 """
 
 from __future__ import annotations
@@ -39,17 +40,18 @@ from motet.train.world import World, join_world
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _OPTIMIZER_REPEATS = 9
 _SHARES = (1.0, 0.5, 0.25, 0.125)
-_MOST_PARAMETERS = 2**28
-"""Whose weights, gradients and optimizer state any device that trains has room for."""
+"""Shares of each parameter that the optimizer is timed on."""
+_MAX_PARAMETERS = 2**28
+"""Any device that trains has room for the weights, gradients and optimizer state of so many parameters."""
 _CACHED_BYTES = 2**26
-"""More than a core, or a device, keeps of what it has last seen."""
+"""More than the caches of a core or a device hold."""
 
 
 def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: float = 60.0) -> Profile:
     """Measure on this rank, together with all others; rank 0 writes the file and prints its tables.
 
-    name: of the recipe, to be stored. out: the file, by default in `recipe.run.dir`. seconds: for the layers' times.
-    Raises UserError for what is wrong with the recipe, or a file that cannot be written.
+    name: the recipe's name in the file. out: the file, by default in `recipe.run.dir`. seconds: time for the layers.
+    Raises UserError for what is wrong with the recipe, and for a file that cannot be written.
     """
     with join_world(recipe.run.device) as world:
         with world.together():
@@ -58,18 +60,18 @@ def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: floa
             vocab_size = ChatTokenizer.from_directory(recipe.data.tokenizer).vocabulary_size
             model = _build(recipe, vocab_size, dtype_name(recipe), world.device)
             sharded = _build(recipe, vocab_size, recipe.run.dtype, world.device)
-            chosen = subjects(recipe, model, sharded, world.device)
+            to_measure = subjects(recipe, model, sharded, world.device)
             spec = spec_of_config(recipe.model, vocab_size)
-        alone = build_mesh(world.device, shard_size=1, ranks_per_node=world.ranks_per_node)
-        alone = replace(alone, shards=alone.shards[SHARD])
-        # Without recomputation, which is a matter of the plan.
-        shard(sharded, alone, recipe.fsdp.model_copy(update={"recompute": False}))
-        watch, layers = Stopwatch(world.device), Stopwatch(world.device, waits=False)
+        mesh = build_mesh(world.device, shard_size=1, ranks_per_node=world.ranks_per_node)
+        mesh = replace(mesh, shards=mesh.shards[SHARD])
+        # Without recomputation: a Plan decides that.
+        shard(sharded, mesh, recipe.fsdp.model_copy(update={"recompute": False}))
+        messages_watch, watch = Stopwatch(world.device), Stopwatch(world.device, waits=False)
         with _progress(world) as show:
-            measured = measure(chosen, layers, world, seconds, show)
-        messages = measure_messages(world, watch) if world.num_ranks > 1 else []
-        modules, left_out = _modules(measured, watch, world, messages)
-        found = Profile(
+            measured = measure(to_measure, watch, world, seconds, show)
+        messages = measure_messages(world, messages_watch) if world.num_ranks > 1 else []
+        modules, left_out = _modules(measured, messages_watch, world, messages)
+        measured_profile = Profile(
             recipe=name,
             device=_device_name(world.device),
             precision=dtype_name(recipe),
@@ -78,17 +80,17 @@ def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: floa
             num_ranks=world.num_ranks,
             modules=modules,
             messages=messages,
-            optimizer=_optimizer_times(recipe, vocab_size, layers, world, alone.shards),
+            optimizer=_optimizer_times(recipe, vocab_size, watch, world, mesh.shards),
             left_out=left_out,
         )
         with world.together():
             if world.is_first:
-                _finish(found, spec, recipe, out or recipe.run.dir / PROFILE_FILE)
-        return found
+                _finish(measured_profile, spec, recipe, out or recipe.run.dir / PROFILE_FILE)
+        return measured_profile
 
 
 def dtype_name(recipe: Recipe) -> str:
-    """What modules compute in."""
+    """The type that modules compute in."""
     return recipe.fsdp.param_dtype or recipe.run.dtype
 
 
@@ -112,43 +114,43 @@ def _modules(
 
 
 def _optimizer_times(
-    recipe: Recipe, vocab_size: int, watch: Stopwatch, world: World, alone: DeviceMesh
+    recipe: Recipe, vocab_size: int, watch: Stopwatch, world: World, mesh: DeviceMesh
 ) -> OptimizerTimes | None:
-    """Norm of the gradients, clipping and update, as the step does them, of all that learns and of shares of it.
+    """Seconds of norm, clipping and update, as the step does them, for slices of all trainable parameters.
 
-    A share has as many parameters as it has in FSDP: a slice of each. So what each takes is told apart from what each
-    number in it takes. Of models too large for a device, one layer a module stands for all; None if nothing learns.
-    alone: the mesh of this rank.
+    The slices are smaller and smaller shares of each parameter, as FSDP makes them. So the cost of a parameter can be
+    separated from the cost of its elements. In a model too large for a device, one layer of each module stands for
+    all. None if nothing is trainable. mesh: of this rank alone.
     """
-    shapes = _learning(recipe.model, vocab_size)
-    if sum(map(math.prod, shapes)) > _MOST_PARAMETERS:
-        shapes = _learning(one_layer_deep(recipe.model), vocab_size)
-    others = torch.zeros(_CACHED_BYTES // 4, device=world.device)
+    shapes = _trainable_shapes(recipe.model, vocab_size)
+    if sum(map(math.prod, shapes)) > _MAX_PARAMETERS:
+        shapes = _trainable_shapes(one_layer_deep(recipe.model), vocab_size)
+    cache_filler = torch.zeros(_CACHED_BYTES // 4, device=world.device)
     numbers, seconds = [], []
     for share in _SHARES if shapes else ():
         slices = [(max(round(share * rows), 1), *rest) for rows, *rest in shapes]
-        held = [torch.zeros(each, dtype=_DTYPES[recipe.run.dtype], device=world.device) for each in slices]
-        numbers.append(sum(each.numel() for each in held))
-        parameters = [nn.Parameter(DTensor.from_local(each, alone, [Shard(0)])) for each in held]
+        tensors = [torch.zeros(size, dtype=_DTYPES[recipe.run.dtype], device=world.device) for size in slices]
+        numbers.append(sum(tensor.numel() for tensor in tensors))
+        parameters = [nn.Parameter(DTensor.from_local(tensor, mesh, [Shard(0)])) for tensor in tensors]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        step = _stepping(parameters, recipe.optimizer, world)
+        step = _optimizer_step(parameters, recipe.optimizer, world)
         samples = []
         for _ in range(_OPTIMIZER_REPEATS + 1):
-            # A step comes after a backward pass, which has left nothing else in the caches.
-            others.add_(1)
+            # A step follows a backward pass, which has filled the caches with other data.
+            cache_filler.add_(1)
             samples.append(watch(step)[0])
-        # The first makes the optimizer's state.
+        # The first step makes the optimizer's state.
         seconds.append(float(np.median(world.gather(float(np.median(samples[1:]))))))
     return OptimizerTimes(num_parameters=tuple(numbers), seconds=tuple(seconds)) if shapes else None
 
 
-def _learning(config: ModelConfig, vocab_size: int) -> list[torch.Size]:
+def _trainable_shapes(config: ModelConfig, vocab_size: int) -> list[torch.Size]:
     with torch.device("meta"):
-        return [each.shape for each in build_mllm(config, vocab_size).parameters() if each.requires_grad]
+        return [one.shape for one in build_mllm(config, vocab_size).parameters() if one.requires_grad]
 
 
-def _stepping(parameters: Sequence[nn.Parameter], config: OptimizerConfig, world: World) -> Callable[[], None]:
+def _optimizer_step(parameters: Sequence[nn.Parameter], config: OptimizerConfig, world: World) -> Callable[[], None]:
     optimizer = build_optimizer(nn.ParameterList(parameters), config)
 
     def step() -> None:
@@ -159,9 +161,9 @@ def _stepping(parameters: Sequence[nn.Parameter], config: OptimizerConfig, world
     return step
 
 
-def _finish(found: Profile, spec: ModelSpec, recipe: Recipe, path: Path) -> None:
-    found.write(path)
-    print_tables(found, spec, recompute=recipe.fsdp.recompute)
+def _finish(profile: Profile, spec: ModelSpec, recipe: Recipe, path: Path) -> None:
+    profile.write(path)
+    print_tables(profile, spec, recompute=recipe.fsdp.recompute)
     print(f"Profile: {path}", flush=True)
 
 
@@ -174,7 +176,7 @@ def _device_name(device: torch.device) -> str:
 
 @contextmanager
 def _progress(world: World) -> Iterator[Callable[[float], None]]:
-    """A bar on the first rank: the share of the time that is spent."""
+    """A progress bar on the first rank. Yields a function of the share of the time that is spent."""
     if not world.is_first:
         yield lambda share: None
         return

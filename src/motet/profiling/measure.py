@@ -1,9 +1,10 @@
-"""Times the layers of a module, forward, backward for the input and for the weights, in rounds over all batches.
+"""Times the layers of a module in rounds over all batches: forward, backward for the input, backward for the weights.
 
 A round measures every batch of every module once, so that a slow moment of the machine does not fall on one of them
-alone; rounds go on until the medians have settled or the time is up. In each, the module runs whole, and then each
-layer alone on what it was given inside. What the layers do not account for (positions, gathering of rows, caches that
-another module has filled) is added to the module's first layer, so that layers add up to the module.
+alone. Rounds go on until the medians have settled or the time is up. For each batch the module runs whole, and then
+each layer alone, on the inputs that it had in the module. The difference between the module and the sum of its layers
+(positions, gathering of rows, caches that another module has filled) is added to the first layer, so that layers add
+up to the module.
 """
 
 from __future__ import annotations
@@ -27,24 +28,29 @@ from motet.train.world import World
 
 _Result = TypeVar("_Result")
 Calls = dict[nn.Module, list[tuple[tuple[Any, ...], dict[str, Any]]]]
+"""The positional and keyword arguments of each module's calls."""
 
 MIN_ROUNDS = 3
+"""Rounds that are measured in any case."""
 _AIMED_ROUNDS = 8
+"""Batches are made so small that the time is enough for about so many rounds."""
 _MAX_ROWS = 2**16
+"""Rows of the largest batch."""
 _PASSES_A_ROUND = 20
-"""Time of a round of a module, in passes of its largest batch: the whole, and each layer, of some 20 batches."""
+"""Time of a round of a module, in passes of its largest batch: the whole and each layer, on some 20 batches."""
 _SETTLED = 0.02
-"""Standard error of a median over the median, below which it need not be measured again."""
+"""A median has settled if its standard error is below this share of it."""
 _LEAST_S = 0.02
-"""A batch that is quicker is never too large: what a row takes would be lost in what a call takes."""
+"""A batch that is quicker is never too large: in it the cost of a row would be small beside that of a call."""
 FORWARD, INPUT, BOTH = range(3)
+"""Columns of measured seconds: forward, backward for the input, backward for input and weights."""
 WEIGHTS = BOTH
-"""In the same column, once backward for the input is taken off."""
+"""The same column, once backward for the input is subtracted."""
 
 
 class Stopwatch:
-    """Seconds of work on a device: by its events on CUDA, else by the clock, or by this thread's processor time, which
-    leaves out what other programs take of the core, but also what a message is waited for.
+    """Seconds of work on a device: by its events on CUDA; else by the clock if the work waits for messages, or by the
+    processor time of this thread, which other programs on the core do not lengthen.
     """
 
     def __init__(self, device: torch.device, *, waits: bool = True) -> None:
@@ -70,21 +76,21 @@ def time_passes(
     """Seconds of forward, of backward for `inputs`, and of backward for `inputs` and `parameters`, float64 [3]."""
     with torch.enable_grad():
         forward_s, output = watch(call)
-    wanted = [*inputs, *parameters]
-    if not output.requires_grad or not wanted:
+    both = [*inputs, *parameters]
+    if not output.requires_grad or not both:
         return np.array([forward_s, 0.0, 0.0])
     gradient = torch.ones_like(output)
 
-    def backward(of: Sequence[Tensor], again: bool) -> float:
-        return watch(lambda: torch.autograd.grad(output, of, gradient, retain_graph=again, allow_unused=True))[0]
+    def backward(of: Sequence[Tensor], keep: bool) -> float:
+        return watch(lambda: torch.autograd.grad(output, of, gradient, retain_graph=keep, allow_unused=True))[0]
 
     input_s = backward(inputs, True) if inputs else 0.0
-    return np.array([forward_s, input_s, backward(wanted, False)])
+    return np.array([forward_s, input_s, backward(both, False)])
 
 
 @contextmanager
 def kept_calls(modules: Sequence[nn.Module]) -> Iterator[Calls]:
-    """What each of the modules is called with inside, in order; those that are not called are left out."""
+    """The arguments with which each of the modules is called in the block, in order."""
     calls: Calls = {}
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -99,9 +105,10 @@ def kept_calls(modules: Sequence[nn.Module]) -> Iterator[Calls]:
 
 
 def measure_once(subject: Subject, batch: Batch, watch: Stopwatch) -> Float64Array:
-    """Seconds of the whole (row 0; there, backward for the input is not taken apart) and of each layer; [n + 1, 3].
+    """Seconds of the whole module (row 0) and of each layer: [1 + num_layers, 3], columns as `FORWARD` says.
 
-    The whole, and the blocks that parameters are sharded by, run under FSDP, as they train.
+    In row 0, INPUT is 0 and BOTH is all of backward. The whole module, and the blocks by which parameters are sharded,
+    run under FSDP, as they train.
     """
     seconds = np.zeros((1 + len(subject.layers), 3))
     seconds[0] = _time_sharded(subject, subject.prepare(batch, subject.sharded), watch)
@@ -120,7 +127,7 @@ def measure_once(subject: Subject, batch: Batch, watch: Stopwatch) -> Float64Arr
 
 
 def _time_sharded(subject: Subject, call: Callable[[], Tensor], watch: Stopwatch) -> Float64Array:
-    """FSDP reduces gradients as they are put to parameters, so here they are."""
+    """Seconds [3] of a call under FSDP, with gradients accumulated on parameters, because that is when FSDP reduces."""
     with torch.enable_grad():
         forward_s, output = watch(call)
     gradient = torch.ones_like(output)
@@ -133,21 +140,26 @@ def _time_sharded(subject: Subject, call: Callable[[], Tensor], watch: Stopwatch
 def _alone(
     subject: Subject, is_head: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], watch: Stopwatch
 ) -> Float64Array:
+    """Seconds [3] of a layer on the arguments of one call."""
     first = args[0].detach()
     inputs = [first.requires_grad_()] if first.is_floating_point() else []
     if is_head and subject.head is not None:
         head = subject.head
-        return time_passes(watch, lambda: head(first), inputs, _trained(module))
-    return time_passes(watch, lambda: module(first, *args[1:], **kwargs), inputs, _trained(module))
+        return time_passes(watch, lambda: head(first), inputs, _trainable(module))
+    return time_passes(watch, lambda: module(first, *args[1:], **kwargs), inputs, _trainable(module))
 
 
-def _trained(module: nn.Module) -> list[nn.Parameter]:
+def _trainable(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 @dataclass(eq=False)
 class MeasuredSubject:
-    """A subject, its batches, and what was measured of each of them, a sample a round."""
+    """A subject, its batches, and what was measured on them.
+
+    grid: the batches to interpolate between. held_out: those that predictions are compared with.
+    samples: per batch, what `measure_once` returned in each round.
+    """
 
     subject: Subject
     grid: list[Batch]
@@ -156,15 +168,17 @@ class MeasuredSubject:
 
     @property
     def batches(self) -> list[Batch]:
+        """Those of the grid, then those that are held out."""
         return [*self.grid, *self.held_out]
 
     def is_settled(self) -> bool:
+        """Whether the medians of all batches have settled."""
         return all(_spread(np.array([sample[0, FORWARD] for sample in samples])) < _SETTLED for samples in self.samples)
 
     def times(self, world: World) -> ModuleTimes:
         """Medians over rounds, then over ranks; a collective."""
-        own = np.stack([np.median(_passes(np.stack(samples)), axis=0) for samples in self.samples])
-        seconds = np.maximum(np.median(np.stack(world.gather(own)), axis=0), 0)
+        medians = np.stack([np.median(_passes(np.stack(samples)), axis=0) for samples in self.samples])
+        seconds = np.maximum(np.median(np.stack(world.gather(medians)), axis=0), 0)
         layers: list[LayerTimes] = []
         for number, (layer, _) in enumerate(self.subject.layers):
             if not any((times.kind, times.weights) == (layer.kind, layer.weights) for times in layers):
@@ -173,7 +187,7 @@ class MeasuredSubject:
         return ModuleTimes(name=self.subject.name, grid=self.grid, held_out=self.held_out, layers=layers)
 
     def points(self, number: int, seconds: Float64Array) -> tuple[Points, Points]:
-        """seconds: [num_batches, 3]."""
+        """One layer's seconds, [num_batches, 3], as points of the grid and held-out points. number: of the layer."""
         layer = self.subject.layers[number].layer
         rows, pairs = [], []
         for batch in self.batches:
@@ -194,21 +208,22 @@ class MeasuredSubject:
 
 
 def _passes(seconds: Float64Array) -> Float64Array:
-    """Samples [..., 1 + num_layers, 3], as `measure_once` gives them, to forward, input, weights [..., num_layers, 3].
+    """Forward, input and weights of each layer, [..., num_layers, 3], from samples of `measure_once`.
 
-    Differences are taken within a sample, whose parts met the same moment of the machine; they may be below 0.
+    Differences are taken within a sample, because its parts met the same state of the machine; they may be below 0.
     """
     whole, layers = seconds[..., 0, :], seconds[..., 1:, :].copy()
     layers[..., WEIGHTS] = layers[..., BOTH] - layers[..., INPUT]
-    # Nothing before the first layer wants a gradient, and the whole was not asked for one.
+    # Nothing before the first layer needs a gradient, and none was computed in the whole.
     layers[..., 0, INPUT] = 0
-    told = layers.sum(axis=-2)
-    layers[..., 0, FORWARD] += whole[..., FORWARD] - told[..., FORWARD]
-    layers[..., 0, WEIGHTS] += whole[..., BOTH] - told[..., INPUT] - told[..., WEIGHTS]
+    total = layers.sum(axis=-2)
+    layers[..., 0, FORWARD] += whole[..., FORWARD] - total[..., FORWARD]
+    layers[..., 0, WEIGHTS] += whole[..., BOTH] - total[..., INPUT] - total[..., WEIGHTS]
     return layers
 
 
 def _spread(samples: Float64Array) -> float:
+    """Estimate of the median's standard error over the median."""
     low, middle, high = np.percentile(samples, (25, 50, 75))
     return float((high - low) / middle / np.sqrt(len(samples)))
 
@@ -216,9 +231,10 @@ def _spread(samples: Float64Array) -> float:
 def measure(
     subjects: Sequence[Subject], watch: Stopwatch, world: World, seconds: float, show: Callable[[float], None]
 ) -> list[MeasuredSubject]:
-    """All ranks measure at the same time, as they would train. show: is told the share of the time that is spent.
+    """Measure all subjects on all ranks at the same time, as they would train. A collective.
 
-    A collective. seconds: what all of it may take; MIN_ROUNDS are measured in any case.
+    seconds: the time for all of it; MIN_ROUNDS are measured in any case.
+    show:    is called with the share of the time that is spent.
     """
     start_s = time.perf_counter()
     most_s = seconds / len(subjects) / _AIMED_ROUNDS / _PASSES_A_ROUND
@@ -244,13 +260,13 @@ def measure(
 
 
 def _max_rows(subject: Subject, watch: Stopwatch, most_s: float) -> int:
-    """The largest sum of lengths, by doubling, that a rank computes within most_s and has memory for."""
+    """The largest sum of lengths, found by doubling, that a rank computes within most_s and has memory for."""
     rows = int(subject.lengths[0])
     while rows < _MAX_ROWS:
         length = int(subject.lengths[subject.lengths <= 2 * rows][-1])
         batch = ((max(2 * rows // length, 1), length),)
         try:
-            # The first of a size is slower, and so may any one be.
+            # The first call of a size is slower, and any call may be.
             seconds = min(measure_once(subject, batch, watch)[0, [FORWARD, BOTH]].sum() for _ in range(3))
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()

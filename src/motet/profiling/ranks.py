@@ -1,4 +1,4 @@
-"""What only several ranks can measure: messages between them, and layers that they share by tensor parallelism."""
+"""Measurements that need several ranks: messages between them, and layers that they share by tensor parallelism."""
 
 from __future__ import annotations
 
@@ -27,53 +27,57 @@ from motet.models.block import Block
 from motet.profiling.measure import BOTH, FORWARD, INPUT, WEIGHTS, MeasuredSubject, Stopwatch, kept_calls, time_passes
 from motet.train.world import World
 
-_SIZES = {"cpu": tuple(2**n for n in range(12, 25, 2)), "cuda": tuple(2**n for n in range(12, 29, 2))}
-_CHAIN = 4
+_SIZES_BYTES = {"cpu": tuple(2**n for n in range(12, 25, 2)), "cuda": tuple(2**n for n in range(12, 29, 2))}
+_NUM_LINKS = 4
+"""Messages of a chain."""
 _REPEATS = 7
-_PRODUCTS, _WIDTH = 8, {"cpu": 256, "cuda": 2048}
-"""Computed between two messages: a millisecond or two, as a layer takes."""
-_TENSORS = 8
-"""Of a layer of parameters, more or less."""
+"""Chains, of which the median counts."""
+_NUM_PRODUCTS, _WIDTH = 8, {"cpu": 256, "cuda": 2048}
+"""Matrix products between two messages, and their size: a millisecond or two, as a layer takes."""
+_NUM_TENSORS = 8
+"""Parameters of a layer, about."""
 _ROUNDS = 9
+"""Rounds over all batches, of which the medians count."""
 _COLUMNS = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1"})
 _ROWS = frozenset({"o_proj", "out_proj", "down_proj", "fc2"})
+"""The linear layers that are cut by columns of their weights, and by rows."""
 
 
 def measure_messages(world: World, watch: Stopwatch) -> list[MessageTimes]:
-    """Of each kind of message among all ranks, what one adds to ranks that compute; a collective.
+    """What a message of each kind and size, among all ranks, adds to ranks that compute. A collective.
 
-    A chain of computations with a message behind each, less the chain without them: ranks that do not arrive at the
-    same moment, and threads that have to wake, are a part of what a message costs in a step, and are not seen where
-    one message follows on another. The median of several chains, on the slowest rank.
+    Seconds of a chain of computations with a message after each, minus those of the chain without messages. Messages
+    without computation between them would cost less than in a step, where ranks do not arrive at the same moment and
+    threads must wake. The median of several chains counts, on the slowest rank.
     """
     num_nodes = -(-world.num_ranks // world.ranks_per_node)
     device = "cuda" if world.device.type == "cuda" else "cpu"
     square = torch.zeros(_WIDTH[device], _WIDTH[device], device=world.device)
     alone_s = _chain_s(world, watch, square, lambda: None)
-    found = []
+    times = []
     for kind, prepare in _MESSAGES.items():
         seconds = []
-        for size_bytes in _SIZES[device]:
+        for size_bytes in _SIZES_BYTES[device]:
             added_s = _chain_s(world, watch, square, prepare(size_bytes // 4, world)) - alone_s
             seconds.append(max(added_s / _MESSAGES_A_CALL.get(kind, 1), 0.0))
-        found.append(
+        times.append(
             MessageTimes(
                 kind=kind,
                 num_ranks=world.num_ranks,
                 num_nodes=num_nodes,
-                size_bytes=_SIZES[device],
+                size_bytes=_SIZES_BYTES[device],
                 seconds=tuple(seconds),
             )
         )
-    return found
+    return times
 
 
 def _chain_s(world: World, watch: Stopwatch, square: Tensor, send: Callable[[], object]) -> float:
-    """Seconds of one link, on the slowest rank."""
+    """Seconds of one link of a chain, on the slowest rank. send: what is run after the products of a link."""
 
     def chain() -> None:
-        for _ in range(_CHAIN):
-            for _ in range(_PRODUCTS):
+        for _ in range(_NUM_LINKS):
+            for _ in range(_NUM_PRODUCTS):
                 torch.mm(square, square)
             send()
 
@@ -81,28 +85,28 @@ def _chain_s(world: World, watch: Stopwatch, square: Tensor, send: Callable[[], 
     for _ in range(_REPEATS + 1):
         world.barrier()
         samples.append(watch(chain)[0])
-    # The first opens connections.
-    return max(world.gather(float(np.median(samples[1:])))) / _CHAIN
+    # The first chain opens connections.
+    return max(world.gather(float(np.median(samples[1:])))) / _NUM_LINKS
 
 
-class _Held(nn.Module):
-    """Parameters that are gathered together, as those of a layer."""
+class _Layer(nn.Module):
+    """Parameters that FSDP gathers together, as those of a layer."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         super().__init__()
-        each = max(count // _TENSORS, 1)
-        self.tensors = nn.ParameterList(torch.zeros(each, device=device) for _ in range(_TENSORS))
+        each = max(count // _NUM_TENSORS, 1)
+        self.tensors = nn.ParameterList(torch.zeros(each, device=device) for _ in range(_NUM_TENSORS))
 
     def forward(self) -> None:
         """FSDP makes its groups in the first call."""
 
 
 def _gather(count: int, world: World) -> Callable[[], object]:
-    """As FSDP gathers parameters, with what it copies before and after, which takes as long as the message."""
-    held = _Held(count, world.device)
-    fully_shard(held, mesh=init_device_mesh(world.device.type, (world.num_ranks,)))
-    sharded = cast(FSDPModule, held)
-    held()
+    """FSDP's gathering of parameters, with its copies before and after, which take as long as the message."""
+    layer = _Layer(count, world.device)
+    fully_shard(layer, mesh=init_device_mesh(world.device.type, (world.num_ranks,)))
+    sharded = cast(FSDPModule, layer)
+    layer()
 
     def gather() -> None:
         sharded.unshard()
@@ -112,10 +116,10 @@ def _gather(count: int, world: World) -> Callable[[], object]:
 
 
 def _reduce_scatter(count: int, world: World) -> Callable[[], object]:
-    """With the copy of gradients that FSDP sends."""
-    each = -(-count // _TENSORS // world.num_ranks) * world.num_ranks
-    gradients = [torch.zeros(each, device=world.device) for _ in range(_TENSORS)]
-    part = torch.zeros(each * _TENSORS // world.num_ranks, device=world.device)
+    """FSDP's reduce-scatter of gradients, with its copy of what it sends."""
+    each = -(-count // _NUM_TENSORS // world.num_ranks) * world.num_ranks
+    gradients = [torch.zeros(each, device=world.device) for _ in range(_NUM_TENSORS)]
+    part = torch.zeros(each * _NUM_TENSORS // world.num_ranks, device=world.device)
 
     def reduce_scatter() -> None:
         chunks = [gradient.view(world.num_ranks, -1) for gradient in gradients]
@@ -130,7 +134,7 @@ def _all_reduce(count: int, world: World) -> Callable[[], object]:
 
 
 def _exchange(count: int, world: World) -> Callable[[], object]:
-    """`count` elements leave each rank, in equal parts for each of the others."""
+    """An all-to-all in which each rank sends `count` elements, in equal parts to the others."""
     part = count // (world.num_ranks - 1)
     splits = [0 if rank == world.rank else part for rank in range(world.num_ranks)]
     sent, received = (torch.zeros(sum(splits), device=world.device) for _ in range(2))
@@ -138,7 +142,7 @@ def _exchange(count: int, world: World) -> Callable[[], object]:
 
 
 def _send(count: int, world: World) -> Callable[[], object]:
-    """From the first rank to the last, which are the farthest apart, and back; the others have nothing to do."""
+    """A message from the first rank to the last, which are the farthest apart, and back."""
     whole, last = torch.zeros(count, device=world.device), world.num_ranks - 1
 
     def send() -> None:
@@ -159,16 +163,18 @@ _MESSAGES: dict[MessageKind, Callable[[int, World], Callable[[], object]]] = {
     "exchange": _exchange,
     "send": _send,
 }
+"""The functions that make a call that sends so many float32 elements, by kind of message."""
 _MESSAGES_A_CALL = {"send": 2}
 
 
 def measure_shared(
     measured: MeasuredSubject, watch: Stopwatch, world: World, messages: Sequence[MessageTimes]
 ) -> tuple[list[LayerTimes], list[str]]:
-    """The module's transformer layers as one of all ranks computes its share of them, and why one cannot be shared.
+    """A rank's share of the module's transformer layers, with tensor parallelism over all ranks; or a sentence why it
+    cannot be measured.
 
-    Layers run as torch shares them, with both sums of activations in each pass; what those take, as measured by
-    themselves, is taken off, because a cost model tells it apart. A collective.
+    Layers run as torch shards them, with two all-reduces of activations in each pass. Their seconds, which
+    `measure_messages` has measured, are subtracted, because a cost model counts them apart. A collective.
     """
     subject = measured.subject
     times: list[LayerTimes] = []
@@ -184,7 +190,7 @@ def measure_shared(
             for _ in range(_ROUNDS + 1)
         ][1:]
         seconds = np.median(np.stack(world.gather(np.median(np.array(samples), axis=0))), axis=0)
-        points = measured.points(number, _without_sums(seconds, measured, number, messages))
+        points = measured.points(number, _without_all_reduces(seconds, measured, number, messages))
         times.append(
             LayerTimes(kind=layer.kind, weights=layer.weights, tp=world.num_ranks, grid=points[0], held_out=points[1])
         )
@@ -192,6 +198,7 @@ def measure_shared(
 
 
 def _obstacle(block: Block, kv_width: int, width: int, num_ranks: int) -> str:
+    """Why a block cannot be shared by so many ranks; "" if it can."""
     names = {name.rpartition(".")[2] for name, child in block.inner.named_modules() if isinstance(child, nn.Linear)}
     if unknown := sorted(names - _COLUMNS - _ROWS):
         return f"its layers have {', '.join(unknown)}, of which it is not known how to share them"
@@ -206,12 +213,12 @@ def _shared(block: Block, world: World) -> nn.Module:
     """A copy of the layer, shared by all ranks (Shoeybi et al. 2019, section 3): columns first, then rows."""
     inner = copy.deepcopy(block.inner)
     if hasattr(inner.self_attn, "num_heads"):
-        # Read by those families that do not take it from the width of the product.
+        # Some families read it, others take it from the width of the product.
         inner.self_attn.num_heads //= world.num_ranks
     mesh = init_device_mesh(world.device.type, (world.num_ranks,))
     whole = Replicate()
     plan: dict[str, Any] = {
-        # So that gradients are summed once for what several products read, not once for each of them.
+        # The gradient of an input that several products read is then summed once, not once for each of them.
         "self_attn": PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": whole}, desired_input_kwarg_layouts={"hidden_states": whole}
         )
@@ -228,6 +235,7 @@ def _shared(block: Block, world: World) -> nn.Module:
 def _shared_once(
     measured: MeasuredSubject, index: int, block: Block, shared: nn.Module, watch: Stopwatch
 ) -> Float64Array:
+    """Seconds [3] of a block's share on a batch."""
     torch.manual_seed(index)  # All ranks compute on the same rows.
     subject = measured.subject
     with kept_calls([block]) as calls, torch.no_grad():
@@ -243,18 +251,18 @@ def _shared_once(
     return seconds
 
 
-def _without_sums(
+def _without_all_reduces(
     seconds: Float64Array, measured: MeasuredSubject, number: int, messages: Sequence[MessageTimes]
 ) -> Float64Array:
-    """[num_batches, 3] with the two sums of a pass taken off, and backward for the weights apart."""
+    """Seconds [num_batches, 3] without the two all-reduces of a pass, and with backward for the weights by itself."""
     layer = measured.subject.layers[number].layer
     line = message_fit(*(times for times in messages if times.kind == "all_reduce"))
     element_bytes = next(measured.subject.module.parameters()).element_size()
     grid, held_out = measured.points(number, seconds)
     size_bytes = np.array(grid.rows + held_out.rows) * layer.output_width * element_bytes
-    sums_s = 2 * line.seconds(size_bytes)
-    own = seconds.copy()
-    own[:, WEIGHTS] = np.maximum(seconds[:, BOTH] - seconds[:, INPUT], 0)
+    all_reduces_s = 2 * line.seconds(size_bytes)
+    without = seconds.copy()
+    without[:, WEIGHTS] = np.maximum(seconds[:, BOTH] - seconds[:, INPUT], 0)
     for column in (FORWARD, INPUT):
-        own[:, column] = np.maximum(seconds[:, column] - sums_s, 0)
-    return own
+        without[:, column] = np.maximum(seconds[:, column] - all_reduces_s, 0)
+    return without

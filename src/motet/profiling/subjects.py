@@ -1,7 +1,7 @@
-"""What is profiled: the recipe's modules, one layer of each kind deep, and batches of items of the lengths it can meet.
+"""What is profiled: the recipe's modules, one transformer layer deep, on batches of items of the lengths it allows.
 
-A module's time is that of its layers, so a model of 84 B parameters is measured on one device at the depth of one. The
-batches separate what a row costs from what a pair of rows costs: items of a few lengths, each in several numbers.
+A module's time is that of its layers, so even a model of 84 B parameters can be measured on one device. Batches have
+items of a few lengths, each in several numbers: that separates the cost of a row from the cost of a pair of rows.
 """
 
 from __future__ import annotations
@@ -32,27 +32,29 @@ from motet.models.module import MLLM, ModalityModule
 from motet.train.recipe.recipe import Recipe
 
 _SHORTEST = 8
+"""Shorter items are not measured if there are longer ones."""
 _NUM_CANDIDATES = 40
-_NUM_LENGTHS = 6
-_LENGTH_RATIO = 3
+"""Lengths of sequences that batches are made of."""
+_NUM_LENGTHS, _LENGTH_RATIO = 6, 3
+"""A grid has so many lengths at most, each at least this factor longer than the one before."""
 _SPREAD = 0.6
-"""Of the logarithms of a batch's lengths, as in real data."""
+"""Standard deviation of the logarithms of a batch's lengths, as in real data."""
 _NUM_AROUND = (15, 7, 3)
-"""Different lengths of a batch: as many as leave room for a few items of each."""
-_NUM_COUNTS = 4
-_ROW_RATIO = 256
+"""Numbers of different lengths in a batch; the first one counts that leaves room for a few items of each length."""
+_NUM_COUNTS, _ROW_RATIO = 4, 256
+"""A grid has so many batches of a length; the largest has at most this factor more rows than the smallest."""
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
     """A module to measure.
 
-    spec:    of the module as it stands, truncated. layers: what computes each of its layers.
-    lengths: int64 [n], ascending: those that its items can have.
+    spec:    layers and sizes of the truncated module. layers: what computes each of its layers.
+    lengths: int64 [n], ascending: the lengths that its items can have.
     sharded: the same module again, under FSDP as the recipe has it, on this rank alone: with all of FSDP's hooks and
-             copies, and no messages.
-    prepare: a batch, with contents drawn at random, to a call of either module.
-    head:    what computes the layer that sees targets alone, from hidden states [rows, dim] to the loss.
+             copies, and without messages.
+    prepare: makes a call of either module on a batch, with random contents.
+    head:    computes the layer that sees targets only, from hidden states [rows, dim] to the loss.
     """
 
     name: str
@@ -66,7 +68,7 @@ class Subject:
 
 
 def one_layer_deep(config: ModelConfig) -> ModelConfig:
-    """The same model with a single transformer layer in each module, all of it trained."""
+    """The same model with a single transformer layer in each module, and everything trainable."""
     encoders = {
         name: part.model_copy(update={"train_encoder": True, "train_projector": True} | _truncated(part, ENCODERS))
         for name, part in config.encoders.items()
@@ -81,35 +83,42 @@ def _truncated(part: EncoderConfig | BackboneConfig, families: dict[str, Family]
     family = families[part.family]
     options = dict(part.config) | {family.depth: 1}
     if "layer_types" in inspect.signature(family.config).parameters:
-        # A list of the layers that there were; without it the family's rule is applied to the one that there is.
+        # The list has an entry for each layer of the whole model; without it, the family's own rule applies.
         options["layer_types"] = None
     truncated: dict[str, Any] = {"config": options}
     if getattr(part, "feature_layer", None) is not None:
-        truncated["feature_layer"] = -1  # Of the one layer that there is.
+        truncated["feature_layer"] = -1  # The only layer.
     return truncated
 
 
 def subjects(recipe: Recipe, model: MLLM, sharded: MLLM, device: torch.device) -> list[Subject]:
-    """Of a model that stands on `device` twice, encoders first. Raises UserError for an encoder that no item fits."""
-    found = [_encoder(recipe, name, module, sharded.encoders[name], device) for name, module in model.encoders.items()]
-    return [*found, _backbone(recipe, model.backbone, sharded.backbone, device)]
+    """The modules to measure, encoders first. Raises UserError for an encoder that no item fits.
+
+    model, sharded: the same model twice, on `device`; the second under FSDP once it is measured.
+    """
+    encoders = [
+        _encoder(recipe, name, module, sharded.encoders[name], device) for name, module in model.encoders.items()
+    ]
+    return [*encoders, _backbone(recipe, model.backbone, sharded.backbone, device)]
 
 
 def grid_of(lengths: Int64Array, max_rows: int, *, padded: bool) -> tuple[list[Batch], list[Batch]]:
-    """Batches to interpolate between, and batches that are held out: of other lengths, and of all of them mixed.
+    """Batches to interpolate between (the grid), and batches that are held out: of other lengths, and of mixed lengths.
 
-    A batch of the grid has equally many items of each of a few lengths about one, where one item of each fits.
-    lengths: int64 [n], ascending, that items can have. max_rows: sum of lengths that no batch exceeds, unless a single
-    item of the shortest length does.
+    A batch of the grid has equally many items of each of a few lengths about one, if one item of each fits.
+    lengths:  int64 [n], ascending: the lengths that items can have.
+    max_rows: the largest sum of lengths of a batch, unless a single item of the shortest length exceeds it.
     """
+    # 1. The lengths of the grid.
     usable = lengths[lengths <= max(max_rows, lengths[0])]
     usable = usable[usable >= min(_SHORTEST, usable[-1])]
     chosen = [int(usable[-1])]
     while len(chosen) < _NUM_LENGTHS and (shorter := usable[usable * _LENGTH_RATIO <= chosen[0]]).size:
         chosen.insert(0, int(shorter[-1]))
     if chosen[0] > usable[0]:
-        # Nothing but the shortest items: rows cannot attend to fewer others.
+        # A batch of the shortest items alone, in which rows attend to as few others as can be.
         chosen.insert(0, int(usable[0]))
+    # 2. For each, batches of several numbers of items.
     grid: list[Batch] = []
     for length in chosen:
         pattern = _around(length, usable, max_rows // _NUM_COUNTS, padded=padded) if length > usable[0] else [length]
@@ -118,10 +127,11 @@ def grid_of(lengths: Int64Array, max_rows: int, *, padded: bool) -> tuple[list[B
         least = max(max_rows // _ROW_RATIO // rows, 1)
         counts = sorted({round(count) for count in np.geomspace(least, most, _NUM_COUNTS)})
         grid += [tuple((count, each) for each in pattern) for count in counts]
+    # 3. Held out: lengths between those of the grid, and mixtures.
     between = [int(usable[np.abs(np.log(usable / np.sqrt(low * high))).argmin()]) for low, high in pairwise(chosen)]
     held_out: list[Batch] = [((max(max_rows // (3 * length), 1), length),) for length in between or chosen]
     if between:
-        # As many rows of each length, as they stand when all are padded to the longest.
+        # As many rows of each length; if items are padded, each counts as long as the longest.
         for mixed, rows in ((between, max_rows // 2), (chosen[:-1], max_rows // 8)):
             share = rows // len(mixed)
             held_out.append(tuple((max(share // (max(mixed) if padded else length), 1), length) for length in mixed))
@@ -130,20 +140,21 @@ def grid_of(lengths: Int64Array, max_rows: int, *, padded: bool) -> tuple[list[B
 
 
 def _around(length: int, usable: Int64Array, most_rows: int, *, padded: bool) -> list[int]:
-    """Lengths about a length, which is the longest where all are padded to it; that one alone where rows are too few.
+    """Lengths about a length: if items are padded, none is longer; if rows are too few, only the length itself.
 
-    Items that are of one length share calls of kernels, and need no mask of padding, as those of real data do not.
+    Items of one length share calls of kernels and need no mask of padding; items of real data do not share them.
     """
     for count in _NUM_AROUND:
-        ratios = [math.exp(_SPREAD * NormalDist().inv_cdf((place + 0.5) / count)) for place in range(count)]
-        wanted = [length * ratio for ratio in ratios if ratio <= 1 or not padded]
-        found = sorted({int(usable[np.abs(usable - each).argmin()]) for each in wanted})
-        if _rows(found, padded=padded) <= most_rows:
-            return found
+        ratios = [math.exp(_SPREAD * NormalDist().inv_cdf((index + 0.5) / count)) for index in range(count)]
+        aimed = [length * ratio for ratio in ratios if ratio <= 1 or not padded]
+        lengths = sorted({int(usable[np.abs(usable - each).argmin()]) for each in aimed})
+        if _rows(lengths, padded=padded) <= most_rows:
+            return lengths
     return [length]
 
 
 def _rows(lengths: list[int], *, padded: bool) -> int:
+    """Rows of a batch with one item of each length."""
     return len(lengths) * max(lengths) if padded else sum(lengths)
 
 
@@ -167,22 +178,22 @@ def _encoder(recipe: Recipe, name: str, module: ModalityModule, sharded: nn.Modu
 
 
 def _sizes(recipe: Recipe, name: str, module: ModalityModule) -> dict[int, Int64Array]:
-    """Length of an item -> sizes of one: what the transform makes of squares, or clips, from tiny to the largest."""
+    """The sizes of an item, by length. Items are what the transform makes of squares, or of clips, of many sizes."""
     transform = recipe.transform(name)
     longest = getattr(transform, "max_pixels_side", 0) or int(transform.max_seconds * transform.sampling_rate)
     raw = np.unique(np.geomspace(1, longest, 4 * _NUM_CANDIDATES).astype(np.int64))
     pairs = np.stack([raw, raw if transform.modality == "image" else np.full_like(raw, transform.sampling_rate)], 1)
-    found: dict[int, Int64Array] = {}
+    by_length: dict[int, Int64Array] = {}
     for size in transform.sizes(pairs)[:, None]:
         try:
             fits = module.num_tokens(size)[0] > 0
         except UserError:
             continue
         if fits:
-            found.setdefault(int(module.lengths(size)[0]), size[0])
-    if not found:
+            by_length.setdefault(int(module.lengths(size)[0]), size[0])
+    if not by_length:
         raise UserError(f"transforms.{name} makes no item that model.encoders.{name} can take.")
-    return found
+    return by_length
 
 
 def _backbone(recipe: Recipe, backbone: Backbone, sharded: nn.Module, device: torch.device) -> Subject:
@@ -192,7 +203,7 @@ def _backbone(recipe: Recipe, backbone: Backbone, sharded: nn.Module, device: to
     lengths = np.unique(np.geomspace(shortest, longest, _NUM_CANDIDATES).astype(np.int64))
 
     def prepare(batch: Batch, called: nn.Module) -> Callable[[], Tensor]:
-        """A feature row begins each sequence, as behind an encoder; loss is taken on every other token."""
+        """Each sequence begins with a row of features, as from an encoder; all other tokens are targets."""
         each = items(batch)
         offsets = np.concatenate([[0], np.cumsum(each)])
         starts = torch.from_numpy(offsets[:-1]).to(device)

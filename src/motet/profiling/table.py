@@ -1,4 +1,4 @@
-"""What `motet profile` prints: how far off interpolation and fit are on lengths that they did not see."""
+"""What `motet profile` prints: the errors of interpolation and fit on batches that were held out from both."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _PASSES: tuple[Callable[[Points], tuple[float, ...]], ...] = (
 
 
 def print_tables(profile: Profile, spec: ModelSpec, *, recompute: bool) -> None:
-    """spec: of the whole model, as it trains."""
-    # As wide as it needs to be where the output is no terminal, but a file that is read later.
+    """Print a profile's layers, modules and messages. spec: the whole model, as it trains."""
+    # A file, which is read later, has lines as wide as the tables need.
     console = Console()
     console = console if console.is_terminal else Console(width=_WIDTH)
     for table in (_layers(profile), _phases(profile, spec, recompute), _messages(profile)):
@@ -55,25 +55,23 @@ class HeldOut:
 
     @classmethod
     def of(cls, times: LayerTimes) -> HeldOut:
-        seen, unseen = times.grid, times.held_out
-        rows, pairs = np.array(unseen.rows), np.array(unseen.pairs)
-        return cls(
-            np.sum([seconds(unseen) for seconds in _PASSES], axis=0),
-            np.sum([Surface(seen.rows, seen.pairs, seconds(seen))(rows, pairs) for seconds in _PASSES], axis=0),
-            np.sum(
-                [fit_curve(seconds(seen), seen.rows, seen.pairs).seconds(rows, pairs) for seconds in _PASSES], axis=0
-            ),
-        )
+        """The held-out batches of one layer, predicted from its grid."""
+        grid, held_out = times.grid, times.held_out
+        rows, pairs = np.array(held_out.rows), np.array(held_out.pairs)
+        measured = [seconds(held_out) for seconds in _PASSES]
+        interpolated = [Surface(grid.rows, grid.pairs, seconds(grid))(rows, pairs) for seconds in _PASSES]
+        fitted = [fit_curve(seconds(grid), grid.rows, grid.pairs).seconds(rows, pairs) for seconds in _PASSES]
+        return cls(np.sum(measured, axis=0), np.sum(interpolated, axis=0), np.sum(fitted, axis=0))
 
     def __add__(self, other: HeldOut) -> HeldOut:
-        """Of two layers, one after the other."""
+        """The seconds of two layers, one after the other."""
         return HeldOut(
             self.measured + other.measured, self.interpolated + other.interpolated, self.fitted + other.fitted
         )
 
     @property
     def errors(self) -> tuple[RelativeError, RelativeError]:
-        """Of interpolation, and of the fit."""
+        """The errors of interpolation and of the fit."""
         return relative_error(self.interpolated, self.measured), relative_error(self.fitted, self.measured)
 
 

@@ -17,7 +17,7 @@ from motet.planner.chain.propose import propose_chain
 from motet.planner.data_parallel.propose import propose_data_parallel
 from motet.planner.job import Job
 from motet.planner.search import search
-from motet.planning.cluster import GivenCluster
+from motet.planning.cluster import ClusterOptions
 from motet.planning.job import JobOptions
 from motet.planning.plan_of_recipe import obstacle, plan_of_recipe, read_recipe_as_plan, recipe_of_plan
 from motet.schedule import planned
@@ -198,21 +198,21 @@ def test_chains_cannot_be_run(recipe_file):
 
 def test_a_recipe_is_planned_with_its_own_data(recipe_file):
     """And for its own cluster, that of the command line, or this machine."""
-    given = JobOptions(GivenCluster("H100", 2))
+    given = JobOptions(ClusterOptions("H100", 2))
     plan, job = read_recipe_as_plan(recipe_file, ["run.batch_size=32"], given)
     assert (plan.cluster.num_nodes, plan.cluster.ranks_per_node, plan.units[0].dp) == (2, 8, 16)
     assert job.workload.examples.num_examples == 40 and np.all(job.workload.examples.sequence > 0)
     stated = ["cluster.device=a40", "cluster.ranks_per_node=3"]
-    assert read_recipe_as_plan(recipe_file, stated, JobOptions(GivenCluster()))[0].cluster.device.name == "a40"
-    on_cpu, _ = read_recipe_as_plan(recipe_file, [], JobOptions(GivenCluster(ranks_per_node=2)))
+    assert read_recipe_as_plan(recipe_file, stated, JobOptions(ClusterOptions()))[0].cluster.device.name == "a40"
+    on_cpu, _ = read_recipe_as_plan(recipe_file, [], JobOptions(ClusterOptions(ranks_per_node=2)))
     assert not on_cpu.cluster.device.overlaps and plan.cluster.device.overlaps
     with pytest.raises(UserError, match="--cluster h1000: there is no device 'h1000'"):
-        read_recipe_as_plan(recipe_file, [], JobOptions(GivenCluster("h1000")))
+        read_recipe_as_plan(recipe_file, [], JobOptions(ClusterOptions("h1000")))
 
 
 def test_what_a_recipe_is_simulated_to_take_is_what_it_is_planned_with(recipe_file):
     """`motet simulate` on the settings of a Plan that `motet plan` has found, and on that Plan: the same to the bit."""
-    given = JobOptions(GivenCluster("a40", ranks_per_node=2))
+    given = JobOptions(ClusterOptions("a40", ranks_per_node=2))
     _, job = read_recipe_as_plan(recipe_file, [], given)
     recipe = load_recipe(recipe_file)
     found = search(job, {"data parallel": propose_data_parallel}).results
@@ -228,7 +228,7 @@ def test_the_recipes_cluster_counts_where_no_other_device_is_named(recipe_file):
     stated = ["run.batch_size=64", "cluster.device=a40", "cluster.nodes=2", "cluster.memory_gbytes=40"]
     named = {"none": (None,), "ranks": (None, 1, 2), "the same": ("A40", 1), "another": ("h100", 1)}
     found = {
-        how: read_recipe_as_plan(recipe_file, stated, JobOptions(GivenCluster(*given)))[0].cluster
+        how: read_recipe_as_plan(recipe_file, stated, JobOptions(ClusterOptions(*given)))[0].cluster
         for how, given in named.items()
     }
     assert [found[how].num_ranks for how in named] == [8, 2, 4, 8]
@@ -239,4 +239,4 @@ def test_a_recipe_that_does_not_train_is_sent_to_motet_plan(tmp_path):
     path = tmp_path / "planned.toml"
     path.write_text("[run]\nbatch_size = 8\n")
     with pytest.raises(UserError, match=r"planned.toml has no \[data\], .*: `motet plan .*planned.toml` finds a plan"):
-        read_recipe_as_plan(path, [], JobOptions(GivenCluster()))
+        read_recipe_as_plan(path, [], JobOptions(ClusterOptions()))

@@ -1,4 +1,4 @@
-"""Trials on two ranks: what one of them meets, both are told, whatever the other one is waiting for."""
+"""Trials on two ranks: what one of them meets, both are outcomes, whatever the other one is waiting for."""
 
 import os
 import signal
@@ -33,16 +33,16 @@ def task(meeting, what):
 
 
 def run(rank, num_ranks, *whats):
-    """What came of each trial on this rank, and the processes that are left."""
-    told = []
+    """How each trial ended on this rank: its answers and the number of its processes, or its error."""
+    outcomes = []
     with join_world("cpu") as world, open_trials(world, __name__) as trials:
         for what in whats:
             try:
                 totals, pids = zip(*trials.run(task, what), strict=True)
-                told.append((totals, len(set(pids))))
+                outcomes.append((totals, len(set(pids))))
             except (OutOfMemory, UserError, RuntimeError) as error:
-                told.append((type(error).__name__, str(error).strip().splitlines()[-1:]))
-    return told
+                outcomes.append((type(error).__name__, str(error).strip().splitlines()[-1:]))
+    return outcomes
 
 
 def test_trials_end_alike_on_all_ranks_and_the_next_one_starts_anew():

@@ -16,7 +16,7 @@ from motet.data.text import ChatTokenizer
 from motet.dispatch import Decision
 from motet.models.build import build_mllm
 from motet.models.spec import model_spec
-from motet.planning.cluster import GivenCluster
+from motet.planning.cluster import ClusterOptions
 from motet.planning.job import JobOptions
 from motet.planning.plan_of_recipe import read_recipe_as_plan
 from motet.train.balancing import build_orchestrator, check_same_backend, read_measured
@@ -99,7 +99,9 @@ def test_prediction_places_every_item_where_training_does(recipe_file, overrides
     recipe = load_recipe(recipe_file, overrides)
     if recipe.balance.cost == "profile":
         write_profile(recipe, model_spec(model_of(recipe)))
-    plan, job = read_recipe_as_plan(recipe_file, overrides, JobOptions(GivenCluster("cpu", num_nodes, 3 // num_nodes)))
+    plan, job = read_recipe_as_plan(
+        recipe_file, overrides, JobOptions(ClusterOptions("cpu", num_nodes, 3 // num_nodes))
+    )
     batch = job.workload.draw(24, np.random.default_rng(1))
     placed = assign_step(plan, batch, job.balancing)
     parts = np.split(np.arange(24), recipe.run.microbatches)
@@ -117,7 +119,7 @@ def test_prediction_places_every_item_where_training_does(recipe_file, overrides
 def test_training_exchanges_less_between_slow_nodes(recipe_file):
     """The same ranks, on one node and on one each: what crosses a slow network is not worth its balance."""
     recipe = load_recipe(recipe_file, ["run.batch_size=24", NODES])
-    _, job = read_recipe_as_plan(recipe_file, ("run.batch_size=24",), JobOptions(GivenCluster("cpu", 1, 3)))
+    _, job = read_recipe_as_plan(recipe_file, ("run.batch_size=24",), JobOptions(ClusterOptions("cpu", 1, 3)))
     batch = job.workload.draw(24, np.random.default_rng(1))
     beside, apart = (decided_by_training(recipe, batch, 3, per_node) for per_node in (3, 1))
     assert beside.predicted_s["joint"] == apart.predicted_s["joint"]
@@ -151,7 +153,7 @@ def test_what_is_logged_is_what_was_balanced(recipe_file, cost, unit):
     recipe = load_recipe(recipe_file, [f"balance.cost={cost}"])
     spec = model_spec(model_of(recipe))
     write_profile(recipe, spec)
-    _, job = read_recipe_as_plan(recipe_file, [], JobOptions(GivenCluster("cpu", 1, 2)))
+    _, job = read_recipe_as_plan(recipe_file, [], JobOptions(ClusterOptions("cpu", 1, 2)))
     batch = job.workload.draw(16, np.random.default_rng(2))
     decision = decided_by_training(recipe, batch, 2)
     logged = phase_metrics([SimpleNamespace(decision=decision)])

@@ -1,5 +1,7 @@
-"""The bubbles that a backbone's pipeline leaves, read off its simulated or measured Timeline: what encoders can be
-placed in (Optimus section 4.2, Figure 8: one large before, one after, many small ones between).
+"""The bubbles of a backbone's pipeline, read off its Timeline without encoders: the room in which these are placed.
+
+Per rank there is one large bubble before its passes, one after, and many small ones between (Optimus section 4.2,
+Figure 8).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from motet.core.timeline import COMPUTE_STREAM, Timeline
 from motet.schedule.program import Kind
 
 _ROUNDING = 1e-9
-"""Of a slice, by which it may be longer than a bubble."""
+"""A slice may be longer than a bubble by this share of the slice."""
 
 
 class Slices(NamedTuple):
@@ -30,8 +32,10 @@ class Slices(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPasses:
-    """Passes of one rank, or parts of passes, in order. names, starts_s: of all of them. busy_s: [2, num], starts and
-    ends of those that hold the compute stream; the others are tensor-parallel communication.
+    """Passes of one rank, or parts of passes, in order of time.
+
+    names, starts_s: of all of them. busy_s: [2, num], starts and ends of those that hold the compute stream; the others
+    are tensor-parallel communication.
     """
 
     names: tuple[str, ...]
@@ -40,16 +44,19 @@ class RankPasses:
 
     @property
     def computing_s(self) -> float:
+        """Seconds in which the compute stream is held."""
         return float((self.busy_s[1] - self.busy_s[0]).sum())
 
 
 @dataclass(frozen=True, eq=False)
 class BackbonePipeline:
-    """One pipeline of the backbone alone. Seconds from the start of its step.
+    """One pipeline of the backbone without encoders. Seconds count from the start of its step.
 
-    needed_s: per microbatch, when its first pass starts: F_i of section 4.3.
-    ready_s:  per microbatch, when its last pass ends: B_i; inf where it has no backward pass.
-    done_s:   per rank, when its passes are over, and its gradients reduced.
+    rows:     per rank, its passes.
+    needed_s: per microbatch, when the encoders' output is needed, as the first stage starts: F_i of section 4.3.
+    ready_s:  per microbatch, when the gradient for the encoders is ready, as the first stage's backward pass ends: B_i;
+              inf where there is no backward pass.
+    done_s:   per rank, when its passes are over and its gradients are reduced.
     """
 
     rows: tuple[RankPasses, ...]
@@ -59,81 +66,96 @@ class BackbonePipeline:
 
     @property
     def num_ranks(self) -> int:
+        """Ranks of the pipeline: PP."""
         return len(self.rows)
 
     @property
     def num_microbatches(self) -> int:
+        """Microbatches of a step."""
         return len(self.needed_s)
 
     @property
     def end_s(self) -> float:
-        """Of the step, but for the optimizer."""
+        """The end of the step without the optimizer."""
         return max(self.done_s)
 
 
 def backbone_of(timeline: Timeline, num_microbatches: int, *, sink: int = 0) -> BackbonePipeline:
-    """Of a Timeline without encoders. sink: the stage that takes in what they give. O(spans log spans).
+    """The pipeline in a Timeline without encoders. sink: the stage that encoders feed. O(spans log spans).
 
-    Raises ArgumentError for a Timeline in which that stage has not a forward pass of every microbatch.
+    Raises ArgumentError unless that stage has a forward pass of every microbatch.
     """
     kind = np.array(timeline.kind, dtype=object)
     is_pass = np.isin(kind, [Kind.F, Kind.B, Kind.I, Kind.W, Kind.R])
     on_compute = np.array([stream == COMPUTE_STREAM for stream in timeline.stream], dtype=np.bool_)
-    needed_s, ready_s = np.full(num_microbatches, np.inf), np.full(num_microbatches, -np.inf)
-    names = (f"{sink}F", f"{sink}B", f"{sink}I")
-    of_sink = np.array([action.startswith(names) for action in timeline.action], dtype=np.bool_)
+    # 1. When the sink starts and ends each microbatch.
+    prefixes = (f"{sink}F", f"{sink}B", f"{sink}I")
+    of_sink = np.array([action.startswith(prefixes) for action in timeline.action], dtype=np.bool_)
     forward = is_pass & of_sink & (kind == Kind.F)
     backward = is_pass & of_sink & ~forward
+    needed_s, ready_s = np.full(num_microbatches, np.inf), np.full(num_microbatches, -np.inf)
     np.minimum.at(needed_s, timeline.microbatch[forward], timeline.start_s[forward])
     np.maximum.at(ready_s, timeline.microbatch[backward], timeline.end_s[backward])
     if not np.isfinite(needed_s).all():
         raise ArgumentError(f"stage {sink} has no forward pass of microbatch {int(np.argmax(needed_s))}.")
+    ready_s = np.where(np.isneginf(ready_s), np.inf, ready_s)
+    # 2. The passes of each rank.
     rows, done_s = [], []
     for rank in range(timeline.num_ranks):
-        own = timeline.rank == rank
-        passes = np.flatnonzero(own & is_pass)
+        on_rank = timeline.rank == rank
+        passes = np.flatnonzero(on_rank & is_pass)
         passes = passes[np.lexsort((timeline.end_s[passes], timeline.start_s[passes]))]
-        held = passes[on_compute[passes]]
-        actions = tuple(timeline.action[span] for span in passes.tolist())
-        busy_s = np.stack([timeline.start_s[held], timeline.end_s[held]])
-        rows.append(RankPasses(actions, tuple(timeline.start_s[passes].tolist()), busy_s))
-        done_s.append(float(timeline.end_s[own & (kind != Kind.STEP)].max(initial=0.0)))
-    return BackbonePipeline(tuple(rows), needed_s, np.where(np.isneginf(ready_s), np.inf, ready_s), tuple(done_s))
+        busy = passes[on_compute[passes]]
+        names = tuple(timeline.action[span] for span in passes.tolist())
+        busy_s = np.stack([timeline.start_s[busy], timeline.end_s[busy]])
+        rows.append(RankPasses(names, tuple(timeline.start_s[passes].tolist()), busy_s))
+        done_s.append(float(timeline.end_s[on_rank & (kind != Kind.STEP)].max(initial=0.0)))
+    return BackbonePipeline(tuple(rows), needed_s, ready_s, tuple(done_s))
 
 
 class BubbleRoom:
-    """Bubbles of a rank, in order of time, or of time run backwards. The last one must hold all that is asked for."""
+    """The bubbles of a rank, in order of time, or of mirrored time. The last one must hold all that is asked for.
+
+    Example:
+        >>> room = BubbleRoom(np.array([0.0, 5.0]), np.array([3.0, 99.0]))
+        >>> room.end(0.0, [Slices(slice_s=2.0, num=1)])
+        2.0
+        >>> room.end(0.0, [Slices(slice_s=2.0, num=2)])  # the second slice does not fit into the first bubble
+        7.0
+    """
 
     def __init__(self, start_s: Float64Array, stop_s: Float64Array) -> None:
         self._start_s, self._stop_s = start_s, stop_s
         self._tables: dict[float, tuple[list[float], list[float], list[int]]] = {}
 
-    def end(self, at_s: float, slices: Sequence[Slices]) -> float:
-        """When slices end that run in order from at_s on, each as soon as a bubble has room for all of it.
+    def end(self, begin_s: float, slices: Sequence[Slices]) -> float:
+        """When slices end that run in order from begin_s on, each as soon as a bubble has room for all of it.
 
         O(len(slices) * log bubbles).
         """
         for slice_s, num in slices:
             if num and slice_s:
-                at_s = self._end(at_s, slice_s, num)
-        return at_s
+                begin_s = self._end(begin_s, slice_s, num)
+        return begin_s
 
-    def _end(self, at_s: float, slice_s: float, num: int) -> float:
-        starts, stops, held = self._tables.get(slice_s) or self._table(slice_s)
-        bubble = bisect_right(starts, at_s) - 1
+    def _end(self, begin_s: float, slice_s: float, num: int) -> float:
+        starts, stops, capacity = self._tables.get(slice_s) or self._table(slice_s)
+        # 1. What is left of the bubble in which begin_s lies.
+        bubble = bisect_right(starts, begin_s) - 1
         if bubble >= 0:
-            fits = int((stops[bubble] - at_s) / slice_s + _ROUNDING)
-            if fits >= num:
-                return at_s + num * slice_s
-            num -= max(fits, 0)
-        reached = held[bubble + 1] + num
-        bubble = bisect_left(held, reached) - 1
-        return starts[bubble] + (reached - held[bubble]) * slice_s
+            num_fitting = int((stops[bubble] - begin_s) / slice_s + _ROUNDING)
+            if num_fitting >= num:
+                return begin_s + num * slice_s
+            num -= max(num_fitting, 0)
+        # 2. The bubble after it that holds the last slice.
+        num_before = capacity[bubble + 1] + num
+        bubble = bisect_left(capacity, num_before) - 1
+        return starts[bubble] + (num_before - capacity[bubble]) * slice_s
 
     def _table(self, slice_s: float) -> tuple[list[float], list[float], list[int]]:
-        """Of the bubbles that hold a slice: starts, ends, and how many slices the first 0, 1, ... of them hold."""
-        fits = ((self._stop_s - self._start_s) / slice_s + _ROUNDING).astype(np.int64)
-        kept = fits > 0
-        held = [0, *accumulate(fits[kept].tolist())]
-        table = self._tables[slice_s] = self._start_s[kept].tolist(), self._stop_s[kept].tolist(), held
+        """The bubbles that hold a slice: their starts, their ends, and how many slices the first 0, 1, ... hold."""
+        num_fitting = ((self._stop_s - self._start_s) / slice_s + _ROUNDING).astype(np.int64)
+        kept = num_fitting > 0
+        capacity = [0, *accumulate(num_fitting[kept].tolist())]
+        table = self._tables[slice_s] = self._start_s[kept].tolist(), self._stop_s[kept].tolist(), capacity
         return table

@@ -1,4 +1,4 @@
-"""What ranks are allocated from, and what is allocated: plain data of `allocate.py`."""
+"""The input and the output of `allocate.py`: ways to run each unit, limits, and the ranks that units get."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from motet.core.arrays import BoolArray, Float64Array, Int64Array
 
 @dataclass(frozen=True, eq=False)
 class UnitOptions:
-    """The ways to run one unit, a row each: columns [num_options].
+    """The ways to run one unit, a row each. All columns are [num_options].
 
-    side:          0 for the backbone, -1 for what feeds it, 1 for what it feeds.
-    num_examples:  of a microbatch of one replica. tp, pp: parallel degrees; dp follows from num_examples.
-    pass_s:        one microbatch through all stages, forward and backward. stage_s: through the slowest stage.
-    once_s:        of a step, whatever its microbatches: collectives of data parallelism, the optimizer.
-    fixed_bytes:   of the fullest rank: parameters, gradients, transients. sharded_bytes: more, divided by dp (ZeRO-1).
-    kept_bytes:    of each microbatch in flight: the first stage of a unit holds as many as there are stages to the end.
+    side:          0 for the backbone, -1 for a unit that feeds it, 1 for a unit that it feeds.
+    num_examples:  examples of a microbatch of one replica. tp, pp: parallel degrees; dp follows from num_examples.
+    pass_s:        seconds of one microbatch through all stages, forward and backward. stage_s: of the slowest stage.
+    once_s:        seconds that a step takes whatever its microbatches: collectives of data parallelism, the optimizer.
+    fixed_bytes:   bytes of the fullest rank that do not depend on dp: parameters, gradients, transients.
+    sharded_bytes: bytes of the fullest rank that are divided by dp: the optimizer (ZeRO-1).
+    kept_bytes:    bytes of each microbatch in flight; a unit's first stage holds one for each stage from it to the end.
     """
 
     name: str
@@ -35,29 +36,30 @@ class UnitOptions:
     kept_bytes: Float64Array
 
     def take(self, rows: BoolArray) -> UnitOptions:
-        """Some of the rows; rows are numbered anew."""
-        columns = {key: own[rows] for key, own in vars(self).items() if isinstance(own, np.ndarray)}
+        """The rows of a mask, numbered anew."""
+        columns = {key: column[rows] for key, column in vars(self).items() if isinstance(column, np.ndarray)}
         return UnitOptions(self.name, self.side, **columns)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """num_ranks: that may be used. batch_size: examples of a step. capacity_bytes: of a rank.
+    """What an allocation must keep to.
 
-    num_chunks: of each pipeline rank (virtual pipeline): they divide the time until the pipeline is full.
-    num_taken:  examples that the backbone's replicas take at a time, together; 0 is free.
+    num_ranks:  ranks that may be used. batch_size: examples of a step. capacity_bytes: memory of a rank.
+    num_chunks: stages of each pipeline rank (virtual pipeline): they divide the time until the pipeline is full.
+    global_microbatch_size: examples of one microbatch of all replicas together; 0 is any number.
     """
 
     num_ranks: int
     batch_size: int
     capacity_bytes: float = np.inf
     num_chunks: int = 1
-    num_taken: int = 0
+    global_microbatch_size: int = 0
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one unit gets. row: of its options."""
+    """What one unit gets. row: index of the chosen way in its `UnitOptions`. num_examples: as there."""
 
     name: str
     row: int
@@ -68,12 +70,13 @@ class Share:
 
     @property
     def num_ranks(self) -> int:
+        """Ranks of the unit."""
         return self.tp * self.dp * self.pp
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """shares: of the units, as they were given. warmup_s + steady_s + once_s is what a step takes."""
+    """What all units get, in the order of the input. A step takes warmup_s + steady_s + once_s."""
 
     shares: tuple[Share, ...]
     num_microbatches: int
@@ -83,8 +86,10 @@ class Allocation:
 
     @property
     def time_s(self) -> float:
+        """Seconds of a step."""
         return self.warmup_s + self.steady_s + self.once_s
 
     @property
     def num_ranks(self) -> int:
+        """Ranks of all units."""
         return sum(share.num_ranks for share in self.shares)

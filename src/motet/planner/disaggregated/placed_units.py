@@ -1,7 +1,8 @@
-"""An allocation as a Plan: the stages of its units, their ranks, and what a step takes, in closed form.
+"""An allocation as a Plan: the stages of its units, their ranks, and an estimate of a step in closed form.
 
-MMScale section 4.2, with what it leaves out: what is recomputed, messages, collectives of the ranks that really share
-a stage, and microbatches that are not alike. Of as many as are under way at once, all wait for the longest.
+The estimate is that of MMScale section 4.2, with what the paper leaves out: recomputation, messages, collectives of the
+ranks that really share a stage, and microbatches that differ. All microbatches that are in flight at once wait for the
+longest of them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from motet.schedule.check.fit import check_fit
 
 
 def side_of(model: ModelSpec, name: str) -> Literal[-1, 0, 1]:
-    """-1 for what feeds the backbone and nothing else, 1 for what it alone feeds; 0 for the backbone and for others."""
+    """-1 for a module that feeds the backbone alone, 1 for one that the backbone alone feeds, 0 for all others and for
+    the backbone itself."""
     edges = [edge for edge in model.edges if name in edge]
     if edges == [(name, BACKBONE)]:
         return -1
@@ -32,7 +34,10 @@ def side_of(model: ModelSpec, name: str) -> Literal[-1, 0, 1]:
 
 
 class PlacedUnits:
-    """An allocation with its stages, its ranks and what is recomputed."""
+    """An allocation with its stages, its ranks and what is recomputed.
+
+    depth: stages on the longest way through all units. cuts: by name, the stages of each unit.
+    """
 
     def __init__(self, job: Job, allocation: Allocation, mode: RecomputeMode) -> None:
         self.job, self.allocation = job, allocation
@@ -49,16 +54,19 @@ class PlacedUnits:
 
     @property
     def shortfall_bytes(self) -> float:
+        """What the stage lacks that lacks most; 0 if all fit."""
         return max(cut.shortfall_bytes for cut in self.cuts.values())
 
     @property
     def backbone(self) -> Share:
+        """What the backbone gets."""
         return self.cuts[BACKBONE].share
 
     @cached_property
     def what(self) -> str:
-        own = self.backbone
-        first = f"TP {own.tp}, PP {own.pp}, DP {own.dp}, microbatch {own.num_examples}"
+        """The degrees of all units, in words."""
+        share = self.backbone
+        first = f"TP {share.tp}, PP {share.pp}, DP {share.dp}, microbatch {share.num_examples}"
         others = [
             f"{share.name} TP {share.tp}, PP {share.pp}, DP {share.dp}"
             for share in self.allocation.shares
@@ -68,11 +76,12 @@ class PlacedUnits:
 
     @cached_property
     def plan(self) -> Plan:
-        """Units start at multiples of their TP, as those of larger TP come first: none crosses nodes in a group."""
-        first_rank, reached = {}, 0
+        """The Plan. Units of larger TP have the first ranks, so each unit starts at a multiple of its TP, and no
+        tensor-parallel group crosses nodes."""
+        first_rank, next_rank = {}, 0
         for share in sorted(self.allocation.shares, key=lambda share: -share.tp):
-            first_rank[share.name] = reached
-            reached += share.num_ranks
+            first_rank[share.name] = next_rank
+            next_rank += share.num_ranks
         units = tuple(cut.unit(first_rank[name]) for name, cut in self.cuts.items())
         job = self.job
         plan = Plan(job.model, job.cluster, units, job.batch_size, self.backbone.num_examples, precision=job.precision)
@@ -81,59 +90,63 @@ class PlacedUnits:
 
     @cached_property
     def estimate_s(self) -> float:
-        """Section 4.2 with what is recomputed, messages, collectives of the fullest stage, and unlike microbatches."""
+        """Estimate of a step, with the unevenness of microbatches."""
         return self._passes_s(uneven=True) + self.once_s
 
     @property
     def unevenness(self) -> float:
-        """By how much passes take longer because microbatches are not alike."""
+        """The factor by which passes take longer because microbatches differ."""
         return self._passes_s(uneven=True) / self._passes_s(uneven=False)
 
     @cached_property
     def once_s(self) -> float:
+        """Seconds of a step beside passes, in the slowest unit: collectives of data parallelism and the optimizer."""
         return max(self._once_s(cut) for cut in self.cuts.values())
 
     def _passes_s(self, *, uneven: bool) -> float:
+        """W + (M - 1) * max S, as `allocate.py` has it."""
         pass_s, slowest_s = {-1: 0.0, 0: 0.0, 1: 0.0}, 0.0
         for name, cut in self.cuts.items():
             side = side_of(self.job.model, name)
-            longer = [self._unevenness(cut.share, number) if uneven else 1.0 for number in (1, self.depth)]
-            own_s = sum(cut.stage_s) * longer[0] + self._messages_s(cut)
-            pass_s[side] = max(pass_s[side], own_s)
-            slowest_s = max(slowest_s, cut.slowest_s * longer[1])
+            first, steady = (self._unevenness(cut.share, number) if uneven else 1.0 for number in (1, self.depth))
+            pass_s[side] = max(pass_s[side], sum(cut.stage_s) * first + self._messages_s(cut))
+            slowest_s = max(slowest_s, cut.slowest_s * steady)
         steady_s = (self.allocation.num_microbatches - 1) * slowest_s
         return sum(pass_s.values()) + steady_s
 
-    def _unevenness(self, share: Share, under_way: int) -> float:
-        """What the longest of so many microbatches takes over the mean one, in the mean, on the slowest island."""
-        num_islands = gcd(*(own.dp for own in self.allocation.shares))
+    def _unevenness(self, share: Share, in_flight: int) -> float:
+        """The longest of in_flight microbatches over the mean one: averaged over the step, on the slowest island."""
+        num_islands = gcd(*(each.dp for each in self.allocation.shares))
         seconds = self.job.unevenness(share.name, share.num_examples)
         slowest = seconds.reshape(-1, num_islands, share.dp // num_islands).max(axis=2)
-        starts = np.arange(0, len(slowest), under_way)
+        starts = np.arange(0, len(slowest), in_flight)
         lengths = np.diff(starts, append=len(slowest))
         return float((np.maximum.reduceat(slowest, starts) * lengths[:, None]).sum(axis=0).max()) / len(slowest)
 
     @property
     def bound_s(self) -> float:
-        """Every rank runs its stage for all microbatches; of replicas, the slowest takes no less than the mean."""
+        """A lower bound of a step: the slowest stage runs for all microbatches. The slowest replica takes no less than
+        the mean."""
         slowest_s = max(cut.slowest_s for cut in self.cuts.values())
         return self.allocation.num_microbatches * slowest_s * (1 - 1e-9)
 
     def _messages_s(self, cut: UnitStages) -> float:
-        """From stage to stage and, of what is not the last unit, to the next; and of gradients back."""
+        """Seconds of one microbatch's messages from stage to stage, between the unit and the backbone, and of their
+        gradients back."""
         job, unit = self.job, self.plan.unit_of(cut.share.name)
         sent = job.block_costs(cut.share.name, cut.share.num_examples, cut.share.tp).output_bytes
         backbone = self.plan.unit_of(BACKBONE)
-        firsts = [unit.first_rank + stage * unit.dp * unit.tp for stage in range(unit.pp)]
+        first_ranks = [unit.first_rank + stage * unit.dp * unit.tp for stage in range(unit.pp)]
         if unit is not backbone:
-            firsts.append(backbone.first_rank)
+            first_ranks.append(backbone.first_rank)
         ends = list(accumulate(cut.counts))
         return 2 * sum(
-            float(job.cost.send_seconds(sent[end - 1 : end], ranks)[0]) for end, ranks in zip(ends, pairwise(firsts))
+            float(job.cost.send_seconds(sent[end - 1 : end], ranks)[0])
+            for end, ranks in zip(ends, pairwise(first_ranks))
         )
 
     def _once_s(self, cut: UnitStages) -> float:
-        """Of the slowest stage: parameters gathered, gradients reduced, the optimizer (ZeRO-1)."""
+        """Gathering parameters, reducing gradients and the optimizer (ZeRO-1), in the slowest stage of a unit."""
         job, unit = self.job, self.plan.unit_of(cut.share.name)
         costs = job.block_costs(cut.share.name, cut.share.num_examples, unit.tp)
         precision = job.mixed_precision(pipeline=True)

@@ -1,10 +1,12 @@
 """The ways to run each module of a job as a unit of its own: the tables that ranks are allocated from.
 
-A row is a number of examples in a microbatch, a TP, a PP and a share of the blocks that is recomputed. Its slowest
-stage is that of the best cut; its bytes are estimated as if the fullest stage had the fullest ceil(blocks / PP)
-neighbours. Where microbatches are not alike, a stage of a pipeline of d stages is taken to spend on each what it does
-on the longest of d, in the mean: 1F1B keeps d of them under way, and those behind a long one wait for it. What is
-proposed is cut and counted exactly afterwards (`disaggregated.py`).
+A row stands for a number of examples in a microbatch, a TP, a PP and a share of the blocks that is recomputed.
+
+- Time: its slowest stage is that of the best cut. If microbatches differ, a stage of a pipeline of d stages spends on
+  each as much as on the longest of d, on average: 1F1B keeps d of them in flight, and those behind a long one wait.
+- Bytes: the fullest stage is taken to have the fullest ceil(blocks / PP) neighbours.
+
+What is proposed is cut and counted exactly afterwards (`propose.py`).
 """
 
 from __future__ import annotations
@@ -24,24 +26,26 @@ from motet.planner.infeasible import tensor_degrees
 from motet.planner.job import BlockCosts, Job
 from motet.simulate.predict.memory import MAX_LOGITS
 
-RECOMPUTED = {"none": (0.0,), "least": (0.0, 0.5, 1.0), "full": (1.0,)}
-"""Shares of the blocks that are taken to be recomputed while ranks are allocated; the least comes after."""
-_MAX_EXAMPLES = 64
-"""Of an encoder's or generator's microbatch."""
-_REPLICAS = 32
-"""Over which gradients are taken to be reduced: with more, the bytes on a link stay what they are."""
-_SAMPLE = 4096
-"""Examples that seconds and bytes of options are estimated from, where a batch has more."""
-_QUANTILES = 512
+RECOMPUTED_SHARES = {"none": (0.0,), "least": (0.0, 0.5, 1.0), "full": (1.0,)}
+"""Shares of the blocks that are recomputed while ranks are allocated, by recompute mode. The least that fits is found
+afterwards."""
+_MAX_MICROBATCH_SIZE = 64
+"""Examples of the largest microbatch of an encoder or generator."""
+_NUM_REPLICAS = 32
+"""Gradients are taken to be reduced over at most so many replicas: with more, a link carries about as many bytes."""
+_MAX_EXAMPLES = 4096
+"""Seconds and bytes are estimated from at most so many examples of a batch."""
+_NUM_QUANTILES = 512
+"""A distribution of many values is taken as the means of so many groups of neighbours."""
 
 
-def microbatch_sizes(job: Job, largest: int = _MAX_EXAMPLES, *, apart: int = 1) -> tuple[int, ...]:
+def microbatch_sizes(job: Job, largest: int = _MAX_MICROBATCH_SIZE, *, apart: int = 1) -> tuple[int, ...]:
     """Divisors of the batch up to `largest`, each at least `apart` times the one before."""
-    found = [1]
+    sizes = [1]
     for size in range(2, min(largest, job.batch_size) + 1):
-        if job.batch_size % size == 0 and size >= apart * found[-1]:
-            found.append(size)
-    return tuple(found)
+        if job.batch_size % size == 0 and size >= apart * sizes[-1]:
+            sizes.append(size)
+    return tuple(sizes)
 
 
 def unit_options(
@@ -52,13 +56,13 @@ def unit_options(
     shares: Sequence[float],
     pp: int | None = None,
 ) -> UnitOptions:
-    """Every TP and PP for microbatches of these sizes, with these shares of blocks recomputed. pp: only this one.
+    """The rows of one module: every TP and PP, for these microbatch sizes and shares of blocks recomputed.
 
-    Of rows that differ in PP alone, those whose slowest stage is not faster than a shorter pipeline's are left out.
+    pp: only this PP; None is every one whose slowest stage is faster than those of all shorter pipelines.
     Raises ArgumentError where the costs of the job do. O(sizes * degrees * blocks^3), vectorised.
     """
-    if job.batch_size > _SAMPLE:
-        job = replace(job, batch_size=_SAMPLE)
+    if job.batch_size > _MAX_EXAMPLES:
+        job = replace(job, batch_size=_MAX_EXAMPLES)
     parts, keys = [], []
     every = np.arange(1, len(job.model.module(name).blocks) + 1)
     for size in sizes:
@@ -67,33 +71,45 @@ def unit_options(
             part = _of_costs(job, name, size, tp, np.asarray(shares))
             kept = _shorter(part["stage_s"]) if pp is None else np.broadcast_to(every == pp, part["stage_s"].shape)
             part["stage_s"] = part["stage_s"] * longest
-            parts.append({field: own[kept] for field, own in part.items()})
-            number = np.broadcast_to(every, kept.shape)[kept]
-            keys.append(np.stack([np.full(len(number), size), np.full(len(number), tp), number]))
+            parts.append({field: column[kept] for field, column in part.items()})
+            kept_pp = np.broadcast_to(every, kept.shape)[kept]
+            keys.append(np.stack([np.full(len(kept_pp), size), np.full(len(kept_pp), tp), kept_pp]))
     columns = {field: np.concatenate([part[field] for part in parts]) for field in parts[0]}
     return UnitOptions(name, side, *np.concatenate(keys, axis=1), **columns)
 
 
-def slowest_of_alike(block_s: Float64Array) -> Float64Array:
-    """Of the best cut into 1, 2, ... stages, the slowest: [..., num_blocks] from the seconds of each block, alike."""
+def slowest_stage_s(block_s: Float64Array) -> Float64Array:
+    """The slowest stage of the best cut into 1, 2, ..., num_blocks stages: [..., num_blocks].
+
+    block_s: seconds of each block, [..., num_blocks].
+
+    Example:
+        >>> slowest_stage_s(np.array([1.0, 2.0, 3.0])).tolist()  # 1 + 2 + 3; 1 + 2 | 3; 1 | 2 | 3
+        [6.0, 3.0, 3.0]
+    """
     num_blocks = block_s.shape[-1]
     prefix = np.concatenate([np.zeros((*block_s.shape[:-1], 1)), block_s.cumsum(axis=-1)], axis=-1)
     span = prefix[..., None, :] - prefix[..., :, None]
     span = np.where(np.tri(num_blocks + 1, dtype=np.bool_), np.inf, span)
-    best, found = span[..., 0, :], [span[..., 0, -1]]
+    # best[stop]: the slowest stage of the best cut of the first `stop` blocks.
+    best, slowest = span[..., 0, :], [span[..., 0, -1]]
     for _ in range(num_blocks - 1):
         best = np.maximum(best[..., :, None], span).min(axis=-2)
-        found.append(best[..., -1])
-    return np.stack(found, axis=-1)
+        slowest.append(best[..., -1])
+    return np.stack(slowest, axis=-1)
 
 
 def longest_of(values: Float64Array, most: int) -> Float64Array:
-    """The mean of the largest of 1, 2, ... `most` values that are drawn from those given; [most].
+    """Expected largest of 1, 2, ..., `most` draws from the values: [most].
 
-    Of many values, of as many as _QUANTILES means of neighbours.
+    More than _NUM_QUANTILES values are replaced by means of neighbours.
+
+    Example:
+        >>> longest_of(np.array([0.0, 1.0]), 3).tolist()
+        [0.5, 0.75, 0.875]
     """
     ordered = np.sort(values)
-    starts = np.arange(min(len(values), _QUANTILES)) * len(values) // min(len(values), _QUANTILES)
+    starts = np.arange(min(len(values), _NUM_QUANTILES)) * len(values) // min(len(values), _NUM_QUANTILES)
     below = np.append(starts, len(values)) / len(values)
     means = np.add.reduceat(ordered, starts) / np.diff(below) / len(values)
     longest: Float64Array = np.diff(below ** np.arange(1, most + 1)[:, None], axis=1) @ means
@@ -101,7 +117,7 @@ def longest_of(values: Float64Array, most: int) -> Float64Array:
 
 
 def _shorter(stage_s: Float64Array) -> BoolArray:
-    """Where a pipeline's slowest stage is faster than those of all shorter ones, [..., num_blocks]."""
+    """Whether the slowest stage of a pipeline is faster than those of all shorter pipelines: [..., num_blocks]."""
     before = np.minimum.accumulate(stage_s, axis=-1)
     first = np.full((*stage_s.shape[:-1], 1), np.inf)
     faster: BoolArray = stage_s < np.concatenate([first, before[..., :-1]], axis=-1) * (1 - 1e-9)
@@ -109,7 +125,7 @@ def _shorter(stage_s: Float64Array) -> BoolArray:
 
 
 def _of_costs(job: Job, name: str, size: int, tp: int, shares: Float64Array) -> dict[str, Float64Array]:
-    """Columns of `UnitOptions`, [num_shares, num_blocks] each: by share recomputed and PP."""
+    """Columns of `UnitOptions` by share recomputed and PP: [num_shares, num_blocks] each."""
     costs = job.block_costs(name, size, tp)
     num_blocks, precision = costs.num_blocks, job.mixed_precision(pipeline=True)
     block_s = costs.forward_s + costs.backward_s + shares[:, None] * costs.recompute_s
@@ -120,7 +136,7 @@ def _of_costs(job: Job, name: str, size: int, tp: int, shares: Float64Array) -> 
     shape = block_s.shape
     return {
         "pass_s": block_s.sum(axis=1)[:, None] + 2 * (pp - 1) * _send_s(job, costs),
-        "stage_s": slowest_of_alike(block_s),
+        "stage_s": slowest_stage_s(block_s),
         "once_s": np.broadcast_to(_once_s(job, tp, num_parameters, num_trainable), shape),
         "fixed_bytes": np.broadcast_to(fixed, shape),
         "sharded_bytes": np.broadcast_to(num_trainable * precision.optimizer, shape),
@@ -129,12 +145,12 @@ def _of_costs(job: Job, name: str, size: int, tp: int, shares: Float64Array) -> 
 
 
 def _stage_blocks(num_blocks: int) -> Int64Array:
-    """Blocks of the longest stage of 1, 2, ... as even as can be."""
+    """ceil(num_blocks / PP) for PP 1, 2, ..., num_blocks."""
     return -(-num_blocks // np.arange(1, num_blocks + 1))
 
 
 def _fullest(columns: Float64Array) -> Float64Array:
-    """The most that any ceil(blocks / PP) neighbours have, [num_columns, num_blocks], by PP."""
+    """The most that any ceil(blocks / PP) neighbours have, by PP: [num_columns, num_blocks]."""
     prefix = np.concatenate([np.zeros((len(columns), 1)), columns.cumsum(axis=1)], axis=1)
     num_blocks = columns.shape[1]
     by_length = [(prefix[:, length:] - prefix[:, :-length]).max(axis=1) for length in range(1, num_blocks + 1)]
@@ -142,20 +158,20 @@ def _fullest(columns: Float64Array) -> Float64Array:
 
 
 def _transient(job: Job, name: str, size: int, tp: int) -> int:
-    """Of the layer that has most beside what is kept, if it is recomputed."""
+    """Bytes that the largest layer holds for a moment beside what is kept, if it is recomputed."""
     num_blocks = len(job.model.module(name).blocks)
     unit, precision = Unit(name, ({name: num_blocks},), tp=tp), job.mixed_precision(pipeline=True)
 
     def rows(module: str, layer: Layer) -> float:
-        found = float(job.work(module, layer, size).rows.max())
-        return min(found, MAX_LOGITS / layer.output_width) if layer.targets_only else found
+        most = float(job.work(module, layer, size).rows.max())
+        return min(most, MAX_LOGITS / layer.output_width) if layer.targets_only else most
 
     layers = set(stage_layers(job.model, {name: (0, num_blocks)}, {name: num_blocks}))
     return max(stage_memory(unit, [placed], rows, 0, precision).transient for placed in layers)
 
 
 def _send_s(job: Job, costs: BlockCosts) -> float:
-    """Of what leaves a block, to the next stage; between nodes, where there are several."""
+    """Seconds of a block's output to the next stage; between nodes, if there are several."""
     ranks = (0, min(job.cluster.ranks_per_node, job.cluster.num_ranks - 1))
     if ranks[1] == 0:
         return 0.0
@@ -163,8 +179,8 @@ def _send_s(job: Job, costs: BlockCosts) -> float:
 
 
 def _once_s(job: Job, tp: int, num_parameters: Float64Array, num_trainable: Float64Array) -> Float64Array:
-    """Parameters gathered, gradients reduced, over replicas: of the fullest stage."""
+    """Seconds in which the replicas of the fullest stage gather its parameters and reduce its gradients."""
     precision = job.mixed_precision(pipeline=True)
-    ranks = range(0, job.cluster.num_ranks, tp)[:_REPLICAS]
+    ranks = range(0, job.cluster.num_ranks, tp)[:_NUM_REPLICAS]
     s_per_byte = job.cost.gather_seconds(1e9, ranks) / 1e9 if len(ranks) > 1 else 0.0
     return s_per_byte * (num_parameters * precision.compute + num_trainable * precision.gradient)

@@ -1,7 +1,7 @@
 """One module, as a unit of its own, in stages: where it is cut, and the least that is recomputed so that it fits.
 
-It is cut by forward and backward without recomputation or, if something is recomputed and that makes the slowest stage
-faster, with all of it: which stages recompute hangs on the cut, and the cut on them.
+What stages recompute depends on the cut, and the best cut on what they recompute. So two cuts are tried: by the seconds
+of blocks without recomputation and, if something must then be recomputed, with recomputation of all blocks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from motet.planner.stages.recompute import Fit, RecomputeMode, fit_rank, stage_b
 
 @dataclass(frozen=True, eq=False)
 class UnitStages:
-    """counts: blocks of each stage. stage_s: forward and backward of each, of a mean microbatch, with what is
-    recomputed. fits: what that is, and the bytes of its rank."""
+    """The stages of a unit.
+
+    counts:  blocks of each stage.
+    stage_s: seconds of each stage for a mean microbatch: forward, backward and recomputation.
+    fits:    what each stage recomputes, and the bytes of its rank.
+    """
 
     share: Share
     counts: tuple[int, ...]
@@ -29,19 +33,21 @@ class UnitStages:
 
     @property
     def slowest_s(self) -> float:
+        """Seconds of the slowest stage."""
         return max(self.stage_s)
 
     @property
     def shortfall_bytes(self) -> float:
-        """Of the stage that lacks most; 0 where all fit."""
+        """What the stage lacks that lacks most; 0 if all fit."""
         return max(fit.shortfall_bytes for fit in self.fits)
 
     @property
     def num_recomputed(self) -> int:
-        """Blocks, of all stages."""
+        """Recomputed blocks of all stages."""
         return sum(count for fit in self.fits for count in fit.recompute[0].values())
 
     def unit(self, first_rank: int) -> Unit:
+        """The unit of a Plan, on the ranks from first_rank on."""
         share = self.share
         recompute = tuple(fit.recompute[0] for fit in self.fits) if self.num_recomputed else ()
         stages = tuple({share.name: count} for count in self.counts)
@@ -49,13 +55,16 @@ class UnitStages:
 
 
 def cut_unit(job: Job, share: Share, num_after: int, num_microbatches: int, mode: RecomputeMode) -> UnitStages:
-    """num_after: stages from the end of the unit to the end of the pipeline, on the longest way: so many more
-    microbatches are under way. O(blocks^2 * pp)."""
+    """The stages of a unit with the ranks of `share`. O(blocks^2 * pp).
+
+    num_after: stages after the unit on the longest way to the end: so many more microbatches are in flight.
+    mode:      what is recomputed.
+    """
     costs = job.block_costs(share.name, share.num_examples, share.tp)
     plain_s = costs.forward_s + costs.backward_s
     whole_s = plain_s + costs.recompute_s
 
-    def filled(counts: tuple[int, ...]) -> UnitStages:
+    def fitted(counts: tuple[int, ...]) -> UnitStages:
         fits, stage_s = [], []
         for stage, (first, stop) in enumerate(pairwise(accumulate(counts, initial=0))):
             in_flight = min(share.pp - stage + num_after, num_microbatches)
@@ -64,15 +73,15 @@ def cut_unit(job: Job, share: Share, num_after: int, num_microbatches: int, mode
             stage_s.append(float(plain_s[first:stop].sum() + recompute_s.sum()))
         return UnitStages(share, counts, tuple(stage_s), tuple(fits))
 
-    cut = filled(partition((whole_s if mode == "full" else plain_s).tolist(), share.pp))
+    cut = fitted(partition((whole_s if mode == "full" else plain_s).tolist(), share.pp))
     if mode == "least" and cut.num_recomputed:
-        other = filled(partition(whole_s.tolist(), share.pp))
+        other = fitted(partition(whole_s.tolist(), share.pp))
         cut = min(cut, other, key=lambda cut: (cut.shortfall_bytes, cut.slowest_s))
     return cut
 
 
 def _fit(job: Job, share: Share, span: tuple[int, int], in_flight: int, mode: RecomputeMode) -> Fit:
-    """Of the stage that has these blocks: first, and first after."""
+    """What a stage recomputes. span: its blocks, from the first to before the second."""
     name, recompute_s = share.name, job.block_costs(share.name, share.num_examples, share.tp).recompute_s
 
     def rows(module: str, layer: Layer) -> float:

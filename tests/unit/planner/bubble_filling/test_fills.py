@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from motet.core.errors import ArgumentError
 from motet.core.timeline import Timeline
 from motet.planner.bubble_filling.backbone_bubbles import BubbleRoom, Slices, backbone_of
-from motet.planner.bubble_filling.fills import Encoders, _Search, fill
+from motet.planner.bubble_filling.encoder_passes import Encoders
+from motet.planner.bubble_filling.fill_search import fastest_step
+from motet.planner.bubble_filling.fill_times import FillTimer
+from motet.planner.bubble_filling.fills import fill
 from motet.schedule import (
     EncoderPipeline,
     add_data_parallel,
@@ -29,15 +32,15 @@ HALVES = (Part(0.5, "tensor"), Part(0.5)) * 2
 
 
 class Case:
-    """A backbone of num_ranks * num_chunks stages, and encoders of equal places beside it.
+    """A backbone of num_ranks * num_chunks stages, and encoders with alike pp ranks beside it.
 
-    passes: per encoder, seconds of a pass forward and backward at each place. tensor: share of the backbone's passes.
+    passes: per encoder, seconds of a pass forward and backward on each pp rank. tensor: share of the backbone's passes.
     """
 
     def __init__(
-        self, *, num_ranks=4, num_chunks=2, size=8, places=1, passes=((1.0, 2.0),), slices=4, tensor=0.25, data_s=0.5
+        self, *, num_ranks=4, num_chunks=2, size=8, pp=1, passes=((1.0, 2.0),), slices=4, tensor=0.25, data_s=0.5
     ):
-        self.num_ranks, self.places, self.passes, self.slices = num_ranks, places, passes, slices
+        self.num_ranks, self.pp, self.passes, self.slices = num_ranks, pp, passes, slices
         self.num_stages = num_ranks * num_chunks
         program = one_f_one_b(num_ranks, size)
         if num_chunks > 1:
@@ -65,10 +68,10 @@ class Case:
     @property
     def encoders(self):
         def sliced(direction):
-            place = tuple(
+            on_rank = tuple(
                 Slices(both[direction] / self.slices, self.slices if both[direction] else 0) for both in self.passes
             )
-            return (place,) * self.places
+            return (on_rank,) * self.pp
 
         return Encoders(sliced(0), sliced(1))
 
@@ -76,11 +79,11 @@ class Case:
         return add_data_parallel(program, dict.fromkeys(range(self.num_ranks), 1), range(self.num_stages))
 
     def filled(self, placed):
-        beside = self.num_ranks // self.places
-        learns = [(back > 0,) * self.places for _, back in self.passes]
+        beside = self.num_ranks // self.pp
+        has_backward = [(back > 0,) * self.pp for _, back in self.passes]
         pipelines = [
             EncoderPipeline(f"encoder {n}", tuple(range(j, self.num_ranks, beside)), own, has_backward=flags)
-            for n, flags in enumerate(learns)
+            for n, flags in enumerate(has_backward)
             for j, own in enumerate(placed.pipelines)
         ]
         return fill_bubbles(self.program, pipelines, placed.fills)
@@ -110,7 +113,7 @@ def cases(draw):
         num_ranks=num_ranks,
         num_chunks=draw(st.sampled_from([1, 2, 3])),
         size=draw(st.integers(num_ranks, 9)),
-        places=draw(st.sampled_from([places for places in (1, 2, 4) if num_ranks % places == 0])),
+        pp=draw(st.sampled_from([pp for pp in (1, 2, 4) if num_ranks % pp == 0])),
         passes=tuple(passes),
         slices=draw(st.sampled_from([1, 3, 8])),
         tensor=draw(st.sampled_from([0.0, 0.25])),
@@ -130,10 +133,10 @@ def test_what_is_placed_can_run_and_takes_no_longer_than_predicted(case):
     assert filling.fine.step_s >= case.alone_s - 1e-9
 
 
-@pytest.mark.parametrize("places", [1, 2, 4])
+@pytest.mark.parametrize("pp", [1, 2, 4])
 @pytest.mark.parametrize("tensor", [0.0, 0.25])
-def test_where_every_delay_is_the_steps_the_prediction_is_what_is_simulated(places, tensor):
-    case = Case(num_chunks=3, size=8, places=places, tensor=tensor, passes=((2.0 / places, 4.0 / places),))
+def test_where_every_delay_is_the_steps_the_prediction_is_what_is_simulated(pp, tensor):
+    case = Case(num_chunks=3, size=8, pp=pp, tensor=tensor, passes=((2.0 / pp, 4.0 / pp),))
     filling = fill(case.backbone, case.encoders, case.num_stages)
     for placed in (filling.coarse, filling.fine):
         assert case.simulated_s(placed) == pytest.approx(placed.step_s)
@@ -142,26 +145,26 @@ def test_where_every_delay_is_the_steps_the_prediction_is_what_is_simulated(plac
 @given(cases())
 @settings(max_examples=20, deadline=None)
 def test_no_partition_in_turn_is_better(case):
-    size, num = case.backbone.num_microbatches, case.num_ranks // case.places
+    size, num = case.backbone.num_microbatches, case.num_ranks // case.pp
     for fine in (False, True):
-        search = _Search(case.backbone, case.encoders, fine=fine)
-        found = search.best()
+        timer = FillTimer(case.backbone, case.encoders, fine=fine)
+        best = fastest_step(timer)
         for sizes in product(range(1, size + 1), repeat=num):
             if sum(sizes) == size:
-                assert found.key <= search.judge(global_order(sizes)).key
+                assert best.key <= timer.step(global_order(sizes)).key
 
 
 def test_small_cases_are_as_good_as_every_assignment():
     for size, passes, tensor in product((4, 5, 6), ((1.0, 2.0), (3.0, 4.0), (0.4, 0.9)), (0.0, 0.25)):
         case = Case(num_ranks=2, size=size, passes=(passes,), tensor=tensor)
-        search = _Search(case.backbone, case.encoders, fine=True)
+        timer = FillTimer(case.backbone, case.encoders, fine=True)
         every = [
             tuple(tuple(i for i in range(size) if of[i] == j) for j in (0, 1))
             for of in product((0, 1), repeat=size)
             if 0 < sum(of) < size
         ]
-        least_s = min(search.judge(pipelines).step_s for pipelines in every)
-        assert search.best().step_s == pytest.approx(least_s)
+        least_s = min(timer.step(pipelines).step_s for pipelines in every)
+        assert fastest_step(timer).step_s == pytest.approx(least_s)
 
 
 def test_encoders_that_fit_into_bubbles_cost_nothing():
@@ -195,7 +198,7 @@ def test_more_slices_are_never_slower():
 
 
 def test_messages_and_collectives_of_encoders_delay_what_waits_for_them():
-    case = Case(places=2)
+    case = Case(pp=2)
     plain = fill(case.backbone, case.encoders, case.num_stages).fine.step_s
     later = replace(case.encoders, gather_s=0.25, finish_s=(0.5, 0.5))
     assert fill(case.backbone, later, case.num_stages).fine.step_s == pytest.approx(plain + 0.75)
@@ -205,13 +208,13 @@ def test_messages_and_collectives_of_encoders_delay_what_waits_for_them():
 
 def test_no_pipeline_takes_more_than_it_may():
     case = Case(size=9, passes=((3.0, 6.0),))
-    free = fill(case.backbone, case.encoders, case.num_stages)
-    bound = fill(case.backbone, replace(case.encoders, most=3), case.num_stages)
-    for placed in (bound.coarse, bound.fine):
+    unlimited = fill(case.backbone, case.encoders, case.num_stages)
+    limited = fill(case.backbone, replace(case.encoders, max_microbatches=3), case.num_stages)
+    for placed in (limited.coarse, limited.fine):
         assert max(map(len, placed.pipelines)) <= 3
-    assert bound.fine.step_s >= free.fine.step_s
+    assert limited.fine.step_s >= unlimited.fine.step_s
     with pytest.raises(ArgumentError, match="4 encoder pipelines cannot share 9 microbatches, each taking from 1 to 2"):
-        fill(case.backbone, replace(case.encoders, most=2), case.num_stages)
+        fill(case.backbone, replace(case.encoders, max_microbatches=2), case.num_stages)
 
 
 def test_what_cannot_be_placed_is_refused():
@@ -219,7 +222,7 @@ def test_what_cannot_be_placed_is_refused():
     with pytest.raises(ArgumentError, match="4 encoder pipelines cannot share 3 microbatches"):
         fill(case.backbone, case.encoders, case.num_stages)
     case = Case()
-    with pytest.raises(ArgumentError, match=r"3 places forward and 3 backward.*divides the 4 ranks"):
+    with pytest.raises(ArgumentError, match=r"3 pp ranks forward and 3 backward.*divide the 4 ranks"):
         fill(case.backbone, Encoders(case.encoders.forward * 3, case.encoders.backward * 3), case.num_stages)
     frozen = replace(case.backbone, ready_s=np.full(8, np.inf))
     with pytest.raises(ArgumentError, match="the backbone has none"):

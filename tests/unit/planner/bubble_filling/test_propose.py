@@ -166,9 +166,9 @@ def test_what_cannot_be_faster_is_left_out_in_words():
     given = job()
     free, _ = proposals(given)
     fastest_s = min(one.estimate_s for one in free)
-    told = list(propose_bubble_filling(given, Pins(), fastest_s * 1.001))
-    kept = [one for one in told if isinstance(one, Candidate)]
+    found = list(propose_bubble_filling(given, Pins(), fastest_s * 1.001))
+    kept = [one for one in found if isinstance(one, Candidate)]
     assert min(one.estimate_s for one in kept) == fastest_s
-    told = list(propose_bubble_filling(given, Pins(), fastest_s / 2))
-    assert told and all(isinstance(one, RuledOut) for one in told)
-    assert any("even with all bubbles filled" in one.why for one in told)
+    found = list(propose_bubble_filling(given, Pins(), fastest_s / 2))
+    assert found and all(isinstance(one, RuledOut) for one in found)
+    assert any("even with all bubbles filled" in one.why for one in found)

@@ -101,14 +101,14 @@ def check(found: Allocation, units: list[UnitOptions], limits: Limits) -> None:
     taken = found.shares[0].num_examples * found.shares[0].dp
     assert found.num_microbatches * taken == limits.batch_size
     assert step_s(units, rows, taken, limits) == pytest.approx(found.time_s, abs=1e-9)
-    for place, (unit, share) in enumerate(zip(units, found.shares)):
+    for index, (unit, share) in enumerate(zip(units, found.shares)):
         row = share.row
         assert (share.num_examples, share.tp, share.pp) == (unit.num_examples[row], unit.tp[row], unit.pp[row])
         assert share.num_examples * share.dp == taken
         for other in range(len(unit.tp)):
             ranks = unit.tp[other] * unit.pp[other] * (taken // unit.num_examples[other])
             if ranks < share.num_ranks:
-                changed = step_s(units, (*rows[:place], other, *rows[place + 1 :]), taken, limits)
+                changed = step_s(units, (*rows[:index], other, *rows[index + 1 :]), taken, limits)
                 assert changed > found.time_s + 1e-9
 
 
@@ -178,14 +178,14 @@ def test_gain_over_rigid_is_bounded_where_the_backbone_is_slowest(
         alike("picture", 1, picture_s, sizes=sizes, num_stages=3),
     ]
     given_rows = [unit.tp[:] == tp if unit.side else (unit.tp == tp) & (unit.pp == pp) for unit in units]
-    limits = Limits((pp + 2) * dp * tp, batch, num_taken=dp)
+    limits = Limits((pp + 2) * dp * tp, batch, global_microbatch_size=dp)
     pinned = [
         UnitOptions(unit.name, unit.side, *(column[rows] for column in columns(unit)))
         for unit, rows in zip(units, given_rows)
     ]
-    stiff, best = rigid(pinned, limits), allocate(units, replace(limits, num_taken=0))
-    assert stiff is not None and best is not None
-    assert stiff.time_s / best.time_s <= (pp + 2) / pp * (num_microbatches + pp + 1) / num_microbatches + 1e-9
+    baseline, best = rigid(pinned, limits), allocate(units, replace(limits, global_microbatch_size=0))
+    assert baseline is not None and best is not None
+    assert baseline.time_s / best.time_s <= (pp + 2) / pp * (num_microbatches + pp + 1) / num_microbatches + 1e-9
 
 
 def columns(unit: UnitOptions) -> list[np.ndarray]:
@@ -197,10 +197,10 @@ def test_gain_over_rigid_is_not_bounded_so_where_an_encoder_is_slowest() -> None
         alike("image", -1, 10.0, sizes=(1,), num_stages=10, tps=(1,)),
         alike("backbone", 0, 4.0, sizes=(1,), num_stages=4, tps=(1,)),
     ]
-    limits = Limits(5, 1000, num_taken=1)
-    stiff, best = rigid(units, limits), allocate(units, limits)
-    assert stiff is not None and best is not None
-    assert stiff.time_s / best.time_s > 2 > (4 + 2) / 4
+    limits = Limits(5, 1000, global_microbatch_size=1)
+    baseline, best = rigid(units, limits), allocate(units, limits)
+    assert baseline is not None and best is not None
+    assert baseline.time_s / best.time_s > 2 > (4 + 2) / 4
 
 
 def test_virtual_pipelines_divide_the_warm_up() -> None:
@@ -212,7 +212,7 @@ def test_virtual_pipelines_divide_the_warm_up() -> None:
 
 def test_needs_one_backbone() -> None:
     unit = alike("image", -1, 1.0, sizes=(1,), num_stages=1)
-    with pytest.raises(ArgumentError, match="exactly one must be the backbone"):
+    with pytest.raises(ArgumentError, match="exactly one of the units must be the backbone"):
         allocate([unit], Limits(4, 4))
 
 
@@ -227,6 +227,6 @@ def test_no_unit_gets_ranks_that_gain_nothing() -> None:
         alike("image", -1, 1.0, sizes=(1,), num_stages=3, tps=(1,)),
         alike("backbone", 0, 8.0, sizes=(1,), num_stages=4, tps=(1,)),
     ]
-    found = allocate(units, Limits(20, 4, num_taken=1))
+    found = allocate(units, Limits(20, 4, global_microbatch_size=1))
     assert found is not None
     assert [share.num_ranks for share in found.shares] == [1, 4]

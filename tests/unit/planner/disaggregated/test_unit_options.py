@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.planner.disaggregated.unit_options import longest_of, slowest_of_alike
+from motet.planner.disaggregated.unit_options import longest_of, slowest_stage_s
 from motet.planner.stages.partition import partition
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=9))
 def test_slowest_stages_are_those_of_the_best_cut(block_s: list[int]) -> None:
-    found = slowest_of_alike(np.array([block_s, block_s[::-1]], dtype=float))
+    found = slowest_stage_s(np.array([block_s, block_s[::-1]], dtype=float))
     for row, seconds in zip(found, (block_s, block_s[::-1])):
         for num_stages in range(1, len(seconds) + 1):
             ends = accumulate(partition(seconds, num_stages), initial=0)

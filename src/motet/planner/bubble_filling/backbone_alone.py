@@ -1,0 +1,137 @@
+"""A backbone simulated without encoders: the bubbles that they are placed in, and the step that they cannot shorten.
+
+Placements are decided on microbatches that are all as long as the mean, since a Plan is for every step. The *slowdown*
+says how much longer the slowest replica takes for the microbatches that there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from motet.core.arrays import Float64Array
+from motet.core.plan import Unit
+from motet.planner.bubble_filling.backbone_bubbles import BackbonePipeline, backbone_of
+from motet.planner.bubble_filling.encoder_plans import EncoderPlans
+from motet.schedule import PlannedStage, add_communication, add_data_parallel, split_parts
+from motet.schedule.layout import LAYER_PARTS
+from motet.schedule.program import Program
+from motet.simulate import simulate
+from motet.simulate.engine.stage_times import Part, StageTimes
+from motet.simulate.predict.predict import stage_times_of
+from motet.simulate.predict.traffic import Traffic
+
+_MAX_PARTS = 200_000
+"""Parts of the backbone's passes, above which passes are not taken in parts."""
+_MAX_ISLANDS = 8
+"""Seconds are averaged over the microbatches of so many replicas of the backbone."""
+
+
+class _Backbone(NamedTuple):
+    """times: of microbatches that are alike. slowdown: see above."""
+
+    stages: tuple[PlannedStage, ...]
+    times: StageTimes
+    program: Program
+    slowdown: float
+
+
+class BackboneAlone:
+    """Simulates the backbone of encoder plans, once for each recomputation of its layers.
+
+    units: the backbone's, then those of the encoders that share its ranks.
+    """
+
+    def __init__(self, plans: EncoderPlans) -> None:
+        self._plans = plans
+        self._backbones: dict[object, _Backbone] = {}
+        self._pipelines: dict[object, BackbonePipeline] = {}
+
+    def slowdown(self, units: Sequence[Unit]) -> float:
+        """The factor by which the slowest replica takes longer than it would for microbatches that are alike."""
+        return self._backbone(units).slowdown
+
+    def pipeline(self, units: Sequence[Unit], *, parted: bool) -> BackbonePipeline:
+        """The backbone's passes and the bubbles between them, for microbatches that are alike.
+
+        parted: with passes in parts, if tensor parallelism leaves bubbles between them.
+        """
+        key = _recompute_key(units), parted
+        if key not in self._pipelines:
+            backbone = self._backbone(units)
+            if parted:
+                backbone = self._parted(backbone)
+            timeline = simulate(backbone.program, backbone.times)
+            self._pipelines[key] = backbone_of(timeline, backbone.program.num_microbatches)
+        return self._pipelines[key]
+
+    def _backbone(self, units: Sequence[Unit]) -> _Backbone:
+        key = _recompute_key(units)
+        if key not in self._backbones:
+            self._backbones[key] = self._timed(units)
+        return self._backbones[key]
+
+    def _timed(self, units: Sequence[Unit]) -> _Backbone:
+        pricing = self._plans.priced(tuple(units))
+        traffic, stages = Traffic(pricing), pricing.planned.stages
+        # 1. The Program with its messages and collectives.
+        zero = {number: stage.zero for number, stage in enumerate(stages) if len(stage.data_ranks) > 1}
+        trainable = [number for number, stage in enumerate(stages) if stage.trainable]
+        program = add_communication(add_data_parallel(pricing.planned.program, zero, trainable))
+        # 2. Seconds of the microbatches of some replicas, and their mean.
+        replicas = [stage_times_of(pricing, traffic, n) for n in range(min(pricing.num_islands, _MAX_ISLANDS))]
+        mean = _mean(replicas)
+        # 3. The slowest replica; those whose microbatches are the same are simulated once.
+        unlike = {pricing.assignment.island_key(n, pricing.num_islands): times for n, times in enumerate(replicas)}
+        slowest_s = max(simulate(program, times).makespan_s for times in unlike.values())
+        return _Backbone(stages, mean, program, slowest_s / simulate(program, mean).makespan_s)
+
+    def _parted(self, backbone: _Backbone) -> _Backbone:
+        """The backbone with passes in the parts of `fillable`; unchanged if these are too many or leave no bubbles."""
+        stages, times, program, _ = backbone
+        num_parts = LAYER_PARTS * sum(stage.num_layers for stage in stages)
+        if not times.forward_tensor_s.any() or 2 * num_parts * self._plans.shape.num_microbatches > _MAX_PARTS:
+            return backbone
+        forward = {number: _halves(stage.num_layers) for number, stage in enumerate(stages)}
+        backward = {number: parts for number, parts in forward.items() if stages[number].has_backward}
+        for stage, parts in forward.items():
+            program = split_parts(program, stage, len(parts), len(backward.get(stage, "1")))
+        times = replace(times, forward_parts=forward, backward_parts=backward)
+        return backbone._replace(times=times, program=program)
+
+
+def _recompute_key(units: Sequence[Unit]) -> tuple[tuple[tuple[str, int], ...], ...]:
+    """The backbone's recomputation: all that tells apart what it takes alone."""
+    return tuple(tuple(stage.items()) for stage in units[0].recompute)
+
+
+def _halves(num_layers: int) -> tuple[Part, ...]:
+    half = 1 / (2 * num_layers)
+    return (Part(half, "tensor"), Part(half)) * (2 * num_layers)
+
+
+def _mean(replicas: list[StageTimes]) -> StageTimes:
+    """The mean over replicas and microbatches, with one column each."""
+
+    def mean(name: str) -> Float64Array:
+        columns: Float64Array = np.mean(
+            [getattr(times, name).mean(axis=1, keepdims=True) for times in replicas], axis=0
+        )
+        return columns
+
+    return StageTimes(
+        mean("forward_s"),
+        mean("input_s"),
+        mean("weight_s"),
+        mean("recompute_s"),
+        mean("forward_tensor_s"),
+        mean("backward_tensor_s"),
+        mean("send_s"),
+        mean("return_s"),
+        gather_s=replicas[0].gather_s,
+        reduce_s=replicas[0].reduce_s,
+        step_s=replicas[0].step_s,
+    )
