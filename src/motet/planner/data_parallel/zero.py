@@ -3,7 +3,7 @@
 Parameters are gathered within a group that shares one copy, gradients reduced in it for every microbatch and, where
 there are several groups, summed over them once a step (hybrid sharding: PyTorch FSDP, Zhao et al. 2023, section 3.2;
 OrchMLLM section 8 has groups of 256 among 2,560). A layer is a message, so that in large groups latencies count, as in
-`simulate.traffic`.
+`simulate.predict.collectives`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from motet.core.plan import Unit
 from motet.planner.data_parallel.loads import Load
 from motet.planner.job import Job
 from motet.schedule.layout import MAX_PARTS
-from motet.simulate.predict.traffic import sharded_units
+from motet.simulate.predict.collectives import fsdp_slices
 
 Zero = Literal[0, 1, 2, 3]
 
@@ -57,7 +57,7 @@ class Sharded:
         found, updated = {}, 0.0
         for name in unit.modules:
             gather_s = reduce_s = replicas_s = 0.0
-            for layers, count in Counter(sharded_units(job.model.module(name).layers)).items():
+            for layers, count in Counter(fsdp_slices(job.model.module(name).layers)).items():
                 total = sum(layer.parameters for layer in layers) / unit.tp
                 trainable = sum(layer.parameters for layer in layers if layer.trainable) / unit.tp
                 updated += count * trainable / size
