@@ -202,14 +202,17 @@ class Program:
 
     @property
     def num_ranks(self) -> int:
+        """Number of program ranks."""
         return len(self.actions)
 
     @property
     def num_stages(self) -> int:
+        """Number of stages."""
         return len(self.stages)
 
     @property
     def num_actions(self) -> int:
+        """Number of actions over all ranks."""
         if isinstance(self.actions, AlikeRows):
             return len(self.actions.first) * self.num_ranks
         return sum(len(actions) for actions in self.actions)

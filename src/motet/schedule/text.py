@@ -80,6 +80,7 @@ class _Reader:
         self.actions: list[tuple[Action, ...]] = []
 
     def read(self, line: str) -> None:
+        """Take in one line. Raises UserError for a line of another form."""
         if match := re.fullmatch(r"microbatches (\d+)", line, re.ASCII):
             if self.num_microbatches >= 0:
                 raise UserError("the number of microbatches stands here a second time; it must stand once.")

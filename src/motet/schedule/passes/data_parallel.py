@@ -105,6 +105,7 @@ class _Rule:
             yield Action(action.stage, Kind.REDUCE, action.microbatch if self.zero[action.stage] >= 2 else -1)
 
     def is_gradient(self, action: Action) -> bool:
+        """Whether a pass makes gradients of trainable parameters."""
         return action.kind in (Kind.B, Kind.W) and action.stage in self.trainable
 
 

@@ -69,6 +69,7 @@ class Pricing:
 
     @property
     def num_islands(self) -> int:
+        """Number of islands of the job."""
         return self.layout.num_islands
 
     def stage(self, stage: PlannedStage, island: int) -> StagePrices:

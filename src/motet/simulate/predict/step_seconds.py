@@ -29,13 +29,16 @@ class PricedStep:
 
     @cached_property
     def planned(self) -> PlannedProgram:
+        """The stages to price."""
         return unscheduled(self.layout)
 
     @cached_property
     def layout(self) -> Layout:
+        """The Layout of the Plan."""
         return Layout(self.plan)
 
     def of_examples(self) -> Int64Array:
+        """Nanoseconds of each example by itself on each lane, int64 [num_lanes, num_examples]."""
         modules = {}
         for module in self.plan.model.modules:
             items = self.batch.of(module.name)
@@ -58,6 +61,7 @@ class PricedStep:
         return np.rint(taken_s * NS_PER_S).astype(np.int64)
 
     def of_passes(self, assignment: StepAssignment) -> tuple[Float64Array, Float64Array]:
+        """Seconds of forward and of backward, [depth, num_islands, num_microbatches] each."""
         pricing, layout, places = self._pricing(assignment), self.layout, _places(self.layout)
         ranks = {stage.rank: place for stage, place in zip(layout.stages, places)}
         shape = len(ranks), layout.num_islands, layout.num_microbatches
