@@ -33,7 +33,7 @@ from motet.schedule import (
 )
 from motet.schedule.program import Program
 from motet.simulate import StageTimes, simulate, stage_times
-from motet.simulate.engine.action_index import Lookup
+from motet.simulate.engine.action_index import ActionIndex
 from motet.simulate.engine.action_seconds import action_seconds
 from motet.simulate.engine.backend import engine
 from motet.simulate.engine.lower import waits
@@ -100,7 +100,7 @@ def measure(name: str, program: Program, repeats: int) -> Row:
 
     def lower():
         table = action_table(program)
-        lookup = Lookup(table)
+        lookup = ActionIndex(table)
         seconds = action_seconds(lookup, times)
         needs = waits(lookup, seconds.stream, overlap=True)
         stream = table.rank * len(STREAMS) + seconds.stream

@@ -13,7 +13,7 @@ from motet.planning.cluster import ClusterOptions
 from motet.planning.job import JobOptions
 from motet.planning.plan_of_recipe import read_recipe_as_plan
 from motet.runtime.step import TrainStep
-from motet.schedule import Kind, executed
+from motet.schedule import Kind, executed_program
 from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
@@ -70,7 +70,7 @@ def test_trace_and_program_have_the_same_actions(job, tmp_path, options):
     assert len(found) == NUM_RANKS * len(steps)
     for number, microbatches in enumerate(steps):
         assignment = joined(*map(list, zip(*microbatches, strict=True)))
-        program = executed(plan, assignment.present)
+        program = executed_program(plan, assignment.present)
         for rank in range(NUM_RANKS):
             row = program.actions[rank]
             assert found[rank, number] == [(str(action), action.kind, action.microbatch) for action in row]

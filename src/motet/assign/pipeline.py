@@ -13,8 +13,8 @@ from motet.assign.step import ModuleAssignment, StepAssignment
 from motet.core.arrays import Int64Array
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE, BatchLengths
-from motet.schedule.check.fit import colocated_units
 from motet.schedule.layout import num_microbatches
+from motet.schedule.plan_units import colocated_units
 
 
 @dataclass(frozen=True, eq=False)

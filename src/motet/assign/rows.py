@@ -13,8 +13,8 @@ import numpy as np
 from motet.assign.step import StepAssignment
 from motet.core.arrays import Int64Array
 from motet.schedule.coordinates import replica_of
-from motet.schedule.edges import takers, under_way
-from motet.schedule.from_plan import Planned
+from motet.schedule.edges import consumers_in, edge_outputs
+from motet.schedule.from_plan import PlannedProgram
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class SentRows:
 
 
 def edge_rows(
-    planned: Planned, assignment: StepAssignment, edge: int, island: int, microbatch: int
+    planned: PlannedProgram, assignment: StepAssignment, edge: int, island: int, microbatch: int
 ) -> dict[tuple[str, str], SentRows | None]:
     """The rows that go along an edge of a Program, by (module whose output they are, module that takes them in).
 
@@ -42,12 +42,12 @@ def edge_rows(
     source, sink = (planned.stages[stage] for stage in planned.program.edges[edge])
     ends = replica_of(planned.layout, source, island), replica_of(planned.layout, sink, island)
     rows: dict[tuple[str, str], SentRows | None] = {}
-    for name, stop in under_way(planned.layout, source, sink):
+    for name, stop in edge_outputs(planned.layout, source, sink):
         has_ended = stop == len(planned.layout.plan.model.module(name).blocks)
-        takers_here = takers(planned.layout, name, sink) if has_ended else []
-        for taker in takers_here:
-            rows[name, taker] = sent_rows(assignment, (name, ends[0]), (taker, ends[1]), microbatch)
-        if not takers_here:
+        consumers = consumers_in(planned.layout, name, sink) if has_ended else []
+        for consumer in consumers:
+            rows[name, consumer] = sent_rows(assignment, (name, ends[0]), (consumer, ends[1]), microbatch)
+        if not consumers:
             rows[name, name] = None
     return rows
 

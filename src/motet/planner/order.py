@@ -25,7 +25,7 @@ from motet.core.workload import BACKBONE, BatchLengths
 from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.job import Job
 from motet.schedule import planned
-from motet.schedule.check.fit import pipelined_units
+from motet.schedule.plan_units import pipelined_units
 from motet.simulate.predict.predict import assign_batch, predict_assigned
 from motet.simulate.predict.prediction import Prediction
 

@@ -1,10 +1,10 @@
-"""Plans into Programs: what each pipeline rank does in a step, in which order. Its words: docs/glossary.md."""
+"""Plans into Programs: what each program rank does in a step, and in which order. Words: docs/glossary.md."""
 
 from motet.schedule.check.error import ScheduleError
 from motet.schedule.check.fit import check_fit
 from motet.schedule.check.memory import high_water
 from motet.schedule.check.validate import validate
-from motet.schedule.from_plan import Planned, executed, fillable, of_batch, planned, program_of
+from motet.schedule.from_plan import PlannedProgram, executed_program, fillable, planned, program_of, program_of_batch
 from motet.schedule.generators.bubble_filling import EncoderPipeline, coarse_fills, fill_bubbles, global_order
 from motet.schedule.generators.dag import dag_1f1b, dag_gpipe
 from motet.schedule.generators.data_parallel import data_parallel
@@ -35,7 +35,7 @@ __all__ = [
     "EncoderPipeline",
     "Kind",
     "Pipeline",
-    "Planned",
+    "PlannedProgram",
     "PlannedStage",
     "Presence",
     "Program",
@@ -56,7 +56,7 @@ __all__ = [
     "data_parallel",
     "disaggregated",
     "dumps",
-    "executed",
+    "executed_program",
     "fill_bubbles",
     "fillable",
     "global_order",
@@ -65,12 +65,12 @@ __all__ = [
     "interleaved_1f1b",
     "loads",
     "modality_parallel",
-    "of_batch",
     "one_f_one_b",
     "parse_action",
     "part_layers",
     "planned",
     "program_of",
+    "program_of_batch",
     "split_parts",
     "validate",
     "without_absent",

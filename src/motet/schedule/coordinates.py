@@ -1,8 +1,8 @@
-"""Which part of a Plan's Program a rank of the cluster computes: the first question of a runtime, and its inverse.
+"""Which part of a Plan's Program a rank of the cluster computes, and which ranks compute a part.
 
-A Program is of one island (`core/plan.py`), and a program rank of it stands for tp * cp ranks of the cluster in every
-island. So a rank has an island and a program rank, and, in its unit, one coordinate an axis: pipeline (p), data (d),
-context (c) and tensor parallelism (t).
+A Program describes one island (`core/plan.py`). A program rank stands for tp * cp ranks of the cluster in every island.
+So a rank of the cluster has an island and a program rank. In its unit it has a coordinate for each axis: pipeline (p),
+data (d), context (c) and tensor parallelism (t).
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from motet.schedule.layout import Layout, PlannedStage
 
 
 class Coordinates(NamedTuple):
-    """Of one rank, in one unit.
+    """The coordinates of one rank of the cluster in one unit.
 
-    island, program_rank: which of the job's islands, and which rank of the Program the rank is in it.
-    p, d, c, t:           in the unit, each from 0 (`Unit.rank`). d counts over all islands.
-    places:               of the unit's stages, those that the rank computes; what is replicated runs beside each.
+    island:       the island of the rank.
+    program_rank: the rank of the Program that the rank is in its island.
+    p, d, c, t:   coordinates in the unit, from 0 (`Unit.rank`). d counts over all islands.
+    stages:       indices, among the stages of the unit, of those that the rank computes. Replicated modules run beside
+                  each of them.
     """
 
     unit: Unit
@@ -29,13 +31,15 @@ class Coordinates(NamedTuple):
     d: int
     c: int
     t: int
-    places: tuple[int, ...]
+    stages: tuple[int, ...]
 
 
 def coordinates(layout: Layout, rank: int, unit: Unit | None = None) -> Coordinates:
-    """Of a rank of the cluster. unit: one that runs in the backbone's bubbles; by default the one that has the rank.
+    """The coordinates of a rank of the cluster.
 
-    Raises ArgumentError for a rank that the unit, or every one, is without. O(units + stages of the unit).
+    unit: the unit in which they are given; by default the unit that owns the rank. It may also be a unit that runs in
+          the bubbles of that one.
+    Raises ArgumentError if the rank is not in the unit, or in no unit. O(units + stages of the unit).
     """
     host = next((one for one in layout.units if rank in one.ranks), None)
     if host is None or (unit is not None and host_of(layout, unit) != host):
@@ -45,16 +49,16 @@ def coordinates(layout: Layout, rank: int, unit: Unit | None = None) -> Coordina
     p, d, _, _ = host.coordinates(rank)
     island, replica = divmod(d, layout.num_replicas(host))
     program_rank = layout.first_program_rank(host) + replica * host.pp + p
-    own = unit or host
-    at = own.coordinates(rank)
-    places = (place for place in range(len(own.stages)) if layout.pipeline_rank(own, place) == at[0])
-    return Coordinates(own, island, program_rank, *at, tuple(places))
+    unit = unit or host
+    axes = unit.coordinates(rank)
+    stages = (index for index in range(len(unit.stages)) if layout.pipeline_rank(unit, index) == axes[0])
+    return Coordinates(unit, island, program_rank, *axes, tuple(stages))
 
 
 def ranks_of(layout: Layout, program_rank: int, island: int) -> range:
-    """Of the cluster: those that a program rank stands for in an island, which share its work.
+    """The ranks of the cluster that a program rank stands for in an island. They share its work.
 
-    Raises ArgumentError for a program rank or an island that there is not.
+    Raises ArgumentError for a program rank or an island that does not exist.
     """
     for unit in layout.units:
         replica, p = divmod(program_rank - layout.first_program_rank(unit), unit.pp)
@@ -65,13 +69,16 @@ def ranks_of(layout: Layout, program_rank: int, island: int) -> range:
 
 
 def host_of(layout: Layout, unit: Unit) -> Unit:
-    """The unit on whose ranks a unit runs: itself, or, in bubbles, the backbone's."""
+    """The unit whose ranks a unit runs on: the backbone's unit if it runs in bubbles, else itself."""
     return layout.backbone if unit in layout.colocated else unit
 
 
 def replica_of(layout: Layout, stage: PlannedStage, island: int) -> int:
-    """Whose items a stage computes in an island: its unit's replica, or, in bubbles, the backbone's on whose ranks it
-    runs. Counted over the whole job, as an assignment's replicas are (`assign/`)."""
+    """The replica whose items a stage computes in an island, counted over the whole job as in `assign/`.
+
+    It is a replica of the stage's own unit. For a stage in bubbles it is the replica of the backbone on whose ranks the
+    stage runs.
+    """
     host = host_of(layout, stage.unit)
     pipelines = 1 if host is stage.unit else host.pp // stage.unit.pp
     return island * layout.num_replicas(host) + stage.replica // pipelines

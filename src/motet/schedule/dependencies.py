@@ -1,9 +1,8 @@
-"""What an action has to wait for, beside the actions before it in its stream. The one place where this is decided.
+"""What an action waits for, besides the actions before it in its stream. No other file decides this.
 
-The rules are those of training: a forward pass needs the outputs that feed it, a backward pass its own forward pass and
-the gradients of its output, an optimizer step all gradients. Where data crosses ranks a Program says how: by a pair
-SEND and RECV, or by an exchange; a Program without communication (as generators make it) needs the other rank's pass
-itself.
+A forward pass needs the outputs that feed it. A backward pass needs its own forward pass and the gradients of its
+output. An optimizer step needs all gradients. Data crosses ranks by a pair of SEND and RECV or by an exchange. In a
+Program without communication, as generators make it, an action needs the pass of the other rank itself.
 """
 
 from __future__ import annotations
@@ -21,32 +20,32 @@ PARTNERS = {
 }
 COLLECTIVES = frozenset({*EXCHANGES, Kind.GATHER, Kind.GATHER_B, Kind.REDUCE, Kind.NORM})
 GRADIENTS = (Kind.B, Kind.W, Kind.REDUCE)
-"""Kinds after which, all of them, the gradients of a rank are complete. NORM waits for the loss, too: for F."""
+"""Kinds that produce gradients. The gradients of a rank are complete once all its actions of these kinds have ended."""
 PREFETCH_DEPTH = 1
-"""Parts of a stage whose parameters are gathered ahead of the one that is computed, as FSDP does."""
+"""Number of slices of parameters that are gathered ahead of the part that computes, as FSDP does."""
 
 
 def partner(action: Action) -> Action | None:
-    """The other end of a SEND or RECV; the two take place together. None for every other kind."""
+    """The other end of a SEND or RECV, which takes place at the same time. None for every other kind."""
     if action.kind not in PARTNERS:
         return None
     return Action(action.peer, PARTNERS[action.kind], action.microbatch, action.part, action.stage)
 
 
 class Dependencies:
-    """The actions that each action of a Program needs. An action is told by its fields: no two are equal."""
+    """The actions that each action of a Program needs. All actions of the Program must be different."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
 
     @cached_property
     def _parts(self) -> Mapping[tuple[int, Kind, int], list[int]]:
-        """The parts of each pass that the Program has, ascending; [-1] if it is whole."""
+        """The parts of each pass in the Program, ascending; [-1] if the pass is whole."""
         parts: dict[tuple[int, Kind, int], list[int]] = {}
         for actions in self.program.actions:
             for action in actions:
                 parts.setdefault((action.stage, action.kind, action.microbatch), []).append(action.part)
-        return {key: sorted(set(found)) for key, found in parts.items()}
+        return {key: sorted(set(numbers)) for key, numbers in parts.items()}
 
     @cached_property
     def _present(self) -> frozenset[Action]:
@@ -68,13 +67,14 @@ class Dependencies:
 
     @cached_property
     def _microbatches(self) -> Mapping[tuple[int, Kind], list[int]]:
-        found: dict[tuple[int, Kind], list[int]] = {}
+        """The microbatches of which a stage has a pass of a kind."""
+        microbatches: dict[tuple[int, Kind], list[int]] = {}
         for stage, kind, microbatch in self._parts:
-            found.setdefault((stage, kind), []).append(microbatch)
-        return found
+            microbatches.setdefault((stage, kind), []).append(microbatch)
+        return microbatches
 
     def of(self, action: Action) -> Iterator[Action]:
-        """The actions that must have ended before this one starts; each at least once. O(neighbours of the stage)."""
+        """The actions that must end before this one starts. One may come twice. O(neighbours of the stage)."""
         stage, kind, microbatch, part, peer = action
         first = part == self._parts[stage, kind, microbatch][0]
         match kind:
@@ -85,8 +85,8 @@ class Dependencies:
                 yield from self._last(stage, Kind.F, microbatch) if first else [action._replace(part=part - 1)]
             case Kind.B | Kind.I:
                 yield from self._gradients(stage, microbatch) if first else [action._replace(part=part - 1)]
-                unit = self._num_parts(stage, kind, microbatch) - 1 - part if part >= 0 else -1
-                yield from self._gathered(Kind.GATHER_B, stage, microbatch, unit)
+                slice_ = self._num_parts(stage, kind, microbatch) - 1 - part if part >= 0 else -1
+                yield from self._gathered(Kind.GATHER_B, stage, microbatch, slice_)
             case Kind.W:
                 yield from self._last(stage, Kind.I, microbatch)
                 if not first:
@@ -116,15 +116,17 @@ class Dependencies:
         return len(self._parts.get((stage, kind, microbatch), ()))
 
     def _last(self, stage: int, kind: Kind, microbatch: int) -> Iterator[Action]:
+        """The last part of a pass, if the Program has the pass."""
         if parts := self._parts.get((stage, kind, microbatch)):
             yield Action(stage, kind, microbatch, parts[-1])
 
     def _backward(self, stage: int, microbatch: int) -> Iterator[Action]:
-        """The end of the pass that gives the gradient of the stage's input."""
+        """The last part of the pass that computes the gradient of the stage's input."""
         yield from self._last(stage, Kind.B, microbatch)
         yield from self._last(stage, Kind.I, microbatch)
 
     def _inputs(self, stage: int, microbatch: int) -> Iterator[Action]:
+        """The actions that bring the outputs of the stage's sources."""
         for source in self._sources[stage]:
             received = Action(stage, Kind.RECV_F, microbatch, peer=source)
             exchanged = Action(source, Kind.EXCHANGE_F, microbatch, peer=stage)
@@ -136,6 +138,7 @@ class Dependencies:
                 yield from self._last(source, Kind.F, microbatch)
 
     def _gradients(self, stage: int, microbatch: int) -> Iterator[Action]:
+        """The stage's own forward pass, and the actions that bring the gradients of its output."""
         yield from self._last(stage, Kind.F, microbatch)
         yield from self._last(stage, Kind.R, microbatch)
         for sink in self._sinks[stage]:
@@ -148,28 +151,28 @@ class Dependencies:
             else:
                 yield from self._backward(sink, microbatch)
 
-    def _gathered(self, kind: Kind, stage: int, microbatch: int, unit: int) -> Iterator[Action]:
-        """The all-gather of the parameters that a part computes with: its own, its pass's, or the step's."""
-        for of_microbatch in dict.fromkeys((microbatch, -1)):
-            for of_unit in dict.fromkeys((unit, -1)):
-                gather = Action(stage, kind, of_microbatch, of_unit)
+    def _gathered(self, kind: Kind, stage: int, microbatch: int, slice_: int) -> Iterator[Action]:
+        """The all-gathers of a slice of parameters: of that slice or all, for that microbatch or the step."""
+        for gathered_microbatch in dict.fromkeys((microbatch, -1)):
+            for gathered_slice in dict.fromkeys((slice_, -1)):
+                gather = Action(stage, kind, gathered_microbatch, gathered_slice)
                 if gather in self._present:
                     yield gather
 
     def _freed(self, stage: int, kind: Kind, microbatch: int, part: int) -> Iterator[Action]:
-        """The part of the pass that must be over before one more slice of parameters is gathered."""
+        """The part of a pass that must end, and free its parameters, before one more slice is gathered."""
         if part >= 0 and (freed := Action(stage, kind, microbatch, part)) in self._present:
             yield freed
 
-    def _all_gradients(self, stage: int, microbatch: int, unit: int) -> Iterator[Action]:
-        """The ends of all passes that add to a gradient: of one microbatch or all, of a slice of parameters or all."""
+    def _all_gradients(self, stage: int, microbatch: int, slice_: int) -> Iterator[Action]:
+        """The last parts that add to a gradient: of one microbatch or all (-1), of one slice or all (-1)."""
         for kind in (Kind.B, Kind.W):
-            for found in self._microbatches.get((stage, kind), ()):
-                if microbatch not in (-1, found):
+            for computed in self._microbatches.get((stage, kind), ()):
+                if microbatch not in (-1, computed):
                     continue
-                parts = self._parts[stage, kind, found]
-                sliced = unit >= 0 and parts[-1] >= 0
-                yield Action(stage, kind, found, len(parts) - 1 - unit if sliced else parts[-1])
+                parts = self._parts[stage, kind, computed]
+                is_sliced = slice_ >= 0 and parts[-1] >= 0
+                yield Action(stage, kind, computed, len(parts) - 1 - slice_ if is_sliced else parts[-1])
 
     def _whole_step(self, rank: int, kinds: Collection[Kind]) -> Iterator[Action]:
         return (action for action in self.program.actions[rank] if action.kind in kinds)

@@ -1,4 +1,4 @@
-"""What goes along an edge of a Plan's Program: the modules whose output leaves one stage for another."""
+"""The modules whose outputs an edge of a Plan's Program carries from one stage to another."""
 
 from __future__ import annotations
 
@@ -8,39 +8,59 @@ from motet.schedule.coordinates import host_of
 from motet.schedule.layout import Layout, PlannedStage
 
 
-def under_way(layout: Layout, source: PlannedStage, sink: PlannedStage) -> Iterator[tuple[str, int]]:
-    """The modules whose output leaves the source for the sink, and of how many of their blocks it is the output.
+def edge_outputs(layout: Layout, source: PlannedStage, sink: PlannedStage) -> Iterator[tuple[str, int]]:
+    """(module, number of its blocks that are computed) for each module whose output goes from source to sink.
 
-    To another unit: modules that end in the source and feed one there. Within a unit: those begun and not ended,
-    and those ended that feed one which has not begun. Of a unit in bubbles the last stage alone sends to the
-    backbone, and so all that has ended before it goes through it. Under "data_parallel" a stage is a module.
+    Under "data_parallel" a stage is a module, and the edge carries its output.
     """
     if layout.plan.schedule == "data_parallel":
         yield from ((name, stop) for name, (_, stop) in source.layers.items())
-        return
-    done, in_bubbles = _done(source), host_of(layout, source.unit) is not source.unit
-    for name, stop in done.items():
-        ended = stop == len(layout.plan.model.module(name).blocks)
-        if sink.unit is source.unit:
-            waiting = any(done.get(taker, 0 if in_bubbles else 1) == 0 for taker in layout.plan.model.sinks(name))
-            leaves = stop > 0 and (waiting or not ended)
-        else:
-            here = in_bubbles or name in source.layers
-            leaves = here and ended and bool(takers(layout, name, sink))
-        if leaves:
-            yield name, stop
+    elif sink.unit is source.unit:
+        yield from _within_unit(layout, source)
+    else:
+        yield from _between_units(layout, source, sink)
 
 
-def takers(layout: Layout, name: str, sink: PlannedStage) -> list[str]:
-    """The modules in a stage that take in the output of the named one."""
-    return [taker for taker in layout.plan.model.sinks(name) if taker in sink.layers]
+def consumers_in(layout: Layout, name: str, sink: PlannedStage) -> list[str]:
+    """The modules in a stage that take in the output of a module."""
+    return [consumer for consumer in layout.plan.model.sinks(name) if consumer in sink.layers]
 
 
-def _done(stage: PlannedStage) -> Mapping[str, int]:
-    """Blocks of each module of the unit (those replicated aside) that are over after the stage."""
-    before = stage.unit.stages[: stage.place + 1]
+def _within_unit(layout: Layout, source: PlannedStage) -> Iterator[tuple[str, int]]:
+    """Modules that have begun and not ended, and modules that have ended and feed one that has not begun."""
+    computed, in_bubbles = _computed_blocks(source), _is_in_bubbles(layout, source)
+    for name, num_blocks in computed.items():
+        # A module of another unit: only the last stage in bubbles sends to the backbone, so outputs go on until there.
+        begun = [
+            computed[consumer] > 0 if consumer in computed else not in_bubbles
+            for consumer in layout.plan.model.sinks(name)
+        ]
+        if num_blocks > 0 and not (_has_ended(layout, name, num_blocks) and all(begun)):
+            yield name, num_blocks
+
+
+def _between_units(layout: Layout, source: PlannedStage, sink: PlannedStage) -> Iterator[tuple[str, int]]:
+    """Modules that end in the source and feed one in the sink. From bubbles, also those that ended before."""
+    in_bubbles = _is_in_bubbles(layout, source)
+    for name, num_blocks in _computed_blocks(source).items():
+        is_here = in_bubbles or name in source.layers
+        if is_here and _has_ended(layout, name, num_blocks) and consumers_in(layout, name, sink):
+            yield name, num_blocks
+
+
+def _is_in_bubbles(layout: Layout, stage: PlannedStage) -> bool:
+    return host_of(layout, stage.unit) is not stage.unit
+
+
+def _has_ended(layout: Layout, name: str, num_blocks: int) -> bool:
+    return num_blocks == len(layout.plan.model.module(name).blocks)
+
+
+def _computed_blocks(stage: PlannedStage) -> Mapping[str, int]:
+    """Number of blocks of each module of the unit that are computed after the stage, without replicated modules."""
+    stages = stage.unit.stages[: stage.index + 1]
     return {
-        name: sum(counts.get(name, 0) for counts in before)
+        name: sum(counts.get(name, 0) for counts in stages)
         for name in stage.unit.modules
         if name not in stage.unit.replicated
     }

@@ -1,5 +1,7 @@
-"""A Plan into its Program: the generator that its units and schedule name, then passes in a fixed order: replicated
-encoders, recomputation, parts, bubbles, data parallelism, communication; under "data_parallel" those of that schedule.
+"""A Plan into its Program: a generator makes the passes, then functions add the rest in a fixed order.
+
+- Pipelines: replicated encoders, recomputation, parts, encoders in bubbles, data parallelism, communication.
+- "data_parallel": exchanges, then absent modules and exchanges leave; for the simulator also parts and FSDP.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from motet.core.errors import UserError
-from motet.core.plan import Plan
+from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.schedule.check.dry_run import dry_run
 from motet.schedule.generators.bubble_filling import EncoderPipeline, coarse_fills, fill_bubbles, global_order
@@ -38,11 +40,22 @@ from motet.schedule.text import parse_action
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A Program, and what its stages and edges stand for.
+class PlannedProgram:
+    """A Program of a Plan, and what its stages and edges stand for.
 
-    stages: by number. shares: per edge, the share of its source's output that it carries (`disaggregated.broker`).
-    layout: of the Plan.
+    stages: a PlannedStage for each stage of the Program.
+    shares: for each edge, the share of its source's output that it carries (`disaggregated.broker`).
+    layout: the Layout of the Plan.
+
+    Example:
+        >>> from motet.core.plan import Plan, Unit
+        >>> from motet.core.shapes import Transformer, language_model, multimodal
+        >>> from motet.cost.catalogue import cluster
+        >>> model = multimodal("toy", language_model(Transformer(64, 256, num_heads=4), 8, 1000), [])
+        >>> unit = Unit("llm", ({"backbone": 3}, {"backbone": 5}), pp=2)
+        >>> print(planned(Plan(model, cluster("H100"), (unit,), batch_size=1)).program)
+        rank 0: 0F0 0SEND_F0>1 0RECV_B0<1 0B0 0STEP
+        rank 1: 1RECV_F0<0 1F0 1B0 1SEND_B0>0 1STEP
     """
 
     program: Program
@@ -51,55 +64,58 @@ class Planned:
     layout: Layout = field(compare=False)
 
     def stages_on(self, program_rank: int) -> tuple[int, ...]:
-        """The numbers of the stages that a rank of the Program computes."""
+        """The numbers of the stages that a program rank computes."""
         return tuple(number for number, stage in enumerate(self.stages) if stage.rank == program_rank)
 
 
 def program_of(plan: Plan) -> Program:
     """The Program of a Plan, with its communication and collectives.
 
-    Raises UserError for a Plan that does not fit its model or its cluster, and for fills that cannot be.
+    Raises UserError for a Plan that does not fit its model or its cluster, and for fills that cannot run.
     """
     return planned(plan).program
 
 
-def planned(plan: Plan) -> Planned:
-    """The same with what it stands for. Raises as `program_of` does. O(actions log actions)."""
+def planned(plan: Plan) -> PlannedProgram:
+    """The Program of a Plan, and what it stands for. Raises as `program_of` does. O(actions log actions)."""
     layout = Layout(plan)
     return _data_parallel(layout) if plan.schedule == "data_parallel" else _pipelined(layout)
 
 
-def unscheduled(layout: Layout) -> Planned:
-    """The stages of units with ranks of their own, without passes: to be priced, which takes none."""
-    return Planned(Program((), (), (), layout.num_microbatches), layout.stages, (), layout)
+def unscheduled(layout: Layout) -> PlannedProgram:
+    """The stages of units with ranks of their own, and a Program without passes: enough to price the stages."""
+    return PlannedProgram(Program((), (), (), layout.num_microbatches), layout.stages, (), layout)
 
 
-def executed(plan: Plan, present: Sequence[Presence] = ()) -> Program:
-    """The Program that the runtime's executor walks: without what FSDP2 does in hooks of modules (`passes/fsdp.py`).
+def executed_program(plan: Plan, present: Sequence[Presence] = ()) -> Program:
+    """The Program that the runtime's executor walks. FSDP2's collectives are not in it (`passes/fsdp.py`).
 
-    present: what each microbatch of a batch has, under "data_parallel"; () is everything. Raises as `program_of` does.
+    present: under "data_parallel", what each microbatch of the step has; () is everything.
+    Raises as `program_of` does.
     """
     layout = Layout(plan)
-    return _walked(layout, present) if plan.schedule == "data_parallel" else _pipelined(layout).program
+    return _without_fsdp(layout, present) if plan.schedule == "data_parallel" else _pipelined(layout).program
 
 
-def of_batch(whole: Planned, present: Sequence[Presence]) -> Program:
-    """The Program of a batch, whose microbatches may lack a module or an exchange. whole: of the Plan. present: as of
-    `executed`.
+def program_of_batch(plan_program: PlannedProgram, present: Sequence[Presence]) -> Program:
+    """The Program of one step, in which microbatches may lack a module or an exchange.
+
+    plan_program: of the Plan. present: as of `executed_program`.
     """
     if not present:
-        return whole.program
-    return _sharded(whole.layout, _walked(whole.layout, present), whole.stages)
+        return plan_program.program
+    layout = plan_program.layout
+    return _with_fsdp(layout, _without_fsdp(layout, present), plan_program.stages)
 
 
-def _data_parallel(layout: Layout) -> Planned:
+def _data_parallel(layout: Layout) -> PlannedProgram:
     stages = tuple(layout.data_parallel_stages())
-    program = _sharded(layout, _walked(layout, ()), stages)
-    return Planned(program, stages, (Fraction(1),) * len(program.edges), layout)
+    program = _with_fsdp(layout, _without_fsdp(layout, ()), stages)
+    return PlannedProgram(program, stages, (Fraction(1),) * len(program.edges), layout)
 
 
-def _walked(layout: Layout, present: Sequence[Presence]) -> Program:
-    """Data parallelism without the parts, gathers and reductions of FSDP. present: as of `executed`."""
+def _without_fsdp(layout: Layout, present: Sequence[Presence]) -> Program:
+    """Data parallelism without the parts, gathers and reductions of FSDP. present: as of `executed_program`."""
     names = layout.data_parallel_modules
     trainable = {name: layout.trainable({name: (0, layout.backbone.stages[0][name])}) for name in names}
     program = data_parallel(trainable, layout.backbone.dp, layout.num_microbatches)
@@ -109,37 +125,46 @@ def _walked(layout: Layout, present: Sequence[Presence]) -> Program:
     return without_absent(program, present, [stage for stage, name in enumerate(names) if trainable[name]])
 
 
-def _sharded(layout: Layout, program: Program, stages: Sequence[PlannedStage]) -> Program:
-    """The same with them. stages: what those of the Program stand for."""
-    unit, units = layout.backbone, {}
+def _with_fsdp(layout: Layout, program: Program, stages: Sequence[PlannedStage]) -> Program:
+    """The Program of `_without_fsdp` with FSDP's parts, gathers and reductions. stages: those of the Program."""
+    unit, trainable_slices = layout.backbone, {}
     passes = {(action.stage, action.kind) for action in program.distinct_rows[0]}
     for number, stage in enumerate(stages[: program.num_distinct_stages]):
         (name,) = stage.modules
         spans = part_layers(stage.num_layers, stage.num_parts)
-        units[number] = [layout.trainable({name: span}) for span in spans]
+        trainable_slices[number] = [layout.trainable({name: span}) for span in spans]
         if (number, Kind.F) in passes:
             has_backward = (number, Kind.B) in passes
             program = split_parts(program, number, stage.num_parts, stage.num_parts if has_backward else 1)
     sharding = Sharding(1 if unit.zero == 0 else unit.shard_size, reshard_after_forward=unit.zero == 3)
-    return add_fsdp(program, units, sharding)
+    return add_fsdp(program, trainable_slices, sharding)
 
 
-def fillable(plan: Plan, *, split: bool = False) -> tuple[Planned, tuple[EncoderPipeline, ...]]:
-    """What fills are decided from: the Program of a Plan but for its bubbles, without communication, and the encoder
-    pipelines that run in them. The stages are those of the Program: the encoders' are not among them.
+def fillable(plan: Plan, *, split: bool = False) -> tuple[PlannedProgram, tuple[EncoderPipeline, ...]]:
+    """A Plan's Program with empty bubbles and without communication, and the encoder pipelines that can fill them.
 
-    split: the backbone's passes in parts (`layout.LAYER_PARTS`), so that encoders can run beside its tensor-parallel
-           communication; a Plan's fills are read so if any runs before a part.
+    The planner decides fills by these. The encoders' stages are not among those of the Program.
+
+    split: cut the backbone's passes into parts (`layout.LAYER_PARTS`), so that encoders can run beside its
+           tensor-parallel communication. A Plan is split if any of its fills runs before a part.
     """
     layout = Layout(plan)
     if plan.schedule == "data_parallel":
         raise UserError("a Plan under 'data_parallel' has no bubbles of a pipeline to fill.")
     program, stages, shares = _unfilled(layout, split)
-    whole = Planned(program, tuple(stages), shares + (Fraction(1),) * (len(program.edges) - len(shares)), layout)
-    return whole, tuple(encoder for encoder, _ in _encoder_pipelines(layout, program))
+    unfilled = _planned_program(layout, program, stages, shares)
+    return unfilled, tuple(encoder for encoder, _ in _encoder_pipelines(layout, program))
 
 
-def _pipelined(layout: Layout) -> Planned:
+def _planned_program(
+    layout: Layout, program: Program, stages: Sequence[PlannedStage], shares: tuple[Fraction, ...]
+) -> PlannedProgram:
+    """shares: of the first edges. All others carry the whole output of their source."""
+    ones = (Fraction(1),) * (len(program.edges) - len(shares))
+    return PlannedProgram(program, tuple(stages), shares + ones, layout)
+
+
+def _pipelined(layout: Layout) -> PlannedProgram:
     program, stages, shares = _unfilled(layout, any("." in fill.before for fill in layout.plan.fills))
     if layout.colocated:
         program, added = _filled(layout, program)
@@ -153,51 +178,61 @@ def _pipelined(layout: Layout) -> Planned:
             "holds up computation: encoders need zero 0 there, with no parameters to gather."
         )
     program = add_communication(program, blocking=not device.overlaps)
-    return Planned(program, tuple(stages), shares + (Fraction(1),) * (len(program.edges) - len(shares)), layout)
+    return _planned_program(layout, program, stages, shares)
 
 
 def _unfilled(layout: Layout, split: bool) -> tuple[Program, list[PlannedStage], tuple[Fraction, ...]]:
-    """All but encoders in bubbles and communication; its stages; the shares of the edges between and within units."""
-    whole = layout.island
+    """A Program without encoders in bubbles and without communication, its stages, and the shares of its first edges,
+    which are those of the island.
+    """
+    island = layout.island
     stages = list(layout.stages)
-    num_pipelined = len(whole.stages)
-    program = _passes(layout, whole, stages[:num_pipelined])
-    beside = [number for number, stage in enumerate(stages[:num_pipelined]) if stage.unit is layout.backbone]
-    learn = {stage.modules[0]: stage.has_backward for stage in stages[num_pipelined:]}
-    program = add_replicas(program, learn, beside)
-    served = [n for n, stage in enumerate(stages) if any(stage.recomputed.values()) and stage.has_backward]
-    program = add_recompute(program, served)
-    for number in beside if split else ():
+    num_pipelined = len(island.stages)
+    # 1. The passes of units with ranks of their own.
+    program = _passes(layout, island, stages[:num_pipelined])
+    # 2. Replicated encoders, beside the backbone's stages.
+    backbone = [number for number, stage in enumerate(stages[:num_pipelined]) if stage.unit is layout.backbone]
+    encoders = {stage.modules[0]: stage.has_backward for stage in stages[num_pipelined:]}
+    program = add_replicas(program, encoders, backbone)
+    # 3. Recomputation.
+    recomputed = [n for n, stage in enumerate(stages) if any(stage.recomputed.values()) and stage.has_backward]
+    program = add_recompute(program, recomputed)
+    # 4. Parts of the backbone's passes.
+    for number in backbone if split else ():
         num_parts = LAYER_PARTS * stages[number].num_layers
         program = split_parts(program, number, num_parts, num_parts if stages[number].has_backward else 1)
         stages[number] = replace(stages[number], num_parts=num_parts)
-    return program, stages, whole.shares
+    return program, stages, island.shares
 
 
-def _passes(layout: Layout, whole: Island, stages: list[PlannedStage]) -> Program:
+def _passes(layout: Layout, island: Island, stages: list[PlannedStage]) -> Program:
     """Forward and backward passes of the units with ranks of their own, in the order of the schedule."""
-    plan, backward = layout.plan, [stage.has_backward for stage in stages]
-    size, unit = layout.num_microbatches, layout.backbone
+    plan, unit, num_microbatches = layout.plan, layout.backbone, layout.num_microbatches
+    has_backward = [stage.has_backward for stage in stages]
     if plan.schedule in ("gpipe", "1f1b"):
         generate = dag_gpipe if plan.schedule == "gpipe" else dag_1f1b
-        return generate(whole.stages, whole.edges, size, backward)
+        return generate(island.stages, island.edges, num_microbatches, has_backward)
+    if plan.schedule == "interleaved_1f1b" and len(layout.units) > 1:
+        ranks = [stage.rank for stage in stages]
+        backbone = [number for number, stage in enumerate(stages) if stage.unit is unit]
+        replicas = [range(first, first + len(unit.stages)) for first in backbone[:: len(unit.stages)]]
+        return virtual_pipeline(
+            island, ranks, replicas, num_microbatches, has_backward, deferred_warmup=plan.deferred_warmup
+        )
     if plan.schedule == "interleaved_1f1b":
-        if len(layout.units) > 1:
-            ranks = [stage.rank for stage in stages]
-            own = [number for number, stage in enumerate(stages) if stage.unit is unit]
-            chunked = [range(first, first + len(unit.stages)) for first in own[:: len(unit.stages)]]
-            return virtual_pipeline(whole, ranks, chunked, size, backward, deferred_warmup=plan.deferred_warmup)
         num_chunks = len(unit.stages) // unit.pp
-        program = interleaved_1f1b(unit.pp, num_chunks, size, deferred_warmup=plan.deferred_warmup)
+        program = interleaved_1f1b(unit.pp, num_chunks, num_microbatches, deferred_warmup=plan.deferred_warmup)
     else:
-        program = zb_h1(unit.pp, size) if plan.schedule == "zb_h1" else zb_v(unit.pp, size)
-    named = tuple(replace(stage, module=one.module) for stage, one in zip(program.stages, whole.stages))
-    rows = tuple(tuple(a for a in row if a.kind is Kind.F or backward[a.stage]) for row in program.actions)
+        program = (zb_h1 if plan.schedule == "zb_h1" else zb_v)(unit.pp, num_microbatches)
+    named = tuple(replace(stage, module=one.module) for stage, one in zip(program.stages, island.stages))
+    rows = tuple(tuple(a for a in row if a.kind is Kind.F or has_backward[a.stage]) for row in program.actions)
     return replace(program, stages=named, actions=rows)
 
 
 def _filled(layout: Layout, program: Program) -> tuple[Program, list[PlannedStage]]:
-    """The Program with the encoders in bubbles: where the fills say, or else before and after the backbone's work."""
+    """The Program with encoders in bubbles, and their stages. They run where the Plan's fills say; without fills, all
+    forward passes run before the backbone's work and all backward passes after it.
+    """
     pipelines = list(_encoder_pipelines(layout, program))
     encoders = [encoder for encoder, _ in pipelines]
     fills = layout.plan.fills or coarse_fills(program, encoders)
@@ -206,71 +241,82 @@ def _filled(layout: Layout, program: Program) -> tuple[Program, list[PlannedStag
     for row in filled.actions:
         for action in row:
             num_parts[action.stage] = max(num_parts[action.stage], action.part + 1)
-    stages = [stage for _, own in pipelines for stage in own]
+    stages = [stage for _, pipeline_stages in pipelines for stage in pipeline_stages]
     first = program.num_stages
     return filled, [replace(stage, num_parts=num) for stage, num in zip(stages, num_parts[first:])]
 
 
 def _encoder_pipelines(layout: Layout, program: Program) -> Iterator[tuple[EncoderPipeline, list[PlannedStage]]]:
-    """The encoder pipelines beside each replica of the backbone: pp of the backbone / pp of the encoder each.
+    """The encoder pipelines beside each replica of the backbone, with their stages.
 
-    Place p of pipeline j of k is on the backbone's pipeline rank p * k + j, which is where a unit's ranks lie.
+    A unit with pp stages has k = (pp of the backbone) / pp pipelines beside each replica. Stage s of pipeline j is on
+    the backbone's pipeline rank s * k + j, because the unit's own ranks lie there.
     """
     backbone = [stage for stage in layout.stages if stage.unit is layout.backbone]
     number = program.num_stages
-    sinks = _sinks(layout)
+    sinks = _first_backbone_stages(layout)
     for unit in layout.colocated:
         num_pipelines = layout.backbone.pp // unit.pp
         for replica in range(layout.num_replicas(layout.backbone)):
             on_rank = {stage.rank: stage for stage in backbone if stage.replica == replica}
-            first_rank = min(on_rank)
             numbers = [range(number + j * unit.pp, number + (j + 1) * unit.pp) for j in range(num_pipelines)]
             number += num_pipelines * unit.pp
-            for j, taken in enumerate(_microbatches(layout, numbers)):
-                at = [first_rank + place * num_pipelines + j for place in range(unit.pp)]
-                stages = [
-                    PlannedStage(
-                        unit,
-                        layers,
-                        unit.recompute[place] if unit.recompute else {},
-                        replica * num_pipelines + j,
-                        rank,
-                        on_rank[rank].ranks,
-                        layout.data_ranks(unit, range(place, place + 1)),
-                        on_rank[rank].examples,
-                        taken,
-                        layout.has_backward[unit.name][place],
-                        layout.trainable(layers),
-                        place=place,
-                    )
-                    for place, (rank, layers) in enumerate(zip(at, layout.layers(unit)))
-                ]
-                flags = tuple(stage.has_backward for stage in stages)
+            for j, microbatches in enumerate(_encoded_microbatches(layout, numbers)):
+                ranks = tuple(min(on_rank) + index * num_pipelines + j for index in range(unit.pp))
+                hosts = [on_rank[rank] for rank in ranks]
+                stages = _encoder_stages(layout, unit, replica * num_pipelines + j, hosts, microbatches)
+                has_backward = tuple(stage.has_backward for stage in stages)
                 module = "+".join(unit.modules)
-                yield EncoderPipeline(module, tuple(at), taken, sinks[replica], flags), stages
+                yield EncoderPipeline(module, ranks, microbatches, sinks[replica], has_backward), stages
 
 
-def _sinks(layout: Layout) -> dict[int, int]:
-    """Per replica of the backbone, the number of the first stage that runs any of it."""
-    found: dict[int, int] = {}
+def _encoder_stages(
+    layout: Layout, unit: Unit, replica: int, hosts: Sequence[PlannedStage], microbatches: tuple[int, ...]
+) -> list[PlannedStage]:
+    """The stages of one encoder pipeline. hosts: for each stage, a stage of the backbone on the same program rank."""
+    return [
+        PlannedStage(
+            unit,
+            layers,
+            unit.recompute[index] if unit.recompute else {},
+            replica,
+            host.rank,
+            host.ranks,
+            layout.data_ranks(unit, range(index, index + 1)),
+            host.examples,
+            microbatches,
+            layout.has_backward[unit.name][index],
+            layout.trainable(layers),
+            index=index,
+        )
+        for index, (host, layers) in enumerate(zip(hosts, layout.layers(unit)))
+    ]
+
+
+def _first_backbone_stages(layout: Layout) -> dict[int, int]:
+    """For each replica of the backbone, the number of the first stage that runs layers of the backbone."""
+    first: dict[int, int] = {}
     for number, stage in enumerate(layout.stages):
         if BACKBONE in stage.modules:
-            found.setdefault(stage.replica, number)
-    return found
+            first.setdefault(stage.replica, number)
+    return first
 
 
-def _microbatches(layout: Layout, numbers: list[range]) -> tuple[tuple[int, ...], ...]:
-    """Per pipeline, what its stages encode: as the fills say, or else every one in turn."""
+def _encoded_microbatches(layout: Layout, pipelines: list[range]) -> tuple[tuple[int, ...], ...]:
+    """The microbatches that each encoder pipeline encodes: those in the Plan's fills, or without fills an even share.
+
+    pipelines: the numbers of each pipeline's stages.
+    """
     if not layout.plan.fills:
-        num, size = len(numbers), layout.num_microbatches
+        num, size = len(pipelines), layout.num_microbatches
         return global_order([size // num + (j < size % num) for j in range(num)])
-    taken: list[dict[int, None]] = [{} for _ in numbers]
+    encoded: list[dict[int, None]] = [{} for _ in pipelines]
     for fill in layout.plan.fills:
         action = parse_action(fill.action)
-        for own, stages in zip(taken, numbers):
+        for microbatches, stages in zip(encoded, pipelines):
             if action.kind is Kind.F and action.stage == stages.start:
-                own[action.microbatch] = None
-    if not all(taken):
-        empty = numbers[taken.index({})].start
+                microbatches[action.microbatch] = None
+    if not all(encoded):
+        empty = pipelines[encoded.index({})].start
         raise UserError(f"no fill says where the forward passes of stage {empty} run; every pass needs a place.")
-    return tuple(tuple(own) for own in taken)
+    return tuple(map(tuple, encoded))

@@ -1,9 +1,12 @@
-"""What the stages of a Plan's Program stand for: layers, ranks of the cluster, examples. From this a stage is priced.
+"""What the stages of a Plan's Program stand for: layers, ranks of the cluster, examples. A stage is priced by these.
 
-Stages are numbered by unit with ranks of its own (in the Plan's order), replica in the island, and place; then come
-replicated encoders, by encoder and stage; then encoders in bubbles, by unit, replica of the backbone, pipeline and
-place. Program ranks are numbered alike: by unit, replica, and pipeline rank. Under "data_parallel" a rank has one stage
-a module.
+Stages are numbered in this order:
+
+1. units with ranks of their own: by unit (in the Plan's order), replica in the island, and index in the unit;
+2. replicated encoders: by encoder, and stage of the backbone;
+3. encoders in bubbles: by unit, replica of the backbone, pipeline, and index in the unit.
+
+Program ranks are numbered by unit, replica, and pipeline rank. Under "data_parallel" a rank has one stage a module.
 """
 
 from __future__ import annotations
@@ -16,30 +19,45 @@ from typing import Literal
 
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
-from motet.schedule.check.fit import backbone_unit, check_fit, colocated_units, pipelined_units
+from motet.schedule.check.fit import check_fit
 from motet.schedule.generators.disaggregated import Island, Pipeline, UnitEdge, island
+from motet.schedule.plan_units import backbone_unit, colocated_units, pipelined_units
 
 MAX_PARTS = 16
-"""Units in which the layers of a module are gathered in a "data_parallel" Program: enough to tell what overlaps."""
+"""Most parts of a module's pass in a "data_parallel" Program. It is enough to show which gathers overlap compute."""
 LAYER_PARTS = 4
-"""Slices of a layer where the backbone's passes are split: tensor-parallel communication before each of the layer's two
-halves (attention, MLP), and the halves: parts 0 and 2 of the four are communication (Optimus Figure 3)."""
+"""Parts of a layer where the backbone's passes are split (Optimus Figure 3). Parts 1 and 3 are the layer's two halves,
+attention and MLP. Parts 0 and 2 are the tensor-parallel communication before each half."""
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """layers:       per module, the blocks (`Module.blocks`) that the stage runs: first, and first after.
-    recomputed:   per module, of how many of them the activations are recomputed.
-    replica:      which one of the unit's, in the first island.
+    """A stage of a Plan's Program: its layers, its ranks and its share of the examples.
+
+    unit:         the unit that the stage belongs to.
+    layers:       per module, (first, stop) of the blocks (`Module.blocks`) that the stage runs.
+    recomputed:   per module, how many of these blocks have their activations recomputed.
+    replica:      the replica of the unit, in the first island.
     rank:         the program rank.
-    ranks:        of the cluster, in that replica: those that share the stage's work. tp * cp of them share an example;
-                  where there are more, they share the examples (`num_shares`).
-    data_ranks:   of the cluster: one of each tensor-parallel group that holds the same parameters, over all islands.
-    examples:     (first, stop) of an island's microbatch, that one of `num_examples`, which the stage takes.
-    microbatches: which the stage takes; all, but for encoders in bubbles.
-    has_backward: backward runs through it. trainable: something in it is updated.
-    num_parts:    of its forward pass, and of its backward pass, in the Program; 1 is whole.
-    place:        among the stages of its unit.
+    ranks:        the ranks of the cluster, in that replica, that share the stage's work. Groups of tp * cp of them
+                  share an example; several groups share the examples (`num_shares`).
+    data_ranks:   ranks of the cluster that hold the same parameters, over all islands: one of each tensor-parallel
+                  group.
+    examples:     (first, stop): the examples that the stage takes of the `num_examples` in an island's microbatch.
+    microbatches: the microbatches that the stage takes: all, except for encoders in bubbles.
+    has_backward: whether the stage has a backward pass.
+    trainable:    whether any parameter of the stage is updated.
+    num_parts:    number of parts of its forward pass, and of its backward pass, in the Program; 1 is whole.
+    index:        its index among the stages of its unit.
+
+    Example:
+        >>> from motet.core.plan import Plan, Unit
+        >>> from motet.core.shapes import Transformer, language_model, multimodal
+        >>> from motet.cost.catalogue import cluster
+        >>> model = multimodal("toy", language_model(Transformer(64, 256, num_heads=4), 8, 1000), [])
+        >>> plan = Plan(model, cluster("H100"), (Unit("llm", ({"backbone": 3}, {"backbone": 5}), pp=2, tp=4),), 8)
+        >>> [(stage.layers, stage.ranks) for stage in Layout(plan).stages]
+        [({'backbone': (0, 3)}, (0, 1, 2, 3)), ({'backbone': (3, 8)}, (4, 5, 6, 7))]
     """
 
     unit: Unit
@@ -54,47 +72,67 @@ class PlannedStage:
     has_backward: bool
     trainable: bool
     num_parts: int = 1
-    place: int = 0
+    index: int = 0
 
     @cached_property
     def key(self) -> tuple[object, ...]:
-        """Equal for stages of one unit that hold the same layers and parts, in whichever replica."""
-        return self.unit.name, self.place, self.num_parts, *self.layers.items(), *self.recomputed.items()
+        """The key of stages that are alike: of one unit, with the same layers and parts, in any replica."""
+        return self.unit.name, self.index, self.num_parts, *self.layers.items(), *self.recomputed.items()
 
     @property
     def modules(self) -> tuple[str, ...]:
+        """The modules that the stage runs, in order."""
         return tuple(self.layers)
 
     @property
     def num_layers(self) -> int:
+        """Number of blocks that the stage runs, over all its modules."""
         return sum(stop - first for first, stop in self.layers.values())
 
     @property
     def num_shares(self) -> int:
+        """Number of groups of ranks that share the stage's examples."""
         return len(self.ranks) // (self.unit.tp * self.unit.cp)
 
     @property
     def zero(self) -> Literal[0, 1, 2, 3]:
-        """What is sharded: a unit whose shard groups are single ranks shards nothing."""
+        """The ZeRO stage that applies: 0 if shard groups are single ranks, which shard nothing."""
         return 0 if self.unit.shard_size == 1 else self.unit.zero
 
     @property
     def shard_size(self) -> int:
-        """Of `data_ranks`, those from the first on that share one copy of what is sharded."""
+        """Number of `data_ranks` that share one copy of the sharded state: consecutive ones, from the first on."""
         return (self.unit.shard_size or len(self.data_ranks)) if self.zero else 1
 
 
 def part_layers(num_layers: int, num_parts: int) -> tuple[tuple[int, int], ...]:
-    """(first, stop) of the layers of each part of a forward pass that is cut between layers, as evenly as can be."""
+    """(first, stop) of the layers of each part of a forward pass that is cut between layers, as evenly as possible."""
     return tuple((part * num_layers // num_parts, (part + 1) * num_layers // num_parts) for part in range(num_parts))
 
 
 def num_microbatches(plan: Plan) -> int:
+    """Microbatches that a replica of the backbone takes in a step."""
     return plan.batch_size // (backbone_unit(plan).dp * plan.microbatch_size)
 
 
 class Layout:
-    """A Plan that fits, laid out in stages. Raises UserError for one that does not (`fit.py`)."""
+    """A Plan laid out in stages. Raises UserError for a Plan that does not fit (`check/fit.py`).
+
+    backbone:         the backbone's unit.
+    units:            the units with ranks of their own, in the Plan's order.
+    colocated:        the units that run in the backbone's bubbles.
+    num_islands:      number of islands of the job (`core/plan.py`).
+    num_microbatches: microbatches of a step.
+
+    Example:
+        >>> from motet.core.plan import Plan, Unit
+        >>> from motet.core.shapes import Transformer, language_model, multimodal
+        >>> from motet.cost.catalogue import cluster
+        >>> model = multimodal("toy", language_model(Transformer(64, 256, num_heads=4), 8, 1000), [])
+        >>> layout = Layout(Plan(model, cluster("H100"), (Unit("llm", ({"backbone": 8},), dp=4, tp=2),), batch_size=8))
+        >>> layout.num_islands, layout.num_microbatches, layout.num_examples
+        (4, 2, 1)
+    """
 
     def __init__(self, plan: Plan) -> None:
         check_fit(plan)
@@ -108,96 +146,102 @@ class Layout:
 
     @property
     def num_examples(self) -> int:
-        """Of a microbatch of an island."""
+        """Examples of a microbatch of an island."""
         return self.backbone.dp // self.num_islands * self.plan.microbatch_size
 
     def num_replicas(self, unit: Unit) -> int:
-        """Of a unit with ranks of its own, in an island."""
+        """Replicas that an island has of a unit with ranks of its own."""
         return unit.dp // self.num_islands
 
     def first_program_rank(self, unit: Unit) -> int:
-        """Of a unit with ranks of its own: the program rank at which its replicas' begin."""
+        """The first program rank of a unit with ranks of its own."""
         before = self.units[: self.units.index(unit)]
         return sum(self.num_replicas(other) * other.pp for other in before)
 
     @cached_property
     def feeds(self) -> tuple[UnitEdge, ...]:
-        """Which stages of the units with ranks of their own feed which of another."""
-        place = {unit.name: number for number, unit in enumerate(self.units)}
-        found = []
+        """The edges between units with ranks of their own: the last stage of a module, the first of its consumer."""
+        index = {unit.name: number for number, unit in enumerate(self.units)}
+        edges = []
         for source, sink in self.plan.model.edges:
             unit, other = self.plan.unit_of(source), self.plan.unit_of(sink)
-            if unit.name in place and unit is not other:
+            if unit.name in index and unit is not other:
                 ends = [number for number, stage in enumerate(unit.stages) if source in stage]
                 starts = [number for number, stage in enumerate(other.stages) if sink in stage]
-                found.append(UnitEdge(place[unit.name], place[other.name], ends[-1], starts[0]))
-        return tuple(dict.fromkeys(found))
+                edges.append(UnitEdge(index[unit.name], index[other.name], ends[-1], starts[0]))
+        return tuple(dict.fromkeys(edges))
 
     @cached_property
     def island(self) -> Island:
-        """Of the units with ranks of their own."""
+        """The island that the units with ranks of their own form."""
         units = [Pipeline(tuple("+".join(stage) for stage in unit.stages), unit.dp) for unit in self.units]
         return island(units, self.feeds)
 
     def layers(self, unit: Unit) -> list[dict[str, tuple[int, int]]]:
-        """Per stage of a unit, its layers of each module, in the order in which they run."""
-        reached = dict.fromkeys(unit.modules, 0)
-        found = []
+        """Per stage of a unit: (first, stop) of its blocks, by module, in the order in which they run."""
+        next_block = dict.fromkeys(unit.modules, 0)
+        stages = []
         for stage in unit.stages:
-            found.append({name: (reached[name], reached[name] + count) for name, count in stage.items()})
-            reached.update({name: stop for name, (_, stop) in found[-1].items()})
-        return found
+            stages.append({name: (next_block[name], next_block[name] + count) for name, count in stage.items()})
+            next_block.update({name: stop for name, (_, stop) in stages[-1].items()})
+        return stages
 
     def trainable(self, layers: Mapping[str, tuple[int, int]]) -> bool:
+        """Whether any of these layers is updated. layers: as of `PlannedStage`."""
         modules = self.plan.model.module
         return any(
-            modules(name).layers[place].trainable
+            modules(name).layers[index].trainable
             for name, span in layers.items()
-            for place in modules(name).block_layers(*span)
+            for index in modules(name).block_layers(*span)
         )
 
     @cached_property
     def has_backward(self) -> Mapping[str, tuple[bool, ...]]:
-        """Per unit and stage: something in it learns, or its gradient goes to a stage before it that has backward."""
+        """Per unit and stage, whether it has a backward pass: it is trainable, or a stage before it needs a gradient.
+
+        A need for gradients spreads from stage to stage within a unit, and from unit to unit along `feeds`. A round of
+        both reaches one unit further, so that as many rounds as units are enough.
+        """
         flags = {
-            unit.name: [self.trainable(layers) or self._feeds_back(layers) for layers in self.layers(unit)]
+            unit.name: [self.trainable(layers) or self._has_input_gradient(layers) for layers in self.layers(unit)]
             for unit in self.plan.units
         }
-        for _ in self.plan.units:  # along the longest way between units
+        for _ in self.plan.units:
             for unit in self.units:
-                own = flags[unit.name]
-                for stage in range(1, len(own)):
-                    own[stage] |= own[stage - 1]
+                of_unit = flags[unit.name]
+                for stage in range(1, len(of_unit)):
+                    of_unit[stage] |= of_unit[stage - 1]
             for feed in self.feeds:
                 source, sink = self.units[feed.source].name, self.units[feed.sink].name
                 flags[sink][feed.sink_stage] |= flags[source][feed.source_stage]
-        return {name: tuple(found) for name, found in flags.items()}
+        return {name: tuple(of_unit) for name, of_unit in flags.items()}
 
-    def _feeds_back(self, layers: Mapping[str, tuple[int, int]]) -> bool:
+    def _has_input_gradient(self, layers: Mapping[str, tuple[int, int]]) -> bool:
         model = self.plan.model
         return any(
-            model.input_gradients[name][place]
+            model.input_gradients[name][index]
             for name, span in layers.items()
-            for place in model.module(name).block_layers(*span)
+            for index in model.module(name).block_layers(*span)
         )
 
     def pipeline_rank(self, unit: Unit, stage: int) -> int:
+        """The pipeline rank of a unit's stage. stage: its index in the unit."""
         if self.plan.schedule == "zb_v" and stage >= unit.pp:
             return 2 * unit.pp - 1 - stage
         return stage % unit.pp
 
     def ranks(self, unit: Unit, pipeline_rank: int, replica: int) -> tuple[int, ...]:
-        """Of the cluster: those of one replica of a unit that share the work of one pipeline rank."""
+        """The ranks of the cluster that share the work of one pipeline rank of one replica of a unit."""
         first = unit.rank(pipeline_rank, replica)
         return tuple(range(first, first + unit.cp * unit.tp))
 
     def data_ranks(self, unit: Unit, pipeline_ranks: range) -> tuple[int, ...]:
-        """The first of each tensor-parallel group of some pipeline ranks, over all replicas."""
+        """The first rank of each tensor-parallel group of these pipeline ranks, over all replicas of a unit."""
         return tuple(unit.rank(p, d, c) for p in pipeline_ranks for d in range(unit.dp) for c in range(unit.cp))
 
     @cached_property
     def stages(self) -> tuple[PlannedStage, ...]:
-        """Of the units with ranks of their own, then the replicated encoders' (not those in bubbles)."""
+        """The stages of units with ranks of their own, then those of replicated encoders; none in bubbles."""
         pipelined = list(self._pipelined())
         return (*pipelined, *self._replicated(pipelined))
 
@@ -220,7 +264,7 @@ class Layout:
                         tuple(range(self.num_microbatches)),
                         self.has_backward[unit.name][stage],
                         self.trainable(layers),
-                        place=stage,
+                        index=stage,
                     )
 
     def _replicated(self, pipelined: list[PlannedStage]) -> Iterator[PlannedStage]:
@@ -240,36 +284,38 @@ class Layout:
 
     @property
     def data_parallel_modules(self) -> tuple[str, ...]:
-        """In the order in which a data-parallel rank runs them: encoders, then the backbone."""
+        """The modules in the order in which a data-parallel rank runs them: encoders, then the backbone."""
         return (*(module.name for module in self.plan.model.modules if module.name != BACKBONE), BACKBONE)
 
     def data_parallel_stages(self) -> Iterator[PlannedStage]:
-        """A stage a module on each data-parallel rank."""
+        """The stages of a "data_parallel" Program: on each rank one for each module, which differ by rank in `replica`,
+        `rank`, `ranks` and `examples` alone.
+        """
         unit = self.backbone
         recompute = unit.recompute[0] if unit.recompute else {}
         names = self.data_parallel_modules
         layers = [{name: (0, unit.stages[0][name])} for name in names]
-        learning = [self.trainable(span) for span in layers]
-        alike = [
+        flags = [self.trainable(span) for span in layers]
+        first_rank_stages = [
             PlannedStage(
                 unit,
                 span,
                 {name: recompute[name]} if name in recompute else {},
-                0,
-                0,
-                (),
-                self.data_ranks(unit, range(1)),
-                (0, 0),
-                tuple(range(self.num_microbatches)),
-                any(learning) if name == BACKBONE else trainable,
-                trainable,
-                min(unit.stages[0][name], MAX_PARTS),
+                replica=0,
+                rank=0,
+                ranks=(),
+                data_ranks=self.data_ranks(unit, range(1)),
+                examples=(0, 0),
+                microbatches=tuple(range(self.num_microbatches)),
+                has_backward=any(flags) if name == BACKBONE else trainable,
+                trainable=trainable,
+                num_parts=min(unit.stages[0][name], MAX_PARTS),
             )
-            for name, span, trainable in zip(names, layers, learning)
+            for name, span, trainable in zip(names, layers, flags)
         ]
         size = self.plan.microbatch_size
         for rank in range(unit.dp):
             ranks = self.ranks(unit, 0, rank)
             examples = rank * size, (rank + 1) * size
-            for stage in alike:
+            for stage in first_rank_stages:
                 yield replace(stage, replica=rank, rank=rank, ranks=ranks, examples=examples)

@@ -1,12 +1,11 @@
-"""A Program: for each pipeline rank, the ordered list of actions of one step. What a Plan implies, and what both the
-simulator and the runtime execute.
+"""A Program: for each program rank, the ordered list of actions of one step. It follows from a Plan; the simulator and
+the runtime both execute it.
 
-A *program rank* is one pipeline rank of one replica that is told apart from the others: it stands for a group of
-tensor-parallel ranks, and for all replicas that are alike. A *stage* is what one program rank runs of one module (or of
-several, one after the other) for a microbatch; edges say whose output a stage takes in. Program ranks, stages and
-microbatches are numbered from 0.
+A *program rank* stands for tp * cp ranks of the cluster in every island (`coordinates.py`). A *stage* is what one
+program rank runs of one module, or of several in turn, for a microbatch. An edge goes from a stage to a stage that
+takes in its output. Program ranks, stages and microbatches are numbered from 0.
 
-An action prints as in torch's pipelining: `2F0` is stage 2's forward pass of microbatch 0; `2F0.3` part 3 of it;
+An action prints as in torch's pipelining: `2F0` is stage 2's forward pass of microbatch 0; `2F0.3` is part 3 of it;
 `2SEND_F0>5` sends its output to stage 5; `5RECV_F0<2` receives it there.
 """
 
@@ -19,28 +18,33 @@ from typing import NamedTuple, overload
 
 
 class Kind(StrEnum):
-    """What an action does to its stage."""
+    """What an action does to its stage.
+
+    Example:
+        >>> str(Kind.EXCHANGE_B), Kind.EXCHANGE_B.words
+        ('EXCHANGE_B', 'exchange gradients')
+    """
 
     F = "F"  # forward
     B = "B"  # backward, for the input and for the weights
     I = "I"  # backward for the input alone (zero-bubble)  # noqa: E741
     W = "W"  # backward for the weights alone, after I
-    R = "R"  # forward again, before backward, for the activations that were not kept
+    R = "R"  # recomputation: forward again, right before backward, for activations that were not kept
     SEND_F = "SEND_F"  # the output of F, to the stage `peer`
     RECV_F = "RECV_F"  # the input of F, from the stage `peer`
     SEND_B = "SEND_B"  # the gradient of the input, back to the stage `peer`
     RECV_B = "RECV_B"  # the gradient of the output, from the stage `peer`
-    EXCHANGE_F = "EXCHANGE_F"  # all-to-all: outputs of F of the stage's group to the stages of the group of `peer`
-    EXCHANGE_B = "EXCHANGE_B"  # and the gradients of those outputs back
+    EXCHANGE_F = "EXCHANGE_F"  # all-to-all of outputs of F, from the stage's group to the group of `peer`
+    EXCHANGE_B = "EXCHANGE_B"  # all-to-all of the gradients of those outputs, back
     GATHER = "GATHER"  # all-gather of the stage's parameters within its group, for forward
-    GATHER_B = "GATHER_B"  # the same again for backward, where they were freed after forward
+    GATHER_B = "GATHER_B"  # the same for backward, if the parameters were freed after forward
     REDUCE = "REDUCE"  # reduction of the stage's gradients within its group
     NORM = "NORM"  # all-reduce of (squared gradient norm, loss, targets) of the step, and clipping; for all stages
     STEP = "STEP"  # optimizer, for all stages of the rank
 
     @property
     def words(self) -> str:
-        """What metrics, reports and tables call it, e.g. "exchange gradients"."""
+        """The name of the kind in metrics, reports and tables, e.g. "exchange gradients"."""
         return _WORDS[self]
 
 
@@ -65,26 +69,31 @@ _WORDS = {
 
 
 COMPUTE_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.STEP})
-"""Kinds that occupy the compute stream; the others communicate."""
+"""Kinds that occupy the compute stream. The other kinds communicate."""
 EXCHANGES = (Kind.EXCHANGE_F, Kind.EXCHANGE_B)
-"""Kinds that join the groups of two stages, of which `peer` names the second."""
+"""Kinds that join the groups of two stages. `peer` names the second stage."""
 FROM_SOURCE = (Kind.SEND_F, Kind.RECV_B, *EXCHANGES)
-"""Kinds whose stage is the source of the edge that they serve; of the other transfers it is the sink."""
+"""Kinds whose stage is the source of their edge and whose peer is its sink. In SEND_B and RECV_F it is the reverse."""
 WHOLE_RANK = (Kind.NORM, Kind.STEP)
-"""Kinds of which a rank has one, for all its stages together; the action names one of these stages."""
+"""Kinds that occur once a rank, for all its stages together. The action names one of these stages."""
 
 
 def action_words(kind: str, module: str) -> str:
-    """An action as metrics name it, by kind and module: "forward image", "optimizer"."""
+    """The name of an action in metrics: "forward image", "optimizer"."""
     return f"{Kind(kind).words} {module}".rstrip()
 
 
 class Action(NamedTuple):
     """One action of one program rank.
 
-    part: a slice of a pass, numbered in execution order (of backward, for backward); of GATHER, GATHER_B and REDUCE, a
-          slice of the stage's parameters, numbered as forward's parts are; -1 is the whole.
-    peer: the stage at the other end, -1 where there is none.
+    microbatch: -1 if the action serves the whole step.
+    part: in a pass, the number of a piece of it, in execution order. In GATHER, GATHER_B and REDUCE, the number of a
+          slice of the stage's parameters, in the order of forward. -1 is the whole.
+    peer: the stage at the other end of a transfer or an exchange, else -1.
+
+    Example:
+        >>> str(Action(2, Kind.F, 0, part=3)), str(Action(5, Kind.RECV_F, 0, peer=2))
+        ('2F0.3', '5RECV_F0<2')
     """
 
     stage: int
@@ -104,11 +113,18 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """rank: the program rank that runs it. module: names it in pictures, e.g. "backbone", "image".
+    """One stage of a Program.
 
-    group: stages of one group hold the same parameters on different ranks, and take part in each other's collectives;
-           -1 is a stage that has none.
-    microbatches: those that it takes; () is all. Encoders in bubbles share them out (`bubbles.py`).
+    rank:         the program rank that runs it.
+    module:       its name in pictures, e.g. "backbone", "image".
+    group:        stages of one group hold the same parameters on different ranks and enter the same collectives; -1 is
+                  a stage without a group.
+    microbatches: the microbatches that it takes; () is all. Pipelines of an encoder in bubbles share them
+                  (`generators/bubble_filling.py`).
+
+    Example:
+        >>> Stage(rank=1, module="image", microbatches=(0, 2)).takes(1)
+        False
     """
 
     rank: int
@@ -117,18 +133,20 @@ class Stage:
     microbatches: tuple[int, ...] = ()
 
     def takes(self, microbatch: int) -> bool:
+        """Whether the stage computes a microbatch."""
         return not self.microbatches or microbatch in self.microbatches
 
 
 Row = tuple[Action, ...]
-"""What a program rank does, in order."""
+"""The actions of one program rank, in order."""
 
 
 class AlikeRows(Sequence[Row]):
     """The rows of num_ranks ranks that all do the same, each on its own num_stages stages.
 
-    first: of rank 0; rank r's stages and peers are r * num_stages above it. Rows are made when they are read: those of
-    thousands of ranks are millions of actions, of which simulating needs none.
+    first: the row of rank 0. In the row of rank r, stages and peers are higher by r * num_stages.
+
+    A row is made when it is read. The rows of thousands of ranks are millions of actions, and the simulator reads none.
     """
 
     def __init__(self, first: Row, num_ranks: int, num_stages: int) -> None:
@@ -155,16 +173,27 @@ class AlikeRows(Sequence[Row]):
         return hash(tuple(self))
 
     def _row(self, rank: int) -> Row:
-        by = rank * self.num_stages
+        offset = rank * self.num_stages
         return tuple(
-            Action(stage + by, kind, microbatch, part, peer if peer < 0 else peer + by)
+            Action(stage + offset, kind, microbatch, part, peer if peer < 0 else peer + offset)
             for stage, kind, microbatch, part, peer in self.first
         )
 
 
 @dataclass(frozen=True)
 class Program:
-    """stages: by number. edges: (from, to), the stages whose output a stage takes in. actions: by program rank."""
+    """What every program rank does in a step.
+
+    stages:  by number.
+    edges:   (source, sink): stage `sink` takes in the output of stage `source`.
+    actions: a row a program rank.
+
+    Example:
+        >>> from motet.schedule import one_f_one_b
+        >>> print(one_f_one_b(num_stages=2, num_microbatches=3))
+        rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
+        rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
+    """
 
     stages: tuple[Stage, ...]
     edges: tuple[tuple[int, int], ...]
@@ -173,14 +202,17 @@ class Program:
 
     @property
     def num_ranks(self) -> int:
+        """Number of program ranks."""
         return len(self.actions)
 
     @property
     def num_stages(self) -> int:
+        """Number of stages."""
         return len(self.stages)
 
     @property
     def num_actions(self) -> int:
+        """Number of actions over all ranks."""
         if isinstance(self.actions, AlikeRows):
             return len(self.actions.first) * self.num_ranks
         return sum(len(actions) for actions in self.actions)
@@ -194,7 +226,7 @@ class Program:
         return tuple(sink for source, sink in self.edges if source == stage)
 
     def with_rows(self, change: Callable[[Row], Iterable[Action]]) -> Program:
-        """The Program with every row changed. Of rows that are all alike the first alone is changed, for all ranks."""
+        """The Program with every row changed. If the rows are `AlikeRows`, only the first is changed, for all ranks."""
         rows = self.actions
         if isinstance(rows, AlikeRows):
             return replace(self, actions=AlikeRows(tuple(change(rows.first)), rows.num_ranks, rows.num_stages))
@@ -202,12 +234,12 @@ class Program:
 
     @property
     def distinct_rows(self) -> Sequence[Row]:
-        """The rows that `with_rows` changes: all, or the first of rows that are all alike."""
+        """The rows that `with_rows` changes: all, or the first one of `AlikeRows`."""
         return (self.actions.first,) if isinstance(self.actions, AlikeRows) else self.actions
 
     @property
     def num_distinct_stages(self) -> int:
-        """Number of the stages of `distinct_rows`, which are numbered first."""
+        """Number of stages in `distinct_rows`. These stages have the lowest numbers."""
         return self.actions.num_stages if isinstance(self.actions, AlikeRows) else self.num_stages
 
     def __str__(self) -> str:

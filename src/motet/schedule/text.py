@@ -1,4 +1,4 @@
-"""Programs as text, to be read, compared and edited by people:
+"""A Program as text that people read, compare and edit:
 
     microbatches 2
     stage 0 rank 0 "image" group 3
@@ -7,8 +7,8 @@
     rank 0: 0F0 0SEND_F0>1 0F1 0SEND_F1>1
     rank 1: 1RECV_F0<0 1F0 1B0 1RECV_F1<0 1F1 1B1
 
-Modules are written as JSON strings; a stage without a group has none written, one that takes all microbatches need not
-say so. Blank lines mean nothing.
+A module is a JSON string. `group` and `microbatches` are optional: a stage without them has no group, or takes all
+microbatches. Blank lines mean nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RANK = re.compile(r"rank +(\d+):(.*)", re.ASCII)
 
 
 def dumps(program: Program) -> str:
-    """The text of a Program; `loads` gives back an equal one."""
+    """The text of a Program. `loads` reads an equal Program from it."""
     lines = [f"microbatches {program.num_microbatches}"]
     for number, stage in enumerate(program.stages):
         group = f" group {stage.group}" if stage.group >= 0 else ""
@@ -39,9 +39,9 @@ def dumps(program: Program) -> str:
 
 
 def loads(text: str) -> Program:
-    """The Program of a text. It is not validated beyond its form.
+    """The Program of a text. Only its form is checked; `validate` proves the rest.
 
-    Raises UserError, naming the line, for what is not in that form.
+    Raises UserError, which names the line, for a text of another form.
     """
     reader = _Reader()
     for number, line in enumerate(text.split("\n"), start=1):
@@ -60,10 +60,10 @@ def loads(text: str) -> Program:
 
 def parse_action(text: str) -> Action:
     """The action that prints as `text`. Raises UserError for what no action prints as."""
-    found = _ACTION.fullmatch(text)
-    if not found or found[2] not in Kind.__members__:
+    match = _ACTION.fullmatch(text)
+    if not match or match[2] not in Kind.__members__:
         raise UserError(f'"{text}" is no action; one is as "2F0": a stage, one of {", ".join(Kind)}, a microbatch.')
-    stage, kind, *numbers = found.group(1, 2, 3, 4, 6)
+    stage, kind, *numbers = match.group(1, 2, 3, 4, 6)
     action = Action(int(stage), Kind[kind], *(-1 if number is None else int(number) for number in numbers))
     if str(action) != text:
         raise UserError(f'"{text}" must be written "{action}".')
@@ -71,7 +71,7 @@ def parse_action(text: str) -> Action:
 
 
 class _Reader:
-    """What the lines so far have said."""
+    """The Program as far as its lines have been read."""
 
     def __init__(self) -> None:
         self.num_microbatches = -1
@@ -80,19 +80,20 @@ class _Reader:
         self.actions: list[tuple[Action, ...]] = []
 
     def read(self, line: str) -> None:
-        if found := re.fullmatch(r"microbatches (\d+)", line, re.ASCII):
+        """Take in one line. Raises UserError for a line of another form."""
+        if match := re.fullmatch(r"microbatches (\d+)", line, re.ASCII):
             if self.num_microbatches >= 0:
                 raise UserError("the number of microbatches stands here a second time; it must stand once.")
-            self.num_microbatches = int(found[1])
-        elif found := _STAGE.fullmatch(line):
-            self._expect("stage", found[1], len(self.stages))
-            taken = tuple(int(number) for number in (found[5] or "").split(",") if number)
-            self.stages.append(Stage(int(found[2]), _module(found[3]), int(found[4]) if found[4] else -1, taken))
-        elif found := re.fullmatch(r"edge (\d+)>(\d+)", line, re.ASCII):
-            self.edges.append((int(found[1]), int(found[2])))
-        elif found := _RANK.fullmatch(line):
-            self._expect("rank", found[1], len(self.actions))
-            self.actions.append(tuple(map(parse_action, found[2].split())))
+            self.num_microbatches = int(match[1])
+        elif match := _STAGE.fullmatch(line):
+            self._expect("stage", match[1], len(self.stages))
+            taken = tuple(int(number) for number in (match[5] or "").split(",") if number)
+            self.stages.append(Stage(int(match[2]), _module(match[3]), int(match[4]) if match[4] else -1, taken))
+        elif match := re.fullmatch(r"edge (\d+)>(\d+)", line, re.ASCII):
+            self.edges.append((int(match[1]), int(match[2])))
+        elif match := _RANK.fullmatch(line):
+            self._expect("rank", match[1], len(self.actions))
+            self.actions.append(tuple(map(parse_action, match[2].split())))
         else:
             raise UserError(
                 f'"{line}" is not understood; a line is as "microbatches 8", \'stage 0 rank 0 "image"\', "edge 0>1" or '

@@ -1,15 +1,15 @@
-"""Where time goes in which nothing computes: the bubbles of a Timeline by cause, as in Optimus section 2.2, Table 1.
+"""The bubbles of a Timeline by cause (Optimus section 2.2, Table 1): time in which a rank computes nothing.
 
-A rank is busy while a span on its compute stream runs that is no communication. Of all other time until the last span
-of any rank has ended, what the rank then does tells the cause, the first that applies:
+A rank is busy while its compute stream runs a span that is no communication. Every other moment, until the last span of
+any rank ends, is a bubble. Its cause is the first of these that applies:
 
-- tp: tensor-parallel communication of a pass;
-- exchange: encoder outputs or their gradients move (an all-to-all);
-- dp_gather, dp_reduce: collectives of parameters, of gradients;
-- norm: the sum of the gradient's norm and of the loss over all ranks;
-- straggler: it does nothing until one of those collectives starts, which needs other ranks too. Where a Timeline was
-  measured this is part of the collective, which runs while it waits;
-- pp_warmup, pp_cooldown: it has not begun its first pass, or has ended its last;
+- tp: the rank runs tensor-parallel communication of a pass;
+- exchange: it runs an all-to-all of encoder outputs or of their gradients;
+- dp_gather, dp_reduce: it runs a collective of parameters, or of gradients;
+- norm: it runs NORM;
+- straggler: it does nothing until one of these collectives starts, which waits for other ranks. In a measured Timeline
+  this wait is part of the collective's span;
+- pp_warmup, pp_cooldown: it has not begun its first pass, or has ended its last one;
 - pp_other: it waits between two passes, for its neighbours or for a transfer.
 """
 
@@ -43,15 +43,24 @@ _CAUSES = {
 }
 _COMMUNICATION = frozenset(Kind) - PASSES_AND_STEP
 _BLOCK_SPANS = 1 << 16
-"""Ranks are looked at together until they have so many spans: columns of millions leave the caches again and again."""
+"""Spans that are counted at a time. Columns of millions of spans would not fit the caches."""
 _BY_PRIORITY = (_BUSY, _TP, _EXCHANGE, _GATHER, _REDUCE, _NORM)
 
 
 @dataclass(frozen=True, eq=False)
 class Bubbles:
-    """step_s: how long the step is. busy_s: [num_ranks]. idle_s: [num_ranks, len(BUBBLE_KINDS)], by cause.
+    """Busy and idle seconds of every rank: busy_s + sum of idle_s over causes = step_s.
 
-    busy_s and the sum of idle_s over its causes add up to step_s on every rank.
+    step_s: seconds of the step.
+    busy_s: [num_ranks].
+    idle_s: [num_ranks, len(BUBBLE_KINDS)], by cause.
+
+    Example:
+        >>> from motet.schedule import one_f_one_b
+        >>> from motet.simulate import bubbles, simulate, stage_times
+        >>> found = bubbles(simulate(one_f_one_b(2, num_microbatches=3), stage_times([1.0, 1.0], [2.0, 2.0])))
+        >>> found.step_s, {kind: seconds for kind, seconds in found.mean_s.items() if seconds}
+        (12.0, {'pp_warmup': 0.5, 'pp_cooldown': 1.0, 'pp_other': 1.5})
     """
 
     step_s: float
@@ -65,7 +74,7 @@ class Bubbles:
 
     @property
     def share(self) -> dict[str, float]:
-        """The same as shares of the step."""
+        """Share of the step of each kind of bubble, mean over ranks."""
         return {kind: seconds / self.step_s if self.step_s else 0.0 for kind, seconds in self.mean_s.items()}
 
     @property
@@ -75,14 +84,14 @@ class Bubbles:
 
 
 def bubbles(timeline: Timeline) -> Bubbles:
-    """The bubbles of a Timeline of one step, simulated or measured. O(spans log spans), once a Timeline."""
-    if (found := _known.get(timeline)) is None:
-        found = _known[timeline] = _counted(timeline)
-    return found
+    """The bubbles of a Timeline of one step, simulated or measured. O(spans log spans) for the first call of each."""
+    if (counted := _cache.get(timeline)) is None:
+        counted = _cache[timeline] = _counted(timeline)
+    return counted
 
 
-_known: WeakKeyDictionary[Timeline, Bubbles] = WeakKeyDictionary()
-"""Tables and pictures of a Timeline ask for the same."""
+_cache: WeakKeyDictionary[Timeline, Bubbles] = WeakKeyDictionary()
+"""Results of `bubbles`: the tables and pictures of a Timeline all need them."""
 
 
 def _counted(timeline: Timeline) -> Bubbles:
@@ -96,15 +105,15 @@ def _counted(timeline: Timeline) -> Bubbles:
     seconds = np.zeros((timeline.num_ranks, len(BUBBLE_KINDS) + 1))
     num_blocks = max(min(len(known) // _BLOCK_SPANS, timeline.num_ranks), 1)
     stops = np.linspace(0, timeline.num_ranks, num_blocks + 1).astype(np.int64)
-    at = np.searchsorted(spans.rank, stops)
-    for place, (first, stop) in enumerate(pairwise(stops.tolist())):
-        own = spans.at(slice(at[place], at[place + 1]))
-        seconds[first:stop] = _seconds(own._replace(rank=own.rank - first), stop - first, begin_s, end_s)
+    bounds = np.searchsorted(spans.rank, stops)
+    for index, (first, stop) in enumerate(pairwise(stops.tolist())):
+        block = spans.at(slice(bounds[index], bounds[index + 1]))
+        seconds[first:stop] = _seconds(block._replace(rank=block.rank - first), stop - first, begin_s, end_s)
     return Bubbles(end_s - begin_s, seconds[:, 0], seconds[:, 1:])
 
 
 class _Spans(NamedTuple):
-    """Those that tell a cause, rank by rank. is_pass: computes, and is no optimizer step."""
+    """Spans that are busy or the cause of a bubble, rank by rank. is_pass: it computes and is no optimizer step."""
 
     rank: Int32Array
     start_s: Float64Array
@@ -112,42 +121,44 @@ class _Spans(NamedTuple):
     cause: NDArray[np.int8]
     is_pass: BoolArray
 
-    def at(self, place: IndexArray | slice) -> _Spans:
-        columns = self.start_s[place], self.end_s[place], self.cause[place], self.is_pass[place]
-        return _Spans(self.rank[place], *columns)
+    def at(self, rows: IndexArray | slice) -> _Spans:
+        columns = self.start_s[rows], self.end_s[rows], self.cause[rows], self.is_pass[rows]
+        return _Spans(self.rank[rows], *columns)
 
 
 def _seconds(spans: _Spans, num_ranks: int, begin_s: float, end_s: float) -> Float64Array:
-    """[num_ranks, 1 + len(BUBBLE_KINDS)], busy and by cause, from begin_s to end_s."""
-    passes = spans.is_pass
-    rank, start_s, stop_s, doing = _segments(spans, num_ranks, begin_s, end_s)
+    """[num_ranks, 1 + len(BUBBLE_KINDS)]: busy seconds, then idle seconds by cause, from begin_s to end_s."""
+    # 1. Pieces of time in which a rank does one thing, and the times of its first and last pass.
+    rank, start_s, stop_s, cause = _segments(spans, num_ranks, begin_s, end_s)
     first_s, last_s = np.full(num_ranks, end_s), np.full(num_ranks, begin_s)
-    of_rank = np.flatnonzero(np.diff(spans.rank[passes], prepend=-1))
-    if len(of_rank):
-        with_passes = spans.rank[passes][of_rank]
-        first_s[with_passes] = np.minimum.reduceat(spans.start_s[passes], of_rank)
-        last_s[with_passes] = np.maximum.reduceat(spans.end_s[passes], of_rank)
-    then = np.full(len(doing), _NOTHING, dtype=np.int8)
-    then[:-1] = np.where(rank[1:] == rank[:-1], doing[1:], then[1:])
-    waits = doing == _NOTHING
-    why = np.full(len(doing), _OTHER, dtype=np.int8)
-    why[start_s >= last_s[rank]] = _COOLDOWN
-    why[stop_s <= first_s[rank]] = _WARMUP
-    why[(then >= _EXCHANGE) & (then <= _NORM)] = _STRAGGLER
-    doing = np.where(waits, why, doing)
+    passes = spans.is_pass
+    rank_starts = np.flatnonzero(np.diff(spans.rank[passes], prepend=-1))
+    if len(rank_starts):
+        with_passes = spans.rank[passes][rank_starts]
+        first_s[with_passes] = np.minimum.reduceat(spans.start_s[passes], rank_starts)
+        last_s[with_passes] = np.maximum.reduceat(spans.end_s[passes], rank_starts)
+    # 2. The cause of a piece in which the rank does nothing, by what it does next and by its passes.
+    following = np.full(len(cause), _NOTHING, dtype=np.int8)
+    following[:-1] = np.where(rank[1:] == rank[:-1], cause[1:], following[1:])
+    wait_cause = np.full(len(cause), _OTHER, dtype=np.int8)
+    wait_cause[start_s >= last_s[rank]] = _COOLDOWN
+    wait_cause[stop_s <= first_s[rank]] = _WARMUP
+    wait_cause[(following >= _EXCHANGE) & (following <= _NORM)] = _STRAGGLER
+    cause = np.where(cause == _NOTHING, wait_cause, cause)
+    # 3. The sum over pieces.
     num_kinds = len(BUBBLE_KINDS) + 1
-    cell = rank * num_kinds + doing - _BUSY
+    cell = rank * num_kinds + cause - _BUSY
     seconds: Float64Array = np.bincount(cell, stop_s - start_s, num_ranks * num_kinds).astype(np.float64)
     return seconds.reshape(num_ranks, num_kinds)
 
 
 def _causes(timeline: Timeline) -> tuple[NDArray[np.int8], BoolArray]:
-    """What each span counts as, and which are passes."""
+    """(cause, is_pass) of each span."""
     stream, kind = Labels.of(timeline.stream), Labels.of(timeline.kind)
-    cause = np.array([[_cause(one, other) for other in kind.names] for one in stream.names], dtype=np.int8)
-    step = np.array([name == Kind.STEP for name in kind.names])
-    found = cause[stream.number, kind.number]
-    return found, (found == _BUSY) & ~step[kind.number]
+    table = np.array([[_cause(one, other) for other in kind.names] for one in stream.names], dtype=np.int8)
+    is_step = np.array([name == Kind.STEP for name in kind.names])
+    cause = table[stream.number, kind.number]
+    return cause, (cause == _BUSY) & ~is_step[kind.number]
 
 
 def _cause(stream: str, kind: str) -> int:
@@ -155,25 +166,30 @@ def _cause(stream: str, kind: str) -> int:
         return _TP
     if stream == COMPUTE_STREAM and kind not in _COMMUNICATION:
         return _BUSY
-    return next((cause for of, cause in _CAUSES.items() if of == kind), _NOTHING)
+    return next((cause for known, cause in _CAUSES.items() if known == kind), _NOTHING)
 
 
 def _segments(
     spans: _Spans, num_ranks: int, begin_s: float, end_s: float
 ) -> tuple[Int32Array, Float64Array, Float64Array, NDArray[np.int8]]:
-    """rank, start, end and what it does, of pieces of time in which no span of the rank starts or ends, in order."""
-    every = np.arange(num_ranks, dtype=np.int32)
-    rank = np.concatenate([spans.rank, spans.rank, every, every])
+    """(rank, start, end, cause) of pieces of time in which no span of the rank starts or ends, in order.
+
+    cause: the first in _BY_PRIORITY of the spans that run, or _NOTHING.
+    """
+    # 1. Events: each span starts and ends, and each rank has the bounds of the step.
+    all_ranks = np.arange(num_ranks, dtype=np.int32)
+    rank = np.concatenate([spans.rank, spans.rank, all_ranks, all_ranks])
     at_s = np.concatenate([spans.start_s, spans.end_s, np.full(num_ranks, begin_s), np.full(num_ranks, end_s)])
     change = np.repeat(np.array([1, -1, 0], dtype=np.int8), [len(spans.rank), len(spans.rank), 2 * num_ranks])
-    of = np.concatenate([spans.cause, spans.cause, np.full(2 * num_ranks, _NOTHING, dtype=np.int8)])
-    # As lexsort orders them, and faster: runs are in order of time already, and numpy sorts short integers by radix.
+    event_cause = np.concatenate([spans.cause, spans.cause, np.full(2 * num_ranks, _NOTHING, dtype=np.int8)])
+    # 2. By rank, then time: as lexsort, but faster, because numpy sorts short integers by radix.
     order = np.argsort(at_s, kind="stable")
     short = rank.astype(np.uint16) if num_ranks <= 1 << 16 else rank
     order = order[np.argsort(short[order], kind="stable")]
-    rank, at_s, change, of = rank[order], at_s[order], change[order], of[order]
-    doing = np.full(len(order), _NOTHING, dtype=np.int8)
+    rank, at_s, change, event_cause = rank[order], at_s[order], change[order], event_cause[order]
+    # 3. After each event, the number of running spans of each cause.
+    cause = np.full(len(order), _NOTHING, dtype=np.int8)
     for one in reversed(_BY_PRIORITY):
-        doing[np.cumsum(np.where(of == one, change, 0), dtype=np.int32) > 0] = one
+        cause[np.cumsum(np.where(event_cause == one, change, 0), dtype=np.int32) > 0] = one
     pieces = np.flatnonzero((rank[1:] == rank[:-1]) & (at_s[1:] > at_s[:-1]))
-    return rank[pieces], at_s[pieces], at_s[pieces + 1], doing[pieces]
+    return rank[pieces], at_s[pieces], at_s[pieces + 1], cause[pieces]

@@ -1,4 +1,4 @@
-"""`motet simulate`: a Prediction as tables or as the actions of a rank; if asked for, a trace, a page and a picture."""
+"""`motet simulate`: a Prediction as tables or as the actions of a rank, and if asked for a trace, a page, a picture."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ class PredictionOutputs:
     actions: int | None = None
 
     def check(self) -> None:
-        """Raises UserError for what cannot be written."""
+        """Refuse a file that cannot be written: raises UserError."""
         for path in (self.trace, self.html, self.png):
             if path is not None:
                 check_output(path)
 
 
 def show_predictions(plan: Plan, predictions: Iterable[Prediction], outputs: PredictionOutputs, title: str) -> None:
-    """Write the files and print the tables, or the actions of a rank, of the slowest of one or more predictions.
+    """Write the files of the slowest of one or more predictions, and print its tables or the actions of a rank.
 
-    title: of page and picture. Raises UserError for a file that cannot be written, and for a rank that does nothing.
+    title: of page and picture.
+    Raises UserError for a file that cannot be written, and for a rank that the Plan does not use.
     """
     if outputs.actions is not None:
-        program_rank_of(plan, outputs.actions)  # Refused before anything is simulated.
+        program_rank_of(plan, outputs.actions)  # A wrong rank is refused before anything is simulated.
     steps_s: list[float] = []
     for each in predictions:
         # One at a time: a timeline of thousands of ranks is large.
@@ -72,7 +73,7 @@ def show_predictions(plan: Plan, predictions: Iterable[Prediction], outputs: Pre
 
 
 def _print_tables(plan: Plan, prediction: Prediction, steps_s: list[float]) -> None:
-    """steps_s: of all batches; the prediction is of the slowest."""
+    """prediction: of the slowest step. steps_s: seconds of all steps."""
     print_prediction(plan, prediction)
     if len(steps_s) > 1:
         mean, most = shown_seconds(sum(steps_s) / len(steps_s)), shown_seconds(prediction.step_s)

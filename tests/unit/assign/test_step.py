@@ -13,7 +13,7 @@ from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
 from motet.core.workload import BatchLengths, ItemLengths
 from motet.cost.analytic import Analytic
 from motet.cost.operations import Operations
-from motet.schedule import Kind, of_batch, planned, validate
+from motet.schedule import Kind, planned, program_of_batch, validate
 from motet.schedule.program import EXCHANGES
 from motet.simulate.predict.stage_pricing import Pricing
 from unit.simulate import jobs
@@ -195,7 +195,7 @@ def test_an_exchange_that_moves_nothing_is_not_called():
     moved = still["image"][1]
     still["image"][1] = scored((moved.ranks + 1) % 4, columns_of(halves(batch)[1], "image"), 4)
     assignment = joined(halves(batch), [{name: rows[i] for name, rows in still.items()} for i in range(2)])
-    program = of_batch(stages, assignment.present)
+    program = program_of_batch(stages, assignment.present)
     exchanges = [action for action in program.actions[2] if action.kind in EXCHANGES]
     assert [(program.stages[a.stage].module, a.kind, a.microbatch) for a in exchanges] == [
         ("image", Kind.EXCHANGE_F, 1),

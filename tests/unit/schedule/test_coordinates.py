@@ -158,7 +158,7 @@ def test_stages_are_on_the_ranks_that_say_so(strategy, data):
         assert tuple(ranks_of(layout, stage.rank, 0)) == stage.ranks
         for rank in stage.ranks:
             assert (own[rank].program_rank, own[rank].island) == (stage.rank, 0)
-            assert stage.place in own[rank].places
+            assert stage.index in own[rank].stages
         host = host_of(layout, stage.unit)
         for island in range(layout.num_islands):
             (replica,) = {coordinates(layout, rank).d for rank in ranks_of(layout, stage.rank, island)}
@@ -172,7 +172,7 @@ def test_stages_are_on_the_ranks_that_say_so(strategy, data):
         for unit in made.units:
             at = of_units[unit.name].get(ranks_of(layout, rank, 0)[0])
             stages = [found.stages[number] for number in numbers if found.stages[number].unit is unit]
-            assert {stage.place for stage in stages} == (set(at.places) if at else set())
+            assert {stage.index for stage in stages} == (set(at.stages) if at else set())
 
 
 def test_a_unit_says_which_ranks_it_is_without():

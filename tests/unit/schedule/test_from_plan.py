@@ -9,8 +9,8 @@ import pytest
 from motet.core.errors import UserError
 from motet.core.plan import Fill, Unit
 from motet.schedule import Kind, coarse_fills, dumps, fillable, loads, planned, program_of, validate
-from motet.schedule.check.fit import colocated_units
 from motet.schedule.generators.bubble_filling import EncoderPipeline
+from motet.schedule.plan_units import colocated_units
 from unit.schedule.plans import PLANS, VLM, model, plan
 
 COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)
@@ -179,7 +179,7 @@ def test_fills_say_where_encoders_run():
     validate(coarse)
     assert passes(coarse, 1).startswith("3F1.0 3F1.1 1F0.0")
     fills = [Fill(0, "2F0", "0F0.0"), Fill(1, "3F1", "1F0.0"), Fill(1, "3F2.0", "1F0.3"), Fill(1, "3F2.1", "1B0.1")]
-    with pytest.raises(UserError, match="fill 3F1 is no pass of its stage, or whole where others of it are in parts"):
+    with pytest.raises(UserError, match="fill 3F1 is no pass of its stage, or the stage's other passes have another"):
         program_of(replace(made, fills=tuple(fills)))
     fills[1:2] = [Fill(1, f"3F1.{part}", "1F0.0") for part in (0, 1)]
     ends = [Fill(0, "2B0"), Fill(1, "3B1"), Fill(1, "3B2")]

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
-from motet.schedule.dependencies import COLLECTIVES, Dependencies, partner
+from motet.schedule.check.dry_run import event_of
+from motet.schedule.dependencies import Dependencies, partner
 from motet.schedule.program import Action, Kind, Program, Stage
 from motet.simulate import Part, StageTimes
 
@@ -62,17 +63,6 @@ def moves(draw, edge, made, num_microbatches):
                 yield Action(source, Kind.EXCHANGE_B, microbatch, peer=sink)
 
 
-def operation(program, action):
-    """What is the same for all actions that take place together."""
-    if action.kind in (Kind.RECV_F, Kind.RECV_B):
-        return partner(action)
-    group = program.stages[action.stage].group
-    if action.kind in COLLECTIVES and group >= 0:
-        to = program.stages[action.peer].group if action.peer >= 0 else -1
-        return (action.kind, group, to, action.microbatch, action.part)
-    return action
-
-
 def ordered(program, actions, key):
     """The program with these actions, each rank's in one global order in which nothing waits for what comes later."""
     unordered = [[] for _ in range(program.num_ranks)]
@@ -81,9 +71,9 @@ def ordered(program, actions, key):
     dependencies = Dependencies(replace(program, actions=tuple(map(tuple, unordered))))
     together = defaultdict(list)
     for action in actions:
-        together[operation(program, action)].append(action)
+        together[event_of(action, program)].append(action)
     needs = {
-        one: {operation(program, needed) for action in members for needed in dependencies.of(action)}
+        one: {event_of(needed, program) for action in members for needed in dependencies.of(action)}
         for one, members in together.items()
     }
     rows = [[] for _ in range(program.num_ranks)]

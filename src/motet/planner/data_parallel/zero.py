@@ -3,7 +3,7 @@
 A group of ranks shares one copy. Parameters are gathered within the group; gradients are reduced within it for every
 microbatch and, if there are several groups, summed over them once a step (hybrid sharding: PyTorch FSDP, Zhao et al.
 2023, section 3.2; OrchMLLM section 8 has groups of 256 among 2,560 ranks). Each layer is a message of its own, as in
-`simulate.predict.traffic`, so that latencies count in large groups.
+`simulate.predict.collectives`, so that latencies count in large groups.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from motet.core.plan import Unit
 from motet.planner.data_parallel.loads import Load
 from motet.planner.job import Job
 from motet.schedule.layout import MAX_PARTS
-from motet.simulate.predict.traffic import sharded_units
+from motet.simulate.predict.collectives import fsdp_slices
 
 Zero = Literal[0, 1, 2, 3]
 
@@ -61,7 +61,7 @@ class ShardedUnit:
         collectives, updated = {}, 0.0
         for name in unit.modules:
             gather_s = reduce_s = replicas_s = 0.0
-            for layers, count in Counter(sharded_units(job.model.module(name).layers)).items():
+            for layers, count in Counter(fsdp_slices(job.model.module(name).layers)).items():
                 total = sum(layer.parameters for layer in layers) / unit.tp
                 trainable = sum(layer.parameters for layer in layers if layer.trainable) / unit.tp
                 updated += count * trainable / size

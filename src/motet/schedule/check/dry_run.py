@@ -1,17 +1,17 @@
-"""A Program run through without computing: in which order its actions can take place, or why they cannot.
+"""A dry run of a Program: an order in which its actions can take place, or the reason why they cannot.
 
-The model of execution is the simulator's. A rank has four streams, for compute, sends, receives and collectives, and
-each takes its actions in the order of the rank's list. An action starts when the one before it in its stream and all
-that `Dependencies` names have ended. A SEND and its RECV are one event on the sender's send stream and the receiver's
-receive stream; a collective is one event on the collective streams of all stages of its group. Where communication
-blocks, a rank has a single stream.
+The model of execution is the simulator's. A rank has four streams: compute, sends, receives and collectives. A stream
+takes its actions in the order of the rank's row. An action starts when the action before it in its stream and all its
+`Dependencies` have ended. A SEND and its RECV are one event, on the sender's send stream and the receiver's receive
+stream. A collective is one event on the collective streams of all stages of its group. If communication blocks, a rank
+has a single stream.
 
-Stricter than the simulator, a SEND or RECV also waits for the compute before it in the list: what comes to its end here
-does so on ranks that walk their lists and wait for each pass. Collectives need not wait for that; a rank that walks has
-to enter them ahead of its compute, as FSDP's prefetching does.
+One rule is stricter than the simulator's: a SEND or RECV also waits for the compute before it in the row. So a Program
+that completes here also completes on ranks that walk their rows and wait for each pass. Collectives do not wait for
+that compute: a rank must enter them ahead of it, as FSDP's prefetching does.
 
-Durations are nominal: backward takes twice as long as forward, communication nothing, and encoders in bubbles next to
-nothing, as what they do there is not to delay the backbone, nor to change the order in which it communicates.
+Durations are nominal: backward takes twice as long as forward, communication takes 0. Encoders in bubbles take almost
+0, because they must not delay the backbone or change the order in which it communicates.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from dataclasses import dataclass
 from motet.schedule.dependencies import COLLECTIVES, PARTNERS, Dependencies, partner
 from motet.schedule.program import COMPUTE_KINDS, Action, Kind, Program
 
-NOMINAL = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0, Kind.R: 1.0, Kind.STEP: 1.0}
-IN_BUBBLES = 1e-3
-"""Of a pass, for encoders in bubbles: more than nothing, so that what needs it comes after it."""
+NOMINAL_DURATIONS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0, Kind.R: 1.0, Kind.STEP: 1.0}
+BUBBLE_SHARE = 1e-3
+"""Nominal duration of encoders in bubbles, as a share of a pass. It is above 0, so that their consumers come later."""
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """start, end: of every action that takes place, in nominal forward passes. cycle: actions of which each waits for
-    the next, and the last for the first; empty if there is no deadlock.
+    """The result of a dry run.
+
+    start, end: of every action that takes place, in nominal forward passes.
+    cycle:      a deadlock: each action waits for the next, the last for the first. Empty if there is none.
     """
 
     start: Mapping[Action, float]
@@ -40,7 +42,7 @@ class DryRun:
 
 
 def stream_of(kind: Kind) -> str:
-    """The stream of its rank that an action of this kind occupies."""
+    """The stream of a rank that actions of a kind occupy."""
     if kind in COMPUTE_KINDS:
         return "compute"
     if kind in COLLECTIVES:
@@ -49,18 +51,23 @@ def stream_of(kind: Kind) -> str:
 
 
 def event_of(action: Action, program: Program) -> tuple[object, ...]:
-    """What an action takes part in: the same for both ends of a transfer, and for all stages in a collective."""
+    """The key of the event that an action is part of: equal for both ends of a transfer, and for all stages of a
+    collective.
+    """
     if action.kind in (Kind.RECV_F, Kind.RECV_B):
         return partner(action) or action
     group = program.stages[action.stage].group
     if action.kind in COLLECTIVES and group >= 0:
-        towards = program.stages[action.peer].group if action.peer >= 0 else -1
-        return (action.kind, group, action.microbatch, action.part, towards)
+        peer_group = program.stages[action.peer].group if action.peer >= 0 else -1
+        return (action.kind, group, action.microbatch, action.part, peer_group)
     return action
 
 
 def dry_run(program: Program, *, blocking: bool = False) -> DryRun:
-    """Run a Program whose actions are all different. blocking: communication holds the compute stream. O(actions)."""
+    """Run a Program, whose actions must all be different. O(actions).
+
+    blocking: communication occupies the compute stream.
+    """
     graph = _Graph(program, blocking)
     start = [0.0] * len(graph.members)
     end = list(graph.duration)
@@ -81,7 +88,10 @@ def dry_run(program: Program, *, blocking: bool = False) -> DryRun:
 
 
 class _Graph:
-    """Events, numbered, and which comes before which."""
+    """The events of a Program, by number.
+
+    members: the actions of an event. before, after: the events that it waits for, and those that wait for it.
+    """
 
     def __init__(self, program: Program, blocking: bool) -> None:
         number: dict[tuple[object, ...], int] = {}
@@ -115,7 +125,7 @@ class _Graph:
         self.after[before].append(after)
 
     def cycle(self, waiting: list[int]) -> tuple[Action, ...]:
-        """Events that wait for each other in a ring, from the lowest-numbered one that is part of the one found."""
+        """A ring of events that wait for each other, from its lowest number on. waiting: unfinished predecessors."""
         seen: dict[int, None] = {}
         event = next(event for event, count in enumerate(waiting) if count)
         while event not in seen:
@@ -128,10 +138,12 @@ class _Graph:
 
 
 def _durations(members: list[list[Action]], program: Program) -> list[float]:
-    """Of events; the parts of a pass share its duration."""
+    """The nominal duration of each event. The parts of a pass share its duration evenly."""
     num_parts = Counter(action[:3] for event in members for action in event)
-    share = [IN_BUBBLES if stage.microbatches else 1.0 for stage in program.stages]
+    share = [BUBBLE_SHARE if stage.microbatches else 1.0 for stage in program.stages]
     return [
-        NOMINAL.get(first.kind, 0.0) * (1.0 if first.kind is Kind.STEP else share[first.stage]) / num_parts[first[:3]]
+        NOMINAL_DURATIONS.get(first.kind, 0.0)
+        * (1.0 if first.kind is Kind.STEP else share[first.stage])
+        / num_parts[first[:3]]
         for first, *_ in members
     ]

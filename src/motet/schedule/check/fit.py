@@ -1,6 +1,6 @@
 """Whether a Plan fits its model and its cluster: every layer is held once, every rank exists, every count divides.
 
-What is wrong is said in one sentence that names the unit, module or key, and what would be right.
+An error is one sentence: it names the unit, module or key, and says what would be right.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ from motet.core.errors import UserError
 from motet.core.limits import check_size
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
+from motet.schedule.plan_units import backbone_unit, colocated_units, pipelined_units
 
 MAX_MICROBATCHES = 100_000
-"""Of a replica in a step. Real steps take up to thousands; a mistyped batch size would fill the host's memory."""
+"""Most microbatches of a replica in a step. Real steps take up to thousands; a mistyped batch size takes the host's
+memory."""
 _CHUNKS = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_v": 2, "data_parallel": 1}
+"""Stages on each pipeline rank of the backbone, by schedule. "interleaved_1f1b" takes any number from 2."""
 
 
 def check_fit(plan: Plan) -> None:
-    """Raises UserError for the first thing that does not fit. O(layers + units^2)."""
+    """Refuse a Plan that does not fit: raises UserError for the first thing that is wrong. O(layers + units^2)."""
     _check_units(plan)
     _check_layers(plan)
     _check_order(plan)
@@ -27,22 +30,6 @@ def check_fit(plan: Plan) -> None:
     _check_batch(plan)
     _check_schedule(plan)
     _check_examples(plan)
-
-
-def backbone_unit(plan: Plan) -> Unit:
-    return plan.unit_of(BACKBONE)
-
-
-def colocated_units(plan: Plan) -> tuple[Unit, ...]:
-    """Encoder units that run in the bubbles of the backbone's, on its ranks (Optimus section 3.1)."""
-    backbone = backbone_unit(plan)
-    return tuple(unit for unit in plan.units if unit is not backbone and unit.first_rank == backbone.first_rank)
-
-
-def pipelined_units(plan: Plan) -> tuple[Unit, ...]:
-    """The units that have ranks of their own, the backbone's among them."""
-    colocated = colocated_units(plan)
-    return tuple(unit for unit in plan.units if unit not in colocated)
 
 
 def _check_units(plan: Plan) -> None:
@@ -59,16 +46,29 @@ def _check_units(plan: Plan) -> None:
             raise UserError(
                 f"unit {unit.name!r}: shard_size is {unit.shard_size}; it must divide dp, {unit.dp}, or be 0."
             )
-        if not unit.stages or any(sum(stage.values()) < 1 or min(stage.values()) < 1 for stage in unit.stages):
-            raise UserError(f"unit {unit.name!r} has a stage without layers, or a module without; all need at least 1.")
+        _check_stages(unit)
         _check_recompute(unit)
+
+
+def _check_stages(unit: Unit) -> None:
+    if not unit.stages:
+        raise UserError(f"unit {unit.name!r} has no stages; it needs at least one.")
+    for number, stage in enumerate(unit.stages):
+        if not stage:
+            raise UserError(f"stage {number} of unit {unit.name!r} has no layers; give it some or remove it.")
+        for module, count in stage.items():
+            if count < 1:
+                raise UserError(
+                    f"stage {number} of unit {unit.name!r} assigns {count} layers to {module!r}; use at least 1 or "
+                    "remove it."
+                )
 
 
 def _check_recompute(unit: Unit) -> None:
     if unit.recompute and len(unit.recompute) != len(unit.stages):
         raise UserError(
-            f"unit {unit.name!r}: recompute is said for {len(unit.recompute)} stages of {len(unit.stages)}; "
-            "it must be for all or none."
+            f"unit {unit.name!r}: recompute is given for {len(unit.recompute)} stages of {len(unit.stages)}; "
+            "give it for all or none."
         )
     for number, (recompute, stage) in enumerate(zip(unit.recompute, unit.stages)):
         for module, count in recompute.items():
@@ -87,7 +87,7 @@ def _check_layers(plan: Plan) -> None:
     for name in [*held, *(name for unit in plan.units for name in unit.replicated)]:
         if name not in {module.name for module in plan.model.modules}:
             names = ", ".join(module.name for module in plan.model.modules)
-            raise UserError(f"the plan places module {name!r}, which {plan.model.name} has not; it has {names}.")
+            raise UserError(f"the plan has module {name!r}, but {plan.model.name} does not; it has {names}.")
     for module in plan.model.modules:
         units = [unit.name for unit in plan.units if module.name in unit.modules]
         if len(units) > 1:
@@ -95,7 +95,7 @@ def _check_layers(plan: Plan) -> None:
         replicated = any(module.name in unit.replicated for unit in plan.units)
         count = held[module.name]
         if replicated and count:
-            raise UserError(f"module {module.name!r} is replicated, and in stages; it must be either.")
+            raise UserError(f"module {module.name!r} is replicated and also in stages; it must be one or the other.")
         if not replicated and count != len(module.blocks):
             raise UserError(f"module {module.name!r} has {len(module.blocks)} layers; the plan's stages hold {count}.")
     if BACKBONE not in held:
@@ -106,7 +106,7 @@ def _check_layers(plan: Plan) -> None:
 
 
 def _check_order(plan: Plan) -> None:
-    """Within a unit modules come in the order of the data; between units there is no circle."""
+    """Modules of a unit come in the order of the data, and the edges between units form no circle."""
     replicated = {name for unit in plan.units for name in unit.replicated}
     for source, sink in plan.model.edges:
         unit, other = plan.unit_of(source), plan.unit_of(sink)
@@ -116,24 +116,25 @@ def _check_order(plan: Plan) -> None:
             raise UserError(
                 f"{source!r} feeds {sink!r}; what runs in the backbone's bubbles may feed the backbone alone."
             )
-        if unit is other and source not in replicated and _places(unit, source)[-1] > _places(unit, sink)[0]:
+        if unit is other and source not in replicated and _stages_of(unit, source)[-1] > _stages_of(unit, sink)[0]:
             raise UserError(f"unit {unit.name!r}: {source!r} feeds {sink!r}, so its stages must not come after.")
     left = list(plan.units)
     feeds = {(plan.unit_of(source).name, plan.unit_of(sink).name) for source, sink in plan.model.edges}
     while left:
-        free = [
+        first = [
             unit for unit in left if not any((other.name, unit.name) in feeds for other in left if other is not unit)
         ]
-        if not free:
+        if not first:
             names = ", ".join(unit.name for unit in left)
             raise UserError(
                 f"units {names} feed each other in a circle; a module between two others needs its own unit."
             )
-        left = [unit for unit in left if unit not in free]
+        left = [unit for unit in left if unit not in first]
 
 
-def _places(unit: Unit, module: str) -> list[int]:
-    return [number for number, stage in enumerate(unit.stages) if module in stage]
+def _stages_of(unit: Unit, module: str) -> list[int]:
+    """The indices of a unit's stages that run layers of a module."""
+    return [index for index, stage in enumerate(unit.stages) if module in stage]
 
 
 def _check_ranks(plan: Plan) -> None:
@@ -158,8 +159,8 @@ def _check_ranks(plan: Plan) -> None:
             )
         if unit.zero > 1:
             raise UserError(
-                f"unit {unit.name!r}: zero is {unit.zero}; what runs in bubbles takes other microbatches on each "
-                "replica, so it must be 0 or 1."
+                f"unit {unit.name!r}: zero is {unit.zero}; it must be 0 or 1, because replicas in bubbles take "
+                "different microbatches."
             )
         if len(unit.stages) != unit.pp:
             raise UserError(
@@ -172,30 +173,32 @@ def _check_ranks(plan: Plan) -> None:
 
 
 def _check_batch(plan: Plan) -> None:
-    """Every microbatch is whole on every replica, and there is one for every encoder pipeline."""
+    """Every replica takes whole microbatches, and every encoder pipeline gets at least one."""
     check_size(plan.batch_size, sum(unit.num_ranks for unit in pipelined_units(plan)))
     backbone = backbone_unit(plan)
-    taken = backbone.dp * plan.microbatch_size
-    if plan.microbatch_size < 1 or plan.batch_size < 1 or plan.batch_size % taken:
+    num_examples = backbone.dp * plan.microbatch_size  # of a microbatch, over all replicas of the backbone
+    if plan.microbatch_size < 1 or plan.batch_size < 1 or plan.batch_size % num_examples:
         raise UserError(
-            f"batch_size is {plan.batch_size}; it must be a multiple of dp * microbatch_size of the backbone, {taken}."
+            f"batch_size is {plan.batch_size}; it must be a multiple of dp * microbatch_size of the backbone, "
+            f"{num_examples}."
         )
-    if plan.batch_size // taken > MAX_MICROBATCHES:
+    num_microbatches = plan.batch_size // num_examples
+    if num_microbatches > MAX_MICROBATCHES:
         raise UserError(
-            f"batch_size is {plan.batch_size:,}, which is {plan.batch_size // taken:,} microbatches on each replica of "
+            f"batch_size is {plan.batch_size:,}, which is {num_microbatches:,} microbatches on each replica of "
             f"the backbone; there may be {MAX_MICROBATCHES:,}."
         )
     for unit in colocated_units(plan):
-        if plan.batch_size // taken < backbone.pp // unit.pp:
+        if num_microbatches < backbone.pp // unit.pp:
             raise UserError(
                 f"unit {unit.name!r} has {backbone.pp // unit.pp} pipelines beside each of the backbone's, which takes "
-                f"{plan.batch_size // taken} microbatches; each needs at least one."
+                f"{num_microbatches} microbatches; each needs at least one."
             )
     for unit in pipelined_units(plan):
-        if taken % unit.dp:
+        if num_examples % unit.dp:
             raise UserError(
-                f"unit {unit.name!r}: dp is {unit.dp}; it must divide the {taken} examples that are taken at a time "
-                "(dp * microbatch_size of the backbone)."
+                f"unit {unit.name!r}: dp is {unit.dp}; it must divide the {num_examples} examples that are taken at a "
+                "time (dp * microbatch_size of the backbone)."
             )
 
 
@@ -208,21 +211,21 @@ def _check_schedule(plan: Plan) -> None:
         )
     for unit in units:
         num_chunks, left = divmod(len(unit.stages), unit.pp)
-        wanted = _CHUNKS.get(kind) if unit is backbone else 1
-        if left or (wanted and num_chunks != wanted) or (wanted is None and num_chunks < 2):
-            right = f"{wanted} a pipeline rank" if wanted else "2 or more a pipeline rank, equally many on each"
+        needed = _CHUNKS.get(kind) if unit is backbone else 1
+        if left or (needed and num_chunks != needed) or (needed is None and num_chunks < 2):
+            right = f"{needed} a pipeline rank" if needed else "2 or more a pipeline rank, equally many on each"
             raise UserError(
                 f"unit {unit.name!r} has {len(unit.stages)} stages on {unit.pp} pipeline ranks; {kind!r} needs {right}."
             )
     if backbone.replicated and len(backbone.stages) > backbone.pp:
         raise UserError(
             f"unit {backbone.name!r} replicates {', '.join(backbone.replicated)} beside {len(backbone.stages)} stages "
-            f"on {backbone.pp} pipeline ranks, where a rank would compute it twice; there must be one stage on each."
+            f"on {backbone.pp} pipeline ranks; there must be one stage on each, or a rank would compute it twice."
         )
     if plan.deferred_warmup and kind != "interleaved_1f1b":
         raise UserError(f"deferred_warmup is of 'interleaved_1f1b'; the schedule is {kind!r}.")
     if plan.fills and not colocated_units(plan):
-        raise UserError("there are fills, but no unit that shares the backbone's ranks, whose work they would place.")
+        raise UserError("there are fills, but no unit shares the backbone's ranks; fills place the work of such units.")
     if kind == "data_parallel":
         _check_data_parallel(plan, backbone)
     elif plan.balance != "off":
@@ -230,7 +233,7 @@ def _check_schedule(plan: Plan) -> None:
 
 
 def _check_examples(plan: Plan) -> None:
-    """Whether the examples of a step may be dealt out and grouped as the Plan says."""
+    """`order` and `microbatch_caps` can be applied to the examples of a step."""
     caps = plan.microbatch_caps
     if plan.schedule == "data_parallel" and (plan.order != "given" or caps):
         raise UserError("order and microbatch_caps are of pipelines; under 'data_parallel' balance deals examples out.")
@@ -244,7 +247,7 @@ def _check_examples(plan: Plan) -> None:
         )
     for name, cap in caps.items():
         if cap < 1:
-            raise UserError(f"microbatch_caps: the one of {name!r} is {cap}; it must be at least 1.")
+            raise UserError(f"microbatch_caps: the cap of {name!r} is {cap}; it must be at least 1.")
     if len(sizes := {unit.dp for unit in pipelined_units(plan)}) > 1:
         raise UserError(
             f"with microbatch_caps all units must have as many replicas, so that each takes whole groups; they have "

@@ -1,9 +1,13 @@
-"""Proof that a Program can be executed and computes what training needs, or the place where it cannot.
+"""Proof that a Program can be executed and computes what training needs, or the action where it fails.
 
-What is proven: each stage makes each of its passes once, in parts that are complete; all data that crosses ranks is
-sent and received, and the sends and receives of two ranks match in order; all stages of a group enter the same
-collectives in the same order; what an action needs of its own rank stands before it in the list; a dry run by streams
-comes to its end (`dry_run` says what that means); activations fit into memory.
+The proof covers:
+
+- each stage runs each of its passes once, whole or in complete parts;
+- all data that crosses ranks is sent and received, and the sends and receives of two ranks match in order;
+- all stages of a group enter the same collectives in the same order;
+- an action stands after all actions of its own rank that it needs;
+- a dry run comes to its end (`dry_run.py`);
+- activations fit into memory.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from motet.schedule.program import EXCHANGES, FROM_SOURCE, WHOLE_RANK, Action, K
 
 _WITHOUT_MICROBATCH = (Kind.GATHER, Kind.GATHER_B, Kind.REDUCE, Kind.NORM, Kind.STEP)
 _NUM_SHOWN = 6
-"""Actions of a deadlock that its sentence names."""
+"""Number of actions of a deadlock that the error names."""
 
 
 def validate(
@@ -34,10 +38,10 @@ def validate(
     cap_bytes: float | Sequence[float] | None = None,
     blocking: bool = False,
 ) -> None:
-    """Prove that a Program can be executed; one without any SEND or RECV is taken as not having been given them yet.
+    """Prove that a Program can be executed. A Program without any SEND or RECV may still get them later.
 
-    held_bytes: what a forward pass leaves for backward, as of `high_water`. cap_bytes: what any rank, or each, may hold
-                of it at a time. Both or neither.
+    held_bytes: bytes that a forward pass keeps for backward, as for `high_water`.
+    cap_bytes:  bytes that a rank may hold at a time: one number, or one a rank. Give both or neither.
     blocking:   prove it for ranks that do nothing else while they communicate.
     Raises ScheduleError for a wrong Program, ArgumentError for wrong arguments. O(actions).
     """
@@ -72,23 +76,29 @@ def _check_memory(program: Program, held_bytes: ArrayLike, cap_bytes: float | Se
 
 
 class _Proof:
-    """The checks of one Program; each relies on those before it."""
+    """The checks of one Program. Each check relies on those before it.
+
+    position:     (rank, index in its row) of each action.
+    parts:        the parts of each pass, by (stage, kind, microbatch).
+    has_backward: whether a stage has any backward pass.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.place: dict[Action, tuple[int, int]] = {}
+        self.position: dict[Action, tuple[int, int]] = {}
         self.parts: dict[tuple[int, Kind, int], list[int]] = {}
         self.has_backward = [False] * program.num_stages
 
-    def refuse(self, sentence: str, *places: Action) -> ScheduleError:
-        """The error, at the first of these actions that is there, or else at the end of the rank of their stage."""
-        for action in places:
-            if action in self.place:
-                return ScheduleError(sentence, self.program, *self.place[action])
-        rank = self.program.stages[places[0].stage].rank
+    def refuse(self, sentence: str, *actions: Action) -> ScheduleError:
+        """The error, at the first of these actions that the Program has, else at the end of the row of their stage."""
+        for action in actions:
+            if action in self.position:
+                return ScheduleError(sentence, self.program, *self.position[action])
+        rank = self.program.stages[actions[0].stage].rank
         return ScheduleError(sentence, self.program, rank, len(self.program.actions[rank]))
 
     def check_stages(self) -> None:
+        """Stages are on ranks that exist, and edges join stages that exist, once."""
         num_ranks, num_stages = self.program.num_ranks, self.program.num_stages
         for number, stage in enumerate(self.program.stages):
             if not 0 <= stage.rank < num_ranks:
@@ -100,30 +110,32 @@ class _Proof:
                 raise ScheduleError(sentence, self.program, stage.rank, 0)
         for (source, sink), count in Counter(self.program.edges).items():
             if count > 1 or not (0 <= source < num_stages and 0 <= sink < num_stages):
-                found = f"is there {count} times" if count > 1 else "names a stage that the Program does not have"
-                sentence = f"Edge {source}>{sink} {found}; an edge joins two of the {num_stages} stages, once."
+                wrong = f"is there {count} times" if count > 1 else "names a stage that the Program does not have"
+                sentence = f"Edge {source}>{sink} {wrong}; an edge joins two of the {num_stages} stages, once."
                 raise ScheduleError(sentence, self.program, 0, 0)
 
     def check_actions(self) -> None:
+        """Every action is on the rank of its stage, occurs once, and has a microbatch, a part and a peer that exist."""
         edges = set(self.program.edges)
         for rank, row in enumerate(self.program.actions):
             for index, action in enumerate(row):
                 if wrong := self._wrong_in(action, rank, edges):
                     raise ScheduleError(f"{action} on rank {rank} {wrong}.", self.program, rank, index)
-                self.place[action] = (rank, index)
+                self.position[action] = (rank, index)
                 self.parts.setdefault(action[:3], []).append(action.part)
                 self.has_backward[action.stage] |= action.kind in (Kind.B, Kind.I, Kind.W)
 
     def _wrong_in(self, action: Action, rank: int, edges: set[tuple[int, int]]) -> str:
+        """What is wrong with an action, as the rest of a sentence; "" if nothing is."""
         stage, kind, microbatch, part, peer = action
         if not 0 <= stage < self.program.num_stages:
             return f"is of a stage that the Program does not have; it has {self.program.num_stages}"
         if self.program.stages[stage].rank != rank:
             return f"is out of place: stage {stage} is on rank {self.program.stages[stage].rank}"
-        if action in self.place:
+        if action in self.position:
             return "is there twice; once is enough"
         if kind in WHOLE_RANK and any(
-            other.kind is kind for other in self.program.actions[rank] if other in self.place
+            other.kind is kind for other in self.program.actions[rank] if other in self.position
         ):
             return f"is a second {kind} of its rank; one is for all its stages"
         if not (0 <= microbatch < self.program.num_microbatches or (microbatch == -1 and kind in _WITHOUT_MICROBATCH)):
@@ -137,6 +149,7 @@ class _Proof:
         return "" if part == -1 else "is a part, which transfers and exchanges are never in"
 
     def check_passes(self) -> None:
+        """Every stage has each of its passes once, and gets the gradients that its backward pass needs."""
         for source, sink in self.program.edges:
             if self.has_backward[source] and not self.has_backward[sink]:
                 sentence = (
@@ -155,23 +168,23 @@ class _Proof:
                 self._check_pass(Action(stage, Kind.R, microbatch), taken and backward and recomputed)
 
     def _check_pass(self, action: Action, needed: bool) -> None:
-        found = self.parts.get(action[:3], [])
-        if needed and (found == [-1] or (found and sorted(found) == list(range(len(found))))):
-            return
-        if not needed and not found:
+        """A needed pass is whole or in parts 0, 1, ...; a pass that is not needed is absent."""
+        parts = self.parts.get(action[:3], [])
+        is_complete = parts == [-1] or (bool(parts) and sorted(parts) == list(range(len(parts))))
+        if is_complete if needed else not parts:
             return
         rank = self.program.stages[action.stage].rank
-        if not found:
+        if not parts:
             sentence = f"{action} is missing on rank {rank}: no pass of its stage may be left out."
         elif not needed:
             sentence = f"{action} on rank {rank} has no place beside the other passes of its microbatch."
         else:
-            sentence = f"{action} on rank {rank} is in parts {sorted(found)}; it must be whole, or in all parts from 0."
-        raise self.refuse(sentence, *(action._replace(part=part) for part in found), action._replace(kind=Kind.F))
+            sentence = f"{action} on rank {rank} is in parts {sorted(parts)}; it must be whole, or in all parts from 0."
+        raise self.refuse(sentence, *(action._replace(part=part) for part in parts), action._replace(kind=Kind.F))
 
     def check_edges(self) -> None:
-        """Where anything is sent, all that crosses ranks is."""
-        if not any(action.kind in PARTNERS for action in self.place):
+        """If the Program has any SEND or RECV, all data that crosses ranks is received or exchanged."""
+        if not any(action.kind in PARTNERS for action in self.position):
             return
         stages = self.program.stages
         for source, sink in self.program.edges:
@@ -185,26 +198,27 @@ class _Proof:
                     self._check_received(Action(source, Kind.RECV_B, microbatch, peer=sink), Kind.EXCHANGE_B)
 
     def _check_received(self, receive: Action, exchange: Kind) -> None:
+        """The Program has a RECV, or an exchange in its stead."""
         stage, kind, microbatch, _, peer = receive
         source, sink = (peer, stage) if kind is Kind.RECV_F else (stage, peer)
-        if receive not in self.place and Action(source, exchange, microbatch, peer=sink) not in self.place:
+        if receive not in self.position and Action(source, exchange, microbatch, peer=sink) not in self.position:
             consumers = (Kind.F,) if kind is Kind.RECV_F else (Kind.B, Kind.I)
             near = [Action(stage, consumer, microbatch, part) for consumer in consumers for part in (-1, 0)]
             raise self.refuse(f"{receive} is missing on rank {self.program.stages[stage].rank}.", *near)
 
     def check_transfers(self) -> None:
-        """The n-th SEND of a rank to another one belongs to the n-th RECV there."""
+        """The n-th SEND of a rank to another rank is the other end of the n-th RECV there."""
         stages = self.program.stages
         sent: dict[tuple[int, int], deque[Action]] = {}
-        for action, (rank, _) in self.place.items():
+        for action, (rank, _) in self.position.items():
             if other := partner(action):
-                if other not in self.place:
+                if other not in self.position:
                     raise self.refuse(
                         f"{action} on rank {rank} has no {other} on rank {stages[other.stage].rank}.", action
                     )
                 if action.kind in (Kind.SEND_F, Kind.SEND_B):
                     sent.setdefault((rank, stages[other.stage].rank), deque()).append(other)
-        for action, (rank, _) in self.place.items():
+        for action, (rank, _) in self.position.items():
             if action.kind in (Kind.RECV_F, Kind.RECV_B):
                 sender = stages[action.peer].rank
                 expected = sent[sender, rank].popleft()
@@ -213,37 +227,40 @@ class _Proof:
                     raise self.refuse(sentence, action)
 
     def check_collectives(self) -> None:
-        """All stages of a group enter the same ones, in the same order."""
+        """All stages of a group enter the same collectives, in the same order."""
         entered: dict[int, list[Action]] = {
             number: [] for number, stage in enumerate(self.program.stages) if stage.group >= 0
         }
-        for action in self.place:
+        for action in self.position:
             if action.kind in COLLECTIVES and action.stage in entered:
                 entered[action.stage].append(action)
         first: dict[int, int] = {}
         for number, actions in entered.items():
-            model = first.setdefault(self.program.stages[number].group, number)
-            for ours, theirs in zip_longest(actions, entered[model]):
+            other = first.setdefault(self.program.stages[number].group, number)
+            for ours, theirs in zip_longest(actions, entered[other]):
                 if not (ours and theirs and event_of(ours, self.program) == event_of(theirs, self.program)):
                     sentence = (
-                        f"Stage {number} enters {ours or 'no collective'} where stage {model} of its group enters "
+                        f"Stage {number} enters {ours or 'no collective'} where stage {other} of its group enters "
                         f"{theirs or 'none'}; all must enter the same collectives in the same order."
                     )
                     raise self.refuse(sentence, *(action for action in (ours, theirs) if action))
 
     def check_order(self) -> None:
-        """What an action needs of its own rank stands before it; gathers alone are held back by what comes later."""
+        """An action stands after all actions of its own rank that it needs. Gathers are excepted: a gather stands ahead
+        of the pass that frees its memory.
+        """
         dependencies = Dependencies(self.program)
-        for action, (rank, index) in self.place.items():
+        for action, (rank, index) in self.position.items():
             if action.kind in (Kind.GATHER, Kind.GATHER_B):
                 continue
             for needed in dependencies.of(action):
-                if self.place[needed][0] == rank and self.place[needed][1] > index:
+                if self.position[needed][0] == rank and self.position[needed][1] > index:
                     raise self.refuse(f"{action} on rank {rank} stands before {needed}, which it needs.", action)
 
     def check_deadlock(self, blocking: bool) -> None:
+        """A dry run comes to its end."""
         cycle = dry_run(self.program, blocking=blocking).cycle
         if cycle:
             names = [*map(str, cycle[:_NUM_SHOWN]), *["..."] * (len(cycle) > _NUM_SHOWN), str(cycle[0])]
             waits = ", which waits for ".join(names[1:])
-            raise self.refuse(f"Deadlock on rank {self.place[cycle[0]][0]}: {names[0]} waits for {waits}.", cycle[0])
+            raise self.refuse(f"Deadlock on rank {self.position[cycle[0]][0]}: {names[0]} waits for {waits}.", cycle[0])

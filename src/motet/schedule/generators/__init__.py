@@ -1,1 +1,1 @@
-"""Generators: the compute actions of a Program, a schedule a file. Its words: docs/glossary.md."""
+"""Generators: each makes the compute actions of a Program in one schedule. Words: docs/glossary.md."""

@@ -1,4 +1,4 @@
-"""A chain of stages, each feeding the next: what the generators of this folder share."""
+"""A chain of stages, each of which feeds the next. The generators of this folder share these functions."""
 
 from __future__ import annotations
 
@@ -29,14 +29,18 @@ def check_counts(schedule: str, **counts: int) -> None:
 
 
 def backward_flags(schedule: str, has_backward: Sequence[bool] | None, num_stages: int) -> list[bool]:
-    """has_backward, or all True. Only leading stages may lack a backward pass: gradients come from the chain's end."""
+    """has_backward, or all True.
+
+    Only leading stages may have no backward pass, because gradients come from the chain's end. Raises ArgumentError for
+    other flags, and for another number of flags than stages.
+    """
     flags = [True] * num_stages if has_backward is None else list(has_backward)
     if len(flags) != num_stages:
         raise ArgumentError(f"{schedule}: has_backward has {len(flags)} flags; it must have one a stage, {num_stages}.")
     if flags != sorted(flags):
         stage = next(stage for stage in range(1, num_stages) if flags[stage - 1] and not flags[stage])
         raise ArgumentError(
-            f"{schedule}: stage {stage} has no backward pass, but stage {stage - 1} before it has one, which needs a "
-            "gradient from it; only leading stages may have none."
+            f"{schedule}: stage {stage} has no backward pass, but stage {stage - 1} needs a gradient from it; only "
+            "leading stages may have no backward pass."
         )
     return flags

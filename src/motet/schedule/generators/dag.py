@@ -1,8 +1,9 @@
-"""Schedules of stages that feed each other as any directed acyclic graph, each on a program rank of its own.
+"""Schedules of stages that form a directed acyclic graph, each on a program rank of its own.
 
-1F1B across modules (Cornstarch section 4.1, Figure 6c): a stage from which the longest way to an end of the graph takes
-d stages runs d forward passes first, then takes turns. It cannot deadlock: F of microbatch i at time 2 i - d and B of
-it at 2 i + 1 + d put every pass after all that it needs, as d falls by at least 1 along an edge. On a chain it is 1F1B.
+1F1B across modules (Cornstarch section 4.1, Figure 6c): let d be the number of stages after a stage on the longest path
+to an end of the graph. The stage runs d forward passes, then one forward and one backward pass in turn. On a chain this
+is 1F1B. It cannot deadlock: if F of microbatch i runs at time 2 i - d and B at 2 i + 1 + d, every pass runs after all
+that it needs, because d falls by at least 1 along an edge.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ Edges = Sequence[tuple[int, int]]
 def dag_1f1b(
     stages: Sequence[Stage], edges: Edges, num_microbatches: int, has_backward: Sequence[bool] | None = None
 ) -> Program:
-    """A Program without communication in which every stage runs 1F1B; stages are on ranks of their own.
+    """A Program without communication in which every stage runs 1F1B on a rank of its own.
 
-    has_backward: per stage; a stage that has none (frozen, and nothing before it learns) runs its forward passes only.
-    Raises ArgumentError for edges that form a circle, two stages on one rank, or a stage that owes a gradient to one
-    before it and has no backward pass. O(edges + stages * microbatches).
+    has_backward: per stage. A stage without it (it is frozen, and so is all before it) runs forward passes only.
+    Raises ArgumentError for edges that form a circle, for two stages on one rank, and for a stage without a backward
+    pass if a stage that feeds it has one. O(edges + stages * microbatches).
     """
     backward = _checked(stages, edges, num_microbatches, has_backward)
     num_aheads = [min(distance, num_microbatches) for distance in distances(len(stages), edges)]
@@ -33,13 +34,16 @@ def dag_1f1b(
 def dag_gpipe(
     stages: Sequence[Stage], edges: Edges, num_microbatches: int, has_backward: Sequence[bool] | None = None
 ) -> Program:
-    """The same with all forward passes before all backward passes."""
+    """As `dag_1f1b`, but every stage runs all forward passes before all backward passes."""
     backward = _checked(stages, edges, num_microbatches, has_backward)
     return _program(stages, edges, num_microbatches, backward, [num_microbatches] * len(stages))
 
 
 def distances(num_stages: int, edges: Edges) -> list[int]:
-    """Per stage, the stages after it on the longest way to an end. Raises ArgumentError for a circle. O(edges)."""
+    """Per stage, the number of stages after it on the longest path to an end of the graph.
+
+    Raises ArgumentError for edges that form a circle. O(edges).
+    """
     sources: list[list[int]] = [[] for _ in range(num_stages)]
     num_waiting = [0] * num_stages
     for source, sink in edges:
@@ -47,21 +51,22 @@ def distances(num_stages: int, edges: Edges) -> list[int]:
             raise ArgumentError(f"edge ({source}, {sink}) names a stage that is none of the {num_stages}.")
         sources[sink].append(source)
         num_waiting[source] += 1
-    found = [0] * num_stages
+    distance = [0] * num_stages
     ready = [stage for stage in range(num_stages) if num_waiting[stage] == 0]
-    for sink in ready:
+    for sink in ready:  # grows while it is walked
         for source in sources[sink]:
-            found[source] = max(found[source], found[sink] + 1)
+            distance[source] = max(distance[source], distance[sink] + 1)
             num_waiting[source] -= 1
             if num_waiting[source] == 0:
                 ready.append(source)
     if len(ready) < num_stages:
         circle = min(set(range(num_stages)) - set(ready))
         raise ArgumentError(f"stage {circle} feeds itself by way of its edges; edges must not form a circle.")
-    return found
+    return distance
 
 
 def _checked(stages: Sequence[Stage], edges: Edges, num_microbatches: int, flags: Sequence[bool] | None) -> list[bool]:
+    """has_backward of each stage, once all arguments are checked."""
     if not stages:
         raise ArgumentError("there is no stage; a schedule needs at least one.")
     if num_microbatches < 1:

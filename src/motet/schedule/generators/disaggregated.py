@@ -1,10 +1,10 @@
 """Units with data-parallel sizes of their own, and the broker between them (MMScale section 4.1).
 
-All units take the same number of microbatches; one microbatch of a job is divided evenly over the replicas of a unit,
-so that a unit with fewer replicas takes more examples at a time. With g the greatest common divisor of the units' sizes
-the job falls into g *islands* that never speak to each other (between two units alone, their gcd is the number of
-brokers): unit u has dp_u / g replicas in each. Islands are alike, so a Program holds one. Replica i of n has the
-examples in [i/n, (i+1)/n) of an island's microbatch, and where the shares of two replicas overlap an edge joins them.
+All units take the same number of microbatches. The replicas of a unit divide a microbatch of the job evenly, so a unit
+with fewer replicas takes more examples at a time. Let g be the greatest common divisor of the units' dp. The job falls
+into g *islands* that never communicate, each with dp_u / g replicas of unit u. (Between two units, g is the number of
+brokers.) Islands are alike, so a Program holds one. Replica i of n has the examples [i/n, (i+1)/n) of an island's
+microbatch. An edge joins two replicas that share examples.
 """
 
 from __future__ import annotations
@@ -22,14 +22,35 @@ from motet.schedule.program import Program, Stage
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The stages of a unit, named by the modules that they run, one after the other, and how many replicas it has."""
+    """A unit as the generators see it.
+
+    modules: a name for each stage, after the modules that it runs.
+    dp:      number of replicas.
+
+    Example:
+        >>> from motet.schedule import disaggregated
+        >>> encoder, backbone = Pipeline(("image",), dp=2), Pipeline(("backbone",), dp=1)
+        >>> disaggregated([encoder, backbone], [UnitEdge(0, 1)], num_microbatches=4).edges
+        ((0, 2), (1, 2))
+    """
 
     modules: tuple[str, ...]
     dp: int = 1
 
 
 class UnitEdge(NamedTuple):
-    """One unit feeds another: from the replicas of a stage of it to those of a stage of the other."""
+    """One unit feeds another.
+
+    source, sink: indices of the units.
+    source_stage, sink_stage: the stages that the edge joins, by index in their units; by default the last and the
+    first.
+
+    Example:
+        >>> from motet.schedule import disaggregated
+        >>> units = [Pipeline(("image", "image")), Pipeline(("backbone", "backbone"))]
+        >>> disaggregated(units, [UnitEdge(source=0, sink=1)], num_microbatches=4).edges
+        ((0, 1), (2, 3), (1, 2))
+    """
 
     source: int
     sink: int
@@ -39,9 +60,12 @@ class UnitEdge(NamedTuple):
 
 @dataclass(frozen=True)
 class Island:
-    """The smallest part of a job that is told apart: stages by unit, replica and place; edges, and what each carries.
+    """The stages and edges of one island.
 
-    shares: per edge, the share of its source's output that it carries.
+    stages:       by unit, replica, and index in the unit.
+    edges:        (source, sink): stages.
+    shares:       per edge, the share of its source's output that it carries.
+    num_replicas: per unit, in the island.
     """
 
     stages: tuple[Stage, ...]
@@ -56,35 +80,38 @@ def disaggregated(
     num_microbatches: int,
     has_backward: Sequence[Sequence[bool]] | None = None,
 ) -> Program:
-    """One island of units that feed each other, in 1F1B across units, without communication.
+    """The Program of one island of units that feed each other: 1F1B across units, without communication.
 
-    feeds: pairs of units, by place; the last stages of the one feed the first of the other, or those that are named.
-    has_backward: per unit and stage. Raises ArgumentError as `dag_1f1b` does, or for a size below 1.
+    has_backward: per unit and stage.
+    Raises ArgumentError as `dag_1f1b` does, and for a unit without stages or with dp below 1.
     """
-    whole = island(units, feeds)
+    joined = island(units, feeds)
     flags = None
     if has_backward is not None:
-        flags = [flag for unit, number in zip(has_backward, whole.num_replicas) for flag in list(unit) * number]
-    return dag_1f1b(whole.stages, whole.edges, num_microbatches, flags)
+        flags = [flag for unit, number in zip(has_backward, joined.num_replicas) for flag in list(unit) * number]
+    return dag_1f1b(joined.stages, joined.edges, num_microbatches, flags)
 
 
 def broker(num_sources: int, num_sinks: int) -> list[tuple[int, int, Fraction]]:
-    """(source, sink, share of the source's output) for all replicas that share examples; O(sources + sinks) of them."""
-    found = []
+    """(source, sink, share of the source's output) for each pair of replicas that share examples.
+
+    The length is at most num_sources + num_sinks - 1.
+    """
+    pairs = []
     for source in range(num_sources):
         first = source * num_sinks // num_sources
         last = ((source + 1) * num_sinks - 1) // num_sources
         for sink in range(first, last + 1):
             begin = max(Fraction(source, num_sources), Fraction(sink, num_sinks))
             end = min(Fraction(source + 1, num_sources), Fraction(sink + 1, num_sinks))
-            found.append((source, sink, (end - begin) * num_sources))
-    return found
+            pairs.append((source, sink, (end - begin) * num_sources))
+    return pairs
 
 
 def island(units: Sequence[Pipeline], feeds: Sequence[UnitEdge]) -> Island:
-    """The stages of one island and its edges: those within the replicas of each unit, then those between units.
+    """The stages and edges of one island. Edges within the replicas of units come first, then edges between units.
 
-    Replicas of a stage form a group. Raises ArgumentError for a unit without stages, or a dp below 1.
+    Replicas of a stage form a group. Raises ArgumentError for a unit without stages or with dp below 1.
     """
     for unit in units:
         if unit.dp < 1 or not unit.modules:
@@ -98,8 +125,8 @@ def island(units: Sequence[Pipeline], feeds: Sequence[UnitEdge]) -> Island:
         numbers.append([])
         for _ in range(replicas):
             first = len(stages)
-            for place, module in enumerate(unit.modules):
-                stages.append(Stage(len(stages), module, groups + place if replicas > 1 else -1))
+            for index, module in enumerate(unit.modules):
+                stages.append(Stage(len(stages), module, groups + index if replicas > 1 else -1))
             numbers[-1].append(range(first, len(stages)))
         groups += len(unit.modules) if replicas > 1 else 0
     joined = [(stage, stage + 1, Fraction(1)) for unit in numbers for one in unit for stage in one[:-1]]

@@ -9,9 +9,9 @@ from motet.schedule.program import Action, Kind, Program
 
 
 def gpipe(num_stages: int, num_microbatches: int, *, has_backward: Sequence[bool] | None = None) -> Program:
-    """Stage s on rank s; no communication yet. Every stage holds the activations of all microbatches.
+    """A Program with stage s on rank s, without communication. Every stage holds the activations of all microbatches.
 
-    has_backward: per stage; leading stages may have none, where nothing learns in them nor before them.
+    has_backward: per stage; leading stages that are frozen may have none.
     With equal stage times the makespan is (num_microbatches + num_stages - 1) (forward + backward).
     Raises ArgumentError for counts below 1 and for flags that are not False ... True. O(actions).
     """

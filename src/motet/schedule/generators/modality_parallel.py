@@ -1,8 +1,8 @@
 """Encoders in a pipeline with an LLM (Cornstarch sections 2.2 and 4.1, Figures 1 and 6).
 
-Modality parallel: every module has ranks of its own, and encoders run beside each other. Replicated: the pipeline is
-the LLM's, and each of its stages computes all encoders whole before its own work (Llama 3's way). Encoders that are
-fused into stages before the LLM's ("colocated" in the paper) are a chain like any other.
+- Modality parallel: every module has ranks of its own, and encoders run beside each other.
+- Replicated: only the LLM has a pipeline. Each stage computes all encoders before its own layers, as in Llama 3.
+- Colocated: encoders are fused into stages before the LLM's. This is a chain like any other.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ def modality_parallel(
     generators: Mapping[str, int] | None = None,
     has_backward: Sequence[bool] | None = None,
 ) -> Program:
-    """1F1B across modules that each have stages of their own, stage s on rank s; without communication.
+    """A Program of 1F1B across modules that each have stages of their own, with stage s on rank s, without
+    communication.
 
-    encoders, generators: num_stages by name. Stages are numbered by encoder, then LLM, then generator, and so is
-    has_backward. With equal stages it takes (m - 1 + n_llm + the longest encoder)(f + b). Raises ArgumentError as
-    `dag_1f1b` does.
+    encoders, generators: number of stages by name.
+    has_backward:         per stage. Stages are numbered by encoder, then LLM, then generator.
+    With equal stage times the step takes (m - 1 + n_llm + stages of the longest encoder)(forward + backward).
+    Raises ArgumentError as `dag_1f1b` does.
     """
     after = dict(generators or {})
     num_stages = [*encoders.values(), num_llm_stages, *after.values()]
@@ -47,30 +49,32 @@ def modality_parallel(
 
 
 def add_replicas(program: Program, encoders: Mapping[str, bool], stages: Sequence[int] | None = None) -> Program:
-    """Let stages of a Program (all, if not said) run all encoders, for each microbatch, just before their own pass.
+    """The Program in which stages run all encoders, for each microbatch, right before their own forward pass.
 
-    encoders: by name, whether it has a backward pass, which runs right after the stage's. Replica e beside the n-th of
-    the stages becomes stage num_stages + e * len(stages) + n, feeds it, and forms a group with the encoder's other
-    replicas. Any schedule of whole passes will do; raises ArgumentError for passes in parts. O(actions * encoders).
+    encoders: by name, whether the encoder has a backward pass. It runs right after the stage's own.
+    stages:   the stages that run them; None is all.
+    The replica of encoder e beside the n-th of these stages is stage num_stages + e * len(stages) + n and feeds that
+    stage. The replicas of an encoder form a group. Raises ArgumentError for passes in parts. O(actions * encoders).
     """
-    beside = range(program.num_stages) if stages is None else stages
-    first = {stage: program.num_stages + place for place, stage in enumerate(beside)}
+    hosts = range(program.num_stages) if stages is None else stages
+    first = {stage: program.num_stages + index for index, stage in enumerate(hosts)}
     group = 1 + max((stage.group for stage in program.stages), default=-1)
-    added, edges = list(program.stages), list(program.edges)
+    new_stages, edges = list(program.stages), list(program.edges)
     for number, name in enumerate(encoders):
-        added += [Stage(program.stages[stage].rank, name, group + number) for stage in beside]
-        edges += [(first[stage] + number * len(beside), stage) for stage in beside]
-    learns = list(encoders.values())
+        new_stages += [Stage(program.stages[stage].rank, name, group + number) for stage in hosts]
+        edges += [(first[stage] + number * len(hosts), stage) for stage in hosts]
+    has_backward = list(encoders.values())
 
     def expanded(action: Action) -> list[Action]:
         if action.stage not in first or action.kind not in (Kind.F, Kind.B, Kind.I):
             return [action]
         if action.part >= 0:
             raise ArgumentError(f"{action} is a part of a pass; encoders are added to whole passes.")
-        own = [action._replace(stage=first[action.stage] + number * len(beside)) for number in range(len(learns))]
+        replicas = [first[action.stage] + number * len(hosts) for number in range(len(encoders))]
         if action.kind is Kind.F:
-            return [*own, action]
-        return [action, *(other._replace(kind=Kind.B) for other, learned in zip(own[::-1], learns[::-1]) if learned)]
+            return [*(action._replace(stage=stage) for stage in replicas), action]
+        reverse = zip(reversed(replicas), reversed(has_backward))
+        return [action, *(action._replace(stage=stage, kind=Kind.B) for stage, backward in reverse if backward)]
 
     rows = tuple(tuple(chain.from_iterable(map(expanded, row))) for row in program.actions)
-    return replace(program, stages=tuple(added), edges=tuple(edges), actions=rows)
+    return replace(program, stages=tuple(new_stages), edges=tuple(edges), actions=rows)

@@ -11,9 +11,11 @@ from motet.schedule.program import Action, Kind, Program
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int, *, has_backward: Sequence[bool] | None = None) -> Program:
-    """Stage s on rank s; no communication yet. It holds the activations of min(num_microbatches, num_stages - s).
+    """A Program with stage s on rank s, without communication.
 
-    has_backward: per stage; leading stages may have none, where nothing learns in them nor before them.
+    Stage s holds the activations of min(num_microbatches, num_stages - s) microbatches.
+
+    has_backward: per stage; leading stages that are frozen may have none.
     With equal stage times the makespan is GPipe's, (num_microbatches + num_stages - 1) (forward + backward).
     Raises ArgumentError for counts below 1 and for flags that are not False ... True. O(actions).
     """
@@ -26,7 +28,10 @@ def one_f_one_b(num_stages: int, num_microbatches: int, *, has_backward: Sequenc
 
 
 def alternate(stage: int, num_ahead: int, num_microbatches: int, backward: bool = True) -> list[Action]:
-    """`num_ahead` forward passes, then one forward and one backward in turn, then the backward passes that are left."""
+    """`num_ahead` forward passes, then one forward and one backward pass in turn, then the remaining backward passes.
+
+    With backward False, the forward passes alone.
+    """
     row = [Action(stage, Kind.F, microbatch) for microbatch in range(num_ahead)]
     for microbatch in range(num_microbatches if backward else 0):
         if microbatch + num_ahead < num_microbatches:

@@ -1,10 +1,11 @@
-"""Units that feed each other, of which one runs several chunks on each of its ranks (MMScale section 4: a virtual
-pipeline, which divides the time until the pipeline is full).
+"""Units that feed each other, one of which runs several chunks on each of its ranks (MMScale section 4: a virtual
+pipeline, which fills sooner).
 
-The backbone's ranks interleave their chunks as those of a lone pipeline do (`interleaved_1f1b.py`). The units around it
-run 1F1B. What feeds the backbone is as many microbatches ahead as its first stage takes in before it gives a gradient
-back, and by a group more, as it takes them in groups. What the backbone feeds has as much time to give one back as 1F1B
-would leave it, and a group's: the backbone's ranks warm up by as many passes more.
+- The ranks of the unit with chunks, the backbone's, interleave them as a lone pipeline does (`interleaved_1f1b.py`).
+- The other units run 1F1B. A stage before the backbone runs ahead by the microbatches that the backbone's first stage
+  holds at most, and by one group more, because the backbone takes microbatches in groups.
+- A stage after the backbone runs ahead as in plain 1F1B. The backbone's ranks wait for its gradients by more forward
+  passes in their warm-up (`num_after` of `interleaved_1f1b`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from motet.schedule.program import Action, Kind, Program
 
 
 def virtual_pipeline(
-    whole: Island,
+    island: Island,
     ranks: Sequence[int],
     chunked: Sequence[range],
     num_microbatches: int,
@@ -30,41 +31,45 @@ def virtual_pipeline(
 ) -> Program:
     """A Program without communication.
 
-    ranks:   the program rank of each stage. chunked: the stages of each replica of the unit that interleaves; stage s
-             of them is on its rank s % ranks of a replica. The other stages are on ranks of their own.
-    has_backward: per stage. Raises ArgumentError for edges that form a circle, and for counts below 1. O(actions).
+    ranks:        the program rank of each stage.
+    chunked:      the stages of each replica of the unit that interleaves. Stage s of a replica is on its rank
+                  s % (ranks of a replica). Every other stage is on a rank of its own.
+    has_backward: per stage; None is all.
+    Raises ArgumentError for edges that form a circle, and for counts below 1. O(actions).
     """
-    learns = [True] * len(whole.stages) if has_backward is None else list(has_backward)
-    to_end = distances(len(whole.stages), whole.edges)
+    backward = [True] * len(island.stages) if has_backward is None else list(has_backward)
+    to_end = distances(len(island.stages), island.edges)
+    num_ranks = len({ranks[stage] for stage in chunked[0]})  # of a replica
     rows: dict[int, tuple[Action, ...]] = {}
+    # 1. The unit that interleaves.
     for stages in chunked:
-        own = len({ranks[stage] for stage in stages})
         program = interleaved_1f1b(
-            own,
-            len(stages) // own,
+            num_ranks,
+            len(stages) // num_ranks,
             num_microbatches,
             deferred_warmup=deferred_warmup,
             num_after=to_end[stages[-1]],
         )
         for row, stage in zip(program.actions, stages):
-            moved = (action._replace(stage=action.stage + stages.start) for action in row)
-            rows[ranks[stage]] = tuple(action for action in moved if action.kind is Kind.F or learns[action.stage])
+            renumbered = (action._replace(stage=action.stage + stages.start) for action in row)
+            rows[ranks[stage]] = tuple(a for a in renumbered if a.kind is Kind.F or backward[a.stage])
+    # 2. The stages around it, in 1F1B.
     first = chunked[0].start
-    held = _held(rows[ranks[first]], first)
-    inside = {stage for stages in chunked for stage in stages}
-    for stage in range(len(whole.stages)):
-        if stage in inside:
+    num_held = _most_held(rows[ranks[first]], first)
+    interleaved = {stage for stages in chunked for stage in stages}
+    for stage in range(len(island.stages)):
+        if stage in interleaved:
             continue
-        before = to_end[stage] - to_end[first]
-        num_ahead = held - 1 + before + len({ranks[stage] for stage in chunked[0]}) - 1 if before > 0 else to_end[stage]
-        num_ahead = min(num_ahead, num_microbatches) if learns[stage] else num_microbatches
-        rows[ranks[stage]] = tuple(alternate(stage, num_ahead, num_microbatches, learns[stage]))
-    placed = tuple(replace(stage, rank=rank) for stage, rank in zip(whole.stages, ranks, strict=True))
-    return Program(placed, whole.edges, tuple(rows[rank] for rank in range(len(rows))), num_microbatches)
+        distance = to_end[stage] - to_end[first]  # above 0: before the backbone
+        num_ahead = num_held - 1 + distance + num_ranks - 1 if distance > 0 else to_end[stage]
+        num_ahead = min(num_ahead, num_microbatches) if backward[stage] else num_microbatches
+        rows[ranks[stage]] = tuple(alternate(stage, num_ahead, num_microbatches, backward[stage]))
+    stages_on_ranks = tuple(replace(stage, rank=rank) for stage, rank in zip(island.stages, ranks, strict=True))
+    return Program(stages_on_ranks, island.edges, tuple(rows[rank] for rank in range(len(rows))), num_microbatches)
 
 
-def _held(row: Sequence[Action], stage: int) -> int:
-    """The most microbatches that a stage has taken in and not given back."""
+def _most_held(row: Sequence[Action], stage: int) -> int:
+    """The most microbatches of which a stage has run F and not yet B."""
     most = held = 0
     for action in row:
         held += (action.kind is Kind.F) - (action.kind is Kind.B) if action.stage == stage else 0

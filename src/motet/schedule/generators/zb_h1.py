@@ -1,5 +1,5 @@
-"""ZB-H1: 1F1B with backward split into I and W, and W put off into the cool-down (Qi et al. 2024, "Zero Bubble Pipeline
-Parallelism", section 2.1, Figure 2).
+"""ZB-H1: 1F1B with backward split into I and W, and with W deferred into the cool-down (Qi et al. 2024, "Zero Bubble
+Pipeline Parallelism", section 2.1, Figure 2).
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from motet.schedule.program import Action, Kind, Program
 
 
 def zb_h1(num_stages: int, num_microbatches: int) -> Program:
-    """Stage s on rank s; no communication yet. Stage s computes W of a microbatch s microbatches after its I.
+    """A Program with stage s on rank s, without communication. Stage s runs W of a microbatch s microbatches after I.
 
-    So every stage holds the activations of at most min(num_microbatches, num_stages): the peak of 1F1B's first stage.
-    With equal stage times and num_microbatches >= num_stages, its bubble is (num_stages - 1) (F + I - W), but at least
-    the (num_stages - 1) F that the last stage waits at first.
+    Every stage holds the activations of at most min(num_microbatches, num_stages) microbatches, as 1F1B's first stage
+    does. With equal stage times and num_microbatches >= num_stages, the bubble of a rank is
+    (num_stages - 1) max(F, F + I - W): the last stage waits (num_stages - 1) F at first.
     Raises ArgumentError for counts below 1. O(actions).
     """
     check_counts("zb_h1", num_stages=num_stages, num_microbatches=num_microbatches)

@@ -1,6 +1,6 @@
-"""ZB-V: two chunks a rank, placed in a V, so that the rank that starts the model also ends it, and backward split into
-I and W (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 6, and "Pipeline Parallelism with Controllable
-Memory", section 3): no bubble between a rank's first and last pass, with no more activations than 1F1B holds.
+"""ZB-V: backward split into I and W, and two chunks a rank, in a V: rank 0 has the first and the last chunk (Qi et al.
+2024, "Zero Bubble Pipeline Parallelism", section 6, and "Pipeline Parallelism with Controllable Memory", section 3). A
+rank has no bubble between its first and last pass, and holds no more activations than under 1F1B.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from motet.schedule.program import Action, Kind, Program
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Program:
-    """Stage s < num_ranks is on rank s, stage s >= num_ranks on rank 2 num_ranks - 1 - s; no communication yet.
+    """A Program without communication. Stage s < num_ranks is on rank s, stage s >= num_ranks on 2 num_ranks - 1 - s.
 
-    A rank holds at most 2 num_ranks activations of a stage, as much as 1F1B's first rank does with stages twice as
-    large. If F, I and W of all stages take the same time and num_microbatches >= 2 num_ranks - 1, no rank idles between
-    its first and last pass, and the makespan is (6 num_microbatches + num_ranks - 1) of that time.
+    A rank holds the activations of at most 2 num_ranks passes: as much as 1F1B's first rank, whose stages are twice as
+    large. If F, I and W of all stages take the same time t and num_microbatches >= 2 num_ranks - 1, no rank idles
+    between its first and last pass, and the makespan is (6 num_microbatches + num_ranks - 1) t.
     Raises ArgumentError for counts below 1. O(actions).
     """
     check_counts("zb_v", num_ranks=num_ranks, num_microbatches=num_microbatches)
-    num_full = max(num_microbatches, 2 * num_ranks - 1)  # fewer do not fill the pipeline: the pattern without the rest
+    # Fewer microbatches do not fill the pipeline. They take the pattern of a full one, without the others' passes.
+    num_full = max(num_microbatches, 2 * num_ranks - 1)
     rows = [
         [action for action in _row(rank, num_ranks, num_full) if action.microbatch < num_microbatches]
         for rank in range(num_ranks)
@@ -29,12 +30,12 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Program:
 
 
 def _row(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-    """Down passes the microbatches through the first chunks, up through the second ones; backward the other way."""
+    """The row of a rank. down, up: its stages in the first and the second arm of the V, in the order of forward."""
     down, up = rank, 2 * num_ranks - 1 - rank
     counts: dict[tuple[int, Kind], int] = {}
 
     def following(stage: int, *kinds: Kind) -> Iterator[Action]:
-        """The next microbatch of each of these passes of a stage, if there is one more."""
+        """Passes of these kinds of a stage, each of its next microbatch, if any is left."""
         for kind in kinds:
             microbatch = counts.get((stage, kind), 0)
             if microbatch < num_microbatches:

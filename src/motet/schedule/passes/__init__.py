@@ -1,4 +1,4 @@
-"""Programs into Programs: a pass a file, each usable by itself."""
+"""Functions that take a Program and return one with more or fewer actions, one a file. Each can be used alone."""
 
 from motet.schedule.passes.absent import Presence, without_absent
 from motet.schedule.passes.communication import add_communication

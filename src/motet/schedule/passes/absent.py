@@ -1,7 +1,7 @@
 """The pass that leaves out what a microbatch does not have: modules without an item, exchanges that move nothing.
 
-What is absent is known to all ranks: it follows from the lengths and the Assignment of the whole microbatch, never from
-what one rank holds. So all ranks leave out the same actions, and collectives meet each other.
+All ranks leave out the same actions, so their collectives match: what is absent follows from the lengths and the
+Assignment of the whole microbatch, never from what one rank holds.
 """
 
 from __future__ import annotations
@@ -18,10 +18,17 @@ _BACKWARD = frozenset({Kind.B, Kind.I, Kind.W, Kind.R, Kind.SEND_B, Kind.RECV_B,
 
 @dataclass(frozen=True)
 class Presence:
-    """What a microbatch has.
+    """The modules that a microbatch has.
 
-    modules:   those with an item on any rank; the backbone, where there is any example.
-    exchanged: those of which any row leaves its rank.
+    modules:   modules with an item on any rank. The backbone is one if there is any example.
+    exchanged: modules with an output row that leaves its rank.
+
+    Example:
+        >>> from motet.schedule import data_parallel, without_absent
+        >>> program = data_parallel({"image": True, "backbone": True}, num_ranks=1, num_microbatches=1)
+        >>> text_only = Presence(modules=frozenset({"backbone"}), exchanged=frozenset())
+        >>> print(without_absent(program, [text_only], trainable=[0, 1]))
+        rank 0: 1F0 1B0 1NORM 1STEP
     """
 
     modules: frozenset[str]
@@ -29,12 +36,13 @@ class Presence:
 
 
 def without_absent(program: Program, present: Sequence[Presence], trainable: Collection[int]) -> Program:
-    """Leave out passes of modules that a microbatch does not have, and exchanges of modules of which nothing moves.
+    """Leave out passes of absent modules, and exchanges that move nothing.
 
-    present: of each microbatch. trained: the stages in which anything learns (where rows are all alike, of the first).
-    A backward pass stays where its stage learns, or a stage that feeds it has a backward pass and is present.
-    Collectives of parameters and gradients follow from the passes that are left, and so are added afterwards: raises
-    ArgumentError where there are any, and where `present` has not one entry a microbatch. O(actions + edges).
+    present:   one entry a microbatch.
+    trainable: the stages of which any parameter is updated; of the first row if rows are `AlikeRows`.
+    A backward pass stays if its stage is present, and is trainable or fed by a stage whose backward pass stays.
+    Collectives of parameters and gradients depend on the passes that remain, so they must be added later: raises
+    ArgumentError for a Program that has any, and if `present` has not one entry a microbatch. O(actions + edges).
     """
     if len(present) != program.num_microbatches:
         raise ArgumentError(
@@ -67,6 +75,6 @@ def without_absent(program: Program, present: Sequence[Presence], trainable: Col
         for action in row:
             if action.kind in (Kind.GATHER, Kind.GATHER_B, Kind.REDUCE):
                 raise ArgumentError(
-                    f"without_absent: {action} follows from passes; leave these out before it is added."
+                    f"without_absent: the Program has {action}; leave out passes before collectives are added."
                 )
     return program.with_rows(lambda row: filter(takes_place, row))

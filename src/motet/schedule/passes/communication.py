@@ -1,4 +1,4 @@
-"""The pass that adds SEND and RECV: what edges between ranks need."""
+"""The pass that adds a SEND and a RECV to edges between ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from motet.schedule.program import Action, Kind, Program
 
 
 class _Transfer(NamedTuple):
-    """Both ends, the last part of the pass that makes what is sent, and the first part of the pass that takes it in."""
+    """producer: the last part of the pass whose output is sent. consumer: the first part of the pass that needs it."""
 
     send: Action
     receive: Action
@@ -23,19 +23,18 @@ class _Transfer(NamedTuple):
 
 
 def add_communication(program: Program, *, blocking: bool = False) -> Program:
-    """Give every edge between ranks a SEND and a RECV per microbatch, forward, and backward where there is one.
+    """Give every edge between ranks a SEND and a RECV for each microbatch, in forward and, if it exists, in backward.
 
-    A SEND stands right after the pass that makes what it sends, a RECV right before the pass that takes it in: nothing
-    is sent later than it could be, and who waits at a RECV would have to wait in the pass. All transfers follow one
-    order, that in which they are taken in (by a dry run), on every stream of every rank; where that needs it, a SEND
-    stands later. So the sends and receives of two ranks match in order, and there is no deadlock: of the transfers that
-    have not taken place, the first is at the head of both its streams, and what its producer needs came before it.
-    This holds where a SEND does not hold up its rank's compute (`dry_run` says how streams work).
+    A RECV stands right before its consumer, a SEND right after its producer or later. All streams of all ranks have
+    their transfers in one order, by the start of the consumer in a dry run; a SEND stands later where this order
+    demands it. So the sends and receives of two ranks match. They cannot deadlock: the first transfer that has not
+    taken place is at the head of both its streams, and what its producer needs came before it. This holds if a SEND
+    does not hold up the compute of its rank (`dry_run` describes streams).
 
-    blocking: for ranks that do nothing else while they send or receive. A pair stands at one point of a common order of
-    all actions, that at which its producer ends; who receives may then wait earlier than it needs to.
+    blocking: for ranks that do nothing else while they send or receive. Both ends of a transfer then stand where the
+              producer ends in a common order of all actions. A receiver may wait earlier than it needs to.
 
-    SEND and RECV that are there already are placed anew; edges with an EXCHANGE get none.
+    Existing SEND and RECV are placed anew. Edges with an EXCHANGE get none.
     Raises ArgumentError for a Program that deadlocks without them. O(actions log actions).
     """
     bare = replace(program, actions=tuple(tuple(a for a in row if a.kind not in PARTNERS) for row in program.actions))
@@ -46,25 +45,25 @@ def add_communication(program: Program, *, blocking: bool = False) -> Program:
     for action, index, turn in (_at_producers if blocking else _at_both_passes)(bare, run):
         inserted[bare.stages[action.stage].rank].append((index, turn, action))
     rows = []
-    for row, found in zip(bare.actions, inserted):
-        rows.append(_merged(row, sorted(found, key=lambda entry: entry[:2])))
+    for row, new in zip(bare.actions, inserted):
+        rows.append(_merged(row, sorted(new, key=lambda entry: entry[:2])))
     return replace(bare, actions=tuple(rows))
 
 
 def _at_both_passes(program: Program, run: DryRun) -> Iterator[tuple[Action, int, int]]:
-    """Every SEND and RECV, the index in its row before which it stands, and its turn there."""
+    """(SEND or RECV, index of the action in its row before which it stands, sort key among those at that index)."""
     index = {action: index for row in program.actions for index, action in enumerate(row)}
-    sent = [0] * program.num_ranks
+    sent = [0] * program.num_ranks  # where the last SEND of each rank stands
     transfers = sorted(_transfers(program), key=lambda transfer: (run.start[transfer.consumer], transfer.send))
     for turn, (send, receive, producer, consumer) in enumerate(transfers):
         rank = program.stages[send.stage].rank
         sent[rank] = max(sent[rank], index[producer] + 1)
-        yield send, sent[rank], turn - len(transfers)  # before what is received at the same place
+        yield send, sent[rank], turn - len(transfers)  # before a RECV at the same index
         yield receive, index[consumer], turn
 
 
 def _at_producers(program: Program, run: DryRun) -> Iterator[tuple[Action, int, int]]:
-    """The same, for ranks that block: before all that starts when the producer has ended, on both ranks."""
+    """As `_at_both_passes`, for ranks that block: both ends stand before all that starts after the producer's end."""
     starts = [[run.start[action] for action in row] for row in program.actions]
     transfers = sorted(_transfers(program), key=lambda transfer: (run.end[transfer.producer], transfer.send))
     for turn, (send, receive, producer, _) in enumerate(transfers):
@@ -73,7 +72,7 @@ def _at_producers(program: Program, run: DryRun) -> Iterator[tuple[Action, int, 
 
 
 def _transfers(program: Program) -> Iterator[_Transfer]:
-    """What has to pass from rank to rank, in no particular order."""
+    """The transfers that the Program's edges need, in no particular order."""
     first: dict[tuple[int, Kind, int], Action] = {}
     last: dict[tuple[int, Kind, int], Action] = {}
     present = set()
@@ -101,6 +100,7 @@ def _transfers(program: Program) -> Iterator[_Transfer]:
 
 
 def _merged(row: tuple[Action, ...], inserted: list[tuple[int, int, Action]]) -> tuple[Action, ...]:
+    """A row with new actions. inserted: (index before which it stands, sort key, action), sorted."""
     merged: list[Action] = []
     done = 0
     for index, _, action in inserted:

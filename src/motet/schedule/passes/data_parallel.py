@@ -1,13 +1,15 @@
-"""The collectives of data parallelism around a pipeline's passes, and the optimizer: parameters are gathered before
-they are used, gradients reduced once they are complete.
+"""The pass that adds the collectives of data parallelism to a pipeline, and the optimizer.
 
-Under ZeRO 0 gradients are all-reduced once a step. Under ZeRO 1 (Megatron's distributed optimizer) updated parameters
-are gathered at the start of the step and gradients scattered at its end: a chunk's gather runs beside the computation
-of the chunks before it, and only the first one's is exposed (Optimus section 2.2). Under ZeRO 2 gradients are reduced
-each microbatch, and under ZeRO 3 parameters are gathered for every pass.
+- ZeRO 0: gradients are all-reduced once a step.
+- ZeRO 1 (Megatron's distributed optimizer): updated parameters are gathered at the start of a step, gradients are
+  reduce-scattered at its end. A chunk's gather runs beside the compute of the chunks before it; only the first gather
+  is exposed (Optimus section 2.2).
+- ZeRO 2: as 1, but gradients are reduced in each microbatch.
+- ZeRO 3: as 2, but parameters are gathered for every pass.
 
-Ranks that share several groups must enter the collectives of these in one order, whatever the order of their passes. So
-those of the whole step are entered by number of group, gathers before and reductions after those of a microbatch.
+Ranks that share several groups must enter the collectives of these groups in the same order, whatever the order of
+their passes. So collectives of the whole step are ordered by group: gathers before those of any microbatch, reductions
+after.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ _ADDED = frozenset({Kind.GATHER, Kind.GATHER_B, Kind.REDUCE, Kind.STEP})
 
 
 def add_data_parallel(program: Program, zero: Mapping[int, int], trainable: Collection[int]) -> Program:
-    """Add GATHER before a stage's parameters are first used, REDUCE after its last gradient, STEP at a rank's end.
+    """Add GATHER before the first use of a stage's parameters, REDUCE after its last gradient, STEP at a rank's end.
 
-    zero:    per stage that has replicas, what is sharded over them (0 to 3); stages not named have none.
-    trained: the stages in which anything learns. What does not is never updated: it is gathered only where it is
-             sharded (ZeRO 3), and not reduced; a rank with none takes no optimizer step.
-    Raises ArgumentError for a stage or level that does not exist, or a Program that has such actions. O(actions).
+    zero:      ZeRO stage (0 to 3) of each stage that has replicas. Stages that are not named have no replicas.
+    trainable: the stages of which any parameter is updated. A frozen stage is gathered only if its parameters are
+               sharded (ZeRO 3), and is never reduced. A rank without trainable stages has no STEP.
+    Raises ArgumentError for a stage or level that does not exist, and for a Program that has such actions. O(actions).
     """
     for stage, level in zero.items():
         if not 0 <= stage < program.num_stages or level not in (0, 1, 2, 3):
@@ -42,43 +44,55 @@ def add_data_parallel(program: Program, zero: Mapping[int, int], trainable: Coll
 
 @dataclass(frozen=True)
 class _Rule:
+    """Where collectives stand in a row. groups: of each stage."""
+
     groups: Sequence[int]
     zero: Mapping[int, int]
     trainable: frozenset[int]
 
     def row(self, row: Sequence[Action]) -> Iterator[Action]:
-        first: dict[Action, int] = {}
-        last: dict[Action, int] = {}
-        for place, action in enumerate(row):
+        """A row with its collectives and STEP."""
+        # 1. A gather stands before the first pass that needs it, a reduction after the last pass that feeds it.
+        gather_index: dict[Action, int] = {}
+        reduce_index: dict[Action, int] = {}
+        for index, action in enumerate(row):
             for gather in self.gathers(action):
-                first.setdefault(gather, place)
+                gather_index.setdefault(gather, index)
             for reduction in self.reductions(action):
-                last[reduction] = place
-        self.put_in_order(first, last)
-        before = _by_place(first, sorted(first, key=lambda one: (one.microbatch >= 0, self.groups[one.stage])))
-        after = _by_place(last, sorted(last, key=lambda one: (one.microbatch < 0, self.groups[one.stage])))
-        for place, action in enumerate(row):
-            yield from before.get(place, ())
+                reduce_index[reduction] = index
+        # 2. Those of the whole step move outwards, so that groups come in one order.
+        self.put_in_order(gather_index, reduce_index)
+        gathers = sorted(gather_index, key=lambda one: (one.microbatch >= 0, self.groups[one.stage]))
+        reductions = sorted(reduce_index, key=lambda one: (one.microbatch < 0, self.groups[one.stage]))
+        # 3. The new row.
+        before, after = _by_index(gather_index, gathers), _by_index(reduce_index, reductions)
+        for index, action in enumerate(row):
+            yield from before.get(index, ())
             yield action
-            yield from after.get(place, ())
-        learning = [action.stage for action in row if self.is_gradient(action)]
-        if learning:
-            yield Action(min(learning), Kind.STEP)
+            yield from after.get(index, ())
+        updated = [action.stage for action in row if self.is_gradient(action)]
+        if updated:
+            yield Action(min(updated), Kind.STEP)
 
-    def put_in_order(self, first: dict[Action, int], last: dict[Action, int]) -> None:
-        """Move the whole step's gathers forward and its reductions back, of stages that have a group."""
-        shared = [action for action in (*first, *last) if self.groups[action.stage] >= 0]
-        places = [place[a] for place in (first, last) for a in shared if a.microbatch >= 0 and a in place]
-        whole = sorted((one for one in shared if one.microbatch < 0), key=lambda one: self.groups[one.stage])
-        for gather in reversed([one for one in whole if one in first]):
-            first[gather] = min([first[gather], *places])
-            places.append(first[gather])
-        for reduction in [one for one in whole if one in last]:
-            last[reduction] = max([last[reduction], *places])
-            places.append(last[reduction])
+    def put_in_order(self, gather_index: dict[Action, int], reduce_index: dict[Action, int]) -> None:
+        """Move gathers of the whole step forward and its reductions back, for stages that have a group.
+
+        A gather must stand before every collective of a microbatch and every gather of a higher group; a reduction
+        after every collective of a microbatch and every reduction of a lower group.
+        """
+        grouped = [action for action in (*gather_index, *reduce_index) if self.groups[action.stage] >= 0]
+        of_microbatches = [action for action in grouped if action.microbatch >= 0]
+        bounds = [index[a] for index in (gather_index, reduce_index) for a in of_microbatches if a in index]
+        of_step = sorted((one for one in grouped if one.microbatch < 0), key=lambda one: self.groups[one.stage])
+        for gather in reversed([one for one in of_step if one in gather_index]):
+            gather_index[gather] = min([gather_index[gather], *bounds])
+            bounds.append(gather_index[gather])
+        for reduction in [one for one in of_step if one in reduce_index]:
+            reduce_index[reduction] = max([reduce_index[reduction], *bounds])
+            bounds.append(reduce_index[reduction])
 
     def gathers(self, action: Action) -> Iterator[Action]:
-        """What a pass needs to have gathered."""
+        """The gathers that a pass needs."""
         level = self.zero.get(action.stage, 0)
         if action.kind is Kind.F and (level == 3 or (level > 0 and action.stage in self.trainable)):
             yield Action(action.stage, Kind.GATHER, action.microbatch if level == 3 else -1)
@@ -86,16 +100,18 @@ class _Rule:
             yield Action(action.stage, Kind.GATHER_B, action.microbatch)
 
     def reductions(self, action: Action) -> Iterator[Action]:
-        """What takes in the gradients that a pass makes."""
+        """The reduction that takes in the gradients of a pass."""
         if self.is_gradient(action) and action.stage in self.zero:
             yield Action(action.stage, Kind.REDUCE, action.microbatch if self.zero[action.stage] >= 2 else -1)
 
     def is_gradient(self, action: Action) -> bool:
+        """Whether a pass makes gradients of trainable parameters."""
         return action.kind in (Kind.B, Kind.W) and action.stage in self.trainable
 
 
-def _by_place(places: Mapping[Action, int], order: Sequence[Action]) -> dict[int, list[Action]]:
-    found: dict[int, list[Action]] = {}
+def _by_index(index: Mapping[Action, int], order: Sequence[Action]) -> dict[int, list[Action]]:
+    """The actions at each index, in the given order."""
+    actions: dict[int, list[Action]] = {}
     for action in order:
-        found.setdefault(places[action], []).append(action)
-    return found
+        actions.setdefault(index[action], []).append(action)
+    return actions

@@ -1,4 +1,4 @@
-"""The pass that splits F, B, I, W and R of a stage into parts."""
+"""The pass that cuts F, B, I, W and R of a stage into parts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _BACKWARD = (Kind.B, Kind.I)
 
 
 def split_parts(program: Program, stage: int, num_forward_parts: int, num_backward_parts: int) -> Program:
-    """Make the passes of a stage consist of parts, one right after the other: F and R of num_forward_parts, B, I and W
-    of num_backward_parts; 1 leaves them whole. What is in as many parts already stays.
+    """Cut the passes of a stage into parts that follow each other: F and R into num_forward_parts, B, I and W into
+    num_backward_parts. 1 leaves them whole. A pass that already has that number of parts stays.
 
-    Where rows are all alike, stage is one of the first row, and its like are split on all ranks.
+    If rows are `AlikeRows`, stage is one of the first row, and the same stage of every rank is cut.
     Raises ArgumentError for a stage that the Program does not have, for counts below 1, for parts of a backward pass
-    where there is none, and for passes that are in another number of parts. O(actions).
+    that the stage does not have, and for passes with another number of parts. O(actions).
     """
     if not 0 <= stage < program.num_distinct_stages:
         raise ArgumentError(f"split_parts: there is no stage {stage}; the Program has {program.num_distinct_stages}.")
@@ -25,13 +25,13 @@ def split_parts(program: Program, stage: int, num_forward_parts: int, num_backwa
         raise ArgumentError(f"split_parts: parts are {num_forward_parts}, {num_backward_parts}; the least is 1.")
     num_parts = dict.fromkeys((Kind.F, Kind.R), num_forward_parts)
     num_parts |= dict.fromkeys((Kind.B, Kind.I, Kind.W), num_backward_parts)
-    found: Counter[tuple[int, Kind, int]] = Counter()
+    counts: Counter[tuple[int, Kind, int]] = Counter()
     for action in program.distinct_rows[program.stages[stage].rank]:
         if action.stage == stage and action.kind in num_parts:
-            found[action[:3]] += action.part >= 0
-    if num_backward_parts > 1 and not any(kind in _BACKWARD for _, kind, _ in found):
+            counts[action[:3]] += action.part >= 0
+    if num_backward_parts > 1 and not any(kind in _BACKWARD for _, kind, _ in counts):
         raise ArgumentError(f"split_parts: stage {stage} has no backward pass; num_backward_parts must be 1.")
-    for (_, kind, microbatch), count in found.items():
+    for (_, kind, microbatch), count in counts.items():
         if count not in (0, num_parts[kind]):
             whole = Action(stage, kind, microbatch)
             raise ArgumentError(f"split_parts: {whole} is in {count} parts already, not {num_parts[kind]}.")

@@ -1,4 +1,4 @@
-"""How long each action of a Program takes, and on which stream: StageTimes spread over the actions."""
+"""Seconds and stream of each action of a Program, from the StageTimes of its stages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from motet.core.arrays import Float64Array, Int32Array
 from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import PARTNERS
 from motet.schedule.program import EXCHANGES, Kind
-from motet.simulate.engine.action_index import Lookup
+from motet.simulate.engine.action_index import ActionIndex
 from motet.simulate.engine.stage_times import Part, StageTimes
-from motet.simulate.engine.streams import COMPUTE, OF_KIND, TENSOR
+from motet.simulate.engine.streams import COMPUTE, STREAM_OF_KIND, TENSOR
 from motet.simulate.engine.table import SLICED_KINDS
 
 _OF_EDGE = ("send_s", "return_s", "exchange_s")
@@ -23,9 +23,11 @@ _OF_RANK = ("norm_s", "step_s")
 
 @dataclass(frozen=True, eq=False)
 class ActionSeconds:
-    """[num_actions] each. stream: a place in STREAMS.
+    """Seconds and streams of actions, [num_actions] each.
 
-    held_s: the action itself. tensor_s: tensor-parallel communication at its end, for which it keeps its stream too.
+    stream:   index in STREAMS.
+    held_s:   seconds of the action itself.
+    tensor_s: seconds of tensor-parallel communication at its end, during which it keeps its stream.
     """
 
     stream: Int32Array
@@ -33,27 +35,28 @@ class ActionSeconds:
     tensor_s: Float64Array
 
 
-def action_seconds(lookup: Lookup, times: StageTimes, jitter: float = 0.0, seed: int = 0) -> ActionSeconds:
+def action_seconds(lookup: ActionIndex, times: StageTimes, jitter: float = 0.0, seed: int = 0) -> ActionSeconds:
     """Seconds and streams of all actions of a Program. O(actions).
 
-    jitter: spread of the log-normal factor, of mean 1, that each action on the compute stream takes longer.
+    jitter: sigma of a log-normal factor of mean 1 on the seconds of each action on the compute stream.
+    seed:   of these factors.
     Raises ArgumentError for tables or parts that do not fit the Program.
     """
-    found = _Spread(lookup, _broadcast(lookup, times))
+    spread = _Spread(lookup, _broadcast(lookup, times))
     forward = _Shares("forward_parts", times.forward_parts, lookup.shape[0])
-    found.passes(forward, _Shares("backward_parts", times.backward_parts, lookup.shape[0]))
-    found.moves()
-    found.units(forward)
-    for kind, name in ((Kind.NORM, "norm_s"), (Kind.STEP, "step_s")):
-        rows = lookup.table.rows(kind)
-        found.held_s[rows] = found.times[name][lookup.table.rank[rows]]
+    spread.passes(forward, _Shares("backward_parts", times.backward_parts, lookup.shape[0]))
+    spread.moves()
+    spread.sliced_collectives(forward)
+    spread.whole_ranks()
     if jitter:
         draw = np.random.default_rng(seed).standard_normal(len(lookup.table))
-        found.held_s[found.stream == COMPUTE] *= np.exp(jitter * draw - jitter**2 / 2)[found.stream == COMPUTE]
-    return ActionSeconds(found.stream, found.held_s, found.tensor_s)
+        computes = spread.stream == COMPUTE
+        spread.held_s[computes] *= np.exp(jitter * draw - jitter**2 / 2)[computes]
+    return ActionSeconds(spread.stream, spread.held_s, spread.tensor_s)
 
 
-def _broadcast(lookup: Lookup, times: StageTimes) -> Mapping[str, Float64Array]:
+def _broadcast(lookup: ActionIndex, times: StageTimes) -> Mapping[str, Float64Array]:
+    """The tables of `times` by name, in the shapes that the Program needs."""
     (num_stages, num_microbatches), num_edges = lookup.shape, len(lookup.sources)
     tables = {}
     for field in fields(times):
@@ -78,10 +81,11 @@ def _broadcast(lookup: Lookup, times: StageTimes) -> Mapping[str, Float64Array]:
 
 
 class _Shares:
-    """What the parts of each stage's passes take: the times' parts, flat.
+    """The shares of parts in the passes of stages, in flat arrays.
 
-    first, count: of each stage, [num_stages]; count 0 is a stage of which nothing is said. share, on_tensor: of a part.
-    has_tensor: [num_stages], whether tensor-parallel communication is in parts of its own.
+    first, count:     [num_stages]: the parts of a stage are first, ..., first + count - 1; count 0 is without shares.
+    has_tensor:       [num_stages], whether tensor-parallel communication is in parts of its own.
+    share, on_tensor: of each part.
     """
 
     def __init__(self, name: str, parts: Mapping[int, tuple[Part, ...]], num_stages: int) -> None:
@@ -111,76 +115,91 @@ def _check_shares(name: str, slices: tuple[Part, ...]) -> None:
 
 
 class _Spread:
-    def __init__(self, lookup: Lookup, times: Mapping[str, Float64Array]) -> None:
+    """The seconds of all actions, filled in kind by kind. times: tables of `_broadcast`."""
+
+    def __init__(self, lookup: ActionIndex, times: Mapping[str, Float64Array]) -> None:
         self.lookup, self.table, self.times = lookup, lookup.table, times
-        self.stream: Int32Array = OF_KIND[self.table.kind]
+        self.stream: Int32Array = STREAM_OF_KIND[self.table.kind]
         self.held_s: Float64Array = np.zeros(len(self.table))
         self.tensor_s: Float64Array = np.zeros(len(self.table))
 
     def passes(self, forward: _Shares, backward: _Shares) -> None:
+        """F, R, B, I and W. Recomputation is part of B or I, unless the Program has an R."""
         times, even = self.times, _Shares("", {}, self.lookup.shape[0])
         self._pass(Kind.F, times["forward_s"], times["forward_tensor_s"], forward)
-        none, again = np.zeros_like(times["recompute_s"]), times["recompute_s"]
-        self._pass(Kind.R, again, none, even)
+        none, recompute_s = np.zeros_like(times["recompute_s"]), times["recompute_s"]
+        self._pass(Kind.R, recompute_s, none, even)
         if Kind.R in self.lookup.passes:
-            again = np.where(self.lookup.passes[Kind.R].count > 0, 0.0, again)
-        both = times["input_s"] + times["weight_s"] + again
+            recompute_s = np.where(self.lookup.passes[Kind.R].count > 0, 0.0, recompute_s)
+        both = times["input_s"] + times["weight_s"] + recompute_s
         self._pass(Kind.B, both, times["backward_tensor_s"], backward)
-        self._pass(Kind.I, times["input_s"] + again, times["backward_tensor_s"], backward)
+        self._pass(Kind.I, times["input_s"] + recompute_s, times["backward_tensor_s"], backward)
         self._pass(Kind.W, times["weight_s"], none, even)
 
     def _pass(self, kind: Kind, held: Float64Array, tensor: Float64Array, shares: _Shares) -> None:
-        """A part takes the share that is said; parts of which nothing is said share alike."""
+        """A part takes its share of the pass. The parts of a stage without shares take the same time."""
         if kind not in self.lookup.passes:
             return
         rows = self.table.rows(kind)
         stage, microbatch, part = self.table.stage[rows], self.table.microbatch[rows], self.table.part[rows]
         count = self.lookup.passes[kind].count[stage, microbatch]
-        said = (part >= 0) & (shares.count[stage] > 0)
-        if (wrong := np.flatnonzero(said & (count != shares.count[stage]))).size:
-            bad, found = self.table.action(rows[wrong[0]]), count[wrong[0]]
-            there = shares.count[bad.stage]
-            raise ArgumentError(f"{bad} is one of {found} parts; the times have {there} of that pass.")
-        place = np.where(said, shares.first[stage] + part, 0)
-        share = np.where(said, shares.share[place], 1.0 / count)
-        on_tensor = said & shares.on_tensor[place]
+        has_share = (part >= 0) & (shares.count[stage] > 0)
+        if (wrong := np.flatnonzero(has_share & (count != shares.count[stage]))).size:
+            bad, num_parts = self.table.action(rows[wrong[0]]), count[wrong[0]]
+            num_shares = shares.count[bad.stage]
+            raise ArgumentError(f"{bad} is one of {num_parts} parts; the times have {num_shares} of that pass.")
+        index = np.where(has_share, shares.first[stage] + part, 0)
+        share = np.where(has_share, shares.share[index], 1.0 / count)
+        on_tensor = has_share & shares.on_tensor[index]
         tensor_s = tensor[stage, microbatch] * share
         self.held_s[rows] = np.where(on_tensor, tensor_s, held[stage, microbatch] * share)
-        self.tensor_s[rows] = np.where(said & shares.has_tensor[stage], 0.0, tensor_s)
+        self.tensor_s[rows] = np.where(has_share & shares.has_tensor[stage], 0.0, tensor_s)
         self.stream[rows[on_tensor]] = TENSOR
 
     def moves(self) -> None:
+        """Transfers and exchanges."""
         for kind in (*PARTNERS, *EXCHANGES):
             rows = self.table.rows(kind)
             name = "exchange_s" if kind in EXCHANGES else "send_s" if kind in (Kind.SEND_F, Kind.RECV_F) else "return_s"
             self.held_s[rows] = self.times[name][self.lookup.edge[rows], self.table.microbatch[rows]]
 
-    def units(self, shares: _Shares) -> None:
-        """Slices of parameters share as forward's parts of the same numbers do, else alike.
-
-        What is reduced is gradients of the slices that learn, which share among themselves; parameters are all slices'.
-        """
+    def sliced_collectives(self, forward: _Shares) -> None:
+        """GATHER, GATHER_B and REDUCE: a slice takes its share of the stage's collective."""
         for kind in SLICED_KINDS:
             rows = self.table.rows(kind)
-            if not rows.size:
-                continue
-            stage, part = self.table.stage[rows], self.table.part[rows]
-            weight = np.zeros((self.lookup.shape[0], max(int(part.max()), 0) + 1))
-            last = np.full(self.lookup.shape[0], -1)
-            np.maximum.at(last, stage, part)
-            said = (shares.count > last) & ~shares.has_tensor
-            sliced = part >= 0
-            place = np.where(said[stage], shares.first[stage] + part, 0)
-            weight[stage[sliced], part[sliced]] = np.where(said[stage], shares.share[place], 1.0)[sliced]
-            total = weight.sum(axis=1)[stage]
-            if kind is not Kind.REDUCE:
-                total = np.where(said[stage], 1.0, total)
-            share = np.where(sliced, weight[stage, part] / np.where(sliced & (total > 0), total, 1.0), 1.0)
-            self.held_s[rows] = self._collective_s(kind, stage, self.table.microbatch[rows]) * share
+            if rows.size:
+                stage, part, microbatch = self.table.stage[rows], self.table.part[rows], self.table.microbatch[rows]
+                shares = self._slice_shares(kind, stage, part, forward)
+                self.held_s[rows] = self._collective_s(kind, stage, microbatch) * shares
+
+    def _slice_shares(self, kind: Kind, stage: Int32Array, part: Int32Array, forward: _Shares) -> Float64Array:
+        """The share of each slice of parameters in its stage's collective; 1 for the whole."""
+        num_stages, is_slice = self.lookup.shape[0], part >= 0
+        # 1. The stages whose forward pass has a share for every slice.
+        last_slice = np.full(num_stages, -1)
+        np.maximum.at(last_slice, stage, part)
+        has_shares = (forward.count > last_slice) & ~forward.has_tensor
+        # 2. The weight of a slice: the share of the forward part with its number, else 1.
+        weight = np.zeros((num_stages, max(int(part.max()), 0) + 1))
+        index = np.where(has_shares[stage], forward.first[stage] + part, 0)
+        weight[stage[is_slice], part[is_slice]] = np.where(has_shares[stage], forward.share[index], 1.0)[is_slice]
+        # 3. Its share: weight / total. A REDUCE covers only the slices that occur, which are trainable; a GATHER covers
+        # all slices, whose forward shares sum to 1.
+        total = weight.sum(axis=1)[stage]
+        if kind is not Kind.REDUCE:
+            total = np.where(has_shares[stage], 1.0, total)
+        return np.where(is_slice, weight[stage, part] / np.where(is_slice & (total > 0), total, 1.0), 1.0)
 
     def _collective_s(self, kind: Kind, stage: Int32Array, microbatch: Int32Array) -> Float64Array:
+        """Seconds of a stage's whole collective. A REDUCE of no microbatch sums over copies if others have one."""
         if kind is not Kind.REDUCE:
             return self.times["gather_s"][stage]
-        each = np.bincount(stage[microbatch >= 0], minlength=self.lookup.shape[0]) > 0
-        over_copies = (microbatch < 0) & each[stage]
+        in_microbatches = np.bincount(stage[microbatch >= 0], minlength=self.lookup.shape[0]) > 0
+        over_copies = (microbatch < 0) & in_microbatches[stage]
         return np.where(over_copies, self.times["replicas_s"][stage], self.times["reduce_s"][stage])
+
+    def whole_ranks(self) -> None:
+        """NORM and STEP."""
+        for kind, name in ((Kind.NORM, "norm_s"), (Kind.STEP, "step_s")):
+            rows = self.table.rows(kind)
+            self.held_s[rows] = self.times[name][self.table.rank[rows]]

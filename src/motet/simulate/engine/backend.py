@@ -1,6 +1,6 @@
 """The one backend switch of the simulator: the native engine, or the readable reference.
 
-Both give the same spans, to the bit. Where the native engine is not built, "native" means the reference, with one
+Both give the same spans, to the bit. If the native engine is not built, "native" falls back to the reference, with one
 warning.
 """
 
@@ -26,7 +26,7 @@ def native_engine() -> ModuleType | None:
 
 
 def engine(backend: Backend) -> ModuleType | None:
-    """The native engine, or None for the reference; raises ArgumentError for a name that is no backend."""
+    """The native engine, or None for the reference. Raises ArgumentError for a name that is no backend."""
     match backend:
         case "native":
             if _engine is None:

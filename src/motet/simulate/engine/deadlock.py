@@ -1,31 +1,32 @@
-"""Why a Program cannot run: the circle of actions that wait for each other."""
+"""The circle of actions that wait for each other in a Program that cannot run."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from motet.core.arrays import Float64Array, Int32Array
-from motet.simulate.engine.action_index import Lookup
+from motet.simulate.engine.action_index import ActionIndex
 from motet.simulate.engine.lower import Waits
 
-_SHOWN = 6
+_NUM_SHOWN = 6
+"""Number of actions of the circle that its sentence names."""
 
 
-def deadlock(lookup: Lookup, waits: Waits, held: Int32Array, end_s: Float64Array) -> str:
-    """The circle in words. end_s: NaN where an action never ran; held: the stream that each holds."""
+def deadlock(lookup: ActionIndex, waits: Waits, held: Int32Array, end_s: Float64Array) -> str:
+    """The circle as text. held: the stream that each action occupies. end_s: NaN for an action that never ran."""
     table = lookup.table
-    way = [int(np.flatnonzero(np.isnan(end_s))[0])]
-    while (row := _waits_for(lookup, waits, held, end_s, way[-1])) not in way:
-        way.append(row)
-    circle = [table.action(one) for one in way[way.index(row) :]]
-    shown = [str(action) for action in [*circle[:_SHOWN], circle[0]]]
-    if len(circle) > _SHOWN:
-        shown.insert(-1, "...")
-    return " waits for ".join(shown)
+    path = [int(np.flatnonzero(np.isnan(end_s))[0])]
+    while (row := _waits_for(lookup, waits, held, end_s, path[-1])) not in path:
+        path.append(row)
+    circle = [table.action(one) for one in path[path.index(row) :]]
+    names = [str(action) for action in [*circle[:_NUM_SHOWN], circle[0]]]
+    if len(circle) > _NUM_SHOWN:
+        names.insert(-1, "...")
+    return " waits for ".join(names)
 
 
-def _waits_for(lookup: Lookup, waits: Waits, held: Int32Array, end_s: Float64Array, row: int) -> int:
-    """An action that never runs, and for that reason this one: before it in its stream, needed, or its other end."""
+def _waits_for(lookup: ActionIndex, waits: Waits, held: Int32Array, end_s: Float64Array, row: int) -> int:
+    """An action that never runs and that this one waits for: before it in its stream, needed, or in its operation."""
     table = lookup.table
     stuck = np.isnan(end_s)
     before = np.flatnonzero((table.rank[:row] == table.rank[row]) & (held[:row] == held[row]) & stuck[:row])

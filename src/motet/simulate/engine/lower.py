@@ -1,6 +1,6 @@
-"""A Program into arrays for the native engine: streams, operations, and what waits for what.
+"""A Program into arrays for the native engine: what every action waits for.
 
-The rules are those of motet.schedule.dependencies, said once more over whole columns; tests hold both to each other.
+The rules are those of motet.schedule.dependencies, here on whole columns. Tests hold the two to each other.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from motet.core.arrays import IndexArray, Int32Array
+from motet.core.arrays import IndexArray, Int32Array, Int64Array
 from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import GRADIENTS, PREFETCH_DEPTH
 from motet.schedule.program import Action, Kind
-from motet.simulate.engine.action_index import NONE, Lookup, SlicedActions
+from motet.simulate.engine.action_index import NONE, ActionIndex, SliceIndex
 from motet.simulate.engine.streams import COMPUTE, TENSOR, holds_compute
 
 BACKWARD = (Kind.B, Kind.I)
@@ -24,83 +24,90 @@ WEIGHT_KINDS = (Kind.B, Kind.W)
 
 @dataclass(frozen=True, eq=False)
 class Waits:
-    """Action dependent[i] waits for all of operation dependency[i]; int32 [num_dependencies]."""
+    """Action dependent[i] waits for all actions of operation dependency[i]; int32 [num_dependencies] each."""
 
     dependent: Int32Array
     dependency: Int32Array
 
 
-def waits(lookup: Lookup, stream: Int32Array, overlap: bool) -> Waits:
-    """What every action waits for beside its stream, as Dependencies.of says it.
+def waits(lookup: ActionIndex, stream: Int32Array, overlap: bool) -> Waits:
+    """What every action waits for besides its stream, by the rules of `Dependencies.of`.
 
-    overlap: False adds what makes communication hold the compute stream: it begins when the compute before it in its
-             rank's list has ended, and the compute after it begins when it has ended.
+    stream:  of each action.
+    overlap: False lets communication hold the compute stream: it starts after the compute before it in its rank's row,
+             and the compute after it starts once it has ended.
 
-    Tensor-parallel communication that is in parts of its own waits for the part of its rank before it, whichever pass
-    that belongs to: a rank does not communicate ahead for the next pass.
+    Tensor-parallel communication in parts of its own waits for the part before it on its rank, whatever pass that part
+    belongs to: a rank does not communicate ahead for its next pass.
     """
-    found = _Waits(lookup)
-    found.forward()
-    found.backward()
-    found.moves()
-    found.gathers()
-    found.reductions()
-    found.whole_ranks()
-    found.in_turn(stream)
+    pairs = _Waits(lookup)
+    pairs.forward()
+    pairs.backward()
+    pairs.moves()
+    pairs.gathers()
+    pairs.reductions()
+    pairs.whole_ranks()
+    pairs.in_turn(stream)
     if not overlap:
-        found.blocking(stream)
-    return Waits(np.concatenate(found.dependents), lookup.operation[np.concatenate(found.dependencies)])
+        pairs.blocking(stream)
+    return Waits(np.concatenate(pairs.dependents), lookup.operation[np.concatenate(pairs.dependencies)])
 
 
 class _Waits:
-    def __init__(self, lookup: Lookup) -> None:
+    """Pairs of rows: dependents wait for dependencies."""
+
+    def __init__(self, lookup: ActionIndex) -> None:
         self.lookup, self.table = lookup, lookup.table
         self.dependents: list[Int32Array] = [np.empty(0, dtype=np.int32)]
         self.dependencies: list[Int32Array] = [np.empty(0, dtype=np.int32)]
 
     def add(self, dependent: ArrayLike, dependency: ArrayLike) -> None:
-        """Pairs, but for those of which either is NONE."""
+        """Add pairs. A pair with NONE is left out."""
         after, before = np.asarray(dependent, dtype=np.int32), np.asarray(dependency, dtype=np.int32)
-        there = (after >= 0) & (before >= 0)
-        self.dependents.append(after[there])
-        self.dependencies.append(before[there])
+        is_pair = (after >= 0) & (before >= 0)
+        self.dependents.append(after[is_pair])
+        self.dependencies.append(before[is_pair])
 
     def first(self, kind: Kind) -> Int32Array:
+        """The first row of each pass, [num_stages, num_microbatches], or NONE."""
         return self.lookup.passes[kind].first if kind in self.lookup.passes else self._none()
 
     def last(self, kind: Kind) -> Int32Array:
+        """The last row of each pass, [num_stages, num_microbatches], or NONE."""
         return self.lookup.passes[kind].last if kind in self.lookup.passes else self._none()
 
     def _none(self) -> Int32Array:
         return np.full(self.lookup.shape, NONE, dtype=np.int32)
 
     def after_last(self, rows: IndexArray, stage: Int32Array, *kinds: Kind) -> None:
-        """Rows wait for the ends of passes of these kinds, of their own microbatches."""
+        """Rows wait for the ends of a stage's passes of these kinds, each of its own microbatch."""
         for kind in kinds:
             if kind in self.lookup.passes:
                 self.add(rows, self.last(kind)[stage[rows], self.table.microbatch[rows]])
 
     def parts(self, kind: Kind) -> None:
         """A part waits for the part before it."""
-        found = self.lookup.passes[kind]
-        later = np.flatnonzero(self.table.part[found.at] > 0)
-        self.add(found.at[later], found.at[later - 1])
+        rows = self.lookup.passes[kind].at
+        later = np.flatnonzero(self.table.part[rows] > 0)
+        self.add(rows[later], rows[later - 1])
 
-    def across(self, first: Int32Array, last: list[Int32Array], moved: tuple[Kind, Kind]) -> None:
-        """Passes wait for what crosses their edges: received, exchanged or, failing both, the other stage's pass.
+    def across(self, first: Int32Array, last: list[Int32Array], kinds: tuple[Kind, Kind]) -> None:
+        """Passes wait for what crosses an edge: its RECV, else its EXCHANGE, else the pass at its other end.
 
-        first, last: by edge and microbatch.
+        first: [num_edges, num_microbatches], the passes that wait. last: the same of passes at the other end.
+        kinds: of RECV and EXCHANGE.
         """
-        by_receipt, by_exchange = (self.lookup.on_edge.get(kind) for kind in moved)
-        told = np.full(first.shape, NONE, dtype=np.int32)
-        for rows in (by_exchange, by_receipt):
+        received, exchanged = (self.lookup.on_edge.get(kind) for kind in kinds)
+        moved = np.full(first.shape, NONE, dtype=np.int32)
+        for rows in (exchanged, received):
             if rows is not None:
-                told = np.where(rows >= 0, rows, told)
-        self.add(first, told)
+                moved = np.where(rows >= 0, rows, moved)
+        self.add(first, moved)
         for rows in last:
-            self.add(first, np.where(told >= 0, NONE, rows))
+            self.add(first, np.where(moved >= 0, NONE, rows))
 
     def forward(self) -> None:
+        """F waits for its inputs, R for F."""
         if Kind.F in self.lookup.passes:
             inputs = self.first(Kind.F)[self.lookup.sinks], [self.last(Kind.F)[self.lookup.sources]]
             self.across(*inputs, (Kind.RECV_F, Kind.EXCHANGE_F))
@@ -110,6 +117,7 @@ class _Waits:
             self.parts(Kind.R)
 
     def backward(self) -> None:
+        """B and I wait for F, R and the gradients of their output, W for I."""
         gradients = [self.last(kind)[self.lookup.sinks] for kind in BACKWARD if kind in self.lookup.passes]
         for kind in BACKWARD:
             if kind in self.lookup.passes:
@@ -122,6 +130,7 @@ class _Waits:
             self.parts(Kind.W)
 
     def moves(self) -> None:
+        """A SEND or EXCHANGE waits for the pass whose result it moves."""
         rows, stage, peer = self.table.rows, self.table.stage, self.table.peer
         self.after_last(rows(Kind.SEND_F), stage, Kind.F)
         self.after_last(rows(Kind.SEND_B), stage, *BACKWARD)
@@ -129,7 +138,7 @@ class _Waits:
         self.after_last(rows(Kind.EXCHANGE_B), peer, *BACKWARD)
 
     def gathers(self) -> None:
-        """Passes wait for parameters, and gathers ahead for room."""
+        """Passes wait for gathers of their parameters. A gather ahead waits for the part that frees its memory."""
         for gather, kind in ((Kind.GATHER, Kind.F), *((Kind.GATHER_B, kind) for kind in BACKWARD)):
             if not self.table.rows(gather).size or kind not in self.lookup.passes:
                 continue
@@ -137,13 +146,14 @@ class _Waits:
             stage, microbatch, part = (column[rows] for column in self._columns())
             if kind in BACKWARD:
                 part = np.where(part >= 0, self.lookup.passes[kind].count[stage, microbatch] - 1 - part, -1)
-            unit = SlicedActions(self.table, gather)
-            for of_microbatch in (microbatch, -1):
-                for of_part in (part, -1):
-                    self.add(rows, unit.at(stage, of_microbatch, of_part))
-            self._ahead(gather, kind)
+            slices = SliceIndex(self.table, gather)
+            for gathered_microbatch in (microbatch, -1):
+                for gathered_slice in (part, -1):
+                    self.add(rows, slices.at(stage, gathered_microbatch, gathered_slice))
+            self._prefetch(gather, kind)
 
-    def _ahead(self, gather: Kind, kind: Kind) -> None:
+    def _prefetch(self, gather: Kind, kind: Kind) -> None:
+        """A gather of a slice waits for the part PREFETCH_DEPTH + 1 before the one that needs it."""
         rows = self.table.rows(gather)
         rows = rows[(self.table.part[rows] >= 0) & (self.table.microbatch[rows] >= 0)]
         stage, microbatch, part = (column[rows] for column in self._columns())
@@ -155,31 +165,44 @@ class _Waits:
         return self.table.stage, self.table.microbatch, self.table.part
 
     def reductions(self) -> None:
-        """A slice of the gradients is whole when all passes that add to it are over."""
+        """A reduction waits for all passes that add to its gradients."""
         rows = self.table.rows(Kind.REDUCE)
         if not rows.size:
             return
-        num_microbatches = self.lookup.shape[1]
-        step = self.table.microbatch[rows] < 0
-        every = np.concatenate([rows[~step], np.repeat(rows[step], num_microbatches)])
-        of = np.tile(np.arange(num_microbatches), int(step.sum()))
-        microbatch = np.concatenate([self.table.microbatch[rows[~step]], of])
-        stage, part = self.table.stage[every], self.table.part[every]
+        rows, microbatch = self._reduced_microbatches(rows)
         for kind in WEIGHT_KINDS:
-            if kind not in self.lookup.passes:
-                continue
-            found = self.lookup.passes[kind]
-            last, count = found.last[stage, microbatch], found.count[stage, microbatch]
-            sliced = (part >= 0) & (last >= 0) & (self.table.part[last] >= 0)
-            slices = self.lookup.part(kind, stage, microbatch, count - 1 - part)
-            if (wrong := np.flatnonzero(sliced & (slices < 0))).size:
-                bad = wrong[0]
-                absent = Action(int(stage[bad]), kind, int(microbatch[bad]), int(count[bad] - 1 - part[bad]))
-                raise ArgumentError(f"{self.table.action(every[bad])} has more slices than {absent._replace(part=-1)}.")
-            self.add(every, np.where(sliced, slices, last))
+            if kind in self.lookup.passes:
+                self.add(rows, self._reduced_parts(kind, rows, microbatch))
+
+    def _reduced_microbatches(self, rows: IndexArray) -> tuple[IndexArray, Int64Array]:
+        """Each REDUCE with each microbatch whose gradients it takes: its own, or all if it is of the whole step."""
+        num_microbatches = self.lookup.shape[1]
+        is_whole = self.table.microbatch[rows] < 0
+        all_microbatches = np.tile(np.arange(num_microbatches), int(is_whole.sum()))
+        return (
+            np.concatenate([rows[~is_whole], np.repeat(rows[is_whole], num_microbatches)]),
+            np.concatenate([self.table.microbatch[rows[~is_whole]], all_microbatches]),
+        )
+
+    def _reduced_parts(self, kind: Kind, rows: IndexArray, microbatch: Int64Array) -> Int64Array:
+        """The last row of kind that adds to each reduction's gradients, or NONE.
+
+        Backward runs through the slices in reverse: part count - 1 - s makes the gradients of slice s. For a REDUCE of
+        the whole stage, or after a whole pass, it is the last part. Raises ArgumentError for a slice without such part.
+        """
+        stage, slice_ = self.table.stage[rows], self.table.part[rows]
+        passes = self.lookup.passes[kind]
+        last, count = passes.last[stage, microbatch], passes.count[stage, microbatch]
+        is_sliced = (slice_ >= 0) & (last >= 0) & (self.table.part[last] >= 0)
+        part = self.lookup.part(kind, stage, microbatch, count - 1 - slice_)
+        if (wrong := np.flatnonzero(is_sliced & (part < 0))).size:
+            bad = wrong[0]
+            whole = Action(int(stage[bad]), kind, int(microbatch[bad]))
+            raise ArgumentError(f"{self.table.action(rows[bad])} has more slices than {whole}.")
+        return np.where(is_sliced, part, last)
 
     def whole_ranks(self) -> None:
-        """The norm waits for the rank's loss and gradients, the optimizer for gradients and norm."""
+        """NORM waits for the rank's loss and gradients, STEP for its gradients and NORM."""
         for kind, needed in ((Kind.NORM, (Kind.F, *GRADIENTS)), (Kind.STEP, (*GRADIENTS, Kind.NORM))):
             of_rank = np.full(self.table.program.num_ranks, NONE, dtype=np.int32)
             rows = self.table.rows(kind)
@@ -189,24 +212,26 @@ class _Waits:
                 self.add(of_rank[self.table.rank[rows]], rows)
 
     def in_turn(self, stream: Int32Array) -> None:
+        """Tensor-parallel parts wait for the part before them on their rank."""
         communicates = np.flatnonzero(stream == TENSOR)
         if not communicates.size:
             return
-        parted = np.zeros(self.lookup.shape[0], dtype=np.bool_)
-        parted[self.table.stage[communicates]] = True
-        passes = np.flatnonzero(parted[self.table.stage] & np.isin(stream, (COMPUTE, TENSOR)))
+        has_tensor_parts = np.zeros(self.lookup.shape[0], dtype=np.bool_)
+        has_tensor_parts[self.table.stage[communicates]] = True
+        passes = np.flatnonzero(has_tensor_parts[self.table.stage] & np.isin(stream, (COMPUTE, TENSOR)))
         before = np.full(len(self.table), NONE, dtype=np.int32)
         before[passes[1:]] = np.where(self.table.rank[passes[1:]] == self.table.rank[passes[:-1]], passes[:-1], NONE)
         self.add(communicates, before[communicates])
 
     def blocking(self, stream: Int32Array) -> None:
+        """Communication waits for the compute before it in its rank's row, and the compute after it waits for it."""
         rank, row = self.table.rank, np.arange(len(self.table), dtype=np.int32)
         computes = holds_compute(stream)
         before = np.maximum.accumulate(np.where(computes, row, NONE))
         after = np.minimum.accumulate(np.where(computes, row, len(row))[::-1])[::-1]
         communicates = row[~computes]
         for dependent, dependency in ((communicates, before[communicates]), (after[communicates], communicates)):
-            there = (dependent < len(row)) & (dependency >= 0)
-            dependent, dependency = dependent[there], dependency[there]
-            alike = rank[dependent] == rank[dependency]
-            self.add(dependent[alike], dependency[alike])
+            exists = (dependent < len(row)) & (dependency >= 0)
+            dependent, dependency = dependent[exists], dependency[exists]
+            on_one_rank = rank[dependent] == rank[dependency]
+            self.add(dependent[on_one_rank], dependency[on_one_rank])

@@ -1,11 +1,13 @@
-"""When each action of a Program starts and ends: the readable truth, which the native engine equals to the bit.
+"""When each action of a Program starts and ends: the readable engine. The native engine gives the same, to the bit.
 
-An action starts when the one before it in its stream and all that `Dependencies` names have ended. A SEND and its RECV,
-and a collective of all stages of a group, are one operation: it starts when all its actions can, and is as long as the
-longest of them. Tensor-parallel communication in parts of its own begins when the part before it on its rank, of any
-pass that has such parts, has ended: a rank does not communicate ahead for its next pass. Where communication does not
-overlap, what stands between two actions of compute is posted together when the first has ended, and the second starts
-when all of it has (as batched P2P does, so that a SEND and a RECV of two neighbours do not block each other).
+1. An action starts when the action before it in its stream and all its `Dependencies` have ended.
+2. A SEND and its RECV are one operation, and so is a collective on all stages of a group. An operation starts when all
+   its actions can, and takes as long as the longest of them.
+3. Tensor-parallel communication in parts of its own starts after the part before it on its rank, of any pass that has
+   such parts: a rank does not communicate ahead for its next pass.
+4. Without overlap, the communication between two compute actions of a row is posted together when the first ends, and
+   the second starts when all of it has ended. (So does batched P2P: a SEND and a RECV of two neighbours do not block
+   each other.)
 """
 
 from __future__ import annotations
@@ -24,68 +26,68 @@ NEVER = float("nan")
 def run(
     program: Program, stream: Sequence[int], seconds: Sequence[float], overlap: bool
 ) -> tuple[list[float], list[float]]:
-    """start_s and end_s of each action, rank by rank; NaN where it never runs. O(actions + dependencies).
+    """start_s and end_s of each action, rank by rank; NaN for an action that never runs. O(actions + dependencies).
 
     stream, seconds: of each action, rank by rank.
     """
     actions = [(rank, action) for rank, row in enumerate(program.actions) for action in row]
-    of = [_operation(program, action) for _, action in actions]
+    operations = [_operation(program, action) for _, action in actions]
     length: dict[Hashable, float] = defaultdict(float)
-    for operation, took in zip(of, seconds):
-        length[operation] = max(length[operation], took)
-    needs: dict[Hashable, set[Hashable]] = {operation: set() for operation in of}
-    operations = dict(zip([action for _, action in actions], of))
+    for operation, action_s in zip(operations, seconds):
+        length[operation] = max(length[operation], action_s)
+    needs: dict[Hashable, set[Hashable]] = {operation: set() for operation in operations}
+    operation_of = dict(zip([action for _, action in actions], operations))
     dependencies = Dependencies(program)
-    for action, operation in operations.items():
+    for action, operation in operation_of.items():
         for needed in dependencies.of(action):
-            if needed not in operations:
+            if needed not in operation_of:
                 raise ArgumentError(f"{action} waits for {needed}, which the program does not have.")
-            needs[operation].add(operations[needed])
+            needs[operation].add(operation_of[needed])
     for first, second in (*_ordered([rank for rank, _ in actions], stream, overlap), *_in_turn(actions, stream)):
-        needs[of[second]].add(of[first])
+        needs[operations[second]].add(operations[first])
     start, end = _times(needs, length)
-    return [start.get(operation, NEVER) for operation in of], [end.get(operation, NEVER) for operation in of]
+    return [start.get(one, NEVER) for one in operations], [end.get(one, NEVER) for one in operations]
 
 
 def _operation(program: Program, action: Action) -> Hashable:
-    """What tells an action from all that do not take place together with it."""
+    """The key of an action's operation: equal for actions that take place together."""
     if action.kind in (Kind.RECV_F, Kind.RECV_B):
         return partner(action)
     group = program.stages[action.stage].group
     if action.kind not in COLLECTIVES or group < 0:
         return action
-    to = program.stages[action.peer].group if action.peer >= 0 else -1
-    peer = action.peer if to < 0 else -1
-    return (action.kind, group, to, peer, action.microbatch, action.part)
+    peer_group = program.stages[action.peer].group if action.peer >= 0 else -1
+    peer = action.peer if peer_group < 0 else -1
+    return (action.kind, group, peer_group, peer, action.microbatch, action.part)
 
 
 def _ordered(rank: Sequence[int], stream: Sequence[int], overlap: bool) -> Iterator[tuple[int, int]]:
-    """Which action comes right after which, by number."""
+    """(first, second): numbers of actions that follow each other by rules 1 (streams) and 4."""
     last: dict[tuple[int, int], int] = {}
     posted: dict[int, list[int]] = defaultdict(list)
-    for number, (on, of) in enumerate(zip(rank, stream)):
-        held = COMPUTE if of == TENSOR and not overlap else of
-        if (on, held) in last:
-            yield last[on, held], number
-        last[on, held] = number
+    for number, (own_rank, own_stream) in enumerate(zip(rank, stream)):
+        held = COMPUTE if own_stream == TENSOR and not overlap else own_stream
+        if (own_rank, held) in last:
+            yield last[own_rank, held], number
+        last[own_rank, held] = number
         if overlap:
             continue
         if held == COMPUTE:
-            for communication in posted.pop(on, ()):
+            for communication in posted.pop(own_rank, ()):
                 yield communication, number
         else:
-            posted[on].append(number)
-            if (on, COMPUTE) in last:
-                yield last[on, COMPUTE], number
+            posted[own_rank].append(number)
+            if (own_rank, COMPUTE) in last:
+                yield last[own_rank, COMPUTE], number
 
 
 def _in_turn(actions: Sequence[tuple[int, Action]], stream: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Which part of a pass each one that is tensor-parallel communication comes after, by number."""
-    parted = {action.stage for (_, action), of in zip(actions, stream) if of == TENSOR}
+    """(first, second): numbers of actions that follow each other by rule 3."""
+    stages = {action.stage for (_, action), own_stream in zip(actions, stream) if own_stream == TENSOR}
     last: dict[int, int] = {}
-    for number, ((rank, action), of) in enumerate(zip(actions, stream)):
-        if action.stage in parted and of in (COMPUTE, TENSOR):
-            if of == TENSOR and rank in last:
+    for number, ((rank, action), own_stream) in enumerate(zip(actions, stream)):
+        if action.stage in stages and own_stream in (COMPUTE, TENSOR):
+            if own_stream == TENSOR and rank in last:
                 yield last[rank], number
             last[rank] = number
 
@@ -93,6 +95,7 @@ def _in_turn(actions: Sequence[tuple[int, Action]], stream: Sequence[int]) -> It
 def _times(
     needs: dict[Hashable, set[Hashable]], length: dict[Hashable, float]
 ) -> tuple[dict[Hashable, float], dict[Hashable, float]]:
+    """Start and end of every operation that can run. needs: what each waits for."""
     needed_by: dict[Hashable, list[Hashable]] = defaultdict(list)
     missing = {operation: len(needed) for operation, needed in needs.items()}
     for operation, needed in needs.items():

@@ -1,7 +1,7 @@
-"""When everything in a step happens: a Program and the times of its stages into a Timeline.
+"""A Program and the times of its stages into a Timeline of one step.
 
-Streams and what they hold are in streams.py; what waits for what, in motet.schedule.dependencies; how operations follow
-from both, in reference.py. The same arguments give the same Timeline, to the bit, on every machine.
+streams.py has the streams, motet.schedule.dependencies what an action waits for, reference.py the rules of execution.
+The same arguments give the same Timeline, to the bit, on every machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from motet.schedule.dependencies import PARTNERS
 from motet.schedule.passes import add_communication
 from motet.schedule.program import EXCHANGES, Program
 from motet.simulate.engine import reference
-from motet.simulate.engine.action_index import Lookup
+from motet.simulate.engine.action_index import ActionIndex
 from motet.simulate.engine.action_seconds import action_seconds
 from motet.simulate.engine.backend import engine
 from motet.simulate.engine.deadlock import deadlock
@@ -27,18 +27,18 @@ from motet.simulate.engine.streams import COMPUTE, STREAMS, TENSOR
 from motet.simulate.engine.table import ActionTable, action_table
 
 MAX_JITTER = 2.0
-"""With a larger sigma nearly all factors are nearly 0, and a step of some thousands has nothing of the mean of 1."""
+"""Largest sigma. With a larger one nearly all factors are nearly 0, so some thousands of them miss the mean of 1."""
 
 
 class Prepared:
-    """A Program to be simulated often: what does not depend on how long its stages take is made once. O(actions)."""
+    """A Program to be simulated often. All that does not depend on times is computed once. O(actions)."""
 
     def __init__(self, program: Program) -> None:
-        self.lookup = Lookup(action_table(program))
+        self.lookup = ActionIndex(action_table(program))
         self._waits: tuple[Int32Array, bool, Waits] | None = None
 
     def waits(self, stream: Int32Array, overlap: bool) -> Waits:
-        """As `lower.waits` has them; kept for the streams that were asked for last."""
+        """The result of `lower.waits`. The last one is kept."""
         if self._waits is None or self._waits[1] != overlap or not np.array_equal(self._waits[0], stream):
             self._waits = stream, overlap, waits(self.lookup, stream, overlap)
         return self._waits[2]
@@ -53,16 +53,15 @@ def simulate(
     seed: int = 0,
     backend: Backend = "native",
 ) -> Timeline:
-    """The Timeline of one step; it starts at 0, and its ranks are the Program's. O(actions + dependencies).
+    """The Timeline of one step. It starts at 0; its ranks are program ranks. O(actions + dependencies).
 
-    program: with communication, or, if it has none and sending takes time, given SEND and RECV first, which takes far
-             longer than to simulate it: call add_communication, and `Prepared`, once for a Program that is simulated
-             often.
-    overlap: whether compute goes on beside communication. If not, a rank's communication holds its compute stream: what
-             stands in its list between two actions of compute is posted together, and waited for.
-    jitter:  sigma of the log-normal factor, of mean 1, on each action of compute (stragglers); drawn from seed.
-    Raises ArgumentError for times that do not fit the Program, for a Program that is not whole, and for one that cannot
-    run, with the actions that wait for each other.
+    program: if it has no communication and sending takes time, it gets SEND and RECV first. This takes far longer than
+             the simulation: for a Program that is simulated often, call add_communication and `Prepared` once.
+    overlap: whether compute runs beside communication. If False, communication occupies the compute stream: all of it
+             between two compute actions of a row is posted together and waited for.
+    jitter:  sigma of a log-normal factor of mean 1 on each compute action (stragglers), drawn from `seed`.
+    Raises ArgumentError for times that do not fit the Program, for a Program with missing actions, and for one that
+    cannot run; the error names the actions that wait for each other.
     """
     if not 0 <= jitter <= MAX_JITTER:
         raise ArgumentError(f"jitter is {jitter}; it is the sigma of a log-normal distribution, 0 to {MAX_JITTER:g}.")
@@ -73,16 +72,16 @@ def simulate(
     lookup, table = prepared.lookup, prepared.lookup.table
     seconds = action_seconds(lookup, times, jitter, seed)
     held = seconds.stream if overlap else np.where(seconds.stream == TENSOR, np.int32(COMPUTE), seconds.stream)
-    took = seconds.held_s + seconds.tensor_s
+    total_s = seconds.held_s + seconds.tensor_s
     start_s: Float64Array
     end_s: Float64Array
     if native is None:
-        found = reference.run(table.program, seconds.stream.tolist(), took.tolist(), overlap)
-        start_s, end_s = (np.array(column) for column in found)
+        columns = reference.run(table.program, seconds.stream.tolist(), total_s.tolist(), overlap)
+        start_s, end_s = (np.array(column) for column in columns)
     else:
         needs = prepared.waits(seconds.stream, overlap)
-        of_rank: Int32Array = table.rank * len(STREAMS) + held
-        start_s, end_s = native.run(of_rank, lookup.operation, took, needs.dependent, needs.dependency)
+        rank_stream: Int32Array = table.rank * len(STREAMS) + held
+        start_s, end_s = native.run(rank_stream, lookup.operation, total_s, needs.dependent, needs.dependency)
     if np.isnan(end_s).any():
         circle = deadlock(lookup, prepared.waits(seconds.stream, overlap), held, end_s)
         hint = (

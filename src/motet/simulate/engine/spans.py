@@ -1,4 +1,4 @@
-"""The Timeline of a simulated Program. Its texts are made when they are read: most of a million never are."""
+"""The Timeline of a simulated Program. A text is made when it is read, because most of a million texts never are."""
 
 from __future__ import annotations
 
@@ -16,37 +16,38 @@ from motet.simulate.engine.table import CODES, KINDS, ActionTable
 
 
 class Labels(Sequence[str]):
-    """Texts of which there are few, told by number."""
+    """A sequence with few distinct texts: entry i is names[number[i]]."""
 
     def __init__(self, names: Sequence[str], number: Int32Array) -> None:
         self.names, self.number = names, number
 
     @staticmethod
     def of(texts: Sequence[str]) -> Labels:
+        """Labels of any sequence of texts."""
         if isinstance(texts, Labels):
             return texts
-        told: dict[str, int] = {}
-        number = [told.setdefault(text, len(told)) for text in texts]
-        return Labels(list(told), np.array(number, dtype=np.int32))
+        numbers: dict[str, int] = {}
+        number = [numbers.setdefault(text, len(numbers)) for text in texts]
+        return Labels(list(numbers), np.array(number, dtype=np.int32))
 
     def __len__(self) -> int:
         return len(self.number)
 
     @overload
-    def __getitem__(self, place: int) -> str: ...
+    def __getitem__(self, index: int) -> str: ...
     @overload
-    def __getitem__(self, place: slice) -> Labels: ...
-    def __getitem__(self, place: int | slice) -> str | Labels:
-        if isinstance(place, slice):
-            return Labels(self.names, self.number[place])
-        return self.names[int(self.number[place])]
+    def __getitem__(self, index: slice) -> Labels: ...
+    def __getitem__(self, index: int | slice) -> str | Labels:
+        if isinstance(index, slice):
+            return Labels(self.names, self.number[index])
+        return self.names[int(self.number[index])]
 
     def __iter__(self) -> Iterator[str]:
         return map(self.names.__getitem__, self.number.tolist())
 
 
 class ActionTexts(Sequence[str]):
-    """Actions as text, told by their row in a table."""
+    """The texts of actions, by their rows in a table."""
 
     def __init__(self, table: ActionTable, row: IndexArray) -> None:
         self.table, self.row = table, row
@@ -55,13 +56,13 @@ class ActionTexts(Sequence[str]):
         return len(self.row)
 
     @overload
-    def __getitem__(self, place: int) -> str: ...
+    def __getitem__(self, index: int) -> str: ...
     @overload
-    def __getitem__(self, place: slice) -> ActionTexts: ...
-    def __getitem__(self, place: int | slice) -> str | ActionTexts:
-        if isinstance(place, slice):
-            return ActionTexts(self.table, self.row[place])
-        return str(self.table.action(int(self.row[place])))
+    def __getitem__(self, index: slice) -> ActionTexts: ...
+    def __getitem__(self, index: int | slice) -> str | ActionTexts:
+        if isinstance(index, slice):
+            return ActionTexts(self.table, self.row[index])
+        return str(self.table.action(int(self.row[index])))
 
     def __iter__(self) -> Iterator[str]:
         table = self.table
@@ -71,10 +72,10 @@ class ActionTexts(Sequence[str]):
 
 
 def timeline_of(table: ActionTable, seconds: ActionSeconds, start_s: Float64Array, end_s: Float64Array) -> Timeline:
-    """A span an action, in the order of the table; then the tensor-parallel communication of whole passes.
+    """One span for each action, in the order of the table, then spans of tensor-parallel communication of whole passes.
 
-    A pass with such communication is two spans, its compute and, after it, its communication on the tensor stream,
-    during which the compute stream stands idle.
+    A pass with such communication has two spans: its compute, then the communication on the tensor stream, during which
+    the compute stream idles.
     """
     tails = np.flatnonzero(seconds.tensor_s > 0)
     computed_s = end_s.copy()

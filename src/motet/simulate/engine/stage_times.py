@@ -1,4 +1,4 @@
-"""How long the actions of a Program take: tables of seconds, from a cost model or from measured stage times alone."""
+"""Tables of seconds for the actions of a Program, from a cost model or from measured stage times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from motet.core.errors import ArgumentError
 
 
 class Part(NamedTuple):
-    """A slice of a pass: its share of the pass's compute seconds, or of its tensor-parallel communication."""
+    """A part of a pass: its share of the pass's compute seconds, or of its tensor-parallel communication.
+
+    Example:
+        >>> from motet.schedule import one_f_one_b, split_parts
+        >>> from motet.simulate import simulate
+        >>> times = StageTimes(*np.ones((3, 1, 1)), forward_parts={0: (Part(0.25), Part(0.75))})
+        >>> program = split_parts(one_f_one_b(1, 1), 0, num_forward_parts=2, num_backward_parts=1)
+        >>> simulate(program, times).end_s.tolist()
+        [0.25, 1.0, 3.0]
+    """
 
     share: float
     stream: Literal["compute", "tensor"] = "compute"
@@ -22,22 +31,35 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StageTimes:
-    """Seconds. Tables are float64 and broadcast to [num_stages, num_microbatches], or to [num_edges, num_microbatches].
+    """Seconds of a Program's actions. Tables are float64 and broadcast to the shapes below.
 
-    forward_s:      F, compute.
-    input_s:        I, backward for the input: what B takes is input_s + weight_s.
-    weight_s:       W, backward for the weights.
-    recompute_s:    R, or what B or I take in addition where the Program has no R.
-    forward_tensor_s, backward_tensor_s: tensor-parallel communication inside F, and inside B or I, during which the
-                    compute stream of the rank waits: TP bubbles.
-    send_s:         [num_edges, num_microbatches] of the Program's edges: F's output from rank to rank.
-    return_s:       the same for its gradient.
-    exchange_s:     [num_edges, num_microbatches], all-to-all from the stages of a group (either direction).
-    gather_s, reduce_s: [num_stages], collectives of a stage's parameters and gradients; a part takes its share.
-    replicas_s:     [num_stages], a REDUCE of no microbatch beside those of each: the sum over copies (hybrid sharding).
-    norm_s:         [num_ranks], NORM: the sum of the gradient's norm, the loss and the targets over all ranks.
-    step_s:         [num_ranks], optimizer.
-    forward_parts, backward_parts: per stage, the slices of a pass, for Programs whose actions have parts.
+    [num_stages, num_microbatches]:
+        forward_s:   compute of F.
+        input_s:     I. B takes input_s + weight_s.
+        weight_s:    W.
+        recompute_s: R. If the Program has no R, it is added to B or I.
+        forward_tensor_s, backward_tensor_s: tensor-parallel communication in F, and in B or I. The compute stream waits
+                     for it: TP bubbles.
+    [num_edges, num_microbatches]:
+        send_s:      F's output from rank to rank.
+        return_s:    the gradient of that output.
+        exchange_s:  all-to-all from the stages of a group, in either direction.
+    [num_stages]; a slice of the parameters takes its share:
+        gather_s:    all-gather of a stage's parameters.
+        reduce_s:    reduction of its gradients.
+        replicas_s:  sum of gradients over copies of the parameters (hybrid sharding): a REDUCE of no microbatch in a
+                     stage that also has one for each microbatch.
+    [num_ranks]:
+        norm_s:      NORM.
+        step_s:      optimizer.
+    forward_parts, backward_parts: per stage, the parts of a pass, for Programs whose actions have parts.
+
+    Example:
+        >>> from motet.schedule import one_f_one_b
+        >>> from motet.simulate import simulate
+        >>> times = StageTimes(forward_s=np.array([[1.0], [2.0]]), input_s=np.ones((2, 1)), weight_s=np.ones((2, 1)))
+        >>> simulate(one_f_one_b(2, num_microbatches=3), times).makespan_s
+        15.0
     """
 
     forward_s: Float64Array
@@ -65,12 +87,13 @@ def stage_times(
     weight_s: ArrayLike | None = None,
     send_s: ArrayLike = 0.0,
 ) -> StageTimes:
-    """Times from measurements of the stages alone.
+    """StageTimes from measured seconds of stages.
 
-    forward_s, backward_s: seconds, one a stage, or [num_stages, num_microbatches]; backward with recomputation.
-    weight_s:              the part of backward_s that computes gradients of weights (zero-bubble); half by default.
-    send_s:                of a stage's output to the next, and of its gradient back; one for all, or one an edge.
-    Raises ArgumentError for what is negative, not finite, or of another shape.
+    forward_s, backward_s: [num_stages] or [num_stages, num_microbatches]. backward_s includes recomputation.
+    weight_s:              the part of backward_s for gradients of weights (zero-bubble schedules); half by default.
+    send_s:                seconds of a stage's output to the next stage, and of its gradient back: one number, or
+                           [num_edges].
+    Raises ArgumentError for seconds that are negative, not finite or of another shape.
     """
     forward, backward = _table("forward_s", forward_s), _table("backward_s", backward_s)
     weight = backward / 2 if weight_s is None else _table("weight_s", weight_s)

@@ -1,8 +1,9 @@
-"""The streams of a program rank, each of which runs its actions one after the other, in the order of the rank's list.
+"""The streams of a program rank. Each runs its actions one after the other, in the order of the rank's row.
 
-compute holds passes and optimizer steps; send and receive the two ends of a P2P move, which take place at once;
-collective the exchanges, gathers, reductions and the norm, which take place at once on all ranks of a group; tensor the
-tensor-parallel communication of a pass.
+- compute: passes and optimizer steps;
+- send, receive: the two ends of a transfer, which take place at the same time;
+- collective: exchanges, gathers, reductions and NORM, which take place at the same time on all ranks of a group;
+- tensor: tensor-parallel communication of passes.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ def _stream_of(kind: Kind) -> int:
     return COMPUTE if kind in COMPUTE_KINDS else COLLECTIVE
 
 
-OF_KIND: Int32Array = np.array([_stream_of(kind) for kind in KINDS], dtype=np.int32)
-"""The stream of each kind of KINDS; a part of a pass may be TENSOR instead."""
+STREAM_OF_KIND: Int32Array = np.array([_stream_of(kind) for kind in KINDS], dtype=np.int32)
+"""The stream of each kind in KINDS. A part of a pass may be on TENSOR instead."""
 
 
 def holds_compute(stream: Int32Array) -> BoolArray:
-    """Whether an action holds the compute stream of a rank whose communication blocks, as all of a pass does."""
+    """Whether actions are on the compute stream of a rank whose communication blocks: all parts of passes are."""
     held: BoolArray = (stream == COMPUTE) | (stream == TENSOR)
     return held

@@ -1,4 +1,4 @@
-"""The actions of a Program as columns of integers: what everything about them is then computed from at once."""
+"""The actions of a Program as columns of integers, so that the simulator computes on all of them at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ SLICED_KINDS = (Kind.GATHER, Kind.GATHER_B, Kind.REDUCE)
 
 @dataclass(frozen=True, eq=False)
 class ActionTable:
-    """int32 [num_actions] each, rank by rank, in the order of its list; kind is a place in KINDS."""
+    """The actions of a Program as columns, int32 [num_actions] each: rank by rank, in the order of the rows.
+
+    kind: index in KINDS. The other columns are as in `Action`.
+    """
 
     program: Program
     rank: Int32Array
@@ -38,21 +41,22 @@ class ActionTable:
 
     @cached_property
     def _rows(self) -> Mapping[Kind, IndexArray]:
-        there = np.flatnonzero(np.bincount(self.kind, minlength=len(KINDS)))
-        return {KINDS[code]: np.flatnonzero(self.kind == code) for code in there}
+        codes = np.flatnonzero(np.bincount(self.kind, minlength=len(KINDS)))
+        return {KINDS[code]: np.flatnonzero(self.kind == code) for code in codes}
 
     def rows(self, kind: Kind) -> IndexArray:
-        """Which actions are of a kind, ascending."""
+        """The rows of a kind, ascending."""
         return self._rows.get(kind, np.empty(0, dtype=np.intp))
 
     def action(self, row: int) -> Action:
+        """The action in a row."""
         columns = (self.microbatch, self.part, self.peer)
         microbatch, part, peer = (int(column[row]) for column in columns)
         return Action(int(self.stage[row]), KINDS[self.kind[row]], microbatch, part, peer)
 
 
 def action_table(program: Program) -> ActionTable:
-    """Columns of a Program's actions; raises ArgumentError for a number that is out of range. O(actions)."""
+    """The ActionTable of a Program. Raises ArgumentError for a number that is out of range. O(actions)."""
     rows = program.actions
     table = ActionTable(program, *(_tiled(rows) if isinstance(rows, AlikeRows) else _columns(rows)))
     _check(table)

@@ -1,1 +1,1 @@
-"""A Plan, lengths and a cost model into a Prediction. Its words: docs/glossary.md."""
+"""A Plan, lengths and a cost model into a Prediction. Words: docs/glossary.md."""

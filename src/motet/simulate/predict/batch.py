@@ -1,4 +1,4 @@
-"""A batch of a Plan's size, drawn from a workload: what a prediction is made for."""
+"""The examples of a predicted step, drawn from a workload."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from motet.core.workload import BACKBONE, BatchLengths, Workload
 
 
 def draw_batch(plan: Plan, workload: Workload, rng: np.random.Generator) -> BatchLengths:
-    """A batch of the plan's size. Raises UserError for a workload that lacks a module's lengths."""
+    """`plan.batch_size` examples. Raises UserError for a workload without lengths of a module."""
     columns = workload.examples.items
     for module in plan.model.modules:
         if module.name == BACKBONE:

@@ -1,4 +1,4 @@
-"""The most that each rank of the cluster holds in a step: state, activations in flight by the Program, transients."""
+"""Peak bytes of each rank of the cluster in a step: state, activations in flight in the Program, transients."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from motet.schedule.coordinates import ranks_of
 from motet.simulate.predict.stage_pricing import Pricing
 
 MAX_LOGITS = 1 << 28
-"""Logits that exist at once: the loss of Motet's backbone is taken in slices."""
+"""Most logits that exist at a time: Motet's backbone computes the loss slice by slice."""
 PARTS = ("parameters", "gradients", "optimizer", "activations", "transient")
 
 
 def memory_of(pricing: Pricing) -> dict[str, Int64Array]:
     """Bytes by part, int64 [num_ranks of the cluster] each; 0 on ranks that the Plan does not use.
 
-    A rank with several stages holds all they hold and computes one at a time. Activations are those of the fullest
-    moment; transients are added as if they came then. O(islands * actions).
+    A rank with several stages holds the state of all and computes one at a time. Activations are those at their peak;
+    the largest transient is added as if it came then. O(islands * actions).
     """
     program, stages = pricing.planned.program, pricing.planned.stages
     bytes_of = {part: np.zeros(pricing.plan.cluster.num_ranks, dtype=np.int64) for part in PARTS}
-    found: dict[tuple[object, ...], StageMemory] = {}
+    memory_by_key: dict[tuple[object, ...], StageMemory] = {}
     held = np.stack([pricing.islands(stage).held for stage in stages], axis=1)
     for island, activations in enumerate(high_water(program, held).astype(np.int64)):
         for stage in stages:
-            if stage.key not in found:
-                found[stage.key] = _stage_memory(pricing, stage)
-            shared, own = ranks_of(pricing.layout, stage.rank, island), found[stage.key]
-            ranks = slice(shared.start, shared.stop)
+            if stage.key not in memory_by_key:
+                memory_by_key[stage.key] = _stage_memory(pricing, stage)
+            stage_ranks, memory = ranks_of(pricing.layout, stage.rank, island), memory_by_key[stage.key]
+            ranks = slice(stage_ranks.start, stage_ranks.stop)
             for part in ("parameters", "gradients", "optimizer"):
-                bytes_of[part][ranks] += getattr(own, part)
+                bytes_of[part][ranks] += getattr(memory, part)
             bytes_of["activations"][ranks] = activations[stage.rank]
-            bytes_of["transient"][ranks] = np.maximum(bytes_of["transient"][ranks], own.transient)
+            bytes_of["transient"][ranks] = np.maximum(bytes_of["transient"][ranks], memory.transient)
     return bytes_of
 
 

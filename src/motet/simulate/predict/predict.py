@@ -1,9 +1,11 @@
-"""A Plan, lengths and a cost model into a Prediction: what a step takes before any of it has run.
+"""A Plan, lengths and a cost model into a Prediction of a step.
 
-The batch is assigned to the Plan (`assign/`), its stages are priced (`pricing.py`, `traffic.py`), and the Program
-that the Plan implies is simulated. Islands, the parts of a job that do not speak to each other before its gradients are
-reduced, run the same Program on different examples: the slowest one is the step. Of many, those are simulated whose
-microbatches take longest, each on the rank that it takes longest on.
+1. The step's examples are assigned to the Plan (`assign/`).
+2. Its stages and messages are priced (`stage_pricing.py`, `traffic.py`, `collectives.py`).
+3. The Plan's Program is simulated.
+
+Islands (`core/plan.py`) run the same Program on different examples, and the slowest one is the step. If there are many,
+only MAX_ISLANDS are simulated: those with the largest sum, over microbatches, of the seconds on the busiest rank.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from motet.core.timeline import Timeline
 from motet.core.workload import BatchLengths, Workload
 from motet.cost.flops import batch_flops
 from motet.cost.model import CostModel
-from motet.schedule import Planned, Presence, of_batch, planned
+from motet.schedule import PlannedProgram, Presence, planned, program_of_batch
 from motet.schedule.coordinates import ranks_of
 from motet.simulate.engine.simulate import Prepared, simulate
 from motet.simulate.engine.stage_times import StageTimes
@@ -33,7 +35,8 @@ from motet.simulate.predict.step_seconds import PricedStep
 from motet.simulate.predict.traffic import Traffic
 
 MAX_ISLANDS = 32
-"""That are simulated, of one batch. In 28 predictions of the papers' jobs, the slowest was among the first 21."""
+"""Most islands that are simulated for a step. In 28 predictions of the papers' jobs the slowest was among the first 21.
+"""
 
 
 def predict(
@@ -45,10 +48,10 @@ def predict(
     jitter: float = 0.0,
     balancing: Balancing = by_operations,
 ) -> Prediction:
-    """One step of `plan.batch_size` examples drawn from a workload, by a seed.
+    """The Prediction of one step, with `plan.batch_size` examples drawn from a workload by `seed`.
 
-    jitter:    spread of the factor by which each computation takes longer or shorter than priced (`simulate`).
-    balancing: by what training balances colocated phases.
+    jitter:    sigma of the factor on the seconds of each compute action (`simulate`).
+    balancing: how training balances colocated phases.
     Raises UserError for a Plan that does not fit its model or cluster, and for a workload without a module's lengths.
     """
     return next(predictions(plan, workload, cost, 1, seed=seed, jitter=jitter, balancing=balancing))
@@ -64,7 +67,7 @@ def predictions(
     jitter: float = 0.0,
     balancing: Balancing = by_operations,
 ) -> Iterator[Prediction]:
-    """The same for several batches, one after the other; the first is that of `predict`."""
+    """Predictions of several steps, one after the other. The first is that of `predict`."""
     stages, rng = planned(plan), np.random.default_rng(seed)
     for _ in range(num_batches):
         assignment = assign_batch(plan, draw_batch(plan, workload, rng), cost, balancing)
@@ -74,14 +77,20 @@ def predictions(
 def assign_batch(
     plan: Plan, batch: BatchLengths, cost: CostModel, balancing: Balancing = by_operations
 ) -> StepAssignment:
-    """The batch on the Plan, as training assigns it; examples are dealt out, where the Plan says so, by `cost`."""
+    """The step's examples assigned to the Plan, as in training. `cost` gives the seconds by which they are ordered."""
     return assign_step(plan, batch, balancing, PricedStep(plan, batch, cost))
 
 
 def predict_assigned(
-    plan: Plan, stages: Planned, assignment: StepAssignment, cost: CostModel, *, seed: int = 0, jitter: float = 0.0
+    plan: Plan,
+    stages: PlannedProgram,
+    assignment: StepAssignment,
+    cost: CostModel,
+    *,
+    seed: int = 0,
+    jitter: float = 0.0,
 ) -> Prediction:
-    """The same for a batch that is assigned already, by training's own balancer say."""
+    """The Prediction of a step whose examples are already assigned, e.g. by the balancer of training."""
     pricing = Pricing(plan, stages, assignment, cost)
     ranks = np.unique(np.concatenate([unit.first_rank + np.arange(unit.num_ranks) for unit in plan.units]))
     return Prediction(
@@ -99,9 +108,9 @@ def predict_assigned(
 
 
 def _slowest_island(pricing: Pricing, seed: int, jitter: float) -> Timeline:
-    """With its ranks called by those of the cluster that they stand for."""
+    """The Timeline of the slowest island. Its ranks are named by the ranks of the cluster that they stand for."""
     traffic = Traffic(pricing)
-    program = Prepared(of_batch(pricing.planned, _present(pricing)))
+    program = Prepared(program_of_batch(pricing.planned, _present(pricing)))
     overlap = pricing.plan.cluster.device.overlaps
     slowest: tuple[int, Timeline] | None = None
     for island in _simulated(pricing, jitter):
@@ -115,18 +124,18 @@ def _slowest_island(pricing: Pricing, seed: int, jitter: float) -> Timeline:
 
 
 def _present(pricing: Pricing) -> tuple[Presence, ...]:
-    """What each microbatch has, where rows depend on it."""
+    """What each microbatch has, under "data_parallel"; () else, because the Program does not depend on it."""
     return pricing.assignment.present if pricing.plan.schedule == "data_parallel" else ()
 
 
 def _rank_names(pricing: Pricing, island: int) -> list[str]:
-    """Of each program rank, the ranks of the cluster that it stands for in an island: those that share its work."""
-    ranks = (ranks_of(pricing.layout, rank, island) for rank in range(pricing.planned.program.num_ranks))
-    return [f"rank {own[0]}" if len(own) == 1 else f"ranks {own[0]}-{own[-1]}" for own in ranks]
+    """For each program rank, the name of the ranks of the cluster that it stands for in an island."""
+    groups = (ranks_of(pricing.layout, rank, island) for rank in range(pricing.planned.program.num_ranks))
+    return [f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}" for ranks in groups]
 
 
 def _simulated(pricing: Pricing, jitter: float) -> Iterator[int]:
-    """Islands of like lengths take the same time, unless something is left to chance; then all are simulated."""
+    """The islands to simulate. Without jitter, islands with the same lengths take the same time, so one is enough."""
     islands = np.arange(pricing.num_islands)
     if jitter:
         yield from islands.tolist()
@@ -142,13 +151,13 @@ def _simulated(pricing: Pricing, jitter: float) -> Iterator[int]:
 
 
 def stage_times_of(pricing: Pricing, traffic: Traffic, island: int = 0) -> StageTimes:
-    """Of the Program's stages, edges and ranks, for the examples of one island."""
+    """The StageTimes of the Program, for the examples of one island."""
     stages, colocated = pricing.planned.stages, pricing.plan.schedule == "data_parallel"
     rows = [pricing.stage(stage, island) for stage in stages]
     forward, backward_input, weight, recompute, forward_tensor, backward_tensor, _ = map(np.stack, zip(*rows))
     none = np.zeros((1, 1))
-    gather_s, reduce_s, replicas_s = np.array([traffic.collectives(stage) for stage in stages]).T
-    parted = [(number, stage) for number, stage in enumerate(stages) if stage.num_parts > 1]
+    gather_s, reduce_s, replicas_s = np.array([traffic.collectives.seconds(stage) for stage in stages]).T
+    in_parts = [(number, stage) for number, stage in enumerate(stages) if stage.num_parts > 1]
     return StageTimes(
         forward,
         backward_input,
@@ -162,8 +171,10 @@ def stage_times_of(pricing: Pricing, traffic: Traffic, island: int = 0) -> Stage
         gather_s=gather_s,
         reduce_s=reduce_s,
         replicas_s=replicas_s,
-        norm_s=traffic.norm_s(),
-        step_s=traffic.step_s(),
-        forward_parts={number: pricing.parts(stage) for number, stage in parted},
-        backward_parts={number: pricing.parts(stage, backward=True) for number, stage in parted if stage.has_backward},
+        norm_s=traffic.collectives.norm_s(),
+        step_s=traffic.collectives.step_s(),
+        forward_parts={number: pricing.parts(stage) for number, stage in in_parts},
+        backward_parts={
+            number: pricing.parts(stage, backward=True) for number, stage in in_parts if stage.has_backward
+        },
     )

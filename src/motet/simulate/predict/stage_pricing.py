@@ -1,8 +1,7 @@
-"""What the stages of a Plan's Program compute and hold for a batch, in seconds and bytes, from a cost model.
+"""Seconds and bytes of the stages of a Plan's Program for the examples of a step, from a cost model.
 
-Each distinct layer of a module is priced once, for all replicas and microbatches of its unit together; a stage adds up
-the layers that it runs. Backward is priced by what is trained and where (Cornstarch section 4.2, with the erratum on
-recomputation).
+Each distinct layer of a module is priced once, for all replicas and microbatches of its unit. A stage is the sum of its
+layers. Backward is priced by which parameters are trainable (Cornstarch section 4.2, and its erratum on recomputation).
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from motet.cost.memory import (
     stage_layers,
 )
 from motet.cost.model import CostModel, LayerSeconds, Work
-from motet.schedule import Planned, PlannedStage, part_layers
+from motet.schedule import PlannedProgram, PlannedStage, part_layers
 from motet.schedule.coordinates import host_of, replica_of
 from motet.schedule.layout import LAYER_PARTS
 from motet.simulate.engine.stage_times import Part
 
 
-class StageSeconds(NamedTuple):
-    """Of one stage, [num_replicas, num_microbatches] each. held: bytes that forward keeps for backward."""
+class StagePrices(NamedTuple):
+    """Prices of one stage, [num_replicas, num_microbatches] each: seconds, and `held`, bytes kept for backward."""
 
     forward: Float64Array
     input: Float64Array
@@ -48,7 +47,7 @@ class StageSeconds(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Priced:
-    """One layer, for all replicas and microbatches of its unit, flat, replica by replica."""
+    """The price of one layer: columns [num_replicas * num_microbatches] of its unit, replica by replica."""
 
     work: Work
     seconds: LayerSeconds
@@ -58,7 +57,7 @@ class _Priced:
 class Pricing:
     """Prices the stages of one Plan for one assigned batch."""
 
-    def __init__(self, plan: Plan, planned: Planned, assignment: StepAssignment, cost: CostModel) -> None:
+    def __init__(self, plan: Plan, planned: PlannedProgram, assignment: StepAssignment, cost: CostModel) -> None:
         self.plan, self.planned, self.assignment, self.cost = plan, planned, assignment, cost
         self.precision = mixed_precision(plan.precision, pipeline=plan.schedule != "data_parallel")
         self.backbone = plan.unit_of(BACKBONE)
@@ -70,48 +69,51 @@ class Pricing:
 
     @property
     def num_islands(self) -> int:
+        """Number of islands of the job."""
         return self.layout.num_islands
 
-    def stage(self, stage: PlannedStage, island: int) -> StageSeconds:
-        """[num_microbatches] each."""
+    def stage(self, stage: PlannedStage, island: int) -> StagePrices:
+        """The prices of a stage in one island, [num_microbatches] each."""
         replica = replica_of(self.layout, stage, island)
-        return StageSeconds(*(table[replica] for table in self._seconds(stage.key)))
+        return StagePrices(*(table[replica] for table in self._seconds(stage.key)))
 
-    def islands(self, stage: PlannedStage) -> StageSeconds:
-        """The same of all islands, [num_islands, num_microbatches] each."""
+    def islands(self, stage: PlannedStage) -> StagePrices:
+        """The prices of a stage in all islands, [num_islands, num_microbatches] each."""
         replicas = [replica_of(self.layout, stage, island) for island in range(self.num_islands)]
-        return StageSeconds(*(table[replicas] for table in self._seconds(stage.key)))
+        return StagePrices(*(table[replicas] for table in self._seconds(stage.key)))
 
     def busiest_rank_s(self) -> Float64Array:
-        """Of each island, its microbatches' seconds on the ranks that take longest for them, [num_islands]."""
+        """For each island, the sum over microbatches of the seconds on the busiest rank, [num_islands]."""
         shape = self.planned.program.num_ranks, self.num_islands, self.assignment.num_microbatches
         total_s = np.zeros(shape)
         for stage in self.planned.stages:
             total_s[stage.rank] += np.sum(self.islands(stage)[:-1], axis=0)
-        found: Float64Array = total_s.max(axis=0).sum(axis=1)
-        return found
+        busiest_s: Float64Array = total_s.max(axis=0).sum(axis=1)
+        return busiest_s
 
     def layers(self, stage: PlannedStage) -> list[StageLayer]:
-        """What a stage runs, in execution order."""
+        """The layers of a stage, in execution order."""
         return list(stage_layers(self.plan.model, stage.layers, stage.recomputed))
 
     def rows(self, name: str, layer: Layer, stage: PlannedStage, island: int) -> Float64Array:
-        """Rows that a layer of a module has on one of the ranks that share the stage's work, [num_microbatches]."""
+        """Rows of a layer of a module on one of the ranks that share the stage's work, [num_microbatches]."""
         rows = self._priced(name, layer, stage.num_shares).work.rows
-        found: Float64Array = rows.reshape(-1, self.assignment.num_microbatches)[replica_of(self.layout, stage, island)]
-        return found
+        by_replica = rows.reshape(-1, self.assignment.num_microbatches)
+        replica_rows: Float64Array = by_replica[replica_of(self.layout, stage, island)]
+        return replica_rows
 
     def largest_rows(self, name: str, layer: Layer) -> float:
         """Rows of a layer in the largest microbatch of any replica, over all its context-parallel ranks."""
         return float(self._priced(name, layer, 1).work.rows.max(initial=0.0)) * self.plan.unit_of(name).cp
 
     def parts(self, stage: PlannedStage, *, backward: bool = False) -> tuple[Part, ...]:
-        """Slices of a pass: of blocks, in data parallelism; of halves of layers, where a pipeline's bubbles are filled.
+        """The parts of a stage's pass, in execution order.
 
-        Backward's are numbered in its own order; what neither learns nor passes a gradient on takes no time of it.
+        A part is a group of blocks in data parallelism, and a half of a layer or its communication where a pipeline's
+        bubbles are filled. In backward, a part takes no time if it is frozen and passes no gradient on.
         """
-        found: tuple[Part, ...] = self._parts(stage.key, backward)
-        return found
+        parts: tuple[Part, ...] = self._parts(stage.key, backward)
+        return parts
 
     def _slices(self, stage: PlannedStage, backward: bool) -> tuple[Part, ...]:
         if host_of(self.layout, stage.unit) is not stage.unit:
@@ -123,40 +125,40 @@ class Pricing:
         blocks = self.plan.model.module(name).blocks
         seconds = []
         for first, stop in part_layers(stage.num_layers, stage.num_parts):
-            of_part = self._sum(stage, layers[blocks[first].start : blocks[stop - 1].stop])
-            passes = (of_part.input, of_part.weight, of_part.recompute) if backward else (of_part.forward,)
+            prices = self._sum(stage, layers[blocks[first].start : blocks[stop - 1].stop])
+            passes = (prices.input, prices.weight, prices.recompute) if backward else (prices.forward,)
             seconds.append(sum(float(table.sum()) for table in passes))
         shares = [second / sum(seconds) if sum(seconds) else 1 / len(seconds) for second in seconds]
         return tuple(Part(share) for share in (reversed(shares) if backward else shares))
 
     def hardware_flops(self) -> int:
-        """Operations of all ranks: with padding, recomputation, and what is computed several times over."""
-        places = {(stage.unit.name, stage.place, stage.modules): stage for stage in self.planned.stages}
-        return round(sum(self._stage_flops(stage) for stage in places.values()))
+        """Operations of all ranks, with padding, recomputation and replicated encoders."""
+        distinct = {(stage.unit.name, stage.index, stage.modules): stage for stage in self.planned.stages}
+        return round(sum(self._stage_flops(stage) for stage in distinct.values()))
 
     def _stage_flops(self, stage: PlannedStage) -> float:
-        """Over all replicas of the unit."""
+        """Operations of a stage, over all replicas of its unit."""
         total = 0.0
         for placed, count in Counter(self.layers(stage)).items():
             layer = placed.layer
             flops = layer_flops(layer, self._priced(placed.module, layer, 1).work)
-            own = flops.forward * (1 + placed.recomputed) + flops.weight * layer.trainable
+            layer_total = flops.forward * (1 + placed.recomputed) + flops.weight * layer.trainable
             if placed.needs_input or (layer.trainable and layer.attention is not None):
-                own = own + flops.input
-            total += count * float(own.sum()) * stage.unit.cp
+                layer_total = layer_total + flops.input
+            total += count * float(layer_total.sum()) * stage.unit.cp
         return total
 
-    def _sum(self, stage: PlannedStage, layers: Iterable[StageLayer]) -> StageSeconds:
+    def _sum(self, stage: PlannedStage, layers: Iterable[StageLayer]) -> StagePrices:
         shape = self.assignment.modules[stage.modules[0]].num_replicas, self.assignment.num_microbatches
-        total = {name: np.zeros(shape) for name in StageSeconds._fields}
+        total = {name: np.zeros(shape) for name in StagePrices._fields}
         for placed, count in Counter(layers).items():
             priced = self._priced(placed.module, placed.layer, stage.num_shares)
             for name, seconds in self._passes(placed, priced, stage.unit.tp).items():
                 total[name] += count * seconds.reshape(shape)
-        return StageSeconds(**total)
+        return StagePrices(**total)
 
     def _passes(self, placed: StageLayer, priced: _Priced, tp: int) -> dict[str, Float64Array]:
-        """The passes that a layer has: its gradients as `cost.model.backward_seconds` has them."""
+        """The prices of a layer by field of StagePrices, flat. Gradients are as in `cost.model.backward_seconds`."""
         layer, (forward_s, input_s, weight_s) = placed.layer, priced.seconds
         passes = {"forward": forward_s, "forward_tensor": priced.tensor_s}
         if placed.needs_input or (layer.trainable and layer.attention is not None):

@@ -1,4 +1,6 @@
-"""The seconds by which a pipeline's examples are dealt out: `assign.ordering.StepSeconds`, from a cost model."""
+"""Seconds of a pipeline's examples and passes from a cost model: `assign.ordering.StepSeconds`, by which examples are
+assigned to microbatches.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +15,30 @@ from motet.core.exchange import NS_PER_S
 from motet.core.plan import Plan
 from motet.core.workload import BatchLengths
 from motet.cost.model import CostModel
-from motet.schedule.from_plan import Planned, unscheduled
+from motet.schedule.from_plan import PlannedProgram, unscheduled
 from motet.schedule.generators.dag import distances
 from motet.schedule.layout import Layout
 from motet.simulate.predict.stage_pricing import Pricing
 
 
 class PricedStep:
-    """A batch on a Plan that fits, priced by its stages, messages aside."""
+    """The examples of a step on a Plan that fits, priced by the stages that compute them; messages are free."""
 
     def __init__(self, plan: Plan, batch: BatchLengths, cost: CostModel) -> None:
         self.plan, self.batch, self.cost = plan, batch, cost
 
     @cached_property
-    def planned(self) -> Planned:
+    def planned(self) -> PlannedProgram:
+        """The stages to price."""
         return unscheduled(self.layout)
 
     @cached_property
     def layout(self) -> Layout:
+        """The Layout of the Plan."""
         return Layout(self.plan)
 
     def of_examples(self) -> Int64Array:
+        """Nanoseconds of each example by itself on each lane, int64 [num_lanes, num_examples]."""
         modules = {}
         for module in self.plan.model.modules:
             items = self.batch.of(module.name)
@@ -56,6 +61,7 @@ class PricedStep:
         return np.rint(taken_s * NS_PER_S).astype(np.int64)
 
     def of_passes(self, assignment: StepAssignment) -> tuple[Float64Array, Float64Array]:
+        """Seconds of forward and of backward, [depth, num_islands, num_microbatches] each."""
         pricing, layout, places = self._pricing(assignment), self.layout, _places(self.layout)
         ranks = {stage.rank: place for stage, place in zip(layout.stages, places)}
         shape = len(ranks), layout.num_islands, layout.num_microbatches
@@ -74,8 +80,9 @@ class PricedStep:
 
 
 def _places(layout: Layout) -> list[int]:
-    """Of each stage, how far along the pipeline its rank is: of one pipeline, the number of that rank; of several, by
-    the longest way to an end."""
+    """For each stage, the depth of its rank in the pipeline: the rank itself in a lone pipeline, else by the number of
+    stages on the longest path to an end.
+    """
     if len(layout.units) == 1:
         return [stage.rank for stage in layout.stages]
     left = distances(len(layout.island.stages), layout.island.edges)

@@ -1,1 +1,1 @@
-"""Timelines and Predictions as tables, pages and pictures. Its words: docs/glossary.md."""
+"""Timelines and Predictions as tables, pages and pictures. Words: docs/glossary.md."""

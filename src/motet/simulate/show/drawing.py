@@ -1,9 +1,8 @@
-"""What a picture of a Timeline shows, whether it becomes a PNG (picture.py) or a page (page.py).
+"""The drawing of a Timeline, which becomes a PNG (picture.py) or a page (page.py).
 
-A row is a rank, with what it computes above and what it communicates in a thin band below. Hue says whose an action is;
-lightness what it does, from palest to darkest: recomputation, forward, backward, backward for the weights alone. What
-is left of a row's background is bubble. The hues are told apart by the colour-blind (Okabe and Ito, 2008);
-communication has none.
+- A row is a rank: compute above, communication in a thin band below. Free background is bubble.
+- The hue of a box is its module. The colour-blind can distinguish hues (Okabe and Ito, 2008). Communication is grey.
+- The lightness of a box is its kind, from light to dark: recomputation, forward, backward, backward for the weights.
 """
 
 from __future__ import annotations
@@ -51,14 +50,14 @@ _OTHER_COMMUNICATION = ("other communication", "#b6bcc4")
 
 
 _MAX_HUES = 5
-"""Of a shade, in the legend."""
+"""Most hues that the legend shows of one shade."""
 
-Look = tuple[str, str, str]
-"""Kind, module, stream: what decides how a span is drawn."""
+SpanStyle = tuple[str, str, str]
+"""(kind, module, stream) of a span. Spans with the same three are drawn alike."""
 
 
 class Paint(NamedTuple):
-    """How a span of a module is drawn. band: in the thin band of communication, not among what is computed."""
+    """How a span of a module is drawn. band: in the thin band of communication, not among compute."""
 
     colour: str
     band: bool
@@ -66,7 +65,7 @@ class Paint(NamedTuple):
 
 
 class LegendEntry(NamedTuple):
-    """An entry of the legend: a name, and the colours that it stands for."""
+    """An entry of the legend: a name, and the colours that it explains."""
 
     name: str
     colours: tuple[str, ...]
@@ -76,10 +75,13 @@ class LegendEntry(NamedTuple):
 class Drawing:
     """Boxes in rows.
 
-    ranks:          int64 [num_rows], ascending. names: of these. bubble_share: float64 [num_rows], of the makespan.
-    row, paint:     int64 [num_boxes]. start_s, end_s: float64 [num_boxes], from the first start of the Timeline.
-    number:         int64 [num_boxes], the microbatch, -1 where there is none. span: int64 [num_boxes], in the Timeline.
-    facts: a sentence: makespan, bubbles over all ranks, and which ranks are drawn where some are not.
+    ranks:          int64 [num_rows], the ranks that are drawn, ascending. names: their names.
+    bubble_share:   float64 [num_rows], share of the makespan that is bubble.
+    row, paint:     int64 [num_boxes], index of the box's row, and of its colour in `paints`.
+    start_s, end_s: float64 [num_boxes], from the first start of the Timeline.
+    number:         int64 [num_boxes], the microbatch, or -1.
+    span:           int64 [num_boxes], index of the span in the Timeline.
+    facts:          a sentence: makespan, bubbles over all ranks, and, if only some ranks are drawn, which.
     """
 
     ranks: Int64Array
@@ -98,9 +100,9 @@ class Drawing:
 
 
 def draw(timeline: Timeline, *, max_rows: int) -> Drawing:
-    """Lay out a Timeline; of more than `max_rows` ranks, some that stand for them. O(spans)."""
-    known, paint = _looks(timeline)
-    hues = _hues([module for kind, module, stream in known if _computes(kind, stream)])
+    """The drawing of a Timeline. Of more than `max_rows` ranks only some are drawn. O(spans)."""
+    styles, paint = _styles(timeline)
+    hues = _hues([module for kind, module, stream in styles if _computes(kind, stream)])
     idle = bubbles(timeline)
     bubble_share = idle.idle_s.sum(axis=1) / (idle.step_s or 1.0)
     ranks = _chosen(bubble_share, max_rows)
@@ -117,45 +119,45 @@ def draw(timeline: Timeline, *, max_rows: int) -> Drawing:
         end_s=start_s[drawn] + (timeline.end_s - timeline.start_s)[drawn],
         number=timeline.microbatch[drawn].astype(np.int64),
         span=drawn,
-        paints=tuple(_paint(look, hues) for look in known),
-        legend=_legend(known, hues),
+        paints=tuple(_paint(style, hues) for style in styles),
+        legend=_legend(styles, hues),
         makespan_s=timeline.makespan_s,
         facts=_facts(timeline.makespan_s, idle.total_share, len(ranks), len(bubble_share)),
     )
 
 
-def _looks(timeline: Timeline) -> tuple[list[Look], Int64Array]:
-    """Those that there are, in order of appearance, and which of them each span has, int64 [num_spans]."""
+def _styles(timeline: Timeline) -> tuple[list[SpanStyle], Int64Array]:
+    """The styles of a Timeline, in order of appearance, and the index of each span's style, int64 [num_spans]."""
     kind, module, stream = (Labels.of(texts) for texts in (timeline.kind, timeline.module, timeline.stream))
     shape = len(kind.names), len(module.names), len(stream.names)
     code = np.ravel_multi_index((kind.number, module.number, stream.number), shape) if len(timeline) else kind.number
-    # The first span of each code, as it is written last.
+    # The first span of each code is written last, and stays.
     first = np.full(math.prod(shape), -1)
     first[code[::-1]] = np.arange(len(code) - 1, -1, -1)
     codes = np.flatnonzero(first >= 0)
     codes = codes[np.argsort(first[codes])]
-    looks = [(timeline.kind[span], timeline.module[span], timeline.stream[span]) for span in first[codes].tolist()]
-    number = {look: place for place, look in enumerate(dict.fromkeys(looks))}
-    of_code = np.zeros(len(first), dtype=np.int64)
-    of_code[codes] = [number[look] for look in looks]
-    return list(number), of_code[code]
+    styles = [(timeline.kind[span], timeline.module[span], timeline.stream[span]) for span in first[codes].tolist()]
+    index = {style: number for number, style in enumerate(dict.fromkeys(styles))}
+    style_of_code = np.zeros(len(first), dtype=np.int64)
+    style_of_code[codes] = [index[style] for style in styles]
+    return list(index), style_of_code[code]
 
 
 def mixed(colour: str, share: float) -> str:
-    """A colour with a share of white, or of black where it is negative."""
+    """A colour mixed with a share of white, or of black if the share is negative."""
     target = 255 if share > 0 else 0
-    channels = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    channels = (int(colour[first : first + 2], 16) for first in (1, 3, 5))
     return "#" + "".join(f"{round(channel + (target - channel) * abs(share)):02x}" for channel in channels)
 
 
 def is_light(colour: str) -> bool:
-    """Whether dark text is read more easily on it than white text (luminance of ITU-R BT.601)."""
-    red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    """Whether dark text is easier to read on a colour than white text (luminance of ITU-R BT.601)."""
+    red, green, blue = (int(colour[first : first + 2], 16) for first in (1, 3, 5))
     return 0.299 * red + 0.587 * green + 0.114 * blue > 150
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """The unit in which a time has at least one digit before the point: (how many in a second, its name)."""
+    """(units in a second, name) of the unit that shows a time with a digit other than 0 before the point."""
     return next(((scale, name) for scale, name in ((1.0, "s"), (1e3, "ms")) if seconds * scale >= 1), (1e6, "µs"))
 
 
@@ -178,17 +180,17 @@ def _computes(kind: str, stream: str) -> bool:
 
 
 def _hues(modules: Sequence[str]) -> dict[str, str]:
-    """Hue of each module, by order of appearance; that of the backbone, or of the only one, is the same everywhere."""
+    """The hue of each module, by order of appearance. The backbone, or a lone module, has the same hue everywhere."""
     named = [module for module in dict.fromkeys(modules) if module]
     main = BACKBONE if BACKBONE in named or len(named) > 1 else next(iter(named), BACKBONE)
     others = [module for module in named if module != main]
     return {"": _NOBODYS_HUE, main: _BACKBONE_HUE} | {
-        module: _HUES[place % len(_HUES)] for place, module in enumerate(others)
+        module: _HUES[number % len(_HUES)] for number, module in enumerate(others)
     }
 
 
-def _paint(look: Look, hues: dict[str, str]) -> Paint:
-    kind, module, stream = look
+def _paint(style: SpanStyle, hues: dict[str, str]) -> Paint:
+    kind, module, stream = style
     if not _computes(kind, stream):
         return Paint(_communication(kind, stream)[1], True, module)
     if kind == Kind.STEP:
@@ -197,34 +199,33 @@ def _paint(look: Look, hues: dict[str, str]) -> Paint:
 
 
 def _chosen(bubble_share: Float64Array, max_rows: int) -> Int64Array:
+    """The ranks that are drawn: all, or evenly spaced ones and the most and the least busy."""
     num_ranks = len(bubble_share)
     if num_ranks <= max_rows:
         return np.arange(num_ranks)
-    # Fewer than could be drawn: what stands for others is to be looked at one by one.
+    # A third of max_rows, because readers look at these rows one by one.
     spaced = np.linspace(0, num_ranks - 1, max(max_rows // 3, 1)).round().astype(np.int64)
     return np.unique([*spaced.tolist(), int(bubble_share.argmin()), int(bubble_share.argmax())])
 
 
-def _legend(looks: Sequence[Look], hues: dict[str, str]) -> tuple[LegendEntry, ...]:
-    """Modules, each in the shades that it has; shades, each in the hues that have it; the rest. Only what there is."""
-    computing = {(kind, module) for kind, module, stream in looks if _computes(kind, stream)}
-    modules = [
-        module for module in hues if module and any(of == module and kind != Kind.STEP for kind, of in computing)
-    ]
-    shades = [kind for kind in _SHADES if any(kind == found for found, _ in computing)]
+def _legend(styles: Sequence[SpanStyle], hues: dict[str, str]) -> tuple[LegendEntry, ...]:
+    """What occurs: modules in their shades, shades in their hues, the optimizer, communication, bubbles."""
+    computing = {(kind, module) for kind, module, stream in styles if _computes(kind, stream)}
+    modules = [name for name in hues if name and any(m == name and kind != Kind.STEP for kind, m in computing)]
+    shades = [shade for shade in _SHADES if any(kind == shade for kind, _ in computing)]
 
     def colours(pairs: list[tuple[str, str]]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(_shaded(hues[of], kind) for kind, of in pairs if (kind, of) in computing))
+        return tuple(dict.fromkeys(_shaded(hues[m], kind) for kind, m in pairs if (kind, m) in computing))
 
-    keys = [LegendEntry(of, colours([(kind, of) for kind in shades]) or (hues[of],)) for of in modules]
-    keys += [LegendEntry(_SHADE_NAMES[kind], colours([(kind, of) for of in hues])[:_MAX_HUES]) for kind in shades]
+    entries = [LegendEntry(m, colours([(kind, m) for kind in shades]) or (hues[m],)) for m in modules]
+    entries += [LegendEntry(_SHADE_NAMES[kind], colours([(kind, m) for m in hues])[:_MAX_HUES]) for kind in shades]
     if any(kind == Kind.STEP for kind, _ in computing):
-        keys.append(LegendEntry("optimizer", (_OPTIMIZER,)))
-    found = {_communication(kind, stream) for kind, _, stream in looks if not _computes(kind, stream)}
+        entries.append(LegendEntry("optimizer", (_OPTIMIZER,)))
+    drawn = {_communication(kind, stream) for kind, _, stream in styles if not _computes(kind, stream)}
     known = dict.fromkeys([*_COMMUNICATION.values(), _TENSOR_COMMUNICATION, _OTHER_COMMUNICATION])
     return (
-        *keys,
-        *(LegendEntry(name, (colour,)) for name, colour in known if (name, colour) in found),
+        *entries,
+        *(LegendEntry(name, (colour,)) for name, colour in known if (name, colour) in drawn),
         LegendEntry("bubble", (BUBBLE,)),
     )
 

@@ -1,4 +1,4 @@
-"""A Timeline as one page to zoom and pan in, self-contained: page.js and the spans are inside, nothing is loaded."""
+"""A Timeline as one HTML page to zoom and pan in. The page contains page.js and the spans, and loads nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from motet.simulate.show.drawing import BUBBLE, INK, SOFT, Drawing, LegendEntry,
 
 _MAX_ROWS, _MAX_SPANS = 512, 200_000
 _NUM_TICKS = 10_000_000
-"""Of the makespan: a span of a second is told to 0.1 microseconds."""
+"""Ticks of the makespan: a step of a second is resolved to 0.1 microseconds."""
 HINT = "zooms, dragging pans, a double click shows the whole; at the right of a row, its share of bubbles."
 _STYLE = f"""
 :root {{ --ink: {INK}; --soft: {SOFT}; --page: #ffffff; --bubble: {BUBBLE}; --line: #c9ced5; }}
@@ -37,16 +37,16 @@ canvas {{ display: block; width: 100%; }}
 
 
 def write_timeline_html(timeline: Timeline, path: str | Path, *, title: str = "Timeline", note: str = "") -> None:
-    """Write the page: 25 to 40 bytes a span. Of more than 512 ranks, or 200,000 spans, some ranks stand for all.
+    """Write the page, 25 to 40 bytes a span. Of more than 512 ranks, or 200,000 spans, only some ranks are drawn.
 
-    note: a sentence that stands above the rows.
-    Raises UserError if it cannot be written. O(spans).
+    note: a sentence above the rows.
+    Raises UserError if the file cannot be written. O(spans).
     """
     save_page(page_of(timeline, title=title, max_spans=_MAX_SPANS, note=note), path)
 
 
 def save_page(page: str, path: str | Path) -> None:
-    """Raises UserError if it cannot be written."""
+    """Write a page. Raises UserError if the file cannot be written."""
     try:
         Path(path).write_text(page, encoding="utf-8")
     except OSError as error:
@@ -54,14 +54,14 @@ def save_page(page: str, path: str | Path) -> None:
 
 
 def page_of(timeline: Timeline, *, title: str, max_spans: int, framed_s: float = 0.0, note: str = "") -> str:
-    """The page itself, with some ranks for all where they have more than max_spans spans. O(spans).
+    """The text of the page. If the ranks have more than max_spans spans, only some ranks are drawn. O(spans).
 
-    framed_s: of a page in a frame among others, which has no heading: seconds that are shown to begin with, so that all
-              have one scale; the wheel is then for the page around it, unless Ctrl is held.
+    framed_s: for a page in a frame beside others, the seconds that it shows at first: all frames have one scale.
+              Such a page has no heading, and zooms by the wheel only while Ctrl is held. 0 is a page without a frame.
     """
     num_ranks = max(timeline.num_ranks, 1)
     drawing = draw(timeline, max_rows=min(_MAX_ROWS, max(max_spans * num_ranks // max(len(timeline), 1), 4)))
-    # "</" would end the script that the text stands in.
+    # "</" would end the script element that contains the text.
     spans = _data(drawing, list(timeline.action), framed_s)
     data = json.dumps(spans, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
     script = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
@@ -91,8 +91,8 @@ def _data(drawing: Drawing, actions: list[str], shown_s: float) -> dict[str, Any
     end = np.rint(drawing.end_s * per_s).astype(np.int64)
     bounds = np.searchsorted(drawing.row, np.arange(len(drawing.ranks) + 1))
     rows = []
-    for place, (name, share) in enumerate(zip(drawing.names, drawing.bubble_share.tolist())):
-        spans = slice(bounds[place], bounds[place + 1])
+    for row, (name, share) in enumerate(zip(drawing.names, drawing.bubble_share.tolist())):
+        spans = slice(bounds[row], bounds[row + 1])
         rows.append(
             {
                 "name": name,

@@ -22,23 +22,23 @@ from motet.simulate.show.drawing import BUBBLE, INK, SOFT, Drawing, LegendEntry,
 _MAX_ROWS = 96
 _PIXELS_PER_INCH = 160
 _WIDTH, _LEFT, _RIGHT, _FOOT = 2240, 184, 120, 80
-"""Of the picture, and of what is beside and below the rows, in pixels, as all lengths here."""
+"""Pixels, as all lengths here: width of the picture, and margins left of, right of and below the rows."""
 _MARGIN, _LINE, _SWATCH = 20, 38, 38
 _BREADTH = _WIDTH - _LEFT - _RIGHT
 _COMPUTE_SHARE = 0.74
 _PARTS = (_COMPUTE_SHARE, 0.78, 0.96)
-"""Of a row's height: where what computes ends, and the band of communication below it begins and ends."""
+"""Shares of a row's height: where compute ends, and where the band of communication begins and ends."""
 _LINE_LETTERS = 170
 _LINES = ((16.0, 0.9), (5.0, 0.55))
-"""A box that is at least so wide takes whole pixels, and ends in a white line that wide."""
+"""(least width of a box, width of the white line at its end). Such boxes take whole pixels."""
 
 
 def write_png(
     timeline: Timeline, path: str | Path, *, title: str = "", note: str = "", max_rows: int = _MAX_ROWS
 ) -> None:
-    """Draw a Timeline. Of more than max_rows ranks, some are drawn that stand for all, and it is said which.
+    """Draw a Timeline. Of more than max_rows ranks only some are drawn; the picture says which.
 
-    note: a sentence that stands above the rows.
+    note: a sentence above the rows.
     Raises UserError if the file cannot be written. O(spans); a million spans take about a second.
     """
     drawing = draw(timeline, max_rows=max_rows)
@@ -73,9 +73,9 @@ def _rows(drawing: Drawing, row_height: int) -> UInt8Array:
 
 
 def _lanes(drawing: Drawing, num_lanes: int) -> Float64Array:
-    """Colours of what each row computes, and of its band, in turn: [num_lanes, _BREADTH, 3], whole numbers.
+    """Colours of lanes, [num_lanes, _BREADTH, 3], whole numbers. A row has two lanes: its compute, then its band.
 
-    A pixel is the mean of the boxes in it, by the share of it that they cover, over what is left of the bubble.
+    The colour of a pixel is the mean of the boxes in it and of the bubble, weighted by the share that each covers.
     """
     lane = 2 * drawing.row + _in_band(drawing)
     colour = np.array([_channels(paint.colour) for paint in drawing.paints]).reshape(-1, 3)[drawing.paint]

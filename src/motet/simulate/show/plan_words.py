@@ -1,4 +1,4 @@
-"""A Plan in words, for who has to agree to it."""
+"""A Plan in words, for people who have to approve it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ORDERS = {
 
 
 def plan_in_words(plan: Plan) -> list[str]:
-    """Sentences: what on what, how a step goes, then one a unit. The Plan must fit (`schedule/check/fit.py`)."""
+    """Sentences: the model and the cluster, the step, then each unit. The Plan must fit (`schedule/check/fit.py`)."""
     cluster, backbone = plan.cluster, plan.unit_of(BACKBONE)
     num_microbatches = plan.batch_size // (plan.microbatch_size * backbone.dp)
     frozen = [module.name for module in plan.model.modules if not module.trainable]
@@ -65,7 +65,7 @@ def plan_in_words(plan: Plan) -> list[str]:
 
 
 def _idle(plan: Plan) -> str:
-    """` 16 of the 1,296 ranks are idle.`, where the units use fewer than the cluster has."""
+    """` 16 of its 1,296 ranks are idle.`; "" if the units use all ranks of the cluster."""
     used = {rank for unit in plan.units for rank in range(unit.first_rank, unit.first_rank + unit.num_ranks)}
     num_ranks = plan.cluster.num_ranks
     if not (num_idle := num_ranks - len(used)):
@@ -74,8 +74,9 @@ def _idle(plan: Plan) -> str:
 
 
 def rows_in_words(plan: Plan) -> str:
-    """A sentence for a picture of a Plan's step, whose rows are called by ranks of the cluster: which unit's they are,
-    and for how many others they stand; "" where that is what one would think. The plan must fit its model.
+    """A sentence for a picture of a Plan's step: the unit of each row, and the number of islands that it stands for.
+
+    "" if there is one island and one unit with ranks of its own. The Plan must fit its model.
     """
     layout = Layout(plan)
     units = layout.units if len(layout.units) > 1 else ()
@@ -102,19 +103,19 @@ def _unit(unit: Unit, plan: Plan) -> str:
 
 
 def _stages(unit: Unit) -> str:
-    """`Stages of image 10; 3 x backbone 8 (2 recomputed)`: runs of stages that are alike are told once."""
+    """`4 stages, in layers: image 10; 3 x backbone 8 (2 recomputed)`: equal stages in a row are one entry."""
     recompute = unit.recompute or ({},) * len(unit.stages)
-    told = [_stage(stage, again) for stage, again in zip(unit.stages, recompute)]
-    runs = [(len(list(run)), text) for text, run in groupby(told)]
+    texts = [_stage(stage, recomputed) for stage, recomputed in zip(unit.stages, recompute)]
+    runs = [(len(list(run)), text) for text, run in groupby(texts)]
     parts = "; ".join(f"{count} x {text}" if count > 1 else text for count, text in runs)
-    return f"{'Layers' if len(told) == 1 else f'{len(told)} stages, in layers'}: {parts}"
+    return f"{'Layers' if len(texts) == 1 else f'{len(texts)} stages, in layers'}: {parts}"
 
 
 def _stage(stage: Mapping[str, int], recompute: Mapping[str, int]) -> str:
     def one(module: str, count: int) -> str:
-        again = recompute.get(module, 0)
-        told = f" ({'all' if again == count else again} recomputed)" if again else ""
-        return f"{module} {count}{told}"
+        recomputed = recompute.get(module, 0)
+        note = f" ({'all' if recomputed == count else recomputed} recomputed)" if recomputed else ""
+        return f"{module} {count}{note}"
 
     return " + ".join(one(module, count) for module, count in stage.items())
 

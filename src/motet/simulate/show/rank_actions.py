@@ -1,4 +1,4 @@
-"""What one rank executes in a step, action by action, with predicted times: `motet simulate PLAN --actions RANK`."""
+"""The actions that one rank executes in a step, with predicted times: `motet simulate PLAN --actions RANK`."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import numpy as np
 
 from motet.core.errors import UserError
 from motet.core.plan import Plan
-from motet.schedule import Action, executed, parse_action
+from motet.schedule import Action, executed_program, parse_action
 from motet.schedule.coordinates import coordinates
 from motet.schedule.layout import Layout
 from motet.simulate.predict.prediction import Prediction
 
 
 def rank_actions(plan: Plan, prediction: Prediction, rank: int) -> Iterator[str]:
-    """A heading, then a line an action, in the order in which the runtime's executor walks the row of a rank: the
-    action as in the text of a Program, the start and end that are predicted for it in milliseconds, and its module.
+    """A heading, then a line for each action of a rank, in the order of the runtime's executor: the action as text, its
+    predicted start and end in milliseconds, and its module.
 
-    rank: of the cluster. Times are of its like in the island that the prediction shows. An action that is simulated in
-    parts (a module under FSDP, unit by unit) lasts from the first to the last.
+    rank: of the cluster. Times are those of its program rank in the island of the prediction. An action that is
+          simulated in parts (under FSDP) lasts from its first part to its last.
     Raises UserError for a rank that the Plan does not use.
     """
     program_rank = program_rank_of(plan, rank)
-    program = executed(plan, prediction.present)
+    program = executed_program(plan, prediction.present)
     times = _times(prediction, program_rank)
     row = program.actions[program_rank]
     width = max(map(len, map(str, row)), default=0)
@@ -35,7 +35,7 @@ def rank_actions(plan: Plan, prediction: Prediction, rank: int) -> Iterator[str]
 
 
 def program_rank_of(plan: Plan, rank: int) -> int:
-    """The program rank whose row a rank of the cluster walks. Raises UserError for one that the Plan does not use."""
+    """The program rank of a rank of the cluster. Raises UserError for a rank that the Plan does not use."""
     try:
         return coordinates(Layout(plan), rank).program_rank
     except UserError as error:
@@ -43,7 +43,7 @@ def program_rank_of(plan: Plan, rank: int) -> int:
 
 
 def _times(prediction: Prediction, program_rank: int) -> dict[Action, tuple[float, float]]:
-    """Start and end of the spans of a program rank by action, each also as a part of the whole that it belongs to."""
+    """(start_s, end_s) of each action of a program rank. A part of an action also counts for the whole action."""
     timeline, times = prediction.timeline, dict[Action, tuple[float, float]]()
     for span in np.flatnonzero(timeline.rank == program_rank).tolist():
         action = parse_action(timeline.action[span])

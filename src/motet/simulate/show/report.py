@@ -30,7 +30,7 @@ BUBBLE_NAMES = dict(
 
 
 def print_prediction(plan: Plan, prediction: Prediction, console: Console | None = None) -> None:
-    """Written to stdout unless a console is given."""
+    """Print a Prediction as tables, to stdout unless a console is given."""
     console = console or Console()
     for sentence in plan_in_words(plan):
         console.print(sentence, highlight=False, markup=False)
@@ -43,7 +43,7 @@ def print_prediction(plan: Plan, prediction: Prediction, console: Console | None
 
 
 def out_of_memory(plan: Plan, prediction: Prediction) -> str:
-    """A sentence on the ranks that need more memory than there is; "" where all have enough."""
+    """A sentence about the ranks that need more memory than they have; "" if all have enough."""
     lacking = int((prediction.peak_bytes > prediction.capacity_bytes).sum())
     if not lacking:
         return ""
@@ -71,7 +71,7 @@ def _speed(prediction: Prediction) -> Table:
 
 
 def _memory(prediction: Prediction) -> Table:
-    """Parts in the mean over ranks, and on the rank that needs most."""
+    """Parts of memory: the mean over ranks, and the rank that needs most."""
     peak_bytes = prediction.peak_bytes
     worst = int(peak_bytes.argmax())
     scale, unit = (1, "GB") if peak_bytes[worst] >= 1e9 else (1000, "MB")
@@ -86,7 +86,7 @@ def _memory(prediction: Prediction) -> Table:
 
 
 def _bubbles(prediction: Prediction) -> Table:
-    """As Optimus Table 1: mean over ranks. Kinds that do not occur are left out."""
+    """Bubbles by kind as in Optimus Table 1, mean over ranks, without kinds that do not occur."""
     found = prediction.bubbles
     table = _table("Bubbles", "", "of the step", "time")
     for kind, seconds in found.mean_s.items():

@@ -215,7 +215,7 @@ def test_collectives_are_those_of_the_simulation(zero, shard_size, trainable):
     traffic = Traffic(Pricing(plan, stages, assignment, given_job.cost))
     found = ShardedUnit.of(given_job, unit).collectives
     for stage in stages.stages[:3]:
-        own, counted = found[stage.modules[0]], traffic.collectives(stage)
+        own, counted = found[stage.modules[0]], traffic.collectives.seconds(stage)
         assert own.gather_s == pytest.approx(counted.gather_s)
         assert own.replicas_s == pytest.approx(counted.replicas_s)
         assert own.reduce_s == pytest.approx(counted.reduce_s if zero else 0.0)

@@ -24,10 +24,18 @@ WRONG = {
     "2 units are named 'llm'": [LLM, LLM],
     "unit 'llm': tp is 0; it must be at least 1": [ENCODERS, replace(LLM, tp=0)],
     "unit 'llm': shard_size is 2; it must divide dp, 1": [ENCODERS, replace(LLM, shard_size=2)],
-    "unit 'llm' has a stage without layers": [ENCODERS, replace(LLM, stages=({"backbone": 8}, {}))],
-    "unit 'llm': recompute is said for 1 stages of 2": [ENCODERS, replace(LLM, recompute=({},))],
+    "unit 'llm' has no stages; it needs at least one": [ENCODERS, replace(LLM, stages=())],
+    "stage 1 of unit 'llm' has no layers; give it some or remove it": [
+        ENCODERS,
+        replace(LLM, stages=({"backbone": 8}, {})),
+    ],
+    "stage 0 of unit 'encoders' assigns 0 layers to 'audio'; use at least 1 or remove it": [
+        replace(ENCODERS, stages=({"image": 4, "audio": 0},)),
+        LLM,
+    ],
+    "unit 'llm': recompute is given for 1 stages of 2": [ENCODERS, replace(LLM, recompute=({},))],
     "stage 1 recomputes 5 layers of 'backbone'; it has 4": [ENCODERS, replace(LLM, recompute=({}, {"backbone": 5}))],
-    "the plan places module 'video', which toy has not; it has image, audio, backbone": [
+    "the plan has module 'video', but toy does not; it has image, audio, backbone": [
         replace(ENCODERS, stages=({"video": 4},)),
         LLM,
     ],
@@ -41,7 +49,7 @@ WRONG = {
         LLM,
         Unit("more", ({"image": 4},), first_rank=3),
     ],
-    "module 'audio' is replicated, and in stages": [
+    "module 'audio' is replicated and also in stages": [
         Unit("llm", ({"image": 4, "audio": 2}, {"backbone": 8}), pp=2, replicated=("audio",))
     ],
     "unit 'image' replicates modules; only the backbone's": [
@@ -50,7 +58,7 @@ WRONG = {
     ],
     "unit 'llm' is on ranks 63 to 64; the cluster has ranks 0 to 63": [ENCODERS, replace(LLM, first_rank=63)],
     "unit 'image' has 1 ranks and shares some with the backbone, which has 2": [replace(COLOCATED, dp=1), FIRST],
-    "unit 'image': zero is 3; what runs in bubbles": [replace(COLOCATED, zero=3), FIRST],
+    "unit 'image': zero is 3; it must be 0 or 1, because replicas in bubbles": [replace(COLOCATED, zero=3), FIRST],
     "so its pp .2. and tp . cp .2. must divide the backbone's .4 and 1.": [
         Unit("image", ({"image": 4}, {"audio": 2}), pp=2, tp=2),
         Unit("llm", ({"backbone": 2},) * 4, pp=4),
@@ -86,7 +94,7 @@ OPTIONS = {
     "'interleaved_1f1b' needs 2 or more a pipeline rank": (PLANS["chain"], {"schedule": "interleaved_1f1b"}),
     "'zb_v' needs 2 a pipeline rank": (PLANS["chain"], {"schedule": "zb_v"}),
     "deferred_warmup is of 'interleaved_1f1b'; the schedule is '1f1b'": (PLANS["chain"], {"deferred_warmup": True}),
-    "there are fills, but no unit that shares": (PLANS["chain"], {"fills": (Fill(0, "3F0"),)}),
+    "there are fills, but no unit shares": (PLANS["chain"], {"fills": (Fill(0, "3F0"),)}),
     "balance 'joint' is of schedule 'data_parallel'": (PLANS["chain"], {"balance": "joint"}),
     "order and microbatch_caps are of pipelines; under 'data_parallel' balance": (FSDP, {"order": "both"}),
     "order and microbatch_caps are of pipelines": (FSDP, {"microbatch_caps": {"image": 9, "backbone": 9}}),
@@ -96,7 +104,7 @@ OPTIONS = {
     "microbatch_caps are of video, backbone; they must": (
         PLANS["chain"], {"microbatch_caps": {"video": 9, "backbone": 9}}
     ),
-    "microbatch_caps: the one of 'image' is 0": (PLANS["chain"], {"microbatch_caps": {"image": 0, "backbone": 9}}),
+    "microbatch_caps: the cap of 'image' is 0": (PLANS["chain"], {"microbatch_caps": {"image": 0, "backbone": 9}}),
     "all units must have as many replicas, .*; they have dp 1, 2": (
         PLANS["disaggregated"], {"microbatch_caps": {"image": 9, "backbone": 9}}
     ),

@@ -150,7 +150,8 @@ def test_wrong_encoders_are_refused():
     for encoders, words in (
         ([EncoderPipeline("image", (0,), (0,))], r"encode microbatches \[0\]"),
         ([EncoderPipeline("image", (2,), (0, 1))], "there are 2"),
-        ([EncoderPipeline("image", (0,), (0, 1), sink=9)], "feeds no stage"),
+        ([EncoderPipeline("image", (0,), (0, 1), sink=9)], "feeds stage 9; there are 2"),
+        ([EncoderPipeline("image", (0,), (0, 1), has_backward=(True, True))], "has 2 flags; it must have one a stage"),
     ):
         with pytest.raises(ArgumentError, match=words):
             fill_bubbles(program, encoders, ())

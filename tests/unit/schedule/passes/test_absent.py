@@ -77,5 +77,5 @@ def test_a_presence_for_each_microbatch_is_needed():
 
 def test_collectives_of_parameters_are_added_afterwards():
     program = add_fsdp(data_parallel({"backbone": True}, 2, 1), {0: [True]})
-    with pytest.raises(ArgumentError, match="0GATHER0 follows from passes"):
+    with pytest.raises(ArgumentError, match="the Program has 0GATHER0; leave out passes before"):
         without_absent(program, [has("backbone")], [0])

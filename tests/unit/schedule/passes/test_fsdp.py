@@ -97,5 +97,5 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(ArgumentError, match="shard_size is 3; it must divide num_ranks, 4"):
         add_fsdp(data_parallel({BACKBONE: True}, 4, 1), {0: (True,)}, Sharding(3))
     halves = split_parts(data_parallel({BACKBONE: True}, 4, 1), 0, 2, 2)
-    with pytest.raises(ArgumentError, match="0F0 is in 2 parts; stage 0 has 3 units"):
+    with pytest.raises(ArgumentError, match="0F0 is in 2 parts; stage 0 has 3 slices"):
         add_fsdp(halves, {0: (True,) * 3})

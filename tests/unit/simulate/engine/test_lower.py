@@ -20,33 +20,34 @@ from motet.schedule import (
     zb_h1,
     zb_v,
 )
+from motet.schedule.check.dry_run import event_of
 from motet.schedule.dependencies import Dependencies
 from motet.schedule.generators.bubble_filling import EncoderPipeline, coarse_fills, fill_bubbles, global_order
 from motet.schedule.generators.disaggregated import Pipeline, UnitEdge, disaggregated
 from motet.schedule.generators.modality_parallel import add_replicas, modality_parallel
 from motet.schedule.passes.data_parallel import add_data_parallel
 from motet.simulate import simulate, stage_times
-from motet.simulate.engine.action_index import Lookup
+from motet.simulate.engine.action_index import ActionIndex
 from motet.simulate.engine.lower import waits
-from motet.simulate.engine.streams import OF_KIND
+from motet.simulate.engine.streams import STREAM_OF_KIND
 from motet.simulate.engine.table import action_table
-from unit.simulate.programs import operation, programs, times_of
+from unit.simulate.programs import programs, times_of
 
 
 def check_waits(program):
     table = action_table(program)
-    lookup = Lookup(table)
-    found = waits(lookup, OF_KIND[table.kind], overlap=True)
+    lookup = ActionIndex(table)
+    found = waits(lookup, STREAM_OF_KIND[table.kind], overlap=True)
     pairs = set(zip(found.dependent.tolist(), found.dependency.tolist()))
     actions = [table.action(row) for row in range(len(table))]
     assert actions == [action for row in program.actions for action in row]
     first = {}
     for row, action in enumerate(actions):
-        first.setdefault(operation(program, action), row)
-    assert lookup.operation.tolist() == [first[operation(program, action)] for action in actions]
+        first.setdefault(event_of(action, program), row)
+    assert lookup.operation.tolist() == [first[event_of(action, program)] for action in actions]
     dependencies = Dependencies(program)
     wanted = {
-        (row, first[operation(program, needed)])
+        (row, first[event_of(needed, program)])
         for row, action in enumerate(actions)
         for needed in dependencies.of(action)
     }

@@ -10,7 +10,7 @@ from motet.core.plan import Unit
 from motet.core.spec import ModelSpec, Module
 from motet.cost.memory import mixed_precision, state_bytes
 from motet.schedule import Kind, planned
-from motet.schedule.check.fit import colocated_units
+from motet.schedule.plan_units import colocated_units
 from motet.simulate.predict.memory import MAX_LOGITS, memory_of
 from motet.simulate.predict.predict import assign_batch
 from motet.simulate.predict.stage_pricing import Pricing
@@ -116,7 +116,7 @@ def _held_bytes(made, batch, stage, island, i, islands):
 def transient_of(made, found, batch, stage):
     """Of the layer of a stage that works with most, in the largest microbatch of any replica; without ZeRO 2 and 3."""
     islands, most = num_islands(made, found.stages), 0
-    alike = [one for one in found.stages if (one.unit.name, one.place) == (stage.unit.name, stage.place)]
+    alike = [one for one in found.stages if (one.unit.name, one.index) == (stage.unit.name, stage.index)]
     for name, layer, before, again in layers_of(made, stage):
         rows = max(
             rows_of(made, batch, name, layer, one, island, i, islands)

@@ -163,7 +163,7 @@ def test_collectives_are_over_the_ranks_that_share(zero, shard_size, gather, red
     made = plan(Unit("all", CHAIN, dp=4, pp=3, zero=zero, shard_size=shard_size))
     found, _ = traffic(made)
     first, size = found.planned.stages[0], made.model.module("image").num_parameters
-    seconds = found.collectives(first)
+    seconds = found.collectives.seconds(first)
     gathered_s, reduced_s = size * BYTES * GATHER_S * (gather is not None), 0.0
     if gather is not None:
         reduced_s += size * 4 * GATHER_S
@@ -172,14 +172,14 @@ def test_collectives_are_over_the_ranks_that_share(zero, shard_size, gather, red
     assert seconds.gather_s == pytest.approx(gathered_s) and seconds.reduce_s == pytest.approx(reduced_s)
     asked = {kind: ranks for kind, _, ranks in found.cost.asked}
     assert asked.get("gather") == gather and asked.get("all_reduce") == reduce
-    found.collectives(found.planned.stages[1])
+    found.collectives.seconds(found.planned.stages[1])
     assert all(ranks[0] == 4 for _, _, ranks in found.cost.asked[len(asked) + (gather is not None) :])
 
 
 def test_tensor_parallel_ranks_reduce_their_share_with_their_like():
     made = plan(Unit("all", (WHOLE,), dp=2, cp=2, tp=2, zero=0))
     found, _ = traffic(made)
-    found.collectives(found.planned.stages[0])
+    found.collectives.seconds(found.planned.stages[0])
     assert found.cost.asked == [("all_reduce", made.model.num_parameters / 2 * 4, (0, 2, 4, 6))]
 
 
@@ -188,7 +188,7 @@ def test_what_is_frozen_is_not_reduced_and_gathered_only_where_it_is_sharded():
     encoders, projector = made.model.modules[:2], made.model.module("image").layers[-1]
     for zero in (1, 3):
         found, _ = traffic(replace(made, units=(replace(made.units[0], zero=zero),)))
-        seconds = found.collectives(found.planned.stages[0])
+        seconds = found.collectives.seconds(found.planned.stages[0])
         whole = sum(module.num_parameters for module in encoders)
         gathered = whole if zero == 3 else projector.parameters
         assert seconds.gather_s == pytest.approx(gathered * BYTES * GATHER_S)
@@ -197,14 +197,14 @@ def test_what_is_frozen_is_not_reduced_and_gathered_only_where_it_is_sharded():
     found, _ = traffic(frozen)
     reduced = {a.stage for row in found.planned.program.actions for a in row if a.kind is Kind.REDUCE}
     assert all("backbone" in found.planned.stages[number].modules for number in reduced)
-    assert not found.step_s()[:3].any()
+    assert not found.collectives.step_s()[:3].any()
 
 
 def test_hybrid_sharding_in_data_parallelism_sums_over_copies_once():
     made = colocated(unit={"shard_size": 2})
     found, _ = traffic(made)
     size = made.model.module("image").num_parameters
-    seconds = found.collectives(found.planned.stages[0])
+    seconds = found.collectives.seconds(found.planned.stages[0])
     assert seconds.gather_s == pytest.approx(size * BYTES * GATHER_S)
     assert seconds.reduce_s == pytest.approx(size * 4 * GATHER_S)
     assert seconds.replicas_s == pytest.approx(size * 4 / 2 * REDUCE_S)
@@ -218,7 +218,7 @@ def test_a_rank_updates_its_share_of_what_learns_in_all_its_stages():
         model.module("backbone").layers[n].parameters for n in model.module("backbone").block_layers(2, 5)
     )
     second = model.num_parameters - first
-    np.testing.assert_allclose(found.step_s(), np.array([first, second]) / 2 * STEP_S)
+    np.testing.assert_allclose(found.collectives.step_s(), np.array([first, second]) / 2 * STEP_S)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -276,7 +276,7 @@ def test_replicated_encoders_are_summed_over_pipeline_ranks_as_well():
     made = plan(Unit("llm", BACKBONE, pp=2, dp=2, replicated=("image", "audio"), zero=0))
     found, _ = traffic(made)
     image = next(stage for stage in found.planned.stages if stage.modules == ("image",))
-    found.collectives(image)
+    found.collectives.seconds(image)
     assert found.cost.asked[-1][2] == (0, 1, 2, 3)
     send_s = found.send_s(0).any(axis=1)
     assert send_s.tolist() == [edge == (0, 1) for edge in found.planned.program.edges]
@@ -285,7 +285,7 @@ def test_replicated_encoders_are_summed_over_pipeline_ranks_as_well():
 def test_each_block_is_gathered_and_reduced_by_a_message_of_its_own():
     found, _ = traffic(colocated())
     stage = next(stage for stage in found.planned.stages if stage.modules == ("image",))
-    found.collectives(stage)
+    found.collectives.seconds(stage)
     asked = [size_bytes / BYTES for kind, size_bytes, _ in found.cost.asked if kind == "gather"]
     blocks = [layer.parameters for layer in found.plan.model.module("image").layers if layer.attention is not None]
     rest = found.plan.model.module("image").num_parameters - sum(blocks)
@@ -294,7 +294,7 @@ def test_each_block_is_gathered_and_reduced_by_a_message_of_its_own():
 
 def test_the_norm_is_summed_over_all_ranks_of_data_parallelism():
     found, _ = traffic(colocated())
-    np.testing.assert_allclose(found.step_s(), found.plan.model.num_parameters / 4 * STEP_S)
-    np.testing.assert_allclose(found.norm_s(), 24 * REDUCE_S)
+    np.testing.assert_allclose(found.collectives.step_s(), found.plan.model.num_parameters / 4 * STEP_S)
+    np.testing.assert_allclose(found.collectives.norm_s(), 24 * REDUCE_S)
     assert found.cost.asked[-1] == ("all_reduce", 24, (0, 1, 2, 3))
-    assert not traffic(PLANS["chain"])[0].norm_s().any()
+    assert not traffic(PLANS["chain"])[0].collectives.norm_s().any()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from motet.core.errors import UserError
-from motet.schedule import Kind, executed, parse_action, planned
+from motet.schedule import Kind, executed_program, parse_action, planned
 from motet.schedule.coordinates import coordinates
 from motet.schedule.layout import Layout
 from motet.simulate.predict.predict import assign_batch, predict_assigned
@@ -25,7 +25,7 @@ def used(made):
 def test_of_every_strategy_each_rank_prints_its_row(name):
     made = PLANS[name]
     prediction = predicted(made)
-    program = executed(made, prediction.present)
+    program = executed_program(made, prediction.present)
     for rank in used(made):
         heading, *lines = rank_actions(made, prediction, rank)
         row = program.actions[coordinates(Layout(made), rank).program_rank]

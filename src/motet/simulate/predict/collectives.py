@@ -1,0 +1,116 @@
+"""Seconds of the collectives of a Plan's Program over data-parallel ranks, and of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from motet.core.arrays import Float64Array
+from motet.core.spec import Layer
+from motet.schedule import PlannedStage
+from motet.simulate.predict.stage_pricing import Pricing
+
+_TOTALS_BYTES = 3 * 8
+"""Bytes that NORM sums: three float64 numbers."""
+
+
+class CollectiveSeconds(NamedTuple):
+    """Seconds of a stage's collectives.
+
+    gather_s:   all-gather of the parameters over the ranks that share one copy.
+    reduce_s:   reduction of the gradients within a copy; over all ranks if each holds a whole copy.
+    replicas_s: sum of one rank's share of the gradients over copies.
+    """
+
+    gather_s: float
+    reduce_s: float
+    replicas_s: float
+
+
+class _Size(NamedTuple):
+    """Numbers of parameters on one tensor-parallel rank: all, the trainable ones, and those that the rank updates."""
+
+    total: float
+    trainable: float
+    updated: float
+
+
+class Collectives:
+    """The collectives of the stages that `pricing` prices. Stages that are alike are priced once."""
+
+    def __init__(self, pricing: Pricing) -> None:
+        self.pricing, self.cost = pricing, pricing.cost
+        self.plan, self.planned, self.precision = pricing.plan, pricing.planned, pricing.precision
+        first = {stage.key: stage for stage in self.planned.stages}
+        self._seconds = cache(lambda key: self._priced(first[key]))
+        self._sizes = cache(lambda key: self._size(first[key]))
+
+    def seconds(self, stage: PlannedStage) -> CollectiveSeconds:
+        """Seconds of the collectives of a stage's parameters and gradients."""
+        seconds: CollectiveSeconds = self._seconds(stage.key)
+        return seconds
+
+    def step_s(self) -> Float64Array:
+        """Seconds of the optimizer, [num_ranks] of the Program. A rank updates its share of trainable parameters."""
+        updated = np.zeros(self.planned.program.num_ranks)
+        for stage in self.planned.stages:
+            updated[stage.rank] += self._sizes(stage.key).updated
+        seconds = {number: self.cost.step_seconds(round(number)) for number in set(updated.tolist())}
+        return np.array([seconds[number] for number in updated.tolist()])
+
+    def norm_s(self) -> Float64Array:
+        """Seconds of NORM, [1]; 0 in pipelines, whose Programs have none."""
+        if self.plan.schedule != "data_parallel":
+            return np.zeros(1)
+        return np.array([self.cost.all_reduce_seconds(_TOTALS_BYTES, self.planned.stages[0].data_ranks)])
+
+    def _size(self, stage: PlannedStage) -> _Size:
+        return self._size_of([placed.layer for placed in self.pricing.layers(stage)], stage)
+
+    def _slices(self, stage: PlannedStage) -> list[_Size]:
+        """The slices of parameters that have a message each: FSDP's in data parallelism, else the whole stage."""
+        layers = [placed.layer for placed in self.pricing.layers(stage)]
+        slices = fsdp_slices(layers) if self.plan.schedule == "data_parallel" else [layers]
+        return [self._size_of(slice_, stage) for slice_ in slices]
+
+    def _size_of(self, layers: Sequence[Layer], stage: PlannedStage) -> _Size:
+        total = sum(layer.parameters for layer in layers) / stage.unit.tp
+        trainable = sum(layer.parameters for layer in layers if layer.trainable) / stage.unit.tp
+        return _Size(total, trainable, trainable / len(self._sharing(stage)[0]))
+
+    def _priced(self, stage: PlannedStage) -> CollectiveSeconds:
+        """The collectives of a stage.
+
+        In a pipeline a REDUCE includes the sum over copies; in data parallelism this sum is a REDUCE of its own. Frozen
+        parameters are gathered only if they are sharded: under ZeRO 3, and by FSDP.
+        """
+        colocated = self.plan.schedule == "data_parallel"
+        (shards, replicas), slices, cost = self._sharing(stage), self._slices(stage), self.cost
+        # 1. The sum over copies, of the share of one rank.
+        replicas_s = 0.0
+        if len(replicas) > 1:
+            shares = (one.trainable * self.precision.gradient / len(shards) for one in slices)
+            replicas_s = sum(cost.all_reduce_seconds(size_bytes, replicas) for size_bytes in shares)
+        if len(shards) == 1:
+            return CollectiveSeconds(0.0, replicas_s, replicas_s)
+        # 2. Within a copy.
+        gathered = (one.total if colocated or stage.zero == 3 else one.trainable for one in slices)
+        gather_s = sum(cost.gather_seconds(number * self.precision.compute, shards) for number in gathered)
+        reduce_s = sum(cost.reduce_scatter_seconds(one.trainable * self.precision.gradient, shards) for one in slices)
+        if not colocated:
+            reduce_s += replicas_s
+        return CollectiveSeconds(gather_s, reduce_s, replicas_s)
+
+    def _sharing(self, stage: PlannedStage) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ranks that share the first copy of the state, and the ranks that hold the same share in all copies."""
+        ranks = stage.data_ranks
+        return ranks[: stage.shard_size], ranks[:: stage.shard_size]
+
+
+def fsdp_slices(layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:
+    """The slices of a module that have an FSDP message each: every transformer layer, and the rest."""
+    blocks = [(layer,) for layer in layers if layer.attention is not None]
+    return [*blocks, tuple(layer for layer in layers if layer.attention is None)]
