@@ -16,7 +16,7 @@ from motet.data.order import GlobalOrder
 from motet.data.text import ChatTokenizer
 from motet.dispatch import ItemExchange, Orchestrator
 from motet.models.build import build_mllm
-from motet.models.module import MLLM
+from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
 from motet.runtime.clock import ActionClock
 from motet.runtime.fsdp import shard
