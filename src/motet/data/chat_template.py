@@ -35,7 +35,7 @@ DEFAULT_TEMPLATE = (
 
 NO_PARTS: Set[str] = frozenset()
 _PRIVATE_USE = range(0xE000, 0xF900)
-_MOST_REASON = 200
+_MAX_REASON_CHARACTERS = 200
 
 
 class ChatTemplate:
@@ -75,7 +75,7 @@ class ChatTemplate:
         text, spans = _unmark(self._render(turns, parts, marks=opening + closing), opening, closing)
         self._check_kept(turns, parts, text, False)
         if spans:
-            return text, self._learned(turns, parts, spans, opening, closing), True
+            return text, self._spans_with_loss(turns, parts, spans, opening, closing), True
         answers = [turn for turn in turns if turn.role == "assistant"]
         if any(kind in parts for turn in answers for kind, _ in turn.pieces):
             raise UserError(
@@ -85,7 +85,7 @@ class ChatTemplate:
         stand_ins = [replace(turn, text=opening) if turn.role == "assistant" else turn for turn in turns]
         between = self._render(stand_ins, parts).split(opening)
         found = _find_answers(text, between, [turn.text for turn in answers])
-        return text, [span for span, turn in zip(found, answers) if turn.is_learned], False
+        return text, [span for span, turn in zip(found, answers) if turn.has_loss], False
 
     def try_messages(self, messages: list[dict[str, Any]], *, generation_prompt: bool = False) -> str | None:
         """The text of messages as the template takes them; None if it refuses them."""
@@ -167,11 +167,11 @@ class ChatTemplate:
                     f"the tokenizer's chat template leaves out what the {turn.role} says ('{turn.text.strip()[:40]}')"
                 )
 
-    def _learned(
+    def _spans_with_loss(
         self, turns: Sequence[Turn], parts: Set[str], spans: list[tuple[int, int]], opening: str, closing: str
     ) -> list[tuple[int, int]]:
         """The spans that are not of answers to be left out; which they are of, is seen with a mark in each answer."""
-        if all(turn.is_learned for turn in turns if turn.role == "assistant"):
+        if all(turn.has_loss for turn in turns if turn.role == "assistant"):
             return spans
         marks = self._marks(turns, len(turns) + 2)[2:]
         stand_ins = [_with_text(turn, mark) if turn.role == "assistant" else turn for turn, mark in zip(turns, marks)]
@@ -180,12 +180,12 @@ class ChatTemplate:
             [turn for turn, mark in zip(turns, marks) if turn.role == "assistant" and mark in text[start:end]]
             for start, end in found
         ]
-        if len(found) != len(spans) or any(len({turn.is_learned for turn in owner}) != 1 for owner in owners):
+        if len(found) != len(spans) or any(len({turn.has_loss for turn in owner}) != 1 for owner in owners):
             raise UserError(
                 "the tokenizer's chat template marks answers in a way that does not tell which turn they are of, so "
                 "turns cannot be left out of the loss"
             )
-        return [span for span, owner in zip(spans, owners) if owner[0].is_learned]
+        return [span for span, owner in zip(spans, owners) if owner[0].has_loss]
 
     def _marks(self, turns: Sequence[Turn], count: int) -> str:
         """So many characters that stand nowhere: private-use ones, which no template strips, that no turn holds."""
@@ -214,7 +214,7 @@ def _with_text(turn: Turn, mark: str) -> Turn:
 def _reason(error: Exception) -> str:
     known = isinstance(error, jinja2.TemplateError)
     text = " ".join(str(error).split()) if known else f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return text[:_MOST_REASON]
+    return text[:_MAX_REASON_CHARACTERS]
 
 
 def _unmark(marked: str, opening: str, closing: str) -> tuple[str, list[tuple[int, int]]]:

@@ -39,11 +39,11 @@ _LOSS_FIELDS = ("loss", "train", "weight")
 
 @dataclass(frozen=True)
 class Turn:
-    """role: user, assistant or system. is_learned: loss is taken on the text; only ever true of the assistant's."""
+    """role: user, assistant or system. has_loss: loss is taken on the text; only ever true of the assistant's."""
 
     role: str
     text: str
-    is_learned: bool = False
+    has_loss: bool = False
 
     @cached_property
     def pieces(self) -> list[tuple[str, str]]:
@@ -64,7 +64,7 @@ class Conversation:
 
     def without_last_answer(self) -> tuple[Conversation, str]:
         """The turns before the last one that is learned, and what the assistant said in it."""
-        last = max(at for at, turn in enumerate(self.turns) if turn.is_learned)
+        last = max(at for at, turn in enumerate(self.turns) if turn.has_loss)
         turns = self.turns[:last]
         return Conversation(turns, _placeholders(turns)), self.turns[last].text
 
@@ -95,7 +95,7 @@ def parse_conversation(record: dict[str, Any], where: str) -> Conversation:
     turns = (*_system_turn(record, turns, where), *turns)
     if all(turn.role != "assistant" for turn in turns):
         raise UserError(f"{where}: has no answer to learn; at least one turn must be from 'gpt' (or 'assistant')")
-    if not any(turn.is_learned for turn in turns):
+    if not any(turn.has_loss for turn in turns):
         raise UserError(f"{where}: has no answer to learn; all its answers are out of the loss; leave the record out")
     conversation = Conversation(turns, _placeholders(turns))
     if not conversation.placeholders:
@@ -150,10 +150,10 @@ def _parse_turn(turn: object, where: str) -> Turn:
                 "if it is the assistant's, 'loss'"
             )
     role = _ROLES[turn[style[0]]]
-    return Turn(role, _checked_text(turn[style[1]], where), _is_learned(turn, role, where))
+    return Turn(role, _checked_text(turn[style[1]], where), _has_loss(turn, role, where))
 
 
-def _is_learned(turn: dict[str, Any], role: str, where: str) -> bool:
+def _has_loss(turn: dict[str, Any], role: str, where: str) -> bool:
     """By the flag `loss` (as in ms-swift), or `train` (axolotl), or `weight` (OpenAI), of which 0 and 1 say as much."""
     given = [field for field in _LOSS_FIELDS if field in turn]
     if not given:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING
 
-from motet.data.media import IMAGE, MediaRef, Unusable, reasons
+from motet.data.media import IMAGE, MediaRef, Unusable, raise_bad_media
 from motet.data.mp3 import count_samples
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ _OGG_LAST_PAGE = 4
 
 def read_header(ref: MediaRef) -> tuple[int, int]:
     """(width, height) of an image as it is seen, or (samples, sampling rate) of a clip. Raises BadMedia."""
-    with reasons(ref):
+    with raise_bad_media(ref):
         if ref.modality == IMAGE:
             with open_image(ref) as image:
                 return _pixels_seen(image)

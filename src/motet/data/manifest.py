@@ -26,7 +26,7 @@ from motet.data.shards import Member, expand_shards, read_shard
 _FORMATS = ".json, .jsonl, .parquet or .tar"
 _DIGEST_CHUNK_BYTES = 1 << 20
 _PARQUET_ROWS = 1024
-_MOST_REASON = 200
+_MAX_REASON_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _parquet_batches(path: Path) -> Iterator[tuple[list[dict[str, Any]], int]]:
         raise
     # A damaged page, a type that Python has no value for, a text that is not UTF-8: pyarrow raises nearly anything.
     except Exception as error:
-        reason = " ".join(str(error).split())[:_MOST_REASON]
+        reason = " ".join(str(error).split())[:_MAX_REASON_CHARACTERS]
         after = f", after row {num_read}" if num_read else ""
         raise UserError(f"{path}{after}: is no Parquet file that can be read ({reason})") from None
 

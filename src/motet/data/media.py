@@ -77,17 +77,17 @@ def modality_of(name: str) -> str | None:
 
 
 @contextmanager
-def reasons(ref: MediaRef) -> Iterator[None]:
+def raise_bad_media(ref: MediaRef) -> Iterator[None]:
     """Turns whatever the libraries raise on a file into BadMedia with a reason that a person can act on."""
     try:
         yield
     except BadMedia:
         raise
     except Exception as error:
-        raise BadMedia(ref.name, explain(error)) from error
+        raise BadMedia(ref.name, failure_reason(error)) from error
 
 
-def explain(error: Exception) -> str:
+def failure_reason(error: Exception) -> str:
     """Why a file could not be used, as a short clause."""
     if isinstance(error, Unusable):
         return str(error)

@@ -44,7 +44,7 @@ _REFUSED = {
     for name in names.split()
 }
 _OTHER_MEDIA = re.compile(r"(?:image|img|picture|audio)s?_(?:path|url|uri|file|filename|bytes|base64)s?")
-_NEARLY = 0.85
+_MIN_SIMILARITY = 0.85
 
 
 def is_given(value: object) -> bool:
@@ -74,6 +74,6 @@ def _wrong(name: str) -> str | None:
     """What speaks against a field that is not read; None of metadata."""
     if reason := _REFUSED.get(name):
         return f"{reason}; remove the field, or leave such records out"
-    if close := difflib.get_close_matches(name.lower(), (*_READ, *_REFUSED), n=1, cutoff=_NEARLY):
+    if close := difflib.get_close_matches(name.lower(), (*_READ, *_REFUSED), n=1, cutoff=_MIN_SIMILARITY):
         return f"is it meant to be '{close[0]}'? Rename or remove it"
     return None

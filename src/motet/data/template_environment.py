@@ -22,8 +22,8 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.visitor
 
-_MOST_CHARACTERS = 1 << 24
-_MOST_STEPS = 1 << 22
+_MAX_CHARACTERS = 1 << 24
+_MAX_STEPS = 1 << 22
 # A width in a format, "%10000000000d" or "{:>10000000000}", or one that is given beside it, "%*d".
 _WIDE_FORMAT = re.compile(r"\d{8}|%[^%a-zA-Z]*\*")
 _FORMATS = ("format", "format_map")
@@ -36,7 +36,7 @@ class Rendering:
 
     def __init__(self, marks: str = "") -> None:
         self.opening, self.closing = marks or ("", "")
-        self._steps_left = _MOST_STEPS
+        self._steps_left = _MAX_STEPS
 
     def collect(self, written: Iterable[str]) -> str:
         """What a template writes, piece by piece. Raises TemplateError when it becomes too long."""
@@ -44,15 +44,15 @@ class Rendering:
         for piece in written:
             pieces.append(piece)
             num_characters += len(piece)
-            if num_characters > _MOST_CHARACTERS:
-                raise jinja2.TemplateError(f"it writes more than {_MOST_CHARACTERS:,} characters")
+            if num_characters > _MAX_CHARACTERS:
+                raise jinja2.TemplateError(f"it writes more than {_MAX_CHARACTERS:,} characters")
         return "".join(pieces)
 
     def count_steps(self, num_steps: int) -> None:
         """Raises TemplateError when a template's loops become too long in all."""
         self._steps_left -= num_steps
         if self._steps_left < 0:
-            raise jinja2.TemplateError(f"its loops take more than {_MOST_STEPS:,} passes in all")
+            raise jinja2.TemplateError(f"its loops take more than {_MAX_STEPS:,} passes in all")
 
 
 class _Generation(jinja2.ext.Extension):
@@ -136,7 +136,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _check_length(length: int) -> None:
-    if length > _MOST_CHARACTERS:
+    if length > _MAX_CHARACTERS:
         raise jinja2.TemplateError("it makes a value that would fill the memory")
 
 

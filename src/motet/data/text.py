@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # Part of every fingerprint: raise it when the same tokenizer and template are to give other tokens.
 _VERSION = 2
-_MOST_REASON = 200
+_MAX_REASON_CHARACTERS = 200
 
 
 class ChatTokenizer:
@@ -263,4 +263,4 @@ def _parts(forms: dict[str, MediaForm]) -> set[str]:
 
 
 def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:_MOST_REASON] or type(error).__name__
+    return " ".join(str(error).split())[:_MAX_REASON_CHARACTERS] or type(error).__name__

@@ -10,7 +10,7 @@ from motet.core.arrays import BoolArray, Int64Array
 from motet.core.example import Media
 from motet.data.audio import AudioTransform
 from motet.data.images import ImageTransform
-from motet.data.media import MediaRef, Unusable, reasons
+from motet.data.media import MediaRef, Unusable, raise_bad_media
 
 __all__ = ["AudioTransform", "ImageTransform", "Transform", "load_media"]
 
@@ -38,7 +38,7 @@ class Transform(Protocol):
 def load_media(ref: MediaRef, transform: Transform) -> Media:
     """One item, finite and of the size that the index promised. Raises BadMedia (file, reason)."""
     # What is too large to compute with is found below, in every value; numpy need not warn of it.
-    with reasons(ref), np.errstate(over="ignore", invalid="ignore"):
+    with raise_bad_media(ref), np.errstate(over="ignore", invalid="ignore"):
         media = transform.load(ref)
         # numpy's maximum is NaN where any value is: two numbers tell of all, and faster than a look at each.
         if media.values.size and not (np.isfinite(media.values.max()) and np.isfinite(media.values.min())):
