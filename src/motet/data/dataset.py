@@ -114,7 +114,7 @@ class Dataset:
         return digest.hexdigest()
 
     def batch_lengths(self, example_ids: Int64Array, num_ranks: int) -> BatchLengths:
-        """The lengths of a microbatch, from the indexes alone; consecutive examples have the same home rank.
+        """The lengths of a microbatch, from the indexes alone; each rank is home to an equal share, in order.
 
         Vectorised: O(examples + items).
         """

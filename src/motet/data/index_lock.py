@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 IndexProgress = Callable[[int, float], None]
-"""A function that is called from time to time with the number of examples done and the share of the manifest, 0 to 1."""
+"""A function of the number of examples done and of the share of the manifest done, 0 to 1; called now and then."""
 
 _PROGRESS = struct.Struct("<qd")
 _POLL_INTERVAL_S = 0.1
