@@ -72,7 +72,7 @@ def open_image(ref: MediaRef) -> Iterator[Image.Image]:
 
 @contextmanager
 def open_clip(ref: MediaRef) -> Iterator[tuple[SoundFile, int]]:
-    """A clip that passed the checks, at its first sample, and its samples. Raises Unusable, and soundfile's exceptions."""
+    """A clip that passed the checks, at its first sample, and its length. Raises Unusable, and soundfile's errors."""
     import soundfile
 
     with ref.open() as file:
