@@ -134,7 +134,7 @@ def _occurrences(text: str, tokens: list[str]) -> list[str]:
 
 
 def _stand_in(modality: str, tokens: list[str], names: TokenNames, named: str | None) -> MediaForm:
-    """The form of a modality that the model does not read. named: the model's token for it, which must not exist."""
+    """The form of a modality for which the template writes nothing. named: the model's own token for it, if any."""
     placeholder = PLACEHOLDERS[modality]
     modalities = _AS_WRITTEN.get(names.processor or "") or _MARKS.get(names.processor or "")
     is_read = names.processor is not None and (modalities is None or modality in modalities)
