@@ -44,7 +44,7 @@ from motet.core.workload import BACKBONE
 from motet.cost.flops import work_of
 from motet.cost.memory import FSDP_BF16, FSDP_FP32, MixedPrecision, StageMemory, stage_layers, stage_memory
 from motet.models.build import BackboneConfig, EncoderConfig, ModelConfig, build_mllm
-from motet.models.module import MLLM
+from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
 from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.mesh import build_mesh

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from motet.core.workload import home_ranks
 from motet.dispatch import ItemExchange, LoadedExample, assemble
 from motet.models.build import BackboneConfig, EncoderConfig, ModelConfig, build_mllm
-from motet.models.module import MLLM
+from motet.models.mllm import MLLM
 from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.mesh import Mesh, build_mesh
 from motet.runtime.step import TrainStep

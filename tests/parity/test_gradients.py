@@ -23,7 +23,7 @@ from motet.dispatch import (
     SpeedConfig,
     assemble,
 )
-from motet.dispatch.holdings import Holdings, tables_of
+from motet.dispatch.loaded import LoadedTables, tables_of
 from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.mesh import Mesh, build_mesh
 from motet.runtime.step import StepResult, TrainStep
@@ -76,7 +76,7 @@ def rank_batch(model, examples: list[LoadedExample], mesh: Mesh, case: Case) -> 
         tables_of([e for e, rank in zip(examples, home) if rank == r], PHASES, model.encoders)
         for r in range(mesh.num_ranks)
     ]
-    lengths = Holdings.read(words, PHASES).lengths
+    lengths = LoadedTables.read(words, PHASES).lengths
     decision = orchestrator.decide(lengths)
     items = {p: [m for e in examples for q, m in zip(e.sequence.media, e.media) if q == p] for p in PHASES}
     return assemble(

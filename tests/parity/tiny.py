@@ -17,7 +17,8 @@ from motet.core.example import Media, TokenSequence
 from motet.dispatch import LoadedExample, PackedSequences
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
-from motet.models.module import MLLM, ModalityModule
+from motet.models.mllm import MLLM
+from motet.models.module import ModalityModule
 from motet.models.projector import Projector, ProjectorConfig
 
 DIM = 16

@@ -27,10 +27,11 @@ from motet.core.example import TokenSequence
 from motet.core.workload import BatchLengths, ItemLengths, Workload
 from motet.data.audio import AudioTransform
 from motet.data.conversation import Conversation
-from motet.data.dataset import Dataset, Modality, describe_left_out
+from motet.data.dataset import Dataset, Modality
 from motet.data.headers import MAX_SECONDS
 from motet.data.images import ImageTransform
 from motet.data.index_lock import IndexProgress
+from motet.data.left_out import describe_left_out
 from motet.data.media import AUDIO, IMAGE
 from motet.data.text import ChatTokenizer
 
@@ -156,7 +157,7 @@ class _EstimatedText:
 
     def encode(self, conversation: Conversation) -> TokenSequence:
         lengths = [math.ceil(len(turn.text.encode()) / _BYTES_A_TOKEN) for turn in conversation.turns]
-        is_target = [turn.is_learned for turn in conversation.turns]
+        is_target = [turn.has_loss for turn in conversation.turns]
         num_items = len(conversation.placeholders)
         targets = np.concatenate([np.zeros(num_items, dtype=bool), np.repeat(is_target, lengths)])
         return TokenSequence(

@@ -1,9 +1,9 @@
 """A clip to log-mel frames as Whisper makes them, without padding to 30 seconds.
 
 Source: Radford et al., "Robust Speech Recognition via Large-Scale Weak Supervision" (2022), section 2.2, and the
-published feature extractor: power spectrum under a Hann window, mel bands on Slaney's scale with Slaney's norm up to
-half the rate, log10, at most 8 below the clip's maximum, (x + 4) / 4. The clip is filled with zeros to a whole hop, so
-that frames are ceil(samples / hop_length). Samples are taken as they are, also those of a float file beyond -1 and 1.
+published feature extractor: power spectrum under a Hann window; mel bands on Slaney's scale with Slaney's norm, up to
+half the rate; log10; at most 8 below the clip's maximum; (x + 4) / 4. Zeros fill the clip up to a whole hop, so the
+number of frames is ceil(samples / hop_length). Samples of a float file may be beyond -1 and 1.
 """
 
 from __future__ import annotations
@@ -27,22 +27,28 @@ if TYPE_CHECKING:
 _FRAMES_AT_ONCE = 4096
 _SAMPLES_AT_ONCE = 1 << 16
 _POWER_FLOOR = 1e-10
-# Resampling by up / down takes a filter of 20 * max(up, down) taps. Rates in use need hundreds of steps; an odd one
-# like 44,101 Hz, as many as it has hertz. 2 million taps are 8 MB, and half a second when they are first needed.
+# Resampling by up / down needs a filter of 20 * max(up, down) taps. max(up, down) is in the hundreds for usual rates,
+# and the rate itself for an odd one like 44,101 Hz. 2 million taps are 8 MB, and take half a second once.
 _MAX_RESAMPLING = 100_000
 
 
 @dataclass(frozen=True)
 class AudioTransform:
-    """What a clip becomes before its encoder; the options are these fields, unknown ones are refused.
+    """A clip's file to log-mel frames. The fields are the options of a recipe; unknown options are refused.
 
-    sampling_rate: Hz that clips are resampled to (polyphase, scipy), from 1,000 to 768,000; channels are averaged.
-    num_mels:      mel bands, the row dimension, at most 1,024; each must have a frequency of the window in it.
+    sampling_rate: Hz; clips are resampled to it (polyphase, scipy), from 1,000 to 768,000. Channels are averaged.
+    num_mels:      mel bands, the values of a row, at most 1,024; each must contain a frequency of the window.
     n_fft:         samples of a window, at most 16,384.
-    hop_length:    samples between two windows, at most n_fft: more would leave samples out.
+    hop_length:    samples between two windows, at most n_fft, so that no sample is left out.
     max_seconds:   the longest clip, from 0.001 to a day.
-    longer:        what happens to longer ones: "refuse" leaves their examples out (counted and reported), "cut" keeps
-                   the first max_seconds.
+    longer:        "refuse": an example with a longer clip is left out (counted and reported). "cut": the first
+                   max_seconds are used.
+
+    Example:
+        >>> transform = AudioTransform(max_seconds=2)
+        >>> raw = np.array([[32_000, 16_000], [88_200, 44_100], [48_001, 16_000]])  # samples, sampling rate
+        >>> transform.sizes(raw[:2]).tolist(), transform.accepts(raw).tolist()
+        ([[200], [200]], [True, True, False])
     """
 
     sampling_rate: int = 16_000
@@ -52,11 +58,11 @@ class AudioTransform:
     max_seconds: float = 30.0
     longer: Literal["refuse", "cut"] = "refuse"
 
-    # Read by pydantic where this class is a field of a recipe; it needs no import of pydantic here.
+    # pydantic reads this where the class is a field of a recipe; no import of pydantic is needed here.
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
     modality: ClassVar[str] = AUDIO
 
-    # A window of 16,384 samples is a second of speech; filters of 1,024 bands for it take 32 MB.
+    # A window of 16,384 samples is a second of speech; its filters of 1,024 bands take 32 MB.
     _bounds: ClassVar[dict[str, tuple[float, float]]] = {
         "sampling_rate": (MIN_RATE, MAX_RATE),
         "num_mels": (1, 1024),
@@ -82,17 +88,18 @@ class AudioTransform:
 
     @property
     def row_dim(self) -> int:
+        """Values of a row: num_mels."""
         return self.num_mels
 
     def accepts(self, raw: Int64Array) -> BoolArray:
-        """Which clips are used, bool [n], for raw [n, 2] (samples, rate)."""
+        """Which clips can be used, bool [n], from raw [n, 2] (samples, rate)."""
         samples, rate = raw[:, 0], raw[:, 1]
         short: BoolArray = (samples <= self._max_samples(rate)) | (self.longer == "cut")
         resampling = np.maximum(rate, self.sampling_rate) // np.gcd(rate, self.sampling_rate)
         return short & (resampling <= _MAX_RESAMPLING)
 
     def refusal(self, raw: tuple[int, int]) -> str:
-        """Why a clip that is not accepted is not, as a clause."""
+        """Why a clip is not accepted, as a clause."""
         samples, rate = raw
         if self.longer == "refuse" and samples > self._max_samples(np.array([rate]))[0]:
             return f"lasts {samples / rate:.6g} s, more than max_seconds = {self.max_seconds:g}"
@@ -111,10 +118,10 @@ class AudioTransform:
         return frames[:, None]
 
     def load(self, ref: MediaRef) -> Media:
-        """Decode and transform one clip. Raises Unusable, and whatever soundfile raises on a damaged file."""
+        """Decode and transform one clip. Raises Unusable, and soundfile's exceptions on a damaged file."""
         with open_clip(ref) as (clip, num_samples):
-            at_most = int(self._max_samples(np.array([clip.samplerate]))[0])
-            return self(_read_mono(clip, min(num_samples, at_most)), clip.samplerate)
+            max_samples = int(self._max_samples(np.array([clip.samplerate]))[0])
+            return self(_read_mono(clip, min(num_samples, max_samples)), clip.samplerate)
 
     def __call__(self, samples: Float32Array, rate: int) -> Media:
         """Frames [num_frames, num_mels] of mono samples [n], -1 to 1, at `rate` Hz; size (frames,).
@@ -123,7 +130,7 @@ class AudioTransform:
         """
         samples = samples[: int(self._max_samples(np.array([rate]))[0])]
         if rate != self.sampling_rate:
-            # Imported here: it takes two seconds and 75 MB, which most workers never need.
+            # Imported here, because it takes two seconds and 75 MB, and most workers never need it.
             from scipy.signal import resample_poly
 
             up, down = self._resampling(rate)
@@ -151,7 +158,7 @@ class AudioTransform:
         return log_mel
 
     def _resampling(self, rate: int) -> tuple[int, int]:
-        """(up, down), whose quotient is the resampled over the original rate, in lowest terms."""
+        """(up, down) in lowest terms: up / down = sampling_rate / rate."""
         divisor = math.gcd(rate, self.sampling_rate)
         return self.sampling_rate // divisor, rate // divisor
 
@@ -161,9 +168,9 @@ class AudioTransform:
 
 
 def _read_mono(clip: SoundFile, num_samples: int) -> Float32Array:
-    """The first samples of a clip, channels averaged, float32 [num_samples].
+    """The first samples of a clip, channels averaged, float32 [num_samples]. Raises Unusable.
 
-    A block at a time: what a header promises is not allocated before it is there. Raises Unusable.
+    It reads blocks, so that no memory is allocated for samples that only the header promises.
     """
     blocks: list[Float32Array] = []
     done = 0
@@ -181,7 +188,7 @@ def _read_mono(clip: SoundFile, num_samples: int) -> Float32Array:
 
 @lru_cache(maxsize=4)
 def _low_pass(max_factor: int) -> Float32Array:
-    """The filter that `resample_poly` designs by default, float32 [20 * max_factor + 1], designed once."""
+    """The default filter of `resample_poly`, float32 [20 * max_factor + 1], designed once for each max_factor."""
     from scipy.signal import firwin
 
     half = 10 * max_factor

@@ -1,4 +1,4 @@
-"""Bounds of options: what lies outside of them is a slip of the hand, and would hang or fill the memory."""
+"""Bounds of options. A value out of bounds is a slip, and would hang or fill the memory."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 
 def check_attributes(options: object, bounds: Mapping[str, tuple[float, float]]) -> None:
-    """Raises ValueError for the first of the named attributes that is not from its lowest to its highest value.
+    """Raise ValueError for the first attribute of `options` that is out of its bounds, name -> (lowest, highest).
 
-    An attribute may be None, or a tuple, each value of which is held to the bounds. NaN lies outside of all bounds.
+    An attribute may be None. Each value of a tuple is checked. NaN is out of all bounds.
     """
     for name, (lowest, highest) in bounds.items():
-        given = getattr(options, name)
-        for value in given if isinstance(given, tuple) else (given,):
+        option = getattr(options, name)
+        for value in option if isinstance(option, tuple) else (option,):
             if value is not None and not lowest <= value <= highest:
-                raise ValueError(f"{name} must be from {lowest:,} to {highest:,}, not {given}")
+                raise ValueError(f"{name} must be from {lowest:,} to {highest:,}, not {option}")

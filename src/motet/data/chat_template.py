@@ -1,11 +1,11 @@
-"""A chat template rendered without transformers, and which characters of the result are answers.
+"""Renders a chat template without transformers, and finds the characters of the answers in the result.
 
-transformers takes six seconds and torch to import, workers need neither. The environment is the one in which
-transformers renders templates (sandboxed, blocks trimmed, `raise_exception`, `tojson`, `{% generation %}`), less what
-would make tokens differ from day to day: today's date, and random choices.
+Importing transformers takes six seconds and torch; workers need neither. The environment is that of transformers
+(sandboxed, blocks trimmed, `raise_exception`, `tojson`, `{% generation %}`), without today's date and random choices,
+which would make tokens differ from day to day.
 
-A turn is given to the template as a text, or as a list of parts where it holds an item that the template writes by
-itself (`data/media_tokens.py`), or where the template understands nothing else.
+A turn is passed to the template as a text; or as a list of parts, if it holds an item that the template writes by
+itself (`data/media_tokens.py`) or if the template accepts nothing else.
 """
 
 from __future__ import annotations
@@ -31,17 +31,23 @@ DEFAULT_TEMPLATE = (
     "{% else %}{{ message['content'] }}\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}ASSISTANT:\n{% endif %}"
 )
-"""For tokenizers that bring no template: roles in plain words, each answer ended by the end-of-sequence token."""
+"""The template for tokenizers without one: roles in plain words; the end-of-sequence token ends each answer."""
 
 NO_PARTS: Set[str] = frozenset()
 _PRIVATE_USE = range(0xE000, 0xF900)
-_MOST_REASON = 200
+_MAX_REASON_CHARACTERS = 200
 
 
 class ChatTemplate:
-    """source: the Jinja template. special_tokens: the variables it may use (bos_token, eos_token, ...).
+    """A chat template. In its methods, `parts` are the modalities whose items are passed as parts, not as text.
 
-    parts, below: the modalities whose items are given to the template as parts, not as text.
+    source:         Jinja.
+    special_tokens: the variables that it may use (bos_token, eos_token, ...).
+
+    Example:
+        >>> template = ChatTemplate(DEFAULT_TEMPLATE, {"eos_token": "</s>"})
+        >>> template.render([Turn("user", "Hi"), Turn("assistant", "Hello", has_loss=True)])
+        'USER:\\nHi\\nASSISTANT:\\nHello</s>'
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
@@ -52,7 +58,7 @@ class ChatTemplate:
         return {"source": self.source, "special_tokens": self.special_tokens}
 
     def check(self) -> None:
-        """Raises UserError if the template is no Jinja."""
+        """Raise UserError if the template is no Jinja."""
         _compiled(self.source)
 
     def render(self, turns: Sequence[Turn], parts: Set[str] = NO_PARTS, *, generation_prompt: bool = False) -> str:
@@ -64,18 +70,18 @@ class ChatTemplate:
     def render_with_answers(
         self, turns: Sequence[Turn], parts: Set[str] = NO_PARTS
     ) -> tuple[str, list[tuple[int, int]], bool]:
-        """The text, the spans [start, end) of what is learned in it, and whether the template itself marks them.
+        """The text, the spans [start, end) of answers with loss in it, and whether the template itself marks answers.
 
-        If it does ({% generation %}), a span is what it marks, the end token included if it says so. If not, a span is
-        the answer's own text, found by rendering a second time with marks in the place of the answers.
-        Raises UserError if the template refuses the conversation, leaves out a turn, or rewrites answers beyond
-        recognition.
+        A template with {% generation %} marks the spans, with or without the end token. Otherwise a span is the
+        answer's own text, which is found by a second rendering with a mark in place of each answer.
+        Raises UserError if the template refuses the conversation, leaves out a turn, or rewrites an answer so that it
+        cannot be found.
         """
         opening, closing = self._marks(turns, 2)
         text, spans = _unmark(self._render(turns, parts, marks=opening + closing), opening, closing)
         self._check_kept(turns, parts, text, False)
         if spans:
-            return text, self._learned(turns, parts, spans, opening, closing), True
+            return text, self._spans_with_loss(turns, parts, spans, opening, closing), True
         answers = [turn for turn in turns if turn.role == "assistant"]
         if any(kind in parts for turn in answers for kind, _ in turn.pieces):
             raise UserError(
@@ -84,11 +90,11 @@ class ChatTemplate:
             )
         stand_ins = [replace(turn, text=opening) if turn.role == "assistant" else turn for turn in turns]
         between = self._render(stand_ins, parts).split(opening)
-        found = _find_answers(text, between, [turn.text for turn in answers])
-        return text, [span for span, turn in zip(found, answers) if turn.is_learned], False
+        answer_spans = _find_answers(text, between, [turn.text for turn in answers])
+        return text, [span for span, turn in zip(answer_spans, answers) if turn.has_loss], False
 
     def try_messages(self, messages: list[dict[str, Any]], *, generation_prompt: bool = False) -> str | None:
-        """The text of messages as the template takes them; None if it refuses them."""
+        """The text of messages in the template's format; None if it refuses them."""
         try:
             return self._render_messages(messages, Rendering(), generation_prompt)
         except UserError:
@@ -96,19 +102,22 @@ class ChatTemplate:
 
     @cached_property
     def roles_in_parts(self) -> frozenset[str]:
-        """Roles whose text the template writes only if it is given as a list of parts, as many multimodal ones do."""
+        """Roles whose text the template writes only as a list of parts; many multimodal templates do so.
+
+        They are found by rendering a mark for each role, once as a text and once as a part.
+        """
         *marks, dumped = map(chr, _PRIVATE_USE[:4])
-        found = set()
+        in_parts = set()
         for roles in (("user", "assistant"), ("system", "user", "assistant")):
-            said = dict(zip(roles, marks))
-            as_text = self.try_messages([{"role": role, "content": mark} for role, mark in said.items()]) or ""
+            mark_of = dict(zip(roles, marks))
+            as_text = self.try_messages([{"role": role, "content": mark} for role, mark in mark_of.items()]) or ""
             part = {"type": TEXT, "dumped": dumped}
-            listed = [{"role": role, "content": [part | {TEXT: mark}]} for role, mark in said.items()]
-            as_parts = self.try_messages(listed)
-            # A template for texts alone may write a list out as it stands.
+            messages = [{"role": role, "content": [part | {TEXT: mark}]} for role, mark in mark_of.items()]
+            as_parts = self.try_messages(messages)
+            # A template that knows only texts may print the list itself, and `dumped` with it.
             if as_parts is not None and dumped not in as_parts:
-                found |= {role for role, mark in said.items() if mark in as_parts and mark not in as_text}
-        return frozenset(found)
+                in_parts |= {role for role, mark in mark_of.items() if mark in as_parts and mark not in as_text}
+        return frozenset(in_parts)
 
     @cached_property
     def _template(self) -> jinja2.Template:
@@ -121,11 +130,12 @@ class ChatTemplate:
         return self._render_messages(messages, Rendering(marks), generation_prompt)
 
     def _content(self, turn: Turn, parts: Set[str]) -> str | list[dict[str, str]]:
+        """A turn's content as the template takes it: a text, or a list of parts."""
         pieces = turn.pieces
         if turn.role not in self.roles_in_parts and all(kind not in parts for kind, _ in pieces):
             return turn.text
         content: list[dict[str, str]] = []
-        # What is no part by itself is text, and texts that follow on each other are one.
+        # Every piece that is no part is text, and adjacent texts are one part.
         for kind, run in groupby(pieces, key=lambda piece: piece[0] if piece[0] in parts else TEXT):
             if kind == TEXT:
                 content.append({"type": TEXT, TEXT: "".join(text for _, text in run)})
@@ -146,7 +156,7 @@ class ChatTemplate:
             return rendering.collect(written)
         except UserError:
             raise
-        # A template is a program: whatever it runs into, it is not Motet that is wrong.
+        # A template is a program, and may raise any exception.
         except Exception as error:
             reason = _reason(error)
             if "strftime_now" in reason:
@@ -154,10 +164,12 @@ class ChatTemplate:
             raise UserError(f"the tokenizer's chat template refuses the conversation: {reason}") from None
 
     def _check_kept(self, turns: Sequence[Turn], parts: Set[str], text: str, generation_prompt: bool) -> None:
-        """Raises UserError if the template leaves out a text. What it has rewritten is looked for by a mark instead."""
-        said = Counter(piece.strip() for turn in turns for kind, piece in turn.pieces if kind == TEXT)
-        if all(text.count(piece) >= count for piece, count in said.items() if piece):
+        """Raise UserError if the template leaves out a text."""
+        # 1. Usually all texts are in the result.
+        texts = Counter(piece.strip() for turn in turns for kind, piece in turn.pieces if kind == TEXT)
+        if all(text.count(piece) >= count for piece, count in texts.items() if piece):
             return
+        # 2. The template may have rewritten a text: render a mark in place of each.
         marks = self._marks(turns, len(turns))
         stand_ins = [_with_text(turn, mark) for turn, mark in zip(turns, marks)]
         skeleton = self._render(stand_ins, parts, generation_prompt=generation_prompt)
@@ -167,31 +179,31 @@ class ChatTemplate:
                     f"the tokenizer's chat template leaves out what the {turn.role} says ('{turn.text.strip()[:40]}')"
                 )
 
-    def _learned(
+    def _spans_with_loss(
         self, turns: Sequence[Turn], parts: Set[str], spans: list[tuple[int, int]], opening: str, closing: str
     ) -> list[tuple[int, int]]:
-        """The spans that are not of answers to be left out; which they are of, is seen with a mark in each answer."""
-        if all(turn.is_learned for turn in turns if turn.role == "assistant"):
+        """The spans of answers with loss. A second rendering with a mark in each answer tells the answer of a span."""
+        if all(turn.has_loss for turn in turns if turn.role == "assistant"):
             return spans
         marks = self._marks(turns, len(turns) + 2)[2:]
         stand_ins = [_with_text(turn, mark) if turn.role == "assistant" else turn for turn, mark in zip(turns, marks)]
-        text, found = _unmark(self._render(stand_ins, parts, marks=opening + closing), opening, closing)
+        text, marked_spans = _unmark(self._render(stand_ins, parts, marks=opening + closing), opening, closing)
         owners = [
             [turn for turn, mark in zip(turns, marks) if turn.role == "assistant" and mark in text[start:end]]
-            for start, end in found
+            for start, end in marked_spans
         ]
-        if len(found) != len(spans) or any(len({turn.is_learned for turn in owner}) != 1 for owner in owners):
+        if len(marked_spans) != len(spans) or any(len({turn.has_loss for turn in owner}) != 1 for owner in owners):
             raise UserError(
                 "the tokenizer's chat template marks answers in a way that does not tell which turn they are of, so "
                 "turns cannot be left out of the loss"
             )
-        return [span for span, owner in zip(spans, owners) if owner[0].is_learned]
+        return [span for span, owner in zip(spans, owners) if owner[0].has_loss]
 
     def _marks(self, turns: Sequence[Turn], count: int) -> str:
-        """So many characters that stand nowhere: private-use ones, which no template strips, that no turn holds."""
-        held = (self.source, *(turn.text for turn in turns))
-        free = (mark for mark in map(chr, _PRIVATE_USE) if not any(mark in text for text in held))
-        marks = "".join(islice(free, count))
+        """`count` private-use characters that are in no turn and not in the template; no template strips them."""
+        texts = (self.source, *(turn.text for turn in turns))
+        unused = (mark for mark in map(chr, _PRIVATE_USE) if not any(mark in text for text in texts))
+        marks = "".join(islice(unused, count))
         if len(marks) < count:
             raise UserError(f"a conversation of {len(turns)} turns is too long to tell its answers apart; split it")
         return marks
@@ -200,46 +212,46 @@ class ChatTemplate:
 def _compiled(source: str) -> jinja2.Template:
     try:
         return environment().from_string(source)
-    # Not only jinja's own errors: parentheses may nest too deep, numbers be too long.
+    # Besides jinja's own errors: parentheses may nest too deep, and numbers may be too long.
     except Exception as error:
         line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
         raise UserError(f"the tokenizer's chat template is no Jinja ({line}{_reason(error)})") from None
 
 
 def _with_text(turn: Turn, mark: str) -> Turn:
-    """The turn with a mark for each of its texts, and the same media."""
+    """The turn with the same media, and a mark in place of each text."""
     return replace(turn, text="".join(mark if kind == TEXT and piece.strip() else piece for kind, piece in turn.pieces))
 
 
 def _reason(error: Exception) -> str:
     known = isinstance(error, jinja2.TemplateError)
     text = " ".join(str(error).split()) if known else f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return text[:_MOST_REASON]
+    return text[:_MAX_REASON_CHARACTERS]
 
 
 def _unmark(marked: str, opening: str, closing: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without the marks, and the spans in it that stood between them."""
+    """The text without the marks, and the spans in it that were between them."""
     pieces = marked.replace(closing, opening).split(opening)
-    spans, at = [], 0
+    spans, start = [], 0
     for number, piece in enumerate(pieces):
         if number % 2:
-            spans.append((at, at + len(piece)))
-        at += len(piece)
+            spans.append((start, start + len(piece)))
+        start += len(piece)
     return "".join(pieces), spans
 
 
 def _find_answers(text: str, between: list[str], answers: list[str]) -> list[tuple[int, int]]:
-    """Where each answer stands, given what stands before, between and after them. A template may have stripped them."""
-    spans, at = [], len(between[0])
+    """The span of each answer, which may be stripped. between: the texts before, between and after the answers."""
+    spans, start = [], len(between[0])
     intact = len(between) == len(answers) + 1 and text.startswith(between[0])
     for answer, following in zip(answers, between[1:]):
-        form = next((form for form in _forms(answer) if text.startswith(form + following, at)), None)
+        form = next((form for form in _stripped_forms(answer) if text.startswith(form + following, start)), None)
         if form is None:
             intact = False
             break
-        spans.append((at, at + len(form)))
-        at += len(form) + len(following)
-    if not intact or at != len(text):
+        spans.append((start, start + len(form)))
+        start += len(form) + len(following)
+    if not intact or start != len(text):
         raise UserError(
             "the tokenizer's chat template rewrites answers, so that they cannot be found in its output; "
             "mark them in the template by {% generation %} and {% endgeneration %}"
@@ -247,7 +259,7 @@ def _find_answers(text: str, between: list[str], answers: list[str]) -> list[tup
     return spans
 
 
-def _forms(answer: str) -> Iterator[str]:
+def _stripped_forms(answer: str) -> Iterator[str]:
     yield answer
     yield answer.strip()
     yield answer.rstrip()

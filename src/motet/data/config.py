@@ -11,18 +11,18 @@ from motet.core.limits import MAX_SEED
 
 
 class DataConfig(BaseModel):
-    """What is trained on, and how it is fed.
+    """The data of a job, and how it is loaded.
 
     train, heldout:      manifests (files, directories or patterns of tar shards), read one after the other.
     tokenizer:           directory with tokenizer.json.
     max_sequence_length: longer examples (media included) are left out, counted and reported; None: no bound.
     shuffle, seed:       the order of examples; the same seed gives the same order on any number of ranks.
-    num_workers:         processes a rank that decode media, and that build an index, at most 256; 0: none besides the
-                         rank itself, which a file that kills its decoder then takes with it.
+    num_workers:         processes of each rank that decode media and build indexes, at most 256. 0: the rank does it
+                         itself, and a file that kills its decoder kills the rank.
     prefetch_steps:      steps that are decided and loaded ahead, at most 64, all in memory.
-    max_bad_fraction:    share of examples with unusable files, of those met, above which the job stops; it stops anyway
-                         where there is no other example.
-    index_folder:        where indexes go if the manifests' own folders cannot be written.
+    max_bad_fraction:    the job stops if a larger share of the examples so far has unusable files, or if no example is
+                         left.
+    index_folder:        a folder for indexes, if the manifests' own folders cannot be written.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

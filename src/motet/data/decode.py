@@ -1,4 +1,4 @@
-"""Media loaded in worker processes, in order; a file that cannot be used comes back as BadMedia in its place."""
+"""Loads media in worker processes, in order; the result for an unusable file is a BadMedia."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from motet.data.workers import WorkerDied, WorkerPool
 class Decoder:
     """Loads items with the transform of their modality ("image", "audio"), in `num_workers` processes; 0: in this one.
 
-    Close it, or use it in a `with` block. In worker processes, a file that kills its decoder is bad like any other; in
-    this one it ends the program. WorkerDied is raised where workers go on dying, whatever they read.
+    Close it, or use it in a `with` block. A file that kills its decoder is a BadMedia in a worker process; in this
+    process it ends the program. Raises WorkerDied if workers die again and again.
     """
 
     def __init__(self, transforms: Mapping[str, Transform], num_workers: int = 0) -> None:
         self._pool = WorkerPool(num_workers, _Loader, dict(transforms))
 
     def submit(self, refs: Sequence[MediaRef]) -> list[Future[Media | BadMedia]]:
-        """Start loading; one future an item."""
+        """Start loading; one future for each item."""
         return [self._submit(ref) for ref in refs]
 
     def _submit(self, ref: MediaRef) -> Future[Media | BadMedia]:
@@ -41,10 +41,11 @@ class Decoder:
         return loaded
 
     def load(self, refs: Sequence[MediaRef]) -> list[Media | BadMedia]:
-        """Load and wait: what became of each item, in order."""
+        """Load the items and wait for them; results are in order."""
         return [future.result() for future in self.submit(refs)]
 
     def close(self) -> None:
+        """Finish the submitted items, and end the workers."""
         self._pool.close()
 
     def __enter__(self) -> Decoder:
@@ -55,7 +56,7 @@ class Decoder:
 
 
 class _Loader:
-    """Lives in a worker process."""
+    """The handler of the workers: one item."""
 
     def __init__(self, transforms: dict[str, Transform]) -> None:
         self._transforms = transforms
@@ -64,5 +65,5 @@ class _Loader:
         try:
             return load_media(ref, self._transforms[ref.modality])
         except BadMedia as bad:
-            # Without the traceback's frames, which would hold the whole image.
+            # A new exception, because the traceback's frames hold the whole image.
             return BadMedia(bad.path, bad.reason)

@@ -1,8 +1,8 @@
-"""What the header of an image or a clip says, and whether its file can be used, before anything is allocated for it.
+"""The headers of images and clips: their sizes, and whether their files can be used, before memory is allocated.
 
-Headers are read by Pillow (width, height) and soundfile (samples, sampling rate); nothing is decoded. `read_header` is
-what an index is built from; transforms open files through the same checks, so that a file which is changed after it
-was indexed is refused in the same words.
+Pillow reads width and height, and soundfile samples and sampling rate; nothing is decoded. An index is built from
+`read_header`. Transforms open files through the same checks, so that a file that changed since is refused in the same
+words.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING
 
-from motet.data.media import IMAGE, MediaRef, Unusable, reasons
+from motet.data.media import IMAGE, MediaRef, Unusable, raise_bad_media
 from motet.data.mp3 import count_samples
 
 if TYPE_CHECKING:
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from soundfile import SoundFile
 
 MAX_PIXELS = (1 << 30) // 12
-"""Of an image: 89 million, 256 MiB when decoded to RGB. Pillow warns of a decompression bomb from here on."""
+"""The most pixels of an image: 89 million, 256 MiB as RGB. From here Pillow warns of a decompression bomb."""
 MAX_ASPECT = 200
-"""The longer side of an image over the shorter one, as Qwen2-VL's `smart_resize` has it; beyond, nothing is seen."""
+"""The largest ratio of an image's longer side to its shorter one, as in Qwen2-VL's `smart_resize`."""
 MIN_RATE, MAX_RATE = 1_000, 768_000
-"""Hz. Speech is gone below; above, no converter records."""
+"""The bounds of a clip's sampling rate in Hz. Below there is no speech; above, no converter records."""
 MAX_CHANNELS = 64
-"""Of a clip, as seventh-order ambisonics has."""
+"""The most channels of a clip, as in seventh-order ambisonics."""
 MAX_SECONDS = 86_400
-"""Of a clip: a day. A header that promises more is damaged, or the file is no example."""
+"""The longest clip: a day. A header with more is damaged, or the file is no example."""
 
-# Formats by what is inside of a file, whatever its name: none that runs another program (EPS), none without a length.
+# Formats by the contents of a file, whatever its name: none that runs another program (EPS), none without a length.
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF")
 _CLIP_FORMATS = ("WAV", "WAVEX", "RF64", "AIFF", "FLAC", "OGG", "MP3", "MPEG")
 _EXIF_ORIENTATION = 0x0112
-# Orientations 5 to 8 of EXIF turn the picture by a quarter: the stored width is the height of what is seen.
+# Orientations 5 to 8 of EXIF turn the picture by a quarter: the stored width becomes the height.
 _QUARTER_TURNS = frozenset((5, 6, 7, 8))
-# The byte order of the size in a file's second four bytes, which counts all that comes after them.
+# The byte order of the size in bytes 4 to 7 of a file; it counts all bytes after them.
 _CHUNKED = {b"RIFF": "<I", b"RIFX": ">I", b"FORM": ">I"}
 _UNKNOWN_CHUNK_BYTES = 0x7FFFF000
 _MAX_OGG_PAGE_BYTES = 27 + 255 + 255 * 255
@@ -45,18 +45,18 @@ _OGG_LAST_PAGE = 4
 
 
 def read_header(ref: MediaRef) -> tuple[int, int]:
-    """(width, height) of an image as it is seen, or (samples, sampling rate) of a clip. Raises BadMedia."""
-    with reasons(ref):
+    """(width, height) of an image after its EXIF turn, or (samples, sampling rate) of a clip. Raises BadMedia."""
+    with raise_bad_media(ref):
         if ref.modality == IMAGE:
             with open_image(ref) as image:
-                return _pixels_seen(image)
+                return _turned_size(image)
         with open_clip(ref) as (clip, num_samples):
             return num_samples, clip.samplerate
 
 
 @contextmanager
 def open_image(ref: MediaRef) -> Iterator[Image.Image]:
-    """An image whose header is sane, not decoded yet. Raises Unusable, and whatever Pillow raises."""
+    """An image that passed the checks, not decoded yet. Raises Unusable, and Pillow's exceptions."""
     from PIL import Image
 
     with ref.open() as file:
@@ -66,13 +66,13 @@ def open_image(ref: MediaRef) -> Iterator[Image.Image]:
             raise Unusable(f"has more than {MAX_PIXELS:,} pixels; scale it down") from None
         with image:
             _check_image(image)
-            _check_promise(ref, _pixels_seen(image), "{:,} x {:,} pixels")
+            _check_unchanged(ref, _turned_size(image), "{:,} x {:,} pixels")
             yield image
 
 
 @contextmanager
 def open_clip(ref: MediaRef) -> Iterator[tuple[SoundFile, int]]:
-    """A clip whose header is sane, at its first sample, and its length. Raises Unusable, and what soundfile raises."""
+    """A clip that passed the checks, at its first sample, and its length. Raises Unusable, and soundfile's errors."""
     import soundfile
 
     with ref.open() as file:
@@ -80,19 +80,19 @@ def open_clip(ref: MediaRef) -> Iterator[tuple[SoundFile, int]]:
         with soundfile.SoundFile(file) as clip:
             _check_clip(clip)
             num_samples = _num_samples(clip, ref)
-            _check_promise(ref, (num_samples, clip.samplerate), "{:,} samples at {:,} Hz")
+            _check_unchanged(ref, (num_samples, clip.samplerate), "{:,} samples at {:,} Hz")
             yield clip, num_samples
 
 
 def orientation(image: Image.Image) -> int:
-    """The EXIF orientation, 1 to 8, of formats whose headers hold it; Pillow itself turns a TIFF when it decodes it."""
-    # Of a PNG, Pillow would decode the whole in search of EXIF that stands behind the pixels.
+    """The EXIF orientation, 1 to 8, of formats with it in their header. (Pillow turns a TIFF when it decodes it.)"""
+    # Pillow would decode a whole PNG in search of EXIF behind the pixels.
     if image.format in ("JPEG", "MPO", "WEBP", "AVIF") or (image.format == "PNG" and "exif" in image.info):
         return int(image.getexif().get(_EXIF_ORIENTATION, 1))
     return 1
 
 
-def _pixels_seen(image: Image.Image) -> tuple[int, int]:
+def _turned_size(image: Image.Image) -> tuple[int, int]:
     width, height = image.size
     return (height, width) if orientation(image) in _QUARTER_TURNS else (width, height)
 
@@ -105,7 +105,7 @@ def _check_image(image: Image.Image) -> None:
         raise Unusable(f"has {width:,} x {height:,} pixels, more than {MAX_PIXELS:,} in all; scale it down")
     if max(width, height) > MAX_ASPECT * min(width, height):
         raise Unusable(f"has {width:,} x {height:,} pixels, one side more than {MAX_ASPECT} times the other; crop it")
-    # Pillow scales the values of a PGM, alone of the formats with 32 bits, to a known range.
+    # Of the formats with 32 bits, Pillow scales only PGM to a known range.
     if image.mode == "F" or (image.mode == "I" and image.format != "PPM"):
         raise Unusable("holds 32-bit values, of which nobody knows what is white; save it with 8 or 16 bits")
 
@@ -138,7 +138,8 @@ def _num_samples(clip: SoundFile, ref: MediaRef) -> int:
     return counted
 
 
-def _check_promise(ref: MediaRef, raw: tuple[int, int], form: str) -> None:
+def _check_unchanged(ref: MediaRef, raw: tuple[int, int], form: str) -> None:
+    """Raise Unusable if a file's header differs from its header at indexing."""
     if ref.raw is not None and raw != ref.raw:
         raise Unusable(
             f"has {form.format(*raw)}, but its header at indexing promised {form.format(*ref.raw)}; put the former "
@@ -147,19 +148,19 @@ def _check_promise(ref: MediaRef, raw: tuple[int, int], form: str) -> None:
 
 
 def _check_whole(file: IO[bytes]) -> None:
-    """Raises Unusable for a clip that was cut off: soundfile would quietly read what is left."""
+    """Raise Unusable for a clip that is cut off: soundfile would silently read the rest."""
     head = file.read(28).ljust(28, b"\0")
     actual = file.seek(0, os.SEEK_END)
     magic, num_bytes = head[:4], 0
     if magic in _CHUNKED:
         (num_bytes,) = struct.unpack(_CHUNKED[magic], head[4:8])
-        # Programs that write to a pipe do not know the size: they leave it 0, or as large as it goes.
+        # Programs that write to a pipe do not know the size: they write 0 or the largest number.
         num_bytes = num_bytes if num_bytes < _UNKNOWN_CHUNK_BYTES else 0
     elif magic == b"RF64" and head[12:16] == b"ds64":
         (num_bytes,) = struct.unpack("<Q", head[20:28])
     elif magic == b"OggS" and not _ends_in_last_page(file, actual):
         raise Unusable("is cut off: it does not end in the last page of its stream")
-    # A last odd byte is often not padded.
+    # Files often lack the padding of an odd last byte.
     if num_bytes and num_bytes + 8 > actual + 1:
         raise Unusable(f"is cut off: it has {actual:,} of {num_bytes + 8:,} bytes")
     file.seek(0)

@@ -1,13 +1,12 @@
 """An image to patch rows: resized to whole merge blocks, normalised, cut into patches in merge-block order.
 
-The rule of sizes: an image larger than `max_pixels_side` on its longer side is scaled down to it, aspect kept; then
-each side is resized to the nearest multiple of patch_size * merge_size (half goes up, at least one, never beyond the
-bound). So a side changes by at most half a block, nothing is cropped or padded, and an image whose sides are multiples
-already is not resampled at all. This is Qwen2-VL's rule (`smart_resize`) with a bound on the side in the place of its
-bounds on the area.
+Size, with block = patch_size * merge_size: an image whose longer side is more than `max_pixels_side` is scaled down to
+it, with the same aspect. Then each side becomes the nearest multiple of the block (half rounds up, at least one block,
+never beyond the bound). So nothing is cropped or padded, and an image of whole blocks is not resampled. This is
+Qwen2-VL's rule (`smart_resize`) with a bound on the side in place of its bounds on the area.
 
-The rule of pixels: the first picture of a file that holds several; turned as its EXIF says; what is transparent is
-white, as transformers' image processors have it; 16-bit grey keeps its upper 8 bits.
+Pixels: the first picture of a file with several, turned as its EXIF says. Transparent pixels become white, as in
+transformers' image processors. 16-bit grey keeps its upper 8 bits.
 """
 
 from __future__ import annotations
@@ -28,24 +27,30 @@ if TYPE_CHECKING:
 
 
 _MAX_ROWS = 2**20
-"""Of every image: more would fill the memory with what a slip of the hand asks for."""
+"""The most patch rows of an image with fixed_size; more is a slip, and would fill the memory."""
 
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """What an image becomes before its encoder; the options are these fields, unknown ones are refused.
+    """An image file to patch rows. The fields are the options of a recipe; unknown options are refused.
 
     patch_size:      pixels of a patch's side, at most 256.
     merge_size:      patches of a merge block's side, at most 16; the merge_size ** 2 patches of a block are consecutive
-                     rows. 1: raster.
-    max_pixels_side: bound on the longer side, at least one block and at most 16,384.
-    fixed_size:      if given, every image is resized to this many pixels squared, aspect not kept (as SigLIP does), for
-                     encoders with fixed position embeddings; a multiple of patch_size * merge_size, at most 16,384.
+                     rows. 1: raster order.
+    max_pixels_side: bound of the longer side in pixels, at least one block and at most 16,384.
+    fixed_size:      if given, every image is resized to fixed_size x fixed_size pixels, whatever its aspect (as in
+                     SigLIP), for encoders with fixed position embeddings; a multiple of patch_size * merge_size, at
+                     most 16,384.
     channels:        3 (RGB) or 1 (grey).
-    temporal_patch_size: the image is repeated this many times in each row, for encoders that patch over time (Qwen2-VL:
-                         2); at most 16.
-    mean, std:       of pixel values from 0 to 1, one for all channels or one a channel; rows hold (value - mean) / std.
+    temporal_patch_size: each row repeats the image this many times, for encoders that patch over time (Qwen2-VL: 2); at
+                         most 16.
+    mean, std:       rows hold (value - mean) / std of pixel values from 0 to 1; one number, or one for each channel.
                      mean is from 0 to 1, std from 0.001 to 1 (1 / 255 gives values from 0 to 255).
+
+    Example:
+        >>> transform = ImageTransform(patch_size=14, merge_size=2)
+        >>> transform.sizes(np.array([[640, 480]])).tolist(), transform.row_dim  # patch rows and columns
+        ([[34, 46]], 588)
     """
 
     patch_size: int
@@ -57,11 +62,11 @@ class ImageTransform:
     mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.5,)
 
-    # Read by pydantic where this class is a field of a recipe; it needs no import of pydantic here.
+    # pydantic reads this where the class is a field of a recipe; no import of pydantic is needed here.
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
     modality: ClassVar[str] = IMAGE
 
-    # Far beyond every encoder; the side, beyond every image that is read (`headers.MAX_PIXELS`) but for a panorama.
+    # Far beyond every encoder. The side is beyond every image that is read (`headers.MAX_PIXELS`), panoramas excepted.
     _bounds: ClassVar[dict[str, tuple[float, float]]] = {
         "patch_size": (1, 256),
         "merge_size": (1, 16),
@@ -100,21 +105,23 @@ class ImageTransform:
 
     @property
     def row_dim(self) -> int:
+        """Values of a row: channels * temporal_patch_size * patch_size**2."""
         return self.channels * self.temporal_patch_size * self.patch_size**2
 
     def accepts(self, raw: Int64Array) -> BoolArray:
-        """Every image whose header is sane can be used, bool [n]."""
+        """Which images can be used, bool [n]: all whose headers passed the checks of `headers`."""
         return np.ones(len(raw), dtype=bool)
 
     def refusal(self, raw: tuple[int, int]) -> str:
+        """Raises ValueError: no image is refused."""
         raise ValueError(f"an image of {raw[0]} x {raw[1]} pixels is not refused")
 
     def pixels(self, raw: Int64Array) -> Int64Array:
-        """Pixels after resizing, int64 [n, 2] (width, height) for raw [n, 2] (width, height). Integers throughout."""
+        """(width, height) after resizing, int64 [n, 2], from raw [n, 2] (width, height); integer arithmetic only."""
         if self.fixed_size is not None:
             return np.full(raw.shape, self.fixed_size, dtype=np.int64)
         longer = raw.max(axis=1, keepdims=True)
-        # A side becomes side * bound / longer pixels, and that many blocks: rounded once, not twice.
+        # blocks = round(side * scale / (longer * block)): one rounding, not one to pixels and one to blocks.
         scale = np.where(longer > self.max_pixels_side, self.max_pixels_side, longer)
         divisor = longer * self.block
         blocks = (2 * raw * scale + divisor) // (2 * divisor)
@@ -141,7 +148,7 @@ class ImageTransform:
         patch, merge = self.patch_size, self.merge_size
         rows, columns = height // patch, width // patch
         pixels = np.asarray(image).reshape(rows // merge, merge, patch, columns // merge, merge, patch, self.channels)
-        # Small integers are moved, and only then turned to floats: a quarter of the memory traffic.
+        # Transposing bytes before the conversion to floats takes a quarter of the memory traffic.
         patches = np.ascontiguousarray(pixels.transpose(0, 3, 1, 4, 6, 2, 5))
         values = np.empty((rows * columns, self.channels, self.temporal_patch_size, patch * patch), dtype=np.float32)
         scale, shift = self._affine()
@@ -149,21 +156,21 @@ class ImageTransform:
         return Media(values.reshape(rows * columns, self.row_dim), np.array([rows, columns], dtype=np.int64))
 
     def _affine(self) -> tuple[Float32Array, Float32Array]:
-        """value / 255 normalised is value * scale + shift; each [channels, 1]."""
+        """scale and shift, [channels, 1] each: (value / 255 - mean) / std = value * scale + shift."""
         std = np.broadcast_to(np.asarray(self.std, dtype=np.float64), (self.channels,))[:, None]
         mean = np.broadcast_to(np.asarray(self.mean, dtype=np.float64), (self.channels,))[:, None]
         return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Turned as its EXIF orientation says, where it has one."""
+    """The image turned as its EXIF orientation says, if it has one."""
     from PIL import ImageOps
 
     return ImageOps.exif_transpose(image) if orientation(image) != 1 else image
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:
-    """Pillow clips 16-bit grey at 255 when it converts: scale it instead."""
+    """The image with 8 bits a channel. (Pillow's conversion would clip 16-bit grey at 255.)"""
     from PIL import Image
 
     if not image.mode.startswith("I"):
@@ -172,7 +179,7 @@ def _eight_bit(image: Image.Image) -> Image.Image:
 
 
 def _opaque(image: Image.Image) -> Image.Image:
-    """Laid on white, where any of it is transparent: the colours stored beneath are not meant to be seen."""
+    """The image on a white background if any of it is transparent: the colours below are not meant to be seen."""
     from PIL import Image
 
     image.load()

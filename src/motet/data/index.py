@@ -1,14 +1,13 @@
-"""The index of a manifest: the lengths of every example, and where its text and media are, in files that need no
-decoding.
+"""The index of a manifest: lengths, text and media locations of every example.
 
-Two files in a folder beside the manifest:
-    NAME.arrow    the lengths, Arrow IPC, a row an example; memory-mapped, so that all processes of a node share one
-                  copy: 24 bytes an example and 17 an item
-    NAME-*.rows   place in the manifest, record, media places and tokens of each example; read by position when asked
-                  for, never mapped
-NAME is the tokenizer's fingerprint, so indexes for several tokenizers stand side by side. The Arrow file is written
-last, put in place by one rename, and names its rows file: a half-written index cannot be seen. Both bear checksums, of
-all lengths and of each row: a file that was damaged since is noticed, and never read for another length.
+An index is two files in a folder beside the manifest:
+    NAME.arrow    lengths, Arrow IPC, one row for each example; memory-mapped, so that all processes of a node share one
+                  copy: 24 bytes for each example and 17 for each item
+    NAME-*.rows   position in the manifest, record, media locations and tokens of each example; a row is read when it is
+                  needed, and the file is never mapped
+NAME is the tokenizer's fingerprint, so that indexes for several tokenizers can be in one folder. The Arrow file names
+its rows file and is written last, by a rename: no process sees a half-written index. The lengths and each row have
+checksums, so that damage is noticed.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from motet.core.example import TokenSequence
 from motet.core.files import irregular_kind, printable
 from motet.data.media import MODALITIES, MediaRef
 
-# Raise it when what stands in the files changes: older indexes are then built anew.
+# Increment it when the contents of the files change: older indexes are then rebuilt.
 FORMAT_VERSION = 4
 SCHEMA = pa.schema(
     {
@@ -45,7 +44,7 @@ SCHEMA = pa.schema(
         "bad": pa.struct({"path": pa.string(), "reason": pa.string()}),
     }
 )
-# CRC-32 of all that follows, bytes of the place, bytes of the record, bytes of the media places, number of tokens.
+# CRC-32 of all that follows; bytes of the position, of the record, and of the media locations; number of tokens.
 _ROW_HEADER = struct.Struct("<IIIII")
 
 
@@ -54,9 +53,9 @@ class LengthColumns:
     """The lengths of all examples of a manifest; views of the mapped file.
 
     num_tokens:   int32 [num_examples], tokens of the text, placeholders included.
-    num_targets:  int32 [num_examples], tokens on which loss is taken.
+    num_targets:  int32 [num_examples], tokens that the loss counts.
     item_offsets: int32 [num_examples + 1]; the items of example i are [item_offsets[i], item_offsets[i + 1]).
-    modality:     int8 [num_items], place in MODALITIES.
+    modality:     int8 [num_items], index in MODALITIES.
     raw:          two int64 [num_items]: widths and heights, or samples and sampling rates; 0 if the file is bad.
     """
 
@@ -77,32 +76,33 @@ class BadExample:
 
 
 class DamagedIndex(ValueError):
-    """What is no whole index of this version: a file that was damaged, or never was one."""
+    """The file is no whole index of this version: it is damaged, or something else."""
 
 
 @dataclass(frozen=True, eq=False)
 class IndexRow:
-    """What the rows file holds of one example.
+    """One example in the rows file.
 
-    where:  its place in the manifest, for messages: "train.jsonl, line 12".
-    places: (path, member, offset, num_bytes) of each item, paths relative.
+    where:     its position in the manifest, for messages: "train.jsonl, line 12".
+    record:    its JSON.
+    locations: (path, member, offset, num_bytes) of each item; paths are relative.
     """
 
     where: str
     record: bytes
-    places: Sequence[tuple[str, str, int, int]]
+    locations: Sequence[tuple[str, str, int, int]]
     text: TokenSequence
 
     def pack(self) -> bytes:
-        """The row as it stands in the file; `unpack` is its inverse."""
-        # File names need be no UTF-8; Python keeps their bytes as lone surrogates.
+        """The bytes of the row in the file; `unpack` is the inverse."""
+        # File names may not be UTF-8; Python keeps such bytes as lone surrogates.
         where = printable(self.where).encode()
-        places = json.dumps(self.places, ensure_ascii=False).encode("utf-8", "surrogatepass")
-        sizes = (len(where), len(self.record), len(places), len(self.text.tokens))
+        locations = json.dumps(self.locations, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        sizes = (len(where), len(self.record), len(locations), len(self.text.tokens))
         parts = (
             where,
             self.record,
-            places,
+            locations,
             self.text.tokens.astype("<i4").tobytes(),
             np.packbits(self.text.targets).tobytes(),
             self.text.media_positions.astype("<i4").tobytes(),
@@ -112,13 +112,13 @@ class IndexRow:
 
     @classmethod
     def unpack(cls, data: bytes, media: tuple[str, ...]) -> IndexRow:
-        """media: the modality of each item. Raises DamagedIndex."""
+        """The row from its bytes. media: the modality of each item. Raises DamagedIndex."""
         if len(data) < _ROW_HEADER.size or zlib.crc32(memoryview(data)[4:]) != int.from_bytes(data[:4], "little"):
             raise DamagedIndex("a row does not have its checksum")
-        _, num_where, num_record, num_places, num_tokens = _ROW_HEADER.unpack_from(data)
+        _, num_where, num_record, num_locations, num_tokens = _ROW_HEADER.unpack_from(data)
         record_at = _ROW_HEADER.size + num_where
-        places_at = record_at + num_record
-        tokens_at = places_at + num_places
+        locations_at = record_at + num_record
+        tokens_at = locations_at + num_locations
         targets_at = tokens_at + 4 * num_tokens
         positions_at = targets_at + -(-num_tokens // 8)
         packed = np.frombuffer(data, np.uint8, positions_at - targets_at, targets_at)
@@ -131,17 +131,21 @@ class IndexRow:
         where = data[_ROW_HEADER.size : record_at].decode()
         return cls(
             where,
-            data[record_at:places_at],
-            json.loads(data[places_at:tokens_at].decode("utf-8", "surrogatepass")),
+            data[record_at:locations_at],
+            json.loads(data[locations_at:tokens_at].decode("utf-8", "surrogatepass")),
             text,
         )
 
 
 class Index:
-    """An index that has been built, opened for reading; any number of processes share its memory.
+    """A built index, opened for reading; any number of processes share its memory.
 
-    folder: what the media paths are relative to. All lengths are read once, for their checksum: 10 ms for a million
-    examples. Raises DamagedIndex if `path` holds no whole index of this version, OSError if it cannot be read.
+    folder: media paths are relative to it.
+    All lengths are read once, for their checksum: 10 ms for a million examples. Raises DamagedIndex if `path` is no
+    whole index of this version, OSError if it cannot be read.
+
+    Example: with `index = open_index("train.jsonl", tokenizer)`, `index.lengths.num_tokens` has the tokens of every
+    example, and `index.media_refs(0)` the files of the first one.
     """
 
     def __init__(self, path: Path, folder: Path) -> None:
@@ -150,19 +154,19 @@ class Index:
             if kind := irregular_kind(path):
                 raise DamagedIndex(f"{path} is {kind}")
             self._table = pa.ipc.open_file(pa.memory_map(os.fsencode(path))).read_all()
-            # Before any value is looked at: a damaged length would read memory that is not the file's.
+            # Before any value is read: a damaged length would read memory outside the file.
             self._table.validate()
             self.about: dict[str, Any] = json.loads((self._table.schema.metadata or {}).get(b"motet", b"{}"))
-            # The version first: an older index is not damaged, and its columns may be others.
+            # The version first: an older index is not damaged, and may have other columns.
             if self.about.get("format") != FORMAT_VERSION or self._table.schema != SCHEMA:
                 raise DamagedIndex(f"{path} is an index of another version")
             if self.about.pop("checksum") != checksum(self.about, self._table):
                 raise DamagedIndex(f"{path} does not have its checksum")
         except (ValueError, LookupError, AttributeError, pa.ArrowException) as error:
             raise DamagedIndex(f"{path} is no whole index: {error}") from error
-        # Not blocking: a pipe in its place would be waited for, and has no size.
+        # O_NONBLOCK: opening a pipe under this name would block.
         self._rows = os.open(path.with_name(self.about["rows"]), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        if os.fstat(self._rows).st_size != self._row_place(len(self) - 1)[1]:
+        if os.fstat(self._rows).st_size != self._row_span(len(self) - 1)[1]:
             raise DamagedIndex(f"{path} does not fit its rows, {self.about['rows']}")
 
     def __del__(self) -> None:
@@ -184,9 +188,9 @@ class Index:
 
     @cached_property
     def lengths(self) -> LengthColumns:
-        """Free: nothing is read before it is looked at."""
+        """The lengths as views of the mapped file; a value is read when it is used."""
         items = self._column("items")
-        modality, *raw = (items.values.field(place).to_numpy(zero_copy_only=True) for place in range(3))
+        modality, *raw = (items.values.field(i).to_numpy(zero_copy_only=True) for i in range(3))
         return LengthColumns(
             num_tokens=self._column("num_tokens").to_numpy(zero_copy_only=True),
             num_targets=self._column("num_targets").to_numpy(zero_copy_only=True),
@@ -196,19 +200,20 @@ class Index:
         )
 
     def bad_examples(self) -> Iterator[BadExample]:
-        """Examples that cannot be used, in order. Costs nothing if there are none."""
+        """Examples that cannot be used, in order. O(1) if there are none."""
         for example, path, reason in _bad_rows(self._column("bad")):
             yield BadExample(example, printable(os.path.join(self.folder, path)), reason)
 
     def where(self, example: int) -> str:
-        """The place of an example in its manifest, for messages: "data/train.jsonl, line 12"."""
+        """The position of an example in its manifest, for messages: "data/train.jsonl, line 12"."""
         return printable(os.path.join(self.folder, self._row(example).where))
 
     def record(self, example: int) -> dict[str, Any]:
-        """The record as it stands in the manifest."""
+        """The record of an example, as the manifest has it."""
         return dict(json.loads(self._row(example).record))
 
     def tokens(self, example: int) -> TokenSequence:
+        """The tokens of an example; `media` holds modalities."""
         return self._row(example).text
 
     def media_refs(self, example: int) -> list[MediaRef]:
@@ -216,7 +221,7 @@ class Index:
         start, end = self.lengths.item_offsets[example : example + 2].tolist()
         widths, heights = self.lengths.raw
         refs = []
-        for item, (path, member, offset, num_bytes) in zip(range(start, end), self._row(example).places):
+        for item, (path, member, offset, num_bytes) in zip(range(start, end), self._row(example).locations):
             raw = (int(widths[item]), int(heights[item]))
             where = os.path.join(self.folder, path)
             refs.append(MediaRef(MODALITIES[self.lengths.modality[item]], where, member, offset, num_bytes, raw))
@@ -225,18 +230,18 @@ class Index:
     def _row(self, example: int) -> IndexRow:
         start, end = self.lengths.item_offsets[example : example + 2].tolist()
         media = tuple(MODALITIES[code] for code in self.lengths.modality[start:end])
-        at, end = self._row_place(example)
-        # pread: no shared file position, so threads need no lock, and nothing is added to the memory of the process.
+        first, last = self._row_span(example)
+        # pread has no shared file position, so threads need no lock; and it maps no memory.
         try:
-            return IndexRow.unpack(os.pread(self._rows, end - at, at), media)
+            return IndexRow.unpack(os.pread(self._rows, last - first, first), media)
         except DamagedIndex as error:
             raise UserError(
-                f"the index {self.path.parent} is damaged ({self.about['rows']}, byte {at:,}: {error}); delete it, and "
-                "it is built anew"
+                f"the index {self.path.parent} is damaged ({self.about['rows']}, byte {first:,}: {error}); delete it, "
+                "and it is built anew"
             ) from None
 
-    def _row_place(self, example: int) -> tuple[int, int]:
-        """Where an example's row begins and ends in the rows file."""
+    def _row_span(self, example: int) -> tuple[int, int]:
+        """The first byte of an example's row in the rows file, and the byte behind its last."""
         start = self._column("row_start")[example].as_py()
         return start, start + self._column("row_bytes")[example].as_py()
 
@@ -245,7 +250,7 @@ class Index:
 
 
 def checksum(about: dict[str, Any], table: pa.Table | pa.RecordBatch) -> int:
-    """CRC-32 of what an index says of itself, and of all its columns, as values and not as they lie in the file."""
+    """CRC-32 of an index's metadata and of the values of all its columns, whatever their layout in the file."""
     columns = {
         name: column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
         for name, column in zip(table.schema.names, table.columns)
@@ -253,14 +258,14 @@ def checksum(about: dict[str, Any], table: pa.Table | pa.RecordBatch) -> int:
     bad, items = columns.pop("bad"), columns.pop("items")
     bad.validate(full=True)
     total = zlib.crc32(json.dumps([about, _bad_rows(bad)], sort_keys=True).encode())
-    for column in (*columns.values(), items.offsets, *(items.values.field(place) for place in range(3))):
+    for column in (*columns.values(), items.offsets, *(items.values.field(i) for i in range(3))):
         total = zlib.crc32(column.to_numpy(zero_copy_only=True), total)
     return total
 
 
 def _bad_rows(bad: pa.StructArray) -> list[tuple[int, str, str]]:
-    """(example, path, reason) of each example that is bad."""
-    # Asked first, as what asks for single values loads a library of 10 MB into every process.
+    """(example, path, reason) of each bad example."""
+    # The usual case first: reading single values loads a library of 10 MB into every process.
     if bad.null_count == len(bad):
         return []
     examples = np.flatnonzero(bad.is_valid().to_numpy(zero_copy_only=False)).tolist()

@@ -1,10 +1,10 @@
-"""Opening the index of a manifest, and building it where there is none that fits.
+"""Opens the index of a manifest, and builds it if no index fits.
 
-An index fits if it is whole, of this manifest as it is now (size and time of change, or content), of this tokenizer and
-template, and of this format, and if the files that were bad are so still. It is a cache: one that does not fit, or was
-damaged, is built anew. Processes that start together build one after the other, and all but the first find the
-index there. Files that are missing or unreadable mark their example as bad and do not stop the build; a wrong record
-does, because nobody can tell what was meant by it.
+An index is a cache. It fits if it is whole and has the current format, if it is of this tokenizer and template and of
+the manifest as it is now (size and time of change, or content), and if its bad files are still bad. An index that does
+not fit is rebuilt. Of processes that start together the first builds, and the others open its index.
+
+A missing or unreadable file marks its example as bad. A wrong record stops the build, because its meaning is unknown.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import pyarrow as pa
 
 from motet.core.errors import UserError
 from motet.data.index import FORMAT_VERSION, SCHEMA, DamagedIndex, Index, checksum
-from motet.data.index_entries import DEADLY, EntryReader, HeaderCheck, PackedColumns, TextEncoder, join_columns
+from motet.data.index_entries import FATAL_HEADER, EntryReader, HeaderCheck, PackedColumns, TextEncoder, join_columns
 from motet.data.index_lock import IndexProgress, build_lock
 from motet.data.manifest import Entry, Manifest
 from motet.data.workers import WorkerDied, WorkerPool
@@ -42,9 +42,10 @@ def open_index(
     num_workers: int = 0,
     progress: IndexProgress | None = None,
 ) -> Index:
-    """The index of a manifest, built first if there is none that fits.
+    """The index of a manifest; it is built first if no index fits.
 
-    index_folder: a folder for indexes, if the manifest's own is not writable. num_workers: processes that build.
+    index_folder: a folder for indexes, if the manifest's own is not writable.
+    num_workers:  processes that build; 0: this one.
     Raises UserError for a manifest that is missing or wrong (naming the line), or if no index can be written.
     """
     with _reading(manifest):
@@ -59,8 +60,8 @@ def open_index(
             # Another process may have built it while this one waited.
             if index := _open_if_fits(path, manifest):
                 return index
-            rows_path = _build(manifest, text, path, num_workers, lock.telling(progress))
-            if lock.alone:
+            rows_path = _build(manifest, text, path, num_workers, lock.share_progress(progress))
+            if lock.is_exclusive:
                 _remove_former(rows_path)
     if index := _open_if_fits(path, manifest):
         return index
@@ -72,7 +73,7 @@ def open_index(
 
 @contextmanager
 def _reading(manifest: str | Path | Manifest) -> Iterator[None]:
-    """A manifest that cannot be read, or vanishes meanwhile, is a UserError."""
+    """Raise UserError if the manifest cannot be read, or is removed meanwhile."""
     try:
         yield
     except OSError as error:
@@ -82,11 +83,11 @@ def _reading(manifest: str | Path | Manifest) -> Iterator[None]:
 
 @contextmanager
 def _writing(manifest: Manifest, folder: Path) -> Iterator[None]:
-    """A folder in which no index can be written, for its permissions or because the disk is full, is a UserError."""
+    """Raise UserError if no index can be written to the folder: for its permissions, or because the disk is full."""
     try:
         yield
     except BrokenPipeError:
-        # Nobody reads what is said of the progress; the folder has nothing to do with it.
+        # The progress cannot be printed; the folder is not the reason.
         raise
     except OSError as error:
         raise UserError(
@@ -95,12 +96,12 @@ def _writing(manifest: Manifest, folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _index_folder(manifest: Manifest, given: str | Path | None) -> Path:
-    if given is None:
+def _index_folder(manifest: Manifest, index_folder: str | Path | None) -> Path:
+    if index_folder is None:
         return manifest.default_index_folder
-    # Manifests of one name from several places share the folder.
-    place = hashlib.blake2b(str(manifest.folder.resolve()).encode(), digest_size=6).hexdigest()
-    return Path(given) / f"{manifest.name}-{place}.motet-index"
+    # Manifests of the same name from several folders share `index_folder`.
+    suffix = hashlib.blake2b(str(manifest.folder.resolve()).encode(), digest_size=6).hexdigest()
+    return Path(index_folder) / f"{manifest.name}-{suffix}.motet-index"
 
 
 def _open_if_fits(path: Path, manifest: Manifest) -> Index | None:
@@ -110,33 +111,35 @@ def _open_if_fits(path: Path, manifest: Manifest) -> Index | None:
         index = Index(path, manifest.folder)
     except (OSError, DamagedIndex):
         return None
-    return index if _is_of(manifest, stamp, index) and _still_bad(index) else None
+    return index if _is_current(manifest, stamp, index) and _still_bad(index) else None
 
 
-def _is_of(manifest: Manifest, stamp: list[list[Any]], index: Index) -> bool:
+def _is_current(manifest: Manifest, stamp: list[list[Any]], index: Index) -> bool:
+    """Whether the index was built from the manifest as it is now."""
     if index.about["stamp"] == stamp:
         return True
-    # Copied or touched, perhaps, and not changed.
+    # The manifest may have been copied or touched without a change.
     same_sizes = [entry[:2] for entry in index.about["stamp"]] == [entry[:2] for entry in stamp]
     with _reading(manifest):
         return manifest.kind != "tar" and same_sizes and index.about["digest"] == manifest.digest()
 
 
 def _still_bad(index: Index) -> bool:
-    """Whether the examples whose files were bad when the index was built are so today: files can be mended."""
-    found = list(index.bad_examples())
-    is_deadly = any(bad.reason.startswith(DEADLY) for bad in found)
-    with WorkerPool(int(is_deadly), HeaderCheck) as pool:
-        for bad in found:
+    """Whether the files that were bad when the index was built are still bad: a user may have repaired them."""
+    bad_examples = list(index.bad_examples())
+    # A header that kills its reader is read in a worker process.
+    any_fatal = any(bad.reason.startswith(FATAL_HEADER) for bad in bad_examples)
+    with WorkerPool(int(any_fatal), HeaderCheck) as pool:
+        for bad in bad_examples:
             try:
                 refs = [replace(ref, raw=None) for ref in index.media_refs(bad.example)]
                 if pool.submit(refs).result() != bad.reason:
                     return False
             except WorkerDied:
-                if not bad.reason.startswith(DEADLY):
+                if not bad.reason.startswith(FATAL_HEADER):
                     return False
             except UserError:
-                # Its row is damaged, so that the index must be built anew all the same.
+                # The row is damaged, so the index must be rebuilt.
                 return False
     return True
 
@@ -165,7 +168,7 @@ def _build(manifest: Manifest, text: TextEncoder, path: Path, num_workers: int, 
 
 
 def publish_index(path: Path, about: dict[str, object], chunks: Sequence[PackedColumns]) -> None:
-    """Write the lengths, and only then let them be seen at `path`. about: what `Index.about` will be."""
+    """Write the lengths to another file and then rename it to `path`. about: the later `Index.about`."""
     columns = join_columns(chunks)
     schema = SCHEMA.with_metadata({"motet": json.dumps(about | {"checksum": checksum(about, columns)})})
     part_path = path.with_name(f"{path.stem}-{uuid.uuid4().hex[:12]}.part")
@@ -182,10 +185,10 @@ def publish_index(path: Path, about: dict[str, object], chunks: Sequence[PackedC
 
 
 def _remove_former(rows_path: Path) -> None:
-    """Remove what former builds left. Processes that have it open keep reading it: an open file outlives its name."""
+    """Remove the files of former builds. A process that has one open can still read it."""
     stem = rows_path.stem.partition("-")[0]
     for path in (*rows_path.parent.glob(f"{stem}-*.rows"), *rows_path.parent.glob(f"{stem}-*.part")):
-        # What cannot be removed takes up room, and does no harm.
+        # A file that cannot be removed only takes up space.
         with suppress(OSError):
             if path != rows_path:
                 path.unlink()
@@ -194,7 +197,7 @@ def _remove_former(rows_path: Path) -> None:
 def _write_rows(
     path: Path, chunks: Iterable[tuple[PackedColumns, float]], progress: IndexProgress
 ) -> list[PackedColumns]:
-    """Write the rows out as they come, and keep the lengths."""
+    """Write the rows of each chunk, and return the chunks without them."""
     kept, num_examples = [], 0
     with path.open("wb") as rows:
         for chunk, share in chunks:
@@ -217,16 +220,16 @@ def _identity(manifest_digest: str, fingerprint: str, chunks: list[PackedColumns
 
 
 def _read_all(manifest: Manifest, text: TextEncoder, num_workers: int) -> Iterator[tuple[PackedColumns, float]]:
-    """Chunks in order of the manifest, each with the share of it that is done."""
+    """Chunks in the manifest's order, each with the share of the manifest that is done."""
     entries = _entries(manifest)
     first = list(islice(entries, 2 * _CHUNK_EXAMPLES))
-    # A small manifest is read sooner than a worker has started.
+    # Reading a small manifest takes less time than starting a worker.
     num_workers = num_workers if len(first) == 2 * _CHUNK_EXAMPLES else 0
     with WorkerPool(num_workers, EntryReader, manifest.folder, text) as pool:
         waiting: deque[tuple[Future[PackedColumns], list[Entry]]] = deque()
         for chunk in _in_chunks(chain(first, entries)):
             waiting.append((pool.submit((chunk, "")), chunk))
-            # Enough to keep the workers busy, and few enough to keep the memory small.
+            # Two chunks a worker: enough to keep workers busy, few enough to bound the memory.
             while len(waiting) > 2 * num_workers:
                 yield from _read(*waiting.popleft(), pool)
         while waiting:
@@ -236,7 +239,7 @@ def _read_all(manifest: Manifest, text: TextEncoder, num_workers: int) -> Iterat
 def _read(
     columns: Future[PackedColumns], entries: list[Entry], pool: WorkerPool
 ) -> Iterator[tuple[PackedColumns, float]]:
-    """What was read of some entries; one by one if that kills a worker, so that the one to blame is left out alone."""
+    """The columns of some entries. If they kill a worker they are read one by one, to leave out only the fatal one."""
     try:
         yield columns.result(), entries[-1].progress
     except WorkerDied as died:
@@ -248,12 +251,12 @@ def _read(
         for entry in entries:
             try:
                 yield pool.submit(([entry], "")).result(), entry.progress
-            except WorkerDied as blamed:
-                yield _read_without_headers(entry, blamed.how, pool), entry.progress
+            except WorkerDied as death:
+                yield _read_without_headers(entry, death.how, pool), entry.progress
 
 
 def _read_without_headers(entry: Entry, death: str, pool: WorkerPool) -> PackedColumns:
-    """An entry whose files are left out. Raises UserError if it is not they that are to blame."""
+    """The columns of an entry without its files. Raises UserError if the record kills the worker even so."""
     try:
         return pool.submit(([entry], death)).result()  # type: ignore[no-any-return]
     except WorkerDied as died:

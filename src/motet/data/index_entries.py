@@ -1,4 +1,4 @@
-"""One stretch of a manifest turned into columns of an index: records checked, text tokenised, headers read."""
+"""Consecutive records of a manifest as columns of an index: records are checked, text tokenised, headers read."""
 
 from __future__ import annotations
 
@@ -22,30 +22,32 @@ from motet.data.manifest import Entry
 from motet.data.media import MODALITIES, BadMedia, MediaRef
 from motet.data.shards import find_members
 
-DEADLY = "its header ends the process that reads it"
-"""How the reason begins for which a file is left out that nobody is to open in a process of his own."""
+FATAL_HEADER = "its header ends the process that reads it"
+"""The start of the reason for a file whose header killed a worker; it must only be opened in a worker process."""
 
 
 class TextEncoder(Protocol):
-    """What turns conversations to tokens: a ChatTokenizer, as a rule. Picklable, importable in a worker process."""
+    """A function of conversations to tokens, such as a ChatTokenizer; picklable, importable in a worker process."""
 
     @property
     def fingerprint(self) -> str:
-        """The same for two encoders only if they give the same tokens."""
+        """Equal for two encoders only if they give the same tokens."""
 
     def encode(self, conversation: Conversation) -> TokenSequence:
         """The tokens of a conversation. Raises UserError."""
 
     def encode_prompt(self, conversation: Conversation) -> tuple[TokenSequence, str]:
-        """What stands before the last answer, and that answer."""
+        """The tokens before the last answer, and the answer's text."""
 
 
 @dataclass
 class Columns:
-    """The columns of some consecutive examples, and their rows.
+    """The columns of consecutive examples, and their rows.
 
-    row_bytes, num_tokens, num_targets, num_items: int [num_examples]; modality, raw: int [num_items], [num_items, 2].
-    bad: (example, path, reason), examples counted from the first of these columns.
+    row_bytes, num_tokens, num_targets, num_items: int [num_examples].
+    modality: int [num_items]. raw: int [num_items, 2].
+    bad:      (example, path, reason); `example` counts from the first of these examples.
+    rows:     packed `IndexRow`s.
     """
 
     row_bytes: list[int] = field(default_factory=list)
@@ -58,6 +60,7 @@ class Columns:
     rows: list[bytes] = field(default_factory=list)
 
     def packed(self) -> PackedColumns:
+        """The same columns as arrays."""
         return PackedColumns(
             examples=np.array([self.row_bytes, self.num_tokens, self.num_targets, self.num_items], dtype=np.int32),
             modality=np.array(self.modality, dtype=np.int8),
@@ -79,19 +82,20 @@ class PackedColumns:
 
     @property
     def num_examples(self) -> int:
+        """Examples of these columns."""
         return int(self.examples.shape[1])
 
 
 class EntryReader:
-    """Lives in a worker process. folder: what media paths are relative to."""
+    """Entries to columns; it runs in a worker process. folder: media paths are relative to it."""
 
     def __init__(self, folder: Path, text: TextEncoder) -> None:
         self._folder, self._text = folder, text
 
     def __call__(self, task: tuple[Sequence[Entry], str]) -> PackedColumns:
-        """task: entries, and, of one whose files have killed a reader, what became of it ("was killed by SIGSEGV").
+        """task: entries, and how a worker died that read the files of this one entry ("was killed by SIGSEGV"), or "".
 
-        Raises UserError for the first record that is wrong, naming its place.
+        With such a death no headers are read. Raises UserError for the first wrong record, naming its position.
         """
         entries, death = task
         columns = Columns()
@@ -107,11 +111,11 @@ class EntryReader:
             text = self._text.encode(conversation)
         except UserError as error:
             raise UserError(f"{entry.where}: {error}") from None
-        raws, bad = _not_read(refs, death, entry.where) if death else _read_headers(refs)
+        raws, bad = _skip_headers(refs, death, entry.where) if death else _read_headers(refs)
         if bad:
             columns.bad.append((len(columns.num_tokens), self._below_folder(bad.path), bad.reason))
-        places = [(os.path.relpath(ref.path, self._folder), ref.member, ref.offset, ref.num_bytes) for ref in refs]
-        row = IndexRow(self._below_folder(entry.where), entry.text, places, text).pack()
+        locations = [(os.path.relpath(ref.path, self._folder), ref.member, ref.offset, ref.num_bytes) for ref in refs]
+        row = IndexRow(self._below_folder(entry.where), entry.text, locations, text).pack()
         columns.rows.append(row)
         columns.row_bytes.append(len(row))
         columns.num_tokens.append(len(text.tokens))
@@ -121,24 +125,23 @@ class EntryReader:
         columns.raw += raws
 
     def _below_folder(self, path: str) -> str:
-        """What an index says of a place goes on being right when the folder moves."""
+        """A path relative to the folder, so that an index stays right when the folder moves."""
         return path.removeprefix(f"{self._folder}{os.sep}")
 
     def _find_media(
         self, entry: Entry, conversation: Conversation, names: dict[str, list[str] | None]
     ) -> list[MediaRef]:
         if entry.members is None:
-            given = {modality: found or [] for modality, found in names.items()}
-            matched = match_media(conversation, given, entry.where)
+            files = {modality: of_modality or [] for modality, of_modality in names.items()}
+            matched = match_media(conversation, files, entry.where)
             return [MediaRef(modality, os.path.join(self._folder, name)) for modality, name in matched]
-        given, members = find_members(names, entry.members, entry.where)
-        matched = match_media(conversation, given, entry.where)
-        found = [(modality, members[name]) for modality, name in matched]
-        return [MediaRef(name, at.shard, at.name, at.offset, at.num_bytes) for name, at in found]
+        files, members = find_members(names, entry.members, entry.where)
+        matched = [(modality, members[name]) for modality, name in match_media(conversation, files, entry.where)]
+        return [MediaRef(name, member.shard, member.name, member.offset, member.num_bytes) for name, member in matched]
 
 
 def _read_headers(refs: list[MediaRef]) -> tuple[list[tuple[int, int]], BadMedia | None]:
-    """The raw lengths of each item, 0 where its file is bad, and the first that is."""
+    """The raw lengths of each item, 0 for a bad file, and the first bad file."""
     raws, first_bad = [], None
     for ref in refs:
         try:
@@ -149,19 +152,19 @@ def _read_headers(refs: list[MediaRef]) -> tuple[list[tuple[int, int]], BadMedia
     return raws, first_bad
 
 
-def _not_read(refs: list[MediaRef], death: str, where: str) -> tuple[list[tuple[int, int]], BadMedia]:
-    """As `_read_headers`, of an example whose headers are not to be read again."""
+def _skip_headers(refs: list[MediaRef], death: str, where: str) -> tuple[list[tuple[int, int]], BadMedia]:
+    """The result of `_read_headers` for an example whose headers must not be read again."""
     if not refs:
         raise UserError(f"{where}: a worker process {death} while it read this record")
-    among = f", or that of another of its {len(refs)} files" if len(refs) > 1 else ""
-    return [(0, 0)] * len(refs), BadMedia(refs[0].name, f"{DEADLY} ({death}{among})")
+    others = f", or that of another of its {len(refs)} files" if len(refs) > 1 else ""
+    return [(0, 0)] * len(refs), BadMedia(refs[0].name, f"{FATAL_HEADER} ({death}{others})")
 
 
 class HeaderCheck:
-    """Lives in a worker process, where a header may kill it."""
+    """A check of headers; it runs in a worker process, which a header may kill."""
 
     def __call__(self, refs: Sequence[MediaRef]) -> str:
-        """Why the first file that cannot be used cannot; "" if all can."""
+        """The reason why the first bad file cannot be used; "" if all files can be used."""
         bad = _read_headers(list(refs))[1]
         return bad.reason if bad else ""
 
@@ -185,11 +188,11 @@ def join_columns(chunks: Sequence[PackedColumns]) -> pa.RecordBatch:
     )
     bad_type = SCHEMA.field("bad").type
     bad = pa.nulls(len(row_bytes), bad_type)
-    if found := _bad_rows(chunks):
-        listed: list[dict[str, str] | None] = [None] * len(row_bytes)
-        for example, path, reason in found:
-            listed[example] = {"path": path, "reason": reason}
-        bad = pa.array(listed, bad_type)
+    if bad_rows := _bad_rows(chunks):
+        by_example: list[dict[str, str] | None] = [None] * len(row_bytes)
+        for example, path, reason in bad_rows:
+            by_example[example] = {"path": path, "reason": reason}
+        bad = pa.array(by_example, bad_type)
     arrays = [
         pa.array(num_tokens),
         pa.array(num_targets),
@@ -202,5 +205,6 @@ def join_columns(chunks: Sequence[PackedColumns]) -> pa.RecordBatch:
 
 
 def _bad_rows(chunks: Sequence[PackedColumns]) -> list[tuple[int, str, str]]:
+    """(example, path, reason) of each bad example; `example` counts over all chunks."""
     starts = np.cumsum([0, *(chunk.num_examples for chunk in chunks)]).tolist()
-    return [(start + at, path, reason) for start, chunk in zip(starts, chunks) for at, path, reason in chunk.bad]
+    return [(start + i, path, reason) for start, chunk in zip(starts, chunks) for i, path, reason in chunk.bad]

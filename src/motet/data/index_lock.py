@@ -1,4 +1,4 @@
-"""One process at a time builds an index; those that wait for it say how far it has come, as it does itself."""
+"""A lock so that one process at a time builds an index, and the processes that wait can report its progress."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ from contextlib import contextmanager
 from pathlib import Path
 
 IndexProgress = Callable[[int, float], None]
-"""Called now and then with the examples done and the share of the manifest done, 0 to 1."""
+"""A function of the number of examples done and of the share of the manifest done, 0 to 1; called now and then."""
 
-_TOLD = struct.Struct("<qd")
-_LOOK_EVERY_S = 0.1
+_PROGRESS = struct.Struct("<qd")
+_POLL_INTERVAL_S = 0.1
 
 
 class BuildLock:
-    """What the process that has the lock may say to those that wait for it.
+    """A lock file, which also holds the progress of the process that has the lock.
 
-    alone: whether no other process can be building; false where the file system knows no locks. Then several build, and
-    the last index stands, which is as good.
+    is_exclusive: whether no other process can build; False where the file system has no locks. Then several processes
+                  build, and the last index remains, which is as good as the others.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self.alone = True
+        self.is_exclusive = True
 
-    def telling(self, progress: IndexProgress | None) -> IndexProgress:
-        """`progress`, which those that wait hear as well."""
-        # What the last process told is not true of this one.
+    def share_progress(self, progress: IndexProgress | None) -> IndexProgress:
+        """A function that calls `progress` and writes it into the lock file for the processes that wait."""
+        # The progress of the process before this one is out of date.
         os.truncate(self._descriptor, 0)
 
-        def tell(num_examples: int, share: float) -> None:
-            os.pwrite(self._descriptor, _TOLD.pack(num_examples, share), 0)
+        def report(num_examples: int, share: float) -> None:
+            os.pwrite(self._descriptor, _PROGRESS.pack(num_examples, share), 0)
             if progress:
                 progress(num_examples, share)
 
-        return tell
+        return report
 
     def wait(self, progress: IndexProgress | None) -> None:
-        """Until this process has the lock."""
+        """Wait until this process has the lock; meanwhile report the progress of the process that has it."""
         while True:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
-                told = os.pread(self._descriptor, _TOLD.size, 0)
-                if progress and len(told) == _TOLD.size:
-                    progress(*_TOLD.unpack(told))
-                time.sleep(_LOOK_EVERY_S)
+                written = os.pread(self._descriptor, _PROGRESS.size, 0)
+                if progress and len(written) == _PROGRESS.size:
+                    progress(*_PROGRESS.unpack(written))
+                time.sleep(_POLL_INTERVAL_S)
             except OSError:
-                self.alone = False
+                self.is_exclusive = False
                 return
 
 
 @contextmanager
 def build_lock(path: Path, progress: IndexProgress | None) -> Iterator[BuildLock]:
-    """Holds the lock file at `path`, which is made where there is none. Raises OSError if it cannot be."""
-    # Not blocking: whatever else stands there, a pipe, would be waited for.
+    """Hold the lock file at `path`, which is created if it is missing. Raises OSError if it cannot be opened."""
+    # O_NONBLOCK: opening a pipe under this name would block.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     try:
         lock = BuildLock(descriptor)

@@ -1,7 +1,7 @@
-"""Manifests: JSON, JSONL, Parquet and WebDataset tar shards, read as one stream of records with their whereabouts.
+"""Manifests: JSON, JSONL, Parquet and WebDataset tar shards, read as one stream of records with their positions.
 
-A manifest is named by a file (`train.jsonl`, `train.json`, `train.parquet`, `train.tar`), a directory of tar shards, or
-a pattern of tar shards with `*`, `?`, or braces (`train-{000..127}.tar`). Media paths are relative to the manifest's
+The name of a manifest is a file (`train.jsonl`, `train.json`, `train.parquet`, `train.tar`), a directory of tar shards,
+or a pattern of tar shards with `*`, `?`, or braces (`train-{000..127}.tar`). Media paths are relative to the manifest's
 directory.
 """
 
@@ -26,17 +26,17 @@ from motet.data.shards import Member, expand_shards, read_shard
 _FORMATS = ".json, .jsonl, .parquet or .tar"
 _DIGEST_CHUNK_BYTES = 1 << 20
 _PARQUET_ROWS = 1024
-_MOST_REASON = 200
+_MAX_REASON_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One record, not yet looked into.
+    """One record, not yet parsed.
 
     where:    file and line (record, row, key), for messages.
     text:     the record as JSON.
-    members:  the media beside it in its tar shard, in the order in which they are there; None outside of shards.
-    progress: share of the manifest that has been read with it, 0 to 1.
+    members:  the media of its sample in the tar shard, in order; None outside of shards.
+    progress: the share of the manifest up to and with this record, 0 to 1.
     """
 
     where: str
@@ -47,7 +47,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest that exists. files: the one file, or the shards in order. folder: what media paths are relative to."""
+    """A manifest that exists.
+
+    files:  the one file, or the shards in order.
+    folder: media paths are relative to it.
+    """
 
     name: str
     kind: str
@@ -71,6 +75,7 @@ class Manifest:
 
     @property
     def default_index_folder(self) -> Path:
+        """The folder of its indexes, beside it."""
         return self.folder / f"{self.name}.motet-index"
 
     def stamp(self) -> list[list[Any]]:
@@ -79,7 +84,7 @@ class Manifest:
             return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in self.files]
 
     def digest(self) -> str:
-        """Of the content; of shards, which may be terabytes, of their names and sizes."""
+        """A digest of the content; for shards, which may be terabytes, of their names and sizes."""
         digest = hashlib.blake2b(digest_size=16)
         if self.kind == "tar":
             digest.update(json.dumps([entry[:2] for entry in self.stamp()]).encode())
@@ -90,7 +95,7 @@ class Manifest:
         return digest.hexdigest()
 
     def entries(self) -> Iterator[Entry]:
-        """All records in order. Raises UserError, naming file and place, on what is no record at all."""
+        """All records in order. Raises UserError, naming file and position, for an entry that is no record."""
         readers = {"jsonl": _read_jsonl, "json": _read_json, "parquet": _read_parquet}
         with self._reading():
             if self.kind != "tar":
@@ -102,7 +107,7 @@ class Manifest:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Turns what the file system says into UserError."""
+        """Raise UserError for errors of the file system."""
         try:
             yield
         except OSError as error:
@@ -139,23 +144,23 @@ def _read_parquet(path: Path) -> Iterator[Entry]:
 
 
 def _parquet_batches(path: Path) -> Iterator[tuple[list[dict[str, Any]], int]]:
-    """Rows, some at a time, and how many there are in all."""
+    """Batches of rows, each with the number of rows in the whole file."""
     import pyarrow.parquet
 
     num_read = 0
     try:
         with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
             names = file.schema_arrow.names
-            if twice := [name for name in names if names.count(name) > 1]:
-                raise UserError(f"{path}: has two columns '{twice[0]}'; each must have a name of its own")
+            if repeated := [name for name in names if names.count(name) > 1]:
+                raise UserError(f"{path}: has two columns '{repeated[0]}'; each must have a name of its own")
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
                 yield batch.to_pylist(), file.metadata.num_rows
                 num_read += batch.num_rows
     except UserError:
         raise
-    # A damaged page, a type that Python has no value for, a text that is not UTF-8: pyarrow raises nearly anything.
+    # A damaged page, a type without a Python value, a text that is not UTF-8: pyarrow raises exceptions of any kind.
     except Exception as error:
-        reason = " ".join(str(error).split())[:_MOST_REASON]
+        reason = " ".join(str(error).split())[:_MAX_REASON_CHARACTERS]
         after = f", after row {num_read}" if num_read else ""
         raise UserError(f"{path}{after}: is no Parquet file that can be read ({reason})") from None
 
@@ -169,7 +174,7 @@ def _dump(record: dict[str, Any], where: str) -> bytes:
         return str(value)
 
     text = json.dumps(record, ensure_ascii=False, default=as_text)
-    # What pandas leaves out in a column of numbers is no number in Parquet.
+    # pandas writes a missing number as NaN.
     text = json.dumps(_without_nan(record), ensure_ascii=False, default=as_text) if "NaN" in text else text
     return text.encode()
 

@@ -1,6 +1,6 @@
-"""Where the bytes of an image or a clip are, and what is said of one that cannot be used.
+"""References to the bytes of images and clips, and the reasons why one cannot be used.
 
-A source is a file, or a slice of a tar shard that is read in place.
+The bytes are a file, or a slice of a tar shard that is read in place.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from motet.core.files import IrregularFile, open_regular, printable
 IMAGE = "image"
 AUDIO = "audio"
 MODALITIES = (IMAGE, AUDIO)
-"""What a manifest can hold. The place in this tuple is the code that an index stores: append only."""
+"""The modalities of manifests. An index stores positions in this tuple: append only."""
 
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 _AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3")
 
 
 class BadMedia(Exception):
-    """One file that cannot be used: which one, and why. Not the user's whole input, and never the end of a run."""
+    """A file that cannot be used, and the reason. It never ends a run, unlike a UserError."""
 
     def __init__(self, path: str, reason: str) -> None:
         self.path, self.reason = printable(path), printable(reason)
@@ -36,18 +36,18 @@ class BadMedia(Exception):
 
 
 class Unusable(ValueError):
-    """A file that can be read and is of no use all the same. Its text is the reason, as a clause."""
+    """A file can be read but not used. The exception's text is the reason, as a clause."""
 
 
 @dataclass(frozen=True)
 class MediaRef:
-    """One item of one example: enough to load it in another process.
+    """One item of one example, with all that another process needs to load it.
 
-    path:      a file, or the tar shard that holds it.
-    member:    name inside the shard; empty for a file of its own.
-    offset, num_bytes: the slice of the shard; num_bytes is -1 for a file of its own.
-    raw:       (width, height) in pixels, or (samples, sampling rate), as the header said when the index was built;
-               None if not known yet.
+    path:   the item's own file, or the tar shard that holds it.
+    member: the name inside the shard; empty for an own file.
+    offset, num_bytes: the slice of the shard; num_bytes is -1 for an own file.
+    raw:    (width, height) in pixels, or (samples, sampling rate), from the header when the index was built; None if
+            not known yet.
     """
 
     modality: str
@@ -59,17 +59,18 @@ class MediaRef:
 
     @property
     def name(self) -> str:
+        """The file for messages: "a.png", or "shard.tar:a.png"."""
         return f"{self.path}:{self.member}" if self.member else self.path
 
     def open(self) -> IO[bytes]:
-        """The bytes of this item alone, as a file. Raises OSError."""
+        """The bytes of this item as a file. Raises OSError."""
         if self.num_bytes < 0:
             return open_regular(self.path)
         return io.BufferedReader(_Slice(open_regular(self.path), self.offset, self.num_bytes))
 
 
 def modality_of(name: str) -> str | None:
-    """The modality that a file name's ending tells, or None."""
+    """The modality of a file name by its ending, or None."""
     suffix = Path(name).suffix.lower()
     if suffix in _IMAGE_SUFFIXES:
         return IMAGE
@@ -77,17 +78,17 @@ def modality_of(name: str) -> str | None:
 
 
 @contextmanager
-def reasons(ref: MediaRef) -> Iterator[None]:
-    """Turns whatever the libraries raise on a file into BadMedia with a reason that a person can act on."""
+def raise_bad_media(ref: MediaRef) -> Iterator[None]:
+    """Turn every exception on a file into BadMedia with a reason that the user can act on."""
     try:
         yield
     except BadMedia:
         raise
     except Exception as error:
-        raise BadMedia(ref.name, explain(error)) from error
+        raise BadMedia(ref.name, failure_reason(error)) from error
 
 
-def explain(error: Exception) -> str:
+def failure_reason(error: Exception) -> str:
     """Why a file could not be used, as a short clause."""
     if isinstance(error, Unusable):
         return str(error)
@@ -107,10 +108,10 @@ def explain(error: Exception) -> str:
 
 
 class _Slice(io.RawIOBase):
-    """A part of an open file as a file of its own; closes the file with itself."""
+    """A part of an open file as a file; closing it closes the open file."""
 
     def __init__(self, file: IO[bytes], offset: int, num_bytes: int) -> None:
-        self._file, self._offset, self._num_bytes, self._at = file, offset, num_bytes, 0
+        self._file, self._offset, self._num_bytes, self._position = file, offset, num_bytes, 0
 
     def readable(self) -> bool:
         return True
@@ -119,18 +120,18 @@ class _Slice(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
-    def seek(self, place: int, whence: int = os.SEEK_SET) -> int:
-        start = (0, self._at, self._num_bytes)[whence]
-        self._at = max(start + place, 0)
-        return self._at
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = (0, self._position, self._num_bytes)[whence]
+        self._position = max(start + offset, 0)
+        return self._position
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        wanted = min(len(buffer), max(self._num_bytes - self._at, 0))
-        data = os.pread(self._file.fileno(), wanted, self._offset + self._at)
+        num_bytes = min(len(buffer), max(self._num_bytes - self._position, 0))
+        data = os.pread(self._file.fileno(), num_bytes, self._offset + self._position)
         buffer[: len(data)] = data
-        self._at += len(data)
+        self._position += len(data)
         return len(data)
 
     def close(self) -> None:

@@ -1,13 +1,13 @@
-"""How the items of a modality stand in a rendered conversation: by the model's own tokens, or by a stand-in.
+"""The tokens of an item in a rendered conversation: the model's own, or a stand-in.
 
-A chat template of a multimodal model writes an item by itself, if it is given as a part of a turn: for one image,
-Qwen2-VL's writes `<|vision_start|><|image_pad|><|vision_end|>`. What it writes is found out by rendering a turn with
-and without an item. One of the special tokens that come with the item gives way to the item's rows, the others are the
-model's marks and stay. Some processors change the text once more before it is tokenised; those that Motet knows are
-named here, by their classes in transformers, and a directory of any other is refused.
+A multimodal model's chat template writes an item by itself if the item is a part of a turn. For one image Qwen2-VL's
+template writes `<|vision_start|><|image_pad|><|vision_end|>`. Rendering a turn with and without an item shows what it
+writes. The item's rows replace one of these special tokens; the others are the model's marks and stay. Some processors
+change the text again before it is tokenised. The processors that Motet knows are listed here by their classes in
+transformers; any other is refused.
 
-A model that does not read the modality (a text model, say) has no tokens for it. There an item is one special token:
-that of its placeholder (`<image>`) if there is one, else any other; the rows take its place, and nobody looks at it.
+A model that does not read the modality (a text model, for example) has no tokens for it. Then an item is one special
+token: its placeholder (`<image>`) if that is a token, else any other. The item's rows replace it.
 """
 
 from __future__ import annotations
@@ -34,23 +34,25 @@ _AS_WRITTEN = {
     "Qwen2_5OmniProcessor": {IMAGE: "<|IMAGE|>", AUDIO: "<|AUDIO|>"},
     "Glm4vProcessor": {IMAGE: "<|image|>"},
 }
-"""Processors that repeat the template's token, once a row, and change no more; the token, where no file names it."""
+"""Processors that only repeat the template's token, once for each row -> the token, in case no file names it."""
 _MARKS = {
     "Gemma3Processor": {IMAGE: ("boi_token", "eoi_token")},
     "Gemma3nProcessor": {IMAGE: ("boi_token", "eoi_token"), AUDIO: ("boa_token", "eoa_token")},
 }
-"""Processors that put each item between two tokens of these names, and empty lines around (`Gemma3Processor`)."""
+"""Processors that put each item between two tokens, with empty lines around -> the names of these tokens."""
 
 _ROLES = ("system", "user", "assistant")
-_SAID, _DUMPED = "\ue0f0", "\ue0f1"
+_TEXT_MARK, _DUMP_MARK = "\ue0f0", "\ue0f1"
 
 
 @dataclass(frozen=True)
 class MediaForm:
-    """How an item of one modality stands in a conversation.
+    """The text and the token of an item of one modality in a conversation.
 
-    is_part: it is given to the template as a part of a turn. written: what the template then writes for it, and what is
-    looked for. put: what is tokenised in its place. token: the special token in `put` that gives way to the rows.
+    is_part: whether the item is passed to the template as a part of a turn.
+    written: the text that the template writes for it.
+    put:     the text that replaces `written` before the conversation is tokenised.
+    token:   the special token in `put` that the item's rows replace.
     """
 
     is_part: bool
@@ -61,10 +63,10 @@ class MediaForm:
 
 @dataclass(frozen=True)
 class TokenNames:
-    """What a tokenizer's directory says of its tokens.
+    """The named tokens of a tokenizer's directory.
 
-    special: by name (`eos_token`, `image_token`, ...). processor: the class that prepares texts and media for the
-    model that the tokenizer came with, None for a text model.
+    special:   name (`eos_token`, `image_token`, ...) -> token.
+    processor: the class that prepares texts and media for the tokenizer's model; None for a text model.
     """
 
     special: dict[str, str]
@@ -74,70 +76,71 @@ class TokenNames:
 def media_form(modality: str, template: ChatTemplate, tokens: Iterable[str], names: TokenNames) -> MediaForm:
     """The form of a modality's items. tokens: those that the tokenizer keeps whole, special ones first.
 
-    Raises UserError where it is not clear which token stands for an item, or what the model's processor makes of it.
+    Raises UserError if it is unknown which token stands for an item, or how the model's processor changes it.
     """
     tokens = list(tokens)
-    brought = _brought(modality, template, tokens)
-    own = names.special.get(f"{modality}_token") or _AS_WRITTEN.get(names.processor or "", {}).get(modality)
-    if not brought:
-        return _stand_in(modality, tokens, names, own)
+    written = _written_tokens(modality, template, tokens)
+    named = names.special.get(f"{modality}_token") or _AS_WRITTEN.get(names.processor or "", {}).get(modality)
+    if not written:
+        return _stand_in(modality, tokens, names, named)
     if names.processor in _MARKS:
-        return _between_marks(modality, brought, names)
+        return _between_marks(modality, written, names)
     if names.processor is not None and names.processor not in _AS_WRITTEN:
         raise UserError(
             f"the tokenizer is of a model whose {names.processor} prepares texts in a way that is not known here, so "
             f"{modality} tokens cannot be placed; take the tokenizer of another model"
         )
-    if own is None and len(brought) == 1:
-        own = next(iter(brought))
-    if own is None or brought[own] != 1:
+    if named is None and len(written) == 1:
+        named = next(iter(written))
+    if named is None or written[named] != 1:
         raise UserError(
-            f"the tokenizer's chat template writes {' '.join(brought.elements())} for one {modality}, and which "
+            f"the tokenizer's chat template writes {' '.join(written.elements())} for one {modality}, and which "
             f"of them stands for it is not said; name it as '{modality}_token' in tokenizer_config.json"
         )
-    return MediaForm(True, own, own, own)
+    return MediaForm(True, named, named, named)
 
 
 def reserved_tokens(template: ChatTemplate, tokens: Iterable[str], names: TokenNames) -> set[str]:
-    """Special tokens that no text of a user may hold: those with names, and those that the template itself writes."""
+    """Special tokens that no text of a user may hold: named ones, and those that the template itself writes."""
     tokens = list(tokens)
-    said = {role: [{"type": TEXT, TEXT: role}] if role in template.roles_in_parts else role for role in _ROLES}
-    turns = [{"role": role, "content": content} for role, content in said.items()]
+    contents = {role: [{"type": TEXT, TEXT: role}] if role in template.roles_in_parts else role for role in _ROLES}
+    turns = [{"role": role, "content": content} for role, content in contents.items()]
     rendered = [template.try_messages(turns[start:], generation_prompt=True) for start in (0, 1)]
     rendered += [template.try_messages(_one_turn(template, {"type": kind})) for kind in (*PLACEHOLDERS, "video")]
-    written = {token for text in rendered if text for token in _found(text, tokens)}
+    written = {token for text in rendered if text for token in _occurrences(text, tokens)}
     return written | {token for token in names.special.values() if token in tokens and not token.isspace()}
 
 
-def _brought(modality: str, template: ChatTemplate, tokens: list[str]) -> Counter[str]:
+def _written_tokens(modality: str, template: ChatTemplate, tokens: list[str]) -> Counter[str]:
     """The special tokens that the template writes for one item; none if it does not know such parts."""
     without = template.try_messages(_one_turn(template))
-    text = template.try_messages(_one_turn(template, {"type": modality, "dumped": _DUMPED}))
-    if without is None or text is None or _SAID not in text or _DUMPED in text + without:
+    text = template.try_messages(_one_turn(template, {"type": modality, "dumped": _DUMP_MARK}))
+    if without is None or text is None or _TEXT_MARK not in text or _DUMP_MARK in text + without:
         return Counter()
-    return Counter(_found(text, tokens)) - Counter(_found(without, tokens))
+    return Counter(_occurrences(text, tokens)) - Counter(_occurrences(without, tokens))
 
 
 def _one_turn(template: ChatTemplate, *items: dict[str, str]) -> list[dict[str, Any]]:
     """A question with items in it, and an answer, as messages."""
-    answer: Any = [{"type": TEXT, TEXT: _SAID}] if "assistant" in template.roles_in_parts else _SAID
-    question = [*items, {"type": TEXT, TEXT: _SAID}]
+    answer: Any = [{"type": TEXT, TEXT: _TEXT_MARK}] if "assistant" in template.roles_in_parts else _TEXT_MARK
+    question = [*items, {"type": TEXT, TEXT: _TEXT_MARK}]
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def _found(text: str, tokens: list[str]) -> list[str]:
-    """Each occurrence of a token. Some tokenizers count line breaks among theirs, which are text to a template."""
+def _occurrences(text: str, tokens: list[str]) -> list[str]:
+    """The tokens in a text, in order. White space is no token here: a template writes it as text."""
     visible = sorted((token for token in tokens if not token.isspace()), key=len, reverse=True)
     return re.findall("|".join(map(re.escape, visible)), text) if visible else []
 
 
-def _stand_in(modality: str, tokens: list[str], names: TokenNames, own: str | None) -> MediaForm:
+def _stand_in(modality: str, tokens: list[str], names: TokenNames, named: str | None) -> MediaForm:
+    """The form of a modality for which the template writes nothing. named: the model's own token for it, if any."""
     placeholder = PLACEHOLDERS[modality]
-    of_processor = _AS_WRITTEN.get(names.processor or "") or _MARKS.get(names.processor or "")
-    is_read = names.processor is not None and (of_processor is None or modality in of_processor)
-    if (own is not None or is_read) and not (own == placeholder and names.processor in (None, *_AS_WRITTEN)):
+    modalities = _AS_WRITTEN.get(names.processor or "") or _MARKS.get(names.processor or "")
+    is_read = names.processor is not None and (modalities is None or modality in modalities)
+    if (named is not None or is_read) and not (named == placeholder and names.processor in (None, *_AS_WRITTEN)):
         raise UserError(
-            f"the tokenizer is of a model with {modality} tokens of its own ({own or names.processor}), but its chat "
+            f"the tokenizer is of a model with {modality} tokens of its own ({named or names.processor}), but its chat "
             f"template writes none for a part of type '{modality}'; give it the model's own template"
         )
     if not tokens:
@@ -146,12 +149,13 @@ def _stand_in(modality: str, tokens: list[str], names: TokenNames, own: str | No
     return MediaForm(False, placeholder, token, token)
 
 
-def _between_marks(modality: str, brought: Counter[str], names: TokenNames) -> MediaForm:
+def _between_marks(modality: str, written: Counter[str], names: TokenNames) -> MediaForm:
+    """The form of an item that the processor puts between two marks."""
     marks = [names.special.get(name) for name in _MARKS[str(names.processor)].get(modality, ())]
     token = names.special.get(f"{modality}_token")
-    if len(marks) != 2 or None in marks or token is None or brought.total() != 1:
+    if len(marks) != 2 or None in marks or token is None or written.total() != 1:
         raise UserError(
             f"the tokenizer is of a model with {names.processor}, but does not name the tokens for an item of "
             f"{modality} and around it; take its tokenizer_config.json as it was published"
         )
-    return MediaForm(True, next(iter(brought)), f"\n\n{marks[0]}{token}{marks[1]}\n\n", token)
+    return MediaForm(True, next(iter(written)), f"\n\n{marks[0]}{token}{marks[1]}\n\n", token)

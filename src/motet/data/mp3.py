@@ -1,7 +1,7 @@
-"""How many samples an MP3 holds that has no header with its length, counted frame by frame.
+"""Counts the samples of an MP3 frame by frame, if no header has its length.
 
-libsndfile estimates the length of such a file from the bit rate of its first frame, and reads no further: where the bit
-rate varies, two thirds of a clip are lost without a word. A Xing (or Info) header in the first frame gives the number.
+libsndfile estimates the length from the bit rate of the first frame, and reads no further. If the bit rate varies, up
+to two thirds of a clip are silently lost. A Xing (or Info) header in the first frame has the length.
 Source: ISO/IEC 11172-3, section 2.4.1.3, and 13818-3 for the lower sampling rates ("2.5" halves these once more).
 """
 
@@ -12,7 +12,7 @@ from typing import IO, NamedTuple
 
 from motet.data.media import Unusable
 
-# By the version's two bits: 3 is MPEG 1, 2 is MPEG 2, 0 is "2.5".
+# Tables by the version's two bits: 3 is MPEG 1, 2 is MPEG 2, 0 is "2.5".
 _KBITS_PER_S = {
     3: (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
     2: (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
@@ -31,43 +31,43 @@ class _Frame(NamedTuple):
 
 
 def count_samples(file: IO[bytes]) -> int | None:
-    """The samples of an MP3, a channel; None if a Xing header tells them. Leaves the file anywhere.
+    """The samples of an MP3, counted in one channel; None if a Xing header has them. The file's position changes.
 
-    Raises Unusable where frames do not follow on each other to the end. Reads the whole file if there is no header.
+    It reads the whole file if there is no header. Raises Unusable if the frames do not reach the end of the file.
     """
     num_bytes = file.seek(0, os.SEEK_END)
-    at = _past_id3(file)
+    start = _past_id3(file)
     num_samples = 0
-    while at < num_bytes:
-        file.seek(at)
+    while start < num_bytes:
+        file.seek(start)
         head = file.read(4)
         frame = _parse(head)
         if frame is None:
             if num_samples == 0 or not (len(head) < 4 or head[:3] in _TAGS):
-                raise Unusable(f"is no MP3 from byte {at:,} on, or damaged there")
+                raise Unusable(f"is no MP3 from byte {start:,} on, or damaged there")
             break
         if num_samples == 0:
             file.seek(frame.side_bytes, os.SEEK_CUR)
             xing = file.read(8)
-            # The lowest bit says that the number of frames follows.
+            # The lowest bit is set if the number of frames follows.
             if xing[:4] in (b"Xing", b"Info") and xing[7:] and xing[7] & 1:
                 return None
-        at += frame.num_bytes
-        # The last frame is not played if it was cut off.
-        num_samples += frame.num_samples if at <= num_bytes else 0
+        start += frame.num_bytes
+        # A last frame that is cut off is not played.
+        num_samples += frame.num_samples if start <= num_bytes else 0
     return num_samples
 
 
 def _past_id3(file: IO[bytes]) -> int:
-    """Where the first frame begins: ID3v2 tags, their sizes in four times seven bits, may stand before it."""
-    at = 0
+    """The first byte behind ID3v2 tags, whose sizes have four times seven bits: the start of the first frame."""
+    start = 0
     while True:
-        file.seek(at)
+        file.seek(start)
         tag = file.read(10)
         if len(tag) < 10 or tag[:3] != b"ID3":
-            return at
+            return start
         footer = 10 if tag[5] & 0x10 else 0
-        at += 10 + footer + (tag[6] << 21 | tag[7] << 14 | tag[8] << 7 | tag[9])
+        start += 10 + footer + (tag[6] << 21 | tag[7] << 14 | tag[8] << 7 | tag[9])
 
 
 def _parse(head: bytes) -> _Frame | None:

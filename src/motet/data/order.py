@@ -1,25 +1,28 @@
-"""The global order of examples: which example is the i-th that the whole job trains on, whatever ranks there are.
-
-Each epoch is a permutation of all examples, computed one by one: a Feistel network over a power of four just large
-enough, with cycle walking to stay inside (Black & Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). So nothing
-is stored, any position is reached at once, and the only state to save is the position.
-"""
+"""The global order of examples: the i-th example that the whole job trains on, for any number of ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from motet.core.arrays import Int64Array
-
-_NUM_ROUNDS = 8
+from motet.data.permutation import permute
 
 
 @dataclass(frozen=True)
 class GlobalOrder:
-    """A pure function of (num_examples, seed, shuffle). Without `shuffle`, every epoch is 0, 1, 2, ..."""
+    """The examples of all epochs, a pure function of (num_examples, seed, shuffle).
+
+    Each epoch is a permutation of 0 ... num_examples - 1; without `shuffle` it is the identity. The only state to save
+    is the position.
+
+    Example:
+        >>> GlobalOrder(num_examples=3, shuffle=False).take(position=1, count=4).tolist()
+        [1, 2, 0, 1]
+        >>> sorted(GlobalOrder(num_examples=3, seed=7).take(0, 3).tolist())
+        [0, 1, 2]
+    """
 
     num_examples: int
     seed: int = 0
@@ -30,53 +33,28 @@ class GlobalOrder:
             raise ValueError(f"an order needs at least one example, not {self.num_examples}")
 
     def take(self, position: int, count: int) -> Int64Array:
-        """Example ids at [position, position + count), int64 [count]; goes on into the next epochs. Cost O(count)."""
+        """Example ids at [position, position + count), int64 [count], over the ends of epochs. O(count)."""
         if position < 0 or count < 0:
             raise ValueError(f"position and count must not be negative: {position}, {count}")
-        places = np.arange(position, position + count, dtype=np.int64)
-        epochs, places = np.divmod(places, self.num_examples)
+        epochs, ids = np.divmod(np.arange(position, position + count, dtype=np.int64), self.num_examples)
         if not self.shuffle or not count:
-            return places
+            return ids
         for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
-            inside = epochs == epoch
-            places[inside] = self._permute(places[inside], epoch)
-        return places
+            in_epoch = epochs == epoch
+            ids[in_epoch] = permute(ids[in_epoch], self.num_examples, (self.seed, epoch))
+        return ids
 
     def epoch(self, position: int) -> int:
-        """The epoch, counted from 0, that the example at `position` belongs to."""
+        """The epoch of the example at `position`, counted from 0."""
         return position // self.num_examples
-
-    def _permute(self, places: Int64Array, epoch: int) -> Int64Array:
-        keys = np.random.SeedSequence((self.seed, epoch)).generate_state(_NUM_ROUNDS, np.uint64).astype(np.uint64)
-        # Halves of equal width; the domain is at most four times the examples, so a walk takes four turns on average.
-        half_bits = np.uint64(max(((self.num_examples - 1).bit_length() + 1) // 2, 1))
-        values = _feistel(places.astype(np.uint64), keys, half_bits)
-        while (outside := values >= self.num_examples).any():
-            values[outside] = _feistel(values[outside], keys, half_bits)
-        return values.astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class ListedOrder:
-    """The examples that are named, int64 [num_examples], once each, in the place of a `GlobalOrder`."""
+    """An order of given examples, int64 [num_examples], each once; it is used in place of a `GlobalOrder`."""
 
     examples: Int64Array
 
     def take(self, position: int, count: int) -> Int64Array:
-        """Those at [position, position + count)."""
+        """Example ids at [position, position + count), int64 [count]."""
         return self.examples[position : position + count]
-
-
-def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], half_bits: np.uint64) -> NDArray[np.uint64]:
-    mask = (np.uint64(1) << half_bits) - np.uint64(1)
-    left, right = values >> half_bits, values & mask
-    for key in keys:
-        left, right = right, left ^ (_mix(right + key) & mask)
-    return (left << half_bits) | right
-
-
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea & Flood, 2014)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))

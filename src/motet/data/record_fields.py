@@ -1,9 +1,8 @@
-"""Which fields a record may have: those that are read, those that are refused, and metadata.
+"""The fields of a record: fields that Motet reads, fields that it refuses, and metadata.
 
-A field that changes what is learned is read or refused, never ignored. Refused are the fields by which LLaMA-Factory,
-ms-swift, axolotl, TRL and others change it, and a name that is nearly one of a field that means something. All other
-fields are metadata (`id`, `task`, `source`, ...): they are kept and not looked at. A field that is null or empty is as
-good as absent.
+A field that changes the training is read or refused, never ignored. Motet refuses such fields of LLaMA-Factory,
+ms-swift, axolotl, TRL and others, and names that resemble a field with a meaning. All other fields (`id`, `task`,
+`source`, ...) are metadata, which is kept and not used. A field that is null or empty counts as absent.
 """
 
 from __future__ import annotations
@@ -44,23 +43,23 @@ _REFUSED = {
     for name in names.split()
 }
 _OTHER_MEDIA = re.compile(r"(?:image|img|picture|audio)s?_(?:path|url|uri|file|filename|bytes|base64)s?")
-_NEARLY = 0.85
+_MIN_SIMILARITY = 0.85
 
 
 def is_given(value: object) -> bool:
-    """Whether a field says anything: null, and an empty text, list or table do not."""
+    """Whether a field has a value: null and an empty text, list or table are none."""
     return value is not None and value not in ("", [], {})
 
 
 def check_fields(record: dict[str, Any], where: str) -> None:
-    """Raises UserError naming `where` for the first field that would change what is learned, and is not read."""
+    """Raise UserError naming `where` for the first field that is not read and would change the training."""
     for name, value in record.items():
-        if name not in _READ and (wrong := _wrong(name)) and is_given(value):
-            raise UserError(f"{where}: has a field '{name}': {wrong}")
+        if name not in _READ and (reason := _refusal(name)) and is_given(value):
+            raise UserError(f"{where}: has a field '{name}': {reason}")
 
 
 def check_names_no_media(record: dict[str, Any], where: str) -> None:
-    """Of a record without placeholders. Raises UserError for a field that names media, which nobody would miss."""
+    """Raise UserError if a record without placeholders names media, which would silently be missing."""
     for name, value in record.items():
         if _OTHER_MEDIA.fullmatch(name) and is_given(value):
             raise UserError(
@@ -70,10 +69,10 @@ def check_names_no_media(record: dict[str, Any], where: str) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _wrong(name: str) -> str | None:
-    """What speaks against a field that is not read; None of metadata."""
+def _refusal(name: str) -> str | None:
+    """Why a field that is not read is refused; None for metadata."""
     if reason := _REFUSED.get(name):
         return f"{reason}; remove the field, or leave such records out"
-    if close := difflib.get_close_matches(name.lower(), (*_READ, *_REFUSED), n=1, cutoff=_NEARLY):
+    if close := difflib.get_close_matches(name.lower(), (*_READ, *_REFUSED), n=1, cutoff=_MIN_SIMILARITY):
         return f"is it meant to be '{close[0]}'? Rename or remove it"
     return None

@@ -1,8 +1,8 @@
-"""WebDataset tar shards, read in place: a sample is the files of one key, its record the `.json` among them.
+"""WebDataset tar shards, read in place: a sample is the files of one key; its record is the `.json` among them.
 
-The key of a member is its path up to the first dot of the file name. Media are found at their offsets, never extracted,
-so a shard must not be compressed. Media named by the record are looked up by file name or by what follows the key; if
-the record names none, they are taken in the order in which they stand in the shard.
+The key of a member is its path up to the first dot of the file name. Media are read at their offsets and never
+extracted, so a shard must not be compressed. A record names media by file name or by the part behind the key. If it
+names none, the media are taken in the order of the shard.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from motet.core.files import irregular_kind, open_regular
 from motet.data.media import MODALITIES, modality_of
 
 _MAX_SHARDS = 100_000
-"""That braces may name: at a gigabyte each, 100 TB. More is a slip, which would fill the memory with names."""
+"""The most shards that braces may name: 100 TB at a gigabyte each. More is a slip, and would fill the memory."""
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _NESTED = re.compile(r"\{[^}]*\{")
 _RANGE = re.compile(r"(\d{1,18})\.\.(\d{1,18})")
 _SCAN_BYTES = 1 << 20
-# What tarfile raises on headers that make no sense, besides its own errors.
-_FOREIGN = (tarfile.TarError, ValueError, OSError, ArithmeticError, LookupError, RecursionError)
+# The exceptions of tarfile, and those that it lets through for meaningless headers.
+_TAR_ERRORS = (tarfile.TarError, ValueError, OSError, ArithmeticError, LookupError, RecursionError)
 
 
 @dataclass(frozen=True)
 class Member:
-    """One media file inside a shard: its name, and where its bytes are."""
+    """One media file inside a shard: its name, and the slice of its bytes."""
 
     shard: str
     name: str
@@ -43,9 +43,9 @@ class Member:
 
 
 def expand_shards(spec: str | Path) -> list[Path]:
-    """The shards that a directory or a pattern names, in order of name; of braces, in the order of the braces.
+    """The shards that a directory or a pattern names, in order of name; braces give their own order.
 
-    Raises UserError for what is no shard among them, and for braces that name too many.
+    Raises UserError for a file that is no shard, for a shard that is missing, and for braces that name too many.
     """
     if Path(spec).is_dir():
         shards = sorted(Path(spec).glob("*.tar"))
@@ -54,8 +54,8 @@ def expand_shards(spec: str | Path) -> list[Path]:
         missing = [path for path in expanded if not glob.has_magic(path) and not Path(path).exists()]
         if missing and len(expanded) > 1:
             raise UserError(f"manifest {spec}: shard {missing[0]} is missing ({len(missing)} of {len(expanded)} are)")
-        found = (sorted(glob.glob(path)) if glob.has_magic(path) else [path] for path in expanded)
-        shards = [Path(path) for paths in found for path in paths if path not in missing]
+        matches = (sorted(glob.glob(path)) if glob.has_magic(path) else [path] for path in expanded)
+        shards = [Path(path) for paths in matches for path in paths if path not in missing]
     for shard in shards:
         if kind := irregular_kind(shard):
             raise UserError(f"manifest {spec}: {shard} is {kind}, but must be a regular file")
@@ -67,7 +67,7 @@ def expand_shards(spec: str | Path) -> list[Path]:
 def read_shard(shard: Path) -> Iterator[tuple[str, bytes, tuple[Member, ...]]]:
     """Key, record and media of each sample. Raises UserError naming shard and key.
 
-    Every sample is yielded before the shard is known to be whole; if it is not, the end raises.
+    Damage of the shard may be found only behind its last sample, after all of them were yielded.
     """
     seen: set[str] = set()
     try:
@@ -85,12 +85,12 @@ def read_shard(shard: Path) -> Iterator[tuple[str, bytes, tuple[Member, ...]]]:
                     if modality_of(member.name)
                 )
                 yield key, text, media
-    except _FOREIGN as error:
+    except _TAR_ERRORS as error:
         raise UserError(f"{shard}: is no whole, uncompressed tar file ({error})") from None
 
 
 def _files(tar: tarfile.TarFile, shard: Path) -> Iterator[tarfile.TarInfo]:
-    """The regular files of a shard, in order, and at its end the proof that nothing is missing or hidden."""
+    """The regular files of a shard, in order. Raises UserError, at the end at the latest, if files are missing."""
     end = -1
     while (member := tar.next()) is not None:
         # tarfile would keep every member in memory.
@@ -111,10 +111,10 @@ def _files(tar: tarfile.TarFile, shard: Path) -> Iterator[tarfile.TarInfo]:
 
 
 def _check_end(tar: tarfile.TarFile, shard: Path) -> None:
-    """Raises UserError unless a shard ends as it must: with a block of zeros, and nothing behind it but zeros.
+    """Raise UserError unless the shard ends with a block of zeros, and only zeros follow.
 
-    tarfile takes a damaged header, and the end of a file that was cut off between two members, for the end of the
-    archive; and it looks no further than the end of the first of several archives that were joined.
+    For tarfile a damaged header is the end of the archive, and so is the end of a file that is cut off between two
+    members. Of several joined archives it reads only the first.
     """
     file = tar.fileobj
     assert file is not None
@@ -136,7 +136,7 @@ def _check_end(tar: tarfile.TarFile, shard: Path) -> None:
 
 
 def _record(members: list[tarfile.TarInfo], where: str) -> tarfile.TarInfo:
-    """The one member of a sample that is its record."""
+    """The member of a sample that is its record. Raises UserError unless there is exactly one."""
     name, count = Counter(member.name for member in members).most_common(1)[0]
     if count > 1:
         raise UserError(f"{where}: holds {name} {count} times; write the shard anew with each file once")
@@ -147,23 +147,23 @@ def _record(members: list[tarfile.TarInfo], where: str) -> tarfile.TarInfo:
 
 
 def _is_of_a_sample(name: str) -> bool:
+    """Whether a member is a record or media: other members may be anything."""
     return modality_of(name) is not None or _split(name)[1].lower() == "json"
 
 
 def find_members(
     names: dict[str, list[str] | None], members: tuple[Member, ...], where: str
 ) -> tuple[dict[str, list[str]], dict[str, Member]]:
-    """Member names of each modality, and the members by name.
+    """The member names of each modality, and the members by name.
 
-    Raises UserError if the record names one that is not there.
+    Raises UserError if the record names a member that its sample does not have.
     """
     by_name = {member.name: member for member in members}
-    found: dict[str, list[str]] = {}
+    by_modality: dict[str, list[str]] = {}
     for modality in MODALITIES:
-        of_modality = [member.name for member in members if modality_of(member.name) == modality]
-        named = names[modality]
-        found[modality] = of_modality if named is None else [_look_up(name, of_modality, where) for name in named]
-    return found, by_name
+        present, named = [member.name for member in members if modality_of(member.name) == modality], names[modality]
+        by_modality[modality] = present if named is None else [_look_up(name, present, where) for name in named]
+    return by_modality, by_name
 
 
 def _look_up(name: str, members: list[str], where: str) -> str:
@@ -181,7 +181,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _expand_braces(pattern: str) -> Iterator[str]:
-    """Every name that a pattern stands for. Raises UserError before there are too many of them."""
+    """Every name that a pattern stands for. Raises UserError if there are too many, before it makes any."""
     if _NESTED.search(pattern):
         raise UserError(f"manifest {pattern}: has braces within braces; name one list or range in each")
     count = math.prod(_num_choices(match.group(1)) for match in _BRACES.finditer(pattern))

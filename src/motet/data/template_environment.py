@@ -1,8 +1,8 @@
-"""The Jinja environment of chat templates: transformers' own, with a bound on what a template may do.
+"""The Jinja environment of chat templates: that of transformers, with bounds.
 
-A template comes with a model that somebody published. A broken one must end in an error, not in a full memory or a loop
-without end, and the same conversation must give the same text tomorrow. So every text and list that a template makes is
-of bounded size, be it by an operator, a call, a filter or a block, and so is the number of passes through its loops.
+A template comes with a published model. A broken template must end in an error, not in a full memory or an endless
+loop, and a conversation must give the same text every day. So there is a bound on the size of every text and list that
+an operator, a call, a filter or a block makes, and on the number of passes through loops.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.visitor
 
-_MOST_CHARACTERS = 1 << 24
-_MOST_STEPS = 1 << 22
-# A width in a format, "%10000000000d" or "{:>10000000000}", or one that is given beside it, "%*d".
+_MAX_CHARACTERS = 1 << 24
+_MAX_STEPS = 1 << 22
+# A width in a format, "%10000000000d" or "{:>10000000000}", or as an argument, "%*d".
 _WIDE_FORMAT = re.compile(r"\d{8}|%[^%a-zA-Z]*\*")
 _FORMATS = ("format", "format_map")
-# What puts one text into many places of another.
+# Functions that put one text into another many times.
 _MULTIPLIED = ("replace", "join", "indent")
 
 
 class Rendering:
-    """One rendering of a template. marks: two characters for around what {% generation %} encloses, or none."""
+    """One rendering of a template. marks: two characters to put around {% generation %} blocks, or none."""
 
     def __init__(self, marks: str = "") -> None:
         self.opening, self.closing = marks or ("", "")
-        self._steps_left = _MOST_STEPS
+        self._steps_left = _MAX_STEPS
 
     def collect(self, written: Iterable[str]) -> str:
-        """What a template writes, piece by piece. Raises TemplateError when it becomes too long."""
+        """Join the pieces that a template writes. Raises TemplateError when they become too long."""
         pieces, num_characters = [], 0
         for piece in written:
             pieces.append(piece)
             num_characters += len(piece)
-            if num_characters > _MOST_CHARACTERS:
-                raise jinja2.TemplateError(f"it writes more than {_MOST_CHARACTERS:,} characters")
+            if num_characters > _MAX_CHARACTERS:
+                raise jinja2.TemplateError(f"it writes more than {_MAX_CHARACTERS:,} characters")
         return "".join(pieces)
 
     def count_steps(self, num_steps: int) -> None:
-        """Raises TemplateError when a template's loops become too long in all."""
+        """Count passes through loops. Raises TemplateError when there are too many in all."""
         self._steps_left -= num_steps
         if self._steps_left < 0:
-            raise jinja2.TemplateError(f"its loops take more than {_MOST_STEPS:,} passes in all")
+            raise jinja2.TemplateError(f"its loops take more than {_MAX_STEPS:,} passes in all")
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag {% generation %} ... {% endgeneration %}: around what the assistant writes."""
+    """The tag {% generation %} ... {% endgeneration %} around the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja's own signature)
 
@@ -72,7 +72,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Bounds(jinja2.visitor.NodeTransformer):
-    """Puts what compiled templates do by themselves, `a ~ b` and loops, through functions of the environment."""
+    """Makes compiled templates call functions of the environment for `a ~ b` and for loops."""
 
     def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:
         self.generic_visit(node)
@@ -96,7 +96,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return parsed
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        """Computes, unless the result would fill the memory."""
+        """Compute the result, unless it would fill the memory."""
         lengths = [len(side) for side in (left, right) if isinstance(side, str | list | tuple)]
         numbers = [side for side in (left, right) if isinstance(side, int)]
         if operator == "%" and isinstance(left, str):
@@ -111,7 +111,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(*arguments: Any, **options: Any) -> Any:
-        # By place alone, as the sandbox has it: a template may pass options of any name.
+        # Positional arguments only, as in the sandbox: a template may pass options of any name.
         function = inspect.unwrap(arguments[2])
         subject = getattr(function, "__self__", None)
         _check_call(getattr(function, "__name__", ""), (subject, *arguments[3:], *options.values()))
@@ -119,7 +119,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:  # type: ignore[override]
-        """Joins what a block writes."""
+        """Join the pieces that a block writes."""
         pieces = list(pieces)
         _check_length(sum(map(len, pieces)))
         return "".join(pieces)
@@ -129,14 +129,14 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return self.concat(map(str, parts))
 
     def counted(self, context: jinja2.runtime.Context, items: Any) -> Any:
-        """What a loop goes through."""
+        """The items of a loop, counted."""
         if hasattr(items, "__len__"):
             context["motet_rendering"].count_steps(len(items))
         return items
 
 
 def _check_length(length: int) -> None:
-    if length > _MOST_CHARACTERS:
+    if length > _MAX_CHARACTERS:
         raise jinja2.TemplateError("it makes a value that would fill the memory")
 
 
@@ -146,10 +146,10 @@ def _check_format(text: str) -> None:
 
 
 def _check_call(name: str, values: Sequence[Any]) -> None:
-    """Raises TemplateError for a method or a filter that would make too much of what it is given."""
+    """Raise TemplateError for a method or a filter whose result would be too large."""
     for value in values:
         if isinstance(value, int):
-            # A width, or a count.
+            # It may be a width or a count.
             _check_length(abs(value))
     if name in _FORMATS:
         _check_format(str(values[0]))
@@ -165,7 +165,7 @@ def _bounded(value: Any) -> Any:
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that is held to the bounds of a call. `wraps` keeps the marks by which jinja knows what to give it."""
+    """A filter with the bounds of a call. `wraps` keeps jinja's marks, which say which arguments the filter gets."""
 
     @functools.wraps(function)
     def filtered(*arguments: Any, **options: Any) -> Any:
@@ -176,14 +176,15 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 
 def environment() -> jinja2.Environment:
-    made = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-    made.filters["tojson"] = _to_json
-    made.globals["raise_exception"] = _raise_exception
-    made.globals["range"] = _range
-    # Without `strftime_now` many templates take a date of their own; the others say that it is undefined.
-    del made.globals["lipsum"], made.filters["random"]
-    made.filters = {name: _bounded_filter(name, function) for name, function in made.filters.items()}
-    return made
+    """A new environment with all bounds."""
+    bounded = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+    bounded.filters["tojson"] = _to_json
+    bounded.globals["raise_exception"] = _raise_exception
+    bounded.globals["range"] = _range
+    # There is no `strftime_now`: many templates then use a fixed date; the others raise that it is undefined.
+    del bounded.globals["lipsum"], bounded.filters["random"]
+    bounded.filters = {name: _bounded_filter(name, function) for name, function in bounded.filters.items()}
+    return bounded
 
 
 def _range(*bounds: int) -> range:

@@ -1,11 +1,11 @@
-"""Conversations to tokens: the tokenizer's chat template, one token an item, loss on the answers alone.
+"""Conversations to tokens: the tokenizer's chat template, one token for each item, loss on the answers alone.
 
-The whole text is rendered and tokenised once, and tokens are matched to the answers by their character offsets: a token
-that shares any character with an answer is a target. So the result is right for tokenizers that merge across the
-boundaries of turns too. An item is one special token, at which every tokenizer splits (`data/media_tokens.py`).
+The whole text is rendered and tokenised once. Character offsets match tokens to answers: a token that shares any
+character with an answer is a target. So the result is also right for tokenizers that merge across turns. An item is one
+special token, at which every tokenizer splits (`data/media_tokens.py`).
 
-A special token with a name, or one that the template writes, must not stand in a text: it would become a token there,
-and end a turn or stand for an item. Other special tokens in a text (boxes, say) are read as tokens, as elsewhere.
+A text must not hold a named special token or one that the template writes: it would end a turn or stand for an item.
+Other special tokens in a text (boxes, for example) become tokens.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from motet.data.tokenizer_files import open_backend, read_template, read_tokeniz
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# Part of every fingerprint: raise it when the same tokenizer and template are to give other tokens.
+# Part of every fingerprint: increment it when the same tokenizer and template give other tokens than before.
 _VERSION = 2
-_MOST_REASON = 200
+_MAX_REASON_CHARACTERS = 200
 
 
 class ChatTokenizer:
     """A tokenizer with its chat template; picklable, and small enough to send to worker processes.
 
-    backend: the tokenizer as the JSON of the tokenizers library (`tokenizer.json`).
-    template: Jinja source; None for the default one. special_tokens: at least eos_token, for the default template.
-    processor: the class in transformers that prepares what the tokenizer's model is given, None of a text model.
+    backend:        the tokenizer as the JSON of the tokenizers library (`tokenizer.json`).
+    template:       Jinja source; None: the default template.
+    special_tokens: name -> token; the default template needs at least eos_token.
+    processor:      the class in transformers that prepares the inputs of the tokenizer's model; None for a text model.
     """
 
     def __init__(
@@ -56,10 +57,10 @@ class ChatTokenizer:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> ChatTokenizer:
-        """From a directory with tokenizer.json and tokenizer_config.json, as transformers writes it.
+        """The tokenizer of a directory with tokenizer.json and tokenizer_config.json, as transformers writes it.
 
-        A directory of an older format (vocab.json and merges.txt, sentencepiece) is opened through transformers.
-        Raises UserError if there is no tokenizer, or a file of it is damaged.
+        transformers opens a directory of an older format (vocab.json and merges.txt, sentencepiece).
+        Raises UserError if there is no tokenizer, or one of its files is damaged.
         """
         directory = Path(directory)
         if not directory.is_dir():
@@ -76,16 +77,16 @@ class ChatTokenizer:
 
     @classmethod
     def from_transformers(cls, tokenizer: Any, template: str | None = None) -> ChatTokenizer:
-        """From a fast tokenizer of transformers. template: in the place of the tokenizer's own."""
-        own = tokenizer.chat_template
-        own = own.get("default") if isinstance(own, dict) else own
+        """A fast tokenizer of transformers. template: replaces the tokenizer's own."""
+        default = tokenizer.chat_template
+        default = default.get("default") if isinstance(default, dict) else default
         special = {name: value for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
         processor = tokenizer.init_kwargs.get("processor_class")
-        return cls(tokenizer.backend_tokenizer.to_str(), template or own, special, processor=processor)
+        return cls(tokenizer.backend_tokenizer.to_str(), template or default, special, processor=processor)
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same for two tokenizers only if they give the same tokens."""
+        """Equal for two tokenizers only if they give the same tokens."""
         digest = hashlib.blake2b(digest_size=16)
         names = json.dumps([self._names.special, self._names.processor], sort_keys=True)
         for part in (str(_VERSION), self._template.source, names):
@@ -107,8 +108,8 @@ class ChatTokenizer:
     def encode(self, conversation: Conversation) -> TokenSequence:
         """All tokens of a conversation, those of the answers (end token included) as targets. Raises UserError."""
         forms = self._forms(conversation)
-        text, spans, marked = self._template.render_with_answers(conversation.turns, _parts(forms))
-        if not marked:
+        text, spans, is_marked = self._template.render_with_answers(conversation.turns, _parts(forms))
+        if not is_marked:
             spans = [(start, self._past_end_token(text, end)) for start, end in spans]
         sequence = self._tokenise(text, spans, conversation.placeholders, forms)
         if not sequence.targets.any():
@@ -116,7 +117,7 @@ class ChatTokenizer:
         return sequence
 
     def encode_prompt(self, conversation: Conversation) -> tuple[TokenSequence, str]:
-        """For evaluation: everything before the last answer with the prompt for it, and that answer as text."""
+        """For evaluation: the tokens before the last answer with the prompt for it, and the answer's text."""
         before, answer = conversation.without_last_answer()
         forms = self._forms(before)
         text = self._template.render(before.turns, _parts(forms), generation_prompt=True)
@@ -138,7 +139,7 @@ class ChatTokenizer:
             return cls.from_transformers(tokenizer, read_template(directory))
         except UserError as error:
             raise UserError(f"tokenizer {directory}: {error}") from None
-        # Whatever its many readers raise on a damaged file.
+        # The readers of transformers raise exceptions of any kind on a damaged file.
         except Exception as error:
             raise UserError(
                 f"tokenizer {directory}: cannot be opened ({_reason(error)}); it must hold tokenizer.json"
@@ -149,48 +150,48 @@ class ChatTokenizer:
         from tokenizers import AddedToken
 
         tokenizer = open_backend(self._backend_json, "tokenizer.json")
-        # It would trim offsets, so that a space before an answer's word counts as no part of it.
+        # A post-processor would trim offsets: a space before an answer's word would not belong to the answer.
         tokenizer.post_processor = None
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        # As transformers does: what has a name is special, even where the file does not say so.
+        # As in transformers, a named token is special, even if the file does not mark it.
         special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
         named = {token for token in self._names.special.values() if tokenizer.token_to_id(token) is not None}
-        made = [AddedToken(token, special=True, normalized=False) for token in sorted(named - special)]
-        tokenizer.add_special_tokens(made)
+        added = [AddedToken(token, special=True, normalized=False) for token in sorted(named - special)]
+        tokenizer.add_special_tokens(added)
         return tokenizer
 
     @cached_property
     def _added(self) -> dict[str, int]:
-        """Tokens at which the tokenizer splits, whatever stands around them; special ones first."""
+        """Tokens at which the tokenizer always splits, with their ids; special ones first."""
         return self._special | {
             token.content: number for number, token in self._tokenizer.get_added_tokens_decoder().items()
         }
 
     @cached_property
     def _special(self) -> dict[str, int]:
-        """Those that are no text: they mark turns and items."""
+        """Special tokens with their ids: they mark turns and items, and are no text."""
         added = self._tokenizer.get_added_tokens_decoder()
         return {token.content: number for number, token in added.items() if token.special}
 
     @cached_property
     def _media_forms(self) -> dict[str, MediaForm]:
-        """Of the modalities that were asked for so far."""
+        """The forms of the modalities so far: a cache."""
         return {}
 
     @cached_property
     def _reserved(self) -> re.Pattern[str] | None:
-        """What no text may hold."""
+        """A pattern of the tokens that no text may hold; None if there are none."""
         tokens = reserved_tokens(self._template, self._special, self._names)
         return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else None
 
     def _forms(self, conversation: Conversation) -> dict[str, MediaForm]:
-        """By modality, how the items of a conversation stand in it; its texts are checked."""
+        """The form of the items of each modality in a conversation. Raises UserError for a reserved token in a text."""
         for turn in conversation.turns:
             for kind, text in turn.pieces:
-                if kind == TEXT and self._reserved and (found := self._reserved.search(text)):
+                if kind == TEXT and self._reserved and (match := self._reserved.search(text)):
                     raise UserError(
-                        f"the text of the {turn.role} holds '{found.group()}', a token by which the tokenizer marks "
+                        f"the text of the {turn.role} holds '{match.group()}', a token by which the tokenizer marks "
                         "turns, texts or media; write it in another way"
                     )
         for modality in set(conversation.placeholders) - self._media_forms.keys():
@@ -201,7 +202,7 @@ class ChatTokenizer:
         return forms
 
     def _past_end_token(self, text: str, end: int) -> int:
-        """Where the special token ends that follows an answer, spaces between them allowed; `end` if none does."""
+        """The end of the special token that follows an answer, perhaps after spaces; `end` if none follows."""
         rest = text[end:].lstrip()
         start = len(text) - len(rest)
         lengths = [len(token) for token in self._special if rest.startswith(token)]
@@ -210,35 +211,38 @@ class ChatTokenizer:
     def _tokenise(
         self, text: str, spans: list[tuple[int, int]], placeholders: tuple[str, ...], forms: dict[str, MediaForm]
     ) -> TokenSequence:
-        of_written = {form.written: modality for modality, form in forms.items()}
-        matches = list(re.finditer("|".join(map(re.escape, of_written)), text)) if forms else []
-        if tuple(of_written[match.group()] for match in matches) != placeholders:
+        """Tokens of a rendered text. spans: characters [start, end) of the answers in it."""
+        # 1. Find the items, and replace what the template wrote for them by what is tokenised.
+        modality_of = {form.written: modality for modality, form in forms.items()}
+        matches = list(re.finditer("|".join(map(re.escape, modality_of)), text)) if forms else []
+        if tuple(modality_of[match.group()] for match in matches) != placeholders:
             raise UserError("the tokenizer's chat template drops, repeats or reorders placeholders such as <image>")
-        pieces, at = list[str](), 0
+        pieces, copied = list[str](), 0
         for match in matches:
-            pieces += [text[at : match.start()], forms[of_written[match.group()]].put]
-            at = match.end()
-        tokens, offsets = self._encode("".join([*pieces, text[at:]]))
-        # shifts[i]: by how much what stands after the first i items has moved.
+            pieces += [text[copied : match.start()], forms[modality_of[match.group()]].put]
+            copied = match.end()
+        # 2. Tokenise.
+        tokens, offsets = self._encode("".join([*pieces, text[copied:]]))
+        # 3. Targets: move the spans as the replacements moved the text. shifts[i]: characters added by i items.
         shifts = [0, *accumulate(len(put) - len(match.group()) for match, put in zip(matches, pieces[1::2]))]
         targets = np.zeros(len(tokens), dtype=bool)
         for span in spans:
-            start, end = (place + shifts[sum(match.end() <= place for match in matches)] for place in span)
+            start, end = (bound + shifts[sum(match.end() <= bound for match in matches)] for bound in span)
             targets |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
+        # 4. The token of each item; it is an input, even in an answer.
         markers = [forms[name] for name in placeholders]
         starts = [
             match.start() + shift + form.put.index(form.token) for match, shift, form in zip(matches, shifts, markers)
         ]
         positions = self._find_markers(tokens, offsets, starts, [form.token for form in markers])
-        # What stands at a placeholder is an input, even in an answer.
         targets[positions] = False
         return TokenSequence(tokens, targets, placeholders, positions)
 
     def _encode(self, text: str) -> tuple[Int64Array, Int64Array]:
-        """Token ids [num_tokens], and the characters [start, end) that each is made of [num_tokens, 2]."""
+        """Token ids int64 [num_tokens], and the characters [start, end) of each, int64 [num_tokens, 2]."""
         try:
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        # The library raises nothing more special: of a text that its vocabulary has no token for, as a rule.
+        # The library raises plain Exception, usually for a text that its vocabulary has no token for.
         except Exception as error:
             raise UserError(f"the tokenizer cannot encode the text ({_reason(error)})") from None
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
@@ -247,10 +251,10 @@ class ChatTokenizer:
     def _find_markers(
         self, tokens: Int64Array, offsets: Int64Array, starts: list[int], markers: list[str]
     ) -> Int64Array:
-        """The token of each item, int64 [num_items]; a marker may have taken spaces around it along."""
+        """The position of each item's token, int64 [num_items]; a marker's token may include spaces around it."""
         if not markers:
             return np.zeros(0, dtype=np.int64)
-        # A token that ends after the marker's start, and the first of these that is the marker.
+        # The first token that ends after the marker's start.
         positions = np.searchsorted(offsets[:, 1], np.array(starts, dtype=np.int64), side="right")
         expected = np.array([self._added[marker] for marker in markers])
         if not np.array_equal(tokens[np.minimum(positions, len(tokens) - 1)], expected):
@@ -259,8 +263,9 @@ class ChatTokenizer:
 
 
 def _parts(forms: dict[str, MediaForm]) -> set[str]:
+    """The modalities whose items the template takes as parts."""
     return {modality for modality, form in forms.items() if form.is_part}
 
 
 def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:_MOST_REASON] or type(error).__name__
+    return " ".join(str(error).split())[:_MAX_REASON_CHARACTERS] or type(error).__name__

@@ -1,9 +1,10 @@
-"""What the files of a tokenizer's directory say: `tokenizer.json`, and beside it what transformers writes.
+"""Reads the files of a tokenizer's directory: `tokenizer.json`, and the files that transformers writes beside it.
 
-The chat template is the processor's (`chat_template.jinja`, `chat_template.json`, `processor_config.json`) before the
-tokenizer's (`tokenizer_config.json`): of a multimodal model, only the former may know of media. Named tokens are those
-of `tokenizer_config.json`, else of `processor_config.json` or `special_tokens_map.json`, else the media tokens that
-`config.json` gives by number.
+Chat template: the processor's (`chat_template.jinja`, `chat_template.json`, `processor_config.json`), else the
+tokenizer's (`tokenizer_config.json`). Only the processor's may write media.
+
+Named tokens: those of `tokenizer_config.json`, else of `processor_config.json` or `special_tokens_map.json`, else the
+media tokens that `config.json` gives by number.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _NUMBERED = {
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """backend: the text of tokenizer.json. template: Jinja source, None if there is none."""
+    """The contents of a directory. backend: the text of tokenizer.json. template: Jinja source, or None."""
 
     backend: str
     template: str | None
@@ -39,7 +40,7 @@ class TokenizerFiles:
 
 
 def read_tokenizer(directory: Path) -> TokenizerFiles:
-    """What a directory with tokenizer.json says. Raises UserError naming the file that is wrong."""
+    """The contents of a directory with tokenizer.json. Raises UserError naming the file that is wrong."""
     backend = read_text(directory / "tokenizer.json", "the tokenizer")
     tokenizer = open_backend(backend, f"{directory / 'tokenizer.json'}")
     config = read_optional_object(directory / _CONFIG)
@@ -49,12 +50,12 @@ def read_tokenizer(directory: Path) -> TokenizerFiles:
 
 
 def open_backend(text: str, where: str) -> Tokenizer:
-    """The tokenizer that the JSON of the tokenizers library describes. Raises UserError naming `where` it stands."""
+    """The tokenizer of a JSON text of the tokenizers library. where: the text's file, which a UserError names."""
     from tokenizers import Tokenizer
 
     try:
         tokenizer = Tokenizer.from_str(text)
-    # The library raises nothing more special.
+    # The library raises plain Exception.
     except Exception as error:
         raise UserError(f"{where}: is no tokenizer of the tokenizers library ({_line(error)})") from None
     if not tokenizer.get_vocab_size():
@@ -63,16 +64,16 @@ def open_backend(text: str, where: str) -> Tokenizer:
 
 
 def read_template(directory: Path) -> str | None:
-    """The chat template of a directory. Raises UserError if files that count alike differ, or hold no template."""
-    found = list(_processor_templates(directory))
-    for where, template in found[1:]:
-        if template != found[0][1]:
-            raise UserError(f"{found[0][0]} and {where} hold different chat templates; remove one of them")
-    if not found and (template := _template_in(directory / _CONFIG)) is not None:
-        found = [(directory / _CONFIG, template)]
-    if found and not found[0][1].strip():
-        raise UserError(f"{found[0][0]}: its chat template is empty; write one, or remove it for a plain one")
-    return found[0][1] if found else None
+    """The chat template of a directory, or None. Raises UserError if files differ, or for an empty one."""
+    templates = list(_processor_templates(directory))
+    for where, template in templates[1:]:
+        if template != templates[0][1]:
+            raise UserError(f"{templates[0][0]} and {where} hold different chat templates; remove one of them")
+    if not templates and (template := _template_in(directory / _CONFIG)) is not None:
+        templates = [(directory / _CONFIG, template)]
+    if templates and not templates[0][1].strip():
+        raise UserError(f"{templates[0][0]}: its chat template is empty; write one, or remove it for a plain one")
+    return templates[0][1] if templates else None
 
 
 def _processor_templates(directory: Path) -> Iterator[tuple[Path, str]]:
@@ -85,25 +86,25 @@ def _processor_templates(directory: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _template_in(path: Path) -> str | None:
-    """The template under `chat_template` in a JSON file: a text, or the one that is named "default" of several."""
-    given = read_optional_object(path).get("chat_template")
-    if isinstance(given, list):
-        given = {
+    """The template under `chat_template` in a JSON file: a text, or of several texts the one named "default"."""
+    template = read_optional_object(path).get("chat_template")
+    if isinstance(template, list):
+        template = {
             named["name"]: named["template"]
-            for named in given
+            for named in template
             if isinstance(named, dict) and isinstance(named.get("name"), str) and "template" in named
         }
-    if isinstance(given, dict):
-        if "default" not in given:
+    if isinstance(template, dict):
+        if "default" not in template:
             raise UserError(f"{path}: 'chat_template' has several templates, of which none is named 'default'")
-        given = given["default"]
-    if given is not None and not isinstance(given, str):
+        template = template["default"]
+    if template is not None and not isinstance(template, str):
         raise UserError(f"{path}: 'chat_template' must be a text, or several, of which one is named 'default'")
-    return given
+    return template
 
 
 def _named_tokens(directory: Path, config: dict[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
-    """Tokens by name. Raises UserError for one that is no token of the tokenizer, and so would be read as a text."""
+    """Name -> token. Raises UserError for a token that the tokenizer does not have: it would become text."""
     files = [(name, read_optional_object(directory / name)) for name in ("special_tokens_map.json", _PROCESSORS[0])]
     files += [(_CONFIG, config), *((_CONFIG, config[name]) for name in _NAMED if isinstance(config.get(name), dict))]
     special = _numbered_tokens(directory, tokenizer)
@@ -121,7 +122,7 @@ def _named_tokens(directory: Path, config: dict[str, Any], tokenizer: Tokenizer)
 
 
 def _numbered_tokens(directory: Path, tokenizer: Tokenizer) -> dict[str, str]:
-    """By name. Numbers of ordinary words are of another tokenizer, and are not looked at."""
+    """Name -> media token by its number in config.json. A number of an ordinary word is of another tokenizer."""
     config, added = read_optional_object(directory / "config.json"), tokenizer.get_added_tokens_decoder()
     numbers = {
         name: next((config[key] for key in keys if isinstance(config.get(key), int)), None)
@@ -131,7 +132,7 @@ def _numbered_tokens(directory: Path, tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _processor(directory: Path, config: dict[str, Any]) -> str | None:
-    """The class that prepares what the model is given; of a multimodal model without one, the model's own class."""
+    """The class that prepares the model's inputs; for a multimodal model without one, the model's own class."""
     for table in (*(read_optional_object(directory / name) for name in _PROCESSORS), config):
         if isinstance(table.get("processor_class"), str):
             return str(table["processor_class"])
@@ -143,20 +144,20 @@ def _processor(directory: Path, config: dict[str, Any]) -> str | None:
 
 
 def _check_same_tokens(directory: Path, config: dict[str, Any], tokenizer: Tokenizer) -> None:
-    """transformers adds what other files have more than tokenizer.json; the same text would be other tokens here."""
-    for place, token, number in _promised_tokens(directory, config):
+    """Raise UserError if another file has a token that tokenizer.json lacks: transformers would add it."""
+    for file, token, number in _tokens_elsewhere(directory, config):
         content = token.get("content") if isinstance(token, dict) else token
         known = tokenizer.token_to_id(content) if isinstance(content, str) else None
         if known is None or number not in (None, str(known)):
             as_number = f" as token {number}" if number else ""
             raise UserError(
-                f"{place}: has {str(content)[:40]!r}{as_number}, which tokenizer.json has not; save the tokenizer anew "
+                f"{file}: has {str(content)[:40]!r}{as_number}, which tokenizer.json has not; save the tokenizer anew "
                 "by transformers"
             )
 
 
-def _promised_tokens(directory: Path, config: dict[str, Any]) -> Iterator[tuple[Path, object, str | None]]:
-    """Tokens that other files speak of, each with its file and, where that is said, its number."""
+def _tokens_elsewhere(directory: Path, config: dict[str, Any]) -> Iterator[tuple[Path, object, str | None]]:
+    """(file, token, number or None) of the tokens in files other than tokenizer.json."""
     where, older = directory / _CONFIG, directory / "added_tokens.json"
     added = config.get("added_tokens_decoder") or {}
     if not isinstance(added, dict):

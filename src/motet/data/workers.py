@@ -1,10 +1,9 @@
-"""Worker processes that run one handler on a stream of tasks: small, fast to start, and never waited for in vain.
+"""Worker processes that run a handler on a stream of tasks: small, fast to start, and replaced when they die.
 
-They are plain subprocesses on a socket each, not `multiprocessing` children: those import the main script again, and
-with it torch (300 MB a process), and outlive a parent that is killed. Here a worker ends when its socket closes, for
-whatever reason, and a worker that dies is noticed at once. Another takes its place and tries the task again: a task
-that kills its worker twice is to blame and fails alone, and only where workers go on dying does the pool give up.
-Arrays come back without being copied by pickle (protocol 5, out of band).
+Each worker is a plain subprocess with a socket, not a child of `multiprocessing`: such a child imports the main script
+again, and with it torch (300 MB for each process), and outlives a parent that is killed. Here a worker ends when its
+socket closes, and its death is noticed at once. Then a new worker retries the task. A task that kills two workers
+fails; the pool gives up only after many deaths. Pickle does not copy arrays (protocol 5, out of band).
 """
 
 from __future__ import annotations
@@ -34,16 +33,17 @@ _START = (
     "from motet.data.workers import serve; serve(int(sys.argv[1]))"
 )
 _EXIT_TIMEOUT_S = 5.0
-_DEATHS_OF_A_TASK = 2
-_DEATHS_OF_A_POOL = 20
+_MAX_TASK_DEATHS = 2
+_MAX_POOL_DEATHS = 20
 _TASK_LIMIT_S = 600.0
-"""What answers no sooner hangs. Reading a file takes seconds, a stretch of a manifest's headers minutes at the most."""
+"""A task that takes longer hangs. Reading a file takes seconds, and reading a chunk's headers minutes at most."""
 
 
 class WorkerDied(UserError):
-    """A worker process ended by itself, killed by the system as a rule: for its memory, or by a damaged file.
+    """A worker process died; usually the system killed it, for its memory or because of a damaged file.
 
-    how: as a clause, "was killed by SIGSEGV". is_final: whether the pool has given up, and every task fails.
+    how:      a clause, "was killed by SIGSEGV".
+    is_final: whether the pool has given up, so that every task fails.
     """
 
     def __init__(self, text: str, how: str, *, is_final: bool = False) -> None:
@@ -55,7 +55,12 @@ class WorkerPool:
     """`num_workers` processes, each with a handler `make_handler(*args)`; 0 runs the handler in this process.
 
     make_handler, args and tasks are pickled: make_handler must be importable, not defined in the main script.
-    Tasks are taken in order by whichever worker is free; one that is not done after limit_s seconds counts as dead.
+    A free worker takes the next task in order. A worker that does not answer within limit_s seconds counts as dead.
+
+    Example:
+        >>> with WorkerPool(0, lambda: len) as pool:
+        ...     pool.submit([7, 8, 9]).result()
+        3
     """
 
     def __init__(
@@ -65,7 +70,7 @@ class WorkerPool:
         *args: Any,
         limit_s: float = _TASK_LIMIT_S,
     ) -> None:
-        """Raises UserError if the system starts no more processes."""
+        """Raises UserError if the system cannot start a process."""
         self._inline = make_handler(*args) if num_workers == 0 else None
         self._handler, self._limit_s = (make_handler, args), limit_s
         self._tasks: queue.SimpleQueue[tuple[Any, Future[Any]] | None] = queue.SimpleQueue()
@@ -84,13 +89,13 @@ class WorkerPool:
                 "(data.num_workers)"
             ) from error
         for number, worker in enumerate(workers):
-            # Daemon: a program that ends without closing the pool does not hang on it.
+            # A daemon thread, so that a program can end without closing the pool.
             thread = threading.Thread(target=self._run, args=(worker,), name=f"worker-{number}", daemon=True)
             thread.start()
             self._threads.append(thread)
 
     def submit(self, task: Any) -> Future[Any]:
-        """The future raises what the handler raised, or WorkerDied."""
+        """The future result of a task. It raises the handler's exception, or WorkerDied."""
         future: Future[Any] = Future()
         if self._inline is None:
             self._tasks.put((task, future))
@@ -102,7 +107,7 @@ class WorkerPool:
         return future
 
     def close(self) -> None:
-        """Let the workers finish the tasks they have been given, and end them."""
+        """Let the workers finish all submitted tasks, then end them."""
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
@@ -114,12 +119,12 @@ class WorkerPool:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is not None:
-            # What is still queued is of no use to anyone.
+            # Nobody needs the queued tasks any more.
             self._broken = self._broken or WorkerDied("the pool was closed", "was closed", is_final=True)
         self.close()
 
     def _run(self, worker: _Worker) -> None:
-        """One worker after the other, until there are no more tasks."""
+        """Run tasks on a worker and its replacements, until there are no more tasks."""
         while (item := self._tasks.get()) is not None:
             task, future = item
             if not future.set_running_or_notify_cancel():
@@ -129,28 +134,28 @@ class WorkerPool:
                 try:
                     if self._broken:
                         raise self._broken
-                    succeeded, value = worker.ask(task)
+                    succeeded, value = worker.run(task)
                     future.set_result(value) if succeeded else future.set_exception(value)
                 except (EOFError, OSError) as error:
-                    deaths.append(self._buried(worker, task, error))
-                    worker = self._successor(worker)
-                    if len(deaths) == _DEATHS_OF_A_TASK and not self._broken:
+                    deaths.append(self._record_death(worker, task, error))
+                    worker = self._replace(worker)
+                    if len(deaths) == _MAX_TASK_DEATHS and not self._broken:
                         future.set_exception(deaths[-1])
                 except Exception as error:
                     future.set_exception(error)
         worker.end()
 
-    def _buried(self, worker: _Worker, task: Any, error: Exception) -> WorkerDied:
-        """What a worker died of; if it was one too many, the pool has given up."""
-        how = worker.obituary(error)
+    def _record_death(self, worker: _Worker, task: Any, error: Exception) -> WorkerDied:
+        """The death of a worker as an error; after _MAX_POOL_DEATHS the pool gives up."""
+        how = worker.cause_of_death(error)
         text = f"a worker process {how} while it had {task!r:.300}"
-        if (num_deaths := next(self._deaths)) >= _DEATHS_OF_A_POOL:
+        if (num_deaths := next(self._deaths)) >= _MAX_POOL_DEATHS:
             hint = f"{num_deaths} workers have died; is the machine short of memory? Use fewer (data.num_workers)"
             self._broken = WorkerDied(f"{text}; {hint}", how, is_final=True)
         return WorkerDied(text, how)
 
-    def _successor(self, dead: _Worker) -> _Worker:
-        """A new worker; the dead one, of which nothing is asked any more, if the pool has given up."""
+    def _replace(self, dead: _Worker) -> _Worker:
+        """A new worker; the dead one, which gets no more tasks, if the pool has given up."""
         if not self._broken:
             try:
                 return _Worker(self._handler, self._limit_s)
@@ -169,16 +174,18 @@ class _Worker:
         self._link, self._process = _start_worker()
         self._link.settimeout(limit_s)
 
-    def ask(self, task: Any) -> tuple[bool, Any]:
-        """Whether it succeeded, and what came of it. Raises EOFError or OSError if the worker has died, or hangs."""
+    def run(self, task: Any) -> tuple[bool, Any]:
+        """Whether the task succeeded, and its result or exception. Raises EOFError or OSError if the worker is dead or
+        hangs.
+        """
         if self._handler is not None:
             _send(self._link, self._handler)
             self._handler = None
         _send(self._link, task)
         return _receive(self._link)  # type: ignore[no-any-return]
 
-    def obituary(self, error: Exception) -> str:
-        """What a worker has died of, as a clause, from the error of asking it; one that hangs is killed."""
+    def cause_of_death(self, error: Exception) -> str:
+        """Why `run` raised `error`, as a clause: "was killed by SIGSEGV". A worker that hangs is killed."""
         if isinstance(error, TimeoutError):
             self._process.kill()
             self.end()
@@ -190,7 +197,7 @@ class _Worker:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
     def end(self) -> None:
-        """Let it go, by force if it does not."""
+        """Close the socket and wait for the process; kill it if it does not end."""
         self._link.close()
         try:
             self._process.wait(_EXIT_TIMEOUT_S)
@@ -200,9 +207,9 @@ class _Worker:
 
 
 def serve(descriptor: int) -> None:
-    """The worker's side: answer tasks until the socket closes."""
-    # A terminal signals all of its processes, and torchrun a rank with its children; the rank may still want to finish
-    # its step, and its workers end when it does.
+    """The worker's side: run tasks until the socket closes."""
+    # A terminal signals all its processes, and torchrun a rank with its children. The rank may still finish its step;
+    # its workers end when the rank ends.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as link:
@@ -238,7 +245,7 @@ def _answer(handler: Callable[[Any], Any], task: Any) -> tuple[bool, Any]:
 
 def _start_worker() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair()
-    # A worker is one core's worth of work: the threads of BLAS would only fight each other.
+    # A worker is meant for one core: threads of BLAS would compete for it.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     with theirs:
         process = subprocess.Popen(
@@ -268,12 +275,12 @@ def _receive(link: socket.socket) -> Any:
 
 
 def _read(link: socket.socket, num_bytes: int) -> memoryview:
-    # Not a bytearray: that would be filled with zeros first.
+    # Not a bytearray, which would first be filled with zeros.
     data = np.empty(num_bytes, dtype=np.uint8).data
-    done = 0
-    while done < num_bytes:
-        got = link.recv_into(data[done:])
-        if not got:
+    num_read = 0
+    while num_read < num_bytes:
+        received = link.recv_into(data[num_read:])
+        if not received:
             raise EOFError
-        done += got
+        num_read += received
     return data

@@ -1,4 +1,4 @@
-"""Decisions of a step and the moves that they imply: all that a training loop of one's own needs of Motet.
+"""Decisions of a step and the moves that they imply: all that a user's own training loop needs from Motet.
 
 orchestrator = Orchestrator(costs, num_ranks, balanced)     which phases are balanced, at what cost of which work
 decision = orchestrator.decide(lengths)                     one Assignment a phase, the same on all ranks
@@ -13,8 +13,8 @@ from motet.balance import ItemWork, LengthWork, Link, Network, Packed, Padded, S
 from motet.dispatch.batch import PackedSequences, RankBatch, assemble, pack
 from motet.dispatch.config import BalanceConfig, PackedCostConfig, SpeedConfig
 from motet.dispatch.exchange import exchange, exchange_rows
-from motet.dispatch.holdings import LoadedExample, Measure
 from motet.dispatch.items import ExchangedItems, ItemExchange
+from motet.dispatch.loaded import LoadedExample, Measure
 from motet.dispatch.route import Route, compose_route
 
 __all__ = [

@@ -18,12 +18,20 @@ from motet.dispatch.route import Route, compose_route
 
 @dataclass(frozen=True, eq=False)
 class PackedSequences:
-    """Interleaved sequences one after the other, without padding; any number of them, none included.
+    """Zero or more interleaved sequences, one after the other, without padding.
 
-    tokens:            LongTensor [total]; where a feature goes, any valid id.
-    targets:           BoolTensor [total], loss is taken on predicting tokens[t] where targets[t].
-    offsets:           IntTensor on the CPU [num_sequences + 1], sequence i is tokens[offsets[i]:offsets[i + 1]].
-    feature_positions: per phase, LongTensor [rows], the place of each row of the phase's features; ascending.
+    tokens:            LongTensor [total]; any valid id where a feature row goes.
+    targets:           BoolTensor [total]; the loss counts the prediction of tokens[t] where targets[t].
+    offsets:           IntTensor on the CPU [num_sequences + 1]; sequence i is tokens[offsets[i]:offsets[i + 1]].
+    feature_positions: per phase, LongTensor [rows]; the position of each row of the phase's features; ascending.
+
+    Example:
+        >>> text = TokenSequence(np.array([7, 0, 9]), np.array([False, False, True]), ("image",), np.array([1]))
+        >>> packed = pack([text], {"image": np.array([3])})  # the image takes 3 rows
+        >>> packed.tokens.tolist(), packed.offsets.tolist()
+        ([7, 0, 0, 0, 9], [0, 5])
+        >>> packed.feature_positions["image"].tolist()
+        [1, 2, 3]
     """
 
     tokens: Tensor
@@ -33,20 +41,24 @@ class PackedSequences:
 
     @property
     def num_sequences(self) -> int:
+        """Sequences of this rank."""
         return len(self.offsets) - 1
 
     @property
     def num_tokens(self) -> int:
+        """Rows of all sequences, text and media."""
         return len(self.tokens)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedSequences:
+        """The same sequences with all tensors but `offsets` on `device`."""
         return self._with_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> PackedSequences:
+        """The same sequences with all tensors but `offsets` in pinned memory."""
         return self._with_tensors(lambda tensor: tensor.pin_memory())
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> PackedSequences:
-        """Changes all but `offsets`, which stay on the CPU: shapes are computed from them."""
+        """Apply `change` to all tensors but `offsets`, which stay on the CPU: shapes are computed from them."""
         return replace(
             self,
             tokens=change(self.tokens),
@@ -56,11 +68,12 @@ class PackedSequences:
 
 
 def pack(sequences: Sequence[TokenSequence], num_tokens: Mapping[str, Int64Array]) -> PackedSequences:
-    """Pack sequences in the given order, each placeholder grown to the rows that its item takes.
+    """Pack sequences in the given order and replace each placeholder by as many rows as its item takes.
 
-    num_tokens: per phase, also one that does not occur, int64 [num_items], the rows of its items in order.
-    A placeholder is never a target, nor is the first token of a sequence, which nothing predicts.
-    Raises ValueError where a phase's number of items is not that of its placeholders.
+    num_tokens: per phase, int64 [num_items]: the rows of its items in order. Phases without items are listed too.
+    Neither a placeholder nor the first token of a sequence is a target: nothing predicts them.
+    Raises ValueError for a placeholder of an unknown phase, and where a phase has more or fewer items than
+    placeholders.
     """
     tokens = np.concatenate([sequence.tokens for sequence in sequences] or [np.empty(0, np.int64)])
     targets = np.concatenate([sequence.targets for sequence in sequences] or [np.empty(0, np.bool_)])
@@ -76,20 +89,19 @@ def pack(sequences: Sequence[TokenSequence], num_tokens: Mapping[str, Int64Array
     if unknown := set(phases) - num_tokens.keys():
         raise ValueError(f"sequences have placeholders of unknown phases {sorted(unknown)}")
     for phase, rows in num_tokens.items():
-        places = placeholders[phases == phase]
-        if len(places) != len(rows):
-            raise ValueError(f"{len(places)} placeholders of phase {phase!r}, {len(rows)} items")
-        repeats[places] = rows
+        replaced = placeholders[phases == phase]
+        if len(replaced) != len(rows):
+            raise ValueError(f"{len(replaced)} placeholders of phase {phase!r}, {len(rows)} items")
+        repeats[replaced] = rows
     targets[placeholders] = False
 
-    # ends[t]: tokens of the packed sequences up to and with text token t.
-    ends = np.concatenate([[0], np.cumsum(repeats)])
+    # Text token t becomes the packed rows starts[t] to starts[t + 1].
+    starts = np.concatenate([[0], np.cumsum(repeats)])
     positions = {}
     for phase in num_tokens:
-        places = placeholders[phases == phase]
-        spans = [np.arange(ends[place], ends[place + 1]) for place in places]
+        spans = [np.arange(starts[t], starts[t + 1]) for t in placeholders[phases == phase]]
         positions[phase] = torch.from_numpy(np.concatenate(spans or [np.empty(0, np.int64)]))
-    offsets = ends[np.concatenate([[0], np.cumsum(text_lengths)]).astype(np.int64)]
+    offsets = starts[np.concatenate([[0], np.cumsum(text_lengths)]).astype(np.int64)]
     packed_targets = np.repeat(targets, repeats)
     packed_targets[offsets[:-1][np.diff(offsets) > 0]] = False
     return PackedSequences(
@@ -102,13 +114,22 @@ def pack(sequences: Sequence[TokenSequence], num_tokens: Mapping[str, Int64Array
 
 @dataclass(frozen=True, eq=False)
 class RankBatch:
-    """All that one rank needs for one microbatch, and what is known of the microbatch as a whole.
+    """What one rank computes of one microbatch, and what all ranks know of the whole microbatch.
 
-    sequences:   the sequences that this rank runs through the backbone, in slot order.
-    media:       per phase, values [rows, row_dim] and sizes LongTensor on the CPU [num_items, size_dim] of the items
-                 that this rank encodes, in slot order; [0, 0] both where it has none.
-    routes:      per phase, how this rank's encoder outputs reach the backbone.
+    sequences: the sequences that this rank runs through the backbone, in the order of their positions on the rank.
+    media:     per phase, values [rows, row_dim] and sizes LongTensor on the CPU [num_items, size_dim] of the items that
+               this rank encodes, in the order of their positions on the rank; both are [0, 0] where it has none.
+    routes:    per phase, how this rank's encoder outputs reach the backbone.
     lengths, decision: of the whole microbatch, the same on all ranks.
+
+    Example:
+        >>> from motet.dispatch import Orchestrator, Packed
+        >>> lengths = BatchLengths(np.array([5, 3]), np.array([4, 2]), np.array([0, 1], np.int32), {})
+        >>> decision = Orchestrator({"backbone": Packed()}, 2, {"backbone"}).decide(lengths)
+        >>> text = TokenSequence(np.arange(5), np.ones(5, bool), (), np.array([], int))  # example 0, for rank 0
+        >>> batch = assemble(decision, lengths, 0, [text], {})
+        >>> batch.sequences.num_tokens, batch.num_tokens  # of rank 0, of both ranks
+        (5, 8)
     """
 
     sequences: PackedSequences
@@ -128,13 +149,13 @@ class RankBatch:
         return int(self.lengths.sequence.sum())
 
     def has(self, phase: str) -> bool:
-        """Whether any rank has an item of an encoder phase: what all ranks must agree on before they leave it out."""
+        """Whether any rank has an item of an encoder phase; all ranks get the same answer, and leave it out alike."""
         return self.lengths.items[phase].num_items > 0
 
     def to(
         self, device: torch.device | str, *, dtype: torch.dtype | None = None, non_blocking: bool = False
     ) -> RankBatch:
-        """The batch on a device; with `dtype`, media values in it (float32 as loaded)."""
+        """The same batch on `device`; media values are cast to `dtype` if it is given (they are loaded as float32)."""
         return replace(
             self,
             sequences=self.sequences.to(device, non_blocking=non_blocking),
@@ -146,6 +167,7 @@ class RankBatch:
         )
 
     def pin_memory(self) -> RankBatch:
+        """The same batch in pinned memory, except for sizes and offsets."""
         return replace(
             self,
             sequences=self.sequences.pin_memory(),
@@ -163,11 +185,11 @@ def assemble(
     *,
     ranks_per_node: int | None = None,
 ) -> RankBatch:
-    """The RankBatch of one rank, from what it has loaded (or was sent).
+    """The RankBatch of one rank, made of what the rank has loaded or received.
 
-    sequences: those of `decision.backbone.on_rank(rank)`, in that order.
-    media:     per phase, those of `decision.assignments[phase].on_rank(rank)`, in that order.
-    Raises ValueError where they are not what `lengths` says: a stale index, for instance.
+    sequences: those of the examples `decision.backbone.on_rank(rank)`, in that order.
+    media:     per phase, the items `decision.assignments[phase].on_rank(rank)`, in that order.
+    Raises ValueError where they differ from what `lengths` says: a stale index, for instance.
     """
     routes, num_tokens, values = {}, {}, {}
     for phase, items in lengths.items.items():
@@ -193,17 +215,17 @@ def _stack(media: Sequence[Media]) -> tuple[Tensor, Tensor]:
 
 
 def _check(packed: PackedSequences, lengths: BatchLengths, examples: Int64Array) -> None:
-    """A wrong length would give a wrong gradient without a word, so lengths are held against what came."""
+    """Compare lengths with the data that came: a wrong length would silently give a wrong gradient."""
     ends = packed.offsets.numpy()
     targets = np.concatenate([[0], np.cumsum(packed.targets.numpy())])
-    for name, found, expected in (
+    for name, actual, expected in (
         ("tokens", np.diff(ends), lengths.sequence[examples]),
         ("targets", targets[ends[1:]] - targets[ends[:-1]], lengths.num_targets[examples]),
     ):
-        if len(found) != len(expected):
-            raise ValueError(f"{len(found)} sequences were given where the decision puts {len(expected)}")
-        if (wrong := np.flatnonzero(found != expected)).size:
+        if len(actual) != len(expected):
+            raise ValueError(f"{len(actual)} sequences were given where the decision puts {len(expected)}")
+        if (wrong := np.flatnonzero(actual != expected)).size:
             i = wrong[0]
             raise ValueError(
-                f"example {examples[i]} of the batch has {found[i]} {name}, but its lengths say {expected[i]}"
+                f"example {examples[i]} of the batch has {actual[i]} {name}, but its lengths say {expected[i]}"
             )

@@ -1,4 +1,4 @@
-"""`[balance]` of a recipe: which phases are balanced, in which way, at what cost, and at what speed."""
+"""`[balance]` of a recipe: which phases are balanced, how, at what cost, and at what assumed speed."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from motet.balance import ASSUMED_SPEEDS, METHODS, Cost, Link, Method, Packed, Padded, Speed
+from motet.balance import METHODS, Cost, Method, Packed, Padded
 from motet.core.errors import UserError
-from motet.core.limits import Latency, Rate
 from motet.core.workload import BACKBONE
+from motet.dispatch.speed import SpeedConfig
 
 
 class PackedCostConfig(BaseModel):
-    """Cost of an item of length l in a phase that packs: linear * l + quadratic * l**2, in any integer unit.
+    """Cost of an item of length l in a packed phase: linear * l + quadratic * l**2, in any integer unit.
 
-    Taken with `cost = "length"` alone.
+    It has an effect only with `cost = "length"`.
+
+    Example:
+        >>> config = BalanceConfig(cost="length", costs={"image": PackedCostConfig(linear=3, quadratic=1)})
+        >>> config.phase_costs({"image": "packed"})["image"]
+        Packed(linear=3, quadratic=1)
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -27,69 +32,27 @@ class PackedCostConfig(BaseModel):
     quadratic: int = Field(default=0, ge=0, le=10**6)
 
 
-class SpeedConfig(BaseModel):
-    """`[balance.speed]`: what a rank computes and sends in a second, from which the way of balancing is predicted.
-
-    Constants and no measurements, so that a run can be repeated and all ranks decide alike. What is not given is
-    assumed by the kind of device, until it has been measured: what training reaches on a current data-centre GPU, with
-    four fifths of a network card of 200 Gbit/s for each; or a CPU core and a loopback. A link between nodes is never
-    assumed to be faster than the one inside. What counts is the ratio between computing and exchanging.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    device_tflops: Rate | None = Field(
-        None, description="10^12 operations a second of a rank, as training reaches them; cuda 400, cpu 0.04"
-    )
-    link_gbytes_per_s: Rate | None = Field(
-        None, description="10^9 bytes a second that a rank sends in its node; cuda 40, cpu 1"
-    )
-    link_latency_us: Latency | None = Field(
-        None, description="microseconds of an exchange of nothing; cuda 50, cpu 300"
-    )
-    inter_node_gbytes_per_s: Rate | None = Field(
-        None, description="10^9 bytes a second that a rank sends to other nodes; cuda 20, cpu 1"
-    )
-    inter_node_latency_us: Latency | None = Field(
-        None, description="microseconds that an exchange between nodes takes of nothing; cuda 50, cpu 300"
-    )
-
-    def resolved(self, device_type: str) -> Speed:
-        """With the assumption for a type of device, "cuda" or any other, in place of what is not given."""
-        assumed = ASSUMED_SPEEDS["cuda" if device_type == "cuda" else "cpu"]
-        flops_per_s = assumed.flops_per_s if self.device_tflops is None else self.device_tflops * 1e12
-        return Speed(flops_per_s, *self.links(assumed.link, assumed.inter_node))
-
-    def links(self, link: Link, inter_node: Link) -> tuple[Link, Link]:
-        """What is given of the links; the rest as they are otherwise, but that none between nodes is the faster."""
-        inside = _link(self.link_gbytes_per_s, self.link_latency_us, link)
-        return inside, _link(
-            self.inter_node_gbytes_per_s, self.inter_node_latency_us, inter_node.no_faster_than(inside)
-        )
-
-
-def _link(gbytes_per_s: float | None, latency_us: float | None, otherwise: Link) -> Link:
-    return Link(
-        otherwise.bytes_per_s if gbytes_per_s is None else gbytes_per_s * 1e9,
-        otherwise.latency_s if latency_us is None else latency_us * 1e-6,
-    )
-
-
 class BalanceConfig(BaseModel):
-    """Which phases are balanced and in which way, how items reach their ranks, and what an item costs.
+    """Which phases are balanced, by which method, how items reach their ranks, and what an item costs.
 
-    phases: "off", "backbone", "all", or the names of the phases that are balanced.
-    method: how the phases are balanced together, if all are. "joint" places whole examples, so that no encoder output
-            crosses ranks; "per_phase" places the items of each phase by themselves; "auto" predicts for each microbatch
-            which is faster, or whether some encoders alone should be placed by themselves (`motet.balance.choose`).
-    mode:   "index" (lengths are known before loading), "exchange" (items are moved after loading), "auto" (index where
-            the data has one).
-    cost:   what items are weighed by. "flops": the operations that the model's own layers do on them, forward and
-            backward as it trains. "length": their lengths, or as `costs` say. "profile": the times that `motet profile`
-            measured of the model, fitted linear + quadratic per phase; the ways are compared by them, too.
-    profile: the file that it has written; by default profile.json in run.dir.
-    costs:  per phase, integer coefficients of lengths; of phases that are left out, an item costs its length.
-    speed:  what the prediction takes for the speed of devices and links.
+    phases:  "off", "backbone", "all", or the names of the phases to balance.
+    method:  how the phases are balanced together, if all are balanced. "joint" assigns whole examples to ranks, so that
+             no encoder output crosses ranks. "per_phase" assigns the items of each phase independently. "auto" predicts
+             for each microbatch which method is fastest, a mix of both included (`motet.balance.choose`).
+    mode:    "index": lengths are known before loading. "exchange": items move after loading. "auto": "index" if the
+             data has an index, else "exchange".
+    cost:    what an item weighs. "flops": the operations of the model's own layers, forward and backward as trained.
+             "length": its length, or the polynomial in `costs`. "profile": the times that `motet profile` measured,
+             fitted linear + quadratic per phase; these times also compare the methods.
+    profile: the file that `motet profile` wrote; default: profile.json in run.dir.
+    costs:   per phase, integer coefficients of lengths; in every other phase an item costs its length.
+    speed:   the speed of devices and links that the prediction assumes.
+
+    Example:
+        >>> BalanceConfig(method="joint").methods
+        ('joint',)
+        >>> sorted(BalanceConfig(phases=("image",)).balanced(["image", "audio"]))
+        ['image']
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -120,7 +83,7 @@ class BalanceConfig(BaseModel):
 
     @property
     def methods(self) -> tuple[Method, ...]:
-        """Those that a microbatch's is chosen from."""
+        """The methods from which one is chosen for each microbatch."""
         return METHODS if self.method == "auto" else (self.method,)
 
     def balanced(self, encoders: Iterable[str]) -> frozenset[str]:
@@ -142,17 +105,17 @@ class BalanceConfig(BaseModel):
                 )
             if self.speed.model_fields_set:
                 raise UserError(
-                    "balance.speed is what the ways to balance all phases are compared by: it has no effect with "
+                    "balance.speed only compares the methods of balancing all phases: it has no effect with "
                     f"balance.phases = {given}; remove it."
                 )
         return frozenset(phases)
 
     def phase_costs(self, kinds: Mapping[str, str]) -> dict[str, Cost]:
-        """How the items of a rank make up its load, by phase: of their lengths where cost is "length".
+        """Per phase, how the work of the items of a rank adds up to the rank's load.
 
         kinds: encoder name -> "packed" or "padded"; the backbone is always packed.
 
-        Raises UserError for coefficients of an unknown phase, or of a padded one, which costs count times longest.
+        Raises UserError for coefficients of an unknown phase, or of a padded one (its cost is count * longest).
         """
         kinds = {BACKBONE: "packed", **kinds}
         for name in self.costs:

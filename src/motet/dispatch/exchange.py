@@ -1,4 +1,4 @@
-"""Moves rows between ranks as a Route says: one all-to-all, or none where no rank has anything for another."""
+"""Rows move between ranks along a Route: one all-to-all, or no collective where no rank has rows for another."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from motet.dispatch.route import Route
 
 
 def exchange_rows(rows: Tensor, route: Route, group: dist.ProcessGroup | None) -> Tensor:
-    """Rows [route.num_rows_in, ...] to rows [route.num_rows_out, ...] of the same dtype; no autograd.
+    """Rows [route.num_rows_in, ...] -> rows [route.num_rows_out, ...] of the same dtype; no autograd.
 
-    A collective over `group`, which every rank must call with its own Route of the same move; a local Route calls none
-    and may have no group. Every rank must give the same dtype and the same trailing dimensions, also one without rows.
-    Raises ValueError where the number of rows is not the Route's.
+    A collective over `group`: every rank calls it with its own Route of the same move, the same dtype and the same
+    trailing dimensions, also a rank without rows. A local Route communicates nothing, and `group` may be None.
+    Raises ValueError if `rows` has not route.num_rows_in rows, or if a Route that is not local has no group.
     """
     if len(rows) != route.num_rows_in:
         raise ValueError(f"the route moves {route.num_rows_in} rows, {len(rows)} were given")
@@ -43,11 +43,11 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchange(rows: Tensor, route: Route, group: dist.ProcessGroup | None) -> Tensor:
-    """`exchange_rows` for a loop that calls `loss.backward()`: gradients come back by the transposed Route.
+    """`exchange_rows` with autograd: the backward pass returns gradients along the transposed Route.
 
-    The result requires grad on every rank, also where `rows` does not (a rank that encoded nothing), so that no rank
-    leaves out the collective of the backward pass. For that the result must be part of every rank's loss, if with zero
-    rows. For an encoder without trainable parameters use `exchange_rows`: it has no backward pass.
+    The result requires grad on every rank, also where `rows` does not (a rank that encoded nothing), so that every rank
+    takes part in the collective of the backward pass. Therefore the result must be part of every rank's loss, even if
+    it has zero rows. For an encoder without trainable parameters use `exchange_rows`: it has no backward pass.
     """
     if torch.is_grad_enabled() and not rows.requires_grad:
         rows = rows.detach().requires_grad_()

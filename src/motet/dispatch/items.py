@@ -1,9 +1,12 @@
 """Exchange mode: lengths are known only after loading, so lengths are gathered and items sent (OrchMLLM section 5.2.1).
 
-Each rank comes with the examples that it has loaded. One all-gather of lengths tells every rank what all of them hold;
-all come to the same decision; one all-to-all of bytes brings tokens to the rank that runs their sequence, and media
-straight to the rank that encodes them. What a rank keeps is not touched. All of it works on numpy arrays and on a host
-(gloo) group, so that it can run in a prefetch thread, away from the devices' collectives.
+1. Each rank loads its examples.
+2. One all-gather gives the lengths of all loaded examples to every rank.
+3. All ranks compute the same decision.
+4. One all-to-all of bytes sends tokens to the rank that runs their sequence, and media to the rank that encodes them.
+
+Contents that a rank keeps are not copied. Everything works on numpy arrays and on a host (gloo) group, so it can run in
+a prefetch thread, apart from the devices' collectives.
 """
 
 from __future__ import annotations
@@ -19,18 +22,21 @@ from motet.assign.orchestrator import Decision, Orchestrator
 from motet.core.arrays import BoolArray, Int64Array, UInt8Array
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BatchLengths
-from motet.dispatch.holdings import Holdings, LoadedExample, Measure, Parcels, tables_of
+from motet.dispatch.loaded import LoadedExample, LoadedTables, Measure, Parcels, tables_of
 from motet.dispatch.message import read_example, read_media, write_example, write_media
 
 
 @dataclass(frozen=True, eq=False)
 class ExchangedItems:
-    """What one rank holds after the exchange, ready for `assemble`, and what all ranks know of the microbatch.
+    """What one rank holds after the exchange, as `assemble` takes it, and what all ranks know of the microbatch.
 
-    sequences, media: those that this rank computes, in the slot order of the decision.
-    kept: bool [num_examples of all ranks, by rank], False for those that their rank could not load; `lengths` and
+    sequences, media: those that this rank computes, in the order of their positions on the rank.
+    kept: bool [num_examples of all ranks, by rank], False for an example that its rank could not load; `lengths` and
           `decision` are of the others.
-    moved_bytes, crossing_bytes: sent from rank to rank, and of those from node to node, over all ranks.
+    moved_bytes: bytes sent from rank to rank, summed over all ranks. crossing_bytes: those sent from node to node.
+
+    Example: with `exchanged = ItemExchange(group, orchestrator, measures)(examples)`, the rank's batch is
+    `assemble(exchanged.decision, exchanged.lengths, rank, exchanged.sequences, exchanged.media)`.
     """
 
     sequences: list[TokenSequence]
@@ -43,12 +49,12 @@ class ExchangedItems:
 
 
 class ItemExchange:
-    """Brings loaded examples to the ranks that compute them.
+    """Sends loaded examples to the ranks that compute them.
 
     group:    a host process group (gloo) whose ranks are those of the orchestrator.
-    measures: per encoder phase, what turns the sizes of items into lengths; a ModalityModule does.
-    capacity: int64 words that a rank's lengths may take in the all-gather. Where those of any rank do not fit, all
-              ranks grow alike and gather once more.
+    measures: per encoder phase, lengths from the sizes of items; a ModalityModule is a Measure.
+    capacity: int64 words that a rank's lengths may take in the all-gather. If the lengths of any rank do not fit, all
+              ranks grow it alike and gather once more.
     """
 
     def __init__(
@@ -74,11 +80,11 @@ class ItemExchange:
     def __call__(self, examples: Sequence[LoadedExample | None]) -> ExchangedItems:
         """A collective: every rank calls it with its own examples, None for one that could not be loaded."""
         phases = self.orchestrator.encoders
-        holdings = Holdings.read(self._gather(tables_of(examples, phases, self.measures)), phases)
-        decision = self.orchestrator.decide(holdings.lengths, holdings.input_bytes)
-        parcels = holdings.parcels(decision)
-        contents = self._held(examples, holdings, parcels)
-        self._deliver(parcels, holdings, contents)
+        tables = LoadedTables.read(self._gather(tables_of(examples, phases, self.measures)), phases)
+        decision = self.orchestrator.decide(tables.lengths, tables.input_bytes)
+        parcels = tables.parcels(decision)
+        contents = self._loaded(examples, tables, parcels)
+        self._deliver(parcels, tables, contents)
         mine = np.flatnonzero(parcels.destination == self.rank)
         by_kind = [[contents[parcel] for parcel in mine[parcels.kind[mine] == kind]] for kind in range(1 + len(phases))]
         moved = parcels.source != parcels.destination
@@ -86,15 +92,15 @@ class ItemExchange:
         return ExchangedItems(
             sequences=by_kind[0],
             media=dict(zip(phases, by_kind[1:], strict=True)),
-            lengths=holdings.lengths,
+            lengths=tables.lengths,
             decision=decision,
-            kept=holdings.kept,
+            kept=tables.kept,
             moved_bytes=int(parcels.size_bytes[moved].sum()),
             crossing_bytes=int(parcels.size_bytes[crosses].sum()),
         )
 
     def _gather(self, words: Int64Array) -> list[Int64Array]:
-        """The words of every rank; each row is preceded by their number, so that all see whether any was cut off."""
+        """The words of every rank. Each rank sends their number first, so all ranks see whether any was cut off."""
         while True:
             sent = torch.zeros(1 + self.capacity, dtype=torch.int64)
             fitting = min(len(words), self.capacity)
@@ -108,13 +114,13 @@ class ItemExchange:
                 return [row[1 : 1 + row[0]] for row in rows]
             self.capacity = 1 << (longest - 1).bit_length()
 
-    def _held(
-        self, examples: Sequence[LoadedExample | None], holdings: Holdings, parcels: Parcels
+    def _loaded(
+        self, examples: Sequence[LoadedExample | None], tables: LoadedTables, parcels: Parcels
     ) -> dict[int, TokenSequence | Media]:
-        """Parcel number -> content, for all that this rank has loaded."""
+        """Parcel -> content, for all parcels that this rank has loaded."""
         items = [item for example in examples if example is not None for item in example.media]
-        first_example = np.searchsorted(holdings.example_rank, self.rank)
-        first_item = np.searchsorted(holdings.item_rank, self.rank)
+        first_example = np.searchsorted(tables.example_rank, self.rank)
+        first_item = np.searchsorted(tables.item_rank, self.rank)
         contents: dict[int, TokenSequence | Media] = {}
         for parcel in np.flatnonzero(parcels.source == self.rank):
             row = parcels.row[parcel]
@@ -124,8 +130,11 @@ class ItemExchange:
                 contents[parcel] = items[row - first_item]
         return contents
 
-    def _deliver(self, parcels: Parcels, holdings: Holdings, contents: dict[int, TokenSequence | Media]) -> None:
-        """Sends what others compute, adds what this rank receives to `contents`; no collective where nothing moves."""
+    def _deliver(self, parcels: Parcels, tables: LoadedTables, contents: dict[int, TokenSequence | Media]) -> None:
+        """Send what other ranks compute, and add what this rank receives to `contents`.
+
+        No rank calls a collective if no parcel moves.
+        """
         if (parcels.source == parcels.destination).all():
             return
         num_ranks = self.orchestrator.num_ranks
@@ -148,13 +157,13 @@ class ItemExchange:
         for parcel, part in _parts(incoming, received, parcels):
             row = int(parcels.row[parcel])
             if parcels.kind[parcel] == 0:
-                contents[parcel] = read_example(part, holdings.num_text_tokens(row), holdings.media_of(row))
+                contents[parcel] = read_example(part, tables.num_text_tokens(row), tables.media_of(row))
             else:
-                contents[parcel] = read_media(part, *holdings.media_shape(row))
+                contents[parcel] = read_media(part, *tables.media_shape(row))
 
 
 def _parts(buffer: UInt8Array, order: Int64Array, parcels: Parcels) -> Iterator[tuple[int, UInt8Array]]:
-    """Each parcel of a buffer with its bytes, which lie in the given order."""
+    """Each parcel of a buffer with its bytes. order: the parcels in the order of their bytes."""
     ends = np.cumsum(parcels.size_bytes[order])
     for parcel, start, end in zip(order, ends - parcels.size_bytes[order], ends, strict=True):
         yield parcel, buffer[start:end]

@@ -1,7 +1,7 @@
-"""How a token sequence and a media item lie in the bytes that the exchange sends. Sizes are known before, from lengths.
+"""The bytes of a token sequence and of a media item in the exchange. The receiver knows their sizes from lengths.
 
-Every part begins at a multiple of 8 bytes, so that arrays can be views of what was received. Both ends are of one kind
-of machine, so the byte order is the machine's.
+Every part begins at a multiple of 8 bytes, so that arrays can be views of the received bytes. The byte order is the
+machine's: all ranks run on one kind of machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T", int, Int64Array)
 
 
 def example_bytes(num_text_tokens: Int64Array, num_items: Int64Array) -> Int64Array:
-    """Size of each sequence: tokens int64, targets a byte each, places of placeholders int64."""
+    """Bytes of each sequence: tokens int64, targets one byte each, positions of placeholders int64."""
     return 8 * num_text_tokens + _up_to_8(num_text_tokens) + 8 * num_items
 
 
@@ -32,7 +32,7 @@ def write_example(sequence: TokenSequence, into: UInt8Array) -> None:
 
 
 def read_example(data: UInt8Array, num_text_tokens: int, media: tuple[str, ...]) -> TokenSequence:
-    """The sequence that `write_example` wrote; a view of `data`. media: the phases of its placeholders, in order."""
+    """The sequence that `write_example` wrote, as a view of `data`. media: the phases of its placeholders, in order."""
     start = 8 * num_text_tokens
     return TokenSequence(
         tokens=data[:start].view(np.int64),
@@ -43,7 +43,7 @@ def read_example(data: UInt8Array, num_text_tokens: int, media: tuple[str, ...])
 
 
 def media_bytes(num_rows: Int64Array, row_dim: Int64Array, size_dim: Int64Array) -> Int64Array:
-    """Size of each item: its size int64 [size_dim], its values float32 [num_rows, row_dim]."""
+    """Bytes of each item: its size int64 [size_dim], its values float32 [num_rows, row_dim]."""
     return 8 * size_dim + _up_to_8(4 * num_rows * row_dim)
 
 
@@ -55,7 +55,7 @@ def write_media(media: Media, into: UInt8Array) -> None:
 
 
 def read_media(data: UInt8Array, num_rows: int, row_dim: int, size_dim: int) -> Media:
-    """The item that `write_media` wrote; a view of `data`."""
+    """The item that `write_media` wrote, as a view of `data`."""
     start = 8 * size_dim
     values = data[start : start + 4 * num_rows * row_dim].view(np.float32).reshape(num_rows, row_dim)
     return Media(values=values, size=data[:start].view(np.int64))

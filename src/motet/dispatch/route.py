@@ -1,8 +1,9 @@
 """Where every row of an encoder's output goes: Pi_M o Pi_E^-1 as one move (OrchMLLM section 6, Rearrangement
 Composition).
 
-Rows leave the rank that encoded their item, in the order in which it encoded them, and arrive on the rank that runs
-their example's sequence, in the order in which its packed sequences take them. Gradients go back by the transpose.
+A row leaves the rank that encoded its item and arrives on the rank that runs its example's sequence. The sender holds
+rows in the order of encoding; the receiver gets them in the order of its packed sequences. Gradients return along the
+transpose.
 """
 
 from __future__ import annotations
@@ -24,14 +25,25 @@ from motet.core.workload import ItemLengths
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The part of one rank in one move of rows; ranks that call a collective with their Routes complete each other.
+    """One rank's part of a move of rows between all ranks.
 
-    send_index:    LongTensor [rows sent], the row sent at each place: by receiving rank, then in its order. None: as
-                   is.
-    send_splits:   rows for each rank. recv_splits: rows from each rank. Own rows count on both sides.
-    recv_index:    LongTensor [rows received], the place in what arrived (by sending rank) of each row. None: as is.
-    moved_rows:    rows that leave their rank, over all ranks. crossing_rows: those of them that leave their node.
-    moved_rows is the same on all ranks, so all agree on whether there is anything to communicate.
+    send_index:    LongTensor [rows sent]; sent[i] = rows[send_index[i]], ordered by receiving rank, then in the
+                   receiver's order. None is the identity.
+    send_splits:   rows for each rank, rows that stay included.
+    recv_splits:   rows from each rank, rows that stay included.
+    recv_index:    LongTensor [rows received]; result[i] = received[recv_index[i]], where `received` is ordered by
+                   sending rank. None is the identity.
+    moved_rows:    rows that leave their rank, summed over all ranks; so all ranks agree on whether to communicate.
+    crossing_rows: rows that leave their node, summed over all ranks.
+
+    Example:
+        >>> from motet.balance import score
+        >>> encoder = score([1, 0], [16, 8], num_ranks=2)  # rank 1 encodes item 0
+        >>> backbone = score([0, 1], [9, 7], num_ranks=2)  # rank 0 runs example 0, to which item 0 belongs
+        >>> items = ItemLengths(np.array([0, 1]), np.array([16, 8]), np.array([4, 2]))
+        >>> route = compose_route(encoder, backbone, items, rank=0)
+        >>> route.send_splits, route.recv_splits, route.moved_rows
+        ([0, 2], [0, 4], 6)
     """
 
     send_index: Tensor | None
@@ -43,20 +55,22 @@ class Route:
 
     @property
     def is_local(self) -> bool:
-        """True where no rank has a row for another: no collective is needed, on any rank."""
+        """Whether no rank has a row for another, so that no rank needs a collective."""
         return self.moved_rows == 0
 
     @property
     def num_rows_in(self) -> int:
+        """Rows that this rank holds before the move."""
         return sum(self.send_splits)
 
     @property
     def num_rows_out(self) -> int:
+        """Rows that this rank holds after the move."""
         return sum(self.recv_splits)
 
     @cached_property
     def transpose(self) -> Route:
-        """The way back: `exchange_rows(exchange_rows(x, route), route.transpose)` is x."""
+        """The reverse move: `exchange_rows(exchange_rows(x, route), route.transpose)` is x."""
         return Route(
             send_index=_inverse(self.recv_index),
             send_splits=self.recv_splits,
@@ -67,10 +81,11 @@ class Route:
         )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Route:
-        """The same Route with its indices on the device on which the rows are."""
+        """The same Route with its indices on `device`, where the rows are."""
         return self._with_indices(lambda index: index.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Route:
+        """The same Route with its indices in pinned memory."""
         return self._with_indices(lambda index: index.pin_memory())
 
     def _with_indices(self, change: Callable[[Tensor], Tensor]) -> Route:
@@ -83,21 +98,21 @@ def compose_route(
 ) -> Route:
     """The Route of one rank from an encoder's outputs to the backbone's packed sequences.
 
-    encoder:  Assignment of the items, whose slot order is the order of the rows that enter.
-    backbone: Assignment of the examples; the rows that come out are in the order of their examples' slots, then of the
-              items in the example.
-    ranks_per_node: ranks r with the same r // ranks_per_node are on one node; None means that all are.
-    O(num_items log num_items) on every rank, for all items: nothing is asked of other ranks.
+    encoder:  Assignment of the items; rows enter in the order of the items on their rank.
+    backbone: Assignment of the examples; rows leave in the order of the examples on their rank, then of the items in
+              the example.
+    ranks_per_node: ranks r with the same r // ranks_per_node are on one node; None: all ranks are on one node.
+    O(num_items log num_items) on every rank, for all items; no communication.
     """
     destination, arrival = backbone.follow(items.example)
-    arrival_slot = np.empty(items.num_items, dtype=np.int64)
-    arrival_slot[arrival] = np.arange(items.num_items)
+    arrival_position = np.empty(items.num_items, dtype=np.int64)
+    arrival_position[arrival] = np.arange(items.num_items)
     rows = items.num_tokens
 
     leaving = encoder.on_rank(rank)
-    sent = leaving[np.argsort(arrival_slot[leaving], kind="stable")]
+    sent = leaving[np.argsort(arrival_position[leaving], kind="stable")]
     arriving = arrival[destination[arrival] == rank]
-    # What arrives lies by sending rank first; each sender's part is in arrival order already.
+    # Received rows are ordered by sending rank first; each sender's part is in arrival order already.
     received = arriving[np.argsort(encoder.ranks[arriving], kind="stable")]
 
     moves = encoder.ranks != destination

@@ -1,4 +1,4 @@
-"""Independent modules (HF models, or any nn.Module that fulfils one small contract) made into one multimodal model.
+"""One multimodal model from independent modules: HF models, or any nn.Module that fulfils a small contract.
 
 The words are in docs/glossary.md.
 """

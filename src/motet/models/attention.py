@@ -1,9 +1,8 @@
-"""Attention that never crosses from one document, image or clip to another, without a mask of the whole pack.
+"""Attention within each document, image or clip of a pack, without a mask of the whole pack.
 
-Registered with transformers as "motet_packed". HF layers hand the extents through: causal LMs as the keyword argument
-`segments`, encoders in place of `attention_mask`, which every layer passes on untouched. No mask builder is registered
-under this name on purpose: transformers then skips building masks altogether, which would cost a device synchronisation
-a forward.
+It is registered with transformers as "motet_packed". HF layers pass the extents of the items on: causal LMs as the
+keyword argument `segments`, encoders in place of `attention_mask`. No mask builder is registered under this name, so
+transformers builds no masks; each would cost a device synchronisation per forward.
 """
 
 from __future__ import annotations
@@ -20,21 +19,22 @@ from motet.core.arrays import Int64Array
 from motet.models.kernel_calls import KernelCalls, plan_calls
 
 ATTENTION = "motet_packed"
-"""The `attn_implementation` that every HF model in Motet is built with."""
+"""The `attn_implementation` of every HF model that Motet builds."""
 
-_READ_BEFORE = ("position_ids",)
-"""Keywords that HF layers hand on to attention and that have had their effect by then: positions are in the rotation.
+_USED_BEFORE = ("position_ids",)
+"""Keywords that HF layers pass to attention after using them themselves: the rotation holds the positions.
 
-Every other keyword that attention does not know must be None or False (`use_cache`, `output_attentions`): a soft cap, a
-sink or a bias that were left out would train a model that is not the one it is taken for.
+Every other unknown keyword must be None or False (`use_cache`, `output_attentions`). Ignoring a soft cap, a sink or a
+bias would silently train another model.
 """
 
 
 class PackedItems:
     """Extents of the items packed along one axis: item i is rows offsets[i] to offsets[i + 1].
 
-    offsets: int64 [num_items + 1], on the host, ascending from 0. causal: row t sees rows up to t of its own item only.
-    One object serves all layers of a forward; what a device needs of it is computed once.
+    offsets: int64 [num_items + 1], on the host, ascending from 0.
+    causal:  row t sees only the rows up to t of its own item.
+    One object serves all layers of a forward and keeps what it computed for each device.
     """
 
     def __init__(self, offsets: Int64Array, causal: bool) -> None:
@@ -45,14 +45,17 @@ class PackedItems:
 
     @classmethod
     def from_lengths(cls, lengths: Int64Array, causal: bool = False) -> PackedItems:
+        """Items of these lengths, int64 [num_items], one after the other."""
         return cls(np.concatenate([[0], np.cumsum(lengths)]), causal)
 
     @cached_property
     def lengths(self) -> Int64Array:
+        """Rows of each item, int64 [num_items]."""
         return np.diff(self.offsets)
 
     @property
     def longest(self) -> int:
+        """Rows of the longest item; 0 without items."""
         return int(self.lengths.max(initial=0))
 
     def attend(
@@ -76,7 +79,7 @@ class PackedItems:
         plan = self._calls[query.device]
         if plan.gather is not None:
             query, key, value = (x.index_select(2, plan.gather) for x in (query, key, value))
-        # Splitting is one node of the autograd graph; of slices, each would add up a gradient of the whole pack.
+        # A split is one node of the autograd graph; each slice would add a gradient of the size of the whole pack.
         pieces = zip(*(x.split(plan.pieces, dim=2) for x in (query, key, value)), strict=True)
         outputs = []
         for call, piece in zip(plan.calls, pieces, strict=True):
@@ -99,10 +102,10 @@ class PackedItems:
     ) -> Tensor:
         """Query, key and value [count, heads, length, head_dim] -> the same shape.
 
-        keys: bool [count, 1, 1, length], False at rows that only fill up; the output there holds nothing of use.
+        keys: bool [count, 1, 1, length], False at padding rows; the output at padding rows is meaningless.
         """
         if self.causal:
-            # Rows that fill up stand behind the segment, where a causal row cannot see them.
+            # Padding rows stand behind the segment, where a causal row cannot see them.
             keys = _band(query.shape[2], window, query.device) if window is not None else None
         return scaled_dot_product_attention(
             query, key, value, attn_mask=keys, dropout_p=dropout, scale=scale, is_causal=self.causal and keys is None
@@ -130,9 +133,9 @@ class PackedItems:
 
 
 class PaddedClips:
-    """Extents of clips padded to a common length: clip i is rows 0 to lengths[i] of batch entry i. Full attention.
+    """Extents of clips padded to a common length: clip i is rows 0 to lengths[i] of batch entry i; full attention.
 
-    For encoders that convolve before they attend, and therefore cannot be packed.
+    It serves encoders that cannot be packed because they convolve before they attend.
     lengths: int64 [num_items], on the host.
     """
 
@@ -167,12 +170,12 @@ def _attention(
 ) -> tuple[Tensor, None]:
     extents = segments if segments is not None else attention_mask
     if not isinstance(extents, PackedItems | PaddedClips):
-        # Never a silent default: attending over the whole pack looks plausible and is wrong.
+        # No default: attention over the whole pack would look plausible and be wrong.
         raise TypeError(
-            f"{type(module).__name__}: packed attention needs Segments or Padded, got {type(extents).__name__}"
+            f"{type(module).__name__}: packed attention needs PackedItems or PaddedClips, got {type(extents).__name__}"
         )
-    for name, given in others.items():
-        if name not in _READ_BEFORE and given is not None and given is not False:
+    for name, option in others.items():
+        if name not in _USED_BEFORE and option is not None and option is not False:
             raise TypeError(
                 f"{type(module).__name__}: packed attention does not compute {name!r}, which changes the result"
             )

@@ -1,10 +1,11 @@
-"""A causal LM from transformers on packed documents whose placeholders are replaced by encoder rows.
+"""A causal LM from transformers on packed documents in which encoder rows replace placeholders.
 
-The families of the registry need nothing of their own here: embedding, `model(inputs_embeds=...)` and head are the
-same. Gemma multiplies embeddings of tokens, and not encoder rows, as transformers' own multimodal models do it. Every
-other class, and what a config says beyond that, is refused. The packed attention reaches the layers as the keyword
-argument `segments`; with `use_cache=False` and no mask (every other combination silently attends across documents),
-positions restart with each document.
+All families of the registry share this code: embedding, `model(inputs_embeds=...)`, head. Gemma scales the embeddings
+of tokens and not the encoder rows, as in transformers' own multimodal models. Every other class, and every config with
+further options, is refused.
+
+The layers get the extents of the documents as the keyword argument `segments`, with `use_cache=False` and without a
+mask: every other combination silently attends across documents. Positions restart with each document.
 """
 
 from __future__ import annotations
@@ -25,20 +26,22 @@ from motet.models.block import Block, outside_blocks, pass_through, wrap_blocks
 from motet.models.contract import Sequences
 from motet.models.exact import keep_float64
 from motet.models.families.registry import backbone_family
-from motet.models.families.understood import check_backbone, reads
+from motet.models.families.supported import check_backbone, has_option
 from motet.models.layers import LayerModules, any_trainable, frozen_to_eval
-from motet.models.rotary import choose_by_document
+from motet.models.rotary import use_document_rotary
 
-_LOGITS_AT_ONCE = 2**28
-"""Logits that are in memory at a time, 1 GiB in float32; a long pack with a large vocabulary has many times as many."""
+_MAX_LOGITS = 2**28
+"""The number of logits in memory at a time: 1 GiB in float32. A long pack has many times as many."""
 
 
 class Backbone(nn.Module):
-    """One unit whose forward does everything from tokens to loss, so that it can be the root of sharding.
+    """A causal LM from tokens to loss in one forward, so that it can be the root of sharding.
 
-    causal_lm: an HF model of a class in `registry.BACKBONES`, built with attn_implementation="motet_packed". Raises
-    UserError for another class, and for a config that says what is not computed (`understood.check_backbone`).
-    before_backbone(embeds [total, dim], sequences) -> embeds: a special merge, say; not called without sequences.
+    causal_lm: an HF model of a class in `registry.BACKBONES`, built with attn_implementation="motet_packed".
+    before_backbone(embeds [total, dim], sequences) -> embeds: for example a special merge; not called without
+    sequences.
+    Raises UserError for another class, and for a config with options that Motet does not compute
+    (`supported.check_backbone`).
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class Backbone(nn.Module):
             raise ValueError(f"{type(causal_lm).__name__} must be built with attn_implementation={ATTENTION!r}")
         self._norm = backbone_family(causal_lm).norm
         check_backbone(causal_lm.config, f"{type(causal_lm).__name__}: ")
-        choose_by_document(causal_lm)
+        use_document_rotary(causal_lm)
         keep_float64(causal_lm)
         if not train:
             causal_lm.requires_grad_(False)
@@ -62,27 +65,28 @@ class Backbone(nn.Module):
         frozen_to_eval(causal_lm)
 
     def train(self, mode: bool = True) -> Backbone:
-        """As torch's, but a causal LM without anything to train stays in eval mode (`frozen_to_eval`)."""
+        """`nn.Module.train`, except that a causal LM without trainable parameters stays in eval mode."""
         super().train(mode)
         frozen_to_eval(self.causal_lm)
         return self
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """The decoder layers in execution order: the units of sharding and recomputation."""
+        """The decoder layers in execution order; each is sharded and recomputed by itself."""
         return self._blocks
 
     @property
     def dim(self) -> int:
+        """Width of the hidden states."""
         return self.causal_lm.config.hidden_size
 
     @property
     def trainable(self) -> bool:
-        """Whether the backbone has trainable parameters; it takes part in backward also if only an encoder has."""
+        """Whether the backbone has trainable parameters; a frozen backbone still runs backward for its encoders."""
         return any(p.requires_grad for p in self.parameters())
 
     def layers(self) -> list[LayerModules]:
-        """In execution order, from tokens to logits."""
+        """The layers in execution order, from tokens to logits."""
         model, hidden, vocab_size = self.causal_lm.model, self.dim, self.causal_lm.config.vocab_size
         table, output = model.embed_tokens, self.causal_lm.lm_head
         tied = output.weight is table.weight
@@ -116,7 +120,7 @@ class Backbone(nn.Module):
             num_kv_heads=config.num_key_value_heads,
             head_dim=attention.head_dim,
             gated=True,
-            activation=config.hidden_activation if reads(config, "hidden_activation") else config.hidden_act,
+            activation=config.hidden_activation if has_option(config, "hidden_activation") else config.hidden_act,
             norm=self._norm,
             num_norms=sum(name.endswith("norm") for name, _ in block.inner.named_children()),
             biases=tuple(name for name, product in products.items() if product.bias is not None),
@@ -127,23 +131,23 @@ class Backbone(nn.Module):
         )
 
     def _window(self, attention: nn.Module) -> int | None:
-        """Qwen and Gemma3 decide it by layer, Mistral and Phi3 for all layers; the others have none."""
+        """A layer's sliding window: Qwen and Gemma3 set it by layer, Mistral and Phi3 for all layers."""
         config = self.causal_lm.config
-        of_all = config.sliding_window if reads(config, "sliding_window") else None
-        return getattr(attention, "sliding_window", of_all)
+        of_model = config.sliding_window if has_option(config, "sliding_window") else None
+        return getattr(attention, "sliding_window", of_model)
 
     def spec_module(self, name: str = BACKBONE) -> Module:
-        """What the backbone is, for all that is computed from shapes."""
+        """The backbone's part of a ModelSpec."""
         return Module.of(name, (each.layer for each in self.layers()))
 
     def forward(
         self, sequences: Sequences, features: dict[str, Tensor], predict: bool = False
     ) -> tuple[Tensor, int] | Tensor:
-        """features: per encoder [rows, dim], for the places sequences.feature_positions[name].
+        """features: per encoder [rows, dim], which stand at sequences.feature_positions[name].
 
-        Returns (cross entropy summed over targets, float32 or float64; number of targets): the sum, not the mean,
-        because only the caller knows the number of targets on all ranks. With `predict`: the likeliest next token of
-        each sequence, int64 [num_sequences].
+        Returns (cross entropy summed over targets, float32 or float64; number of targets). It is the sum, not the mean,
+        because only the caller knows the number of targets on all ranks. With `predict` it returns the likeliest next
+        token of each sequence, int64 [num_sequences].
         """
         hidden = self._hidden(sequences, features)
         if predict:
@@ -155,16 +159,16 @@ class Backbone(nn.Module):
         return self.loss(hidden[rows - 1], sequences.tokens[rows]), len(rows)
 
     def next_tokens(self, sequences: Sequences, features: dict[str, Tensor]) -> Tensor:
-        """The likeliest next token of each sequence, int64 [num_sequences]; by way of forward, where FSDP hooks in."""
+        """The likeliest next token of each sequence, int64 [num_sequences], by forward, which has FSDP's hooks."""
         with torch.no_grad():
             return self(sequences, features, predict=True)
 
     def loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Cross entropy of predicting `tokens` [n] from `hidden` [n, dim], summed."""
-        at_once = max(1, _LOGITS_AT_ONCE // self.causal_lm.config.vocab_size)
-        if len(tokens) <= at_once:
+        """Cross entropy of predicting `tokens` [n] from `hidden` [n, dim], summed over tokens."""
+        part_size = max(1, _MAX_LOGITS // self.causal_lm.config.vocab_size)
+        if len(tokens) <= part_size:
             return self._part_loss(hidden, tokens)
-        parts = zip(hidden.split(at_once), tokens.split(at_once), strict=True)
+        parts = zip(hidden.split(part_size), tokens.split(part_size), strict=True)
         losses = [checkpoint(self._part_loss, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
         return torch.stack(losses).sum()
 
@@ -181,15 +185,15 @@ class Backbone(nn.Module):
             embeds = pass_through(embeds, outside_blocks(self))
         for name in sorted(features):
             rows = features[name].to(embeds.dtype)
-            places = sequences.feature_positions.get(name)
-            if places is None:
-                places = torch.empty(0, dtype=torch.int64, device=embeds.device)
-            if len(places) != len(rows):
-                raise ValueError(f"{len(rows)} feature rows of {name!r} for {len(places)} places in the sequences")
-            # Also without rows: the features then stay in the graph, and every rank runs the same backward.
-            embeds = embeds.index_copy(0, places, rows)
+            positions = sequences.feature_positions.get(name)
+            if positions is None:
+                positions = torch.empty(0, dtype=torch.int64, device=embeds.device)
+            if len(positions) != len(rows):
+                raise ValueError(f"{len(rows)} feature rows of {name!r} for {len(positions)} places in the sequences")
+            # Also without rows: the features stay in the graph, and every rank runs the same backward.
+            embeds = embeds.index_copy(0, positions, rows)
         if torch.is_grad_enabled() and not embeds.requires_grad:
-            # Decided alike on every rank: with a frozen backbone, a rank without media must run backward all the same.
+            # The same on every rank: with a frozen backbone a rank without media must still run backward.
             embeds.requires_grad_()
         if empty:
             for block in self._blocks:
@@ -208,7 +212,7 @@ class Backbone(nn.Module):
 
 
 def _predicted_rows(sequences: Sequences) -> Tensor:
-    """Places of the targets, int64 [num_targets]; the first token of a document has nothing to be predicted from."""
+    """Positions of the targets, int64 [num_targets], without first tokens of documents: nothing predicts those."""
     predicted = sequences.targets.clone()
     starts = sequences.offsets[:-1].long()
     predicted[starts[starts < len(predicted)].to(predicted.device)] = False

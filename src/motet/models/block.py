@@ -1,9 +1,8 @@
-"""One layer as the unit of sharding and recomputation, and what such a unit does when its rank has nothing to compute.
+"""A layer that is sharded and recomputed by itself, also on a rank that has nothing to compute.
 
-FSDP's collectives are started by hooks of a unit's forward and backward, so a rank without input must still run both. A
-unit that gets an empty tensor therefore returns it through an autograd function that takes the unit's parameters as
-inputs and gives them zero gradients: the hooks fire, in the same order as on the other ranks, without compute and
-without dummy media.
+Hooks of a block's forward and backward start FSDP's collectives, so a rank without input must still run both. A block
+that gets an empty tensor returns it through an autograd function that takes the block's parameters as inputs and gives
+them zero gradients. So the hooks run in the same order as on the other ranks, without compute and without dummy media.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ class PassThrough(torch.autograd.Function):
 
 
 def pass_through(x: Tensor, params: Iterable[nn.Parameter]) -> Tensor:
-    """x unchanged, connected in the autograd graph to those of `params` that require gradients."""
+    """Return x, connected in the autograd graph to those of `params` that require gradients."""
     return PassThrough.apply(x, *(p for p in params if p.requires_grad))
 
 
 class Block(nn.Module):
-    """A layer of a model, called as the layer itself is; its first positional argument is the hidden states.
+    """A wrapper of one layer with the same call; the first positional argument is the hidden states.
 
-    recompute: drop the activations of the layer and compute them again in backward.
+    recompute: free the activations of the layer after forward and compute them again in backward.
     """
 
     def __init__(self, inner: nn.Module, recompute: bool = False) -> None:
@@ -48,9 +47,9 @@ class Block(nn.Module):
         self.recompute = recompute
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # FSDP reduces a unit's gradients when backward reaches its input, or, if the input needs no gradient, at the
-        # very end. Which of the two must not depend on the data of a rank, or ranks would order their collectives
-        # differently. Done here and not in forward, because FSDP looks at the inputs before forward.
+        # FSDP reduces a block's gradients when backward reaches its input, or at the very end if the input needs no
+        # gradient. The time must not depend on a rank's data, or ranks would order their collectives differently.
+        # It is set here and not in forward, because FSDP inspects the inputs before forward.
         if torch.is_grad_enabled() and not hidden.requires_grad:
             hidden = hidden.detach().requires_grad_()
         return super().__call__(hidden, *args, **kwargs)
@@ -63,7 +62,7 @@ class Block(nn.Module):
         return self.inner(hidden, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Public attributes of the layer, which models read from their layers, are those of the layer inside."""
+        """Public attributes are those of the wrapped layer: models read them from their layers."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -73,16 +72,16 @@ class Block(nn.Module):
 
 
 def wrap_blocks(root: nn.Module, layers: Iterable[nn.Module]) -> list[Block]:
-    """Replace each of `layers` inside `root` by a Block around it; returns the Blocks in the order of `layers`.
+    """Replace each of `layers` inside `root` by a Block around it, and return the Blocks in the order of `layers`.
 
     Raises ValueError for a layer that is not a submodule of `root`.
     """
-    places = {child: (parent, name) for parent in root.modules() for name, child in parent._modules.items() if child}
+    owners = {child: (parent, name) for parent in root.modules() for name, child in parent._modules.items() if child}
     blocks = []
     for layer in layers:
-        if layer not in places:
+        if layer not in owners:
             raise ValueError(f"a block of {type(root).__name__} ({type(layer).__name__}) is not one of its submodules")
-        parent, name = places[layer]
+        parent, name = owners[layer]
         block = layer if isinstance(layer, Block) else Block(layer)
         parent._modules[name] = block
         blocks.append(block)
@@ -90,19 +89,19 @@ def wrap_blocks(root: nn.Module, layers: Iterable[nn.Module]) -> list[Block]:
 
 
 def outside_blocks(root: nn.Module) -> list[nn.Parameter]:
-    """Parameters of `root` that no Block holds: those that FSDP keeps in the root's own unit."""
-    found: dict[int, nn.Parameter] = {}
-    ahead = [root]
-    while ahead:
-        module = ahead.pop()
+    """Parameters of `root` that no Block holds; FSDP shards them with the root."""
+    parameters: dict[int, nn.Parameter] = {}
+    stack = [root]
+    while stack:
+        module = stack.pop()
         if not isinstance(module, Block):
-            found.update((id(p), p) for p in module.parameters(recurse=False))
-            ahead += reversed(list(module.children()))
-    return list(found.values())
+            parameters.update((id(p), p) for p in module.parameters(recurse=False))
+            stack += reversed(list(module.children()))
+    return list(parameters.values())
 
 
 def plain_names(root: nn.Module) -> dict[str, str]:
-    """State-dict name with Blocks -> the name that the model itself uses, for every entry of root.state_dict()."""
+    """Name in root.state_dict(), Blocks included -> the model's own name, for every entry."""
     wrapped = {
         f"{name}.inner." if name else "inner." for name, module in root.named_modules() if isinstance(module, Block)
     }

@@ -1,7 +1,7 @@
-"""From a recipe's words to an MLLM: HF models with random weights or from a directory, or classes of the user's own.
+"""An MLLM from a recipe's `[model]`: HF models with random weights or from a directory, or the user's own classes.
 
-Every module is initialised as a whole tensor from a seed of its own name, so that weights do not depend on the number
-of ranks, and adding an encoder does not change the others.
+Every module is initialised whole, from a seed derived from its name. So weights do not depend on the number of ranks,
+and an added encoder does not change the other modules.
 """
 
 from __future__ import annotations
@@ -24,24 +24,26 @@ from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
-from motet.models.config_file import check_taken, one_line, quiet_transformers, read_config
+from motet.models.config_file import check_feature_layer, one_line, quiet_transformers, read_config
 from motet.models.families.bounds import check_bounds
 from motet.models.families.registry import BACKBONES, ENCODERS, Family
 from motet.models.load import load_pretrained
-from motet.models.module import MLLM, ModalityModule
+from motet.models.mllm import MLLM
+from motet.models.module import ModalityModule
 from motet.models.projector import Projector, ProjectorConfig
 
 
 class EncoderConfig(BaseModel):
-    """One encoder and its projector. Its weights have one source:
+    """One encoder and its projector. The encoder's weights have one source:
 
-    family, config: random weights; `config` are HF's options.
-    family, path:   a local directory with safetensors; `config` overrides its options. If it holds a larger model, its
-                    tower is read, and nothing else of it: the projector starts from random weights.
-    feature_layer:  of a vision tower, the layer whose output is taken, counted as transformers counts hidden states: -1
-                    the last layer, -2 the one before it (LLaVA), without the norm behind the layers. Default: the
-                    tower's own output.
+    family, config: random weights; `config` holds HF's options.
+    family, path:   a local directory with safetensors; `config` overrides its options. If the directory holds a larger
+                    model, only the tower is read: the projector starts from random weights.
     module, args:   "package.module:Class", called with `args`; see `contract.Encoder`.
+
+    feature_layer:  the layer of a vision tower whose output is used, counted as transformers counts hidden states: -1
+                    is the last layer, -2 the one before it (LLaVA), without the norm behind the layers. Default: the
+                    tower's own output.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -63,14 +65,14 @@ class EncoderConfig(BaseModel):
             raise ValueError("`args` are for `module` only")
         if not (self.module or self.family):
             raise ValueError("an encoder needs `family` or `module`")
-        able = [name for name, family in ENCODERS.items() if family.feature_layers]
-        if self.feature_layer is not None and self.family not in able:
-            raise ValueError(f"`feature_layer` is for {', '.join(able)} only")
+        with_layers = [name for name, family in ENCODERS.items() if family.feature_layers]
+        if self.feature_layer is not None and self.family not in with_layers:
+            raise ValueError(f"`feature_layer` is for {', '.join(with_layers)} only")
         return self
 
 
 class BackboneConfig(BaseModel):
-    """`family` with `config` (HF options) for random weights, or with `path` for a local HF directory."""
+    """The backbone: `family` with `config` (HF options) for random weights, or with `path`, a local HF directory."""
 
     model_config = ConfigDict(extra="forbid")
     family: Literal["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3", "phi3", "olmo2"]
@@ -80,7 +82,7 @@ class BackboneConfig(BaseModel):
 
 
 class ModelConfig(BaseModel):
-    """The whole model; names of encoders are the names of their phases."""
+    """The whole model; the name of an encoder is the name of its phase."""
 
     model_config = ConfigDict(extra="forbid")
     backbone: BackboneConfig
@@ -96,12 +98,12 @@ class ModelConfig(BaseModel):
 
 
 def build_mllm(config: ModelConfig, vocab_size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> MLLM:
-    """The model on the CPU, whole, in `dtype`. vocab_size: what the tokenizer needs.
+    """The whole model on the CPU in `dtype`. vocab_size: the size of the tokenizer's vocabulary.
 
-    Under `torch.device("meta")` it has shapes only: no memory is taken and no weights are read.
-    Raises UserError for an HF option that is unknown, out of bounds or not computed as transformers does, a directory
-    that is missing or holds another family, a vocabulary that is too small, or a custom class that does not fulfil the
-    contract.
+    Under `torch.device("meta")` the model has shapes only: it takes no memory and reads no weights.
+    Raises UserError for an HF option that is unknown, out of bounds or not computed as in transformers; for a directory
+    that is missing or holds another family; for a vocabulary smaller than vocab_size; for a custom class that does not
+    fulfil the contract.
     """
     backbone = build_backbone(config.backbone, vocab_size, dtype, seed)
     encoders = {name: build_modality(name, part, backbone.dim, dtype, seed) for name, part in config.encoders.items()}
@@ -109,7 +111,8 @@ def build_mllm(config: ModelConfig, vocab_size: int, dtype: torch.dtype = torch.
 
 
 def build_backbone(config: BackboneConfig, vocab_size: int, dtype: torch.dtype, seed: int) -> Backbone:
-    # HF's default padding token is of another vocabulary, and the row of a padding token is never trained.
+    """The backbone on the CPU; raises UserError as `build_mllm` does."""
+    # HF's default padding token belongs to another vocabulary, and the row of a padding token is never trained.
     options = config.config if config.path else {"vocab_size": vocab_size, "pad_token_id": None} | config.config
     causal_lm = _build_hf("backbone", BACKBONES[config.family], config.path, options, dtype, seed)
     if (rows := causal_lm.config.vocab_size) < vocab_size:
@@ -126,11 +129,11 @@ def build_modality(
     else:
         family, where = ENCODERS[config.family], f"encoders.{name}"
         if config.path:
-            check_taken(where, family, config.path, config.feature_layer)
+            check_feature_layer(where, family, config.path, config.feature_layer)
         model = _build_hf(where, family, config.path, config.config, dtype, seed)
-        taken = {"feature_layer": config.feature_layer} if family.feature_layers else {}
+        options = {"feature_layer": config.feature_layer} if family.feature_layers else {}
         with _named(f"model.{where}"):
-            encoder = family.adapter(model, **taken)
+            encoder = family.adapter(model, **options)
     with _seeded(seed, f"{name} projector"):
         projector = Projector(encoder.output_dim, backbone_dim, config.projector).to(dtype)
     with _named(f"model.encoders.{name}"):
@@ -139,7 +142,7 @@ def build_modality(
 
 @contextmanager
 def _named(where: str) -> Iterator[None]:
-    """Puts the table of the recipe before what a class says is wrong with its options."""
+    """Put the recipe's key before the error that a class raises for its options."""
     try:
         yield
     except UserError as error:
@@ -149,7 +152,7 @@ def _named(where: str) -> Iterator[None]:
 def _build_hf(
     where: str, family: Family, path: Path | None, options: dict[str, Any], dtype: torch.dtype, seed: int
 ) -> nn.Module:
-    options = deepcopy(options)  # HF writes its defaults into tables that it is given.
+    options = deepcopy(options)  # HF writes its defaults into the tables of its caller.
     known = {field.name for field in fields(family.config)} - {field.name for field in fields(PreTrainedConfig)}
     if unknown := sorted(set(options) - known):
         raise UserError(f"model.{where}.config: {family.config.__name__} has no option {', '.join(unknown)}")
@@ -166,7 +169,7 @@ def _build_hf(
     except UserError:
         raise
     except Exception as error:
-        # Whatever HF raises here it raises for these options, and there is no end to the kinds of exceptions.
+        # HF raises exceptions of any kind for wrong options.
         raise UserError(
             f"model.{where}.config: no {family.config.model_type} model can be made of it ({one_line(error)})"
         ) from error
@@ -177,12 +180,12 @@ def _build_custom(name: str, config: EncoderConfig, seed: int) -> nn.Module:
     where = f"model.encoders.{name}.module = {config.module!r}"
     package, _, attribute = (config.module or "").partition(":")
     try:
-        made = getattr(importlib.import_module(package), attribute)
+        encoder_class = getattr(importlib.import_module(package), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f"{where}: cannot be imported as package.module:Class ({error})") from error
     try:
         with _seeded(seed, f"encoders.{name}"):
-            encoder = made(**config.args)
+            encoder = encoder_class(**config.args)
     except TypeError as error:
         raise UserError(f"{where}: does not take the given args ({error})") from error
     missing = [member for member in ("output_dim", "num_outputs") if not hasattr(encoder, member)]
@@ -193,7 +196,7 @@ def _build_custom(name: str, config: EncoderConfig, seed: int) -> nn.Module:
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast the parameters of an HF model, and not its buffers: rotary frequencies must stay float32."""
+    """Cast the parameters of an HF model but not its buffers: rotary frequencies must stay float32."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
@@ -201,7 +204,7 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @contextmanager
 def _seeded(seed: int, name: str) -> Iterator[None]:
-    """The global CPU generator, from which modules initialise themselves, seeded by name and restored afterwards."""
+    """Seed the global CPU generator, from which modules initialise themselves, by name; restore it afterwards."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int.from_bytes(digest, "little") >> 1)

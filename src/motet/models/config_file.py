@@ -1,8 +1,8 @@
-"""The config.json of an HF directory: of a family's own model, or of a larger one that holds its tower.
+"""The config.json of an HF directory: of a family's own model, or of a larger model that holds the family's tower.
 
-What a larger model takes of its tower is part of what the tower is there: LLaVA reads the second to last layer of
-CLIP, LLaVA-OneVision the last layer of Siglip without the norm behind it. A tower that is read from such a directory
-and gives its own output instead would train on other rows than the weights beside it were made for.
+A larger model may read an inner layer of its tower: LLaVA reads the second to last layer of CLIP, LLaVA-OneVision the
+last layer of Siglip without the norm behind it. The weights of the larger model fit only the rows of that layer, so a
+recipe must not silently use the tower's own output.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from motet.core.text_files import read_json
 from motet.models.families.bounds import check_bounds
 from motet.models.families.registry import Family
 
-_TAKE_OUTPUT = ("siglip", "clip", "paligemma", "gemma3", "shieldgemma2", "cohere2_vision", "qwen2_vl", "qwen2_audio")
-"""Types of larger models that take the tower's own output."""
+_USE_OUTPUT = ("siglip", "clip", "paligemma", "gemma3", "shieldgemma2", "cohere2_vision", "qwen2_vl", "qwen2_audio")
+"""The types of larger models that use the tower's own output."""
 
 
 def one_line(error: Exception) -> str:
-    """What a library says is wrong, without its line breaks."""
-    # Of a KeyError, str() is the repr of what it says.
-    said = error.args[0] if isinstance(error, KeyError) and error.args else error
-    return " ".join(str(said).split())
+    """The message of a library's error on one line."""
+    # str() of a KeyError is the repr of its message.
+    message = error.args[0] if isinstance(error, KeyError) and error.args else error
+    return " ".join(str(message).split())
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without transformers' reports and progress bars.
+    """Turn off transformers' reports and progress bars.
 
-    A checkpoint that holds a tower holds other weights too, which is as it should be; what is amiss is raised.
+    Its reports of unused weights are no errors: a checkpoint with a tower holds other weights too. Errors are raised.
     """
     verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity(hf_logging.CRITICAL)
@@ -49,7 +49,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def read_config_json(file: Path) -> dict[str, Any]:
-    """What a config.json holds, numbers within their bounds. Raises UserError for a file that is missing or broken."""
+    """The contents of a config.json. Raises UserError for a missing or broken file, and for a number out of bounds."""
     if not file.is_file():
         raise UserError(f"There is no {file}; give a local directory that holds an HF model.")
     stored = read_json(file)
@@ -62,7 +62,7 @@ def read_config_json(file: Path) -> dict[str, Any]:
 
 
 def parse_config(file: Path, kind: type[PreTrainedConfig], stored: dict[str, Any]) -> PreTrainedConfig:
-    """`stored` as a config of `kind`; raises UserError for whatever HF says is wrong with it."""
+    """`stored` as a config of `kind`. Raises UserError with HF's message if HF refuses it."""
     try:
         with quiet_transformers():
             return kind.from_dict(stored)
@@ -72,51 +72,55 @@ def parse_config(file: Path, kind: type[PreTrainedConfig], stored: dict[str, Any
 
 
 def read_config(where: str, family: Family, path: Path, options: dict[str, Any]) -> PreTrainedConfig:
-    """The family's config from a directory that holds it, or a larger model's; `options` override what it says.
+    """The family's config from a directory that holds its model or a larger one; `options` override it.
 
-    Raises UserError for a file that is missing or broken, holds another kind of model, or says what is not computed.
+    Raises UserError for a file that is missing or broken, for another type of model, and for options that Motet does
+    not compute.
     """
     file, stored = _stored(where, path)
-    wanted, found = family.config.model_type, stored.get("model_type")
-    if found != wanted:
-        whole = _larger(file, stored, family)
-        if whole is None:
-            raise UserError(f"model.{where}.path: {path} holds a model of type {found!r}, where {wanted!r} is needed.")
-        stored = getattr(whole, family.part).to_dict()
+    needed_type, stored_type = family.config.model_type, stored.get("model_type")
+    if stored_type != needed_type:
+        larger = _larger_model(file, stored, family)
+        if larger is None:
+            raise UserError(
+                f"model.{where}.path: {path} holds a model of type {stored_type!r}, where {needed_type!r} is needed."
+            )
+        stored = getattr(larger, family.part).to_dict()
     config = parse_config(file, family.config, stored | options)
     family.check(config, f"{file}: " if not options else f"{file}, with model.{where}.config: ")
     return config
 
 
-def check_taken(where: str, family: Family, path: Path, feature_layer: int | None) -> None:
-    """Raises UserError if a larger model in `path` takes other rows of its tower than the encoder would give.
+def check_feature_layer(where: str, family: Family, path: Path, feature_layer: int | None) -> None:
+    """Raise UserError if a larger model in `path` uses other rows of its tower than the encoder would return.
 
-    feature_layer: the one that the recipe names, if it does: then the layer is its choice.
+    feature_layer: the layer that the recipe names; then that layer is used, whatever the larger model uses.
     """
-    whole = _larger(*_stored(where, path), family) if family.feature_layers else None
-    if whole is None or (whole.model_type in _TAKE_OUTPUT and feature_layer is None):
+    larger = _larger_model(*_stored(where, path), family) if family.feature_layers else None
+    if larger is None or (larger.model_type in _USE_OUTPUT and feature_layer is None):
         return
-    layer = getattr(whole, "vision_feature_layer", None)
+    layer = getattr(larger, "vision_feature_layer", None)
     layer = layer[0] if isinstance(layer, list | tuple) and len(layer) == 1 else layer
-    of_larger = f"the {whole.model_type} model in {path}"
+    model = f"the {larger.model_type} model in {path}"
     if feature_layer is None and not isinstance(layer, int):
-        taken = (
+        layers = (
             "it is not known here which layer of its tower" if layer is None else f"the layers {list(layer)} are what"
         )
         raise UserError(
-            f"model.{where}: {taken} {of_larger} takes; set model.{where}.feature_layer to the one that you want."
+            f"model.{where}: {layers} {model} takes; set model.{where}.feature_layer to the one that you want."
         )
     if feature_layer is None:
         raise UserError(
-            f"model.{where}: {of_larger} takes layer {layer} of its tower, not the tower's own output; set "
+            f"model.{where}: {model} takes layer {layer} of its tower, not the tower's own output; set "
             f"model.{where}.feature_layer = {layer}, or to another one that you want."
         )
-    keeps, needed = getattr(whole, "vision_feature_select_strategy", None), "default" if family.class_row else "full"
-    if keeps not in (None, needed):
+    strategy = getattr(larger, "vision_feature_select_strategy", None)
+    computed = "default" if family.class_row else "full"
+    if strategy not in (None, computed):
         raise UserError(
-            f"model.{where}: {of_larger} has vision_feature_select_strategy = {keeps!r}, which "
+            f"model.{where}: {model} has vision_feature_select_strategy = {strategy!r}, which "
             f"{'keeps the class row' if family.class_row else 'drops the first patch'}; the encoder of Motet does as "
-            f"{needed!r} says, so save the tower in a directory of its own if that is what you want."
+            f"{computed!r} says, so save the tower in a directory of its own if that is what you want."
         )
 
 
@@ -127,14 +131,14 @@ def _stored(where: str, path: Path) -> tuple[Path, dict[str, Any]]:
     return file, read_config_json(file)
 
 
-def _larger(file: Path, stored: dict[str, Any], family: Family) -> PreTrainedConfig | None:
+def _larger_model(file: Path, stored: dict[str, Any], family: Family) -> PreTrainedConfig | None:
     """The config of a larger model that holds a part of the family's type; None if `stored` is of no such model.
 
-    HF's own class of the larger model reads it: it knows what a part is that the file does not spell out.
+    HF's class of the larger model reads it, because that class knows the defaults of parts that the file leaves out.
     """
-    found = stored.get("model_type")
-    if not family.part or found == family.config.model_type or found not in CONFIG_MAPPING:
+    stored_type = stored.get("model_type")
+    if not family.part or stored_type == family.config.model_type or stored_type not in CONFIG_MAPPING:
         return None
-    whole = parse_config(file, CONFIG_MAPPING[found], stored)
-    part = getattr(whole, family.part, None)
-    return whole if isinstance(part, PreTrainedConfig) and part.model_type == family.config.model_type else None
+    larger = parse_config(file, CONFIG_MAPPING[stored_type], stored)
+    part = getattr(larger, family.part, None)
+    return larger if isinstance(part, PreTrainedConfig) and part.model_type == family.config.model_type else None

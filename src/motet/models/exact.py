@@ -1,8 +1,7 @@
 """Root-mean-square norms that keep float64.
 
-HF's RMSNorm computes in float32 whatever the dtype of the model. In float64 that rounds activations and gradients to
-1e-7, and the same gradient scaled by another factor (the number of ranks) then rounds differently, so runs could not be
-compared to 1e-10.
+HF's RMSNorm always computes in float32, so a float64 model has activations and gradients rounded to 1e-7. A gradient
+scaled by another number of ranks rounds differently, so runs could not be compared to 1e-10.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Float64RMSNorm(nn.Module):
 
 
 def keep_float64(model: nn.Module) -> None:
-    """Replace HF's RMSNorms in a float64 model; models of any other dtype are left as they are."""
+    """Replace HF's RMSNorms in a float64 model; a model of any other dtype stays as it is."""
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             kind = type(child).__name__

@@ -1,12 +1,12 @@
-"""A trained MLLM back to directories that transformers reads: safetensors and config.json a module.
+"""A trained MLLM as directories that transformers reads: safetensors and config.json for each module.
 
 directory/backbone/                   AutoModelForCausalLM.from_pretrained
-directory/encoders/<name>/            the family's HF class; of a module of the user's own, model.safetensors alone
+directory/encoders/<name>/            the family's HF class; only model.safetensors for a user's own module
 directory/projectors/<name>.safetensors
-directory/hooks/<name>.<hook>.safetensors    of hooks that have weights
+directory/hooks/<name>.<hook>.safetensors    for hooks with weights
 directory/tokenizer/                  if one is given
 
-All is checked before anything is written, and the directory gets its name when it is whole.
+Everything is checked before anything is written. The directory gets its name when it is complete.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from transformers import PreTrainedModel
 from motet.core.errors import UserError
 from motet.models.block import plain_names
 from motet.models.config_file import quiet_transformers
-from motet.models.module import MLLM
+from motet.models.mllm import MLLM
 
 
 def export_hf(
     mllm: MLLM, directory: Path, state_dict: Mapping[str, Tensor] | None = None, tokenizer: Path | None = None
 ) -> None:
-    """Write every module of `mllm` as `directory`, in the dtype of the weights; an earlier export there is replaced.
+    """Write every module of `mllm` to `directory` in the dtype of the weights, in place of an earlier export there.
 
-    state_dict: whole tensors under the names of mllm.state_dict(); default: those of `mllm` itself, which must not be
-    sharded then. tokenizer: a directory to be copied beside them. Call it on one rank.
-    Raises KeyError if a weight is missing, and UserError for a model that holds weights which a fresh model of its
-    config has not (adapters), and if something else than an export stands at `directory`.
+    state_dict: whole tensors under the names of mllm.state_dict(); default: those of `mllm`, which then must not be
+                sharded.
+    tokenizer:  a directory to copy as well.
+    Call it on one rank. Raises KeyError if a weight is missing. Raises UserError for a module with other weights than a
+    fresh model of its config (adapters), and if `directory` exists and is no export.
     """
     directory = directory.absolute()
     state = mllm.state_dict() if state_dict is None else state_dict
-    is_free = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
-    if not is_free and not (directory / "backbone").is_dir():
+    is_empty = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
+    if not is_empty and not (directory / "backbone").is_dir():
         raise UserError(f"{directory} exists and is no export, which would be replaced; name another directory.")
     parts = [
         _Part(path, module, _weights(module, state, prefix), is_hf) for path, module, prefix, is_hf in _parts(mllm)
@@ -55,14 +56,14 @@ def export_hf(
             elif part.weights:
                 file = target / f"{part.path}.safetensors"
                 file.parent.mkdir(parents=True, exist_ok=True)
-                # Copies of their own: safetensors refuses tensors that share memory, as tied weights do.
+                # Clones, because safetensors refuses tensors that share memory, as tied weights do.
                 save_file({name: tensor.clone() for name, tensor in part.weights.items()}, file)
         if tokenizer is not None:
             shutil.copytree(tokenizer, target / "tokenizer")
 
 
 class _Part(NamedTuple):
-    """A module with weights, under the names that it has without Blocks; path: of its directory, or file."""
+    """A module with its weights under their names without Blocks. path: its directory, or its file without suffix."""
 
     path: str
     module: nn.Module
@@ -71,7 +72,7 @@ class _Part(NamedTuple):
 
 
 def _parts(mllm: MLLM) -> Iterator[tuple[str, nn.Module, str, bool]]:
-    """Path, module, its prefix in the state dict, and whether transformers writes it, of all that may have weights."""
+    """Path, module, prefix in the state dict, and whether transformers writes it, for all that may have weights."""
     yield "backbone", mllm.backbone.causal_lm, "backbone.causal_lm.", True
     hooks: list[tuple[str, Any, str]] = [
         ("backbone.before", mllm.backbone.before_backbone, "backbone.before_backbone.")
@@ -79,7 +80,7 @@ def _parts(mllm: MLLM) -> Iterator[tuple[str, nn.Module, str, bool]]:
     for name, module in mllm.encoders.items():
         encoder, prefix = module.encoder, f"encoders.{name}."
         model = getattr(encoder, "model", None)
-        # A class of the user's own may hold an HF model and weights beside it, which HF would not write.
+        # A user's own class may hold an HF model and further weights, which HF would not write.
         if isinstance(model, PreTrainedModel) and all(key.startswith("model.") for key in encoder.state_dict()):
             yield f"encoders/{name}", model, f"{prefix}encoder.model.", True
         else:
@@ -96,20 +97,20 @@ def _weights(module: nn.Module, state: Mapping[str, Tensor], prefix: str) -> dic
 
 
 def _fresh(part: _Part) -> PreTrainedModel:
-    """A model of the same config without storage, which has the names that transformers will look for.
+    """A model of the same config without storage; it has the names that transformers will look for.
 
-    The one that trains has Blocks, and may be sharded. Raises UserError if the weights are not those of this model.
+    (The trained model has Blocks and may be sharded.) Raises UserError if its weights differ in names or shapes.
     """
     kind = type(part.module)
     with quiet_transformers(), torch.device("meta"):
         fresh = kind(deepcopy(part.module.config)).to(next(iter(part.weights.values())).dtype)
-    held, wanted = (
-        {name: tensor.shape for name, tensor in each.items()} for each in (part.weights, fresh.state_dict())
+    actual, expected = (
+        {name: tensor.shape for name, tensor in weights.items()} for weights in (part.weights, fresh.state_dict())
     )
-    strange = next((name for name in held | wanted if held.get(name) != wanted.get(name)), None)
-    if strange is not None:
+    different = next((name for name in actual | expected if actual.get(name) != expected.get(name)), None)
+    if different is not None:
         raise UserError(
-            f"{part.path} cannot be exported: {strange} is not as in a {kind.__name__} of its config, and "
+            f"{part.path} cannot be exported: {different} is not as in a {kind.__name__} of its config, and "
             "transformers could not load it; merge adapters into the weights that they change, and remove them "
             "(nothing is written)."
         )
@@ -120,13 +121,13 @@ def _write_model(part: _Part, fresh: PreTrainedModel, target: Path) -> None:
     with quiet_transformers():
         fresh.save_pretrained(target, state_dict=part.weights)
     if part.module.can_generate():
-        # As it was read, also where transformers would not let it be saved.
+        # Written as it was read, also where transformers would refuse to save it.
         part.module.generation_config.to_json_file(target / "generation_config.json")
 
 
 @contextmanager
 def _whole(directory: Path) -> Iterator[Path]:
-    """A directory beside `directory` to write to, which takes its place at the end; what stood there goes then."""
+    """A directory to write to, beside `directory`, whose place it takes at the end."""
     writing, old = (directory.parent / f".{directory.name}.{state}" for state in ("writing", "old"))
     for left in (writing, old):
         shutil.rmtree(left, ignore_errors=True)

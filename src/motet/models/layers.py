@@ -1,4 +1,4 @@
-"""The layers of a model beside the modules that compute them: what a spec is made of, and what a profiler times."""
+"""The layers of a model with the modules that compute them. Specs are made of them, and profilers time them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class LayerModules(NamedTuple):
-    """A layer and the modules that hold its parameters, all of them and no others."""
+    """A layer and the modules that hold exactly its parameters."""
 
     layer: Layer
     modules: tuple[nn.Module, ...]
 
 
 def products_layer(kind: str, module: nn.Module, output_width: int, divisor: int = 1) -> LayerModules:
-    """A module of which nothing is known: its linear layers and convolutions, each applied once to every row."""
+    """The layer of an unknown module: its linear layers and convolutions, each applied once to every row."""
     products = [child.weight for child in module.modules() if isinstance(child, _PRODUCTS)]
     layer = Layer(
         kind,
@@ -35,20 +35,20 @@ def products_layer(kind: str, module: nn.Module, output_width: int, divisor: int
 
 
 def unused_layer(module: nn.Module, output_width: int) -> LayerModules:
-    """A module that the model holds and never calls."""
+    """The layer of a module that the model holds and never calls."""
     return LayerModules(unused(sum(p.numel() for p in module.parameters()), output_width), (module,))
 
 
 def any_trainable(*modules: nn.Module) -> bool:
+    """Whether any of the modules has a trainable parameter."""
     return any(p.requires_grad for module in modules for p in module.parameters())
 
 
 def frozen_to_eval(*parts: nn.Module) -> None:
-    """Put those of the parts that have no trainable parameter into eval mode.
+    """Put each part without trainable parameters into eval mode. A part is a whole encoder, projector or backbone.
 
-    Dropout in a frozen part would be noise that nothing learns to stand, and statistics of a norm would still move. A
-    part is an encoder, a projector or the backbone, whole: one of which a share is trained, as with adapters, stays as
-    it is, because dropout inside it belongs to the training of that share.
+    In train mode a frozen part would add dropout noise, and statistics of its norms would still change. A part with
+    some trainable parameters (adapters) keeps its mode: dropout inside it belongs to their training.
     """
     for part in parts:
         if not any_trainable(part):

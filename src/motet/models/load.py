@@ -24,8 +24,8 @@ def load_pretrained(
 ) -> PreTrainedModel:
     """The family's model with the weights in `path`. options: HF options that override those of the directory.
 
-    Never reaches for the network. Raises UserError for a missing directory, another kind of model, and weights that are
-    missing, of another shape, or of a backbone that is not the one the config names.
+    It never uses the network. Raises UserError for a missing directory, for another type of model, for weights that are
+    missing or have another shape, and for weights of a backbone that its config does not describe.
     """
     config = read_config(where, family, path, options)
     config._attn_implementation = ATTENTION
@@ -48,19 +48,19 @@ def load_pretrained(
                 use_safetensors=True,
             )
     except Exception as error:
-        # Missing and damaged files, other layouts, absent packages: HF has an exception for each.
+        # HF raises exceptions of any kind: for missing and damaged files, other layouts, absent packages.
         raise UserError(f"model.{where}.path: weights in {path} cannot be loaded ({one_line(error)})") from error
     if info["mismatched_keys"]:
-        name, stored, wanted = min(info["mismatched_keys"])
+        name, stored, expected = min(info["mismatched_keys"])
         raise UserError(
-            f"model.{where}.path: {name} in {path} has shape {list(stored)}, where the config asks for {list(wanted)}"
+            f"model.{where}.path: {name} in {path} has shape {list(stored)}, where the config asks for {list(expected)}"
         )
     if absent := sorted(info["missing_keys"]):
         raise UserError(
             f"model.{where}.path: {path} lacks {len(absent)} weights of {family.model.__name__}, {absent[0]} for one"
         )
-    # A larger checkpoint holds more than its tower; a backbone's holds nothing that the model would compute without.
-    stray = [] if family.adapter else sorted(filter(_strange_to(config.num_hidden_layers), info["unexpected_keys"]))
+    # A larger checkpoint holds more than its tower. A backbone's checkpoint must hold only weights of the model.
+    stray = [] if family.adapter else sorted(filter(_is_stray(config.num_hidden_layers), info["unexpected_keys"]))
     if stray:
         raise UserError(
             f"model.{where}.path: {path} holds {len(stray)} weights that {family.model.__name__} has no place for, "
@@ -70,23 +70,23 @@ def load_pretrained(
 
 
 def _check_files(where: str, path: Path) -> None:
-    """Raises UserError for a pipe, which HF would wait for, and for an index of weights that are not in `path`."""
+    """Raise UserError for a pipe, on which HF would wait forever, and for an index that names files outside `path`."""
     index = path / "model.safetensors.index.json"
     for file in (*path.glob("*.safetensors"), *([index] if os.path.lexists(index) else [])):
         if kind := irregular_kind(file) if file.exists() else None:
             raise UserError(f"model.{where}.path: {file} is {kind}, not a regular file")
-    found = read_json(index) if index.is_file() else None
-    of_weights = found.get("weight_map") if isinstance(found, dict) else None
-    for name in of_weights.values() if isinstance(of_weights, dict) else ():
+    contents = read_json(index) if index.is_file() else None
+    weight_map = contents.get("weight_map") if isinstance(contents, dict) else None
+    for name in weight_map.values() if isinstance(weight_map, dict) else ():
         if not isinstance(name, str) or name != os.path.basename(name):
             raise UserError(f"model.{where}.path: {index} names {str(name)[:40]!r}, which is no file beside it")
 
 
-def _strange_to(depth: int) -> Callable[[str], bool]:
-    """Whether a weight is neither of a layer beyond `depth`, which a config may leave out, nor an old rotary buffer."""
+def _is_stray(num_layers: int) -> Callable[[str], bool]:
+    """Whether an unexpected weight is an error. A layer beyond num_layers, or an old rotary buffer, is none."""
 
-    def strange(name: str) -> bool:
+    def is_stray(name: str) -> bool:
         layer = re.search(r"\blayers\.(\d+)\.", name)
-        return not (layer and int(layer[1]) >= depth) and not name.endswith("rotary_emb.inv_freq")
+        return not (layer and int(layer[1]) >= num_layers) and not name.endswith("rotary_emb.inv_freq")
 
-    return strange
+    return is_stray

@@ -1,4 +1,4 @@
-"""An encoder with its projector, the backbone beside it, and the multimodal model that they make."""
+"""An encoder with its projector and hooks: the path of one modality into the backbone."""
 
 from __future__ import annotations
 
@@ -13,21 +13,19 @@ from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError, UserError
 from motet.core.shapes import projector
 from motet.core.spec import Module
-from motet.models.backbone import Backbone
 from motet.models.block import Block, outside_blocks, pass_through, wrap_blocks
-from motet.models.contract import Sequences
 from motet.models.layers import LayerModules, any_trainable, frozen_to_eval, products_layer
 from motet.models.projector import Projector
 
 
 class ModalityModule(nn.Module):
-    """One modality's way into the backbone: hook `before`, encoder, projector, hook `after`.
+    """The path of one modality into the backbone: hook `before`, encoder, projector, hook `after`.
 
-    encoder:                    fulfils `contract.Encoder`. Parameters that it has frozen itself stay frozen.
-    before(values, sizes):      returns other (values, sizes) in place of the items: an image's tiles, say.
-    after(features, sizes):     returns the items' rows, e.g. of tiles merged. It is given the projected rows of what
-                                `before` returned, and the sizes that `before` was given.
-    count(sizes):               rows that each item becomes, numpy int64 [num_items]; needed if the hooks change them.
+    encoder:                fulfils `contract.Encoder`. Parameters that it has frozen itself stay frozen.
+    before(values, sizes):  returns other (values, sizes) in place of the items, for example the tiles of images.
+    after(features, sizes): returns the items' rows, for example merged tiles. `features` are the projected rows of the
+                            items that `before` returned; `sizes` are those that `before` received.
+    count(sizes):           rows of each item after all steps, numpy int64 [num_items]; needed if hooks change them.
     """
 
     def __init__(
@@ -68,40 +66,41 @@ class ModalityModule(nn.Module):
         layers = list(getattr(self.encoder, "blocks", []))
         self._blocks = tuple(wrap_blocks(self.encoder, layers))
         if isinstance(vars(self.encoder).get("blocks"), list):
-            # A plain list beside the registered submodules would go on calling the layers without their Blocks.
+            # A plain list of layers beside the registered submodules would call the layers without their Blocks.
             self.encoder.blocks = list(self._blocks)
 
     def train(self, mode: bool = True) -> ModalityModule:
-        """As torch's, but an encoder or projector without anything to train stays in eval mode (`frozen_to_eval`)."""
+        """`nn.Module.train`, except that an encoder or projector without trainable parameters stays in eval mode."""
         super().train(mode)
         frozen_to_eval(self.encoder, self.projector)
         return self
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """The encoder's layers in execution order: the units of sharding and recomputation."""
+        """The encoder's layers in execution order; each is sharded and recomputed by itself."""
         return self._blocks
 
     @property
     def trainable(self) -> bool:
-        """Whether the module takes part in backward: the same on every rank, whatever items it has."""
+        """Whether the module takes part in backward; the same on every rank, whatever items the rank has."""
         return any(p.requires_grad for p in self.parameters())
 
     @property
     def cost(self) -> str:
+        """How the work of its items adds up: "packed" or "padded"."""
         return getattr(self.encoder, "cost", "packed")
 
     def lengths(self, sizes: Int64Array) -> Int64Array:
-        """What the phase is balanced on, int64 [num_items]: patches, mel frames."""
-        own = getattr(self.encoder, "lengths", None)
-        return own(sizes) if own else np.prod(sizes, axis=1)
+        """The length of each item for balancing, int64 [num_items]: patches, mel frames."""
+        lengths = getattr(self.encoder, "lengths", None)
+        return lengths(sizes) if lengths else np.prod(sizes, axis=1)
 
     def num_tokens(self, sizes: Int64Array) -> Int64Array:
         """Rows that each item takes in the backbone's sequence, int64 [num_items]."""
         return self.count(sizes) if self.count else self.projector.num_outputs(self._extents(sizes))
 
     def _extents(self, sizes: Int64Array) -> Int64Array:
-        """How the encoder's rows of each item lie, as `Projector` takes it."""
+        """The arrangement of the encoder's rows of each item: `extents` of `Projector`."""
         counts, grid = self.encoder.num_outputs(sizes), getattr(self.encoder, "grid", None)
         if grid is None:
             return counts
@@ -110,25 +109,27 @@ class ModalityModule(nn.Module):
         return grid(sizes)
 
     def layers(self) -> list[LayerModules]:
-        """In execution order, on items of `lengths(sizes)`. A custom encoder that offers no `layers()` is taken for
-        its linear layers and convolutions, each applied once to every row; and so are hooks that are modules.
+        """The layers in execution order, on items of `lengths(sizes)`.
+
+        A custom encoder without `layers()`, and a hook that is a module, counts as its linear layers and convolutions,
+        each applied once to every row.
         """
-        own = getattr(self.encoder, "layers", None)
-        layers = own() if own else [products_layer("products", self.encoder, self.encoder.output_dim)]
+        described = getattr(self.encoder, "layers", None)
+        layers = described() if described else [products_layer("products", self.encoder, self.encoder.output_dim)]
         last, to = layers[-1].layer, self.projector
         joining = projector(
             to.input_dim, to.output_dim, to.kind, to.downsample, divisor=last.divisor, trainable=any_trainable(to)
         )
         layers = [*layers, LayerModules(joining, (to,))]
         if isinstance(self.before, nn.Module):
-            # What it gives on is the input, which the first layer keeps.
+            # Its output is the input of the first layer, which keeps it for backward.
             layers.insert(0, products_layer("before", self.before, layers[0].layer.activation_width))
         if isinstance(self.after, nn.Module):
             layers.append(products_layer("after", self.after, to.output_dim, joining.divisor))
         return layers
 
     def spec_module(self, name: str) -> Module:
-        """What the module is, for all that is computed from shapes."""
+        """The module's part of a ModelSpec."""
         return Module.of(name, (each.layer for each in self.layers()), padded=self.cost == "padded")
 
     def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
@@ -136,10 +137,10 @@ class ModalityModule(nn.Module):
         backbone_dim].
 
         Without items: [0, backbone_dim], connected to every trainable parameter. Raises UserError if the number of rows
-        is not what num_tokens promised, on which the backbone's sequences were laid out.
+        is not sum(num_tokens), from which the backbone's sequences were laid out.
         """
         if len(sizes) == 0:
-            return self._forward_nothing()
+            return self._forward_empty()
         seen, seen_sizes = self.before(values, sizes) if self.before else (values, sizes)
         projected = next(self.projector.parameters()).dtype
         encoded = next((p.dtype for p in outside_blocks(self.encoder) if p.is_floating_point()), projected)
@@ -148,37 +149,18 @@ class ModalityModule(nn.Module):
         features = self.projector(features.to(projected), self._extents(seen_sizes.numpy()))
         if self.after:
             features = self.after(features, sizes)
-        promised = int(self.num_tokens(sizes.numpy()).sum())
-        if len(features) != promised:
+        expected = int(self.num_tokens(sizes.numpy()).sum())
+        if len(features) != expected:
             raise UserError(
                 f"{type(self.encoder).__name__} gave {len(features)} rows for {len(sizes)} items where num_tokens "
-                f"says {promised}; num_outputs, or `count` beside a hook, must say what forward returns"
+                f"says {expected}; num_outputs, or `count` beside a hook, must say what forward returns"
             )
         return features
 
-    def _forward_nothing(self) -> Tensor:
+    def _forward_empty(self) -> Tensor:
         weight = next(self.projector.parameters())
         x = weight.new_zeros(0, self.projector.output_dim)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.train_encoder):
             for block in self._blocks:
                 x = block(x)
         return pass_through(x, outside_blocks(self))
-
-
-class MLLM(nn.Module):
-    """Encoders by name and the backbone that reads them. Nothing here knows of ranks."""
-
-    def __init__(self, encoders: dict[str, ModalityModule], backbone: Backbone) -> None:
-        super().__init__()
-        self.encoders = nn.ModuleDict(encoders)
-        self.backbone = backbone
-
-    def forward(self, sequences: Sequences, media: dict[str, tuple[Tensor, Tensor]]) -> tuple[Tensor, int]:
-        """The whole model in one process: what every distributed step must equal.
-
-        media: per encoder (values, sizes), items in the order in which `sequences` holds them. Encoders that are not
-        named get nothing. Returns (loss summed over targets, number of targets).
-        """
-        nothing = (torch.empty(0, 0), torch.empty(0, 1, dtype=torch.int64))
-        features = {name: module(*media.get(name, nothing)) for name, module in self.encoders.items()}
-        return self.backbone(sequences, features)

@@ -1,4 +1,4 @@
-"""From an encoder's rows to the backbone's: a linear map or an MLP, after joining neighbouring rows of an item."""
+"""The projector of an encoder's rows into the backbone: join neighbouring rows of an item, then a linear map or MLP."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from motet.core.limits import MAX_JOINED
 
 
 class ProjectorConfig(BaseModel):
-    """The map, "linear" or "mlp" (two layers with GELU), and how many rows are joined first (OrchMLLM section 8).
+    """The kind of a projector, and the number of rows that it joins (OrchMLLM section 8).
 
-    downsample: of a sequence (audio), so many consecutive rows; of a raster (images), a square of so many rows, as
-    InternVL's pixel shuffle joins them: 4 is 2 x 2, and a number that is no square is refused.
+    kind:       "linear", or "mlp": two layers with GELU.
+    downsample: rows joined into one. In a sequence (audio) they are consecutive. In a raster (images) they are a
+                square, as in InternVL's pixel shuffle: 4 is 2 x 2, and a number that is no square is refused.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -29,9 +30,17 @@ class ProjectorConfig(BaseModel):
 class Projector(nn.Module):
     """Rows [sum(rows of an item), input_dim] -> [sum(num_outputs), output_dim].
 
-    How the rows of items lie is given as `extents`: int64 [num_items], the rows of each as a sequence, or
-    [num_items, 2], the rows and columns of each as a raster. A block of joined rows holds the rows of one item only:
-    what a sequence lacks at its end, and a raster at its right and lower edge, is filled with zero rows.
+    extents: the arrangement of each item's rows: int64 [num_items], the length of a sequence; or [num_items, 2], the
+             rows and columns of a raster.
+    A block of joined rows belongs to one item: zero rows fill up the end of a sequence, and the right and lower edge of
+    a raster.
+
+    Example:
+        >>> projector = Projector(8, 32, ProjectorConfig(downsample=4))
+        >>> projector.num_outputs(np.array([5, 8])).tolist()  # sequences
+        [2, 2]
+        >>> projector.num_outputs(np.array([[3, 4]])).tolist()  # a raster in blocks of 2 x 2
+        [4]
     """
 
     def __init__(self, input_dim: int, output_dim: int, config: ProjectorConfig) -> None:
@@ -46,14 +55,14 @@ class Projector(nn.Module):
         )
 
     def num_outputs(self, extents: Int64Array) -> Int64Array:
-        """Rows that each item becomes, int64 [num_items]."""
+        """Output rows of each item, int64 [num_items]."""
         return np.prod(self._blocks(extents)[2], axis=1)
 
     def forward(self, rows: Tensor, extents: Int64Array) -> Tensor:
         return self.layers(self._join(rows, extents) if self.downsample > 1 else rows)
 
     def _blocks(self, extents: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Rows and columns of each item [num_items, 2], of a block [2], and the blocks of each item down and across."""
+        """Rows and columns of each item [num_items, 2] and of a block [2]; blocks of each item down and across."""
         if extents.ndim == 1:
             grids, block = np.stack([np.ones_like(extents), extents], axis=1), np.array([1, self.downsample])
         else:
@@ -64,14 +73,14 @@ class Projector(nn.Module):
         """rows [n, input_dim] -> [sum(num_outputs), input_dim * downsample]; a block's rows in raster order."""
         grids, block, blocks = self._blocks(extents)
         if extents.ndim > 1 or (grids % block).any():
-            places = torch.from_numpy(_places(grids, block, blocks)).to(rows.device)
-            num_places = int(blocks.prod(axis=1).sum()) * self.downsample
-            rows = rows.new_zeros(num_places, rows.shape[1]).index_copy(0, places, rows)
+            positions = torch.from_numpy(_block_positions(grids, block, blocks)).to(rows.device)
+            num_rows = int(blocks.prod(axis=1).sum()) * self.downsample
+            rows = rows.new_zeros(num_rows, rows.shape[1]).index_copy(0, positions, rows)
         return rows.reshape(-1, rows.shape[1] * self.downsample)
 
 
-def _places(grids: Int64Array, block: Int64Array, blocks: Int64Array) -> Int64Array:
-    """Where each row of the rasters stands when blocks stand one after the other, int64 [sum(rows * columns)]."""
+def _block_positions(grids: Int64Array, block: Int64Array, blocks: Int64Array) -> Int64Array:
+    """The position of each row of the rasters in the sequence of all blocks, int64 [sum(rows * columns)]."""
     counts = grids.prod(axis=1)
     item = np.repeat(np.arange(len(grids)), counts)
     row, column = np.divmod(np.arange(counts.sum()) - (np.cumsum(counts) - counts)[item], grids[item, 1])

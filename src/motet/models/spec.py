@@ -1,7 +1,7 @@
-"""The ModelSpec of a model: of one that is built, of a recipe's `[model]`, or of an HF directory.
+"""The ModelSpec of a built model, of a recipe's `[model]`, or of an HF directory.
 
-What is not built yet is built on the `meta` device, without memory, so that there is one description of a model: what
-its modules say of themselves (`layers()`).
+A model has one description: the `layers()` of its modules. A model that is not built yet is therefore built on the
+`meta` device, without memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from motet.models.build import ModelConfig, build_mllm
 from motet.models.config_file import one_line, parse_config, read_config_json
 from motet.models.families.audio import AudioEncoder
 from motet.models.families.registry import BACKBONES, ENCODERS, Family
-from motet.models.module import MLLM
+from motet.models.mllm import MLLM
 from motet.models.projector import ProjectorConfig
 
 _COMPOSITES = {
@@ -28,31 +28,31 @@ _COMPOSITES = {
     "qwen2_audio": {"audio_config": ProjectorConfig(kind="linear")},
     "qwen2_vl": {"vision_config": None},
 }
-"""HF models of an LLM and encoders, by type: the parts and their projectors. Qwen2-VL's encoder needs none."""
+"""HF's multimodal models by type: their encoders' configs and projectors. Qwen2-VL's encoder needs no projector."""
 
 _BACKBONE_TYPES = {family.config.model_type: family for family in BACKBONES.values()}
 _ENCODER_TYPES = {family.config.model_type: family for family in ENCODERS.values()}
 _TEXT_TYPES = {"qwen2_vl_text": "qwen2"}
-"""Text parts that differ from a family of the registry in nothing that a spec holds: in the axes of their positions."""
+"""The text parts whose spec is that of a family in the registry; they differ only in the axes of their positions."""
 
 
 def model_spec(mllm: MLLM, name: str = "model") -> ModelSpec:
-    """What the model is: its encoders in their order, then the backbone."""
+    """The ModelSpec of a built model: its encoders in their order, then the backbone."""
     encoders = [module.spec_module(phase) for phase, module in mllm.encoders.items()]
     return multimodal(name, mllm.backbone.spec_module(), encoders)
 
 
 def spec_of_config(config: ModelConfig, vocab_size: int, name: str = "model") -> ModelSpec:
-    """What a recipe's `[model]` will be; takes no memory and reads no weights. Raises UserError as build_mllm does."""
+    """The ModelSpec of a recipe's `[model]`, without memory or weights. Raises UserError as `build_mllm` does."""
     with torch.device("meta"):
         return model_spec(build_mllm(config, vocab_size), name)
 
 
 def spec_of_directory(path: Path) -> ModelSpec:
-    """What the HF model in a directory, or of a config.json, is: an LLM, an encoder alone, or one that has both.
+    """The ModelSpec of an HF model: an LLM, an encoder alone, or both. path: its directory, or its config.json.
 
-    All of it is taken to be trained. Raises UserError for a file that is missing or broken, and for a type of model or
-    of a part that no family stands for.
+    All layers count as trainable. Raises UserError for a file that is missing or broken, and for a type of model or of
+    a part that no family of the registry has.
     """
     file = path / "config.json" if path.is_dir() else path
     config, name = _read(file), file.absolute().parent.name
@@ -61,18 +61,19 @@ def spec_of_directory(path: Path) -> ModelSpec:
     if config.model_type not in _COMPOSITES:
         return multimodal(name, _backbone(file, config), ())
     text = config.text_config
-    # transformers reads it off the whole, where the whole has it at all.
+    # transformers reads it from the larger config, if that has it.
     text.tie_word_embeddings = getattr(config, "tie_word_embeddings", getattr(text, "tie_word_embeddings", False))
     backbone, encoders = _backbone(file, text), []
     for part, projector in _COMPOSITES[config.model_type].items():
-        held = getattr(config, part)
-        if held.model_type not in _ENCODER_TYPES:
+        part_config = getattr(config, part)
+        part_type = part_config.model_type
+        if part_type not in _ENCODER_TYPES:
             raise UserError(
-                f"{file}: its {part} is of type {held.model_type!r}, which no family of encoders stands for; there are "
+                f"{file}: its {part} is of type {part_type!r}, which no family of encoders stands for; there are "
                 f"{', '.join(_ENCODER_TYPES)}."
             )
         layer = getattr(config, "vision_feature_layer", None)
-        encoder = _encoder(file, _ENCODER_TYPES[held.model_type], held, layer if isinstance(layer, int) else None)
+        encoder = _encoder(file, _ENCODER_TYPES[part_type], part_config, layer if isinstance(layer, int) else None)
         if projector:
             encoder = connect(encoder, text.hidden_size, projector.kind, projector.downsample)
         encoders.append(encoder)
@@ -81,30 +82,30 @@ def spec_of_directory(path: Path) -> ModelSpec:
 
 def _read(file: Path) -> PreTrainedConfig:
     stored = read_config_json(file)
-    found = stored.get("model_type")
+    model_type = stored.get("model_type")
     known = {**_BACKBONE_TYPES, **_COMPOSITES, **_ENCODER_TYPES}
-    if not isinstance(found, str) or found not in known:
-        raise UserError(f"{file}: no family stands for a model of type {found!r}; there are {', '.join(known)}.")
-    kind = _ENCODER_TYPES[found].config if found in _ENCODER_TYPES else CONFIG_MAPPING[found]
+    if not isinstance(model_type, str) or model_type not in known:
+        raise UserError(f"{file}: no family stands for a model of type {model_type!r}; there are {', '.join(known)}.")
+    kind = _ENCODER_TYPES[model_type].config if model_type in _ENCODER_TYPES else CONFIG_MAPPING[model_type]
     return parse_config(file, kind, stored)
 
 
 def _encoder(file: Path, family: Family, config: PreTrainedConfig, feature_layer: int | None = None) -> Module:
     audio = issubclass(family.adapter, AudioEncoder)
-    taken = {} if feature_layer is None else {"feature_layer": feature_layer}
-    encoder = family.adapter(_on_meta(file, family, config), **taken)
+    options = {} if feature_layer is None else {"feature_layer": feature_layer}
+    encoder = family.adapter(_on_meta(file, family, config), **options)
     return Module.of("audio" if audio else "image", (each.layer for each in encoder.layers()), padded=audio)
 
 
 def _backbone(file: Path, config: PreTrainedConfig) -> Module:
-    found = _TEXT_TYPES.get(config.model_type, config.model_type)
-    if found not in _BACKBONE_TYPES:
+    family_type = _TEXT_TYPES.get(config.model_type, config.model_type)
+    if family_type not in _BACKBONE_TYPES:
         raise UserError(
             f"{file}: its text_config is of type {config.model_type!r}, which no family of backbones stands for; "
             f"there are {', '.join(_BACKBONE_TYPES)}."
         )
-    family = _BACKBONE_TYPES[found]
-    if found != config.model_type:
+    family = _BACKBONE_TYPES[family_type]
+    if family_type != config.model_type:
         left_out = ("model_type", "rope_parameters")
         stored = {name: value for name, value in config.to_dict().items() if name not in left_out}
         config = parse_config(file, family.config, stored)

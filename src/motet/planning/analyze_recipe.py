@@ -12,7 +12,7 @@ from motet.analyze.lengths import Lengths
 from motet.balance import StepCosts
 from motet.core.cluster import Link
 from motet.core.errors import UserError
-from motet.data.dataset import describe_left_out
+from motet.data.left_out import describe_left_out
 from motet.planning.sources import training_data
 from motet.train.balancing import recipe_costs
 from motet.train.recipe.recipe import Recipe, load_recipe

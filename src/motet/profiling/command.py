@@ -24,7 +24,7 @@ from motet.core.spec import ModelSpec
 from motet.cost.profile import PROFILE_FILE, MessageTimes, ModuleTimes, OptimizerTimes, Profile
 from motet.data.text import ChatTokenizer
 from motet.models.build import ModelConfig, build_mllm
-from motet.models.module import MLLM
+from motet.models.mllm import MLLM
 from motet.models.spec import spec_of_config
 from motet.profiling.measure import MeasuredSubject, Stopwatch, measure
 from motet.profiling.ranks import measure_messages, measure_shared

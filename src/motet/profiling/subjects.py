@@ -28,7 +28,8 @@ from motet.models.backbone import Backbone
 from motet.models.build import BackboneConfig, EncoderConfig, ModelConfig
 from motet.models.families.registry import BACKBONES, ENCODERS, Family
 from motet.models.layers import LayerModules
-from motet.models.module import MLLM, ModalityModule
+from motet.models.mllm import MLLM
+from motet.models.module import ModalityModule
 from motet.train.recipe.recipe import Recipe
 
 _SHORTEST = 8

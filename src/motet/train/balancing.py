@@ -20,7 +20,7 @@ from motet.cost.phases import PhaseTimes, Picoseconds, phase_times
 from motet.cost.profile import PROFILE_FILE, Profile, read_profile
 from motet.cost.profiled import message_fit
 from motet.dispatch import BalanceConfig, Orchestrator
-from motet.models.module import MLLM
+from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
 from motet.train.recipe.recipe import Recipe
 from motet.train.world import World

@@ -24,7 +24,7 @@ from motet.data.decode import Decoder
 from motet.data.media import BadMedia
 from motet.data.text import ChatTokenizer
 from motet.dispatch import ItemExchange, LoadedExample, RankBatch
-from motet.models.module import MLLM
+from motet.models.mllm import MLLM
 from motet.runtime.mesh import Mesh
 from motet.runtime.step import forward_features
 from motet.train.generate import generate

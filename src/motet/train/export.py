@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from motet.models.export import export_hf
-from motet.models.module import MLLM
+from motet.models.mllm import MLLM
 from motet.train.world import World
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from motet.dispatch import PackedSequences
-from motet.models.module import MLLM
+from motet.models.mllm import MLLM
 from motet.runtime.mesh import Mesh
 
 

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import torch
 
 from motet.core.errors import JointUserError, UserError
-from motet.data.dataset import Dataset, Modality, describe_left_out
+from motet.data.dataset import Dataset, Modality
 from motet.data.decode import Decoder
+from motet.data.left_out import describe_left_out
 from motet.data.order import GlobalOrder
 from motet.data.text import ChatTokenizer
 from motet.dispatch import ItemExchange, Orchestrator
 from motet.models.build import build_mllm
-from motet.models.module import MLLM
+from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
 from motet.runtime.clock import ActionClock
 from motet.runtime.fsdp import shard

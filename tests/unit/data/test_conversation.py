@@ -52,9 +52,7 @@ def test_messages_say_the_same_as_conversations():
 
 def learned(*flags: dict) -> list[bool]:
     turns = [turn for flag in flags for turn in (HUMAN, GPT | flag)]
-    return [
-        turn.is_learned for turn in parse_conversation({"conversations": turns}, "here").turns if turn.role != "user"
-    ]
+    return [turn.has_loss for turn in parse_conversation({"conversations": turns}, "here").turns if turn.role != "user"]
 
 
 def test_turns_are_left_out_of_the_loss():

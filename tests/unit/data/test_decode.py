@@ -91,7 +91,7 @@ def test_a_worker_that_hangs_counts_as_dead():
 
 
 def test_where_workers_go_on_dying_every_task_fails(monkeypatch):
-    monkeypatch.setattr(motet.data.workers, "_DEATHS_OF_A_POOL", 4)
+    monkeypatch.setattr(motet.data.workers, "_MAX_POOL_DEATHS", 4)
     with WorkerPool(1, Obey) as pool:
         futures = [pool.submit(task) for task in ("die", "die", "b")]
         with pytest.raises(WorkerDied):

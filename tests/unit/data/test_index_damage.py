@@ -197,7 +197,7 @@ def test_who_waits_for_another_process_says_how_far_that_one_is(folder, tokenize
 
     path = folder / "lock"
     with build_lock(path, None) as lock:
-        tell = lock.telling(None)
+        tell = lock.share_progress(None)
         tell(512, 0.25)
         waiting = threading.Thread(target=lambda: build_lock(path, hear).__enter__())
         waiting.start()

@@ -143,7 +143,7 @@ def test_logits_in_parts_change_nothing(tiny, monkeypatch):
     packed = tiny.Packed.of(LENGTHS)
     whole, _ = backbone(packed, {})
     expected = torch.autograd.grad(whole, list(backbone.parameters()))
-    monkeypatch.setattr("motet.models.backbone._LOGITS_AT_ONCE", 4 * tiny.vocab)
+    monkeypatch.setattr("motet.models.backbone._MAX_LOGITS", 4 * tiny.vocab)
     parts, _ = backbone(packed, {})
     torch.testing.assert_close(parts, whole, rtol=1e-14, atol=0)
     got = torch.autograd.grad(parts, list(backbone.parameters()))

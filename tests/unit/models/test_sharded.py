@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from motet.models.build import ModelConfig, build_mllm
-from motet.models.module import MLLM
+from motet.models.mllm import MLLM
 from ranks import run_ranks
 
 SIZES = {"image": [[2, 4], [4, 4], [6, 2]], "audio": [[7], [40], [12]]}

@@ -1,1 +1,1 @@
-"""One small file a family: an HF encoder made to take packed rows. Parameters and their names stay HF's."""
+"""One file for each family: an HF encoder that takes packed rows. Parameters and their names stay HF's."""

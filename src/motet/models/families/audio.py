@@ -1,9 +1,9 @@
-"""What Whisper's encoder and its descendants share: convolutions, then full attention, over padded clips.
+"""The encoder that Whisper and its descendants share: convolutions, then full attention, over padded clips.
 
-HF pads every clip to 30 s and lets the padding be heard. Here clips are padded to the longest of the call, and nothing
-beyond a clip's end reaches it: the first convolution's output is zeroed there, as the second one would see it in a call
-with this clip alone, and attention is masked. So a clip's rows do not depend on the others, and a clip of full length
-gets HF's result.
+HF pads every clip to 30 s, and the padding affects the clip's rows. Here clips are padded to the longest of the call,
+and the padding affects nothing: the first convolution's output is zeroed there, as the second convolution would see it
+in a call with this clip alone, and attention is masked. So a clip's rows do not depend on other clips, and a clip of
+full length gets HF's result.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from motet.models.layers import LayerModules, any_trainable
 
 
 class AudioEncoder(nn.Module):
-    """Rows are log-mel frames, sizes are (frames,). Padded, so balanced with the padded cost.
+    """Rows are log-mel frames, sizes are (frames,). Clips are padded, so the phase has the padded cost.
 
-    pooled: rows that are averaged to one before the last norm.
+    pooled: number of rows that are averaged into one before the last norm.
     """
 
     cost = "padded"
@@ -44,7 +44,7 @@ class AudioEncoder(nn.Module):
         return list(self.model.layers)
 
     def num_outputs(self, sizes: Int64Array) -> Int64Array:
-        """Half as many as frames, rounded up. Raises UserError for a clip with more frames than positions."""
+        """Half the number of frames, rounded up. Raises UserError for a clip with more frames than positions."""
         if (longest := int(sizes.max(initial=0))) > self.max_frames:
             raise UserError(
                 f"a clip of {longest} frames is longer than the {self.max_frames} that its encoder has positions for; "
@@ -53,6 +53,7 @@ class AudioEncoder(nn.Module):
         return (sizes[:, 0] + 1) // 2
 
     def layers(self) -> list[LayerModules]:
+        """Two convolutions, the transformer layers, and the last norm."""
         model, config = self.model, self.model.config
         hidden, strided = config.d_model, (model.conv2, model.embed_positions)
         first = convolution(config.num_mel_bins, hidden, trainable=any_trainable(model.conv1))
@@ -84,13 +85,13 @@ class AudioEncoder(nn.Module):
         return self.model.layer_norm(hidden).flatten(0, 1).index_select(0, real_rows(counts, hidden))
 
     def _hidden(self, values: Tensor, sizes: Int64Array) -> tuple[Tensor, Int64Array]:
-        """Hidden states of the last layer [num_clips, longest, dim], and how many of each clip's are real."""
+        """Hidden states of the last layer [num_clips, longest, dim], and the number of real rows of each clip."""
         model, frames, counts = self.model, sizes[:, 0], AudioEncoder.num_outputs(self, sizes)
         num_clips, longest = len(frames), int(frames.max())
-        places = real_rows(frames, values.new_empty(num_clips, longest))
-        clips = values.new_zeros(num_clips * longest, values.shape[1]).index_copy(0, places, values)
-        heard = values.new_zeros(num_clips * longest).index_fill(0, places, 1).view(num_clips, 1, longest)
-        hidden = gelu(model.conv1(clips.view(num_clips, longest, -1).transpose(1, 2))) * heard
+        positions = real_rows(frames, values.new_empty(num_clips, longest))
+        clips = values.new_zeros(num_clips * longest, values.shape[1]).index_copy(0, positions, values)
+        is_real = values.new_zeros(num_clips * longest).index_fill(0, positions, 1).view(num_clips, 1, longest)
+        hidden = gelu(model.conv1(clips.view(num_clips, longest, -1).transpose(1, 2))) * is_real
         hidden = gelu(model.conv2(hidden)).transpose(1, 2)
         hidden = hidden + model.embed_positions.weight[: hidden.shape[1]]
         hidden = dropout(hidden, p=model.dropout, training=model.training)
@@ -101,7 +102,7 @@ class AudioEncoder(nn.Module):
 
 
 def real_rows(counts: Int64Array, padded: Tensor) -> Tensor:
-    """Places, int64 [sum(counts)], of the first counts[i] rows of each clip in padded.flatten(0, 1).
+    """Positions, int64 [sum(counts)], of the first counts[i] rows of each clip in padded.flatten(0, 1).
 
     padded: [num_clips, longest, ...].
     """

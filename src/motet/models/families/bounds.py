@@ -1,7 +1,7 @@
-"""Bounds beside each number that an HF config may hold: a wrong one is named before HF builds anything of it.
+"""Bounds of the numbers in an HF config. A number out of bounds is refused by its key before HF builds the model.
 
-HF's own checks are of types. What is out of bounds would build for hours (10^9 layers), build nonsense (no layer at
-all, weights that are inf) or fail far away, so it is refused by its key, in a recipe and in a config.json alike.
+HF checks only types. A number out of bounds would build for hours (10^9 layers), build nonsense (no layer, weights that
+are inf) or fail far away. The bounds hold in a recipe and in a config.json.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from motet.core.limits import MAX_HEADS, MAX_LAYERS, MAX_MLP, MAX_VOCABULARY, MA
 
 
 class Bound(NamedTuple):
-    """A number from `least` to `most`; open: more than `least`; below: less than `most`; whole: no fraction."""
+    """The range of a number: `least` to `most`, both included. open: without `least`; below: without `most`.
+
+    whole: the number has no fraction.
+
+    Example:
+        >>> str(Bound(0, 1, whole=False, below=True)), Bound(1, 8).holds(9)
+        ('a number, at least 0 and less than 1', False)
+    """
 
     least: float
     most: float
@@ -30,7 +37,7 @@ class Bound(NamedTuple):
         return f"{kind}, {least} {self.least:{digits}} and {most} {self.most:{digits}}"
 
     def holds(self, value: float) -> bool:
-        """Whether `value` is within; nan is not."""
+        """Whether `value` is within the range; nan is not."""
         above = value > self.least if self.open else value >= self.least
         return above and (value < self.most if self.below else value <= self.most)
 
@@ -80,10 +87,10 @@ BOUNDS: dict[str, Bound] = {
 
 
 def check_bounds(where: str, options: Mapping[str, Any]) -> None:
-    """Hold every number in `options`, and in the tables inside it, to its bound. None stands for HF's own default.
+    """Check every number in `options` and in the tables inside it. None is HF's own default.
 
-    where: what stands before a key in the sentence, "model.backbone.config." say. Raises UserError for the first number
-    that is out of bounds, and for one without a bound that is inf or nan.
+    where: the prefix of a key in the error sentence, such as "model.backbone.config.".
+    Raises UserError for the first number that is out of bounds, or that has no bound and is inf or nan.
     """
     for key, value in options.items():
         if isinstance(value, Mapping):
@@ -95,7 +102,7 @@ def check_bounds(where: str, options: Mapping[str, Any]) -> None:
 
 def _check(name: str, bound: Bound | None, value: Any) -> None:
     if not isinstance(value, int | float):
-        return  # HF says by itself that it is of the wrong type.
+        return  # HF itself refuses a wrong type.
     if bound is None:
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{name} is {value}; it must be finite.")

@@ -1,6 +1,6 @@
-"""CLIP's vision tower on packed patches: a layer's patches are the rows; the class row is computed and left out.
+"""CLIP's vision tower on packed patches: the rows are a layer's patches; the class row is computed and left out.
 
-HF's `last_hidden_state` has no norm after the last layer (`post_layernorm` is for the pooled class row), nor has this.
+As in HF's `last_hidden_state`, no norm follows the last layer: `post_layernorm` is for the pooled class row.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ClipEncoder(nn.Module):
         self.output_dim = model.config.hidden_size
         self.takes = raster_rows(model.config)
         self.num_computed = num_computed(model.encoder.layers, model.post_layernorm, feature_layer)
-        # Normalises the pooled class row, which an MLLM does not use: no gradient would ever reach it.
+        # This norm is for the pooled class row, which an MLLM does not use: it would never get a gradient.
         model.post_layernorm.requires_grad_(False)
 
     @property
@@ -75,9 +75,9 @@ class ClipEncoder(nn.Module):
         counts = self.num_outputs(grids)
         embeddings, table = self.model.embeddings, self.model.embeddings.position_embedding.weight
         patches = embed_patches(embeddings.patch_embedding, values) + patch_positions(table[1:], grids)
-        hidden, places = add_class_rows(patches, embeddings.class_embedding + table[0], counts)
+        hidden, positions = add_class_rows(patches, embeddings.class_embedding + table[0], counts)
         hidden = self.model.pre_layrnorm(hidden)[None]
         segments = PackedItems.from_lengths(counts + 1)
         for layer in self.blocks:
             hidden = layer(hidden, segments)
-        return hidden[0].index_select(0, places)
+        return hidden[0].index_select(0, positions)

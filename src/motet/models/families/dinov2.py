@@ -1,4 +1,4 @@
-"""Dinov2 on packed patches: those after the last norm, or after a layer, are rows; the class row is left out."""
+"""Dinov2 on packed patches: the rows are the patches after the last norm or after a layer, without the class row."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Dinov2Encoder(nn.Module):
         self.normalised = feature_layer is None
         self.num_computed = num_computed(model.encoder.layer, model.layernorm, feature_layer)
         if model.embeddings.mask_token is not None:
-            # Stands for masked patches in Dinov2's own pre-training: no gradient would ever reach it.
+            # It stands for masked patches in Dinov2's own pre-training: it would never get a gradient.
             model.embeddings.mask_token.requires_grad_(False)
 
     @property
@@ -89,10 +89,10 @@ class Dinov2Encoder(nn.Module):
         counts = self.num_outputs(grids)
         embeddings, table = self.model.embeddings, self.model.embeddings.position_embeddings[0]
         patches = embed_patches(embeddings.patch_embeddings.projection, values) + patch_positions(table[1:], grids)
-        hidden, places = add_class_rows(patches, embeddings.cls_token[0, 0] + table[0], counts)
+        hidden, positions = add_class_rows(patches, embeddings.cls_token[0, 0] + table[0], counts)
         hidden = embeddings.dropout(hidden)[None]
         segments = PackedItems.from_lengths(counts + 1)
         for layer in self.blocks:
             hidden = layer(hidden, segments)
         hidden = self.model.layernorm(hidden) if self.normalised else hidden
-        return hidden[0].index_select(0, places)
+        return hidden[0].index_select(0, positions)

@@ -1,4 +1,4 @@
-"""What vision towers with a position table share: images of any grid as packed patch rows, and the layer taken."""
+"""Functions that vision towers with a position table share: patch rows and positions of images of any grid."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from motet.models.contract import ImageRows
 
 
 def raster_rows(config: PreTrainedConfig) -> ImageRows:
-    """What a tower takes whose position table is a raster of patches."""
+    """The input rows of a tower whose position table is a raster of patches."""
     return ImageRows(config.patch_size, channels=config.num_channels)
 
 
 def num_computed(layers: nn.ModuleList, norm: nn.Module, feature_layer: int | None) -> int:
-    """How many of the layers compute what is taken of a tower; the others, and then the norm, are frozen.
+    """The number of layers that an encoder computes. It freezes the other layers, and the norm if a layer is named.
 
-    feature_layer: None is the output of the tower: behind all layers and the norm. A number counts hidden states as
-    transformers does, none of them normalised: 1 is the output of the first layer, -1 of the last, -2 of the one before
-    it. Raises UserError for one that the tower has not.
+    feature_layer: None is the output of the tower, behind all layers and the norm. A number counts hidden states as
+    transformers does, without the norm: 1 is the output of the first layer, -1 of the last, -2 of the one before it.
+    Raises UserError for a layer that the tower does not have.
     """
     if feature_layer is None:
         return len(layers)
@@ -44,10 +44,10 @@ def embed_patches(convolution: nn.Conv2d | nn.Conv3d, rows: Tensor) -> Tensor:
 
 
 def patch_positions(table: Tensor, grids: Int64Array) -> Tensor:
-    """A square position table [side * side, dim] for images of any grid, int64 [num_images, 2] -> [sum(h * w), dim].
+    """Resize a square position table [side * side, dim] to the grids int64 [num_images, 2]: [sum(h * w), dim].
 
-    Bicubic, as HF's `interpolate_pos_encoding` does it for one image, but never in less than float32. Each distinct
-    grid is computed once.
+    The interpolation is bicubic, as in HF's `interpolate_pos_encoding` of one image, but at least in float32. Each
+    distinct grid is computed once.
     """
     side = round(table.shape[0] ** 0.5)
     square = table.reshape(1, side, side, -1).permute(0, 3, 1, 2)
@@ -61,12 +61,14 @@ def patch_positions(table: Tensor, grids: Int64Array) -> Tensor:
 
 
 def add_class_rows(rows: Tensor, class_row: Tensor, counts: Int64Array) -> tuple[Tensor, Tensor]:
-    """Put one class row before the rows of each image: (rows [sum(counts + 1), dim], places of the old rows in it)."""
+    """Put one class row before the rows of each image. Returns rows [sum(counts + 1), dim], and the positions of the
+    images' own rows in it, int64 [sum(counts)].
+    """
     num_images = len(counts)
     starts = np.cumsum(counts + 1) - (counts + 1)
-    places = np.arange(counts.sum()) + np.repeat(np.arange(num_images), counts) + 1
+    positions = np.arange(counts.sum()) + np.repeat(np.arange(num_images), counts) + 1
     order = np.empty(counts.sum() + num_images, dtype=np.int64)
     order[starts] = np.arange(num_images)
-    order[places] = num_images + np.arange(counts.sum())
+    order[positions] = num_images + np.arange(counts.sum())
     joined = torch.cat([class_row.expand(num_images, -1), rows])
-    return joined.index_select(0, torch.from_numpy(order).to(rows.device)), torch.from_numpy(places).to(rows.device)
+    return joined.index_select(0, torch.from_numpy(order).to(rows.device)), torch.from_numpy(positions).to(rows.device)

@@ -1,4 +1,4 @@
-"""Qwen2-Audio's encoder: Whisper's, then the mean of two rows before the last norm; four frames a row."""
+"""Qwen2-Audio's encoder: Whisper's, then the mean of two rows before the last norm. A row covers four frames."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Qwen2AudioEncoder(AudioEncoder):
     pooled = 2
 
     def num_outputs(self, sizes: Int64Array) -> Int64Array:
-        """Rows per clip; as in HF an odd last row is dropped, so a clip of one or two frames becomes no row."""
+        """Rows of each clip. As in HF an odd last row is dropped, so a clip of one or two frames has no row."""
         return super().num_outputs(sizes) // self.pooled
 
     def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
         hidden, counts = self._hidden(values, sizes.numpy())
-        # Pairs never straddle a clip's end: the pair that would is the odd row that is dropped.
+        # No pair joins a clip's last row with padding: an odd last row is dropped.
         pooled = hidden[:, : hidden.shape[1] // 2 * 2].unflatten(1, (-1, 2)).mean(2)
         return self.model.layer_norm(pooled).flatten(0, 1).index_select(0, real_rows(counts // 2, pooled))

@@ -1,7 +1,7 @@
 """Qwen2-VL's vision transformer: images of any grid, rotary positions, merge x merge patches joined into one row.
 
-Its attention is run by a module of our own over HF's parameters, because HF's computes the rotation in float32 whatever
-the model's dtype (float64 could not be held to 1e-10), and would take a call of the kernel for each image.
+A module of our own computes its attention with HF's parameters. HF's module always rotates in float32, so that float64
+could not be exact to 1e-10, and calls the kernel once for each image.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class Qwen2VLEncoder(nn.Module):
         return list(self.model.blocks)
 
     def num_outputs(self, sizes: Int64Array) -> Int64Array:
+        """One row for each merge x merge block. Raises UserError for sizes that are no multiples of merge."""
         if (sizes % self.merge).any():
             raise UserError(
                 f"an image's patch rows and columns must be multiples of {self.merge}, got {sizes.tolist()}"
@@ -78,7 +79,7 @@ class Qwen2VLEncoder(nn.Module):
         return np.prod(sizes, axis=1) // self.merge**2
 
     def grid(self, sizes: Int64Array) -> Int64Array:
-        """The blocks of an image, which the merger makes one row each, are themselves a raster."""
+        """The raster of an image's blocks; the merger makes each block one row."""
         return sizes // self.merge
 
     def layers(self) -> list[LayerModules]:
@@ -110,14 +111,14 @@ class Qwen2VLEncoder(nn.Module):
 
     def _rotation(self, grids: Int64Array, hidden: Tensor) -> _Rotation:
         frequencies = self.model.rotary_pos_emb.inv_freq.to(torch.promote_types(hidden.dtype, torch.float32))
-        places = torch.from_numpy(_places(grids, self.merge)).to(hidden.device)
+        coordinates = torch.from_numpy(_coordinates(grids, self.merge)).to(hidden.device)
         # Half of the head's channels turn with the patch's row, half with its column.
-        angles = (places[:, :, None] * frequencies).flatten(1).repeat(1, 2)
+        angles = (coordinates[:, :, None] * frequencies).flatten(1).repeat(1, 2)
         return _Rotation(angles.cos(), angles.sin())
 
 
-def _places(grids: Int64Array, merge: int) -> Int64Array:
-    """(row, column) of each patch, int64 [sum(h * w), 2], ordered by block row, block column, row and column in it."""
+def _coordinates(grids: Int64Array, merge: int) -> Int64Array:
+    """Row and column of each patch, int64 [sum(h * w), 2], in raster order of the blocks, then inside each block."""
     counts = np.prod(grids, axis=1)
     patch = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     blocks_across = np.repeat(grids[:, 1] // merge, counts)

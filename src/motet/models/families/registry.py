@@ -1,7 +1,7 @@
-"""Which HF classes stand behind each family name, and where its tower sits in a larger checkpoint.
+"""The HF classes of each family, and the position of its tower in a larger checkpoint.
 
-A backbone stands here only if a test holds its loss and gradients to transformers' own: `Backbone` computes embedding,
-layers, output layer and cross entropy, and nothing besides (no soft cap, logit scale, sink or auxiliary loss).
+`Backbone` computes embedding, layers, output layer and cross entropy, and nothing else: no soft cap, logit scale, sink
+or auxiliary loss. So a backbone is listed only if a test compares its loss and gradients with transformers' own.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from motet.models.families.dinov2 import Dinov2Encoder
 from motet.models.families.qwen2_audio import Qwen2AudioEncoder
 from motet.models.families.qwen2_vl import Qwen2VLEncoder
 from motet.models.families.siglip import SiglipEncoder
-from motet.models.families.understood import check_backbone, check_encoder
+from motet.models.families.supported import check_backbone, check_encoder
 from motet.models.families.whisper import WhisperEncoder
 
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of HF model.
+    """One family of HF models.
 
-    adapter:    class that makes the HF model fulfil the encoder contract; None for a backbone.
-    part:       name under which a larger model's config holds this family's ("vision_config"); "" if none does.
-    depth:      the option that says how many layers it has.
-    prefixes:   where the weights may sit in a larger checkpoint, as a regular expression; "" if nowhere.
-    norm:       of a backbone's layers.
-    class_row:  a tower computes a row of its own beside the patches, which its encoder leaves out.
-    feature_layers: the output of any layer can be taken.
+    adapter:        the class that makes the HF model fulfil the encoder contract; None for a backbone.
+    part:           the key of this family's config in a larger model's ("vision_config"); "" if there is none.
+    depth:          the option that holds the number of layers.
+    prefixes:       a regular expression of the weights' prefixes in a larger checkpoint; "" if there is none.
+    norm:           the norm of a backbone's layers.
+    class_row:      whether the tower computes a class row, which its encoder leaves out.
+    feature_layers: whether the encoder can return the output of any layer.
     """
 
     config: type[transformers.PreTrainedConfig]
@@ -50,7 +50,7 @@ class Family:
     feature_layers: bool = False
 
     def check(self, config: transformers.PreTrainedConfig, where: str) -> None:
-        """Raises UserError for what a config says and Motet does not compute; `where` as in `understood`."""
+        """Raise UserError for options that Motet does not compute; `where` as in `check_backbone`."""
         (check_encoder if self.adapter else check_backbone)(config, where)
 
 
@@ -116,7 +116,7 @@ BACKBONES = {
 
 
 def backbone_family(causal_lm: nn.Module) -> Family:
-    """Of exactly this class: one that inherits from it may compute anything. Raises UserError for any other class."""
+    """The family of exactly this class; a subclass may compute anything. Raises UserError for any other class."""
     for family in BACKBONES.values():
         if type(causal_lm) is family.model:
             return family

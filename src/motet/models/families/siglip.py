@@ -1,4 +1,4 @@
-"""Siglip's vision tower on packed patches: every patch after the last norm, or after a layer, is a row."""
+"""Siglip's vision tower on packed patches: the rows are all patches after the last norm or after a layer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SiglipEncoder(nn.Module):
         self.normalised = feature_layer is None
         self.num_computed = num_computed(model.encoder.layers, model.post_layernorm, feature_layer)
         if model.use_head:
-            # Pools the patches into one row, which an MLLM does not use: no gradient would ever reach it.
+            # The head pools the patches into one row, which an MLLM does not use: it would never get a gradient.
             model.head.requires_grad_(False)
 
     @property

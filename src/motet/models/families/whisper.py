@@ -1,4 +1,4 @@
-"""Whisper's encoder: two frames a row."""
+"""Whisper's encoder. A row covers two frames."""
 
 from motet.models.families.audio import AudioEncoder
 

@@ -19,7 +19,8 @@ from motet.core.errors import UserError
 from motet.core.text_files import read_optional_object
 from motet.data.transforms import Transform
 from motet.models.contract import AudioRows, ImageRows
-from motet.models.module import MLLM, ModalityModule
+from motet.models.mllm import MLLM
+from motet.models.module import ModalityModule
 from motet.train.recipe.recipe import Recipe
 
 _FILES = {"preprocessor_config.json": None, "processor_config.json": ("image_processor", "feature_extractor")}

@@ -1,7 +1,7 @@
-"""What all ranks hold before items are exchanged, as two integer tables, and which parcels go from where to where.
+"""Two integer tables of what all ranks have loaded before the exchange, and the parcels that each rank sends.
 
-Nothing here communicates. From the same tables every rank lists the same parcels, so that each knows the size of all
-that it will receive without being told.
+Nothing here communicates. Every rank lists the same parcels from the same tables, so each rank knows the sizes of all
+that it will receive.
 """
 
 from __future__ import annotations
@@ -18,24 +18,41 @@ from motet.core.example import Media, TokenSequence
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.dispatch.message import example_bytes, media_bytes
 
-# Columns of the table of examples, and of the table of items (whose examples are counted on their rank).
+# Columns of the table of examples, and of the table of items. `_EXAMPLE` counts the examples of the item's rank.
 _LOADED, _TEXT_TOKENS, _TARGETS, _EXAMPLE_COLUMNS = range(4)
 _EXAMPLE, _PHASE, _LENGTH, _NUM_TOKENS, _ROWS, _ROW_DIM, _SIZE_DIM, _ITEM_COLUMNS = range(8)
 
 
 class Measure(Protocol):
-    """What turns sizes of items, int64 [num_items, size_dim], into int64 [num_items]."""
+    """Lengths and rows of items from their sizes, int64 [num_items, size_dim] -> int64 [num_items].
+
+    Example:
+        >>> class Patches:
+        ...     def lengths(self, sizes):
+        ...         return sizes.prod(axis=1)
+        ...     def num_tokens(self, sizes):
+        ...         return self.lengths(sizes) // 4
+        >>> Patches().num_tokens(np.array([[4, 6], [2, 2]])).tolist()
+        [6, 1]
+    """
 
     def lengths(self, sizes: Int64Array) -> Int64Array:
-        """What the encoder computes on."""
+        """How much of each item the encoder computes on: patches, frames."""
 
     def num_tokens(self, sizes: Int64Array) -> Int64Array:
-        """Rows that the items take in the backbone's sequence."""
+        """Rows that each item takes in the backbone's sequence."""
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedExample:
-    """One example as its rank has loaded it: its text, and its items in the order of their placeholders."""
+    """One example as its rank has loaded it: its text, and its items in the order of their placeholders.
+
+    Example:
+        >>> text = TokenSequence(np.array([7, 0]), np.array([False, True]), ("image",), np.array([1]))
+        >>> image = Media(values=np.zeros((6, 12), np.float32), size=np.array([2, 3]))
+        >>> LoadedExample(text, (image,)).media[0].values.shape  # 6 patches of 12 values
+        (6, 12)
+    """
 
     sequence: TokenSequence
     media: tuple[Media, ...]
@@ -46,8 +63,8 @@ def tables_of(
 ) -> Int64Array:
     """The tables of one rank as one vector, int64 [2 + 3 * num_examples + 7 * num_items]: counts, examples, items.
 
-    An example that is None is listed as not loaded, without items. Raises ValueError for an example whose media do not
-    fit its placeholders.
+    An example that could not be loaded is None; it is listed as not loaded and has no items. Raises ValueError for an
+    example with more or fewer items than placeholders.
     """
     example_table = np.zeros((len(examples), _EXAMPLE_COLUMNS), dtype=np.int64)
     rows: list[tuple[int, ...]] = []
@@ -63,12 +80,12 @@ def tables_of(
             rows.append((i, phases.index(phase), 0, 0, *item.values.shape, len(item.size)))
             media.append(item)
     item_table = np.array(rows, dtype=np.int64).reshape(-1, _ITEM_COLUMNS)
-    for number, phase in enumerate(phases):
-        chosen = np.flatnonzero(item_table[:, _PHASE] == number)
-        if chosen.size:
-            sizes = np.stack([media[k].size for k in chosen]).astype(np.int64)
-            item_table[chosen, _LENGTH] = measures[phase].lengths(sizes)
-            item_table[chosen, _NUM_TOKENS] = measures[phase].num_tokens(sizes)
+    for index, phase in enumerate(phases):
+        of_phase = np.flatnonzero(item_table[:, _PHASE] == index)
+        if of_phase.size:
+            sizes = np.stack([media[k].size for k in of_phase]).astype(np.int64)
+            item_table[of_phase, _LENGTH] = measures[phase].lengths(sizes)
+            item_table[of_phase, _NUM_TOKENS] = measures[phase].num_tokens(sizes)
     for i, example in enumerate(examples):
         if example is not None:
             rows_of_items = item_table[item_table[:, _EXAMPLE] == i, _NUM_TOKENS]
@@ -77,7 +94,7 @@ def tables_of(
 
 
 def _count_targets(sequence: TokenSequence, num_tokens: Int64Array) -> int:
-    """Targets by the rules of `pack`: not the first token of the packed sequence, and no placeholder."""
+    """Targets by the rules of `pack`: neither the first token of the packed sequence nor a placeholder counts."""
     repeats = np.ones(len(sequence.tokens), dtype=np.int64)
     repeats[sequence.media_positions] = num_tokens
     counted = sequence.targets.copy()
@@ -88,11 +105,14 @@ def _count_targets(sequence: TokenSequence, num_tokens: Int64Array) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Parcels:
-    """Every sequence and every item of the microbatch: from where, to where, how many bytes. Sequences come first, then
-    the items of each phase, both in the slot order of the decision, which is the order in which they lie in a message.
+    """Source, destination and size of every sequence and every item of the microbatch, int64 [num_parcels] each.
 
-    kind: int64 [num_parcels], 0 for a sequence, 1 + i for an item of phase i.
-    row:  int64 [num_parcels], its row in the table of examples or items.
+    Sequences come first, then the items of each phase, each in the order of the positions that the decision gives. A
+    message holds its parcels in this order.
+
+    kind:       0 for a sequence, 1 + i for an item of phase i.
+    row:        the parcel's row in the table of examples or of items.
+    source, destination: ranks.
     """
 
     kind: Int64Array
@@ -102,28 +122,28 @@ class Parcels:
     size_bytes: Int64Array
 
     def sent_by(self, rank: int) -> Int64Array:
-        """Parcel numbers in the order in which the rank sends them: by receiving rank, what it keeps left out."""
+        """Parcels that the rank sends, not those that it keeps, in the order of sending: by receiving rank."""
         mine = np.flatnonzero((self.source == rank) & (self.destination != rank))
         return mine[np.argsort(self.destination[mine], kind="stable")]
 
     def received_by(self, rank: int) -> Int64Array:
-        """Parcel numbers in the order in which the rank receives them: by sending rank."""
+        """Parcels that the rank receives, in the order of receiving: by sending rank."""
         mine = np.flatnonzero((self.destination == rank) & (self.source != rank))
         return mine[np.argsort(self.source[mine], kind="stable")]
 
     def bytes_by_rank(self, parcels: Int64Array, ranks: Int64Array, num_ranks: int) -> list[int]:
-        """The splits of an all-to-all: bytes of the given parcels for each of `ranks`."""
+        """The splits of an all-to-all: the bytes of `parcels`, summed by rank. ranks: the rank of every parcel."""
         sizes = np.zeros(num_ranks, dtype=np.int64)
         np.add.at(sizes, ranks[parcels], self.size_bytes[parcels])
         return sizes.tolist()
 
 
 @dataclass(frozen=True, eq=False)
-class Holdings:
-    """The tables of all ranks, those of rank 0 first.
+class LoadedTables:
+    """The tables of all ranks, one below the other, rank 0 first.
 
-    lengths: of the examples that were loaded. kept: bool [num_examples], which those are.
-    example_rank, item_rank: the rank that holds each row.
+    example_rank, item_rank: the rank that has loaded each row.
+    lengths: of the examples that could be loaded.
     """
 
     phases: tuple[str, ...]
@@ -134,8 +154,8 @@ class Holdings:
     lengths: BatchLengths
 
     @classmethod
-    def read(cls, descriptions: Sequence[Int64Array], phases: tuple[str, ...]) -> Holdings:
-        """From what `tables_of` gave on each rank; anything behind a description's end is ignored."""
+    def read(cls, descriptions: Sequence[Int64Array], phases: tuple[str, ...]) -> LoadedTables:
+        """Join the vectors that `tables_of` gave on each rank; words behind the end of a vector are ignored."""
         examples: list[Int64Array] = []
         items: list[Int64Array] = []
         example_counts: list[int] = []
@@ -163,11 +183,12 @@ class Holdings:
 
     @property
     def kept(self) -> BoolArray:
+        """Which examples could be loaded, bool [num_examples]."""
         return self.examples[:, _LOADED].astype(np.bool_)
 
     @property
     def input_bytes(self) -> Int64Array:
-        """What each example that was loaded takes in messages, with its media, int64 [num_examples kept]."""
+        """Bytes in messages of each example that could be loaded, media included, int64 [num_examples kept]."""
         sequence_bytes, item_bytes = self._sizes()
         np.add.at(sequence_bytes, self.items[:, _EXAMPLE], item_bytes)
         return sequence_bytes[self.kept]
@@ -181,9 +202,10 @@ class Holdings:
     def media_of(self, example_row: int) -> tuple[str, ...]:
         """The phases of an example's placeholders, in order."""
         first, last = np.searchsorted(self.items[:, _EXAMPLE], [example_row, example_row + 1])
-        return tuple(self.phases[number] for number in self.items[first:last, _PHASE])
+        return tuple(self.phases[index] for index in self.items[first:last, _PHASE])
 
     def num_text_tokens(self, example_row: int) -> int:
+        """Text tokens of an example, a placeholder counted as one."""
         return int(self.examples[example_row, _TEXT_TOKENS])
 
     def media_shape(self, item_row: int) -> tuple[int, int, int]:
@@ -191,21 +213,21 @@ class Holdings:
         return tuple(self.items[item_row, [_ROWS, _ROW_DIM, _SIZE_DIM]].tolist())
 
     def parcels(self, decision: Decision) -> Parcels:
-        """All sequences and items, from the rank that holds them to the rank that the decision puts them on."""
+        """All sequences and items, from the rank that has loaded them to the rank that the decision names."""
         sequence_bytes, item_bytes = self._sizes()
         columns = []
         for kind, phase in enumerate((BACKBONE, *self.phases)):
             is_sequence = kind == 0
             rows = np.flatnonzero(self.kept if is_sequence else self.items[:, _PHASE] == kind - 1)
-            placed = decision.assignments[phase]
-            rows = rows[placed.items]
+            assignment = decision.assignments[phase]
+            rows = rows[assignment.items]
             columns.append(
                 np.stack(
                     [
                         np.full(len(rows), kind),
                         rows,
                         (self.example_rank if is_sequence else self.item_rank)[rows],
-                        placed.ranks[placed.items],
+                        assignment.ranks[assignment.items],
                         (sequence_bytes if is_sequence else item_bytes)[rows],
                     ]
                 )
@@ -219,8 +241,8 @@ def _lengths(
     sequence = examples[:, _TEXT_TOKENS].copy()
     np.add.at(sequence, items[:, _EXAMPLE], items[:, _NUM_TOKENS] - 1)
     columns = {}
-    for number, phase in enumerate(phases):
-        rows = items[items[:, _PHASE] == number]
+    for index, phase in enumerate(phases):
+        rows = items[items[:, _PHASE] == index]
         columns[phase] = ItemLengths(rows[:, _EXAMPLE], rows[:, _LENGTH], rows[:, _NUM_TOKENS])
     everything = BatchLengths(sequence, examples[:, _TARGETS], example_rank.astype(np.int32), columns)
     return everything.keep(examples[:, _LOADED].astype(np.bool_))

@@ -1,8 +1,8 @@
-"""What an HF config may say besides its numbers: only what Motet computes as transformers does.
+"""The options of an HF config, besides its numbers, that Motet computes as transformers does.
 
 `Backbone` computes embedding, layers, output layer and cross entropy on positions that count from 0 in each document;
-encoders compute their layers on packed items. A config that says more than that is refused here with one sentence. Left
-out of account it would train another model than it names, and nothing would show it.
+encoders compute their layers on packed items. A config with further options is refused with one sentence. If they were
+ignored, Motet would silently train another model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "return_dict": (None, True),
     "chunk_size_feed_forward": (None, 0),
 }
-"""Of any model: the values that are computed as they say."""
+"""Option of any model -> the values that Motet computes."""
 
 _ONLY_BACKBONE: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (None, False),
@@ -36,7 +36,7 @@ _ONLY_BACKBONE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier"), (None,)),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (None, 0)),
 }
-"""Of a backbone. Families that have these are not in the registry; a config that names them is of another model."""
+"""Option of a backbone -> the values that Motet computes. No family of the registry has other values of these."""
 
 _KINDS = ("full_attention", "sliding_attention")
 
@@ -52,17 +52,17 @@ _ROPE: dict[str, frozenset[str]] = {
         {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"}
     ),
 }
-"""Per type of rotary positions the options that it has besides its base.
+"""Type of rotary positions -> its options besides the base.
 
-Not "dynamic": its frequencies depend on the longest sequence that the model has seen so far, whatever document it was
-in. Not "mrope": its positions have three axes.
+"dynamic" is missing: its frequencies depend on the longest sequence so far, whatever its document. "mrope" is missing:
+its positions have three axes.
 """
 
 
 def check_backbone(config: PreTrainedConfig, where: str = "") -> None:
-    """Raises UserError for what `Backbone` does not compute as transformers does, and for dims that do not fit.
+    """Raise UserError for options that `Backbone` does not compute as transformers does, and for dims that do not fit.
 
-    where: what stands before a key in the sentence, "model.backbone.config." say.
+    where: the prefix of a key in the error sentence, such as "model.backbone.config.".
     """
     _check_only(config, where, _ONLY | _ONLY_BACKBONE)
     _check_kinds(config, where)
@@ -76,7 +76,7 @@ def check_backbone(config: PreTrainedConfig, where: str = "") -> None:
 
 
 def check_encoder(config: PreTrainedConfig, where: str = "") -> None:
-    """Raises UserError for what an encoder does not compute as transformers does, and for dims that do not fit."""
+    """Raise UserError for options that no encoder computes as transformers does, and for dims that do not fit."""
     _check_only(config, where, _ONLY)
     for key in ("image_size", "patch_size", "temporal_patch_size"):
         if not isinstance(size := getattr(config, key, 1), int):
@@ -97,8 +97,8 @@ def check_encoder(config: PreTrainedConfig, where: str = "") -> None:
         )
 
 
-def reads(config: PreTrainedConfig, key: str) -> bool:
-    """Whether a config of this class has the option at all; one that it has not may stand in a file all the same."""
+def has_option(config: PreTrainedConfig, key: str) -> bool:
+    """Whether the class of `config` has the option. A file may hold options that the class does not have."""
     return key in {field.name for field in fields(config)}
 
 
@@ -108,19 +108,19 @@ def _check_only(config: PreTrainedConfig, where: str, only: dict[str, tuple[Any,
     if getattr(config, "attention_dropout", 0) is None:
         raise UserError(f"{where}attention_dropout is None; it must be a number, 0 for none.")
     for key in ("hidden_act", "hidden_activation", "activation_function"):
-        if (named := getattr(config, key, None)) is not None and named not in ACT2FN:
-            raise UserError(f"{where}{key} is {named!r}; it must be one of {', '.join(ACT2FN)}.")
-    for key, computed in only.items():
+        if (activation := getattr(config, key, None)) is not None and activation not in ACT2FN:
+            raise UserError(f"{where}{key} is {activation!r}; it must be one of {', '.join(ACT2FN)}.")
+    for key, allowed in only.items():
         value = getattr(config, key, None)
-        if not any(value is each or (value == each and each is not None) for each in computed):
+        if not any(value is each or (value == each and each is not None) for each in allowed):
             raise UserError(
-                f"{where}{key} is {value!r}, which Motet does not compute; it must be absent or {computed[-1]!r}."
+                f"{where}{key} is {value!r}, which Motet does not compute; it must be absent or {allowed[-1]!r}."
             )
 
 
 def _check_kinds(config: PreTrainedConfig, where: str) -> None:
     kinds = getattr(config, "layer_types", None)
-    if kinds is not None and not reads(config, "layer_types"):
+    if kinds is not None and not has_option(config, "layer_types"):
         raise UserError(
             f"{where}layer_types says which layers have a window, but a {config.model_type} model has no such option: "
             "its layers are all alike."
@@ -141,7 +141,7 @@ def _check_kinds(config: PreTrainedConfig, where: str) -> None:
 
 
 def _ropes(config: PreTrainedConfig, where: str) -> dict[str, Any]:
-    """The tables of rotary options that the model reads, by name: one, or one for each kind of its layers."""
+    """The tables of rotary options that the model reads, by name: one table, or one for each kind of its layers."""
     rope = config.rope_parameters
     if isinstance(config, Gemma3TextConfig):
         if stray := sorted(set(rope) - set(_KINDS)):
@@ -157,30 +157,31 @@ def _check_rope(config: PreTrainedConfig, name: str, rope: Any) -> None:
     kind = rope.get("rope_type") if isinstance(rope, dict) else None
     if kind not in _ROPE or (kind == "longrope" and isinstance(config, Gemma3TextConfig)):
         raise UserError(f"{name} is {rope}, whose rope_type Motet does not compute; it must be {', '.join(_ROPE)}.")
-    known = _ROPE[kind] | {"rope_type", "type", "rope_theta"}
+    options = _ROPE[kind] | {"rope_type", "type", "rope_theta"}
     share = rope.get("partial_rotary_factor")
     if isinstance(config, Phi3Config) or share in (None, 1):
-        known |= {"partial_rotary_factor"}
-    if stray := sorted(set(rope) - known):
+        options |= {"partial_rotary_factor"}
+    if stray := sorted(set(rope) - options):
         raise UserError(
             f"{name}.{stray[0]} is {rope[stray[0]]}, which is no option of rope_type {kind!r} and not computed; a "
             "model whose positions have several axes (M-RoPE) is no backbone that Motet knows."
         )
-    # Phi3 calls its only type by older names.
-    named = rope.get("type", kind)
-    if named != kind and not (isinstance(config, Phi3Config) and named in ("su", "yarn")):
-        raise UserError(f"{name}.type is {named!r}, and rope_type is {kind!r}; they must agree.")
+    # Phi3's only type has older names.
+    old_name = rope.get("type", kind)
+    if old_name != kind and not (isinstance(config, Phi3Config) and old_name in ("su", "yarn")):
+        raise UserError(f"{name}.type is {old_name!r}, and rope_type is {kind!r}; they must agree.")
     _check_ranges(name, kind, rope)
-    turned = int((getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) * (share or 1))
-    if turned % 2 or not turned:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rotated = int(head_dim * (share or 1))
+    if rotated % 2 or not rotated:
         raise UserError(
-            f"{name}: {turned} channels of a head would turn with the position; their number must be even and not 0, "
+            f"{name}: {rotated} channels of a head would turn with the position; their number must be even and not 0, "
             "as they turn in pairs (head_dim, or hidden_size / num_attention_heads)."
         )
 
 
 def _check_ranges(name: str, kind: str, rope: dict[str, Any]) -> None:
-    """Frequencies between two limits are blended: the limits must be apart, and in order."""
+    """Frequencies between two limits are blended, so the limits must differ and be in order."""
     low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
     if kind == "llama3" and (low is None or high is None or not low < high):
         raise UserError(f"{name}.low_freq_factor is {low}; it must be less than high_freq_factor, {high}.")

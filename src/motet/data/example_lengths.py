@@ -1,0 +1,54 @@
+"""Columns of several indexes, gathered for chosen examples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.core.arrays import Int64Array
+from motet.data.index import Index
+
+
+@dataclass(frozen=True, eq=False)
+class ExampleLengths:
+    """The indexes' columns of chosen examples.
+
+    num_tokens, num_targets, num_items: [num_examples]; columns of `index.LengthColumns`.
+    example:  int64 [num_items], the position of each item's example among the chosen ones; ascending.
+    modality: int8 [num_items], index in MODALITIES.
+    raw:      int64 [num_items, 2], as headers hold it.
+    """
+
+    num_tokens: Int64Array
+    num_targets: Int64Array
+    num_items: Int64Array
+    example: Int64Array
+    modality: NDArray[np.int8]
+    raw: Int64Array
+
+    @classmethod
+    def of(cls, indexes: list[Index], starts: Int64Array, numbers: Int64Array) -> ExampleLengths:
+        """Gather examples int64 [num_examples], numbered through all indexes. starts: each index's first number."""
+        # 1. Examples: their columns, and the first item of each in its index.
+        index_of = np.searchsorted(starts, numbers, side="right") - 1
+        num_tokens, num_targets, num_items = (np.zeros(len(numbers), dtype=np.int64) for _ in range(3))
+        first_item = np.zeros(len(numbers), dtype=np.int64)
+        for i, index in enumerate(indexes):
+            examples = np.flatnonzero(index_of == i)
+            rows = numbers[examples] - int(starts[i])
+            columns = index.lengths
+            num_tokens[examples], num_targets[examples] = columns.num_tokens[rows], columns.num_targets[rows]
+            first_item[examples] = columns.item_offsets[rows]
+            num_items[examples] = columns.item_offsets[rows + 1] - columns.item_offsets[rows]
+        # 2. The row of each item in its index: the first item of its example + its position in the example.
+        example = np.repeat(np.arange(len(numbers)), num_items)
+        item = np.arange(len(example)) - np.repeat(np.cumsum(num_items) - num_items - first_item, num_items)
+        # 3. Items: their columns.
+        modality, raw = np.zeros(len(item), dtype=np.int8), np.zeros((len(item), 2), dtype=np.int64)
+        for i, index in enumerate(indexes):
+            items = np.flatnonzero(index_of[example] == i)
+            modality[items] = index.lengths.modality[item[items]]
+            raw[items, 0], raw[items, 1] = index.lengths.raw[0][item[items]], index.lengths.raw[1][item[items]]
+        return cls(num_tokens, num_targets, num_items, example, modality, raw)

@@ -1,0 +1,59 @@
+"""Examples of the manifests that are not trained on, counted, and the first of them named with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_NAMED = 20
+"""Examples that are named for each reason."""
+
+
+@dataclass(frozen=True)
+class LeftOutExample:
+    """An example that is not trained on. where: its position in its manifest. file: "" if no file is the reason."""
+
+    where: str
+    file: str
+    reason: str
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, (self.where, self.file, self.reason)))
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Counts of the examples that are not trained on, by reason.
+
+    num_bad:      examples with a file that could not be used when the index was built.
+    num_refused:  examples with an item that its transform refuses.
+    num_too_long: examples with more tokens than allowed.
+    named:        the first MAX_NAMED examples of each reason.
+
+    Example:
+        >>> left_out = LeftOut(num_bad=1, named=(LeftOutExample("train.jsonl, line 2", "a.png", "no such file"),))
+        >>> describe_left_out(left_out, num_in_manifests=8), left_out.first()
+        ('1 of 8 examples left out: 1 with files that cannot be used', 'train.jsonl, line 2: a.png: no such file')
+    """
+
+    num_bad: int = 0
+    num_refused: int = 0
+    num_too_long: int = 0
+    named: tuple[LeftOutExample, ...] = ()
+
+    def __len__(self) -> int:
+        return self.num_bad + self.num_refused + self.num_too_long
+
+    def first(self, count: int = 3) -> str:
+        """The first `count` named examples with their reasons, for a sentence."""
+        return "; ".join(str(example) for example in self.named[:count])
+
+
+def describe_left_out(left_out: LeftOut, num_in_manifests: int) -> str:
+    """One line for the terminal: how many examples are left out, and why."""
+    parts = [
+        (left_out.num_bad, "with files that cannot be used"),
+        (left_out.num_refused, "with media that the transform refuses"),
+        (left_out.num_too_long, "longer than max_sequence_length"),
+    ]
+    listed = ", ".join(f"{count} {why}" for count, why in parts if count)
+    return f"{len(left_out)} of {num_in_manifests} examples left out" + (f": {listed}" if listed else "")
