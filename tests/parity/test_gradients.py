@@ -33,7 +33,7 @@ from ranks import run_ranks
 
 TOLERANCE = 1e-10
 RANKS_PER_NODE = 2
-NEAR = SpeedConfig(link_gbytes_per_s=1e9, link_latency_us=0.0)
+NEAR = SpeedConfig(link_gbytes_per_s=1e9, link_latency_us=0.0, inter_node_gbytes_per_s=1e9, inter_node_latency_us=0.0)
 
 
 @dataclass(frozen=True)
