@@ -94,7 +94,7 @@ class Analysis:
         >>> batch = BatchLengths(np.array([9, 1, 1, 1]), np.ones(4, int), np.zeros(4, np.int32), media)
         >>> subject = AnalysisSubject(Lengths("chats", batch, ()), LENGTH_COSTS, "Balanced on lengths.")
         >>> loads = analyze(subject, num_ranks=2, batch_size=64, num_batches=10).loads["backbone"]
-        >>> [f"{loads.max_over_mean(mode).mean():.2f}" for mode in ("off", "all")]
+        >>> [f"{loads.max_over_mean(mode).mean():.2f}" for mode in ("off", "per_phase")]
         ['1.11', '1.00']
     """
 

@@ -41,13 +41,13 @@ from motet.core.assignment import Assignment
 from motet.core.workload import BACKBONE, BatchLengths, home_ranks
 from motet.data.media import AUDIO, IMAGE
 
-Mode = Literal["off", "backbone", "joint", "all"]
-MODES: tuple[Mode, ...] = ("off", "backbone", "joint", "all")
+Mode = Literal["off", "backbone", "joint", "per_phase"]
+MODES: tuple[Mode, ...] = ("off", "backbone", "joint", "per_phase")
 MODE_NAMES: dict[Mode, str] = {
     "off": "unbalanced",
     "backbone": "backbone only",
     "joint": "joint (whole examples)",
-    "all": "every phase",
+    "per_phase": "every phase",
 }
 Mix = Literal["rows", "even"]
 
@@ -55,7 +55,7 @@ CHOSEN = "chosen"
 PREDICTED = {
     "unbalanced": MODE_NAMES["off"],
     "joint": MODE_NAMES["joint"],
-    "per_phase": MODE_NAMES["all"],
+    "per_phase": MODE_NAMES["per_phase"],
     CHOSEN: "as chosen",
 }
 """The methods whose seconds are predicted, and their titles."""
@@ -89,9 +89,10 @@ class PhaseLoads:
              without items of the phase.
 
     Example:
-        >>> loads = {"off": np.array([[6, 2]]), "all": np.array([[4, 4]])}
-        >>> image = PhaseLoads("patches", False, loads, {"off": np.zeros(1), "all": np.ones(1)}, bounds=np.array([4]))
-        >>> image.max_over_mean("off").tolist(), image.max_over_bound("all").tolist()
+        >>> loads = {"off": np.array([[6, 2]]), "per_phase": np.array([[4, 4]])}
+        >>> crossing = {"off": np.zeros(1), "per_phase": np.ones(1)}
+        >>> image = PhaseLoads("patches", False, loads, crossing, bounds=np.array([4]))
+        >>> image.max_over_mean("off").tolist(), image.max_over_bound("per_phase").tolist()
         ([1.5], [1.0])
     """
 
@@ -168,7 +169,7 @@ def sample_loads(
             for name, assignment in placed.items():
                 loads[name][mode].append(assignment.loads)
                 crossed[name][mode].append(_crossed(batch, name, assignment, placed[BACKBONE]))
-                if mode == "all":
+                if mode == "per_phase":
                     bounds[name].append(int(assignment.bound))
     phase_loads = {
         name: PhaseLoads(
@@ -196,7 +197,7 @@ def place(batch: BatchLengths, phases: Sequence[Phase], num_ranks: int, mode: Mo
         sequences = assign(backbone.lengths, num_ranks, backbone.cost)
     placed = {backbone.name: sequences}
     for phase in encoders:
-        if mode == "all":
+        if mode == "per_phase":
             placed[phase.name] = assign_apart(phase.lengths, phase.cost, phase.owner, sequences)
         else:
             placed[phase.name] = follow(phase, sequences)

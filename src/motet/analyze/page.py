@@ -23,7 +23,7 @@ _MODE_COLOURS: dict[Mode, str] = {
     "off": "#98a1ac",
     "backbone": "#d9822b",
     "joint": "#2c9a67",
-    "all": "#1f6fd0",
+    "per_phase": "#1f6fd0",
 }
 _STYLE = """
 body { margin: 0 auto; max-width: 1120px; padding: 32px 20px 64px; background: #fff; color: #1c1e21;
@@ -164,7 +164,7 @@ def _batch_figure(analysis: Analysis) -> go.Figure:
     figure = make_subplots(cols=len(analysis.loads), rows=1, subplot_titles=titles)
     ranks = [str(rank) for rank in range(analysis.num_ranks)]
     for number, loads in enumerate(analysis.loads.values(), start=1):
-        for mode in ("off", "joint", "all"):
+        for mode in ("off", "joint", "per_phase"):
             bars = go.Bar(
                 x=ranks,
                 y=loads.loads[mode][median_batch].tolist(),

@@ -29,6 +29,10 @@ class Link:
 
     bytes_per_s: bytes a second that a rank sends; it receives as many at the same time.
     latency_s:   seconds of a message without its bytes.
+
+    Example:
+        >>> Link(bytes_per_s=40e9, latency_s=50e-6).seconds(np.array([0, 4_000_000])).round(6).tolist()
+        [0.0, 0.00015]
     """
 
     bytes_per_s: BytesPerSecond

@@ -100,6 +100,14 @@ class Network:
     intra_node:     the link of bytes that stay in their node.
     inter_node:     the link of bytes that cross; if it equals intra_node, a rank moves all its bytes over one link.
     ranks_per_node: rank r is in node r // ranks_per_node; None: all ranks share one node.
+
+    Example:
+        >>> network = Network(Link(40e9, 0.0), Link(20e9, 0.0), ranks_per_node=2)
+        >>> network.nodes(4).tolist()
+        [0, 0, 1, 1]
+        >>> sent = moved(np.array([0, 0]), np.array([1, 2]), np.array([40_000, 40_000]), network.nodes(4))
+        >>> network.exchange_s(sent).tolist()  # 1 us inside the node, 2 us to the other
+        [3e-06]
     """
 
     intra_node: Link

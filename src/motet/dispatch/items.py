@@ -55,6 +55,10 @@ class ItemExchange:
     measures: per encoder phase, lengths from the sizes of items; a ModalityModule is a Measure.
     capacity: int64 words that a rank's lengths may take in the all-gather. If the lengths of any rank do not fit, all
               ranks grow it alike and gather once more.
+
+    Example, on every rank of a process group:
+        exchange = ItemExchange(host_group, orchestrator, {"image": image_module})
+        items = exchange(examples_of_this_rank)  # items.sequences and items.media are what this rank computes
     """
 
     def __init__(

@@ -90,19 +90,19 @@ def test_balancing_more_phases_never_does_worse(table):
     analysis = analyze(table, num_ranks=4, batch_size=32, num_batches=20)
     assert list(analysis.loads) == [BACKBONE, "image", "audio"]
     for loads in analysis.loads.values():
-        assert (loads.max_over_bound("all") >= 1).all()
-        assert loads.max_over_bound("all").mean() <= loads.max_over_bound("off").mean()
+        assert (loads.max_over_bound("per_phase") >= 1).all()
+        assert loads.max_over_bound("per_phase").mean() <= loads.max_over_bound("off").mean()
         # The same work, however it is placed.
-        assert loads.loads["off"].shape == loads.loads["all"].shape == (20, 4)
+        assert loads.loads["off"].shape == loads.loads["per_phase"].shape == (20, 4)
     # Of packed items only the excess crosses; padded ones meet their like wherever they are.
     for phase, least, most in (("image", 0.0, 0.5), ("audio", 0.5, 1.0)):
         crossed = analysis.loads[phase].crossed
         assert all((crossed[mode] == 0).all() for mode in ("off", "backbone", "joint"))
-        assert least < crossed["all"].mean() < most
+        assert least < crossed["per_phase"].mean() < most
     image = analysis.loads["image"]
     assert image.max_over_bound("joint").mean() < image.max_over_bound("backbone").mean()
     packed = analysis.loads[BACKBONE].loads
-    np.testing.assert_array_equal(packed["off"].sum(axis=1), packed["all"].sum(axis=1))
+    np.testing.assert_array_equal(packed["off"].sum(axis=1), packed["per_phase"].sum(axis=1))
     shares = sum(analysis.shares.values())
     np.testing.assert_allclose(shares, 1)
 
