@@ -8,13 +8,24 @@ import numpy as np
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
-from motet.core.example import Media, TokenSequence
+from motet.core.example import Media, Pixels, TokenSequence
 from motet.core.workload import BACKBONE
+from motet.data.images import ImageTransform
 from motet.dispatch import ItemExchange, LoadedExample, Orchestrator, Packed, Padded
-from motet.dispatch.message import example_bytes, media_bytes, read_example, read_media, write_example, write_media
+from motet.dispatch.message import (
+    MediaShape,
+    example_bytes,
+    media_bytes,
+    read_example,
+    read_media,
+    write_example,
+    write_media,
+)
 from ranks import run_ranks
 
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 COSTS = {BACKBONE: Packed(), "image": Packed(), "audio": Padded()}
 
 
@@ -28,24 +39,29 @@ class Halves:
         return np.prod(sizes, axis=1) // 2
 
 
+def draw_item(rng: np.random.Generator, phase: str, size: np.ndarray) -> Media:
+    """Of three images, two are made of pixels, one of these with repeats."""
+    if phase == "image" and (num_repeats := int(rng.integers(0, 3))):
+        pixels = Pixels(np.float32([0.02, 0.01, 0.03]), np.float32([-1, -0.5, 0]), num_repeats)
+        return Media(pixels.rows(rng.integers(0, 256, (size.prod(), 3), dtype=np.uint8)), size, pixels)
+    return Media(rng.standard_normal((size.prod(), 3 if phase == "image" else 2)).astype(np.float32), size)
+
+
 def draw(rng: np.random.Generator) -> LoadedExample:
     phases = tuple(str(phase) for phase in rng.choice(["image", "audio"], rng.integers(0, 4)))
     sizes = [rng.integers(1, 5, 2) if phase == "image" else rng.integers(1, 9, 1) for phase in phases]
-    items = [
-        Media(rng.standard_normal((size.prod(), 3 if phase == "image" else 2)).astype(np.float32), size)
-        for phase, size in zip(phases, sizes)
-    ]
+    items = [draw_item(rng, phase, size) for phase, size in zip(phases, sizes)]
     length = len(phases) + int(rng.integers(1, 9))
     places = np.sort(rng.choice(length, len(phases), replace=False))
     tokens, targets = rng.integers(0, 2**40, length), rng.random(length) < 0.5
     return LoadedExample(TokenSequence(tokens, targets, phases, places), tuple(items))
 
 
-def same(a: TokenSequence | Media, b: TokenSequence | Media) -> bool:
-    pairs = zip(vars(a).values(), vars(b).values(), strict=True)
-    return type(a) is type(b) and all(
-        np.array_equal(x, y) and getattr(x, "dtype", 0) == getattr(y, "dtype", 0) for x, y in pairs
-    )
+def same(a, b) -> bool:
+    """Whether two sequences, items or Pixels are equal, types of arrays included."""
+    if type(a) is not type(b) or not hasattr(a, "__dict__") or isinstance(a, np.ndarray):
+        return np.array_equal(a, b) and getattr(a, "dtype", 0) == getattr(b, "dtype", 0)
+    return all(same(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
 
 
 @given(st.integers(0, 10_000))
@@ -56,10 +72,26 @@ def test_messages_read_back_what_was_written(seed):
     write_example(sequence, data)
     assert same(read_example(data, len(sequence.tokens), sequence.media), sequence)
     for media in example.media:
-        shape = (*media.values.shape, len(media.size))
-        data = np.zeros(media_bytes(*shape), np.uint8)
+        shape = MediaShape.of(media)
+        data = np.zeros(media_bytes(shape), np.uint8)
         write_media(media, data)
-        assert same(read_media(data, *shape), media)
+        assert same(read_media(data, shape), media)
+
+
+def test_pixels_travel_as_bytes_and_arrive_as_the_same_floats():
+    transform = ImageTransform(patch_size=14, merge_size=2, temporal_patch_size=2, mean=MEAN, std=STD)
+    noise = np.random.default_rng(0).integers(0, 256, (56, 84, 3), dtype=np.uint8)
+    media = transform(Image.fromarray(noise))
+    shape = MediaShape.of(media)
+    data = np.zeros(media_bytes(shape), np.uint8)
+    write_media(media, data)
+    read = read_media(data, shape)
+    assert np.array_equal(read.values, media.values) and np.array_equal(read.size, media.size)
+    # Two repeats of four bytes come to one byte, and some for size, scale and shift.
+    assert len(data) == media.values.nbytes // 8 + 16 + 24
+    data[:] = 0
+    write_media(read, data)
+    assert np.array_equal(read_media(data, shape).values, media.values)
 
 
 def check_items(rank: int, num_ranks: int, seeds: list[int]) -> list[str]:

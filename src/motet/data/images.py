@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from motet.core.arrays import BoolArray, Float32Array, Int64Array
-from motet.core.example import Media
+from motet.core.arrays import BoolArray, Int64Array
+from motet.core.example import Media, Pixels
 from motet.data.bounds import check_attributes
 from motet.data.headers import open_image, orientation
 from motet.data.media import IMAGE, MediaRef
@@ -150,16 +150,15 @@ class ImageTransform:
         pixels = np.asarray(image).reshape(rows // merge, merge, patch, columns // merge, merge, patch, self.channels)
         # Transposing bytes before the conversion to floats takes a quarter of the memory traffic.
         patches = np.ascontiguousarray(pixels.transpose(0, 3, 1, 4, 6, 2, 5))
-        values = np.empty((rows * columns, self.channels, self.temporal_patch_size, patch * patch), dtype=np.float32)
-        scale, shift = self._affine()
-        values[...] = (patches.reshape(rows * columns, self.channels, patch * patch) * scale + shift)[:, :, None, :]
-        return Media(values.reshape(rows * columns, self.row_dim), np.array([rows, columns], dtype=np.int64))
+        pixels_of_rows = self._pixels()
+        values = pixels_of_rows.rows(patches.reshape(rows * columns, self.channels * patch * patch))
+        return Media(values, np.array([rows, columns], dtype=np.int64), pixels_of_rows)
 
-    def _affine(self) -> tuple[Float32Array, Float32Array]:
-        """scale and shift, [channels, 1] each: (value / 255 - mean) / std = value * scale + shift."""
-        std = np.broadcast_to(np.asarray(self.std, dtype=np.float64), (self.channels,))[:, None]
-        mean = np.broadcast_to(np.asarray(self.mean, dtype=np.float64), (self.channels,))[:, None]
-        return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
+    def _pixels(self) -> Pixels:
+        """(byte / 255 - mean) / std = byte * scale + shift."""
+        std = np.broadcast_to(np.asarray(self.std, dtype=np.float64), (self.channels,))
+        mean = np.broadcast_to(np.asarray(self.mean, dtype=np.float64), (self.channels,))
+        return Pixels((1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32), self.temporal_patch_size)
 
 
 def _upright(image: Image.Image) -> Image.Image:

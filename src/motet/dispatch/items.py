@@ -163,7 +163,7 @@ class ItemExchange:
             if parcels.kind[parcel] == 0:
                 contents[parcel] = read_example(part, tables.num_text_tokens(row), tables.media_of(row))
             else:
-                contents[parcel] = read_media(part, *tables.media_shape(row))
+                contents[parcel] = read_media(part, tables.media_shape(row))
 
 
 def _parts(buffer: UInt8Array, order: Int64Array, parcels: Parcels) -> Iterator[tuple[int, UInt8Array]]:

@@ -16,11 +16,12 @@ from motet.assign.orchestrator import Decision
 from motet.core.arrays import BoolArray, Int64Array
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
-from motet.dispatch.message import example_bytes, media_bytes
+from motet.dispatch.message import MediaShape, example_bytes, media_bytes
 
 # Columns of the table of examples, and of the table of items. `_EXAMPLE` counts the examples of the item's rank.
 _LOADED, _TEXT_TOKENS, _TARGETS, _EXAMPLE_COLUMNS = range(4)
-_EXAMPLE, _PHASE, _LENGTH, _NUM_TOKENS, _ROWS, _ROW_DIM, _SIZE_DIM, _ITEM_COLUMNS = range(8)
+_EXAMPLE, _PHASE, _LENGTH, _NUM_TOKENS, _SHAPE = range(5)
+_ITEM_COLUMNS = _SHAPE + len(MediaShape._fields)
 
 
 class Measure(Protocol):
@@ -61,7 +62,7 @@ class LoadedExample:
 def tables_of(
     examples: Sequence[LoadedExample | None], phases: Sequence[str], measures: Mapping[str, Measure]
 ) -> Int64Array:
-    """The tables of one rank as one vector, int64 [2 + 3 * num_examples + 7 * num_items]: counts, examples, items.
+    """The tables of one rank as one vector, int64 [2 + 3 * num_examples + 9 * num_items]: counts, examples, items.
 
     An example that could not be loaded is None; it is listed as not loaded and has no items. Raises ValueError for an
     example with more or fewer items than placeholders.
@@ -77,7 +78,7 @@ def tables_of(
             raise ValueError(f"example {i} has {len(sequence.media)} placeholders and {len(example.media)} items")
         example_table[i] = True, len(sequence.tokens), 0
         for phase, item in zip(sequence.media, example.media, strict=True):
-            rows.append((i, phases.index(phase), 0, 0, *item.values.shape, len(item.size)))
+            rows.append((i, phases.index(phase), 0, 0, *MediaShape.of(item)))
             media.append(item)
     item_table = np.array(rows, dtype=np.int64).reshape(-1, _ITEM_COLUMNS)
     for index, phase in enumerate(phases):
@@ -197,7 +198,7 @@ class LoadedTables:
         """Bytes of each sequence, and of each item."""
         num_items = np.bincount(self.items[:, _EXAMPLE], minlength=len(self.examples))
         sequence_bytes = example_bytes(self.examples[:, _TEXT_TOKENS], num_items)
-        return sequence_bytes, media_bytes(self.items[:, _ROWS], self.items[:, _ROW_DIM], self.items[:, _SIZE_DIM])
+        return sequence_bytes, media_bytes(MediaShape(*self.items[:, _SHAPE:].T))
 
     def media_of(self, example_row: int) -> tuple[str, ...]:
         """The phases of an example's placeholders, in order."""
@@ -208,9 +209,9 @@ class LoadedTables:
         """Text tokens of an example, a placeholder counted as one."""
         return int(self.examples[example_row, _TEXT_TOKENS])
 
-    def media_shape(self, item_row: int) -> tuple[int, int, int]:
-        """Rows, row_dim and size_dim of an item."""
-        return tuple(self.items[item_row, [_ROWS, _ROW_DIM, _SIZE_DIM]].tolist())
+    def media_shape(self, item_row: int) -> MediaShape:
+        """How an item lies in a message."""
+        return MediaShape(*self.items[item_row, _SHAPE:].tolist())
 
     def parcels(self, decision: Decision) -> Parcels:
         """All sequences and items, from the rank that has loaded them to the rank that the decision names."""

@@ -6,13 +6,13 @@ machine's: all ranks run on one kind of machine.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from motet.core.arrays import Int64Array, UInt8Array
-from motet.core.example import Media, TokenSequence
+from motet.core.example import Media, Pixels, TokenSequence
 
 T = TypeVar("T", int, Int64Array)
 
@@ -42,23 +42,63 @@ def read_example(data: UInt8Array, num_text_tokens: int, media: tuple[str, ...])
     )
 
 
-def media_bytes(num_rows: Int64Array, row_dim: Int64Array, size_dim: Int64Array) -> Int64Array:
-    """Bytes of each item: its size int64 [size_dim], its values float32 [num_rows, row_dim]."""
-    return 8 * size_dim + _up_to_8(4 * num_rows * row_dim)
+class MediaShape(NamedTuple):
+    """What tells how an item lies in a message; an int, or int64 [num_items], each.
+
+    num_channels, num_repeats: of its Pixels; 0 and 1 if it has none.
+    """
+
+    num_rows: Any
+    row_dim: Any
+    size_dim: Any
+    num_channels: Any = 0
+    num_repeats: Any = 1
+
+    @classmethod
+    def of(cls, media: Media) -> MediaShape:
+        """The shape of one item."""
+        pixels = media.pixels
+        of_pixels = (len(pixels.scale), pixels.num_repeats) if pixels else (0, 1)
+        return cls(*media.values.shape, len(media.size), *of_pixels)
+
+
+def media_bytes(shape: MediaShape) -> Int64Array:
+    """Bytes of each item: its size int64 [size_dim]; then its values float32 [num_rows, row_dim], or, if it has Pixels,
+    scale and shift float32 [num_channels] each, and a byte a value, repeats left out.
+    """
+    num_values = shape.num_rows * shape.row_dim
+    of_floats, of_pixels = _up_to_8(4 * num_values), 8 * shape.num_channels + _up_to_8(num_values // shape.num_repeats)
+    has_pixels = shape.num_channels > 0
+    return 8 * shape.size_dim + has_pixels * of_pixels + (1 - has_pixels) * of_floats
 
 
 def write_media(media: Media, into: UInt8Array) -> None:
     """Fill `into`, uint8 [media_bytes]."""
-    start = 8 * len(media.size)
-    into[:start] = _as_bytes(media.size, np.int64)
-    into[start : start + 4 * media.values.size] = _as_bytes(media.values, np.float32)
+    pixels = media.pixels
+    parts = [_as_bytes(media.size, np.int64)]
+    if pixels is None:
+        parts.append(_as_bytes(media.values, np.float32))
+    else:
+        parts += [_as_bytes(part, np.float32) for part in (pixels.scale, pixels.shift)]
+        parts.append(_as_bytes(pixels.bytes_of(media.values), np.uint8))
+    end = 0
+    for part in parts:
+        into[end : end + len(part)] = part
+        end += len(part)
 
 
-def read_media(data: UInt8Array, num_rows: int, row_dim: int, size_dim: int) -> Media:
-    """The item that `write_media` wrote, as a view of `data`."""
-    start = 8 * size_dim
-    values = data[start : start + 4 * num_rows * row_dim].view(np.float32).reshape(num_rows, row_dim)
-    return Media(values=values, size=data[:start].view(np.int64))
+def read_media(data: UInt8Array, shape: MediaShape) -> Media:
+    """The item that `write_media` wrote. Values that are floats are a view of `data`."""
+    start = 8 * shape.size_dim
+    size, num_values = data[:start].view(np.int64).copy(), shape.num_rows * shape.row_dim
+    if not shape.num_channels:
+        values = data[start : start + 4 * num_values].view(np.float32).reshape(shape.num_rows, shape.row_dim)
+        return Media(values, size)
+    scale, shift = data[start : start + 8 * shape.num_channels].view(np.float32).reshape(2, -1).copy()
+    pixels = Pixels(scale, shift, shape.num_repeats)
+    start += 8 * shape.num_channels
+    patches = data[start : start + num_values // shape.num_repeats]
+    return Media(pixels.rows(patches.reshape(shape.num_rows, -1)), size, pixels)
 
 
 def _up_to_8(size: T) -> T:
