@@ -81,6 +81,19 @@ def test_missing_files(job, capsys, monkeypatch):
         ("run.dir.x=1", "'dir' is a value in the recipe, not a table"),
         ('balance.phases=["video"]', "there is no phase 'video'"),
         ("balance.method=jointly", "'balance.method' must be 'auto', 'joint' or 'per_phase', not 'jointly'."),
+        ("balance.defer=on", "'balance.defer' must be 'auto' or 'off', not 'on'."),
+        (
+            "balance={ mode = 'exchange', defer = 'auto' }",
+            'defer = "auto" takes lengths that are known before loading, and with mode = "exchange" they are not',
+        ),
+        (
+            "balance={ phases = 'backbone', defer = 'auto' }",
+            'defer = "auto" compares times of all phases, and phases = "backbone" balances not all',
+        ),
+        (
+            "balance={ phases = ['image'], defer = 'auto' }",
+            'balance.defer = "auto" compares times of all phases: it has no effect with balance.phases = ["image"]',
+        ),
         (
             "balance.speed.device_tflops=0",
             "'balance.speed.device_tflops' must be greater than or equal to 0.000001, not 0.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from unittest import mock
 
@@ -13,9 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from motet.core.workload import home_ranks
+from motet.assign.whole_step import decide_step
+from motet.core.workload import BatchLengths, home_ranks
 from motet.dispatch import (
     BalanceConfig,
+    Decision,
     ItemExchange,
     LoadedExample,
     Orchestrator,
@@ -46,6 +48,7 @@ class Case:
     cost: str = "flops"
     mode: str = "index"
     num_microbatches: int = 1
+    defer: str = "off"
     frozen: tuple[str, ...] = ()
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     num_examples: int = 13
@@ -55,7 +58,7 @@ class Case:
 
 def orchestrator_of(model, num_ranks: int, case: Case) -> Orchestrator:
     speed = {"speed": NEAR} if case.near else {}
-    config = BalanceConfig(phases=case.phases, method=case.method, cost=case.cost, **speed)
+    config = BalanceConfig(phases=case.phases, method=case.method, cost=case.cost, defer=case.defer, **speed)
     recompute = case.fsdp.recompute
     device = torch.device("cpu")
     return build_orchestrator(
@@ -72,12 +75,35 @@ def rank_batch(model, examples: list[LoadedExample], mesh: Mesh, case: Case) -> 
         got = exchange([example for example, rank in zip(examples, home) if rank == mesh.rank])
         assert got.kept.all()
         return assemble(got.decision, got.lengths, mesh.rank, got.sequences, got.media, ranks_per_node=RANKS_PER_NODE)
+    lengths = lengths_of(model, examples, mesh)
+    return assembled(examples, lengths, orchestrator.decide(lengths), mesh)
+
+
+def lengths_of(model, examples: list[LoadedExample], mesh: Mesh) -> BatchLengths:
+    """As they come, from the first rank to the last."""
+    home = home_ranks(len(examples), mesh.num_ranks)
     words = [
         tables_of([e for e, rank in zip(examples, home) if rank == r], PHASES, model.encoders)
         for r in range(mesh.num_ranks)
     ]
-    lengths = LoadedTables.read(words, PHASES).lengths
-    decision = orchestrator.decide(lengths)
+    return LoadedTables.read(words, PHASES).lengths
+
+
+def deferred_batches(model, examples: list[LoadedExample], mesh: Mesh, case: Case) -> list[RankBatch]:
+    """This rank's parts of the microbatches of a step that is decided as a whole."""
+    count = case.num_microbatches
+    home = np.tile(home_ranks(len(examples) // count, mesh.num_ranks), count)
+    lengths = replace(lengths_of(model, examples, mesh), home=home)
+    step = decide_step(orchestrator_of(model, mesh.num_ranks, case), lengths, count)
+    assert step.method == "defer", (case, mesh.num_ranks, step.why)
+    taken = np.concatenate([part.examples for part in step.microbatches])
+    assert sorted(taken.tolist()) == list(range(len(examples)))
+    return [
+        assembled([examples[i] for i in part.examples], part.lengths, part.decision, mesh) for part in step.microbatches
+    ]
+
+
+def assembled(examples: list[LoadedExample], lengths: BatchLengths, decision: Decision, mesh: Mesh) -> RankBatch:
     items = {p: [m for e in examples for q, m in zip(e.sequence.media, e.media) if q == p] for p in PHASES}
     return assemble(
         decision,
@@ -134,7 +160,11 @@ def run_case(case: Case, dtype: torch.dtype = torch.float64) -> tuple[StepResult
     shard(model, mesh, case.fsdp)
     examples = draw_examples(case.num_examples, case.seed, case.contents)
     parts = [[examples[i] for i in part] for part in np.array_split(np.arange(len(examples)), case.num_microbatches)]
-    batches = [rank_batch(model, part, mesh, case).to("cpu", dtype=dtype) for part in parts]
+    if case.defer == "auto":
+        batches = deferred_batches(model, examples, mesh, case)
+    else:
+        batches = [rank_batch(model, part, mesh, case) for part in parts]
+    batches = [batch.to("cpu", dtype=dtype) for batch in batches]
     with counted_exchanges() as sent_bytes:
         result = TrainStep(model, mesh).run(batches)
     check_bytes(case, batches, sent_bytes, result.moved_bytes)
@@ -242,6 +272,16 @@ VARIANTS = [
     Case(num_examples=1),
     Case(contents=()),
 ]
+DEFERRED = [
+    Case(num_examples=12, num_microbatches=4, defer="auto", near=True),
+    Case(num_examples=12, num_microbatches=4, defer="auto", near=True, method="joint"),
+    Case(num_examples=12, num_microbatches=3, defer="auto", near=True, method="auto", cost="length"),
+    # With fewer examples than ranks and microbatches together, some microbatches have none.
+    Case(num_examples=6, num_microbatches=6, defer="auto", near=True, method="joint"),
+    Case(num_examples=12, num_microbatches=4, defer="auto", near=True, frozen=("image encoder",)),
+    Case(num_examples=12, num_microbatches=4, defer="auto", near=True, contents=()),
+    Case(num_examples=12, num_microbatches=6, defer="auto", near=True, fsdp=FSDPConfig(recompute=True)),
+]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
@@ -249,6 +289,8 @@ def test_gradients_equal_the_reference(num_ranks):
     cases = every_balance() + every_method() + VARIANTS
     if num_ranks == 4:
         cases += every_balance(fsdp=HYBRID, num_microbatches=3) + every_method(fsdp=HYBRID, num_microbatches=3)
+    if num_ranks > 1:
+        cases += DEFERRED
     if num_ranks % 2 == 0:
         cases += [Case(fsdp=FSDPConfig(shard_size=1), num_microbatches=3)]
     wrong = run_ranks(check_cases, num_ranks, cases)[0]

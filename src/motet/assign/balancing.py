@@ -12,7 +12,7 @@ from motet.balance import ASSUMED_SPEEDS, Packed, Padded, Speed, StepCosts, Step
 from motet.core.plan import Plan
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
-from motet.cost.memory import mixed_precision
+from motet.cost.memory import held_elements, mixed_precision
 from motet.cost.operations import Operations
 
 Balancing = Callable[[Plan], StepCosts]
@@ -46,6 +46,7 @@ def operation_costs(
         speed.network(ranks_per_node),
         token_bytes=model.module(BACKBONE).layers[0].output_width * element_bytes,
         frozen=frozenset(module.name for module in model.modules if not module.trainable),
+        held=held_elements(model, recompute),
     )
     return StepCosts({module.name: Padded() if module.padded else Packed() for module in model.modules}, work, times)
 

@@ -1,4 +1,4 @@
-"""The assignment of a step under "data_parallel": an Orchestrator places the phases of each microbatch, as in training.
+"""The assignment of a step under "data_parallel": microbatches and ranks are decided as in training.
 
 The Plan has one unit; each phase of a microbatch is placed over its ranks.
 """
@@ -15,6 +15,7 @@ import numpy as np
 from motet.assign.balancing import Balancing
 from motet.assign.orchestrator import Orchestrator
 from motet.assign.step import StepAssignment, joined
+from motet.assign.whole_step import decide_step
 from motet.balance import METHODS, Method, Packed
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE, BatchLengths, home_ranks
@@ -22,23 +23,23 @@ from motet.schedule.layout import num_microbatches
 
 
 def assign_data_parallel(plan: Plan, batch: BatchLengths, balancing: Balancing) -> StepAssignment:
-    """Assign the items of `plan.batch_size` examples to ranks, as training does.
+    """Assign the items of `plan.batch_size` examples to microbatches and ranks, as training does.
 
-    balancing: gives the costs that are balanced.
+    balancing: gives the costs that are balanced. Examples of the result are in the order of their microbatches.
     """
     unit, count = plan.unit_of(BACKBONE), num_microbatches(plan)
-    home = home_ranks(batch.num_examples // count, unit.dp)
+    home = np.tile(home_ranks(batch.num_examples // count, unit.dp), count)
     names = [module.name for module in plan.model.modules]
     # A workload may have lengths of modalities that the model lacks.
-    batch = replace(batch, items={name: items for name, items in batch.items.items() if name in names})
-    parts = [replace(batch.take(part), home=home) for part in np.split(np.arange(batch.num_examples), count)]
-    orchestrator = orchestrator_of(plan, balancing)
+    items = {name: items for name, items in batch.items.items() if name in names}
     # Threads run in parallel here: the balance core releases Python's lock.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        decisions = list(pool.map(orchestrator.decide, parts))
-    assignments = [{name: decision.assignments[name] for name in names} for decision in decisions]
-    methods = () if plan.balance == "off" else tuple(decision.method for decision in decisions)
-    return joined(parts, assignments, methods)
+        step = decide_step(
+            orchestrator_of(plan, balancing), replace(batch, home=home, items=items), count, run=pool.map
+        )
+    assignments = [{name: part.decision.assignments[name] for name in names} for part in step.microbatches]
+    methods = () if plan.balance == "off" else tuple(part.decision.method for part in step.microbatches)
+    return joined([part.lengths for part in step.microbatches], assignments, methods)
 
 
 def orchestrator_of(plan: Plan, balancing: Balancing) -> Orchestrator:
@@ -50,4 +51,6 @@ def orchestrator_of(plan: Plan, balancing: Balancing) -> Orchestrator:
     methods: Iterable[Method] = METHODS if plan.balance == "auto" else (plan.balance,)
     # Tensor-parallel ranks divide the work of one rank.
     times = costs.times.shared_by(unit.tp)
-    return Orchestrator(costs.costs, unit.dp, names, work=costs.work, times=times, methods=tuple(methods))
+    return Orchestrator(
+        costs.costs, unit.dp, names, work=costs.work, times=times, methods=tuple(methods), defers=costs.defers
+    )

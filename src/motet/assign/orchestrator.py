@@ -16,6 +16,7 @@ import numpy as np
 
 from motet.balance import (
     METHODS,
+    Choice,
     Cost,
     ItemWork,
     LengthWork,
@@ -106,6 +107,7 @@ class Orchestrator:
               that is not balanced runs on the rank of its item's sequence, so that its outputs need not move.
     times:    predicts the seconds of each method, if all phases are balanced. None: each phase is balanced by itself.
     methods:  the methods to choose from, if there are `times`.
+    defers:   whether `decide_step` (assign/whole_step.py) may give an example another microbatch.
     ranks_per_node: None: that of the link of `times`; without times, all ranks share a node.
 
     Example:
@@ -125,6 +127,7 @@ class Orchestrator:
         work: ItemWork = _LENGTHS,
         times: StepTimes | None = None,
         methods: Sequence[Method] = METHODS,
+        defers: bool = False,
         ranks_per_node: int | None = None,
     ) -> None:
         if BACKBONE not in costs:
@@ -133,6 +136,7 @@ class Orchestrator:
         self.num_ranks = num_ranks
         self.balanced = frozenset(balanced)
         self.methods = tuple(methods)
+        self.defers = defers
         self.ranks_per_node = ranks_per_node
         if ranks_per_node is None and times is not None:
             self.ranks_per_node = Network.of(times.link).ranks_per_node
@@ -153,26 +157,45 @@ class Orchestrator:
         Raises ValueError if the phases of the costs and of the lengths differ.
         """
         start_s = time.perf_counter()
-        if missing := set(self.encoders) ^ lengths.items.keys():
-            raise ValueError(f"phases of costs and of lengths differ in {sorted(missing)}")
-        costs, work = self.costs.costs, self.costs.work(lengths)
-        before = {
-            phase: score(_home(phase, lengths), work[phase], self.num_ranks, cost) for phase, cost in costs.items()
-        }
-        why, predicted_s = "", {}
-        if isinstance(self.costs, StepCosts) and self.balanced == costs.keys():
-            phases, link = self.costs.phases(lengths, work), self.costs.times.link
+        self._check(lengths)
+        if isinstance(self.costs, StepCosts) and self.compares:
+            phases, link = self.costs.phases(lengths), self.costs.times.link
             choice = choose(
                 phases, self.num_ranks, link, methods=self.methods, home=lengths.home, input_bytes=input_bytes
             )
-            assignments = dict(zip(self.costs.names, choice.assignments, strict=True))
-            method, why, predicted_s = str(choice.method), choice.why, choice.predicted_s
-        else:
-            held = None if input_bytes is None else Held(lengths.home, input_bytes, self.ranks_per_node)
-            assignments = self._balance_each(lengths, work, before[BACKBONE], held)
-            method = "per_phase" if self.balanced == costs.keys() else "some" if self.balanced else "off"
+            return self.decision_of(choice, lengths, start_s)
+        work = self.costs.work(lengths)
+        before = self._before(lengths, work)
+        held = None if input_bytes is None else Held(lengths.home, input_bytes, self.ranks_per_node)
+        assignments = self._balance_each(lengths, work, before[BACKBONE], held)
+        method = "per_phase" if self.balanced == self.costs.costs.keys() else "some" if self.balanced else "off"
+        return Decision(assignments, before, self.costs, work, time.perf_counter() - start_s, method)
+
+    @property
+    def compares(self) -> bool:
+        """Whether methods are compared by predicted time: it takes times, and that all phases are balanced."""
+        return isinstance(self.costs, StepCosts) and self.balanced == self.costs.costs.keys()
+
+    def _check(self, lengths: BatchLengths) -> None:
+        if missing := set(self.encoders) ^ lengths.items.keys():
+            raise ValueError(f"phases of costs and of lengths differ in {sorted(missing)}")
+
+    def _before(self, lengths: BatchLengths, work: PhaseWork) -> dict[str, Assignment]:
+        """The placement of each phase without balancing."""
+        return {
+            phase: score(_home(phase, lengths), work[phase], self.num_ranks, cost)
+            for phase, cost in self.costs.costs.items()
+        }
+
+    def decision_of(self, choice: Choice, lengths: BatchLengths, start_s: float) -> Decision:
+        """The Decision that a Choice for these lengths stands for. start_s: when deciding began."""
+        work = self.costs.work(lengths)
+        assignments = dict(zip(self.costs.names, choice.assignments, strict=True))
+        before = self._before(lengths, work)
         decide_s = time.perf_counter() - start_s
-        return Decision(assignments, before, self.costs, work, decide_s, method, why, predicted_s)
+        return Decision(
+            assignments, before, self.costs, work, decide_s, str(choice.method), choice.why, choice.predicted_s
+        )
 
     def _balance_each(
         self, lengths: BatchLengths, work: PhaseWork, backbone: Assignment, held: Held | None

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from motet.balance.backend import Backend, algorithms
-from motet.balance.checks import check_sum, checked_costs, checked_num_ranks
+from motet.balance.checks import check_sum, checked_costs, checked_integers, checked_num_ranks
 from motet.balance.joint import assign_jointly
 from motet.balance.placement import assign
 from motet.balance.scoring import scored
@@ -70,32 +70,63 @@ def defer(
     num_microbatches: int,
     *,
     capacity: int | None = None,
+    sizes: ArrayLike | None = None,
     backend: Backend = "native",
 ) -> Deferral:
     """Give each item of a step a microbatch and a rank, so that `Deferral.max_sum` is small.
 
     costs: int [num_items], or [num_items, num_phases] in one unit.
-    capacity: the most cost of a rank in a microbatch, summed over phases. An item above the capacity gets a rank alone.
+    capacity: the most that a rank holds in a microbatch. An item above the capacity gets a rank alone.
+    sizes: int [num_items], >= 0, what an item takes of the capacity, e.g. bytes of its activations; None: its cost,
+        summed over phases.
 
     max_sum is never above that of microbatches of consecutive items, as many in each, each of them balanced by itself,
     unless these exceed the capacity.
-    Raises ArgumentError for bad costs and counts, and where no placement within the capacity was found.
+    Raises ArgumentError for bad costs, sizes and counts, and where no placement within the capacity was found.
     O(num_microbatches * num_items * num_ranks * num_phases), plus the balancing of each microbatch.
     """
+    found = find_deferral(costs, num_ranks, num_microbatches, capacity=capacity, sizes=sizes, backend=backend)
+    if found is None:
+        raise ArgumentError(
+            f"capacity is {capacity}; no placement of the {len(checked_costs(costs))} items on {num_ranks} ranks "
+            f"in {num_microbatches} microbatches was found that keeps to it."
+        )
+    return found
+
+
+def find_deferral(
+    costs: ArrayLike,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    capacity: int | None = None,
+    sizes: ArrayLike | None = None,
+    backend: Backend = "native",
+) -> Deferral | None:
+    """As `defer`, but None where no placement within the capacity was found."""
     checked = checked_costs(costs)
     if num_microbatches < 1:
         raise ArgumentError(f"num_microbatches is {num_microbatches}; it must be at least 1.")
     if capacity is not None and capacity < 1:
         raise ArgumentError(f"capacity is {capacity}; it must be at least 1.")
+    if sizes is not None and capacity is None:
+        raise ArgumentError("sizes is given without capacity; it must go with the capacity that they are taken of.")
     check_sum(checked, "costs")
-    step = _Step(checked, checked_num_ranks(num_ranks), num_microbatches, capacity, backend)
+    held = _checked_sizes(sizes, checked)
+    step = _Step(checked, checked_num_ranks(num_ranks), num_microbatches, capacity, held, backend)
     deferrals = [deferral for deferral in (_by_level(step), _spread_evenly(step)) if deferral is not None]
-    if not deferrals:
-        raise ArgumentError(
-            f"capacity is {capacity}; no placement of the {len(checked)} items on {num_ranks} ranks "
-            f"in {num_microbatches} microbatches was found that keeps to it."
-        )
-    return min(deferrals, key=lambda deferral: deferral.max_sum)
+    return min(deferrals, key=lambda deferral: deferral.max_sum, default=None)
+
+
+def _checked_sizes(sizes: ArrayLike | None, costs: Int64Array) -> Int64Array:
+    """What each item takes of the capacity, int64 [num_items]."""
+    if sizes is None:
+        return costs if costs.ndim == 1 else costs.sum(axis=1)
+    checked = checked_integers(sizes, "sizes")
+    if len(checked) != len(costs):
+        raise ArgumentError(f"sizes has {len(checked)} entries; it must have one for each of the {len(costs)} items.")
+    check_sum(checked, "sizes")
+    return checked
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +137,7 @@ class _Step:
     num_ranks: int
     num_microbatches: int
     capacity: int | None
+    held: Int64Array
     backend: Backend
 
     @property
@@ -114,8 +146,8 @@ class _Step:
         return self.costs[:, None] if self.costs.ndim == 1 else self.costs
 
     def sizes(self, items: Int64Array) -> Int64Array:
-        """What each item takes of the capacity, int64 [num_items]: its cost over all phases, at most the capacity."""
-        sizes: Int64Array = self.rows[items].sum(axis=1)
+        """What each of these items takes of the capacity, int64 [n]; at most the capacity."""
+        sizes: Int64Array = self.held[items]
         return sizes if self.capacity is None else np.minimum(sizes, self.capacity)
 
     def keeps_capacity(self, items: Int64Array, ranks: Int32Array) -> bool:

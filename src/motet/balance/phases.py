@@ -25,7 +25,7 @@ _JOINT_TOTAL = 2**50
 
 @dataclass(frozen=True, eq=False)
 class Phase:
-    """One phase of a microbatch: its items, their cost, and the bytes of their outputs.
+    """One phase of a microbatch: its items, their cost, the bytes of their outputs, and what they hold.
 
     lengths:          int64 [num_items], the lengths (or any other work) that `cost` is computed from.
     owner:            int64 [num_items], the example of each item; the backbone's items are the examples themselves.
@@ -33,6 +33,8 @@ class Phase:
     output_bytes:     int64 [num_items], bytes of an item's output if another rank needs it; None for the backbone,
                       whose outputs never move.
     num_exchanges:    how often these bytes are sent: 2 (the output, and its gradient back), or 1 in a frozen phase.
+    held:             int64 [num_items], >= 0, what an item takes of its rank's memory from its forward to its backward
+                      pass, in a unit that all phases share; None: nothing.
 
     Example:
         >>> lengths, owner = np.array([30, 10, 20]), np.array([0, 0, 1])  # example 0 has two images
@@ -49,6 +51,7 @@ class Phase:
     seconds_per_cost: float
     output_bytes: Int64Array | None = None
     num_exchanges: int = 2
+    held: Int64Array | None = None
 
     def compute_ns(self, assignment: Assignment) -> int:
         """Compute time of the busiest rank, in nanoseconds."""
@@ -157,6 +160,8 @@ def check_phases(phases: Sequence[Phase]) -> None:
             raise ArgumentError(
                 f"output_bytes of {phase.name!r} has {len(phase.output_bytes)} entries; it must have {num_items}."
             )
+        if phase.held is not None and len(checked_integers(phase.held, f"held of {phase.name!r}")) != num_items:
+            raise ArgumentError(f"held of {phase.name!r} has {len(phase.held)} entries; it must have {num_items}.")
         if not 0 <= phase.seconds_per_cost < math.inf:
             raise ArgumentError(
                 f"seconds_per_cost of {phase.name!r} is {phase.seconds_per_cost}; it must be finite and at least 0."

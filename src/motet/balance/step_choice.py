@@ -7,8 +7,9 @@ each microbatch of both steps (choice.py), and the faster step is taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,12 +17,15 @@ from numpy.typing import ArrayLike
 from motet.balance.backend import Backend
 from motet.balance.checks import checked_integers, checked_ranks
 from motet.balance.choice import METHODS, Choice, Method, as_ms, choose
-from motet.balance.deferring import defer
+from motet.balance.deferring import find_deferral
 from motet.balance.fragments import Overhead
 from motet.balance.phases import Phase, joint_costs
 from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.cluster import Link
 from motet.core.exchange import NS_PER_S, Network
+
+Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+"""`map`, or one that works in threads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +35,7 @@ class StepChoice:
     microbatch:  int32 [num_examples], the microbatch of each example of the step.
     choices:     one Choice for each microbatch, of its examples in ascending order.
     is_deferred: whether "defer" is the faster.
-    predicted_s: predicted seconds of the step, by "stay" and "defer".
+    predicted_s: predicted seconds of the step, by "stay" and "defer"; without "defer" if that needs more memory.
     why:         one sentence with the figures.
 
     Example:
@@ -57,58 +61,97 @@ def choose_step(
     link: Link | Network,
     *,
     methods: Sequence[Method] = METHODS,
+    home: ArrayLike | None = None,
     overhead: Overhead | None = None,
-    capacity_s: float | None = None,
     backend: Backend = "native",
+    run: Run = map,
 ) -> StepChoice:
     """Choose the microbatches of a step, and the method of balancing in each.
 
-    phases: those of all examples of the step, as `choose` takes them.
+    phases: those of all examples of the step, as `choose` takes them. If they say what items hold, "defer" keeps long
+            examples apart: no rank is to hold more in a microbatch than the fullest rank with "stay". That is exact
+            where encoders follow their examples.
     microbatch: int [num_examples], the given microbatch of each example, from 0.
-    capacity_s: the most seconds of work, summed over phases, that a rank may get in a microbatch by deferring. It keeps
-                long examples apart where a rank has no memory for two.
-    A tie goes to "stay". Raises ArgumentError as `choose` and `defer` do, and for `microbatch` of another shape.
+    home: int [num_examples], the rank of each example without balancing, as in `choose`.
+    run: maps a function over the microbatches, e.g. in threads.
+    A tie goes to "stay". Raises ArgumentError as `choose` does, and for `microbatch` of another shape.
     """
     checked = checked_integers(microbatch, "microbatch")
     num_microbatches = int(checked.max(initial=0)) + 1
     given = checked_ranks(checked, "microbatch", len(phases[0].lengths), num_microbatches)
-    costs, unit_s = joint_costs(phases)
-    capacity = None if capacity_s is None else max(int(capacity_s / unit_s), 1)
-    deferral = defer(costs, num_ranks, num_microbatches, capacity=capacity, backend=backend)
-    choices_of = {
-        name: tuple(
-            choose(inside, num_ranks, link, methods=methods, overhead=overhead, backend=backend)
-            for inside in _phases_by_microbatch(phases, microbatches, num_microbatches)
-        )
-        for name, microbatches in (("stay", given), ("defer", deferral.microbatch))
-    }
-    predicted_ns = {name: sum(choice.predicted_ns for choice in choices) for name, choices in choices_of.items()}
-    name = "defer" if predicted_ns["defer"] < predicted_ns["stay"] else "stay"
-    other = "stay" if name == "defer" else "defer"
+    homes = None if home is None else checked_ranks(home, "home", len(given), num_ranks)
+
+    def choices_of(microbatches: Int32Array) -> tuple[Choice, ...]:
+        def choose_one(index: int) -> Choice:
+            has_example = microbatches == index
+            inside = _phases_of(phases, has_example)
+            at = None if homes is None else homes[has_example]
+            return choose(inside, num_ranks, link, methods=methods, home=at, overhead=overhead, backend=backend)
+
+        return tuple(run(choose_one, range(num_microbatches)))
+
+    # 1. The step as it comes.
+    microbatches = {"stay": given}
+    choices = {"stay": choices_of(given)}
+    # 2. Long examples deferred, in the memory of the first.
+    costs, _ = joint_costs(phases)
+    held = _held(phases)
+    capacity = None if held is None else max(_fullest(phases, given, choices["stay"]), 1)
+    deferral = find_deferral(costs, num_ranks, num_microbatches, capacity=capacity, sizes=held, backend=backend)
+    if deferral is not None:
+        microbatches["defer"] = deferral.microbatch
+        choices["defer"] = choices_of(deferral.microbatch)
+    # 3. The faster of both.
+    predicted_ns = {name: sum(choice.predicted_ns for choice in of_step) for name, of_step in choices.items()}
+    name = min(predicted_ns, key=lambda name: predicted_ns[name])
+    others = "; ".join(f"{other} {as_ms(ns)}" for other, ns in predicted_ns.items() if other != name)
     return StepChoice(
-        microbatch=deferral.microbatch if name == "defer" else given,
-        choices=choices_of[name],
+        microbatch=microbatches[name],
+        choices=choices[name],
         is_deferred=name == "defer",
         predicted_s={name: nanoseconds / NS_PER_S for name, nanoseconds in predicted_ns.items()},
-        why=f"{name}: {as_ms(predicted_ns[name])} predicted ({other} {as_ms(predicted_ns[other])}).",
+        why=f"{name}: {as_ms(predicted_ns[name])} predicted ({others or 'defer needs more memory'}).",
     )
 
 
-def _phases_by_microbatch(
-    phases: Sequence[Phase], microbatch: Int32Array, num_microbatches: int
-) -> Iterator[list[Phase]]:
-    """The phases of one microbatch after the other; the examples of each are numbered from 0, in ascending order."""
-    for index in range(num_microbatches):
-        has_example = microbatch == index
-        new_number = np.cumsum(has_example) - 1
-        yield [_phase_of(phase, has_example[phase.owner], new_number) for phase in phases]
+def _held(phases: Sequence[Phase]) -> Int64Array | None:
+    """What each example holds, summed over phases, int64 [num_examples]; None if no phase says it."""
+    columns = [(phase.owner, phase.held) for phase in phases if phase.held is not None]
+    if not columns:
+        return None
+    held = np.zeros(len(phases[0].lengths), dtype=np.int64)
+    for owner, of_items in columns:
+        np.add.at(held, owner, of_items)
+    return held
 
 
-def _phase_of(phase: Phase, has_item: BoolArray, new_number: Int64Array) -> Phase:
-    """The phase with some of its items. new_number: of each example."""
-    return replace(
-        phase,
-        lengths=phase.lengths[has_item],
-        owner=new_number[phase.owner[has_item]],
-        output_bytes=None if phase.output_bytes is None else phase.output_bytes[has_item],
-    )
+def _fullest(phases: Sequence[Phase], microbatch: Int32Array, choices: Sequence[Choice]) -> int:
+    """The most that a rank holds in a microbatch."""
+    fullest = 0
+    for index, choice in enumerate(choices):
+        held = np.zeros(choice.assignments[0].num_ranks, dtype=np.int64)
+        for phase, placed in zip(_phases_of(phases, microbatch == index), choice.assignments, strict=True):
+            if phase.held is not None:
+                np.add.at(held, placed.ranks, phase.held)
+        fullest = max(fullest, int(held.max()))
+    return fullest
+
+
+def _phases_of(phases: Sequence[Phase], has_example: BoolArray) -> list[Phase]:
+    """The phases of some of the examples, numbered anew in ascending order. has_example: bool [num_examples]."""
+    new_number = np.cumsum(has_example) - 1
+
+    def taken(values: Int64Array | None, has_item: BoolArray) -> Int64Array | None:
+        return None if values is None else values[has_item]
+
+    return [
+        replace(
+            phase,
+            lengths=phase.lengths[has_item],
+            owner=new_number[phase.owner[has_item]],
+            output_bytes=taken(phase.output_bytes, has_item),
+            held=taken(phase.held, has_item),
+        )
+        for phase in phases
+        for has_item in [has_example[phase.owner]]
+    ]

@@ -100,6 +100,7 @@ class StepTimes:
     link:        the link of exchanges; a Link alone means that all ranks share a node.
     token_bytes: bytes of one row of an encoder's output.
     frozen:      encoders without trainable parameters, which get no gradient back.
+    held:        by phase, elements that a unit of an item's length keeps for backward; {}: deferring needs no memory.
 
     Example:
         >>> times = StepTimes(lambda lengths: {"image": 1e-6}, Link(40e9, latency_s=0.0), token_bytes=8192)
@@ -111,6 +112,7 @@ class StepTimes:
     link: Link | Network
     token_bytes: int
     frozen: frozenset[str] = frozenset()
+    held: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def network(self) -> Network:
@@ -153,6 +155,8 @@ class PhaseCosts:
 class StepCosts(PhaseCosts):
     """PhaseCosts with times, so that methods of balancing can be compared.
 
+    defers: whether an example may change its microbatch within its step, where that is predicted to be faster.
+
     Example:
         >>> import numpy as np
         >>> lengths = BatchLengths(np.array([70, 50]), np.array([35, 25]), np.zeros(2, np.int32), {})
@@ -163,6 +167,7 @@ class StepCosts(PhaseCosts):
     """
 
     times: StepTimes
+    defers: bool = True
 
     def phases(self, lengths: BatchLengths, work: Mapping[str, Int64Array] | None = None) -> list[Phase]:
         """The phases of a microbatch, in the order of `names`. work: its items' work, if it is known already."""
@@ -179,6 +184,7 @@ class StepCosts(PhaseCosts):
                 unit_s[name],
                 None if name == BACKBONE else items.num_tokens * self.times.token_bytes,
                 num_exchanges=1 if name in self.times.frozen else 2,
+                held=items.length * self.times.held[name] if self.times.held else None,
             )
 
         return [phase(name) for name in self.names]

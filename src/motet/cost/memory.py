@@ -204,6 +204,22 @@ def stage_layers(model: ModelSpec, spans: Spans, recompute: Mapping[str, int]) -
                 yield StageLayer(name, layer, needs_input, recomputed and (needs_input or layer.trainable))
 
 
+def held_elements(model: ModelSpec, recompute: Mapping[str, int]) -> dict[str, int]:
+    """Elements that forward keeps for backward for a unit of an item's length, by module; rows added to items are not.
+
+    recompute: as in `stage_layers`.
+    """
+    held = {}
+    for name, count in model.num_blocks.items():
+        widths = [
+            activation_bytes(each.layer, 1, element_bytes=1, recomputed=each.recomputed) / each.layer.divisor
+            for each in stage_layers(model, {name: (0, count)}, recompute)
+            if each.has_backward and not each.layer.targets_only
+        ]
+        held[name] = math.ceil(sum(widths))
+    return held
+
+
 def unit_spans(model: ModelSpec, unit: Unit, stage: int) -> Spans:
     """The blocks that a stage of a unit computes: all of replicated modules, and the stage's own of the others."""
     spans = {name: (0, len(model.module(name).blocks)) for name in unit.replicated}

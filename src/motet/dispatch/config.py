@@ -41,6 +41,9 @@ class BalanceConfig(BaseModel):
              for each microbatch which method is fastest, a mix of both included (`motet.balance.choose`).
     mode:    "index": lengths are known before loading. "exchange": items move after loading. "auto": "index" if the
              data has an index, else "exchange".
+    defer:   "auto": an example may change its microbatch within its step, if that is predicted to be faster
+             (`motet.balance.choose_step`). It takes lengths that are known before loading, and all phases balanced; it
+             is the default there. "off": examples stay in the microbatch in which they come.
     cost:    what an item weighs. "flops": the operations of the model's own layers, forward and backward as trained.
              "length": its length, or the polynomial in `costs`. "profile": the times that `motet profile` measured,
              fitted linear + quadratic per phase; these times also compare the methods.
@@ -60,10 +63,29 @@ class BalanceConfig(BaseModel):
     phases: Literal["off", "backbone", "all"] | tuple[str, ...] = "all"
     method: Literal["auto", "joint", "per_phase"] = "auto"
     mode: Literal["auto", "index", "exchange"] = "auto"
+    defer: Literal["auto", "off"] = Field(
+        default_factory=lambda given: (
+            "off" if given.get("mode") == "exchange" or given.get("phases") != "all" else "auto"
+        )
+    )
     cost: Literal["flops", "length", "profile"] = "flops"
     profile: Path | None = None
     costs: dict[str, PackedCostConfig] = Field(default_factory=dict)
     speed: SpeedConfig = SpeedConfig()
+
+    @model_validator(mode="after")
+    def _defers_what_it_knows(self) -> BalanceConfig:
+        if self.defer == "auto" and self.mode == "exchange":
+            raise ValueError(
+                'defer = "auto" takes lengths that are known before loading, and with mode = "exchange" they are not; '
+                'set mode = "index", or remove defer'
+            )
+        if self.defer == "auto" and self.phases in ("off", "backbone"):
+            raise ValueError(
+                f'defer = "auto" compares times of all phases, and phases = "{self.phases}" balances not all; set '
+                'phases = "all", or remove defer'
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_source_of_costs(self) -> BalanceConfig:
@@ -102,6 +124,11 @@ class BalanceConfig(BaseModel):
                 raise UserError(
                     'balance.method = "joint" places whole examples so that all phases are balanced at once: '
                     f'balance.phases must be "all", not {given}.'
+                )
+            if self.defer == "auto":
+                raise UserError(
+                    'balance.defer = "auto" compares times of all phases: it has no effect with '
+                    f"balance.phases = {given}; remove it."
                 )
             if self.speed.model_fields_set:
                 raise UserError(

@@ -158,6 +158,6 @@ def _balance(recipe: Recipe, spec: ModelSpec) -> Literal["off", "joint", "per_ph
 def _balanced_as(plan: Plan, config: BalanceConfig) -> BalanceConfig:
     if plan.balance != "off":
         return config.model_copy(update={"phases": "all", "method": plan.balance})
-    off: dict[str, Any] = {"phases": "off", "method": "auto", "profile": None, "speed": SpeedConfig()}
+    off: dict[str, Any] = {"phases": "off", "method": "auto", "defer": "off", "profile": None, "speed": SpeedConfig()}
     # A profile serves balancing alone; without it, loads are counted by operations.
     return config.model_copy(update=off if config.cost != "profile" else {**off, "cost": "flops"})

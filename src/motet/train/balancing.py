@@ -98,7 +98,15 @@ def build_orchestrator(
     recomputed = spec.num_blocks if recompute else {}
     costs = step_costs(config, spec, recomputed, device.type, dtype.itemsize, measured, ranks_per_node)
     balanced = config.balanced(model.encoders)
-    return Orchestrator(costs.costs, num_ranks, balanced, work=costs.work, times=costs.times, methods=config.methods)
+    return Orchestrator(
+        costs.costs,
+        num_ranks,
+        balanced,
+        work=costs.work,
+        times=costs.times,
+        methods=config.methods,
+        defers=costs.defers,
+    )
 
 
 def step_costs(
@@ -123,10 +131,12 @@ def step_costs(
     costs = config.phase_costs(
         {module.name: "padded" if module.padded else "packed" for module in spec.modules if module.name != BACKBONE}
     )
+    counted = replace(counted, defers=config.defer == "auto")
     if config.cost == "flops":
         return counted
     if config.cost == "length":
-        return StepCosts(costs, LengthWork(), replace(counted.times, unit_s=_MeanSeconds(costs, counted)))
+        times = replace(counted.times, unit_s=_MeanSeconds(costs, counted))
+        return replace(counted, costs=costs, work=LengthWork(), times=times)
     assert measured is not None
     unit_s = dict.fromkeys(costs, 1 / _PS_PER_S)
     links = config.speed.links(measured.link or speed.link, measured.inter_node or speed.inter_node)

@@ -25,7 +25,14 @@ from motet.train.input.loading import UnreadableExample
 from motet.train.job import TrainingJob, build_job
 from motet.train.optimizer import learning_rate, set_learning_rate
 from motet.train.recipe.recipe import Recipe, dump_recipe
-from motet.train.report.metrics import MeasuredStep, balance_metrics, exchange_metrics, gather_measured, phase_metrics
+from motet.train.report.metrics import (
+    MeasuredStep,
+    balance_metrics,
+    exchange_metrics,
+    gather_measured,
+    phase_metrics,
+    step_metrics,
+)
 from motet.train.report.metrics_log import MetricsLog, Terminal
 from motet.train.report.page import write_report
 from motet.train.report.peak import peak_of
@@ -247,6 +254,7 @@ class _Run:
                     **joined,
                     "exchange": exchange_metrics(joined["actions"], result, fed),
                     "balance": balance_metrics(fed.batches),
+                    "defer": step_metrics(fed.decided),
                     "phases": phase_metrics(fed.batches),
                     "bad_examples": fed.num_bad + self.job.dataset.left_out.num_bad,
                     "left_out": [{"file": bad.file, "line": bad.where, "why": bad.reason} for bad in fed.left_out],

@@ -3,6 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from motet.assign.balancing import by_operations
 from motet.assign.plan import assign_step
 from motet.assign.step import joined
 from motet.balance.scoring import scored
@@ -49,6 +50,11 @@ def colocated(balance, dp=4):
     return Plan(MODEL, CLUSTER, (unit,), 48, 6, "data_parallel", balance=balance)
 
 
+def as_they_come(plan):
+    """Costs by which no example changes its microbatch."""
+    return replace(by_operations(plan), defers=False)
+
+
 def apart(encoder_dp, backbone_dp, batch_size, microbatch_size=1):
     units = (
         Unit("image", ({"image": 2},), dp=encoder_dp),
@@ -70,7 +76,7 @@ def test_examples_come_microbatch_by_microbatch_and_replica_by_replica():
 @pytest.mark.parametrize("balance", ["joint", "per_phase", "auto"])
 def test_colocated_phases_are_balanced_in_every_microbatch(balance):
     batch = lengths(48)
-    off, placed = (assign_step(colocated(way), batch) for way in ("off", balance))
+    off, placed = (assign_step(colocated(way), batch, as_they_come) for way in ("off", balance))
     assert placed.num_microbatches == len(placed.methods) == 2
 
     work = Operations(MODEL)(batch)
@@ -88,6 +94,25 @@ def test_colocated_phases_are_balanced_in_every_microbatch(balance):
         assert not placed.exchanged_rows("image").any()
     if balance == "per_phase":
         assert placed.exchanged_rows("image").all()
+
+
+def test_long_examples_of_a_step_share_a_microbatch():
+    batch = lengths(48)
+    batch.sequence[[3, 30]] = 9000  # one in each of the two microbatches
+    stay, deferred = (assign_step(colocated("joint"), batch, costs) for costs in (as_they_come, by_operations))
+    work = Operations(MODEL)
+
+    def step_flops(assignment):
+        items = assignment.modules["backbone"]
+        index = items.microbatch * 4 + items.replica
+        loads = np.bincount(index, work(assignment.batch)["backbone"], 8).reshape(2, 4)
+        return loads.max(axis=1).sum()
+
+    long = deferred.modules["backbone"].length == 9000
+    assert len(set(deferred.modules["backbone"].microbatch[long])) == 1
+    assert sorted(deferred.modules["backbone"].length) == sorted(stay.modules["backbone"].length)
+    assert step_flops(deferred) < 0.7 * step_flops(stay)
+    assert deferred.num_microbatches == 2
 
 
 @pytest.mark.parametrize("balance", ["off", "joint", "auto"])

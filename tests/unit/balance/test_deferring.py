@@ -119,6 +119,9 @@ def test_long_items_are_deferred_on_mixed_batches(mixture, num_ranks, num_microb
         ({"num_ranks": 0}, "num_ranks is 0"),
         ({"num_microbatches": 0}, "num_microbatches is 0"),
         ({"capacity": 0}, "capacity is 0"),
+        ({"sizes": [1, 1]}, "sizes is given without capacity"),
+        ({"sizes": [1], "capacity": 5}, "sizes has 1 entries; it must have one for each of the 2 items"),
+        ({"sizes": [1, -1], "capacity": 5}, r"sizes\[1\] is -1"),
         ({"costs": [3] * 9, "capacity": 5}, "capacity is 5; no placement of the 9 items on 2 ranks in 2 microbatches"),
         ({"backend": "fast"}, "backend is 'fast'"),
     ],
@@ -126,3 +129,12 @@ def test_long_items_are_deferred_on_mixed_batches(mixture, num_ranks, num_microb
 def test_bad_arguments_are_named(arguments, words):
     with pytest.raises(ArgumentError, match=words):
         defer(**{"costs": [3, 4], "num_ranks": 2, "num_microbatches": 2} | arguments)
+
+
+def test_sizes_are_what_a_capacity_is_taken_of():
+    costs = np.full(12, 10)
+    sizes = np.array([6, 1, 1, 1] * 3)
+    result = defer(costs, 2, 3, capacity=8, sizes=sizes)
+    for microbatch in range(3):
+        items = result.items_of(microbatch)
+        assert np.bincount(result.ranks[items], sizes[items]).max(initial=0) <= 8

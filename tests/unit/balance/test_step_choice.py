@@ -1,5 +1,7 @@
 """`choose_step`: long examples are deferred into one microbatch where that is faster, and nothing is lost."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -36,9 +38,43 @@ def test_giants_of_several_microbatches_meet_in_one():
     assert choice.predicted_s["stay"] == 400
     assert choice.predicted_s["defer"] == 240
     assert choice.why == "defer: 240,000 ms predicted (stay 400,000 ms)."
-    # No rank may get two giants, or a giant and all the rest, in a microbatch: so they stay apart.
-    capped = choose_step([backbone(lengths)], np.repeat(np.arange(4), 6), 2, SLOW, capacity_s=100.0)
-    assert max(chosen.assignments[0].loads.max() for chosen in capped.choices) <= 100
+
+
+def test_deferring_keeps_to_the_memory_of_the_step_as_it_comes():
+    # Each microbatch has a giant, and the others hold as much as it in a tenth of its time. Two giants meet; beside the
+    # third is time for ten others, and memory for six.
+    lengths = np.array([100, *[10] * 6] * 3)
+    held = np.full(len(lengths), 100)
+    given = np.repeat(np.arange(3), 7)
+    free = choose_step([backbone(lengths)], given, 2, SLOW)
+    kept = choose_step([replace(backbone(lengths), held=held)], given, 2, SLOW)
+    assert free.is_deferred and kept.is_deferred
+
+    def fullest(step):
+        return max(
+            np.bincount(chosen.assignments[0].ranks, held[step.microbatch == index]).max()
+            for index, chosen in enumerate(step.choices)
+        )
+
+    assert (free.predicted_s["stay"], free.predicted_s["defer"], kept.predicted_s["defer"]) == (300, 240, 260)
+    assert (fullest(kept), fullest(free)) == (600, 1000)
+
+
+def test_a_step_that_cannot_be_deferred_in_its_memory_stays():
+    # One rank holds the giant, whose time is short, so the other has no room for a second of them.
+    phase = replace(backbone([4, 4, 4, 4]), held=np.array([9, 1, 9, 1]))
+    choice = choose_step([phase], [0, 0, 1, 1], 1, SLOW)
+    assert not choice.is_deferred
+
+
+def test_homes_are_those_of_the_examples_whatever_their_microbatch():
+    home = np.tile([0, 0, 0, 1, 1, 1], 4)
+    choice = choose_step([backbone([100, *[4] * 5] * 4)], np.repeat(np.arange(4), 6), 2, SLOW, home=home)
+    assert choice.is_deferred
+    for index, chosen in enumerate(choice.choices):
+        lengths = np.array([100, *[4] * 5] * 4)[choice.microbatch == index]
+        busiest = np.bincount(home[choice.microbatch == index], lengths, 2).max()
+        assert chosen.predicted_s["unbalanced"] == pytest.approx(busiest)
 
 
 def test_one_microbatch_has_nothing_to_defer():

@@ -7,6 +7,7 @@ import torch
 
 from cli.tiny_job import write_tiny_job
 from motet.assign.plan import assign_step
+from motet.assign.whole_step import decide_step
 from motet.balance import LengthWork, PhaseCosts
 from motet.core.errors import UserError
 from motet.core.workload import BACKBONE, home_ranks
@@ -59,9 +60,14 @@ def model_of(recipe):
 
 def decided_by_training(recipe, batch, num_ranks, ranks_per_node=None):
     """What training decides of a microbatch, on a rank of this machine's CPU."""
+    orchestrator = orchestrator_of(recipe, num_ranks, ranks_per_node)
+    return orchestrator.decide(replace(batch, home=home_ranks(batch.num_examples, num_ranks)))
+
+
+def orchestrator_of(recipe, num_ranks, ranks_per_node=None):
     model, dtype = model_of(recipe), getattr(torch, recipe.fsdp.param_dtype or recipe.run.dtype)
     measured = read_measured(recipe, model_spec(model))
-    orchestrator = build_orchestrator(
+    return build_orchestrator(
         recipe.balance,
         model,
         num_ranks,
@@ -71,7 +77,6 @@ def decided_by_training(recipe, batch, num_ranks, ranks_per_node=None):
         measured=measured,
         ranks_per_node=ranks_per_node,
     )
-    return orchestrator.decide(replace(batch, home=home_ranks(batch.num_examples, num_ranks)))
 
 
 WAYS = [
@@ -83,6 +88,10 @@ WAYS = [
     ("balance.cost=profile",),
     ("balance.speed={ link_gbytes_per_s = 1e6, link_latency_us = 0.0 }", "run.microbatches=2"),
     ("balance.speed={ device_tflops = 1e-6 }", "run.dtype=float64"),
+    ("run.microbatches=4", "balance.defer=off"),
+    ("run.microbatches=4", "balance.cost=length"),
+    ("run.microbatches=8", "balance.cost=profile"),
+    ("run.microbatches=2", "balance.phases=off"),
 ]
 
 
@@ -104,16 +113,21 @@ def test_prediction_places_every_item_where_training_does(recipe_file, overrides
     )
     batch = job.workload.draw(24, np.random.default_rng(1))
     placed = assign_step(plan, batch, job.balancing)
-    parts = np.split(np.arange(24), recipe.run.microbatches)
-    assert placed.num_microbatches == len(parts)
-    for number, part in enumerate(parts):
-        decision = decided_by_training(recipe, batch.take(part), 3, 3 // num_nodes)
-        assert placed.methods[number] == decision.method
-        for phase, assignment in decision.assignments.items():
+    count = recipe.run.microbatches
+    home = np.tile(home_ranks(24 // count, 3), count)
+    step = decide_step(orchestrator_of(recipe, 3, 3 // num_nodes), replace(batch, home=home), count)
+    assert placed.num_microbatches == len(step.microbatches) == count
+    assert placed.methods == (() if plan.balance == "off" else tuple(p.decision.method for p in step.microbatches))
+    assert (step.method != "") == (count > 1 and recipe.balance.defer == "auto")
+    if count == 8:
+        assert step.method == "defer"
+    for number, part in enumerate(step.microbatches):
+        for phase, assignment in part.decision.assignments.items():
             items = placed.modules[phase]
             own = items.microbatch == number
             np.testing.assert_array_equal(items.replica[own], assignment.ranks, phase)
             np.testing.assert_array_equal(items.position[own], assignment.positions, phase)
+            np.testing.assert_array_equal(items.length[own], batch.take(part.examples).of(phase).length, phase)
 
 
 def test_training_exchanges_less_between_slow_nodes(recipe_file):

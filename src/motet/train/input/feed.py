@@ -1,6 +1,6 @@
 """Prefetches the microbatches of coming steps in a thread.
 
-    GlobalOrder.take -> lengths -> Orchestrator.decide -> decode -> agree -> RankBatch -> queue
+    GlobalOrder.take -> lengths -> decide_step -> decode -> agree -> RankBatch -> queue
 
 Ranks agree in one all-reduce a microbatch, on a host group that only this thread uses: which examples cannot be read,
 whether a rank has failed, whether the job is closing. So all ranks leave out the same examples, an error on one rank
@@ -13,19 +13,24 @@ import queue
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from motet.assign.whole_step import DecidedStep
 from motet.core.arrays import BoolArray, Int64Array
 from motet.core.errors import JointUserError, RankFailure, UserError
 from motet.data.config import DataConfig
 from motet.data.order import GlobalOrder, ListedOrder
 from motet.dispatch import RankBatch
-from motet.train.input.loading import Loaded, Loading, Pending, UnreadableExample
+from motet.train.input.loading import DealtStep, Loaded, Loading, Pending, UnreadableExample
+
+_T = TypeVar("_T")
 
 _OK, _CLOSING, _FAILED = range(3)
 _MIN_EXAMPLES = 100
@@ -57,7 +62,8 @@ class StepInput:
     examples:          a microbatch: numbers of its examples in the dataset, int64 [num_examples], as in its lengths.
     position, num_bad: examples consumed, and dropped as bad, in the run after this step.
     left_out:          files for which examples were dropped in this step, over all ranks.
-    decide_s:          seconds for deciding which rank computes what.
+    decided:           what was decided for the step as a whole; None in exchange mode.
+    decide_s:          seconds for deciding which rank computes what, and when.
     moved_bytes:       inputs that were sent from rank to rank, summed over all ranks.
     crossing_bytes:    the part of moved_bytes that went from node to node.
     """
@@ -67,9 +73,20 @@ class StepInput:
     position: int
     num_bad: int
     left_out: tuple[UnreadableExample, ...]
+    decided: DecidedStep | None
     decide_s: float
     moved_bytes: int
     crossing_bytes: int
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A microbatch that was started, or was not: of an error, or because the job is closing."""
+
+    step: DealtStep | None
+    index: int
+    pending: Pending | None
+    error: BaseException | None
 
 
 class Feed:
@@ -133,62 +150,73 @@ class Feed:
     def _produce(self) -> None:
         """Load all microbatches, and queue each step when its last microbatch is loaded."""
         steps = self._steps
-        count = steps.batch_size // steps.microbatches
         num_microbatches = (steps.num_steps - steps.first_step) * steps.microbatches
-        started: deque[tuple[Int64Array, Pending | None, BaseException | None]] = deque()
-        num_started = 0
+        starting = self._starting()
+        # The next microbatch is started before this one is awaited, so that decoders always have work.
+        started = deque(islice(starting, 1))
         step: list[tuple[Loaded, Int64Array]] = []
+        position = steps.position
         for number in range(num_microbatches):
-            # The next microbatch is started before this one is awaited, so that decoders always have work.
-            while num_started < min(number + 2, num_microbatches):
-                ids = self._order.take(steps.position + num_started * count, count)
-                started.append((ids, *self._start(ids)))
-                num_started += 1
-            ids, *begun = started.popleft()
-            agreed = self._agree(*begun, count)
+            started.extend(islice(starting, 1))
+            begun = started.popleft()
+            agreed = self._agree(begun)
             if agreed is None:
                 return
             pending, kept = agreed
+            assert begun.step is not None, "a rank whose dealing fails does not agree to go on"
+            ids = begun.step.microbatches[begun.index].ids
             loaded = self._loading.finish(pending, kept)
             if self._prepare:
                 loaded = replace(loaded, batch=self._prepare(loaded.batch))
             step.append((loaded, ids[kept]))
-            position = steps.position + (number + 1) * count
+            position += len(ids)
             self._check_bad_fraction(position, is_last=number + 1 == num_microbatches)
             if len(step) == steps.microbatches:
-                self._put(self._joined(step, position))
+                self._put(self._joined(step, begun.step.decided, position))
                 step, self._left_out = [], []
 
-    def _joined(self, step: list[tuple[Loaded, Int64Array]], position: int) -> StepInput:
+    def _joined(self, step: list[tuple[Loaded, Int64Array]], decided: DecidedStep | None, position: int) -> StepInput:
         """The input of a step from its microbatches and their example numbers."""
         loaded = [each for each, _ in step]
+        by_microbatch_s = sum(each.batch.decision.decide_s for each in loaded)
         return StepInput(
             batches=[each.batch for each in loaded],
             examples=[ids for _, ids in step],
             position=position,
             num_bad=self._num_bad,
             left_out=tuple(self._left_out),
-            decide_s=sum(each.batch.decision.decide_s for each in loaded),
+            decided=decided,
+            decide_s=by_microbatch_s if decided is None else decided.decide_s,
             moved_bytes=sum(each.moved_bytes for each in loaded),
             crossing_bytes=sum(each.crossing_bytes for each in loaded),
         )
 
-    def _start(self, ids: Int64Array) -> tuple[Pending | None, BaseException | None]:
-        """Start to load a microbatch: (its loading, None) or (None, error); (None, None) if the job is closing."""
+    def _starting(self) -> Iterator[_Started]:
+        """Deal each step when its first microbatch is asked for, and start each microbatch when it is asked for."""
+        steps = self._steps
+        for number in range(steps.num_steps - steps.first_step):
+            ids = self._order.take(steps.position + number * steps.batch_size, steps.batch_size)
+            step, error = self._tried(lambda ids=ids: self._loading.deal(ids, steps.microbatches))
+            for index in range(steps.microbatches):
+                pending = None
+                if step is not None:
+                    pending, error = self._tried(lambda part=step.microbatches[index]: self._loading.start(part))
+                yield _Started(step, index, pending, error)
+
+    def _tried(self, action: Callable[[], _T]) -> tuple[_T | None, BaseException | None]:
+        """(what the action returns, None) or (None, its error); (None, None) if the job is closing."""
         try:
-            return (None if self._closing.is_set() else self._loading.start(ids)), None
+            return (None if self._closing.is_set() else action()), None
         except Exception as error:
             return None, error
 
-    def _agree(
-        self, pending: Pending | None, error: BaseException | None, count: int
-    ) -> tuple[Pending, BoolArray] | None:
-        """Agree with all ranks on a microbatch: (its loading, bool [count] the examples kept), None if closing.
+    def _agree(self, begun: _Started) -> tuple[Pending, BoolArray] | None:
+        """Agree with all ranks on a microbatch: (its loading, bool [num_examples] those kept), None if closing.
 
-        pending, error: as `_start` returns them. count: examples of the microbatch. A collective.
-        Raises on all ranks if any has failed.
+        A collective. Raises on all ranks if any has failed.
         """
         # 1. What this rank knows: the bad examples of its share, and its status.
+        pending, error = begun.pending, begun.error
         bad: list[UnreadableExample] = []
         try:
             bad = pending.bad() if pending is not None else []
@@ -196,7 +224,7 @@ class Feed:
             error = error or failure
         status = _FAILED if error else _CLOSING if pending is None or self._closing.is_set() else _OK
         # 2. What any rank knows.
-        is_bad, status = self._reduced([example.index for example in bad], status, count)
+        is_bad, status = self._reduced([example.index for example in bad], status)
         # 3. All ranks do the same.
         if status == _FAILED:
             raise self._joint_error(error)
@@ -206,11 +234,14 @@ class Feed:
         if is_bad.any():
             self._num_bad += int(np.count_nonzero(is_bad))
             self._leave_out(bad)
-        return pending, ~is_bad
+        return pending, ~is_bad[: pending.num_examples]
 
-    def _reduced(self, bad: list[int], status: int, count: int) -> tuple[BoolArray, int]:
-        """Over all ranks: the examples that any rank found bad, bool [count], and the largest status. A collective."""
-        flags = torch.zeros(count + 1, dtype=torch.uint8)
+    def _reduced(self, bad: list[int], status: int) -> tuple[BoolArray, int]:
+        """Over all ranks: the examples that any rank found bad, and the largest status. A collective.
+
+        Returns bool [batch_size]: a rank that could not deal the step does not know how many a microbatch has.
+        """
+        flags = torch.zeros(self._steps.batch_size + 1, dtype=torch.uint8)
         flags[bad] = 1
         flags[-1] = status
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)

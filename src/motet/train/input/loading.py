@@ -1,20 +1,22 @@
 """Loads a microbatch: example numbers -> the RankBatch that this rank computes. There are two ways.
 
-Index:    lengths are known before loading. Every rank decides by itself, and loads only what it will compute.
+Index:    lengths are known before loading. Every rank decides the whole step by itself, microbatches included, and
+          loads only what it will compute.
 Exchange: each rank loads its home examples. Lengths are gathered, and the decision says to which rank an item is sent.
 
-Both have three steps (start, bad, finish). Before the last, ranks agree on the examples that could not be loaded.
+Both have four steps (deal, start, bad, finish). Before the last, ranks agree on the examples that could not be loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
+from motet.assign.whole_step import DecidedMicrobatch, DecidedStep, decide_step
 from motet.core.arrays import BoolArray, Int64Array
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BatchLengths, home_ranks
@@ -49,11 +51,30 @@ class Loaded:
     crossing_bytes: int = 0
 
 
+@dataclass(frozen=True, eq=False)
+class Dealt:
+    """One microbatch of a step: its examples, int64 [num_examples]; in index mode with what was decided for it."""
+
+    ids: Int64Array
+    decided: DecidedMicrobatch | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class DealtStep:
+    """The microbatches of a step; in index mode with what was decided for the step."""
+
+    microbatches: tuple[Dealt, ...]
+    decided: DecidedStep | None = None
+
+
 class Loading(Protocol):
     """A way to load microbatches: `IndexLoading` or `ExchangeLoading`."""
 
-    def start(self, ids: Int64Array) -> Pending:
-        """Start to load this rank's share of the examples `ids`, int64 [num_examples]."""
+    def deal(self, ids: Int64Array, num_microbatches: int) -> DealtStep:
+        """Give each example of a step a microbatch. ids: int64 [batch_size], a multiple of num_microbatches."""
+
+    def start(self, dealt: Dealt) -> Pending:
+        """Start to load this rank's share of a microbatch."""
 
     def finish(self, pending: Pending, kept: BoolArray) -> Loaded:
         """The microbatch of the examples with `kept`, bool [num_examples]. A collective in exchange mode."""
@@ -100,9 +121,17 @@ class IndexLoading:
         self._dataset, self._decoder, self._orchestrator = dataset, decoder, orchestrator
         self._rank, self._ranks_per_node = rank, ranks_per_node
 
-    def start(self, ids: Int64Array) -> Pending:
-        lengths = self._dataset.batch_lengths(ids, self._orchestrator.num_ranks)
-        decision = self._orchestrator.decide(lengths)
+    def deal(self, ids: Int64Array, num_microbatches: int) -> DealtStep:
+        num_ranks = self._orchestrator.num_ranks
+        home = np.tile(home_ranks(len(ids) // num_microbatches, num_ranks), num_microbatches)
+        lengths = replace(self._dataset.batch_lengths(ids, num_ranks), home=home)
+        step = decide_step(self._orchestrator, lengths, num_microbatches)
+        return DealtStep(tuple(Dealt(ids[part.examples], part) for part in step.microbatches), step)
+
+    def start(self, dealt: Dealt) -> Pending:
+        ids, decided = dealt.ids, dealt.decided
+        assert decided is not None, "index mode decides before loading"
+        lengths, decision = decided.lengths, decided.decision
         pending = Pending(len(ids), _where(self._dataset, ids), lengths=lengths, decision=decision)
         refs: list[tuple[int, MediaRef]] = []
         for phase in self._orchestrator.encoders:
@@ -153,7 +182,11 @@ class ExchangeLoading:
     def __init__(self, dataset: Dataset, decoder: Decoder, exchange: ItemExchange, ranks_per_node: int) -> None:
         self._dataset, self._decoder, self._exchange, self._ranks_per_node = dataset, decoder, exchange, ranks_per_node
 
-    def start(self, ids: Int64Array) -> Pending:
+    def deal(self, ids: Int64Array, num_microbatches: int) -> DealtStep:
+        return DealtStep(tuple(Dealt(part) for part in np.split(ids, num_microbatches)))
+
+    def start(self, dealt: Dealt) -> Pending:
+        ids = dealt.ids
         pending = Pending(len(ids), _where(self._dataset, ids))
         homes = home_ranks(len(ids), self._exchange.orchestrator.num_ranks)
         for index in np.flatnonzero(homes == self._exchange.rank).tolist():

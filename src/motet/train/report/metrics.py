@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from motet.assign.whole_step import DecidedStep
 from motet.dispatch import RankBatch
 from motet.runtime.step import StepResult
 from motet.train.input.feed import StepInput
@@ -73,6 +74,22 @@ def exchange_metrics(actions: Mapping[str, Mapping[str, float]], result: StepRes
         "crossing_bytes": result.crossing_bytes,
         "input_bytes": fed.moved_bytes,
         "input_crossing_bytes": fed.crossing_bytes,
+    }
+
+
+def step_metrics(decided: DecidedStep | None) -> dict[str, Any] | None:
+    """Which microbatches examples got, and why; None if it was not compared.
+
+    method:      "stay" as they come, or "defer".
+    predicted_s: predicted seconds of the step, by method.
+    why:         a sentence.
+    """
+    if decided is None or not decided.method:
+        return None
+    return {
+        "method": decided.method,
+        "predicted_s": {method: _rounded(seconds) for method, seconds in decided.predicted_s.items()},
+        "why": decided.why,
     }
 
 
