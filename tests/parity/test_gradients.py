@@ -280,7 +280,7 @@ DEFERRED = [
     Case(num_examples=6, num_microbatches=6, defer="auto", near=True, method="joint"),
     Case(num_examples=12, num_microbatches=4, defer="auto", near=True, frozen=("image encoder",)),
     Case(num_examples=12, num_microbatches=4, defer="auto", near=True, contents=()),
-    Case(num_examples=12, num_microbatches=6, defer="auto", near=True, fsdp=FSDPConfig(recompute=True)),
+    Case(num_examples=12, num_microbatches=6, defer="auto", near=True, method="joint", fsdp=FSDPConfig(recompute=True)),
 ]
 
 

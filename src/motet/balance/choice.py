@@ -41,6 +41,7 @@ from motet.balance.phases import (
 )
 from motet.balance.placement import score
 from motet.balance.splitting import split
+from motet.core.arrays import Int32Array
 from motet.core.assignment import Assignment
 from motet.core.cluster import Link
 from motet.core.errors import ArgumentError
@@ -154,9 +155,29 @@ def choose(
     # 2. Take the fastest.
     method = min((name for name in methods if name in options), key=lambda name: options[name].key)
     # 3. Predict the microbatch without balancing, for comparison.
-    if home is not None:
-        ranks = checked_ranks(home, "home", len(phases[0].lengths), num_ranks)
-        options[UNBALANCED] = _follow_all(phases, network, scored_phase(phases[0], ranks, num_ranks), {})
+    return _chosen(method, options | _unbalanced(phases, num_ranks, network, home))
+
+
+def choose_given(
+    phases: Sequence[Phase], ranks: Int32Array, num_ranks: int, link: Link | Network, *, home: ArrayLike | None = None
+) -> Choice:
+    """The Choice of "joint" with the given rank of each example, int32 [num_examples]. Others: as in `choose`."""
+    network = Network.of(link)
+    option = _follow_all(phases, network, scored_phase(phases[0], ranks, num_ranks), {})
+    return _chosen("joint", {"joint": option} | _unbalanced(phases, num_ranks, network, home))
+
+
+def _unbalanced(
+    phases: Sequence[Phase], num_ranks: int, network: Network, home: ArrayLike | None
+) -> dict[str, _Option]:
+    """The microbatch without balancing, if it is known where its examples are."""
+    if home is None:
+        return {}
+    ranks = checked_ranks(home, "home", len(phases[0].lengths), num_ranks)
+    return {UNBALANCED: _follow_all(phases, network, scored_phase(phases[0], ranks, num_ranks), {})}
+
+
+def _chosen(method: Method, options: dict[str, _Option]) -> Choice:
     return Choice(
         method=method,
         assignments=options[method].assignments,

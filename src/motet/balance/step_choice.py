@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from motet.balance.backend import Backend
 from motet.balance.checks import checked_integers, checked_ranks
-from motet.balance.choice import METHODS, Choice, Method, as_ms, choose
+from motet.balance.choice import METHODS, Choice, Method, as_ms, choose, choose_given
 from motet.balance.deferring import find_deferral
 from motet.balance.fragments import Overhead
 from motet.balance.phases import Phase, joint_costs
@@ -69,8 +69,7 @@ def choose_step(
     """Choose the microbatches of a step, and the method of balancing in each.
 
     phases: those of all examples of the step, as `choose` takes them. If they say what items hold, "defer" keeps long
-            examples apart: no rank is to hold more in a microbatch than the fullest rank with "stay". That is exact
-            where encoders follow their examples.
+            examples apart: no rank holds more in a microbatch than the fullest rank with "stay", or than one example.
     microbatch: int [num_examples], the given microbatch of each example, from 0.
     home: int [num_examples], the rank of each example without balancing, as in `choose`.
     run: maps a function over the microbatches, e.g. in threads.
@@ -81,40 +80,48 @@ def choose_step(
     given = checked_ranks(checked, "microbatch", len(phases[0].lengths), num_microbatches)
     homes = None if home is None else checked_ranks(home, "home", len(given), num_ranks)
 
-    def choices_of(microbatches: Int32Array) -> tuple[Choice, ...]:
-        def choose_one(index: int) -> Choice:
-            has_example = microbatches == index
-            inside = _phases_of(phases, has_example)
-            at = None if homes is None else homes[has_example]
-            return choose(inside, num_ranks, link, methods=methods, home=at, overhead=overhead, backend=backend)
+    def inside(microbatches: Int32Array, index: int) -> tuple[list[Phase], Int32Array | None]:
+        has_example = microbatches == index
+        return _phases_of(phases, has_example), None if homes is None else homes[has_example]
 
-        return tuple(run(choose_one, range(num_microbatches)))
+    def choose_one(microbatches: Int32Array, index: int) -> Choice:
+        own, at = inside(microbatches, index)
+        return choose(own, num_ranks, link, methods=methods, home=at, overhead=overhead, backend=backend)
 
     # 1. The step as it comes.
-    microbatches = {"stay": given}
-    choices = {"stay": choices_of(given)}
+    stay = list(run(lambda index: choose_one(given, index), range(num_microbatches)))
+    choices = {"stay": stay}
     # 2. Long examples deferred, in the memory of the first.
     costs, _ = joint_costs(phases)
-    held = _held(phases)
-    capacity = None if held is None else max(_fullest(phases, given, choices["stay"]), 1)
-    deferral = find_deferral(costs, num_ranks, num_microbatches, capacity=capacity, sizes=held, backend=backend)
+    sizes = _sizes(phases)
+    capacity = None
+    if sizes is not None:
+        fullest = max(_fullest(inside(given, index)[0], choice) for index, choice in enumerate(stay))
+        capacity = max(fullest, int(sizes.max(initial=0)), 1)
+    deferral = find_deferral(costs, num_ranks, num_microbatches, capacity=capacity, sizes=sizes, backend=backend)
     if deferral is not None:
-        microbatches["defer"] = deferral.microbatch
-        choices["defer"] = choices_of(deferral.microbatch)
+        deferred = list(run(lambda index: choose_one(deferral.microbatch, index), range(num_microbatches)))
+        for index, choice in enumerate(deferred):
+            own, at = inside(deferral.microbatch, index)
+            if capacity is not None and _fullest(own, choice) > capacity:
+                # The placement of the deferral itself, which keeps to the capacity.
+                deferred[index] = choose_given(own, deferral.assignments[index].ranks, num_ranks, link, home=at)
+        if all(choice.method in methods for choice in deferred):
+            choices["defer"] = deferred
     # 3. The faster of both.
     predicted_ns = {name: sum(choice.predicted_ns for choice in of_step) for name, of_step in choices.items()}
     name = min(predicted_ns, key=lambda name: predicted_ns[name])
     others = "; ".join(f"{other} {as_ms(ns)}" for other, ns in predicted_ns.items() if other != name)
     return StepChoice(
-        microbatch=microbatches[name],
-        choices=choices[name],
+        microbatch=deferral.microbatch if deferral is not None and name == "defer" else given,
+        choices=tuple(choices[name]),
         is_deferred=name == "defer",
         predicted_s={name: nanoseconds / NS_PER_S for name, nanoseconds in predicted_ns.items()},
         why=f"{name}: {as_ms(predicted_ns[name])} predicted ({others or 'defer needs more memory'}).",
     )
 
 
-def _held(phases: Sequence[Phase]) -> Int64Array | None:
+def _sizes(phases: Sequence[Phase]) -> Int64Array | None:
     """What each example holds, summed over phases, int64 [num_examples]; None if no phase says it."""
     columns = [(phase.owner, phase.held) for phase in phases if phase.held is not None]
     if not columns:
@@ -125,16 +132,13 @@ def _held(phases: Sequence[Phase]) -> Int64Array | None:
     return held
 
 
-def _fullest(phases: Sequence[Phase], microbatch: Int32Array, choices: Sequence[Choice]) -> int:
+def _fullest(phases: Sequence[Phase], choice: Choice) -> int:
     """The most that a rank holds in a microbatch."""
-    fullest = 0
-    for index, choice in enumerate(choices):
-        held = np.zeros(choice.assignments[0].num_ranks, dtype=np.int64)
-        for phase, placed in zip(_phases_of(phases, microbatch == index), choice.assignments, strict=True):
-            if phase.held is not None:
-                np.add.at(held, placed.ranks, phase.held)
-        fullest = max(fullest, int(held.max()))
-    return fullest
+    held = np.zeros(choice.assignments[0].num_ranks, dtype=np.int64)
+    for phase, placed in zip(phases, choice.assignments, strict=True):
+        if phase.held is not None:
+            np.add.at(held, placed.ranks, phase.held)
+    return int(held.max())
 
 
 def _phases_of(phases: Sequence[Phase], has_example: BoolArray) -> list[Phase]:

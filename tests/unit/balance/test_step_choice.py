@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.balance import Link, choose_step
+from motet.balance import METHODS, Link, choose, choose_step
+from motet.balance.step_choice import _phases_of
 from motet.core.errors import ArgumentError
 from unit.balance.test_choice import FAST, SLOW, backbone, draw_phases
 
@@ -65,6 +66,30 @@ def test_a_step_that_cannot_be_deferred_in_its_memory_stays():
     phase = replace(backbone([4, 4, 4, 4]), held=np.array([9, 1, 9, 1]))
     choice = choose_step([phase], [0, 0, 1, 1], 1, SLOW)
     assert not choice.is_deferred
+
+
+@pytest.mark.parametrize("methods", [("joint",), ("per_phase",), METHODS])
+@pytest.mark.parametrize("seed", range(12))
+def test_no_rank_holds_more_than_as_it_comes_or_than_one_example(seed, methods):
+    phases = draw_phases(seed, 48)
+    rng = np.random.default_rng(seed)
+    phases = [replace(phase, held=phase.lengths * rng.integers(1, 9, len(phase.lengths))) for phase in phases]
+    given = np.repeat(np.arange(6), 8)
+    step = choose_step(phases, given, 3, FAST, methods=methods)
+
+    def fullest(microbatch, choices):
+        most = 0
+        for index, choice in enumerate(choices):
+            held = np.zeros(3)
+            for phase, placed in zip(phases, choice.assignments, strict=True):
+                np.add.at(held, placed.ranks, phase.held[(microbatch == index)[phase.owner]])
+            most = max(most, held.max())
+        return most
+
+    alone = sum(np.bincount(phase.owner, phase.held, 48) for phase in phases).max()
+    as_it_comes = [choose(_phases_of(phases, given == index), 3, FAST, methods=methods) for index in range(6)]
+    assert fullest(step.microbatch, step.choices) <= max(fullest(given, as_it_comes), alone)
+    assert {choice.method for choice in step.choices} <= set(methods)
 
 
 def test_homes_are_those_of_the_examples_whatever_their_microbatch():

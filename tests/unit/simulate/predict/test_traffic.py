@@ -224,17 +224,17 @@ def test_a_rank_updates_its_share_of_what_learns_in_all_its_stages():
 @pytest.mark.parametrize("tp", [1, 2])
 def test_exchanges_are_of_the_busiest_rank(tp):
     made = colocated(balance="per_phase", unit={"tp": tp})
-    found, batch = traffic(made)
+    found, _ = traffic(made)
     table = found.exchange_s()
     for (source, _), seconds in zip(found.planned.program.edges, table):
         name = found.planned.stages[source].modules[0]
-        items, home = batch.items[name], found.assignment.modules["backbone"].replica
+        items, home = found.assignment.modules[name], found.assignment.modules["backbone"].replica
         for i in range(2):
             moved = np.zeros((2, 4))
-            for example, tokens, replica in zip(
-                items.example, items.num_tokens, found.assignment.modules[name].replica
+            for example, tokens, replica, microbatch in zip(
+                items.example, items.num_tokens, items.replica, items.microbatch
             ):
-                if example // 8 == i and replica != home[example]:
+                if microbatch == i and replica != home[example]:
                     moved[0, replica] += tokens
                     moved[1, home[example]] += tokens
             assert seconds[i] == pytest.approx(moved.max() * 32 * BYTES / tp * EXCHANGE_S)
