@@ -158,13 +158,13 @@ class Orchestrator:
         """
         start_s = time.perf_counter()
         self._check(lengths)
+        work = self.costs.work(lengths)
         if isinstance(self.costs, StepCosts) and self.compares:
-            phases, link = self.costs.phases(lengths), self.costs.times.link
+            phases, link = self.costs.phases(lengths, work), self.costs.times.link
             choice = choose(
                 phases, self.num_ranks, link, methods=self.methods, home=lengths.home, input_bytes=input_bytes
             )
-            return self.decision_of(choice, lengths, start_s)
-        work = self.costs.work(lengths)
+            return self.decision_of(choice, lengths, work, start_s)
         before = self._before(lengths, work)
         held = None if input_bytes is None else Held(lengths.home, input_bytes, self.ranks_per_node)
         assignments = self._balance_each(lengths, work, before[BACKBONE], held)
@@ -187,9 +187,8 @@ class Orchestrator:
             for phase, cost in self.costs.costs.items()
         }
 
-    def decision_of(self, choice: Choice, lengths: BatchLengths, start_s: float) -> Decision:
+    def decision_of(self, choice: Choice, lengths: BatchLengths, work: PhaseWork, start_s: float) -> Decision:
         """The Decision that a Choice for these lengths stands for. start_s: when deciding began."""
-        work = self.costs.work(lengths)
         assignments = dict(zip(self.costs.names, choice.assignments, strict=True))
         before = self._before(lengths, work)
         decide_s = time.perf_counter() - start_s

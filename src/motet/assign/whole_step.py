@@ -93,7 +93,7 @@ def decide_step(
     chosen_s = time.perf_counter()
     parts = _parts(lengths, choice.microbatch, num_microbatches)
     decisions = [
-        orchestrator.decision_of(chosen, part, chosen_s)
+        orchestrator.decision_of(chosen, part, costs.work(part), chosen_s)
         for chosen, (_, part) in zip(choice.choices, parts, strict=True)
     ]
     return DecidedStep(
