@@ -5,47 +5,27 @@ As in HF's `last_hidden_state`, no norm follows the last layer: `post_layernorm`
 
 from __future__ import annotations
 
-import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import CLIPVisionModel
 
-from motet.core.arrays import Int64Array
 from motet.core.shapes import Transformer, patches
 from motet.models.attention import PackedItems
 from motet.models.families.patches import (
+    PatchEncoder,
     add_class_rows,
     embed_patches,
-    num_computed,
     patch_positions,
-    raster_rows,
 )
 from motet.models.layers import LayerModules, any_trainable, unused_layer
 
 
-class ClipEncoder(nn.Module):
-    """Rows are patches (channel, y, x), row-major; sizes are (patch rows, patch columns).
-
-    feature_layer: as in `patches.num_computed`; LLaVA takes -2.
-    """
+class ClipEncoder(PatchEncoder):
+    """feature_layer: as in `patches.num_computed`; LLaVA takes -2."""
 
     def __init__(self, model: CLIPVisionModel, feature_layer: int | None = None) -> None:
-        super().__init__()
-        self.model = model
-        self.output_dim = model.config.hidden_size
-        self.takes = raster_rows(model.config)
-        self.num_computed = num_computed(model.encoder.layers, model.post_layernorm, feature_layer)
+        super().__init__(model, model.post_layernorm, feature_layer)
         # This norm is for the pooled class row, which an MLLM does not use: it would never get a gradient.
         model.post_layernorm.requires_grad_(False)
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        return list(self.model.encoder.layers)[: self.num_computed]
-
-    def grid(self, sizes: Int64Array) -> Int64Array:
-        return sizes
-
-    def num_outputs(self, sizes: Int64Array) -> Int64Array:
-        return np.prod(sizes, axis=1)
 
     def layers(self) -> list[LayerModules]:
         model, config = self.model, self.model.config
@@ -66,7 +46,7 @@ class ClipEncoder(nn.Module):
                 LayerModules(shape.layer(extra_rows=1, trainable=any_trainable(block)), (block,))
                 for block in self.blocks
             ),
-            *(unused_layer(block, hidden) for block in model.encoder.layers[self.num_computed :]),
+            *(unused_layer(block, hidden) for block in self.all_layers[self.num_computed :]),
             unused_layer(model.post_layernorm, hidden),
         ]
 

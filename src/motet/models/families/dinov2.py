@@ -2,54 +2,35 @@
 
 from __future__ import annotations
 
-import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Dinov2Model
 
-from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.shapes import BIASES, Transformer, final_norm, patches
 from motet.models.attention import PackedItems
 from motet.models.families.patches import (
+    PatchEncoder,
     add_class_rows,
     embed_patches,
-    num_computed,
     patch_positions,
-    raster_rows,
 )
 from motet.models.layers import LayerModules, any_trainable, unused_layer
 
 
-class Dinov2Encoder(nn.Module):
-    """Rows are patches (channel, y, x), row-major; sizes are (patch rows, patch columns).
+class Dinov2Encoder(PatchEncoder):
+    """feature_layer: as in `patches.num_computed`."""
 
-    feature_layer: as in `patches.num_computed`.
-    """
+    stack = "layer"
 
     def __init__(self, model: Dinov2Model, feature_layer: int | None = None) -> None:
-        super().__init__()
+        super().__init__(model, model.layernorm, feature_layer)
         if model.config.drop_path_rate:
             raise UserError(
                 "Dinov2's drop_path_rate must be 0: it drops whole batch entries, and packed images share one"
             )
-        self.model = model
-        self.output_dim = model.config.hidden_size
-        self.takes = raster_rows(model.config)
-        self.normalised = feature_layer is None
-        self.num_computed = num_computed(model.encoder.layer, model.layernorm, feature_layer)
         if model.embeddings.mask_token is not None:
             # It stands for masked patches in Dinov2's own pre-training: it would never get a gradient.
             model.embeddings.mask_token.requires_grad_(False)
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        return list(self.model.encoder.layer)[: self.num_computed]
-
-    def grid(self, sizes: Int64Array) -> Int64Array:
-        return sizes
-
-    def num_outputs(self, sizes: Int64Array) -> Int64Array:
-        return np.prod(sizes, axis=1)
 
     def layers(self) -> list[LayerModules]:
         model, config = self.model, self.model.config
@@ -61,7 +42,7 @@ class Dinov2Encoder(nn.Module):
             extra_parameters=hidden * (1 if embeddings.mask_token is None else 2),
             trainable=any_trainable(embeddings),
         )
-        mlp = model.encoder.layer[0].mlp
+        mlp = self.all_layers[0].mlp
         shape = Transformer(
             hidden,
             (mlp.down_proj if config.use_swiglu_ffn else mlp.fc2).in_features,
@@ -78,7 +59,7 @@ class Dinov2Encoder(nn.Module):
                 LayerModules(shape.layer(extra_rows=1, trainable=any_trainable(block)), (block,))
                 for block in self.blocks
             ),
-            *(unused_layer(block, hidden) for block in model.encoder.layer[self.num_computed :]),
+            *(unused_layer(block, hidden) for block in self.all_layers[self.num_computed :]),
             LayerModules(final_norm(hidden, extra_rows=1, trainable=any_trainable(norm)), (norm,))
             if self.normalised
             else unused_layer(norm, hidden),

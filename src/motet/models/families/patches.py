@@ -1,16 +1,54 @@
-"""Functions that vision towers with a position table share: patch rows and positions of images of any grid."""
+"""What vision towers with a position table share: the encoder around them, patch rows, and positions of any grid."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate, linear
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.models.contract import ImageRows
+
+
+class PatchEncoder(nn.Module):
+    """A vision tower on packed patches; subclasses compute it.
+
+    Rows are patches (channel, y, x), row-major; sizes are (patch rows, patch columns).
+    norm, feature_layer: as in `num_computed`. stack: the name of the list of layers in the tower's `encoder`.
+    """
+
+    stack: ClassVar[str] = "layers"
+
+    def __init__(self, model: PreTrainedModel, norm: nn.Module, feature_layer: int | None) -> None:
+        super().__init__()
+        self.model = model
+        self.output_dim = model.config.hidden_size
+        self.takes = raster_rows(model.config)
+        self.normalised = feature_layer is None
+        self.num_computed = num_computed(self.all_layers, norm, feature_layer)
+
+    @property
+    def all_layers(self) -> nn.ModuleList:
+        """The tower's layers, also those that are not computed."""
+        return getattr(self.model.encoder, self.stack)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The layers that are computed."""
+        return list(self.all_layers)[: self.num_computed]
+
+    def grid(self, sizes: Int64Array) -> Int64Array:
+        """Patch rows and columns of each image, int64 [num_images, 2]."""
+        return sizes
+
+    def num_outputs(self, sizes: Int64Array) -> Int64Array:
+        """Rows that come out for each image, int64 [num_images]."""
+        return np.prod(sizes, axis=1)
 
 
 def raster_rows(config: PreTrainedConfig) -> ImageRows:

@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
-import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import SiglipVisionModel
 
-from motet.core.arrays import Int64Array
 from motet.core.shapes import Transformer, final_norm, patches
 from motet.models.attention import PackedItems
-from motet.models.families.patches import embed_patches, num_computed, patch_positions, raster_rows
+from motet.models.families.patches import PatchEncoder, embed_patches, patch_positions
 from motet.models.layers import LayerModules, any_trainable, unused_layer
 
 
-class SiglipEncoder(nn.Module):
-    """Rows are patches (channel, y, x), row-major; sizes are (patch rows, patch columns).
-
-    feature_layer: as in `patches.num_computed`; LLaVA-OneVision takes -1.
-    """
+class SiglipEncoder(PatchEncoder):
+    """feature_layer: as in `patches.num_computed`; LLaVA-OneVision takes -1."""
 
     def __init__(self, model: SiglipVisionModel, feature_layer: int | None = None) -> None:
-        super().__init__()
-        self.model = model
-        self.output_dim = model.config.hidden_size
-        self.takes = raster_rows(model.config)
-        self.normalised = feature_layer is None
-        self.num_computed = num_computed(model.encoder.layers, model.post_layernorm, feature_layer)
+        super().__init__(model, model.post_layernorm, feature_layer)
         if model.use_head:
             # The head pools the patches into one row, which an MLLM does not use: it would never get a gradient.
             model.head.requires_grad_(False)
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        return list(self.model.encoder.layers)[: self.num_computed]
-
-    def grid(self, sizes: Int64Array) -> Int64Array:
-        return sizes
-
-    def num_outputs(self, sizes: Int64Array) -> Int64Array:
-        return np.prod(sizes, axis=1)
 
     def layers(self) -> list[LayerModules]:
         model, config = self.model, self.model.config
@@ -54,7 +34,7 @@ class SiglipEncoder(nn.Module):
         return [
             LayerModules(stem, (embeddings,)),
             *(LayerModules(shape.layer(trainable=any_trainable(block)), (block,)) for block in self.blocks),
-            *(unused_layer(block, hidden) for block in model.encoder.layers[self.num_computed :]),
+            *(unused_layer(block, hidden) for block in self.all_layers[self.num_computed :]),
             LayerModules(final_norm(hidden, trainable=any_trainable(norm)), (norm,))
             if self.normalised
             else unused_layer(norm, hidden),
