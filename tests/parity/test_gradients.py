@@ -25,6 +25,7 @@ from motet.dispatch import (
     assemble,
 )
 from motet.dispatch.loaded import LoadedTables, tables_of
+from motet.models.spec import model_spec
 from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.mesh import Mesh, build_mesh
 from motet.runtime.step import StepResult, TrainStep
@@ -57,7 +58,7 @@ class Case:
 def orchestrator_of(model, num_ranks: int, case: Case) -> Orchestrator:
     speed = {"speed": NEAR} if case.near else {}
     config = BalanceConfig(phases=case.phases, method=case.method, cost=case.cost, **speed)
-    recompute = case.fsdp.recompute
+    recompute = case.fsdp.recomputed(model_spec(model).num_blocks)
     device = torch.device("cpu")
     return build_orchestrator(
         config, model, num_ranks, device, torch.float64, recompute=recompute, ranks_per_node=RANKS_PER_NODE
@@ -246,6 +247,7 @@ VARIANTS = [
     Case(num_examples=1, method="joint"),
     Case(contents=(), method="joint"),
     Case(fsdp=FSDPConfig(recompute=True)),
+    Case(fsdp=FSDPConfig(recompute={"image": 1, "backbone": 1}), num_microbatches=3),
     Case(fsdp=FSDPConfig(recompute=True, reshard_after_forward=False), num_microbatches=3),
     Case(frozen=("image encoder",)),
     Case(frozen=("image",)),

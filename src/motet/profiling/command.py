@@ -164,7 +164,7 @@ def _optimizer_step(parameters: Sequence[nn.Parameter], config: OptimizerConfig,
 
 def _finish(profile: Profile, spec: ModelSpec, recipe: Recipe, path: Path) -> None:
     profile.write(path)
-    print_tables(profile, spec, recompute=recipe.fsdp.recompute)
+    print_tables(profile, spec, recomputed=recipe.fsdp.recomputed(spec.num_blocks))
     print(f"Profile: {path}", flush=True)
 
 

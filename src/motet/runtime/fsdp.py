@@ -8,6 +8,7 @@ unit a module.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from motet.core.errors import UserError
-from motet.core.limits import MAX_RANKS
+from motet.core.limits import MAX_RANKS, NumLayers
 from motet.runtime.mesh import Mesh
 from motet.runtime.stage import Model, is_trainable, modules_by_phase
 
@@ -32,7 +33,9 @@ class FSDPConfig(BaseModel):
                   their dtype.
     reduce_dtype: dtype in which gradients are summed over ranks; None: that in which modules compute.
     reshard_after_forward: free gathered parameters after the forward pass, and gather them again for the backward pass.
-    recompute:    keep only the inputs of blocks in the forward pass, and run the blocks again in the backward pass.
+    recompute:    keep only the inputs of blocks in the forward pass, and run the blocks again in the backward pass: true is
+                  all blocks, and a table is the number of blocks by module, the first ones, as in `{ backbone = 12 }`
+                  (OmniBal, section 4.3).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -41,18 +44,33 @@ class FSDPConfig(BaseModel):
     param_dtype: Literal["float64", "float32", "bfloat16"] | None = None
     reduce_dtype: Literal["float64", "float32", "bfloat16"] | None = None
     reshard_after_forward: bool = True
-    recompute: bool = False
+    recompute: bool | dict[str, NumLayers] = False
+
+    def recomputed(self, num_blocks: Mapping[str, int]) -> dict[str, int]:
+        """The number of blocks that each module recomputes, modules without any left out.
+
+        num_blocks: those that each module has. Raises UserError for another module, and for more blocks than it has.
+        """
+        if isinstance(self.recompute, bool):
+            return dict(num_blocks) if self.recompute else {}
+        for name, count in self.recompute.items():
+            if name not in num_blocks:
+                raise UserError(f"fsdp.recompute: there is no module {name!r}; the model has {', '.join(num_blocks)}.")
+            if count > num_blocks[name]:
+                raise UserError(f"fsdp.recompute.{name} is {count}, but {name!r} has {num_blocks[name]} blocks.")
+        return {name: count for name, count in self.recompute.items() if count}
 
 
 def shard(model: Model, mesh: Mesh, config: FSDPConfig) -> None:
     """Prepare every module of the model, in place, for the whole copy, or the share of one, that this rank holds.
 
     Parameters must be initialised alike on all ranks, and already frozen if they are to be frozen. Raises UserError if
-    config.recompute is set and a trainable module has no block that can be recomputed.
+    config.recompute asks a trainable module for more blocks that can be recomputed than it has.
     """
     if config.recompute:
         for phase, module in modules_by_phase(model).items():
-            _recompute(phase, _blocks(module), needed=is_trainable(module))
+            asked = config.recompute if isinstance(config.recompute, bool) else config.recompute.get(phase, 0)
+            _recompute(phase, _blocks(module), asked, needed=is_trainable(module))
     if mesh.is_sharded or _casts(model, config):
         wrap(model, mesh, config, by_block=mesh.is_sharded)
 
@@ -82,12 +100,17 @@ def _casts(model: Model, config: FSDPConfig) -> bool:
     return bool(wanted) and held != wanted
 
 
-def _recompute(phase: str, blocks: list[nn.Module], *, needed: bool) -> None:
-    """Switch recomputation on in the blocks that have it. Raises UserError if `needed` and no block has it."""
+def _recompute(phase: str, blocks: list[nn.Module], asked: bool | int, *, needed: bool) -> None:
+    """Switch recomputation on in blocks that have it. asked: True is all of them, a number so many, the first.
+
+    Raises UserError if `needed` and no block has it, and for more blocks than have it.
+    """
     recomputable = [block for block in blocks if hasattr(block, "recompute")]
-    if needed and not recomputable:
+    if asked and needed and not recomputable:
         raise UserError(f"recompute: module {phase!r} names no blocks that can be recomputed; switch recompute off.")
-    for block in recomputable:
+    if asked is not True and asked > len(recomputable):
+        raise UserError(f"fsdp.recompute.{phase} is {asked}, but {phase!r} has {len(recomputable)} blocks.")
+    for block in recomputable if asked is True else recomputable[:asked]:
         block.recompute = True
 
 
