@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from motet.core.workload import home_ranks
 from motet.dispatch import (
@@ -94,6 +95,11 @@ def mesh_of(shard_size: int | None) -> Mesh:
     return build_mesh(torch.device("cpu"), shard_size=shard_size)
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def whole(shards: dict[str, torch.Tensor | None], mesh: Mesh) -> dict[str, torch.Tensor | None]:
     """Sharded tensors put together on rank 0, in one collective, where replicas must be the same to the bit."""
     everywhere = [None] * mesh.num_ranks
@@ -138,7 +144,7 @@ def run_case(case: Case, dtype: torch.dtype = torch.float64) -> tuple[StepResult
     with counted_exchanges() as sent_bytes:
         result = TrainStep(model, mesh).run(batches)
     check_bytes(case, batches, sent_bytes, result.moved_bytes)
-    shards = {name: None if p.grad is None else p.grad.to_local() for name, p in model.named_parameters()}
+    shards = {name: None if p.grad is None else local(p.grad) for name, p in model.named_parameters()}
     return result, whole(shards, mesh)
 
 
@@ -222,6 +228,14 @@ def every_method(**options) -> list[Case]:
 
 
 HYBRID = FSDPConfig(shard_size=2)
+REPLICATED = FSDPConfig(shard_size=1)
+REPLICATED_VARIANTS = [
+    Case(fsdp=REPLICATED, frozen=("image encoder",), num_microbatches=3),
+    Case(fsdp=REPLICATED, frozen=("backbone", "audio")),
+    Case(fsdp=REPLICATED, num_examples=1),
+    Case(fsdp=REPLICATED, contents=()),
+    Case(fsdp=FSDPConfig(shard_size=1, recompute=True), num_microbatches=3),
+]
 VARIANTS = [
     Case(cost="length"),
     Case(cost="length", method="joint", mode="exchange"),
@@ -249,7 +263,8 @@ def test_gradients_equal_the_reference(num_ranks):
     cases = every_balance() + every_method() + VARIANTS
     if num_ranks == 4:
         cases += every_balance(fsdp=HYBRID, num_microbatches=3) + every_method(fsdp=HYBRID, num_microbatches=3)
-    if num_ranks % 2 == 0:
-        cases += [Case(fsdp=FSDPConfig(shard_size=1), num_microbatches=3)]
+    if num_ranks in (2, 3):
+        cases += every_balance(fsdp=REPLICATED, num_microbatches=3) + every_method(fsdp=REPLICATED)
+        cases += REPLICATED_VARIANTS
     wrong = run_ranks(check_cases, num_ranks, cases)[0]
     assert not wrong, "\n".join(wrong)

@@ -1,7 +1,9 @@
 """Shards a model over a mesh with PyTorch's FSDP2, block by block.
 
 FSDP divides gradients by the number of ranks. `runtime/step.py` multiplies the loss by it instead of setting FSDP's
-divisor to 1, which not every backend supports.
+divisor to 1, which not every backend supports. A model of which every rank holds a whole copy is not wrapped in FSDP:
+`runtime/replicas.py` sums its gradients. If it computes in another type than its parameters have, FSDP casts them, one
+unit a module.
 """
 
 from __future__ import annotations
@@ -43,24 +45,41 @@ class FSDPConfig(BaseModel):
 
 
 def shard(model: Model, mesh: Mesh, config: FSDPConfig) -> None:
-    """Shard every module of the model in place: first each of its `blocks`, if it has any, then the rest of it.
+    """Prepare every module of the model, in place, for the whole copy, or the share of one, that this rank holds.
 
     Parameters must be initialised alike on all ranks, and already frozen if they are to be frozen. Raises UserError if
     config.recompute is set and a trainable module has no block that can be recomputed.
     """
+    if config.recompute:
+        for phase, module in modules_by_phase(model).items():
+            _recompute(phase, _blocks(module), needed=is_trainable(module))
+    if mesh.is_sharded or _casts(model, config):
+        wrap(model, mesh, config, by_block=mesh.is_sharded)
+
+
+def wrap(model: Model, mesh: Mesh, config: FSDPConfig, *, by_block: bool = True) -> None:
+    """Shard every module with FSDP2: by block each of its `blocks`, if it names any, and then what is left of it."""
     policy = MixedPrecisionPolicy(
         param_dtype=_DTYPES.get(config.param_dtype or ""), reduce_dtype=_DTYPES.get(config.reduce_dtype or "")
     )
-    for phase, module in modules_by_phase(model).items():
-        blocks: list[nn.Module] = list(getattr(module, "blocks", ()))
-        if config.recompute:
-            _recompute(phase, blocks, needed=is_trainable(module))
+    for module in modules_by_phase(model).values():
         # Without resharding, FSDP frees gathered parameters after the backward pass; a frozen module may have none.
         reshard = config.reshard_after_forward or not is_trainable(module)
-        for part in (*blocks, module):
-            fully_shard(part, mesh=mesh.shards, reshard_after_forward=reshard, mp_policy=policy)
+        for unit in (*(_blocks(module) if by_block else ()), module):
+            fully_shard(unit, mesh=mesh.shards, reshard_after_forward=reshard, mp_policy=policy)
         # A parameter that only some ranks use would otherwise be reduced on those ranks alone.
         module.set_reduce_scatter_unused_params(True)
+
+
+def _blocks(module: object) -> list[nn.Module]:
+    return list(getattr(module, "blocks", ()))
+
+
+def _casts(model: Model, config: FSDPConfig) -> bool:
+    """Whether modules compute, or sum gradients, in another type than their parameters have."""
+    wanted = {_DTYPES[name] for name in (config.param_dtype, config.reduce_dtype) if name}
+    held = {parameter.dtype for module in modules_by_phase(model).values() for parameter in module.parameters()}
+    return bool(wanted) and held != wanted
 
 
 def _recompute(phase: str, blocks: list[nn.Module], *, needed: bool) -> None:
