@@ -25,7 +25,14 @@ from motet.train.input.loading import UnreadableExample
 from motet.train.job import TrainingJob, build_job
 from motet.train.optimizer import learning_rate, set_learning_rate
 from motet.train.recipe.recipe import Recipe, dump_recipe
-from motet.train.report.metrics import MeasuredStep, balance_metrics, exchange_metrics, gather_measured, phase_metrics
+from motet.train.report.metrics import (
+    MeasuredStep,
+    Moment,
+    balance_metrics,
+    exchange_metrics,
+    gather_measured,
+    phase_metrics,
+)
 from motet.train.report.metrics_log import MetricsLog, Terminal
 from motet.train.report.page import write_report
 from motet.train.report.peak import peak_of
@@ -131,14 +138,20 @@ class _Run:
         recipe = self.recipe
         self.job.model.train()
         with self._open_feed() as feed:
-            ended_s = time.perf_counter()
+            ended = Moment.now()
             for step in range(self.first_step, recipe.run.steps):
                 fed = feed.next_step()
-                waited_s = time.perf_counter() - ended_s
+                waited_s = time.perf_counter() - ended.time_s
                 result, cause = self._step(step, fed)
-                now_s = time.perf_counter()
-                measured = MeasuredStep(now_s - ended_s, waited_s, fed.decide_s, result.seconds_by_action)
-                ended_s = now_s
+                now = Moment.now()
+                measured = MeasuredStep(
+                    now.time_s - ended.time_s,
+                    waited_s,
+                    fed.decide_s,
+                    now.core_wait_s - ended.core_wait_s,
+                    result.seconds_by_action,
+                )
+                ended = now
                 request = self._record(result, cause, fed, measured)
                 done = step + 1
                 self.job.progress = dataclasses.replace(
@@ -155,7 +168,7 @@ class _Run:
                 if _is_due(done, recipe.evaluate.every_steps):
                     if not self._evaluate():
                         self._leave(_STOP)
-                    ended_s = time.perf_counter()
+                    ended = Moment.now()
 
     def _save(self) -> None:
         """Start to save a checkpoint of the steps done. A collective."""
