@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-_ROW = 4096
+_AT_ONCE = 2**16
+"""Elements that a CPU squares at a time: few enough for their float64 to stay in its cache."""
 
 
 @torch.no_grad()
@@ -59,20 +60,14 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def _square(tensor: Tensor) -> Tensor:
-    """The sum of squares, a float64 scalar, to a relative error of 1e-7 for float32.
-
-    In float64 throughout, a CPU takes ten times as long for float32: here each row of _ROW elements is summed in its
-    own precision, rows in float64. Where that overflows, all is done in float64.
-    """
-    flat = tensor.reshape(-1)
-    num_rows = 0 if tensor.is_cuda else flat.numel() // _ROW
-    square = torch.linalg.vector_norm(flat[num_rows * _ROW :], dtype=torch.float64).square()
-    if num_rows:
-        precision = torch.promote_types(flat.dtype, torch.float32)
-        rows = torch.linalg.vector_norm(flat[: num_rows * _ROW].view(num_rows, _ROW), dim=1, dtype=precision)
-        square += rows.double().square().sum()
-        if not square.isfinite():
-            return torch.linalg.vector_norm(flat, dtype=torch.float64).square()
+    """The sum of squares in float64, a scalar."""
+    if tensor.is_cuda:
+        return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+    # Eight times as fast on a CPU, for float32.
+    square = torch.zeros((), dtype=torch.float64)
+    for piece in tensor.reshape(-1).split(_AT_ONCE):
+        doubles = piece.double()
+        square += torch.dot(doubles, doubles)
     return square
 
 

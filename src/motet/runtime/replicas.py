@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from motet.core.errors import UserError
+
 BUCKET_BYTES = 25 * 2**20
 """Small enough that the first reduction starts early, large enough that its latency is hidden."""
 
@@ -40,7 +42,7 @@ class ReplicatedGradients:
         self._num_started = 0
         self._under_way: list[dist.Work] = []
         self._sums = False
-        for bucket in self._buckets:
+        for bucket in self._buckets if group.size() > 1 else ():
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._accumulated(bucket))
 
@@ -57,7 +59,10 @@ class ReplicatedGradients:
 
     @contextmanager
     def summed(self) -> Iterator[None]:
-        """Around the last backward pass of a step: what has been accumulated until its end is summed over ranks."""
+        """Around the last backward pass of a step: what has been accumulated until its end is summed over ranks.
+
+        Raises UserError where a parameter gets its gradient in several parts: a sum may have started after the first.
+        """
         for bucket in self._buckets:
             bucket.num_missing = len(bucket.parameters)
         self._sums = True
@@ -77,6 +82,11 @@ class ReplicatedGradients:
         if not self._sums:
             return
         bucket.num_missing -= 1
+        if bucket.num_missing < 0:
+            raise UserError(
+                "A parameter got more than one gradient in one backward pass, as torch.utils.checkpoint gives it with "
+                "use_reentrant=True: set that to False, or fsdp.shard_size to more than 1."
+            )
         complete = self._num_started
         while complete < len(self._buckets) and self._buckets[complete].num_missing == 0:
             complete += 1
