@@ -58,6 +58,8 @@ SHRINK, TILE_OF_TABLE = 16, 256
 """What lengths are divided by, and the tokens of an image's tile in the table, which become TILE_TOKENS."""
 EXAMPLES_A_RANK, NUM_BATCHES = 16, 6
 EQUAL = Example(48, 1)
+POOL = 100 * EXAMPLES_A_RANK * NUM_RANKS
+"""Examples that the Trainer's sampler groups, 50 batches of a rank at a time."""
 SAME = 1e-6
 """Relative difference of the losses of one step: all sides add up the same numbers in float32, in another order."""
 TRAINER, WHOLE, SHARDED = "Trainer", "Motet, whole copies", "Motet, sharded"
@@ -90,31 +92,33 @@ CASES = {
 
 
 def draw(case: Case, lengths: Path, seed: int) -> list[list[Example]]:
-    """The batches of a case. All cases of real lengths have the same examples."""
+    """The batches of a case; those of real lengths are drawn from one pool of examples."""
     size = EXAMPLES_A_RANK * NUM_RANKS
     if not case.is_real:
         return [[EQUAL] * size] * NUM_BATCHES
     rng = np.random.default_rng(seed)
     text, image, _ = read_table(str(lengths)) if lengths.is_file() else sample_table(rng)
-    examples = []
-    for kind in rng.permutation(size * NUM_BATCHES) % 2:
+    pool = []
+    for kind in rng.permutation(POOL) % 2:
         table = (text, image)[kind]
         row = table[rng.integers(len(table))]
         # A picture of which pixels are known is one tile, as the tower takes images of one size.
         num_tiles = sum(max(round(tokens / TILE_OF_TABLE), 1) for tokens in row.image_tokens)
-        examples.append(Example(max(row.text_tokens // SHRINK, 4), num_tiles))
+        pool.append(Example(max(row.text_tokens // SHRINK, 4), num_tiles))
     if case.is_grouped:
-        examples = [examples[place] for place in grouped(examples, size, seed)]
-    return [examples[start : start + size] for start in range(0, len(examples), size)]
+        pool = [pool[place] for place in grouped(pool, seed)]
+    batches = [pool[start : start + size] for start in range(0, POOL, size)]
+    # Of an order by length, the first batches would be the longest.
+    return [batches[number] for number in rng.permutation(len(batches))[:NUM_BATCHES]]
 
 
-def grouped(examples: list[Example], size: int, seed: int) -> list[int]:
-    """The order of the Trainer's sampler that groups by length."""
+def grouped(pool: list[Example], seed: int) -> list[int]:
+    """The order of the Trainer's sampler that groups by length; it is given the batch of one rank."""
     import torch
     from transformers.trainer_pt_utils import get_length_grouped_indices
 
     generator = torch.Generator().manual_seed(seed)
-    return get_length_grouped_indices([each.num_tokens for each in examples], size, generator=generator)
+    return get_length_grouped_indices([each.num_tokens for each in pool], EXAMPLES_A_RANK, generator=generator)
 
 
 def work(rank: int, given: Path, meeting: str, shard_size: int | None) -> None:

@@ -50,13 +50,19 @@ def test_both_sides_compute_one_loss(trainers, peer, told, collator):
     torch.testing.assert_close(loss / num_targets, expected, rtol=trainers.SAME, atol=0)
 
 
-def test_all_cases_of_real_lengths_have_the_same_examples(trainers, tmp_path):
+def test_batches_grouped_by_length_are_padded_by_less(trainers, tmp_path):
     drawn = {name: trainers.draw(case, tmp_path / "none", 0) for name, case in trainers.CASES.items()}
-    flat = {name: [example for batch in batches for example in batch] for name, batches in drawn.items()}
-    by_size = {name: sorted(flat[name], key=lambda it: (it.text_tokens, it.num_images)) for name in flat}
-    assert drawn["padded"] == drawn["packed"] != drawn["grouped"]
-    assert by_size["padded"] == by_size["grouped"] and len(set(flat["padded"])) > 9
-    assert set(flat["equal"]) == {trainers.EQUAL}
+    size = trainers.EXAMPLES_A_RANK * trainers.NUM_RANKS
+    assert {(len(batches), *map(len, batches)) for batches in drawn.values()} == {(6, *[size] * 6)}
+    assert drawn["padded"] == drawn["packed"]
+    assert {example for batch in drawn["equal"] for example in batch} == {trainers.EQUAL}
+
+    def fill(batches):
+        """Real tokens over padded ones."""
+        lengths = [[example.num_tokens for example in batch] for batch in batches]
+        return sum(map(sum, lengths)) / sum(len(batch) * max(batch) for batch in lengths)
+
+    assert fill(drawn["padded"]) < 0.5 < 0.9 < fill(drawn["grouped"])
 
 
 def taken(seconds, loss=2.0):

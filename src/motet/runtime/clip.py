@@ -35,7 +35,10 @@ def square_sum(parameters: Iterable[nn.Parameter], num_ranks: int, device: torch
 
 @torch.no_grad()
 def square_sum_of_share(flat: Iterable[Tensor], rank: int, num_ranks: int, device: torch.device) -> Tensor:
-    """As `square_sum`, of gradients that all ranks hold alike, in tensors of one dimension: a rank's share of each."""
+    """As `square_sum`, for gradients of which all ranks hold the same whole copy, as tensors of one dimension.
+
+    Rank r takes the r-th part of each.
+    """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradients in flat:
         ends = [len(gradients) * edge // num_ranks for edge in (rank, rank + 1)]
@@ -61,7 +64,7 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 def _square(tensor: Tensor) -> Tensor:
     """The sum of squares in float64, a scalar."""
-    if tensor.is_cuda:
+    if tensor.device.type != "cpu":
         return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
     # Eight times as fast on a CPU, for float32.
     square = torch.zeros((), dtype=torch.float64)
