@@ -27,7 +27,7 @@ from motet.train.optimizer import learning_rate, set_learning_rate
 from motet.train.recipe.recipe import Recipe, dump_recipe
 from motet.train.report.metrics import (
     MeasuredStep,
-    Moment,
+    StepEnd,
     balance_metrics,
     exchange_metrics,
     gather_measured,
@@ -138,12 +138,12 @@ class _Run:
         recipe = self.recipe
         self.job.model.train()
         with self._open_feed() as feed:
-            ended = Moment.now()
+            ended = StepEnd.now()
             for step in range(self.first_step, recipe.run.steps):
                 fed = feed.next_step()
                 waited_s = time.perf_counter() - ended.time_s
                 result, cause = self._step(step, fed)
-                now = Moment.now()
+                now = StepEnd.now()
                 measured = MeasuredStep(
                     now.time_s - ended.time_s,
                     waited_s,
@@ -168,7 +168,7 @@ class _Run:
                 if _is_due(done, recipe.evaluate.every_steps):
                     if not self._evaluate():
                         self._leave(_STOP)
-                    ended = Moment.now()
+                    ended = StepEnd.now()
 
     def _save(self) -> None:
         """Start to save a checkpoint of the steps done. A collective."""

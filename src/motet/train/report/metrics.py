@@ -44,15 +44,15 @@ class MeasuredStep:
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepEnd:
     """The end of a step, on two clocks of this thread. core_wait_s: as the function of that name."""
 
     time_s: float
     core_wait_s: float
 
     @staticmethod
-    def now() -> Moment:
-        return Moment(time.perf_counter(), core_wait_s())
+    def now() -> StepEnd:
+        return StepEnd(time.perf_counter(), core_wait_s())
 
 
 def core_wait_s() -> float:
