@@ -33,9 +33,9 @@ class FSDPConfig(BaseModel):
                   their dtype.
     reduce_dtype: dtype in which gradients are summed over ranks; None: that in which modules compute.
     reshard_after_forward: free gathered parameters after the forward pass, and gather them again for the backward pass.
-    recompute:    keep only the inputs of blocks in the forward pass, and run the blocks again in the backward pass: true is
-                  all blocks, and a table is the number of blocks by module, the first ones, as in `{ backbone = 12 }`
-                  (OmniBal, section 4.3).
+    recompute:    keep only the inputs of blocks in the forward pass, and run the blocks again in the backward pass.
+                  True: all blocks. A table: the number of blocks by module, as in `{ backbone = 12 }`; the first blocks
+                  are recomputed (OmniBal, section 4.3).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
