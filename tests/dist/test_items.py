@@ -95,7 +95,7 @@ def test_pixels_travel_as_bytes_and_arrive_as_the_same_floats():
     write_media(read, data)
     assert np.array_equal(read_media(data, shape).values, media.values)
     for change in (0.001, np.nan):
-        with pytest.raises(ValueError, match="not made of its pixels"):
+        with pytest.raises(ValueError, match="not those of its pixels"):
             write_media(replace(media, values=media.values + np.float32(change)), data)
 
 
