@@ -83,7 +83,7 @@ def write_media(media: Media, into: UInt8Array) -> None:
         patches = pixels.bytes_of(media.values)
         if not np.array_equal(pixels.rows(patches), media.values):
             raise ValueError(
-                "the values of an item are not those of its pixels; a transform that changes values must leave pixels out"
+                "the values of an item are not those of its pixels; a transform that changes them must leave pixels out"
             )
         parts.append(_as_bytes(patches, np.uint8))
     end = 0
