@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -42,30 +42,29 @@ SAME = 1e-9
 """Relative difference of losses that come of the same steps: both trees add up the same numbers in float32."""
 
 
-class Tree:
-    """The ranks of one checkout, which run steps when they are told to."""
+class Ranks:
+    """The processes of one side, which run steps when they are told to.
 
-    def __init__(self, python: Path, folder: Path, seed: int) -> None:
+    command: of rank r, which answers with a line of JSON when it is ready, and with one for each number that it reads.
+    about:   the first answer of rank 0.
+    """
+
+    def __init__(self, command: Callable[[int], Sequence[str]]) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         self._ranks = [
-            subprocess.Popen(
-                [str(python), __file__, "--rank", str(rank), "--meeting", str(folder), "--seed", str(seed)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=environment,
-            )
+            subprocess.Popen(command(rank), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
             for rank in range(NUM_RANKS)
         ]
-        self.where, *_ = [self._answer(rank)["motet"] for rank in range(NUM_RANKS)]
+        self.about, *_ = [self._answer(rank) for rank in range(NUM_RANKS)]
 
     def run(self, number: int) -> dict[str, float]:
-        """Seconds of a step on the slowest rank, by the clock and of the processor, and its loss."""
+        """Seconds of a step on the slowest rank, by the clock and of the processor, and the mean of the losses."""
         for rank in self._ranks:
             assert rank.stdin is not None
             print(number, file=rank.stdin, flush=True)
         answers = [self._answer(rank) for rank in range(NUM_RANKS)]
-        return {name: max(answer[name] for answer in answers) for name in answers[0]}
+        taken = {name: max(answer[name] for answer in answers) for name in answers[0]}
+        return taken | {"loss": statistics.mean(answer["loss"] for answer in answers)}
 
     def _answer(self, rank: int) -> dict:
         stdout = self._ranks[rank].stdout
@@ -168,14 +167,15 @@ def run_pair(
         trees = {}
         for name in (other, python) if is_second else (python, other):
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            trees[name] = Tree(name, Path(folder), seed)
+            command = [str(name), __file__, "--meeting", folder, "--seed", str(seed)]
+            trees[name] = Ranks(lambda rank, command=command: [*command, "--rank", str(rank)])
             stack.callback(trees[name].close)
-        if trees[python].where == trees[other].where:
-            raise SystemExit(f"both interpreters import {trees[python].where}: nothing is compared.")
+        if (where := trees[python].about["motet"]) == trees[other].about["motet"]:
+            raise SystemExit(f"both interpreters import {where}: nothing is compared.")
         return [run_both(trees[python], trees[other], number) for number in range(WARM_UP + num_rounds)][WARM_UP:]
 
 
-def run_both(here: Tree, there: Tree, number: int) -> tuple[dict[str, float], dict[str, float]]:
+def run_both(here: Ranks, there: Ranks, number: int) -> tuple[dict[str, float], dict[str, float]]:
     """One step of each tree on one batch; who is first changes from round to round."""
     if (number + number // NUM_BATCHES) % 2:  # Each batch has each tree first in turn.
         theirs, ours = there.run(number), here.run(number)

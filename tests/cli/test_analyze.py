@@ -40,7 +40,12 @@ def test_loads_are_those_that_training_would_log(recipe, overrides):
     found = analyze(subject, num_ranks=2, batch_size=num_examples, num_batches=3, seed=4)
     rng, (read, model) = np.random.default_rng(4), model_of(recipe, overrides)
     orchestrator = build_orchestrator(
-        read.balance, model, 2, torch.device("cpu"), torch.float32, recompute=read.fsdp.recompute
+        read.balance,
+        model,
+        2,
+        torch.device("cpu"),
+        torch.float32,
+        recompute=read.fsdp.recomputed(model_spec(model).num_blocks),
     )
     chosen = []
     for number in range(3):

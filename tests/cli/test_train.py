@@ -59,7 +59,17 @@ def test_a_run_alone_learns_and_leaves_everything(job, tmp_path):
     )
     assert sum(last["balance"]["methods"].values()) == 1
     assert set(last["balance"]["predicted_s"]) >= {"joint", "per_phase", "unbalanced"}
-    for key in ("grad_norm", "lr", "data_wait_s", "decide_s", "exchange", "bad_examples", "num_targets", "step_s"):
+    for key in (
+        "grad_norm",
+        "lr",
+        "data_wait_s",
+        "decide_s",
+        "core_wait_s",
+        "exchange",
+        "bad_examples",
+        "num_targets",
+        "step_s",
+    ):
         assert key in last
 
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -19,7 +19,7 @@ from motet.models.mllm import MLLM
 from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.mesh import Mesh, build_mesh
 from motet.runtime.step import TrainStep
-from parity.test_gradients import Case, orchestrator_of, relative, whole
+from parity.test_gradients import Case, local, orchestrator_of, relative, whole
 from parity.tiny import VOCABULARY, draw_example, reference_step
 from ranks import run_ranks
 
@@ -115,7 +115,7 @@ def check(
         batch = assemble(got.decision, got.lengths, mesh.rank, got.sequences, got.media)
         batches.append(batch.to("cpu", dtype=dtype))
     result = TrainStep(model, mesh).run(batches)
-    gradients = whole({n: None if p.grad is None else p.grad.to_local() for n, p in model.named_parameters()}, mesh)
+    gradients = whole({n: None if p.grad is None else local(p.grad) for n, p in model.named_parameters()}, mesh)
     loss = result.loss
     if mesh.rank:
         return []
@@ -141,9 +141,11 @@ def check(
     [
         (3, FSDPConfig()),
         (4, FSDPConfig(shard_size=2, recompute=True)),
+        (3, FSDPConfig(shard_size=1)),
         (3, FSDPConfig(param_dtype="bfloat16", reduce_dtype="float32")),
+        (3, FSDPConfig(param_dtype="bfloat16", reduce_dtype="float32", shard_size=1)),
     ],
-    ids=["fsdp", "hybrid", "bf16"],
+    ids=["fsdp", "hybrid", "replicated", "bf16", "bf16 replicated"],
 )
 def test_absent_modalities_are_ordinary(image_family, num_ranks, fsdp):
     wrong = run_ranks(check_scenarios, num_ranks, image_family, fsdp)[0]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,6 +94,9 @@ def test_pixels_travel_as_bytes_and_arrive_as_the_same_floats():
     data[:] = 0
     write_media(read, data)
     assert np.array_equal(read_media(data, shape).values, media.values)
+    for change in (0.001, np.nan):
+        with pytest.raises(ValueError, match="not those of its pixels"):
+            write_media(replace(media, values=media.values + np.float32(change)), data)
 
 
 def check_items(rank: int, num_ranks: int, seeds: list[int]) -> list[str]:

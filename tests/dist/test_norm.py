@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from motet.runtime.clip import clip_factor, scale_gradients, square_sum
+from motet.runtime.clip import clip_factor, scale_gradients, square_sum, square_sum_of_share
 from ranks import run_ranks
 
 
@@ -55,3 +56,22 @@ def test_norm_counts_every_gradient_once():
 def test_small_gradients_are_left_as_they_are():
     assert clip_factor(torch.tensor(0.5), 1.0) == 1
     assert clip_factor(torch.tensor(0.0), 1.0) == 1
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e-18, 1.0, 1e18, 3e38])
+@pytest.mark.parametrize("num_elements", [0, 9, 2**16, 200_001])
+def test_the_norm_of_float32_is_added_up_in_float64(size, num_elements):
+    gradient = torch.rand(num_elements, generator=torch.Generator().manual_seed(0)) * size
+    parameter = nn.Parameter(torch.zeros_like(gradient))
+    parameter.grad = gradient
+    expected = gradient.double().square().sum()
+    torch.testing.assert_close(square_sum([parameter], 1, gradient.device), expected, rtol=1e-13, atol=0)
+    shares = [square_sum_of_share([gradient], rank, 3, gradient.device) for rank in range(3)]
+    torch.testing.assert_close(sum(shares), expected, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_the_norm_of_what_is_not_finite_is_not(bad):
+    gradient = torch.ones(200_000)
+    gradient[123] = bad
+    assert not square_sum_of_share([gradient], 0, 1, gradient.device).isfinite()

@@ -27,17 +27,18 @@ from motet.train.world import join_world
 from ranks import run_ranks
 
 
-def build(num_ranks, width=5):
+def build(num_ranks, width=5, is_sharded=True):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(10, 7), nn.Linear(7, width), nn.LayerNorm(width), nn.Linear(width, 1))
     model[2].requires_grad_(False)
-    fully_shard(model, mesh=init_device_mesh("cpu", (num_ranks,)))
+    if is_sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (num_ranks,)))
     return model, build_optimizer(model, OptimizerConfig(lr=1e-2))
 
 
-def train(rank, num_ranks, folder, first, last, save_at):
+def train(rank, num_ranks, folder, first, last, save_at, is_sharded=True):
     """Losses of steps first..last, resumed from the latest checkpoint unless first is 0."""
-    model, optimizer = build(num_ranks)
+    model, optimizer = build(num_ranks, is_sharded=is_sharded)
     group = dist.new_group(backend="gloo")
     line = [path.name for path in checkpoints(Path(folder))]
     checkpointer = Checkpointer(Path(folder), CheckpointConfig(keep=2), group, line)
@@ -63,6 +64,14 @@ def test_resume_on_other_numbers_of_ranks_gives_the_losses_of_an_uninterrupted_r
     parts += run_ranks(train, 1, str(tmp_path / "b"), 6, 9, (7, 8, 9))[0]
     assert parts == pytest.approx(whole, rel=1e-5)
     assert [path.name for path in checkpoints(tmp_path / "b")] == ["step-00000008", "step-00000009"]
+
+
+def test_whole_copies_and_shards_resume_from_each_other(tmp_path):
+    whole = run_ranks(train, 2, str(tmp_path / "a"), 0, 9, ())[0]
+    parts = run_ranks(train, 2, str(tmp_path / "b"), 0, 3, (3,), False)[0]
+    parts += run_ranks(train, 3, str(tmp_path / "b"), 3, 6, (6,), True)[0]
+    parts += run_ranks(train, 3, str(tmp_path / "b"), 6, 9, (), False)[2]
+    assert parts == pytest.approx(whole, rel=1e-5)
 
 
 def save_onto_a_full_disk(rank, num_ranks, folder, full_on, last):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from motet.assign.whole_step import decide_step
 from motet.core.workload import BatchLengths, home_ranks
@@ -26,6 +27,7 @@ from motet.dispatch import (
     assemble,
 )
 from motet.dispatch.loaded import LoadedTables, tables_of
+from motet.models.spec import model_spec
 from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.mesh import Mesh, build_mesh
 from motet.runtime.step import StepResult, TrainStep
@@ -59,7 +61,7 @@ class Case:
 def orchestrator_of(model, num_ranks: int, case: Case) -> Orchestrator:
     speed = {"speed": NEAR} if case.near else {}
     config = BalanceConfig(phases=case.phases, method=case.method, cost=case.cost, defer=case.defer, **speed)
-    recompute = case.fsdp.recompute
+    recompute = case.fsdp.recomputed(model_spec(model).num_blocks)
     device = torch.device("cpu")
     return build_orchestrator(
         config, model, num_ranks, device, torch.float64, recompute=recompute, ranks_per_node=RANKS_PER_NODE
@@ -120,6 +122,11 @@ def mesh_of(shard_size: int | None) -> Mesh:
     return build_mesh(torch.device("cpu"), shard_size=shard_size)
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def whole(shards: dict[str, torch.Tensor | None], mesh: Mesh) -> dict[str, torch.Tensor | None]:
     """Sharded tensors put together on rank 0, in one collective, where replicas must be the same to the bit."""
     everywhere = [None] * mesh.num_ranks
@@ -168,7 +175,7 @@ def run_case(case: Case, dtype: torch.dtype = torch.float64) -> tuple[StepResult
     with counted_exchanges() as sent_bytes:
         result = TrainStep(model, mesh).run(batches)
     check_bytes(case, batches, sent_bytes, result.moved_bytes)
-    shards = {name: None if p.grad is None else p.grad.to_local() for name, p in model.named_parameters()}
+    shards = {name: None if p.grad is None else local(p.grad) for name, p in model.named_parameters()}
     return result, whole(shards, mesh)
 
 
@@ -252,6 +259,14 @@ def every_method(**options) -> list[Case]:
 
 
 HYBRID = FSDPConfig(shard_size=2)
+REPLICATED = FSDPConfig(shard_size=1)
+REPLICATED_VARIANTS = [
+    Case(fsdp=REPLICATED, frozen=("image encoder",), num_microbatches=3),
+    Case(fsdp=REPLICATED, frozen=("backbone", "audio")),
+    Case(fsdp=REPLICATED, num_examples=1),
+    Case(fsdp=REPLICATED, contents=()),
+    Case(fsdp=FSDPConfig(shard_size=1, recompute=True), num_microbatches=3),
+]
 VARIANTS = [
     Case(cost="length"),
     Case(cost="length", method="joint", mode="exchange"),
@@ -262,6 +277,7 @@ VARIANTS = [
     Case(num_examples=1, method="joint"),
     Case(contents=(), method="joint"),
     Case(fsdp=FSDPConfig(recompute=True)),
+    Case(fsdp=FSDPConfig(recompute={"image": 1, "backbone": 1}), num_microbatches=3),
     Case(fsdp=FSDPConfig(recompute=True, reshard_after_forward=False), num_microbatches=3),
     Case(frozen=("image encoder",)),
     Case(frozen=("image",)),
@@ -291,7 +307,8 @@ def test_gradients_equal_the_reference(num_ranks):
         cases += every_balance(fsdp=HYBRID, num_microbatches=3) + every_method(fsdp=HYBRID, num_microbatches=3)
     if num_ranks > 1:
         cases += DEFERRED
-    if num_ranks % 2 == 0:
-        cases += [Case(fsdp=FSDPConfig(shard_size=1), num_microbatches=3)]
+    if num_ranks in (2, 3):
+        cases += every_balance(fsdp=REPLICATED, num_microbatches=3) + every_method(fsdp=REPLICATED)
+        cases += REPLICATED_VARIANTS
     wrong = run_ranks(check_cases, num_ranks, cases)[0]
     assert not wrong, "\n".join(wrong)

@@ -7,7 +7,7 @@ import torch
 
 from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.step import TrainStep
-from parity.test_gradients import Case, mesh_of, rank_batch, whole
+from parity.test_gradients import Case, local, mesh_of, rank_batch, whole
 from parity.tiny import build_model, draw_examples, reference_step
 from ranks import run_ranks
 
@@ -28,7 +28,7 @@ def train(rank: int, num_ranks: int, shard_size: int | None) -> list[str]:
     for number, contents in enumerate(STEPS):
         batch = rank_batch(model, draw_examples(7, number, contents), mesh, case).to("cpu", dtype=torch.float64)
         norms.append(step.run([batch], number).grad_norm)
-    parameters = whole({name: p.to_local().detach() for name, p in model.named_parameters()}, mesh)
+    parameters = whole({name: local(p).detach() for name, p in model.named_parameters()}, mesh)
     if rank:
         return []
     expected = build_model()
@@ -50,6 +50,6 @@ def train(rank: int, num_ranks: int, shard_size: int | None) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("num_ranks", "shard_size"), [(3, None), (4, 2)])
+@pytest.mark.parametrize(("num_ranks", "shard_size"), [(3, None), (4, 2), (3, 1)])
 def test_parameters_after_four_steps(num_ranks, shard_size):
     assert run_ranks(train, num_ranks, shard_size)[0] == []

@@ -64,7 +64,7 @@ class Pixels:
         num_rows, num_channels = len(rows), len(self.scale)
         first = rows.reshape(num_rows, num_channels, self.num_repeats, -1)[:, :, 0]
         exact = (first - self.shift[:, None]) / self.scale[:, None]
-        patches: UInt8Array = np.rint(exact).astype(np.uint8).reshape(num_rows, -1)
+        patches: UInt8Array = np.rint(np.nan_to_num(exact)).clip(0, 255).astype(np.uint8).reshape(num_rows, -1)
         return patches
 
 

@@ -70,8 +70,8 @@ class Picoseconds:
         return "ps"
 
 
-def phase_times(profile: Profile, model: ModelSpec, name: str, *, recompute: bool = False) -> PhaseTimes:
-    """The times of the module `name`. recompute: layers with attention run forward again before backward.
+def phase_times(profile: Profile, model: ModelSpec, name: str, num_recomputed: int = 0) -> PhaseTimes:
+    """The times of the module `name`. num_recomputed: of its layers with attention, so many run forward again.
 
     Raises UserError if the profile lacks the module or one of its kinds of layer.
     """
@@ -81,7 +81,7 @@ def phase_times(profile: Profile, model: ModelSpec, name: str, *, recompute: boo
             f"The profile of {profile.recipe} has no module {name!r}, only "
             f"{', '.join(repr(measured.name) for measured in profile.modules)}: profile the recipe that is trained."
         )
-    seconds = _Seconds(profile, model, module, times, recompute)
+    seconds = _Seconds(profile, model, module, times, _first_with_attention(module, num_recomputed))
     body = seconds.fit(times)
     targets = [seconds.target_fit(layer, number) for number, layer in enumerate(module.layers) if layer.targets_only]
     predicted = body.seconds(*amounts(times.held_out, padded=module.padded))
@@ -94,6 +94,12 @@ def phase_times(profile: Profile, model: ModelSpec, name: str, *, recompute: boo
     )
 
 
+def _first_with_attention(module: Module, count: int) -> frozenset[int]:
+    """Indexes of the first `count` layers with attention."""
+    indexes = [index for index, layer in enumerate(module.layers) if layer.attention is not None]
+    return frozenset(indexes[:count])
+
+
 @dataclass(frozen=True)
 class _Seconds:
     """Seconds of one module in training, from its profiled layers."""
@@ -102,7 +108,7 @@ class _Seconds:
     model: ModelSpec
     module: Module
     times: ModuleTimes
-    recompute: bool
+    recomputed: frozenset[int]
 
     def fit(self, times: ModuleTimes) -> Curve:
         """The fit to the batches of the grid, without layers that see targets alone."""
@@ -128,7 +134,7 @@ class _Seconds:
         has_inner = layer.trainable and layer.attention is not None
         has_input = self.model.input_gradients[self.module.name][number] or has_inner
         seconds = np.array(points.forward_s)
-        if self.recompute and layer.attention is not None and (has_input or layer.trainable):
+        if number in self.recomputed and (has_input or layer.trainable):
             seconds = 2 * seconds
         if has_input:
             seconds = seconds + np.array(points.input_s)

@@ -49,7 +49,7 @@ def read_header(ref: MediaRef) -> tuple[int, int]:
     with raise_bad_media(ref):
         if ref.modality == IMAGE:
             with open_image(ref) as image:
-                return _turned_size(image)
+                return turned_size(image)
         with open_clip(ref) as (clip, num_samples):
             return num_samples, clip.samplerate
 
@@ -66,7 +66,7 @@ def open_image(ref: MediaRef) -> Iterator[Image.Image]:
             raise Unusable(f"has more than {MAX_PIXELS:,} pixels; scale it down") from None
         with image:
             _check_image(image)
-            _check_unchanged(ref, _turned_size(image), "{:,} x {:,} pixels")
+            _check_unchanged(ref, turned_size(image), "{:,} x {:,} pixels")
             yield image
 
 
@@ -92,7 +92,8 @@ def orientation(image: Image.Image) -> int:
     return 1
 
 
-def _turned_size(image: Image.Image) -> tuple[int, int]:
+def turned_size(image: Image.Image) -> tuple[int, int]:
+    """(width, height) of an image after its EXIF turn."""
     width, height = image.size
     return (height, width) if orientation(image) in _QUARTER_TURNS else (width, height)
 

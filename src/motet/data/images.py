@@ -6,7 +6,7 @@ never beyond the bound). So nothing is cropped or padded, and an image of whole 
 Qwen2-VL's rule (`smart_resize`) with a bound on the side in place of its bounds on the area.
 
 Pixels: the first picture of a file with several, turned as its EXIF says. Transparent pixels become white, as in
-transformers' image processors. 16-bit grey keeps its upper 8 bits.
+transformers' image processors. 16-bit grey keeps its upper 8 bits. A file is decoded whole, unless `draft_jpeg` is set.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from motet.core.arrays import BoolArray, Int64Array
 from motet.core.example import Media, Pixels
 from motet.data.bounds import check_attributes
-from motet.data.headers import open_image, orientation
+from motet.data.headers import open_image, orientation, turned_size
 from motet.data.media import IMAGE, MediaRef
 
 if TYPE_CHECKING:
@@ -46,6 +46,9 @@ class ImageTransform:
                          most 16.
     mean, std:       rows hold (value - mean) / std of pixel values from 0 to 1; one number, or one for each channel.
                      mean is from 0 to 1, std from 0.001 to 1 (1 / 255 gives values from 0 to 255).
+    draft_jpeg:      decode a JPEG at a half, a quarter or an eighth of its size if that is still at least twice the
+                     resized image in width and height. Two to three times faster on photographs. Sizes are the same;
+                     pixels are close to those of the whole decoded image, which processors define.
 
     Example:
         >>> transform = ImageTransform(patch_size=14, merge_size=2)
@@ -61,6 +64,7 @@ class ImageTransform:
     temporal_patch_size: int = 1
     mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.5,)
+    draft_jpeg: bool = False
 
     # pydantic reads this where the class is a field of a recipe; no import of pydantic is needed here.
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -135,16 +139,29 @@ class ImageTransform:
     def load(self, ref: MediaRef) -> Media:
         """Decode and transform one image. Raises Unusable, and whatever Pillow raises on a damaged file."""
         with open_image(ref) as image:
-            return self(_upright(image))
+            target = self._target(turned_size(image))
+            if self.draft_jpeg:
+                _draft(image, target)
+            return self._rows(_upright(image), target)
 
     def __call__(self, image: Image.Image) -> Media:
         """Rows [num_patches, row_dim], a row in the order (channel, time, y, x); size (patch rows, patch columns)."""
+        return self._rows(image, self._target(image.size))
+
+    def _target(self, raw: tuple[int, int]) -> tuple[int, int]:
+        """(width, height) after resizing, from (width, height) after the EXIF turn."""
+        width, height = self.pixels(np.array([raw], dtype=np.int64))[0].tolist()
+        return width, height
+
+    def _rows(self, image: Image.Image, target: tuple[int, int]) -> Media:
         from PIL import Image
 
-        image = _opaque(_eight_bit(image)).convert("L" if self.channels == 1 else "RGB")
-        width, height = self.pixels(np.array([image.size], dtype=np.int64))[0].tolist()
-        if image.size != (width, height):
-            image = image.resize((width, height), Image.Resampling.BICUBIC)
+        image, mode = _opaque(_eight_bit(image)), "L" if self.channels == 1 else "RGB"
+        if image.mode != mode:  # Pillow would copy it.
+            image = image.convert(mode)
+        if image.size != target:
+            image = image.resize(target, Image.Resampling.BICUBIC)
+        width, height = target
         patch, merge = self.patch_size, self.merge_size
         rows, columns = height // patch, width // patch
         pixels = np.asarray(image).reshape(rows // merge, merge, patch, columns // merge, merge, patch, self.channels)
@@ -159,6 +176,15 @@ class ImageTransform:
         std = np.broadcast_to(np.asarray(self.std, dtype=np.float64), (self.channels,))
         mean = np.broadcast_to(np.asarray(self.mean, dtype=np.float64), (self.channels,))
         return Pixels((1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32), self.temporal_patch_size)
+
+
+def _draft(image: Image.Image, target: tuple[int, int]) -> None:
+    """Have a JPEG decoded at the smallest scale of its DCT that leaves twice the target; other formats ignore it.
+
+    target: (width, height) after the EXIF turn. Pillow's `thumbnail` takes the same factor of two.
+    """
+    width, height = (2 * side for side in target)
+    image.draft(None, (width, height) if image.size == turned_size(image) else (height, width))
 
 
 def _upright(image: Image.Image) -> Image.Image:

@@ -73,14 +73,19 @@ def media_bytes(shape: MediaShape) -> Int64Array:
 
 
 def write_media(media: Media, into: UInt8Array) -> None:
-    """Fill `into`, uint8 [media_bytes]."""
+    """Fill `into`, uint8 [media_bytes]. Raises ValueError if the values are not those of the item's Pixels."""
     pixels = media.pixels
     parts = [_as_bytes(media.size, np.int64)]
     if pixels is None:
         parts.append(_as_bytes(media.values, np.float32))
     else:
         parts += [_as_bytes(part, np.float32) for part in (pixels.scale, pixels.shift)]
-        parts.append(_as_bytes(pixels.bytes_of(media.values), np.uint8))
+        patches = pixels.bytes_of(media.values)
+        if not np.array_equal(pixels.rows(patches), media.values):
+            raise ValueError(
+                "the values of an item are not those of its pixels; a transform that changes them must leave pixels out"
+            )
+        parts.append(_as_bytes(patches, np.uint8))
     end = 0
     for part in parts:
         into[end : end + len(part)] = part

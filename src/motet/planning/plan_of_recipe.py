@@ -40,11 +40,12 @@ def plan_of_recipe(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
     shard_size = fsdp.shard_size or num_ranks
     if num_ranks % shard_size:
         raise UserError(f"fsdp.shard_size = {shard_size} must divide the number of ranks, which is {num_ranks}.")
+    recomputed = _recomputable(spec, fsdp.recomputed(spec.num_blocks))
     unit = Unit(
         "all",
         (spec.num_blocks,),
         dp=num_ranks,
-        recompute=(_recomputable(spec),) if fsdp.recompute else (),
+        recompute=(recomputed,) if recomputed else (),
         zero=0 if shard_size == 1 else 3 if fsdp.reshard_after_forward else 2,
         shard_size=0 if shard_size in (1, num_ranks) else shard_size,
     )
@@ -96,7 +97,6 @@ def obstacle(plan: Plan, recipe: Recipe) -> str:
         "context parallelism": unit.cp > 1,
         "ranks left over": unit.num_ranks < plan.cluster.num_ranks,
         "ZeRO-1": unit.zero == 1 and unit.dp > 1,
-        "recomputation of some layers": _recomputes(plan) is None,
         "another precision than the recipe": plan.precision != _precision(recipe),
     }
     return next((what for what, is_there in obstacles.items() if is_there), "")
@@ -121,26 +121,28 @@ def _precision(recipe: Recipe) -> str:
     return PRECISION_OF_DTYPE[recipe.fsdp.param_dtype or recipe.run.dtype]
 
 
-def _recomputable(spec: ModelSpec) -> dict[str, int]:
-    """All blocks of the modules that have something to recompute: those without a backward pass have nothing."""
-    whole = spec.num_blocks
+def _recomputable(spec: ModelSpec, recomputed: Mapping[str, int]) -> dict[str, int]:
+    """`recomputed` without the modules that have nothing to recompute: those without a backward pass."""
     return {
         name: count
-        for name, count in whole.items()
-        if any(layer.recomputed for layer in stage_layers(spec, {name: (0, count)}, whole))
+        for name, count in recomputed.items()
+        if any(layer.recomputed for layer in stage_layers(spec, {name: (0, count)}, recomputed))
     }
 
 
-def _recomputes(plan: Plan) -> bool | None:
-    """True if all is recomputed that can be, False if nothing is, None if a part is."""
+def _recomputes(plan: Plan) -> bool | dict[str, int]:
+    """True if all is recomputed that can be, False if nothing is, else the number of blocks of each module."""
     whole = plan.model.num_blocks
     spans = {name: (0, count) for name, count in whole.items()}
 
     def layers(recompute: Mapping[str, int]) -> list[object]:
         return list(stage_layers(plan.model, spans, recompute))
 
-    chosen = layers(plan.units[0].recompute[0] if plan.units[0].recompute else {})
-    return False if chosen == layers({}) else True if chosen == layers(whole) else None
+    (counts,) = plan.units[0].recompute or ({},)
+    chosen = layers(counts)
+    if chosen == layers({}):
+        return False
+    return chosen == layers(whole) or {name: count for name, count in counts.items() if count}
 
 
 def _balance(recipe: Recipe, spec: ModelSpec) -> Literal["off", "joint", "per_phase", "auto"]:

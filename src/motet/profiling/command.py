@@ -31,7 +31,7 @@ from motet.profiling.ranks import measure_messages, measure_shared
 from motet.profiling.subjects import one_layer_deep, subjects
 from motet.profiling.table import print_tables
 from motet.runtime.clip import clip_factor, scale_gradients, square_sum
-from motet.runtime.fsdp import shard
+from motet.runtime.fsdp import shard, wrap
 from motet.runtime.mesh import SHARD, build_mesh
 from motet.train.optimizer import OptimizerConfig, build_optimizer
 from motet.train.recipe.recipe import Recipe
@@ -65,7 +65,8 @@ def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: floa
         mesh = build_mesh(world.device, shard_size=1, ranks_per_node=world.ranks_per_node)
         mesh = replace(mesh, shards=mesh.shards[SHARD])
         # Without recomputation: a Plan decides that.
-        shard(sharded, mesh, recipe.fsdp.model_copy(update={"recompute": False}))
+        prepare = shard if recipe.fsdp.shard_size == 1 else wrap
+        prepare(sharded, mesh, recipe.fsdp.model_copy(update={"recompute": False}))
         messages_watch, watch = Stopwatch(world.device), Stopwatch(world.device, waits=False)
         with _progress(world) as show:
             measured = measure(to_measure, watch, world, seconds, show)
@@ -163,7 +164,7 @@ def _optimizer_step(parameters: Sequence[nn.Parameter], config: OptimizerConfig,
 
 def _finish(profile: Profile, spec: ModelSpec, recipe: Recipe, path: Path) -> None:
     profile.write(path)
-    print_tables(profile, spec, recompute=recipe.fsdp.recompute)
+    print_tables(profile, spec, recomputed=recipe.fsdp.recomputed(spec.num_blocks))
     print(f"Profile: {path}", flush=True)
 
 

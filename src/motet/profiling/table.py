@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -28,12 +28,15 @@ _PASSES: tuple[Callable[[Points], tuple[float, ...]], ...] = (
 )
 
 
-def print_tables(profile: Profile, spec: ModelSpec, *, recompute: bool) -> None:
-    """Print a profile's layers, modules and messages. spec: the whole model, as it trains."""
+def print_tables(profile: Profile, spec: ModelSpec, *, recomputed: Mapping[str, int]) -> None:
+    """Print a profile's layers, modules and messages. spec: the whole model, as it trains.
+
+    recomputed: module -> number of its blocks that are recomputed.
+    """
     # A file, which is read later, has lines as wide as the tables need.
     console = Console()
     console = console if console.is_terminal else Console(width=_WIDTH)
-    for table in (_layers(profile), _phases(profile, spec, recompute), _messages(profile)):
+    for table in (_layers(profile), _phases(profile, spec, recomputed), _messages(profile)):
         if table.row_count:
             console.print(table)
     for sentence in profile.left_out:
@@ -96,14 +99,14 @@ def _layers(profile: Profile) -> Table:
     return table
 
 
-def _phases(profile: Profile, spec: ModelSpec, recompute: bool) -> Table:
+def _phases(profile: Profile, spec: ModelSpec, recomputed: Mapping[str, int]) -> Table:
     table = _table(
         "Forward and backward of whole modules",
         ("module",),
         ("us a microbatch", "ns a length", "ns a length²", "ns a target", "fitted"),
     )
     for module in spec.modules:
-        times = phase_times(profile, spec, module.name, recompute=recompute)
+        times = phase_times(profile, spec, module.name, recomputed.get(module.name, 0))
         columns = (times.constant_ps / PS_PER_NS, times.linear_ps, times.quadratic_ps, times.target_ps)
         table.add_row(module.name, *(f"{value / PS_PER_NS:.4g}" for value in columns), _error(times.held_out))
     return table

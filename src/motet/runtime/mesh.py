@@ -39,6 +39,11 @@ class Mesh:
         return self.group.size()
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether several ranks hold one copy of the parameters between them."""
+        return self.shards.size(self.shards.ndim - 1) > 1
+
+    @property
     def is_hybrid(self) -> bool:
         """Whether several groups of ranks each hold a copy of the parameters (hybrid sharding)."""
         return self.shards.ndim == 2

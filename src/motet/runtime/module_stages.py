@@ -1,8 +1,12 @@
-"""The stages of data-parallel training: each is a whole module, whose parameters FSDP2 gathers and reduces."""
+"""The stages of data-parallel training: each is a whole module.
+
+FSDP2 gathers and reduces the parameters of sharded modules; `runtime/replicas.py` sums the gradients of whole copies.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 from torch import Tensor
 
@@ -10,24 +14,35 @@ from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
 from motet.runtime.fsdp import sum_over_shard_groups
 from motet.runtime.mesh import Mesh
+from motet.runtime.replicas import ReplicatedGradients
 from motet.runtime.stage import BackboneModule, EncoderModule, ExecutableStage, Model
 
 
 class _ModuleStage:
-    def __init__(self, module: EncoderModule | BackboneModule, mesh: Mesh) -> None:
-        self._module, self._is_hybrid = module, mesh.is_hybrid
+    def __init__(
+        self, module: EncoderModule | BackboneModule, mesh: Mesh, gradients: ReplicatedGradients | None
+    ) -> None:
+        self._module, self._is_hybrid, self._gradients = module, mesh.is_hybrid, gradients
+        self._has_begun = False
 
     def backward(self, output: Tensor, gradient: Tensor, *, is_last: bool) -> None:
-        if self._is_hybrid:
-            sum_over_shard_groups(self._module, is_last)
-        output.backward(gradient)
+        if self._gradients is None:
+            if self._is_hybrid:
+                sum_over_shard_groups(self._module, is_last)
+            output.backward(gradient)
+            return
+        if not self._has_begun:
+            self._has_begun = True
+            self._gradients.zero()
+        with self._gradients.summed() if is_last else nullcontext():
+            output.backward(gradient)
 
 
 class EncoderStage(_ModuleStage):
     """An encoder with its projector; it computes on this rank's items of the phase."""
 
-    def __init__(self, phase: str, module: EncoderModule, mesh: Mesh) -> None:
-        super().__init__(module, mesh)
+    def __init__(self, phase: str, module: EncoderModule, mesh: Mesh, gradients: ReplicatedGradients | None) -> None:
+        super().__init__(module, mesh, gradients)
         self._phase, self._encoder = phase, module
 
     def forward(self, batch: RankBatch, inputs: dict[str, Tensor]) -> Tensor:
@@ -37,8 +52,10 @@ class EncoderStage(_ModuleStage):
 class BackboneStage(_ModuleStage):
     """The backbone. It adds the loss and the number of targets to totals[1] and totals[2] (totals: float64 [3])."""
 
-    def __init__(self, module: BackboneModule, mesh: Mesh, totals: Tensor) -> None:
-        super().__init__(module, mesh)
+    def __init__(
+        self, module: BackboneModule, mesh: Mesh, gradients: ReplicatedGradients | None, totals: Tensor
+    ) -> None:
+        super().__init__(module, mesh, gradients)
         self._backbone, self._totals = module, totals
 
     def forward(self, batch: RankBatch, inputs: dict[str, Tensor]) -> Tensor:
@@ -48,11 +65,20 @@ class BackboneStage(_ModuleStage):
         return loss_sum
 
 
-def module_stages(model: Model, modules: Mapping[int, str], mesh: Mesh, totals: Tensor) -> dict[int, ExecutableStage]:
-    """Stage number -> stage. modules: stage number -> module, for this rank. totals: as in `BackboneStage`."""
+def module_stages(
+    model: Model,
+    modules: Mapping[int, str],
+    mesh: Mesh,
+    gradients: Mapping[str, ReplicatedGradients],
+    totals: Tensor,
+) -> dict[int, ExecutableStage]:
+    """Stage number -> stage. modules: stage number -> module, for this rank. totals: as in `BackboneStage`.
+
+    gradients: module -> its gradients, for trainable modules of which every rank holds a whole copy.
+    """
     return {
-        number: BackboneStage(model.backbone, mesh, totals)
+        number: BackboneStage(model.backbone, mesh, gradients.get(name), totals)
         if name == BACKBONE
-        else EncoderStage(name, model.encoders[name], mesh)
+        else EncoderStage(name, model.encoders[name], mesh, gradients.get(name))
         for number, name in modules.items()
     }

@@ -18,18 +18,20 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from motet.core.timeline import Timeline
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
 from motet.dispatch.exchange import exchange_rows
-from motet.runtime.clip import clip_factor, scale_gradients, square_sum
+from motet.runtime.clip import clip_factor, scale_gradients, square_sum, square_sum_of_share
 from motet.runtime.clock import ActionClock
 from motet.runtime.exchanges import Exchanges
 from motet.runtime.executor import Executor, Handler, Hook, RankProgram
 from motet.runtime.mesh import Mesh
 from motet.runtime.module_stages import module_stages
 from motet.runtime.passes import StagePasses
+from motet.runtime.replicas import ReplicatedGradients
 from motet.runtime.stage import Model, is_trainable, modules_by_phase
 from motet.runtime.tensors import Tensors
 from motet.schedule.generators.data_parallel import data_parallel
@@ -94,13 +96,14 @@ class StepResult:
 class TrainStep:
     """Runs training steps of one model on one rank; every rank calls `run` with its own part of the same microbatches.
 
-    model:         sharded by `runtime/fsdp.py`; on one rank it may be unsharded.
+    model:         sharded by `runtime/fsdp.py`, or the same whole copy on every rank, whose gradients are then summed.
     optimizer:     None: the step computes gradients and updates no weight.
     max_grad_norm: None: gradients are not clipped.
 
     Example:
         >>> from types import SimpleNamespace
-        >>> mesh = SimpleNamespace(rank=0, num_ranks=1, device=torch.device("cpu"))
+        >>> group = SimpleNamespace(size=lambda: 1)
+        >>> mesh = SimpleNamespace(rank=0, num_ranks=1, device=torch.device("cpu"), group=group)
         >>> step = TrainStep(SimpleNamespace(encoders={}, backbone=torch.nn.Linear(1, 1)), mesh)
         >>> text_only = SimpleNamespace(lengths=SimpleNamespace(items={}, num_examples=2))
         >>> print(*step.program([text_only, text_only]).row)
@@ -123,6 +126,16 @@ class TrainStep:
         self.clock = clock or ActionClock(mesh.rank, mesh.device)
         self.modules = modules_by_phase(model)
         self.parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
+        self.is_wrapped = any(isinstance(module, FSDPModule) for module in self.modules.values())
+        self.replicated = (
+            {}
+            if self.is_wrapped
+            else {
+                name: ReplicatedGradients(module.parameters(), mesh.group)
+                for name, module in self.modules.items()
+                if is_trainable(module)
+            }
+        )
 
     def run(self, batches: Sequence[RankBatch], step: int = 0) -> StepResult:
         """Take one step; gradients accumulate over the microbatches. A collective.
@@ -147,11 +160,12 @@ class TrainStep:
     def accumulate(self, batches: Sequence[RankBatch], *, before: Hook | None = None) -> None:
         """Run all forward and backward passes and their exchanges, without NORM and STEP. A collective.
 
-        Leaves gradients, summed over microbatches and, where FSDP shards, over ranks.
+        Leaves gradients, summed over microbatches and ranks.
         before: called before each action, with its index in the row and the action.
         """
         running = _RunningStep(self, batches)
         Executor(running.program, running.handlers, self.clock, leave_out=WHOLE_RANK).run(0, before)
+        running.wait()
 
     def program(self, batches: Sequence[RankBatch]) -> RankProgram:
         """What this rank executes for the microbatches of a step."""
@@ -171,11 +185,11 @@ class _RunningStep:
         self.step, self.program = step, step.program(batches)
         self.num_targets = sum(batch.num_targets for batch in batches)
         self.totals = torch.zeros(3, dtype=torch.float64, device=step.mesh.device)
-        stages = module_stages(step.model, self.program.modules, step.mesh, self.totals)
+        stages = module_stages(step.model, self.program.modules, step.mesh, step.replicated, self.totals)
         tensors = Tensors()
         self.exchanges = Exchanges(self.program, batches, tensors, step.mesh.group)
-        # FSDP divides gradients by the number of ranks, so the loss is multiplied by it.
-        loss_gradient = step.mesh.num_ranks / max(self.num_targets, 1)
+        # FSDP divides gradients by the number of ranks, so the loss is multiplied by it; whole copies only sum them.
+        loss_gradient = (step.mesh.num_ranks if step.is_wrapped else 1) / max(self.num_targets, 1)
         self.passes = StagePasses(self.program, stages, batches, self.exchanges, tensors, loss_gradient)
 
     @property
@@ -190,10 +204,21 @@ class _RunningStep:
     def norm(self, action: Action) -> None:
         """Sum (squared gradient norm, loss, targets) over ranks in one collective, then clip the gradients."""
         mesh, parameters, max_norm = self.step.mesh, self.step.parameters, self.step.max_grad_norm
-        self.totals[0] = square_sum(parameters, mesh.num_ranks, mesh.device)
+        self.wait()
+        flat = [bucket for gradients in self.step.replicated.values() for bucket in gradients.flat]
+        self.totals[0] = (
+            square_sum_of_share(flat, mesh.rank, mesh.num_ranks, mesh.device)
+            if self.step.replicated
+            else square_sum(parameters, mesh.num_ranks, mesh.device)
+        )
         dist.all_reduce(self.totals, group=mesh.group)
         if max_norm is not None:
             scale_gradients(parameters, clip_factor(self.totals[0].sqrt(), max_norm))
+
+    def wait(self) -> None:
+        """Wait until gradients of whole copies are summed over ranks."""
+        for gradients in self.step.replicated.values():
+            gradients.wait()
 
     def update(self, action: Action) -> None:
         """Step the optimizer, unless loss or gradient is not finite."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
@@ -57,8 +58,9 @@ def read_measured(recipe: Recipe, spec: ModelSpec) -> MeasuredPhases | None:
             f"balance.profile: {path} was measured in {profile.precision} and the recipe computes in {precision}; "
             "profile the recipe that is trained."
         )
+    recomputed = recipe.fsdp.recomputed(spec.num_blocks)
     phases = {
-        module.name: phase_times(profile, spec, module.name, recompute=recipe.fsdp.recompute) for module in spec.modules
+        module.name: phase_times(profile, spec, module.name, recomputed.get(module.name, 0)) for module in spec.modules
     }
     for name, times in phases.items():
         if not times.linear_ps and not times.quadratic_ps:
@@ -86,7 +88,7 @@ def build_orchestrator(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    recompute: bool = False,
+    recompute: Mapping[str, int] = MappingProxyType({}),
     measured: MeasuredPhases | None = None,
     ranks_per_node: int | None = None,
 ) -> Orchestrator:
@@ -95,8 +97,7 @@ def build_orchestrator(
     Raises UserError if `config` does not fit the model.
     """
     spec = model_spec(model)
-    recomputed = spec.num_blocks if recompute else {}
-    costs = step_costs(config, spec, recomputed, device.type, dtype.itemsize, measured, ranks_per_node)
+    costs = step_costs(config, spec, recompute, device.type, dtype.itemsize, measured, ranks_per_node)
     balanced = config.balanced(model.encoders)
     return Orchestrator(
         costs.costs,
@@ -148,7 +149,7 @@ def step_costs(
 
 def recipe_costs(recipe: Recipe, spec: ModelSpec, device_type: str) -> StepCosts:
     """The costs by which training balances a recipe. Raises UserError as `read_measured` and `step_costs` do."""
-    recomputed = spec.num_blocks if recipe.fsdp.recompute else {}
+    recomputed = recipe.fsdp.recomputed(spec.num_blocks)
     measured = read_measured(recipe, spec)
     per_node = None if recipe.cluster is None else recipe.cluster.cluster().ranks_per_node
     return step_costs(recipe.balance, spec, recomputed, device_type, compute_dtype(recipe).itemsize, measured, per_node)

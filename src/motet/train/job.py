@@ -83,7 +83,7 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
             world.num_ranks,
             world.device,
             compute_dtype(recipe),
-            recompute=recipe.fsdp.recompute,
+            recompute=recipe.fsdp.recomputed(model_spec(model).num_blocks),
             measured=measured,
             ranks_per_node=world.ranks_per_node,
         )

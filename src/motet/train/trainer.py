@@ -27,6 +27,7 @@ from motet.train.optimizer import learning_rate, set_learning_rate
 from motet.train.recipe.recipe import Recipe, dump_recipe
 from motet.train.report.metrics import (
     MeasuredStep,
+    StepEnd,
     balance_metrics,
     exchange_metrics,
     gather_measured,
@@ -138,14 +139,20 @@ class _Run:
         recipe = self.recipe
         self.job.model.train()
         with self._open_feed() as feed:
-            ended_s = time.perf_counter()
+            ended = StepEnd.now()
             for step in range(self.first_step, recipe.run.steps):
                 fed = feed.next_step()
-                waited_s = time.perf_counter() - ended_s
+                waited_s = time.perf_counter() - ended.time_s
                 result, cause = self._step(step, fed)
-                now_s = time.perf_counter()
-                measured = MeasuredStep(now_s - ended_s, waited_s, fed.decide_s, result.seconds_by_action)
-                ended_s = now_s
+                now = StepEnd.now()
+                measured = MeasuredStep(
+                    now.time_s - ended.time_s,
+                    waited_s,
+                    fed.decide_s,
+                    now.core_wait_s - ended.core_wait_s,
+                    result.seconds_by_action,
+                )
+                ended = now
                 request = self._record(result, cause, fed, measured)
                 done = step + 1
                 self.job.progress = dataclasses.replace(
@@ -162,7 +169,7 @@ class _Run:
                 if _is_due(done, recipe.evaluate.every_steps):
                     if not self._evaluate():
                         self._leave(_STOP)
-                    ended_s = time.perf_counter()
+                    ended = StepEnd.now()
 
     def _save(self) -> None:
         """Start to save a checkpoint of the steps done. A collective."""

@@ -191,3 +191,55 @@ def test_wrong_options_in_a_recipe(options, message):
 def test_a_fixed_size_that_would_fill_the_memory_is_refused():
     with pytest.raises(ValueError, match="fixed_size = 16384 and patch_size = 4 make 16,777,216 patches of an image"):
         ImageTransform(patch_size=4, fixed_size=16384)
+
+
+def photograph(path, width: int = 640, height: int = 480, **options) -> MediaRef:
+    """Smooth, as most of a photograph is, with some noise."""
+    rng, steps = np.random.default_rng(0), np.linspace(0, 3, width)
+    waves = 127 + 90 * np.sin(steps[None, :, None] * (1, 2, 3) + np.linspace(0, 5, height)[:, None, None])
+    pixels = (waves + rng.normal(0, 4, waves.shape)).clip(0, 255).astype(np.uint8)
+    Image.fromarray(pixels).save(path, **options)
+    return MediaRef("image", str(path))
+
+
+@pytest.mark.parametrize(("bound", "decoded"), [(80, (160, 120)), (100, (320, 240)), (161, (640, 480))])
+@pytest.mark.parametrize("turned", [1, 6])
+def test_a_draft_has_twice_the_sides_of_the_target_or_more(tmp_path, monkeypatch, bound, decoded, turned):
+    exif = Image.Exif()
+    exif[0x0112] = turned
+    ref = photograph(tmp_path / "a.jpg", quality=95, exif=exif)
+    transform = ImageTransform(1, max_pixels_side=bound, draft_jpeg=True)
+    resized = []
+    resize = Image.Image.resize
+    monkeypatch.setattr(
+        Image.Image,
+        "resize",
+        lambda image, *given, **named: resized.append(image.size) or resize(image, *given, **named),
+    )
+    media = load_media(ref, transform)
+    assert resized == [decoded if turned == 1 else decoded[::-1]]
+    assert media.size.tolist() == transform.sizes(np.array([read_header(ref)]))[0].tolist()
+
+
+def test_a_draft_differs_from_the_whole_by_little(tmp_path):
+    """By less than one step of 255 in the mean; and not at all where a file is no JPEG, or is small already."""
+    as_levels = {"max_pixels_side": 80, "mean": (0.0,), "std": (1 / 255,)}
+    whole, draft = ImageTransform(4, **as_levels), ImageTransform(4, **as_levels, draft_jpeg=True)
+    jpeg = photograph(tmp_path / "a.jpg", quality=95)
+    difference = np.abs(load_media(jpeg, whole).values - load_media(jpeg, draft).values)
+    assert 0 < difference.mean() < 1
+    for ref in (photograph(tmp_path / "a.png"), photograph(tmp_path / "small.jpg", 159, 100, quality=95)):
+        np.testing.assert_array_equal(load_media(ref, whole).values, load_media(ref, draft).values)
+
+
+def test_pixels_are_those_of_the_whole_image_by_default(tmp_path):
+    ref = photograph(tmp_path / "a.jpg", quality=95)
+    with Image.open(ref.path) as image:
+        expected = ImageTransform(4, max_pixels_side=80)(image.convert("RGB")).values
+    np.testing.assert_array_equal(load_media(ref, ImageTransform(4, max_pixels_side=80)).values, expected)
+
+
+def test_an_image_of_the_wanted_colours_is_not_converted(monkeypatch):
+    image = picture(8, 8)
+    monkeypatch.setattr(Image.Image, "convert", None)
+    assert ImageTransform(4)(image).size.tolist() == [2, 2]

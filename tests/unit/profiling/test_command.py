@@ -232,7 +232,7 @@ def test_tables_say_what_there_was_no_time_for(capsys):
     ]
     modules = (ModuleTimes(name=BACKBONE, grid=(((1, 8),),), held_out=(), layers=layers),)
     about = {"recipe": "tiny", "device": "cpu", "precision": "float32", "torch": "2", "measured_at": "", "num_ranks": 1}
-    print_tables(Profile(modules=modules, **about), spec, recompute=False)
+    print_tables(Profile(modules=modules, **about), spec, recomputed={})
     printed = capsys.readouterr().out
     assert "not held out" in printed and "0.0%" not in printed
     assert "too few batches of backbone" in printed

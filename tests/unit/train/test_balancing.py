@@ -73,7 +73,7 @@ def orchestrator_of(recipe, num_ranks, ranks_per_node=None):
         num_ranks,
         torch.device("cpu"),
         dtype,
-        recompute=recipe.fsdp.recompute,
+        recompute=recipe.fsdp.recomputed(model_spec(model).num_blocks),
         measured=measured,
         ranks_per_node=ranks_per_node,
     )
@@ -83,6 +83,7 @@ WAYS = [
     (),
     ("balance.method=joint",),
     ("balance.method=per_phase", "fsdp.recompute=true"),
+    ("fsdp.recompute={ backbone = 1 }",),
     ("balance.cost=length",),
     ("balance.cost=length", "balance.costs={ backbone = { linear = 3, quadratic = 1 } }"),
     ("balance.cost=profile",),

@@ -6,10 +6,13 @@ small all-gather on the host joins them.
 
 from __future__ import annotations
 
+import math
 import resource
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,13 +33,39 @@ class MeasuredStep:
     wall_s:      seconds from the end of the last step to the end of this one.
     data_wait_s: seconds in which the step waited for its input.
     decide_s:    seconds for deciding the balance, in the prefetch thread.
+    core_wait_s: seconds of wall_s in which the step was ready to run and had no core; NaN if the kernel does not count.
     actions:     name -> seconds of an action; all ranks have the same names in the same order.
     """
 
     wall_s: float
     data_wait_s: float
     decide_s: float
+    core_wait_s: float
     actions: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """The end of a step, on two clocks of this thread. core_wait_s: as the function of that name."""
+
+    time_s: float
+    core_wait_s: float
+
+    @staticmethod
+    def now() -> StepEnd:
+        return StepEnd(time.perf_counter(), core_wait_s())
+
+
+def core_wait_s() -> float:
+    """Seconds that the calling thread has been ready to run while other work, such as decoding, had its cores.
+
+    Linux counts them (run delay, in schedstat). NaN on other systems, and on a Linux that was built without.
+    """
+    try:
+        ran_ns, waited_ns, _ = map(int, Path("/proc/thread-self/schedstat").read_text().split())
+    except (OSError, ValueError):
+        return math.nan
+    return waited_ns / 1e9 if ran_ns else math.nan
 
 
 def gather_measured(measured: MeasuredStep, world: World, request: int) -> tuple[dict[str, Any], int]:
@@ -46,6 +75,7 @@ def gather_measured(measured: MeasuredStep, world: World, request: int) -> tuple
         measured.wall_s,
         measured.data_wait_s,
         measured.decide_s,
+        measured.core_wait_s,
         float(peak_memory_bytes(world.device)),
     ]
     row = torch.tensor([*fixed, *measured.actions.values()], dtype=torch.float64)
@@ -60,7 +90,8 @@ def gather_measured(measured: MeasuredStep, world: World, request: int) -> tuple
         "step_s": _rounded(largest[1]),
         "data_wait_s": _rounded(largest[2]),
         "decide_s": _rounded(largest[3]),
-        "memory": {"peak_bytes": int(largest[4]), "kind": memory_kind(world.device)},
+        "core_wait_s": _rounded(largest[4]),
+        "memory": {"peak_bytes": int(largest[5]), "kind": memory_kind(world.device)},
         "actions": actions,
     }
     return joined, int(largest[0])

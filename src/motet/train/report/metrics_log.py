@@ -166,6 +166,7 @@ def _scalars(metrics: dict[str, Any]) -> dict[str, float]:
             "step_s",
             "data_wait_s",
             "decide_s",
+            "core_wait_s",
             "bad_examples",
         )
         if math.isfinite(metrics[name])

@@ -57,6 +57,7 @@ def _tiles(summary: dict[str, Any]) -> str:
         f"MFU ({summary['peak_source']} peak)": f"{summary['mfu']:.1%}",
         "peak memory a rank": f"{summary['memory']['peak_bytes'] / 2**20:,.0f} MiB ({summary['memory']['kind']})",
         "waiting for data": f"{summary['data_wait_share']:.1%} of the time",
+        "waiting for a core": f"{summary['core_wait_share']:.1%} of the time",
     }
     if summary["bad_examples"]:
         tiles["unreadable examples"] = f"{summary['bad_examples']:,}"
@@ -151,11 +152,13 @@ def _time(steps: list[dict[str, Any]]) -> list[str]:
 
     milliseconds = {name: mean_ms(step["actions"].get(name, {}).get("max_s", 0.0) for step in steady) for name in names}
     milliseconds["waiting for data"] = mean_ms(step["data_wait_s"] for step in steady)
+    milliseconds["waiting for a core"] = mean_ms(step.get("core_wait_s") or 0.0 for step in steady)
     step_ms, decide_ms = (mean_ms(step[name] for step in steady) for name in ("step_s", "decide_s"))
     return [
         "<h2>Where a step's time goes</h2>",
         f"<p>Mean step: {step_ms:,.1f} ms. Each action on its slowest rank, mean over steps. Deciding the balance "
-        f"takes {decide_ms:.2f} ms a step in the prefetch thread, beside the step.</p>",
+        f"takes {decide_ms:.2f} ms a step in the prefetch thread, beside the step. Waiting for a core is part of all "
+        "the others: other threads and processes, decoding for example, ran where the step would have.</p>",
         horizontal_bars(milliseconds, unit="ms"),
     ]
 

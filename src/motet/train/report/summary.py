@@ -57,6 +57,8 @@ def summarise(
         "balance": _balance(steps),
         "phases": _phases(steps),
         "data_wait_share": sum(step["data_wait_s"] for step in steps) / divisor_s,
+        # Not every kernel counts it, and lines of earlier versions do not have it.
+        "core_wait_share": sum(step.get("core_wait_s") or 0.0 for step in steps) / divisor_s,
         "decide_s_mean": _mean([step["decide_s"] for step in steps]),
         "exchange_bytes": sum(step["exchange"]["bytes"] for step in steps),
         "exchange_crossing_bytes": sum(step["exchange"]["crossing_bytes"] for step in steps),

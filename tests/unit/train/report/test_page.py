@@ -28,6 +28,7 @@ SUMMARY = {
     "balance": {"methods": {"mixed": 1, "joint": 2}, "why": "joint: 3 ms predicted (per_phase 4 ms)."},
     "phases": {"backbone": RATIOS},
     "data_wait_share": 0.01,
+    "core_wait_share": 0.25,
     "memory": {"peak_bytes": 2**30, "kind": "resident"},
     "bad_examples": 1,
     "bad_steps": 0,
@@ -41,6 +42,7 @@ def step(number):
         "step_s": 0.1,
         "data_wait_s": 0.0,
         "decide_s": 0.0,
+        "core_wait_s": 0.0,
         "actions": {"forward backbone": {"max_s": 0.1, "mean_s": 0.1}},
         "phases": {"backbone": PHASE},
     }

@@ -21,6 +21,7 @@ def step(number, loss):
         "mfu": 0.1,
         "data_wait_s": 0.0,
         "decide_s": 0.0,
+        "core_wait_s": 0.0,
         "exchange": {"bytes": 0, "crossing_bytes": 0},
         "memory": {"peak_bytes": 1, "kind": "resident"},
         "balance": {"methods": {"joint": 1}, "why": {}},
