@@ -31,15 +31,16 @@ def drawn(model: PreTrainedModel, where: str, seed: int) -> Iterator[tuple[str, 
     Take each value before asking for the next. Raises RuntimeError for a parameter that transformers leaves as it is.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for part_name, part, ancestors, is_whole in _parts(model, "", ()):
-        parameters = [*part.parameters(is_whole)]
-        own = [name for each in parameters if (name := names.pop(id(each), None))]
+    parts = [*_parts(model, "", ())]
+    sizes = [sum(each.numel() for each in part.parameters(is_whole)) for _, part, _, is_whole in parts]
+    # One for all parts: what is allocated part by part leaves the heap in pieces, which stay resident.
+    memory = torch.empty(max(sizes))
+    for part_name, part, ancestors, is_whole in parts:
+        own = [name for each in part.parameters(is_whole) if (name := names.pop(id(each), None))]
         if not own:
             continue
-        part.to_empty(device="cpu", recurse=is_whole)
+        _place_in(memory.fill_(torch.nan), part, is_whole)
         with torch.no_grad(), seeded(seed, f"{where} {part_name}"):
-            for parameter in part.parameters(is_whole):
-                parameter.fill_(torch.nan)
             for owner, module in _children_first(part, ancestors) if is_whole else ():
                 owner._init_weights(module)
             # A module may initialise what lies deeper; on the other parts, which are on meta, that does nothing.
@@ -47,11 +48,22 @@ def drawn(model: PreTrainedModel, where: str, seed: int) -> Iterator[tuple[str, 
                 _owner(ancestors[:count])._init_weights(ancestors[count - 1])
         for name in own:
             value = model.get_parameter(name).detach()
-            if value.is_floating_point() and torch.isnan(value.sum()):
+            if torch.isnan(value.sum()):
                 raise RuntimeError(f"{type(model).__name__} has no initialisation for {name}")
             yield name, value
-            del value
         part.to_empty(device="meta", recurse=is_whole)
+
+
+def _place_in(memory: Tensor, part: nn.Module, is_whole: bool) -> None:
+    """Give the parameters of a part on meta their storage: one after the other in `memory`."""
+    first = 0
+    for module in part.modules() if is_whole else (part,):
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                stop = first + parameter.numel()
+                value = memory[first:stop].view(parameter.shape)
+                module._parameters[key] = nn.Parameter(value, parameter.requires_grad)
+                first = stop
 
 
 def compute_buffers(model: PreTrainedModel) -> None:

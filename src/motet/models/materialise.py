@@ -64,16 +64,18 @@ def fill(
     missing = {plain[name]: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
     if not missing:
         return
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    # All at once, before anything is drawn: between tensors that come and go they would leave the heap in pieces.
+    values = {
+        id(parameter): nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+        for parameter in missing.values()
+    }
     for module in model.modules():
         for key, parameter in module._parameters.items():
-            places.setdefault(id(parameter), []).append((module, key))
+            if id(parameter) in values:
+                setattr(module, key, values[id(parameter)])
     for name, source in _sources(on_meta(family, model.config), where, family, path, seed):
         if name in missing:
-            parameter = missing.pop(name)
-            value = nn.Parameter(_own_rows(parameter, source, device), parameter.requires_grad)
-            for module, key in places[id(parameter)]:
-                setattr(module, key, value)
+            _copy_own_rows(source, values[id(missing.pop(name))])
     if missing:
         raise UserError(f"model.{where}.path: {path} lacks {min(missing)}, which it had when the model was built.")
 
@@ -86,17 +88,15 @@ def _sources(
     return (stored_tensors(shapes, family, path) or {}).items()
 
 
-def _own_rows(parameter: nn.Parameter, source: Source, device: torch.device) -> Tensor:
-    """The value of a parameter of the same kind, dtype and sharding, with this rank's rows of `source`."""
-    with torch.no_grad():
-        value = torch.empty_like(parameter, device=device)
-        if not isinstance(value, DTensor):
-            value.copy_(source[...])
-            return value
-        first, stop = _row_range(value)
-        if first < stop:
-            value.to_local().copy_(source[first:stop])
-        return value
+@torch.no_grad()
+def _copy_own_rows(source: Source, value: Tensor) -> None:
+    """Of a DTensor, the rows that this rank holds."""
+    if not isinstance(value, DTensor):
+        value.copy_(source[...])
+        return
+    first, stop = _row_range(value)
+    if first < stop:
+        value.to_local().copy_(source[first:stop])
 
 
 def _row_range(tensor: DTensor) -> tuple[int, int]:
