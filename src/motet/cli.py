@@ -95,9 +95,9 @@ def train_recipe(
     if is_dry_run:
         if trace or resume != "auto":
             raise UserError("--dry-run trains nothing, so --trace and --resume mean nothing beside it.")
-        from motet.planning.dry_run import dry_run
+        from motet.planning.dry_run import show_memory
 
-        dry_run(recipe, overrides or ())
+        show_memory(recipe, overrides or ())
         return
     from motet.train.recipe.recipe import load_recipe
     from motet.train.trainer import train as run_training

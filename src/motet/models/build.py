@@ -28,7 +28,7 @@ from motet.models.families.bounds import check_bounds
 from motet.models.families.registry import BACKBONES, ENCODERS, Family
 from motet.models.initialise import compute_buffers, seeded
 from motet.models.load import checked_config, load_pretrained, on_meta
-from motet.models.materialise import fill
+from motet.models.materialise import fill_parameters
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
 from motet.models.projector import Projector, ProjectorConfig
@@ -186,7 +186,7 @@ def _build_hf(
         if not shapes_only:
             compute_buffers(model)
             if not deferred:
-                fill(model, where, family, None, seed, torch.device("cpu"))
+                fill_parameters(model, where, family, None, seed, torch.device("cpu"))
     except UserError:
         raise
     except Exception as error:

@@ -40,11 +40,13 @@ def materialise(mllm: MLLM, config: ModelConfig, seed: int, device: torch.device
     It communicates nothing. Raises UserError if weights that were in a directory are there no longer.
     """
     where = "backbone"
-    fill(mllm.backbone.causal_lm, where, BACKBONES[config.backbone.family], config.backbone.path, seed, device)
+    fill_parameters(
+        mllm.backbone.causal_lm, where, BACKBONES[config.backbone.family], config.backbone.path, seed, device
+    )
     for name, part in config.encoders.items():
         if part.family:
             model, where = mllm.encoders[name].encoder.model, f"encoders.{name}"
-            fill(model, where, ENCODERS[part.family], part.path, seed, device)
+            fill_parameters(model, where, ENCODERS[part.family], part.path, seed, device)
     for module in mllm.modules():
         for key, buffer in module._buffers.items():
             module._buffers[key] = None if buffer is None else buffer.to(device)
@@ -53,7 +55,7 @@ def materialise(mllm: MLLM, config: ModelConfig, seed: int, device: torch.device
                 parameter.data = parameter.data.to(device)
 
 
-def fill(
+def fill_parameters(
     model: PreTrainedModel, where: str, family: Family, path: Path | None, seed: int, device: torch.device
 ) -> None:
     """Replace the parameters of an HF model that are on meta by their values on `device`, of a DTensor this rank's.

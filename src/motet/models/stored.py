@@ -22,7 +22,7 @@ from motet.models.load import is_stray, key_mapping
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class TensorInFile:
     """A tensor in a safetensors file. The file is mapped only while it is read: mapped pages count as memory."""
 
     file: Path
@@ -33,7 +33,7 @@ class StoredTensor:
             return opened.get_slice(self.key)[rows].clone()
 
 
-def stored_tensors(model: PreTrainedModel, family: Family, path: Path) -> dict[str, StoredTensor] | None:
+def stored_tensors(model: PreTrainedModel, family: Family, path: Path) -> dict[str, TensorInFile] | None:
     """Name in `model` -> tensor in `path`, as `from_pretrained` would load it, without reading any.
 
     model: of the family, on meta, without Blocks.
@@ -50,7 +50,7 @@ def stored_tensors(model: PreTrainedModel, family: Family, path: Path) -> dict[s
         or getattr(model.config, "transformers_weights", None)
     ):
         return None
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, TensorInFile] = {}
     transforms = get_model_conversion_mapping(model, key_mapping(family))
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
@@ -69,7 +69,7 @@ def stored_tensors(model: PreTrainedModel, family: Family, path: Path) -> dict[s
                         return None
                     if tuple(opened.get_slice(key).get_shape()) != tuple(needed[name].shape):
                         return None
-                    found[name] = StoredTensor(file, key)
+                    found[name] = TensorInFile(file, key)
     except (OSError, SafetensorError):
         return None
     return found if found.keys() == needed.keys() else None

@@ -22,13 +22,13 @@ from motet.simulate.show.report import out_of_memory
 from motet.train.recipe.recipe import load_recipe
 from motet.train.world import World, join_world
 
-NUM_BATCHES = 8
+_NUM_BATCHES = 8
 """Batches drawn from the data; what is shown is of the one that takes most."""
-MAX_ROWS = 16
+_MAX_ROWS = 16
 """Ranks in the table: those that hold most."""
 
 
-def dry_run(file: Path, overrides: Sequence[str]) -> None:
+def show_memory(file: Path, overrides: Sequence[str]) -> None:
     """Print the bytes of the ranks of `[cluster]`, else of the ranks at hand: this one, or those of torchrun.
 
     Raises UserError for what is wrong with the recipe, and if a rank needs more than its device has.
@@ -36,7 +36,7 @@ def dry_run(file: Path, overrides: Sequence[str]) -> None:
     with join_world("cpu") as world, world.together():
         if world.is_first:
             plan, job = _plan(file, overrides, world)
-            drawn = predictions(plan, job.workload, job.cost, NUM_BATCHES, balancing=job.balancing)
+            drawn = predictions(plan, job.workload, job.cost, _NUM_BATCHES, balancing=job.balancing)
             prediction = max(drawn, key=lambda each: int(each.peak_bytes.max()))
             _print(plan, prediction)
             if lacking := out_of_memory(plan, prediction):
@@ -68,15 +68,15 @@ def _plan(file: Path, overrides: Sequence[str], world: World) -> tuple[Plan, Job
 def _print(plan: Plan, prediction: Prediction) -> None:
     console, peaks = Console(), prediction.peak_bytes
     table = Table("rank", *prediction.memory_bytes, "all", title="Memory by rank, GB")
-    for place in sorted((-peaks).argsort(kind="stable")[:MAX_ROWS].tolist()):
+    for place in sorted((-peaks).argsort(kind="stable")[:_MAX_ROWS].tolist()):
         parts = (*(rows[place] for rows in prediction.memory_bytes.values()), peaks[place])
         table.add_row(str(prediction.ranks[place]), *(f"{size / 1e9:,.3f}" for size in parts))
     console.print(table)
-    among = f"the {MAX_ROWS} that hold most of {len(peaks):,} ranks" if len(peaks) > MAX_ROWS else "all ranks"
+    among = f"the {_MAX_ROWS} that hold most of {len(peaks):,} ranks" if len(peaks) > _MAX_ROWS else "all ranks"
     capacity = f"{prediction.capacity_bytes / 1e9:,.1f} GB"
     unit, each, device = plan.units[0], plan.microbatch_size, plan.cluster.device.name
     console.print(
-        f"Shown are {among}, in the fullest of {NUM_BATCHES} batches drawn; the device of each, {device}, has "
+        f"Shown are {among}, in the fullest of {_NUM_BATCHES} batches drawn; the device of each, {device}, has "
         f"{capacity}. A copy is shared by {unit.shard_size or (unit.dp if unit.zero else 1):,} ranks; a rank's "
         f"microbatch has {each:,} example{'s' if each > 1 else ''}.",
         highlight=False,

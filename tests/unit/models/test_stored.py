@@ -10,7 +10,7 @@ from motet.core.errors import UserError
 from motet.models.build import EncoderConfig, ModelConfig, build_mllm, build_modality
 from motet.models.export import export_hf
 from motet.models.families.registry import ENCODERS
-from motet.models.materialise import fill
+from motet.models.materialise import fill_parameters
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def test_towers_of_larger_checkpoints_are_read_by_the_slice(tiny, larger_checkpo
         expected = build_modality("x", config, tiny.dim, torch.float64, 0)
         found = build_modality("x", config, tiny.dim, torch.float64, 0, deferred=True)
         assert all(each.is_meta for each in found.encoder.model.parameters())
-        fill(found.encoder.model, "encoders.x", ENCODERS[family], config.path, 0, CPU)
+        fill_parameters(found.encoder.model, "encoders.x", ENCODERS[family], config.path, 0, CPU)
         for (name, one), (other_name, other) in zip(expected.named_parameters(), found.named_parameters(), strict=True):
             assert name == other_name and torch.equal(one, other) and one.requires_grad == other.requires_grad
         for (name, one), (other_name, other) in zip(expected.named_buffers(), found.named_buffers(), strict=True):
