@@ -86,8 +86,19 @@ def train_recipe(
             "run's checkpoints; PATH: go on from that checkpoint and delete none.",
         ),
     ] = "auto",
+    is_dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print what each rank would hold at the most, and train nothing."),
+    ] = False,
 ) -> None:
     """Train as a recipe says: alone, or as every rank of `torchrun ... -m motet train RECIPE.toml`."""
+    if is_dry_run:
+        if trace or resume != "auto":
+            raise UserError("--dry-run trains nothing, so --trace and --resume mean nothing beside it.")
+        from motet.planning.dry_run import show_memory
+
+        show_memory(recipe, overrides or ())
+        return
     from motet.train.recipe.recipe import load_recipe
     from motet.train.trainer import train as run_training
 

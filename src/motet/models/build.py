@@ -6,7 +6,6 @@ and an added encoder does not change the other modules.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,19 +17,22 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
-from motet.models.config_file import check_feature_layer, one_line, quiet_transformers, read_config
+from motet.models.config_file import check_feature_layer, one_line, read_config
 from motet.models.families.bounds import check_bounds
 from motet.models.families.registry import BACKBONES, ENCODERS, Family
-from motet.models.load import load_pretrained
+from motet.models.initialise import compute_buffers, seeded
+from motet.models.load import checked_config, load_pretrained, on_meta
+from motet.models.materialise import fill_parameters
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
 from motet.models.projector import Projector, ProjectorConfig
+from motet.models.stored import stored_tensors
 
 
 class EncoderConfig(BaseModel):
@@ -97,31 +99,40 @@ class ModelConfig(BaseModel):
         return encoders
 
 
-def build_mllm(config: ModelConfig, vocab_size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> MLLM:
+def build_mllm(
+    config: ModelConfig, vocab_size: int, dtype: torch.dtype = torch.float32, seed: int = 0, *, deferred: bool = False
+) -> MLLM:
     """The whole model on the CPU in `dtype`. vocab_size: the size of the tokenizer's vocabulary.
 
     Under `torch.device("meta")` the model has shapes only: it takes no memory and reads no weights.
+    deferred: leave parameters of HF models on meta, for `materialise` to fill in once the model is sharded. Whole at
+    once are then projectors, classes of the user's own, and weights in a directory that cannot be read by the slice.
     Raises UserError for an HF option that is unknown, out of bounds or not computed as in transformers; for a directory
     that is missing or holds another family; for a vocabulary smaller than vocab_size; for a custom class that does not
     fulfil the contract.
     """
-    backbone = build_backbone(config.backbone, vocab_size, dtype, seed)
-    encoders = {name: build_modality(name, part, backbone.dim, dtype, seed) for name, part in config.encoders.items()}
+    backbone = build_backbone(config.backbone, vocab_size, dtype, seed, deferred=deferred)
+    encoders = {
+        name: build_modality(name, part, backbone.dim, dtype, seed, deferred=deferred)
+        for name, part in config.encoders.items()
+    }
     return MLLM(encoders, backbone)
 
 
-def build_backbone(config: BackboneConfig, vocab_size: int, dtype: torch.dtype, seed: int) -> Backbone:
+def build_backbone(
+    config: BackboneConfig, vocab_size: int, dtype: torch.dtype, seed: int, *, deferred: bool = False
+) -> Backbone:
     """The backbone on the CPU; raises UserError as `build_mllm` does."""
     # HF's default padding token belongs to another vocabulary, and the row of a padding token is never trained.
     options = config.config if config.path else {"vocab_size": vocab_size, "pad_token_id": None} | config.config
-    causal_lm = _build_hf("backbone", BACKBONES[config.family], config.path, options, dtype, seed)
+    causal_lm = _build_hf("backbone", BACKBONES[config.family], config.path, options, dtype, seed, deferred)
     if (rows := causal_lm.config.vocab_size) < vocab_size:
         raise UserError(f"model.backbone: its vocabulary has {rows} entries, but the tokenizer needs {vocab_size}")
     return Backbone(causal_lm, train=config.train)
 
 
 def build_modality(
-    name: str, config: EncoderConfig, backbone_dim: int, dtype: torch.dtype, seed: int
+    name: str, config: EncoderConfig, backbone_dim: int, dtype: torch.dtype, seed: int, *, deferred: bool = False
 ) -> ModalityModule:
     """One encoder with its projector, on the CPU; raises UserError as `build_mllm` does."""
     if config.module:
@@ -130,11 +141,11 @@ def build_modality(
         family, where = ENCODERS[config.family], f"encoders.{name}"
         if config.path:
             check_feature_layer(where, family, config.path, config.feature_layer)
-        model = _build_hf(where, family, config.path, config.config, dtype, seed)
+        model = _build_hf(where, family, config.path, config.config, dtype, seed, deferred)
         options = {"feature_layer": config.feature_layer} if family.feature_layers else {}
         with _named(f"model.{where}"):
             encoder = family.adapter(model, **options)
-    with _seeded(seed, f"{name} projector"):
+    with seeded(seed, f"{name} projector"):
         projector = Projector(encoder.output_dim, backbone_dim, config.projector).to(dtype)
     with _named(f"model.encoders.{name}"):
         return ModalityModule(encoder, projector, config.train_encoder, config.train_projector)
@@ -150,22 +161,32 @@ def _named(where: str) -> Iterator[None]:
 
 
 def _build_hf(
-    where: str, family: Family, path: Path | None, options: dict[str, Any], dtype: torch.dtype, seed: int
-) -> nn.Module:
+    where: str,
+    family: Family,
+    path: Path | None,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    seed: int,
+    deferred: bool,
+) -> PreTrainedModel:
     options = deepcopy(options)  # HF writes its defaults into the tables of its caller.
     known = {field.name for field in fields(family.config)} - {field.name for field in fields(PreTrainedConfig)}
     if unknown := sorted(set(options) - known):
         raise UserError(f"model.{where}.config: {family.config.__name__} has no option {', '.join(unknown)}")
     check_bounds(f"model.{where}.config.", options)
-    on_meta = torch.get_default_device().type == "meta"
-    if path is not None and not on_meta:
-        return load_pretrained(where, family, path, options, dtype)
+    shapes_only = torch.get_default_device().type == "meta"
+    if path is not None and not shapes_only:
+        model = _laid_out(where, family, path, options) if deferred else None
+        return load_pretrained(where, family, path, options, dtype) if model is None else cast_parameters(model, dtype)
     try:
-        with quiet_transformers(), _seeded(seed, where):
-            hf_config = read_config(where, family, path, options) if path else family.config(**options)
-            family.check(hf_config, f"model.{where}.config.")
-            hf_config._attn_implementation = ATTENTION
-            model = family.model(hf_config)
+        hf_config = read_config(where, family, path, options) if path else family.config(**options)
+        family.check(hf_config, f"model.{where}.config.")
+        hf_config._attn_implementation = ATTENTION
+        model = cast_parameters(on_meta(family, hf_config), dtype)
+        if not shapes_only:
+            compute_buffers(model)
+            if not deferred:
+                fill_parameters(model, where, family, None, seed, torch.device("cpu"))
     except UserError:
         raise
     except Exception as error:
@@ -173,7 +194,22 @@ def _build_hf(
         raise UserError(
             f"model.{where}.config: no {family.config.model_type} model can be made of it ({one_line(error)})"
         ) from error
-    return cast_parameters(model, dtype)
+    return model
+
+
+def _laid_out(where: str, family: Family, path: Path, options: dict[str, Any]) -> PreTrainedModel | None:
+    """A model on meta whose weights can be read from `path` by the slice, or None. Raises as `load_pretrained` does."""
+    config = checked_config(where, family, path, options)
+    try:
+        model = on_meta(family, config)
+    except Exception:
+        return None  # load_pretrained says what is wrong.
+    if stored_tensors(model, family, path) is None:
+        return None
+    compute_buffers(model)
+    if model.can_generate() and (path / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    return model
 
 
 def _build_custom(name: str, config: EncoderConfig, seed: int) -> nn.Module:
@@ -184,7 +220,7 @@ def _build_custom(name: str, config: EncoderConfig, seed: int) -> nn.Module:
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(f"{where}: cannot be imported as package.module:Class ({error})") from error
     try:
-        with _seeded(seed, f"encoders.{name}"):
+        with seeded(seed, f"encoders.{name}"):
             encoder = encoder_class(**config.args)
     except TypeError as error:
         raise UserError(f"{where}: does not take the given args ({error})") from error
@@ -195,17 +231,8 @@ def _build_custom(name: str, config: EncoderConfig, seed: int) -> nn.Module:
     return encoder
 
 
-def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Cast the parameters of an HF model but not its buffers: rotary frequencies must stay float32."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
-
-
-@contextmanager
-def _seeded(seed: int, name: str) -> Iterator[None]:
-    """Seed the global CPU generator, from which modules initialise themselves, by name; restore it afterwards."""
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int.from_bytes(digest, "little") >> 1)
-        yield

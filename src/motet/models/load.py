@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from motet.core.errors import UserError
 from motet.core.files import irregular_kind
@@ -27,21 +28,14 @@ def load_pretrained(
     It never uses the network. Raises UserError for a missing directory, for another type of model, for weights that are
     missing or have another shape, and for weights of a backbone that its config does not describe.
     """
-    config = read_config(where, family, path, options)
-    config._attn_implementation = ATTENTION
-    if (path / "adapter_config.json").exists():
-        raise UserError(
-            f"model.{where}.path: {path} holds an adapter, which would be put into the model where peft is installed "
-            "and left out elsewhere; merge it into the weights first, and remove adapter_config.json."
-        )
-    _check_files(where, path)
+    config = checked_config(where, family, path, options)
     try:
         with quiet_transformers():
             model, info = family.model.from_pretrained(
                 path,
                 config=config,
                 dtype=dtype,
-                key_mapping={family.prefixes: ""} if family.prefixes else None,
+                key_mapping=key_mapping(family),
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
                 local_files_only=True,
@@ -60,13 +54,40 @@ def load_pretrained(
             f"model.{where}.path: {path} lacks {len(absent)} weights of {family.model.__name__}, {absent[0]} for one"
         )
     # A larger checkpoint holds more than its tower. A backbone's checkpoint must hold only weights of the model.
-    stray = [] if family.adapter else sorted(filter(_is_stray(config.num_hidden_layers), info["unexpected_keys"]))
+    stray = [] if family.adapter else sorted(filter(is_stray(config.num_hidden_layers), info["unexpected_keys"]))
     if stray:
         raise UserError(
             f"model.{where}.path: {path} holds {len(stray)} weights that {family.model.__name__} has no place for, "
             f"{stray[0]} for one; its config.json does not describe them"
         )
+    # transformers lets all that it has read be trained, also what its class freezes: Whisper's table of positions.
+    for name, parameter in on_meta(family, config).named_parameters():
+        model.get_parameter(name).requires_grad_(parameter.requires_grad)
     return model
+
+
+def on_meta(family: Family, config: PreTrainedConfig) -> PreTrainedModel:
+    """A model of the family with shapes only, in torch's default dtype. config: transformers may write into it."""
+    with quiet_transformers(), torch.device("meta"):
+        return family.model(deepcopy(config))
+
+
+def checked_config(where: str, family: Family, path: Path, options: dict[str, Any]) -> PreTrainedConfig:
+    """The config of `load_pretrained`; raises UserError for a directory whose files it must not read."""
+    config = read_config(where, family, path, options)
+    config._attn_implementation = ATTENTION
+    if (path / "adapter_config.json").exists():
+        raise UserError(
+            f"model.{where}.path: {path} holds an adapter, which would be put into the model where peft is installed "
+            "and left out elsewhere; merge it into the weights first, and remove adapter_config.json."
+        )
+    _check_files(where, path)
+    return config
+
+
+def key_mapping(family: Family) -> dict[str, str] | None:
+    """What transformers is to take from the names of weights: where the tower lies in a larger checkpoint."""
+    return {family.prefixes: ""} if family.prefixes else None
 
 
 def _check_files(where: str, path: Path) -> None:
@@ -82,11 +103,11 @@ def _check_files(where: str, path: Path) -> None:
             raise UserError(f"model.{where}.path: {index} names {str(name)[:40]!r}, which is no file beside it")
 
 
-def _is_stray(num_layers: int) -> Callable[[str], bool]:
+def is_stray(num_layers: int) -> Callable[[str], bool]:
     """Whether an unexpected weight is an error. A layer beyond num_layers, or an old rotary buffer, is none."""
 
-    def is_stray(name: str) -> bool:
+    def stray(name: str) -> bool:
         layer = re.search(r"\blayers\.(\d+)\.", name)
         return not (layer and int(layer[1]) >= num_layers) and not name.endswith("rotary_emb.inv_freq")
 
-    return is_stray
+    return stray

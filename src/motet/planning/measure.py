@@ -10,7 +10,6 @@ The recipe's own run is not touched.
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,14 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from motet.core.arrays import Int64Array
 from motet.core.cluster import Cluster
 from motet.core.errors import JointUserError, UserError
-from motet.cost.catalogue import device_called
 from motet.cost.profile import PROFILE_FILE
 from motet.data.order import ListedOrder
 from motet.dispatch import RankBatch
@@ -35,6 +32,7 @@ from motet.planner.command import PlanOutputs, find_plans, write_outputs
 from motet.planner.evaluation import Quota
 from motet.planner.job import Job
 from motet.planner.search_result import SearchResult
+from motet.planning.at_hand import device_at_hand
 from motet.planning.cluster import ClusterOptions, cluster_of
 from motet.planning.job import JobOptions, job_of_recipe
 from motet.planning.plan_of_recipe import obstacle, recipe_of_plan
@@ -168,21 +166,13 @@ def _job(request: MeasureRequest, world: World) -> Job:
         raise UserError(f"--measure runs real steps, and {request.recipe} has no [data] to train on; leave it out.")
     if request.options.workload is not None:
         raise UserError("--measure runs steps of the recipe's own data, so --workload cannot say other lengths.")
-    device, cluster = _device(load_recipe(request.recipe, request.overrides)), request.options.cluster
+    device, cluster = device_at_hand(load_recipe(request.recipe, request.overrides)), request.options.cluster
     if stated.cluster is None and cluster.num_nodes is None and cluster.ranks_per_node is None:
         cluster = ClusterOptions(cluster.device, world.num_ranks // world.ranks_per_node, world.ranks_per_node)
     _check_at_hand(cluster_of(request.recipe, stated.cluster, cluster, device or None), device, world)
     if stated.cluster is None and cluster.device is None:
         cluster = replace(cluster, device=device)
     return job_of_recipe(request.recipe, replace(request.options, cluster=cluster), request.overrides)
-
-
-def _device(recipe: Recipe) -> str:
-    """The catalogue's name of a rank's device; "" for a GPU that is not in it."""
-    if recipe.run.device == "cpu" or not torch.cuda.is_available():
-        return "cpu"
-    device = device_called(torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", "0"))))
-    return "" if device is None else device.name
 
 
 def _check_at_hand(cluster: Cluster, device: str, world: World) -> None:

@@ -17,6 +17,7 @@ from motet.data.order import GlobalOrder
 from motet.data.text import ChatTokenizer
 from motet.dispatch import ItemExchange, Orchestrator
 from motet.models.build import build_mllm
+from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
 from motet.runtime.clock import ActionClock
@@ -73,9 +74,8 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
     with world.together():
         dtype = _DTYPES[recipe.run.dtype]
         tokenizer = ChatTokenizer.from_directory(recipe.data.tokenizer)
-        model = build_mllm(recipe.model, tokenizer.vocabulary_size, dtype, recipe.run.seed)
+        model = build_mllm(recipe.model, tokenizer.vocabulary_size, dtype, recipe.run.seed, deferred=True)
         check_rows(recipe, model)
-        model.to(world.device)
         measured = read_measured(recipe, model_spec(model))
         orchestrator = build_orchestrator(
             recipe.balance,
@@ -96,6 +96,7 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
     with world.together():
         mesh = build_mesh(world.device, shard_size=recipe.fsdp.shard_size, ranks_per_node=world.ranks_per_node)
         shard(model, mesh, recipe.fsdp)
+        materialise(model, recipe.model, recipe.run.seed, world.device)
         optimizer = build_optimizer(model, recipe.optimizer)
     world.barrier()  # The clocks of all ranks start at the same moment.
     step = TrainStep(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from motet.models.build import BackboneConfig, EncoderConfig, ModelConfig, build_backbone, build_mllm, build_modality
@@ -115,3 +116,43 @@ def _one_thread():
 @pytest.fixture
 def tiny() -> Tiny:
     return Tiny()
+
+
+@pytest.fixture
+def larger_checkpoints(tiny):
+    """For each encoder family a larger HF model that holds such a tower: (model, its tower)."""
+    text = {
+        "hidden_size": 24,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 30,
+    }
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    language = text | special | {"num_key_value_heads": 2}
+    rotary = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 4]}}
+    options = tiny.encoders
+    siglip = transformers.SiglipModel(transformers.SiglipConfig(vision_config=options["siglip"], text_config=text))
+    clip = transformers.CLIPModel(transformers.CLIPConfig(vision_config=options["clip"], text_config=text))
+    dinov2 = transformers.Dinov2ForImageClassification(transformers.Dinov2Config(**options["dinov2"]))
+    vision = options["qwen2_vl"] | {"hidden_size": 24}
+    qwen2_vl = transformers.Qwen2VLForConditionalGeneration(
+        transformers.Qwen2VLConfig(vision_config=vision, text_config=language | rotary)
+    )
+    decoder = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8, "vocab_size": 20}
+    whisper = transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(**options["whisper"] | decoder | special, decoder_start_token_id=3)
+    )
+    qwen2_audio = transformers.Qwen2AudioForConditionalGeneration(
+        transformers.Qwen2AudioConfig(
+            audio_config=options["qwen2_audio"], text_config=language | {"model_type": "qwen2"}
+        )
+    )
+    return {
+        "siglip": (siglip, siglip.vision_model),
+        "clip": (clip, clip.vision_model),
+        "dinov2": (dinov2, dinov2.dinov2),
+        "qwen2_vl": (qwen2_vl, qwen2_vl.model.visual),
+        "whisper": (whisper, whisper.model.encoder),
+        "qwen2_audio": (qwen2_audio, qwen2_audio.model.audio_tower),
+    }

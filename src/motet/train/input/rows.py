@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.func import functional_call
 
 from motet.core.errors import UserError
 from motet.core.text_files import read_optional_object
@@ -99,12 +100,18 @@ def _preprocessed(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _run(name: str, transform: Transform, module: ModalityModule) -> None:
-    """Run the encoder on one small item. Raises UserError if it cannot take the rows."""
+    """Run the encoder on one small item, in shapes only if its weights are still to come (`models/materialise.py`).
+
+    Raises UserError if it cannot take the rows.
+    """
     sizes = transform.sizes(np.array([[1, 1]], dtype=np.int64))
     values = torch.zeros(int(sizes.prod()), transform.row_dim)
+    state = dict(module.named_parameters()) | dict(module.named_buffers())
+    if any(tensor.is_meta for tensor in state.values()):
+        values, state = values.to("meta"), {key: tensor.to("meta") for key, tensor in state.items()}
     try:
         with torch.no_grad():
-            module(values, torch.from_numpy(sizes))
+            functional_call(module, state, (values, torch.from_numpy(sizes)))
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(

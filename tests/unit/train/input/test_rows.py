@@ -40,14 +40,15 @@ def check(module, transform, path=None) -> None:
     check_rows(recipe, SimpleNamespace(encoders={name: module}))
 
 
-def encoder(family, **options):
+def encoder(family, deferred=False, **options):
     config = EncoderConfig(family=family, config=ENCODERS[family], **options)
-    return build_modality("it", config, 32, torch.float32, 0)
+    return build_modality("it", config, 32, torch.float32, 0, deferred=deferred)
 
 
+@pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("family", ENCODERS)
-def test_what_fits_passes(family):
-    check(encoder(family), RIGHT[family])
+def test_what_fits_passes_whether_or_not_weights_are_there(family, deferred):
+    check(encoder(family, deferred), RIGHT[family])
 
 
 @pytest.mark.parametrize(

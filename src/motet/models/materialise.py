@@ -1,0 +1,114 @@
+"""Gives a model that was laid out on meta, and perhaps sharded since, the weights of this rank, and no others.
+
+Weights come tensor by tensor, each drawn whole or as a slice of a file, and only this rank's rows of it are kept. So a
+rank holds its own share and one layer, and the numbers are those of the whole model, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from types import EllipsisType
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import PreTrainedModel
+
+from motet.core.errors import UserError
+from motet.models.block import plain_names
+from motet.models.families.registry import BACKBONES, ENCODERS, Family
+from motet.models.initialise import drawn
+from motet.models.load import on_meta
+from motet.models.mllm import MLLM
+from motet.models.stored import stored_tensors
+
+if TYPE_CHECKING:
+    from motet.models.build import ModelConfig
+
+
+class Source(Protocol):
+    """A whole weight: a tensor, or one in a file. Some of its rows are [first:stop], all of it is [...]."""
+
+    def __getitem__(self, rows: slice | EllipsisType, /) -> Tensor: ...
+
+
+def materialise(mllm: MLLM, config: ModelConfig, seed: int, device: torch.device) -> None:
+    """Fill in what `build_mllm(config, ..., deferred=True)` left on meta, and bring the rest of the model to `device`.
+
+    It communicates nothing. Raises UserError if weights that were in a directory are there no longer.
+    """
+    where = "backbone"
+    fill_parameters(
+        mllm.backbone.causal_lm, where, BACKBONES[config.backbone.family], config.backbone.path, seed, device
+    )
+    for name, part in config.encoders.items():
+        if part.family:
+            model, where = mllm.encoders[name].encoder.model, f"encoders.{name}"
+            fill_parameters(model, where, ENCODERS[part.family], part.path, seed, device)
+    for module in mllm.modules():
+        for key, buffer in module._buffers.items():
+            module._buffers[key] = None if buffer is None else buffer.to(device)
+        for parameter in module.parameters(recurse=False):
+            if not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.to(device)
+
+
+def fill_parameters(
+    model: PreTrainedModel, where: str, family: Family, path: Path | None, seed: int, device: torch.device
+) -> None:
+    """Replace the parameters of an HF model that are on meta by their values on `device`, of a DTensor this rank's.
+
+    path: the directory that holds them; None: they are drawn from `seed`. Tied parameters stay tied.
+    """
+    plain = plain_names(model)
+    missing = {plain[name]: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
+    if not missing:
+        return
+    # All at once, before anything is drawn: between tensors that come and go they would leave the heap in pieces.
+    values = {
+        id(parameter): nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+        for parameter in missing.values()
+    }
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if id(parameter) in values:
+                setattr(module, key, values[id(parameter)])
+    for name, source in _sources(on_meta(family, model.config), where, family, path, seed):
+        if name in missing:
+            _copy_own_rows(source, values[id(missing.pop(name))])
+    if missing:
+        raise UserError(f"model.{where}.path: {path} lacks {min(missing)}, which it had when the model was built.")
+
+
+def _sources(
+    shapes: PreTrainedModel, where: str, family: Family, path: Path | None, seed: int
+) -> Iterable[tuple[str, Source]]:
+    if path is None:
+        return drawn(shapes, where, seed)
+    return (stored_tensors(shapes, family, path) or {}).items()
+
+
+@torch.no_grad()
+def _copy_own_rows(source: Source, value: Tensor) -> None:
+    """Of a DTensor, the rows that this rank holds."""
+    if not isinstance(value, DTensor):
+        value.copy_(source[...])
+        return
+    first, stop = _row_range(value)
+    if first < stop:
+        value.to_local().copy_(source[first:stop])
+
+
+def _row_range(tensor: DTensor) -> tuple[int, int]:
+    """The rows of a sharded tensor that this rank holds, (first, stop), cut as torch.chunk cuts."""
+    first, stop = 0, tensor.shape[0]
+    for axis, placement in enumerate(tensor.placements):
+        if placement == Shard(0):
+            size = -(-(stop - first) // tensor.device_mesh.size(axis))
+            first = min(first + size * tensor.device_mesh.get_local_rank(axis), stop)
+            stop = min(first + size, stop)
+        elif placement != Replicate():
+            raise ValueError(f"a weight with the placement {placement} cannot be filled: rows are sharded, or nothing")
+    return first, stop

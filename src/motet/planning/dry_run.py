@@ -1,0 +1,84 @@
+"""`motet train --dry-run`: what each rank would hold at the most, by the memory model, before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from motet.core.errors import UserError
+from motet.core.plan import Plan, Unit
+from motet.planner.job import Job
+from motet.planning.at_hand import device_at_hand
+from motet.planning.cluster import ClusterOptions
+from motet.planning.job import JobOptions, job_of_recipe
+from motet.planning.plan_of_recipe import plan_of_recipe
+from motet.planning.planned_recipe import read_job_recipe
+from motet.simulate.predict.predict import predictions
+from motet.simulate.predict.prediction import Prediction
+from motet.simulate.show.report import out_of_memory
+from motet.train.recipe.recipe import load_recipe
+from motet.train.world import World, join_world
+
+_NUM_BATCHES = 8
+"""Batches drawn from the data; what is shown is of the one that takes most."""
+_MAX_ROWS = 16
+"""Ranks in the table: those that hold most."""
+
+
+def show_memory(file: Path, overrides: Sequence[str]) -> None:
+    """Print the bytes of the ranks of `[cluster]`, else of the ranks at hand: this one, or those of torchrun.
+
+    Raises UserError for what is wrong with the recipe, and if a rank needs more than its device has.
+    """
+    with join_world("cpu") as world, world.together():
+        if world.is_first:
+            plan, job = _plan(file, overrides, world)
+            drawn = predictions(plan, job.workload, job.cost, _NUM_BATCHES, balancing=job.balancing)
+            prediction = max(drawn, key=lambda each: int(each.peak_bytes.max()))
+            _print(plan, prediction)
+            if lacking := out_of_memory(plan, prediction):
+                raise UserError(f"{file} does not fit: {lacking}")
+
+
+def _plan(file: Path, overrides: Sequence[str], world: World) -> tuple[Plan, Job]:
+    """What is run, on what. A recipe of shapes says nothing of how it trains: it is sharded over all ranks."""
+    stated, given = read_job_recipe(file, overrides), ClusterOptions()
+    if stated.cluster is None and stated.has_data:
+        device = device_at_hand(load_recipe(file, overrides))
+        if not device:
+            raise UserError(f"{file}: this GPU is not in the catalogue, so [cluster] must name one and its memory.")
+        given = ClusterOptions(device, world.num_ranks // world.ranks_per_node, world.ranks_per_node)
+    job = job_of_recipe(file, JobOptions(given), overrides)
+    if stated.has_data:
+        return plan_of_recipe(load_recipe(file, overrides), job.model, job.cluster), job
+    num_ranks = job.cluster.num_ranks
+    size, left = divmod(job.batch_size, num_ranks)
+    if left or not size:
+        raise UserError(f"{file}: run.batch_size = {job.batch_size} must be a multiple of the {num_ranks} ranks.")
+    unit = Unit("all", (job.model.num_blocks,), dp=num_ranks, zero=3 if num_ranks > 1 else 0)
+    plan = Plan(
+        job.model, job.cluster, (unit,), job.batch_size, size, schedule="data_parallel", precision=job.precision
+    )
+    return plan, job
+
+
+def _print(plan: Plan, prediction: Prediction) -> None:
+    console, peaks = Console(), prediction.peak_bytes
+    table = Table("rank", *prediction.memory_bytes, "all", title="Memory by rank, GB")
+    for place in sorted((-peaks).argsort(kind="stable")[:_MAX_ROWS].tolist()):
+        parts = (*(rows[place] for rows in prediction.memory_bytes.values()), peaks[place])
+        table.add_row(str(prediction.ranks[place]), *(f"{size / 1e9:,.3f}" for size in parts))
+    console.print(table)
+    among = f"the {_MAX_ROWS} that hold most of {len(peaks):,} ranks" if len(peaks) > _MAX_ROWS else "all ranks"
+    capacity = f"{prediction.capacity_bytes / 1e9:,.1f} GB"
+    unit, each, device = plan.units[0], plan.microbatch_size, plan.cluster.device.name
+    console.print(
+        f"Shown are {among}, in the fullest of {_NUM_BATCHES} batches drawn; the device of each, {device}, has "
+        f"{capacity}. A copy is shared by {unit.shard_size or (unit.dp if unit.zero else 1):,} ranks; a rank's "
+        f"microbatch has {each:,} example{'s' if each > 1 else ''}.",
+        highlight=False,
+        markup=False,
+    )
