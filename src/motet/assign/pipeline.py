@@ -14,7 +14,7 @@ from motet.core.arrays import Int64Array
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.schedule.layout import num_microbatches
-from motet.schedule.plan_units import colocated_units
+from motet.schedule.plan_units import units_in_bubbles
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ def assign_batching(plan: Plan, batch: BatchLengths, batching: Batching) -> Step
     """
     count = num_microbatches(plan)
     num_indexes = plan.batch_size // count
-    backbone, in_bubbles = plan.unit_of(BACKBONE), colocated_units(plan)
+    backbone, in_bubbles = plan.unit_of(BACKBONE), units_in_bubbles(plan)
     modules = {}
     for module in plan.model.modules:
         unit, items = plan.unit_of(module.name), batch.of(module.name)

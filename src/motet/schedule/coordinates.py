@@ -70,7 +70,7 @@ def ranks_of(layout: Layout, program_rank: int, island: int) -> range:
 
 def host_of(layout: Layout, unit: Unit) -> Unit:
     """The unit whose ranks a unit runs on: the backbone's unit if it runs in bubbles, else itself."""
-    return layout.backbone if unit in layout.colocated else unit
+    return layout.backbone if unit in layout.in_bubbles else unit
 
 
 def replica_of(layout: Layout, stage: PlannedStage, island: int) -> int:

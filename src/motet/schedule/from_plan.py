@@ -166,13 +166,13 @@ def _planned_program(
 
 def _pipelined(layout: Layout) -> PlannedProgram:
     program, stages, shares = _unfilled(layout, any("." in fill.before for fill in layout.plan.fills))
-    if layout.colocated:
+    if layout.in_bubbles:
         program, added = _filled(layout, program)
         stages += added
     zero = {number: stage.zero for number, stage in enumerate(stages) if len(stage.data_ranks) > 1}
     program = add_data_parallel(program, zero, [number for number, stage in enumerate(stages) if stage.trainable])
     device = layout.plan.cluster.device
-    if layout.colocated and not device.overlaps and dry_run(program, blocking=True).cycle:
+    if layout.in_bubbles and not device.overlaps and dry_run(program, blocking=True).cycle:
         raise UserError(
             f"encoders in bubbles and the backbone wait for each other on device {device.name!r}, whose communication "
             "holds up computation: encoders need zero 0 there, with no parameters to gather."
@@ -255,7 +255,7 @@ def _encoder_pipelines(layout: Layout, program: Program) -> Iterator[tuple[Encod
     backbone = [stage for stage in layout.stages if stage.unit is layout.backbone]
     number = program.num_stages
     sinks = _first_backbone_stages(layout)
-    for unit in layout.colocated:
+    for unit in layout.in_bubbles:
         num_pipelines = layout.backbone.pp // unit.pp
         for replica in range(layout.num_replicas(layout.backbone)):
             on_rank = {stage.rank: stage for stage in backbone if stage.replica == replica}

@@ -21,7 +21,7 @@ from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.schedule.check.fit import check_fit
 from motet.schedule.generators.disaggregated import Island, Pipeline, UnitEdge, island
-from motet.schedule.plan_units import backbone_unit, colocated_units, pipelined_units
+from motet.schedule.plan_units import backbone_unit, pipelined_units, units_in_bubbles
 
 MAX_PARTS = 16
 """Most parts of a module's pass in a "data_parallel" Program. It is enough to show which gathers overlap compute."""
@@ -120,7 +120,7 @@ class Layout:
 
     backbone:         the backbone's unit.
     units:            the units with ranks of their own, in the Plan's order.
-    colocated:        the units that run in the backbone's bubbles.
+    in_bubbles:       the units that run in the backbone's bubbles.
     num_islands:      number of islands of the job (`core/plan.py`).
     num_microbatches: microbatches of a step.
 
@@ -139,7 +139,7 @@ class Layout:
         self.plan = plan
         self.backbone = backbone_unit(plan)
         self.units = pipelined_units(plan)
-        self.colocated = colocated_units(plan)
+        self.in_bubbles = units_in_bubbles(plan)
         whole = plan.schedule == "data_parallel"
         self.num_islands = 1 if whole else gcd(*(unit.dp for unit in self.units))
         self.num_microbatches = num_microbatches(plan)

@@ -11,7 +11,7 @@ def backbone_unit(plan: Plan) -> Unit:
     return plan.unit_of(BACKBONE)
 
 
-def colocated_units(plan: Plan) -> tuple[Unit, ...]:
+def units_in_bubbles(plan: Plan) -> tuple[Unit, ...]:
     """Encoder units that run on the ranks of the backbone's unit, in its bubbles (Optimus section 3.1)."""
     backbone = backbone_unit(plan)
     return tuple(unit for unit in plan.units if unit is not backbone and unit.first_rank == backbone.first_rank)
@@ -19,5 +19,5 @@ def colocated_units(plan: Plan) -> tuple[Unit, ...]:
 
 def pipelined_units(plan: Plan) -> tuple[Unit, ...]:
     """The units that have ranks of their own. The backbone's unit is one of them."""
-    colocated = colocated_units(plan)
-    return tuple(unit for unit in plan.units if unit not in colocated)
+    in_bubbles = units_in_bubbles(plan)
+    return tuple(unit for unit in plan.units if unit not in in_bubbles)

@@ -10,7 +10,7 @@ from motet.core.errors import UserError
 from motet.core.plan import Fill, Unit
 from motet.schedule import Kind, coarse_fills, dumps, fillable, loads, planned, program_of, validate
 from motet.schedule.generators.bubble_filling import EncoderPipeline
-from motet.schedule.plan_units import colocated_units
+from motet.schedule.plan_units import units_in_bubbles
 from unit.schedule.plans import PLANS, VLM, model, plan
 
 COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)
@@ -41,7 +41,7 @@ def without_overlap(of):
 
 
 def test_where_communication_holds_the_compute_stream_every_plan_can_still_run(any_plan):
-    units = tuple(replace(unit, zero=0 if colocated_units(any_plan) else unit.zero) for unit in any_plan.units)
+    units = tuple(replace(unit, zero=0 if units_in_bubbles(any_plan) else unit.zero) for unit in any_plan.units)
     validate(program_of(without_overlap(replace(any_plan, units=units))), blocking=True)
 
 

@@ -12,7 +12,7 @@ from motet.core.errors import UserError
 from motet.core.limits import check_size
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
-from motet.schedule.plan_units import backbone_unit, colocated_units, pipelined_units
+from motet.schedule.plan_units import backbone_unit, pipelined_units, units_in_bubbles
 
 MAX_MICROBATCHES = 100_000
 """Most microbatches of a replica in a step. Real steps take up to thousands; a mistyped batch size takes the host's
@@ -112,7 +112,7 @@ def _check_order(plan: Plan) -> None:
         unit, other = plan.unit_of(source), plan.unit_of(sink)
         if sink in replicated or (source in replicated and sink != BACKBONE):
             raise UserError(f"{source!r} feeds {sink!r}; only what feeds the backbone alone can be replicated.")
-        if other in colocated_units(plan) or (unit in colocated_units(plan) and other is not backbone_unit(plan)):
+        if other in units_in_bubbles(plan) or (unit in units_in_bubbles(plan) and other is not backbone_unit(plan)):
             raise UserError(
                 f"{source!r} feeds {sink!r}; what runs in the backbone's bubbles may feed the backbone alone."
             )
@@ -146,7 +146,7 @@ def _check_ranks(plan: Plan) -> None:
                 f"the cluster has ranks 0 to {plan.cluster.num_ranks - 1}."
             )
     backbone = backbone_unit(plan)
-    for unit in colocated_units(plan):
+    for unit in units_in_bubbles(plan):
         if unit.num_ranks != backbone.num_ranks:
             raise UserError(
                 f"unit {unit.name!r} has {unit.num_ranks} ranks and shares some with the backbone, which has "
@@ -188,7 +188,7 @@ def _check_batch(plan: Plan) -> None:
             f"batch_size is {plan.batch_size:,}, which is {num_microbatches:,} microbatches on each replica of "
             f"the backbone; there may be {MAX_MICROBATCHES:,}."
         )
-    for unit in colocated_units(plan):
+    for unit in units_in_bubbles(plan):
         if num_microbatches < backbone.pp // unit.pp:
             raise UserError(
                 f"unit {unit.name!r} has {backbone.pp // unit.pp} pipelines beside each of the backbone's, which takes "
@@ -224,7 +224,7 @@ def _check_schedule(plan: Plan) -> None:
         )
     if plan.deferred_warmup and kind != "interleaved_1f1b":
         raise UserError(f"deferred_warmup is of 'interleaved_1f1b'; the schedule is {kind!r}.")
-    if plan.fills and not colocated_units(plan):
+    if plan.fills and not units_in_bubbles(plan):
         raise UserError("there are fills, but no unit shares the backbone's ranks; fills place the work of such units.")
     if kind == "data_parallel":
         _check_data_parallel(plan, backbone)
@@ -256,7 +256,7 @@ def _check_examples(plan: Plan) -> None:
 
 
 def _check_data_parallel(plan: Plan, unit: Unit) -> None:
-    if unit.pp * unit.cp > 1 or unit.replicated or colocated_units(plan):
+    if unit.pp * unit.cp > 1 or unit.replicated or units_in_bubbles(plan):
         raise UserError(
             f"unit {unit.name!r}: under 'data_parallel' one unit holds all modules in one stage, with pp and cp 1."
         )

@@ -10,7 +10,7 @@ from motet.core.plan import Unit
 from motet.core.spec import ModelSpec, Module
 from motet.cost.memory import mixed_precision, state_bytes
 from motet.schedule import Kind, planned
-from motet.schedule.plan_units import colocated_units
+from motet.schedule.plan_units import units_in_bubbles
 from motet.simulate.predict.memory import MAX_LOGITS, memory_of
 from motet.simulate.predict.predict import assign_batch
 from motet.simulate.predict.stage_pricing import Pricing
@@ -78,7 +78,7 @@ def activations_of(made, found, batch, rank):
     islands = num_islands(made, found.stages)
     first = 0
     for unit in made.units:
-        if unit in colocated_units(made):
+        if unit in units_in_bubbles(made):
             continue
         place, in_island = (rank - unit.first_rank) // (unit.cp * unit.tp), unit.dp // islands
         if 0 <= place < unit.dp * unit.pp:
