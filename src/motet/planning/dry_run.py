@@ -68,16 +68,18 @@ def _plan(file: Path, overrides: Sequence[str], world: World) -> tuple[Plan, Job
 def _print(plan: Plan, prediction: Prediction) -> None:
     console, peaks = Console(), prediction.peak_bytes
     table = Table("rank", *prediction.memory_bytes, "all", title="Memory by rank, GB")
-    for place in sorted((-peaks).argsort(kind="stable")[:_MAX_ROWS].tolist()):
-        parts = (*(rows[place] for rows in prediction.memory_bytes.values()), peaks[place])
-        table.add_row(str(prediction.ranks[place]), *(f"{size / 1e9:,.3f}" for size in parts))
+    for row in sorted((-peaks).argsort(kind="stable")[:_MAX_ROWS].tolist()):
+        parts = (*(held[row] for held in prediction.memory_bytes.values()), peaks[row])
+        table.add_row(str(prediction.ranks[row]), *(f"{size / 1e9:,.3f}" for size in parts))
     console.print(table)
     among = f"the {_MAX_ROWS} that hold most of {len(peaks):,} ranks" if len(peaks) > _MAX_ROWS else "all ranks"
     capacity = f"{prediction.capacity_bytes / 1e9:,.1f} GB"
     unit, each, device = plan.units[0], plan.microbatch_size, plan.cluster.device.name
+    num_sharing = unit.shard_size or (unit.dp if unit.zero else 1)
+    copies = f"A copy is shared by {num_sharing:,} ranks" if num_sharing > 1 else "Each rank holds a whole copy"
     console.print(
         f"Shown are {among}, in the fullest of {_NUM_BATCHES} batches drawn; the device of each, {device}, has "
-        f"{capacity}. A copy is shared by {unit.shard_size or (unit.dp if unit.zero else 1):,} ranks; a rank's "
+        f"{capacity}. {copies}; a rank's "
         f"microbatch has {each:,} example{'s' if each > 1 else ''}.",
         highlight=False,
         markup=False,
