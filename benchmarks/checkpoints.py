@@ -31,9 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from rich.console import Console
-from rich.table import Table
-from rows import Row, write_rows
+from rows import Row, finish, show
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -196,7 +194,7 @@ def all_whole(folder: Path) -> bool:
         return False
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
@@ -210,16 +208,10 @@ def main() -> int:
         rows += speed(asked.ranks, asked.pairs)
     if asked.only != "speed":
         rows += kills(asked.ranks, asked.kills, asked.seed)
-    table = Table("", "measured", "goal", "met")
     for row in rows:
-        table.add_row(
-            row.name, f"{row.value:.3g}", "" if row.goal is None else f"{row.goal:g}", "yes" if row.met else "NO"
-        )
-    Console().print(table)
-    if asked.json:
-        write_rows(asked.json, rows, seed=asked.seed)
-    return 0 if all(row.met for row in rows) else 1
+        show(row)
+    finish(rows, asked.json, seed=asked.seed)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

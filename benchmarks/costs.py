@@ -11,16 +11,13 @@ each phase: "step" is the sum of those over phases, of the one over that of the 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from rows import ROOT, Row, write_rows
+from rows import ROOT, Row, finish, show
 
 from motet.analyze.lengths import read_lengths
 from motet.balance import Choice, Packed, StepCosts, choose, score
@@ -134,15 +131,10 @@ def main() -> None:
     if given.only in (None, "time"):
         model = read_job_recipe(ROOT / "recipes" / f"{MODELS[0]}.toml").model
         rows += time_decisions(model, workload, given.seed)
-    shown = Table("what", "value", "goal")
+    print(f"lengths of {workload.source}")
     for row in rows:
-        goal = "" if row.goal is None else f"{row.goal:.3f}{'' if row.met else ', missed'}"
-        shown.add_row(row.name, f"{row.value:.3f}", goal)
-    Console(width=120).print(f"lengths of {workload.source}", shown)
-    if given.json:
-        write_rows(given.json, rows)
-    if not all(row.met for row in rows):
-        sys.exit(1)
+        show(row)
+    finish(rows, given.json)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from rows import Row, commit_of, write_rows
+from rows import Row, commit_of, finish, show
 
 NUM_RANKS = 2
 MOST = 1.02
@@ -212,11 +212,8 @@ def main() -> None:
         print(f"pair {number + 1} of {given.pairs}: load {os.getloadavg()[0]:.1f}", flush=True)
     rows = compare(pairs)
     for row in rows:
-        goal = "" if row.goal is None else f"  goal <= {row.goal}: {'met' if row.met else 'missed'}"
-        print(f"{row.name:66} {row.value:10.4f}{goal}")
-    if given.json is not None:
-        write_rows(given.json, rows, against=commit_of(given.against), seed=given.seed)
-    sys.exit(not all(row.met for row in rows))
+        show(row)
+    finish(rows, given.json, against=commit_of(given.against), seed=given.seed)
 
 
 if __name__ == "__main__":

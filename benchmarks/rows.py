@@ -1,4 +1,4 @@
-"""What a benchmark measured: rows with their goals, and the file that they are stored in."""
+"""What a benchmark measured: rows with their goals, how they are shown and stored, and what a missed goal ends with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,3 +37,16 @@ def write_rows(path: Path, rows: Sequence[Row], **about: Any) -> None:
     document = {"commit": commit_of(), "device": "cpu", "emulated": False, **about}
     document["rows"] = [asdict(row) for row in rows]
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def show(row: Row) -> None:
+    """Print a row, and whether its goal is met."""
+    goal = "" if row.goal is None else f"   goal {row.goal:g}, {'met' if row.met else 'MISSED'}"
+    print(f"{row.name:<80} {row.value:10.4g}{goal}", flush=True)
+
+
+def finish(rows: Sequence[Row], path: Path | None, **about: Any) -> NoReturn:
+    """Store the rows, if there is a path, and end the program: with exit code 1 if a goal is missed, else 0."""
+    if path is not None:
+        write_rows(path, rows, **about)
+    raise SystemExit(0 if all(row.met for row in rows) else 1)

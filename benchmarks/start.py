@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rows import Row, write_rows
+from rows import Row, finish, show
 from torch.distributed.tensor import DTensor
 
 from motet.models.build import ModelConfig, build_mllm
@@ -123,10 +123,8 @@ def main() -> None:
     for source in (given.only,) if given.only else ("drawn", "read"):
         for row in measure(source, given.seed):
             rows.append(row)
-            goal = "" if row.goal is None else f"  goal {row.goal:.1f}, {'met' if row.met else 'MISSED'}"
-            print(f"{row.name:45}{row.value:10.1f}{goal}", flush=True)
-    if given.json:
-        write_rows(given.json, rows, seed=given.seed, dtype="float32")
+            show(row)
+    finish(rows, given.json, seed=given.seed, dtype="float32")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rows import ROOT, Row, write_rows
+from rows import ROOT, Row, finish, show
 from step_time import MEL_BINS, MODEL, PATCH_DIM, VOCABULARY, Batch, read_table
 
 from motet.analyze.lengths import read_lengths
@@ -203,11 +203,8 @@ def main() -> None:
     if not rows:
         parser.error(f"--only {asked.only}: it is no part of predicted or of measured")
     for row in rows:
-        goal = "" if row.goal is None else f"   goal {row.goal:g} {'met' if row.met else 'MISSED'}"
-        print(f"{row.name:<60} {row.value:10.4g}{goal}")
-    if asked.json:
-        write_rows(asked.json, rows, seed=asked.seed)
-    raise SystemExit(0 if all(row.met for row in rows) else 1)
+        show(row)
+    finish(rows, asked.json, seed=asked.seed)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from rows import ROOT, Row, write_rows
+from rows import ROOT, Row, finish, show
 
 from motet.analyze.lengths import read_lengths
 from motet.assign.balancing import operation_costs
@@ -125,11 +125,8 @@ def main() -> None:
     asked = parser.parse_args()
     rows = measure(asked.lengths, asked.seed, asked.only)
     for row in rows:
-        goal = "" if row.goal is None else f"   goal {row.goal:g} {'met' if row.met else 'MISSED'}"
-        print(f"{row.name:<75} {row.value:8.4f}{goal}")
-    if asked.json:
-        write_rows(asked.json, rows, seed=asked.seed)
-    raise SystemExit(0 if all(row.met for row in rows) else 1)
+        show(row)
+    finish(rows, asked.json, seed=asked.seed)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from pathlib import Path
 
 import numpy as np
 from executor import NUM_RANKS, Ranks, interval
-from rows import Row, write_rows
+from rows import Row, finish, show
 from step_time import read_table, sample_table
 from trainers_work import (
     BETAS,
@@ -346,12 +346,9 @@ def main() -> None:
                 pairs.append(run_pair(given.peers_python, told, number, given.rounds))
                 print(f"{name}: pair {number + 1} of {given.pairs}: load {os.getloadavg()[0]:.1f}", flush=True)
             for row in rows_of(case, pairs, tokens):
-                goal = "" if row.goal is None else f"  goal {row.goal}: {'met' if row.met else 'missed'}"
-                print(f"{row.name:110} {row.value:10.4g}{goal}", flush=True)
+                show(row)
                 rows.append(row)
-    if given.json is not None:
-        write_rows(given.json, rows, seed=given.seed, lengths=given.lengths.name if given.lengths.is_file() else None)
-    sys.exit(not all(row.met for row in rows))
+    finish(rows, given.json, seed=given.seed, lengths=given.lengths.name if given.lengths.is_file() else None)
 
 
 def num_tokens(example: Example) -> int:

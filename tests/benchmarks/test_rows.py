@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from benchmark import benchmark
 
 with benchmark("rows") as rows:
@@ -27,3 +29,14 @@ def test_what_is_stored(tmp_path):
             {"name": "b", "value": 3.0, "goal": None, "met": True},
         ],
     }
+
+
+@pytest.mark.parametrize(("value", "code", "said"), [(0.5, 0, "goal 1, met"), (1.5, 1, "goal 1, MISSED")])
+def test_a_missed_goal_is_said_and_ends_with_exit_code_1(tmp_path, capsys, value, code, said):
+    found = [Row("a", value, 1.0), Row("b", 3.0)]
+    rows.show(found[0])
+    assert said in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        rows.finish(found, tmp_path / "rows.json")
+    assert end.value.code == code
+    assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 2
