@@ -19,6 +19,8 @@ from motet.models.attention import ATTENTION
 from motet.models.config_file import one_line, quiet_transformers, read_config
 from motet.models.families.registry import Family
 
+INDEX = "model.safetensors.index.json"
+
 
 def load_pretrained(
     where: str, family: Family, path: Path, options: dict[str, Any], dtype: torch.dtype
@@ -92,15 +94,21 @@ def key_mapping(family: Family) -> dict[str, str] | None:
 
 def _check_files(where: str, path: Path) -> None:
     """Raise UserError for a pipe, on which HF would wait forever, and for an index that names files outside `path`."""
-    index = path / "model.safetensors.index.json"
+    index = path / INDEX
     for file in (*path.glob("*.safetensors"), *([index] if os.path.lexists(index) else [])):
         if kind := irregular_kind(file) if file.exists() else None:
             raise UserError(f"model.{where}.path: {file} is {kind}, not a regular file")
-    contents = read_json(index) if index.is_file() else None
-    weight_map = contents.get("weight_map") if isinstance(contents, dict) else None
-    for name in weight_map.values() if isinstance(weight_map, dict) else ():
+    for name in indexed_files(path):
         if not isinstance(name, str) or name != os.path.basename(name):
             raise UserError(f"model.{where}.path: {index} names {str(name)[:40]!r}, which is no file beside it")
+
+
+def indexed_files(path: Path) -> list[Any]:
+    """The file of each weight that the index of a directory names; empty without one, or without such a table."""
+    index = path / INDEX
+    contents = read_json(index) if index.is_file() else None
+    weight_map = contents.get("weight_map") if isinstance(contents, dict) else None
+    return list(weight_map.values()) if isinstance(weight_map, dict) else []
 
 
 def is_stray(num_layers: int) -> Callable[[str], bool]:

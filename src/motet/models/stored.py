@@ -6,7 +6,6 @@ to `load.py`, which loads a module whole.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
@@ -18,7 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from motet.models.families.registry import Family
-from motet.models.load import is_stray, key_mapping
+from motet.models.load import indexed_files, is_stray, key_mapping
 
 
 @dataclass(frozen=True)
@@ -77,13 +76,9 @@ def stored_tensors(model: PreTrainedModel, family: Family, path: Path) -> dict[s
 
 def _files(path: Path) -> list[Path] | None:
     """The files that transformers would read, or None if it would search further."""
-    whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if any(path.glob("shard-*.safetensors")):
         return None
+    whole = path / "model.safetensors"
     if whole.is_file():
         return [whole]
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return [path / name for name in sorted(set(weight_map.values()))]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    return [path / name for name in sorted({name for name in indexed_files(path) if isinstance(name, str)})] or None
