@@ -14,12 +14,12 @@ from motet.planner.job import Job
 from motet.planning.at_hand import device_at_hand
 from motet.planning.cluster import ClusterOptions
 from motet.planning.job import JobOptions, job_of_recipe
-from motet.planning.plan_of_recipe import plan_of_recipe
-from motet.planning.planned_recipe import read_job_recipe
+from motet.planning.plan_of_recipe import read_recipe_as_plan
 from motet.simulate.predict.predict import predictions
 from motet.simulate.predict.prediction import Prediction
 from motet.simulate.show.report import out_of_memory
 from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.toml_text import read_recipe
 from motet.train.world import World, join_world
 
 _NUM_BATCHES = 8
@@ -45,15 +45,9 @@ def show_memory(file: Path, overrides: Sequence[str]) -> None:
 
 def _plan(file: Path, overrides: Sequence[str], world: World) -> tuple[Plan, Job]:
     """What is run, on what. A recipe of shapes says nothing of how it trains: it is sharded over all ranks."""
-    stated, given = read_job_recipe(file, overrides), ClusterOptions()
-    if stated.cluster is None and stated.has_data:
-        device = device_at_hand(load_recipe(file, overrides))
-        if not device:
-            raise UserError(f"{file}: this GPU is not in the catalogue, so [cluster] must name one and its memory.")
-        given = ClusterOptions(device, world.num_ranks // world.ranks_per_node, world.ranks_per_node)
-    job = job_of_recipe(file, JobOptions(given), overrides)
-    if stated.has_data:
-        return plan_of_recipe(load_recipe(file, overrides), job.model, job.cluster), job
+    if "data" in read_recipe(file, overrides).tables:
+        return read_recipe_as_plan(file, overrides, JobOptions(_cluster(file, overrides, world)))
+    job = job_of_recipe(file, JobOptions(ClusterOptions()), overrides)
     num_ranks = job.cluster.num_ranks
     size, left = divmod(job.batch_size, num_ranks)
     if left or not size:
@@ -63,6 +57,17 @@ def _plan(file: Path, overrides: Sequence[str], world: World) -> tuple[Plan, Job
         job.model, job.cluster, (unit,), job.batch_size, size, schedule="data_parallel", precision=job.precision
     )
     return plan, job
+
+
+def _cluster(file: Path, overrides: Sequence[str], world: World) -> ClusterOptions:
+    """The ranks at hand, unless the recipe names a cluster."""
+    recipe = load_recipe(file, overrides)
+    if recipe.cluster is not None:
+        return ClusterOptions()
+    device = device_at_hand(recipe)
+    if not device:
+        raise UserError(f"{file}: this GPU is not in the catalogue, so [cluster] must name one and its memory.")
+    return ClusterOptions(device, world.num_ranks // world.ranks_per_node, world.ranks_per_node)
 
 
 def _print(plan: Plan, prediction: Prediction) -> None:
@@ -79,8 +84,7 @@ def _print(plan: Plan, prediction: Prediction) -> None:
     copies = f"A copy is shared by {num_sharing:,} ranks" if num_sharing > 1 else "Each rank holds a whole copy"
     console.print(
         f"Shown are {among}, in the fullest of {_NUM_BATCHES} batches drawn; the device of each, {device}, has "
-        f"{capacity}. {copies}; a rank's "
-        f"microbatch has {each:,} example{'s' if each > 1 else ''}.",
+        f"{capacity}. {copies}; a rank's microbatch has {each:,} example{'s' if each > 1 else ''}.",
         highlight=False,
         markup=False,
     )
