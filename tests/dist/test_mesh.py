@@ -35,3 +35,15 @@ class NoBlocks(nn.Module):
 def test_recomputation_without_blocks_is_refused():
     with pytest.raises(UserError, match="module 'backbone' names no blocks that can be recomputed"):
         shard(NoBlocks(), None, FSDPConfig(recompute=True))
+
+
+@pytest.mark.parametrize(
+    ("recompute", "said"),
+    [
+        ({"bakbone": 1}, "there is no module 'bakbone'; the model has backbone"),
+        ({"backbone": 1}, "fsdp.recompute.backbone is 1, but 'backbone' has 0 blocks"),
+    ],
+)
+def test_a_table_of_recomputation_that_does_not_fit_is_refused(recompute, said):
+    with pytest.raises(UserError, match=said):
+        shard(NoBlocks(), None, FSDPConfig(recompute=recompute))

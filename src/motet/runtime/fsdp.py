@@ -65,12 +65,18 @@ def shard(model: Model, mesh: Mesh, config: FSDPConfig) -> None:
     """Prepare every module of the model, in place, for the whole copy, or the share of one, that this rank holds.
 
     Parameters must be initialised alike on all ranks, and already frozen if they are to be frozen. Raises UserError if
-    config.recompute asks a trainable module for more blocks that can be recomputed than it has.
+    config.recompute does not fit the blocks that can be recomputed.
     """
-    if config.recompute:
-        for phase, module in modules_by_phase(model).items():
-            asked = config.recompute if isinstance(config.recompute, bool) else config.recompute.get(phase, 0)
-            _recompute(phase, _blocks(module), asked, needed=is_trainable(module))
+    recomputable = {}
+    for phase, module in modules_by_phase(model).items():
+        recomputable[phase] = [block for block in _blocks(module) if hasattr(block, "recompute")]
+        if config.recompute is True and is_trainable(module) and not recomputable[phase]:
+            raise UserError(
+                f"recompute: module {phase!r} names no blocks that can be recomputed; switch recompute off."
+            )
+    for phase, count in config.recomputed({phase: len(blocks) for phase, blocks in recomputable.items()}).items():
+        for block in recomputable[phase][:count]:
+            block.recompute = True
     if mesh.is_sharded or _casts(model, config):
         wrap(model, mesh, config, by_block=mesh.is_sharded)
 
@@ -98,20 +104,6 @@ def _casts(model: Model, config: FSDPConfig) -> bool:
     wanted = {_DTYPES[name] for name in (config.param_dtype, config.reduce_dtype) if name}
     held = {parameter.dtype for module in modules_by_phase(model).values() for parameter in module.parameters()}
     return bool(wanted) and held != wanted
-
-
-def _recompute(phase: str, blocks: list[nn.Module], asked: bool | int, *, needed: bool) -> None:
-    """Switch recomputation on in blocks that have it. asked: True is all of them, a number so many, the first.
-
-    Raises UserError if `needed` and no block has it, and for more blocks than have it.
-    """
-    recomputable = [block for block in blocks if hasattr(block, "recompute")]
-    if asked and needed and not recomputable:
-        raise UserError(f"recompute: module {phase!r} names no blocks that can be recomputed; switch recompute off.")
-    if asked is not True and asked > len(recomputable):
-        raise UserError(f"fsdp.recompute.{phase} is {asked}, but {phase!r} has {len(recomputable)} blocks.")
-    for block in recomputable if asked is True else recomputable[:asked]:
-        block.recompute = True
 
 
 def sum_over_shard_groups(module: nn.Module, enabled: bool) -> None:

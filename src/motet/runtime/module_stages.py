@@ -23,18 +23,12 @@ class _ModuleStage:
         self, module: EncoderModule | BackboneModule, mesh: Mesh, gradients: ReplicatedGradients | None
     ) -> None:
         self._module, self._is_hybrid, self._gradients = module, mesh.is_hybrid, gradients
-        self._has_begun = False
 
     def backward(self, output: Tensor, gradient: Tensor, *, is_last: bool) -> None:
-        if self._gradients is None:
-            if self._is_hybrid:
-                sum_over_shard_groups(self._module, is_last)
-            output.backward(gradient)
-            return
-        if not self._has_begun:
-            self._has_begun = True
-            self._gradients.zero()
-        with self._gradients.summed() if is_last else nullcontext():
+        """Run the backward pass of one microbatch; the last one of a step sums gradients over ranks."""
+        if self._is_hybrid:
+            sum_over_shard_groups(self._module, is_last)
+        with self._gradients.summed() if self._gradients is not None and is_last else nullcontext():
             output.backward(gradient)
 
 

@@ -183,6 +183,9 @@ class _RunningStep:
         for parameter in step.parameters:
             parameter.grad = None
         self.step, self.program = step, step.program(batches)
+        for stage in self.program.last_backward:
+            if gradients := step.replicated.get(self.program.modules[stage]):
+                gradients.zero()
         self.num_targets = sum(batch.num_targets for batch in batches)
         self.totals = torch.zeros(3, dtype=torch.float64, device=step.mesh.device)
         stages = module_stages(step.model, self.program.modules, step.mesh, step.replicated, self.totals)
