@@ -73,6 +73,7 @@ class Writer(StorageWriter):
         return [replace(plan, storage_data=f"rank-{rank:05d}.safetensors") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's shards into one file. Done when it returns."""
         done: Future[list[WriteResult]] = Future()
         done.set_result(self._write(plan, planner) if plan.items else [])
         return done
@@ -93,6 +94,7 @@ class Writer(StorageWriter):
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Hand on which files were written and where each tensor's shards are. On the coordinator, after all ranks."""
         files: dict[str, File] = {}
         shards: dict[str, list[Shard]] = defaultdict(list)
         for result in (result for of_rank in results for result in of_rank):
@@ -125,6 +127,7 @@ class Reader(StorageReader):
         """Nothing: a reader is used once."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The shapes, types and shards of all tensors, in torch's terms; no file is read."""
         return Metadata(
             {
                 name: TensorStorageMetadata(
@@ -146,6 +149,7 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what this rank's plan asks for, opening each file once. Done when it returns."""
         by_file: dict[str, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             by_file[self._file(item.storage_index)].append(item)
