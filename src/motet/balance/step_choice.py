@@ -27,6 +27,9 @@ from motet.core.exchange import NS_PER_S, Network
 Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 """`map`, or one that works in threads."""
 
+MIN_GAIN = 0.02
+"""Deferring is tried where it could make the step shorter by this share, as it takes longer than balancing does."""
+
 
 @dataclass(frozen=True, eq=False)
 class StepChoice:
@@ -35,7 +38,8 @@ class StepChoice:
     microbatch:  int32 [num_examples], the microbatch of each example of the step.
     choices:     one Choice for each microbatch, of its examples in ascending order.
     is_deferred: whether "defer" is the faster.
-    predicted_s: predicted seconds of the step, by "stay" and "defer"; without "defer" if that needs more memory.
+    predicted_s: predicted seconds of the step, by "stay" and "defer"; without "defer" if that needs more memory, and if
+                 it was not tried, because the step as it comes is within MIN_GAIN of the least that any takes.
     why:         one sentence with the figures.
 
     Example:
@@ -91,8 +95,13 @@ def choose_step(
     # 1. The step as it comes.
     stay = list(run(lambda index: choose_one(given, index), range(num_microbatches)))
     choices = {"stay": stay}
+    stay_ns = sum(choice.predicted_ns for choice in stay)
+    costs, unit_s = joint_costs(phases)
+    least_ns = round(float(costs.sum()) * unit_s * NS_PER_S / num_ranks)
+    if stay_ns <= (1 + MIN_GAIN) * least_ns:
+        why = f"stay: {as_ms(stay_ns)} predicted (no step takes less than {as_ms(least_ns)})."
+        return StepChoice(given, tuple(stay), False, {"stay": stay_ns / NS_PER_S}, why)
     # 2. Long examples deferred, in the memory of the first.
-    costs, _ = joint_costs(phases)
     sizes = _sizes(phases)
     capacity = None
     if sizes is not None:

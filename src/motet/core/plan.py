@@ -22,6 +22,7 @@ from motet.core.spec import ModelSpec
 
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "data_parallel"]
 Order = Literal["given", "intra", "inter", "both"]
+BalancingMethod = Literal["off", "joint", "per_phase", "auto"]
 Rank = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
 
 
@@ -140,7 +141,7 @@ class Plan:
     schedule: ScheduleKind = "1f1b"
     deferred_warmup: bool = False
     precision: str = "bf16"
-    balance: Literal["off", "joint", "per_phase", "auto"] = "off"
+    balance: BalancingMethod = "off"
     fills: tuple[Fill, ...] = field(default=())
     order: Order = "given"
     microbatch_caps: Mapping[str, Count] = field(default_factory=dict)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from motet.core.plan import Order, Plan
+from motet.core.plan import BalancingMethod, Order, Plan
 from motet.planner.job import Job
 from motet.schedule import planned
 from motet.simulate.predict.predict import predict_assigned
@@ -40,10 +40,10 @@ class Candidate:
     facts: tuple[str, ...] = ()
 
 
-def predict_candidate(job: Job, candidate: Candidate) -> Prediction:
-    """A simulated step of the candidate's Plan on the job's batch."""
+def predict_candidate(job: Job, candidate: Candidate, number: int = 0) -> Prediction:
+    """A simulated step of the candidate's Plan on a batch of the job's, by default the first."""
     plan = candidate.plan
-    return predict_assigned(plan, planned(plan), job.assignment(plan), job.cost)
+    return predict_assigned(plan, planned(plan), job.assignment(plan, number), job.cost)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Pins:
     microbatch_size: int | None = None
     schedule: Literal["1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "data_parallel"] | None = None
     recompute: Literal["none", "least", "full"] | None = None
-    balance: Literal["off", "joint", "per_phase", "auto"] | None = None
+    balance: BalancingMethod | None = None
     order: Order | None = None
 
     def allow(self, **chosen: object) -> bool:

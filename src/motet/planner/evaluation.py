@@ -24,10 +24,12 @@ from typing import Literal, TypeVar
 from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy, predict_candidate
+from motet.planner.comparison import rivals
 from motet.planner.infeasible import TENSOR_DEGREES
 from motet.planner.job import Job
-from motet.planner.order import with_best_order, with_pinned_order
+from motet.planner.order import with_pinned_order
 from motet.planner.search_result import PassedOver, SearchResult, SimulatedCandidate
+from motet.planner.variants import fastest_variant
 from motet.simulate.predict.prediction import Prediction
 
 MAX_SPANS = 2_000_000
@@ -151,21 +153,31 @@ class CandidateEvaluation:
             self.results.append(SimulatedCandidate(candidate, prediction))
         return prediction.step_s
 
-    def reorder(self) -> None:
-        """Give the fastest Plan of each strategy the order of examples that makes it faster (`order.py`); all Plans
-        where nothing limits the simulations.
+    def vary(self) -> None:
+        """Give the fastest Plan of each strategy, and what the best is compared with, the variant that is fastest
+        (`variants.py`); all Plans where nothing limits the simulations.
         """
-        self.results.sort(key=lambda result: result.prediction.step_s)
-        first = {result.candidate.strategy: index for index, result in reversed(list(enumerate(self.results)))}
-        indices = list(range(len(self.results))) if self.max_simulated is None else sorted(first.values())
-        self.progress("ordering examples of the fastest pipelines", self.num_simulated, self.num_simulated)
 
-        def best_order(index: int) -> SimulatedCandidate:
+        def varied(index: int) -> SimulatedCandidate:
             result = self.results[index]
-            return SimulatedCandidate(*with_best_order(self.job, result.candidate, result.prediction, self.pins))
+            return SimulatedCandidate(*fastest_variant(self.job, result.candidate, result.prediction, self.pins))
 
-        for index, result in zip(indices, _in_parallel(best_order, indices)):
-            self.results[index] = result
+        done: list[SimulatedCandidate] = []
+        self.progress("ordering and balancing the examples of the fastest", self.num_simulated, self.num_simulated)
+        # A variant may be faster than what it was to be compared with: then that is another one.
+        while indices := [index for index in self._to_vary() if all(self.results[index] is not one for one in done)]:
+            for index, result in zip(indices, _in_parallel(varied, indices)):
+                self.results[index] = result
+                done.append(result)
+
+    def _to_vary(self) -> list[int]:
+        """Indices in `results`, which are sorted first."""
+        self.results.sort(key=lambda result: result.prediction.step_s)
+        if self.max_simulated is None or not self.results:
+            return list(range(len(self.results)))
+        first = {result.candidate.strategy: index for index, result in reversed(list(enumerate(self.results)))}
+        compared = [self.results.index(rival) for rival in rivals(self.results)]
+        return sorted({*first.values(), *compared})
 
     def result(self, strategies: Sequence[str]) -> SearchResult:
         """All that was evaluated. Equally fast Plans are in the order of `strategies`."""

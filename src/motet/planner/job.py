@@ -99,19 +99,20 @@ class Job:
     def _drawn(self):  # type: ignore[no-untyped-def]
         return cache(lambda number: self.workload.draw(self.batch_size, np.random.default_rng(self.seed + number)))
 
-    def assignment(self, plan: Plan) -> StepAssignment:
-        """The assignment of the first `plan.batch_size` examples of the batch to a Plan of this job.
+    def assignment(self, plan: Plan, number: int = 0) -> StepAssignment:
+        """The assignment of the first `plan.batch_size` examples of a drawn batch to a Plan of this job.
 
         Under "data_parallel", where deciding takes long, Plans that differ only in their sharding share it.
         """
-        batch = self.batch
+        batch = self.drawn(number)
         if plan.batch_size != batch.num_examples:
             batch = batch.take(np.arange(plan.batch_size))
         if plan.schedule != "data_parallel" or plan.order != "given" or plan.microbatch_caps:
             return assign_batch(plan, batch, self.cost, self.balancing)
         (unit,) = plan.units
         recompute = tuple(sorted(recomputed_blocks(plan).items()))
-        key = (unit.dp, unit.tp, unit.first_rank, plan.batch_size, plan.microbatch_size, plan.balance, recompute)
+        sizes = (unit.dp, unit.tp, unit.first_rank, plan.batch_size, plan.microbatch_size)
+        key = (number, *sizes, plan.balance, recompute)
         if key not in self._assignments:
             self._assignments[key] = assign_batch(plan, batch, self.cost, self.balancing)
         return self._assignments[key]

@@ -51,7 +51,7 @@ def with_best_order(job: Job, candidate: Candidate, given: Prediction, pins: Pin
 
     given: the candidate's step as it is; both are returned unchanged if nothing is faster. Simulates up to four times.
     """
-    if pins.order is not None or candidate.plan.schedule == "data_parallel" or _is_even(job.batch):
+    if pins.order is not None or candidate.plan.schedule == "data_parallel" or is_even(job.batch):
         return candidate, given
     stages = planned(candidate.plan)
     assignment_given = assign_batch(candidate.plan, job.batch, job.cost)
@@ -94,19 +94,19 @@ def caps_for(job: Job, plan: Plan) -> dict[str, int]:
         factor *= CAP_GROWTH
 
 
+def is_even(batch: BatchLengths) -> bool:
+    """Whether all examples have equal lengths in every module, so that it does not matter which is where."""
+    columns = [batch.sequence, batch.num_targets]
+    for items in batch.items.values():
+        columns += [np.bincount(items.example, items.length**power, batch.num_examples) for power in (0, 1, 2)]
+    return all((values == values[0]).all() for values in columns)
+
+
 def _reordered_plans(job: Job, plan: Plan, pins: Pins) -> Iterator[Plan]:
     for order in _ORDERS:
         yield replace(plan, order=order)
     if pins.microbatch_size is None and (caps := caps_for(job, plan)):
         yield replace(plan, order="both", microbatch_caps=caps)
-
-
-def _is_even(batch: BatchLengths) -> bool:
-    """Whether all examples have equal lengths in every module, so that no order is better than another."""
-    columns = [batch.sequence, batch.num_targets]
-    for items in batch.items.values():
-        columns += [np.bincount(items.example, items.length**power, batch.num_examples) for power in (0, 1, 2)]
-    return all((values == values[0]).all() for values in columns)
 
 
 def _are_alike(one: StepAssignment, other: StepAssignment) -> bool:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from motet.core.plan import Plan, Unit
 from motet.planner.candidate import RuledOut
+from motet.planner.comparison import MIN_DIFFERENCE, Comparison, compare
 from motet.planner.job import Job
 from motet.planner.pins import pins_in_words
 from motet.planner.search_result import SearchResult, SimulatedCandidate
@@ -22,8 +23,6 @@ from motet.simulate.show.plan_words import plan_in_words
 
 _MAX_REASONS = 3
 _MAX_FACTS = 3
-_MIN_GAIN = 0.02
-"""The least share of a step that counts as a difference between two Plans, and as a reason for it."""
 COLUMNS = ("strategy and degrees", "step", "tokens/s", "MFU", "GB a rank", "bubbles", "GPUs")
 """The columns of the ranking."""
 
@@ -52,8 +51,8 @@ def winner_in_words(result: SearchResult) -> list[str]:
     hours = prediction.num_ranks * best.step_s / prediction.num_tokens * 1e9 / 3600
     plan = best.candidate.plan
     sentences = [*plan_in_words(plan), *recomputed_in_words(plan), *best.candidate.facts[:_MAX_FACTS]]
-    for rival in _rivals(result):
-        sentences += _against(best, rival)
+    for comparison in compare(result):
+        sentences += _against(best, comparison)
     return [*sentences, f"A billion tokens take {hours:,.4g} hours of one {plan.cluster.device.name}."]
 
 
@@ -75,42 +74,38 @@ def _by_pipeline_rank(plan: Plan, unit: Unit, stages: Sequence[Mapping[str, int]
     return total
 
 
-def _rivals(result: SearchResult) -> Iterator[SimulatedCandidate]:
-    """The candidates that the best is compared with.
-
-    The fastest of another strategy and, if that is about as fast as the best, the first that is clearly slower. If no
-    other strategy has a result, the second of all. A measured best is compared with measured ones only.
-    """
-    best = result.best
-    alike = [other for other in result.results[1:] if (other.measured_s is None) == (best.measured_s is None)]
-    others = [other for other in alike if other.candidate.strategy != best.candidate.strategy] or alike[:1]
-    slower = [other for other in others if other.step_s >= best.step_s * (1 + _MIN_GAIN)]
-    yield from dict.fromkeys([*others[:1], *slower[:1]])
-
-
-def _against(best: SimulatedCandidate, rival: SimulatedCandidate) -> Iterator[str]:
+def _against(best: SimulatedCandidate, comparison: Comparison) -> Iterator[str]:
     """How much faster the best is than a rival, and why: bubbles, added operations, ranks, share of the peak."""
-    gain = rival.step_s / best.step_s - 1
-    if gain < _MIN_GAIN:
-        yield f"{rival.candidate.strategy} ({rival.candidate.what}) is as fast, but for {gain:.1%}."
+    rival, gain = comparison.rival, comparison.gain
+    name = f"{rival.candidate.strategy} ({rival.candidate.what})"
+    if gain < MIN_DIFFERENCE:
+        yield f"{name} is as fast, but for {gain:.1%}{_range(comparison, 1)}."
         return
     own, other = best.prediction, rival.prediction
     reasons = []
     idle, other_idle = (each.bubbles.total_share for each in (own, other))
-    if other_idle - idle > _MIN_GAIN:
+    if other_idle - idle > MIN_DIFFERENCE:
         reasons.append(f"{idle:.0%} of it are bubbles, of the other's step {other_idle:.0%}")
     added, other_added = (each.hardware_flops / each.model_flops - 1 for each in (own, other))
-    if other_added - added > _MIN_GAIN:
+    if other_added - added > MIN_DIFFERENCE:
         reasons.append(f"recomputation and padding add {added:.0%} to the operations, there {other_added:.0%}")
     if own.num_ranks > other.num_ranks:
         reasons.append(f"it uses {own.num_ranks:,} ranks, that {other.num_ranks:,}")
     busy, other_busy = (
         each.hardware_flops / each.peak_flops / (each.step_s * (1 - each.bubbles.total_share)) for each in (own, other)
     )
-    if busy - other_busy > _MIN_GAIN:
+    if busy - other_busy > MIN_DIFFERENCE:
         reasons.append(f"while they compute, ranks reach {busy:.0%} of their peak, there {other_busy:.0%}")
     why = f": {'; '.join(reasons[:_MAX_FACTS])}" if reasons else ""
-    yield f"It is {gain:.0%} faster than {rival.candidate.strategy} ({rival.candidate.what}){why}."
+    yield f"It is {gain:.0%} faster than {name}{_range(comparison, 0)}{why}."
+
+
+def _range(comparison: Comparison, digits: int) -> str:
+    """The batches that a gain is the median of, and the least and most of them; "" for one."""
+    gains = comparison.gains
+    if len(gains) == 1:
+        return ""
+    return f", the median of {len(gains)} batches with {gains.min():.{digits}%} to {gains.max():.{digits}%}"
 
 
 def _print_ranking(result: SearchResult, console: Console) -> None:

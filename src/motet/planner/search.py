@@ -2,7 +2,8 @@
 
 1. All strategies but `PruningStrategy` propose, and the candidates that can win are simulated (`evaluation.py`).
 2. Each `PruningStrategy` learns the fastest step so far, and proposes only what may be faster.
-3. The fastest pipeline of each strategy gets the order of examples that makes it faster (`order.py`).
+3. The fastest Plan of each strategy gets the order of examples, the balancing and the fills that make it fastest
+   (`variants.py`).
 4. Half of the cluster is searched as well, unless a lower bound shows that it cannot be faster (`fewer_ranks.py`). So
    twice the devices are never slower.
 """
@@ -72,7 +73,7 @@ def _search_halves(evaluation: CandidateEvaluation, strategies: Mapping[str, Str
     evaluation.consider({name: strategy for name, strategy in chosen.items() if name not in pruning})
     to_beat_s = evaluation.fastest_s if max_simulated is not None else math.inf
     evaluation.consider({name: strategy.to_beat(to_beat_s) for name, strategy in pruning.items()})
-    evaluation.reorder()
+    evaluation.vary()
     half = half_of(job)
     if half is not None and least_step_s(half) < evaluation.fastest_s:
         on_half = CandidateEvaluation(half, pins, max_simulated, NO_QUOTA, evaluation.progress)

@@ -1,0 +1,76 @@
+"""What wins is compared like for like: every leader has its fastest variant, and a gain is one of several batches."""
+
+from dataclasses import replace
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from motet.core.plan import BalancingMethod, Order
+from motet.planner.candidate import Pins, predict_candidate
+from motet.planner.comparison import NUM_COMPARED, compare, rivals
+from motet.planner.report import winner_in_words
+from motet.planner.search import search
+from motet.planner.strategies import STRATEGIES
+from unit.planner.jobs import job, jobs
+
+BUBBLES, DATA = "bubble filling", "data parallel"
+
+
+def pinned(name):
+    return Pins(strategies=(name,))
+
+
+@settings(max_examples=60)
+@given(jobs())
+def test_no_way_of_balancing_makes_the_answer_faster(given_job):
+    found = search(given_job, {DATA: STRATEGIES[DATA]})
+    if found.results:
+        best = found.best
+        for method in get_args(BalancingMethod):
+            other = replace(best.candidate, plan=replace(best.candidate.plan, balance=method))
+            prediction = predict_candidate(given_job, other)
+            fits = prediction.peak_bytes.max() <= given_job.capacity_bytes
+            assert prediction.step_s >= best.prediction.step_s or not fits
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+def test_the_answer_in_bubbles_is_not_faster_without_its_fills_in_any_order(spread):
+    given_job = job(batch_size=32, spread=spread)
+    best = search(given_job, STRATEGIES, pinned(BUBBLES)).best
+    for order in get_args(Order):
+        plan = replace(best.candidate.plan, fills=(), order=order, microbatch_caps={})
+        prediction = predict_candidate(given_job, replace(best.candidate, plan=plan))
+        assert prediction.step_s >= best.prediction.step_s
+
+
+def test_a_pinned_way_of_balancing_stays():
+    found = search(job(batch_size=32, spread=1.0), STRATEGIES, Pins(strategies=(DATA,), balance="off"))
+    assert {result.candidate.plan.balance for result in found.results} == {"off"}
+
+
+@pytest.mark.parametrize("strategies", [(), ("chain",)])
+def test_gains_are_of_the_same_batches_and_their_median_is_said(strategies):
+    given_job = job(batch_size=32, spread=1.0)
+    found = search(given_job, STRATEGIES, Pins(strategies=strategies))
+    compared = compare(found)
+    assert [comparison.rival for comparison in compared] == list(rivals(found.results))
+    words = " ".join(winner_in_words(found))
+    for comparison in compared:
+        seconds = [
+            [predict_candidate(given_job, one.candidate, number).step_s for number in range(NUM_COMPARED)]
+            for one in (comparison.rival, found.best)
+        ]
+        gains = np.divide(*seconds) - 1
+        assert np.allclose(comparison.gains, gains) and len(set(gains)) == NUM_COMPARED
+        digits = 0 if comparison.gain >= 0.02 else 1
+        least, most = (f"{gain:.{digits}%}" for gain in (gains.min(), gains.max()))
+        assert f"{np.median(gains):.{digits}%}" in words
+        assert f"the median of {NUM_COMPARED} batches with {least} to {most}" in words
+
+
+def test_where_all_batches_are_alike_one_is_enough():
+    found = search(job(batch_size=32), STRATEGIES)
+    assert all(len(comparison.gains) == 1 for comparison in compare(found))
+    assert "the median of" not in " ".join(winner_in_words(found))
