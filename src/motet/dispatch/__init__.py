@@ -15,12 +15,13 @@ from motet.dispatch.config import BalanceConfig, PackedCostConfig, SpeedConfig
 from motet.dispatch.exchange import exchange, exchange_rows
 from motet.dispatch.items import ExchangedItems, ItemExchange
 from motet.dispatch.loaded import LoadedExample, Measure
-from motet.dispatch.route import Route, compose_route
+from motet.dispatch.route import GatherRoute, Route, compose_route
 
 __all__ = [
     "BalanceConfig",
     "Decision",
     "ExchangedItems",
+    "GatherRoute",
     "ItemExchange",
     "ItemWork",
     "LengthWork",
