@@ -12,8 +12,9 @@ import torch
 from motet.core.errors import JointUserError, UserError
 from motet.data.dataset import Dataset, Modality
 from motet.data.decode import Decoder
-from motet.data.left_out import describe_left_out
+from motet.data.left_out import LeftOut, describe_left_out
 from motet.data.order import GlobalOrder
+from motet.data.splits import OwnSplits, SplitOrder
 from motet.data.text import ChatTokenizer
 from motet.dispatch import ItemExchange, Orchestrator
 from motet.models.build import build_mllm
@@ -57,8 +58,8 @@ class TrainingJob:
     model: MLLM
     optimizer: torch.optim.Optimizer
     step: TrainStep
-    order: GlobalOrder
-    dataset: Dataset
+    order: GlobalOrder | SplitOrder
+    dataset: Dataset | OwnSplits
     loading: Loading
     evaluator: Evaluator | None
     checkpointer: Checkpointer
@@ -87,12 +88,17 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
             measured=measured,
             ranks_per_node=world.ranks_per_node,
         )
-        dataset = open_dataset(recipe, recipe.data.train, tokenizer, model, say)
+        splits = _own_splits(recipe, world)
+        opened = {
+            number: open_dataset(recipe, manifests, tokenizer, model, say) for number, manifests in splits.items()
+        }
         heldout = open_dataset(recipe, recipe.data.heldout, tokenizer, model, say) if recipe.data.heldout else None
-        _check_bad_at_indexing(recipe, dataset)
-        decoder = cleanup.enter_context(Decoder(dataset.transforms, recipe.data.num_workers))
+        decoder = cleanup.enter_context(Decoder(opened[min(opened)].transforms, recipe.data.num_workers))
     check_same_profile(world, measured)
+    dataset = _joined(opened, world, say) if recipe.data.is_split else opened[0]
     _check_same_examples(world, dataset, heldout)
+    with world.together():
+        _check_bad_at_indexing(recipe, dataset)
     with world.together():
         mesh = build_mesh(world.device, shard_size=recipe.fsdp.shard_size, ranks_per_node=world.ranks_per_node)
         shard(model, mesh, recipe.fsdp)
@@ -119,7 +125,7 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
         model,
         optimizer,
         step,
-        GlobalOrder(dataset.num_examples, recipe.data.seed, recipe.data.shuffle),
+        _order(recipe, dataset),
         dataset,
         _loading(recipe, world, mesh, orchestrator, dataset, decoder, model),
         evaluator,
@@ -143,13 +149,65 @@ def open_dataset(recipe: Recipe, manifests: Sequence[str], tokenizer: ChatTokeni
         num_workers=recipe.data.num_workers,
         progress=_index_progress(manifests, say),
     )
-    if dataset.left_out:
-        say(f"{', '.join(manifests)}: {describe_left_out(dataset.left_out, dataset.num_in_manifests)}.")
-        for example in dataset.left_out.named:
-            say(f"Left out: {example}")
-        if unnamed := len(dataset.left_out) - len(dataset.left_out.named):
-            say(f"Left out: {unnamed:,} more like these")
+    _say_left_out(manifests, dataset.left_out, dataset.num_in_manifests, say)
     return dataset
+
+
+def _say_left_out(manifests: Sequence[str], left_out: LeftOut, num_in_manifests: int, say: Say) -> None:
+    if left_out:
+        say(f"{', '.join(manifests)}: {describe_left_out(left_out, num_in_manifests)}.")
+        for example in left_out.named:
+            say(f"Left out: {example}")
+        if unnamed := len(left_out) - len(left_out.named):
+            say(f"Left out: {unnamed:,} more like these")
+
+
+def _own_splits(recipe: Recipe, world: World) -> dict[int, tuple[str, ...]]:
+    """Number of a split -> its manifests, for the splits that this rank reads; all examples are split 0 if shared.
+
+    Raises UserError for fewer splits than ranks.
+    """
+    if not recipe.data.is_split:
+        return {0: recipe.data.train}
+    num_splits = recipe.data.num_splits or world.num_ranks
+    if num_splits < world.num_ranks:
+        raise UserError(
+            f"data.num_splits = {num_splits} leaves some of {world.num_ranks} ranks without examples; start "
+            f"{num_splits} ranks at most."
+        )
+    return {number: recipe.data.split(number) for number in range(world.rank, num_splits, world.num_ranks)}
+
+
+def _joined(opened: dict[int, Dataset], world: World, say: Say) -> OwnSplits:
+    """The examples of all splits, seen from this rank. opened: the splits of this rank, by number. A collective.
+
+    Raises JointUserError if two splits are equal.
+    """
+    described = {
+        number: (part.num_examples, part.fingerprint, part.left_out, part.num_in_manifests)
+        for number, part in opened.items()
+    }
+    by_rank = world.gather(described)
+    splits = [by_rank[number % len(by_rank)][number] for number in range(sum(map(len, by_rank)))]
+    sizes, fingerprints, left_out, num_in_manifests = zip(*splits, strict=True)
+    for number, fingerprint in enumerate(fingerprints):
+        if (first := fingerprints.index(fingerprint)) < number:
+            raise JointUserError(
+                f"data.train: the splits {first} and {number} are the same examples, and each must have its own."
+            )
+    # Rank 0 alone speaks, and has spoken of its own splits.
+    for number in range(len(splits)):
+        if number % len(by_rank):
+            _say_left_out([f"data.train, split {number}"], left_out[number], num_in_manifests[number], say)
+    return OwnSplits(opened, sizes, fingerprints, LeftOut.joined(left_out), sum(num_in_manifests))
+
+
+def _order(recipe: Recipe, dataset: Dataset | OwnSplits) -> GlobalOrder | SplitOrder:
+    """The order in which the whole job takes the training examples."""
+    seed, shuffle = recipe.data.seed, recipe.data.shuffle
+    if isinstance(dataset, OwnSplits):
+        return SplitOrder(dataset.sizes, seed, shuffle)
+    return GlobalOrder(dataset.num_examples, seed, shuffle)
 
 
 def _index_progress(manifests: Sequence[str], say: Say) -> Callable[[int, float], None]:
@@ -165,19 +223,20 @@ def _index_progress(manifests: Sequence[str], say: Say) -> Callable[[int, float]
     return show
 
 
-def _check_same_examples(world: World, dataset: Dataset, heldout: Dataset | None) -> None:
-    """Raise JointUserError if ranks see different examples: each rank decides by itself which rank computes which."""
-    by_rank = world.gather([(part.num_examples, part.fingerprint) for part in (dataset, heldout) if part is not None])
+def _check_same_examples(world: World, dataset: Dataset | OwnSplits, heldout: Dataset | None) -> None:
+    """Raise JointUserError if ranks see different examples, and are to see the same."""
+    shared = {key: part for key, part in (("train", dataset), ("heldout", heldout)) if isinstance(part, Dataset)}
+    by_rank = world.gather({key: (part.num_examples, part.fingerprint) for key, part in shared.items()})
     for rank, datasets in enumerate(by_rank):
-        for key, other, first in zip(("train", "heldout"), datasets, by_rank[0]):
-            if other != first:
+        for key, other in datasets.items():
+            if other != (first := by_rank[0][key]):
                 raise JointUserError(
                     f"data.{key} is not the same everywhere: rank 0 finds {first[0]:,} examples that can be used, rank "
                     f"{rank} finds {other[0]:,}, or others; give all machines the same files."
                 )
 
 
-def _check_bad_at_indexing(recipe: Recipe, dataset: Dataset) -> None:
+def _check_bad_at_indexing(recipe: Recipe, dataset: Dataset | OwnSplits) -> None:
     """Raise UserError if more examples were left out of the index as bad than data.max_bad_fraction allows."""
     num_bad, allowed = dataset.left_out.num_bad, recipe.data.max_bad_fraction
     if num_bad > allowed * dataset.num_in_manifests:
@@ -192,7 +251,7 @@ def _loading(
     world: World,
     mesh: Mesh,
     orchestrator: Orchestrator,
-    dataset: Dataset,
+    dataset: Dataset | OwnSplits,
     decoder: Decoder,
     model: MLLM,
 ) -> Loading:
@@ -200,6 +259,7 @@ def _loading(
     if recipe.exchanges_items:
         exchange = ItemExchange(mesh.host_group, orchestrator, model.encoders, ranks_per_node=world.ranks_per_node)
         return ExchangeLoading(dataset, decoder, exchange, world.ranks_per_node)
+    assert isinstance(dataset, Dataset), "a recipe whose examples are split exchanges items"
     return IndexLoading(dataset, decoder, orchestrator, world.rank, world.ranks_per_node)
 
 
@@ -224,11 +284,24 @@ def _resume(
             if resume == "never" and world.is_first:
                 remove_all(folder)
             return start, []
+        if recipe.data.is_split and chosen.state.dataset != start.dataset:
+            _check_same_splits(chosen, recipe, world)
         _check_same_run(chosen, start, recipe.run.steps)
     progress = load(chosen.path, model, optimizer, world.control, world.together)
     is_done = progress.step == recipe.run.steps
     say(f"Resuming after step {progress.step} from {chosen.path}{', which is the last step' if is_done else ''}.")
     return progress, chosen.line
+
+
+def _check_same_splits(chosen: Start, recipe: Recipe, world: World) -> None:
+    """Raise UserError if there are other splits, because there are other ranks, than when a checkpoint was written."""
+    num_ranks = chosen.state.num_ranks
+    if recipe.data.num_splits is None and num_ranks != world.num_ranks:
+        raise UserError(
+            f"The checkpoint {chosen.path} was written by {num_ranks} ranks, each with examples of its own, and "
+            f"{world.num_ranks} are started: start {num_ranks}; or, where the ranks can read all splits, set "
+            f"data.num_splits to the number of splits."
+        )
 
 
 def _check_same_run(chosen: Start, start: Progress, num_steps: int) -> None:
