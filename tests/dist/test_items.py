@@ -115,7 +115,7 @@ def check_items(rank: int, num_ranks: int, seeds: list[int]) -> list[str]:
     return wrong
 
 
-def check_batch(rank: int, num_ranks: int, group, seed: int) -> list[str]:
+def check_batch(rank: int, num_ranks: int, group, seed: int, carrier=None) -> list[str]:
     rng = np.random.default_rng(seed)
     # Ranks hold different numbers of examples, some none; every fifth could not be loaded.
     held = [[None if rng.random() < 0.2 else draw(rng) for _ in range(rng.integers(0, 6))] for _ in range(num_ranks)]
@@ -123,7 +123,7 @@ def check_batch(rank: int, num_ranks: int, group, seed: int) -> list[str]:
     measures = {"image": Halves(), "audio": Halves()}
     communicator = ["all_to_all", "all_gather"][seed % 2]
     orchestrator = Orchestrator(COSTS, num_ranks, balanced, node_wise=seed % 5 > 0, communicator=communicator)
-    exchange = ItemExchange(group, orchestrator, measures, capacity=8, ranks_per_node=2)
+    exchange = ItemExchange(group, orchestrator, measures, capacity=8, ranks_per_node=2, carrier=carrier)
     carried = []
     carry = getattr(exchange.carrier, communicator)
     setattr(exchange.carrier, communicator, lambda outgoing, *sizes: carried.append(sizes) or carry(outgoing, *sizes))

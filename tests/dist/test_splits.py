@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import motet.data.decode as decode
-import motet.train.job
+import motet.train.input.own_splits as own_splits
 from cli.tiny_job import losses, metrics, write_tiny_job
 from dist.test_bad_media import spoil_clips
 from dist.test_resume import stop_after, train_rank
@@ -59,7 +59,7 @@ def run(recipes, num_ranks, run_dir, *overrides, resume="auto"):
 
 def train_in_order_of_splits(rank, num_ranks, recipe, sizes, overrides):
     """One process that can read everything takes the examples in the same order."""
-    motet.train.job.GlobalOrder = lambda _, seed, shuffle: SplitOrder(sizes, seed, shuffle)
+    own_splits.GlobalOrder = lambda _, seed, shuffle: SplitOrder(sizes, seed, shuffle)
     return train_rank(rank, num_ranks, recipe, overrides, "auto")
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from motet.core.errors import JointUserError, UserError
 from motet.data.dataset import Dataset, Modality
 from motet.data.decode import Decoder
-from motet.data.left_out import LeftOut, describe_left_out
 from motet.data.order import GlobalOrder
 from motet.data.splits import OwnSplits, SplitOrder
 from motet.data.text import ChatTokenizer
-from motet.dispatch import ItemExchange, Orchestrator
+from motet.dispatch import Carrier, ItemExchange, Orchestrator
 from motet.models.build import build_mllm
 from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
@@ -38,6 +39,7 @@ from motet.train.checkpoint.restoring import load
 from motet.train.checkpoint.saving import Checkpointer
 from motet.train.evaluate import Evaluator
 from motet.train.input.loading import ExchangeLoading, IndexLoading, Loading
+from motet.train.input.own_splits import check_same_splits, joined_splits, order_of, own_splits, say_left_out
 from motet.train.input.rows import check_rows
 from motet.train.optimizer import build_optimizer
 from motet.train.recipe.recipe import Recipe
@@ -73,6 +75,7 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
     """
     check_same_backend(world)
     with world.together():
+        _check_transport(recipe, world)
         dtype = _DTYPES[recipe.run.dtype]
         tokenizer = ChatTokenizer.from_directory(recipe.data.tokenizer)
         model = build_mllm(recipe.model, tokenizer.vocabulary_size, dtype, recipe.run.seed, deferred=True)
@@ -88,14 +91,14 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
             measured=measured,
             ranks_per_node=world.ranks_per_node,
         )
-        splits = _own_splits(recipe, world)
+        splits = own_splits(recipe, world)
         opened = {
             number: open_dataset(recipe, manifests, tokenizer, model, say) for number, manifests in splits.items()
         }
         heldout = open_dataset(recipe, recipe.data.heldout, tokenizer, model, say) if recipe.data.heldout else None
         decoder = cleanup.enter_context(Decoder(opened[min(opened)].transforms, recipe.data.num_workers))
     check_same_profile(world, measured)
-    dataset = _joined(opened, world, say) if recipe.data.is_split else opened[0]
+    dataset = joined_splits(opened, world, say) if recipe.data.is_split else opened[0]
     _check_same_examples(world, dataset, heldout)
     with world.together():
         _check_bad_at_indexing(recipe, dataset)
@@ -125,7 +128,7 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
         model,
         optimizer,
         step,
-        _order(recipe, dataset),
+        order_of(recipe, dataset),
         dataset,
         _loading(recipe, world, mesh, orchestrator, dataset, decoder, model),
         evaluator,
@@ -149,65 +152,8 @@ def open_dataset(recipe: Recipe, manifests: Sequence[str], tokenizer: ChatTokeni
         num_workers=recipe.data.num_workers,
         progress=_index_progress(manifests, say),
     )
-    _say_left_out(manifests, dataset.left_out, dataset.num_in_manifests, say)
+    say_left_out(manifests, dataset.left_out, dataset.num_in_manifests, say)
     return dataset
-
-
-def _say_left_out(manifests: Sequence[str], left_out: LeftOut, num_in_manifests: int, say: Say) -> None:
-    if left_out:
-        say(f"{', '.join(manifests)}: {describe_left_out(left_out, num_in_manifests)}.")
-        for example in left_out.named:
-            say(f"Left out: {example}")
-        if unnamed := len(left_out) - len(left_out.named):
-            say(f"Left out: {unnamed:,} more like these")
-
-
-def _own_splits(recipe: Recipe, world: World) -> dict[int, tuple[str, ...]]:
-    """Number of a split -> its manifests, for the splits that this rank reads; all examples are split 0 if shared.
-
-    Raises UserError for fewer splits than ranks.
-    """
-    if not recipe.data.is_split:
-        return {0: recipe.data.train}
-    num_splits = recipe.data.num_splits or world.num_ranks
-    if num_splits < world.num_ranks:
-        raise UserError(
-            f"data.num_splits = {num_splits} leaves some of {world.num_ranks} ranks without examples; start "
-            f"{num_splits} ranks at most."
-        )
-    return {number: recipe.data.split(number) for number in range(world.rank, num_splits, world.num_ranks)}
-
-
-def _joined(opened: dict[int, Dataset], world: World, say: Say) -> OwnSplits:
-    """The examples of all splits, seen from this rank. opened: the splits of this rank, by number. A collective.
-
-    Raises JointUserError if two splits are equal.
-    """
-    described = {
-        number: (part.num_examples, part.fingerprint, part.left_out, part.num_in_manifests)
-        for number, part in opened.items()
-    }
-    by_rank = world.gather(described)
-    splits = [by_rank[number % len(by_rank)][number] for number in range(sum(map(len, by_rank)))]
-    sizes, fingerprints, left_out, num_in_manifests = zip(*splits, strict=True)
-    for number, fingerprint in enumerate(fingerprints):
-        if (first := fingerprints.index(fingerprint)) < number:
-            raise JointUserError(
-                f"data.train: the splits {first} and {number} are the same examples, and each must have its own."
-            )
-    # Rank 0 alone speaks, and has spoken of its own splits.
-    for number in range(len(splits)):
-        if number % len(by_rank):
-            _say_left_out([f"data.train, split {number}"], left_out[number], num_in_manifests[number], say)
-    return OwnSplits(opened, sizes, fingerprints, LeftOut.joined(left_out), sum(num_in_manifests))
-
-
-def _order(recipe: Recipe, dataset: Dataset | OwnSplits) -> GlobalOrder | SplitOrder:
-    """The order in which the whole job takes the training examples."""
-    seed, shuffle = recipe.data.seed, recipe.data.shuffle
-    if isinstance(dataset, OwnSplits):
-        return SplitOrder(dataset.sizes, seed, shuffle)
-    return GlobalOrder(dataset.num_examples, seed, shuffle)
 
 
 def _index_progress(manifests: Sequence[str], say: Say) -> Callable[[int, float], None]:
@@ -257,10 +203,39 @@ def _loading(
 ) -> Loading:
     """The way in which the recipe's microbatches are loaded."""
     if recipe.exchanges_items:
-        exchange = ItemExchange(mesh.host_group, orchestrator, model.encoders, ranks_per_node=world.ranks_per_node)
+        exchange = ItemExchange(
+            mesh.host_group,
+            orchestrator,
+            model.encoders,
+            ranks_per_node=world.ranks_per_node,
+            carrier=_carrier(recipe, world, mesh),
+        )
         return ExchangeLoading(dataset, decoder, exchange, world.ranks_per_node)
     assert isinstance(dataset, Dataset), "a recipe whose examples are split exchanges items"
     return IndexLoading(dataset, decoder, orchestrator, world.rank, world.ranks_per_node)
+
+
+def _carrier(recipe: Recipe, world: World, mesh: Mesh) -> Carrier:
+    """What moves the bytes of inputs between ranks. A collective."""
+    if recipe.balance.transport == "host":
+        return Carrier(mesh.host_group)
+    # A new group has a communicator of its own. That of the step belongs to the training thread.
+    return Carrier(dist.new_group(backend="nccl"), world.device)
+
+
+def _check_transport(recipe: Recipe, world: World) -> None:
+    """Raise UserError where inputs cannot move over the links of the devices."""
+    if recipe.balance.transport == "host":
+        return
+    if world.device.type == "cpu":
+        raise UserError(
+            'balance.transport = "device" moves inputs over the links of GPUs, and this run is on the CPU; remove it.'
+        )
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise UserError(
+            'balance.transport = "device" with CUDA_DEVICE_MAX_CONNECTIONS=1 can end in a deadlock: one queue makes an '
+            "exchange of inputs wait for a collective of the step; remove it, or unset the variable."
+        )
 
 
 def _resume(
@@ -285,23 +260,12 @@ def _resume(
                 remove_all(folder)
             return start, []
         if recipe.data.is_split and chosen.state.dataset != start.dataset:
-            _check_same_splits(chosen, recipe, world)
+            check_same_splits(chosen, recipe, world)
         _check_same_run(chosen, start, recipe.run.steps)
     progress = load(chosen.path, model, optimizer, world.control, world.together)
     is_done = progress.step == recipe.run.steps
     say(f"Resuming after step {progress.step} from {chosen.path}{', which is the last step' if is_done else ''}.")
     return progress, chosen.line
-
-
-def _check_same_splits(chosen: Start, recipe: Recipe, world: World) -> None:
-    """Raise UserError if there are other splits, because there are other ranks, than when a checkpoint was written."""
-    num_ranks = chosen.state.num_ranks
-    if recipe.data.num_splits is None and num_ranks != world.num_ranks:
-        raise UserError(
-            f"The checkpoint {chosen.path} was written by {num_ranks} ranks, each with examples of its own, and "
-            f"{world.num_ranks} are started: start {num_ranks}; or, where the ranks can read all splits, set "
-            f"data.num_splits to the number of splits."
-        )
 
 
 def _check_same_run(chosen: Start, start: Progress, num_steps: int) -> None:
