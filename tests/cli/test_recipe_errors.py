@@ -94,6 +94,26 @@ def test_missing_files(job, capsys, monkeypatch):
             "balance={ phases = ['image'], defer = 'auto' }",
             'balance.defer = "auto" compares times of all phases: it has no effect with balance.phases = ["image"]',
         ),
+        ("balance.communicator=gather", "'balance.communicator' must be 'all_to_all' or 'all_gather', not 'gather'."),
+        (
+            "balance={ phases = 'backbone', communicator = 'all_gather' }",
+            'communicator is for what moves between ranks, and nothing does: mode = "auto", phases = "backbone"',
+        ),
+        (
+            "balance={ mode = 'exchange', phases = 'off', node_wise = false }",
+            'node_wise is for what moves between ranks, and nothing does: mode = "exchange", phases = "off"',
+        ),
+        ("balance.transport=device", 'transport = "device" is for inputs that move between ranks, and without mode ='),
+        (
+            "balance={ mode = 'exchange', transport = 'device' }",
+            'balance.transport = "device" moves inputs over the links of GPUs, and this run is on the CPU; remove it.',
+        ),
+        (
+            "data.train=['train-{rank}.jsonl']",
+            'balance.mode = "auto" takes examples that every rank can read, and with {rank} in data.train each rank',
+        ),
+        ("data.train=['{rank}.jsonl', 'train.jsonl']", "train.jsonl in train is the same for all ranks"),
+        ("data.num_splits=2", "num_splits has no effect without {rank} in the names of train; remove it"),
         (
             "balance.speed.device_tflops=0",
             "'balance.speed.device_tflops' must be greater than or equal to 0.000001, not 0.",

@@ -113,6 +113,10 @@ class Dataset:
             digest.update(self._kept.tobytes())
         return digest.hexdigest()
 
+    def home(self, example_ids: Int64Array, num_ranks: int) -> Int32Array:
+        """The rank that loads each example of a microbatch, int32 [num_examples]; any rank can load any."""
+        return home_ranks(len(example_ids), num_ranks)
+
     def batch_lengths(self, example_ids: Int64Array, num_ranks: int) -> BatchLengths:
         """The lengths of a microbatch, from the indexes alone; each rank is home to an equal share, in order.
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from motet.balance import METHODS, Cost, Method, Packed, Padded
 from motet.core.errors import UserError
+from motet.core.exchange import Communicator
 from motet.core.workload import BACKBONE
 from motet.dispatch.speed import SpeedConfig
 
@@ -41,6 +42,12 @@ class BalanceConfig(BaseModel):
              for each microbatch which method is fastest, a mix of both included (`motet.balance.choose`).
     mode:    "index": lengths are known before loading. "exchange": items move after loading. "auto": "index" if the
              data has an index, else "exchange".
+    communicator: how inputs (in exchange mode) and encoder outputs move between ranks. "all_to_all": each rank gets its
+             part. "all_gather": each rank gets all and takes its part, as in an ablation of OrchMLLM.
+    node_wise: whether items are placed so that few inputs and outputs leave their node. false: they are placed as if
+             nothing were loaded yet and all ranks shared a node; predictions still know the nodes.
+    transport: over what inputs move in exchange mode. "host": gloo, from host memory. "device": the links of the GPUs,
+             by NCCL on a communicator of its own; see docs/balancing.md before use.
     defer:   "auto": an example may change its microbatch within its step, if that is predicted to be faster
              (`motet.balance.choose_step`). It takes lengths that are known before loading, and all phases balanced; it
              is the default there. "off": examples stay in the microbatch in which they come.
@@ -63,6 +70,9 @@ class BalanceConfig(BaseModel):
     phases: Literal["off", "backbone", "all"] | tuple[str, ...] = "all"
     method: Literal["auto", "joint", "per_phase"] = "auto"
     mode: Literal["auto", "index", "exchange"] = "auto"
+    communicator: Communicator = "all_to_all"
+    node_wise: bool = True
+    transport: Literal["host", "device"] = "host"
     defer: Literal["auto", "off"] = Field(
         default_factory=lambda given: (
             "off" if given.get("mode") == "exchange" or given.get("phases") != "all" else "auto"
@@ -85,6 +95,26 @@ class BalanceConfig(BaseModel):
                 f'defer = "auto" compares times of all phases, and phases = "{self.phases}" balances not all; set '
                 'phases = "all", or remove defer'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _moves_what_it_arranges(self) -> BalanceConfig:
+        if self.transport == "device" and self.mode != "exchange":
+            raise ValueError(
+                'transport = "device" is for inputs that move between ranks, and without mode = "exchange" none does; '
+                "remove it"
+            )
+        has_no_inputs, has_no_outputs = self.mode != "exchange", self.phases == "backbone" or self.method == "joint"
+        if self.phases == "off" or (has_no_inputs and has_no_outputs):
+            for name, is_default in (
+                ("communicator", self.communicator == "all_to_all"),
+                ("node_wise", self.node_wise),
+            ):
+                if not is_default:
+                    raise ValueError(
+                        f"{name} is for what moves between ranks, and nothing does: "
+                        f'mode = "{self.mode}", phases = {json.dumps(self.phases)}, method = "{self.method}"; remove it'
+                    )
         return self
 
     @model_validator(mode="after")

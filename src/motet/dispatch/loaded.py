@@ -15,6 +15,7 @@ import numpy as np
 from motet.assign.orchestrator import Decision
 from motet.core.arrays import BoolArray, Int64Array
 from motet.core.example import Media, TokenSequence
+from motet.core.exchange import Communicator, sent_in_all_gather, starts_in_all_gather
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.dispatch.message import MediaShape, example_bytes, media_bytes
 
@@ -122,6 +123,10 @@ class Parcels:
     destination: Int64Array
     size_bytes: Int64Array
 
+    def held_by(self, rank: int) -> Int64Array:
+        """Parcels that the rank has loaded, those that it keeps included, in their order."""
+        return np.flatnonzero(self.source == rank)
+
     def sent_by(self, rank: int) -> Int64Array:
         """Parcels that the rank sends, not those that it keeps, in the order of sending: by receiving rank."""
         mine = np.flatnonzero((self.source == rank) & (self.destination != rank))
@@ -131,6 +136,19 @@ class Parcels:
         """Parcels that the rank receives, in the order of receiving: by sending rank."""
         mine = np.flatnonzero((self.destination == rank) & (self.source != rank))
         return mine[np.argsort(self.source[mine], kind="stable")]
+
+    def starts_by_source(self, num_ranks: int) -> tuple[int, Int64Array]:
+        """As `starts_in_all_gather`, if each rank gives all that it has loaded."""
+        by_source = np.argsort(self.source, kind="stable")
+        return starts_in_all_gather(by_source, self.source, self.size_bytes, num_ranks)
+
+    def sent_bytes(self, communicator: Communicator, num_ranks: int, ranks_per_node: int) -> tuple[int, int]:
+        """Bytes that ranks send, summed over all ranks, and the part of them that leaves its node."""
+        moves = self.source != self.destination
+        if communicator == "all_gather" and moves.any():
+            return sent_in_all_gather(self.source, self.size_bytes, np.arange(num_ranks) // ranks_per_node)
+        crosses = self.source // ranks_per_node != self.destination // ranks_per_node
+        return int(self.size_bytes[moves].sum()), int(self.size_bytes[crosses].sum())
 
     def bytes_by_rank(self, parcels: Int64Array, ranks: Int64Array, num_ranks: int) -> list[int]:
         """The splits of an all-to-all: the bytes of `parcels`, summed by rank. ranks: the rank of every parcel."""

@@ -158,8 +158,18 @@ def _balance(recipe: Recipe, spec: ModelSpec) -> Literal["off", "joint", "per_ph
 
 
 def _balanced_as(plan: Plan, config: BalanceConfig) -> BalanceConfig:
+    # Where nothing moves between ranks, no key may say how.
+    still: dict[str, Any] = {"communicator": "all_to_all", "node_wise": True}
     if plan.balance != "off":
-        return config.model_copy(update={"phases": "all", "method": plan.balance})
-    off: dict[str, Any] = {"phases": "off", "method": "auto", "defer": "off", "profile": None, "speed": SpeedConfig()}
+        moves = config.mode == "exchange" or plan.balance != "joint"
+        return config.model_copy(update={"phases": "all", "method": plan.balance, **({} if moves else still)})
+    off: dict[str, Any] = {
+        "phases": "off",
+        "method": "auto",
+        "defer": "off",
+        "profile": None,
+        "speed": SpeedConfig(),
+        **still,
+    }
     # A profile serves balancing alone; without it, loads are counted by operations.
     return config.model_copy(update=off if config.cost != "profile" else {**off, "cost": "flops"})

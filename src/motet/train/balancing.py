@@ -132,7 +132,11 @@ def step_costs(
     costs = config.phase_costs(
         {module.name: "padded" if module.padded else "packed" for module in spec.modules if module.name != BACKBONE}
     )
-    counted = replace(counted, defers=config.defer == "auto")
+    counted = replace(
+        counted,
+        times=replace(counted.times, link=_moving(counted.times.network, config)),
+        defers=config.defer == "auto",
+    )
     if config.cost == "flops":
         return counted
     if config.cost == "length":
@@ -141,10 +145,15 @@ def step_costs(
     assert measured is not None
     unit_s = dict.fromkeys(costs, 1 / _PS_PER_S)
     links = config.speed.links(measured.link or speed.link, measured.inter_node or speed.inter_node)
-    link = Network(*links, ranks_per_node)
+    link = _moving(Network(*links, ranks_per_node), config)
     return replace(
         counted, work=Picoseconds(measured.phases), times=replace(counted.times, unit_s=lambda _: unit_s, link=link)
     )
+
+
+def _moving(network: Network, config: BalanceConfig) -> Network:
+    """The network, with what moves over it moving as `config` says."""
+    return replace(network, communicator=config.communicator, node_wise=config.node_wise)
 
 
 def recipe_costs(recipe: Recipe, spec: ModelSpec, device_type: str) -> StepCosts:
@@ -156,7 +165,15 @@ def recipe_costs(recipe: Recipe, spec: ModelSpec, device_type: str) -> StepCosts
 
 
 def balancing_of(recipe: Recipe, spec: ModelSpec) -> Balancing:
-    """Plan -> the costs by which training balances it. Raises UserError as `read_measured` and `step_costs` do."""
+    """Plan -> the costs by which training balances it.
+
+    Raises UserError as `read_measured` and `step_costs` do, and for a communicator that predictions do not price.
+    """
+    if recipe.balance.communicator != "all_to_all":
+        raise UserError(
+            f'balance.communicator = "{recipe.balance.communicator}" is for training; steps are predicted with '
+            '"all_to_all" alone, so remove it here.'
+        )
     measured, element_bytes = read_measured(recipe, spec), compute_dtype(recipe).itemsize
 
     def balancing(plan: Plan) -> StepCosts:

@@ -57,6 +57,8 @@ def test_inputs_that_ranks_have_loaded_stay_on_their_node(balanced):
         return Orchestrator(COSTS, 16, balanced, ranks_per_node=4).decide(lengths, *held).backbone
 
     near, anywhere = decide(size_bytes), decide()
+    blind = Orchestrator(COSTS, 16, balanced, ranks_per_node=4, node_wise=False).decide(lengths, size_bytes)
+    assert (blind.backbone.ranks == anywhere.ranks).all()
     assert crossing(near, lengths.home, size_bytes, 4) < 0.2 < 0.6 < crossing(anywhere, lengths.home, size_bytes, 4)
     assert near.loads.max() <= 1.001 * anywhere.loads.max()
 
@@ -69,6 +71,9 @@ def test_batches_of_padded_items_are_computed_on_the_node_that_most_outputs_go_t
     anywhere = assign(items.length, 16, COSTS["audio"])
     assert crossing(placed, home, items.num_tokens, 4) < 0.95 * crossing(anywhere, home, items.num_tokens, 4)
     assert sorted(placed.loads) == sorted(anywhere.loads)
+    blind = Orchestrator(COSTS, 16, COSTS, ranks_per_node=4, node_wise=False).decide(lengths)
+    one_node = Orchestrator(COSTS, 16, COSTS).decide(lengths)
+    assert all((blind.assignments[name].ranks == one_node.assignments[name].ranks).all() for name in COSTS)
 
 
 @given(batches)

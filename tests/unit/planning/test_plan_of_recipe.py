@@ -163,9 +163,17 @@ def test_a_recipe_is_the_recipe_of_its_plan(recipe_file, overrides):
 
 def test_what_is_measured_or_stated_for_balancing_goes_where_nothing_is_balanced(recipe_file):
     plan = planned_recipe(recipe_file, 2, "balance.phases=off")
-    for given in ("balance.cost=profile", "balance.speed={ device_tflops = 3.0 }", "balance.method=joint"):
+    for given in (
+        "balance.cost=profile",
+        "balance.speed={ device_tflops = 3.0 }",
+        "balance.method=joint",
+        "balance={ node_wise = false, communicator = 'all_gather' }",
+    ):
         settings = recipe_of_plan(plan, load_recipe(recipe_file, (given,)))
         assert settings.balance == BalanceConfig(phases="off")
+    joint = replace(planned_recipe(recipe_file, 2), balance="joint")
+    settings = recipe_of_plan(joint, load_recipe(recipe_file, ("balance.node_wise=false",)))
+    assert settings.balance == BalanceConfig(method="joint")
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ NODES = (
 
 
 @pytest.mark.parametrize("num_nodes", [1, 3])
-@pytest.mark.parametrize("overrides", [*WAYS, (NODES,)], ids=" ".join)
+@pytest.mark.parametrize("overrides", [*WAYS, (NODES,), ("balance.node_wise=false",)], ids=" ".join)
 def test_prediction_places_every_item_where_training_does(recipe_file, overrides, num_nodes):
     overrides = ("run.batch_size=24", *overrides)
     recipe = load_recipe(recipe_file, overrides)
@@ -140,6 +140,13 @@ def test_training_exchanges_less_between_slow_nodes(recipe_file):
     assert beside.predicted_s["joint"] == apart.predicted_s["joint"]
     assert beside.predicted_s["per_phase"] < apart.predicted_s["per_phase"]
     assert (beside.method, apart.method) == ("per_phase", "joint")
+
+
+def test_what_predictions_do_not_price_is_refused(recipe_file):
+    overrides = ("run.batch_size=24", "balance.communicator=all_gather")
+    assert orchestrator_of(load_recipe(recipe_file, overrides), 3).communicator == "all_gather"
+    with pytest.raises(UserError, match=r'balance\.communicator = "all_gather" is for training; steps are predicted'):
+        read_recipe_as_plan(recipe_file, overrides, JobOptions(ClusterOptions("cpu", 1, 3)))
 
 
 GRID = tuple(((count, length),) for count in (1, 4) for length in (8, 20, 60))
