@@ -107,7 +107,7 @@ class Orchestrator:
               that is not balanced runs on the rank of its item's sequence, so that its outputs need not move.
     times:    predicts the seconds of each method, if all phases are balanced. None: each phase is balanced by itself.
     methods:  the methods to choose from, if there are `times`.
-    defers:   whether `decide_step` (assign/whole_step.py) may give an example another microbatch.
+    defers:   whether `decide_step` (assign/whole_step.py) may give an example another microbatch, if there are `times`.
     ranks_per_node: None: that of the link of `times`; without times, all ranks share a node.
 
     Example:
@@ -132,11 +132,10 @@ class Orchestrator:
     ) -> None:
         if BACKBONE not in costs:
             raise ValueError(f"costs need an entry for {BACKBONE!r}")
-        self.costs = PhaseCosts(dict(costs), work) if times is None else StepCosts(dict(costs), work, times)
+        self.costs = PhaseCosts(dict(costs), work) if times is None else StepCosts(dict(costs), work, times, defers)
         self.num_ranks = num_ranks
         self.balanced = frozenset(balanced)
         self.methods = tuple(methods)
-        self.defers = defers
         self.ranks_per_node = ranks_per_node
         if ranks_per_node is None and times is not None:
             self.ranks_per_node = Network.of(times.link).ranks_per_node
@@ -175,6 +174,11 @@ class Orchestrator:
     def compares(self) -> bool:
         """Whether methods are compared by predicted time: it takes times, and that all phases are balanced."""
         return isinstance(self.costs, StepCosts) and self.balanced == self.costs.costs.keys()
+
+    @property
+    def defers(self) -> bool:
+        """Whether an example may change its microbatch: the costs say so, and methods are compared."""
+        return isinstance(self.costs, StepCosts) and self.costs.defers and self.compares
 
     def _check(self, lengths: BatchLengths) -> None:
         if missing := set(self.encoders) ^ lengths.items.keys():

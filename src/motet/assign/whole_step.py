@@ -76,11 +76,11 @@ def decide_step(
         raise ValueError(f"{num_microbatches} microbatches do not divide {lengths.num_examples} examples")
     given = np.repeat(np.arange(num_microbatches, dtype=np.int32), count)
     costs = orchestrator.costs
-    if num_microbatches == 1 or not orchestrator.defers or not orchestrator.compares:
+    if num_microbatches == 1 or not orchestrator.defers:
         parts = _parts(lengths, given, num_microbatches)
         decisions = list(run(orchestrator.decide, [part for _, part in parts]))
         return DecidedStep(_microbatches(parts, decisions), time.perf_counter() - start_s)
-    assert isinstance(costs, StepCosts), "an Orchestrator that compares methods has times"
+    assert isinstance(costs, StepCosts), "an Orchestrator that defers has times"
     choice = choose_step(
         costs.phases(lengths),
         given,
