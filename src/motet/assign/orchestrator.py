@@ -156,7 +156,7 @@ class Orchestrator:
         Raises ValueError if the phases of the costs and of the lengths differ.
         """
         start_s = time.perf_counter()
-        self._check(lengths)
+        self.check(lengths)
         work = self.costs.work(lengths)
         if isinstance(self.costs, StepCosts) and self.compares:
             phases, link = self.costs.phases(lengths, work), self.costs.times.link
@@ -180,7 +180,8 @@ class Orchestrator:
         """Whether an example may change its microbatch: the costs say so, and methods are compared."""
         return isinstance(self.costs, StepCosts) and self.costs.defers and self.compares
 
-    def _check(self, lengths: BatchLengths) -> None:
+    def check(self, lengths: BatchLengths) -> None:
+        """Raise ValueError if the phases of the costs and of the lengths differ."""
         if missing := set(self.encoders) ^ lengths.items.keys():
             raise ValueError(f"phases of costs and of lengths differ in {sorted(missing)}")
 
