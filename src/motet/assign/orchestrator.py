@@ -181,9 +181,10 @@ class Orchestrator:
         return isinstance(self.costs, StepCosts) and self.costs.defers and self.compares
 
     def check(self, lengths: BatchLengths) -> None:
-        """Raise ValueError if the phases of the costs and of the lengths differ."""
+        """Raise ValueError if the phases of the costs and of the lengths differ, and as `PhaseCosts.check_segments`."""
         if missing := set(self.encoders) ^ lengths.items.keys():
             raise ValueError(f"phases of costs and of lengths differ in {sorted(missing)}")
+        self.costs.check_segments(lengths)
 
     def _before(self, lengths: BatchLengths, work: PhaseWork) -> dict[str, Assignment]:
         """The placement of each phase without balancing."""

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
+from motet.core.item_segments import ItemSegments
 from motet.core.text_files import parse_toml, read_text
 from motet.core.workload import BatchLengths, ItemLengths, Workload
 
@@ -88,6 +89,7 @@ class Items(BaseModel):
     length: Distribution
     count: Distribution = Distribution(value=1)
     length_per_token: float = Field(default=1.0, ge=1e-3, le=_MAX_AMOUNT)
+    segment: int | None = Field(default=None, ge=1, le=_MAX_AMOUNT)
 
 
 class Task(BaseModel):
@@ -119,7 +121,7 @@ class Sampler(BaseModel):
         ends = np.rint(np.cumsum(share) / share.sum() * num_examples).astype(np.int64)
         counts = np.diff(ends, prepend=0)
         names = dict.fromkeys(name for task in self.task for name in task.items)
-        columns: dict[str, list[Int64Array]] = {name: [] for name in names}
+        columns: dict[str, list[ItemLengths]] = {name: [] for name in names}
         sequence, num_targets = np.zeros(num_examples, np.int64), np.zeros(num_examples, np.int64)
         for task, start, count in zip(self.task, ends - counts, counts):
             text = task.text.sample(int(count), rng)
@@ -134,10 +136,10 @@ class Sampler(BaseModel):
                     )
                 owner = start + np.repeat(np.arange(count), num_items)
                 length = items.length.sample(len(owner), rng)
-                columns[name].append(
-                    np.stack([owner, length, np.ceil(length / items.length_per_token)]).astype(np.int64)
-                )
-        items_of = {name: ItemLengths(*np.concatenate(rows, axis=1)) for name, rows in columns.items()}
+                num_tokens = np.ceil(length / items.length_per_token).astype(np.int64)
+                cut = None if items.segment is None else ItemSegments.cut(length, items.segment)
+                columns[name].append(ItemLengths(owner, length, num_tokens, cut))
+        items_of = {name: ItemLengths.joined(parts) for name, parts in columns.items()}
         for column in items_of.values():
             sequence += np.bincount(column.example, column.num_tokens, num_examples).astype(np.int64)
         batch = BatchLengths(sequence, num_targets, np.zeros(num_examples, np.int32), items_of)

@@ -19,7 +19,7 @@ from motet.core.errors import UserError
 from motet.core.limits import check_size
 from motet.core.plan import Plan
 from motet.core.spec import Layer, ModelSpec
-from motet.core.workload import BACKBONE, BatchLengths, Workload
+from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, Workload
 from motet.cost.flops import work_of
 from motet.cost.memory import (
     MixedPrecision,
@@ -149,9 +149,11 @@ class Job:
         return cache(self._count)
 
     def _count(self, name: str, layer: Layer, num_examples: int) -> Work:
-        length, microbatch, count, targets = self._microbatches(name, num_examples)
+        items, microbatch, count, targets = self._microbatches(name, num_examples)
         padded = self.model.module(name).padded
-        return work_of(layer, length, microbatch, count, padded=padded, num_targets=targets)
+        return work_of(
+            layer, items.length, microbatch, count, padded=padded, num_targets=targets, segments=items.segments
+        )
 
     def why_unpriced(self, tp: int) -> str:
         """Why the cost model has no times at this tensor-parallel degree, as a sentence; "" if it has. Cached."""
@@ -245,13 +247,12 @@ class Job:
             ]
         )
 
-    def _microbatches(self, name: str, num_examples: int) -> tuple[Int64Array, Int64Array, int, Int64Array | None]:
-        """Lengths of a module's items, the microbatch of each item, the number of microbatches, and targets of each."""
-        batch = self.batch
+    def _microbatches(self, name: str, num_examples: int) -> tuple[ItemLengths, Int64Array, int, Int64Array | None]:
+        """A module's items, the microbatch of each item, the number of microbatches, and targets of each."""
+        batch, items = self.batch, self.batch.of(name)
         count = max(batch.num_examples // num_examples, 1)
         microbatch = np.minimum(np.arange(batch.num_examples) // num_examples, count - 1)
         if name == BACKBONE:
             targets = np.bincount(microbatch, batch.num_targets, count).astype(np.int64)
-            return batch.sequence, microbatch, count, targets
-        items = batch.items[name]
-        return items.length, microbatch[items.example], count, None
+            return items, microbatch, count, targets
+        return items, microbatch[items.example], count, None
