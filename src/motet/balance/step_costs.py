@@ -66,7 +66,7 @@ class LengthWork:
 
     def unit(self, phase: str) -> str:
         """The name of the unit in which the work of a phase is counted."""
-        if phase in self.coefficients:
+        if self.coefficients.get(phase, Packed()) != Packed():
             return "cost"
         return self.units.get(phase, "tokens" if phase == BACKBONE else "length")
 

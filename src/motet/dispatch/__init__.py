@@ -11,7 +11,7 @@ The words are in docs/glossary.md.
 from motet.assign.orchestrator import Decision, Orchestrator
 from motet.balance import ItemWork, LengthWork, Link, Network, Packed, Padded, StepTimes
 from motet.dispatch.batch import PackedSequences, RankBatch, assemble, pack
-from motet.dispatch.config import BalanceConfig, PackedCostConfig, SpeedConfig
+from motet.dispatch.config import BalanceConfig, LengthCostConfig, SpeedConfig
 from motet.dispatch.exchange import exchange, exchange_rows
 from motet.dispatch.items import ExchangedItems, ItemExchange
 from motet.dispatch.loaded import LoadedExample, Measure
@@ -23,6 +23,7 @@ __all__ = [
     "ExchangedItems",
     "ItemExchange",
     "ItemWork",
+    "LengthCostConfig",
     "LengthWork",
     "Link",
     "LoadedExample",
@@ -30,7 +31,6 @@ __all__ = [
     "Network",
     "Orchestrator",
     "Packed",
-    "PackedCostConfig",
     "PackedSequences",
     "Padded",
     "RankBatch",

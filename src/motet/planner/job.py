@@ -6,7 +6,8 @@ All strategies read costs from here. They are costs of one batch, drawn once: st
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 import numpy as np
@@ -17,7 +18,7 @@ from motet.core.arrays import Float64Array, Int64Array
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.core.limits import check_size
-from motet.core.plan import Plan
+from motet.core.plan import Plan, Policy
 from motet.core.spec import Layer, ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, Workload
 from motet.cost.flops import work_of
@@ -70,6 +71,7 @@ class Job:
     batch_size: examples of a step, over all ranks.
     cost:       seconds and bytes of layers and messages on the cluster.
     balancing:  the weights by which training balances the phases of data parallelism.
+    policy:     as in Plan, of its Plans of data parallelism.
     Raises UserError if examples * ranks is more than the simulator takes.
     """
 
@@ -81,6 +83,7 @@ class Job:
     precision: str = "bf16"
     seed: int = 0
     balancing: Balancing = by_operations
+    policy: Mapping[str, Policy] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_size(self.batch_size, self.cluster.num_ranks)
@@ -112,7 +115,7 @@ class Job:
         (unit,) = plan.units
         recompute = tuple(sorted(recomputed_blocks(plan).items()))
         sizes = (unit.dp, unit.tp, unit.first_rank, plan.batch_size, plan.microbatch_size)
-        key = (number, *sizes, plan.balance, recompute)
+        key = (number, *sizes, plan.balance, tuple(sorted(plan.policy.items())), recompute)
         if key not in self._assignments:
             self._assignments[key] = assign_batch(plan, batch, self.cost, self.balancing)
         return self._assignments[key]
