@@ -338,9 +338,7 @@ def drawn_cases(count: int) -> list[Case]:
             policy["audio"] = "padded_attention"
         cases.append(
             Case(
-                policy=one_of(policy, policy, "padded", "packed")
-                if "padded_attention" not in policy.values()
-                else policy,
+                policy=policy,
                 method=one_of("joint", "per_phase"),
                 mode=one_of("index", "exchange"),
                 num_microbatches=int(rng.integers(1, 4)),
