@@ -11,6 +11,7 @@ A sampler's file is TOML:
     count = { choices = [1, 3, 5], weights = [1, 5, 4] }           # items in an example
     length = { value = 1025 }                                      # patches, audio frames, ... of an item
     length_per_token = 4                                           # length that makes a row of the backbone's sequence
+    segment = 205                                                  # items are computed in segments of this length
 """
 
 from __future__ import annotations
@@ -129,21 +130,29 @@ class Sampler(BaseModel):
             num_targets[start : start + count] = np.rint(text * task.answer)
             for name, items in task.items.items():
                 num_items = items.count.sample(int(count), rng)
-                if num_items.sum() > _MAX_ITEMS:
-                    raise UserError(
-                        f"Task {task.name!r} has {num_items.sum():,} items of {name!r} in {count:,} examples; "
-                        f"there may be {_MAX_ITEMS:,}."
-                    )
+                _check_count(task.name, name, int(num_items.sum()), int(count), "items")
                 owner = start + np.repeat(np.arange(count), num_items)
                 length = items.length.sample(len(owner), rng)
                 num_tokens = np.ceil(length / items.length_per_token).astype(np.int64)
-                cut = None if items.segment is None else ItemSegments.cut(length, items.segment)
+                cut = None
+                if items.segment is not None:
+                    _check_count(task.name, name, int((-(-length // items.segment)).sum()), int(count), "segments")
+                    cut = ItemSegments.cut(length, items.segment)
                 columns[name].append(ItemLengths(owner, length, num_tokens, cut))
         items_of = {name: ItemLengths.joined(parts) for name, parts in columns.items()}
         for column in items_of.values():
             sequence += np.bincount(column.example, column.num_tokens, num_examples).astype(np.int64)
         batch = BatchLengths(sequence, num_targets, np.zeros(num_examples, np.int32), items_of)
         return Workload("sampled: " + ", ".join(task.name for task in self.task), batch)
+
+
+def _check_count(task: str, module: str, count: int, num_examples: int, what: str) -> None:
+    """Raise UserError for more items or segments than memory is to hold."""
+    if count > _MAX_ITEMS:
+        raise UserError(
+            f"Task {task!r} has {count:,} {what} of {module!r} in {num_examples:,} examples; there may be "
+            f"{_MAX_ITEMS:,}."
+        )
 
 
 def read_sampler(path: Path) -> Sampler:
