@@ -18,7 +18,7 @@ from motet.core.arrays import Float64Array, Int64Array
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.core.limits import check_size
-from motet.core.plan import Plan, Policy
+from motet.core.plan import BalancingMethod, Plan, Policy
 from motet.core.spec import Layer, ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, Workload
 from motet.cost.flops import work_of
@@ -101,6 +101,10 @@ class Job:
     @cached_property
     def _drawn(self):  # type: ignore[no-untyped-def]
         return cache(lambda number: self.workload.draw(self.batch_size, np.random.default_rng(self.seed + number)))
+
+    def policy_under(self, balance: BalancingMethod) -> Mapping[str, Policy]:
+        """The policy of a Plan that balances so: none where nothing is balanced."""
+        return {} if balance == "off" else self.policy
 
     def assignment(self, plan: Plan, number: int = 0) -> StepAssignment:
         """The assignment of the first `plan.batch_size` examples of a drawn batch to a Plan of this job.

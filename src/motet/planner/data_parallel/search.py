@@ -101,7 +101,7 @@ class DataParallelSearch:
             "data_parallel",
             precision=job.precision,
             balance=self.balance,
-            policy=job.policy if self.balance != "off" else {},
+            policy=job.policy_under(self.balance),
         )
 
     def sharded(self, sharding: ZeroSharding) -> ShardedUnit:
