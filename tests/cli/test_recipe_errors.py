@@ -81,6 +81,29 @@ def test_missing_files(job, capsys, monkeypatch):
         ("run.dir.x=1", "'dir' is a value in the recipe, not a table"),
         ('balance.phases=["video"]', "there is no phase 'video'"),
         ("balance.method=jointly", "'balance.method' must be 'auto', 'joint' or 'per_phase', not 'jointly'."),
+        (
+            "balance.policy=pad",
+            "'balance.policy' must be 'auto', 'packed', 'padded' or 'padded_attention', not 'pad'.",
+        ),
+        ("balance.policy={ image = 'pad' }", "'balance.policy.image' must be 'auto', 'packed', 'padded'"),
+        ("balance.policy={ video = 'padded' }", "balance.policy: there is no phase 'video'; the model has backbone"),
+        ("balance.policy=padded_attention", 'with cost = "flops" an item has one figure; set cost = "length"'),
+        (
+            "balance={ policy = { image = 'padded_attention' }, cost = 'length' }",
+            "takes both coefficients, at least 1 each; set balance.costs.image = { linear = ..., quadratic = ... }",
+        ),
+        (
+            "balance={ phases = 'backbone', policy = 'packed' }",
+            'balance.policy = "packed" is of encoders, and none is balanced; remove it',
+        ),
+        (
+            "balance={ phases = ['image'], policy = { backbone = 'padded' } }",
+            "balance.policy: phase 'backbone' is not balanced, so it has no policy; remove it",
+        ),
+        # A union of plain types is named by its key alone.
+        ("balance.phases=7", "'balance.phases' must be 'off', 'backbone' or 'all', not 7."),
+        ("fsdp.recompute=maybe", "--set fsdp.recompute: 'fsdp.recompute' must be"),
+        ("fsdp.recompute={ backbone = 'all' }", "--set fsdp.recompute.backbone: 'fsdp.recompute.backbone' must be"),
         ("balance.defer=on", "'balance.defer' must be 'auto' or 'off', not 'on'."),
         (
             "balance={ mode = 'exchange', defer = 'auto' }",

@@ -55,6 +55,8 @@ class Case:
     method: str = "per_phase"
     near: bool = False
     cost: str = "flops"
+    costs: dict = field(default_factory=dict)
+    policy: str | dict = "auto"
     mode: str = "index"
     num_microbatches: int = 1
     defer: str = "off"
@@ -75,11 +77,14 @@ def orchestrator_of(model, num_ranks: int, case: Case) -> Orchestrator:
         method=case.method,
         mode=case.mode,
         cost=case.cost,
+        costs=case.costs,
+        policy=case.policy,
         defer=case.defer,
         communicator=case.communicator,
         node_wise=case.node_wise,
         **speed,
     )
+    config.balanced(model.encoders)
     recompute = case.fsdp.recomputed(model_spec(model).num_blocks)
     device = torch.device("cpu")
     return build_orchestrator(
@@ -349,6 +354,46 @@ DEFERRED = [
 ]
 
 
+QUADRATIC = {phase: {"linear": 3, "quadratic": 2} for phase in ("audio", "image", "backbone")}
+POLICIES = [
+    *(Case(policy=policy, mode=m) for policy in ("packed", "padded") for m in ("index", "exchange")),
+    Case(policy={"image": "padded", "backbone": "padded", "audio": "packed"}, method="joint"),
+    Case(policy="padded", method="auto", near=True, num_microbatches=3),
+    Case(policy={"audio": "padded_attention"}, cost="length", costs=QUADRATIC),
+    Case(policy={"audio": "padded_attention", "image": "padded"}, cost="length", costs=QUADRATIC, mode="exchange"),
+    Case(policy="packed", cost="length", costs=QUADRATIC, method="joint", num_microbatches=3),
+    Case(cost="length", costs=QUADRATIC),
+]
+
+
+def drawn_cases(count: int) -> list[Case]:
+    """Steps of other examples, divided, frozen, weighed and balanced in any way. Drawn alike on every run."""
+    rng = np.random.default_rng(11)
+
+    def one_of(*ways):
+        return ways[rng.integers(len(ways))]
+
+    cases = []
+    for seed in range(1, count + 1):
+        policy = {phase: one_of("auto", "packed", "padded") for phase in ("image", "audio", "backbone")}
+        weighed = one_of({}, {"cost": "length"}, {"cost": "length", "costs": QUADRATIC})
+        if "costs" in weighed and rng.integers(2):
+            policy["audio"] = "padded_attention"
+        cases.append(
+            Case(
+                policy=policy,
+                method=one_of("joint", "per_phase"),
+                mode=one_of("index", "exchange"),
+                num_microbatches=int(rng.integers(1, 4)),
+                frozen=one_of((), ("image encoder",), ("audio",)),
+                num_examples=int(rng.integers(12, 20)),
+                seed=seed,
+                **weighed,
+            )
+        )
+    return cases
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_gradients_equal_the_reference(num_ranks):
     cases = every_balance() + every_method() + VARIANTS
@@ -358,6 +403,8 @@ def test_gradients_equal_the_reference(num_ranks):
         cases += DEFERRED
     if num_ranks in (2, 4):
         cases += ABLATED + OWNED
+    if num_ranks in (2, 3):
+        cases += POLICIES + drawn_cases(12)
     if num_ranks in (2, 3):
         cases += every_balance(fsdp=REPLICATED, num_microbatches=3) + every_method(fsdp=REPLICATED)
         cases += REPLICATED_VARIANTS

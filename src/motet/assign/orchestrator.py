@@ -113,7 +113,7 @@ class Orchestrator:
               that is not balanced runs on the rank of its item's sequence, so that its outputs need not move.
     times:    predicts the seconds of each method, if all phases are balanced. None: each phase is balanced by itself.
     methods:  the methods to choose from, if there are `times`.
-    defers:   whether `decide_step` (assign/whole_step.py) may give an example another microbatch.
+    defers:   whether `decide_step` (assign/whole_step.py) may give an example another microbatch, if there are `times`.
     ranks_per_node: None: that of the link of `times`; without times, all ranks share a node.
     node_wise, communicator: as in `Network`. None: those of the link of `times`; without times, the defaults there.
 
@@ -141,11 +141,10 @@ class Orchestrator:
     ) -> None:
         if BACKBONE not in costs:
             raise ValueError(f"costs need an entry for {BACKBONE!r}")
-        self.costs = PhaseCosts(dict(costs), work) if times is None else StepCosts(dict(costs), work, times)
+        self.costs = PhaseCosts(dict(costs), work) if times is None else StepCosts(dict(costs), work, times, defers)
         self.num_ranks = num_ranks
         self.balanced = frozenset(balanced)
         self.methods = tuple(methods)
-        self.defers = defers
         network = _NO_LINK if times is None else times.network
         self.ranks_per_node = network.ranks_per_node if ranks_per_node is None else ranks_per_node
         self.node_wise = network.node_wise if node_wise is None else node_wise
@@ -167,7 +166,7 @@ class Orchestrator:
         Raises ValueError if the phases of the costs and of the lengths differ.
         """
         start_s = time.perf_counter()
-        self._check(lengths)
+        self.check(lengths)
         work = self.costs.work(lengths)
         if not self.node_wise:
             input_bytes = None
@@ -189,9 +188,16 @@ class Orchestrator:
         """Whether methods are compared by predicted time: it takes times, and that all phases are balanced."""
         return isinstance(self.costs, StepCosts) and self.balanced == self.costs.costs.keys()
 
-    def _check(self, lengths: BatchLengths) -> None:
+    @property
+    def defers(self) -> bool:
+        """Whether an example may change its microbatch: the costs say so, and methods are compared."""
+        return isinstance(self.costs, StepCosts) and self.costs.defers and self.compares
+
+    def check(self, lengths: BatchLengths) -> None:
+        """Raise ValueError if the phases of the costs and of the lengths differ, and as `PhaseCosts.check_segments`."""
         if missing := set(self.encoders) ^ lengths.items.keys():
             raise ValueError(f"phases of costs and of lengths differ in {sorted(missing)}")
+        self.costs.check_segments(lengths)
 
     def _before(self, lengths: BatchLengths, work: PhaseWork) -> dict[str, Assignment]:
         """The placement of each phase without balancing."""

@@ -12,7 +12,7 @@ from motet.assign.orchestrator import Decision, Orchestrator
 from motet.balance import ItemWork, LengthWork, Link, Network, Packed, Padded, StepTimes
 from motet.dispatch.batch import PackedSequences, RankBatch, assemble, pack
 from motet.dispatch.carrier import Carrier
-from motet.dispatch.config import BalanceConfig, PackedCostConfig, SpeedConfig
+from motet.dispatch.config import BalanceConfig, LengthCostConfig, SpeedConfig
 from motet.dispatch.exchange import exchange, exchange_rows
 from motet.dispatch.items import ExchangedItems, ItemExchange
 from motet.dispatch.loaded import LoadedExample, Measure
@@ -26,6 +26,7 @@ __all__ = [
     "GatherRoute",
     "ItemExchange",
     "ItemWork",
+    "LengthCostConfig",
     "LengthWork",
     "Link",
     "LoadedExample",
@@ -33,7 +34,6 @@ __all__ = [
     "Network",
     "Orchestrator",
     "Packed",
-    "PackedCostConfig",
     "PackedSequences",
     "Padded",
     "RankBatch",

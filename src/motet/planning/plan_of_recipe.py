@@ -21,6 +21,7 @@ from motet.dispatch import BalanceConfig, SpeedConfig
 from motet.planner.job import Job
 from motet.planning.job import JobOptions, job_of_recipe
 from motet.planning.planned_recipe import PRECISION_OF_DTYPE
+from motet.train.balancing import stated_policy
 from motet.train.recipe.recipe import Recipe, load_recipe
 from motet.train.recipe.toml_text import read_recipe
 
@@ -58,6 +59,7 @@ def plan_of_recipe(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
         schedule="data_parallel",
         precision=_precision(recipe),
         balance=_balance(recipe, spec),
+        policy=stated_policy(recipe.balance, spec),
     )
 
 
@@ -162,10 +164,12 @@ def _balanced_as(plan: Plan, config: BalanceConfig) -> BalanceConfig:
     still: dict[str, Any] = {"communicator": "all_to_all", "node_wise": True}
     if plan.balance != "off":
         moves = config.mode == "exchange" or plan.balance != "joint"
-        return config.model_copy(update={"phases": "all", "method": plan.balance, **({} if moves else still)})
+        stated = {"phases": "all", "method": plan.balance, "policy": dict(plan.policy) or "auto"}
+        return config.model_copy(update={**stated, **({} if moves else still)})
     off: dict[str, Any] = {
         "phases": "off",
         "method": "auto",
+        "policy": "auto",
         "defer": "off",
         "profile": None,
         "speed": SpeedConfig(),

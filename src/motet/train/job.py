@@ -140,7 +140,7 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
 def open_dataset(recipe: Recipe, manifests: Sequence[str], tokenizer: ChatTokenizer, model: MLLM, say: Say) -> Dataset:
     """The examples of the manifests, in the form that the model takes. The model's weights are not read."""
     modalities = {
-        name: Modality(recipe.transform(name), module.num_tokens, module.lengths)
+        name: Modality(recipe.transform(name), module.num_tokens, module.lengths, module.segments)
         for name, module in model.encoders.items()
     }
     dataset = Dataset.open(

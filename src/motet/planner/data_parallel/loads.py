@@ -168,7 +168,8 @@ class EvenBatch:
         batch = self.job.batch
         items = batch.of(name)
         targets = batch.num_targets if name == BACKBONE else None
-        alone = work_of(layer, items.length, np.arange(items.num_items), items.num_items, num_targets=targets)
+        count = items.num_items
+        alone = work_of(layer, items.length, np.arange(count), count, num_targets=targets, segments=items.segments)
         return items.example, alone.rows, alone.pairs
 
 
@@ -195,7 +196,15 @@ def assigned_load(job: Job, plan: Plan) -> Load:
         if name == BACKBONE:
             targets = np.bincount(batch_index, assignment.batch.num_targets, shape[0] * shape[1]).astype(np.int64)
         padded = job.model.module(name).padded
-        return work_of(layer, items.length, batch_index, shape[0] * shape[1], padded=padded, num_targets=targets)
+        return work_of(
+            layer,
+            items.length,
+            batch_index,
+            shape[0] * shape[1],
+            padded=padded,
+            num_targets=targets,
+            segments=items.segments,
+        )
 
     load = _load(job, unit.tp, work, shape, lambda name: _moved_bytes(job, name, assignment, unit))
     return replace(load, methods=assignment.methods)
