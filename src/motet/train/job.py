@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from motet.core.errors import JointUserError, UserError
+from motet.core.spec import ModelSpec
 from motet.data.dataset import Dataset, Modality
 from motet.data.decode import Decoder
 from motet.data.left_out import describe_left_out
@@ -40,6 +41,7 @@ from motet.train.input.loading import ExchangeLoading, IndexLoading, Loading
 from motet.train.input.rows import check_rows
 from motet.train.optimizer import build_optimizer
 from motet.train.recipe.recipe import Recipe
+from motet.train.recompute import Recomputation, RecomputeRanks, auto_recompute, memory_bytes
 from motet.train.world import World
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -60,6 +62,7 @@ class TrainingJob:
     order: GlobalOrder
     dataset: Dataset
     loading: Loading
+    recomputation: Recomputation
     evaluator: Evaluator | None
     checkpointer: Checkpointer
     progress: Progress
@@ -71,23 +74,25 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
     resume: "auto", "never" or a path. say: prints a sentence. cleanup: closes what is open when the run ends.
     """
     check_same_backend(world)
+    rank_bytes = _memory_bytes(recipe, world)
     with world.together():
         dtype = _DTYPES[recipe.run.dtype]
         tokenizer = ChatTokenizer.from_directory(recipe.data.tokenizer)
         model = build_mllm(recipe.model, tokenizer.vocabulary_size, dtype, recipe.run.seed, deferred=True)
         check_rows(recipe, model)
-        measured = read_measured(recipe, model_spec(model))
+        dataset = open_dataset(recipe, recipe.data.train, tokenizer, model, say)
+        recomputation = _recomputation(recipe, world, rank_bytes, model_spec(model), dataset, say)
+        measured = read_measured(recomputation.recipe, model_spec(model))
         orchestrator = build_orchestrator(
             recipe.balance,
             model,
             world.num_ranks,
             world.device,
             compute_dtype(recipe),
-            recompute=recipe.fsdp.recomputed(model_spec(model).num_blocks),
+            recompute=recomputation.num_blocks,
             measured=measured,
             ranks_per_node=world.ranks_per_node,
         )
-        dataset = open_dataset(recipe, recipe.data.train, tokenizer, model, say)
         heldout = open_dataset(recipe, recipe.data.heldout, tokenizer, model, say) if recipe.data.heldout else None
         _check_bad_at_indexing(recipe, dataset)
         decoder = cleanup.enter_context(Decoder(dataset.transforms, recipe.data.num_workers))
@@ -122,10 +127,32 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
         GlobalOrder(dataset.num_examples, recipe.data.seed, recipe.data.shuffle),
         dataset,
         _loading(recipe, world, mesh, orchestrator, dataset, decoder, model),
+        recomputation,
         evaluator,
         Checkpointer(recipe.run.dir / _CHECKPOINTS, recipe.checkpoint, world.saving, line, world.launch, say),
         progress,
     )
+
+
+def _memory_bytes(recipe: Recipe, world: World) -> int:
+    """The memory of the rank that has least, where recomputation follows from it; else 0. A collective."""
+    if recipe.fsdp.recompute != "auto":
+        return 0
+    with world.together():
+        own_bytes = memory_bytes(recipe, world.device)
+    return min(world.gather(own_bytes))
+
+
+def _recomputation(
+    recipe: Recipe, world: World, rank_bytes: int, spec: ModelSpec, dataset: Dataset, say: Say
+) -> Recomputation:
+    """What the run recomputes, by the numbers of the recipe or by "auto"."""
+    if recipe.fsdp.recompute != "auto":
+        return Recomputation(recipe, spec)
+    ranks = RecomputeRanks(world.num_ranks, world.ranks_per_node, world.device.type, rank_bytes)
+    chosen = auto_recompute(recipe, spec, ranks, dataset.num_examples, lambda ids: dataset.batch_lengths(ids, 1))
+    say(str(chosen))
+    return Recomputation(chosen.resolved, spec, chosen)
 
 
 def open_dataset(recipe: Recipe, manifests: Sequence[str], tokenizer: ChatTokenizer, model: MLLM, say: Say) -> Dataset:
