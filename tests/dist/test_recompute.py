@@ -1,14 +1,18 @@
-"""Recomputation that differs by rank and microbatch: the same collectives, and the same gradients to the bit."""
+"""Recomputation that differs by rank and microbatch: the same collectives, the same gradients, the same losses."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from cli.tiny_job import losses, metrics, write_tiny_job
+from dist.test_resume import run, stop_after
+from motet.cli import main
 from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.mesh import build_mesh
 from motet.runtime.step import TrainStep
@@ -80,3 +84,53 @@ def test_ranks_may_recompute_what_they_need(fsdp):
             assert (others_runs > num_runs) == again, (rank, way)
             for one, other in zip(gradients, other_gradients, strict=True):
                 assert (one is None and other is None) or torch.equal(one, other), (rank, way)
+
+
+LARGER = (
+    "model.encoders.image.config.depth=3",
+    "model.encoders.audio.config.encoder_layers=3",
+    "model.backbone.config.num_hidden_layers=4",
+    'cluster={ device = "cpu", ranks_per_node = 2, memory_gbytes = 0.0019 }',
+    "balance.phases=off",
+)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
+
+
+def in_words(printed):
+    return [line for line in printed.splitlines() if line.startswith("fsdp.recompute")]
+
+
+def test_a_run_recomputes_what_its_microbatches_need(job, tmp_path, monkeypatch, capsys):
+    """The losses are those without recomputation, a resumed run decides alike, and so does a simulation."""
+    auto = (*LARGER, "fsdp.recompute=auto", "checkpoint.every_steps=4")
+    run(job, 2, tmp_path / "none", *LARGER)
+    first = run(job, 2, tmp_path / "auto", *auto)
+    assert losses(tmp_path / "auto") == losses(tmp_path / "none")
+    before = [step["recompute"] for step in metrics(tmp_path / "auto")]
+    # One rank may need what the other does not, and one step what the next does not.
+    assert any(0 < of["mean"] < of["max"] for step in before for of in step.values())
+    assert any(not any(of["max"] for of in step.values()) for step in before)
+    assert all(step["recompute"]["image"] == {"max": 0, "mean": 0.0} for step in metrics(tmp_path / "none"))
+    stop_after(tmp_path / "auto", 4)
+    again = run(job, 2, tmp_path / "auto", *auto)
+    assert [step["recompute"] for step in metrics(tmp_path / "auto")] == before
+    words = in_words(first[0])
+    assert len(words) == 1 and words == in_words(again[0]) and not in_words(first[1])
+    overrides = [word for each in auto for word in ("--set", each)]
+    monkeypatch.setattr("sys.argv", ["motet", "simulate", str(job), *overrides])
+    main()
+    assert in_words(capsys.readouterr().err) == words
+    assert re.search(
+        r"with \d of 3 of image.* recomputed, the largest microbatch of all 8 steps takes 1.\d+ MB", words[0]
+    )
+
+
+def test_what_does_not_fit_ends_all_ranks_with_one_sentence(job, tmp_path):
+    said = run(job, 2, tmp_path, *LARGER, "fsdp.recompute=auto", "cluster.memory_gbytes=0.001")
+    assert said[0] == said[1] and "with every block recomputed, the largest microbatch takes" in said[0]
+    said = run(job, 2, tmp_path, "fsdp.recompute=auto")
+    assert said[0] == said[1] and "must know how much memory a rank may fill" in said[0]

@@ -42,7 +42,11 @@ NEAR = SpeedConfig(link_gbytes_per_s=1e9, link_latency_us=0.0, inter_node_gbytes
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run the same step. near: the link takes no time, so that "auto" moves what it can."""
+    """One way to run the same step.
+
+    near: the link takes no time, so that "auto" moves what it can. recomputes: each rank recomputes other numbers of
+    blocks in each microbatch.
+    """
 
     phases: str | tuple[str, ...] = "all"
     method: str = "per_phase"
@@ -56,6 +60,7 @@ class Case:
     num_examples: int = 13
     seed: int = 0
     contents: tuple[str, ...] = PHASES
+    recomputes: bool = False
 
 
 def orchestrator_of(model, num_ranks: int, case: Case) -> Orchestrator:
@@ -172,11 +177,19 @@ def run_case(case: Case, dtype: torch.dtype = torch.float64) -> tuple[StepResult
     else:
         batches = [rank_batch(model, part, mesh, case) for part in parts]
     batches = [batch.to("cpu", dtype=dtype) for batch in batches]
+    if case.recomputes:
+        rng = np.random.default_rng((case.seed, mesh.rank))
+        batches = [replace(batch, recompute=recomputed_at_random(rng)) for batch in batches]
     with counted_exchanges() as sent_bytes:
         result = TrainStep(model, mesh).run(batches)
     check_bytes(case, batches, sent_bytes, result.moved_bytes)
     shards = {name: None if p.grad is None else local(p.grad) for name, p in model.named_parameters()}
     return result, whole(shards, mesh)
+
+
+def recomputed_at_random(rng: np.random.Generator) -> dict[str, int]:
+    """Between none and all of the two blocks of each module."""
+    return {name: int(rng.integers(0, 3)) for name in ("image", "backbone", "audio")}
 
 
 def check_bytes(case: Case, batches: list[RankBatch], sent_bytes: list[int], moved_bytes: int) -> None:
@@ -266,6 +279,7 @@ REPLICATED_VARIANTS = [
     Case(fsdp=REPLICATED, num_examples=1),
     Case(fsdp=REPLICATED, contents=()),
     Case(fsdp=FSDPConfig(shard_size=1, recompute=True), num_microbatches=3),
+    Case(fsdp=FSDPConfig(shard_size=1, recompute="auto"), recomputes=True, num_microbatches=3),
 ]
 VARIANTS = [
     Case(cost="length"),
@@ -279,6 +293,11 @@ VARIANTS = [
     Case(fsdp=FSDPConfig(recompute=True)),
     Case(fsdp=FSDPConfig(recompute={"image": 1, "backbone": 1}), num_microbatches=3),
     Case(fsdp=FSDPConfig(recompute=True, reshard_after_forward=False), num_microbatches=3),
+    Case(fsdp=FSDPConfig(recompute="auto"), recomputes=True, num_microbatches=3),
+    Case(fsdp=FSDPConfig(recompute="auto"), recomputes=True, num_microbatches=3, mode="exchange", seed=1),
+    Case(fsdp=FSDPConfig(recompute="auto"), recomputes=True, num_microbatches=3, phases="off", seed=2),
+    Case(fsdp=FSDPConfig(recompute="auto"), recomputes=True, num_microbatches=3, frozen=("image encoder", "audio")),
+    Case(fsdp=FSDPConfig(recompute="auto", reshard_after_forward=False), recomputes=True, num_microbatches=3, seed=3),
     Case(frozen=("image encoder",)),
     Case(frozen=("image",)),
     Case(frozen=("image", "audio")),

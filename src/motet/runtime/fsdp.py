@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -46,6 +46,20 @@ class FSDPConfig(BaseModel):
     reduce_dtype: Literal["float64", "float32", "bfloat16"] | None = None
     reshard_after_forward: bool = True
     recompute: bool | Literal["auto"] | dict[str, NumLayers] = False
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _recompute_understood(cls, given: Any) -> Any:
+        """Refuse what is none of the three kinds in one sentence: pydantic would name the first kind alone."""
+        is_table = isinstance(given, dict)
+        if not is_table and not isinstance(given, bool) and given != "auto":
+            raise ValueError(
+                f'{given!r} is neither true, false, "auto" nor a table of numbers of blocks, as in {{ backbone = 12 }}'
+            )
+        for name, count in given.items() if is_table else ():
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise ValueError(f"{name} = {count!r} is no number of blocks, which is a whole number from 0 on")
+        return given
 
     def recomputed(self, num_blocks: Mapping[str, int]) -> dict[str, int]:
         """The number of blocks that each module recomputes in every microbatch, modules without any left out.

@@ -32,6 +32,7 @@ from motet.cost.catalogue import cluster, device_called
 from motet.cost.memory import PRECISION_OF_DTYPE, held_elements, stage_layers
 from motet.data.order import GlobalOrder
 from motet.dispatch import RankBatch
+from motet.planner.candidate import size_words
 from motet.planner.data_parallel.loads import ModuleState, load_alone, load_of, state_of
 from motet.planner.data_parallel.recomputation import fit_recomputation
 from motet.planner.job import Job
@@ -126,12 +127,14 @@ class AutoRecompute:
         steps = f"all {self.num_steps:,} steps"
         if self.num_decided < self.num_steps:
             steps = f"the {self.num_decided:,} of {self.num_steps:,} steps that keep most by their lengths"
+        takes, may_take = size_words(self.largest.peak_bytes), size_words(self.job.capacity_bytes)
+        largest = f"the largest microbatch of {steps} takes {takes} of the {may_take} that a rank may fill."
+        if not self.num_blocks:
+            return f'fsdp.recompute = "auto" recomputes nothing: {largest}'
         parts = [f"{count} of {self.job.model.num_blocks[name]} of {name}" for name, count in self.num_blocks.items()]
-        what = f"at most these blocks: {', '.join(parts)}" if parts else "nothing"
-        each = "; each microbatch recomputes what it needs itself" if parts else ""
         return (
-            f'fsdp.recompute = "auto" recomputes {what}. The largest microbatch of {steps} takes '
-            f"{_gbytes(self.largest.peak_bytes)} of {_gbytes(self.job.capacity_bytes)} GB{each}."
+            f'fsdp.recompute = "auto" recomputes in each microbatch what it needs; with {", ".join(parts)} recomputed, '
+            f"{largest}"
         )
 
 
@@ -165,7 +168,7 @@ def auto_recompute(
     if fit.shortfall_bytes:
         raise UserError(
             f'fsdp.recompute = "auto": with every block recomputed, the largest microbatch takes '
-            f"{_gbytes(fit.peak_bytes)} GB on a rank, and of its memory {_gbytes(job.capacity_bytes)} GB can be used: "
+            f"{size_words(fit.peak_bytes)} on a rank, which may fill {size_words(job.capacity_bytes)}: "
             "raise run.microbatches, lower run.batch_size or data.max_sequence_length, or take more ranks."
         )
     return found
@@ -240,7 +243,3 @@ def _lengths_of_step(
     size, count = recipe.run.batch_size, recipe.run.microbatches
     home = np.tile(home_ranks(size // count, ranks.num_ranks), count)
     return replace(lengths_of(order.take(step * size, size)), home=home)
-
-
-def _gbytes(size_bytes: float) -> str:
-    return f"{size_bytes / 1e9:,.3g}"

@@ -23,7 +23,7 @@ from motet.cost.flops import work_of
 from motet.cost.memory import StageLayer, activation_bytes, stage_layers, stage_memory
 from motet.cost.model import Work, backward_seconds
 from motet.planner.job import Job
-from motet.planner.stages.recompute import StageBytes, stage_bytes
+from motet.planner.stages.recompute import StageBytes, stateless_bytes
 
 
 class ModuleState(NamedTuple):
@@ -85,7 +85,7 @@ class Load:
         unit = Unit("all", ({},), tp=self.tp, zero=0)
         spans = {name: (0, len(self.job.model.module(name).blocks))}
         precision = self.job.mixed_precision(pipeline=False)
-        return stage_bytes(self.job.model, unit, spans, lambda *key: self.largest_rows[key], 1, precision)
+        return stateless_bytes(self.job.model, unit, spans, lambda *key: self.largest_rows[key], 1, precision)
 
     def held_bytes(self, recompute: Mapping[str, int]) -> float:
         """Activations of the fullest rank.
