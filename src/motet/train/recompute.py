@@ -105,7 +105,7 @@ class AutoRecompute:
     @property
     def resolved(self) -> Recipe:
         """The recipe with these numbers in place of "auto"."""
-        return _with_numbers(self.recipe, self.num_blocks)
+        return with_numbers(self.recipe, self.num_blocks)
 
     def of_rank(self, batch: RankBatch, rank: int) -> RankBatch:
         """The microbatch with the least recomputation that fits on this rank; all, if even that does not fit."""
@@ -153,7 +153,7 @@ def auto_recompute(
     for _ in range(_MAX_ROUNDS):
         # Items are weighed with what is recomputed, and what is recomputed depends on where they are.
         orchestrator = recipe_orchestrator(
-            _with_numbers(recipe, numbers), spec, ranks.num_ranks, ranks.device_type, ranks.ranks_per_node
+            with_numbers(recipe, numbers), spec, ranks.num_ranks, ranks.device_type, ranks.ranks_per_node
         )
         parts = [
             part for one in lengths for part in decide_step(orchestrator, one, recipe.run.microbatches).microbatches
@@ -220,7 +220,8 @@ def memory_bytes(recipe: Recipe, device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory if known is None else known.memory_bytes
 
 
-def _with_numbers(recipe: Recipe, numbers: Mapping[str, int]) -> Recipe:
+def with_numbers(recipe: Recipe, numbers: Mapping[str, int]) -> Recipe:
+    """The recipe with these numbers of recomputed blocks by module."""
     return recipe.model_copy(update={"fsdp": recipe.fsdp.model_copy(update={"recompute": dict(numbers)})})
 
 
