@@ -202,29 +202,33 @@ def measure_plan(
 
     Every rank learns how a trial ended on all, and decides alike what runs next.
     """
-    seconds: list[float] = []
+    ran: dict[tuple[tuple[str, int], ...], MeasuredPlan] = {}
 
     def run(recipe: Recipe) -> int | None:
         try:
             of_ranks = trials.run(task, Steps(recipe, steps.examples))
         except OutOfMemory:
             return None
-        seconds[:] = np.max([rank.seconds for rank in of_ranks], axis=0).tolist()
-        return max(rank.peak_bytes for rank in of_ranks)
+        step_s = float(np.median(np.max([rank.seconds for rank in of_ranks], axis=0)))
+        peak_bytes = max(rank.peak_bytes for rank in of_ranks)
+        ran[key_of(recipe)] = MeasuredPlan(step_s, peak_bytes)
+        return peak_bytes
+
+    def key_of(recipe: Recipe) -> tuple[tuple[str, int], ...]:
+        return tuple(sorted(recipe.fsdp.recomputed(figures.num_blocks).items()))
 
     def run_with(numbers: Mapping[str, int]) -> int | None:
         return run(with_numbers(steps.recipe, numbers))
 
-    if (peak_bytes := run(steps.recipe)) is not None:
-        return MeasuredPlan(float(np.median(seconds)), peak_bytes)
+    if run(steps.recipe) is not None:
+        return ran[key_of(steps.recipe)]
     stated = steps.recipe.fsdp.recomputed(figures.num_blocks)
     if all(stated.get(name, 0) >= count for name, count in figures.every.items()):
         return None
-    if (refitted := recompute_more(run_with, figures, stated)) is None:
+    refitted = recompute_more(run_with, figures, stated)
+    if refitted is None:
         return None
-    if (peak_bytes := run_with(refitted.recompute)) is None:
-        return None
-    return MeasuredPlan(float(np.median(seconds)), peak_bytes, refitted)
+    return replace(ran[key_of(with_numbers(steps.recipe, refitted.recompute))], refitted=refitted)
 
 
 def _apart(recipe: Recipe, folder: str) -> Recipe:

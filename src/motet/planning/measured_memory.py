@@ -1,7 +1,8 @@
 """After a real step ran out of memory: how much more to recompute, by measured bytes (OmniBal section 4.3, Steps 1-4).
 
 1. Everything is recomputed, and the peak is measured.
-2. One module at a time keeps a quarter of its blocks, at least one, and the peak is measured.
+2. One module at a time keeps one block, then a quarter of its blocks more, and the peaks are measured. (The first
+   block that is kept adds little: in its place a recomputed one would be held while its backward pass runs.)
 3. The difference is what these blocks save. Over what the memory model predicts for them, it is the module's
    correction.
 4. The least recomputation that fits by the corrected model is run. While a rank runs out of memory, less memory is
@@ -87,7 +88,7 @@ class Refitted:
 def recompute_more(run: RunWith, figures: BlockFigures, failed: Mapping[str, int]) -> Refitted | None:
     """The least recomputation that runs, for a Plan that ran out of memory with the numbers `failed`.
 
-    None: a rank runs out of memory with everything recomputed. Runs at most 2 + modules + log2(blocks) times.
+    None: a rank runs out of memory with everything recomputed. O(modules + log(blocks)) runs.
     """
     # Step 1.
     every = figures.every
@@ -97,11 +98,12 @@ def recompute_more(run: RunWith, figures: BlockFigures, failed: Mapping[str, int
     # Steps 2 and 3.
     corrections: dict[str, float] = {}
     for name, count in every.items():
-        recomputed = count - max(count // 4, 1)
-        peak_bytes = run({**every, name: recomputed})
-        if peak_bytes is not None:
-            predicted = float(figures.saved_bytes[name][recomputed:].sum())
-            corrections[name] = max(peak_bytes - floor_bytes, 0) / predicted
+        most, fewer = count - 1, count - 1 - max(count // 4, 1)
+        predicted = float(figures.saved_bytes[name][max(fewer, 0) : most].sum())
+        if fewer < 0 or not predicted or (one_bytes := run({**every, name: most})) is None:
+            continue
+        if (more_bytes := run({**every, name: fewer})) is not None:
+            corrections[name] = max(more_bytes - one_bytes, 0) / predicted
     saved = {name: figures.saved_bytes[name] * corrections.get(name, 1.0) for name in every}
     seconds = {name: figures.recompute_s[name] for name in every}
     most_bytes = floor_bytes + sum(float(column.sum()) for column in saved.values())

@@ -10,22 +10,33 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.core.spec import ModelSpec
+from motet.core.workload import BACKBONE
 from motet.cost.memory import PRECISION_OF_DTYPE, stage_layers
 from motet.dispatch import BalanceConfig, SpeedConfig
 from motet.planner.job import Job
 from motet.planning.job import JobOptions, job_of_recipe
+from motet.simulate.predict.batch import draw_batch
 from motet.train.recipe.recipe import Recipe, load_recipe
 from motet.train.recipe.toml_text import read_recipe
-from motet.train.recompute import RecomputeRanks, auto_recompute, memory_bytes, recomputed_blocks_of, unit_of_recipe
+from motet.train.recompute import (
+    RecomputeRanks,
+    auto_recompute,
+    memory_bytes,
+    recomputed_blocks_of,
+    unit_of_recipe,
+    with_numbers,
+)
 
 
 def plan_of_recipe(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
@@ -122,6 +133,10 @@ def _resolved(recipe: Recipe, job: Job) -> Recipe:
     cluster, examples = job.cluster, job.workload.examples
     if cluster.device.name == "cpu":
         memory_bytes(recipe, torch.device("cpu"))  # What training would refuse is not simulated.
+    plan = plan_of_recipe(with_numbers(recipe, {}), job.model, cluster)
+    draw_batch(plan, job.workload, np.random.default_rng(0))  # Refuses a workload without lengths of a module.
+    names = [module.name for module in job.model.modules if module.name != BACKBONE]
+    examples = replace(examples, items={name: examples.items[name] for name in names})
     device_type = "cpu" if cluster.device.name == "cpu" else "cuda"
     ranks = RecomputeRanks(cluster.num_ranks, cluster.ranks_per_node, device_type, cluster.device.memory_bytes)
     chosen = auto_recompute(recipe, job.model, ranks, examples.num_examples, examples.take)

@@ -26,6 +26,7 @@ from motet.runtime.fsdp import shard
 from motet.runtime.mesh import Mesh, build_mesh
 from motet.runtime.step import TrainStep
 from motet.train.balancing import (
+    MeasuredPhases,
     build_orchestrator,
     check_same_backend,
     check_same_profile,
@@ -80,19 +81,12 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
         tokenizer = ChatTokenizer.from_directory(recipe.data.tokenizer)
         model = build_mllm(recipe.model, tokenizer.vocabulary_size, dtype, recipe.run.seed, deferred=True)
         check_rows(recipe, model)
+        measured, orchestrator = _balancing(recipe, model, world)
         dataset = open_dataset(recipe, recipe.data.train, tokenizer, model, say)
         recomputation = _recomputation(recipe, world, rank_bytes, model_spec(model), dataset, say)
-        measured = read_measured(recomputation.recipe, model_spec(model))
-        orchestrator = build_orchestrator(
-            recipe.balance,
-            model,
-            world.num_ranks,
-            world.device,
-            compute_dtype(recipe),
-            recompute=recomputation.num_blocks,
-            measured=measured,
-            ranks_per_node=world.ranks_per_node,
-        )
+        if recomputation.auto is not None:
+            # Now it is known what is recomputed, and so what weighs how much.
+            measured, orchestrator = _balancing(recomputation.recipe, model, world)
         heldout = open_dataset(recipe, recipe.data.heldout, tokenizer, model, say) if recipe.data.heldout else None
         _check_bad_at_indexing(recipe, dataset)
         decoder = cleanup.enter_context(Decoder(dataset.transforms, recipe.data.num_workers))
@@ -132,6 +126,22 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
         Checkpointer(recipe.run.dir / _CHECKPOINTS, recipe.checkpoint, world.saving, line, world.launch, say),
         progress,
     )
+
+
+def _balancing(recipe: Recipe, model: MLLM, world: World) -> tuple[MeasuredPhases | None, Orchestrator]:
+    """The profile that a recipe balances by, if it does, and its Orchestrator."""
+    measured = read_measured(recipe, model_spec(model))
+    orchestrator = build_orchestrator(
+        recipe.balance,
+        model,
+        world.num_ranks,
+        world.device,
+        compute_dtype(recipe),
+        recompute=recipe.fsdp.recomputed(model_spec(model).num_blocks),
+        measured=measured,
+        ranks_per_node=world.ranks_per_node,
+    )
+    return measured, orchestrator
 
 
 def _memory_bytes(recipe: Recipe, world: World) -> int:
