@@ -115,7 +115,9 @@ def recompute_more(run: RunWith, figures: BlockFigures, failed: Mapping[str, int
     numbers, limit_bytes, num_failed = failed, float(figures.capacity_bytes), 1
     while True:
         limit_bytes = min(limit_bytes, (peak_of(numbers) + floor_bytes) / 2)
-        numbers = least_recompute(seconds, saved, most_bytes - limit_bytes) or every
+        chosen = least_recompute(seconds, saved, most_bytes - limit_bytes) or every
+        # Of a module that was measured to save nothing, the model would never recompute a block.
+        numbers = every if chosen == numbers else chosen
         if numbers == every:
             return Refitted(every, floor_bytes, corrections, num_failed)
         peak_bytes = run(numbers)
