@@ -46,6 +46,24 @@ def line_of(text, part):
         ("[optimizer]", "[optimiser]", "[optimiser]", "unknown key 'optimiser'; did you mean 'optimizer'?"),
         ('family = "qwen2"', 'family = "qwen9"', 'family = "qwen9"', "'mistral', 'gemma', 'gemma3', 'phi3' or 'olmo2'"),
         ("num_mels = 20", "num_mels = true", "num_mels", "'transforms.audio.num_mels' must be a whole number"),
+        (
+            "[optimizer]",
+            '[fsdp]\nrecompute = "al"\n[optimizer]',
+            "recompute",
+            """'al' is neither true, false, "auto" nor""",
+        ),
+        (
+            "[optimizer]",
+            "[fsdp]\nrecompute = 1\n[optimizer]",
+            "recompute",
+            '1 is neither true, false, "auto" nor a table',
+        ),
+        (
+            "[optimizer]",
+            "[fsdp]\nrecompute = { backbone = -1 }\n[optimizer]",
+            "recompute",
+            "backbone = -1 is no number of blocks",
+        ),
         ("[transforms.audio]\nnum_mels = 20", "", None, "needs a table [transforms.audio]"),
     ],
 )

@@ -48,7 +48,8 @@ class Case:
     """One way to run the same step.
 
     near: the link takes no time, so that "auto" moves what it can. owned: ranks have loaded examples of their own, of
-    which rank 0 has none and the last most, as with splits of different sizes.
+    which rank 0 has none and the last most, as with splits of different sizes. recomputes: each rank recomputes other
+    numbers of blocks in each microbatch.
     """
 
     phases: str | tuple[str, ...] = "all"
@@ -68,6 +69,7 @@ class Case:
     num_examples: int = 13
     seed: int = 0
     contents: tuple[str, ...] = PHASES
+    recomputes: bool = False
 
 
 def orchestrator_of(model, num_ranks: int, case: Case) -> Orchestrator:
@@ -209,11 +211,19 @@ def run_case(case: Case, dtype: torch.dtype = torch.float64) -> tuple[StepResult
     else:
         batches = [rank_batch(model, part, mesh, case) for part in parts]
     batches = [batch.to("cpu", dtype=dtype) for batch in batches]
+    if case.recomputes:
+        rng = np.random.default_rng((case.seed, mesh.rank))
+        batches = [replace(batch, recompute=recomputed_at_random(rng)) for batch in batches]
     with counted_exchanges() as sent:
         result = TrainStep(model, mesh).run(batches)
     check_bytes(case, batches, sent, result.moved_bytes)
     shards = {name: None if p.grad is None else local(p.grad) for name, p in model.named_parameters()}
     return result, whole(shards, mesh)
+
+
+def recomputed_at_random(rng: np.random.Generator) -> dict[str, int]:
+    """Between none and all of the two blocks of each module."""
+    return {name: int(rng.integers(0, 3)) for name in ("image", "backbone", "audio")}
 
 
 def check_bytes(case: Case, batches: list[RankBatch], sent: list[tuple[str, int]], moved_bytes: int) -> None:
@@ -320,6 +330,7 @@ REPLICATED_VARIANTS = [
     Case(fsdp=REPLICATED, num_examples=1),
     Case(fsdp=REPLICATED, contents=()),
     Case(fsdp=FSDPConfig(shard_size=1, recompute=True), num_microbatches=3),
+    Case(fsdp=FSDPConfig(shard_size=1, recompute="auto"), recomputes=True, num_microbatches=3),
 ]
 VARIANTS = [
     Case(cost="length"),
@@ -333,6 +344,11 @@ VARIANTS = [
     Case(fsdp=FSDPConfig(recompute=True)),
     Case(fsdp=FSDPConfig(recompute={"image": 1, "backbone": 1}), num_microbatches=3),
     Case(fsdp=FSDPConfig(recompute=True, reshard_after_forward=False), num_microbatches=3),
+    Case(fsdp=FSDPConfig(recompute="auto"), recomputes=True, num_microbatches=3),
+    Case(fsdp=FSDPConfig(recompute="auto"), recomputes=True, num_microbatches=3, mode="exchange", seed=1),
+    Case(fsdp=FSDPConfig(recompute="auto"), recomputes=True, num_microbatches=3, phases="off", seed=2),
+    Case(fsdp=FSDPConfig(recompute="auto"), recomputes=True, num_microbatches=3, frozen=("image encoder", "audio")),
+    Case(fsdp=FSDPConfig(recompute="auto", reshard_after_forward=False), recomputes=True, num_microbatches=3, seed=3),
     Case(frozen=("image encoder",)),
     Case(frozen=("image",)),
     Case(frozen=("image", "audio")),

@@ -121,6 +121,8 @@ class RankBatch:
                this rank encodes, in the order of their positions on the rank; both are [0, 0] where it has none.
     routes:    per phase, how this rank's encoder outputs reach the backbone.
     lengths, decision: of the whole microbatch, the same on all ranks.
+    recompute: per module, the number of its first blocks that this rank recomputes in backward; None: as in every
+               microbatch.
 
     Example:
         >>> from motet.dispatch import Orchestrator, Packed
@@ -137,6 +139,7 @@ class RankBatch:
     routes: dict[str, Route | GatherRoute]
     lengths: BatchLengths
     decision: Decision
+    recompute: Mapping[str, int] | None = None
 
     @property
     def num_targets(self) -> int:

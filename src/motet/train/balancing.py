@@ -112,11 +112,25 @@ def build_orchestrator(
                 "another policy."
             )
     costs = step_costs(config, spec, recompute, device.type, dtype.itemsize, measured, ranks_per_node)
-    balanced = config.balanced(model.encoders)
+    return _orchestrator(config, spec, costs, num_ranks)
+
+
+def recipe_orchestrator(
+    recipe: Recipe, spec: ModelSpec, num_ranks: int, device_type: str, ranks_per_node: int
+) -> Orchestrator:
+    """The Orchestrator of a recipe, from the spec of its model. Raises UserError for costs that do not fit it."""
+    recomputed, measured = recipe.fsdp.recomputed(spec.num_blocks), read_measured(recipe, spec)
+    element_bytes = compute_dtype(recipe).itemsize
+    costs = step_costs(recipe.balance, spec, recomputed, device_type, element_bytes, measured, ranks_per_node)
+    return _orchestrator(recipe.balance, spec, costs, num_ranks)
+
+
+def _orchestrator(config: BalanceConfig, spec: ModelSpec, costs: StepCosts, num_ranks: int) -> Orchestrator:
+    encoders = [module.name for module in spec.modules if module.name != BACKBONE]
     return Orchestrator(
         costs.costs,
         num_ranks,
-        balanced,
+        config.balanced(encoders),
         work=costs.work,
         times=costs.times,
         methods=config.methods,

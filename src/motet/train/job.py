@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from motet.core.errors import JointUserError, UserError
+from motet.core.spec import ModelSpec
 from motet.data.dataset import Dataset, Modality
 from motet.data.decode import Decoder
 from motet.data.order import GlobalOrder
@@ -27,6 +28,7 @@ from motet.runtime.fsdp import shard
 from motet.runtime.mesh import Mesh, build_mesh
 from motet.runtime.step import TrainStep
 from motet.train.balancing import (
+    MeasuredPhases,
     build_orchestrator,
     check_same_backend,
     check_same_profile,
@@ -43,6 +45,7 @@ from motet.train.input.own_splits import check_same_splits, joined_splits, order
 from motet.train.input.rows import check_rows
 from motet.train.optimizer import build_optimizer
 from motet.train.recipe.recipe import Recipe
+from motet.train.recompute import Recomputation, RecomputeRanks, auto_recompute, memory_bytes
 from motet.train.world import World
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -63,6 +66,7 @@ class TrainingJob:
     order: GlobalOrder | SplitOrder
     dataset: Dataset | OwnSplits
     loading: Loading
+    recomputation: Recomputation
     evaluator: Evaluator | None
     checkpointer: Checkpointer
     progress: Progress
@@ -74,27 +78,22 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
     resume: "auto", "never" or a path. say: prints a sentence. cleanup: closes what is open when the run ends.
     """
     check_same_backend(world)
+    rank_bytes = _memory_bytes(recipe, world)
     with world.together():
         _check_transport(recipe, world)
         dtype = _DTYPES[recipe.run.dtype]
         tokenizer = ChatTokenizer.from_directory(recipe.data.tokenizer)
         model = build_mllm(recipe.model, tokenizer.vocabulary_size, dtype, recipe.run.seed, deferred=True)
         check_rows(recipe, model)
-        measured = read_measured(recipe, model_spec(model))
-        orchestrator = build_orchestrator(
-            recipe.balance,
-            model,
-            world.num_ranks,
-            world.device,
-            compute_dtype(recipe),
-            recompute=recipe.fsdp.recomputed(model_spec(model).num_blocks),
-            measured=measured,
-            ranks_per_node=world.ranks_per_node,
-        )
+        measured, orchestrator = _balancing(recipe, model, world)
         splits = own_splits(recipe, world)
         opened = {
             number: open_dataset(recipe, manifests, tokenizer, model, say) for number, manifests in splits.items()
         }
+        recomputation = _recomputation(recipe, world, rank_bytes, model_spec(model), opened[min(opened)], say)
+        if recomputation.auto is not None:
+            # Now it is known what is recomputed, and so what weighs how much.
+            measured, orchestrator = _balancing(recomputation.recipe, model, world)
         heldout = open_dataset(recipe, recipe.data.heldout, tokenizer, model, say) if recipe.data.heldout else None
         decoder = cleanup.enter_context(Decoder(opened[min(opened)].transforms, recipe.data.num_workers))
     check_same_profile(world, measured)
@@ -131,10 +130,48 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
         order_of(recipe, dataset),
         dataset,
         _loading(recipe, world, mesh, orchestrator, dataset, decoder, model),
+        recomputation,
         evaluator,
         Checkpointer(recipe.run.dir / _CHECKPOINTS, recipe.checkpoint, world.saving, line, world.launch, say),
         progress,
     )
+
+
+def _balancing(recipe: Recipe, model: MLLM, world: World) -> tuple[MeasuredPhases | None, Orchestrator]:
+    """The profile that a recipe balances by, if it does, and its Orchestrator."""
+    measured = read_measured(recipe, model_spec(model))
+    orchestrator = build_orchestrator(
+        recipe.balance,
+        model,
+        world.num_ranks,
+        world.device,
+        compute_dtype(recipe),
+        recompute=recipe.fsdp.recomputed(model_spec(model).num_blocks),
+        measured=measured,
+        ranks_per_node=world.ranks_per_node,
+    )
+    return measured, orchestrator
+
+
+def _memory_bytes(recipe: Recipe, world: World) -> int:
+    """The memory of the rank that has least, where recomputation follows from it; else 0. A collective."""
+    if recipe.fsdp.recompute != "auto":
+        return 0
+    with world.together():
+        own_bytes = memory_bytes(recipe, world.device)
+    return min(world.gather(own_bytes))
+
+
+def _recomputation(
+    recipe: Recipe, world: World, rank_bytes: int, spec: ModelSpec, dataset: Dataset, say: Say
+) -> Recomputation:
+    """What the run recomputes, by the numbers of the recipe or by "auto"."""
+    if recipe.fsdp.recompute != "auto":
+        return Recomputation(recipe, spec)
+    ranks = RecomputeRanks(world.num_ranks, world.ranks_per_node, world.device.type, rank_bytes)
+    chosen = auto_recompute(recipe, spec, ranks, dataset.num_examples, lambda ids: dataset.batch_lengths(ids, 1))
+    say(str(chosen))
+    return Recomputation(chosen.resolved, spec, chosen)
 
 
 def open_dataset(recipe: Recipe, manifests: Sequence[str], tokenizer: ChatTokenizer, model: MLLM, say: Say) -> Dataset:

@@ -95,6 +95,11 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _splits_are_exchanged(self) -> Recipe:
+        if self.data.is_split and self.fsdp.recompute == "auto":
+            raise ValueError(
+                'fsdp.recompute = "auto" takes the lengths of all examples, and with {rank} in data.train no rank knows '
+                "them: state numbers"
+            )
         if self.data.is_split and not self.exchanges_items:
             raise ValueError(
                 f'balance.mode = "{self.balance.mode}" takes examples that every rank can read, and with {{rank}} in '
