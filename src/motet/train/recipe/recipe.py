@@ -97,8 +97,8 @@ class Recipe(BaseModel):
     def _splits_are_exchanged(self) -> Recipe:
         if self.data.is_split and self.fsdp.recompute == "auto":
             raise ValueError(
-                'fsdp.recompute = "auto" takes the lengths of all examples, and with {rank} in data.train no rank knows '
-                "them: state numbers"
+                'fsdp.recompute = "auto" takes the lengths of all examples, which no rank knows with {rank} in '
+                "data.train; state numbers of blocks"
             )
         if self.data.is_split and not self.exchanges_items:
             raise ValueError(
