@@ -16,9 +16,11 @@ from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.core.plan import Plan, Unit
 from motet.core.spec import ModelSpec
+from motet.core.workload import Workload
 from motet.cost.memory import stage_layers
 from motet.dispatch import BalanceConfig, SpeedConfig
 from motet.planner.job import Job
+from motet.planning.groups import caps_of, examples_a_group
 from motet.planning.job import JobOptions, job_of_recipe
 from motet.planning.planned_recipe import PRECISION_OF_DTYPE
 from motet.train.balancing import stated_policy
@@ -26,18 +28,21 @@ from motet.train.recipe.recipe import Recipe, load_recipe
 from motet.train.recipe.toml_text import read_recipe
 
 
-def plan_of_recipe(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
-    """The Plan by which a recipe trains on all ranks of a cluster. spec: the recipe's model, as `models.spec` makes it.
+def plan_of_recipe(recipe: Recipe, spec: ModelSpec, cluster: Cluster, workload: Workload | None = None) -> Plan:
+    """The Plan by which a recipe trains on all ranks of a cluster.
 
+    spec:     the recipe's model, as `models.spec` makes it.
+    workload: its data in groups, as `in_groups` makes them; it is needed for a recipe with data.group.
     Raises UserError for a shard_size or a batch that does not divide, and for a balance that no Plan has.
     """
-    run, fsdp, num_ranks = recipe.run, recipe.fsdp, cluster.num_ranks
-    microbatch_size, remainder = divmod(run.batch_size, run.microbatches * num_ranks)
-    if remainder or not microbatch_size:
-        raise UserError(
-            f"run.batch_size = {run.batch_size} cannot be planned for {num_ranks} ranks and run.microbatches = "
-            f"{run.microbatches}: it must be a multiple of {run.microbatches * num_ranks}."
-        )
+    fsdp, num_ranks, caps = recipe.fsdp, cluster.num_ranks, {}
+    if recipe.data.group is None:
+        batch_size, microbatch_size = recipe.run.batch_size, _microbatch_size(recipe, num_ranks)
+    else:
+        assert workload is not None, "the groups of a recipe are those of its data"
+        recipe.microbatches_on(num_ranks)
+        caps, microbatch_size = caps_of(recipe, workload), examples_a_group(workload)
+        batch_size = recipe.run.batch_size * microbatch_size
     shard_size = fsdp.shard_size or num_ranks
     if num_ranks % shard_size:
         raise UserError(f"fsdp.shard_size = {shard_size} must divide the number of ranks, which is {num_ranks}.")
@@ -54,26 +59,41 @@ def plan_of_recipe(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
         spec,
         cluster,
         (unit,),
-        run.batch_size,
+        batch_size,
         microbatch_size,
         schedule="data_parallel",
         precision=_precision(recipe),
         balance=_balance(recipe, spec),
         policy=stated_policy(recipe.balance, spec),
+        microbatch_caps=caps,
     )
+
+
+def _microbatch_size(recipe: Recipe, num_ranks: int) -> int:
+    """The examples of a microbatch on one rank, without groups. Raises UserError for a batch that does not divide."""
+    run = recipe.run
+    microbatch_size, remainder = divmod(run.batch_size, run.microbatches * num_ranks)
+    if remainder or not microbatch_size:
+        raise UserError(
+            f"run.batch_size = {run.batch_size} cannot be planned for {num_ranks} ranks and run.microbatches = "
+            f"{run.microbatches}: it must be a multiple of {run.microbatches * num_ranks}."
+        )
+    return microbatch_size
 
 
 def recipe_of_plan(plan: Plan, recipe: Recipe) -> Recipe:
     """The recipe with the settings by which training runs a Plan of its model. `plan_of_recipe` inverts it.
 
-    It changes batch_size and microbatches of `[run]`; all of `[fsdp]` but the precision; phases and method of
-    `[balance]`, and without balancing also its profile and speed, which then have no effect.
+    It changes batch_size and microbatches of `[run]`, group of `[data]`; all of `[fsdp]` but the precision; phases and
+    method of `[balance]`, and without balancing also its profile and speed, which then have no effect.
     Raises UserError for what training cannot run yet (`obstacle`).
     """
     if what := obstacle(plan, recipe):
         raise UserError(f"The plan has {what}, which training cannot run yet.")
     (unit,) = plan.units
-    microbatches = plan.batch_size // (unit.dp * plan.microbatch_size)
+    run = {"batch_size": plan.batch_size, "microbatches": plan.batch_size // (unit.dp * plan.microbatch_size)}
+    if plan.microbatch_caps:
+        run = {"batch_size": plan.batch_size // plan.microbatch_size, "microbatches": 1}
     shard_size = (unit.shard_size or unit.dp) if unit.zero else 1
     fsdp = {
         "shard_size": None if shard_size == unit.dp > 1 else shard_size,
@@ -82,7 +102,8 @@ def recipe_of_plan(plan: Plan, recipe: Recipe) -> Recipe:
     }
     return recipe.model_copy(
         update={
-            "run": recipe.run.model_copy(update={"batch_size": plan.batch_size, "microbatches": microbatches}),
+            "run": recipe.run.model_copy(update=run),
+            "data": recipe.data.model_copy(update={"group": dict(plan.microbatch_caps) or None}),
             "fsdp": recipe.fsdp.model_copy(update=fsdp),
             "balance": _balanced_as(plan, recipe.balance),
         }
@@ -116,7 +137,7 @@ def read_recipe_as_plan(file: Path, overrides: Sequence[str], options: JobOption
         )
     recipe = load_recipe(file, overrides)
     job = job_of_recipe(file, options, overrides)
-    return plan_of_recipe(recipe, job.model, job.cluster), job
+    return plan_of_recipe(recipe, job.model, job.cluster, job.workload), job
 
 
 def _precision(recipe: Recipe) -> str:
