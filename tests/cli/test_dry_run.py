@@ -2,9 +2,18 @@
 
 import re
 
+import numpy as np
 import pytest
 
+from cli.tiny_job import write_tiny_job
 from motet.cli import main
+from motet.data.order import GlobalOrder
+from motet.planning import dry_run
+from motet.planning.cluster import ClusterOptions
+from motet.planning.job import JobOptions
+from motet.planning.plan_of_recipe import read_recipe_as_plan
+from motet.schedule import planned
+from motet.simulate.predict.predict import assign_batch, predict_assigned, predictions
 
 RECIPE = """
 [run]
@@ -63,3 +72,45 @@ def test_what_does_not_fit_is_refused_with_its_rank(motet):
 def test_options_that_would_do_nothing_are_refused(motet):
     code, _, err = motet("", "--dry-run", "--trace")
     assert code == 2 and "--dry-run trains nothing" in err
+
+
+def test_with_groups_the_largest_are_sized(tmp_path, monkeypatch, capsys):
+    recipe, shown = write_tiny_job(tmp_path / "data"), []
+    stated = ["data.group=auto", "run.batch_size=2", "balance.phases=off", "cluster.device=h100"]
+    overrides = [*stated, "cluster.ranks_per_node=2"]
+    monkeypatch.setattr(dry_run, "_print", lambda plan, prediction, of: shown.append(int(prediction.peak_bytes.max())))
+    dry_run.show_memory(recipe, overrides)
+    plan, job = read_recipe_as_plan(recipe, overrides, JobOptions(ClusterOptions()))
+    drawn = predictions(plan, job.workload, job.cost, 40, balancing=job.balancing)
+    peaks = [int(prediction.peak_bytes.max()) for prediction in drawn]
+    # 40 draws meet every step of this epoch, and the fullest group is in one of them.
+    assert shown == [max(peaks)] and min(peaks) < max(peaks)
+    assert np.unique(peaks).size > 2
+
+
+@pytest.mark.parametrize("phases", ["off", "all"])
+def test_without_groups_the_fullest_steps_of_the_first_epoch_are_sized(tmp_path, monkeypatch, phases):
+    recipe, shown = write_tiny_job(tmp_path / "data", num_train=72), []
+    overrides = [
+        "run.batch_size=4", "run.steps=1000", f"balance.phases={phases}", "balance.defer=off", "cluster.device=h100",
+        "cluster.ranks_per_node=2",
+    ]  # fmt: skip
+    monkeypatch.setattr(dry_run, "_print", lambda plan, prediction, of: shown.append((prediction, of)))
+    dry_run.show_memory(recipe, overrides)
+    plan, job = read_recipe_as_plan(recipe, overrides, JobOptions(ClusterOptions()))
+    steps = GlobalOrder(72).take(0, 72).reshape(18, 4)
+    assigned = [assign_batch(plan, job.workload.examples.take(ids), job.cost, job.balancing) for ids in steps]
+    peaks = [int(predict_assigned(plan, planned(plan), each, job.cost).peak_bytes.max()) for each in assigned]
+    ((prediction, of),) = shown
+    assert of == "the first 18 steps"
+    assert prediction.peak_bytes.max() == max(peaks) > min(peaks)
+
+
+def test_the_sentence_says_what_a_microbatch_is(tmp_path, monkeypatch, capsys):
+    recipe = write_tiny_job(tmp_path / "data")
+    monkeypatch.setattr("sys.argv", ["motet", "train", str(recipe), "--dry-run", "--set", "data.group=auto"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    said = " ".join(capsys.readouterr().out.split())
+    assert "in the fullest of the 17 groups of the first epoch" in said
+    assert re.search(r"a rank's microbatch is a group of at most \d+ of image, \d+ of audio, \d+ of backbone\.", said)

@@ -45,6 +45,15 @@ def line_of(text, part):
         ("[transforms.image]\npatch_size", "[transforms.image]\npatchsize", "patchsize", "did you mean 'patch_size'?"),
         ("[optimizer]", "[optimiser]", "[optimiser]", "unknown key 'optimiser'; did you mean 'optimizer'?"),
         ('family = "qwen2"', 'family = "qwen9"', 'family = "qwen9"', "'mistral', 'gemma', 'gemma3', 'phi3' or 'olmo2'"),
+        ("[data]", "[data]\ngroup = 3", "group", "'data.group' must be 'auto'"),
+        (
+            "[data]",
+            "[data]\ngroup = { image = 0 }",
+            "group",
+            "'data.group.image' must be greater than or equal to 1, not 0",
+        ),
+        ("[data]", "[data]\ngroup = { image = 1.5 }", "group", "'data.group.image' must be a whole number, not 1.5."),
+        ("[data]", "[data]\ngroup = 'auto'\nshuffle = false", "[data]", "so shuffle = false has no effect; remove one"),
         ("num_mels = 20", "num_mels = true", "num_mels", "'transforms.audio.num_mels' must be a whole number"),
         (
             "[optimizer]",
@@ -75,6 +84,27 @@ def test_wrong_keys_and_values(job, capsys, monkeypatch, old, new, key, said):
     assert said in sentence
     if key is not None:
         assert sentence.startswith(f"{path}, line {line_of(text, key)}: ")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ("run.batch_size=8", "run.microbatches=2"),
+            "run.microbatches = 2 has no effect with data.group: a microbatch",
+        ),
+        (("balance.mode=exchange",), 'with balance.mode = "exchange" they are not; set balance.mode = "index"'),
+        (("data.group={ image = 99 }",), "data.group has caps of image; it must have one of each phase of the model: "),
+        (
+            ("data.group={}",),
+            "data.group has caps of nothing; it must have one of each phase of the model: image, audio",
+        ),
+        (("data.group={ image = 1, audio = 1, backbone = 1 }",), "data.group: no example is under all caps, so none"),
+    ],
+)
+def test_groups_that_cannot_be_trained(job, capsys, monkeypatch, overrides, said):
+    options = [word for override in ("data.group=auto", *overrides) for word in ("--set", override)]
+    assert said in run(capsys, monkeypatch, "train", job, *options)
 
 
 def test_bad_toml_names_the_line(job, capsys, monkeypatch):

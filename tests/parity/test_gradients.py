@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from motet.assign.whole_step import decide_step
-from motet.core.workload import BatchLengths, home_ranks
+from motet.balance import suggest_phase_caps
+from motet.core.workload import BACKBONE, BatchLengths, home_ranks, total_lengths
+from motet.data.groups import GroupedOrder
 from motet.dispatch import (
     BalanceConfig,
     Decision,
@@ -64,6 +66,7 @@ class Case:
     communicator: str = "all_to_all"
     node_wise: bool = True
     owned: bool = False
+    groups: bool = False
     frozen: tuple[str, ...] = ()
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     num_examples: int = 13
@@ -131,6 +134,21 @@ def deferred_batches(model, examples: list[LoadedExample], mesh: Mesh, case: Cas
     assert sorted(taken.tolist()) == list(range(len(examples)))
     return [
         assembled([examples[i] for i in part.examples], part.lengths, part.decision, mesh) for part in step.microbatches
+    ]
+
+
+def grouped_batches(model, examples: list[LoadedExample], mesh: Mesh, case: Case) -> list[RankBatch]:
+    """This rank's groups of an epoch, each a microbatch: as many as the ranks need for all of them."""
+    lengths = lengths_of(model, examples, mesh)
+    totals = {phase: total_lengths(lengths, phase) for phase in (*PHASES, BACKBONE)}
+    epoch = GroupedOrder(totals, suggest_phase_caps(totals, batch_size=2), case.seed).epoch(0)
+    group = np.repeat(np.arange(epoch.num_groups), np.diff(epoch.offsets))
+    in_groups = replace(lengths.take(epoch.items), group=group)
+    step = decide_step(orchestrator_of(model, mesh.num_ranks, case), in_groups, -(-epoch.num_groups // mesh.num_ranks))
+    assert step.method == ""
+    return [
+        assembled([examples[epoch.items[i]] for i in part.examples], part.lengths, part.decision, mesh)
+        for part in step.microbatches
     ]
 
 
@@ -208,6 +226,8 @@ def run_case(case: Case, dtype: torch.dtype = torch.float64) -> tuple[StepResult
     parts = [[examples[i] for i in part] for part in np.array_split(np.arange(len(examples)), case.num_microbatches)]
     if case.defer == "auto":
         batches = deferred_batches(model, examples, mesh, case)
+    elif case.groups:
+        batches = grouped_batches(model, examples, mesh, case)
     else:
         batches = [rank_batch(model, part, mesh, case) for part in parts]
     batches = [batch.to("cpu", dtype=dtype) for batch in batches]
@@ -233,6 +253,11 @@ def check_bytes(case: Case, batches: list[RankBatch], sent: list[tuple[str, int]
     assert everywhere.item() == moved_bytes, case
     assert {communicator for communicator, _ in sent} <= {case.communicator}, case
     methods = {batch.decision.method for batch in batches}
+    if case.groups:
+        # Groups stay as they are where balancing would exceed them.
+        methods.discard("off")
+        assert methods <= methods_of(case), (case, methods)
+        return
     assert methods <= methods_of(case), (case, methods)
     moves = dist.get_world_size() > 1 and case.phases != "backbone" and methods_of(case) - {"joint", "off"}
     assert (moved_bytes > 0) == bool(moves and case.contents), (case, methods)
@@ -368,6 +393,16 @@ DEFERRED = [
     Case(num_examples=12, num_microbatches=4, defer="auto", near=True, contents=()),
     Case(num_examples=12, num_microbatches=6, defer="auto", near=True, method="joint", fsdp=FSDPConfig(recompute=True)),
 ]
+GROUPED = [
+    Case(groups=True, phases="off"),
+    Case(groups=True, phases="off", num_examples=1),
+    Case(groups=True, phases="off", contents=()),
+    Case(groups=True, phases=("image",)),
+    Case(groups=True, method="joint", seed=2),
+    Case(groups=True, method="per_phase"),
+    Case(groups=True, method="auto", near=True, num_examples=20, seed=1),
+    Case(groups=True, method="auto", frozen=("image encoder",), fsdp=FSDPConfig(recompute=True)),
+]
 
 
 QUADRATIC = {phase: {"linear": 3, "quadratic": 2} for phase in ("audio", "image", "backbone")}
@@ -421,6 +456,7 @@ def test_gradients_equal_the_reference(num_ranks):
         cases += ABLATED + OWNED
     if num_ranks in (2, 3):
         cases += POLICIES + drawn_cases(12)
+    cases += GROUPED
     if num_ranks in (2, 3):
         cases += every_balance(fsdp=REPLICATED, num_microbatches=3) + every_method(fsdp=REPLICATED)
         cases += REPLICATED_VARIANTS

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from motet.assign.balancing import Balancing
+from motet.assign.groups import grouped
 from motet.assign.orchestrator import Orchestrator
 from motet.assign.step import StepAssignment, joined
 from motet.assign.whole_step import decide_step
@@ -25,18 +26,22 @@ from motet.schedule.layout import num_microbatches
 def assign_data_parallel(plan: Plan, batch: BatchLengths, balancing: Balancing) -> StepAssignment:
     """Assign the items of `plan.batch_size` examples to microbatches and ranks, as training does.
 
+    batch:     if the Plan has microbatch_caps, its groups count, else it is grouped by itself.
     balancing: gives the costs that are balanced. Examples of the result are in the order of their microbatches.
     """
     unit, count = plan.unit_of(BACKBONE), num_microbatches(plan)
-    home = np.tile(home_ranks(batch.num_examples // count, unit.dp), count)
+    if plan.microbatch_caps:
+        if batch.group is None:
+            batch = replace(batch, group=grouped(batch, plan.microbatch_caps, unit.dp * count))
+    else:
+        home = np.tile(home_ranks(batch.num_examples // count, unit.dp), count)
+        batch = replace(batch, home=home)
     names = [module.name for module in plan.model.modules]
     # A workload may have lengths of modalities that the model lacks.
     items = {name: items for name, items in batch.items.items() if name in names}
     # Threads run in parallel here: the balance core releases Python's lock.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        step = decide_step(
-            orchestrator_of(plan, balancing), replace(batch, home=home, items=items), count, run=pool.map
-        )
+        step = decide_step(orchestrator_of(plan, balancing), replace(batch, items=items), count, run=pool.map)
     assignments = [{name: part.decision.assignments[name] for name in names} for part in step.microbatches]
     methods = () if plan.balance == "off" else tuple(part.decision.method for part in step.microbatches)
     return joined([part.lengths for part in step.microbatches], assignments, methods)

@@ -1,4 +1,4 @@
-"""Microbatches as groups of examples under two caps, one of vision and one of text (OmniBal section 4.1).
+"""Microbatches as groups of examples under a cap a module, e.g. of vision and of text (OmniBal section 4.1).
 
 OmniBal groups a dataset once; a step then takes as many groups as there are devices. Here the examples of a step are
 given, and each step is grouped anew. So a step has the same examples whatever the Plan, and loses none of them.
@@ -13,33 +13,24 @@ from collections.abc import Mapping
 import numpy as np
 
 from motet.assign.pipeline import Batching
-from motet.balance import group
+from motet.balance import group_phases
 from motet.core.arrays import Int64Array
 from motet.core.plan import Plan
-from motet.core.workload import BACKBONE, BatchLengths
+from motet.core.workload import BatchLengths, total_lengths
 from motet.schedule.layout import Layout
-
-
-def total_lengths(batch: BatchLengths, name: str) -> Int64Array:
-    """The summed length of each example's items of a module, int64 [num_examples]."""
-    items = batch.of(name)
-    totals: Int64Array = np.bincount(items.example, items.length, batch.num_examples).astype(np.int64)
-    return totals
 
 
 def groups_under(caps: Mapping[str, int], sizes: Mapping[str, Int64Array], most: int) -> Int64Array | None:
     """The group of each example, int64 [num_examples]; None if no example meets the caps, or groups exceed `most`.
 
-    caps:  the largest summed length of a group, of the backbone and of one other module.
+    caps:  the largest summed length of a group, by module.
     sizes: per module, int64 [num_examples].
     most:  the largest allowed number of groups.
     O(num_examples).
     """
-    vision = next(name for name in caps if name != BACKBONE)
-    limits = caps[vision], caps[BACKBONE]
-    if not ((sizes[vision] <= limits[0]) & (sizes[BACKBONE] <= limits[1])).any():
+    if not np.all([sizes[name] <= cap for name, cap in caps.items()], axis=0).any():
         return None
-    groups = group(sizes[vision], sizes[BACKBONE], *limits)
+    groups = group_phases(sizes, caps)
     if groups.num_groups > most:
         return None
     group_of_example = np.empty_like(groups.items)

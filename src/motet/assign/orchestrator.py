@@ -22,6 +22,8 @@ from motet.balance import (
     ItemWork,
     LengthWork,
     Method,
+    Packed,
+    Padded,
     PhaseCosts,
     StepCosts,
     StepTimes,
@@ -51,7 +53,7 @@ class Decision:
     work:        per phase, the work of each item, int64 [num_items].
     decide_s:    seconds that the decision took on this rank.
     method:      "joint", "mixed" or "per_phase" (see `motet.balance.choose`) if all phases are balanced; else "some"
-                 or "off".
+                 or "off". "off" too where balancing would exceed the groups of a step (`Orchestrator.within_groups`).
     why:         the reason for the method, a sentence with figures; empty if nothing was predicted.
     predicted_s: seconds of the microbatch by method; empty if nothing was predicted.
     communicator: how its exchanges are executed.
@@ -182,6 +184,28 @@ class Orchestrator:
         method = "per_phase" if self.balanced == self.costs.costs.keys() else "some" if self.balanced else "off"
         decide_s = time.perf_counter() - start_s
         return Decision(assignments, before, self.costs, work, decide_s, method, communicator=self.communicator)
+
+    def within_groups(self, decision: Decision, lengths: BatchLengths) -> Decision:
+        """The decision for a microbatch of groups, a rank; the groups as they are if it gives any rank more than them.
+
+        More is a longer sum of a phase, without or with its padding, than that of the fullest group. So no microbatch
+        of a run is larger than the largest group, whatever is balanced.
+        """
+        for phase, kind in [(name, kind) for name in self.costs.names for kind in (Packed(), self._kind(name))]:
+            most_before, most = (
+                int(score(placed.ranks, lengths.of(phase).length, self.num_ranks, kind).loads.max())
+                for placed in (decision.before[phase], decision.assignments[phase])
+            )
+            if most > most_before:
+                why = (
+                    f"off: groups stay as they are, because by {decision.method} a rank would have {most:,} of "
+                    f"{phase}, and the fullest group has {most_before:,}."
+                )
+                return replace(decision, assignments=decision.before, method="off", why=why)
+        return decision
+
+    def _kind(self, phase: str) -> Packed | Padded:
+        return Padded() if isinstance(self.costs.costs[phase], Padded) else Packed()
 
     @property
     def compares(self) -> bool:

@@ -31,13 +31,13 @@ from typing import Protocol
 
 import numpy as np
 
-from motet.assign.groups import batching_in_groups, total_lengths
+from motet.assign.groups import batching_in_groups
 from motet.assign.pipeline import Batching, assign_batching, batching_as_given
 from motet.assign.step import StepAssignment
 from motet.balance import assign, order_microbatches, pipeline_makespan
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Plan
-from motet.core.workload import BatchLengths
+from motet.core.workload import BatchLengths, total_lengths
 from motet.schedule.layout import Layout, PlannedStage
 
 NUM_ORDERED = 2

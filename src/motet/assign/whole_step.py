@@ -1,15 +1,16 @@
 """Decides a whole step: which microbatch computes each example, then the ranks of each microbatch's items.
 
 A step adds up the gradients of its microbatches, so an example may be computed in any of them. `balance.choose_step`
-compares the step as it comes with one that collects the long examples. Every rank that sees the same lengths makes the
-same decision by itself.
+compares the step as it comes with one that collects the long examples. Groups (`motet.data.groups`) stay together: each
+is a microbatch of one rank, which balancing may even out but not exceed. Every rank that sees the same lengths makes
+the same decision by itself.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -65,13 +66,16 @@ def decide_step(
     """Decide all microbatches of a step.
 
     lengths: of the whole step. As they come, microbatches are equally many examples, one microbatch after the other;
-             `lengths.home` is the rank of an example in the microbatch in which it comes.
+             `lengths.home` is the rank of an example in the microbatch in which it comes. If `lengths.group` is given,
+             it says both.
     run:     maps a function over the microbatches, e.g. in threads.
     Examples stay in their microbatch unless the Orchestrator defers and compares methods.
     Raises ValueError if num_microbatches does not divide the number of examples, and as `Orchestrator.decide` does.
     """
     start_s = time.perf_counter()
     orchestrator.check(lengths)
+    if lengths.group is not None:
+        return _decide_groups(orchestrator, lengths, lengths.group, num_microbatches, run, start_s)
     count, rest = divmod(lengths.num_examples, num_microbatches)
     if rest:
         raise ValueError(f"{num_microbatches} microbatches do not divide {lengths.num_examples} examples")
@@ -113,10 +117,29 @@ def decide_step(
     )
 
 
+def _decide_groups(
+    orchestrator: Orchestrator,
+    lengths: BatchLengths,
+    group: Int64Array,
+    num_microbatches: int,
+    run: Run,
+    start_s: float,
+) -> DecidedStep:
+    """Decide a step of groups. start_s: when deciding began."""
+    microbatch, home = np.divmod(group, orchestrator.num_ranks)
+    parts = _parts(replace(lengths, home=home.astype(np.int32)), microbatch, num_microbatches)
+
+    def decide(part: BatchLengths) -> Decision:
+        return orchestrator.within_groups(orchestrator.decide(part), part)
+
+    decisions = list(run(decide, [part for _, part in parts]))
+    return DecidedStep(_microbatches(parts, decisions), time.perf_counter() - start_s)
+
+
 def _parts(
-    lengths: BatchLengths, microbatch: Int32Array, num_microbatches: int
+    lengths: BatchLengths, microbatch: Int32Array | Int64Array, num_microbatches: int
 ) -> list[tuple[Int64Array, BatchLengths]]:
-    """The examples of each microbatch, and their lengths. microbatch: int32 [num_examples]."""
+    """The examples of each microbatch, and their lengths. microbatch: int [num_examples]."""
     examples = [np.flatnonzero(microbatch == index) for index in range(num_microbatches)]
     return [(inside, lengths.take(inside)) for inside in examples]
 

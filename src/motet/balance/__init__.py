@@ -22,7 +22,16 @@ from motet.balance.choice import METHODS, Choice, Method, choose
 from motet.balance.costs import Cost, Packed, Padded, PaddedAttention
 from motet.balance.deferring import Deferral, defer
 from motet.balance.fragments import Overhead, Split
-from motet.balance.grouping import GroupCaps, Groups, dist_ratio, group, pad_ratio, suggest_caps
+from motet.balance.grouping import (
+    GroupCaps,
+    Groups,
+    dist_ratio,
+    group,
+    group_phases,
+    pad_ratio,
+    suggest_caps,
+    suggest_phase_caps,
+)
 from motet.balance.home import crossing
 from motet.balance.joint import assign_jointly
 from motet.balance.nodes import place_on_nodes
@@ -75,6 +84,7 @@ __all__ = [
     "distribute_tokens",
     "follow",
     "group",
+    "group_phases",
     "lower_bound",
     "order_microbatches",
     "pad_ratio",
@@ -83,4 +93,5 @@ __all__ = [
     "score",
     "split",
     "suggest_caps",
+    "suggest_phase_caps",
 ]

@@ -1,11 +1,13 @@
 """Which samples form a minibatch, decided for a whole epoch: groups of similar vision and text size.
 
-`group` is OmniBal's iterative sampling and filtering (ISF). `suggest_caps` finds its limits from the data.
+`group` is OmniBal's iterative sampling and filtering (ISF), and `group_phases` is the same for any phases.
+`suggest_caps` and `suggest_phase_caps` find their limits from the data.
 `pad_ratio` and `dist_ratio` measure any division into minibatches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +15,19 @@ from numpy.typing import ArrayLike
 
 from motet.balance.backend import Backend, algorithms
 from motet.balance.checks import checked_integers
+from motet.balance.reference.grouping import isf_of_phases
 from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError
 from motet.core.limits import INT64_MAX
+from motet.core.workload import BACKBONE
 
 TEXT_SLACK = 128
 """A group is full if its text is at most this many tokens below the cap (OmniBal section 5.2, table 6)."""
+_ENCODER_SLACK = 32
+"""`group_phases`: a group is full if an encoder's length is at most this part of the cap below it.
+
+OmniBal has no slack for images, which it counts. Lengths in patches or frames hardly ever meet a cap exactly. Of its
+text cap of 4,096, this part is the 128 tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +130,59 @@ def group(
     return Groups(items, offsets, num_full, items[offsets[num_full] : offsets[num_full + num_oversized]])
 
 
+def group_phases(
+    sizes: Mapping[str, ArrayLike], caps: Mapping[str, int], *, num_iterations: int = 10, seed: int = 0
+) -> Groups:
+    """`group` for the phases of a model: the total of a group is at most the cap of each phase, and near one of them.
+
+    sizes: per phase, int [num_samples], >= 0: the summed length of each sample's items, e.g. of all its images.
+    caps:  of the phases that count. The others are not looked at.
+
+    A group is full from TEXT_SLACK below the backbone's cap. Below an encoder's it is full if the smallest item would
+    not fit, or from a thirty-second of the cap below it. Two phases take the native core, others the reference.
+    Raises ArgumentError as `group` does, and for caps of unknown phases.
+    """
+    if not caps or not caps.keys() <= sizes.keys():
+        raise ArgumentError(f"caps are of {', '.join(caps) or 'no phase'}; they must be of {', '.join(sizes)}.")
+    columns = [checked_integers(sizes[name], name) for name in caps]
+    if len(shapes := {column.shape for column in columns}) > 1:
+        raise ArgumentError(f"sizes have shapes {', '.join(map(str, sorted(shapes)))}; all must be equal.")
+    _check_phase_caps(dict(zip(caps, columns)), caps)
+    most = list(caps.values())
+    enough = [
+        _slack_below(cap) if name == BACKBONE else _encoder_minimum(column, cap)
+        for column, (name, cap) in zip(columns, caps.items())
+    ]
+    if len(caps) == 2:
+        (vision, text), (min_vision, min_text) = columns, enough
+        return group(
+            vision,
+            text,
+            most[0],
+            most[1],
+            min_vision=min_vision,
+            min_text=min_text,
+            num_iterations=num_iterations,
+            seed=seed,
+        )
+    items, offsets, num_full, num_oversized = isf_of_phases(columns, most, enough, num_iterations, seed)
+    return Groups(items, offsets, num_full, items[offsets[num_full] : offsets[num_full + num_oversized]])
+
+
+def suggest_phase_caps(sizes: Mapping[str, ArrayLike], *, batch_size: int = 4) -> dict[str, int]:
+    """Caps for `group_phases` from the sizes of a dataset: those of `suggest_caps`, for the backbone and each encoder.
+
+    sizes: as in `group_phases`, the backbone's among them. Caps are at least 1. Raises ArgumentError as it does.
+
+    Example:
+        >>> suggest_phase_caps({"image": [256, 1024, 0], "backbone": [300, 500, 400]})
+        {'image': 1706, 'backbone': 1600}
+    """
+    text = sizes[BACKBONE]
+    by_phase = {name: suggest_caps(column, text, batch_size=batch_size) for name, column in sizes.items()}
+    return {name: max(caps.max_text if name == BACKBONE else caps.max_vision, 1) for name, caps in by_phase.items()}
+
+
 def suggest_caps(vision: ArrayLike, text: ArrayLike, *, batch_size: int = 4) -> GroupCaps:
     """Caps and minima from the sizes of a dataset (OmniBal section 5.2).
 
@@ -177,16 +239,30 @@ def _mean_share_missing(used: Int64Array, whole: Int64Array) -> float:
     return float(np.mean((whole - used) / np.maximum(whole, 1)))
 
 
+def _encoder_minimum(lengths: Int64Array, cap: int) -> int:
+    """The length of an encoder that makes a group full."""
+    has_any = lengths[lengths > 0]
+    smallest = int(has_any.min()) if len(has_any) else 1
+    return max(cap - max(cap // _ENCODER_SLACK, smallest - 1), 0)
+
+
 def _slack_below(max_text: int) -> int:
     """The text that makes a group full: TEXT_SLACK below the cap, but at least half of it."""
     return max_text - min(TEXT_SLACK, max_text // 2)
 
 
 def _check_caps(vision: Int64Array, text: Int64Array, max_vision: int, max_text: int) -> None:
-    for name, sizes, cap in (("max_vision", vision, max_vision), ("max_text", text, max_text)):
+    _check_phase_caps({"max_vision": vision, "max_text": text}, {"max_vision": max_vision, "max_text": max_text})
+
+
+def _check_phase_caps(sizes: Mapping[str, Int64Array], caps: Mapping[str, int]) -> None:
+    """Raise ArgumentError for a cap out of range, and unless some sample meets all of them."""
+    for name, cap in caps.items():
         if not 0 <= cap <= INT64_MAX:
             raise ArgumentError(f"{name} is {cap}; it must be in 0 .. 2^63 - 1.")
-        if len(sizes) and sizes.min() > cap:
-            raise ArgumentError(f"{name} is {cap}; no sample meets it, the smallest has {sizes.min()}.")
-    if len(vision) and not ((vision <= max_vision) & (text <= max_text)).any():
-        raise ArgumentError(f"max_vision is {max_vision} and max_text is {max_text}; no sample meets both.")
+        if len(sizes[name]) and sizes[name].min() > cap:
+            raise ArgumentError(f"{name} is {cap}; no sample meets it, the smallest has {sizes[name].min()}.")
+    meets = [sizes[name] <= cap for name, cap in caps.items()]
+    if meets[0].size and not np.all(meets, axis=0).any():
+        stated = " and ".join(f"{name} is {cap}" for name, cap in caps.items())
+        raise ArgumentError(f"{stated}; no sample meets {'both' if len(caps) == 2 else 'all'}.")

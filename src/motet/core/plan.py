@@ -122,10 +122,10 @@ class Plan:
     order:           how each step of a pipeline orders its examples (MMScale section 5). "given": as they come.
                      "intra": replicas and microbatches get even loads. "inter": the microbatches of each replica get
                      the order with the shortest bubbles. "both": "intra", then "inter".
-    microbatch_caps: pipelines only: a microbatch of one replica is a group of examples under these caps, with
-                     microbatch_size examples in the mean (OmniBal section 4.1). A cap is the largest summed length of
-                     an encoder's items, and of the backbone's sequences, e.g. {"image": 9225, "backbone": 4096}.
-                     {}: every microbatch has microbatch_size examples.
+    microbatch_caps: a microbatch of one replica is a group of examples under these caps, with microbatch_size examples
+                     in the mean (OmniBal section 4.1). A cap is the largest summed length of an encoder's items, and of
+                     the backbone's sequences, e.g. {"image": 9225, "backbone": 4096}: of one encoder in a pipeline, of
+                     every module under "data_parallel". {}: every microbatch has microbatch_size examples.
 
     Example:
         >>> from motet.core.shapes import Transformer, language_model, multimodal

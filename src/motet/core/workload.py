@@ -90,6 +90,9 @@ class BatchLengths:
     num_targets: int64 [num_examples], tokens on which loss is taken.
     home:        int32 [num_examples], the rank that computes the example if nothing is balanced.
     items:       per encoder phase, the items of all examples.
+    group:       int64 [num_examples], the group of each example in its step, where the order of examples is one of
+                 groups (`motet.data.groups`). Group g is what rank g % num_ranks computes in microbatch g // num_ranks
+                 if nothing is balanced. None: there are no groups.
 
     Example:
         Two examples; the second has an image of 64 patches, which become 16 of its 20 tokens:
@@ -103,6 +106,7 @@ class BatchLengths:
     num_targets: Int64Array
     home: Int32Array
     items: dict[str, ItemLengths]
+    group: Int64Array | None = None
 
     @property
     def num_examples(self) -> int:
@@ -111,7 +115,10 @@ class BatchLengths:
 
     @classmethod
     def joined(cls, parts: Sequence[BatchLengths]) -> BatchLengths:
-        """The examples of several microbatches of the same phases, one after the other. parts: at least one."""
+        """The examples of several microbatches of the same phases, one after the other, without groups.
+
+        parts: at least one.
+        """
         firsts = np.cumsum([0, *(part.num_examples for part in parts)])
         items = {}
         for name in parts[0].items:
@@ -139,7 +146,8 @@ class BatchLengths:
     def take(self, examples: Int64Array) -> BatchLengths:
         """The given examples, int64 [n], in this order and as often as given, renumbered. O(n + items taken)."""
         items = {name: column.take(examples) for name, column in self.items.items()}
-        return BatchLengths(self.sequence[examples], self.num_targets[examples], self.home[examples], items)
+        group = None if self.group is None else self.group[examples]
+        return BatchLengths(self.sequence[examples], self.num_targets[examples], self.home[examples], items, group)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +155,7 @@ class Workload:
     """Examples to draw steps from: of a manifest, of a table of lengths, or sampled.
 
     source:      where the examples are from, for messages.
-    examples:    the lengths of all examples.
+    examples:    the lengths of all examples. If they have groups, these are of an epoch, one after the other.
     weight:      float64 [num_examples], proportional to how often each is drawn; None is all equal.
     assumptions: sentences that say what was assumed about the lengths.
 
@@ -165,12 +173,36 @@ class Workload:
 
     def draw(self, num_examples: int, rng: np.random.Generator) -> BatchLengths:
         """The lengths of a step, drawn with replacement; every home is rank 0. O(num_examples + items drawn)."""
-        return self.examples.take(self.choose(num_examples, rng))
+        return replace(self.examples.take(self.choose(num_examples, rng)), group=None)
+
+    def draw_groups(self, num_groups: int, rng: np.random.Generator) -> BatchLengths:
+        """The lengths of a step of groups, which follow each other in the epoch, from its end on to its beginning."""
+        group = self.examples.group
+        assert group is not None, "a workload without groups"
+        count = int(group[-1]) + 1
+        first = int(rng.integers(-(-count // num_groups))) * num_groups
+        return self.groups((first + np.arange(num_groups)) % count)
+
+    def groups(self, numbers: Int64Array) -> BatchLengths:
+        """The lengths of a step of some groups of the epoch, int64 [num_groups], which get the numbers 0, 1, ... ."""
+        group = self.examples.group
+        assert group is not None, "a workload without groups"
+        starts, ends = (np.searchsorted(group, numbers, side=side) for side in ("left", "right"))
+        counts = ends - starts
+        examples = np.arange(counts.sum()) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+        return replace(self.examples.take(examples), group=np.repeat(np.arange(len(numbers)), counts))
 
     def choose(self, num_examples: int, rng: np.random.Generator) -> Int64Array:
         """The examples that `draw` takes, int64 [num_examples]."""
         share = None if self.weight is None else self.weight / self.weight.sum()
         return rng.choice(self.examples.num_examples, num_examples, p=share).astype(np.int64)
+
+
+def total_lengths(batch: BatchLengths, name: str) -> Int64Array:
+    """The summed length of each example's items of a phase, int64 [num_examples]."""
+    items = batch.of(name)
+    totals: Int64Array = np.bincount(items.example, items.length, batch.num_examples).astype(np.int64)
+    return totals
 
 
 def home_ranks(num_examples: int, num_ranks: int) -> Int32Array:

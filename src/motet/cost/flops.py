@@ -86,7 +86,7 @@ def step_flops(
     num_targets: int | None = None,
     *,
     reached: bool = False,
-    recomputed: bool = False,
+    recomputed: bool | int = False,
     microbatch: Int64Array | None = None,
     segments: ItemSegments | None = None,
 ) -> int:
@@ -95,11 +95,12 @@ def step_flops(
     num_targets: rows that the output layer sees; by default all.
     reached:     a parameter before the module is trainable, so the module's input needs a gradient.
     recomputed:  backward runs the forward pass of each transformer layer again, whole, as in Megatron's formula (torch
-                 leaves out the last product of each).
+                 leaves out the last product of each). A number: only in so many of the first blocks.
     microbatch:  int64 [num_items]; if given, the padding of a padded module counts, to the longest item of each
                  microbatch. The projector's padding counts too, some per cent above what Motet's encoders compute.
     """
-    operations = _operations(module, reached, recomputed)
+    num_blocks = len(module.blocks) if recomputed is True else int(recomputed)
+    operations = _operations(module, reached, num_blocks)
     per_work = {like: (totals.row, totals.pair) for like, totals in operations.items()}
     return _total(module, per_work, lengths, segments, num_targets, microbatch)
 
@@ -108,12 +109,12 @@ def batch_flops(
     spec: ModelSpec,
     lengths: BatchLengths,
     *,
-    recomputed: Collection[str] = (),
+    recomputed: Collection[str] | Mapping[str, int] = (),
     computed_on: Mapping[str, Int64Array] = MappingProxyType({}),
 ) -> dict[str, int]:
     """Operations of forward and backward of each module on a microbatch, over all ranks.
 
-    recomputed:  the modules whose transformer layers are recomputed.
+    recomputed:  the modules whose transformer layers are recomputed, or per module the number of its first blocks.
     computed_on: per padded module whose padding counts, int64 [num_items], the rank that computes each item.
     """
     flops = {}
@@ -124,7 +125,7 @@ def batch_flops(
             items.length,
             int(lengths.num_targets.sum()) if module.name == BACKBONE else None,
             reached=spec.input_gradients[module.name][0],
-            recomputed=module.name in recomputed,
+            recomputed=recomputed.get(module.name, 0) if isinstance(recomputed, Mapping) else module.name in recomputed,
             microbatch=computed_on.get(module.name),
             segments=items.segments,
         )
@@ -144,11 +145,11 @@ def hfu(
     batches: Iterable[tuple[BatchLengths, Mapping[str, Int64Array]]],
     time_s: float,
     peak_flops: float,
-    recomputed: Collection[str] = (),
+    recomputed: Collection[str] | Mapping[str, int] = (),
 ) -> float:
     """Hardware FLOPs utilisation: as `mfu`, with recomputation and padding.
 
-    batches: the lengths and `computed_on` of each microbatch, as in `batch_flops`.
+    batches: the lengths and `computed_on` of each microbatch, as in `batch_flops`. recomputed: as there.
     """
     total = 0
     for lengths, computed_on in batches:
@@ -191,10 +192,16 @@ def operations_by_work(layers: Iterable[tuple[Layer, bool, bool]]) -> dict[Layer
 
 
 @cache
-def _operations(module: Module, reached: bool, recomputed: bool) -> dict[Layer, LikeOperations]:
+def _operations(module: Module, reached: bool, num_recomputed: int) -> dict[Layer, LikeOperations]:
+    recomputed = {index for block in module.blocks[:num_recomputed] for index in block}
+
     def layers() -> Iterator[tuple[Layer, bool, bool]]:
-        for layer, needs_input in zip(module.layers, module.input_gradients(reached), strict=True):
-            yield layer, needs_input, recomputed and layer.attention is not None and (needs_input or layer.trainable)
+        for index, (layer, needs_input) in enumerate(zip(module.layers, module.input_gradients(reached), strict=True)):
+            yield (
+                layer,
+                needs_input,
+                index in recomputed and layer.attention is not None and (needs_input or layer.trainable),
+            )
 
     return operations_by_work(layers())
 

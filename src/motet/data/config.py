@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -12,6 +12,8 @@ from motet.core.limits import MAX_RANKS, MAX_SEED
 
 _SPLIT = re.compile(r"\{rank(?::0([1-9])d)?\}")
 """The number of a split in a manifest's name: {rank}, or {rank:05d} in five digits."""
+
+Cap = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
 class DataConfig(BaseModel):
@@ -24,6 +26,10 @@ class DataConfig(BaseModel):
     tokenizer:           directory with tokenizer.json.
     max_sequence_length: longer examples (media included) are left out, counted and reported; None: no bound.
     shuffle, seed:       the order of examples; the same seed gives the same order on any number of ranks.
+    group:               None: a microbatch is so many examples. Else the examples of an epoch are grouped, and a
+                         microbatch of a rank is a group: caps on the summed length of a group's items by phase, as in
+                         `{ image = 4096, backbone = 8192 }`, or "auto", which finds them from the lengths
+                         (`motet.data.groups`). `run.batch_size` then counts groups, which ranks share evenly.
     num_workers:         processes of each rank that decode media and build indexes, at most 256. 0: the rank does it
                          itself, and a file that kills its decoder kills the rank.
     prefetch_steps:      steps that are decided and loaded ahead, at most 64, all in memory.
@@ -41,6 +47,7 @@ class DataConfig(BaseModel):
     max_sequence_length: Annotated[int | None, Field(ge=1, le=2**31 - 1)] = None
     shuffle: bool = True
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = 0
+    group: Literal["auto"] | dict[str, Cap] | None = None
     num_workers: Annotated[int, Field(ge=0, le=256)] = 2
     prefetch_steps: Annotated[int, Field(ge=1, le=64)] = 2
     max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.01
@@ -74,3 +81,9 @@ class DataConfig(BaseModel):
         return tuple(
             _SPLIT.sub(lambda found: str(number).zfill(int(found[1] or 0)), manifest) for manifest in self.train
         )
+
+    @model_validator(mode="after")
+    def _groups_are_shuffled(self) -> DataConfig:
+        if self.group is not None and not self.shuffle:
+            raise ValueError("group takes examples at random, so shuffle = false has no effect; remove one of them")
+        return self

@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from motet.core.arrays import Int64Array
 from motet.data.permutation import permute
+
+
+class StepExamples(NamedTuple):
+    """The examples of a step. ids: int64 [num_examples].
+
+    group: int64 [num_examples], ascending: the group of each, from 0, where the order is one of groups; else None.
+    """
+
+    ids: Int64Array
+    group: Int64Array | None = None
+
+
+class ExampleOrder(Protocol):
+    """The order in which a job takes its examples: `GlobalOrder`, `ListedOrder` or `groups.GroupedOrder`."""
+
+    def step(self, position: int, batch_size: int) -> StepExamples:
+        """The step that begins at a position, which counts examples. batch_size: its examples, or its groups."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +62,10 @@ class GlobalOrder:
             ids[in_epoch] = permute(ids[in_epoch], self.num_examples, (self.seed, epoch))
         return ids
 
+    def step(self, position: int, batch_size: int) -> StepExamples:
+        """The step of batch_size examples that begins at a position."""
+        return StepExamples(self.take(position, batch_size))
+
     def epoch(self, position: int) -> int:
         """The epoch of the example at `position`, counted from 0."""
         return position // self.num_examples
@@ -51,10 +73,22 @@ class GlobalOrder:
 
 @dataclass(frozen=True, eq=False)
 class ListedOrder:
-    """An order of given examples, int64 [num_examples], each once; it is used in place of a `GlobalOrder`."""
+    """An order of given examples, int64 [num_examples], each once; it is used in place of a `GlobalOrder`.
+
+    group: int64 [num_examples], ascending: the group of each, where a step is of groups.
+    """
 
     examples: Int64Array
+    group: Int64Array | None = None
 
     def take(self, position: int, count: int) -> Int64Array:
         """Example ids at [position, position + count), int64 [count]."""
         return self.examples[position : position + count]
+
+    def step(self, position: int, batch_size: int) -> StepExamples:
+        """The step of batch_size examples, or groups, that begins at a position. Empty where none are left."""
+        if self.group is None or position >= len(self.group):
+            return StepExamples(self.take(position, batch_size))
+        first = self.group[position]
+        end = int(np.searchsorted(self.group, first + batch_size))
+        return StepExamples(self.examples[position:end], self.group[position:end] - first)

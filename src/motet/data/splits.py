@@ -18,6 +18,7 @@ from motet.core.example import TokenSequence
 from motet.data.dataset import Dataset
 from motet.data.left_out import LeftOut
 from motet.data.media import MediaRef
+from motet.data.order import StepExamples
 from motet.data.permutation import permute
 from motet.data.transforms import Transform
 
@@ -58,6 +59,10 @@ class SplitOrder:
             taken.append(self._in_epoch(epoch, start, stop))
             position, count = position + stop - start, count - (stop - start)
         return np.concatenate(taken)
+
+    def step(self, position: int, batch_size: int) -> StepExamples:
+        """The step of batch_size examples that begins at a position."""
+        return StepExamples(self.take(position, batch_size))
 
     def _in_epoch(self, epoch: int, start: int, stop: int) -> Int64Array:
         """Example ids at [start, stop) of an epoch."""

@@ -18,10 +18,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from motet.assign.groups import groups_under, total_lengths
+from motet.assign.groups import groups_under
 from motet.assign.step import StepAssignment
 from motet.core.plan import Order, Plan
-from motet.core.workload import BACKBONE, BatchLengths
+from motet.core.workload import BACKBONE, BatchLengths, total_lengths
 from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.job import Job
 from motet.schedule import planned

@@ -13,6 +13,7 @@ from motet.balance import StepCosts
 from motet.core.cluster import Link
 from motet.core.errors import UserError
 from motet.data.left_out import describe_left_out
+from motet.planning.groups import examples_a_group, in_groups
 from motet.planning.sources import training_data
 from motet.train.balancing import recipe_costs
 from motet.train.recipe.recipe import Recipe, load_recipe
@@ -20,7 +21,7 @@ from motet.train.recipe.toml_text import read_recipe
 
 
 def read_subject(path: Path, overrides: Sequence[str] = ()) -> tuple[AnalysisSubject, int]:
-    """The data with their costs, and the number of examples that training balances together.
+    """The data with their costs, and the number of examples that training balances together, or of a step of groups.
 
     Raises UserError for a recipe that is wrong or has no data.
     """
@@ -37,7 +38,10 @@ def read_subject(path: Path, overrides: Sequence[str] = ()) -> tuple[AnalysisSub
         describe_left_out(left_out, dataset.num_in_manifests) if len(left_out) else "",
     )
     subject = AnalysisSubject(lengths, costs, _COST_WORDS[recipe.balance.cost])
-    return subject, recipe.run.batch_size // recipe.run.microbatches
+    if recipe.data.group is None:
+        return subject, recipe.run.batch_size // recipe.run.microbatches
+    groups = in_groups(recipe, lengths.workload())
+    return subject, recipe.run.batch_size * examples_a_group(groups)
 
 
 _COST_WORDS = {

@@ -13,17 +13,17 @@ from motet.core.plan import Plan, Unit
 from motet.planner.job import Job
 from motet.planning.at_hand import device_at_hand
 from motet.planning.cluster import ClusterOptions
+from motet.planning.fullest import fullest_steps
 from motet.planning.job import JobOptions, job_of_recipe
 from motet.planning.plan_of_recipe import read_recipe_as_plan
-from motet.simulate.predict.predict import predictions
+from motet.schedule import planned
+from motet.simulate.predict.predict import assign_batch, predict_assigned
 from motet.simulate.predict.prediction import Prediction
 from motet.simulate.show.report import out_of_memory
-from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.recipe import Recipe, load_recipe
 from motet.train.recipe.toml_text import read_recipe
 from motet.train.world import World, join_world
 
-_NUM_BATCHES = 8
-"""Batches drawn from the data; what is shown is of the one that takes most."""
 _MAX_ROWS = 16
 """Ranks in the table: those that hold most."""
 
@@ -35,18 +35,22 @@ def show_memory(file: Path, overrides: Sequence[str]) -> None:
     """
     with join_world("cpu") as world, world.together():
         if world.is_first:
-            plan, job = _plan(file, overrides, world)
-            drawn = predictions(plan, job.workload, job.cost, _NUM_BATCHES, balancing=job.balancing)
-            prediction = max(drawn, key=lambda each: int(each.peak_bytes.max()))
-            _print(plan, prediction)
+            has_data = "data" in read_recipe(file, overrides).tables
+            recipe = load_recipe(file, overrides) if has_data else None
+            plan, job = _plan(file, overrides, world, recipe)
+            steps, stages = fullest_steps(plan, job, recipe), planned(plan)
+            assigned = (assign_batch(plan, batch, job.cost, job.balancing) for batch in steps.batches)
+            predicted = (predict_assigned(plan, stages, assignment, job.cost) for assignment in assigned)
+            prediction = max(predicted, key=lambda each: int(each.peak_bytes.max()))
+            _print(plan, prediction, steps.words)
             if lacking := out_of_memory(plan, prediction):
                 raise UserError(f"{file} does not fit: {lacking}")
 
 
-def _plan(file: Path, overrides: Sequence[str], world: World) -> tuple[Plan, Job]:
+def _plan(file: Path, overrides: Sequence[str], world: World, recipe: Recipe | None) -> tuple[Plan, Job]:
     """What is run, on what. A recipe of shapes says nothing of how it trains: it is sharded over all ranks."""
-    if "data" in read_recipe(file, overrides).tables:
-        return read_recipe_as_plan(file, overrides, JobOptions(_cluster(file, overrides, world)))
+    if recipe is not None:
+        return read_recipe_as_plan(file, overrides, JobOptions(_cluster(file, recipe, world)))
     job = job_of_recipe(file, JobOptions(ClusterOptions()), overrides)
     num_ranks = job.cluster.num_ranks
     size, left = divmod(job.batch_size, num_ranks)
@@ -59,9 +63,8 @@ def _plan(file: Path, overrides: Sequence[str], world: World) -> tuple[Plan, Job
     return plan, job
 
 
-def _cluster(file: Path, overrides: Sequence[str], world: World) -> ClusterOptions:
+def _cluster(file: Path, recipe: Recipe, world: World) -> ClusterOptions:
     """The ranks at hand, unless the recipe names a cluster."""
-    recipe = load_recipe(file, overrides)
     if recipe.cluster is not None:
         return ClusterOptions()
     device = device_at_hand(recipe)
@@ -70,7 +73,8 @@ def _cluster(file: Path, overrides: Sequence[str], world: World) -> ClusterOptio
     return ClusterOptions(device, world.num_ranks // world.ranks_per_node, world.ranks_per_node)
 
 
-def _print(plan: Plan, prediction: Prediction) -> None:
+def _print(plan: Plan, prediction: Prediction, of: str) -> None:
+    """of: what the step is the fullest of, in words."""
     console, peaks = Console(), prediction.peak_bytes
     table = Table("rank", *prediction.memory_bytes, "all", title="Memory by rank, GB")
     for row in sorted((-peaks).argsort(kind="stable")[:_MAX_ROWS].tolist()):
@@ -82,9 +86,13 @@ def _print(plan: Plan, prediction: Prediction) -> None:
     unit, each, device = plan.units[0], plan.microbatch_size, plan.cluster.device.name
     num_sharing = unit.shard_size or (unit.dp if unit.zero else 1)
     copies = f"A copy is shared by {num_sharing:,} ranks" if num_sharing > 1 else "Each rank holds a whole copy"
+    size = f"has {each:,} example{'s' if each > 1 else ''}"
+    if plan.microbatch_caps:
+        caps = ", ".join(f"{cap:,} of {name}" for name, cap in plan.microbatch_caps.items())
+        size = f"is a group of at most {caps}"
     console.print(
-        f"Shown are {among}, in the fullest of {_NUM_BATCHES} batches drawn; the device of each, {device}, has "
-        f"{capacity}. {copies}; a rank's microbatch has {each:,} example{'s' if each > 1 else ''}.",
+        f"Shown are {among}, in the fullest of {of}; the device of each, {device}, has {capacity}. {copies}; a rank's "
+        f"microbatch {size}.",
         highlight=False,
         markup=False,
     )

@@ -51,5 +51,10 @@ def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = ()
             f"{path} has neither [data] nor [workload], so --workload must say which lengths to plan for: a manifest, "
             "a CSV of lengths, a TOML of distributions, or a recipe."
         )
-    cost = cost_model(cluster, read.precision, options.profile)
-    return Job(read.model, cluster, workload, read.batch_size, cost, read.precision, balancing=balancing, policy=policy)
+    cost, batch_size = cost_model(cluster, read.precision, options.profile), read.batch_size
+    if read.has_data and recipe.data.group is not None:
+        from motet.planning.groups import examples_a_group, in_groups
+
+        workload = in_groups(recipe, workload)
+        batch_size *= examples_a_group(workload)
+    return Job(read.model, cluster, workload, batch_size, cost, read.precision, balancing=balancing, policy=policy)

@@ -160,7 +160,7 @@ def run_steps(meeting: Meeting, steps: Steps) -> MeasuredSteps:
         before_bytes = peak_memory_bytes(world.device)
         job = build_job(recipe, world, "never", lambda _: None, cleanup)
         job.model.train()
-        schedule = StepRange(0, 1, recipe.run.batch_size, recipe.run.microbatches, 0, 0)
+        schedule = StepRange(0, 1, recipe.run.batch_size, recipe.microbatches_on(world.num_ranks), 0, 0)
         pin = RankBatch.pin_memory if world.device.type == "cuda" else None
         order = ListedOrder(steps.examples)
         with Feed(order, job.loading, job.mesh.host_group, schedule, recipe.data, prepare=pin) as feed:

@@ -21,10 +21,12 @@ from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.core.spec import ModelSpec
-from motet.core.workload import BACKBONE
+from motet.core.workload import BACKBONE, Workload
 from motet.cost.memory import PRECISION_OF_DTYPE, stage_layers
+from motet.data.order import ExampleOrder, GlobalOrder, ListedOrder
 from motet.dispatch import BalanceConfig, SpeedConfig
 from motet.planner.job import Job
+from motet.planning.groups import caps_of, examples_a_group
 from motet.planning.job import JobOptions, job_of_recipe
 from motet.simulate.predict.batch import draw_batch
 from motet.train.balancing import stated_policy
@@ -40,21 +42,24 @@ from motet.train.recompute import (
 )
 
 
-def plan_of_recipe(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
-    """The Plan by which a recipe trains on all ranks of a cluster. spec: the recipe's model, as `models.spec` makes it.
+def plan_of_recipe(recipe: Recipe, spec: ModelSpec, cluster: Cluster, workload: Workload | None = None) -> Plan:
+    """The Plan by which a recipe trains on all ranks of a cluster.
 
+    spec:     the recipe's model, as `models.spec` makes it.
+    workload: its data in groups, as `in_groups` makes them; it is needed for a recipe with data.group.
     Raises UserError for a shard_size or a batch that does not divide, and for a balance that no Plan has; and for
     `recompute = "auto"`, which has no numbers yet.
     """
     if recipe.fsdp.recompute == "auto":
         raise UserError('fsdp.recompute = "auto" follows from the lengths of examples, and a Plan has its numbers.')
-    run, fsdp, num_ranks = recipe.run, recipe.fsdp, cluster.num_ranks
-    microbatch_size, remainder = divmod(run.batch_size, run.microbatches * num_ranks)
-    if remainder or not microbatch_size:
-        raise UserError(
-            f"run.batch_size = {run.batch_size} cannot be planned for {num_ranks} ranks and run.microbatches = "
-            f"{run.microbatches}: it must be a multiple of {run.microbatches * num_ranks}."
-        )
+    fsdp, num_ranks, caps = recipe.fsdp, cluster.num_ranks, {}
+    if recipe.data.group is None:
+        batch_size, microbatch_size = recipe.run.batch_size, _microbatch_size(recipe, num_ranks)
+    else:
+        assert workload is not None, "the groups of a recipe are those of its data"
+        recipe.microbatches_on(num_ranks)
+        caps, microbatch_size = caps_of(recipe, workload), examples_a_group(workload)
+        batch_size = recipe.run.batch_size * microbatch_size
     shard_size = fsdp.shard_size or num_ranks
     if num_ranks % shard_size:
         raise UserError(f"fsdp.shard_size = {shard_size} must divide the number of ranks, which is {num_ranks}.")
@@ -63,26 +68,41 @@ def plan_of_recipe(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
         spec,
         cluster,
         (unit_of_recipe(recipe, spec, num_ranks, recomputed),),
-        run.batch_size,
+        batch_size,
         microbatch_size,
         schedule="data_parallel",
         precision=_precision(recipe),
         balance=_balance(recipe, spec),
         policy=stated_policy(recipe.balance, spec),
+        microbatch_caps=caps,
     )
+
+
+def _microbatch_size(recipe: Recipe, num_ranks: int) -> int:
+    """The examples of a microbatch on one rank, without groups. Raises UserError for a batch that does not divide."""
+    run = recipe.run
+    microbatch_size, remainder = divmod(run.batch_size, run.microbatches * num_ranks)
+    if remainder or not microbatch_size:
+        raise UserError(
+            f"run.batch_size = {run.batch_size} cannot be planned for {num_ranks} ranks and run.microbatches = "
+            f"{run.microbatches}: it must be a multiple of {run.microbatches * num_ranks}."
+        )
+    return microbatch_size
 
 
 def recipe_of_plan(plan: Plan, recipe: Recipe) -> Recipe:
     """The recipe with the settings by which training runs a Plan of its model. `plan_of_recipe` inverts it.
 
-    It changes batch_size and microbatches of `[run]`; all of `[fsdp]` but the precision; phases and method of
-    `[balance]`, and without balancing also its profile and speed, which then have no effect.
+    It changes batch_size and microbatches of `[run]`, group of `[data]`; all of `[fsdp]` but the precision; phases and
+    method of `[balance]`, and without balancing also its profile and speed, which then have no effect.
     Raises UserError for what training cannot run yet (`obstacle`).
     """
     if what := obstacle(plan, recipe):
         raise UserError(f"The plan has {what}, which training cannot run yet.")
     (unit,) = plan.units
-    microbatches = plan.batch_size // (unit.dp * plan.microbatch_size)
+    run = {"batch_size": plan.batch_size, "microbatches": plan.batch_size // (unit.dp * plan.microbatch_size)}
+    if plan.microbatch_caps:
+        run = {"batch_size": plan.batch_size // plan.microbatch_size, "microbatches": 1}
     shard_size = (unit.shard_size or unit.dp) if unit.zero else 1
     fsdp = {
         "shard_size": None if shard_size == unit.dp > 1 else shard_size,
@@ -91,7 +111,8 @@ def recipe_of_plan(plan: Plan, recipe: Recipe) -> Recipe:
     }
     return recipe.model_copy(
         update={
-            "run": recipe.run.model_copy(update={"batch_size": plan.batch_size, "microbatches": microbatches}),
+            "run": recipe.run.model_copy(update=run),
+            "data": recipe.data.model_copy(update={"group": dict(plan.microbatch_caps) or None}),
             "fsdp": recipe.fsdp.model_copy(update=fsdp),
             "balance": _balanced_as(plan, recipe.balance),
         }
@@ -125,7 +146,7 @@ def read_recipe_as_plan(file: Path, overrides: Sequence[str], options: JobOption
         )
     recipe = load_recipe(file, overrides)
     job = job_of_recipe(file, options, overrides)
-    return plan_of_recipe(_resolved(recipe, job), job.model, job.cluster), job
+    return plan_of_recipe(_resolved(recipe, job), job.model, job.cluster, job.workload), job
 
 
 def _resolved(recipe: Recipe, job: Job) -> Recipe:
@@ -135,13 +156,17 @@ def _resolved(recipe: Recipe, job: Job) -> Recipe:
     cluster, examples = job.cluster, job.workload.examples
     if cluster.device.name == "cpu":
         memory_bytes(recipe, torch.device("cpu"))  # What training would refuse is not simulated.
-    plan = plan_of_recipe(with_numbers(recipe, {}), job.model, cluster)
+    plan = plan_of_recipe(with_numbers(recipe, {}), job.model, cluster, job.workload)
     draw_batch(plan, job.workload, np.random.default_rng(0))  # Refuses a workload without lengths of a module.
     names = [module.name for module in job.model.modules if module.name != BACKBONE]
     examples = replace(examples, items={name: examples.items[name] for name in names})
     device_type = "cpu" if cluster.device.name == "cpu" else "cuda"
     ranks = RecomputeRanks(cluster.num_ranks, cluster.ranks_per_node, device_type, cluster.device.memory_bytes)
-    chosen = auto_recompute(recipe, job.model, ranks, examples.num_examples, examples.take)
+    data, count = recipe.data, examples.num_examples
+    order: ExampleOrder = GlobalOrder(count, data.seed, data.shuffle)
+    if examples.group is not None:
+        order = ListedOrder(np.arange(count), examples.group)
+    chosen = auto_recompute(recipe, job.model, ranks, order, examples.take)
     print(chosen, file=sys.stderr)
     return chosen.resolved
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -15,8 +15,9 @@ from motet.core.errors import JointUserError, UserError
 from motet.core.spec import ModelSpec
 from motet.data.dataset import Dataset, Modality
 from motet.data.decode import Decoder
-from motet.data.order import GlobalOrder
-from motet.data.splits import OwnSplits, SplitOrder
+from motet.data.groups import GroupedOrder
+from motet.data.order import ExampleOrder
+from motet.data.splits import OwnSplits
 from motet.data.text import ChatTokenizer
 from motet.dispatch import Carrier, ItemExchange, Orchestrator
 from motet.models.build import build_mllm
@@ -41,7 +42,8 @@ from motet.train.checkpoint.restoring import load
 from motet.train.checkpoint.saving import Checkpointer
 from motet.train.evaluate import Evaluator
 from motet.train.input.loading import ExchangeLoading, IndexLoading, Loading
-from motet.train.input.own_splits import check_same_splits, joined_splits, order_of, own_splits, say_left_out
+from motet.train.input.ordering import build_order
+from motet.train.input.own_splits import check_same_splits, joined_splits, own_splits, say_left_out
 from motet.train.input.rows import check_rows
 from motet.train.optimizer import build_optimizer
 from motet.train.recipe.recipe import Recipe
@@ -63,7 +65,7 @@ class TrainingJob:
     model: MLLM
     optimizer: torch.optim.Optimizer
     step: TrainStep
-    order: GlobalOrder | SplitOrder
+    order: ExampleOrder
     dataset: Dataset | OwnSplits
     loading: Loading
     recomputation: Recomputation
@@ -90,10 +92,6 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
         opened = {
             number: open_dataset(recipe, manifests, tokenizer, model, say) for number, manifests in splits.items()
         }
-        recomputation = _recomputation(recipe, world, rank_bytes, model_spec(model), opened[min(opened)], say)
-        if recomputation.auto is not None:
-            # Now it is known what is recomputed, and so what weighs how much.
-            measured, orchestrator = _balancing(recomputation.recipe, model, world)
         heldout = open_dataset(recipe, recipe.data.heldout, tokenizer, model, say) if recipe.data.heldout else None
         decoder = cleanup.enter_context(Decoder(opened[min(opened)].transforms, recipe.data.num_workers))
     check_same_profile(world, measured)
@@ -101,6 +99,12 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
     _check_same_examples(world, dataset, heldout)
     with world.together():
         _check_bad_at_indexing(recipe, dataset)
+        recipe.microbatches_on(world.num_ranks)  # A recipe that the ranks cannot share is refused before they build.
+        order = build_order(recipe, dataset, say)
+        recomputation = _recomputation(recipe, world, rank_bytes, model_spec(model), dataset, order, say)
+        if recomputation.auto is not None:
+            # Now it is known what is recomputed, and so what weighs how much.
+            _, orchestrator = _balancing(recomputation.recipe, model, world)
     with world.together():
         mesh = build_mesh(world.device, shard_size=recipe.fsdp.shard_size, ranks_per_node=world.ranks_per_node)
         shard(model, mesh, recipe.fsdp)
@@ -118,7 +122,8 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
     if heldout is not None:
         exchange = ItemExchange(world.control, orchestrator, model.encoders, ranks_per_node=world.ranks_per_node)
         evaluator = Evaluator(heldout, tokenizer, decoder, exchange, mesh, world, recipe.evaluate, say)
-    start = Progress(0, 0, 0, recipe.data.seed, dataset.fingerprint)
+    caps = order.caps if isinstance(order, GroupedOrder) else None
+    start = Progress(0, 0, 0, recipe.data.seed, dataset.fingerprint, group=caps)
     progress, line = _resume(recipe, world, resume, model, optimizer, start, say)
     return TrainingJob(
         recipe,
@@ -127,7 +132,7 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
         model,
         optimizer,
         step,
-        order_of(recipe, dataset),
+        order,
         dataset,
         _loading(recipe, world, mesh, orchestrator, dataset, decoder, model),
         recomputation,
@@ -163,13 +168,20 @@ def _memory_bytes(recipe: Recipe, world: World) -> int:
 
 
 def _recomputation(
-    recipe: Recipe, world: World, rank_bytes: int, spec: ModelSpec, dataset: Dataset, say: Say
+    recipe: Recipe,
+    world: World,
+    rank_bytes: int,
+    spec: ModelSpec,
+    dataset: Dataset | OwnSplits,
+    order: ExampleOrder,
+    say: Say,
 ) -> Recomputation:
     """What the run recomputes, by the numbers of the recipe or by "auto"."""
     if recipe.fsdp.recompute != "auto":
         return Recomputation(recipe, spec)
     ranks = RecomputeRanks(world.num_ranks, world.ranks_per_node, world.device.type, rank_bytes)
-    chosen = auto_recompute(recipe, spec, ranks, dataset.num_examples, lambda ids: dataset.batch_lengths(ids, 1))
+    assert isinstance(dataset, Dataset), "a recipe that reads splits states numbers"
+    chosen = auto_recompute(recipe, spec, ranks, order, lambda ids: dataset.batch_lengths(ids, 1))
     say(str(chosen))
     return Recomputation(chosen.resolved, spec, chosen)
 
@@ -306,7 +318,7 @@ def _resume(
 
 
 def _check_same_run(chosen: Start, start: Progress, num_steps: int) -> None:
-    """Raise UserError if a checkpoint has another order of examples or another dataset, or is beyond the last step."""
+    """Raise UserError if a checkpoint has another order, groups or dataset, or is beyond the last step."""
     if chosen.state.seed != start.seed:
         raise UserError(
             f"The checkpoint {chosen.path} was written with data.seed = {chosen.state.seed}, not {start.seed} as now, "
@@ -317,8 +329,20 @@ def _check_same_run(chosen: Start, start: Progress, num_steps: int) -> None:
             f"The checkpoint {chosen.path} was written on other training examples than those of data.train now, so its "
             "position among them means nothing: restore them, or start anew with --resume never."
         )
+    if chosen.state.group != start.group:
+        raise UserError(
+            f"The checkpoint {chosen.path} was written {_group_words(chosen.state.group)}, and this run is "
+            f"{_group_words(start.group)}, which orders the examples anew: set it back, or start anew with --resume "
+            "never."
+        )
     if chosen.state.step > num_steps:
         raise UserError(
             f"The checkpoint {chosen.path} is of step {chosen.state.step}, and run.steps = {num_steps} ends before it: "
             "raise run.steps, go back to an earlier checkpoint with --resume PATH, or start anew with --resume never."
         )
+
+
+def _group_words(group: Mapping[str, int] | None) -> str:
+    if group is None:
+        return "without data.group"
+    return "with data.group = { " + ", ".join(f"{name} = {cap}" for name, cap in group.items()) + " }"

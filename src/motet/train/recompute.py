@@ -30,7 +30,7 @@ from motet.core.workload import BACKBONE, BatchLengths, Workload, home_ranks
 from motet.cost.analytic import Analytic
 from motet.cost.catalogue import cluster, device_called
 from motet.cost.memory import PRECISION_OF_DTYPE, held_elements, stage_layers
-from motet.data.order import GlobalOrder
+from motet.data.order import ExampleOrder, StepExamples
 from motet.dispatch import RankBatch
 from motet.planner.candidate import size_words
 from motet.planner.data_parallel.loads import ModuleState, load_alone, load_of, state_of
@@ -139,25 +139,23 @@ class AutoRecompute:
 
 
 def auto_recompute(
-    recipe: Recipe, spec: ModelSpec, ranks: RecomputeRanks, num_examples: int, lengths_of: LengthsOf
+    recipe: Recipe, spec: ModelSpec, ranks: RecomputeRanks, order: ExampleOrder, lengths_of: LengthsOf
 ) -> AutoRecompute:
-    """The AutoRecompute of a recipe whose examples have these lengths.
+    """The AutoRecompute of a recipe whose examples come in an order and have these lengths.
 
     Raises UserError if the largest microbatch does not fit with everything recomputed.
     """
     job, unit = _job(recipe, spec, ranks), unit_of_recipe(recipe, spec, ranks.num_ranks)
-    order = GlobalOrder(num_examples, recipe.data.seed, recipe.data.shuffle)
     steps = largest_steps(recipe.run.steps, recipe.run.batch_size, order, held_elements(spec, {}), lengths_of)
-    lengths = [_lengths_of_step(recipe, ranks, order, step, lengths_of) for step in steps]
+    count = recipe.microbatches_on(ranks.num_ranks)
+    lengths = [_lengths_of_step(step, lengths_of(step.ids), ranks.num_ranks, count) for step in steps]
     numbers: dict[str, int] = {}
     for _ in range(_MAX_ROUNDS):
         # Items are weighed with what is recomputed, and what is recomputed depends on where they are.
         orchestrator = recipe_orchestrator(
             with_numbers(recipe, numbers), spec, ranks.num_ranks, ranks.device_type, ranks.ranks_per_node
         )
-        parts = [
-            part for one in lengths for part in decide_step(orchestrator, one, recipe.run.microbatches).microbatches
-        ]
+        parts = [part for one in lengths for part in decide_step(orchestrator, one, count).microbatches]
         assignment = joined([part.lengths for part in parts], [part.decision.assignments for part in parts])
         fit = fit_recomputation(load_of(job, assignment, unit), state_of(job, unit), job.capacity_bytes, "least")
         chosen = {name: count for name, count in fit.recompute[0].items() if count}
@@ -237,10 +235,8 @@ def _job(recipe: Recipe, spec: ModelSpec, ranks: RecomputeRanks) -> Job:
     return Job(spec, nodes, workload, recipe.run.batch_size, Analytic(nodes, precision), precision)
 
 
-def _lengths_of_step(
-    recipe: Recipe, ranks: RecomputeRanks, order: GlobalOrder, step: int, lengths_of: LengthsOf
-) -> BatchLengths:
-    """The lengths of a step as it comes, with the rank of each example in its microbatch."""
-    size, count = recipe.run.batch_size, recipe.run.microbatches
-    home = np.tile(home_ranks(size // count, ranks.num_ranks), count)
-    return replace(lengths_of(order.take(step * size, size)), home=home)
+def _lengths_of_step(step: StepExamples, lengths: BatchLengths, num_ranks: int, num_microbatches: int) -> BatchLengths:
+    """The lengths of a step as it comes: with its groups, or with the rank of each example in its microbatch."""
+    if step.group is not None:
+        return replace(lengths, group=step.group)
+    return replace(lengths, home=np.tile(home_ranks(len(step.ids) // num_microbatches, num_ranks), num_microbatches))

@@ -12,7 +12,6 @@ import torch
 
 from motet.core.errors import JointUserError, originating
 from motet.core.timeline import Span, Timeline
-from motet.cost.flops import mfu
 from motet.dispatch import RankBatch
 from motet.models.spec import model_spec
 from motet.runtime.step import StepResult
@@ -33,6 +32,7 @@ from motet.train.report.metrics import (
     gather_measured,
     phase_metrics,
     step_metrics,
+    utilisation_metrics,
 )
 from motet.train.report.metrics_log import MetricsLog, Terminal
 from motet.train.report.page import write_report
@@ -46,8 +46,8 @@ from motet.train.world import join_world
 _GO_ON, _STOP, _CANNOT_LOG = range(3)
 """What a rank requests at the end of a step; all ranks do the largest request of any."""
 _MEMORY_ADVICE = (
-    'Raise run.microbatches, set fsdp.recompute = "auto" or fsdp.param_dtype = "bfloat16", lower run.batch_size or '
-    "data.max_sequence_length, or take more ranks."
+    'Raise run.microbatches, set fsdp.recompute = "auto" or fsdp.param_dtype = "bfloat16", lower run.batch_size, the '
+    "caps of data.group or data.max_sequence_length, or take more ranks."
 )
 
 
@@ -83,6 +83,7 @@ class _Run:
         self.spans: list[Span] | None = [] if trace else None
         self.evaluations: dict[int, Evaluation] = {}
         self.spec = model_spec(job.model)
+        self.recomputed = self.recipe.fsdp.recomputed(self.spec.num_blocks)
         compute_dtype = self.recipe.fsdp.param_dtype or self.recipe.run.dtype
         self.peak = peak_of(self.world.device, getattr(torch, compute_dtype))
         self.peak_flops_per_s = sum(self.world.gather(self.peak.flops_per_s))
@@ -184,7 +185,7 @@ class _Run:
             progress.step,
             recipe.run.steps,
             recipe.run.batch_size,
-            recipe.run.microbatches,
+            recipe.microbatches_on(self.world.num_ranks),
             progress.position,
             progress.num_bad,
         )
@@ -248,7 +249,6 @@ class _Run:
             self.spans += result.timeline
         if self.log is not None:
             tokens_per_s = result.num_tokens / joined["step_s"]
-            lengths = [batch.lengths for batch in fed.batches]
             self.log.write(
                 {
                     "step": result.step + 1,
@@ -262,7 +262,9 @@ class _Run:
                     "num_tokens": result.num_tokens,
                     "tokens_per_s": round(tokens_per_s, 1),
                     "tokens_per_s_per_rank": round(tokens_per_s / self.world.num_ranks, 1),
-                    "mfu": mfu(self.spec, lengths, joined["step_s"], self.peak_flops_per_s),
+                    **utilisation_metrics(
+                        self.spec, fed.batches, self.recomputed, joined["step_s"], self.peak_flops_per_s
+                    ),
                     **joined,
                     "exchange": exchange_metrics(joined["actions"], result, fed),
                     "balance": balance_metrics(fed.batches),

@@ -6,12 +6,13 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from motet.assign.groups import grouped, groups_under, total_lengths
+from motet.assign.groups import grouped, groups_under
 from motet.assign.ordering import ordered_batching
 from motet.assign.pipeline import Batching, assign_batching, batching_as_given
 from motet.assign.plan import assign_step
 from motet.core.errors import ArgumentError
 from motet.core.plan import Unit
+from motet.core.workload import total_lengths
 from motet.schedule import planned, validate
 from motet.simulate.predict.predict import assign_batch, predict_assigned
 from motet.simulate.predict.step_seconds import PricedStep

@@ -1,12 +1,14 @@
 """`decide_step`: which microbatch computes each example of a step."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from motet.assign.orchestrator import Orchestrator
 from motet.assign.whole_step import decide_step
 from motet.balance import LengthWork, Link, StepTimes
-from motet.core.workload import BACKBONE, BatchLengths, home_ranks
+from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, home_ranks
 from unit.assign.test_orchestrator import COSTS, draw_lengths
 
 TIMES = StepTimes(lambda lengths: dict.fromkeys(COSTS, 1e-3), Link(1e12, 0.0), token_bytes=8)
@@ -53,6 +55,41 @@ def test_one_microbatch_is_not_compared():
 def test_microbatches_that_do_not_divide_the_examples():
     with pytest.raises(ValueError, match="4 microbatches do not divide 9 examples"):
         decide_step(orchestrator(), draw_lengths(0, 9, 2), 4)
+
+
+def in_groups(lengths, num_groups, seed=0):
+    """The lengths with a group each; a group may have no example."""
+    return replace(lengths, group=np.sort(np.random.default_rng(seed).integers(0, num_groups, lengths.num_examples)))
+
+
+def most(placed, lengths, phase):
+    return np.bincount(placed.ranks, lengths.of(phase).length, placed.num_ranks).max()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("balanced", [tuple(COSTS), (BACKBONE,), ()])
+def test_a_group_is_a_microbatch_of_a_rank_and_balancing_does_not_exceed_it(seed, balanced):
+    lengths = in_groups(draw_lengths(seed, 24, 2), 8, seed)
+    step = decide_step(orchestrator(balanced), lengths, 4)
+    assert step.method == ""
+    for number, part in enumerate(step.microbatches):
+        group = lengths.group[part.examples]
+        assert set(group) <= {2 * number, 2 * number + 1}
+        np.testing.assert_array_equal(part.decision.before[BACKBONE].ranks, group % 2)
+        for phase, placed in part.decision.assignments.items():
+            assert most(placed, part.lengths, phase) <= most(part.decision.before[phase], part.lengths, phase)
+        if part.decision.method == "off" and balanced:
+            assert part.decision.why.startswith("off: groups stay as they are, because by ")
+
+
+def test_even_groups_are_not_taken_apart_and_uneven_ones_are_evened_out():
+    none = {phase: ItemLengths(*(np.zeros(0, np.int64),) * 3) for phase in COSTS if phase != BACKBONE}
+    sequence = np.array([6, 2, 2, 2, 2, 5, 5, 5, 9, 1])
+    group = np.array([0, 0, 0, 0, 0, 1, 2, 2, 3, 3])
+    lengths = BatchLengths(sequence, np.ones(10, int), np.zeros(10, np.int32), none, group)
+    first, second = decide_step(orchestrator(), lengths, 2).microbatches
+    assert [part.decision.backbone.loads.max() for part in (first, second)] == [10, 10]
+    assert first.decision.before[BACKBONE].loads.max() == 14
 
 
 @pytest.mark.parametrize("balanced", [(BACKBONE,), tuple(COSTS)], ids=["as it comes", "compared"])

@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.balance import GroupCaps, dist_ratio, group, pad_ratio, suggest_caps
+from motet.balance import (
+    GroupCaps,
+    dist_ratio,
+    group,
+    group_phases,
+    pad_ratio,
+    suggest_caps,
+    suggest_phase_caps,
+)
 from unit.balance.contract import BACKENDS
 
 samples = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 900)), max_size=80)
@@ -56,6 +64,54 @@ def test_contract_and_equal_backends(samples, seed, num_iterations):
     for field in ("items", "offsets", "oversized"):
         np.testing.assert_array_equal(getattr(groups, field), getattr(reference, field))
     assert groups.num_full == reference.num_full
+
+
+@given(
+    samples=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 30), st.integers(1, 90)), min_size=1, max_size=60),
+    caps=st.lists(st.integers(20, 60), min_size=1, max_size=3),
+    seed=st.integers(0, 2**32),
+)
+def test_groups_of_any_phases_are_under_the_cap_of_each(samples, caps, seed):
+    names = ["image", "audio", "backbone"][-len(caps) :]
+    sizes = {name: column.copy() for name, column in zip(["image", "audio", "backbone"], np.array(samples).T)}
+    limits = dict(zip(names, caps))
+    for name in names:
+        sizes[name][0] = 1  # one sample that meets all caps
+    groups = group_phases(sizes, limits, seed=seed)
+    above = np.any([sizes[name] > cap for name, cap in limits.items()], axis=0)
+    assert sorted(groups.items.tolist()) == list(range(len(samples)))
+    assert groups.oversized.tolist() == np.flatnonzero(above).tolist()
+    for number in range(groups.num_groups):
+        members = groups.samples_of(number)
+        assert len(members) == 1 if above[members].any() else len(members) >= 1
+        assert above[members].any() or all(sizes[name][members].sum() <= cap for name, cap in limits.items())
+
+
+def test_a_phase_that_no_sample_has_changes_no_group():
+    vision, text = epoch(400)
+    two = group_phases({"image": vision, "backbone": text}, {"image": 9, "backbone": 4096}, seed=3)
+    silent = {"image": vision, "audio": np.zeros_like(vision), "backbone": text}
+    # An audio cap of 10 is full from 10, which no group reaches.
+    three = group_phases(silent, {"image": 9, "audio": 10, "backbone": 4096}, seed=3)
+    assert two.items.tolist() == three.items.tolist() and two.num_full == three.num_full
+
+
+def test_variable_lengths_make_full_groups():
+    """Where lengths never meet an encoder's cap exactly, groups next to it are full."""
+    rng = np.random.default_rng(0)
+    sizes = {"image": rng.integers(60, 900, 4000), "backbone": rng.integers(10, 400, 4000)}
+    groups = group_phases(sizes, {"image": 4096, "backbone": 8192})
+    assert groups.num_full > 0.9 * groups.num_groups
+    assert groups.totals(sizes["image"])[: groups.num_full].min() >= 4096 - 4096 // 32
+
+
+def test_caps_of_phases_are_those_of_each_encoder_with_the_backbone():
+    vision, text = epoch()
+    sizes = {"image": vision, "audio": 7 * vision, "backbone": text}
+    caps, pair = suggest_phase_caps(sizes), suggest_caps(vision, text)
+    assert (caps["image"], caps["backbone"]) == (pair.max_vision, pair.max_text)
+    assert caps["audio"] == suggest_caps(7 * vision, text).max_vision
+    assert suggest_phase_caps({"image": [0, 0], "backbone": [5, 5]})["image"] == 1
 
 
 def epoch(num_samples=20_000):
@@ -127,6 +183,10 @@ def test_ratios_are_equations_1_and_2():
         (lambda: group([1], [1], 2, 9, num_iterations=0), "num_iterations is 0"),
         (lambda: group([1], [1], 2, 9, seed=-1), "seed is -1"),
         (lambda: group([-1], [1], 2, 9), r"vision\[0\] is -1"),
+        (lambda: group_phases({"image": [1]}, {"audio": 1}), "caps are of audio; they must be of image"),
+        (lambda: group_phases({"image": [1]}, {}), "caps are of no phase; they must be of image"),
+        (lambda: group_phases({"image": [1], "audio": [1, 2]}, {"image": 1, "audio": 1}), "all must be equal"),
+        (lambda: group_phases({key: [4] for key in "abc"}, {"a": 5, "b": 3, "c": 9}), "b is 3; no sample meets it"),
         (lambda: suggest_caps([], []), "at least 1"),
         (lambda: suggest_caps([1], [1], batch_size=0), "batch_size is 0"),
         (lambda: pad_ratio([1, 2], [0, 1]), "offsets must grow from 0 to 2"),

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -61,3 +63,24 @@ def test_what_is_chosen_is_what_is_drawn(batch):
     workload = Workload("here", batch, weight=np.array([1.0, 2.0, 3.0, 4.0]))
     chosen = workload.choose(20, np.random.default_rng(7))
     assert batch.sequence[chosen].tolist() == workload.draw(20, np.random.default_rng(7)).sequence.tolist()
+
+
+def test_examples_keep_their_group_and_a_draw_of_examples_has_none(batch):
+    grouped = replace(batch, group=np.arange(batch.num_examples) // 2)
+    taken = np.array([batch.num_examples - 1, 0])
+    assert grouped.take(taken).group.tolist() == [(batch.num_examples - 1) // 2, 0]
+    assert batch.take(taken).group is None
+    assert BatchLengths.joined([grouped, grouped]).group is None
+    assert Workload("groups", grouped).draw(3, np.random.default_rng(0)).group is None
+
+
+def test_a_step_of_groups_is_one_of_the_epoch():
+    sequence = np.arange(1, 8)
+    group = np.array([0, 0, 1, 2, 2, 3, 4])
+    workload = Workload("groups", BatchLengths(sequence, sequence, np.zeros(7, np.int32), {}, group))
+    picked = workload.groups(np.array([2, 0]))
+    assert (picked.sequence.tolist(), picked.group.tolist()) == ([4, 5, 1, 2], [0, 0, 1, 1])
+    steps = {tuple(workload.draw_groups(2, np.random.default_rng(seed)).sequence.tolist()) for seed in range(40)}
+    # The step at the end of the epoch goes on from its beginning.
+    assert steps == {(1, 2, 3), (4, 5, 6), (7, 1, 2)}
+    assert workload.draw_groups(2, np.random.default_rng(0)).group.tolist()[0] == 0

@@ -11,6 +11,7 @@ from motet.core import shapes
 from motet.core.spec import Attention, Layer, ModelSpec, Module
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.cost.flops import batch_flops, hfu, layer_flops, mfu, step_flops, work_of
+from motet.cost.operations import Operations
 from unit.cost.forward_flops import forward_flops
 
 
@@ -135,6 +136,16 @@ def test_padding_counts_only_as_far_as_the_longest_of_a_rank():
     plain, padded = batch_flops(spec, BATCH), batch_flops(spec, BATCH, computed_on=computed_on)
     assert plain == batch_flops(image_and_text(), BATCH)
     assert padded == plain | {"image": step_flops(spec.module("image"), np.array([6, 6, 5]))}
+
+
+def test_a_number_of_recomputed_blocks_is_of_the_first():
+    spec = image_and_text()
+    plain = batch_flops(spec, BATCH)
+    for blocks in ({}, {"image": 1}, dict.fromkeys(plain, 1), spec.num_blocks):
+        work = Operations(spec, blocks)
+        counted = {name: int(flops.sum()) * work.unit_flops for name, flops in work(BATCH).items()}
+        assert batch_flops(spec, BATCH, recomputed=blocks) == counted
+    assert batch_flops(spec, BATCH, recomputed=spec.num_blocks) == batch_flops(spec, BATCH, recomputed=list(plain))
 
 
 def test_mfu_is_of_the_model_and_hfu_of_the_hardware():

@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from motet.assign.groups import groups_under, total_lengths
+from motet.assign.groups import groups_under
 from motet.core.errors import UserError
+from motet.core.workload import total_lengths
 from motet.planner.bubble_filling.propose import propose_bubble_filling
 from motet.planner.candidate import Candidate, Pins, RuledOut, predict_candidate
 from motet.planner.chain.propose import propose_chain

@@ -11,6 +11,7 @@ from motet.core.errors import UserError
 from motet.core.sampler import Sampler
 from motet.core.workload import BACKBONE
 from motet.cost.analytic import Analytic
+from motet.data.groups import GroupedOrder
 from motet.data.text import ChatTokenizer
 from motet.dispatch import BalanceConfig
 from motet.models.spec import spec_of_config
@@ -22,9 +23,11 @@ from motet.planner.search import search
 from motet.planning.cluster import ClusterOptions
 from motet.planning.job import JobOptions
 from motet.planning.plan_of_recipe import obstacle, plan_of_recipe, read_recipe_as_plan, recipe_of_plan
+from motet.planning.sources import training_data
 from motet.schedule import planned
 from motet.schedule.program import Kind
-from motet.simulate.predict.predict import predict
+from motet.simulate.predict.batch import draw_batch
+from motet.simulate.predict.predict import assign_batch, predict
 from motet.train.balancing import balancing_of
 from motet.train.recipe.recipe import load_recipe
 
@@ -274,6 +277,53 @@ def test_what_a_recipe_is_simulated_to_take_is_what_it_is_planned_with(recipe_fi
         settings = recipe_of_plan(result.candidate.plan, recipe)
         plan = plan_of_recipe(settings, job.model, job.cluster)
         assert predict(plan, job.workload, job.cost).step_s == result.prediction.step_s
+
+
+GROUPED = ["data.group=auto", "run.batch_size=4"]
+
+
+def test_a_recipe_of_groups_is_a_plan_with_their_caps(recipe_file):
+    plan, job = read_recipe_as_plan(recipe_file, GROUPED, JobOptions(ClusterOptions(ranks_per_node=2)))
+    assert list(plan.microbatch_caps) == ["image", "audio", BACKBONE]
+    assert (plan.batch_size, plan.microbatch_size, job.batch_size) == (8, 2, 8)
+    recipe = load_recipe(recipe_file, GROUPED)
+    settings = recipe_of_plan(plan, recipe)
+    assert settings.data.group == plan.microbatch_caps
+    assert (settings.run.batch_size, settings.run.microbatches) == (4, 1)
+    assert plan_of_recipe(settings, plan.model, plan.cluster, job.workload) == plan
+    # A plan without caps trains without groups, on as many examples.
+    plain = recipe_of_plan(replace(plan, microbatch_caps={}), recipe)
+    assert (plain.data.group, plain.run.batch_size, plain.run.microbatches) == (None, 8, 2)
+    with pytest.raises(UserError, match="each of the 3 ranks takes as many: it must be a multiple of 3"):
+        read_recipe_as_plan(recipe_file, GROUPED, JobOptions(ClusterOptions(ranks_per_node=3)))
+
+
+def test_a_simulated_step_of_groups_is_one_that_is_trained(recipe_file):
+    plan, job = read_recipe_as_plan(recipe_file, GROUPED, JobOptions(ClusterOptions(ranks_per_node=2)))
+    dataset, _ = training_data(load_recipe(recipe_file, GROUPED))
+    order = GroupedOrder(dataset.total_lengths(), plan.microbatch_caps)
+    position, trained, num_left = 0, [], 0
+    while position < dataset.num_examples:
+        step, num_left = order.step(position, 4), dataset.num_examples - position
+        position += len(step.ids)
+        trained.append(dataset.batch_lengths(step.ids, 2).sequence.tolist())
+    for seed in range(4):
+        batch = draw_batch(plan, job.workload, np.random.default_rng(seed))
+        drawn = batch.sequence.tolist()
+        # What follows the last groups of an epoch is of the next one.
+        assert drawn in trained[:-1] or drawn[:num_left] == trained[-1][:num_left]
+        step = assign_batch(plan, batch, job.cost, job.balancing)
+        for name, cap in plan.microbatch_caps.items():
+            items = step.modules[name]
+            assert np.bincount(items.batch_index(2), items.length).max() <= cap
+
+
+def test_lengths_that_have_no_groups_are_grouped_by_the_step(recipe_file):
+    """As those of a plan's file are, simulated on any lengths."""
+    plan, job = read_recipe_as_plan(recipe_file, GROUPED, JobOptions(ClusterOptions(ranks_per_node=2)))
+    alone = replace(job.workload, examples=replace(job.workload.examples, group=None))
+    prediction = predict(plan, alone, job.cost)
+    assert prediction.num_examples == plan.batch_size and prediction.step_s > 0
 
 
 def test_the_recipes_cluster_counts_where_no_other_device_is_named(recipe_file):

@@ -13,12 +13,14 @@ from cli.tiny_job import write_tiny_job
 from motet.assign.whole_step import decide_step
 from motet.core.errors import UserError
 from motet.core.workload import BatchLengths
-from motet.data.order import GlobalOrder
+from motet.data.groups import GroupedOrder
+from motet.data.order import GlobalOrder, ListedOrder
 from motet.dispatch import RankBatch
 from motet.planner.data_parallel.loads import load_alone, state_of
 from motet.planning.sources import training_data
 from motet.train.balancing import recipe_orchestrator
 from motet.train.input.largest import MAX_LARGEST_STEPS, largest_steps
+from motet.train.input.ordering import build_order
 from motet.train.recipe.recipe import load_recipe
 from motet.train.recompute import (
     AutoRecompute,
@@ -49,7 +51,8 @@ def job(tmp_path_factory):
 def chosen(job, megabytes, num_ranks=NUM_RANKS) -> AutoRecompute:
     recipe, dataset, spec = job
     ranks = RecomputeRanks(num_ranks, num_ranks, "cpu", int(megabytes * 1e6))
-    return auto_recompute(recipe, spec, ranks, dataset.num_examples, lambda ids: dataset.batch_lengths(ids, 1))
+    order = build_order(recipe, dataset, lambda line: None)
+    return auto_recompute(recipe, spec, ranks, order, lambda ids: dataset.batch_lengths(ids, 1))
 
 
 def batches_of(job, auto: AutoRecompute) -> list[RankBatch]:
@@ -191,14 +194,48 @@ def test_of_few_steps_all_may_be_the_largest():
         raise AssertionError("no length is needed")
 
     order = GlobalOrder(10)
-    assert largest_steps(MAX_LARGEST_STEPS, 4, order, {"backbone": 3}, lengths_of) == [*range(MAX_LARGEST_STEPS)]
+    steps = largest_steps(MAX_LARGEST_STEPS, 4, order, {"backbone": 3}, lengths_of)
+    assert np.array_equal(np.concatenate([step.ids for step in steps]), order.take(0, 4 * MAX_LARGEST_STEPS))
 
 
 def test_of_many_steps_those_with_most_and_with_the_largest_example_are_taken():
     lengths, order = drawn(5000, seed=1), GlobalOrder(5000, seed=2)
-    found = largest_steps(900, 8, order, {"backbone": 3}, lengths.take)
-    of_steps = lengths.sequence[order.take(0, 900 * 8)].reshape(900, 8)
+    steps = largest_steps(900, 8, order, {"backbone": 3}, lengths.take)
+    ids = order.take(0, 900 * 8).reshape(900, 8)
+    of_steps = lengths.sequence[ids]
+    found = [int(np.flatnonzero((ids == step.ids).all(axis=1))[0]) for step in steps]
     assert found == sorted(found) and len(found) <= MAX_LARGEST_STEPS
     assert of_steps.sum(axis=1).argmax() in found and of_steps.max(axis=1).argmax() in found
     left = np.setdiff1d(np.arange(900), found)
     assert of_steps.sum(axis=1)[left].max() <= np.sort(of_steps.sum(axis=1))[-MAX_LARGEST_STEPS // 2]
+
+
+def test_of_steps_of_groups_those_with_the_largest_groups_are_taken():
+    lengths = drawn(3000, seed=3)
+    order = GroupedOrder({"backbone": lengths.sequence}, {"backbone": 800}, seed=4)
+    steps = largest_steps(200, 2, order, {"backbone": 1}, lengths.take)
+    assert len(steps) <= MAX_LARGEST_STEPS and all(step.group[-1] == 1 for step in steps)
+    position, totals = 0, []
+    for _ in range(200):
+        step = order.step(position, 2)
+        position += len(step.ids)
+        totals.append(lengths.sequence[step.ids].sum())
+    assert max(lengths.sequence[step.ids].sum() for step in steps) == max(totals)
+
+
+def test_groups_of_a_list_are_taken_by_number_to_its_end():
+    order = ListedOrder(np.arange(10, 17), np.array([0, 0, 1, 2, 2, 2, 3]))
+    first, second, last = order.step(0, 2), order.step(3, 2), order.step(7, 2)
+    assert (first.ids.tolist(), first.group.tolist()) == ([10, 11, 12], [0, 0, 1])
+    assert (second.ids.tolist(), second.group.tolist()) == ([13, 14, 15, 16], [0, 0, 0, 1])
+    assert not len(last.ids)
+
+
+def test_groups_and_auto_recomputation_go_together(tmp_path):
+    recipe = load_recipe(write_tiny_job(tmp_path / "data"), (*LARGER, "data.group=auto", "run.microbatches=1"))
+    of_groups = (recipe, *training_data(recipe))
+    least, most = chosen(of_groups, 1000), chosen(of_groups, 1000)
+    assert str(least) == str(most) and least.num_blocks == {}
+    largest_mb = least.largest.peak_bytes / 0.94 / 1e6
+    tight = chosen(of_groups, 0.97 * largest_mb)
+    assert sum(tight.num_blocks.values()) > 0 and tight.largest.peak_bytes <= tight.job.capacity_bytes

@@ -236,12 +236,17 @@ def _check_schedule(plan: Plan) -> None:
 def _check_examples(plan: Plan) -> None:
     """`order` and `microbatch_caps` can be applied to the examples of a step."""
     caps = plan.microbatch_caps
-    if plan.schedule == "data_parallel" and (plan.order != "given" or caps):
-        raise UserError("order and microbatch_caps are of pipelines; under 'data_parallel' balance deals examples out.")
+    if plan.schedule == "data_parallel" and plan.order != "given":
+        raise UserError("order is of pipelines; under 'data_parallel' balance deals examples out.")
     if not caps:
         return
     names = [module.name for module in plan.model.modules]
-    if BACKBONE not in caps or len(caps) != 2 or not set(caps) <= set(names):
+    if plan.schedule == "data_parallel" and set(caps) != set(names):
+        raise UserError(
+            f"microbatch_caps are of {', '.join(caps)}; under 'data_parallel' each module of {plan.model.name} must "
+            f"have one: {', '.join(names)}."
+        )
+    if plan.schedule != "data_parallel" and (BACKBONE not in caps or len(caps) != 2 or not set(caps) <= set(names)):
         raise UserError(
             f"microbatch_caps are of {', '.join(caps)}; they must be of {BACKBONE!r} and of one other module of "
             f"{plan.model.name}, which has {', '.join(names)}."

@@ -10,7 +10,10 @@ from motet.core.workload import BACKBONE, BatchLengths, Workload
 
 
 def draw_batch(plan: Plan, workload: Workload, rng: np.random.Generator) -> BatchLengths:
-    """`plan.batch_size` examples. Raises UserError for a workload without lengths of a module."""
+    """`plan.batch_size` examples, or as many groups as a step takes, if the Plan and the workload have groups.
+
+    Raises UserError for a workload without lengths of a module.
+    """
     columns = workload.examples.items
     for module in plan.model.modules:
         if module.name == BACKBONE:
@@ -21,4 +24,6 @@ def draw_batch(plan: Plan, workload: Workload, rng: np.random.Generator) -> Batc
                 f"The model's module {module.name!r} needs lengths, but {workload.source} has none of it; "
                 f"it has {', '.join([*known, BACKBONE])}."
             )
+    if plan.schedule == "data_parallel" and plan.microbatch_caps and workload.examples.group is not None:
+        return workload.draw_groups(plan.batch_size // plan.microbatch_size, rng)
     return workload.draw(plan.batch_size, rng)

@@ -1,6 +1,6 @@
 """Prefetches the microbatches of coming steps in a thread.
 
-    GlobalOrder.take -> lengths -> decide_step -> decode -> agree -> RankBatch -> queue
+    ExampleOrder.step -> lengths -> decide_step -> decode -> agree -> RankBatch -> queue
 
 Ranks agree in one all-reduce a microbatch, on a host group that only this thread uses: which examples cannot be read,
 whether a rank has failed, whether the job is closing. So all ranks leave out the same examples, an error on one rank
@@ -26,8 +26,7 @@ from motet.assign.whole_step import DecidedStep
 from motet.core.arrays import BoolArray, Int64Array
 from motet.core.errors import JointUserError, RankFailure, UserError
 from motet.data.config import DataConfig
-from motet.data.order import GlobalOrder, ListedOrder
-from motet.data.splits import SplitOrder
+from motet.data.order import ExampleOrder
 from motet.dispatch import RankBatch
 from motet.train.input.loading import DealtStep, Loaded, Loading, Pending, UnreadableExample
 
@@ -44,7 +43,7 @@ _MAX_NAMED = 3
 class StepRange:
     """The steps [first_step, num_steps) of a run.
 
-    batch_size: examples a step, over all ranks. microbatches: a step.
+    batch_size: examples a step, over all ranks; of an order of groups, groups. microbatches: a step.
     position, num_bad: examples that were consumed, and dropped as bad, before first_step.
     """
 
@@ -82,8 +81,12 @@ class StepInput:
 
 @dataclass(frozen=True)
 class _Started:
-    """A microbatch that was started, or was not: of an error, or because the job is closing."""
+    """A microbatch that was started, or was not: of an error, or because the job is closing.
 
+    num_in_step: the examples of its step.
+    """
+
+    num_in_step: int
     step: DealtStep | None
     index: int
     pending: Pending | None
@@ -101,7 +104,7 @@ class Feed:
 
     def __init__(
         self,
-        order: GlobalOrder | ListedOrder | SplitOrder,
+        order: ExampleOrder,
         loading: Loading,
         group: dist.ProcessGroup,
         steps: StepRange,
@@ -195,14 +198,16 @@ class Feed:
     def _starting(self) -> Iterator[_Started]:
         """Deal each step when its first microbatch is asked for, and start each microbatch when it is asked for."""
         steps = self._steps
-        for number in range(steps.num_steps - steps.first_step):
-            ids = self._order.take(steps.position + number * steps.batch_size, steps.batch_size)
-            step, error = self._tried(lambda ids=ids: self._loading.deal(ids, steps.microbatches))
+        position = steps.position
+        for _ in range(steps.num_steps - steps.first_step):
+            taken = self._order.step(position, steps.batch_size)
+            position += len(taken.ids)
+            step, error = self._tried(lambda taken=taken: self._loading.deal(taken, steps.microbatches))
             for index in range(steps.microbatches):
                 pending = None
                 if step is not None:
                     pending, error = self._tried(lambda part=step.microbatches[index]: self._loading.start(part))
-                yield _Started(step, index, pending, error)
+                yield _Started(len(taken.ids), step, index, pending, error)
 
     def _tried(self, action: Callable[[], _T]) -> tuple[_T | None, BaseException | None]:
         """(what the action returns, None) or (None, its error); (None, None) if the job is closing."""
@@ -225,7 +230,7 @@ class Feed:
             error = error or failure
         status = _FAILED if error else _CLOSING if pending is None or self._closing.is_set() else _OK
         # 2. What any rank knows.
-        is_bad, status = self._reduced([example.index for example in bad], status)
+        is_bad, status = self._reduced([example.index for example in bad], status, begun.num_in_step)
         # 3. All ranks do the same.
         if status == _FAILED:
             raise self._joint_error(error)
@@ -237,12 +242,12 @@ class Feed:
             self._leave_out(bad)
         return pending, ~is_bad[: pending.num_examples]
 
-    def _reduced(self, bad: list[int], status: int) -> tuple[BoolArray, int]:
+    def _reduced(self, bad: list[int], status: int, num_in_step: int) -> tuple[BoolArray, int]:
         """Over all ranks: the examples that any rank found bad, and the largest status. A collective.
 
-        Returns bool [batch_size]: a rank that could not deal the step does not know how many a microbatch has.
+        Returns bool [num_in_step]: a rank that could not deal the step does not know how many a microbatch has.
         """
-        flags = torch.zeros(self._steps.batch_size + 1, dtype=torch.uint8)
+        flags = torch.zeros(num_in_step + 1, dtype=torch.uint8)
         flags[bad] = 1
         flags[-1] = status
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)

@@ -23,6 +23,7 @@ from motet.core.workload import BatchLengths, home_ranks
 from motet.data.dataset import Dataset
 from motet.data.decode import Decoder
 from motet.data.media import BadMedia, MediaRef
+from motet.data.order import StepExamples
 from motet.data.splits import OwnSplits
 from motet.dispatch import Decision, ItemExchange, LoadedExample, Orchestrator, RankBatch, assemble
 
@@ -71,8 +72,8 @@ class DealtStep:
 class Loading(Protocol):
     """A way to load microbatches: `IndexLoading` or `ExchangeLoading`."""
 
-    def deal(self, ids: Int64Array, num_microbatches: int) -> DealtStep:
-        """Give each example of a step a microbatch. ids: int64 [batch_size], a multiple of num_microbatches."""
+    def deal(self, examples: StepExamples, num_microbatches: int) -> DealtStep:
+        """Give each example of a step a microbatch. Without groups, their number is a multiple of num_microbatches."""
 
     def start(self, dealt: Dealt) -> Pending:
         """Start to load this rank's share of a microbatch."""
@@ -122,10 +123,12 @@ class IndexLoading:
         self._dataset, self._decoder, self._orchestrator = dataset, decoder, orchestrator
         self._rank, self._ranks_per_node = rank, ranks_per_node
 
-    def deal(self, ids: Int64Array, num_microbatches: int) -> DealtStep:
-        num_ranks = self._orchestrator.num_ranks
-        home = np.tile(home_ranks(len(ids) // num_microbatches, num_ranks), num_microbatches)
-        lengths = replace(self._dataset.batch_lengths(ids, num_ranks), home=home)
+    def deal(self, examples: StepExamples, num_microbatches: int) -> DealtStep:
+        ids, num_ranks = examples.ids, self._orchestrator.num_ranks
+        lengths = replace(self._dataset.batch_lengths(ids, num_ranks), group=examples.group)
+        if examples.group is None:
+            home = np.tile(home_ranks(len(ids) // num_microbatches, num_ranks), num_microbatches)
+            lengths = replace(lengths, home=home)
         step = decide_step(self._orchestrator, lengths, num_microbatches)
         return DealtStep(tuple(Dealt(ids[part.examples], part) for part in step.microbatches), step)
 
@@ -185,9 +188,11 @@ class ExchangeLoading:
     ) -> None:
         self._dataset, self._decoder, self._exchange, self._ranks_per_node = dataset, decoder, exchange, ranks_per_node
 
-    def deal(self, ids: Int64Array, num_microbatches: int) -> DealtStep:
+    def deal(self, examples: StepExamples, num_microbatches: int) -> DealtStep:
+        assert examples.group is None, "a recipe that exchanges items has no groups"
         # What is exchanged comes rank by rank, so the examples of a microbatch are in the order of their homes.
-        parts = (part[np.argsort(self._home(part), kind="stable")] for part in np.split(ids, num_microbatches))
+        ids = np.split(examples.ids, num_microbatches)
+        parts = (part[np.argsort(self._home(part), kind="stable")] for part in ids)
         return DealtStep(tuple(Dealt(part) for part in parts))
 
     def start(self, dealt: Dealt) -> Pending:

@@ -39,8 +39,17 @@ class RunConfig(BaseModel):
 
     dir: Path = Field(description="folder for metrics, checkpoints and the report")
     steps: int = Field(gt=0, le=MAX_STEPS, description="optimizer steps of the whole run")
-    batch_size: int = Field(gt=0, le=MAX_EXAMPLES, description="examples of a step, over all ranks and microbatches")
-    microbatches: int = Field(1, gt=0, le=MAX_EXAMPLES, description="parts of a batch whose gradients are accumulated")
+    batch_size: int = Field(
+        gt=0,
+        le=MAX_EXAMPLES,
+        description="examples of a step, over all ranks and microbatches; with data.group, groups of examples",
+    )
+    microbatches: int = Field(
+        1,
+        gt=0,
+        le=MAX_EXAMPLES,
+        description="parts of a batch whose gradients are accumulated; data.group sets it to the groups of a rank",
+    )
     seed: int = Field(0, ge=0, le=MAX_SEED, description="of weights and dropout; data.seed orders the examples")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "float64"] = Field("float32", description="of parameters and optimizer state")
@@ -121,6 +130,37 @@ class Recipe(BaseModel):
             if self.transform(name) is not None and name not in self.model.encoders:
                 raise ValueError(f"transforms.{name} has no effect, as there is no model.encoders.{name}")
         return self
+
+    @model_validator(mode="after")
+    def _groups_fit(self) -> Recipe:
+        if self.data.group is None:
+            return self
+        if self.exchanges_items:
+            raise ValueError(
+                'data.group takes lengths that are known before loading, and with balance.mode = "exchange" they are '
+                'not; set balance.mode = "index", or remove data.group'
+            )
+        if self.run.microbatches != 1:
+            raise ValueError(
+                f"run.microbatches = {self.run.microbatches} has no effect with data.group: a microbatch of a rank is "
+                "a group, so there are run.batch_size / ranks of them; remove run.microbatches"
+            )
+        return self
+
+    def microbatches_on(self, num_ranks: int) -> int:
+        """The microbatches of a step: run.microbatches, or with data.group the groups that a rank takes.
+
+        Raises UserError for groups that the ranks cannot share evenly.
+        """
+        if self.data.group is None:
+            return self.run.microbatches
+        count, left = divmod(self.run.batch_size, num_ranks)
+        if left:
+            raise UserError(
+                f"run.batch_size = {self.run.batch_size} is a number of groups with data.group, and each of the "
+                f"{num_ranks} ranks takes as many: it must be a multiple of {num_ranks}."
+            )
+        return count
 
     def transform(self, encoder: str) -> ImageTransform | AudioTransform | None:
         """The transform from files to the rows of an encoder; None if the recipe has none."""

@@ -20,6 +20,11 @@ import torch
 import torch.distributed as dist
 
 from motet.assign.whole_step import DecidedStep
+from motet.balance import Packed, Padded, dist_ratio, score
+from motet.core.arrays import Int64Array
+from motet.core.assignment import Assignment
+from motet.core.spec import ModelSpec
+from motet.cost.flops import hfu, mfu
 from motet.dispatch import RankBatch
 from motet.runtime.step import StepResult
 from motet.train.input.feed import StepInput
@@ -152,12 +157,40 @@ def balance_metrics(batches: Sequence[RankBatch]) -> dict[str, Any]:
     }
 
 
+def utilisation_metrics(
+    spec: ModelSpec, batches: Sequence[RankBatch], recomputed: Mapping[str, int], step_s: float, peak_flops: float
+) -> dict[str, float]:
+    """Shares of the peak, and of operations, over all ranks.
+
+    mfu:        operations that the model needs / peak (cost/flops.py).
+    hfu:        operations that the hardware computes / peak: with recomputation and padding.
+    padding:    the share of operations that padding takes, recomputation aside; 0 where all modules are packed.
+    recomputed: per module, the number of its recomputed blocks. peak_flops: operations a second of all ranks together.
+    """
+    padded_modules = [module.name for module in spec.modules if module.padded]
+    computed = [
+        (batch.lengths, {name: batch.decision.assignments[name].ranks.astype(np.int64) for name in padded_modules})
+        for batch in batches
+    ]
+    needed = mfu(spec, [batch.lengths for batch in batches], step_s, peak_flops)
+    with_padding = hfu(spec, computed, step_s, peak_flops)
+    return {
+        "mfu": needed,
+        "hfu": hfu(spec, computed, step_s, peak_flops, recomputed),
+        "padding": _rounded(1 - needed / with_padding) if with_padding else 0.0,
+    }
+
+
 def phase_metrics(batches: Sequence[RankBatch]) -> dict[str, dict[str, Any]]:
     """Phase -> loads of the ranks, and maximum load / lower bound, before and after balancing.
 
     unit: of loads and bounds.
     Loads, bounds and maxima are sums over microbatches: max = sum of each microbatch's maximum, as ranks wait for each
     other in each.
+    pad_ratio:  the share of padding in a rank's microbatch (OmniBal equation 1), the mean over those with items; 0
+                where the phase is packed.
+    dist_ratio: the share of a microbatch in which a rank waits for the longest one, by lengths with padding (OmniBal
+                equation 2), the mean over microbatches.
     """
     phases: dict[str, dict[str, Any]] = {}
     for phase in batches[0].decision.assignments:
@@ -168,11 +201,31 @@ def phase_metrics(batches: Sequence[RankBatch]) -> dict[str, dict[str, Any]]:
             "unit": batches[0].decision.costs.unit(phase),
             "max_over_bound": _rounded(_summed_max(after) / bound) if bound else 1.0,
             "max_over_bound_before": _rounded(_summed_max(before) / bound) if bound else 1.0,
+            "pad_ratio": _rounded(np.mean([share for batch in batches for share in _padding(batch, phase)] or [0.0])),
+            "dist_ratio": _rounded(_dist_ratio(batches, phase, after)),
+            "dist_ratio_before": _rounded(_dist_ratio(batches, phase, before)),
             "bound": bound,
             "loads": np.sum([assignment.loads for assignment in after], axis=0).tolist(),
             "loads_before": np.sum([assignment.loads for assignment in before], axis=0).tolist(),
         }
     return phases
+
+
+def _dist_ratio(batches: Sequence[RankBatch], phase: str, placed: Sequence[Assignment]) -> float:
+    return dist_ratio(np.stack([_computed(batch, phase, each) for batch, each in zip(batches, placed, strict=True)]))
+
+
+def _padding(batch: RankBatch, phase: str) -> list[float]:
+    """The share of padding on each rank that has items of a phase."""
+    placed, length = batch.decision.assignments[phase], batch.lengths.of(phase).length
+    computed, needed = _computed(batch, phase, placed), np.bincount(placed.ranks, length, placed.num_ranks)
+    return (1 - needed[computed > 0] / computed[computed > 0]).tolist()
+
+
+def _computed(batch: RankBatch, phase: str, placed: Assignment) -> Int64Array:
+    """The lengths that each rank computes of a phase, with padding, int64 [num_ranks]."""
+    kind = Padded() if isinstance(batch.decision.costs.costs[phase], Padded) else Packed()
+    return score(placed.ranks, batch.lengths.of(phase).length, placed.num_ranks, kind).loads
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -187,7 +240,7 @@ def memory_kind(device: torch.device) -> str:
     return "allocated on the GPU" if device.type == "cuda" else "resident"
 
 
-def _summed_max(assignments: Sequence[Any]) -> int:
+def _summed_max(assignments: Sequence[Assignment]) -> int:
     return sum(int(assignment.loads.max()) for assignment in assignments)
 
 

@@ -163,6 +163,8 @@ def _scalars(metrics: dict[str, Any]) -> dict[str, float]:
             "lr",
             "tokens_per_s",
             "mfu",
+            "hfu",
+            "padding",
             "step_s",
             "data_wait_s",
             "decide_s",
@@ -174,6 +176,8 @@ def _scalars(metrics: dict[str, Any]) -> dict[str, float]:
     for phase, values in metrics["phases"].items():
         scalars[f"balance/{phase}/before"] = values["max_over_bound_before"]
         scalars[f"balance/{phase}/after"] = values["max_over_bound"]
+        scalars[f"balance/{phase}/dist_ratio"] = values["dist_ratio"]
+        scalars[f"balance/{phase}/pad_ratio"] = values["pad_ratio"]
     for action, seconds in metrics["actions"].items():
         scalars[f"actions/{action}"] = seconds["max_s"]
     return scalars

@@ -55,6 +55,7 @@ def _tiles(summary: dict[str, Any]) -> str:
         **_loss_tile(summary),
         "tokens/s": f"{summary['tokens_per_s']:,.0f}",
         f"MFU ({summary['peak_source']} peak)": f"{summary['mfu']:.1%}",
+        **({} if summary["hfu"] is None else {"HFU, with recomputation and padding": f"{summary['hfu']:.1%}"}),
         "peak memory a rank": f"{summary['memory']['peak_bytes'] / 2**20:,.0f} MiB ({summary['memory']['kind']})",
         "waiting for data": f"{summary['data_wait_share']:.1%} of the time",
         "waiting for a core": f"{summary['core_wait_share']:.1%} of the time",

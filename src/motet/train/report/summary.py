@@ -22,7 +22,8 @@ def summarise(
 
     loss_first, loss_last: means over the first and the last loss_steps steps with a finite loss. loss_steps is 10, or
                            half of these steps if there are fewer than 20, so that no step counts in both.
-    tokens_per_s, mfu:     over the time of steps only.
+    tokens_per_s, mfu, hfu: over the time of steps only; hfu is None for a run that an earlier version began.
+    padding:               the share of operations that padding takes, over the time of steps; None as hfu.
     wall_s:                time of this process, without the parts of the run before it was resumed.
     exact_match:           of the last evaluation.
     Raises UserError if there are no steps.
@@ -45,6 +46,8 @@ def summarise(
         "tokens": num_tokens,
         "tokens_per_s": round(num_tokens / divisor_s, 1),
         "mfu": sum(step["mfu"] * step["step_s"] for step in steps) / divisor_s,
+        "hfu": _over_time(steps, "hfu"),
+        "padding": _over_time(steps, "padding"),
         "peak_flops_per_s": peak.flops_per_s,
         "peak_source": peak.source,
         "loss_steps": loss_steps,
@@ -73,7 +76,8 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     heldout = "" if summary["loss_heldout"] is None else f", {summary['loss_heldout']:.4f} held out"
     lines = [
         f"{summary['steps']} steps on {summary['num_ranks']} ranks in {summary['wall_s']:.0f} s: "
-        f"{summary['tokens_per_s']:,.0f} tokens/s, MFU {summary['mfu']:.1%} of the {summary['peak_source']} peak",
+        f"{summary['tokens_per_s']:,.0f} tokens/s, MFU {summary['mfu']:.1%}{_hfu_words(summary)} of the "
+        f"{summary['peak_source']} peak",
         _loss_line(summary) + heldout,
     ]
     if summary["bad_steps"]:
@@ -88,6 +92,10 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     for task, share in summary["exact_match"].items():
         lines.append(f"{task}: {share:.1%} of {summary['num_heldout'][task]} held-out answers match exactly")
     return lines
+
+
+def _hfu_words(summary: dict[str, Any]) -> str:
+    return "" if summary["hfu"] is None else f" and HFU {summary['hfu']:.1%}"
 
 
 def _loss_line(summary: dict[str, Any]) -> str:
@@ -128,6 +136,13 @@ def _phases(steps: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             for key in ("max_over_bound_before", "max_over_bound")
         }
     return means
+
+
+def _over_time(steps: list[dict[str, Any]], key: str) -> float | None:
+    """The mean over the time of steps; None if a line of an earlier version lacks it."""
+    if any(key not in step for step in steps):
+        return None
+    return sum(step[key] * step["step_s"] for step in steps) / max(sum(step["step_s"] for step in steps), 1e-9)
 
 
 def _mean(values: list[float]) -> float:

@@ -100,8 +100,10 @@ OPTIONS = {
         FSDP, {"policy": {"image": "padded"}, "balance": "off"}
     ),
     "policy: toy has no module 'video'; it has": (FSDP, {"policy": {"video": "padded"}, "balance": "joint"}),
-    "order and microbatch_caps are of pipelines; under 'data_parallel' balance": (FSDP, {"order": "both"}),
-    "order and microbatch_caps are of pipelines": (FSDP, {"microbatch_caps": {"image": 9, "backbone": 9}}),
+    "order is of pipelines; under 'data_parallel' balance": (FSDP, {"order": "both"}),
+    "microbatch_caps are of backbone; under 'data_parallel' each module of .* must have one: ": (
+        FSDP, {"microbatch_caps": {"backbone": 9}}
+    ),
     "microbatch_caps are of backbone; they must be of 'backbone' and of one other module of toy": (
         PLANS["chain"], {"microbatch_caps": {"backbone": 9}}
     ),

@@ -18,6 +18,7 @@ SUMMARY = {
     "wall_s": 75.0,
     "tokens_per_s": 1234.5,
     "mfu": 0.25,
+    "hfu": 0.31,
     "peak_source": "measured",
     "loss_steps": 1,
     "loss_first": 3.0,
