@@ -81,12 +81,12 @@ class Images(nn.Module):
 
 
 class VLM(nn.Module):
-    def __init__(self):
+    def __init__(self, dim=32, num_layers=2):
         super().__init__()
-        self.images = Images(32)
+        self.images = Images(dim)
         self.llm = Qwen2ForCausalLM(
             Qwen2Config(
-                vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                vocab_size=VOCABULARY, hidden_size=dim, intermediate_size=2 * dim, num_hidden_layers=num_layers,
                 num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False,
             )
         )  # fmt: skip

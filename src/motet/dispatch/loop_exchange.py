@@ -13,11 +13,11 @@ from motet.core.errors import UserError
 from motet.dispatch.batch import assemble
 from motet.dispatch.items import ItemExchange
 from motet.dispatch.loaded import LoadedExample, Measure, tables_of
-from motet.dispatch.loop_source import Status, Turn, behind, set_epoch
+from motet.dispatch.loop_source import LoopTurn, Status, behind, set_epoch
 
 
 class ExchangeSource:
-    """A Source of the examples of any loader."""
+    """A LoopSource of the examples of any loader."""
 
     num_ahead = 0
 
@@ -48,7 +48,7 @@ class ExchangeSource:
         if self._is_stateful:
             self._loader.load_state_dict(state)
 
-    def turn(self, *, is_closing: bool) -> Turn:
+    def turn(self, *, is_closing: bool) -> LoopTurn:
         examples: Sequence[LoadedExample | None] = []
         status, error = Status.CLOSING if is_closing else Status.READY, None
         try:
@@ -71,8 +71,8 @@ class ExchangeSource:
             )
             state = self._loader.state_dict() if self._is_stateful else None
         except Exception as failure:
-            return Turn(Status.FAILED, error=error or failure)
-        return Turn(Status.FAILED if error else status, batch, error, int(np.count_nonzero(~items.kept)), state)
+            return LoopTurn(Status.FAILED, error=error or failure)
+        return LoopTurn(Status.FAILED if error else status, batch, error, int(np.count_nonzero(~items.kept)), state)
 
     def _next(self) -> Any:
         """The loader's next batch; None behind the last."""

@@ -25,7 +25,7 @@ from motet.core.example import Media, TokenSequence
 from motet.core.workload import BatchLengths
 from motet.dispatch.agreement import gather
 from motet.dispatch.batch import RankBatch, assemble
-from motet.dispatch.loop_source import Skipping, Status, Turn, like, set_epoch
+from motet.dispatch.loop_source import LoopTurn, Skipping, Status, like, set_epoch
 
 
 @runtime_checkable
@@ -117,7 +117,7 @@ class _Parts(Dataset):
 
 
 class IndexSource:
-    """A Source of the examples of a DataLoader over an `ExampleParts`."""
+    """A LoopSource of the examples of a DataLoader over an `ExampleParts`."""
 
     def __init__(self, loader: DataLoader, orchestrator: Orchestrator, group: dist.ProcessGroup) -> None:
         self._given, self._orchestrator, self._group = loader, orchestrator, group
@@ -142,7 +142,7 @@ class IndexSource:
     def load_state(self, state: Any) -> None:
         pass
 
-    def turn(self, *, is_closing: bool) -> Turn:
+    def turn(self, *, is_closing: bool) -> LoopTurn:
         while len(self._planned) <= self.num_ahead and not self._have_all_ended:
             self._plan()
         planned = self._planned.popleft()
@@ -158,12 +158,12 @@ class IndexSource:
         everywhere = gather((int(status), bad), self._group)
         left_out = {index for _, indices in everywhere for index in indices}
         if planned.decision is None or max(status for status, _ in everywhere) >= Status.CLOSING:
-            return Turn(status, error=error)
+            return LoopTurn(status, error=error)
         try:
             batch = self._assembled(planned, requests, parts, left_out)
         except Exception as failure:
-            return Turn(Status.FAILED, error=failure)
-        return Turn(status, batch, num_left_out=len(left_out))
+            return LoopTurn(Status.FAILED, error=failure)
+        return LoopTurn(status, batch, num_left_out=len(left_out))
 
     def _plan(self) -> None:
         """Decide the next microbatch. A collective."""

@@ -23,7 +23,7 @@ class Status(IntEnum):
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class LoopTurn:
     """What one turn of a source gave on this rank.
 
     batch:        None if the rank has failed.
@@ -38,7 +38,7 @@ class Turn:
     state: Any = None
 
 
-class Source(Protocol):
+class LoopSource(Protocol):
     """Batches of one epoch at a time. All methods but `set_epoch` and `load_state` are called in the thread.
 
     num_ahead: microbatches that are decided before they are loaded; the same on all ranks.
@@ -49,7 +49,7 @@ class Source(Protocol):
     def begin(self, first_batch: int) -> None:
         """Begin an epoch behind its first batches."""
 
-    def turn(self, *, is_closing: bool) -> Turn:
+    def turn(self, *, is_closing: bool) -> LoopTurn:
         """The next microbatch. A collective: it never raises what this rank alone sees, but returns it."""
 
     def end(self) -> None:

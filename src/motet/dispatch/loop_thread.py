@@ -20,7 +20,7 @@ import torch.distributed as dist
 from motet.core.errors import JointUserError
 from motet.dispatch.agreement import joint_error
 from motet.dispatch.batch import RankBatch
-from motet.dispatch.loop_source import Source, Status
+from motet.dispatch.loop_source import LoopSource, Status
 
 _CLOSING_S = 5.0
 """How long a loop that is left waits for its thread. The thread ends when all ranks have left."""
@@ -35,7 +35,7 @@ class LoopThread:
 
     def __init__(
         self,
-        source: Source,
+        source: LoopSource,
         group: dist.ProcessGroup,
         first_batch: int,
         accumulate: int,

@@ -25,7 +25,7 @@ from motet.dispatch.batch import RankBatch
 from motet.dispatch.loaded import LoadedExample, Measure
 from motet.dispatch.loop_exchange import ExchangeSource
 from motet.dispatch.loop_index import IndexSource, phases_of
-from motet.dispatch.loop_source import Source
+from motet.dispatch.loop_source import LoopSource
 from motet.dispatch.loop_thread import LoopThread
 
 
@@ -71,7 +71,7 @@ def prefetched(
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     host = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     moves = dist.new_group(ranks, use_local_synchronization=True)
-    source: Source | None = None
+    source: LoopSource | None = None
     error: Exception | None = None
     described: tuple = ()
     try:
@@ -134,7 +134,7 @@ class Prefetched(IterableDataset):
 
     def __init__(
         self,
-        source: Source,
+        source: LoopSource,
         host: dist.ProcessGroup,
         moves: dist.ProcessGroup,
         length: int | None,
