@@ -5,9 +5,12 @@ decision = orchestrator.decide(lengths)                     one Assignment a pha
 batch = assemble(decision, lengths, rank, sequences, media) what this rank computes
 rows = exchange(features, batch.routes["image"], group)     encoder outputs to the backbone's ranks, with autograd
 
+All of these a step ahead, around a loader: `for batch in prefetched(loader, measures)`.
+
 The words are in docs/glossary.md.
 """
 
+from motet.absent import take_part
 from motet.assign.orchestrator import Decision, Orchestrator
 from motet.balance import ItemWork, LengthWork, Link, Network, Packed, Padded, StepTimes
 from motet.dispatch.batch import PackedSequences, RankBatch, assemble, pack
@@ -16,12 +19,15 @@ from motet.dispatch.config import BalanceConfig, LengthCostConfig, SpeedConfig
 from motet.dispatch.exchange import exchange, exchange_rows
 from motet.dispatch.items import ExchangedItems, ItemExchange
 from motet.dispatch.loaded import LoadedExample, Measure
+from motet.dispatch.loop_index import ExampleParts
+from motet.dispatch.prefetch import Prefetched, prefetched
 from motet.dispatch.route import GatherRoute, Route, compose_route
 
 __all__ = [
     "BalanceConfig",
     "Carrier",
     "Decision",
+    "ExampleParts",
     "ExchangedItems",
     "GatherRoute",
     "ItemExchange",
@@ -36,6 +42,7 @@ __all__ = [
     "Packed",
     "PackedSequences",
     "Padded",
+    "Prefetched",
     "RankBatch",
     "Route",
     "SpeedConfig",
@@ -45,4 +52,6 @@ __all__ = [
     "exchange",
     "exchange_rows",
     "pack",
+    "prefetched",
+    "take_part",
 ]

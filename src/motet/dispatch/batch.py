@@ -7,13 +7,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from motet.absent import take_part
 from motet.assign.orchestrator import Decision
 from motet.core.arrays import Int64Array
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BatchLengths
+from motet.dispatch.exchange import exchange, exchange_rows
 from motet.dispatch.route import GatherRoute, Route, compose_route
+
+_NO_TARGET = -100
+"""The label of a token on which no loss is taken: `ignore_index` of torch's cross entropy."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +55,35 @@ class PackedSequences:
     def num_tokens(self) -> int:
         """Rows of all sequences, text and media."""
         return len(self.tokens)
+
+    @property
+    def position_ids(self) -> Tensor:
+        """Positions that count from 0 in each sequence, LongTensor [total], on the device of the tokens.
+
+        HF models take `position_ids[None]`. They see where sequences begin only with `use_cache=False` and without an
+        attention mask.
+        """
+        lengths = self.offsets.diff().long()
+        starts = torch.repeat_interleave(self.offsets[:-1].long(), lengths, output_size=self.num_tokens)
+        return (torch.arange(self.num_tokens) - starts).to(self.tokens.device, non_blocking=True)
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """`offsets` on the device of the tokens, IntTensor [num_sequences + 1], as variable-length kernels take it."""
+        return self.offsets.to(self.tokens.device, non_blocking=True)
+
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest sequence; 0 without sequences."""
+        return max(self.offsets.diff().tolist(), default=0)
+
+    @property
+    def labels(self) -> Tensor:
+        """The tokens, and -100 where no loss is taken, LongTensor [total]; not shifted, as HF models take labels.
+
+        No label stands at the first token of a sequence, so no sequence is asked for the first token of the next.
+        """
+        return self.tokens.masked_fill(~self.targets, _NO_TARGET)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedSequences:
         """The same sequences with all tensors but `offsets` on `device`."""
@@ -123,6 +159,11 @@ class RankBatch:
     lengths, decision: of the whole microbatch, the same on all ranks.
     recompute: per module, the number of its first blocks that this rank recomputes in backward; None: as in every
                microbatch.
+    rank:      this rank.
+    group:     moves encoder outputs between ranks; it is needed by `insert_features` alone.
+    num_step_targets: tokens on which loss is taken, over all ranks and all microbatches of the step; None: the step has
+               this microbatch alone.
+    num_microbatches: of the step.
 
     Example:
         >>> from motet.dispatch import Orchestrator, Packed
@@ -140,6 +181,10 @@ class RankBatch:
     lengths: BatchLengths
     decision: Decision
     recompute: Mapping[str, int] | None = None
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+    num_step_targets: int | None = None
+    num_microbatches: int = 1
 
     @property
     def num_targets(self) -> int:
@@ -154,6 +199,53 @@ class RankBatch:
     def has(self, phase: str) -> bool:
         """Whether any rank has an item of an encoder phase; all ranks get the same answer, and leave it out alike."""
         return self.lengths.items[phase].num_items > 0
+
+    @property
+    def num_targets_of_rank(self) -> int:
+        """Tokens on which loss is taken, in this rank's sequences."""
+        return int(self.lengths.num_targets[self.decision.backbone.on_rank(self.rank)].sum())
+
+    def scale_sum(self, loss: Tensor) -> Tensor:
+        """From the loss summed over this rank's targets, the loss of which to take gradients.
+
+        DDP, FSDP, accelerate and HF Trainer average gradients over ranks. The average over ranks of what this returns,
+        added up over the microbatches of the step, is the loss of one process: the mean over all targets of the step.
+        The factor is num_ranks / targets of the step. Where a trainer divides by the number of microbatches as well
+        (accelerate does), multiply by that number.
+        """
+        targets = self.num_targets if self.num_step_targets is None else self.num_step_targets
+        return loss * (self.decision.backbone.num_ranks / max(targets, 1))
+
+    def scale_mean(self, loss: Tensor) -> Tensor:
+        """As `scale_sum`, from the mean over this rank's targets; such a mean is nan on a rank without targets."""
+        if self.num_targets_of_rank == 0:
+            return loss.nan_to_num() * 0
+        return self.scale_sum(loss * self.num_targets_of_rank)
+
+    def insert_features(self, embeds: Tensor, phase: str, encoder: nn.Module) -> Tensor:
+        """Encode this rank's items of a phase, and return `embeds` with the features of its sequences' items in place.
+
+        embeds:  [sequences.num_tokens, dim], of the backbone's tokens; rows at placeholders are replaced.
+        encoder: called as encoder(values, sizes) with `media[phase]`; returns [rows, dim], the rows of each item in
+                 order. A rank without items does not call it: its parameters take part (`take_part`). Only a module
+                 with parts that FSDP shards is called without items too, with values and sizes [0, 0]: FSDP's
+                 collectives start in it, so it must return [0, dim].
+        A collective, also in backward, unless all items are encoded on the rank of their sequence. The result must be
+        part of the rank's loss, also without tokens.
+        Raises ValueError if the encoder returns another number of rows than the lengths say.
+        """
+        trains = any(parameter.requires_grad for parameter in encoder.parameters())
+        is_sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in encoder.modules())
+        if not self.has(phase):
+            # No rank calls the encoder. DDP waits for its gradients all the same, FSDP does not.
+            return embeds if is_sharded else take_part(embeds, encoder.parameters())
+        values, sizes = self.media[phase]
+        if len(sizes) or is_sharded:
+            rows = encoder(values, sizes).to(embeds.dtype)
+        else:
+            rows = take_part(embeds.new_zeros(0, embeds.shape[1]), encoder.parameters())
+        move = exchange if trains else exchange_rows
+        return embeds.index_copy(0, self.sequences.feature_positions[phase], move(rows, self.routes[phase], self.group))
 
     def to(
         self, device: torch.device | str, *, dtype: torch.dtype | None = None, non_blocking: bool = False
@@ -214,7 +306,7 @@ def assemble(
         values[phase] = _stack(media.get(phase, ()))
     packed = pack(sequences, num_tokens)
     _check(packed, lengths, decision.backbone.on_rank(rank))
-    return RankBatch(packed, values, routes, lengths, decision)
+    return RankBatch(packed, values, routes, lengths, decision, rank=rank)
 
 
 def _stack(media: Sequence[Media]) -> tuple[Tensor, Tensor]:

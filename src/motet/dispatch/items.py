@@ -159,17 +159,20 @@ class ItemExchange:
         num_ranks, received = self.orchestrator.num_ranks, parcels.received_by(self.rank)
         if communicator == "all_gather":
             share_bytes, starts = parcels.starts_by_source(num_ranks)
-            outgoing = self._written(parcels.held_by(self.rank), parcels, contents)
+            outgoing, error = self._written(parcels.held_by(self.rank), parcels, contents)
             incoming = self.carrier.all_gather(outgoing, share_bytes)
         else:
             sent = parcels.sent_by(self.rank)
+            outgoing, error = self._written(sent, parcels, contents)
             incoming = self.carrier.all_to_all(
-                self._written(sent, parcels, contents),
+                outgoing,
                 parcels.bytes_by_rank(received, parcels.source, num_ranks),
                 parcels.bytes_by_rank(sent, parcels.destination, num_ranks),
             )
             starts = np.zeros(len(parcels.source), dtype=np.int64)
             starts[received] = np.cumsum(parcels.size_bytes[received]) - parcels.size_bytes[received]
+        if error is not None:
+            raise error
         for parcel in received:
             part = incoming[starts[parcel] : starts[parcel] + parcels.size_bytes[parcel]]
             row = int(parcels.row[parcel])
@@ -178,14 +181,22 @@ class ItemExchange:
             else:
                 contents[parcel] = read_media(part, tables.media_shape(row))
 
-    def _written(self, sent: Int64Array, parcels: Parcels, contents: Mapping[int, TokenSequence | Media]) -> UInt8Array:
-        """The bytes of the parcels `sent`, one after the other."""
+    def _written(
+        self, sent: Int64Array, parcels: Parcels, contents: Mapping[int, TokenSequence | Media]
+    ) -> tuple[UInt8Array, Exception | None]:
+        """The bytes of the parcels `sent`, one after the other; and an error, to be raised behind the collective.
+
+        The other ranks wait for these bytes, whatever they are.
+        """
         outgoing = self.carrier.buffer(int(parcels.size_bytes[sent].sum()))
         ends = np.cumsum(parcels.size_bytes[sent])
         for parcel, start, end in zip(sent, ends - parcels.size_bytes[sent], ends, strict=True):
             content = contents[parcel]
-            if isinstance(content, Media):
-                write_media(content, outgoing[start:end])
-            else:
-                write_example(content, outgoing[start:end])
-        return outgoing
+            try:
+                if isinstance(content, Media):
+                    write_media(content, outgoing[start:end])
+                else:
+                    write_example(content, outgoing[start:end])
+            except Exception as error:
+                return outgoing, error
+        return outgoing, None

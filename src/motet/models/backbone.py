@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from motet.absent import take_part
 from motet.core.shapes import Transformer, embedding, final_norm, head
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE
 from motet.models.attention import ATTENTION, PackedItems
-from motet.models.block import Block, outside_blocks, pass_through, wrap_blocks
+from motet.models.block import Block, outside_blocks, wrap_blocks
 from motet.models.contract import Sequences
 from motet.models.exact import keep_float64
 from motet.models.families.registry import backbone_family
@@ -182,7 +183,7 @@ class Backbone(nn.Module):
         table = self.causal_lm.get_input_embeddings()
         embeds = table.weight.new_zeros(0, self.dim) if empty else table(sequences.tokens)
         if empty:
-            embeds = pass_through(embeds, outside_blocks(self))
+            embeds = take_part(embeds, outside_blocks(self))
         for name in sorted(features):
             rows = features[name].to(embeds.dtype)
             positions = sequences.feature_positions.get(name)

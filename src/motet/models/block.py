@@ -1,8 +1,8 @@
 """A layer that is sharded and recomputed by itself, also on a rank that has nothing to compute.
 
 Hooks of a block's forward and backward start FSDP's collectives, so a rank without input must still run both. A block
-that gets an empty tensor returns it through an autograd function that takes the block's parameters as inputs and gives
-them zero gradients. So the hooks run in the same order as on the other ranks, without compute and without dummy media.
+that gets an empty tensor returns it by `take_part`, which gives the block's parameters zero gradients. So the hooks run
+in the same order as on the other ranks, without compute and without dummy media.
 """
 
 from __future__ import annotations
@@ -14,25 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-
-class PassThrough(torch.autograd.Function):
-    """x -> x, with zero gradients for every parameter that requires one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *params: Tensor) -> Tensor:
-        # Shapes, not tensors: FSDP frees the storage of gathered parameters between forward and backward.
-        ctx.like = [(p.shape, p.dtype, p.device) if p.requires_grad else None for p in params]
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        zeros = (like and torch.zeros(like[0], dtype=like[1], device=like[2]) for like in ctx.like)
-        return (grads[0], *zeros)
-
-
-def pass_through(x: Tensor, params: Iterable[nn.Parameter]) -> Tensor:
-    """Return x, connected in the autograd graph to those of `params` that require gradients."""
-    return PassThrough.apply(x, *(p for p in params if p.requires_grad))
+from motet.absent import take_part
 
 
 class Block(nn.Module):
@@ -56,7 +38,7 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         if hidden.numel() == 0:
-            return pass_through(hidden, self.inner.parameters())
+            return take_part(hidden, self.inner.parameters())
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self.inner, hidden, *args, use_reentrant=False, **kwargs)
         return self.inner(hidden, *args, **kwargs)

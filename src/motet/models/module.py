@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from motet.absent import take_part
 from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError, UserError
 from motet.core.item_segments import ItemSegments
 from motet.core.shapes import projector
 from motet.core.spec import Module
-from motet.models.block import Block, outside_blocks, pass_through, wrap_blocks
+from motet.models.block import Block, outside_blocks, wrap_blocks
 from motet.models.layers import LayerModules, any_trainable, frozen_to_eval, products_layer
 from motet.models.projector import Projector
 
@@ -178,4 +179,4 @@ class ModalityModule(nn.Module):
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.train_encoder):
             for block in self._blocks:
                 x = block(x)
-        return pass_through(x, outside_blocks(self))
+        return take_part(x, outside_blocks(self))

@@ -107,3 +107,36 @@ def test_assemble_refuses_what_its_lengths_do_not_say(sequences, media, sentence
     decision = Orchestrator({BACKBONE: Packed(), "image": Packed()}, 1, ()).decide(lengths)
     with pytest.raises(ValueError, match=sentence):
         assemble(decision, lengths, 0, sequences, {"image": media})
+
+
+def test_positions_labels_and_extents_are_those_of_each_sequence():
+    packed = pack(
+        [sequence([1, 90, 2], ["image"], [1], [1, 0, 1]), sequence([4, 5], targets=[1, 1])], {"image": np.array([2])}
+    )
+    assert packed.position_ids.tolist() == [0, 1, 2, 3, 0, 1]
+    assert packed.labels.tolist() == [-100, -100, -100, 2, -100, 5]
+    assert packed.cu_seqlens.tolist() == [0, 4, 6] and packed.cu_seqlens.dtype == torch.int32
+    assert packed.max_seqlen == 4
+    nothing = pack([], {})
+    assert nothing.position_ids.tolist() == nothing.labels.tolist() == [] and nothing.max_seqlen == 0
+
+
+def test_losses_are_scaled_so_that_their_average_over_ranks_is_the_mean_over_targets():
+    lengths = BatchLengths(np.array([5, 3, 4]), np.array([4, 0, 2]), np.array([0, 1, 2], np.int32), {})
+    decision = Orchestrator({BACKBONE: Packed()}, 3, ()).decide(lengths)
+    texts = [
+        sequence(np.arange(5), targets=[0, 1, 1, 1, 1]),
+        sequence([1, 2, 3]),
+        sequence([1, 2, 3, 4], targets=[0, 0, 1, 1]),
+    ]
+    batches = [assemble(decision, lengths, rank, [text], {}) for rank, text in enumerate(texts)]
+    sums = [torch.tensor(8.0), torch.tensor(0.0), torch.tensor(5.0)]
+    scaled = [batch.scale_sum(loss).item() for batch, loss in zip(batches, sums)]
+    assert sum(scaled) / 3 == pytest.approx(13 / 6)
+    # The mean over no target is nan, and must not reach a gradient.
+    means = [loss / batch.num_targets_of_rank for batch, loss in zip(batches, sums)]
+    assert means[1].isnan()
+    assert [batch.scale_mean(mean).item() for batch, mean in zip(batches, means)] == pytest.approx(scaled)
+    logits = torch.zeros(3, 4, requires_grad=True)
+    batches[1].scale_mean(torch.nn.functional.cross_entropy(logits, torch.full((3,), -100))).backward()
+    assert not logits.grad.any()

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from motet.models.block import Block, outside_blocks, pass_through, plain_names, wrap_blocks
+from motet.models.block import Block, outside_blocks, plain_names, wrap_blocks
 
 
 class Layer(nn.Module):
@@ -13,17 +13,6 @@ class Layer(nn.Module):
 
     def forward(self, hidden, scale, *, shift=0.0):
         return self.frozen(self.linear(hidden)) * scale + shift
-
-
-def test_pass_through_gives_zero_gradients_to_what_trains():
-    layer = Layer()
-    x = torch.empty(0, 3, requires_grad=True)
-    out = pass_through(x, layer.parameters())
-    assert out.shape == (0, 3)
-    out.sum().backward()
-    assert x.grad.shape == (0, 3)
-    assert all(p.grad is not None and not p.grad.any() for p in layer.linear.parameters())
-    assert all(p.grad is None for p in layer.frozen.parameters())
 
 
 def test_block_is_called_as_its_layer():

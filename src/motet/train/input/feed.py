@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -24,10 +23,11 @@ import torch.distributed as dist
 
 from motet.assign.whole_step import DecidedStep
 from motet.core.arrays import BoolArray, Int64Array
-from motet.core.errors import JointUserError, RankFailure, UserError
+from motet.core.errors import JointUserError
 from motet.data.config import DataConfig
 from motet.data.order import ExampleOrder
 from motet.dispatch import RankBatch
+from motet.dispatch.agreement import gather, joint_error
 from motet.train.input.loading import DealtStep, Loaded, Loading, Pending, UnreadableExample
 
 _T = TypeVar("_T")
@@ -233,7 +233,7 @@ class Feed:
         is_bad, status = self._reduced([example.index for example in bad], status, begun.num_in_step)
         # 3. All ranks do the same.
         if status == _FAILED:
-            raise self._joint_error(error)
+            raise joint_error(error, self._group)
         if status == _CLOSING:
             return None
         assert pending is not None
@@ -255,35 +255,12 @@ class Feed:
 
     def _leave_out(self, bad: list[UnreadableExample]) -> None:
         """Note and report the bad examples of all ranks, on all ranks alike. bad: those of this rank. A collective."""
-        everywhere = [example for of_rank in self._gather(bad) for example in of_rank]
+        everywhere = [example for of_rank in gather(bad, self._group) for example in of_rank]
         for example in sorted(everywhere, key=lambda example: (example.index, example.file)):
             self._left_out.append(example)
             if example.file not in self._reported:
                 self._reported[example.file] = example
                 self._report(example)
-
-    def _joint_error(self, error: BaseException | None) -> BaseException:
-        """The error that this rank raises after any rank has failed. A collective.
-
-        If the first failure is a UserError, a JointUserError on all ranks. Else this rank's own error, or a RankFailure
-        with the first failure's traceback.
-        """
-        mine = None
-        if error is not None:
-            text = str(error) if isinstance(error, UserError) else "".join(traceback.format_exception(error))
-            mine = (isinstance(error, UserError), text)
-        rank, is_user_error, text = next(
-            (rank, *failure) for rank, failure in enumerate(self._gather(mine)) if failure is not None
-        )
-        if is_user_error:
-            return JointUserError(text)
-        return error or RankFailure(f"loading failed on rank {rank}:\n{text}")
-
-    def _gather(self, value: object) -> list:
-        """The value of every rank, on every rank. A collective."""
-        values: list = [None] * self._group.size()
-        dist.all_gather_object(values, value, group=self._group)
-        return values
 
     def _check_bad_fraction(self, position: int, *, is_last: bool) -> None:
         """Raise JointUserError if more examples are bad than config.max_bad_fraction allows, or all of them."""
