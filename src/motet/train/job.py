@@ -12,6 +12,7 @@ import torch
 from motet.core.errors import JointUserError, UserError
 from motet.data.dataset import Dataset, Modality
 from motet.data.decode import Decoder
+from motet.data.drawn import DrawnDataset, DrawnVocabulary
 from motet.data.left_out import describe_left_out
 from motet.data.order import GlobalOrder
 from motet.data.text import ChatTokenizer
@@ -39,7 +40,7 @@ from motet.train.evaluate import Evaluator
 from motet.train.input.loading import ExchangeLoading, IndexLoading, Loading
 from motet.train.input.rows import check_rows
 from motet.train.optimizer import build_optimizer
-from motet.train.recipe.recipe import Recipe
+from motet.train.recipe.recipe import DrawnRecipe, Recipe
 from motet.train.world import World
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -58,7 +59,7 @@ class TrainingJob:
     optimizer: torch.optim.Optimizer
     step: TrainStep
     order: GlobalOrder
-    dataset: Dataset
+    dataset: Dataset | DrawnDataset
     loading: Loading
     evaluator: Evaluator | None
     checkpointer: Checkpointer
@@ -73,8 +74,8 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
     check_same_backend(world)
     with world.together():
         dtype = _DTYPES[recipe.run.dtype]
-        tokenizer = ChatTokenizer.from_directory(recipe.data.tokenizer)
-        model = build_mllm(recipe.model, tokenizer.vocabulary_size, dtype, recipe.run.seed, deferred=True)
+        vocabulary = recipe.vocabulary()
+        model = build_mllm(recipe.modules, vocabulary.vocabulary_size, dtype, recipe.run.seed, deferred=True)
         check_rows(recipe, model)
         measured = read_measured(recipe, model_spec(model))
         orchestrator = build_orchestrator(
@@ -87,8 +88,8 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
             measured=measured,
             ranks_per_node=world.ranks_per_node,
         )
-        dataset = open_dataset(recipe, recipe.data.train, tokenizer, model, say)
-        heldout = open_dataset(recipe, recipe.data.heldout, tokenizer, model, say) if recipe.data.heldout else None
+        dataset = open_dataset(recipe, recipe.data.train, vocabulary, model, say)
+        heldout = open_dataset(recipe, recipe.data.heldout, vocabulary, model, say) if recipe.data.heldout else None
         _check_bad_at_indexing(recipe, dataset)
         decoder = cleanup.enter_context(Decoder(dataset.transforms, recipe.data.num_workers))
     check_same_profile(world, measured)
@@ -96,7 +97,7 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
     with world.together():
         mesh = build_mesh(world.device, shard_size=recipe.fsdp.shard_size, ranks_per_node=world.ranks_per_node)
         shard(model, mesh, recipe.fsdp)
-        materialise(model, recipe.model, recipe.run.seed, world.device)
+        materialise(model, recipe.modules, recipe.run.seed, world.device)
         optimizer = build_optimizer(model, recipe.optimizer)
     world.barrier()  # The clocks of all ranks start at the same moment.
     step = TrainStep(
@@ -109,7 +110,7 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
     evaluator = None
     if heldout is not None:
         exchange = ItemExchange(world.control, orchestrator, model.encoders, ranks_per_node=world.ranks_per_node)
-        evaluator = Evaluator(heldout, tokenizer, decoder, exchange, mesh, world, recipe.evaluate, say)
+        evaluator = Evaluator(heldout, vocabulary, decoder, exchange, mesh, world, recipe.evaluate, say)
     start = Progress(0, 0, 0, recipe.data.seed, dataset.fingerprint)
     progress, line = _resume(recipe, world, resume, model, optimizer, start, say)
     return TrainingJob(
@@ -128,23 +129,38 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
     )
 
 
-def open_dataset(recipe: Recipe, manifests: Sequence[str], tokenizer: ChatTokenizer, model: MLLM, say: Say) -> Dataset:
-    """The examples of the manifests, in the form that the model takes. The model's weights are not read."""
+def open_dataset(
+    recipe: Recipe, manifests: Sequence[str], vocabulary: ChatTokenizer | DrawnVocabulary, model: MLLM, say: Say
+) -> Dataset | DrawnDataset:
+    """The examples of the manifests, or those that are drawn, in the form that the model takes.
+
+    The model's weights are not read.
+    """
     modalities = {
         name: Modality(recipe.transform(name), module.num_tokens, module.lengths)
         for name, module in model.encoders.items()
     }
-    dataset = Dataset.open(
-        manifests,
-        tokenizer,
-        modalities,
-        max_sequence_length=recipe.data.max_sequence_length,
-        index_folder=recipe.data.index_folder,
-        num_workers=recipe.data.num_workers,
-        progress=_index_progress(manifests, say),
-    )
+    dataset: Dataset | DrawnDataset
+    if isinstance(recipe, DrawnRecipe):
+        dataset = DrawnDataset(
+            recipe.drawn(),
+            modalities,
+            vocabulary_size=vocabulary.vocabulary_size,
+            seed=recipe.data.seed,
+            max_sequence_length=recipe.data.max_sequence_length,
+        )
+    else:
+        dataset = Dataset.open(
+            manifests,
+            vocabulary,
+            modalities,
+            max_sequence_length=recipe.data.max_sequence_length,
+            index_folder=recipe.data.index_folder,
+            num_workers=recipe.data.num_workers,
+            progress=_index_progress(manifests, say),
+        )
     if dataset.left_out:
-        say(f"{', '.join(manifests)}: {describe_left_out(dataset.left_out, dataset.num_in_manifests)}.")
+        say(f"{', '.join(manifests) or '[workload]'}: {describe_left_out(dataset.left_out, dataset.num_in_manifests)}.")
         for example in dataset.left_out.named:
             say(f"Left out: {example}")
         if unnamed := len(dataset.left_out) - len(dataset.left_out.named):
@@ -165,7 +181,7 @@ def _index_progress(manifests: Sequence[str], say: Say) -> Callable[[int, float]
     return show
 
 
-def _check_same_examples(world: World, dataset: Dataset, heldout: Dataset | None) -> None:
+def _check_same_examples(world: World, dataset: Dataset | DrawnDataset, heldout: Dataset | None) -> None:
     """Raise JointUserError if ranks see different examples: each rank decides by itself which rank computes which."""
     by_rank = world.gather([(part.num_examples, part.fingerprint) for part in (dataset, heldout) if part is not None])
     for rank, datasets in enumerate(by_rank):
@@ -177,7 +193,7 @@ def _check_same_examples(world: World, dataset: Dataset, heldout: Dataset | None
                 )
 
 
-def _check_bad_at_indexing(recipe: Recipe, dataset: Dataset) -> None:
+def _check_bad_at_indexing(recipe: Recipe, dataset: Dataset | DrawnDataset) -> None:
     """Raise UserError if more examples were left out of the index as bad than data.max_bad_fraction allows."""
     num_bad, allowed = dataset.left_out.num_bad, recipe.data.max_bad_fraction
     if num_bad > allowed * dataset.num_in_manifests:
@@ -192,7 +208,7 @@ def _loading(
     world: World,
     mesh: Mesh,
     orchestrator: Orchestrator,
-    dataset: Dataset,
+    dataset: Dataset | DrawnDataset,
     decoder: Decoder,
     model: MLLM,
 ) -> Loading:
@@ -240,8 +256,8 @@ def _check_same_run(chosen: Start, start: Progress, num_steps: int) -> None:
         )
     if chosen.state.dataset != start.dataset:
         raise UserError(
-            f"The checkpoint {chosen.path} was written on other training examples than those of data.train now, so its "
-            "position among them means nothing: restore them, or start anew with --resume never."
+            f"The checkpoint {chosen.path} was written on other training examples than those of data.train now, or of "
+            "[workload], so its position among them means nothing: restore them, or start anew with --resume never."
         )
     if chosen.state.step > num_steps:
         raise UserError(
