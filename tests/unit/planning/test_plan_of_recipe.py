@@ -238,5 +238,8 @@ def test_the_recipes_cluster_counts_where_no_other_device_is_named(recipe_file):
 def test_a_recipe_that_does_not_train_is_sent_to_motet_plan(tmp_path):
     path = tmp_path / "planned.toml"
     path.write_text("[run]\nbatch_size = 8\n")
-    with pytest.raises(UserError, match=r"planned.toml has no \[data\], .*: `motet plan .*planned.toml` finds a plan"):
+    with pytest.raises(
+        UserError,
+        match=r"planned.toml has neither \[data\] nor \[workload\], .*: `motet plan .*planned.toml` finds a plan",
+    ):
         read_recipe_as_plan(path, [], JobOptions(ClusterOptions()))

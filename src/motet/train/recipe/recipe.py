@@ -163,6 +163,8 @@ class DrawnRecipe(Recipe):
         for number, task in enumerate(self.workload.task):
             for name, items in task.items.items():
                 key = f"workload.task.{number}.items.{name}"
+                if name in self.model.generators:
+                    continue  # Training refuses them by their own key: `modules`.
                 if name not in self.model.encoders:
                     raise ValueError(f"{key} has no effect on training, as there is no model.encoders.{name}")
                 divisor = spec.module(name).layers[-1].divisor
