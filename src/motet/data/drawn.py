@@ -17,7 +17,7 @@ from motet.core.errors import UserError
 from motet.core.example import Media, Pixels, TokenSequence
 from motet.core.workload import BatchLengths, ItemLengths, Workload, home_ranks
 from motet.data.dataset import Modality
-from motet.data.left_out import MAX_NAMED, LeftOut, LeftOutExample
+from motet.data.left_out import LeftOut, LeftOutExample
 from motet.data.media import MediaRef
 from motet.data.transforms import Transform
 
@@ -199,6 +199,7 @@ class DrawnDataset:
 
 
 def _left_out(sequence: Int64Array, kept: BoolArray, max_sequence_length: int | None) -> LeftOut:
+    """The examples that are too long, of which one is named: there is nothing to mend in any."""
     too_long = np.flatnonzero(~kept)
     named = tuple(
         LeftOutExample(
@@ -206,6 +207,6 @@ def _left_out(sequence: Int64Array, kept: BoolArray, max_sequence_length: int | 
             "",
             f"takes {sequence[number]:,} tokens, more than max_sequence_length = {max_sequence_length:,}",
         )
-        for number in too_long[:MAX_NAMED].tolist()
+        for number in too_long[:1].tolist()
     )
     return LeftOut(num_too_long=len(too_long), named=named)
