@@ -86,7 +86,12 @@ class DrawnTransform:
 class DrawnDataset:
     """The drawn examples of a workload, with the interface of `Dataset` that training uses.
 
-    Example: `DrawnDataset(sampler.workload(), {"image": modality}, vocabulary_size=32000)` has 65,536 examples.
+    Example:
+        >>> from motet.core.sampler import Sampler
+        >>> tasks = Sampler.model_validate({"task": [{"name": "text", "text": {"value": 6}}]})
+        >>> drawn = DrawnDataset(tasks.workload(), {}, vocabulary_size=100)
+        >>> drawn.num_examples, len(drawn.tokens(3).tokens)
+        (65536, 6)
     """
 
     def __init__(
