@@ -24,8 +24,7 @@ from motet.cost.catalogue import cluster
 from motet.planning.planned_recipe import read_job_recipe
 
 if TYPE_CHECKING:
-    from motet.data.dataset import Dataset
-    from motet.data.drawn import DrawnDataset
+    from motet.data.examples import Examples
     from motet.train.recipe.recipe import Recipe
 
 
@@ -95,7 +94,7 @@ def workload_of(recipe: Recipe, source: str) -> Workload:
     return Workload(source, dataset.batch_lengths(np.arange(dataset.num_examples), 1))
 
 
-def training_data(recipe: Recipe) -> tuple[Dataset | DrawnDataset, ModelSpec]:
+def training_data(recipe: Recipe) -> tuple[Examples, ModelSpec]:
     """The training data of a recipe, indexed or drawn, and its model. Raises UserError."""
     import torch
 

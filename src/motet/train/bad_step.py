@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from motet.core.errors import JointUserError
-from motet.data.dataset import Dataset
+from motet.data.examples import Examples
 from motet.dispatch import RankBatch
 from motet.runtime.not_finite import Finding, Moment, first_not_finite, gradient_not_finite, weight_not_finite
 from motet.runtime.step import StepResult, TrainStep
@@ -58,7 +58,7 @@ class Cause:
         return f", {'of' if self.is_certain else 'of one of'} {named}"
 
 
-def examine(step: TrainStep, batches: Sequence[RankBatch], fed: StepInput, dataset: Dataset, world: World) -> Cause:
+def examine(step: TrainStep, batches: Sequence[RankBatch], fed: StepInput, dataset: Examples, world: World) -> Cause:
     """Find the cause of a bad step by running it again. A collective.
 
     Random number generators must be as they were before the step.
@@ -100,7 +100,7 @@ def _event(finding: Finding) -> tuple[str, str, Moment]:
 class BadSteps:
     """Counts and records the bad steps of a run. All ranks call every method alike."""
 
-    def __init__(self, recipe: Recipe, dataset: Dataset, world: World) -> None:
+    def __init__(self, recipe: Recipe, dataset: Examples, world: World) -> None:
         self._path, self._skips = recipe.run.dir / FILE, recipe.run.on_bad_step == "skip"
         self._dataset, self._world = dataset, world
         self._in_a_row = 0

@@ -13,6 +13,7 @@ from motet.core.errors import JointUserError, UserError
 from motet.data.dataset import Dataset, Modality
 from motet.data.decode import Decoder
 from motet.data.drawn import DrawnDataset, DrawnVocabulary
+from motet.data.examples import Examples
 from motet.data.left_out import describe_left_out
 from motet.data.order import GlobalOrder
 from motet.data.text import ChatTokenizer
@@ -59,7 +60,7 @@ class TrainingJob:
     optimizer: torch.optim.Optimizer
     step: TrainStep
     order: GlobalOrder
-    dataset: Dataset | DrawnDataset
+    dataset: Examples
     loading: Loading
     evaluator: Evaluator | None
     checkpointer: Checkpointer
@@ -131,7 +132,7 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
 
 def open_dataset(
     recipe: Recipe, manifests: Sequence[str], vocabulary: ChatTokenizer | DrawnVocabulary, model: MLLM, say: Say
-) -> Dataset | DrawnDataset:
+) -> Examples:
     """The examples of the manifests, or those that are drawn, in the form that the model takes.
 
     The model's weights are not read.
@@ -140,7 +141,7 @@ def open_dataset(
         name: Modality(recipe.transform(name), module.num_tokens, module.lengths)
         for name, module in model.encoders.items()
     }
-    dataset: Dataset | DrawnDataset
+    dataset: Examples
     if isinstance(recipe, DrawnRecipe):
         dataset = DrawnDataset(
             recipe.drawn(),
@@ -181,7 +182,7 @@ def _index_progress(manifests: Sequence[str], say: Say) -> Callable[[int, float]
     return show
 
 
-def _check_same_examples(world: World, dataset: Dataset | DrawnDataset, heldout: Dataset | None) -> None:
+def _check_same_examples(world: World, dataset: Examples, heldout: Dataset | None) -> None:
     """Raise JointUserError if ranks see different examples: each rank decides by itself which rank computes which."""
     by_rank = world.gather([(part.num_examples, part.fingerprint) for part in (dataset, heldout) if part is not None])
     for rank, datasets in enumerate(by_rank):
@@ -193,7 +194,7 @@ def _check_same_examples(world: World, dataset: Dataset | DrawnDataset, heldout:
                 )
 
 
-def _check_bad_at_indexing(recipe: Recipe, dataset: Dataset | DrawnDataset) -> None:
+def _check_bad_at_indexing(recipe: Recipe, dataset: Examples) -> None:
     """Raise UserError if more examples were left out of the index as bad than data.max_bad_fraction allows."""
     num_bad, allowed = dataset.left_out.num_bad, recipe.data.max_bad_fraction
     if num_bad > allowed * dataset.num_in_manifests:
@@ -208,7 +209,7 @@ def _loading(
     world: World,
     mesh: Mesh,
     orchestrator: Orchestrator,
-    dataset: Dataset | DrawnDataset,
+    dataset: Examples,
     decoder: Decoder,
     model: MLLM,
 ) -> Loading:
