@@ -7,6 +7,7 @@ its task first, in the order of the phases, and its text behind them, of which t
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ import numpy as np
 from motet.core.arrays import BoolArray, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import Media, Pixels, TokenSequence
-from motet.core.workload import BatchLengths, ItemLengths, Workload, home_ranks
+from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, Workload, home_ranks
 from motet.data.dataset import Modality
 from motet.data.left_out import LeftOut, LeftOutExample
 from motet.data.media import MediaRef
@@ -75,7 +76,7 @@ class DrawnTransform:
         """The rows of an item."""
         assert ref.raw is not None
         length, number = ref.raw
-        rng = np.random.default_rng((self.seed, number))
+        rng = _generator(self.seed, self.modality, number)
         size = np.array([length], dtype=np.int64)
         if self.is_pixels:
             patches = np.frombuffer(rng.bytes(length * self.row_dim), np.uint8).reshape(length, self.row_dim)
@@ -84,7 +85,7 @@ class DrawnTransform:
 
 
 class DrawnDataset:
-    """The drawn examples of a workload, with the interface of `Dataset` that training uses.
+    """The drawn examples of a workload, as `Examples`.
 
     Example:
         >>> from motet.core.sampler import Sampler
@@ -154,21 +155,23 @@ class DrawnDataset:
 
     def tokens(self, example_id: int) -> TokenSequence:
         """The tokens of an example: a placeholder for each item, then the text."""
-        counts = {name: int(np.diff(first[example_id : example_id + 2])[0]) for name, first in self._first.items()}
-        media = tuple(name for name, count in counts.items() for _ in range(count))
-        rows = sum(int(self._items(name, example_id, "num_tokens").sum()) for name in counts)
+        items = {name: self._items_of(name, example_id) for name in self._first}
+        media = tuple(name for name, places in items.items() for _ in places)
+        rows = sum(int(self._examples.items[name].num_tokens[places].sum()) for name, places in items.items())
         num_tokens = len(media) + int(self._examples.sequence[example_id]) - rows
-        tokens = np.random.default_rng((self._seed, example_id)).integers(0, self._vocabulary_size, num_tokens)
+        rng = _generator(self._seed, BACKBONE, example_id)
+        tokens = rng.integers(0, self._vocabulary_size, num_tokens)
         targets = np.arange(num_tokens) >= num_tokens - int(self._examples.num_targets[example_id])
         return TokenSequence(tokens, targets, media, np.arange(len(media)))
 
     def media_refs(self, example_id: int) -> list[MediaRef]:
         """The items of an example, in the order of their placeholders."""
-        refs = []
-        for name, first in self._first.items():
-            for place, length in enumerate(self._items(name, example_id, "length").tolist(), start=first[example_id]):
-                refs.append(MediaRef(name, self.where(example_id), member=f"{name} {place}", raw=(length, int(place))))
-        return refs
+        where = self.where(example_id)
+        return [
+            MediaRef(name, where, member=f"{name} {place}", raw=(int(self._examples.items[name].length[place]), place))
+            for name in self._first
+            for place in self._items_of(name, example_id)
+        ]
 
     def where(self, example_id: int) -> str:
         """The example, for messages."""
@@ -183,10 +186,9 @@ class DrawnDataset:
         """The transform of each phase, as `Decoder` takes them."""
         return {name: modality.transform for name, modality in self._modalities.items()}
 
-    def _items(self, name: str, example_id: int, column: str) -> Int64Array:
-        first, stop = self._first[name][example_id : example_id + 2]
-        values: Int64Array = getattr(self._examples.items[name], column)[first:stop]
-        return values
+    def _items_of(self, name: str, example_id: int) -> range:
+        """The places of an example's items among all items of a phase."""
+        return range(*self._first[name][example_id : example_id + 2].tolist())
 
     def _check(self) -> None:
         """Raise UserError for an example without tokens, and for an item that its encoder does not take."""
@@ -201,6 +203,11 @@ class DrawnDataset:
                 raise UserError(
                     f"[workload] draws items of {name!r} that their encoder does not take: {error}."
                 ) from error
+
+
+def _generator(seed: int, phase: str, number: int) -> np.random.Generator:
+    """Of an item of a phase, or of the text of an example."""
+    return np.random.default_rng((seed, zlib.crc32(phase.encode()), number))
 
 
 def _left_out(sequence: Int64Array, kept: BoolArray, max_sequence_length: int | None) -> LeftOut:

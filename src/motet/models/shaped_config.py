@@ -14,7 +14,7 @@ from motet.models.projector import ProjectorConfig
 
 
 class ShapedBackboneConfig(BackboneConfig):
-    """A backbone of shapes, with the options of `ShapedConfig`."""
+    """A backbone of shapes, with the options of `ShapedLMConfig`."""
 
     family: Literal["shapes"] = "shapes"
 
@@ -24,7 +24,7 @@ class ShapedBackboneConfig(BackboneConfig):
 
 
 class ShapedEncoderConfig(EncoderConfig):
-    """An encoder of shapes, with the options of `ShapedConfig`. family: the `kind` of its table."""
+    """An encoder of shapes, with the options of its class in `SHAPED_ENCODERS`. family: the `kind` of its table."""
 
     family: Literal["vit", "audio"]
 

@@ -19,6 +19,7 @@ from motet.models.attention import ATTENTION
 from motet.models.block import plain_names
 from motet.models.build import build_mllm
 from motet.models.exact import keep_float64
+from motet.models.export import export_hf
 from motet.models.shaped_config import config_of_shapes
 from motet.models.spec import model_spec
 from unit.models.conftest import Packed
@@ -241,6 +242,12 @@ def test_an_item_longer_than_the_position_table_is_refused():
         assert module.num_tokens(np.array([[most]])) == [9]
         with pytest.raises(UserError, match=f"longer than the {most} that num_positions has room for"):
             module.num_tokens(np.array([[most + 1]]))
+
+
+def test_an_export_is_refused(tmp_path):
+    with pytest.raises(UserError, match="A model of shapes cannot be exported"):
+        export_hf(model_of()[1], tmp_path / "export")
+    assert not list(tmp_path.iterdir())
 
 
 def test_frozen_parts_and_tied_tables_stay_so():
