@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from motet.core.example import Media, TokenSequence
+from motet.core.item_segments import ItemSegments
 from motet.dispatch import LoadedExample, PackedSequences
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
@@ -46,19 +47,26 @@ class Layer(nn.Module):
 
 
 class ToyEncoder(nn.Module):
-    """Fulfils the encoder contract without transformers; every item becomes as many rows as it has."""
+    """Fulfils the encoder contract without transformers; every item becomes as many rows as it has.
 
-    def __init__(self, row_dim: int, cost: str) -> None:
+    window: rows are mixed inside windows of so many rows, which are then the item's segments.
+    """
+
+    def __init__(self, row_dim: int, cost: str, window: int | None = None) -> None:
         super().__init__()
         self.output_dim = 8
         self.cost = cost
+        if window:
+            self.segments = lambda sizes: ItemSegments.cut(np.prod(sizes, axis=1), window)
         self.embed = nn.Linear(row_dim, 8)
         self.blocks = nn.ModuleList([Layer(8), Layer(8)])
 
     def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
-        hidden = self.embed(values)
+        hidden, counts = self.embed(values), sizes.prod(1)
+        if hasattr(self, "segments"):
+            counts = torch.from_numpy(self.segments(sizes.numpy()).length)
         for block in self.blocks:
-            hidden = block(hidden, sizes.prod(1))
+            hidden = block(hidden, counts)
         return hidden
 
     def num_outputs(self, sizes):
@@ -80,12 +88,12 @@ def build_model(dtype: torch.dtype = torch.float64, frozen: Sequence[str] = ()) 
     )
     encoders = {
         phase: ModalityModule(
-            ToyEncoder(ROW_DIMS[phase], cost),
+            ToyEncoder(ROW_DIMS[phase], cost, window),
             Projector(8, DIM, ProjectorConfig(downsample=downsample)),
             train_encoder=phase not in frozen and f"{phase} encoder" not in frozen,
             train_projector=phase not in frozen,
         )
-        for phase, cost, downsample in (("image", "packed", 2), ("audio", "padded", 1))
+        for phase, cost, downsample, window in (("image", "packed", 2, 5), ("audio", "padded", 1, None))
     }
     return MLLM(encoders, Backbone(Qwen2ForCausalLM(config).to(dtype), train="backbone" not in frozen)).to(dtype)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from motet.core.limits import MAX_SEED
+from motet.core.limits import MAX_RANKS, MAX_SEED
+
+_SPLIT = re.compile(r"\{rank(?::0([1-9])d)?\}")
+"""The number of a split in a manifest's name: {rank}, or {rank:05d} in five digits."""
 
 
 class LoadingConfig(BaseModel):
@@ -35,15 +39,48 @@ class LoadingConfig(BaseModel):
 class DataConfig(LoadingConfig):
     """The data of a job, and how it is loaded.
 
-    train, heldout: manifests (files, directories or patterns of tar shards), read one after the other.
+    train, heldout: manifests (files, directories or patterns of tar shards), read one after the other. If names in
+                    `train` contain {rank}, each rank has a split of its own, which no other rank reads.
+    num_splits:     with {rank} in `train`: the number of splits, by default that of the ranks. Rank r reads the splits
+                    r, r + number of ranks, ...
     tokenizer:      directory with tokenizer.json.
     index_folder:   a folder for indexes, if the manifests' own folders cannot be written.
     """
 
     train: Annotated[tuple[str, ...], Field(min_length=1)]
+    num_splits: Annotated[int | None, Field(ge=1, le=MAX_RANKS)] = None
     heldout: tuple[str, ...] = ()
     tokenizer: Path
     index_folder: Path | None = None
+
+    @model_validator(mode="after")
+    def _names_splits_alike(self) -> DataConfig:
+        named = [_SPLIT.search(manifest) is not None for manifest in self.train]
+        for manifest in self.train + self.heldout:
+            if "{rank" in _SPLIT.sub("", manifest):
+                raise ValueError(f"{manifest}: a rank is written {{rank}}, or {{rank:05d}} for five digits")
+        if any(named) and not all(named):
+            raise ValueError(
+                f"{self.train[named.index(False)]} in train is the same for all ranks, and "
+                f"{self.train[named.index(True)]} is not; all of train must have {{rank}} in their names, or none"
+            )
+        for manifest in self.heldout:
+            if _SPLIT.search(manifest):
+                raise ValueError(f"{manifest} in heldout: all ranks must read the same held-out examples")
+        if self.num_splits is not None and not any(named):
+            raise ValueError("num_splits has no effect without {rank} in the names of train; remove it")
+        return self
+
+    @property
+    def is_split(self) -> bool:
+        """Whether each rank has training examples of its own."""
+        return _SPLIT.search(self.train[0]) is not None
+
+    def split(self, number: int) -> tuple[str, ...]:
+        """The training manifests of a split, counted from 0."""
+        return tuple(
+            _SPLIT.sub(lambda found: str(number).zfill(int(found[1] or 0)), manifest) for manifest in self.train
+        )
 
 
 class DrawnDataConfig(LoadingConfig):
@@ -54,5 +91,6 @@ class DrawnDataConfig(LoadingConfig):
 
     train: ClassVar[tuple[str, ...]] = ()
     heldout: ClassVar[tuple[str, ...]] = ()
+    is_split: ClassVar[bool] = False
 
     num_workers: Annotated[int, Field(ge=0, le=256)] = 0

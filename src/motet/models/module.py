@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError, UserError
+from motet.core.item_segments import ItemSegments
 from motet.core.shapes import projector
 from motet.core.spec import Module
 from motet.models.block import Block, outside_blocks, pass_through, wrap_blocks
@@ -26,6 +27,9 @@ class ModalityModule(nn.Module):
     after(features, sizes): returns the items' rows, for example merged tiles. `features` are the projected rows of the
                             items that `before` returned; `sizes` are those that `before` received.
     count(sizes):           rows of each item after all steps, numpy int64 [num_items]; needed if hooks change them.
+    cut(sizes):             the segments that the encoder computes of each item, for example the lengths of the tiles
+                            that `before` cuts images into; needed if `before` cuts items, so that they are weighed as
+                            what they are computed as.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class ModalityModule(nn.Module):
         before: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
         after: Callable[[Tensor, Tensor], Tensor] | None = None,
         count: Callable[[Int64Array], Int64Array] | None = None,
+        cut: Callable[[Int64Array], ItemSegments] | None = None,
     ) -> None:
         super().__init__()
         self.encoder = encoder
@@ -44,6 +49,7 @@ class ModalityModule(nn.Module):
         self.before = before
         self.after = after
         self.count = count
+        self.cut = cut or getattr(encoder, "segments", None)
         self.train_encoder = train_encoder
         if not train_encoder:
             encoder.requires_grad_(False)
@@ -56,6 +62,8 @@ class ModalityModule(nn.Module):
         name, downsample = type(self.encoder).__name__, self.projector.downsample
         if self.cost not in ("packed", "padded"):
             raise ArgumentError(f"{name}.cost is {self.cost!r}; it must be 'packed' or 'padded'.")
+        if self.cost == "padded" and self.cut is not None:
+            raise ArgumentError(f"{name}.cost is 'padded', which pads whole items, so its items can have no segments.")
         if getattr(self.encoder, "grid", None) is not None and math.isqrt(downsample) ** 2 != downsample:
             raise ArgumentError(
                 f"projector.downsample is {downsample}, but {name} gives a raster of rows, of which squares are "
@@ -92,8 +100,15 @@ class ModalityModule(nn.Module):
 
     def lengths(self, sizes: Int64Array) -> Int64Array:
         """The length of each item for balancing, int64 [num_items]: patches, mel frames."""
+        segments = self.segments(sizes)
+        if segments is not None:
+            return segments.summed(segments.length)
         lengths = getattr(self.encoder, "lengths", None)
         return lengths(sizes) if lengths else np.prod(sizes, axis=1)
+
+    def segments(self, sizes: Int64Array) -> ItemSegments | None:
+        """The segments of each item; None: each item is one."""
+        return self.cut(sizes) if self.cut else None
 
     def num_tokens(self, sizes: Int64Array) -> Int64Array:
         """Rows that each item takes in the backbone's sequence, int64 [num_items]."""

@@ -95,7 +95,15 @@ def workload_of(recipe: Recipe, source: str) -> Workload:
 
 
 def training_data(recipe: Recipe) -> tuple[Examples, ModelSpec]:
-    """The training data of a recipe, indexed or drawn, and its model. Raises UserError."""
+    """The training data of a recipe, indexed or drawn, and its model.
+
+    Raises UserError, also for data split over ranks.
+    """
+    if recipe.data.is_split:
+        raise UserError(
+            f"{recipe.data.train[0]} in data.train is another file for each rank, and here there are no ranks: name "
+            f"splits by --set, as in --set 'data.train={list(recipe.data.split(0))}'."
+        )
     import torch
 
     from motet.models.build import build_mllm

@@ -107,6 +107,20 @@ class Recipe(BaseModel):
     )
 
     @model_validator(mode="after")
+    def _splits_are_exchanged(self) -> Recipe:
+        if self.data.is_split and self.fsdp.recompute == "auto":
+            raise ValueError(
+                'fsdp.recompute = "auto" takes the lengths of all examples, which no rank knows with {rank} in '
+                "data.train; state numbers of blocks"
+            )
+        if self.data.is_split and not self.exchanges_items:
+            raise ValueError(
+                f'balance.mode = "{self.balance.mode}" takes examples that every rank can read, and with {{rank}} in '
+                'data.train each rank reads its own; set balance.mode = "exchange"'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _parts_fit(self) -> Recipe:
         for name in self.model.encoders:
             if name not in TransformsConfig.model_fields:
