@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from motet.core.arrays import BoolArray, Int64Array
+from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import Media, Pixels, TokenSequence
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, Workload, home_ranks
@@ -152,6 +152,10 @@ class DrawnDataset:
     def batch_lengths(self, example_ids: Int64Array, num_ranks: int) -> BatchLengths:
         """The lengths of a microbatch; each rank is home to an equal share, in order. O(examples + items)."""
         return replace(self._examples.take(example_ids), home=home_ranks(len(example_ids), num_ranks))
+
+    def home(self, example_ids: Int64Array, num_ranks: int) -> Int32Array:
+        """The rank of each example if nothing is balanced, int32 [n]: equal shares, in order."""
+        return home_ranks(len(example_ids), num_ranks)
 
     def tokens(self, example_id: int) -> TokenSequence:
         """The tokens of an example: a placeholder for each item, then the text."""

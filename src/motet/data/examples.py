@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from motet.core.arrays import Int64Array
+from motet.core.arrays import Int32Array, Int64Array
 from motet.core.example import TokenSequence
 from motet.core.workload import BatchLengths
 from motet.data.left_out import LeftOut
@@ -37,6 +37,9 @@ class Examples(Protocol):
 
     def batch_lengths(self, example_ids: Int64Array, num_ranks: int) -> BatchLengths:
         """The lengths of a microbatch, without loading anything; each rank is home to an equal share, in order."""
+
+    def home(self, example_ids: Int64Array, num_ranks: int) -> Int32Array:
+        """The rank of each example if nothing is balanced, int32 [n]."""
 
     def tokens(self, example_id: int) -> TokenSequence:
         """The tokens of an example; `media` holds names of phases."""
