@@ -90,6 +90,12 @@ def train_recipe(
         bool,
         typer.Option("--dry-run", help="Print what each rank would hold at the most, and train nothing."),
     ] = False,
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json", metavar="FILE", help="Of --dry-run: write the prediction as JSON too; -: print it, and no tables."
+        ),
+    ] = None,
 ) -> None:
     """Train as a recipe says: alone, or as every rank of `torchrun ... -m motet train RECIPE.toml`."""
     if is_dry_run:
@@ -97,8 +103,10 @@ def train_recipe(
             raise UserError("--dry-run trains nothing, so --trace and --resume mean nothing beside it.")
         from motet.planning.dry_run import show_memory
 
-        show_memory(recipe, overrides or ())
+        show_memory(recipe, overrides or (), json_file)
         return
+    if json_file is not None:
+        raise UserError("--json is for --dry-run; a run writes metrics.jsonl and summary.json in its folder.")
     from motet.train.recipe.recipe import load_recipe
     from motet.train.trainer import train as run_training
 

@@ -101,7 +101,7 @@ def test_wrong_use_is_one_sentence_with_exit_code_2(run, recipe, tmp_path):
     for arguments, said in (
         ((recipe, "--tokenizer", tmp_path), "--tokenizer is for a manifest"),
         ((manifest, "--set", "run.seed=1"), "--set is for a recipe"),
-        ((planned,), "has no [data] to analyse"),
+        ((planned,), "has neither [data] nor [workload] to analyse"),
         ((recipe, "--set", "balance.cost=profile"), "Cannot read the profile"),
     ):
         code, _, error = run(*arguments)

@@ -243,8 +243,10 @@ def process_group():
 
 
 def test_what_cannot_be_measured(recipe, tmp_path, process_group, monkeypatch, capsys):
-    said = fails(monkeypatch, capsys, "plan", recipe, "--measure", "1")
-    assert said == f"--measure runs real steps, and {recipe} has no [data] to train on; leave it out."
+    bare = tmp_path / "bare.toml"
+    bare.write_text(recipe.read_text().partition("[[workload")[0])
+    said = fails(monkeypatch, capsys, "plan", bare, "--measure", "1")
+    assert said == f"--measure runs real steps, and {bare} has neither [data] nor [workload] to train on."
     trainable = write_tiny_job(tmp_path / "data")
     said = fails(monkeypatch, capsys, "plan", trainable, "--measure", "1", "--cluster", "h100")
     assert "--measure runs on what is at hand, 1 rank of cpu, and the job is to be planned for 1 of h100" in said

@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
+from motet.core.shape_tables import ModelShapes
 from motet.models.build import ModelConfig, build_mllm
 from motet.models.export import export_hf
 from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
+from motet.models.shaped_config import config_of_shapes
 from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.mesh import build_mesh
 from ranks import run_ranks
@@ -102,8 +104,18 @@ def check(num_ranks: int, cases: list[Case]) -> None:
                 assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
 
 
+def shaped_config() -> ModelConfig:
+    """A model of shapes with all that its layers may have besides matrices."""
+    layers = {"num_layers": 2, "hidden": 16, "mlp": 27, "num_heads": 2, "layer_scale": True, "qk_norm": True}
+    vision = layers | {"kind": "vit", "row_dim": 4, "class_row": True, "num_positions": 9, "train": False}
+    audio = layers | {"kind": "audio", "num_mel_bins": 4, "num_positions": 16}
+    backbone = layers | {"norm": "rms", "gated": True, "vocab_size": VOCABULARY, "tied": True}
+    tables = {"backbone": backbone, "encoders": {"image": vision, "audio": audio}}
+    return config_of_shapes(ModelShapes.model_validate(tables))
+
+
 def drawn_cases(shard_size: int | None) -> list[Case]:
-    return [
+    return [(shaped_config(), torch.float64, shard_size)] + [
         (config_of(family, tie_word_embeddings=family == "gemma"), dtype, shard_size)
         for family in ("qwen2", "gemma")
         for dtype in (torch.float32, torch.float64)

@@ -122,14 +122,24 @@ class EncoderShape(_Layers):
             raise ValueError(f"has {stray[0]}, which has no effect on an encoder of kind {self.kind!r}")
         return self
 
+    @property
+    def positions(self) -> int:
+        """The length of the position table, 0 without one; that of Whisper is 1500 if it is not given."""
+        return self.num_positions or (1500 if self.kind == "audio" else 0)
+
+    @property
+    def input_dim(self) -> int:
+        """The number of values of a row of the encoder's input."""
+        return self.row_dim if self.kind == "vit" else self.num_mel_bins
+
     def module(self, name: str, output_dim: int) -> Module:
         """The encoder with its projector. output_dim: width of the projector's output."""
         shape, count = self.transformer(), self.num_layers
         if self.kind == "vit":
-            sizes = {"row_dim": self.row_dim, "num_positions": self.num_positions}
+            sizes = {"row_dim": self.row_dim, "num_positions": self.positions}
             encoder = vit(name, shape, count, class_row=self.class_row, trainable=self.train, **sizes)
         else:
-            sizes = {"num_mel_bins": self.num_mel_bins, "num_positions": self.num_positions or 1500}
+            sizes = {"num_mel_bins": self.num_mel_bins, "num_positions": self.positions}
             encoder = audio_encoder(name, shape, count, trainable=self.train, **sizes)
         projector = self.projector
         return connect(encoder, output_dim, projector.kind, projector.downsample, trainable=projector.train)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -16,14 +16,9 @@ _SPLIT = re.compile(r"\{rank(?::0([1-9])d)?\}")
 Cap = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
-class DataConfig(BaseModel):
-    """The data of a job, and how it is loaded.
+class LoadingConfig(BaseModel):
+    """The examples of a job: which of them are taken, in which order, and how they are loaded.
 
-    train, heldout:      manifests (files, directories or patterns of tar shards), read one after the other. If names in
-                         `train` contain {rank}, each rank has a split of its own, which no other rank reads.
-    num_splits:          with {rank} in `train`: the number of splits, by default that of the ranks. Rank r reads the
-                         splits r, r + number of ranks, ...
-    tokenizer:           directory with tokenizer.json.
     max_sequence_length: longer examples (media included) are left out, counted and reported; None: no bound.
     shuffle, seed:       the order of examples; the same seed gives the same order on any number of ranks.
     group:               None: a microbatch is so many examples. Else the examples of an epoch are grouped, and a
@@ -35,15 +30,10 @@ class DataConfig(BaseModel):
     prefetch_steps:      steps that are decided and loaded ahead, at most 64, all in memory.
     max_bad_fraction:    the job stops if a larger share of the examples so far has unusable files, or if no example is
                          left.
-    index_folder:        a folder for indexes, if the manifests' own folders cannot be written.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    train: Annotated[tuple[str, ...], Field(min_length=1)]
-    num_splits: Annotated[int | None, Field(ge=1, le=MAX_RANKS)] = None
-    heldout: tuple[str, ...] = ()
-    tokenizer: Path
     max_sequence_length: Annotated[int | None, Field(ge=1, le=2**31 - 1)] = None
     shuffle: bool = True
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = 0
@@ -51,6 +41,23 @@ class DataConfig(BaseModel):
     num_workers: Annotated[int, Field(ge=0, le=256)] = 2
     prefetch_steps: Annotated[int, Field(ge=1, le=64)] = 2
     max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.01
+
+
+class DataConfig(LoadingConfig):
+    """The data of a job, and how it is loaded.
+
+    train, heldout: manifests (files, directories or patterns of tar shards), read one after the other. If names in
+                    `train` contain {rank}, each rank has a split of its own, which no other rank reads.
+    num_splits:     with {rank} in `train`: the number of splits, by default that of the ranks. Rank r reads the splits
+                    r, r + number of ranks, ...
+    tokenizer:      directory with tokenizer.json.
+    index_folder:   a folder for indexes, if the manifests' own folders cannot be written.
+    """
+
+    train: Annotated[tuple[str, ...], Field(min_length=1)]
+    num_splits: Annotated[int | None, Field(ge=1, le=MAX_RANKS)] = None
+    heldout: tuple[str, ...] = ()
+    tokenizer: Path
     index_folder: Path | None = None
 
     @model_validator(mode="after")
@@ -83,7 +90,20 @@ class DataConfig(BaseModel):
         )
 
     @model_validator(mode="after")
-    def _groups_are_shuffled(self) -> DataConfig:
+    def _groups_are_shuffled(self) -> LoadingConfig:
         if self.group is not None and not self.shuffle:
             raise ValueError("group takes examples at random, so shuffle = false has no effect; remove one of them")
         return self
+
+
+class DrawnDataConfig(LoadingConfig):
+    """Examples that are drawn from a workload: there are no files. `seed` draws them as well.
+
+    num_workers: processes of each rank that make the contents of items; making them takes less than sending them.
+    """
+
+    train: ClassVar[tuple[str, ...]] = ()
+    heldout: ClassVar[tuple[str, ...]] = ()
+    is_split: ClassVar[bool] = False
+
+    num_workers: Annotated[int, Field(ge=0, le=256)] = 0

@@ -18,7 +18,7 @@ from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
 from motet.core.item_segments import ItemSegments
-from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, home_ranks, total_lengths
+from motet.core.workload import BatchLengths, ItemLengths, home_ranks
 from motet.data.conversation import Conversation, parse_conversation
 from motet.data.example_lengths import ExampleLengths
 from motet.data.index import Index
@@ -129,16 +129,6 @@ class Dataset:
         columns = ExampleLengths.of(self._indexes, self._starts, numbers)
         items, sequence = self._item_lengths(columns)
         return BatchLengths(sequence, columns.num_targets, home_ranks(len(numbers), num_ranks), items)
-
-    def total_lengths(self) -> dict[str, Int64Array]:
-        """Per phase, the summed length of each example's items, int64 [num_examples]; the backbone's is last."""
-        totals: dict[str, list[Int64Array]] = {name: [] for name in (*self._modalities, BACKBONE)}
-        for start in range(0, self.num_examples, _SCAN_EXAMPLES):
-            ids = np.arange(start, min(start + _SCAN_EXAMPLES, self.num_examples))
-            lengths = self.batch_lengths(ids, 1)
-            for name, parts in totals.items():
-                parts.append(total_lengths(lengths, name))
-        return {name: np.concatenate(parts) for name, parts in totals.items()}
 
     def tokens(self, example_id: int) -> TokenSequence:
         """The tokens of an example; `media` holds names of phases."""

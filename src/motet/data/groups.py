@@ -17,9 +17,12 @@ import numpy as np
 from motet.balance import group_phases, suggest_phase_caps
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
-from motet.core.workload import BACKBONE
+from motet.core.workload import BACKBONE, total_lengths
+from motet.data.examples import Examples
 from motet.data.order import StepExamples
 from motet.data.permutation import permute
+
+_SCAN_EXAMPLES = 1 << 16
 
 
 class EpochGroups(NamedTuple):
@@ -115,6 +118,16 @@ class GroupedOrder:
         ends = np.cumsum(counts)
         items = found.items[np.arange(len(found.items)) + np.repeat(found.offsets[groups] - (ends - counts), counts)]
         return EpochGroups(items, np.concatenate([[0], ends]), found.num_full, len(found.oversized))
+
+
+def phase_totals(examples: Examples) -> dict[str, Int64Array]:
+    """Per phase, the summed length of each example's items, int64 [num_examples]; the backbone's is last."""
+    parts: list[dict[str, Int64Array]] = []
+    for start in range(0, examples.num_examples, _SCAN_EXAMPLES):
+        ids = np.arange(start, min(start + _SCAN_EXAMPLES, examples.num_examples))
+        lengths = examples.batch_lengths(ids, 1)
+        parts.append({name: total_lengths(lengths, name) for name in (*lengths.items, BACKBONE)})
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def group_caps(stated: Literal["auto"] | Mapping[str, int], totals: Mapping[str, Int64Array]) -> dict[str, int]:

@@ -148,10 +148,15 @@ class PaddedClips:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, window: int | None
     ) -> Tensor:
-        """query, key, value [num_items, heads, longest, head_dim] -> [num_items, longest, heads, head_dim]."""
+        """query [num_items, heads, longest, head_dim], key and value [num_items, kv_heads, longest, head_dim] ->
+        [num_items, longest, heads, head_dim].
+        """
         if window is not None:
             raise ValueError("padded attention has no sliding window")
-        out = scaled_dot_product_attention(query, key, value, attn_mask=self.keys, dropout_p=dropout, scale=scale)
+        shared = query.shape[1] != key.shape[1]
+        out = scaled_dot_product_attention(
+            query, key, value, attn_mask=self.keys, dropout_p=dropout, scale=scale, enable_gqa=shared
+        )
         return out.transpose(1, 2)
 
 

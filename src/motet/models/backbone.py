@@ -27,6 +27,7 @@ from motet.models.block import Block, outside_blocks, wrap_blocks
 from motet.models.contract import Sequences
 from motet.models.exact import keep_float64
 from motet.models.families.registry import backbone_family
+from motet.models.families.shaped import ShapedCausalLM
 from motet.models.families.supported import check_backbone, has_option
 from motet.models.layers import LayerModules, any_trainable, frozen_to_eval
 from motet.models.rotary import use_document_rotary
@@ -38,7 +39,8 @@ _MAX_LOGITS = 2**28
 class Backbone(nn.Module):
     """A causal LM from tokens to loss in one forward, so that it can be the root of sharding.
 
-    causal_lm: an HF model of a class in `registry.BACKBONES`, built with attn_implementation="motet_packed".
+    causal_lm: an HF model of a class in `registry.BACKBONES`, or a `ShapedCausalLM`, built with
+               attn_implementation="motet_packed".
     before_backbone(embeds [total, dim], sequences) -> embeds: for example a special merge; not called without
     sequences.
     Raises UserError for another class, and for a config with options that Motet does not compute
@@ -54,7 +56,8 @@ class Backbone(nn.Module):
         super().__init__()
         if causal_lm.config._attn_implementation != ATTENTION:
             raise ValueError(f"{type(causal_lm).__name__} must be built with attn_implementation={ATTENTION!r}")
-        self._norm = backbone_family(causal_lm).norm
+        shaped = isinstance(causal_lm, ShapedCausalLM)
+        self._norm = causal_lm.shape.norm if shaped else backbone_family(causal_lm).norm
         check_backbone(causal_lm.config, f"{type(causal_lm).__name__}: ")
         use_document_rotary(causal_lm)
         keep_float64(causal_lm)
@@ -102,6 +105,8 @@ class Backbone(nn.Module):
         ]
 
     def _shape(self, block: Block) -> Transformer:
+        if isinstance(self.causal_lm, ShapedCausalLM):
+            return self.causal_lm.shape
         config, attention, mlp = self.causal_lm.config, block.self_attn, block.mlp
         # Phi3 has one product for queries, keys and values, and one for both factors of the MLP.
         fused = getattr(attention, "qkv_proj", None)

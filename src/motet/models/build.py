@@ -72,6 +72,11 @@ class EncoderConfig(BaseModel):
             raise ValueError(f"`feature_layer` is for {', '.join(with_layers)} only")
         return self
 
+    @property
+    def classes(self) -> Family:
+        """The HF classes of an encoder that has a family."""
+        return ENCODERS[self.family]
+
 
 class BackboneConfig(BaseModel):
     """The backbone: `family` with `config` (HF options) for random weights, or with `path`, a local HF directory."""
@@ -81,6 +86,11 @@ class BackboneConfig(BaseModel):
     config: dict[str, Any] = Field(default_factory=dict)
     path: Path | None = None
     train: bool = True
+
+    @property
+    def classes(self) -> Family:
+        """The HF classes of the family."""
+        return BACKBONES[self.family]
 
 
 class ModelConfig(BaseModel):
@@ -125,7 +135,7 @@ def build_backbone(
     """The backbone on the CPU; raises UserError as `build_mllm` does."""
     # HF's default padding token belongs to another vocabulary, and the row of a padding token is never trained.
     options = config.config if config.path else {"vocab_size": vocab_size, "pad_token_id": None} | config.config
-    causal_lm = _build_hf("backbone", BACKBONES[config.family], config.path, options, dtype, seed, deferred)
+    causal_lm = _build_hf("backbone", config.classes, config.path, options, dtype, seed, deferred)
     if (rows := causal_lm.config.vocab_size) < vocab_size:
         raise UserError(f"model.backbone: its vocabulary has {rows} entries, but the tokenizer needs {vocab_size}")
     return Backbone(causal_lm, train=config.train)
@@ -138,7 +148,7 @@ def build_modality(
     if config.module:
         encoder = _build_custom(name, config, seed).to(dtype)
     else:
-        family, where = ENCODERS[config.family], f"encoders.{name}"
+        family, where = config.classes, f"encoders.{name}"
         if config.path:
             check_feature_layer(where, family, config.path, config.feature_layer)
         model = _build_hf(where, family, config.path, config.config, dtype, seed, deferred)

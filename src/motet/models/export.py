@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from motet.core.errors import UserError
 from motet.models.block import plain_names
 from motet.models.config_file import quiet_transformers
+from motet.models.families.shaped import ShapedCausalLM
 from motet.models.mllm import MLLM
 
 
@@ -38,8 +39,10 @@ def export_hf(
                 sharded.
     tokenizer:  a directory to copy as well.
     Call it on one rank. Raises KeyError if a weight is missing. Raises UserError for a module with other weights than a
-    fresh model of its config (adapters), and if `directory` exists and is no export.
+    fresh model of its config (adapters), for a model of shapes, and if `directory` exists and is no export.
     """
+    if isinstance(mllm.backbone.causal_lm, ShapedCausalLM):
+        raise UserError("A model of shapes cannot be exported: transformers has no class that would read it.")
     directory = directory.absolute()
     state = mllm.state_dict() if state_dict is None else state_dict
     is_empty = not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))

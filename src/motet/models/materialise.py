@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from motet.core.errors import UserError
 from motet.models.block import plain_names
-from motet.models.families.registry import BACKBONES, ENCODERS, Family
+from motet.models.families.registry import Family
 from motet.models.initialise import drawn
 from motet.models.load import on_meta
 from motet.models.mllm import MLLM
@@ -40,13 +40,11 @@ def materialise(mllm: MLLM, config: ModelConfig, seed: int, device: torch.device
     It communicates nothing. Raises UserError if weights that were in a directory are there no longer.
     """
     where = "backbone"
-    fill_parameters(
-        mllm.backbone.causal_lm, where, BACKBONES[config.backbone.family], config.backbone.path, seed, device
-    )
+    fill_parameters(mllm.backbone.causal_lm, where, config.backbone.classes, config.backbone.path, seed, device)
     for name, part in config.encoders.items():
         if part.family:
             model, where = mllm.encoders[name].encoder.model, f"encoders.{name}"
-            fill_parameters(model, where, ENCODERS[part.family], part.path, seed, device)
+            fill_parameters(model, where, part.classes, part.path, seed, device)
     for module in mllm.modules():
         for key, buffer in module._buffers.items():
             module._buffers[key] = None if buffer is None else buffer.to(device)

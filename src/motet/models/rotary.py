@@ -11,6 +11,23 @@ import torch
 from torch import Tensor, nn
 
 
+class Rotation:
+    """The turns of packed rows by their positions: cos, sin [rows, head_dim] in at least float32.
+
+    A plain class, not a dataclass or a tuple: FSDP's mixed precision rounds the tensors inside those.
+    """
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self.cos, self.sin = cos, sin
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [..., rows, heads, head_dim], rotated, in its own dtype."""
+        wide = x.to(self.cos.dtype)
+        first, second = wide.chunk(2, dim=-1)
+        turned = wide * self.cos[:, None] + torch.cat([-second, first], dim=-1) * self.sin[:, None]
+        return turned.to(x.dtype)
+
+
 class DocumentRotary(nn.Module):
     """HF's rotary module on packed documents; each document gets the result of a call with it alone.
 

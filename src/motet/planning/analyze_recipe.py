@@ -25,9 +25,12 @@ def read_subject(path: Path, overrides: Sequence[str] = ()) -> tuple[AnalysisSub
 
     Raises UserError for a recipe that is wrong or has no data.
     """
-    if "data" not in read_recipe(path, overrides).tables:
-        raise UserError(f"{path} has no [data] to analyse; name a training recipe, a manifest or a table of lengths.")
-    recipe = load_recipe(path, overrides)
+    if not {"data", "workload"} & read_recipe(path, overrides).tables.keys():
+        raise UserError(
+            f"{path} has neither [data] nor [workload] to analyse; name a training recipe, a manifest or a table of "
+            "lengths."
+        )
+    recipe = load_recipe(path, overrides, trains=False)
     dataset, model = training_data(recipe)
     costs = recipe_costs(recipe, model, _device_type(recipe))
     left_out = dataset.left_out

@@ -9,58 +9,48 @@ from rich.console import Console
 from rich.table import Table
 
 from motet.core.errors import UserError
-from motet.core.plan import Plan, Unit
-from motet.planner.job import Job
+from motet.core.files import check_output
+from motet.core.plan import Plan
 from motet.planning.at_hand import device_at_hand
 from motet.planning.cluster import ClusterOptions
 from motet.planning.fullest import fullest_steps
-from motet.planning.job import JobOptions, job_of_recipe
+from motet.planning.job import JobOptions
 from motet.planning.plan_of_recipe import read_recipe_as_plan
 from motet.schedule import planned
 from motet.simulate.predict.predict import assign_batch, predict_assigned
 from motet.simulate.predict.prediction import Prediction
+from motet.simulate.show.prediction_json import STDOUT, prediction_tables, write_prediction
 from motet.simulate.show.report import out_of_memory
 from motet.train.recipe.recipe import Recipe, load_recipe
-from motet.train.recipe.toml_text import read_recipe
 from motet.train.world import World, join_world
 
 _MAX_ROWS = 16
 """Ranks in the table: those that hold most."""
 
 
-def show_memory(file: Path, overrides: Sequence[str]) -> None:
+def show_memory(file: Path, overrides: Sequence[str], json_file: Path | None = None) -> None:
     """Print the bytes of the ranks of `[cluster]`, else of the ranks at hand: this one, or those of torchrun.
 
+    json_file: where to write the prediction as well; "-": what is printed is JSON alone.
     Raises UserError for what is wrong with the recipe, and if a rank needs more than its device has.
     """
     with join_world("cpu") as world, world.together():
         if world.is_first:
-            has_data = "data" in read_recipe(file, overrides).tables
-            recipe = load_recipe(file, overrides) if has_data else None
-            plan, job = _plan(file, overrides, world, recipe)
+            if json_file not in (None, STDOUT):
+                check_output(json_file)
+            recipe = load_recipe(file, overrides, trains=False)
+            plan, job = read_recipe_as_plan(file, overrides, JobOptions(_cluster(file, recipe, world)))
             steps, stages = fullest_steps(plan, job, recipe), planned(plan)
             assigned = (assign_batch(plan, batch, job.cost, job.balancing) for batch in steps.batches)
             predicted = (predict_assigned(plan, stages, assignment, job.cost) for assignment in assigned)
             prediction = max(predicted, key=lambda each: int(each.peak_bytes.max()))
-            _print(plan, prediction, steps.words)
-            if lacking := out_of_memory(plan, prediction):
+            lacking = out_of_memory(plan, prediction)
+            if json_file != STDOUT:
+                _print(plan, prediction, steps.words)
+            if json_file is not None:
+                write_prediction(prediction_tables(plan, prediction, lacking), json_file)
+            if lacking:
                 raise UserError(f"{file} does not fit: {lacking}")
-
-
-def _plan(file: Path, overrides: Sequence[str], world: World, recipe: Recipe | None) -> tuple[Plan, Job]:
-    """What is run, on what. A recipe of shapes says nothing of how it trains: it is sharded over all ranks."""
-    if recipe is not None:
-        return read_recipe_as_plan(file, overrides, JobOptions(_cluster(file, recipe, world)))
-    job = job_of_recipe(file, JobOptions(ClusterOptions()), overrides)
-    num_ranks = job.cluster.num_ranks
-    size, left = divmod(job.batch_size, num_ranks)
-    if left or not size:
-        raise UserError(f"{file}: run.batch_size = {job.batch_size} must be a multiple of the {num_ranks} ranks.")
-    unit = Unit("all", (job.model.num_blocks,), dp=num_ranks, zero=3 if num_ranks > 1 else 0)
-    plan = Plan(
-        job.model, job.cluster, (unit,), job.batch_size, size, schedule="data_parallel", precision=job.precision
-    )
-    return plan, job
 
 
 def _cluster(file: Path, recipe: Recipe, world: World) -> ClusterOptions:

@@ -26,16 +26,12 @@ class FullestSteps(NamedTuple):
     words: str
 
 
-def fullest_steps(plan: Plan, job: Job, recipe: Recipe | None) -> FullestSteps:
-    """The fullest steps of a job: of its first epoch, in the order of training, where there is a recipe with data.
+def fullest_steps(plan: Plan, job: Job, recipe: Recipe) -> FullestSteps:
+    """The fullest steps of a job: of its first epoch, in the order of training.
 
     With groups, one step of the fullest of them. Without, the _NUM_STEPS in which a rank has most: without balancing by
     its own examples, else by its share of a microbatch, or by the longest example.
-    recipe: None for a job of lengths that are drawn; so many of its batches are taken as they come.
     """
-    if recipe is None:
-        drawn = [job.drawn(number) for number in range(_NUM_STEPS)]
-        return FullestSteps(drawn, f"{_NUM_STEPS} batches drawn")
     examples = job.workload.examples
     if examples.group is not None:
         held = _held(plan, examples, examples.group)

@@ -27,20 +27,21 @@ class JobOptions:
     profile: Path | None = None
 
 
-def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = ()) -> Job:
+def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = (), *, as_trained: bool = False) -> Job:
     """The job that a recipe and the command line describe. Torch is imported unless the model is a table of shapes.
 
+    as_trained: as in `read_job_recipe`.
     If no cluster is named, a training recipe is planned for the CPU of this machine.
     Raises UserError for what is wrong with either, or missing from both.
     """
-    read = read_job_recipe(path, overrides)
-    cluster = cluster_of(path, read.cluster, options.cluster, "cpu" if read.has_data else None)
+    read = read_job_recipe(path, overrides, as_trained=as_trained)
+    cluster = cluster_of(path, read.cluster, options.cluster, "cpu" if read.trains else None)
     workload, balancing, policy = read.workload, by_operations, {}
-    if read.has_data:
+    if read.trains:
         from motet.train.balancing import balancing_of, stated_policy
         from motet.train.recipe.recipe import load_recipe
 
-        recipe = load_recipe(path, overrides)
+        recipe = load_recipe(path, overrides, trains=False)
         balancing, policy = balancing_of(recipe, read.model), stated_policy(recipe.balance, read.model)
         if options.workload is None:
             workload = workload_of(recipe, str(path))
@@ -52,7 +53,7 @@ def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = ()
             "a CSV of lengths, a TOML of distributions, or a recipe."
         )
     cost, batch_size = cost_model(cluster, read.precision, options.profile), read.batch_size
-    if read.has_data and recipe.data.group is not None:
+    if read.trains and recipe.data.group is not None:
         from motet.planning.groups import examples_a_group, in_groups
 
         workload = in_groups(recipe, workload)

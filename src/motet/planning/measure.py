@@ -116,7 +116,7 @@ def plan_measured(request: MeasureRequest, outputs: PlanOutputs) -> None:
         obstacles: dict[int, str] = {}
         with world.together():
             if world.is_first:
-                job, recipe = _job(request, world), load_recipe(request.recipe, request.overrides)
+                job, recipe = _job(request, world), load_recipe(request.recipe, request.overrides, trains=False)
                 found = find_plans(job, request.pins, Quota(request.num_plans, lambda plan: not obstacle(plan, recipe)))
                 plans = [each.candidate.plan for each in (found.best, *found.results[1:])]
                 obstacles = {index: obstacle(plan, recipe) for index, plan in enumerate(plans)}
@@ -235,8 +235,9 @@ def _apart(recipe: Recipe, folder: str) -> Recipe:
     """The recipe without evaluation, in another folder: the checkpoints in the run's own must stay."""
     update: dict[str, object] = {
         "run": recipe.run.model_copy(update={"dir": Path(folder)}),
-        "data": recipe.data.model_copy(update={"heldout": ()}),
     }
+    if recipe.data.heldout:
+        update["data"] = recipe.data.model_copy(update={"heldout": ()})
     if recipe.balance.cost == "profile":
         profile = recipe.balance.profile or recipe.run.dir / PROFILE_FILE
         update["balance"] = recipe.balance.model_copy(update={"profile": profile})
@@ -246,17 +247,22 @@ def _apart(recipe: Recipe, folder: str) -> Recipe:
 def _job(request: MeasureRequest, world: World) -> Job:
     """The job on the ranks at hand; options outweigh what these are."""
     stated = read_job_recipe(request.recipe, request.overrides)
-    if not stated.has_data:
-        raise UserError(f"--measure runs real steps, and {request.recipe} has no [data] to train on; leave it out.")
+    if stated.workload is None and not stated.trains:
+        raise UserError(
+            f"--measure runs real steps, and {request.recipe} has neither [data] nor [workload] to train on."
+        )
     if request.options.workload is not None:
         raise UserError("--measure runs steps of the recipe's own data, so --workload cannot say other lengths.")
-    device, cluster = device_at_hand(load_recipe(request.recipe, request.overrides)), request.options.cluster
+    device, cluster = (
+        device_at_hand(load_recipe(request.recipe, request.overrides, trains=False)),
+        request.options.cluster,
+    )
     if stated.cluster is None and cluster.num_nodes is None and cluster.ranks_per_node is None:
         cluster = ClusterOptions(cluster.device, world.num_ranks // world.ranks_per_node, world.ranks_per_node)
     _check_at_hand(cluster_of(request.recipe, stated.cluster, cluster, device or None), device, world)
     if stated.cluster is None and cluster.device is None:
         cluster = replace(cluster, device=device)
-    return job_of_recipe(request.recipe, replace(request.options, cluster=cluster), request.overrides)
+    return job_of_recipe(request.recipe, replace(request.options, cluster=cluster), request.overrides, as_trained=True)
 
 
 def _check_at_hand(cluster: Cluster, device: str, world: World) -> None:

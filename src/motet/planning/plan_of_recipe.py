@@ -139,13 +139,13 @@ def read_recipe_as_plan(file: Path, overrides: Sequence[str], options: JobOption
 
     Raises UserError for what is wrong with the recipe or the options.
     """
-    if "data" not in read_recipe(file, overrides).tables:
+    if not {"data", "workload"} & read_recipe(file, overrides).tables.keys():
         raise UserError(
-            f"{file} has no [data], so it says nothing of how it trains: `motet plan {file}` finds a plan, "
-            "which `motet simulate` takes."
+            f"{file} has neither [data] nor [workload], so it does not train: `motet plan {file}` finds a plan, which "
+            "`motet simulate` takes."
         )
-    recipe = load_recipe(file, overrides)
-    job = job_of_recipe(file, options, overrides)
+    recipe = load_recipe(file, overrides, trains=False)
+    job = job_of_recipe(file, options, overrides, as_trained=True)
     return plan_of_recipe(_resolved(recipe, job), job.model, job.cluster, job.workload), job
 
 

@@ -1,6 +1,7 @@
 """The recipes that `motet plan` takes: those of training jobs, and planning recipes, with no more than planning needs.
 
-A planning recipe has a workload instead of data, and needs neither tokenizer nor weights:
+A planning recipe has a workload instead of data, and needs neither tokenizer nor weights. With tables that say how it
+trains ([fsdp], [balance], ...), one of shapes is read as a training recipe (`train/recipe/recipe.py: DrawnRecipe`):
 
     [run]
     batch_size = 2560
@@ -62,7 +63,8 @@ class PlanRecipe(BaseModel):
 class JobRecipe:
     """What both kinds of recipe say of a job.
 
-    workload: None if a planning recipe has none. has_data: whether it is a training recipe; its workload is its data.
+    workload: None if a planning recipe has none.
+    trains:   whether it is read as a training recipe; its workload is its data.
     """
 
     model: ModelSpec
@@ -70,23 +72,35 @@ class JobRecipe:
     precision: str
     cluster: ClusterConfig | None
     workload: Workload | None
-    has_data: bool
+    trains: bool
 
 
-def read_job_recipe(path: Path, overrides: Sequence[str] = ()) -> JobRecipe:
-    """The job that a recipe of either kind describes. Raises UserError for what is wrong with it."""
+def read_job_recipe(path: Path, overrides: Sequence[str] = (), *, as_trained: bool = False) -> JobRecipe:
+    """The job that a recipe of either kind describes. Raises UserError for what is wrong with it.
+
+    as_trained: read a recipe that says nothing of how it trains as one that trains by default.
+    """
     text = read_recipe(path, overrides)
-    return _of_training(path, overrides) if "data" in text.tables else _of_planning(path, text)
+    return _of_training(path, overrides) if as_trained or _trains(text.tables) else _of_planning(path, text)
+
+
+def _trains(tables: dict[str, Any]) -> bool:
+    """Whether a recipe says how it trains. One with a workload does so if a planning recipe lacks some of its keys."""
+    if "workload" not in tables:
+        return "data" in tables
+    run = tables.get("run")
+    own = tables.keys() - PlanRecipe.model_fields.keys()
+    if isinstance(run, dict):
+        own |= run.keys() - PlannedRun.model_fields.keys()
+    return bool(own) and _schema(tables.get("model"))[1]
 
 
 def _of_training(path: Path, overrides: Sequence[str]) -> JobRecipe:
-    from motet.data.text import ChatTokenizer
     from motet.models.spec import spec_of_config
     from motet.train.recipe.recipe import load_recipe
 
-    recipe = load_recipe(path, overrides)
-    vocabulary_size = ChatTokenizer.from_directory(recipe.data.tokenizer).vocabulary_size
-    model = spec_of_config(recipe.model, vocabulary_size, path.stem)
+    recipe = load_recipe(path, overrides, trains=False)
+    model = spec_of_config(recipe.modules, recipe.vocabulary().vocabulary_size, path.stem)
     precision = PRECISION_OF_DTYPE[recipe.fsdp.param_dtype or recipe.run.dtype]
     return JobRecipe(model, recipe.run.batch_size, precision, recipe.cluster, None, True)
 

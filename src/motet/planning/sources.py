@@ -24,7 +24,7 @@ from motet.cost.catalogue import cluster
 from motet.planning.planned_recipe import read_job_recipe
 
 if TYPE_CHECKING:
-    from motet.data.dataset import Dataset
+    from motet.data.examples import Examples
     from motet.train.recipe.recipe import Recipe
 
 
@@ -75,14 +75,14 @@ def workload_at(path: Path) -> Workload:
     tables = _tables(path)
     if "task" in tables:
         return replace(read_sampler(path).workload(), source=str(path))
-    if "data" in tables:
-        from motet.train.recipe.recipe import load_recipe
-
-        return workload_of(load_recipe(path), str(path))
-    workload = read_job_recipe(path).workload if "workload" in tables else None
-    if workload is None:
+    if not {"data", "workload"} & tables.keys():
         raise UserError(f"{path} is to say which lengths there are; it has neither [data], [workload] nor [[task]].")
-    return workload
+    read = read_job_recipe(path)
+    if read.workload is not None:
+        return read.workload
+    from motet.train.recipe.recipe import load_recipe
+
+    return workload_of(load_recipe(path, trains=False), str(path))
 
 
 def workload_of(recipe: Recipe, source: str) -> Workload:
@@ -94,8 +94,11 @@ def workload_of(recipe: Recipe, source: str) -> Workload:
     return Workload(source, dataset.batch_lengths(np.arange(dataset.num_examples), 1))
 
 
-def training_data(recipe: Recipe) -> tuple[Dataset, ModelSpec]:
-    """The indexed training data of a recipe, and its model. Raises UserError, also for data split over ranks."""
+def training_data(recipe: Recipe) -> tuple[Examples, ModelSpec]:
+    """The training data of a recipe, indexed or drawn, and its model.
+
+    Raises UserError, also for data split over ranks.
+    """
     if recipe.data.is_split:
         raise UserError(
             f"{recipe.data.train[0]} in data.train is another file for each rank, and here there are no ranks: name "
@@ -103,15 +106,14 @@ def training_data(recipe: Recipe) -> tuple[Dataset, ModelSpec]:
         )
     import torch
 
-    from motet.data.text import ChatTokenizer
     from motet.models.build import build_mllm
     from motet.models.spec import model_spec
     from motet.train.job import open_dataset
 
-    tokenizer = ChatTokenizer.from_directory(recipe.data.tokenizer)
+    vocabulary = recipe.vocabulary()
     with torch.device("meta"):
-        model = build_mllm(recipe.model, tokenizer.vocabulary_size)
-    return open_dataset(recipe, recipe.data.train, tokenizer, model, _warn), model_spec(model)
+        model = build_mllm(recipe.modules, vocabulary.vocabulary_size)
+    return open_dataset(recipe, recipe.data.train, vocabulary, model, _warn), model_spec(model)
 
 
 def _tables(path: Path) -> dict[str, Any]:

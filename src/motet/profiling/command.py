@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor, Shard
 from motet.core.files import check_output
 from motet.core.spec import ModelSpec
 from motet.cost.profile import PROFILE_FILE, MessageTimes, ModuleTimes, OptimizerTimes, Profile
-from motet.data.text import ChatTokenizer
 from motet.models.build import ModelConfig, build_mllm
 from motet.models.mllm import MLLM
 from motet.models.spec import spec_of_config
@@ -57,11 +56,11 @@ def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: floa
         with world.together():
             if out is not None and world.is_first:
                 check_output(out)
-            vocab_size = ChatTokenizer.from_directory(recipe.data.tokenizer).vocabulary_size
+            vocab_size = recipe.vocabulary().vocabulary_size
             model = _build(recipe, vocab_size, dtype_name(recipe), world.device)
             sharded = _build(recipe, vocab_size, recipe.run.dtype, world.device)
             to_measure = subjects(recipe, model, sharded, world.device)
-            spec = spec_of_config(recipe.model, vocab_size)
+            spec = spec_of_config(recipe.modules, vocab_size)
         mesh = build_mesh(world.device, shard_size=1, ranks_per_node=world.ranks_per_node)
         mesh = replace(mesh, shards=mesh.shards[SHARD])
         # Without recomputation: a Plan decides that.
@@ -96,7 +95,7 @@ def dtype_name(recipe: Recipe) -> str:
 
 
 def _build(recipe: Recipe, vocab_size: int, dtype: str, device: torch.device) -> MLLM:
-    model = build_mllm(one_layer_deep(recipe.model), vocab_size, _DTYPES[dtype], recipe.run.seed)
+    model = build_mllm(one_layer_deep(recipe.modules), vocab_size, _DTYPES[dtype], recipe.run.seed)
     return model.to(device).train()
 
 
@@ -123,9 +122,9 @@ def _optimizer_times(
     separated from the cost of its elements. In a model too large for a device, one layer of each module stands for
     all. None if nothing is trainable. mesh: of this rank alone.
     """
-    shapes = _trainable_shapes(recipe.model, vocab_size)
+    shapes = _trainable_shapes(recipe.modules, vocab_size)
     if sum(map(math.prod, shapes)) > _MAX_PARAMETERS:
-        shapes = _trainable_shapes(one_layer_deep(recipe.model), vocab_size)
+        shapes = _trainable_shapes(one_layer_deep(recipe.modules), vocab_size)
     cache_filler = torch.zeros(_CACHED_BYTES // 4, device=world.device)
     numbers, seconds = [], []
     for share in _SHARES if shapes else ():

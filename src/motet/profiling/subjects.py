@@ -26,11 +26,10 @@ from motet.core.workload import BACKBONE
 from motet.cost.profile import Batch
 from motet.models.backbone import Backbone
 from motet.models.build import BackboneConfig, EncoderConfig, ModelConfig
-from motet.models.families.registry import BACKBONES, ENCODERS, Family
 from motet.models.layers import LayerModules
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
-from motet.train.recipe.recipe import Recipe
+from motet.train.recipe.recipe import DrawnRecipe, Recipe
 
 _SHORTEST = 8
 """Shorter items are not measured if there are longer ones."""
@@ -71,17 +70,17 @@ class Subject:
 def one_layer_deep(config: ModelConfig) -> ModelConfig:
     """The same model with a single transformer layer in each module, and everything trainable."""
     encoders = {
-        name: part.model_copy(update={"train_encoder": True, "train_projector": True} | _truncated(part, ENCODERS))
+        name: part.model_copy(update={"train_encoder": True, "train_projector": True} | _truncated(part))
         for name, part in config.encoders.items()
     }
-    backbone = config.backbone.model_copy(update={"train": True} | _truncated(config.backbone, BACKBONES))
+    backbone = config.backbone.model_copy(update={"train": True} | _truncated(config.backbone))
     return config.model_copy(update={"encoders": encoders, "backbone": backbone})
 
 
-def _truncated(part: EncoderConfig | BackboneConfig, families: dict[str, Family]) -> dict[str, Any]:
+def _truncated(part: EncoderConfig | BackboneConfig) -> dict[str, Any]:
     if part.family is None:
         return {}
-    family = families[part.family]
+    family = part.classes
     options = dict(part.config) | {family.depth: 1}
     if "layer_types" in inspect.signature(family.config).parameters:
         # The list has an entry for each layer of the whole model; without it, the family's own rule applies.
@@ -185,12 +184,8 @@ def _encoder(recipe: Recipe, name: str, module: ModalityModule, sharded: nn.Modu
 
 def _sizes(recipe: Recipe, name: str, module: ModalityModule) -> dict[int, Int64Array]:
     """The sizes of an item, by length. Items are what the transform makes of squares, or of clips, of many sizes."""
-    transform = recipe.transform(name)
-    longest = getattr(transform, "max_pixels_side", 0) or int(transform.max_seconds * transform.sampling_rate)
-    raw = np.unique(np.geomspace(1, longest, 4 * _NUM_CANDIDATES).astype(np.int64))
-    pairs = np.stack([raw, raw if transform.modality == "image" else np.full_like(raw, transform.sampling_rate)], 1)
     by_length: dict[int, Int64Array] = {}
-    for size in transform.sizes(pairs)[:, None]:
+    for size in recipe.transform(name).sizes(_raw(recipe, name))[:, None]:
         try:
             fits = module.num_tokens(size)[0] > 0
         except UserError:
@@ -202,9 +197,33 @@ def _sizes(recipe: Recipe, name: str, module: ModalityModule) -> dict[int, Int64
     return by_length
 
 
+def _raw(recipe: Recipe, name: str) -> Int64Array:
+    """What headers of squares, or of clips, of many sizes say, int64 [n, 2]; of drawn items, their lengths."""
+    transform = recipe.transform(name)
+    if isinstance(recipe, DrawnRecipe):
+        items = recipe.drawn().examples.items.get(name)
+        if items is None:
+            raise UserError(f"[workload] has no item for model.encoders.{name}, so nothing says which lengths to time.")
+        longest, second = int(items.length.max(initial=1)), None
+    elif transform.modality == "image":
+        longest, second = transform.max_pixels_side, None
+    else:
+        longest, second = int(transform.max_seconds * transform.sampling_rate), transform.sampling_rate
+    first = np.unique(np.geomspace(1, longest, 4 * _NUM_CANDIDATES).astype(np.int64))
+    return np.stack([first, first if second is None else np.full_like(first, second)], axis=1)
+
+
+def _longest_sequence(recipe: Recipe, backbone: Backbone) -> int:
+    if recipe.data.max_sequence_length is not None:
+        return recipe.data.max_sequence_length
+    if isinstance(recipe, DrawnRecipe):
+        return int(recipe.drawn().examples.sequence.max())
+    return backbone.causal_lm.config.max_position_embeddings
+
+
 def _backbone(recipe: Recipe, backbone: Backbone, sharded: nn.Module, device: torch.device) -> Subject:
     config = backbone.causal_lm.config
-    longest = recipe.data.max_sequence_length or config.max_position_embeddings
+    longest = _longest_sequence(recipe, backbone)
     shortest = min(_SHORTEST, longest)
     lengths = np.unique(np.geomspace(shortest, longest, _NUM_CANDIDATES).astype(np.int64))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from motet.core.errors import JointUserError
-from motet.data.dataset import Dataset
+from motet.data.examples import Examples
 from motet.data.splits import OwnSplits
 from motet.dispatch import RankBatch
 from motet.runtime.not_finite import Finding, Moment, first_not_finite, gradient_not_finite, weight_not_finite
@@ -60,7 +60,7 @@ class Cause:
 
 
 def examine(
-    step: TrainStep, batches: Sequence[RankBatch], fed: StepInput, dataset: Dataset | OwnSplits, world: World
+    step: TrainStep, batches: Sequence[RankBatch], fed: StepInput, dataset: Examples | OwnSplits, world: World
 ) -> Cause:
     """Find the cause of a bad step by running it again. A collective.
 
@@ -95,7 +95,7 @@ def examine(
     )
 
 
-def _names(ids: Sequence[int], dataset: Dataset | OwnSplits, world: World) -> list[str]:
+def _names(ids: Sequence[int], dataset: Examples | OwnSplits, world: World) -> list[str]:
     """Manifest and line of examples; of an example in a split, only its rank knows them. A collective."""
     by_rank = world.gather([dataset.where(example) for example in ids])
     return [max(names) for names in zip(*by_rank, strict=True)]
@@ -109,7 +109,7 @@ def _event(finding: Finding) -> tuple[str, str, Moment]:
 class BadSteps:
     """Counts and records the bad steps of a run. All ranks call every method alike."""
 
-    def __init__(self, recipe: Recipe, dataset: Dataset | OwnSplits, world: World) -> None:
+    def __init__(self, recipe: Recipe, dataset: Examples | OwnSplits, world: World) -> None:
         self._path, self._skips = recipe.run.dir / FILE, recipe.run.on_bad_step == "skip"
         self._dataset, self._world = dataset, world
         self._in_a_row = 0

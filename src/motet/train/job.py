@@ -15,6 +15,8 @@ from motet.core.errors import JointUserError, UserError
 from motet.core.spec import ModelSpec
 from motet.data.dataset import Dataset, Modality
 from motet.data.decode import Decoder
+from motet.data.drawn import DrawnDataset, DrawnVocabulary
+from motet.data.examples import Examples
 from motet.data.groups import GroupedOrder
 from motet.data.order import ExampleOrder
 from motet.data.splits import OwnSplits
@@ -46,7 +48,7 @@ from motet.train.input.ordering import build_order
 from motet.train.input.own_splits import check_same_splits, joined_splits, own_splits, say_left_out
 from motet.train.input.rows import check_rows
 from motet.train.optimizer import build_optimizer
-from motet.train.recipe.recipe import Recipe
+from motet.train.recipe.recipe import DrawnRecipe, Recipe
 from motet.train.recompute import Recomputation, RecomputeRanks, auto_recompute, memory_bytes
 from motet.train.world import World
 
@@ -66,7 +68,7 @@ class TrainingJob:
     optimizer: torch.optim.Optimizer
     step: TrainStep
     order: ExampleOrder
-    dataset: Dataset | OwnSplits
+    dataset: Examples | OwnSplits
     loading: Loading
     recomputation: Recomputation
     evaluator: Evaluator | None
@@ -84,15 +86,15 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
     with world.together():
         _check_transport(recipe, world)
         dtype = _DTYPES[recipe.run.dtype]
-        tokenizer = ChatTokenizer.from_directory(recipe.data.tokenizer)
-        model = build_mllm(recipe.model, tokenizer.vocabulary_size, dtype, recipe.run.seed, deferred=True)
+        vocabulary = recipe.vocabulary()
+        model = build_mllm(recipe.modules, vocabulary.vocabulary_size, dtype, recipe.run.seed, deferred=True)
         check_rows(recipe, model)
         measured, orchestrator = _balancing(recipe, model, world)
         splits = own_splits(recipe, world)
         opened = {
-            number: open_dataset(recipe, manifests, tokenizer, model, say) for number, manifests in splits.items()
+            number: open_dataset(recipe, manifests, vocabulary, model, say) for number, manifests in splits.items()
         }
-        heldout = open_dataset(recipe, recipe.data.heldout, tokenizer, model, say) if recipe.data.heldout else None
+        heldout = open_dataset(recipe, recipe.data.heldout, vocabulary, model, say) if recipe.data.heldout else None
         decoder = cleanup.enter_context(Decoder(opened[min(opened)].transforms, recipe.data.num_workers))
     check_same_profile(world, measured)
     dataset = joined_splits(opened, world, say) if recipe.data.is_split else opened[0]
@@ -108,7 +110,7 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
     with world.together():
         mesh = build_mesh(world.device, shard_size=recipe.fsdp.shard_size, ranks_per_node=world.ranks_per_node)
         shard(model, mesh, recipe.fsdp)
-        materialise(model, recipe.model, recipe.run.seed, world.device)
+        materialise(model, recipe.modules, recipe.run.seed, world.device)
         optimizer = build_optimizer(model, recipe.optimizer)
     world.barrier()  # The clocks of all ranks start at the same moment.
     step = TrainStep(
@@ -121,7 +123,7 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
     evaluator = None
     if heldout is not None:
         exchange = ItemExchange(world.control, orchestrator, model.encoders, ranks_per_node=world.ranks_per_node)
-        evaluator = Evaluator(heldout, tokenizer, decoder, exchange, mesh, world, recipe.evaluate, say)
+        evaluator = Evaluator(heldout, vocabulary, decoder, exchange, mesh, world, recipe.evaluate, say)
     caps = order.caps if isinstance(order, GroupedOrder) else None
     start = Progress(0, 0, 0, recipe.data.seed, dataset.fingerprint, group=caps)
     progress, line = _resume(recipe, world, resume, model, optimizer, start, say)
@@ -172,7 +174,7 @@ def _recomputation(
     world: World,
     rank_bytes: int,
     spec: ModelSpec,
-    dataset: Dataset | OwnSplits,
+    dataset: Examples | OwnSplits,
     order: ExampleOrder,
     say: Say,
 ) -> Recomputation:
@@ -180,28 +182,43 @@ def _recomputation(
     if recipe.fsdp.recompute != "auto":
         return Recomputation(recipe, spec)
     ranks = RecomputeRanks(world.num_ranks, world.ranks_per_node, world.device.type, rank_bytes)
-    assert isinstance(dataset, Dataset), "a recipe that reads splits states numbers"
+    assert not isinstance(dataset, OwnSplits), "a recipe that reads splits states numbers"
     chosen = auto_recompute(recipe, spec, ranks, order, lambda ids: dataset.batch_lengths(ids, 1))
     say(str(chosen))
     return Recomputation(chosen.resolved, spec, chosen)
 
 
-def open_dataset(recipe: Recipe, manifests: Sequence[str], tokenizer: ChatTokenizer, model: MLLM, say: Say) -> Dataset:
-    """The examples of the manifests, in the form that the model takes. The model's weights are not read."""
+def open_dataset(
+    recipe: Recipe, manifests: Sequence[str], vocabulary: ChatTokenizer | DrawnVocabulary, model: MLLM, say: Say
+) -> Examples:
+    """The examples of the manifests, or those that are drawn, in the form that the model takes.
+
+    The model's weights are not read.
+    """
     modalities = {
         name: Modality(recipe.transform(name), module.num_tokens, module.lengths, module.segments)
         for name, module in model.encoders.items()
     }
-    dataset = Dataset.open(
-        manifests,
-        tokenizer,
-        modalities,
-        max_sequence_length=recipe.data.max_sequence_length,
-        index_folder=recipe.data.index_folder,
-        num_workers=recipe.data.num_workers,
-        progress=_index_progress(manifests, say),
-    )
-    say_left_out(manifests, dataset.left_out, dataset.num_in_manifests, say)
+    dataset: Examples
+    if isinstance(recipe, DrawnRecipe):
+        dataset = DrawnDataset(
+            recipe.drawn(),
+            modalities,
+            vocabulary_size=vocabulary.vocabulary_size,
+            seed=recipe.data.seed,
+            max_sequence_length=recipe.data.max_sequence_length,
+        )
+    else:
+        dataset = Dataset.open(
+            manifests,
+            vocabulary,
+            modalities,
+            max_sequence_length=recipe.data.max_sequence_length,
+            index_folder=recipe.data.index_folder,
+            num_workers=recipe.data.num_workers,
+            progress=_index_progress(manifests, say),
+        )
+    say_left_out(manifests or ("[workload]",), dataset.left_out, dataset.num_in_manifests, say)
     return dataset
 
 
@@ -218,9 +235,10 @@ def _index_progress(manifests: Sequence[str], say: Say) -> Callable[[int, float]
     return show
 
 
-def _check_same_examples(world: World, dataset: Dataset | OwnSplits, heldout: Dataset | None) -> None:
+def _check_same_examples(world: World, dataset: Examples | OwnSplits, heldout: Dataset | None) -> None:
     """Raise JointUserError if ranks see different examples, and are to see the same."""
-    shared = {key: part for key, part in (("train", dataset), ("heldout", heldout)) if isinstance(part, Dataset)}
+    parts = {"train": dataset, "heldout": heldout}
+    shared = {key: part for key, part in parts.items() if part is not None and not isinstance(part, OwnSplits)}
     by_rank = world.gather({key: (part.num_examples, part.fingerprint) for key, part in shared.items()})
     for rank, datasets in enumerate(by_rank):
         for key, other in datasets.items():
@@ -231,7 +249,7 @@ def _check_same_examples(world: World, dataset: Dataset | OwnSplits, heldout: Da
                 )
 
 
-def _check_bad_at_indexing(recipe: Recipe, dataset: Dataset | OwnSplits) -> None:
+def _check_bad_at_indexing(recipe: Recipe, dataset: Examples | OwnSplits) -> None:
     """Raise UserError if more examples were left out of the index as bad than data.max_bad_fraction allows."""
     num_bad, allowed = dataset.left_out.num_bad, recipe.data.max_bad_fraction
     if num_bad > allowed * dataset.num_in_manifests:
@@ -246,7 +264,7 @@ def _loading(
     world: World,
     mesh: Mesh,
     orchestrator: Orchestrator,
-    dataset: Dataset | OwnSplits,
+    dataset: Examples | OwnSplits,
     decoder: Decoder,
     model: MLLM,
 ) -> Loading:
@@ -260,7 +278,7 @@ def _loading(
             carrier=_carrier(recipe, world, mesh),
         )
         return ExchangeLoading(dataset, decoder, exchange, world.ranks_per_node)
-    assert isinstance(dataset, Dataset), "a recipe whose examples are split exchanges items"
+    assert not isinstance(dataset, OwnSplits), "a recipe whose examples are split exchanges items"
     return IndexLoading(dataset, decoder, orchestrator, world.rank, world.ranks_per_node)
 
 
@@ -326,8 +344,8 @@ def _check_same_run(chosen: Start, start: Progress, num_steps: int) -> None:
         )
     if chosen.state.dataset != start.dataset:
         raise UserError(
-            f"The checkpoint {chosen.path} was written on other training examples than those of data.train now, so its "
-            "position among them means nothing: restore them, or start anew with --resume never."
+            f"The checkpoint {chosen.path} was written on other training examples than those of data.train now, or of "
+            "[workload], so its position among them means nothing: restore them, or start anew with --resume never."
         )
     if chosen.state.group != start.group:
         raise UserError(

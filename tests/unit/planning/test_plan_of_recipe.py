@@ -11,7 +11,7 @@ from motet.core.errors import UserError
 from motet.core.sampler import Sampler
 from motet.core.workload import BACKBONE
 from motet.cost.analytic import Analytic
-from motet.data.groups import GroupedOrder
+from motet.data.groups import GroupedOrder, phase_totals
 from motet.data.text import ChatTokenizer
 from motet.dispatch import BalanceConfig
 from motet.models.spec import spec_of_config
@@ -301,7 +301,7 @@ def test_a_recipe_of_groups_is_a_plan_with_their_caps(recipe_file):
 def test_a_simulated_step_of_groups_is_one_that_is_trained(recipe_file):
     plan, job = read_recipe_as_plan(recipe_file, GROUPED, JobOptions(ClusterOptions(ranks_per_node=2)))
     dataset, _ = training_data(load_recipe(recipe_file, GROUPED))
-    order = GroupedOrder(dataset.total_lengths(), plan.microbatch_caps)
+    order = GroupedOrder(phase_totals(dataset), plan.microbatch_caps)
     position, trained, num_left = 0, [], 0
     while position < dataset.num_examples:
         step, num_left = order.step(position, 4), dataset.num_examples - position
@@ -340,5 +340,8 @@ def test_the_recipes_cluster_counts_where_no_other_device_is_named(recipe_file):
 def test_a_recipe_that_does_not_train_is_sent_to_motet_plan(tmp_path):
     path = tmp_path / "planned.toml"
     path.write_text("[run]\nbatch_size = 8\n")
-    with pytest.raises(UserError, match=r"planned.toml has no \[data\], .*: `motet plan .*planned.toml` finds a plan"):
+    with pytest.raises(
+        UserError,
+        match=r"planned.toml has neither \[data\] nor \[workload\], .*: `motet plan .*planned.toml` finds a plan",
+    ):
         read_recipe_as_plan(path, [], JobOptions(ClusterOptions()))

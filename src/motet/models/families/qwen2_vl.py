@@ -18,23 +18,7 @@ from motet.models.attention import PackedItems
 from motet.models.contract import ImageRows
 from motet.models.families.patches import embed_patches
 from motet.models.layers import LayerModules, any_trainable
-
-
-class _Rotation:
-    """cos, sin [rows, head_dim] in at least float32.
-
-    A plain class, not a dataclass or a tuple: FSDP's mixed precision rounds the tensors inside those.
-    """
-
-    def __init__(self, cos: Tensor, sin: Tensor) -> None:
-        self.cos, self.sin = cos, sin
-
-    def apply(self, x: Tensor) -> Tensor:
-        """x [rows, heads, head_dim], rotated, in its own dtype."""
-        wide = x.to(self.cos.dtype)
-        first, second = wide.chunk(2, dim=-1)
-        turned = wide * self.cos[:, None] + torch.cat([-second, first], dim=-1) * self.sin[:, None]
-        return turned.to(x.dtype)
+from motet.models.rotary import Rotation
 
 
 class _Attention(nn.Module):
@@ -45,7 +29,7 @@ class _Attention(nn.Module):
         self.qkv, self.proj = hf.qkv, hf.proj
         self.num_heads = hf.num_heads
 
-    def forward(self, hidden: Tensor, cu_seqlens: PackedItems, position_embeddings: _Rotation) -> Tensor:
+    def forward(self, hidden: Tensor, cu_seqlens: PackedItems, position_embeddings: Rotation) -> Tensor:
         """hidden [rows, dim] -> [rows, dim]."""
         query, key, value = self.qkv(hidden).view(len(hidden), 3, self.num_heads, -1).unbind(1)
         query, key = position_embeddings.apply(query), position_embeddings.apply(key)
@@ -109,12 +93,12 @@ class Qwen2VLEncoder(nn.Module):
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotation)
         return self.model.merger(hidden)
 
-    def _rotation(self, grids: Int64Array, hidden: Tensor) -> _Rotation:
+    def _rotation(self, grids: Int64Array, hidden: Tensor) -> Rotation:
         frequencies = self.model.rotary_pos_emb.inv_freq.to(torch.promote_types(hidden.dtype, torch.float32))
         coordinates = torch.from_numpy(_coordinates(grids, self.merge)).to(hidden.device)
         # Half of the head's channels turn with the patch's row, half with its column.
         angles = (coordinates[:, :, None] * frequencies).flatten(1).repeat(1, 2)
-        return _Rotation(angles.cos(), angles.sin())
+        return Rotation(angles.cos(), angles.sin())
 
 
 def _coordinates(grids: Int64Array, merge: int) -> Int64Array:

@@ -21,6 +21,16 @@ from motet.models.families.clip import ClipEncoder
 from motet.models.families.dinov2 import Dinov2Encoder
 from motet.models.families.qwen2_audio import Qwen2AudioEncoder
 from motet.models.families.qwen2_vl import Qwen2VLEncoder
+from motet.models.families.shaped import (
+    ShapedAudioConfig,
+    ShapedAudioEncoder,
+    ShapedAudioTransformer,
+    ShapedCausalLM,
+    ShapedLMConfig,
+    ShapedVisionConfig,
+    ShapedVisionEncoder,
+    ShapedVisionTransformer,
+)
 from motet.models.families.siglip import SiglipEncoder
 from motet.models.families.supported import check_backbone, check_encoder
 from motet.models.families.whisper import WhisperEncoder
@@ -113,6 +123,14 @@ BACKBONES = {
     "phi3": Family(transformers.Phi3Config, transformers.Phi3ForCausalLM),
     "olmo2": Family(transformers.Olmo2Config, transformers.Olmo2ForCausalLM, norm="rms_float32"),
 }
+
+SHAPED_BACKBONE = Family(ShapedLMConfig, ShapedCausalLM, depth="num_layers")
+
+SHAPED_ENCODERS = {
+    "vit": Family(ShapedVisionConfig, ShapedVisionTransformer, ShapedVisionEncoder, depth="num_layers"),
+    "audio": Family(ShapedAudioConfig, ShapedAudioTransformer, ShapedAudioEncoder, depth="num_layers"),
+}
+"""By `kind` of an encoder's table of shapes."""
 
 
 def backbone_family(causal_lm: nn.Module) -> Family:

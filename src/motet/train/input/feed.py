@@ -24,7 +24,7 @@ import torch.distributed as dist
 from motet.assign.whole_step import DecidedStep
 from motet.core.arrays import BoolArray, Int64Array
 from motet.core.errors import JointUserError
-from motet.data.config import DataConfig
+from motet.data.config import LoadingConfig
 from motet.data.order import ExampleOrder
 from motet.dispatch import RankBatch
 from motet.dispatch.agreement import gather, joint_error
@@ -108,7 +108,7 @@ class Feed:
         loading: Loading,
         group: dist.ProcessGroup,
         steps: StepRange,
-        config: DataConfig,
+        config: LoadingConfig,
         *,
         prepare: Callable[[RankBatch], RankBatch] | None = None,
         report: Callable[[UnreadableExample], None] = lambda bad: None,

@@ -20,8 +20,8 @@ from motet.assign.whole_step import DecidedMicrobatch, DecidedStep, decide_step
 from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BatchLengths, home_ranks
-from motet.data.dataset import Dataset
 from motet.data.decode import Decoder
+from motet.data.examples import Examples
 from motet.data.media import BadMedia, MediaRef
 from motet.data.order import StepExamples
 from motet.data.splits import OwnSplits
@@ -118,7 +118,7 @@ class IndexLoading:
     """Loads what the decision gives to this rank; lengths come from the dataset's index."""
 
     def __init__(
-        self, dataset: Dataset, decoder: Decoder, orchestrator: Orchestrator, rank: int, ranks_per_node: int
+        self, dataset: Examples, decoder: Decoder, orchestrator: Orchestrator, rank: int, ranks_per_node: int
     ) -> None:
         self._dataset, self._decoder, self._orchestrator = dataset, decoder, orchestrator
         self._rank, self._ranks_per_node = rank, ranks_per_node
@@ -184,7 +184,7 @@ class ExchangeLoading:
     """Loads the home examples of this rank, then exchanges their items."""
 
     def __init__(
-        self, dataset: Dataset | OwnSplits, decoder: Decoder, exchange: ItemExchange, ranks_per_node: int
+        self, dataset: Examples | OwnSplits, decoder: Decoder, exchange: ItemExchange, ranks_per_node: int
     ) -> None:
         self._dataset, self._decoder, self._exchange, self._ranks_per_node = dataset, decoder, exchange, ranks_per_node
 
@@ -227,7 +227,7 @@ def exchanged(exchange: ItemExchange, examples: Sequence[LoadedExample | None], 
     return Loaded(batch, items.moved_bytes, items.crossing_bytes)
 
 
-def _where(dataset: Dataset | OwnSplits, ids: Int64Array) -> Callable[[int], str]:
+def _where(dataset: Examples | OwnSplits, ids: Int64Array) -> Callable[[int], str]:
     """Index in a microbatch -> manifest and line of the example."""
     return lambda index: dataset.where(int(ids[index]))
 

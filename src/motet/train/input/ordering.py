@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from motet.data.dataset import Dataset
-from motet.data.groups import GroupedOrder, group_caps
+from motet.data.examples import Examples
+from motet.data.groups import GroupedOrder, group_caps, phase_totals
 from motet.data.order import ExampleOrder
 from motet.data.splits import OwnSplits
 from motet.train.input.own_splits import order_of
@@ -15,7 +15,7 @@ _MAX_NAMED = 3
 """Examples above a cap that are named."""
 
 
-def build_order(recipe: Recipe, dataset: Dataset | OwnSplits, say: Callable[[str], None]) -> ExampleOrder:
+def build_order(recipe: Recipe, dataset: Examples | OwnSplits, say: Callable[[str], None]) -> ExampleOrder:
     """The order in which a recipe takes its examples. Raises UserError for caps that do not fit the model or the data.
 
     With groups, those of the first epoch are made here, and the caps, the groups and the largest microbatch are said.
@@ -23,8 +23,10 @@ def build_order(recipe: Recipe, dataset: Dataset | OwnSplits, say: Callable[[str
     data = recipe.data
     if data.group is None:
         return order_of(recipe, dataset)
-    assert isinstance(dataset, Dataset), "groups take lengths that are known, and each rank has those of its split"
-    totals = dataset.total_lengths()
+    assert not isinstance(dataset, OwnSplits), (
+        "groups take lengths that are known, and each rank has those of its split"
+    )
+    totals = phase_totals(dataset)
     order = GroupedOrder(totals, group_caps(data.group, totals), data.seed)
     groups = order.epoch(0)
     say(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from motet.core.errors import JointUserError, UserError
 from motet.data.dataset import Dataset
+from motet.data.examples import Examples
 from motet.data.left_out import LeftOut, describe_left_out
 from motet.data.order import GlobalOrder
 from motet.data.splits import OwnSplits, SplitOrder
@@ -64,7 +65,7 @@ def joined_splits(opened: dict[int, Dataset], world: World, say: Say) -> OwnSpli
     return OwnSplits(opened, sizes, fingerprints, LeftOut.joined(left_out), sum(num_in_manifests))
 
 
-def order_of(recipe: Recipe, dataset: Dataset | OwnSplits) -> GlobalOrder | SplitOrder:
+def order_of(recipe: Recipe, dataset: Examples | OwnSplits) -> GlobalOrder | SplitOrder:
     """The order in which the whole job takes the training examples."""
     seed, shuffle = recipe.data.seed, recipe.data.shuffle
     if isinstance(dataset, OwnSplits):

@@ -39,7 +39,7 @@ def check_rows(recipe: Recipe, model: MLLM) -> None:
     for name, module in model.encoders.items():
         transform = recipe.transform(name)
         _check_takes(name, transform, module)
-        if path := recipe.model.encoders[name].path:
+        if path := recipe.modules.encoders[name].path:
             _check_preprocessed(name, transform, path)
         _run(name, transform, module)
 

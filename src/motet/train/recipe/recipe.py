@@ -1,5 +1,8 @@
 """A recipe: the whole of a training job as one validated TOML file.
 
+There are two kinds. One has `[data]`: files. The other has `[workload]`: a mixture of tasks (`core/sampler.py`), from
+which examples are drawn for a model of shapes (`core/shape_tables.py`).
+
 Each table is the Config class of a component, defined beside that component. This file puts them together, reads the
 TOML and the `--set` overrides, and makes paths absolute. Relative paths start at the recipe's folder, also in `--set`,
 so that a recipe means the same from any working directory.
@@ -17,12 +20,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from motet.core.errors import UserError
 from motet.core.limits import MAX_EXAMPLES, MAX_SEED, MAX_STEPS
+from motet.core.sampler import Sampler
+from motet.core.shape_tables import ModelShapes
+from motet.core.workload import Workload
 from motet.cost.catalogue import ClusterConfig
 from motet.data.audio import AudioTransform
-from motet.data.config import DataConfig
+from motet.data.config import DataConfig, DrawnDataConfig
+from motet.data.drawn import DrawnTransform, DrawnVocabulary
 from motet.data.images import ImageTransform
+from motet.data.text import ChatTokenizer
 from motet.dispatch import BalanceConfig
 from motet.models.build import ModelConfig
+from motet.models.shaped_config import config_of_shapes
 from motet.runtime.fsdp import FSDPConfig
 from motet.train.checkpoint.saving import CheckpointConfig
 from motet.train.evaluate import EvaluateConfig
@@ -30,6 +39,10 @@ from motet.train.export import ExportConfig
 from motet.train.optimizer import OptimizerConfig
 from motet.train.recipe.errors import recipe_error
 from motet.train.recipe.toml_text import dump_toml, read_recipe
+
+_DRAWN_LR = 1e-4
+"""The peak learning rate of a recipe whose examples are drawn, if it says none."""
+_DTYPE_OF = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 class RunConfig(BaseModel):
@@ -167,30 +180,137 @@ class Recipe(BaseModel):
         return getattr(self.transforms, encoder)
 
     @property
+    def modules(self) -> ModelConfig:
+        """The model to build."""
+        return self.model
+
+    def vocabulary(self) -> ChatTokenizer | DrawnVocabulary:
+        """What makes tokens, read from its directory. Raises UserError."""
+        return ChatTokenizer.from_directory(self.data.tokenizer)
+
+    @property
     def exchanges_items(self) -> bool:
         """Whether items are loaded by their home ranks and then sent. Not with "auto": every dataset has an index."""
         return self.balance.mode == "exchange"
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+class DrawnRecipe(Recipe):
+    """A training job whose model is made of shapes, and whose examples are drawn: of random contents.
+
+    precision: what modules compute in, by its name in Plans; `load_recipe` has it set `fsdp.param_dtype`.
+    """
+
+    model: ModelShapes
+    data: DrawnDataConfig = DrawnDataConfig()
+    workload: Sampler
+    precision: Literal["bf16", "fp32"] | None = None
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> DrawnRecipe:
+        for name in ("transforms", "evaluate", "export"):
+            if getattr(self, name) != type(getattr(self, name))():
+                raise ValueError(f"[{name}] has no effect beside [workload], as drawn examples mean nothing")
+        dtype = self.fsdp.param_dtype or self.run.dtype
+        if self.precision and dtype != _DTYPE_OF[self.precision]:
+            raise ValueError(f"precision is {self.precision!r}, but modules compute in {dtype}; leave one of them out")
+        spec = self.model.spec("model")
+        for number, task in enumerate(self.workload.task):
+            for name, items in task.items.items():
+                key = f"workload.task.{number}.items.{name}"
+                if name in self.model.generators:
+                    continue  # Training refuses them by their own key: `modules`.
+                if name not in self.model.encoders:
+                    raise ValueError(f"{key} has no effect on training, as there is no model.encoders.{name}")
+                divisor = spec.module(name).layers[-1].divisor
+                if items.length_per_token != divisor:
+                    raise ValueError(
+                        f"{key}.length_per_token is {items.length_per_token:g}, but model.encoders.{name} makes a row "
+                        f"of {divisor} (strides times projector.downsample)"
+                    )
+        return self
+
+    @property
+    def modules(self) -> ModelConfig:
+        """The model to build. Raises UserError for shapes that training does not compute."""
+        return config_of_shapes(self.model)
+
+    def drawn(self) -> Workload:
+        """The lengths of all examples, before any is left out."""
+        return self.workload.workload(self.data.seed)
+
+    def vocabulary(self) -> DrawnVocabulary:
+        """Token ids without text."""
+        return DrawnVocabulary(self.model.backbone.vocab_size)
+
+    def transform(self, encoder: str) -> DrawnTransform:
+        """What makes the rows of an encoder."""
+        shape = self.model.encoders[encoder]
+        return DrawnTransform(encoder, shape.input_dim, is_pixels=shape.kind == "vit", seed=self.data.seed)
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = (), *, trains: bool = True) -> Recipe:
     """Read, override and validate a recipe; paths in the result are absolute.
 
     overrides: "table.key=value", the value in TOML (a bare word is a string).
+    trains:    False if it is only planned: a recipe whose examples are drawn then needs no run.dir and run.steps.
     Raises UserError if the file is missing or no TOML, and for the first wrong key.
     """
     read = read_recipe(path, overrides)
+    schema, tables = Recipe, read.tables
+    if "workload" in tables:
+        schema, tables = DrawnRecipe, _drawn_tables(path, tables, trains)
     try:
         # JSON allows strict validation (no "8" for 8, no true for 1): it has lists for tuples, strings for paths.
-        recipe = Recipe.model_validate_json(json.dumps(read.tables, default=str), strict=True)
+        recipe = schema.model_validate_json(json.dumps(tables, default=str), strict=True)
     except ValidationError as error:
-        raise UserError(recipe_error(error.errors(), Recipe, str(path), read.text, read.set_keys)) from error
+        raise UserError(recipe_error(error.errors(), schema, str(path), read.text, read.set_keys)) from error
+    try:
+        _ = recipe.modules
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
     resolved = absolute(recipe.model_dump(exclude_unset=True), path.resolve().parent)
-    return Recipe.model_validate(resolved)
+    return schema.model_validate(resolved)
+
+
+def _drawn_tables(path: Path, tables: dict[str, Any], trains: bool) -> dict[str, Any]:
+    """The tables of a recipe whose examples are drawn. Raises UserError for one that cannot be trained."""
+    model, data, run = (tables.get(name, {}) for name in ("model", "data", "run"))
+    backbone = model.get("backbone") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or (isinstance(backbone, dict) and "family" in backbone):
+        raise UserError(
+            f"{path}: examples are drawn from [workload] for a model of shapes alone; a model of HF families reads "
+            "files, so training it needs [data] in place of [workload]."
+        )
+    if isinstance(data, dict) and (files := sorted({"train", "heldout", "tokenizer"} & data.keys())):
+        raise UserError(f"{path}: examples are drawn from [workload], so data.{files[0]} has no place beside it.")
+    if not isinstance(run, dict):
+        return tables
+    if not trains:
+        tables = {**tables, "run": {"dir": ".", "steps": 1} | run}
+    elif missing := [f"run.{key}" for key in ("dir", "steps", "batch_size") if key not in run]:
+        given = " ".join(f"--set {key}=..." for key in missing)
+        raise UserError(f"{path} does not say {' and '.join(missing)}, which training needs: give {given}.")
+    return tables | _drawn_defaults(tables)
+
+
+def _drawn_defaults(tables: dict[str, Any]) -> dict[str, Any]:
+    """The tables with what only such a recipe has by default: a learning rate, and computing in bfloat16."""
+    run, fsdp, optimizer = (tables.get(name, {}) for name in ("run", "fsdp", "optimizer"))
+    filled = {}
+    if isinstance(optimizer, dict):
+        filled["optimizer"] = {"lr": _DRAWN_LR} | optimizer
+    if isinstance(run, dict) and isinstance(fsdp, dict) and not ("dtype" in run or "param_dtype" in fsdp):
+        filled["fsdp"] = {"param_dtype": _DTYPE_OF.get(str(tables.get("precision")), "bfloat16")} | fsdp
+    return filled
 
 
 def dump_recipe(recipe: Recipe) -> str:
     """The recipe as TOML with every default and absolute paths. It loads to the same recipe."""
-    return dump_toml(recipe.model_dump(mode="json"))
+    tables = recipe.model_dump(mode="json")
+    if isinstance(recipe, DrawnRecipe):
+        # Shapes and distributions refuse a key that has no effect, also with its default.
+        tables |= recipe.model_dump(mode="json", include={"model", "workload"}, exclude_unset=True)
+    return dump_toml(tables)
 
 
 def absolute(tables: dict[str, Any], folder: Path) -> dict[str, Any]:

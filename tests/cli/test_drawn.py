@@ -1,0 +1,161 @@
+"""Recipes of shapes as a user types them: trained, profiled, planned, simulated, and what is wrong with them."""
+
+import json
+import subprocess
+
+import pytest
+
+from cli.drawn_job import RECIPE, write_drawn_job
+from cli.test_train import ENVIRONMENT, MOTET, TORCHRUN, losses, metrics
+from motet.cli import main
+from motet.cost.profile import read_profile
+from motet.train.recipe.recipe import dump_recipe, load_recipe
+from ranks import TIMEOUT_S
+
+
+@pytest.fixture
+def job(tmp_path):
+    return write_drawn_job(tmp_path / "job")
+
+
+@pytest.fixture
+def motet(monkeypatch, capsys):
+    """Runs a command: (exit code, stdout, stderr)."""
+
+    def run(*arguments) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["motet", *map(str, arguments)])
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+@pytest.mark.torchrun
+def test_two_ranks_train_with_all_that_a_run_leaves(job, tmp_path):
+    sets = [f"run.dir={tmp_path / 'run'}", "run.steps=5", "run.batch_size=6", "model.backbone.num_layers=1"]
+    command = [*TORCHRUN, "--nproc-per-node=2", *MOTET, "train", str(job), "--trace"]
+    command += [part for each in sets for part in ("--set", each)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(losses(tmp_path / "run")) == 5
+    last = metrics(tmp_path / "run")[-1]
+    assert set(last["phases"]) == {"backbone", "image", "audio"} and last["num_examples"] == 6
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert left >= {"recipe.toml", "summary.json", "report.html", "checkpoints", "timeline.json"}
+
+
+def test_a_profile_has_the_layers_of_the_shapes(motet, job, tmp_path):
+    out = tmp_path / "profile.json"
+    sets = ("--set", f"run.dir={tmp_path}", "--set", "run.steps=1", "--set", "precision=fp32")
+    code, _, err = motet("profile", job, "--out", out, "--seconds", "1", *sets)
+    assert (code, err) == (0, ""), err
+    measured = read_profile(out)
+    assert measured.precision == "float32"
+    assert {module.name: {layer.kind for layer in module.layers} for module in measured.modules} == {
+        "image": {"patches", "attention", "norm", "projector"},
+        "audio": {"convolution", "strided_convolution", "attention", "norm", "projector"},
+        "backbone": {"embedding", "attention", "norm", "head"},
+    }
+
+
+def test_a_dry_run_says_what_training_does(motet, job, tmp_path):
+    code, said, err = motet("train", job, "--dry-run", "--json", "-")
+    assert (code, err) == (0, "")
+    sharded = json.loads(said)
+    assert sharded["trainable"] and sharded["ranks"] == [0, 1] and len(sharded["peak_bytes"]) == 2
+    assert sharded["bound_s"] < sharded["step_s"] and sharded["capacity_bytes"] > max(sharded["peak_bytes"])
+    out = tmp_path / "whole.json"
+    code, said, err = motet("train", job, "--dry-run", "--json", out, "--set", "fsdp.shard_size=1")
+    assert (
+        (code, err) == (0, "") and "Memory by rank" in said and "Each rank holds a whole copy" in " ".join(said.split())
+    )
+    assert json.loads(out.read_text())["memory_bytes"]["parameters"] > sharded["memory_bytes"]["parameters"]
+
+
+def test_a_dry_run_that_does_not_fit_is_json_too(motet, job):
+    code, said, err = motet(
+        "train", job, "--dry-run", "--json", "-", "--set", "cluster.memory_gbytes=0.001", "--set", "run.batch_size=4096"
+    )
+    found = json.loads(said)
+    assert code == 2 and not found["trainable"] and found["why_not"] in err
+
+
+def test_it_is_planned_and_simulated_as_it_trains(motet, job, tmp_path):
+    how = ("--set", "fsdp.recompute=true", "--set", "data.max_sequence_length=50")
+    code, _, err = motet("plan", job, "--out", tmp_path / "plan.json", *how)
+    assert code == 0 and err.count("Left out: ") == 2, err
+    code, said, err = motet("simulate", job, *how)
+    assert code == 0 and "step" in said, err
+
+
+def test_the_recipe_of_a_run_is_the_same_recipe(job, tmp_path):
+    recipe = load_recipe(job, ["run.dir=run", "run.steps=2", "balance.method=joint", "data.seed=3"])
+    assert (recipe.optimizer.lr, recipe.fsdp.param_dtype, recipe.run.dtype) == (1e-4, "bfloat16", "float32")
+    written = tmp_path / "written.toml"
+    written.write_text(dump_recipe(recipe))
+    assert load_recipe(written) == recipe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "param_dtype"),
+    [(["run.dtype=float64"], None), (["fsdp.param_dtype=float32"], "float32"), (["precision=fp32"], "float32")],
+)
+def test_a_type_that_is_stated_is_kept(job, overrides, param_dtype):
+    recipe = load_recipe(job, ["run.dir=run", "run.steps=2", *overrides])
+    assert recipe.fsdp.param_dtype == param_dtype
+
+
+TRAINED = ("run.dir=run", "run.steps=2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("run.dir=run",), "does not say run.steps, which training needs: give --set run.steps=...."),
+        ((), "does not say run.dir and run.steps, which training needs: give --set run.dir=... --set run.steps=...."),
+        ((*TRAINED, "model.backbone.family=qwen2"), "for a model of shapes alone; a model of HF families reads files"),
+        ((*TRAINED, 'data.train=["a.jsonl"]'), "so data.train has no place beside it"),
+        ((*TRAINED, "evaluate.every_steps=2"), "[evaluate] has no effect beside [workload]"),
+        ((*TRAINED, "export.at_end=true"), "[export] has no effect beside [workload]"),
+        ((*TRAINED, "precision=bf16", "run.dtype=float64"), "precision is 'bf16', but modules compute in float64"),
+        ((*TRAINED, "precision=fp16"), "'precision' must be 'bf16' or 'fp32', not 'fp16'"),
+        (
+            (*TRAINED, "model.encoders.image.projector.downsample=4"),
+            "length_per_token is 2, but model.encoders.image makes a row of 4",
+        ),
+        ((*TRAINED, "model.backbone.num_norms=3"), "model.backbone.num_norms is 3"),
+        ((*TRAINED, "model.encoders.audio.num_positions=20"), "longer than the 40 that num_positions has room for"),
+        ((*TRAINED, "data.max_sequence_length=1"), "data.max_sequence_length = 1 leaves no example"),
+        ((*TRAINED, "data.tokenizr=x"), "unknown key 'data.tokenizr'"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(motet, job, tmp_path, monkeypatch, overrides, said):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = motet("train", job, *(part for each in overrides for part in ("--set", each)))
+    assert code == 2 and said in err and err.count("\n") <= 1, err
+
+
+def test_items_and_generators_that_nothing_computes_are_refused(motet, job):
+    item = "[workload.task.items.made]\nlength = { value = 4 }\n"
+    job.write_text(RECIPE + item)
+    code, _, err = motet("train", job, "--dry-run")
+    assert (
+        code == 2 and "workload.task.2.items.made has no effect on training, as there is no model.encoders.made" in err
+    )
+    generator = '[model.generators.made]\nkind = "vit"\nnum_layers = 1\nhidden = 16\nmlp = 16\nnum_heads = 2\n'
+    job.write_text(RECIPE + item + generator)
+    code, _, err = motet("train", job, "--dry-run")
+    assert code == 2 and "model.generators.made: training computes no generators yet" in err
+
+
+def test_json_is_for_a_dry_run(motet, job, tmp_path):
+    sets = [part for each in TRAINED for part in ("--set", each)]
+    code, _, err = motet("train", job, "--json", tmp_path / "a.json", *sets)
+    assert code == 2 and "--json is for --dry-run" in err
+    code, _, err = motet("train", job, "--dry-run", "--json", tmp_path / "absent" / "a.json")
+    assert code == 2 and "there is no folder" in err
