@@ -94,6 +94,7 @@ def test_wrong_keys_and_values(job, capsys, monkeypatch, old, new, key, said):
             "run.microbatches = 2 has no effect with data.group: a microbatch",
         ),
         (("balance.mode=exchange",), 'with balance.mode = "exchange" they are not; set balance.mode = "index"'),
+        (("balance.policy=packed",), "data.group keeps a rank's microbatch below caps by what it computes, and"),
         (("data.group={ image = 99 }",), "data.group has caps of image; it must have one of each phase of the model: "),
         (
             ("data.group={}",),

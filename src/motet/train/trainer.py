@@ -269,7 +269,7 @@ class _Run:
                     "exchange": exchange_metrics(joined["actions"], result, fed),
                     "balance": balance_metrics(fed.batches),
                     "defer": step_metrics(fed.decided),
-                    "phases": phase_metrics(fed.batches),
+                    "phases": phase_metrics(self.spec, fed.batches),
                     "bad_examples": fed.num_bad + self.job.dataset.left_out.num_bad,
                     "left_out": [{"file": bad.file, "line": bad.where, "why": bad.reason} for bad in fed.left_out],
                 }

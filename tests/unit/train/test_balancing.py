@@ -191,7 +191,7 @@ def test_what_is_logged_is_what_was_balanced(recipe_file, cost, unit):
     _, job = read_recipe_as_plan(recipe_file, [], JobOptions(ClusterOptions("cpu", 1, 2)))
     batch = job.workload.draw(16, np.random.default_rng(2))
     decision = decided_by_training(recipe, batch, 2)
-    logged = phase_metrics([SimpleNamespace(decision=decision)])
+    logged = phase_metrics(spec, [SimpleNamespace(decision=decision, lengths=batch)])
     assert logged[BACKBONE]["unit"] == unit
     backbone, total = decision.backbone, sum(logged[BACKBONE]["loads"])
     if cost == "length":

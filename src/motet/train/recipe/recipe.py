@@ -158,6 +158,11 @@ class Recipe(BaseModel):
                 f"run.microbatches = {self.run.microbatches} has no effect with data.group: a microbatch of a rank is "
                 "a group, so there are run.batch_size / ranks of them; remove run.microbatches"
             )
+        if self.balance.policy != "auto":
+            raise ValueError(
+                "data.group keeps a rank's microbatch below caps by what it computes, and balance.policy weighs "
+                "something else; remove one of them"
+            )
         return self
 
     def microbatches_on(self, num_ranks: int) -> int:

@@ -23,7 +23,7 @@ from motet.assign.whole_step import DecidedStep
 from motet.balance import Packed, Padded, dist_ratio, score
 from motet.core.arrays import Int64Array
 from motet.core.assignment import Assignment
-from motet.core.spec import ModelSpec
+from motet.core.spec import ModelSpec, Module
 from motet.cost.flops import hfu, mfu
 from motet.dispatch import RankBatch
 from motet.runtime.step import StepResult
@@ -181,19 +181,20 @@ def utilisation_metrics(
     }
 
 
-def phase_metrics(batches: Sequence[RankBatch]) -> dict[str, dict[str, Any]]:
+def phase_metrics(spec: ModelSpec, batches: Sequence[RankBatch]) -> dict[str, dict[str, Any]]:
     """Phase -> loads of the ranks, and maximum load / lower bound, before and after balancing.
 
     unit: of loads and bounds.
     Loads, bounds and maxima are sums over microbatches: max = sum of each microbatch's maximum, as ranks wait for each
     other in each.
     pad_ratio:  the share of padding in a rank's microbatch (OmniBal equation 1), the mean over those with items; 0
-                where the phase is packed.
+                where the phase is computed packed, whatever `balance.policy` weighs.
     dist_ratio: the share of a microbatch in which a rank waits for the longest one, by lengths with padding (OmniBal
                 equation 2), the mean over microbatches.
     """
     phases: dict[str, dict[str, Any]] = {}
     for phase in batches[0].decision.assignments:
+        module = spec.module(phase)
         after = [batch.decision.assignments[phase] for batch in batches]
         before = [batch.decision.before[phase] for batch in batches]
         bound = sum(int(assignment.bound) for assignment in after)
@@ -201,9 +202,9 @@ def phase_metrics(batches: Sequence[RankBatch]) -> dict[str, dict[str, Any]]:
             "unit": batches[0].decision.costs.unit(phase),
             "max_over_bound": _rounded(_summed_max(after) / bound) if bound else 1.0,
             "max_over_bound_before": _rounded(_summed_max(before) / bound) if bound else 1.0,
-            "pad_ratio": _rounded(np.mean([share for batch in batches for share in _padding(batch, phase)] or [0.0])),
-            "dist_ratio": _rounded(_dist_ratio(batches, phase, after)),
-            "dist_ratio_before": _rounded(_dist_ratio(batches, phase, before)),
+            "pad_ratio": _rounded(np.mean([share for batch in batches for share in _padding(module, batch)] or [0.0])),
+            "dist_ratio": _rounded(_dist_ratio(module, batches, after)),
+            "dist_ratio_before": _rounded(_dist_ratio(module, batches, before)),
             "bound": bound,
             "loads": np.sum([assignment.loads for assignment in after], axis=0).tolist(),
             "loads_before": np.sum([assignment.loads for assignment in before], axis=0).tolist(),
@@ -211,21 +212,21 @@ def phase_metrics(batches: Sequence[RankBatch]) -> dict[str, dict[str, Any]]:
     return phases
 
 
-def _dist_ratio(batches: Sequence[RankBatch], phase: str, placed: Sequence[Assignment]) -> float:
-    return dist_ratio(np.stack([_computed(batch, phase, each) for batch, each in zip(batches, placed, strict=True)]))
+def _dist_ratio(module: Module, batches: Sequence[RankBatch], placed: Sequence[Assignment]) -> float:
+    return dist_ratio(np.stack([_computed(module, batch, each) for batch, each in zip(batches, placed, strict=True)]))
 
 
-def _padding(batch: RankBatch, phase: str) -> list[float]:
-    """The share of padding on each rank that has items of a phase."""
-    placed, length = batch.decision.assignments[phase], batch.lengths.of(phase).length
-    computed, needed = _computed(batch, phase, placed), np.bincount(placed.ranks, length, placed.num_ranks)
+def _padding(module: Module, batch: RankBatch) -> list[float]:
+    """The share of padding on each rank that has items of a module."""
+    placed, length = batch.decision.assignments[module.name], batch.lengths.of(module.name).length
+    computed, needed = _computed(module, batch, placed), np.bincount(placed.ranks, length, placed.num_ranks)
     return (1 - needed[computed > 0] / computed[computed > 0]).tolist()
 
 
-def _computed(batch: RankBatch, phase: str, placed: Assignment) -> Int64Array:
-    """The lengths that each rank computes of a phase, with padding, int64 [num_ranks]."""
-    kind = Padded() if isinstance(batch.decision.costs.costs[phase], Padded) else Packed()
-    return score(placed.ranks, batch.lengths.of(phase).length, placed.num_ranks, kind).loads
+def _computed(module: Module, batch: RankBatch, placed: Assignment) -> Int64Array:
+    """The lengths that each rank computes of a module, with padding, int64 [num_ranks]."""
+    kind = Padded() if module.padded else Packed()
+    return score(placed.ranks, batch.lengths.of(module.name).length, placed.num_ranks, kind).loads
 
 
 def peak_memory_bytes(device: torch.device) -> int:
