@@ -31,6 +31,8 @@ from motet.train.optimizer import OptimizerConfig
 from motet.train.recipe.errors import recipe_error
 from motet.train.recipe.toml_text import dump_toml, read_recipe
 
+_PRECISION = {"param_dtype", "reduce_dtype"}
+
 
 class RunConfig(BaseModel):
     """`[run]` of a recipe: folder, length, seed and device."""
@@ -53,6 +55,7 @@ class RunConfig(BaseModel):
     seed: int = Field(0, ge=0, le=MAX_SEED, description="of weights and dropout; data.seed orders the examples")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "float64"] = Field("float32", description="of parameters and optimizer state")
+    plan: Path | None = Field(None, description="a plan of `motet plan` to train under; --plan outweighs it")
     on_bad_step: Literal["stop", "skip"] = Field(
         "stop", description="what is done about a step whose loss or gradient is not finite; it changes no weight"
     )
@@ -189,8 +192,22 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The recipe as TOML with every default and absolute paths. It loads to the same recipe."""
-    return dump_toml(recipe.model_dump(mode="json"))
+    """The recipe as TOML with every default and absolute paths. It loads to the same recipe.
+
+    What a Plan decides is left out if the recipe names one.
+    """
+    by_plan: Any = {
+        "run": {"microbatches"},
+        "data": {"group"},
+        "balance": {
+            "method",
+            "phases",
+            "policy",
+            *(BalanceConfig.model_fields.keys() - recipe.balance.model_fields_set),
+        },
+        "fsdp": FSDPConfig.model_fields.keys() - _PRECISION,
+    }
+    return dump_toml(recipe.model_dump(mode="json", exclude=by_plan if recipe.run.plan else None))
 
 
 def absolute(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
