@@ -52,7 +52,7 @@ from motet.train.input.own_splits import check_same_splits, joined_splits, own_s
 from motet.train.input.planned import PlannedLoading, StageNeeds
 from motet.train.input.rows import check_rows
 from motet.train.optimizer import build_optimizer
-from motet.train.planned_job import ChosenPlan, check_cuts, take_part
+from motet.train.planned_job import ChosenPlan, build_part, check_cuts
 from motet.train.recipe.recipe import Recipe
 from motet.train.recompute import Recomputation, RecomputeRanks, auto_recompute, memory_bytes
 from motet.train.world import World
@@ -232,7 +232,7 @@ def _build_planned_job(
     _check_same_examples(world, dataset, None)
     with world.together():
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
-    step, optimizer = take_part(model, spec, place, recipe, mesh, world)
+    step, optimizer = build_part(model, spec, place, recipe, mesh, world)
     start = Progress(0, 0, 0, recipe.data.seed, dataset.fingerprint)
     progress, line = _resume(recipe, world, resume, model, optimizer, start, say)
     return TrainingJob(

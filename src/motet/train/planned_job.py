@@ -105,7 +105,7 @@ def connected(place: Place, world: World) -> Lanes:
     return lanes
 
 
-def take_part(
+def build_part(
     model: MLLM, spec: ModelSpec, place: Place, recipe: Recipe, mesh: Mesh, world: World
 ) -> tuple[PlannedStep, torch.optim.Optimizer]:
     """Reduce a model, in place, to this rank's part, give it its weights, and make its step. A collective.

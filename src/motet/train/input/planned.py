@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from motet.assign.planned_step import decide_planned_step
-from motet.core.arrays import BoolArray, Int64Array
+from motet.core.arrays import BoolArray
 from motet.core.example import Media
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.data.dataset import Dataset
 from motet.data.decode import Decoder
 from motet.data.media import BadMedia
+from motet.data.order import StepExamples
 from motet.dispatch.stage_batch import assemble_stages
 from motet.train.input.loading import Dealt, DealtStep, Loaded, Pending, refs_of_items, where_in
 
@@ -48,7 +49,9 @@ class PlannedLoading:
     def __init__(self, plan: Plan, dataset: Dataset, decoder: Decoder, needs: StageNeeds) -> None:
         self._plan, self._dataset, self._decoder, self._needs = plan, dataset, decoder, needs
 
-    def deal(self, ids: Int64Array, num_microbatches: int) -> DealtStep:
+    def deal(self, examples: StepExamples, num_microbatches: int) -> DealtStep:
+        assert examples.group is None, "a recipe under a Plan has no groups of its own"
+        ids = examples.ids
         step = decide_planned_step(self._plan, self._dataset.batch_lengths(ids, 1))
         return DealtStep(tuple(Dealt(ids[part.examples], part) for part in step.microbatches), step)
 
