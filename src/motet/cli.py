@@ -86,6 +86,12 @@ def train_recipe(
             "run's checkpoints; PATH: go on from that checkpoint and delete none.",
         ),
     ] = "auto",
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN.json", help="Train under a plan that motet plan wrote; default: the recipe's run.plan."
+        ),
+    ] = None,
     is_dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Print what each rank would hold at the most, and train nothing."),
@@ -101,6 +107,8 @@ def train_recipe(
     if is_dry_run:
         if trace or resume != "auto":
             raise UserError("--dry-run trains nothing, so --trace and --resume mean nothing beside it.")
+        if plan is not None:
+            raise UserError(f"--dry-run shows a recipe without a plan; `motet simulate {plan}` shows the plan's ranks.")
         from motet.planning.dry_run import show_memory
 
         show_memory(recipe, overrides or (), json_file)
@@ -110,7 +118,12 @@ def train_recipe(
     from motet.train.recipe.recipe import load_recipe
     from motet.train.trainer import train as run_training
 
-    run_training(load_recipe(recipe, overrides or ()), resume=resume, trace=trace)
+    job, chosen = load_recipe(recipe, overrides or ()), None
+    if plan_file := plan.absolute() if plan is not None else job.run.plan:
+        from motet.planning.under_plan import recipe_under_plan
+
+        job, chosen = recipe_under_plan(job, recipe, plan_file)
+    run_training(job, resume=resume, trace=trace, chosen=chosen)
 
 
 @app.command("checkpoints")
@@ -145,6 +158,10 @@ def plan_recipe(
         Path | None,
         typer.Option(metavar="JSON", help="Times that motet profile measured."),
     ] = None,
+    is_trainable: Annotated[
+        bool,
+        typer.Option("--trainable", help="Find the fastest plan that motet train can run."),
+    ] = False,
     measure: Annotated[
         int | None,
         typer.Option(
@@ -176,12 +193,19 @@ def plan_recipe(
     pinned = parse_pins(pins or (), STRATEGIES)
     given = JobOptions(ClusterOptions(cluster, nodes, ranks_per_node), workload, profile)
     outputs = PlanOutputs(out, png or out.with_suffix(".png"), html, explain)
+    if is_trainable and measure is not None:
+        raise UserError("--measure runs plans that can be trained, and no others; leave --trainable out.")
     if measure is not None:
         from motet.planning.measure import MeasureRequest, plan_measured
 
         plan_measured(MeasureRequest(recipe, overrides or (), given, pinned, measure), outputs)
     else:
-        plan_command(job_of_recipe(recipe, given, overrides or ()), pinned, outputs)
+        from motet.planning.trainable import trainable_in, training_line
+
+        job, obstacle = job_of_recipe(recipe, given, overrides or ()), trainable_in(recipe, overrides or ())
+        best = plan_command(job, pinned, outputs, obstacle, is_trainable=is_trainable)
+        if obstacle is not None and not best.obstacle:
+            print(f"Train it: {training_line(recipe, out, best.candidate.plan.cluster)}")
 
 
 @app.command("simulate")

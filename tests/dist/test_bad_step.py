@@ -156,12 +156,12 @@ class Overflow(torch.autograd.Function):
 
 
 def overflow_in_backward():
-    hidden = Backbone._hidden
+    hidden = Backbone.hidden_states
 
     def overflowing(self, sequences, features):
         return Overflow.apply(hidden(self, sequences, features))
 
-    Backbone._hidden = overflowing
+    Backbone.hidden_states = overflowing
 
 
 def test_a_gradient_that_overflows_is_told_from_an_output(job, tmp_path):

@@ -12,7 +12,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src" / "motet").rglob("*.py"))
 CALLED_BY_OTHERS = {
-    "edge_rows": "of a pipeline's messages, which training does not send yet",
     "serve": "run as a module by data/workers.py",
     "Encoder": "a protocol, which users' modules fulfil",
 }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import json
 import types
 import typing
@@ -69,6 +70,12 @@ def write_plan(plan: Plan, path: str | Path) -> None:
         Path(path).write_text(_laid_out({"motet_plan": _VERSION, **fields}) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"The plan cannot be written to {path}: {error.strerror}.") from error
+
+
+def plan_digest(plan: Plan) -> str:
+    """16 hexadecimal digits that are the same for equal Plans."""
+    text = json.dumps(TypeAdapter(Plan).dump_python(plan, mode="json"), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def read_plan(

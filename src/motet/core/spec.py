@@ -15,6 +15,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError
 from motet.core.limits import Count, NumLayers, Parameters
 
@@ -70,6 +71,11 @@ class Layer:
     extra_rows: Count = 0
     trainable: bool = True
     targets_only: bool = False
+
+    def rows(self, lengths: Int64Array) -> Int64Array:
+        """The rows of each item in the layer, int64 [num_items]. lengths: int64 [num_items]."""
+        rows = lengths if self.divisor == 1 else -(-lengths // self.divisor)
+        return rows + self.extra_rows if self.extra_rows else rows
 
 
 @dataclass(frozen=True)

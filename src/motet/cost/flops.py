@@ -242,7 +242,7 @@ def _work(
     num_targets: Int64Array | int | None,
 ) -> tuple[Int64Array, Int64Array]:
     """Rows and pairs, integers [num_microbatches]: int64, or Python's own where those would overflow."""
-    of_parts = rows_of(layer, np.asarray(lengths, dtype=np.int64) if segments is None else segments.length)
+    of_parts = layer.rows(np.asarray(lengths, dtype=np.int64) if segments is None else segments.length)
     rows = of_parts if segments is None else segments.summed(of_parts)
     if len(rows) * int(rows.max(initial=0)) ** 2 >= 2**62:
         of_parts, rows = of_parts.astype(object), rows.astype(object)
@@ -272,12 +272,6 @@ def pairs_of_items(attention: Attention, rows: Int64Array, segments: ItemSegment
     if attention.whole:
         return pairs_of(attention, segments.summed(rows))
     return segments.summed(pairs_of(attention, rows))
-
-
-def rows_of(layer: Layer, lengths: Int64Array) -> Int64Array:
-    """The rows of each item, or of each segment, in a layer, int64 [n]. lengths: int64 [n]."""
-    rows = lengths if layer.divisor == 1 else -(-lengths // layer.divisor)
-    return rows + layer.extra_rows if layer.extra_rows else rows
 
 
 def pairs_of(attention: Attention, rows: Int64Array) -> Int64Array:

@@ -21,7 +21,7 @@ from motet.core.item_segments import ItemSegments
 from motet.core.limits import INT64_MAX
 from motet.core.spec import Layer, ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
-from motet.cost.flops import LikeOperations, check_padded_whole, operations_by_work, pairs_of_items, rows_of
+from motet.cost.flops import LikeOperations, check_padded_whole, operations_by_work, pairs_of_items
 from motet.cost.memory import stage_layers
 
 OPERATION_UNITS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP")
@@ -116,7 +116,7 @@ def _summed(
         if like.targets_only:
             total += operations.row * num_targets
             continue
-        parts = rows_of(like, lengths if segments is None else segments.length)
+        parts = like.rows(lengths if segments is None else segments.length)
         total += operations.row * (parts if segments is None else segments.summed(parts))
         if like.attention:
             # Rounded once for all layers, as the operations of a share of a pair are no whole number.

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from motet.core.arrays import BoolArray, Int32Array, Int64Array
+from motet.core.arrays import BoolArray, IndexArray, Int32Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
 from motet.core.item_segments import ItemSegments
@@ -130,6 +130,14 @@ class Dataset:
         items, sequence = self._item_lengths(columns)
         return BatchLengths(sequence, columns.num_targets, home_ranks(len(numbers), num_ranks), items)
 
+    def item_sizes(self, example_ids: Int64Array) -> dict[str, Int64Array]:
+        """Phase -> sizes of its items, int64 [num_items, size_dim], as `batch_lengths` has them; from the indexes."""
+        columns = ExampleLengths.of(self._indexes, self._starts, self._numbers(example_ids))
+        return {
+            name: np.asarray(modality.transform.sizes(columns.raw[self._of_phase(columns, modality)]), dtype=np.int64)
+            for name, modality in self._modalities.items()
+        }
+
     def tokens(self, example_id: int) -> TokenSequence:
         """The tokens of an example; `media` holds names of phases."""
         index, example = self._locate(example_id)
@@ -194,7 +202,7 @@ class Dataset:
         sequence = columns.num_tokens - columns.num_items
         items = {}
         for name, modality in self._modalities.items():
-            of_phase = np.flatnonzero(columns.modality == MODALITIES.index(modality.transform.modality))
+            of_phase = self._of_phase(columns, modality)
             length = num_tokens = np.zeros(0, dtype=np.int64)
             segments = None
             if len(of_phase):
@@ -205,6 +213,10 @@ class Dataset:
             items[name] = ItemLengths(columns.example[of_phase], length, num_tokens, segments)
             np.add.at(sequence, columns.example[of_phase], num_tokens)
         return items, sequence
+
+    def _of_phase(self, columns: ExampleLengths, modality: Modality) -> IndexArray:
+        """The items that a modality reads, [n] indexes into the items of `columns`."""
+        return np.flatnonzero(columns.modality == MODALITIES.index(modality.transform.modality))
 
     def _check_modalities(self, index: Index) -> None:
         for code, modality in enumerate(MODALITIES):
@@ -266,7 +278,7 @@ class Dataset:
         """Which examples have an item that its transform refuses, bool [num_examples]."""
         refused = np.zeros(len(columns.num_tokens), dtype=bool)
         for modality in self._modalities.values():
-            items = np.flatnonzero(columns.modality == MODALITIES.index(modality.transform.modality))
+            items = self._of_phase(columns, modality)
             if len(items):
                 refused[columns.example[items[~modality.transform.accepts(columns.raw[items])]]] = True
         return refused

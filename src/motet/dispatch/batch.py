@@ -303,21 +303,25 @@ def assemble(
             raise ValueError(
                 f"rank {rank} encodes {len(encoder.on_rank(rank))} items of phase {phase!r}, not {len(media[phase])}"
             )
-        values[phase] = _stack(media.get(phase, ()))
+        values[phase] = stacked_media(media.get(phase, ()))
     packed = pack(sequences, num_tokens)
-    _check(packed, lengths, decision.backbone.on_rank(rank))
+    check_lengths(packed, lengths, decision.backbone.on_rank(rank))
     return RankBatch(packed, values, routes, lengths, decision, rank=rank)
 
 
-def _stack(media: Sequence[Media]) -> tuple[Tensor, Tensor]:
+def stacked_media(media: Sequence[Media]) -> tuple[Tensor, Tensor]:
+    """Items one after the other: values [rows, row_dim] and sizes [num_items, size_dim], both [0, 0] without items."""
     if not media:
         return torch.empty(0, 0), torch.empty(0, 0, dtype=torch.int64)
     values = torch.from_numpy(np.concatenate([item.values for item in media]))
     return values, torch.from_numpy(np.stack([item.size for item in media]).astype(np.int64))
 
 
-def _check(packed: PackedSequences, lengths: BatchLengths, examples: Int64Array) -> None:
-    """Compare lengths with the data that came: a wrong length would silently give a wrong gradient."""
+def check_lengths(packed: PackedSequences, lengths: BatchLengths, examples: Int64Array) -> None:
+    """Compare lengths with the data that came: a wrong length would silently give a wrong gradient.
+
+    examples: int64 [num_sequences], those of the packed sequences. Raises ValueError.
+    """
     ends = packed.offsets.numpy()
     targets = np.concatenate([[0], np.cumsum(packed.targets.numpy())])
     for name, actual, expected in (

@@ -10,7 +10,8 @@ mask: every other combination silently attends across documents. Positions resta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -155,14 +156,11 @@ class Backbone(nn.Module):
         because only the caller knows the number of targets on all ranks. With `predict` it returns the likeliest next
         token of each sequence, int64 [num_sequences].
         """
-        hidden = self._hidden(sequences, features)
+        hidden = self.hidden_states(sequences, features)
         if predict:
             last = sequences.offsets[1:].to(hidden.device, torch.int64) - 1
             return self.causal_lm.lm_head(hidden[last]).argmax(-1)
-        rows = _predicted_rows(sequences).to(hidden.device)
-        if len(hidden) == 0:
-            return hidden.sum(dtype=torch.promote_types(hidden.dtype, torch.float32)), 0
-        return self.loss(hidden[rows - 1], sequences.tokens[rows]), len(rows)
+        return self.leave(hidden, sequences)
 
     def next_tokens(self, sequences: Sequences, features: dict[str, Tensor]) -> Tensor:
         """The likeliest next token of each sequence, int64 [num_sequences], by forward, which has FSDP's hooks."""
@@ -182,8 +180,16 @@ class Backbone(nn.Module):
         logits = self.causal_lm.lm_head(hidden)
         return cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), tokens, reduction="sum")
 
-    def _hidden(self, sequences: Sequences, features: dict[str, Tensor]) -> Tensor:
+    def hidden_states(self, sequences: Sequences, features: dict[str, Tensor]) -> Tensor:
         """Hidden states after the last norm, [total, dim]."""
+        return self.through(self.enter(sequences, features), sequences, 0, len(self._blocks))
+
+    def enter(self, sequences: Sequences, features: dict[str, Tensor]) -> Tensor:
+        """What stands before the blocks: embedded tokens with the features in their places, [total, dim].
+
+        features: as of `forward`. `enter`, `through` and `leave` make up `forward`; a stage of a pipeline calls those
+        that it holds.
+        """
         empty = len(sequences.tokens) == 0
         table = self.causal_lm.get_input_embeddings()
         embeds = table.weight.new_zeros(0, self.dim) if empty else table(sequences.tokens)
@@ -201,20 +207,51 @@ class Backbone(nn.Module):
         if torch.is_grad_enabled() and not embeds.requires_grad:
             # The same on every rank: with a frozen backbone a rank without media must still run backward.
             embeds.requires_grad_()
-        if empty:
-            for block in self._blocks:
-                embeds = block(embeds)
-            return embeds
-        if self.before_backbone:
-            embeds = self.before_backbone(embeds, sequences)
+        return self.before_backbone(embeds, sequences) if self.before_backbone and not empty else embeds
+
+    def through(self, hidden: Tensor, sequences: Sequences, first: int, stop: int) -> Tensor:
+        """Hidden states [total, dim] after the blocks first ... stop - 1; behind the last block also after the norm.
+
+        Of `sequences` it reads the offsets alone.
+        """
+        if len(hidden) == 0:
+            for block in self._blocks[first:stop]:
+                hidden = block(hidden)
+            return hidden
         segments = PackedItems(sequences.offsets.numpy(), causal=True)
-        positions = np.arange(len(embeds)) - np.repeat(segments.offsets[:-1], segments.lengths)
-        return self.causal_lm.model(
-            inputs_embeds=embeds[None],
-            position_ids=torch.from_numpy(positions).to(embeds.device)[None],
-            use_cache=False,
-            segments=segments,
-        ).last_hidden_state[0]
+        positions = np.arange(len(hidden)) - np.repeat(segments.offsets[:-1], segments.lengths)
+        with self._only(first, stop):
+            return self.causal_lm.model(
+                inputs_embeds=hidden[None],
+                position_ids=torch.from_numpy(positions).to(hidden.device)[None],
+                use_cache=False,
+                segments=segments,
+            ).last_hidden_state[0]
+
+    def leave(self, hidden: Tensor, sequences: Sequences) -> tuple[Tensor, int]:
+        """What stands behind the blocks and the norm: the loss and the number of targets, as `forward` returns them."""
+        if len(hidden) == 0:
+            return hidden.sum(dtype=torch.promote_types(hidden.dtype, torch.float32)), 0
+        rows = _predicted_rows(sequences).to(hidden.device)
+        return self.loss(hidden[rows - 1], sequences.tokens[rows]), len(rows)
+
+    @contextmanager
+    def _only(self, first: int, stop: int) -> Iterator[None]:
+        """In the block, the HF model runs these blocks alone, and its last norm only behind the last of all blocks.
+
+        All blocks stay in the HF model: it reads of each what its layer's attention needs, by the layer's number.
+        """
+        model, norm = self.causal_lm.model, self.causal_lm.model.norm
+        for number, block in enumerate(self._blocks):
+            block.skipped = not first <= number < stop
+        if stop < len(self._blocks):
+            model.norm = nn.Identity()
+        try:
+            yield
+        finally:
+            model.norm = norm
+            for block in self._blocks:
+                block.skipped = False
 
 
 def _predicted_rows(sequences: Sequences) -> Tensor:

@@ -21,22 +21,26 @@ class Block(nn.Module):
     """A wrapper of one layer with the same call; the first positional argument is the hidden states.
 
     recompute: free the activations of the layer after forward and compute them again in backward.
+    skipped:   return the hidden states as they are: another stage, or another part of this one, runs the layer.
     """
 
     def __init__(self, inner: nn.Module, recompute: bool = False) -> None:
         super().__init__()
         self.inner = inner
         self.recompute = recompute
+        self.skipped = False
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         # FSDP reduces a block's gradients when backward reaches its input, or at the very end if the input needs no
         # gradient. The time must not depend on a rank's data, or ranks would order their collectives differently.
         # It is set here and not in forward, because FSDP inspects the inputs before forward.
-        if torch.is_grad_enabled() and not hidden.requires_grad:
+        if torch.is_grad_enabled() and not hidden.requires_grad and not self.skipped:
             hidden = hidden.detach().requires_grad_()
         return super().__call__(hidden, *args, **kwargs)
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.skipped:
+            return hidden
         if hidden.numel() == 0:
             return take_part(hidden, self.inner.parameters())
         if self.recompute and torch.is_grad_enabled():

@@ -15,6 +15,9 @@ Any `torch.nn.Module` with the members of `Encoder` can be an encoder. Further m
     grid(sizes):     int64 [num_items, 2], the rows and columns of an item's outputs as a raster, so that a projector
                      can join neighbours in two dimensions. The attribute is None if the outputs are a sequence.
                      Default: a sequence; but a recipe whose projector joins rows of images needs the attribute.
+    enter(values, sizes), through(hidden, sizes, first, stop), leave(hidden, sizes): the parts of `forward` before the
+                     blocks, the blocks first ... stop - 1, and behind the blocks; hidden states are [rows, width]. With
+                     them a pipeline can cut the encoder between its blocks. Default: it runs whole on one stage.
     layers():        list of `layers.LayerModules` in execution order, for FLOPs, memory, profiles and plans. Default:
                      one product of every row with all linear layers and convolutions.
 """

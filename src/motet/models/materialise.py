@@ -37,12 +37,15 @@ class Source(Protocol):
 def materialise(mllm: MLLM, config: ModelConfig, seed: int, device: torch.device) -> None:
     """Fill in what `build_mllm(config, ..., deferred=True)` left on meta, and bring the rest of the model to `device`.
 
+    The model may lack modules, and parameters of modules (`part.py`); those are left out.
+
     It communicates nothing. Raises UserError if weights that were in a directory are there no longer.
     """
-    where = "backbone"
-    fill_parameters(mllm.backbone.causal_lm, where, config.backbone.classes, config.backbone.path, seed, device)
+    backbone, where = config.backbone, "backbone"
+    if mllm.backbone is not None:
+        fill_parameters(mllm.backbone.causal_lm, where, backbone.classes, backbone.path, seed, device)
     for name, part in config.encoders.items():
-        if part.family:
+        if part.family and name in mllm.encoders:
             model, where = mllm.encoders[name].encoder.model, f"encoders.{name}"
             fill_parameters(model, where, part.classes, part.path, seed, device)
     for module in mllm.modules():

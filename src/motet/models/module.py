@@ -158,10 +158,46 @@ class ModalityModule(nn.Module):
         if len(sizes) == 0:
             return self._forward_empty()
         seen, seen_sizes = self.before(values, sizes) if self.before else (values, sizes)
-        projected = next(self.projector.parameters()).dtype
-        encoded = next((p.dtype for p in outside_blocks(self.encoder) if p.is_floating_point()), projected)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.train_encoder):
-            features = self.encoder(seen.to(encoded), seen_sizes)
+            features = self.encoder(self._cast(seen), seen_sizes)
+        return self._projected(features, sizes, seen_sizes)
+
+    @property
+    def uncuttable(self) -> str:
+        """Why a pipeline cannot cut the module between its blocks, in words; "" if it can."""
+        name = type(self.encoder).__name__
+        if any(not hasattr(self.encoder, part) for part in ("enter", "through", "leave")):
+            return f"{name} has no enter, through and leave (see motet.models.contract)"
+        return "its hook `before` changes the items, which later stages do not see" if self.before else ""
+
+    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
+        """What stands before the encoder's blocks. There is at least one item.
+
+        `enter`, `through` and `leave` make up `forward`; a stage of a pipeline calls those that it holds. Each takes
+        all sizes; hidden states are [rows, width].
+        """
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.train_encoder):
+            return self.encoder.enter(self._cast(values), sizes)
+
+    def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor:
+        """Hidden states [rows, width] after the encoder's blocks first ... stop - 1."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.train_encoder):
+            return self.encoder.through(hidden, sizes, first, stop)
+
+    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+        """What stands behind the encoder's blocks, projector and hook `after` included: what `forward` returns."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.train_encoder):
+            features = self.encoder.leave(hidden, sizes)
+        return self._projected(features, sizes, sizes)
+
+    def _cast(self, values: Tensor) -> Tensor:
+        """The items' rows in the dtype in which the encoder computes."""
+        parameters = [*outside_blocks(self.encoder), *self.projector.parameters()]
+        return values.to(next(p.dtype for p in parameters if p.is_floating_point()))
+
+    def _projected(self, features: Tensor, sizes: Tensor, seen_sizes: Tensor) -> Tensor:
+        """The encoder's rows through the projector and the hook `after`. seen_sizes: sizes behind the hook `before`."""
+        projected = next(self.projector.parameters()).dtype
         features = self.projector(features.to(projected), self._extents(seen_sizes.numpy()))
         if self.after:
             features = self.after(features, sizes)

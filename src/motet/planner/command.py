@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -10,13 +11,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from motet.core.errors import UserError
 from motet.core.files import check_output
+from motet.core.plan import Plan
 from motet.core.plan_file import write_plan
 from motet.planner.candidate import Pins
 from motet.planner.evaluation import NO_QUOTA, Quota
 from motet.planner.job import Job
 from motet.planner.report import print_result
 from motet.planner.search import search
-from motet.planner.search_result import SearchResult
+from motet.planner.search_result import SearchResult, SimulatedCandidate
 from motet.planner.strategies import STRATEGIES
 from motet.simulate.show.picture import write_png
 from motet.simulate.show.plan_words import rows_in_words
@@ -51,14 +53,35 @@ class PlanOutputs:
                 raise UserError(f"{path} cannot be written: two of --out, --png, --html and --explain name it.")
 
 
-def plan_command(job: Job, pins: Pins, outputs: PlanOutputs) -> None:
-    """Search, print the result, and write it.
+def plan_command(
+    job: Job,
+    pins: Pins,
+    outputs: PlanOutputs,
+    obstacle: Callable[[Plan], str] | None = None,
+    *,
+    is_trainable: bool = False,
+) -> SimulatedCandidate:
+    """Search, print the result, and write it. Returns the best.
 
+    obstacle:     what of a Plan training cannot run yet, in words; "" if it can run the Plan. None: the job is none
+                  that trains. Plans that cannot be trained are marked as such.
+    is_trainable: only Plans that training can run count.
     Raises UserError, which names the nearest miss, if nothing fits; and for a file that cannot be written, before the
     search where that can be known.
     """
     outputs.check()
-    write_outputs(find_plans(job, pins), outputs)
+    if obstacle is None and is_trainable:
+        raise UserError(
+            "--trainable asks for plans that the recipe can be trained by, and it has no [data]; leave it out."
+        )
+    quota = Quota(1, lambda plan: not obstacle(plan)) if obstacle is not None and is_trainable else NO_QUOTA
+    if is_trainable and pins.order is None:
+        pins = replace(pins, order="given")  # Other orders are decided in each step, which training does not do yet.
+    result = find_plans(job, pins, quota)
+    if obstacle is not None:
+        result = result.with_obstacles(obstacle, is_trainable=is_trainable)
+    write_outputs(result, outputs)
+    return result.best
 
 
 def write_outputs(result: SearchResult, outputs: PlanOutputs) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from motet.core.errors import UserError
+from motet.core.plan import Plan
 from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.job import Job
 from motet.planner.nearest_miss import nearest_miss
@@ -64,6 +65,22 @@ class SearchResult:
         if not self.results:
             raise UserError(nothing_fits(self))
         return self.results[0]
+
+    def with_obstacles(self, obstacle: Callable[[Plan], str], *, is_trainable: bool) -> SearchResult:
+        """The result with what training cannot run yet marked; if `is_trainable`, ruled out.
+
+        obstacle: as of `plan_command`.
+        """
+        marked = [replace(result, obstacle=obstacle(result.candidate.plan)) for result in self.results]
+        if not is_trainable:
+            return replace(self, results=tuple(marked))
+        ruled_out = [
+            RuledOut(one.candidate.strategy, one.candidate.what, f"training cannot run {one.obstacle} yet")
+            for one in marked
+            if one.obstacle
+        ]
+        results = tuple(one for one in marked if not one.obstacle)
+        return replace(self, results=results, ruled_out=(*self.ruled_out, *ruled_out))
 
     def with_measured(self, measured: Mapping[int, float | None], obstacles: Mapping[int, str]) -> SearchResult:
         """The result with real steps beside predicted ones.

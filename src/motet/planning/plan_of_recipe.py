@@ -28,6 +28,7 @@ from motet.dispatch import BalanceConfig, SpeedConfig
 from motet.planner.job import Job
 from motet.planning.groups import caps_of, examples_a_group
 from motet.planning.job import JobOptions, job_of_recipe
+from motet.planning.trainable import obstacle
 from motet.simulate.predict.batch import draw_batch
 from motet.train.balancing import stated_policy
 from motet.train.recipe.recipe import Recipe, load_recipe
@@ -95,8 +96,10 @@ def recipe_of_plan(plan: Plan, recipe: Recipe) -> Recipe:
 
     It changes batch_size and microbatches of `[run]`, group of `[data]`; all of `[fsdp]` but the precision; phases and
     method of `[balance]`, and without balancing also its profile and speed, which then have no effect.
-    Raises UserError for what training cannot run yet (`obstacle`).
+    Raises UserError for what training cannot run yet (`obstacle`), and for a Plan with stages, which no recipe has.
     """
+    if plan.schedule != "data_parallel":
+        raise UserError(f"The plan has the schedule {plan.schedule!r}, which no recipe can say: train under the plan.")
     if what := obstacle(plan, recipe):
         raise UserError(f"The plan has {what}, which training cannot run yet.")
     (unit,) = plan.units
@@ -119,21 +122,6 @@ def recipe_of_plan(plan: Plan, recipe: Recipe) -> Recipe:
     )
 
 
-def obstacle(plan: Plan, recipe: Recipe) -> str:
-    """What a Plan has that training cannot run yet, in a few words; "" if training can run it."""
-    unit = plan.units[0]
-    obstacles = {
-        "modules on ranks of their own": len(plan.units) > 1,
-        "a pipeline": unit.pp > 1 or plan.schedule != "data_parallel",
-        "tensor parallelism": unit.tp > 1,
-        "context parallelism": unit.cp > 1,
-        "ranks left over": unit.num_ranks < plan.cluster.num_ranks,
-        "ZeRO-1": unit.zero == 1 and unit.dp > 1,
-        "another precision than the recipe": plan.precision != _precision(recipe),
-    }
-    return next((what for what, is_there in obstacles.items() if is_there), "")
-
-
 def read_recipe_as_plan(file: Path, overrides: Sequence[str], options: JobOptions) -> tuple[Plan, Job]:
     """A recipe's Plan, and the job for which `motet plan` searches other Plans.
 
@@ -145,6 +133,8 @@ def read_recipe_as_plan(file: Path, overrides: Sequence[str], options: JobOption
             "`motet simulate` takes."
         )
     recipe = load_recipe(file, overrides, trains=False)
+    if recipe.run.plan is not None:
+        raise UserError(f"{file} trains under a plan, run.plan: `motet simulate {recipe.run.plan}` shows what it does.")
     job = job_of_recipe(file, options, overrides, as_trained=True)
     return plan_of_recipe(_resolved(recipe, job), job.model, job.cluster, job.workload), job
 

@@ -36,13 +36,7 @@ def read_plan_and_workload(plan_file: Path, workload_file: Path | None) -> tuple
     Raises UserError for what is wrong with either.
     """
     recipes: list[Path] = []
-
-    def model_at(path: Path) -> ModelSpec:
-        if path.suffix == ".toml":
-            recipes.append(path)
-        return _model_at(path)
-
-    plan = read_plan(plan_file, model_at=model_at, cluster_named=cluster)
+    plan = plan_at(plan_file, recipes)
     source = workload_file or next(iter(recipes), None)
     if source is None:
         raise UserError(
@@ -50,6 +44,17 @@ def read_plan_and_workload(plan_file: Path, workload_file: Path | None) -> tuple
             "lengths, a TOML of distributions, or a recipe."
         )
     return plan, workload_at(source)
+
+
+def plan_at(plan_file: Path, recipes: list[Path] | None = None) -> Plan:
+    """A plan file. recipes: gets the recipe that it names as its model, if it does. Raises UserError."""
+
+    def model_at(path: Path) -> ModelSpec:
+        if path.suffix == ".toml" and recipes is not None:
+            recipes.append(path)
+        return _model_at(path)
+
+    return read_plan(plan_file, model_at=model_at, cluster_named=cluster)
 
 
 def _model_at(path: Path) -> ModelSpec:

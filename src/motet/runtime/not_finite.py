@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from motet.core.arrays import Int64Array
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
+from motet.runtime.planned_step import PlannedStep
 from motet.runtime.step import TrainStep
 from motet.schedule.program import Action
 
@@ -75,7 +76,7 @@ def first_not_finite(step: TrainStep, batches: Sequence[RankBatch]) -> Finding |
     return watch.finding
 
 
-def weight_not_finite(step: TrainStep) -> str:
+def weight_not_finite(step: TrainStep | PlannedStep) -> str:
     """Name of the first parameter whose part on this rank is not finite; "" if all are finite."""
     for name, parameter in _named_parameters(step):
         if not _local(parameter.detach()).isfinite().all():
@@ -83,7 +84,7 @@ def weight_not_finite(step: TrainStep) -> str:
     return ""
 
 
-def gradient_not_finite(step: TrainStep) -> tuple[int, str]:
+def gradient_not_finite(step: TrainStep | PlannedStep) -> tuple[int, str]:
     """(index, name) of the last parameter whose gradient is not finite on this rank; (-1, "") if all are finite.
 
     Backward passes begin with the last module and its last layer, so the last parameter comes first in time.
@@ -94,7 +95,7 @@ def gradient_not_finite(step: TrainStep) -> tuple[int, str]:
     return -1, ""
 
 
-def _named_parameters(step: TrainStep) -> list[tuple[str, nn.Parameter]]:
+def _named_parameters(step: TrainStep | PlannedStep) -> list[tuple[str, nn.Parameter]]:
     return [
         (f"{phase}.{name}", parameter)
         for phase, module in step.modules.items()

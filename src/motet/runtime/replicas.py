@@ -18,13 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from motet.core.errors import UserError
+from motet.runtime.clip import square_sum_of_share
 
 BUCKET_BYTES = 25 * 2**20
 """Small enough that the first reduction starts early, large enough that its latency is hidden."""
 
 
 class ReplicatedGradients:
-    """The gradients of one module. group: the ranks that hold a copy of it; each calls every method alike.
+    """The gradients of one module. group: the ranks that hold a copy of it; each calls every method alike. None: this
+    rank alone holds it.
 
     Example, on one rank of a group:
 
@@ -35,14 +37,14 @@ class ReplicatedGradients:
         gradients.wait()                # p.grad is the sum over ranks
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
         # Backward reaches the last parameters first.
         self._buckets = [_Bucket(part) for part in _parts(reversed([*parameters]))]
         self._group = group
         self._num_started = 0
         self._under_way: list[dist.Work] = []
         self._sums = False
-        for bucket in self._buckets if group.size() > 1 else ():
+        for bucket in self._buckets if self._is_shared else ():
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._accumulated(bucket))
 
@@ -50,6 +52,15 @@ class ReplicatedGradients:
     def flat(self) -> list[Tensor]:
         """The buckets, each one dimension: the gradients themselves. Empty where the step has none of this module."""
         return [bucket.flat for bucket in self._buckets if bucket.parameters[0].grad is not None]
+
+    @property
+    def _is_shared(self) -> bool:
+        return self._group is not None and self._group.size() > 1
+
+    def square_sum(self, device: torch.device) -> Tensor:
+        """This rank's share of the squared norm of the gradients, a float64 scalar; shares add up over all ranks."""
+        rank, num_ranks = (0, 1) if self._group is None else (self._group.rank(), self._group.size())
+        return square_sum_of_share(self.flat, rank, num_ranks, device)
 
     def zero(self) -> None:
         """Begin a step: gradients are zero, and no longer None."""
@@ -70,6 +81,10 @@ class ReplicatedGradients:
             yield
         finally:
             self._sums = False
+        self.start()
+
+    def start(self) -> None:
+        """Start the sums that are left, of what has been accumulated until now."""
         self._start(len(self._buckets))
 
     def wait(self) -> None:
@@ -93,7 +108,7 @@ class ReplicatedGradients:
         self._start(complete)
 
     def _start(self, until: int) -> None:
-        for bucket in self._buckets[self._num_started : until] if self._group.size() > 1 else ():
+        for bucket in self._buckets[self._num_started : until] if self._is_shared else ():
             work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
             assert work is not None
             self._under_way.append(work)

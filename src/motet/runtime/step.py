@@ -24,7 +24,7 @@ from motet.core.timeline import Timeline
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
 from motet.dispatch.exchange import exchange_rows
-from motet.runtime.clip import clip_factor, scale_gradients, square_sum, square_sum_of_share
+from motet.runtime.clip import clip_factor, scale_gradients, square_sum
 from motet.runtime.clock import ActionClock
 from motet.runtime.exchanges import Exchanges
 from motet.runtime.executor import Executor, Handler, Hook, RankProgram
@@ -46,6 +46,7 @@ class StepResult:
     num_targets, num_tokens, num_examples: summed over all ranks and microbatches.
     moved_bytes:    features and gradients that were sent from rank to rank, summed over all ranks.
     crossing_bytes: the part of moved_bytes that went from node to node.
+    actions:        names of actions, in words, that other ranks have; this rank may lack them.
     """
 
     step: int
@@ -56,6 +57,7 @@ class StepResult:
     crossing_bytes: int
     timeline: Timeline
     _totals: Tensor = field(repr=False)
+    actions: tuple[str, ...] = ()
 
     @cached_property
     def _read(self) -> tuple[float, float, float]:
@@ -88,7 +90,7 @@ class StepResult:
 
         All ranks have the same names in the same order.
         """
-        return {
+        return dict.fromkeys(self.actions, 0.0) | {
             action_words(kind, module): seconds for (kind, module), seconds in self.timeline.seconds_by_kind().items()
         }
 
@@ -208,12 +210,8 @@ class _RunningStep:
         """Sum (squared gradient norm, loss, targets) over ranks in one collective, then clip the gradients."""
         mesh, parameters, max_norm = self.step.mesh, self.step.parameters, self.step.max_grad_norm
         self.wait()
-        flat = [bucket for gradients in self.step.replicated.values() for bucket in gradients.flat]
-        self.totals[0] = (
-            square_sum_of_share(flat, mesh.rank, mesh.num_ranks, mesh.device)
-            if self.step.replicated
-            else square_sum(parameters, mesh.num_ranks, mesh.device)
-        )
+        shares = [gradients.square_sum(mesh.device) for gradients in self.step.replicated.values()]
+        self.totals[0] = sum(shares) if shares else square_sum(parameters, mesh.num_ranks, mesh.device)
         dist.all_reduce(self.totals, group=mesh.group)
         if max_norm is not None:
             scale_gradients(parameters, clip_factor(self.totals[0].sqrt(), max_norm))
@@ -225,16 +223,20 @@ class _RunningStep:
 
     def update(self, action: Action) -> None:
         """Step the optimizer, unless loss or gradient is not finite."""
-        optimizer = self.step.optimizer
-        assert optimizer is not None
-        is_bad = ~torch.isfinite(self.totals).all()
-        if is_bad.is_cuda and all(group.get("fused") for group in optimizer.param_groups):
-            # A fused optimizer reads this flag on the device, as with a GradScaler, so the host does not wait.
-            # On a CPU the flag would cost one more kernel a parameter, and reading it on the host costs nothing.
-            optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
-            optimizer.step()
-        elif not is_bad:
-            optimizer.step()
+        assert self.step.optimizer is not None
+        update_if_finite(self.step.optimizer, self.totals)
+
+
+def update_if_finite(optimizer: torch.optim.Optimizer, totals: Tensor) -> None:
+    """Step the optimizer, unless the totals of the step (as in `_RunningStep`) are not finite."""
+    is_bad = ~torch.isfinite(totals).all()
+    if is_bad.is_cuda and all(group.get("fused") for group in optimizer.param_groups):
+        # A fused optimizer reads this flag on the device, as with a GradScaler, so the host does not wait.
+        # On a CPU the flag would cost one more kernel a parameter, and reading it on the host costs nothing.
+        optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]
+        optimizer.step()
+    elif not is_bad:
+        optimizer.step()
 
 
 def presence_of(batch: RankBatch) -> Presence:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from motet.runtime.segments import SegmentRun
 
 PassKey: TypeAlias = tuple[int, int]
 """(stage, microbatch) of a forward pass."""
@@ -29,3 +32,21 @@ class Tensors:
     def is_empty(self) -> bool:
         """Whether no tensor is left, as after a whole step."""
         return not (self.outputs or self.arrived or self.gradients)
+
+
+@dataclass
+class StageTensors:
+    """Tensors by (stage, microbatch) and module, where stages are parts of modules.
+
+    inputs:           what arrived for a forward pass; a gradient is computed for what requires one.
+    outputs:          what is there behind a stage, to be sent, without its graph.
+    runs:             segments of a stage that wait for their backward pass.
+    output_gradients: what arrived for a backward pass.
+    input_gradients:  what is to be sent back.
+    """
+
+    inputs: dict[PassKey, dict[str, Tensor]] = field(default_factory=dict)
+    outputs: dict[PassKey, dict[str, Tensor]] = field(default_factory=dict)
+    runs: dict[PassKey, list[SegmentRun]] = field(default_factory=dict)
+    output_gradients: dict[PassKey, dict[str, Tensor]] = field(default_factory=dict)
+    input_gradients: dict[PassKey, dict[str, Tensor]] = field(default_factory=dict)

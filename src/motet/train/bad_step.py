@@ -16,6 +16,7 @@ from motet.data.examples import Examples
 from motet.data.splits import OwnSplits
 from motet.dispatch import RankBatch
 from motet.runtime.not_finite import Finding, Moment, first_not_finite, gradient_not_finite, weight_not_finite
+from motet.runtime.planned_step import PlannedStep
 from motet.runtime.step import StepResult, TrainStep
 from motet.train.input.feed import StepInput
 from motet.train.recipe.recipe import Recipe
@@ -60,16 +61,23 @@ class Cause:
 
 
 def examine(
-    step: TrainStep, batches: Sequence[RankBatch], fed: StepInput, dataset: Examples | OwnSplits, world: World
+    step: TrainStep | PlannedStep,
+    batches: Sequence[RankBatch],
+    fed: StepInput,
+    dataset: Examples | OwnSplits,
+    world: World,
 ) -> Cause:
     """Find the cause of a bad step by running it again. A collective.
 
-    Random number generators must be as they were before the step.
+    Random number generators must be as they were before the step. Under a Plan with stages the step is not run again,
+    and the cause is no more than the first parameter whose gradient, which the step has left, is not finite.
     """
     # 1. Weights that are not finite explain everything.
     if weights := [name for name in world.gather(weight_not_finite(step)) if name]:
         return Cause(f"the weight {weights[0]} is not finite before the step", is_in_weight=True)
     # 2. The step is run again, which also leaves its gradients.
+    if isinstance(step, PlannedStep):
+        return _cause_in_gradients(step, world)
     by_rank = world.gather(first_not_finite(step, batches))
     findings = [(rank, finding) for rank, finding in enumerate(by_rank) if finding is not None]
     index, parameter = max(world.gather(gradient_not_finite(step)))
@@ -99,6 +107,12 @@ def _names(ids: Sequence[int], dataset: Examples | OwnSplits, world: World) -> l
     """Manifest and line of examples; of an example in a split, only its rank knows them. A collective."""
     by_rank = world.gather([dataset.where(example) for example in ids])
     return [max(names) for names in zip(*by_rank, strict=True)]
+
+
+def _cause_in_gradients(step: PlannedStep, world: World) -> Cause:
+    by_rank = [name for index, name in world.gather(gradient_not_finite(step)) if index >= 0]
+    # Later stages run backward first.
+    return Cause(f"the gradient of {by_rank[-1]} is not finite" if by_rank else "the loss is not finite")
 
 
 def _event(finding: Finding) -> tuple[str, str, Moment]:

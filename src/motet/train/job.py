@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from motet.core.errors import JointUserError, UserError
+from motet.core.plan import Plan
+from motet.core.plan_file import plan_digest
 from motet.core.spec import ModelSpec
 from motet.data.dataset import Dataset, Modality
 from motet.data.decode import Decoder
@@ -29,7 +31,10 @@ from motet.models.spec import model_spec
 from motet.runtime.clock import ActionClock
 from motet.runtime.fsdp import shard
 from motet.runtime.mesh import Mesh, build_mesh
+from motet.runtime.place import Place
+from motet.runtime.planned_step import PlannedStep
 from motet.runtime.step import TrainStep
+from motet.schedule.layout import num_microbatches
 from motet.train.balancing import (
     MeasuredPhases,
     build_orchestrator,
@@ -46,8 +51,10 @@ from motet.train.evaluate import Evaluator
 from motet.train.input.loading import ExchangeLoading, IndexLoading, Loading
 from motet.train.input.ordering import build_order
 from motet.train.input.own_splits import check_same_splits, joined_splits, own_splits, say_left_out
+from motet.train.input.planned import PlannedLoading, StageNeeds
 from motet.train.input.rows import check_rows
 from motet.train.optimizer import build_optimizer
+from motet.train.planned_job import ChosenPlan, build_part, check_cuts
 from motet.train.recipe.recipe import DrawnRecipe, Recipe
 from motet.train.recompute import Recomputation, RecomputeRanks, auto_recompute, memory_bytes
 from motet.train.world import World
@@ -59,14 +66,18 @@ _INDEX_PROGRESS_EVERY_S = 5.0
 
 @dataclass
 class TrainingJob:
-    """Everything that a run consists of. Only `progress` says how far the run is."""
+    """Everything that a run consists of. Only `progress` says how far the run is.
+
+    model: of this rank. spec: of the whole model. plan: None if the recipe alone says how it trains.
+    """
 
     recipe: Recipe
     world: World
     mesh: Mesh
     model: MLLM
+    spec: ModelSpec
     optimizer: torch.optim.Optimizer
-    step: TrainStep
+    step: TrainStep | PlannedStep
     order: ExampleOrder
     dataset: Examples | OwnSplits
     loading: Loading
@@ -74,13 +85,20 @@ class TrainingJob:
     evaluator: Evaluator | None
     checkpointer: Checkpointer
     progress: Progress
+    num_microbatches: int
+    plan: Plan | None = None
 
 
-def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: ExitStack) -> TrainingJob:
+def build_job(
+    recipe: Recipe, world: World, resume: str, say: Say, cleanup: ExitStack, chosen: ChosenPlan | None = None
+) -> TrainingJob:
     """Build the job of a recipe. A collective, which fails on all ranks if it fails on one.
 
     resume: "auto", "never" or a path. say: prints a sentence. cleanup: closes what is open when the run ends.
+    chosen: the Plan to train under, with which the recipe agrees; without one, all ranks run the whole model.
     """
+    if chosen is not None and chosen.plan.schedule != "data_parallel":
+        return _build_planned_job(recipe, world, resume, say, cleanup, chosen)
     check_same_backend(world)
     rank_bytes = _memory_bytes(recipe, world)
     with world.together():
@@ -89,6 +107,9 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
         vocabulary = recipe.vocabulary()
         model = build_mllm(recipe.modules, vocabulary.vocabulary_size, dtype, recipe.run.seed, deferred=True)
         check_rows(recipe, model)
+        spec = model_spec(model)
+        if chosen is not None:
+            chosen.check_fits(spec, world.num_ranks)
         measured, orchestrator = _balancing(recipe, model, world)
         splits = own_splits(recipe, world)
         opened = {
@@ -132,6 +153,7 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
         world,
         mesh,
         model,
+        spec,
         optimizer,
         step,
         order,
@@ -141,6 +163,8 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
         evaluator,
         Checkpointer(recipe.run.dir / _CHECKPOINTS, recipe.checkpoint, world.saving, line, world.launch, say),
         progress,
+        recipe.microbatches_on(world.num_ranks),
+        None if chosen is None else chosen.plan,
     )
 
 
@@ -186,6 +210,58 @@ def _recomputation(
     chosen = auto_recompute(recipe, spec, ranks, order, lambda ids: dataset.batch_lengths(ids, 1))
     say(str(chosen))
     return Recomputation(chosen.resolved, spec, chosen)
+
+
+def _build_planned_job(
+    recipe: Recipe, world: World, resume: str, say: Say, cleanup: ExitStack, chosen: ChosenPlan
+) -> TrainingJob:
+    """As `build_job`, for ranks that hold different parts of the model."""
+    plan = chosen.plan
+    check_same_backend(world)
+    with world.together():
+        dtype, vocabulary = _DTYPES[recipe.run.dtype], recipe.vocabulary()
+        model = build_mllm(recipe.modules, vocabulary.vocabulary_size, dtype, recipe.run.seed, deferred=True)
+        spec = model_spec(model)
+        chosen.check_fits(spec, world.num_ranks)
+        check_cuts(model, plan)
+        check_rows(recipe, model)
+        dataset = open_dataset(recipe, recipe.data.train, vocabulary, model, say)
+        _check_bad_at_indexing(recipe, dataset)
+        place = Place.of(plan, world.rank)
+        decoder = cleanup.enter_context(Decoder(dataset.transforms, recipe.data.num_workers))
+    _check_same_plan(world, plan)
+    _check_same_examples(world, dataset, None)
+    with world.together():
+        mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
+    step, optimizer = build_part(model, spec, place, recipe, mesh, world)
+    start = Progress(0, 0, 0, recipe.data.seed, dataset.fingerprint)
+    progress, line = _resume(recipe, world, resume, model, optimizer, start, say)
+    return TrainingJob(
+        recipe,
+        world,
+        mesh,
+        model,
+        spec,
+        optimizer,
+        step,
+        build_order(recipe, dataset, say),
+        dataset,
+        PlannedLoading(plan, dataset, decoder, StageNeeds.of(place.replicas, place.spans, spec.num_blocks)),
+        Recomputation(recipe, spec, planned=place.recomputed),
+        None,
+        Checkpointer(recipe.run.dir / _CHECKPOINTS, recipe.checkpoint, world.saving, line, world.launch, say),
+        progress,
+        num_microbatches(plan),
+        plan,
+    )
+
+
+def _check_same_plan(world: World, plan: Plan) -> None:
+    """Raise JointUserError if ranks have read different Plans. A collective."""
+    digests = world.gather(plan_digest(plan))
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        raise JointUserError(f"Rank {other} has read another plan than rank 0: copy one file to all machines.")
 
 
 def open_dataset(

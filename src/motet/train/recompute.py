@@ -62,16 +62,18 @@ class Recomputation:
     """What a run recomputes.
 
     recipe: with numbers in place of "auto". spec: of its model. auto: None where the recipe states numbers.
+    planned: the numbers of a Plan, of this rank's stages, in place of the recipe's.
     """
 
     recipe: Recipe
     spec: ModelSpec
     auto: AutoRecompute | None = None
+    planned: Mapping[str, int] | None = None
 
     @cached_property
     def num_blocks(self) -> Mapping[str, int]:
         """Recomputed blocks by module: those stated, or those of the largest microbatch."""
-        return recomputed_blocks_of(self.recipe, self.spec)
+        return self.planned if self.planned is not None else recomputed_blocks_of(self.recipe, self.spec)
 
     def of_rank(self, batch: RankBatch, rank: int) -> RankBatch:
         """The microbatch with what a rank recomputes of it."""

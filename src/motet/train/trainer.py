@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from motet.core.errors import JointUserError, originating
+from motet.core.plan_file import plan_digest
 from motet.core.timeline import Span, Timeline
 from motet.dispatch import RankBatch
-from motet.models.spec import model_spec
 from motet.runtime.step import StepResult
 from motet.simulate.show.page import write_timeline_html
 from motet.train.bad_step import BadSteps, BrokenWeights, Cause, examine
@@ -23,6 +23,7 @@ from motet.train.input.feed import Feed, StepInput, StepRange
 from motet.train.input.loading import UnreadableExample
 from motet.train.job import TrainingJob, build_job
 from motet.train.optimizer import learning_rate, set_learning_rate
+from motet.train.planned_job import ChosenPlan, recomputed_in
 from motet.train.recipe.recipe import Recipe, dump_recipe
 from motet.train.report.metrics import (
     MeasuredStep,
@@ -51,10 +52,11 @@ _MEMORY_ADVICE = (
 )
 
 
-def train(recipe: Recipe, *, resume: str = "auto", trace: bool = False) -> None:
+def train(recipe: Recipe, *, resume: str = "auto", trace: bool = False, chosen: ChosenPlan | None = None) -> None:
     """Train as a recipe says, on this rank together with all others. All files are written to `recipe.run.dir`.
 
     resume: "auto", "never", or the path of a checkpoint. trace: write trace.json, timeline.json and timeline.html.
+    chosen: as of `build_job`.
     Raises UserError if the input is wrong, and SystemExit(128 + signal) after a signal to stop.
     """
     start_s = time.perf_counter()
@@ -67,7 +69,7 @@ def train(recipe: Recipe, *, resume: str = "auto", trace: bool = False) -> None:
         with world.together():
             if world.is_first:
                 cleanup.enter_context(locked_run_folder(recipe.run.dir, say))
-        job = build_job(recipe, world, resume, say, cleanup)
+        job = build_job(recipe, world, resume, say, cleanup, chosen)
         _Run(job, trace, start_s).run()
 
 
@@ -82,8 +84,10 @@ class _Run:
         self.bad_steps = BadSteps(self.recipe, job.dataset, self.world)
         self.spans: list[Span] | None = [] if trace else None
         self.evaluations: dict[int, Evaluation] = {}
-        self.spec = model_spec(job.model)
-        self.recomputed = self.recipe.fsdp.recomputed(self.spec.num_blocks)
+        self.spec, self.plan_hash = job.spec, None if job.plan is None else plan_digest(job.plan)
+        self.recomputed = (
+            self.recipe.fsdp.recomputed(self.spec.num_blocks) if job.plan is None else recomputed_in(job.plan)
+        )
         compute_dtype = self.recipe.fsdp.param_dtype or self.recipe.run.dtype
         self.peak = peak_of(self.world.device, getattr(torch, compute_dtype))
         self.peak_flops_per_s = sum(self.world.gather(self.peak.flops_per_s))
@@ -185,7 +189,7 @@ class _Run:
             progress.step,
             recipe.run.steps,
             recipe.run.batch_size,
-            recipe.microbatches_on(self.world.num_ranks),
+            self.job.num_microbatches,
             progress.position,
             progress.num_bad,
         )
@@ -256,6 +260,7 @@ class _Run:
                     "grad_norm": result.grad_norm,
                     "lr": learning_rate(self.recipe.optimizer, result.step, self.recipe.run.steps),
                     "position": fed.position,
+                    "plan": self.plan_hash,
                     "bad_step": None if cause is None else str(cause),
                     "num_examples": result.num_examples,
                     "num_targets": result.num_targets,

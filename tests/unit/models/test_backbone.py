@@ -68,20 +68,20 @@ def test_packed_equals_one_by_one_with_gradients(tiny, family, window):
 def test_sliding_window_is_hfs(tiny, window):
     backbone = tiny.backbone("mistral", sliding_window=window)
     packed = tiny.Packed.of([12])
-    got = backbone._hidden(packed, {})
+    got = backbone.hidden_states(packed, {})
     expected = hf_reference(backbone).model(packed.tokens[None], use_cache=False).last_hidden_state[0]
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
     if window:
-        assert not torch.allclose(got, tiny.backbone("mistral", sliding_window=None)._hidden(packed, {}))
+        assert not torch.allclose(got, tiny.backbone("mistral", sliding_window=None).hidden_states(packed, {}))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_document_is_bit_identical_whatever_the_others_hold(tiny, family):
     backbone = tiny.backbone(family)
     packed = tiny.Packed.of(LENGTHS)
-    before = backbone._hidden(packed, {})
+    before = backbone.hidden_states(packed, {})
     packed.tokens[8:20] = (packed.tokens[8:20] + 1) % tiny.vocab
-    changed = (before != backbone._hidden(packed, {})).any(1)
+    changed = (before != backbone.hidden_states(packed, {})).any(1)
     assert not changed[:8].any() and not changed[20:].any() and changed[8:20].all()
 
 

@@ -53,7 +53,7 @@ def test_transformers_loads_the_backbone(tiny, tmp_path, family, tied):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "backbone", dtype=torch.float32)
     assert model.config._attn_implementation != "motet_packed"
     logits = model(packed.tokens[None]).logits[0]
-    expected = mllm.backbone.causal_lm.lm_head(mllm.backbone._hidden(packed, {}))
+    expected = mllm.backbone.causal_lm.lm_head(mllm.backbone.hidden_states(packed, {}))
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
     encoder = WhisperEncoder.from_pretrained(tmp_path / "encoders" / "audio")
     clip = tiny.values("whisper", torch.tensor([[40]]))

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -22,8 +23,9 @@ from motet.planner.job import Job
 from motet.planner.search import search
 from motet.planning.cluster import ClusterOptions
 from motet.planning.job import JobOptions
-from motet.planning.plan_of_recipe import obstacle, plan_of_recipe, read_recipe_as_plan, recipe_of_plan
+from motet.planning.plan_of_recipe import plan_of_recipe, read_recipe_as_plan, recipe_of_plan
 from motet.planning.sources import training_data
+from motet.planning.trainable import obstacle
 from motet.schedule import planned
 from motet.schedule.program import Kind
 from motet.simulate.predict.batch import draw_batch
@@ -226,29 +228,50 @@ def test_what_is_measured_or_stated_for_balancing_goes_where_nothing_is_balanced
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"tp": 2, "dp": 1}, "tensor parallelism"),
+        ({"tp": 2, "dp": 1}, "tensor parallelism (tp > 1)"),
         ({"dp": 1}, "ranks left over"),
-        ({"zero": 1}, "ZeRO-1"),
+        ({"zero": 1}, "ZeRO-1 (zero = 1)"),
         ({"precision": "bf16"}, "another precision than the recipe"),
-        ({"schedule": "1f1b"}, "a pipeline"),
         ({"units": 2}, "modules on ranks of their own"),
     ],
 )
 def test_what_training_cannot_run(recipe_file, change, what):
     recipe, plan = load_recipe(recipe_file), planned_recipe(recipe_file, 2)
-    if "precision" in change or "schedule" in change:
+    if "precision" in change:
         plan = replace(plan, **change)
     else:
         units = plan.units * change["units"] if "units" in change else (replace(plan.units[0], **change),)
         plan = replace(plan, units=units)
     assert obstacle(plan, recipe) == what
-    with pytest.raises(UserError, match=f"has {what}, which training cannot run yet"):
+    with pytest.raises(UserError, match=f"has {re.escape(what)}, which training cannot run yet"):
         recipe_of_plan(plan, recipe)
 
 
-def test_chains_cannot_be_run(recipe_file):
+def test_chains_in_1f1b_are_run_under_their_plan(recipe_file):
+    """No recipe says what they are, and zero-bubble schedules are not run."""
     recipe, plans = candidates(recipe_file, 2, Pins(pp=2, tp=1), "run.batch_size=8")
-    assert {obstacle(plan, recipe) for plan in plans} == {"a pipeline"}
+    obstacles = {plan.schedule: obstacle(plan, recipe) for plan in plans}
+    assert obstacles["1f1b"] == "" and obstacles["zb_h1"] == "the schedule 'zb_h1'"
+    for plan in plans:
+        with pytest.raises(UserError, match="which no recipe can say: train under the plan"):
+            recipe_of_plan(plan, recipe)
+
+
+@pytest.mark.parametrize(
+    ("change", "of_unit", "what"),
+    [
+        ({}, {"cp": 2}, "context parallelism (cp > 1)"),
+        ({"schedule": "zb_h1"}, {}, "the schedule 'zb_h1'"),
+        ({"order": "inter"}, {}, "the order 'inter'"),
+        ({}, {"dp": 2, "zero": 1}, "ZeRO in a pipeline (zero > 0 with dp > 1)"),
+        ({}, {"replicated": ("image",)}, "replicated encoders (replicated)"),
+        ({}, {"pp": 1}, "ranks left over"),
+    ],
+)
+def test_what_training_cannot_run_of_a_pipeline(recipe_file, change, of_unit, what):
+    recipe, (plan, *_) = candidates(recipe_file, 2, Pins(pp=2, tp=1, schedule="1f1b"), "run.batch_size=8")
+    plan = replace(plan, units=(replace(plan.units[0], **of_unit),), **change)
+    assert obstacle(plan, recipe) == what
 
 
 def test_a_recipe_is_planned_with_its_own_data(recipe_file):

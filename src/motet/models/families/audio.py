@@ -81,12 +81,11 @@ class AudioEncoder(nn.Module):
         ]
 
     def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
-        hidden, counts = self._hidden(values, sizes.numpy())
-        return self.model.layer_norm(hidden).flatten(0, 1).index_select(0, real_rows(counts, hidden))
+        return self.leave(self.through(self.enter(values, sizes), sizes, 0, len(self.model.layers)), sizes)
 
-    def _hidden(self, values: Tensor, sizes: Int64Array) -> tuple[Tensor, Int64Array]:
-        """Hidden states of the last layer [num_clips, longest, dim], and the number of real rows of each clip."""
-        model, frames, counts = self.model, sizes[:, 0], AudioEncoder.num_outputs(self, sizes)
+    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
+        """The convolutions: rows of all clips, each padded to the longest, [num_clips * longest, dim]."""
+        model, frames = self.model, sizes.numpy()[:, 0]
         num_clips, longest = len(frames), int(frames.max())
         positions = real_rows(frames, values.new_empty(num_clips, longest))
         clips = values.new_zeros(num_clips * longest, values.shape[1]).index_copy(0, positions, values)
@@ -94,11 +93,24 @@ class AudioEncoder(nn.Module):
         hidden = gelu(model.conv1(clips.view(num_clips, longest, -1).transpose(1, 2))) * is_real
         hidden = gelu(model.conv2(hidden)).transpose(1, 2)
         hidden = hidden + model.embed_positions.weight[: hidden.shape[1]]
-        hidden = dropout(hidden, p=model.dropout, training=model.training)
-        extents = PaddedClips(counts, hidden.shape[1], hidden.device)
-        for layer in model.layers:
-            hidden = layer(hidden, extents)
-        return hidden, counts
+        return dropout(hidden, p=model.dropout, training=model.training).flatten(0, 1)
+
+    def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor:
+        """The layers first ... stop - 1."""
+        padded = hidden.unflatten(0, (len(sizes), -1))
+        extents = PaddedClips(self._real_counts(sizes), padded.shape[1], hidden.device)
+        for layer in self.blocks[first:stop]:
+            padded = layer(padded, extents)
+        return padded.flatten(0, 1)
+
+    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+        """The last norm, and the clips' own rows."""
+        normed = self.model.layer_norm(hidden.unflatten(0, (len(sizes), -1)))
+        return normed.flatten(0, 1).index_select(0, real_rows(self._real_counts(sizes), normed))
+
+    def _real_counts(self, sizes: Tensor) -> Int64Array:
+        """Rows of each clip behind the convolutions, int64 [num_clips]."""
+        return AudioEncoder.num_outputs(self, sizes.numpy())
 
 
 def real_rows(counts: Int64Array, padded: Tensor) -> Tensor:

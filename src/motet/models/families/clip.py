@@ -9,18 +9,20 @@ from torch import Tensor
 from transformers import CLIPVisionModel
 
 from motet.core.shapes import Transformer, patches
-from motet.models.attention import PackedItems
 from motet.models.families.patches import (
     PatchEncoder,
     add_class_rows,
     embed_patches,
     patch_positions,
+    without_class_rows,
 )
 from motet.models.layers import LayerModules, any_trainable, unused_layer
 
 
 class ClipEncoder(PatchEncoder):
     """feature_layer: as in `patches.num_computed`; LLaVA takes -2."""
+
+    class_rows = 1
 
     def __init__(self, model: CLIPVisionModel, feature_layer: int | None = None) -> None:
         super().__init__(model, model.post_layernorm, feature_layer)
@@ -50,14 +52,12 @@ class ClipEncoder(PatchEncoder):
             unused_layer(model.post_layernorm, hidden),
         ]
 
-    def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
+    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
         grids = sizes.numpy()
         counts = self.num_outputs(grids)
         embeddings, table = self.model.embeddings, self.model.embeddings.position_embedding.weight
         patches = embed_patches(embeddings.patch_embedding, values) + patch_positions(table[1:], grids)
-        hidden, positions = add_class_rows(patches, embeddings.class_embedding + table[0], counts)
-        hidden = self.model.pre_layrnorm(hidden)[None]
-        segments = PackedItems.from_lengths(counts + 1)
-        for layer in self.blocks:
-            hidden = layer(hidden, segments)
-        return hidden[0].index_select(0, positions)
+        return self.model.pre_layrnorm(add_class_rows(patches, embeddings.class_embedding + table[0], counts))
+
+    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+        return without_class_rows(hidden, self.num_outputs(sizes.numpy()))

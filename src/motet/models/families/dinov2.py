@@ -7,12 +7,12 @@ from transformers import Dinov2Model
 
 from motet.core.errors import UserError
 from motet.core.shapes import BIASES, Transformer, final_norm, patches
-from motet.models.attention import PackedItems
 from motet.models.families.patches import (
     PatchEncoder,
     add_class_rows,
     embed_patches,
     patch_positions,
+    without_class_rows,
 )
 from motet.models.layers import LayerModules, any_trainable, unused_layer
 
@@ -21,6 +21,7 @@ class Dinov2Encoder(PatchEncoder):
     """feature_layer: as in `patches.num_computed`."""
 
     stack = "layer"
+    class_rows = 1
 
     def __init__(self, model: Dinov2Model, feature_layer: int | None = None) -> None:
         super().__init__(model, model.layernorm, feature_layer)
@@ -65,15 +66,13 @@ class Dinov2Encoder(PatchEncoder):
             else unused_layer(norm, hidden),
         ]
 
-    def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
+    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
         grids = sizes.numpy()
         counts = self.num_outputs(grids)
         embeddings, table = self.model.embeddings, self.model.embeddings.position_embeddings[0]
         patches = embed_patches(embeddings.patch_embeddings.projection, values) + patch_positions(table[1:], grids)
-        hidden, positions = add_class_rows(patches, embeddings.cls_token[0, 0] + table[0], counts)
-        hidden = embeddings.dropout(hidden)[None]
-        segments = PackedItems.from_lengths(counts + 1)
-        for layer in self.blocks:
-            hidden = layer(hidden, segments)
+        return embeddings.dropout(add_class_rows(patches, embeddings.cls_token[0, 0] + table[0], counts))
+
+    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
         hidden = self.model.layernorm(hidden) if self.normalised else hidden
-        return hidden[0].index_select(0, positions)
+        return without_class_rows(hidden, self.num_outputs(sizes.numpy()))

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
+from motet.models.attention import PackedItems
 from motet.models.contract import ImageRows
 
 
@@ -20,9 +21,11 @@ class PatchEncoder(nn.Module):
 
     Rows are patches (channel, y, x), row-major; sizes are (patch rows, patch columns).
     norm, feature_layer: as in `num_computed`. stack: the name of the list of layers in the tower's `encoder`.
+    class_rows: rows that `enter` puts before those of each image, and `leave` takes out.
     """
 
     stack: ClassVar[str] = "layers"
+    class_rows: ClassVar[int] = 0
 
     def __init__(self, model: PreTrainedModel, norm: nn.Module, feature_layer: int | None) -> None:
         super().__init__()
@@ -49,6 +52,26 @@ class PatchEncoder(nn.Module):
     def num_outputs(self, sizes: Int64Array) -> Int64Array:
         """Rows that come out for each image, int64 [num_images]."""
         return np.prod(sizes, axis=1)
+
+    def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
+        hidden = self.enter(values, sizes)
+        return self.leave(self.through(hidden, sizes, 0, self.num_computed), sizes)
+
+    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
+        """Patch rows with their positions, [sum(rows + class_rows), dim]."""
+        raise NotImplementedError
+
+    def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor:
+        """The layers first ... stop - 1."""
+        segments = PackedItems.from_lengths(self.num_outputs(sizes.numpy()) + self.class_rows)
+        hidden = hidden[None]
+        for layer in self.blocks[first:stop]:
+            hidden = layer(hidden, segments)
+        return hidden[0]
+
+    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+        """The images' own rows behind the layers, [sum(rows), dim]."""
+        raise NotImplementedError
 
 
 def raster_rows(config: PreTrainedConfig) -> ImageRows:
@@ -98,15 +121,22 @@ def patch_positions(table: Tensor, grids: Int64Array) -> Tensor:
     return torch.cat([by_grid[height, width] for height, width in grids.tolist()])
 
 
-def add_class_rows(rows: Tensor, class_row: Tensor, counts: Int64Array) -> tuple[Tensor, Tensor]:
-    """Put one class row before the rows of each image. Returns rows [sum(counts + 1), dim], and the positions of the
-    images' own rows in it, int64 [sum(counts)].
-    """
+def add_class_rows(rows: Tensor, class_row: Tensor, counts: Int64Array) -> Tensor:
+    """Put one class row before the rows of each image: [sum(counts + 1), dim]."""
     num_images = len(counts)
     starts = np.cumsum(counts + 1) - (counts + 1)
-    positions = np.arange(counts.sum()) + np.repeat(np.arange(num_images), counts) + 1
     order = np.empty(counts.sum() + num_images, dtype=np.int64)
     order[starts] = np.arange(num_images)
-    order[positions] = num_images + np.arange(counts.sum())
+    order[_own_positions(counts)] = num_images + np.arange(counts.sum())
     joined = torch.cat([class_row.expand(num_images, -1), rows])
-    return joined.index_select(0, torch.from_numpy(order).to(rows.device)), torch.from_numpy(positions).to(rows.device)
+    return joined.index_select(0, torch.from_numpy(order).to(rows.device))
+
+
+def without_class_rows(rows: Tensor, counts: Int64Array) -> Tensor:
+    """The rows of `add_class_rows` without the class rows: [sum(counts), dim]."""
+    return rows.index_select(0, torch.from_numpy(_own_positions(counts)).to(rows.device))
+
+
+def _own_positions(counts: Int64Array) -> Int64Array:
+    """Positions of the images' own rows behind a class row each, int64 [sum(counts)]."""
+    return np.arange(counts.sum()) + np.repeat(np.arange(len(counts)), counts) + 1

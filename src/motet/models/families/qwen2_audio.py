@@ -17,8 +17,10 @@ class Qwen2AudioEncoder(AudioEncoder):
         """Rows of each clip. As in HF an odd last row is dropped, so a clip of one or two frames has no row."""
         return super().num_outputs(sizes) // self.pooled
 
-    def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
-        hidden, counts = self._hidden(values, sizes.numpy())
+    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+        """The mean of two rows, the last norm, and the clips' own rows."""
+        padded = hidden.unflatten(0, (len(sizes), -1))
         # No pair joins a clip's last row with padding: an odd last row is dropped.
-        pooled = hidden[:, : hidden.shape[1] // 2 * 2].unflatten(1, (-1, 2)).mean(2)
-        return self.model.layer_norm(pooled).flatten(0, 1).index_select(0, real_rows(counts // 2, pooled))
+        pooled = padded[:, : padded.shape[1] // 2 * 2].unflatten(1, (-1, 2)).mean(2)
+        counts = self._real_counts(sizes) // 2
+        return self.model.layer_norm(pooled).flatten(0, 1).index_select(0, real_rows(counts, pooled))

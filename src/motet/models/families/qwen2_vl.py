@@ -85,12 +85,23 @@ class Qwen2VLEncoder(nn.Module):
         ]
 
     def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
+        return self.leave(self.through(self.enter(values, sizes), sizes, 0, len(self.model.blocks)), sizes)
+
+    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
+        """The patch embedding."""
+        return embed_patches(self.model.patch_embed.proj, values)
+
+    def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor:
+        """The blocks first ... stop - 1."""
         grids = sizes.numpy()
-        hidden = embed_patches(self.model.patch_embed.proj, values)
         rotation = self._rotation(grids, hidden)
         segments = PackedItems.from_lengths(np.prod(grids, axis=1))
-        for block in self.model.blocks:
+        for block in self.blocks[first:stop]:
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotation)
+        return hidden
+
+    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+        """The merger: a row a merge x merge block."""
         return self.model.merger(hidden)
 
     def _rotation(self, grids: Int64Array, hidden: Tensor) -> Rotation:

@@ -6,7 +6,6 @@ from torch import Tensor
 from transformers import SiglipVisionModel
 
 from motet.core.shapes import Transformer, final_norm, patches
-from motet.models.attention import PackedItems
 from motet.models.families.patches import PatchEncoder, embed_patches, patch_positions
 from motet.models.layers import LayerModules, any_trainable, unused_layer
 
@@ -41,12 +40,10 @@ class SiglipEncoder(PatchEncoder):
             *([unused_layer(model.head, hidden)] if model.use_head else []),
         ]
 
-    def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
-        grids = sizes.numpy()
+    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
         embeddings = self.model.embeddings
         hidden = embed_patches(embeddings.patch_embedding, values)
-        hidden = (hidden + patch_positions(embeddings.position_embedding.weight, grids))[None]
-        segments = PackedItems.from_lengths(self.num_outputs(grids))
-        for layer in self.blocks:
-            hidden = layer(hidden, segments)
-        return (self.model.post_layernorm(hidden) if self.normalised else hidden)[0]
+        return hidden + patch_positions(embeddings.position_embedding.weight, sizes.numpy())
+
+    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+        return self.model.post_layernorm(hidden) if self.normalised else hidden

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -34,12 +34,13 @@ def load(
     differs; and if the checkpoint cannot be read.
     """
     tensors, unread = tensors_of(model, optimizer), f"The checkpoint {checkpoint} cannot be read"
+    everywhere = _over_ranks(tensors.keys(), group)
     with together():
         try:
             progress, stored = read_state(checkpoint).progress, read_tensors(checkpoint)
         except Damaged as damage:
             raise UserError(f"{unread}: {damage}.") from damage
-        _check_fit(checkpoint, stored, tensors)
+        _check_fit(checkpoint, stored, tensors, everywhere)
     try:
         dcp.load(dict(tensors), storage_reader=Reader(checkpoint, stored), process_group=group)
     except CheckpointException as error:  # Raised by all ranks if any fails; no subclass of Exception.
@@ -48,13 +49,24 @@ def load(
     return progress
 
 
-def _check_fit(checkpoint: Path, stored: dict[str, StoredTensor], tensors: dict[str, Tensor]) -> None:
-    """Raise UserError for the first tensor in which a checkpoint and a model differ."""
+def _over_ranks(keys: Iterable[str], group: dist.ProcessGroup | None) -> set[str]:
+    """The keys of all ranks, each of which may hold another part of the model. A collective."""
+    if group is None:
+        return set(keys)
+    everywhere: list[list[str]] = [[]] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, list(keys), group=group)
+    return set().union(*everywhere)
+
+
+def _check_fit(
+    checkpoint: Path, stored: dict[str, StoredTensor], tensors: dict[str, Tensor], everywhere: set[str]
+) -> None:
+    """Raise UserError for the first tensor in which a checkpoint and a model differ. everywhere: keys of all ranks."""
     misfit = f"The checkpoint {checkpoint} does not fit the model"
     # Weights come before optimizer state, so that the sentence names a weight.
     if missing := [key for key in tensors if key not in stored]:
         raise UserError(f"{misfit}: it has no {describe_tensor(missing[0])}.")
-    if surplus := sorted(stored.keys() - tensors.keys()):
+    if surplus := sorted(stored.keys() - everywhere):
         raise UserError(f"{misfit}: the model has no {describe_tensor(surplus[0])}.")
     for key, tensor in tensors.items():
         if stored[key].shape != tuple(tensor.shape):

@@ -90,6 +90,7 @@ class Pending:
     where:        index -> manifest and line of the example.
     sequences:    index -> the example's tokens.
     items:        (index of the example, the item).
+    ids:          under a Plan, the examples' numbers in the dataset.
     """
 
     num_examples: int
@@ -98,6 +99,7 @@ class Pending:
     items: list[tuple[int, Future[Media | BadMedia]]] = field(default_factory=list)
     lengths: BatchLengths | None = None
     decision: Decision | None = None
+    ids: Int64Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def bad(self) -> list[UnreadableExample]:
         """The examples of this share that cannot be used; waits until all items are loaded."""
@@ -136,19 +138,10 @@ class IndexLoading:
         ids, decided = dealt.ids, dealt.decided
         assert decided is not None, "index mode decides before loading"
         lengths, decision = decided.lengths, decided.decision
-        pending = Pending(len(ids), _where(self._dataset, ids), lengths=lengths, decision=decision)
+        pending = Pending(len(ids), where_in(self._dataset, ids), lengths=lengths, decision=decision)
         refs: list[tuple[int, MediaRef]] = []
         for phase in self._orchestrator.encoders:
-            example_of = lengths.items[phase].example
-            # An example's record is read once, not once for each of its items.
-            refs_of: dict[int, list[MediaRef]] = {}
-            for item in decision.assignments[phase].on_rank(self._rank):
-                index = int(example_of[item])
-                if index not in refs_of:
-                    refs_of[index] = [
-                        ref for ref in self._dataset.media_refs(int(ids[index])) if self._dataset.phase_of(ref) == phase
-                    ]
-                refs.append((index, refs_of[index][int(item - np.searchsorted(example_of, index))]))
+            refs += refs_of_items(self._dataset, ids, lengths, phase, decision.assignments[phase].on_rank(self._rank))
         # Media are submitted first: workers decode them while this thread reads the tokens.
         futures = self._decoder.submit([ref for _, ref in refs])
         pending.items = [(index, future) for (index, _), future in zip(refs, futures)]
@@ -197,7 +190,7 @@ class ExchangeLoading:
 
     def start(self, dealt: Dealt) -> Pending:
         ids = dealt.ids
-        pending = Pending(len(ids), _where(self._dataset, ids))
+        pending = Pending(len(ids), where_in(self._dataset, ids))
         for index in np.flatnonzero(self._home(ids) == self._exchange.rank).tolist():
             futures = self._decoder.submit(self._dataset.media_refs(int(ids[index])))
             pending.items += [(index, future) for future in futures]
@@ -227,7 +220,22 @@ def exchanged(exchange: ItemExchange, examples: Sequence[LoadedExample | None], 
     return Loaded(batch, items.moved_bytes, items.crossing_bytes)
 
 
-def _where(dataset: Examples | OwnSplits, ids: Int64Array) -> Callable[[int], str]:
+def refs_of_items(
+    dataset: Examples, ids: Int64Array, lengths: BatchLengths, phase: str, items: Int64Array
+) -> list[tuple[int, MediaRef]]:
+    """(index of its example, file) of items of a phase. ids, lengths: of a microbatch. items: int64 [n]."""
+    example_of, found = lengths.items[phase].example, []
+    # An example's record is read once, not once for each of its items.
+    refs_of: dict[int, list[MediaRef]] = {}
+    for item in items:
+        index = int(example_of[item])
+        if index not in refs_of:
+            refs_of[index] = [ref for ref in dataset.media_refs(int(ids[index])) if dataset.phase_of(ref) == phase]
+        found.append((index, refs_of[index][int(item - np.searchsorted(example_of, index))]))
+    return found
+
+
+def where_in(dataset: Examples | OwnSplits, ids: Int64Array) -> Callable[[int], str]:
     """Index in a microbatch -> manifest and line of the example."""
     return lambda index: dataset.where(int(ids[index]))
 

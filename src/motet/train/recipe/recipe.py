@@ -43,6 +43,7 @@ from motet.train.recipe.toml_text import dump_toml, read_recipe
 _DRAWN_LR = 1e-4
 """The peak learning rate of a recipe whose examples are drawn, if it says none."""
 _DTYPE_OF = {"bf16": "bfloat16", "fp32": "float32"}
+_PRECISION = {"param_dtype", "reduce_dtype"}
 
 
 class RunConfig(BaseModel):
@@ -66,6 +67,7 @@ class RunConfig(BaseModel):
     seed: int = Field(0, ge=0, le=MAX_SEED, description="of weights and dropout; data.seed orders the examples")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "float64"] = Field("float32", description="of parameters and optimizer state")
+    plan: Path | None = Field(None, description="a plan of `motet plan` to train under; --plan outweighs it")
     on_bad_step: Literal["stop", "skip"] = Field(
         "stop", description="what is done about a step whose loss or gradient is not finite; it changes no weight"
     )
@@ -185,6 +187,11 @@ class Recipe(BaseModel):
         return getattr(self.transforms, encoder)
 
     @property
+    def is_drawn(self) -> bool:
+        """Whether its examples are drawn, and its model is made of shapes."""
+        return False
+
+    @property
     def modules(self) -> ModelConfig:
         """The model to build."""
         return self.model
@@ -233,6 +240,11 @@ class DrawnRecipe(Recipe):
                         f"of {divisor} (strides times projector.downsample)"
                     )
         return self
+
+    @property
+    def is_drawn(self) -> bool:
+        """True."""
+        return True
 
     @property
     def modules(self) -> ModelConfig:
@@ -310,8 +322,22 @@ def _drawn_defaults(tables: dict[str, Any]) -> dict[str, Any]:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The recipe as TOML with every default and absolute paths. It loads to the same recipe."""
-    tables = recipe.model_dump(mode="json")
+    """The recipe as TOML with every default and absolute paths. It loads to the same recipe.
+
+    What a Plan decides is left out if the recipe names one.
+    """
+    by_plan: Any = {
+        "run": {"microbatches"},
+        "data": {"group"},
+        "balance": {
+            "method",
+            "phases",
+            "policy",
+            *(BalanceConfig.model_fields.keys() - recipe.balance.model_fields_set),
+        },
+        "fsdp": FSDPConfig.model_fields.keys() - _PRECISION,
+    }
+    tables = recipe.model_dump(mode="json", exclude=by_plan if recipe.run.plan else None)
     if isinstance(recipe, DrawnRecipe):
         # Shapes and distributions refuse a key that has no effect, also with its default.
         tables |= recipe.model_dump(mode="json", include={"model", "workload"}, exclude_unset=True)

@@ -1,0 +1,51 @@
+"""A step of a pipeline decided by its Plan, microbatch by microbatch, in the form in which training loads a step.
+
+Ranks of the assignments are replicas of each module's unit.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from motet.assign.orchestrator import Decision
+from motet.assign.plan import assign_step
+from motet.assign.step import ModuleAssignment, StepAssignment
+from motet.assign.whole_step import DecidedMicrobatch, DecidedStep
+from motet.balance import LengthWork, Packed, PhaseCosts, score
+from motet.core.arrays import Int64Array
+from motet.core.assignment import Assignment
+from motet.core.plan import Plan
+from motet.core.workload import BACKBONE, BatchLengths
+
+
+def decide_planned_step(plan: Plan, lengths: BatchLengths) -> DecidedStep:
+    """Decide a step of `plan.batch_size` examples; the same on all ranks. Raises as `assign_step` does.
+
+    `assign.step.joined` puts the lengths and assignments of its microbatches together to the StepAssignment again.
+    """
+    start_s = time.perf_counter()
+    step = assign_step(plan, lengths)
+    microbatch = step.modules[BACKBONE].microbatch
+    parts = tuple(
+        _decided(step, number, np.flatnonzero(microbatch == number)) for number in range(step.num_microbatches)
+    )
+    return DecidedStep(parts, time.perf_counter() - start_s)
+
+
+def _decided(step: StepAssignment, microbatch: int, examples: Int64Array) -> DecidedMicrobatch:
+    """One microbatch of a step. examples: int64 [n], its examples, ascending."""
+    lengths = step.batch.take(examples)
+    costs = PhaseCosts(dict.fromkeys(step.modules, Packed()), LengthWork())
+    work = costs.work(lengths)
+    assignments = {name: _assignment(items, microbatch, work[name]) for name, items in step.modules.items()}
+    return DecidedMicrobatch(examples, lengths, Decision(assignments, assignments, costs, work, 0.0, "off"))
+
+
+def _assignment(items: ModuleAssignment, microbatch: int, work: Int64Array) -> Assignment:
+    """Who computes the items of one microbatch. work: int64 [items of the microbatch]."""
+    inside = np.flatnonzero(items.microbatch == microbatch)
+    placed = score(items.replica[inside], work, items.num_replicas, Packed())
+    return replace(placed, items=np.lexsort((items.position[inside], items.replica[inside])))

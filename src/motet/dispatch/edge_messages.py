@@ -1,0 +1,106 @@
+"""What each message of a pipeline carries: the rows of modules along an edge of the Program, in one microbatch.
+
+Both ends know it from lengths alone, so a message has no header, and one without rows is not sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from motet.assign.rows import SentRows, edge_rows
+from motet.assign.step import ModuleAssignment, StepAssignment, joined
+from motet.core.arrays import Int64Array
+from motet.core.spec import Module
+from motet.core.workload import BACKBONE
+from motet.dispatch.batch import RankBatch
+from motet.schedule import PlannedProgram
+from motet.schedule.coordinates import replica_of
+from motet.schedule.edges import edge_outputs
+
+
+@dataclass(frozen=True, eq=False)
+class MessagePart:
+    """The rows of one module in a message. A message has its parts one after the other.
+
+    width:        elements of a row.
+    rows:         which rows of the sender's output go, and where they arrive; None: all of them, in their order.
+    num_sent, num_taken: rows of the sender's output, and of the receiver's input, which may come in several messages.
+    has_gradient: whether the gradient of the rows comes back.
+    """
+
+    module: str
+    width: int
+    rows: SentRows | None
+    num_sent: int
+    num_taken: int
+    has_gradient: bool
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the message."""
+        return self.num_sent if self.rows is None else len(self.rows.source)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements in the message."""
+        return self.num_rows * self.width
+
+
+def assignment_of(batches: Sequence[RankBatch]) -> StepAssignment:
+    """The StepAssignment of a step from its microbatches, without the examples that were left out."""
+    return joined([batch.lengths for batch in batches], [batch.decision.assignments for batch in batches])
+
+
+def message_parts(
+    planned: PlannedProgram, assignment: StepAssignment, edge: int, island: int, microbatch: int
+) -> tuple[MessagePart, ...]:
+    """The parts of a message along an edge, those without rows left out. edge: as of `assign.rows.edge_rows`."""
+    layout, model = planned.layout, planned.layout.plan.model
+    source, sink = (planned.stages[stage] for stage in planned.program.edges[edge])
+    sender, receiver = replica_of(layout, source, island), replica_of(layout, sink, island)
+    rows, parts = edge_rows(planned, assignment, edge, island, microbatch), []
+    for name, stop in edge_outputs(layout, source, sink):
+        module, items = model.module(name), assignment.modules[name]
+        index = module.blocks[stop - 1][-1]
+        layer = module.layers[index]
+        num_sent = _num_rows(module, stop, items, items.items_of(sender, microbatch))
+        for (source_module, taker), sent in rows.items():
+            if source_module == name:
+                num_taken = num_sent if sent is None else _num_taken(assignment, name, taker, receiver, microbatch)
+                has_gradient = layer.trainable or model.input_gradients[name][index]
+                moved = None if sent is None or _are_all(sent, num_sent, num_taken) else sent
+                parts.append(MessagePart(name, layer.output_width, moved, num_sent, num_taken, has_gradient))
+    return tuple(part for part in parts if part.num_rows)
+
+
+def _are_all(sent: SentRows, num_sent: int, num_taken: int) -> bool:
+    """Whether all rows of the sender become all rows of the receiver, in their order."""
+    in_order = np.arange(len(sent.source))
+    return (
+        num_sent == num_taken == len(in_order)
+        and np.array_equal(sent.source, in_order)
+        and np.array_equal(sent.sink, in_order)
+    )
+
+
+def _num_rows(module: Module, stop: int, items: ModuleAssignment, computed: Int64Array) -> int:
+    """Rows of a module's output behind its block stop - 1. computed: the items of which, int64 [n]."""
+    if stop == len(module.blocks) and module.name != BACKBONE:
+        return int(items.num_tokens[computed].sum())
+    layer, segments = module.layers[module.blocks[stop - 1][-1]], items.segments
+    rows = (
+        layer.rows(items.length[computed])
+        if segments is None
+        else segments.summed(layer.rows(segments.length))[computed]
+    )
+    return int(rows.max(initial=0)) * len(rows) if module.padded else int(rows.sum())
+
+
+def _num_taken(assignment: StepAssignment, name: str, taker: str, receiver: int, microbatch: int) -> int:
+    """Rows of a module that a replica of the module that takes them in gets in a microbatch, from all senders."""
+    items, taken = assignment.modules[name], assignment.modules[taker]
+    examples = taken.example[taken.items_of(receiver, microbatch)]
+    return int(items.num_tokens[np.isin(items.example, examples)].sum())

@@ -1,0 +1,86 @@
+"""What training can run of the Plans that there are: data parallelism, and stages in GPipe or 1F1B."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from motet.core.cluster import Cluster
+from motet.core.plan import Plan, Unit
+from motet.cost.memory import PRECISION_OF_DTYPE
+from motet.schedule.plan_units import backbone_unit, units_in_bubbles
+
+if TYPE_CHECKING:
+    from motet.train.recipe.recipe import Recipe
+
+
+def obstacle(plan: Plan, recipe: Recipe) -> str:
+    """What a Plan has that training cannot run yet, in a few words that name the field; "" if training can run it."""
+    precision = PRECISION_OF_DTYPE[recipe.fsdp.param_dtype or recipe.run.dtype]
+    obstacles = {
+        "tensor parallelism (tp > 1)": any(unit.tp > 1 for unit in plan.units),
+        "context parallelism (cp > 1)": any(unit.cp > 1 for unit in plan.units),
+        "another precision than the recipe": plan.precision != precision,
+    }
+    own = _data_parallel(plan) if plan.schedule == "data_parallel" else _in_stages(plan, recipe)
+    return next((what for what, is_there in (obstacles | own).items() if is_there), "")
+
+
+def obstacle_of_recipe(plan: Plan, recipe: Recipe) -> str:
+    """As `obstacle`, of Plans that a recipe can say, as `motet plan --measure` runs them: those of data parallelism."""
+    return "a pipeline" if plan.schedule != "data_parallel" else obstacle(plan, recipe)
+
+
+def trainable_in(file: Path, overrides: Sequence[str]) -> Callable[[Plan], str] | None:
+    """`obstacle` for a recipe file; None if it has no [data] to train on. Raises UserError."""
+    from motet.train.recipe.recipe import load_recipe
+    from motet.train.recipe.toml_text import read_recipe
+
+    if "data" not in read_recipe(file, overrides).tables:
+        return None
+    return partial(_obstacle_in, load_recipe(file, overrides))
+
+
+def training_line(recipe_file: Path, plan_file: Path, cluster: Cluster) -> str:
+    """The command that trains a recipe under a Plan; on several nodes, what is to be started on each."""
+    nodes = "--standalone" if cluster.num_nodes == 1 else f"--nnodes {cluster.num_nodes} --rdzv-endpoint HOST:PORT"
+    torchrun = f"torchrun {nodes} --nproc-per-node {cluster.ranks_per_node}"
+    return f"{torchrun} -m motet train {recipe_file} --plan {plan_file}"
+
+
+def _obstacle_in(recipe: Recipe, plan: Plan) -> str:
+    return obstacle(plan, recipe)
+
+
+def _data_parallel(plan: Plan) -> dict[str, bool]:
+    unit = plan.units[0]
+    return {
+        "modules on ranks of their own": len(plan.units) > 1,
+        "ranks left over": unit.num_ranks < plan.cluster.num_ranks,
+        "ZeRO-1 (zero = 1)": unit.zero == 1 and unit.dp > 1,
+    }
+
+
+def _in_stages(plan: Plan, recipe: Recipe) -> dict[str, bool]:
+    backbone = backbone_unit(plan)
+    return {
+        "ranks left over": sum(unit.num_ranks for unit in plan.units) < plan.cluster.num_ranks,
+        "encoders in bubbles (units on the backbone's ranks)": bool(units_in_bubbles(plan)),
+        f"the schedule {plan.schedule!r}": plan.schedule not in ("gpipe", "1f1b"),
+        "replicated encoders (replicated)": bool(backbone.replicated),
+        "units with different numbers of replicas (dp)": len({unit.dp for unit in plan.units}) > 1,
+        "ZeRO in a pipeline (zero > 0 with dp > 1)": any(_shards(unit) for unit in plan.units),
+        f"the order {plan.order!r}": plan.order != "given",
+        "mixed precision in a pipeline (fsdp.param_dtype)": _is_mixed(recipe),
+        "a model of shapes alone in a pipeline ([workload] in place of [data])": recipe.is_drawn,
+    }
+
+
+def _shards(unit: Unit) -> bool:
+    return unit.zero > 0 and unit.dp > 1 and unit.shard_size != 1
+
+
+def _is_mixed(recipe: Recipe) -> bool:
+    return any(dtype not in (None, recipe.run.dtype) for dtype in (recipe.fsdp.param_dtype, recipe.fsdp.reduce_dtype))

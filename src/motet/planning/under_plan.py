@@ -1,0 +1,83 @@
+"""`motet train RECIPE --plan PLAN.json`: whether a recipe and a Plan agree, and whether training can run the Plan.
+
+The Plan decides microbatches, sharding, recomputation and balancing, so a recipe must not set these. The recipe decides
+all else, and must agree in batch size and precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from motet.core.errors import UserError
+from motet.core.plan import Plan
+from motet.cost.memory import PRECISION_OF_DTYPE
+from motet.planning.plan_of_recipe import recipe_of_plan
+from motet.planning.sources import plan_at
+from motet.planning.trainable import obstacle
+from motet.train.planned_job import ChosenPlan
+from motet.train.recipe.recipe import Recipe
+
+_PRECISION_KEYS = {"param_dtype", "reduce_dtype"}
+_BALANCE_KEYS = {"method", "phases", "policy"}
+
+
+def recipe_under_plan(recipe: Recipe, recipe_file: Path, plan_file: Path) -> tuple[Recipe, ChosenPlan]:
+    """The recipe as it trains under a Plan, and the Plan.
+
+    Raises UserError for a Plan that training cannot run, and for the first thing in which recipe and Plan do not agree.
+    """
+    chosen = ChosenPlan(plan_at(plan_file), plan_file, f"motet plan {recipe_file} --out {plan_file}")
+    plan = chosen.plan
+    recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"plan": plan_file})})
+    if key := next(_decided_twice(recipe, plan), None):
+        raise UserError(f"{recipe_file} sets {key}, which the plan {plan_file} decides; remove it.")
+    precision = PRECISION_OF_DTYPE[recipe.fsdp.param_dtype or recipe.run.dtype]
+    for what, theirs, ours in (
+        ("run.batch_size", plan.batch_size, recipe.run.batch_size),
+        ("precision", plan.precision, precision),
+    ):
+        if theirs != ours:
+            raise UserError(
+                f"{plan_file} is for {what} = {theirs}, and the recipe has {ours}; plan anew: {chosen.replan}."
+            )
+    if what := obstacle(plan, recipe):
+        raise UserError(
+            f"{plan_file} has {what}, which training cannot run yet; plan anew: {chosen.replan} --trainable."
+        )
+    if plan.schedule == "data_parallel":
+        return recipe_of_plan(plan, recipe), chosen
+    if what := next(_not_in_stages(recipe), None):
+        raise UserError(f"{recipe_file}: {what}")
+    return recipe, chosen
+
+
+def _decided_twice(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """Keys of the recipe that set what the Plan decides."""
+    if "microbatches" in recipe.run.model_fields_set:
+        yield "run.microbatches"
+    if recipe.data.group is not None:
+        yield "data.group"
+    yield from (f"fsdp.{key}" for key in sorted(recipe.fsdp.model_fields_set - _PRECISION_KEYS))
+    balance = recipe.balance.model_fields_set
+    decided = balance & _BALANCE_KEYS if plan.schedule == "data_parallel" else balance
+    yield from (f"balance.{key}" for key in sorted(decided))
+
+
+def _not_in_stages(recipe: Recipe) -> Iterator[str]:
+    """What a recipe has that does not work yet where ranks hold different parts of the model, a sentence each."""
+    if recipe.data.heldout:
+        yield (
+            "data.heldout cannot be evaluated yet under a plan with stages; set data.heldout = [], and evaluate its "
+            "checkpoint without the plan."
+        )
+    if recipe.data.is_split:
+        yield (
+            "data.train names splits that only some ranks can read, and under a plan with stages every rank must know "
+            "all lengths; give all machines all manifests."
+        )
+    if recipe.export.at_end:
+        yield (
+            "export.at_end cannot be done yet under a plan with stages; remove it, and export its checkpoint without "
+            "the plan."
+        )

@@ -1,0 +1,100 @@
+"""Messages between two ranks: a lane for each direction of a pair.
+
+A lane has a process group of its own. In each lane both ends take messages in the Program's order, which is the same
+for both (`schedule/passes/communication.py`). The two directions of a pair have no common order, so that one
+communicator for both could hang where a send waits for its receive (NCCL). Tags would not help: NCCL ignores them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from motet.core.errors import UserError
+
+POSTED_AHEAD = 4
+"""Receives of a lane that wait at a time. A receive that is posted late costs the whole transfer."""
+_PATIENCE = timedelta(seconds=120)
+"""Time that the first message of a lane may take."""
+
+
+class Lanes:
+    """The lanes of one rank. pairs: (sender, receiver) of all lanes of the job, in one order on all ranks.
+
+    Making them is a collective of all ranks, and so is `connect`.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[int, int]], rank: int, device: torch.device) -> None:
+        self._rank, self._device = rank, device
+        self._groups = {pair: dist.new_group(sorted(pair)) for pair in pairs}
+        self._sends: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def connect(self) -> None:
+        """Send one number along each lane, in one order on all ranks. Raises UserError for a pair that cannot."""
+        for sender, receiver in self._groups:
+            number = torch.ones(1, device=self._device)
+            try:
+                if self._rank == sender:
+                    self._isend(number, receiver).wait(_PATIENCE)
+                elif self._rank == receiver:
+                    self.irecv(number, sender).wait(_PATIENCE)
+                    if number.is_cuda:
+                        torch.cuda.synchronize()
+            except RuntimeError as error:
+                raise UserError(
+                    f"Rank {sender} cannot send to rank {receiver}, as the plan has it do: "
+                    f"{str(error).splitlines()[0].rstrip('.')}."
+                ) from error
+
+    def send(self, message: Tensor, receiver: int) -> None:
+        """Start to send. The message is kept until it has left."""
+        while self._sends and self._sends[0][0].is_completed():
+            self._sends.popleft()
+        self._sends.append((self._isend(message, receiver), message))
+
+    def wait_for_sends(self) -> None:
+        """Wait until all messages have left."""
+        while self._sends:
+            self._sends.popleft()[0].wait()
+
+    def _isend(self, message: Tensor, receiver: int) -> dist.Work:
+        work = dist.isend(message, receiver, group=self._groups[self._rank, receiver])
+        assert work is not None, "this rank is in the group"
+        return work
+
+    def irecv(self, message: Tensor, sender: int) -> dist.Work:
+        """Start to receive."""
+        work = dist.irecv(message, sender, group=self._groups[sender, self._rank])
+        assert work is not None, "this rank is in the group"
+        return work
+
+
+class Inbox:
+    """The messages that a rank gets from one sender in a step, POSTED_AHEAD of them at a time.
+
+    num_elements: of each message, in the order of the lane; none is empty.
+    """
+
+    def __init__(self, lanes: Lanes, sender: int, num_elements: Iterable[int], like: Tensor) -> None:
+        self._lanes, self._sender, self._like = lanes, sender, like
+        self._to_post = deque(num_elements)
+        self._posted: deque[tuple[dist.Work, Tensor]] = deque()
+        for _ in range(POSTED_AHEAD):
+            self._post()
+
+    def take(self) -> Tensor:
+        """The next message; on CUDA the current stream waits for it, and not the host."""
+        work, message = self._posted.popleft()
+        self._post()
+        work.wait()
+        return message
+
+    def _post(self) -> None:
+        if self._to_post:
+            message = self._like.new_empty(self._to_post.popleft())
+            self._posted.append((self._lanes.irecv(message, self._sender), message))

@@ -1,0 +1,100 @@
+"""Where a rank stands under a Plan: its part of the Program, and the ranks that it sends to and receives from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from motet.core.plan import Plan
+from motet.runtime.executor import RankProgram
+from motet.schedule import PlannedProgram, PlannedStage, planned
+from motet.schedule.coordinates import coordinates, ranks_of, replica_of
+from motet.schedule.program import action_words
+
+
+@dataclass(frozen=True)
+class Place:
+    """The part of a Plan that one rank of the job executes.
+
+    island, program_rank: as in `schedule.coordinates.Coordinates`.
+
+    Example:
+        >>> from motet.core.plan import Unit
+        >>> from motet.core.shapes import Transformer, language_model, multimodal
+        >>> from motet.cost.catalogue import cluster
+        >>> model = multimodal("toy", language_model(Transformer(64, 256, num_heads=4), 2, 1000), [])
+        >>> unit = Unit("llm", ({"backbone": 1}, {"backbone": 1}), dp=2, pp=2)
+        >>> place = Place.of(Plan(model, cluster("H100"), (unit,), batch_size=2), rank=3)
+        >>> place.island, place.program_rank, place.replicas, place.pairs
+        (1, 1, {'backbone': 1}, ((0, 2), (1, 3), (2, 0), (3, 1)))
+    """
+
+    program: PlannedProgram
+    rank: int
+    island: int
+    program_rank: int
+
+    @staticmethod
+    def of(plan: Plan, rank: int) -> Place:
+        """The place of a rank. Raises as `schedule.planned` and `coordinates` do."""
+        program = planned(plan)
+        found = coordinates(program.layout, rank)
+        return Place(program, rank, found.island, found.program_rank)
+
+    @cached_property
+    def row(self) -> RankProgram:
+        """What the rank executes."""
+        return RankProgram.of(self.program.program, self.program_rank)
+
+    @cached_property
+    def stages(self) -> dict[int, PlannedStage]:
+        """The rank's stages by number."""
+        return {number: self.program.stages[number] for number in self.program.stages_on(self.program_rank)}
+
+    @cached_property
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """Module -> (first, stop) of the blocks that the rank holds."""
+        return {name: span for stage in self.stages.values() for name, span in stage.layers.items()}
+
+    @property
+    def recomputed(self) -> dict[str, int]:
+        """Module -> the number of its blocks here that are recomputed; modules without any are left out."""
+        counts = [(name, count) for stage in self.stages.values() for name, count in stage.recomputed.items()]
+        return {name: count for name, count in counts if count}
+
+    @cached_property
+    def replicas(self) -> dict[str, int]:
+        """Module -> the replica of its unit that the rank is part of, for the modules of its stages."""
+        layout = self.program.layout
+        return {name: replica_of(layout, stage, self.island) for stage in self.stages.values() for name in stage.layers}
+
+    @cached_property
+    def edges(self) -> dict[tuple[int, int], int]:
+        """(source, sink) -> the number of the edge in the Program, for edges of the rank's stages."""
+        every = enumerate(self.program.program.edges)
+        return {ends: number for number, ends in every if ends[0] in self.stages or ends[1] in self.stages}
+
+    def rank_of(self, stage: int) -> int:
+        """The rank of the job that computes a stage in this rank's island."""
+        return self._rank(stage, self.island)
+
+    @cached_property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """(sender, receiver) of all messages of the job, in the order that is the same on all ranks."""
+        pairs = set()
+        for source, sink in self.program.program.edges:
+            for island in range(self.program.layout.num_islands):
+                ends = self._rank(source, island), self._rank(sink, island)
+                if ends[0] != ends[1]:
+                    pairs |= {ends, ends[::-1]}
+        return tuple(sorted(pairs))
+
+    @cached_property
+    def action_words(self) -> tuple[str, ...]:
+        """The actions of all ranks, in words, each once."""
+        rows, stages = self.program.program.actions, self.program.program.stages
+        kinds = {(action.kind, stages[action.stage].module) for row in rows for action in row}
+        return tuple(dict.fromkeys(action_words(*pair) for pair in sorted(kinds)))
+
+    def _rank(self, stage: int, island: int) -> int:
+        return ranks_of(self.program.layout, self.program.stages[stage].rank, island)[0]

@@ -1,0 +1,228 @@
+"""A stage as segments: spans of blocks of modules, each run on inputs that are detached from what came before.
+
+A segment is what is recomputed as a whole: its forward pass keeps its inputs alone, and R runs it again with a graph.
+So a stage of which some blocks are recomputed has a segment for them and others for the rest. What stands before and
+behind the blocks is not recomputed, as in `cost/memory.py: stage_layers`.
+
+Tensors between segments and stages go by the module whose output, or unfinished hidden states, they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from motet.core.spec import ModelSpec, Module
+from motet.core.workload import BACKBONE
+from motet.dispatch.batch import PackedSequences, RankBatch
+from motet.runtime.stage import Model
+from motet.schedule import PlannedStage
+
+
+class CuttableEncoder(Protocol):
+    """An encoder with its projector, whole or in parts; the parts in turn do what the whole does."""
+
+    def __call__(self, values: Tensor, sizes: Tensor) -> Tensor: ...
+    def enter(self, values: Tensor, sizes: Tensor) -> Tensor: ...
+    def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor: ...
+    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor: ...
+
+
+class CuttableBackbone(Protocol):
+    """The LLM in parts. `leave` returns the sum of the loss, and the number of targets."""
+
+    def enter(self, sequences: PackedSequences, features: dict[str, Tensor]) -> Tensor: ...
+    def through(self, hidden: Tensor, sequences: PackedSequences, first: int, stop: int) -> Tensor: ...
+    def leave(self, hidden: Tensor, sequences: PackedSequences) -> tuple[Tensor, int]: ...
+
+
+@dataclass(frozen=True)
+class BlockSpan:
+    """What a segment runs of a module: blocks, with what stands before (enters) and behind them (leaves).
+
+    is_whole:     the module is run in one call, as it may have no parts.
+    sources:      modules whose outputs it takes in if it enters.
+    is_trainable: whether any parameter of the blocks is updated.
+    """
+
+    module: str
+    first: int
+    stop: int
+    enters: bool
+    leaves: bool
+    is_whole: bool
+    sources: tuple[str, ...]
+    is_recomputed: bool
+    is_trainable: bool
+
+    @property
+    def taken(self) -> tuple[str, ...]:
+        """Names of the tensors that it takes in."""
+        return self.sources if self.enters else (self.module,)
+
+
+def spans_of(stage: PlannedStage, model: ModelSpec) -> Iterator[BlockSpan]:
+    """The segments of a stage, in the order in which they run."""
+    for name, (first, stop) in stage.layers.items():
+        module, num_recomputed = model.module(name), stage.recomputed.get(name, 0)
+        enters, leaves = first == 0, stop == len(module.blocks)
+        is_whole = enters and leaves and name != BACKBONE
+        cut = first + num_recomputed
+        if not num_recomputed or (is_whole and not is_layered(module)):
+            is_recomputed = num_recomputed > 0
+            yield _span(model, name, (first, stop), enters, leaves, is_whole=is_whole, is_recomputed=is_recomputed)
+            continue
+        if enters:
+            yield _span(model, name, (first, first), True, False)
+        yield _span(model, name, (first, cut), False, False, is_recomputed=True)
+        if cut < stop or leaves:
+            yield _span(model, name, (cut, stop), False, leaves)
+
+
+def is_layered(module: Module) -> bool:
+    """Whether a module has transformer layers, which are recomputed without what stands before and behind them."""
+    return any(layer.attention is not None for layer in module.layers)
+
+
+def _span(
+    model: ModelSpec,
+    name: str,
+    blocks: tuple[int, int],
+    enters: bool,
+    leaves: bool,
+    *,
+    is_whole: bool = False,
+    is_recomputed: bool = False,
+) -> BlockSpan:
+    module = model.module(name)
+    is_trainable = any(module.layers[index].trainable for index in module.block_layers(*blocks))
+    return BlockSpan(name, *blocks, enters, leaves, is_whole, model.sources(name), is_recomputed, is_trainable)
+
+
+class Segment:
+    """A span of blocks with its module. totals: float64 [>= 3], to which the loss and the targets are added."""
+
+    def __init__(self, span: BlockSpan, model: Model, totals: Tensor) -> None:
+        self.span, self._totals = span, totals
+        self._is_backbone = span.module == BACKBONE
+        self._module = model.backbone if self._is_backbone else model.encoders[span.module]
+
+    @property
+    def takes_loss(self) -> bool:
+        """Whether the output is the sum of the loss."""
+        return self._is_backbone and self.span.leaves
+
+    def has_input(self, batch: RankBatch) -> bool:
+        """Whether this rank has anything to compute in a microbatch."""
+        if self._is_backbone:
+            return int(batch.sequences.offsets[-1]) > 0
+        return len(batch.media[self.span.module][1]) > 0
+
+    def run(self, batch: RankBatch, taken: dict[str, Tensor]) -> Tensor:
+        """The output; of the last segment of the backbone the sum of the loss."""
+        return self._run_backbone(batch, taken) if self._is_backbone else self._run_encoder(batch, taken)
+
+    def _run_encoder(self, batch: RankBatch, taken: dict[str, Tensor]) -> Tensor:
+        module: CuttableEncoder = self._module  # type: ignore[assignment]
+        span, (values, sizes) = self.span, batch.media[self.span.module]
+        if span.is_whole:
+            return module(values, sizes)
+        hidden = module.enter(values, sizes) if span.enters else taken[span.module]
+        if span.first < span.stop:
+            hidden = module.through(hidden, sizes, span.first, span.stop)
+        return module.leave(hidden, sizes) if span.leaves else hidden
+
+    def _run_backbone(self, batch: RankBatch, taken: dict[str, Tensor]) -> Tensor:
+        module: CuttableBackbone = self._module  # type: ignore[assignment]
+        span, sequences = self.span, batch.sequences
+        hidden = module.enter(sequences, taken) if span.enters else taken[span.module]
+        if span.first < span.stop:
+            hidden = module.through(hidden, sequences, span.first, span.stop)
+        if not span.leaves:
+            return hidden
+        loss_sum, num_targets = module.leave(hidden, sequences)
+        self._totals[1] += loss_sum.detach()
+        self._totals[2] += num_targets
+        return loss_sum
+
+
+@dataclass
+class SegmentRun:
+    """A segment that ran on a microbatch and waits for its backward pass.
+
+    taken:  its inputs, leaves of its graph. output: with the graph; None until R, if the segment is recomputed.
+    random: states of random number generators before it ran, if it is recomputed.
+    """
+
+    segment: Segment
+    taken: dict[str, Tensor]
+    output: Tensor | None
+    random: list[Tensor] = field(default_factory=list)
+
+
+class SegmentedStage:
+    """A stage on one rank. has_backward: whether a backward pass follows each forward pass."""
+
+    def __init__(self, segments: Sequence[Segment], has_backward: bool, device: torch.device) -> None:
+        self._segments, self._has_backward, self._device = segments, has_backward, device
+
+    def forward(self, batch: RankBatch, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[SegmentRun]]:
+        """Run all segments. inputs: what arrived; a gradient is computed for what requires one.
+
+        Returns what is there behind the last segment, and the runs that wait for backward.
+        """
+        held, runs = dict(inputs), []
+        for segment in self._segments:
+            span = segment.span
+            taken = {name: held.pop(name) for name in span.taken if name in held}
+            if not segment.has_input(batch):
+                continue
+            run = SegmentRun(segment, {name: _leaf(tensor) for name, tensor in taken.items()}, None)
+            keeps_graph = self._has_backward and not span.is_recomputed
+            if self._has_backward and span.is_recomputed:
+                run.random = self._random_states()
+            with torch.set_grad_enabled(keeps_graph):
+                output = segment.run(batch, run.taken)
+            if keeps_graph:
+                run.output = output
+            elif self._has_backward:
+                output.requires_grad_(span.is_trainable or any(leaf.requires_grad for leaf in run.taken.values()))
+            if self._has_backward:
+                runs.append(run)
+            held[span.module] = output
+        return held, runs
+
+    def recompute(self, batch: RankBatch, runs: Sequence[SegmentRun]) -> None:
+        """Run the segments that are recomputed again, with a graph, and with the same random numbers."""
+        for run in runs:
+            if run.segment.span.is_recomputed:
+                devices = [self._device] if self._device.type == "cuda" else []
+                with torch.random.fork_rng(devices), torch.enable_grad():
+                    torch.set_rng_state(run.random[0])
+                    if devices:
+                        torch.cuda.set_rng_state(run.random[1], self._device)
+                    run.output = run.segment.run(batch, run.taken)
+
+    def backward(self, runs: Sequence[SegmentRun], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """From gradients of what was there behind the last segment to those of what arrived; parameters get theirs."""
+        for run in reversed(runs):
+            gradient, output = gradients.pop(run.segment.span.module, None), run.output
+            assert output is not None, "a segment that is recomputed runs before its backward pass"
+            if gradient is not None and output.requires_grad:
+                torch.autograd.backward(output, gradient)
+            for name, leaf in run.taken.items():
+                if leaf.requires_grad:
+                    gradients[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        return gradients
+
+    def _random_states(self) -> list[Tensor]:
+        states = [torch.get_rng_state()]
+        return [*states, torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else states
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -1,0 +1,102 @@
+"""Loads microbatches under a Plan: each rank reads what its stages need, and takes the rest from the index.
+
+Ranks with an encoder's first block read its media, ranks with the backbone's first or last block read tokens. The other
+stages need sizes and lengths alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from motet.assign.planned_step import decide_planned_step
+from motet.core.arrays import BoolArray
+from motet.core.example import Media
+from motet.core.plan import Plan
+from motet.core.workload import BACKBONE
+from motet.data.dataset import Dataset
+from motet.data.decode import Decoder
+from motet.data.media import BadMedia
+from motet.data.order import StepExamples
+from motet.dispatch.stage_batch import assemble_stages
+from motet.train.input.loading import Dealt, DealtStep, Loaded, Pending, refs_of_items, where_in
+
+
+@dataclass(frozen=True)
+class StageNeeds:
+    """What the stages of a rank need of a microbatch.
+
+    replicas: as in `assemble_stages`. media: phases whose items it reads. tokens: whether it reads tokens.
+    """
+
+    replicas: Mapping[str, int]
+    media: frozenset[str]
+    tokens: bool
+
+    @staticmethod
+    def of(
+        replicas: Mapping[str, int], spans: Mapping[str, tuple[int, int]], num_blocks: Mapping[str, int]
+    ) -> StageNeeds:
+        """spans: module -> (first, stop) of the blocks of the rank. num_blocks: of each whole module."""
+        media = frozenset(name for name, (first, _) in spans.items() if first == 0 and name != BACKBONE)
+        first, stop = spans.get(BACKBONE, (-1, -1))
+        return StageNeeds(replicas, media, first == 0 or stop == num_blocks[BACKBONE])
+
+
+class PlannedLoading:
+    """Loads what a Plan's StepAssignment gives to this rank's stages."""
+
+    def __init__(self, plan: Plan, dataset: Dataset, decoder: Decoder, needs: StageNeeds) -> None:
+        self._plan, self._dataset, self._decoder, self._needs = plan, dataset, decoder, needs
+
+    def deal(self, examples: StepExamples, num_microbatches: int) -> DealtStep:
+        assert examples.group is None, "a recipe under a Plan has no groups of its own"
+        ids = examples.ids
+        step = decide_planned_step(self._plan, self._dataset.batch_lengths(ids, 1))
+        return DealtStep(tuple(Dealt(ids[part.examples], part) for part in step.microbatches), step)
+
+    def start(self, dealt: Dealt) -> Pending:
+        ids, decided, needs = dealt.ids, dealt.decided, self._needs
+        assert decided is not None, "a Plan decides before loading"
+        pending = Pending(len(ids), where_in(self._dataset, ids), lengths=decided.lengths, decision=decided.decision)
+        pending.ids = ids
+        refs = []
+        for phase in self._phases(pending):
+            items = decided.decision.assignments[phase].on_rank(needs.replicas[phase])
+            refs += refs_of_items(self._dataset, ids, decided.lengths, phase, items)
+        futures = self._decoder.submit([ref for _, ref in refs])
+        pending.items = [(index, future) for (index, _), future in zip(refs, futures)]
+        if needs.tokens:
+            for index in decided.decision.backbone.on_rank(needs.replicas[BACKBONE]).tolist():
+                pending.sequences[index] = self._dataset.tokens(int(ids[index]))
+        return pending
+
+    def finish(self, pending: Pending, kept: BoolArray) -> Loaded:
+        lengths, decision, needs = pending.lengths, pending.decision, self._needs
+        assert lengths is not None
+        assert decision is not None
+        loaded = iter(pending.items)
+        media: dict[str, list[Media]] = {}
+        for phase in self._phases(pending):
+            of_phase = [next(loaded) for _ in decision.assignments[phase].on_rank(needs.replicas[phase])]
+            media[phase] = [_usable(future.result()) for index, future in of_phase if kept[index]]
+        sizes = self._dataset.item_sizes(pending.ids[kept])
+        batch = assemble_stages(
+            decision.keep(kept, lengths),
+            lengths.keep(kept),
+            needs.replicas,
+            [tokens for index, tokens in pending.sequences.items() if kept[index]] if needs.tokens else None,
+            media,
+            sizes,
+        )
+        return Loaded(batch)
+
+    def _phases(self, pending: Pending) -> list[str]:
+        """The phases whose media this rank reads, in the order in which their items are submitted."""
+        assert pending.lengths is not None
+        return [phase for phase in pending.lengths.items if phase in self._needs.media]
+
+
+def _usable(media: Media | BadMedia) -> Media:
+    assert isinstance(media, Media), "an example with an item that is bad is not kept"
+    return media

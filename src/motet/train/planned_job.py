@@ -1,0 +1,135 @@
+"""A job that trains under a Plan whose ranks hold different parts of the model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from motet.core.errors import UserError
+from motet.core.plan import Plan
+from motet.core.spec import ModelSpec
+from motet.core.workload import BACKBONE
+from motet.models.materialise import materialise
+from motet.models.mllm import MLLM
+from motet.models.part import keep_spans, names_of_spans
+from motet.runtime.clock import ActionClock
+from motet.runtime.mesh import Mesh
+from motet.runtime.p2p import Lanes
+from motet.runtime.place import Place
+from motet.runtime.planned_step import PlannedStep, holder_groups
+from motet.runtime.segments import is_layered
+from motet.schedule import PlannedProgram
+from motet.train.optimizer import build_optimizer
+from motet.train.recipe.recipe import Recipe
+from motet.train.world import World
+
+
+@dataclass(frozen=True)
+class ChosenPlan:
+    """The Plan that a run trains under. file: where it was read. replan: the command that plans anew."""
+
+    plan: Plan
+    file: Path
+    replan: str
+
+    def check_fits(self, spec: ModelSpec, num_ranks: int) -> None:
+        """Raise UserError if the Plan is for another model than `spec`, or for other ranks than there are."""
+        if self.plan.model.modules != spec.modules or self.plan.model.edges != spec.edges:
+            raise UserError(
+                f"{self.file} is for another model than the recipe's ({self._difference(spec)}); plan anew: "
+                f"{self.replan}."
+            )
+        ranks = {rank for unit in self.plan.units for rank in unit.ranks}
+        if ranks != set(range(num_ranks)):
+            raise UserError(
+                f"{self.file} is for {len(ranks)} ranks, and {num_ranks} run; start torchrun with {len(ranks)} ranks, "
+                f"or plan anew: {self.replan}."
+            )
+
+    def _difference(self, spec: ModelSpec) -> str:
+        theirs, ours = self.plan.model.num_blocks, spec.num_blocks
+        if theirs != ours:
+            return f"it has blocks {_counts(theirs)}, the recipe's has {_counts(ours)}"
+        other = [module.name for module in spec.modules if module != self.plan.model.module(module.name)]
+        return f"layers of {', '.join(other)} differ" if other else "modules feed others"
+
+
+def _counts(num_blocks: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in num_blocks.items())
+
+
+def recomputed_in(plan: Plan) -> dict[str, int]:
+    """The number of blocks of each module that a Plan recomputes, over all stages."""
+    counts: Counter[str] = Counter()
+    for unit in plan.units:
+        for recompute in unit.recompute:
+            counts.update(recompute)
+    return dict(counts)
+
+
+def check_cuts(model: MLLM, plan: Plan) -> None:
+    """Raise UserError for an encoder that the Plan cuts, or recomputes in part, and that has no parts."""
+    for unit in plan.units:
+        for name in unit.modules:
+            if name == BACKBONE or not (why := model.encoders[name].uncuttable):
+                continue
+            num_stages = sum(name in stage for stage in unit.stages)
+            num_recomputed = sum(recompute.get(name, 0) for recompute in unit.recompute)
+            if num_stages > 1 or (num_recomputed and is_layered(plan.model.module(name))):
+                what = f"cuts {name!r} into {num_stages} stages" if num_stages > 1 else f"recomputes blocks of {name!r}"
+                raise UserError(f"The plan's unit {unit.name!r} {what}, which cannot be cut between its blocks: {why}.")
+
+
+def holders_of(model: MLLM, program: PlannedProgram) -> dict[str, tuple[int, ...]]:
+    """Name of each parameter -> the ranks that hold it, over all stages with blocks that use it; the same on all ranks.
+
+    model: whole; its parameters may be on meta. Raises UserError for a parameter that no layer of its module has.
+    """
+    holders: dict[str, set[int]] = {}
+    for stage in program.stages:
+        for name in names_of_spans(model, stage.layers):
+            holders.setdefault(name, set()).update(stage.data_ranks)
+    if left := [name for name, _ in model.named_parameters() if name not in holders]:
+        raise UserError(f"The weight {left[0]} belongs to no block of its module, so no stage of a plan can hold it.")
+    return {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
+
+
+def connected(place: Place, world: World) -> Lanes:
+    """The lanes of this rank, each tried once. A collective, which fails on all ranks if it fails on one."""
+    lanes = Lanes(place.pairs, world.rank, world.device)
+    with world.together():
+        lanes.connect()
+    return lanes
+
+
+def build_part(
+    model: MLLM, spec: ModelSpec, place: Place, recipe: Recipe, mesh: Mesh, world: World
+) -> tuple[PlannedStep, torch.optim.Optimizer]:
+    """Reduce a model, in place, to this rank's part, give it its weights, and make its step. A collective.
+
+    model: whole, as `build_mllm(..., deferred=True)` made it. spec: its own.
+    """
+    with world.together():
+        holders = holders_of(model, place.program)
+        keep_spans(model, place.spans)
+        materialise(model, recipe.modules, recipe.run.seed, world.device)
+        optimizer = build_optimizer(model, recipe.optimizer)
+    groups = holder_groups(sorted(set(holders.values())))
+    lanes = connected(place, world)
+    world.barrier()  # The clocks of all ranks start at the same moment.
+    step = PlannedStep(
+        model,
+        spec,
+        place,
+        lanes,
+        mesh,
+        holders,
+        groups,
+        optimizer,
+        max_grad_norm=recipe.optimizer.clip_norm,
+        clock=ActionClock(world.rank, world.device),
+    )
+    return step, optimizer

@@ -1,0 +1,114 @@
+"""`motet train RECIPE --plan PLAN.json`: what does not agree, or cannot be trained, is one sentence and exit code 2."""
+
+import json
+import sys
+
+import pytest
+
+from cli.tiny_job import write_tiny_job
+from dist.test_planned import FEW_CUTS, plan_of
+from motet.cli import main
+from motet.core.plan_file import write_plan
+
+AS_PLANNED = (
+    "data.heldout=[]",
+    "run.dtype=float64",
+    "model.encoders.audio.config.encoder_layers=2",
+    "model.encoders.image.config.depth=2",
+    "model.backbone.config.num_hidden_layers=3",
+)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    recipe = write_tiny_job(tmp_path_factory.mktemp("job") / "data")
+    write_plan(plan_of(recipe, FEW_CUTS), recipe.with_name("plan.json"))
+    return recipe
+
+
+@pytest.fixture
+def refused(job, tmp_path, monkeypatch, capsys):
+    """Trains with overrides under the plan, changed; returns the one sentence."""
+
+    def run(*overrides, command="train", options=(), **change):
+        plan = json.loads(job.with_name("plan.json").read_text()) | change
+        file = tmp_path / "plan.json"
+        file.write_text(json.dumps(plan))
+        sets = [word for one in (f"run.dir={tmp_path / 'run'}", *AS_PLANNED, *overrides) for word in ("--set", one)]
+        monkeypatch.setattr(sys, "argv", ["motet", command, str(job), "--plan", str(file), *sets, *options])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        assert exit_.value.code == 2
+        (sentence,) = capsys.readouterr().err.strip().splitlines()
+        return sentence.replace(str(tmp_path), "").replace(str(job), "RECIPE")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("overrides", "change", "said"),
+    [
+        (["run.microbatches=3"], {}, "sets run.microbatches, which the plan /plan.json decides; remove it."),
+        (["fsdp.recompute=true"], {}, "sets fsdp.recompute, which the plan"),
+        (["balance.method=joint"], {}, "sets balance.method, which the plan"),
+        (["run.batch_size=12"], {}, "is for run.batch_size = 6, and the recipe has 12; plan anew: motet plan RECIPE"),
+        (["run.dtype=float32"], {}, "is for precision = fp64, and the recipe has fp32; plan anew: motet plan RECIPE"),
+        ([], {"schedule": "zb_h1"}, "has the schedule 'zb_h1', which training cannot run yet"),
+        (['data.heldout=["heldout.jsonl"]'], {}, "data.heldout cannot be evaluated yet under a plan with stages"),
+        (["export.at_end=true"], {}, "export.at_end cannot be done yet under a plan with stages"),
+        (
+            ["model.backbone.config.num_hidden_layers=4"],
+            {},
+            "has blocks image 2, audio 2, backbone 3, the recipe's has image 2, audio 2, backbone 4",
+        ),
+        (["model.backbone.config.intermediate_size=64"], {}, "(layers of backbone differ); plan anew: motet plan"),
+        ([], {}, "is for 2 ranks, and 1 run; start torchrun with 2 ranks, or plan anew: motet plan RECIPE --out"),
+        ([], {"schedules": "1f1b"}, "'schedules'"),
+    ],
+)
+def test_what_does_not_agree_is_one_sentence(refused, overrides, change, said):
+    assert said in refused(*overrides, **change)
+
+
+def test_a_unit_that_is_not_trained_yet_is_named_by_its_field(refused, job):
+    units = json.loads(job.with_name("plan.json").read_text())["units"]
+    assert "has tensor parallelism (tp > 1), which training" in refused(units=[{**units[0], "tp": 2}])
+
+
+def test_a_dry_run_takes_no_plan(refused):
+    assert refused(options=["--dry-run"]).startswith("--dry-run shows a recipe without a plan; `motet simulate ")
+
+
+def test_the_recipe_may_name_the_plan(job, tmp_path, monkeypatch, capsys):
+    sets = [word for one in (*AS_PLANNED, "run.plan=plan.json") for word in ("--set", one)]
+    monkeypatch.setattr(sys, "argv", ["motet", "train", str(job), "--set", f"run.dir={tmp_path / 'run'}", *sets])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 2 and f"{job.with_name('plan.json')} is for 2 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "more"), [("train", ["--dry-run"]), ("simulate", [])])
+def test_a_recipe_with_a_plan_is_not_shown_as_if_it_had_none(job, monkeypatch, capsys, command, more):
+    monkeypatch.setattr(sys, "argv", ["motet", command, str(job), "--set", "run.plan=plan.json", *more])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 2
+    assert "trains under a plan, run.plan: `motet simulate " in capsys.readouterr().err
+
+
+def test_planning_marks_or_leaves_out_what_cannot_be_trained(job, tmp_path, monkeypatch, capsys):
+    """--trainable writes a plan that training runs; without it, what it cannot run is said."""
+    out = tmp_path / "plan.json"
+    given = ["motet", "plan", str(job), "--ranks-per-node", "2", "--pin", "pp=2", "--pin", "tp=1", "--out", str(out)]
+    for more in ([], ["--trainable"]):
+        monkeypatch.setattr(sys, "argv", [*given, *more])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        assert not exit_.value.code
+        said = " ".join(capsys.readouterr().out.split())
+        if more:
+            assert "training cannot run the schedule 'zb_v' yet" in said and "only predicted" not in said
+            assert json.loads(out.read_text()).get("schedule", "1f1b") in ("gpipe", "1f1b")
+            assert f"torchrun --standalone --nproc-per-node 2 -m motet train {job} --plan {out}" in said
+        else:
+            assert "Training cannot run all plans yet, so these are only predicted:" in said

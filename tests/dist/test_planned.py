@@ -1,0 +1,144 @@
+"""`motet train RECIPE --plan PLAN.json` on two ranks: losses, messages, what is left out, and resuming elsewhere."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cli.tiny_job import losses, metrics, write_tiny_job
+from dist.test_bad_media import spoil_clips
+from dist.test_executed import traced
+from motet.cli import main
+from motet.core.plan import Plan, Unit
+from motet.core.plan_file import write_plan
+from motet.cost.catalogue import cluster
+from motet.planning.planned_recipe import read_job_recipe
+from motet.planning.under_plan import recipe_under_plan
+from motet.train.checkpoint.contents import name_of
+from motet.train.recipe.recipe import load_recipe
+from motet.train.trainer import train
+from ranks import run_ranks
+
+DEEPER = (
+    "data.heldout=[]",
+    "run.dtype=float64",
+    "model.encoders.audio.config.dropout=0.0",
+    "model.encoders.audio.config.encoder_layers=2",
+    "model.encoders.image.config.depth=2",
+    "model.backbone.config.num_hidden_layers=3",
+    "checkpoint.every_steps=4",
+)
+FEW_CUTS = ({"image": 2, "audio": 1}, {"audio": 1, "backbone": 3})
+LATE_CUT = ({"image": 2, "audio": 2, "backbone": 1}, {"backbone": 2})
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
+
+
+def plan_of(recipe: Path, stages, **options) -> Plan:
+    """A chain in these stages, of the recipe's model as the tests train it."""
+    where = cluster("h100", 1, len(stages))
+    device = replace(where.device, peak_flops={**where.device.peak_flops, "fp64": 1e12}, overlaps=False)
+    unit = Unit("all", stages, pp=len(stages), recompute=options.pop("recompute", ()))
+    model = read_job_recipe(recipe, DEEPER).model
+    return Plan(model, replace(where, device=device), (unit,), 6, 2, precision="fp64", **options)
+
+
+def train_under(rank, num_ranks, recipe, overrides, plan, resume="auto"):
+    path = Path(recipe)
+    read, chosen = load_recipe(path, overrides), None
+    if plan is not None:
+        read, chosen = recipe_under_plan(read, path, Path(plan))
+    train(read, resume=resume, trace=True, chosen=chosen)
+
+
+@pytest.fixture(scope="module")
+def alone(job, tmp_path_factory):
+    """A run of one process: what every Plan must equal."""
+    run_dir = tmp_path_factory.mktemp("alone")
+    run_ranks(train_under, 1, str(job), [*DEEPER, f"run.dir={run_dir}"], None)
+    return run_dir
+
+
+def run_planned(job, tmp_path, plan, *more, resume="auto"):
+    file, run_dir = tmp_path / "plan.json", tmp_path / "run"
+    write_plan(plan, file)
+    run_ranks(train_under, 2, str(job), [*DEEPER, f"run.dir={run_dir}", *more], str(file), resume)
+    return run_dir
+
+
+def check_reloads(run_dir, plan):
+    """The recipe that a run wrote is accepted again, with the same plan."""
+    dumped = run_dir / "recipe.toml"
+    recipe = load_recipe(dumped)
+    assert recipe.run.plan == plan and recipe_under_plan(recipe, dumped, plan)[1].plan.batch_size == 6
+
+
+def row_of(plan_file, job, rank, monkeypatch, capsys):
+    """The actions that `motet simulate PLAN --actions RANK` prints."""
+    given = ["motet", "simulate", str(plan_file), "--workload", str(job), "--actions", str(rank)]
+    monkeypatch.setattr(sys, "argv", given)
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert not exit_.value.code
+    return [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+
+
+@pytest.mark.parametrize(
+    ("stages", "options"),
+    [
+        (FEW_CUTS, {}),
+        (LATE_CUT, {"schedule": "gpipe", "recompute": ({"image": 1, "backbone": 1}, {"backbone": 2})}),
+    ],
+    ids=["1f1b", "gpipe, recomputed"],
+)
+def test_a_plan_trains_as_one_process_does(job, alone, tmp_path, monkeypatch, capsys, stages, options):
+    plan = plan_of(job, stages, **options)
+    run_dir = run_planned(job, tmp_path, plan)
+    assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-10)
+    norms = [[step["grad_norm"] for step in metrics(each)] for each in (run_dir, alone)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-10)
+    assert len({step["plan"] for step in metrics(run_dir)}) == 1
+    assert all(step["exchange"]["bytes"] > 0 for step in metrics(run_dir))
+    check_reloads(run_dir, tmp_path / "plan.json")
+    found = traced(run_dir)
+    for rank in range(2):
+        expected = row_of(tmp_path / "plan.json", job, rank, monkeypatch, capsys)
+        for step in range(8):
+            assert [name for name, _, _ in found[rank, step]] == expected
+
+
+def test_a_plan_of_data_parallelism_trains_too(job, alone, tmp_path):
+    chain = plan_of(job, FEW_CUTS)
+    unit = Unit("all", (chain.model.num_blocks,), dp=2, zero=3)
+    plan = replace(chain, units=(unit,), microbatch_size=1, schedule="data_parallel", balance="joint")
+    run_dir = run_planned(job, tmp_path, plan)
+    assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-10)
+    assert len({step["plan"] for step in metrics(run_dir)} - {None}) == 1
+    check_reloads(run_dir, tmp_path / "plan.json")
+
+
+def test_a_run_goes_on_under_another_plan(job, alone, tmp_path):
+    """From one process to a chain, to another chain, and back: the same losses as never having stopped."""
+    first = run_planned(job, tmp_path, plan_of(job, FEW_CUTS), resume=str(alone / "checkpoints" / name_of(4)))
+    assert [step["loss"] for step in metrics(first)] == pytest.approx(losses(alone)[4:], rel=1e-10)
+    (tmp_path / "more").mkdir()
+    whole = run_planned(job, tmp_path / "more", plan_of(job, LATE_CUT))
+    back = tmp_path / "back"
+    resume = str(whole / "checkpoints" / name_of(4))
+    run_ranks(train_under, 1, str(job), [*DEEPER, f"run.dir={back}"], None, resume)
+    assert [step["loss"] for step in metrics(back)] == pytest.approx(losses(alone)[4:], rel=1e-10)
+
+
+def test_clips_that_are_not_finite_are_left_out_on_all_ranks(tmp_path):
+    """Rank 0 alone reads media; rank 1, which reads tokens, leaves out the same examples."""
+    job = write_tiny_job(tmp_path / "data")
+    spoil_clips(job.parent, "train-*.wav", 8)
+    overrides = [*DEEPER, "data.max_bad_fraction=1.0", "run.steps=4"]
+    run_ranks(train_under, 1, str(job), [*overrides, f"run.dir={tmp_path / 'alone'}"], None)
+    run_dir = run_planned(job, tmp_path, plan_of(job, LATE_CUT), *overrides)
+    assert metrics(run_dir)[-1]["bad_examples"] > 0
+    assert losses(run_dir) == pytest.approx(losses(tmp_path / "alone"), rel=1e-10)

@@ -1,0 +1,234 @@
+"""Steps under a Plan against one process: a tiny model of HF blocks, Plans of every kind, and the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import (
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    WhisperConfig,
+)
+from transformers.models.whisper.modeling_whisper import WhisperEncoder as HFWhisperEncoder
+
+from motet.assign.planned_step import decide_planned_step
+from motet.core.plan import Plan, Unit
+from motet.core.workload import BACKBONE
+from motet.cost.catalogue import cluster
+from motet.dispatch import LoadedExample, RankBatch
+from motet.dispatch.loaded import LoadedTables, tables_of
+from motet.dispatch.stage_batch import assemble_stages
+from motet.models.attention import ATTENTION
+from motet.models.backbone import Backbone
+from motet.models.families.siglip import SiglipEncoder
+from motet.models.families.whisper import WhisperEncoder
+from motet.models.mllm import MLLM
+from motet.models.module import ModalityModule
+from motet.models.part import keep_spans, names_of_spans
+from motet.models.projector import Projector, ProjectorConfig
+from motet.models.spec import model_spec
+from motet.runtime.mesh import build_mesh
+from motet.runtime.p2p import Lanes
+from motet.runtime.place import Place
+from motet.runtime.planned_step import PlannedStep, holder_groups
+from motet.runtime.step import StepResult
+from motet.train.optimizer import OptimizerConfig, build_optimizer
+from motet.train.planned_job import holders_of
+from parity.tiny import draw_example, reference_step
+
+DIM, VOCABULARY = 16, 40
+ROW_DIMS = {"image": 12, "audio": 5}
+SIZE_DIMS = {"image": 2, "audio": 1}
+PHASES = tuple(ROW_DIMS)
+TOLERANCE = 1e-10
+NUM_STEPS = 3
+OPTIMIZER = OptimizerConfig(lr=1e-2, clip_norm=0.5)
+
+
+def build_hf_model(frozen: Sequence[str] = (), tied: bool = False) -> MLLM:
+    """The same parameters in every call. frozen: of "image encoder", "image", "audio", "backbone"."""
+    torch.manual_seed(5)
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "attn_implementation": ATTENTION}
+    image = SiglipVisionConfig(num_hidden_layers=3, image_size=8, patch_size=2, vision_use_head=False, **sizes)
+    audio = WhisperConfig(
+        d_model=8,
+        encoder_layers=2,
+        encoder_attention_heads=2,
+        encoder_ffn_dim=12,
+        num_mel_bins=ROW_DIMS["audio"],
+        max_source_positions=40,
+        attn_implementation=ATTENTION,
+    )
+    backbone = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=DIM,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+        attn_implementation=ATTENTION,
+    )
+    towers = {
+        "image": (SiglipEncoder(SiglipVisionModel(image)), 1),
+        "audio": (WhisperEncoder(HFWhisperEncoder(audio)), 2),
+    }
+    encoders = {
+        phase: ModalityModule(
+            tower.to(torch.float64),
+            Projector(8, DIM, ProjectorConfig(downsample=downsample)).to(torch.float64),
+            train_encoder=phase not in frozen and f"{phase} encoder" not in frozen,
+            train_projector=phase not in frozen,
+        )
+        for phase, (tower, downsample) in towers.items()
+    }
+    model = MLLM(encoders, Backbone(Qwen2ForCausalLM(backbone).to(torch.float64), train=BACKBONE not in frozen))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # Biases are zero otherwise; that of keys has a gradient of rounding alone.
+                parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+@dataclass(frozen=True)
+class PlannedCase:
+    """A Plan by its units, and what it is run on.
+
+    contents: media that examples have. blocking: whether messages hold up compute. caps: of microbatches.
+    """
+
+    units: tuple[Unit, ...]
+    schedule: str = "1f1b"
+    batch_size: int = 6
+    microbatch_size: int = 1
+    frozen: tuple[str, ...] = ()
+    tied: bool = False
+    contents: tuple[str, ...] = PHASES
+    blocking: bool = False
+    caps: dict[str, int] = field(default_factory=dict)
+    seed: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the job."""
+        return max(unit.ranks.stop for unit in self.units)
+
+    def plan(self) -> Plan:
+        """The Plan of the tiny model."""
+        where = cluster("h100", num_nodes=1)
+        where = replace(where, device=replace(where.device, overlaps=not self.blocking))
+        spec = model_spec(build_hf_model(self.frozen, self.tied))
+        sizes = self.batch_size, self.microbatch_size
+        return Plan(spec, where, self.units, *sizes, self.schedule, precision="fp64", microbatch_caps=self.caps)
+
+    def examples(self, step: int) -> list[LoadedExample]:
+        """Of very different lengths; about a third are text only, and the first microbatch has no image."""
+        rng = np.random.default_rng((self.seed, step))
+        media = [tuple(rng.choice(self.contents, rng.integers(0, 4))) if self.contents else () for _ in range(99)]
+        media = [tuple(map(str, each)) for each in media[: self.batch_size]]
+        media[0] = tuple(name for name in media[0] if name != "image")
+        return [draw_example(rng, each, ROW_DIMS) for each in media]
+
+
+def run_planned(case: PlannedCase) -> tuple[list[StepResult], dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
+    """NUM_STEPS steps on this rank: results; weights after the last, and its gradients (clipped), by name."""
+    rank, device, plan = dist.get_rank(), torch.device("cpu"), case.plan()
+    model, whole = build_hf_model(case.frozen, case.tied), build_hf_model(case.frozen, case.tied)
+    place = Place.of(plan, rank)
+    holders = holders_of(model, place.program)
+    keep_spans(model, place.spans)
+    assert {name for name, _ in model.named_parameters()} == names_of_spans(whole, place.spans)
+    groups = holder_groups(sorted(set(holders.values())))
+    lanes = Lanes(place.pairs, rank, device)
+    lanes.connect()
+    optimizer = build_optimizer(model, OPTIMIZER)
+    step = PlannedStep(
+        model, plan.model, place, lanes, build_mesh(device), holders, groups, optimizer,
+        max_grad_norm=OPTIMIZER.clip_norm,
+    )  # fmt: skip
+    results = [step.run(batches_of(case, plan, place, whole, number), number) for number in range(NUM_STEPS)]
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return results, weights, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def batches_of(case: PlannedCase, plan: Plan, place: Place, model: MLLM, step: int) -> list[RankBatch]:
+    """The microbatches of a step, as far as this rank needs them."""
+    examples = case.examples(step)
+    lengths = LoadedTables.read([tables_of(examples, PHASES, model.encoders)], PHASES).lengths
+    batches = []
+    for part in decide_planned_step(plan, lengths).microbatches:
+        chosen = [examples[number] for number in part.examples]
+        items = {p: [m for e in chosen for q, m in zip(e.sequence.media, e.media) if q == p] for p in PHASES}
+        taken = {
+            phase: [items[phase][i] for i in part.decision.assignments[phase].on_rank(replica)]
+            for phase, replica in place.replicas.items()
+            if phase != BACKBONE and place.spans[phase][0] == 0
+        }
+        sizes = {p: np.array([m.size for m in items[p]], np.int64).reshape(-1, SIZE_DIMS[p]) for p in PHASES}
+        ends = BACKBONE in place.spans and (
+            place.spans[BACKBONE][0] == 0 or place.spans[BACKBONE][1] == plan.model.num_blocks[BACKBONE]
+        )
+        sequences = (
+            [chosen[i].sequence for i in part.decision.backbone.on_rank(place.replicas[BACKBONE])] if ends else None
+        )
+        batch = assemble_stages(part.decision, part.lengths, place.replicas, sequences, taken, sizes)
+        batches.append(batch.to("cpu", dtype=torch.float64))
+    return batches
+
+
+def expected(case: PlannedCase) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], dict[str, object]]:
+    """(loss, norm) of each step in one process; weights after the last, and its gradients, clipped."""
+    model = build_hf_model(case.frozen, case.tied)
+    optimizer = build_optimizer(model, OPTIMIZER)
+    figures = []
+    for number in range(NUM_STEPS):
+        optimizer.zero_grad()
+        loss = reference_step(model, case.examples(number))
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = sum(float(gradient.square().sum()) for gradient in gradients) ** 0.5
+        for gradient in gradients:
+            gradient *= min(1.0, OPTIMIZER.clip_norm / norm)
+        figures.append((loss, norm))
+        optimizer.step()
+    return (
+        figures,
+        {name: p.detach() for name, p in model.named_parameters()},
+        {name: p.grad for name, p in model.named_parameters()},
+    )
+
+
+def check_planned(rank: int, num_ranks: int, cases: Sequence[PlannedCase]) -> list[str]:
+    """What differs from one process, on this rank. A collective."""
+    wrong = []
+    for case in cases:
+        results, weights, gradients = run_planned(case)
+        figures, expected_weights, expected_gradients = expected(case)
+        found: list[str] = []
+        for result, (loss, norm) in zip(results, figures):
+            found += [f"loss {result.loss} instead of {loss}"] * _is_off(result.loss, loss)
+            found += [f"norm {result.grad_norm} instead of {norm}"] * _is_off(result.grad_norm, norm)
+        for name, weight in weights.items():
+            found += [f"weight {name} is off"] * _differ(weight, expected_weights[name])
+            gradient, other = gradients[name], expected_gradients[name]
+            if (gradient is None) != (other is None):
+                found.append(f"{name}: gradient is {gradient} instead of {other}")
+            elif gradient is not None:
+                found += [f"gradient of {name} is off"] * _differ(gradient, other)
+        wrong += [f"{case}: rank {rank}: {line}" for line in found]
+        dist.barrier()
+    return wrong
+
+
+def _is_off(found: float, wanted: float) -> bool:
+    return abs(found - wanted) > TOLERANCE * max(abs(wanted), 1e-9)
+
+
+def _differ(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    largest = wanted.abs().max().item()
+    return bool((found - wanted).abs().max().item() > TOLERANCE * (largest if largest > 1e-15 else 1.0))

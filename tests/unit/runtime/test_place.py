@@ -1,0 +1,53 @@
+"""Where ranks stand: every message has a lane, and both ends of a lane take its messages in one order."""
+
+from dataclasses import replace
+
+import pytest
+
+from motet.core.plan import Plan, Unit
+from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
+from motet.cost.catalogue import cluster
+from motet.runtime.place import Place
+from motet.schedule.program import Kind
+
+SHAPE = Transformer(8, 16, num_heads=2)
+MODEL = multimodal("toy", language_model(SHAPE, 4, 100), [connect(vit("image", SHAPE, num_layers=2), output_dim=8)])
+CHAIN = (Unit("all", ({"image": 2}, {"backbone": 1}, {"backbone": 2}, {"backbone": 1}), pp=4, dp=2, zero=0),)
+BESIDE = (
+    Unit("image", ({"image": 1}, {"image": 1}), pp=2, dp=2, zero=0),
+    Unit("llm", ({"backbone": 2}, {"backbone": 2}), first_rank=4, pp=2, dp=2, zero=0),
+)
+
+
+def places(units, schedule, overlaps):
+    where = cluster("h100", 1)
+    where = replace(where, device=replace(where.device, overlaps=overlaps))
+    plan = Plan(MODEL, where, units, batch_size=12, schedule=schedule)
+    return [Place.of(plan, rank) for rank in range(8)]
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("units", [CHAIN, BESIDE], ids=["chain", "beside"])
+def test_both_ends_of_a_lane_have_one_order(units, schedule, overlaps):
+    sent, received = {}, {}
+    for place in places(units, schedule, overlaps):
+        for action in place.row.row:
+            name = "F" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "B"
+            if action.kind in (Kind.SEND_F, Kind.SEND_B):
+                lane = place.rank, place.rank_of(action.peer)
+                sent.setdefault(lane, []).append((name, action.stage, action.peer, action.microbatch))
+            if action.kind in (Kind.RECV_F, Kind.RECV_B):
+                lane = place.rank_of(action.peer), place.rank
+                received.setdefault(lane, []).append((name, action.peer, action.stage, action.microbatch))
+    assert sent == received and len(sent) == 12
+    assert set(sent) == set(place.pairs)
+
+
+def test_what_a_rank_holds():
+    of_chain = places(CHAIN, "1f1b", True)
+    assert [place.spans for place in of_chain[::2]] == [
+        {"image": (0, 2)}, {"backbone": (0, 1)}, {"backbone": (1, 3)}, {"backbone": (3, 4)},
+    ]  # fmt: skip
+    assert [place.replicas["backbone"] for place in of_chain[2:]] == [0, 1] * 3
+    assert len({place.action_words for place in of_chain}) == 1
