@@ -40,7 +40,7 @@ def trainable_in(file: Path, overrides: Sequence[str]) -> Callable[[Plan], str] 
 
     if "data" not in read_recipe(file, overrides).tables:
         return None
-    return partial(_obstacle_in, load_recipe(file, overrides))
+    return partial(_obstacle_in, load_recipe(file, overrides, trains=False))
 
 
 def training_line(recipe_file: Path, plan_file: Path, cluster: Cluster) -> str:

@@ -1,6 +1,6 @@
 """A training step under a Plan in which ranks hold different parts of the model.
 
-A rank executes its row of the Program: F, R and B of its stages (`segments.py`), SEND and RECV (`messages.py`), REDUCE
+A rank executes its row of the Program: F, R and B of its stages (`sections.py`), SEND and RECV (`messages.py`), REDUCE
 and STEP. Losses are divided by the targets of the whole step, and gradients are plain sums over the ranks that hold the
 same parameters, so that the number of replicas of a part does not matter.
 
@@ -29,7 +29,7 @@ from motet.runtime.messages import Messages
 from motet.runtime.p2p import Lanes
 from motet.runtime.place import Place
 from motet.runtime.replicas import ReplicatedGradients
-from motet.runtime.segments import Segment, SegmentedStage, spans_of
+from motet.runtime.sections import Section, SectionedStage, spans_of
 from motet.runtime.stage import Model
 from motet.runtime.step import StepResult, update_if_finite
 from motet.runtime.tensors import StageTensors
@@ -146,8 +146,8 @@ class _RunningPlan:
         self.num_targets = sum(batch.num_targets for batch in batches)
         self.totals = torch.zeros(4, dtype=torch.float64, device=mesh.device)
         self.stages = {
-            number: SegmentedStage(
-                [Segment(span, step.model, self.totals) for span in spans_of(stage, step.spec)],
+            number: SectionedStage(
+                [Section(span, step.model, self.totals) for span in spans_of(stage, step.spec)],
                 stage.has_backward,
                 mesh.device,
             )
@@ -189,7 +189,7 @@ class _RunningPlan:
         """Run a stage's backward pass, from the gradients that arrived or from the loss."""
         key = action.stage, action.microbatch
         runs, gradients = self.tensors.runs.pop(key, []), self.tensors.output_gradients.pop(key, {})
-        if runs and runs[-1].segment.takes_loss:
+        if runs and runs[-1].section.takes_loss:
             loss = runs[-1].output
             assert loss is not None, "what takes the loss is not recomputed"
             gradients[BACKBONE] = torch.full_like(loss, 1 / max(self.num_targets, 1))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from motet.runtime.segments import SegmentRun
+    from motet.runtime.sections import SectionRun
 
 PassKey: TypeAlias = tuple[int, int]
 """(stage, microbatch) of a forward pass."""
@@ -40,13 +40,13 @@ class StageTensors:
 
     inputs:           what arrived for a forward pass; a gradient is computed for what requires one.
     outputs:          what is there behind a stage, to be sent, without its graph.
-    runs:             segments of a stage that wait for their backward pass.
+    runs:             sections of a stage that wait for their backward pass.
     output_gradients: what arrived for a backward pass.
     input_gradients:  what is to be sent back.
     """
 
     inputs: dict[PassKey, dict[str, Tensor]] = field(default_factory=dict)
     outputs: dict[PassKey, dict[str, Tensor]] = field(default_factory=dict)
-    runs: dict[PassKey, list[SegmentRun]] = field(default_factory=dict)
+    runs: dict[PassKey, list[SectionRun]] = field(default_factory=dict)
     output_gradients: dict[PassKey, dict[str, Tensor]] = field(default_factory=dict)
     input_gradients: dict[PassKey, dict[str, Tensor]] = field(default_factory=dict)

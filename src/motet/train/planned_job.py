@@ -20,7 +20,7 @@ from motet.runtime.mesh import Mesh
 from motet.runtime.p2p import Lanes
 from motet.runtime.place import Place
 from motet.runtime.planned_step import PlannedStep, holder_groups
-from motet.runtime.segments import is_layered
+from motet.runtime.sections import is_layered
 from motet.schedule import PlannedProgram
 from motet.train.optimizer import build_optimizer
 from motet.train.recipe.recipe import Recipe

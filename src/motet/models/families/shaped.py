@@ -22,7 +22,7 @@ from motet.core.shapes import Transformer, audio_encoder, vit
 from motet.core.spec import Module
 from motet.models.attention import PackedItems
 from motet.models.families.audio import AudioEncoder
-from motet.models.families.patches import add_class_rows
+from motet.models.families.patches import add_class_rows, without_class_rows
 from motet.models.families.shaped_layer import LAYER_SCALE, ShapedLayer, shaped_norm
 from motet.models.layers import LayerModules, any_trainable
 from motet.models.rotary import Rotation
@@ -212,7 +212,7 @@ class ShapedVisionEncoder(nn.Module):
 
     def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
         model, counts = self.model, sizes.numpy()[:, 0]
-        hidden, own_rows = model.patches(values), None
+        hidden = model.patches(values)
         positions = _within_items(counts).to(hidden.device)
         if model.positions is not None:
             hidden = hidden + model.positions(positions + model.config.class_row)
@@ -220,17 +220,16 @@ class ShapedVisionEncoder(nn.Module):
             class_row = model.class_row.weight[0]
             if model.positions is not None:
                 class_row = class_row + model.positions.weight[0]
-            hidden, own_rows = add_class_rows(hidden, class_row, counts)
-            counts = counts + 1
-            positions = _within_items(counts).to(hidden.device)
+            hidden = add_class_rows(hidden, class_row, counts)
+            positions = _within_items(counts + 1).to(hidden.device)
         rotation = None
         if model.positions is None:
             rotation = _rotation(positions, hidden, model.config.head_dim)
-        hidden, segments = hidden[None], PackedItems.from_lengths(counts)
+        hidden, segments = hidden[None], PackedItems.from_lengths(counts + model.config.class_row)
         for layer in model.layers:
             hidden = layer(hidden, segments, rotation)
         rows = model.norm(hidden)[0]
-        return rows if own_rows is None else rows.index_select(0, own_rows)
+        return rows if model.class_row is None else without_class_rows(rows, counts)
 
 
 class ShapedAudioEncoder(AudioEncoder):

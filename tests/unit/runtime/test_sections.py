@@ -1,4 +1,4 @@
-"""A stage in segments: recomputed or not, it is the same function, with the same random numbers."""
+"""A stage in sections: recomputed or not, it is the same function, with the same random numbers."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from torch import nn
 from motet.core.plan import Plan, Unit
 from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
 from motet.cost.catalogue import cluster
-from motet.runtime.segments import Segment, SegmentedStage, spans_of
+from motet.runtime.sections import Section, SectionedStage, spans_of
 from motet.schedule.layout import Layout
 
 SHAPE = Transformer(8, 16, num_heads=2)
@@ -52,11 +52,11 @@ def run(recompute):
     """(output, gradients, blocks run in F, blocks run in R) of the image's first three blocks."""
     model, stages = stages_of(recompute)
     module = Cut()
-    segments = [
-        Segment(span, SimpleNamespace(encoders={"image": module}, backbone=None), torch.zeros(3))
+    sections = [
+        Section(span, SimpleNamespace(encoders={"image": module}, backbone=None), torch.zeros(3))
         for span in spans_of(stages[0], model)
     ]
-    stage = SegmentedStage(segments, True, torch.device("cpu"))
+    stage = SectionedStage(sections, True, torch.device("cpu"))
     batch = SimpleNamespace(media={"image": (torch.arange(12.0).view(4, 3) / 12, torch.ones(1, 1, dtype=torch.int64))})
     torch.manual_seed(1)
     held, runs = stage.forward(batch, {})

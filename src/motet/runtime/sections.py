@@ -1,10 +1,10 @@
-"""A stage as segments: spans of blocks of modules, each run on inputs that are detached from what came before.
+"""A stage as sections: spans of blocks of modules, each run on inputs that are detached from what came before.
 
-A segment is what is recomputed as a whole: its forward pass keeps its inputs alone, and R runs it again with a graph.
-So a stage of which some blocks are recomputed has a segment for them and others for the rest. What stands before and
+A section is what is recomputed as a whole: its forward pass keeps its inputs alone, and R runs it again with a graph.
+So a stage of which some blocks are recomputed has a section for them and others for the rest. What stands before and
 behind the blocks is not recomputed, as in `cost/memory.py: stage_layers`.
 
-Tensors between segments and stages go by the module whose output, or unfinished hidden states, they are.
+Tensors between sections and stages go by the module whose output, or unfinished hidden states, they are.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CuttableBackbone(Protocol):
 
 @dataclass(frozen=True)
 class BlockSpan:
-    """What a segment runs of a module: blocks, with what stands before (enters) and behind them (leaves).
+    """What a section runs of a module: blocks, with what stands before (enters) and behind them (leaves).
 
     is_whole:     the module is run in one call, as it may have no parts.
     sources:      modules whose outputs it takes in if it enters.
@@ -66,7 +66,7 @@ class BlockSpan:
 
 
 def spans_of(stage: PlannedStage, model: ModelSpec) -> Iterator[BlockSpan]:
-    """The segments of a stage, in the order in which they run."""
+    """The sections of a stage, in the order in which they run."""
     for name, (first, stop) in stage.layers.items():
         module, num_recomputed = model.module(name), stage.recomputed.get(name, 0)
         enters, leaves = first == 0, stop == len(module.blocks)
@@ -103,7 +103,7 @@ def _span(
     return BlockSpan(name, *blocks, enters, leaves, is_whole, model.sources(name), is_recomputed, is_trainable)
 
 
-class Segment:
+class Section:
     """A span of blocks with its module. totals: float64 [>= 3], to which the loss and the targets are added."""
 
     def __init__(self, span: BlockSpan, model: Model, totals: Tensor) -> None:
@@ -123,7 +123,7 @@ class Segment:
         return len(batch.media[self.span.module][1]) > 0
 
     def run(self, batch: RankBatch, taken: dict[str, Tensor]) -> Tensor:
-        """The output; of the last segment of the backbone the sum of the loss."""
+        """The output; of the last section of the backbone the sum of the loss."""
         return self._run_backbone(batch, taken) if self._is_backbone else self._run_encoder(batch, taken)
 
     def _run_encoder(self, batch: RankBatch, taken: dict[str, Tensor]) -> Tensor:
@@ -151,42 +151,42 @@ class Segment:
 
 
 @dataclass
-class SegmentRun:
-    """A segment that ran on a microbatch and waits for its backward pass.
+class SectionRun:
+    """A section that ran on a microbatch and waits for its backward pass.
 
-    taken:  its inputs, leaves of its graph. output: with the graph; None until R, if the segment is recomputed.
+    taken:  its inputs, leaves of its graph. output: with the graph; None until R, if the section is recomputed.
     random: states of random number generators before it ran, if it is recomputed.
     """
 
-    segment: Segment
+    section: Section
     taken: dict[str, Tensor]
     output: Tensor | None
     random: list[Tensor] = field(default_factory=list)
 
 
-class SegmentedStage:
+class SectionedStage:
     """A stage on one rank. has_backward: whether a backward pass follows each forward pass."""
 
-    def __init__(self, segments: Sequence[Segment], has_backward: bool, device: torch.device) -> None:
-        self._segments, self._has_backward, self._device = segments, has_backward, device
+    def __init__(self, sections: Sequence[Section], has_backward: bool, device: torch.device) -> None:
+        self._sections, self._has_backward, self._device = sections, has_backward, device
 
-    def forward(self, batch: RankBatch, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[SegmentRun]]:
-        """Run all segments. inputs: what arrived; a gradient is computed for what requires one.
+    def forward(self, batch: RankBatch, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[SectionRun]]:
+        """Run all sections. inputs: what arrived; a gradient is computed for what requires one.
 
-        Returns what is there behind the last segment, and the runs that wait for backward.
+        Returns what is there behind the last section, and the runs that wait for backward.
         """
         held, runs = dict(inputs), []
-        for segment in self._segments:
-            span = segment.span
+        for section in self._sections:
+            span = section.span
             taken = {name: held.pop(name) for name in span.taken if name in held}
-            if not segment.has_input(batch):
+            if not section.has_input(batch):
                 continue
-            run = SegmentRun(segment, {name: _leaf(tensor) for name, tensor in taken.items()}, None)
+            run = SectionRun(section, {name: _leaf(tensor) for name, tensor in taken.items()}, None)
             keeps_graph = self._has_backward and not span.is_recomputed
             if self._has_backward and span.is_recomputed:
                 run.random = self._random_states()
             with torch.set_grad_enabled(keeps_graph):
-                output = segment.run(batch, run.taken)
+                output = section.run(batch, run.taken)
             if keeps_graph:
                 run.output = output
             elif self._has_backward:
@@ -196,22 +196,22 @@ class SegmentedStage:
             held[span.module] = output
         return held, runs
 
-    def recompute(self, batch: RankBatch, runs: Sequence[SegmentRun]) -> None:
-        """Run the segments that are recomputed again, with a graph, and with the same random numbers."""
+    def recompute(self, batch: RankBatch, runs: Sequence[SectionRun]) -> None:
+        """Run the sections that are recomputed again, with a graph, and with the same random numbers."""
         for run in runs:
-            if run.segment.span.is_recomputed:
+            if run.section.span.is_recomputed:
                 devices = [self._device] if self._device.type == "cuda" else []
                 with torch.random.fork_rng(devices), torch.enable_grad():
                     torch.set_rng_state(run.random[0])
                     if devices:
                         torch.cuda.set_rng_state(run.random[1], self._device)
-                    run.output = run.segment.run(batch, run.taken)
+                    run.output = run.section.run(batch, run.taken)
 
-    def backward(self, runs: Sequence[SegmentRun], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """From gradients of what was there behind the last segment to those of what arrived; parameters get theirs."""
+    def backward(self, runs: Sequence[SectionRun], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """From gradients of what was there behind the last section to those of what arrived; parameters get theirs."""
         for run in reversed(runs):
-            gradient, output = gradients.pop(run.segment.span.module, None), run.output
-            assert output is not None, "a segment that is recomputed runs before its backward pass"
+            gradient, output = gradients.pop(run.section.span.module, None), run.output
+            assert output is not None, "a section that is recomputed runs before its backward pass"
             if gradient is not None and output.requires_grad:
                 torch.autograd.backward(output, gradient)
             for name, leaf in run.taken.items():
