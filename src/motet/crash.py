@@ -25,6 +25,8 @@ from pathlib import Path
 from motet.core.errors import JointUserError, RankFailure, UserError, is_out_of_memory, origin_of
 
 WRONG_INPUT, DIED = 2, 3
+PATIENCE_S = 20.0
+"""How long a rank waits for the first one of its machine to say what is wrong with their recipe."""
 _MAX_CHARACTERS = 300
 _LOST_PEER = (
     "connection closed by peer",
@@ -69,7 +71,9 @@ def _report(error: BaseException, command: str) -> int:
     if isinstance(error, KeyboardInterrupt):
         return 130
     if isinstance(error, UserError):
-        if _speaks(error):
+        if _leaves_it_to_another(error):
+            time.sleep(PATIENCE_S)
+        if _leaves_it_to_another(error) or _speaks(error):
             _say(_stopped(_prefix(error) + str(error)))
         return WRONG_INPUT
     if not isinstance(error, RankFailure):
@@ -89,12 +93,22 @@ def _speaks(error: UserError) -> bool:
     origin = origin_of(error)
     if isinstance(error, JointUserError):
         return os.environ.get("RANK", "0") == "0"
-    # Before ranks have found each other, all ranks of a machine read the same recipe and meet the same error.
-    return origin.speaks if origin.rank is not None else os.environ.get("LOCAL_RANK", "0") == "0"
+    return origin.speaks if origin.rank is not None else not _leaves_it_to_another(error)
+
+
+def _leaves_it_to_another(error: UserError) -> bool:
+    """Whether the first rank of this machine says it, as before ranks meet all of them read the same recipe.
+
+    torchrun ends all ranks when one has ended. So this rank waits for that, and speaks if the first one does not end.
+    """
+    has_met = isinstance(error, JointUserError) or origin_of(error).rank is not None
+    return not has_met and os.environ.get("LOCAL_RANK", "0") != "0"
 
 
 def _prefix(error: UserError) -> str:
     rank = origin_of(error).rank
+    if _leaves_it_to_another(error):
+        rank = int(os.environ.get("RANK", "0"))
     return "" if isinstance(error, JointUserError) or not rank else f"rank {rank}: "
 
 
