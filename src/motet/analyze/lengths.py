@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from motet.core.arrays import Int64Array
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
 from motet.core.workload import BatchLengths, ItemLengths, Workload
@@ -58,12 +58,14 @@ class Lengths:
 
     assumptions: sentences that say what was assumed about the lengths.
     left_out:    a sentence on examples that cannot be used; empty if there are none.
+    weight:      float64 [num_examples], how often each is drawn, in any unit; None is all equal.
     """
 
     source: str
     batch: BatchLengths
     assumptions: tuple[str, ...]
     left_out: str = ""
+    weight: Float64Array | None = None
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -88,7 +90,7 @@ class Lengths:
         Loss is taken on all text of a table.
         """
         kinds = self.kinds()
-        weight = 1.0 / np.bincount(kinds)[kinds] if even else None
+        weight = 1.0 / np.bincount(kinds)[kinds] if even else self.weight
         batch = self.batch if self.batch.num_targets.any() else replace(self.batch, num_targets=self.text_tokens())
         return Workload(self.source, batch, weight, self.assumptions)
 

@@ -29,6 +29,7 @@ class Attention:
     window:   if not 0, a causal row attends to at most `window` rows, and other rows attend within blocks (frames,
               windows) of `window` rows.
     density:  the share of these pairs that a mask leaves.
+    queries:  if not 0, so many queries of each item attend to its rows (cross attention), which do not attend.
     """
 
     width: Count
@@ -36,6 +37,7 @@ class Attention:
     causal: bool = False
     window: Count = 0
     density: Annotated[float, Field(ge=0, le=1)] = 1.0
+    queries: Count = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.density <= 1:
@@ -56,6 +58,8 @@ class Layer:
                       patches.
     trainable:        its parameters are updated.
     targets_only:     it sees only the rows on which loss is taken (the output layer).
+    item_rows:        if not 0, each item has so many rows in it, whatever its length (queries of a resampler).
+    continues:        it belongs to the block of the layer before it: a block of a resampler has several layers.
     """
 
     kind: str
@@ -68,6 +72,13 @@ class Layer:
     extra_rows: Count = 0
     trainable: bool = True
     targets_only: bool = False
+    item_rows: Count = 0
+    continues: bool = False
+
+    @property
+    def in_block(self) -> bool:
+        """Whether it is part of a transformer block, which is sharded and recomputed as a whole."""
+        return self.attention is not None or self.continues
 
 
 @dataclass(frozen=True)
@@ -117,7 +128,7 @@ class Module:
         Each transformer layer begins a block, which ends before the next one. The first block also has all layers
         before it. A module without transformer layers is one block.
         """
-        starts = [index for index, layer in enumerate(self.layers) if layer.attention is not None]
+        starts = [index for index, layer in enumerate(self.layers) if layer.in_block and not layer.continues]
         edges = [0, *starts[1:], self.num_layers]
         return tuple(range(first, stop) for first, stop in pairwise(edges))
 

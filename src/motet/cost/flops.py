@@ -180,7 +180,7 @@ def operations_by_work(layers: Iterable[tuple[Layer, bool, bool]]) -> dict[Layer
 def _operations(module: Module, reached: bool, recomputed: bool) -> dict[Layer, LikeOperations]:
     def layers() -> Iterator[tuple[Layer, bool, bool]]:
         for layer, needs_input in zip(module.layers, module.input_gradients(reached), strict=True):
-            yield layer, needs_input, recomputed and layer.attention is not None and (needs_input or layer.trainable)
+            yield layer, needs_input, recomputed and layer.in_block and (needs_input or layer.trainable)
 
     return operations_by_work(layers())
 
@@ -189,7 +189,7 @@ def _representative(layer: Layer) -> Layer:
     """A layer that is equal for all layers with the same rows and pairs."""
     attention = replace(layer.attention, width=0, kv_width=0) if layer.attention else None
     like = replace(layer, kind="", weights=0, parameters=0, output_width=0, activation_width=0)
-    return replace(like, attention=attention, trainable=False)
+    return replace(like, attention=attention, trainable=False, continues=False)
 
 
 def _total(
@@ -240,12 +240,16 @@ def _work(
 
 def rows_of(layer: Layer, lengths: Int64Array) -> Int64Array:
     """The rows of each item in a layer, int64 [num_items]. lengths: int64 [num_items]."""
+    if layer.item_rows:
+        return np.full_like(lengths, layer.item_rows)
     rows = lengths if layer.divisor == 1 else -(-lengths // layer.divisor)
     return rows + layer.extra_rows if layer.extra_rows else rows
 
 
 def pairs_of(attention: Attention, rows: Int64Array) -> Int64Array:
     """The pairs of a query and a key in each item, int64 [num_items], at a density of 1. rows: int64 [num_items]."""
+    if attention.queries:
+        return attention.queries * rows
     if not attention.window:
         pairs: Int64Array = rows * (rows + 1) // 2 if attention.causal else rows * rows
     elif attention.causal:

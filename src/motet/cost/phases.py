@@ -71,7 +71,7 @@ class Picoseconds:
 
 
 def phase_times(profile: Profile, model: ModelSpec, name: str, num_recomputed: int = 0) -> PhaseTimes:
-    """The times of the module `name`. num_recomputed: of its layers with attention, so many run forward again.
+    """The times of the module `name`. num_recomputed: of its transformer blocks, so many run forward again.
 
     Raises UserError if the profile lacks the module or one of its kinds of layer.
     """
@@ -81,7 +81,7 @@ def phase_times(profile: Profile, model: ModelSpec, name: str, num_recomputed: i
             f"The profile of {profile.recipe} has no module {name!r}, only "
             f"{', '.join(repr(measured.name) for measured in profile.modules)}: profile the recipe that is trained."
         )
-    seconds = _Seconds(profile, model, module, times, _first_with_attention(module, num_recomputed))
+    seconds = _Seconds(profile, model, module, times, _of_first_blocks(module, num_recomputed))
     body = seconds.fit(times)
     targets = [seconds.target_fit(layer, number) for number, layer in enumerate(module.layers) if layer.targets_only]
     predicted = body.seconds(*amounts(times.held_out, padded=module.padded))
@@ -94,10 +94,10 @@ def phase_times(profile: Profile, model: ModelSpec, name: str, num_recomputed: i
     )
 
 
-def _first_with_attention(module: Module, count: int) -> frozenset[int]:
-    """Indexes of the first `count` layers with attention."""
-    indexes = [index for index, layer in enumerate(module.layers) if layer.attention is not None]
-    return frozenset(indexes[:count])
+def _of_first_blocks(module: Module, count: int) -> frozenset[int]:
+    """Indexes of the layers of the first `count` transformer blocks."""
+    blocks = (index for block in module.blocks[:count] for index in block)
+    return frozenset(index for index in blocks if module.layers[index].in_block)
 
 
 @dataclass(frozen=True)

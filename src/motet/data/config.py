@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from motet.core.limits import MAX_SEED
+from motet.data.order import whole_weights
 
 
 class DataConfig(BaseModel):
@@ -16,6 +17,9 @@ class DataConfig(BaseModel):
     train, heldout:      manifests (files, directories or patterns of tar shards), read one after the other.
     tokenizer:           directory with tokenizer.json.
     max_sequence_length: longer examples (media included) are left out, counted and reported; None: no bound.
+    mixture:             a weight for each manifest of `train`, in their order: its share of the examples of a run, in
+                         any unit. A manifest then has epochs of its own: a small one with a large weight comes round
+                         more often. Without it, every example of all manifests comes once in an epoch.
     shuffle, seed:       the order of examples; the same seed gives the same order on any number of ranks.
     num_workers:         processes of each rank that decode media and build indexes, at most 256. 0: the rank does it
                          itself, and a file that kills its decoder kills the rank.
@@ -31,9 +35,28 @@ class DataConfig(BaseModel):
     heldout: tuple[str, ...] = ()
     tokenizer: Path
     max_sequence_length: Annotated[int | None, Field(ge=1, le=2**31 - 1)] = None
+    mixture: tuple[Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)], ...] = ()
     shuffle: bool = True
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = 0
     num_workers: Annotated[int, Field(ge=0, le=256)] = 2
     prefetch_steps: Annotated[int, Field(ge=1, le=64)] = 2
     max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.01
     index_folder: Path | None = None
+
+    @model_validator(mode="after")
+    def _a_weight_a_manifest(self) -> DataConfig:
+        if self.mixture and len(self.mixture) != len(self.train):
+            raise ValueError(
+                f"mixture has {len(self.mixture)} weights for {len(self.train)} manifests of train; give each one, in "
+                "their order"
+            )
+        if len(self.mixture) == 1:
+            raise ValueError("mixture has no effect with one manifest; remove it")
+        if self.mixture:
+            whole_weights(self.mixture)
+        return self
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """The mixture in whole numbers; () without one."""
+        return whole_weights(self.mixture) if self.mixture else ()

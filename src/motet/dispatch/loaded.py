@@ -19,8 +19,9 @@ from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.dispatch.message import MediaShape, example_bytes, media_bytes
 
 # Columns of the table of examples, and of the table of items. `_EXAMPLE` counts the examples of the item's rank.
+# `_SHARES`: the item has the placeholder of the item before it, so that its rows take no further places.
 _LOADED, _TEXT_TOKENS, _TARGETS, _EXAMPLE_COLUMNS = range(4)
-_EXAMPLE, _PHASE, _LENGTH, _NUM_TOKENS, _SHAPE = range(5)
+_EXAMPLE, _PHASE, _LENGTH, _NUM_TOKENS, _SHARES, _SHAPE = range(6)
 _ITEM_COLUMNS = _SHAPE + len(MediaShape._fields)
 
 
@@ -62,7 +63,7 @@ class LoadedExample:
 def tables_of(
     examples: Sequence[LoadedExample | None], phases: Sequence[str], measures: Mapping[str, Measure]
 ) -> Int64Array:
-    """The tables of one rank as one vector, int64 [2 + 3 * num_examples + 9 * num_items]: counts, examples, items.
+    """The tables of one rank as one vector, int64 [2 + 3 * num_examples + 10 * num_items]: counts, examples, items.
 
     An example that could not be loaded is None; it is listed as not loaded and has no items. Raises ValueError for an
     example with more or fewer items than placeholders.
@@ -78,8 +79,11 @@ def tables_of(
             raise ValueError(f"example {i} has {len(sequence.media)} placeholders and {len(example.media)} items")
         example_table[i] = True, len(sequence.tokens), 0
         for phase, item in zip(sequence.media, example.media, strict=True):
-            rows.append((i, phases.index(phase), 0, 0, *MediaShape.of(item)))
+            rows.append((i, phases.index(phase), 0, 0, 0, *MediaShape.of(item)))
             media.append(item)
+        shares = np.diff(sequence.media_positions, prepend=-1) == 0
+        for number in np.flatnonzero(shares) - len(shares):
+            rows[number] = (*rows[number][:_SHARES], 1, *rows[number][_SHAPE:])
     item_table = np.array(rows, dtype=np.int64).reshape(-1, _ITEM_COLUMNS)
     for index, phase in enumerate(phases):
         of_phase = np.flatnonzero(item_table[:, _PHASE] == index)
@@ -240,7 +244,7 @@ def _lengths(
     examples: Int64Array, items: Int64Array, example_rank: Int64Array, phases: tuple[str, ...]
 ) -> BatchLengths:
     sequence = examples[:, _TEXT_TOKENS].copy()
-    np.add.at(sequence, items[:, _EXAMPLE], items[:, _NUM_TOKENS] - 1)
+    np.add.at(sequence, items[:, _EXAMPLE], np.where(items[:, _SHARES] == 1, 0, items[:, _NUM_TOKENS] - 1))
     columns = {}
     for index, phase in enumerate(phases):
         rows = items[items[:, _PHASE] == index]

@@ -13,7 +13,7 @@ from motet.balance import StepCosts
 from motet.core.cluster import Link
 from motet.core.errors import UserError
 from motet.data.left_out import describe_left_out
-from motet.planning.sources import training_data
+from motet.planning.sources import example_weights, training_data
 from motet.train.balancing import recipe_costs
 from motet.train.recipe.recipe import Recipe, load_recipe
 from motet.train.recipe.toml_text import read_recipe
@@ -35,6 +35,7 @@ def read_subject(path: Path, overrides: Sequence[str] = ()) -> tuple[AnalysisSub
         dataset.batch_lengths(np.arange(dataset.num_examples), 1),
         (_speed_words(recipe, costs),),
         describe_left_out(left_out, dataset.num_in_manifests) if len(left_out) else "",
+        example_weights(recipe, dataset),
     )
     subject = AnalysisSubject(lengths, costs, _COST_WORDS[recipe.balance.cost])
     return subject, recipe.run.batch_size // recipe.run.microbatches

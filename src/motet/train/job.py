@@ -13,7 +13,7 @@ from motet.core.errors import JointUserError, UserError
 from motet.data.dataset import Dataset, Modality
 from motet.data.decode import Decoder
 from motet.data.left_out import describe_left_out
-from motet.data.order import GlobalOrder
+from motet.data.order import GlobalOrder, MixedOrder
 from motet.data.text import ChatTokenizer
 from motet.dispatch import ItemExchange, Orchestrator
 from motet.models.build import build_mllm
@@ -57,7 +57,7 @@ class TrainingJob:
     model: MLLM
     optimizer: torch.optim.Optimizer
     step: TrainStep
-    order: GlobalOrder
+    order: GlobalOrder | MixedOrder
     dataset: Dataset
     loading: Loading
     evaluator: Evaluator | None
@@ -90,6 +90,7 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
         dataset = open_dataset(recipe, recipe.data.train, tokenizer, model, say)
         heldout = open_dataset(recipe, recipe.data.heldout, tokenizer, model, say) if recipe.data.heldout else None
         _check_bad_at_indexing(recipe, dataset)
+        _order(recipe, dataset)  # Refused before anything is sharded.
         decoder = cleanup.enter_context(Decoder(dataset.transforms, recipe.data.num_workers))
     check_same_profile(world, measured)
     _check_same_examples(world, dataset, heldout)
@@ -110,7 +111,7 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
     if heldout is not None:
         exchange = ItemExchange(world.control, orchestrator, model.encoders, ranks_per_node=world.ranks_per_node)
         evaluator = Evaluator(heldout, tokenizer, decoder, exchange, mesh, world, recipe.evaluate, say)
-    start = Progress(0, 0, 0, recipe.data.seed, dataset.fingerprint)
+    start = Progress(0, 0, 0, recipe.data.seed, dataset.fingerprint, mixture=recipe.data.weights)
     progress, line = _resume(recipe, world, resume, model, optimizer, start, say)
     return TrainingJob(
         recipe,
@@ -119,7 +120,7 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
         model,
         optimizer,
         step,
-        GlobalOrder(dataset.num_examples, recipe.data.seed, recipe.data.shuffle),
+        _order(recipe, dataset),
         dataset,
         _loading(recipe, world, mesh, orchestrator, dataset, decoder, model),
         evaluator,
@@ -138,6 +139,7 @@ def open_dataset(recipe: Recipe, manifests: Sequence[str], tokenizer: ChatTokeni
         manifests,
         tokenizer,
         modalities,
+        combine=recipe.model.combine,
         max_sequence_length=recipe.data.max_sequence_length,
         index_folder=recipe.data.index_folder,
         num_workers=recipe.data.num_workers,
@@ -150,6 +152,19 @@ def open_dataset(recipe: Recipe, manifests: Sequence[str], tokenizer: ChatTokeni
         if unnamed := len(dataset.left_out) - len(dataset.left_out.named):
             say(f"Left out: {unnamed:,} more like these")
     return dataset
+
+
+def _order(recipe: Recipe, dataset: Dataset) -> GlobalOrder | MixedOrder:
+    """The order of the training examples. Raises UserError for a manifest with a weight and without examples."""
+    data, counts = recipe.data, dataset.num_by_manifest.tolist()
+    if not data.weights:
+        return GlobalOrder(dataset.num_examples, data.seed, data.shuffle)
+    if 0 in counts:
+        raise UserError(
+            f"data.mixture gives {data.train[counts.index(0)]} a share, but none of its examples can be used: mend it, "
+            "or leave it out of data.train and data.mixture."
+        )
+    return MixedOrder(tuple(counts), data.weights, data.seed, data.shuffle)
 
 
 def _index_progress(manifests: Sequence[str], say: Say) -> Callable[[int, float], None]:
@@ -237,6 +252,12 @@ def _check_same_run(chosen: Start, start: Progress, num_steps: int) -> None:
         raise UserError(
             f"The checkpoint {chosen.path} was written with data.seed = {chosen.state.seed}, not {start.seed} as now, "
             "which orders the examples anew: set it back, or start anew with --resume never."
+        )
+    if chosen.state.mixture != start.mixture:
+        then, now = (list(mixture) or "no mixture" for mixture in (chosen.state.mixture, start.mixture))
+        raise UserError(
+            f"The checkpoint {chosen.path} was written with a data.mixture in the proportion {then}, not {now} "
+            "as now, which orders the examples anew: set it back, or start anew with --resume never."
         )
     if chosen.state.dataset != start.dataset:
         raise UserError(

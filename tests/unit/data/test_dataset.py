@@ -46,8 +46,8 @@ def test_lengths_are_those_of_what_is_loaded(manifests, tokenizer):
     with Decoder(dataset.transforms) as decoder:
         for place, example in enumerate(ids.tolist()):
             tokens, refs = dataset.tokens(example), dataset.media_refs(example)
-            media = decoder.load(refs)
-            assert tokens.media == tuple(dataset.phase_of(ref) for ref in refs)
+            media = decoder.load(refs, [dataset.readers_of(ref) for ref in refs])
+            assert tokens.media == tuple(phase for ref in refs for phase in dataset.readers_of(ref))
             expected = {"vision": [], "audio": []}
             for phase, item in zip(tokens.media, media):
                 assert isinstance(item, Media)
@@ -111,7 +111,7 @@ def test_prompts(manifests, tokenizer):
 def test_wrong_use(manifests, tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"a\.jsonl holds audio media, but the model has no encoder"):
         Dataset.open(manifests, tokenizer, {"vision": MODALITIES["vision"]})
-    with pytest.raises(UserError, match="both read image"):
+    with pytest.raises(UserError, match=r"vision and other read every image, so .*model\.combine\.image"):
         Dataset.open(manifests, tokenizer, MODALITIES | {"other": MODALITIES["vision"]})
     only_bad = write_manifest(tmp_path / "bad.jsonl", [a_record("<image>", image="nowhere.png")])
     with pytest.raises(UserError, match="no example of the manifests can be used: 1 of 1 examples left out"):

@@ -53,12 +53,13 @@ class Progress:
     seed:        of the order of examples.
     dataset:     fingerprint of the index, on which the order also depends.
     num_skipped: steps that changed nothing, because they were not finite.
+    mixture:     weights of the manifests in whole numbers, on which the order also depends; () without.
 
     Example:
         >>> from dataclasses import replace
         >>> start = Progress(step=0, position=0, num_bad=0, seed=0, dataset="3f2a")
         >>> replace(start, step=10, position=10 * 32)  # after ten steps of 32 examples
-        Progress(step=10, position=320, num_bad=0, seed=0, dataset='3f2a', num_skipped=0)
+        Progress(step=10, position=320, num_bad=0, seed=0, dataset='3f2a', num_skipped=0, mixture=())
     """
 
     step: int
@@ -67,6 +68,7 @@ class Progress:
     seed: int
     dataset: str
     num_skipped: int = 0
+    mixture: tuple[int, ...] = ()
 
 
 class _Stored(BaseModel):
@@ -85,6 +87,7 @@ class RunState(_Stored):
     num_bad: int = Field(ge=0, lt=2**53)
     seed: int
     dataset: str
+    mixture: tuple[int, ...] = ()
     num_ranks: int = Field(gt=0)
     launch: str
     written: AwareDatetime

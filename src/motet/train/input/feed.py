@@ -26,7 +26,7 @@ from motet.assign.whole_step import DecidedStep
 from motet.core.arrays import BoolArray, Int64Array
 from motet.core.errors import JointUserError, RankFailure, UserError
 from motet.data.config import DataConfig
-from motet.data.order import GlobalOrder, ListedOrder
+from motet.data.order import GlobalOrder, ListedOrder, MixedOrder
 from motet.dispatch import RankBatch
 from motet.train.input.loading import DealtStep, Loaded, Loading, Pending, UnreadableExample
 
@@ -100,7 +100,7 @@ class Feed:
 
     def __init__(
         self,
-        order: GlobalOrder | ListedOrder,
+        order: GlobalOrder | MixedOrder | ListedOrder,
         loading: Loading,
         group: dist.ProcessGroup,
         steps: StepRange,
@@ -249,7 +249,8 @@ class Feed:
 
     def _leave_out(self, bad: list[UnreadableExample]) -> None:
         """Note and report the bad examples of all ranks, on all ranks alike. bad: those of this rank. A collective."""
-        everywhere = [example for of_rank in self._gather(bad) for example in of_rank]
+        # Once, though several encoders read it, perhaps on several ranks.
+        everywhere = {example for of_rank in self._gather(bad) for example in of_rank}
         for example in sorted(everywhere, key=lambda example: (example.index, example.file)):
             self._left_out.append(example)
             if example.file not in self._reported:

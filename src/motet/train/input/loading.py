@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from motet.data.dataset import Dataset
 from motet.data.decode import Decoder
 from motet.data.media import BadMedia, MediaRef
 from motet.dispatch import Decision, ItemExchange, LoadedExample, Orchestrator, RankBatch, assemble
+
+MediaPlace: TypeAlias = tuple[int, int]
+"""Index of an example in the microbatch, and number of an item among all of the example's."""
 
 
 @dataclass(frozen=True)
@@ -133,21 +136,28 @@ class IndexLoading:
         assert decided is not None, "index mode decides before loading"
         lengths, decision = decided.lengths, decided.decision
         pending = Pending(len(ids), _where(self._dataset, ids), lengths=lengths, decision=decision)
-        refs: list[tuple[int, MediaRef]] = []
+        # 1. The files of this rank's items, and the phases for which it loads each.
+        refs: dict[MediaPlace, MediaRef] = {}
+        readers: dict[MediaPlace, list[str]] = {}
+        places: list[tuple[str, MediaPlace]] = []
         for phase in self._orchestrator.encoders:
             example_of = lengths.items[phase].example
             # An example's record is read once, not once for each of its items.
-            refs_of: dict[int, list[MediaRef]] = {}
+            refs_of: dict[int, list[tuple[int, MediaRef]]] = {}
             for item in decision.assignments[phase].on_rank(self._rank):
                 index = int(example_of[item])
                 if index not in refs_of:
-                    refs_of[index] = [
-                        ref for ref in self._dataset.media_refs(int(ids[index])) if self._dataset.phase_of(ref) == phase
-                    ]
-                refs.append((index, refs_of[index][int(item - np.searchsorted(example_of, index))]))
-        # Media are submitted first: workers decode them while this thread reads the tokens.
-        futures = self._decoder.submit([ref for _, ref in refs])
-        pending.items = [(index, future) for (index, _), future in zip(refs, futures)]
+                    everything = enumerate(self._dataset.media_refs(int(ids[index])))
+                    refs_of[index] = [each for each in everything if phase in self._dataset.readers_of(each[1])]
+                number, ref = refs_of[index][int(item - np.searchsorted(example_of, index))]
+                refs[index, number] = ref
+                readers.setdefault((index, number), []).append(phase)
+                places.append((phase, (index, number)))
+        # 2. Media are submitted first: workers decode them while this thread reads the tokens.
+        futures = self._decoder.submit([*refs.values()], [readers[place] for place in refs])
+        read = [(phase, place) for place in refs for phase in readers[place]]
+        loaded = dict(zip(read, futures, strict=True))
+        pending.items = [(index, loaded[phase, (index, number)]) for phase, (index, number) in places]
         for index in decision.backbone.on_rank(self._rank).tolist():
             pending.sequences[index] = self._dataset.tokens(int(ids[index]))
         return pending
@@ -190,7 +200,8 @@ class ExchangeLoading:
         pending = Pending(len(ids), _where(self._dataset, ids))
         homes = home_ranks(len(ids), self._exchange.orchestrator.num_ranks)
         for index in np.flatnonzero(homes == self._exchange.rank).tolist():
-            futures = self._decoder.submit(self._dataset.media_refs(int(ids[index])))
+            refs = self._dataset.media_refs(int(ids[index]))
+            futures = self._decoder.submit(refs, [self._dataset.readers_of(ref) for ref in refs])
             pending.items += [(index, future) for future in futures]
             pending.sequences[index] = self._dataset.tokens(int(ids[index]))
         return pending
