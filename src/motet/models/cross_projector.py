@@ -75,7 +75,7 @@ class CrossProjector(nn.Module):
     def forward(self, rows: Tensor, extents: Int64Array) -> Tensor:
         counts = extents if extents.ndim == 1 else extents.prod(axis=1)
         items = QueriedItems(counts, self.queries, sees_queries=self.kind == "resampler")
-        return self.output(self.layers(self.input(rows), items))
+        return self.output(self.layers(self.input(rows), items).flatten(0, -2))
 
     def described(self, divisor: int) -> list[LayerModules]:
         """The layers in execution order. divisor: length of an item that makes one row of the encoder's output."""
@@ -125,7 +125,7 @@ class _Perceiver(nn.Module):
         hidden = self.latents(rows, len(items.counts))
         for layer in self.blocks:
             hidden = layer(hidden, rows[None], attention_mask=items)
-        return self.norm(hidden)[0]
+        return self.norm(hidden[0])  # FSDP takes no view out of a module.
 
     def described(self) -> list[tuple[nn.Module, ...]]:
         modules: list[tuple[nn.Module, ...]] = [(self.latents,)]
@@ -153,12 +153,12 @@ class _QFormer(nn.Module):
         }
 
     def forward(self, rows: Tensor, items: QueriedItems) -> Tensor:
-        """rows [n, input_dim] -> [num_items * queries, hidden]."""
+        """rows [n, input_dim] -> [1, num_items * queries, hidden]."""
         hidden = self.dropout(self.norm(self.queries(rows, len(items.counts))))
         own = PackedItems.from_lengths(np.full(len(items.counts), items.num_queries, dtype=np.int64))
         for layer in self.blocks:
             hidden = layer(hidden, own, rows[None], encoder_attention_mask=items, query_length=hidden.shape[1])
-        return hidden[0]
+        return hidden
 
     def described(self) -> list[tuple[nn.Module, ...]]:
         modules: list[tuple[nn.Module, ...]] = [(self.queries, self.norm)]

@@ -38,7 +38,7 @@ class ProjectorConfig(BaseModel):
     def _of_its_kind(self) -> ProjectorConfig:
         if self.kind in ("linear", "mlp"):
             for name in ("queries", "config"):
-                if name in self.model_fields_set:
+                if getattr(self, name):
                     raise ValueError(f"`{name}` is for resampler and qformer only, not for {self.kind!r}")
         elif self.queries is None:
             raise ValueError(f"a {self.kind} needs `queries`, the number of rows that it makes of each item")
