@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from motet.analyze.lengths import LENGTH_UNITS, Lengths, read_lengths
+from motet.analyze.lengths import Lengths, read_lengths
 from motet.analyze.loads import LENGTH_COSTS, SPEED_ASSUMPTION, Mix, PhaseLoads, PredictedSteps, sample_loads
 from motet.balance import StepCosts
 from motet.core.arrays import Float64Array, Int64Array
@@ -197,7 +197,7 @@ def _distributions(lengths: Lengths) -> tuple[LengthDistribution, ...]:
         LengthDistribution(SEQUENCE, "tokens", lengths.batch.sequence),
         LengthDistribution(TEXT, "tokens", lengths.text_tokens()),
         *(
-            LengthDistribution(phase, LENGTH_UNITS[phase], lengths.batch.items[phase].length)
+            LengthDistribution(phase, lengths.units[phase], lengths.batch.items[phase].length)
             for phase in lengths.phases
         ),
     )

@@ -222,11 +222,11 @@ class Dataset:
                 length = np.asarray(modality.lengths(sizes), dtype=np.int64)
                 num_tokens = np.asarray(modality.num_tokens(sizes), dtype=np.int64)
             items[name] = ItemLengths(columns.example[of_phase], length, num_tokens)
-            if not self._is_added(name):
+            if not self.is_added(name):
                 np.add.at(sequence, columns.example[of_phase], num_tokens)
         return items, sequence
 
-    def _is_added(self, phase: str) -> bool:
+    def is_added(self, phase: str) -> bool:
         """Whether the rows of a phase are added to those of the first phase that reads the same items."""
         modality = self._modalities[phase].transform.modality
         return self._combine.get(modality) == "sum" and self._readers[modality][0] != phase
@@ -234,7 +234,7 @@ class Dataset:
     def _check_added(self, numbers: Int64Array) -> None:
         """Raise UserError for the first of some examples with an item whose rows are added and not equally many."""
         items, _ = self._item_lengths(ExampleLengths.of(self._indexes, self._starts, numbers))
-        for phase in filter(self._is_added, items):
+        for phase in filter(self.is_added, items):
             modality = self._modalities[phase].transform.modality
             first = self._readers[modality][0]
             if (unequal := np.flatnonzero(items[phase].num_tokens != items[first].num_tokens)).size:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from motet.analyze import AnalysisSubject
-from motet.analyze.lengths import Lengths
+from motet.analyze.lengths import LENGTH_UNITS, Lengths
 from motet.balance import StepCosts
 from motet.core.cluster import Link
 from motet.core.errors import UserError
@@ -36,6 +36,8 @@ def read_subject(path: Path, overrides: Sequence[str] = ()) -> tuple[AnalysisSub
         (_speed_words(recipe, costs),),
         describe_left_out(left_out, dataset.num_in_manifests) if len(left_out) else "",
         example_weights(recipe, dataset),
+        {name: LENGTH_UNITS[recipe.model.modality(name)] for name in recipe.model.encoders},
+        frozenset(filter(dataset.is_added, recipe.model.encoders)),
     )
     subject = AnalysisSubject(lengths, costs, _COST_WORDS[recipe.balance.cost])
     return subject, recipe.run.batch_size // recipe.run.microbatches
