@@ -163,7 +163,9 @@ class _QFormer(nn.Module):
     def described(self) -> list[tuple[nn.Module, ...]]:
         modules: list[tuple[nn.Module, ...]] = [(self.queries, self.norm)]
         for layer in self.blocks:
-            rest: tuple[nn.Module, ...] = (layer.attention, layer.intermediate_query, layer.output_query)
+            # Modules that are called by position, as a profile calls them alone.
+            own = layer.attention.attention
+            rest = (own.query, own.key, own.value, layer.attention.output, layer.intermediate_query, layer.output_query)
             if layer.has_cross_attention:
                 attention = layer.crossattention.attention
                 modules.append((*rest, attention.query, layer.crossattention.output))
