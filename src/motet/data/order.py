@@ -67,7 +67,7 @@ class MixedOrder:
 
     Example:
         >>> MixedOrder((2, 9), weights=(1, 3), shuffle=False).take(position=0, count=12).tolist()
-        [2, 3, 0, 4, 5, 6, 1, 7, 8, 9, 0, 10]
+        [2, 0, 3, 4, 5, 1, 6, 7, 8, 0, 9, 10]
     """
 
     num_examples: tuple[int, ...]
