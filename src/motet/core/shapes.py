@@ -315,7 +315,7 @@ def resampler(
     rest = _of_queries("queries", weights, weights + 2 * hidden, hidden, kept, queries, trainable)
     layers = [layer for _ in range(num_layers) for layer in (keys, replace(rest, continues=True))]
     last = _of_queries("norm", 0, hidden, hidden, norm, queries, trainable)
-    return [mapped, start, *_one_block(layers), last]
+    return [mapped, *_one_block(layers, start), last]
 
 
 def qformer(
@@ -363,7 +363,7 @@ def qformer(
     start = _of_queries("latents", 0, (queries + 2) * hidden, hidden, norm, queries, trainable)
     out = (hidden + 1) * output_dim
     last = _of_queries("projector", hidden * output_dim, out, output_dim, 0, queries, trainable)
-    return [start, *_one_block(layers), last]
+    return [*_one_block(layers, start), last]
 
 
 def _of_queries(
@@ -373,8 +373,10 @@ def _of_queries(
     return Layer(kind, weights, parameters, output_width, kept, item_rows=queries, trainable=trainable)
 
 
-def _one_block(layers: Sequence[Layer]) -> list[Layer]:
-    return [replace(layer, continues=number > 0) for number, layer in enumerate(layers)]
+def _one_block(layers: Sequence[Layer], start: Layer) -> list[Layer]:
+    """The layers and what makes the first queries, as one block. A pipeline may be cut before it: rows are then sent."""
+    first, *rest = layers
+    return [first, *(replace(layer, continues=True) for layer in (start, *rest))]
 
 
 def embedding(vocab_size: int, hidden: int, *, trainable: bool = True) -> Layer:

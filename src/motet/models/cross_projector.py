@@ -128,13 +128,13 @@ class _Perceiver(nn.Module):
         return self.norm(hidden[0])  # FSDP takes no view out of a module.
 
     def described(self) -> list[tuple[nn.Module, ...]]:
-        modules: list[tuple[nn.Module, ...]] = [(self.latents,)]
+        modules: list[tuple[nn.Module, ...]] = []
         for layer in self.blocks:
             attention = layer.self_attn
             modules.append((layer.input_context_norm, attention.k_proj, attention.v_proj))
             norms = (layer.input_latents_norm, layer.post_attention_layernorm)
             modules.append((*norms, attention.q_proj, attention.o_proj, layer.mlp))
-        return [*modules, (self.norm,)]
+        return [modules[0], (self.latents,), *modules[1:], (self.norm,)]
 
 
 class _QFormer(nn.Module):
@@ -161,7 +161,7 @@ class _QFormer(nn.Module):
         return hidden
 
     def described(self) -> list[tuple[nn.Module, ...]]:
-        modules: list[tuple[nn.Module, ...]] = [(self.queries, self.norm)]
+        modules: list[tuple[nn.Module, ...]] = []
         for layer in self.blocks:
             # Modules that are called by position, as a profile calls them alone.
             own = layer.attention.attention
@@ -172,7 +172,7 @@ class _QFormer(nn.Module):
                 modules.append((attention.key, attention.value))
             else:
                 modules.append(rest)
-        return modules
+        return [modules[0], (self.queries, self.norm), *modules[1:]]
 
 
 def _config(
