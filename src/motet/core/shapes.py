@@ -374,7 +374,7 @@ def _of_queries(
 
 
 def _one_block(layers: Sequence[Layer], start: Layer) -> list[Layer]:
-    """The layers and what makes the first queries, as one block. A pipeline may be cut before it: rows are then sent."""
+    """The layers and what makes the first queries, as one block. A pipeline cut before it sends rows."""
     first, *rest = layers
     return [first, *(replace(layer, continues=True) for layer in (start, *rest))]
 
