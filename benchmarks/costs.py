@@ -6,6 +6,10 @@ Batches are drawn from a table of lengths (each combination of modalities equall
 mixture) and placed as training does by default, by lengths (`balance.cost = "length"`) and by the operations of a
 recipe's model ("flops"). Both placements are then weighed by operations. A step lasts as long as the busiest rank of
 each phase: "step" is the sum of those over phases, of the one over that of the other. Nothing is run but decisions.
+
+tiles: images that the table has in tiles (InternVL's, of 1,025 rows) are one item each, as an encoder sees them that
+cuts images itself. They are placed as whole items, whose attention is the square of the sum, and as their tiles, whose
+squares add up; both placements are weighed by what is computed, which is tiles.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from rows import ROOT, Row, finish, show
 from motet.analyze.lengths import read_lengths
 from motet.balance import Choice, Packed, StepCosts, choose, score
 from motet.core.arrays import Int64Array
+from motet.core.item_segments import ItemSegments
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, Workload
 from motet.dispatch import BalanceConfig
@@ -32,6 +37,7 @@ MODELS = ("orchmllm_10b", "orchmllm_84b", "valm_mm")
 SIZES = ((16, 8), (16, 32), (128, 60))
 TIMED = ((128, 60), (2560, 80))
 NUM_BATCHES, NUM_TIMED = 20, 9
+TILE = 1025
 MANY, EVEN = 32, 1.005
 """From so many examples a rank on, operations of phases that pack are to be even to within half a per cent."""
 
@@ -96,6 +102,45 @@ def operations(choice: Choice, counted: StepCosts, batch: BatchLengths, num_rank
     ]
 
 
+def in_tiles(batch: BatchLengths) -> BatchLengths:
+    """The tiles of an example as one image with segments; other images as they are."""
+    images = batch.items["image"]
+    is_tile = images.length == TILE
+    # An item begins with each other image, and with the first tile of an example.
+    begins = ~is_tile | (np.diff(images.example, prepend=-1) != 0) | ~np.append(False, is_tile[:-1])
+    first = np.flatnonzero(begins)
+    segments = ItemSegments(images.length, np.append(first, len(begins)))
+    joined = ItemLengths(
+        images.example[first], segments.summed(images.length), segments.summed(images.num_tokens), segments
+    )
+    return replace(batch, items={**batch.items, "image": joined})
+
+
+def measure_tiles(name: str, model: ModelSpec, workload: Workload, seed: int) -> Iterator[Row]:
+    """What placing whole images by the square of the sum costs, over placing them by their tiles."""
+    costs = costs_of(model)["flops"]
+    for num_ranks, per_rank in SIZES:
+        rng = np.random.default_rng(seed)
+        over_mean: dict[str, list[float]] = {"square of the sum": [], "sum of squares": []}
+        steps = []
+        for _ in range(NUM_BATCHES):
+            tiled = in_tiles(of_model(workload.draw(num_ranks * per_rank, rng), model))
+            whole = replace(tiled, items={**tiled.items, "image": replace(tiled.items["image"], segments=None)})
+            busiest = []
+            for way, batch in zip(over_mean, (whole, tiled), strict=True):
+                choice = choose(costs.phases(batch), num_ranks, costs.times.link)
+                loads = operations(choice, costs, tiled, num_ranks)
+                image = loads[costs.names.index("image")]
+                over_mean[way].append(image.max() / image.mean())
+                busiest.append(sum(int(of.max()) for of in loads))
+            steps.append(busiest[0] / busiest[1])
+        where = f"{name}, tiles, {num_ranks} x {per_rank}"
+        for way, ratios in over_mean.items():
+            goal = EVEN if way == "sum of squares" and per_rank >= MANY else None
+            yield Row(f"{where}: image, busiest over mean, by {way}", float(np.mean(ratios)), goal)
+        yield Row(f"{where}: step, by square of the sum over by sum of squares", float(np.mean(steps)))
+
+
 def time_decisions(model: ModelSpec, workload: Workload, seed: int) -> Iterator[Row]:
     """Milliseconds to count and to decide, medians."""
     costs = costs_of(model)
@@ -121,13 +166,16 @@ def main() -> None:
     parser.add_argument("--lengths", default=str(table) if table.exists() else "", help="table of lengths (csv.gz)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write all rows to this file")
-    parser.add_argument("--only", choices=[*MODELS, "time"])
+    parser.add_argument("--only", choices=[*MODELS, "tiles", "time"])
     given = parser.parse_args()
     workload = workload_at(given.lengths)
     rows: list[Row] = []
     for name in MODELS:
         if given.only in (None, name):
             rows += measure(name, read_job_recipe(ROOT / "recipes" / f"{name}.toml").model, workload, given.seed)
+    if given.only in (None, "tiles"):
+        model = read_job_recipe(ROOT / "recipes" / f"{MODELS[0]}.toml").model
+        rows += measure_tiles(MODELS[0], model, workload, given.seed)
     if given.only in (None, "time"):
         model = read_job_recipe(ROOT / "recipes" / f"{MODELS[0]}.toml").model
         rows += time_decisions(model, workload, given.seed)

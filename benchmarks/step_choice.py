@@ -32,7 +32,7 @@ from motet.analyze.lengths import read_lengths
 from motet.assign.balancing import operation_costs
 from motet.assign.orchestrator import Orchestrator
 from motet.assign.whole_step import DecidedStep, decide_step
-from motet.balance import ASSUMED_SPEEDS, StepCosts, assign_jointly
+from motet.balance import ASSUMED_SPEEDS, METHODS, StepCosts, assign_jointly
 from motet.balance.phases import joint_costs
 from motet.core.workload import BatchLengths, home_ranks
 from motet.dispatch import BalanceConfig, RankBatch, assemble
@@ -52,16 +52,24 @@ def predicted(path: Path, seed: int) -> Iterator[Row]:
     num_ranks, count, per_rank = 16, 8, 2
     model = read_job_recipe(ROOT / "recipes" / "orchmllm_10b.toml").model
     costs = operation_costs(model, {}, ASSUMED_SPEEDS["cuda"], 2)
-    deciding = Orchestrator(
-        costs.costs, num_ranks, costs.costs, work=costs.work, times=costs.times, methods=("joint",), defers=True
-    )
     workload, rng = read_lengths(path).workload(even=True), np.random.default_rng(seed)
     found: dict[str, list[float]] = {}
     for _ in range(NUM_STEPS):
         drawn = workload.draw(num_ranks * count * per_rank, rng)
         lengths = replace(drawn, home=np.tile(home_ranks(num_ranks * per_rank, num_ranks), count))
-        for methods in (("joint",), ("joint", "mixed", "per_phase")):
-            deciding.methods = methods
+        for methods in (("joint",), METHODS):
+            deciding = {
+                defers: Orchestrator(
+                    costs.costs,
+                    num_ranks,
+                    costs.costs,
+                    work=costs.work,
+                    times=costs.times,
+                    methods=methods,
+                    defers=defers,
+                )
+                for defers in (False, True)
+            }
             for way, figure in of_step(deciding, costs, lengths, count).items():
                 found.setdefault(f"{way}, {'joint' if methods == ('joint',) else 'auto'}", []).append(figure)
     for name, figures in found.items():
@@ -69,24 +77,21 @@ def predicted(path: Path, seed: int) -> Iterator[Row]:
         yield Row(f"predicted: {name}", float(np.median(figures)), goal)
 
 
-def of_step(deciding: Orchestrator, costs: StepCosts, lengths: BatchLengths, count: int) -> dict[str, float]:
+def of_step(
+    deciding: dict[bool, Orchestrator], costs: StepCosts, lengths: BatchLengths, count: int
+) -> dict[str, float]:
+    """deciding: by whether it defers."""
     weights, unit_s = joint_costs(costs.phases(lengths))
-    mean_s = float(weights.sum()) * unit_s / deciding.num_ranks
+    mean_s = float(weights.sum()) * unit_s / deciding[True].num_ranks
     microbatch = assign_jointly(weights, count).ranks
-    as_it_comes = decided_as(deciding, lengths, count, defers=False)
-    decided = decided_as(deciding, lengths, count, defers=True)
-    evenly = [deciding.decide(lengths.take(np.flatnonzero(microbatch == index))) for index in range(count)]
+    as_it_comes, decided = (decide_step(deciding[defers], lengths, count) for defers in (False, True))
+    evenly = [deciding[False].decide(lengths.take(np.flatnonzero(microbatch == index))) for index in range(count)]
     return {
         "as it comes": decided.predicted_s["stay"] / mean_s,
         "dealt evenly": sum(decision.predicted_s[decision.method] for decision in evenly) / mean_s,
         "deferred": min(decided.predicted_s.values()) / mean_s,
         "held, deferred": held(costs, decided) / max(held(costs, as_it_comes), held_alone(costs, lengths)),
     }
-
-
-def decided_as(deciding: Orchestrator, lengths: BatchLengths, count: int, *, defers: bool) -> DecidedStep:
-    deciding.defers = defers
-    return decide_step(deciding, lengths, count)
 
 
 def held(costs: StepCosts, step: DecidedStep) -> int:

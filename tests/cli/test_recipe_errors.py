@@ -46,6 +46,24 @@ def line_of(text, part):
         ("[optimizer]", "[optimiser]", "[optimiser]", "unknown key 'optimiser'; did you mean 'optimizer'?"),
         ('family = "qwen2"', 'family = "qwen9"', 'family = "qwen9"', "'mistral', 'gemma', 'gemma3', 'phi3' or 'olmo2'"),
         ("num_mels = 20", "num_mels = true", "num_mels", "'transforms.audio.num_mels' must be a whole number"),
+        (
+            "[optimizer]",
+            '[fsdp]\nrecompute = "al"\n[optimizer]',
+            "recompute",
+            """'al' is neither true, false, "auto" nor""",
+        ),
+        (
+            "[optimizer]",
+            "[fsdp]\nrecompute = 1\n[optimizer]",
+            "recompute",
+            '1 is neither true, false, "auto" nor a table',
+        ),
+        (
+            "[optimizer]",
+            "[fsdp]\nrecompute = { backbone = -1 }\n[optimizer]",
+            "recompute",
+            "backbone = -1 is no number of blocks",
+        ),
         ("[transforms.audio]\nnum_mels = 20", "", None, "needs a table [transforms.audio]"),
     ],
 )
@@ -81,6 +99,29 @@ def test_missing_files(job, capsys, monkeypatch):
         ("run.dir.x=1", "'dir' is a value in the recipe, not a table"),
         ('balance.phases=["video"]', "there is no phase 'video'"),
         ("balance.method=jointly", "'balance.method' must be 'auto', 'joint' or 'per_phase', not 'jointly'."),
+        (
+            "balance.policy=pad",
+            "'balance.policy' must be 'auto', 'packed', 'padded' or 'padded_attention', not 'pad'.",
+        ),
+        ("balance.policy={ image = 'pad' }", "'balance.policy.image' must be 'auto', 'packed', 'padded'"),
+        ("balance.policy={ video = 'padded' }", "balance.policy: there is no phase 'video'; the model has backbone"),
+        ("balance.policy=padded_attention", 'with cost = "flops" an item has one figure; set cost = "length"'),
+        (
+            "balance={ policy = { image = 'padded_attention' }, cost = 'length' }",
+            "takes both coefficients, at least 1 each; set balance.costs.image = { linear = ..., quadratic = ... }",
+        ),
+        (
+            "balance={ phases = 'backbone', policy = 'packed' }",
+            'balance.policy = "packed" is of encoders, and none is balanced; remove it',
+        ),
+        (
+            "balance={ phases = ['image'], policy = { backbone = 'padded' } }",
+            "balance.policy: phase 'backbone' is not balanced, so it has no policy; remove it",
+        ),
+        # A union of plain types is named by its key alone.
+        ("balance.phases=7", "'balance.phases' must be 'off', 'backbone' or 'all', not 7."),
+        ("fsdp.recompute=maybe", "--set fsdp.recompute: 'fsdp.recompute' must be"),
+        ("fsdp.recompute={ backbone = 'all' }", "--set fsdp.recompute.backbone: 'fsdp.recompute.backbone' must be"),
         ("balance.defer=on", "'balance.defer' must be 'auto' or 'off', not 'on'."),
         (
             "balance={ mode = 'exchange', defer = 'auto' }",
@@ -94,6 +135,26 @@ def test_missing_files(job, capsys, monkeypatch):
             "balance={ phases = ['image'], defer = 'auto' }",
             'balance.defer = "auto" compares times of all phases: it has no effect with balance.phases = ["image"]',
         ),
+        ("balance.communicator=gather", "'balance.communicator' must be 'all_to_all' or 'all_gather', not 'gather'."),
+        (
+            "balance={ phases = 'backbone', communicator = 'all_gather' }",
+            'communicator is for what moves between ranks, and nothing does: mode = "auto", phases = "backbone"',
+        ),
+        (
+            "balance={ mode = 'exchange', phases = 'off', node_wise = false }",
+            'node_wise is for what moves between ranks, and nothing does: mode = "exchange", phases = "off"',
+        ),
+        ("balance.transport=device", 'transport = "device" is for inputs that move between ranks, and without mode ='),
+        (
+            "balance={ mode = 'exchange', transport = 'device' }",
+            'balance.transport = "device" moves inputs over the links of GPUs, and this run is on the CPU; remove it.',
+        ),
+        (
+            "data.train=['train-{rank}.jsonl']",
+            'balance.mode = "auto" takes examples that every rank can read, and with {rank} in data.train each rank',
+        ),
+        ("data.train=['{rank}.jsonl', 'train.jsonl']", "train.jsonl in train is the same for all ranks"),
+        ("data.num_splits=2", "num_splits has no effect without {rank} in the names of train; remove it"),
         (
             "balance.speed.device_tflops=0",
             "'balance.speed.device_tflops' must be greater than or equal to 0.000001, not 0.",

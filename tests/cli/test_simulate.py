@@ -77,6 +77,37 @@ def test_lengths_from_distributions_a_table_and_a_manifest(source, files, simula
     assert "Out of memory" not in out
 
 
+def test_segments_of_items_take_less_than_the_items(files, simulate):
+    long = SAMPLER.replace("value = 64", "value = 8192").replace("length_per_token = 4", "length_per_token = 64")
+    steps_us = []
+    for number, segment in enumerate(("", "segment = 8192\n", "segment = 64\n")):
+        (files / "long.toml").write_text(long.replace("[task.items.audio]", segment + "[task.items.audio]"))
+        code, _, err = simulate("plan.json", "--workload", "long.toml", "--trace", f"{number}.json")
+        assert (code, err) == (0, "")
+        events = json.loads((files / f"{number}.json").read_text())["traceEvents"]
+        steps_us.append(max(event["ts"] + event["dur"] for event in events if "dur" in event))
+    assert steps_us[0] == steps_us[1] > 1.05 * steps_us[2]
+
+
+def test_padded_clips_have_no_segments(files, simulate, job):
+    (files / "lengths.toml").write_text(SAMPLER + "segment = 8\n")
+    code, _, err = simulate(
+        job / "recipe.toml", "--cluster", "h100", "--ranks-per-node", "2", "--workload", "lengths.toml"
+    )
+    assert code == 2
+    assert "pads whole items, so its items can have no segments" in err
+
+
+@pytest.mark.parametrize("policy", ["padded", "packed", "{ image = 'padded', audio = 'packed', backbone = 'padded' }"])
+def test_a_policy_moves_items_and_is_said(policy, job, simulate):
+    words = "recipe.toml", "--cluster", "h100", "--ranks-per-node", "2", "--set", "balance.method=per_phase"
+    code, out, err = simulate(job / words[0], *words[1:], "--set", f"balance.policy={policy}")
+    assert (code, err) == (0, "")
+    for name, how in (("image", "padded to the longest"), ("audio", "packed"), ("backbone", "padded to the longest")):
+        differs = name in policy or policy == ("padded" if name == "image" else "packed" if name == "audio" else "")
+        assert (f"Those of {name} are balanced as if {how}." in out) == differs
+
+
 def test_a_plan_of_a_recipes_model_and_data(job, simulate):
     unit = {"name": "all", "stages": [{"image": 1, "audio": 1}, {"backbone": 2}], "pp": 2}
     document = {"motet_plan": 1, "model": "recipe.toml", "cluster": {"device": "h100"}, "units": [unit]}

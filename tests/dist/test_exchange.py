@@ -24,7 +24,7 @@ PLACEMENTS = {
 }
 
 
-def route_of(name: str, rank: int, num_ranks: int):
+def route_of(name: str, rank: int, num_ranks: int, communicator: str = "all_to_all"):
     encoder, backbone = (score(np.array(p), np.ones(len(p), np.int64), num_ranks) for p in PLACEMENTS[name])
     items = ItemLengths(EXAMPLES, np.ones(5, np.int64), NUM_TOKENS)
     rows = [(item, row) for item in encoder.on_rank(rank) for row in range(NUM_TOKENS[item])]
@@ -34,17 +34,17 @@ def route_of(name: str, rank: int, num_ranks: int):
         for item in np.flatnonzero(example == EXAMPLES)
         for row in range(NUM_TOKENS[item])
     ]
-    return compose_route(encoder, backbone, items, rank), rows, arriving
+    return compose_route(encoder, backbone, items, rank, communicator=communicator), rows, arriving
 
 
 def named_rows(names, dtype) -> torch.Tensor:
     return torch.tensor([[10.0 * item + row, 1 + row] for item, row in names], dtype=dtype).reshape(-1, 2)
 
 
-def check_exchange(rank: int, num_ranks: int) -> list[str]:
+def check_exchange(rank: int, num_ranks: int, communicator: str) -> list[str]:
     wrong = []
     for name in PLACEMENTS:
-        route, leaving, arriving = route_of(name, rank, num_ranks)
+        route, leaving, arriving = route_of(name, rank, num_ranks, communicator)
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
             rows, expected = named_rows(leaving, dtype), named_rows(arriving, dtype)
             if not torch.equal(exchange_rows(rows, route, dist.group.WORLD), expected):
@@ -58,8 +58,9 @@ def check_exchange(rank: int, num_ranks: int) -> list[str]:
     return wrong
 
 
-def test_rows_and_gradients_on_three_ranks():
-    assert run_ranks(check_exchange, 3) == [[], [], []]
+@pytest.mark.parametrize("communicator", ["all_to_all", "all_gather"])
+def test_rows_and_gradients_on_three_ranks(communicator):
+    assert run_ranks(check_exchange, 3, communicator) == [[], [], []]
 
 
 def check_silence(rank: int, num_ranks: int) -> int:
@@ -82,3 +83,8 @@ def test_wrong_number_of_rows_is_refused():
         exchange_rows(torch.zeros(5, 2), route, None)
     with pytest.raises(ValueError, match="no process group"):
         exchange_rows(torch.zeros(3, 2), route, None)
+    gathering, _, _ = route_of("mixed", 0, 3, "all_gather")
+    with pytest.raises(ValueError, match="the route moves 3 rows, 5 were given"):
+        exchange_rows(torch.zeros(5, 2), gathering, None)
+    with pytest.raises(ValueError, match="no process group"):
+        exchange_rows(torch.zeros(3, 2), gathering, None)

@@ -115,13 +115,18 @@ def check_items(rank: int, num_ranks: int, seeds: list[int]) -> list[str]:
     return wrong
 
 
-def check_batch(rank: int, num_ranks: int, group, seed: int) -> list[str]:
+def check_batch(rank: int, num_ranks: int, group, seed: int, carrier=None) -> list[str]:
     rng = np.random.default_rng(seed)
     # Ranks hold different numbers of examples, some none; every fifth could not be loaded.
     held = [[None if rng.random() < 0.2 else draw(rng) for _ in range(rng.integers(0, 6))] for _ in range(num_ranks)]
     balanced = [(), (BACKBONE,), tuple(COSTS)][seed % 3]
     measures = {"image": Halves(), "audio": Halves()}
-    exchange = ItemExchange(group, Orchestrator(COSTS, num_ranks, balanced), measures, capacity=8, ranks_per_node=2)
+    communicator = ["all_to_all", "all_gather"][seed % 2]
+    orchestrator = Orchestrator(COSTS, num_ranks, balanced, node_wise=seed % 5 > 0, communicator=communicator)
+    exchange = ItemExchange(group, orchestrator, measures, capacity=8, ranks_per_node=2, carrier=carrier)
+    carried = []
+    carry = getattr(exchange.carrier, communicator)
+    setattr(exchange.carrier, communicator, lambda outgoing, *sizes: carried.append(sizes) or carry(outgoing, *sizes))
     got = exchange(held[rank])
     everything = [example for examples in held for example in examples]
     kept = [example for example in everything if example is not None]
@@ -140,6 +145,14 @@ def check_batch(rank: int, num_ranks: int, group, seed: int) -> list[str]:
     kept_as_is = sum(id(thing) in own for things in (got.sequences, *got.media.values()) for thing in things)
     if stays != kept_as_is:
         wrong.append("what stays was copied")
+    if carried and communicator == "all_gather":
+        # Each rank passes on num_ranks - 1 shares; of two nodes of two, two of the four links of the ring cross.
+        [(share,)] = carried
+        sent = num_ranks * (num_ranks - 1) * share
+        if (got.moved_bytes, got.crossing_bytes) != (sent, sent // 2):
+            wrong.append("bytes of an all-gather")
+    elif bool(carried) != bool(got.moved_bytes):
+        wrong.append("a collective that moves nothing, or none that does")
     if not 0 <= got.crossing_bytes <= got.moved_bytes or (num_ranks <= 2 and got.crossing_bytes):
         wrong.append("bytes")
     if not balanced and got.moved_bytes:

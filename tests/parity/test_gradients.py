@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from motet.dispatch import (
     RankBatch,
     SpeedConfig,
     assemble,
+    exchange_rows,
 )
 from motet.dispatch.loaded import LoadedTables, tables_of
 from motet.models.spec import model_spec
@@ -36,35 +38,57 @@ from parity.tiny import PHASES, build_model, draw_examples, reference_step
 from ranks import run_ranks
 
 TOLERANCE = 1e-10
+EXCHANGE = sys.modules[exchange_rows.__module__]
 RANKS_PER_NODE = 2
 NEAR = SpeedConfig(link_gbytes_per_s=1e9, link_latency_us=0.0, inter_node_gbytes_per_s=1e9, inter_node_latency_us=0.0)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run the same step. near: the link takes no time, so that "auto" moves what it can.
+    """One way to run the same step.
 
-    readers: how two encoders that read each image are combined; "" if one does (`tiny.build_model`).
+    near: the link takes no time, so that "auto" moves what it can. owned: ranks have loaded examples of their own, of
+    which rank 0 has none and the last most, as with splits of different sizes. recomputes: each rank recomputes other
+    numbers of blocks in each microbatch. readers: how two encoders that read each image are combined; "" if one does
+    (`tiny.build_model`).
     """
 
     phases: str | tuple[str, ...] = "all"
     method: str = "per_phase"
     near: bool = False
     cost: str = "flops"
+    costs: dict = field(default_factory=dict)
+    policy: str | dict = "auto"
     mode: str = "index"
     num_microbatches: int = 1
     defer: str = "off"
+    communicator: str = "all_to_all"
+    node_wise: bool = True
+    owned: bool = False
     frozen: tuple[str, ...] = ()
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     num_examples: int = 13
     seed: int = 0
     contents: tuple[str, ...] = PHASES
     readers: str = ""
+    recomputes: bool = False
 
 
 def orchestrator_of(model, num_ranks: int, case: Case) -> Orchestrator:
     speed = {"speed": NEAR} if case.near else {}
-    config = BalanceConfig(phases=case.phases, method=case.method, cost=case.cost, defer=case.defer, **speed)
+    config = BalanceConfig(
+        phases=case.phases,
+        method=case.method,
+        mode=case.mode,
+        cost=case.cost,
+        costs=case.costs,
+        policy=case.policy,
+        defer=case.defer,
+        communicator=case.communicator,
+        node_wise=case.node_wise,
+        **speed,
+    )
+    config.balanced(model.encoders)
     recompute = case.fsdp.recomputed(model_spec(model).num_blocks)
     device = torch.device("cpu")
     return build_orchestrator(
@@ -76,10 +100,13 @@ def rank_batch(model, examples: list[LoadedExample], mesh: Mesh, case: Case) -> 
     """This rank's part of a microbatch, by either way."""
     orchestrator = orchestrator_of(model, mesh.num_ranks, case)
     home = home_ranks(len(examples), mesh.num_ranks)
+    if case.owned:
+        home = np.minimum(np.arange(len(examples)) % 5 + 1, mesh.num_ranks - 1)
     if case.mode == "exchange":
         exchange = ItemExchange(mesh.host_group, orchestrator, dict(model.encoders.items()), capacity=16)
         got = exchange([example for example, rank in zip(examples, home) if rank == mesh.rank])
         assert got.kept.all()
+        assert (got.lengths.home == np.sort(home)).all()
         return assemble(got.decision, got.lengths, mesh.rank, got.sequences, got.media, ranks_per_node=RANKS_PER_NODE)
     lengths = lengths_of(model, examples, mesh)
     return assembled(examples, lengths, orchestrator.decide(lengths), mesh)
@@ -151,17 +178,27 @@ def whole(shards: dict[str, torch.Tensor | None], mesh: Mesh) -> dict[str, torch
 
 
 @contextmanager
-def counted_exchanges() -> Iterator[list[int]]:
-    """The bytes that this rank gives other ranks, in each of its all-to-alls; the collectives of FSDP are others."""
+def counted_exchanges() -> Iterator[list[tuple[str, int]]]:
+    """Communicator, and bytes that this rank gives other ranks, of each exchange; FSDP calls other collectives."""
     sent_bytes = []
     exchange = dist.all_to_all_single
 
     def count(received, sent, recv_splits, send_splits, group):
         away = sum(rows for rank, rows in enumerate(send_splits) if rank != dist.get_rank(group))
-        sent_bytes.append(away * sent.element_size() * sent.shape[1:].numel())
+        sent_bytes.append(("all_to_all", away * sent.element_size() * sent.shape[1:].numel()))
         return exchange(received, sent, recv_splits, send_splits, group=group)
 
-    with mock.patch.object(dist, "all_to_all_single", count):
+    gather = EXCHANGE.all_gathered
+
+    def count_gathered(rows, share_rows, group):
+        away = (group.size() - 1) * share_rows
+        sent_bytes.append(("all_gather", away * rows.element_size() * rows.shape[1:].numel()))
+        return gather(rows, share_rows, group)
+
+    with (
+        mock.patch.object(dist, "all_to_all_single", count),
+        mock.patch.object(EXCHANGE, "all_gathered", count_gathered),
+    ):
         yield sent_bytes
 
 
@@ -177,24 +214,33 @@ def run_case(case: Case, dtype: torch.dtype = torch.float64) -> tuple[StepResult
     else:
         batches = [rank_batch(model, part, mesh, case) for part in parts]
     batches = [batch.to("cpu", dtype=dtype) for batch in batches]
-    with counted_exchanges() as sent_bytes:
+    if case.recomputes:
+        rng = np.random.default_rng((case.seed, mesh.rank))
+        batches = [replace(batch, recompute=recomputed_at_random(rng)) for batch in batches]
+    with counted_exchanges() as sent:
         result = TrainStep(model, mesh).run(batches)
-    check_bytes(case, batches, sent_bytes, result.moved_bytes)
+    check_bytes(case, batches, sent, result.moved_bytes)
     shards = {name: None if p.grad is None else local(p.grad) for name, p in model.named_parameters()}
     return result, whole(shards, mesh)
 
 
-def check_bytes(case: Case, batches: list[RankBatch], sent_bytes: list[int], moved_bytes: int) -> None:
+def recomputed_at_random(rng: np.random.Generator) -> dict[str, int]:
+    """Between none and all of the two blocks of each module."""
+    return {name: int(rng.integers(0, 3)) for name in ("image", "backbone", "audio")}
+
+
+def check_bytes(case: Case, batches: list[RankBatch], sent: list[tuple[str, int]], moved_bytes: int) -> None:
     """What the metrics count is what collectives were given: with joint assignment nothing, and no collective."""
-    everywhere = torch.tensor(sum(sent_bytes))
+    everywhere = torch.tensor(sum(num_bytes for _, num_bytes in sent))
     dist.all_reduce(everywhere)
     assert everywhere.item() == moved_bytes, case
+    assert {communicator for communicator, _ in sent} <= {case.communicator}, case
     methods = {batch.decision.method for batch in batches}
     assert methods <= methods_of(case), (case, methods)
     moves = dist.get_world_size() > 1 and case.phases != "backbone" and methods_of(case) - {"joint", "off"}
     assert (moved_bytes > 0) == bool(moves and case.contents), (case, methods)
     if methods == {"joint"}:
-        assert not sent_bytes, f"{case}: {sent_bytes} bytes of encoder outputs crossed ranks"
+        assert not sent, f"{case}: {sent} bytes of encoder outputs crossed ranks"
 
 
 def methods_of(case: Case) -> set[str]:
@@ -264,6 +310,22 @@ def every_method(**options) -> list[Case]:
 
 
 HYBRID = FSDPConfig(shard_size=2)
+ABLATED = [
+    Case(mode=mode, communicator=communicator, node_wise=node_wise, **options)
+    for mode in ("index", "exchange")
+    for communicator, node_wise in (("all_gather", True), ("all_to_all", False), ("all_gather", False))
+    for options in ({}, {"phases": ("image",)}, {"method": "auto", "near": True, "num_microbatches": 3})
+] + [
+    Case(mode="index", communicator="all_gather", frozen=("image encoder", "audio")),
+    Case(mode="index", communicator="all_gather", num_examples=1),
+    Case(mode="exchange", communicator="all_gather", method="joint"),
+    Case(mode="exchange", communicator="all_gather", contents=()),
+    Case(mode="exchange", communicator="all_gather", owned=True, num_microbatches=3),
+]
+OWNED = [
+    Case(mode="exchange", owned=True, num_microbatches=3, **options)
+    for options in ({}, {"phases": "off"}, {"phases": "backbone"}, {"method": "joint"})
+]
 REPLICATED = FSDPConfig(shard_size=1)
 REPLICATED_VARIANTS = [
     Case(fsdp=REPLICATED, frozen=("image encoder",), num_microbatches=3),
@@ -271,6 +333,7 @@ REPLICATED_VARIANTS = [
     Case(fsdp=REPLICATED, num_examples=1),
     Case(fsdp=REPLICATED, contents=()),
     Case(fsdp=FSDPConfig(shard_size=1, recompute=True), num_microbatches=3),
+    Case(fsdp=FSDPConfig(shard_size=1, recompute="auto"), recomputes=True, num_microbatches=3),
 ]
 VARIANTS = [
     Case(cost="length"),
@@ -284,6 +347,11 @@ VARIANTS = [
     Case(fsdp=FSDPConfig(recompute=True)),
     Case(fsdp=FSDPConfig(recompute={"image": 1, "backbone": 1}), num_microbatches=3),
     Case(fsdp=FSDPConfig(recompute=True, reshard_after_forward=False), num_microbatches=3),
+    Case(fsdp=FSDPConfig(recompute="auto"), recomputes=True, num_microbatches=3),
+    Case(fsdp=FSDPConfig(recompute="auto"), recomputes=True, num_microbatches=3, mode="exchange", seed=1),
+    Case(fsdp=FSDPConfig(recompute="auto"), recomputes=True, num_microbatches=3, phases="off", seed=2),
+    Case(fsdp=FSDPConfig(recompute="auto"), recomputes=True, num_microbatches=3, frozen=("image encoder", "audio")),
+    Case(fsdp=FSDPConfig(recompute="auto", reshard_after_forward=False), recomputes=True, num_microbatches=3, seed=3),
     Case(frozen=("image encoder",)),
     Case(frozen=("image",)),
     Case(frozen=("image", "audio")),
@@ -305,6 +373,46 @@ DEFERRED = [
 ]
 
 
+QUADRATIC = {phase: {"linear": 3, "quadratic": 2} for phase in ("audio", "image", "backbone")}
+POLICIES = [
+    *(Case(policy=policy, mode=m) for policy in ("packed", "padded") for m in ("index", "exchange")),
+    Case(policy={"image": "padded", "backbone": "padded", "audio": "packed"}, method="joint"),
+    Case(policy="padded", method="auto", near=True, num_microbatches=3),
+    Case(policy={"audio": "padded_attention"}, cost="length", costs=QUADRATIC),
+    Case(policy={"audio": "padded_attention", "image": "padded"}, cost="length", costs=QUADRATIC, mode="exchange"),
+    Case(policy="packed", cost="length", costs=QUADRATIC, method="joint", num_microbatches=3),
+    Case(cost="length", costs=QUADRATIC),
+]
+
+
+def drawn_cases(count: int) -> list[Case]:
+    """Steps of other examples, divided, frozen, weighed and balanced in any way. Drawn alike on every run."""
+    rng = np.random.default_rng(11)
+
+    def one_of(*ways):
+        return ways[rng.integers(len(ways))]
+
+    cases = []
+    for seed in range(1, count + 1):
+        policy = {phase: one_of("auto", "packed", "padded") for phase in ("image", "audio", "backbone")}
+        weighed = one_of({}, {"cost": "length"}, {"cost": "length", "costs": QUADRATIC})
+        if "costs" in weighed and rng.integers(2):
+            policy["audio"] = "padded_attention"
+        cases.append(
+            Case(
+                policy=policy,
+                method=one_of("joint", "per_phase"),
+                mode=one_of("index", "exchange"),
+                num_microbatches=int(rng.integers(1, 4)),
+                frozen=one_of((), ("image encoder",), ("audio",)),
+                num_examples=int(rng.integers(12, 20)),
+                seed=seed,
+                **weighed,
+            )
+        )
+    return cases
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_gradients_equal_the_reference(num_ranks):
     cases = every_balance() + every_method() + VARIANTS
@@ -312,6 +420,10 @@ def test_gradients_equal_the_reference(num_ranks):
         cases += every_balance(fsdp=HYBRID, num_microbatches=3) + every_method(fsdp=HYBRID, num_microbatches=3)
     if num_ranks > 1:
         cases += DEFERRED
+    if num_ranks in (2, 4):
+        cases += ABLATED + OWNED
+    if num_ranks in (2, 3):
+        cases += POLICIES + drawn_cases(12)
     if num_ranks in (2, 3):
         cases += every_balance(fsdp=REPLICATED, num_microbatches=3) + every_method(fsdp=REPLICATED)
         cases += REPLICATED_VARIANTS

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from motet.core.example import Media, TokenSequence
+from motet.core.item_segments import ItemSegments
 from motet.dispatch import LoadedExample, PackedSequences
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
@@ -48,19 +49,26 @@ class Layer(nn.Module):
 
 
 class ToyEncoder(nn.Module):
-    """Fulfils the encoder contract without transformers; every item becomes as many rows as it has."""
+    """Fulfils the encoder contract without transformers; every item becomes as many rows as it has.
 
-    def __init__(self, row_dim: int, cost: str) -> None:
+    window: rows are mixed inside windows of so many rows, which are then the item's segments.
+    """
+
+    def __init__(self, row_dim: int, cost: str, window: int | None = None) -> None:
         super().__init__()
         self.output_dim = 8
         self.cost = cost
+        if window:
+            self.segments = lambda sizes: ItemSegments.cut(np.prod(sizes, axis=1), window)
         self.embed = nn.Linear(row_dim, 8)
         self.blocks = nn.ModuleList([Layer(8), Layer(8)])
 
     def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
-        hidden = self.embed(values)
+        hidden, counts = self.embed(values), sizes.prod(1)
+        if hasattr(self, "segments"):
+            counts = torch.from_numpy(self.segments(sizes.numpy()).length)
         for block in self.blocks:
-            hidden = block(hidden, sizes.prod(1))
+            hidden = block(hidden, counts)
         return hidden
 
     def num_outputs(self, sizes):
@@ -138,7 +146,7 @@ def _encoders(frozen: Sequence[str], readers: str) -> dict[str, ModalityModule]:
     callbacks = {"image": {"before": doubled, "between": Halves(), "after": Residual()}} if readers == "rows" else {}
     return {
         phase: ModalityModule(
-            ToyEncoder(ROW_DIMS.get(phase, 4), "padded" if phase == "audio" else "packed"),
+            ToyEncoder(ROW_DIMS.get(phase, 4), *(("padded", None) if phase == "audio" else ("packed", 5))),
             build_projector(6 if phase in callbacks else 8, DIM, projector),
             train_encoder=phase not in frozen and f"{phase} encoder" not in frozen,
             train_projector=phase not in frozen,

@@ -7,9 +7,12 @@ that a recipe states or training assumes. The cost model knows the devices bette
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
-from motet.balance import ASSUMED_SPEEDS, Packed, Padded, Speed, StepCosts, StepTimes
-from motet.core.plan import Plan
+from motet.balance import ASSUMED_SPEEDS, Speed, StepCosts, StepTimes
+from motet.balance.costs import cost_of
+from motet.core.errors import UserError
+from motet.core.plan import Plan, Policy
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
 from motet.cost.memory import held_elements, mixed_precision
@@ -23,7 +26,8 @@ def by_operations(plan: Plan) -> StepCosts:
     """The costs of a recipe that states none: the model's operations at an assumed speed."""
     element_bytes = mixed_precision(plan.precision, pipeline=False).compute
     speed = ASSUMED_SPEEDS[device_type_of(plan)]
-    return operation_costs(plan.model, recomputed_blocks(plan), speed, element_bytes, replicas_per_node(plan))
+    per_node = replicas_per_node(plan)
+    return operation_costs(plan.model, recomputed_blocks(plan), speed, element_bytes, per_node, policies=plan.policy)
 
 
 def operation_costs(
@@ -32,13 +36,22 @@ def operation_costs(
     speed: Speed,
     element_bytes: int,
     ranks_per_node: int | None = None,
+    *,
+    policies: Mapping[str, Policy] = MappingProxyType({}),
 ) -> StepCosts:
     """The costs of a model by its operations at a speed.
 
     recompute:      as in `Operations`.
     element_bytes:  bytes of an exchanged number.
     ranks_per_node: exchanging ranks in a node; None: all ranks share one node.
+    policies:       of the phases that are balanced otherwise than they are computed.
+    Raises UserError for the policy "padded_attention", of which operations know no parts.
     """
+    if "padded_attention" in policies.values():
+        raise UserError(
+            'The policy "padded_attention" takes a linear and a quadratic part of lengths, which only a recipe with '
+            'balance.cost = "length" states; simulate the recipe.'
+        )
     work = Operations(model, recompute)
     unit_s = dict.fromkeys((module.name for module in model.modules), work.unit_flops / speed.flops_per_s)
     times = StepTimes(
@@ -48,7 +61,13 @@ def operation_costs(
         frozen=frozenset(module.name for module in model.modules if not module.trainable),
         held=held_elements(model, recompute),
     )
-    return StepCosts({module.name: Padded() if module.padded else Packed() for module in model.modules}, work, times)
+    balanced_as = {**computed_as(model), **policies}
+    return StepCosts({name: cost_of(policy) for name, policy in balanced_as.items()}, work, times)
+
+
+def computed_as(model: ModelSpec) -> dict[str, Policy]:
+    """The policy by which each module is computed."""
+    return {module.name: "padded" if module.padded else "packed" for module in model.modules}
 
 
 def recomputed_blocks(plan: Plan) -> Mapping[str, int]:

@@ -8,6 +8,7 @@ integers. So every rank that sees the same lengths makes the same decision by it
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,11 +31,14 @@ from motet.balance import (
 from motet.balance.phases import Held, assign_apart, assign_backbone
 from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.assignment import Assignment
-from motet.core.exchange import Network
+from motet.core.cluster import Link
+from motet.core.exchange import Communicator, Network
 from motet.core.workload import BACKBONE, BatchLengths
 
 PhaseWork = Mapping[str, Int64Array]
 _LENGTHS = LengthWork()
+_NO_LINK = Network(Link(math.inf, 0.0), Link(math.inf, 0.0))
+"""For an Orchestrator that predicts nothing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +54,7 @@ class Decision:
                  or "off".
     why:         the reason for the method, a sentence with figures; empty if nothing was predicted.
     predicted_s: seconds of the microbatch by method; empty if nothing was predicted.
+    communicator: how its exchanges are executed.
 
     Example:
         >>> from motet.balance import Packed
@@ -67,6 +72,7 @@ class Decision:
     method: str
     why: str = ""
     predicted_s: dict[str, float] = field(default_factory=dict)
+    communicator: Communicator = "all_to_all"
 
     @property
     def backbone(self) -> Assignment:
@@ -107,8 +113,9 @@ class Orchestrator:
               that is not balanced runs on the rank of its item's sequence, so that its outputs need not move.
     times:    predicts the seconds of each method, if all phases are balanced. None: each phase is balanced by itself.
     methods:  the methods to choose from, if there are `times`.
-    defers:   whether `decide_step` (assign/whole_step.py) may give an example another microbatch.
+    defers:   whether `decide_step` (assign/whole_step.py) may give an example another microbatch, if there are `times`.
     ranks_per_node: None: that of the link of `times`; without times, all ranks share a node.
+    node_wise, communicator: as in `Network`. None: those of the link of `times`; without times, the defaults there.
 
     Example:
         >>> from motet.balance import Packed
@@ -129,17 +136,19 @@ class Orchestrator:
         methods: Sequence[Method] = METHODS,
         defers: bool = False,
         ranks_per_node: int | None = None,
+        node_wise: bool | None = None,
+        communicator: Communicator | None = None,
     ) -> None:
         if BACKBONE not in costs:
             raise ValueError(f"costs need an entry for {BACKBONE!r}")
-        self.costs = PhaseCosts(dict(costs), work) if times is None else StepCosts(dict(costs), work, times)
+        self.costs = PhaseCosts(dict(costs), work) if times is None else StepCosts(dict(costs), work, times, defers)
         self.num_ranks = num_ranks
         self.balanced = frozenset(balanced)
         self.methods = tuple(methods)
-        self.defers = defers
-        self.ranks_per_node = ranks_per_node
-        if ranks_per_node is None and times is not None:
-            self.ranks_per_node = Network.of(times.link).ranks_per_node
+        network = _NO_LINK if times is None else times.network
+        self.ranks_per_node = network.ranks_per_node if ranks_per_node is None else ranks_per_node
+        self.node_wise = network.node_wise if node_wise is None else node_wise
+        self.communicator: Communicator = communicator or network.communicator
         if unknown := self.balanced - costs.keys():
             raise ValueError(f"balanced phases without a cost: {sorted(unknown)}")
 
@@ -157,8 +166,10 @@ class Orchestrator:
         Raises ValueError if the phases of the costs and of the lengths differ.
         """
         start_s = time.perf_counter()
-        self._check(lengths)
+        self.check(lengths)
         work = self.costs.work(lengths)
+        if not self.node_wise:
+            input_bytes = None
         if isinstance(self.costs, StepCosts) and self.compares:
             phases, link = self.costs.phases(lengths, work), self.costs.times.link
             choice = choose(
@@ -169,16 +180,24 @@ class Orchestrator:
         held = None if input_bytes is None else Held(lengths.home, input_bytes, self.ranks_per_node)
         assignments = self._balance_each(lengths, work, before[BACKBONE], held)
         method = "per_phase" if self.balanced == self.costs.costs.keys() else "some" if self.balanced else "off"
-        return Decision(assignments, before, self.costs, work, time.perf_counter() - start_s, method)
+        decide_s = time.perf_counter() - start_s
+        return Decision(assignments, before, self.costs, work, decide_s, method, communicator=self.communicator)
 
     @property
     def compares(self) -> bool:
         """Whether methods are compared by predicted time: it takes times, and that all phases are balanced."""
         return isinstance(self.costs, StepCosts) and self.balanced == self.costs.costs.keys()
 
-    def _check(self, lengths: BatchLengths) -> None:
+    @property
+    def defers(self) -> bool:
+        """Whether an example may change its microbatch: the costs say so, and methods are compared."""
+        return isinstance(self.costs, StepCosts) and self.costs.defers and self.compares
+
+    def check(self, lengths: BatchLengths) -> None:
+        """Raise ValueError if the phases of the costs and of the lengths differ, and as `PhaseCosts.check_segments`."""
         if missing := set(self.encoders) ^ lengths.items.keys():
             raise ValueError(f"phases of costs and of lengths differ in {sorted(missing)}")
+        self.costs.check_segments(lengths)
 
     def _before(self, lengths: BatchLengths, work: PhaseWork) -> dict[str, Assignment]:
         """The placement of each phase without balancing."""
@@ -193,7 +212,15 @@ class Orchestrator:
         before = self._before(lengths, work)
         decide_s = time.perf_counter() - start_s
         return Decision(
-            assignments, before, self.costs, work, decide_s, str(choice.method), choice.why, choice.predicted_s
+            assignments,
+            before,
+            self.costs,
+            work,
+            decide_s,
+            str(choice.method),
+            choice.why,
+            choice.predicted_s,
+            self.communicator,
         )
 
     def _balance_each(
@@ -213,7 +240,7 @@ class Orchestrator:
                     example,
                     backbone,
                     output_bytes=lengths.items[phase].num_tokens,
-                    ranks_per_node=self.ranks_per_node,
+                    ranks_per_node=self.ranks_per_node if self.node_wise else None,
                 )
             else:
                 ranks, order = backbone.follow(example)

@@ -64,6 +64,7 @@ def assign_batching(plan: Plan, batch: BatchLengths, batching: Batching) -> Step
             microbatch.astype(np.int32),
             _positions(replica * count + microbatch, batching.index[items.example]),
             num_replicas,
+            items.segments,
         )
     return StepAssignment(batch, count, modules)
 

@@ -82,6 +82,11 @@ def row_order(stored: Int64Array, wanted: Int64Array, rows: Int64Array) -> Int64
     """
     start = np.zeros(len(rows), dtype=np.int64)
     start[stored] = np.cumsum(rows[stored]) - rows[stored]
+    return rows_at(start, wanted, rows)
+
+
+def rows_at(start: Int64Array, wanted: Int64Array, rows: Int64Array) -> Int64Array:
+    """Indexes of the rows of the items `wanted`, in that order. start: int64 [num_items], each item's first row."""
     lengths = rows[wanted]
     row_in_item: Int64Array = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return np.repeat(start[wanted], lengths) + row_in_item

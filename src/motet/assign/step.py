@@ -13,6 +13,7 @@ from motet.core.arrays import Int32Array, Int64Array
 from motet.core.assignment import Assignment
 from motet.core.errors import ArgumentError
 from motet.core.exchange import Moved, moved
+from motet.core.item_segments import ItemSegments
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.schedule.passes import Presence
 
@@ -28,6 +29,7 @@ class ModuleAssignment:
                 replica of the backbone's unit.
     microbatch: int32.
     position:   int64, among the items of the same replica and microbatch, from 0.
+    segments:   as in `core.workload.ItemLengths`.
     """
 
     example: Int64Array
@@ -37,6 +39,7 @@ class ModuleAssignment:
     microbatch: Int32Array
     position: Int64Array
     num_replicas: int
+    segments: ItemSegments | None = None
 
     def batch_index(self, num_microbatches: int) -> Int64Array:
         """replica * num_microbatches + microbatch of each item, int64 [num_items]."""
@@ -106,14 +109,15 @@ class StepAssignment:
         for items in self.modules.values():
             num_replicas = items.num_replicas // num_islands
             in_island = items.replica // num_replicas == island
-            rows = np.stack(
-                [
-                    items.replica[in_island] % num_replicas,
-                    items.microbatch[in_island],
-                    items.length[in_island],
-                    self.batch.num_targets[items.example[in_island]],
-                ]
-            )
+            columns = [
+                items.replica[in_island] % num_replicas,
+                items.microbatch[in_island],
+                items.length[in_island],
+                self.batch.num_targets[items.example[in_island]],
+            ]
+            if items.segments is not None:
+                columns.append(items.segments.pattern[in_island])
+            rows = np.stack(columns)
             parts.append(rows[:, np.lexsort(rows[::-1])].tobytes())
         return b"|".join(parts)
 
@@ -144,5 +148,6 @@ def joined(
             np.repeat(np.arange(len(microbatches), dtype=np.int32), [one.num_items for one in of_microbatches]),
             np.concatenate([one.positions for one in of_microbatches]),
             of_microbatches[0].num_ranks,
+            items.segments,
         )
     return StepAssignment(batch, len(microbatches), modules, methods)

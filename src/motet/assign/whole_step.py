@@ -71,18 +71,20 @@ def decide_step(
     Raises ValueError if num_microbatches does not divide the number of examples, and as `Orchestrator.decide` does.
     """
     start_s = time.perf_counter()
+    orchestrator.check(lengths)
     count, rest = divmod(lengths.num_examples, num_microbatches)
     if rest:
         raise ValueError(f"{num_microbatches} microbatches do not divide {lengths.num_examples} examples")
     given = np.repeat(np.arange(num_microbatches, dtype=np.int32), count)
     costs = orchestrator.costs
-    if num_microbatches == 1 or not orchestrator.defers or not orchestrator.compares:
+    if num_microbatches == 1 or not orchestrator.defers:
         parts = _parts(lengths, given, num_microbatches)
         decisions = list(run(orchestrator.decide, [part for _, part in parts]))
         return DecidedStep(_microbatches(parts, decisions), time.perf_counter() - start_s)
-    assert isinstance(costs, StepCosts), "an Orchestrator that compares methods has times"
+    assert isinstance(costs, StepCosts), "an Orchestrator that defers has times"
+    work = costs.work(lengths)
     choice = choose_step(
-        costs.phases(lengths),
+        costs.phases(lengths, work),
         given,
         orchestrator.num_ranks,
         costs.times.link,
@@ -93,8 +95,14 @@ def decide_step(
     chosen_s = time.perf_counter()
     parts = _parts(lengths, choice.microbatch, num_microbatches)
     decisions = [
-        orchestrator.decision_of(chosen, part, costs.work(part), chosen_s)
-        for chosen, (_, part) in zip(choice.choices, parts, strict=True)
+        orchestrator.decision_of(
+            chosen,
+            part,
+            # The work of an item does not depend on the other items.
+            {name: column[(choice.microbatch == index)[lengths.of(name).example]] for name, column in work.items()},
+            chosen_s,
+        )
+        for index, (chosen, (_, part)) in enumerate(zip(choice.choices, parts, strict=True))
     ]
     return DecidedStep(
         _microbatches(parts, decisions),

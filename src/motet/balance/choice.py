@@ -45,7 +45,7 @@ from motet.core.arrays import Int32Array
 from motet.core.assignment import Assignment
 from motet.core.cluster import Link
 from motet.core.errors import ArgumentError
-from motet.core.exchange import NS_PER_S, Network, moved
+from motet.core.exchange import NS_PER_S, Network, hop_of_all_gather, moved, sent_in_all_gather
 
 Method = Literal["joint", "mixed", "per_phase", "split"]
 METHODS: tuple[Method, ...] = ("joint", "mixed", "per_phase")
@@ -139,7 +139,9 @@ def choose(
     if input_bytes is not None and home is None:
         raise ArgumentError("input_bytes is given without home; it must go with home, the rank that holds them.")
     network = Network.of(link)
-    held = None if home is None or input_bytes is None else Held(home, input_bytes, network.ranks_per_node)
+    held = None
+    if home is not None and input_bytes is not None and network.node_wise:
+        held = Held(home, input_bytes, network.ranks_per_node)
     # 1. Predict each method.
     options: dict[str, _Option] = {}
     if "per_phase" in methods:
@@ -218,7 +220,7 @@ def _apart(phase: Phase, backbone: Assignment, network: Network, backend: Backen
         backbone,
         backend,
         output_bytes=phase.output_bytes,
-        ranks_per_node=network.ranks_per_node,
+        ranks_per_node=network.kept_node_size,
     )
 
 
@@ -281,7 +283,14 @@ def _exchange(phase: Phase, placed: Assignment, backbone: Assignment, network: N
     moves = placed.ranks != destination
     if phase.output_bytes is None or not moves.any():
         return 0, 0
-    size_bytes = moved(placed.ranks, destination, phase.output_bytes, network.nodes(placed.num_ranks))
+    node = network.nodes(placed.num_ranks)
+    if network.communicator == "all_gather":
+        # Outputs are gathered from where they are computed, and gradients from where the outputs were needed.
+        holders = (placed.ranks, destination)[: phase.num_exchanges]
+        hops_s = sum(float(network.exchange_s(hop_of_all_gather(at, phase.output_bytes, node))[0]) for at in holders)
+        sent = sum(sent_in_all_gather(at, phase.output_bytes, node)[0] for at in holders)
+        return round((len(node) - 1) * hops_s * NS_PER_S), sent
+    size_bytes = moved(placed.ranks, destination, phase.output_bytes, node)
     # Gradients return by the same route, so the same rank is the slowest.
     seconds = phase.num_exchanges * float(network.exchange_s(size_bytes)[0])
     return round(seconds * NS_PER_S), phase.num_exchanges * int(phase.output_bytes[moves].sum())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError
 from motet.core.limits import INT64_MAX
+from motet.core.plan import Policy
 
 
 @dataclass(frozen=True)
@@ -121,3 +122,15 @@ def _check_padded(cost: Padded | PaddedAttention, linear: int, quadratic: int, l
 
 
 Cost = Packed | Padded | PaddedAttention
+
+
+def cost_of(policy: Policy, coefficients: Packed | None = None) -> Cost:
+    """The Cost by which a policy adds up work.
+
+    coefficients: those of "padded_attention", which has no figure of an item by itself; other policies add up work
+    that has them in it already (`LengthWork`).
+    """
+    if policy == "padded_attention":
+        stated = coefficients or Packed(linear=1, quadratic=1)
+        return PaddedAttention(stated.linear, stated.quadratic)
+    return Padded() if policy == "padded" else Packed()

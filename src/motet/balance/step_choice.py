@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -84,16 +84,16 @@ def choose_step(
     given = checked_ranks(checked, "microbatch", len(phases[0].lengths), num_microbatches)
     homes = None if home is None else checked_ranks(home, "home", len(given), num_ranks)
 
-    def inside(microbatches: Int32Array, index: int) -> tuple[list[Phase], Int32Array | None]:
-        has_example = microbatches == index
-        return _phases_of(phases, has_example), None if homes is None else homes[has_example]
+    def parts_of(microbatches: Int32Array) -> list[_Part]:
+        members = [microbatches == index for index in range(num_microbatches)]
+        return [_Part(_phases_of(phases, own), None if homes is None else homes[own]) for own in members]
 
-    def choose_one(microbatches: Int32Array, index: int) -> Choice:
-        own, at = inside(microbatches, index)
-        return choose(own, num_ranks, link, methods=methods, home=at, overhead=overhead, backend=backend)
+    def choose_one(part: _Part) -> Choice:
+        return choose(part.phases, num_ranks, link, methods=methods, home=part.home, overhead=overhead, backend=backend)
 
     # 1. The step as it comes.
-    stay = list(run(lambda index: choose_one(given, index), range(num_microbatches)))
+    parts = parts_of(given)
+    stay = list(run(choose_one, parts))
     choices = {"stay": stay}
     stay_ns = sum(choice.predicted_ns for choice in stay)
     costs, unit_s = joint_costs(phases)
@@ -105,16 +105,17 @@ def choose_step(
     sizes = _sizes(phases)
     capacity = None
     if sizes is not None:
-        fullest = max(_fullest(inside(given, index)[0], choice) for index, choice in enumerate(stay))
+        fullest = max(_fullest(part.phases, choice) for part, choice in zip(parts, stay, strict=True))
         capacity = max(fullest, int(sizes.max(initial=0)), 1)
     deferral = find_deferral(costs, num_ranks, num_microbatches, capacity=capacity, sizes=sizes, backend=backend)
     if deferral is not None:
-        deferred = list(run(lambda index: choose_one(deferral.microbatch, index), range(num_microbatches)))
-        for index, choice in enumerate(deferred):
-            own, at = inside(deferral.microbatch, index)
-            if capacity is not None and _fullest(own, choice) > capacity:
+        parts = parts_of(deferral.microbatch)
+        deferred = list(run(choose_one, parts))
+        for index, part in enumerate(parts):
+            if capacity is not None and _fullest(part.phases, deferred[index]) > capacity:
                 # The placement of the deferral itself, which keeps to the capacity.
-                deferred[index] = choose_given(own, deferral.assignments[index].ranks, num_ranks, link, home=at)
+                ranks = deferral.assignments[index].ranks
+                deferred[index] = choose_given(part.phases, ranks, num_ranks, link, home=part.home)
         if all(choice.method in methods for choice in deferred):
             choices["defer"] = deferred
     # 3. The faster of both.
@@ -128,6 +129,13 @@ def choose_step(
         predicted_s={name: nanoseconds / NS_PER_S for name, nanoseconds in predicted_ns.items()},
         why=f"{name}: {as_ms(predicted_ns[name])} predicted ({others or 'defer needs more memory'}).",
     )
+
+
+class _Part(NamedTuple):
+    """One microbatch of a step: the phases of its examples, and the rank of each without balancing."""
+
+    phases: list[Phase]
+    home: Int32Array | None
 
 
 def _sizes(phases: Sequence[Phase]) -> Int64Array | None:

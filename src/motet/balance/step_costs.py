@@ -13,8 +13,9 @@ from motet.balance.costs import Cost, Packed, Padded
 from motet.balance.phases import Phase
 from motet.core.arrays import Int64Array
 from motet.core.cluster import Link
+from motet.core.errors import ArgumentError
 from motet.core.exchange import Network
-from motet.core.workload import BACKBONE, BatchLengths
+from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 
 
 class ItemWork(Protocol):
@@ -41,22 +42,32 @@ class ItemWork(Protocol):
 
 @dataclass(frozen=True)
 class LengthWork:
-    """The work of an item is its length. units: names of the unit of length, by phase; default "tokens" and "length".
+    """The work of an item is its length, or a polynomial of it: linear * length + quadratic * length^2.
+
+    units:        names of the unit of length, by phase; default "tokens" and "length".
+    coefficients: the polynomial, by phase; the squares of an item's segments add up. Default: the length itself.
 
     Example:
-        >>> work = LengthWork({"image": "patches"})
+        >>> work = LengthWork({"image": "patches"}, {BACKBONE: Packed(linear=2, quadratic=1)})
         >>> work.unit(BACKBONE), work.unit("image"), work.unit("audio")
-        ('tokens', 'patches', 'length')
+        ('cost', 'patches', 'length')
     """
 
     units: Mapping[str, str] = field(default_factory=dict)
+    coefficients: Mapping[str, Packed] = field(default_factory=dict)
 
     def __call__(self, lengths: BatchLengths) -> dict[str, Int64Array]:
-        """Tokens of each sequence, and the length of each item, int64 [num_items], by phase."""
-        return {BACKBONE: lengths.sequence, **{name: items.length for name, items in lengths.items.items()}}
+        """Of each sequence and of each item, int64 [num_items], by phase."""
+        return {name: self._of(name, lengths.of(name)) for name in (BACKBONE, *lengths.items)}
+
+    def _of(self, phase: str, items: ItemLengths) -> Int64Array:
+        cost = self.coefficients.get(phase)
+        return items.length if cost is None else items.summed(cost.weights)
 
     def unit(self, phase: str) -> str:
-        """The name of the unit in which lengths of a phase are counted."""
+        """The name of the unit in which the work of a phase is counted."""
+        if self.coefficients.get(phase, Packed()) != Packed():
+            return "cost"
         return self.units.get(phase, "tokens" if phase == BACKBONE else "length")
 
 
@@ -130,7 +141,8 @@ class PhaseCosts:
     """How each phase of a microbatch is balanced: the work of its items, and how work adds up on a rank.
 
     costs: one Cost for each phase, backbone included. `Packed()` adds the work up; `Padded()` counts each item as the
-           largest; other coefficients are applied to the work.
+           largest; other coefficients are applied to the work. Coefficients of the lengths of items with segments
+           belong into `LengthWork`, which sees the segments.
 
     Example:
         >>> costs = PhaseCosts({"image": Padded(), BACKBONE: Packed(linear=2, quadratic=1)}, LengthWork())
@@ -145,6 +157,15 @@ class PhaseCosts:
     def names(self) -> tuple[str, ...]:
         """Names of the phases: the backbone first, the others in the order of `costs`."""
         return BACKBONE, *(name for name in self.costs if name != BACKBONE)
+
+    def check_segments(self, lengths: BatchLengths) -> None:
+        """Raise ArgumentError for a cost that would take an item of several segments for one of their sum."""
+        for name, cost in self.costs.items():
+            if name in lengths.items and lengths.items[name].segments is not None and cost.quadratic:
+                raise ArgumentError(
+                    f"{cost} of {name!r} squares whole items, and these have segments; give the coefficients to "
+                    "LengthWork, which adds up the squares of segments."
+                )
 
     def unit(self, phase: str) -> str:
         """The unit of the loads of a phase: that of the work, or "cost" where coefficients are applied to it."""

@@ -9,6 +9,7 @@ from motet.balance.checks import checked_integers
 from motet.balance.costs import Cost, Packed
 from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError
+from motet.core.item_segments import ItemSegments
 
 LengthsLike = ArrayLike
 """int [num_items]; with several lengths an item, [num_items, max_parts] padded with zeros, or a list of sequences."""
@@ -22,9 +23,7 @@ def item_weights(lengths: LengthsLike, cost: Cost) -> Int64Array:
     whole items to one length.
     """
     if isinstance(lengths, (list, tuple)) and any(np.ndim(parts) == 1 for parts in lengths[:1]):
-        lengths_of_items = [checked_integers(parts, f"lengths[{item}]") for item, parts in enumerate(lengths)]
-        offsets = np.cumsum([0, *map(len, lengths_of_items)])
-        flat = np.concatenate(lengths_of_items)
+        segments = ItemSegments.of([checked_integers(parts, f"lengths[{item}]") for item, parts in enumerate(lengths)])
     else:
         try:
             array = np.asarray(lengths)
@@ -33,9 +32,7 @@ def item_weights(lengths: LengthsLike, cost: Cost) -> Int64Array:
         if array.ndim != 2:
             return cost.weights(checked_integers(array, "lengths"))
         flat = checked_integers(array, "lengths", 2).ravel()
-        offsets = np.arange(len(array) + 1) * array.shape[1]
+        segments = ItemSegments(flat, np.arange(len(array) + 1) * array.shape[1])
     if not isinstance(cost, Packed):
         raise ArgumentError(f"lengths has several lengths an item; {cost} takes one.")
-    before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(cost.weights(flat))])
-    weights: Int64Array = before[offsets[1:]] - before[offsets[:-1]]
-    return weights
+    return segments.summed(cost.weights(segments.length))

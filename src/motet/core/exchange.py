@@ -1,6 +1,7 @@
-"""Seconds of an exchange: an all-to-all in which each rank has different bytes for each other rank.
+"""Seconds of an exchange, in which each rank has different bytes for each other rank.
 
 A rank moves its bytes inside its node, then its bytes between nodes. The exchange takes as long as the slowest rank.
+An exchange is an all-to-all, or for comparison a ring all-gather of all that ranks hold (OrchMLLM section 5.2.1).
 `balance.choose`, the simulator and the planner price an exchange by `exchange_s`. They differ in the links that they
 pass in: stated ones, a cluster's, or measured messages.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,10 @@ from motet.core.cluster import Link
 
 NS_PER_S = 10**9
 """Seconds are compared in whole nanoseconds, so that all ranks choose alike."""
+
+Communicator = Literal["all_to_all", "all_gather"]
+"""How an exchange is executed. "all_to_all": each rank gets its part alone. "all_gather": each rank gets all, and takes
+its part."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +84,41 @@ def moved(
     return Moved(summed((source != sink) & ~crosses), summed(crosses))
 
 
+def hop_of_all_gather(holder: NDArray[np.integer], amount: NDArray[np.integer], node: NDArray[np.integer]) -> Moved:
+    """What each rank sends and receives in one of the num_ranks - 1 hops of a ring all-gather, [1, 2, num_ranks].
+
+    holder, amount: [num_items], the rank that holds each item, and the item's size.
+    node:           [num_ranks], the node of each rank; ranks of a node have successive numbers.
+    In a hop, each rank passes a share on to the next rank, and all shares are padded to the longest.
+    """
+    longest = np.bincount(holder, amount, len(node)).max()
+    leaves_node = node != np.roll(node, -1)
+    crosses = np.stack([leaves_node, np.roll(leaves_node, 1)])[None]
+    return Moved(np.where(crosses, 0.0, longest), np.where(crosses, longest, 0.0))
+
+
+def sent_in_all_gather(
+    holder: NDArray[np.integer], amount: NDArray[np.integer], node: NDArray[np.integer]
+) -> tuple[int, int]:
+    """What all ranks send in a ring all-gather, and the part of it that crosses nodes. As in `hop_of_all_gather`."""
+    hop, num_hops = hop_of_all_gather(holder, amount, node), len(node) - 1
+    return num_hops * int(hop.whole[0, 0].sum()), num_hops * int(hop.crossing[0, 0].sum())
+
+
+def starts_in_all_gather(
+    order: NDArray[np.integer], holder: NDArray[np.integer], amount: NDArray[np.integer], num_ranks: int
+) -> tuple[int, Int64Array]:
+    """The size of the share that each rank gives, and where each item begins in all shares, int64 [num_items].
+
+    order: [num_items], all items as ranks hold them: those of rank 0 first. holder, amount: as in `hop_of_all_gather`.
+    """
+    held = np.bincount(holder, amount, num_ranks).astype(np.int64)
+    share = int(held.max())
+    start = np.empty(len(order), dtype=np.int64)
+    start[order] = np.cumsum(amount[order]) - amount[order]
+    return share, start + (np.arange(num_ranks) * share - (np.cumsum(held) - held))[holder]
+
+
 def exchange_s(
     moved_bytes: Moved,
     inside_s: Callable[[Float64Array], Float64Array],
@@ -100,6 +141,8 @@ class Network:
     intra_node:     the link of bytes that stay in their node.
     inter_node:     the link of bytes that cross; if it equals intra_node, a rank moves all its bytes over one link.
     ranks_per_node: rank r is in node r // ranks_per_node; None: all ranks share one node.
+    communicator:   how exchanges are executed.
+    node_wise:      whether items are placed so that few leave their node.
 
     Example:
         >>> network = Network(Link(40e9, 0.0), Link(20e9, 0.0), ranks_per_node=2)
@@ -113,6 +156,8 @@ class Network:
     intra_node: Link
     inter_node: Link
     ranks_per_node: int | None = None
+    communicator: Communicator = "all_to_all"
+    node_wise: bool = True
 
     @classmethod
     def of(cls, link: Link | Network) -> Network:
@@ -122,6 +167,11 @@ class Network:
     def nodes(self, num_ranks: int) -> Int64Array:
         """The node of each rank, int64 [num_ranks]."""
         return np.arange(num_ranks) // (self.ranks_per_node or max(num_ranks, 1))
+
+    @property
+    def kept_node_size(self) -> int | None:
+        """The number of ranks among which items are kept; None: they are placed as if all ranks shared a node."""
+        return self.ranks_per_node if self.node_wise else None
 
     def exchange_s(self, moved_bytes: Moved) -> Float64Array:
         """Seconds of the slowest rank, float64 [...]."""

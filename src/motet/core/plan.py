@@ -20,6 +20,8 @@ from motet.core.cluster import Cluster
 from motet.core.limits import MAX_RANKS, Count, NumExamples, NumRanks
 from motet.core.spec import ModelSpec
 
+Policy = Literal["packed", "padded", "padded_attention"]
+"""How the work of a rank's items adds up to its load (balance/costs.py; OrchMLLM section 5.1 and appendix A)."""
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "data_parallel"]
 Order = Literal["given", "intra", "inter", "both"]
 BalancingMethod = Literal["off", "joint", "per_phase", "auto"]
@@ -114,6 +116,8 @@ class Plan:
     deferred_warmup: interleaved schedules only: warm-up microbatches start as late as they can without a delay
                      (Optimus Figure 12).
     balance:         the balancing method of colocated phases: "off", "joint", "per_phase" or "auto".
+    policy:          phases that are balanced as if they were computed otherwise than they are, and how: an ablation
+                     (OrchMLLM section 8.3). What is computed stays the same.
     fills:           the encoders' work in bubbles. A fill names a microbatch by its number in the step.
     order:           how each step of a pipeline orders its examples (MMScale section 5). "given": as they come.
                      "intra": replicas and microbatches get even loads. "inter": the microbatches of each replica get
@@ -145,6 +149,7 @@ class Plan:
     fills: tuple[Fill, ...] = field(default=())
     order: Order = "given"
     microbatch_caps: Mapping[str, Count] = field(default_factory=dict)
+    policy: Mapping[str, Policy] = field(default_factory=dict)
 
     def unit_of(self, module: str) -> Unit:
         """The unit that runs a module."""

@@ -11,6 +11,7 @@ A sampler's file is TOML:
     count = { choices = [1, 3, 5], weights = [1, 5, 4] }           # items in an example
     length = { value = 1025 }                                      # patches, audio frames, ... of an item
     length_per_token = 4                                           # length that makes a row of the backbone's sequence
+    segment = 205                                                  # items are computed in segments of this length
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
+from motet.core.item_segments import ItemSegments
 from motet.core.text_files import parse_toml, read_text
 from motet.core.workload import BatchLengths, ItemLengths, Workload
 
@@ -88,6 +90,7 @@ class Items(BaseModel):
     length: Distribution
     count: Distribution = Distribution(value=1)
     length_per_token: float = Field(default=1.0, ge=1e-3, le=_MAX_AMOUNT)
+    segment: int | None = Field(default=None, ge=1, le=_MAX_AMOUNT)
 
 
 class Task(BaseModel):
@@ -119,7 +122,7 @@ class Sampler(BaseModel):
         ends = np.rint(np.cumsum(share) / share.sum() * num_examples).astype(np.int64)
         counts = np.diff(ends, prepend=0)
         names = dict.fromkeys(name for task in self.task for name in task.items)
-        columns: dict[str, list[Int64Array]] = {name: [] for name in names}
+        columns: dict[str, list[ItemLengths]] = {name: [] for name in names}
         sequence, num_targets = np.zeros(num_examples, np.int64), np.zeros(num_examples, np.int64)
         for task, start, count in zip(self.task, ends - counts, counts):
             text = task.text.sample(int(count), rng)
@@ -127,21 +130,29 @@ class Sampler(BaseModel):
             num_targets[start : start + count] = np.rint(text * task.answer)
             for name, items in task.items.items():
                 num_items = items.count.sample(int(count), rng)
-                if num_items.sum() > _MAX_ITEMS:
-                    raise UserError(
-                        f"Task {task.name!r} has {num_items.sum():,} items of {name!r} in {count:,} examples; "
-                        f"there may be {_MAX_ITEMS:,}."
-                    )
+                _check_count(task.name, name, int(num_items.sum()), int(count), "items")
                 owner = start + np.repeat(np.arange(count), num_items)
                 length = items.length.sample(len(owner), rng)
-                columns[name].append(
-                    np.stack([owner, length, np.ceil(length / items.length_per_token)]).astype(np.int64)
-                )
-        items_of = {name: ItemLengths(*np.concatenate(rows, axis=1)) for name, rows in columns.items()}
+                num_tokens = np.ceil(length / items.length_per_token).astype(np.int64)
+                cut = None
+                if items.segment is not None:
+                    _check_count(task.name, name, int((-(-length // items.segment)).sum()), int(count), "segments")
+                    cut = ItemSegments.cut(length, items.segment)
+                columns[name].append(ItemLengths(owner, length, num_tokens, cut))
+        items_of = {name: ItemLengths.joined(parts) for name, parts in columns.items()}
         for column in items_of.values():
             sequence += np.bincount(column.example, column.num_tokens, num_examples).astype(np.int64)
         batch = BatchLengths(sequence, num_targets, np.zeros(num_examples, np.int32), items_of)
         return Workload("sampled: " + ", ".join(task.name for task in self.task), batch)
+
+
+def _check_count(task: str, module: str, count: int, num_examples: int, what: str) -> None:
+    """Raise UserError for more items or segments than memory is to hold."""
+    if count > _MAX_ITEMS:
+        raise UserError(
+            f"Task {task!r} has {count:,} {what} of {module!r} in {num_examples:,} examples; there may be "
+            f"{_MAX_ITEMS:,}."
+        )
 
 
 def read_sampler(path: Path) -> Sampler:

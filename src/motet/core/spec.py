@@ -21,7 +21,7 @@ from motet.core.limits import Count, NumLayers, Parameters
 
 @dataclass(frozen=True)
 class Attention:
-    """The attention of one layer, over the rows of one item.
+    """The attention of one layer, over the rows of one item, or of one segment of an item.
 
     width:    num_heads * head_dim of queries.
     kv_width: num_kv_heads * head_dim; less than `width` for grouped queries.
@@ -30,6 +30,7 @@ class Attention:
               windows) of `window` rows.
     density:  the share of these pairs that a mask leaves.
     queries:  if not 0, so many queries of each item attend to its rows (cross attention), which do not attend.
+    whole:    rows attend over the whole item, also where it has segments (`core/item_segments.py`).
     """
 
     width: Count
@@ -38,6 +39,7 @@ class Attention:
     window: Count = 0
     density: Annotated[float, Field(ge=0, le=1)] = 1.0
     queries: Count = 0
+    whole: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.density <= 1:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from motet.core.arrays import BoolArray, Float64Array, Int32Array, Int64Array
+from motet.core.errors import ArgumentError
+from motet.core.item_segments import ItemSegments
 
 BACKBONE = "backbone"
 """The name of the phase that runs the LLM on whole interleaved sequences. Every other phase is an encoder's."""
@@ -20,6 +22,9 @@ class ItemLengths:
     example:    int64 [num_items], the index of the example that the item belongs to; ascending.
     length:     int64 [num_items], what the encoder computes on: patches, mel frames.
     num_tokens: int64 [num_items], the number of the item's rows in the backbone's sequence.
+    segments:   the parts that the encoder computes like items of their own (tiles, frames, windows), which add up to
+                `length`; None: each item is one.
+    Raises ArgumentError for segments that do not add up to the lengths.
 
     Example:
         Example 0 has one image, example 2 has two; four patches make a token:
@@ -31,18 +36,50 @@ class ItemLengths:
     example: Int64Array
     length: Int64Array
     num_tokens: Int64Array
+    segments: ItemSegments | None = None
+
+    def __post_init__(self) -> None:
+        if self.segments is not None and not np.array_equal(self.segments.summed(self.segments.length), self.length):
+            raise ArgumentError("the segments of an item must add up to its length.")
 
     @property
     def num_items(self) -> int:
         """The number of items of all examples."""
         return len(self.example)
 
+    @classmethod
+    def joined(cls, parts: Sequence[ItemLengths]) -> ItemLengths:
+        """The items of all parts, one part after the other; examples keep their numbers. parts: at least one."""
+        segments = None
+        if any(part.segments is not None for part in parts):
+            segments = ItemSegments.joined([part.segments or ItemSegments.whole(part.length) for part in parts])
+        return cls(
+            np.concatenate([part.example for part in parts]),
+            np.concatenate([part.length for part in parts]),
+            np.concatenate([part.num_tokens for part in parts]),
+            segments,
+        )
+
     def take(self, examples: Int64Array) -> ItemLengths:
         """The items of these examples, int64 [n], which become examples 0 ... n - 1."""
         first = np.searchsorted(self.example, examples)
         counts = np.searchsorted(self.example, examples, side="right") - first
         taken = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-        return ItemLengths(np.repeat(np.arange(len(examples)), counts), self.length[taken], self.num_tokens[taken])
+        return ItemLengths(
+            np.repeat(np.arange(len(examples)), counts),
+            self.length[taken],
+            self.num_tokens[taken],
+            None if self.segments is None else self.segments.take(taken),
+        )
+
+    def summed(self, of_length: Callable[[Int64Array], Int64Array]) -> Int64Array:
+        """A figure of each item, [num_items]: that of its length, or the sum of those of its segments.
+
+        of_length: lengths, int64 [n] -> figures, [n].
+        """
+        if self.segments is None:
+            return of_length(self.length)
+        return self.segments.summed(of_length(self.segments.length))
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,12 +115,10 @@ class BatchLengths:
         firsts = np.cumsum([0, *(part.num_examples for part in parts)])
         items = {}
         for name in parts[0].items:
-            columns = [part.items[name] for part in parts]
-            items[name] = ItemLengths(
-                np.concatenate([column.example + first for column, first in zip(columns, firsts)]),
-                np.concatenate([column.length for column in columns]),
-                np.concatenate([column.num_tokens for column in columns]),
-            )
+            columns = [
+                replace(part.items[name], example=part.items[name].example + n) for part, n in zip(parts, firsts)
+            ]
+            items[name] = ItemLengths.joined(columns)
         return cls(
             np.concatenate([part.sequence for part in parts]),
             np.concatenate([part.num_targets for part in parts]),

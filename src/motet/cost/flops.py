@@ -24,6 +24,8 @@ from typing import NamedTuple
 import numpy as np
 
 from motet.core.arrays import Float64Array, Int64Array
+from motet.core.errors import UserError
+from motet.core.item_segments import ItemSegments
 from motet.core.spec import Attention, Layer, ModelSpec, Module
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.model import Work
@@ -49,16 +51,26 @@ def work_of(
     *,
     padded: bool = False,
     num_targets: Int64Array | int | None = None,
+    segments: ItemSegments | None = None,
 ) -> Work:
     """Rows and pairs of a layer in each microbatch. O(num_items).
 
-    lengths:     int64 [num_items].
+    lengths:     int64 [num_items]. segments: of these items; None: each item is one.
     microbatch:  int64 [num_items]; by default all items are in the first.
     padded:      every item has the rows of the longest item of its microbatch.
     num_targets: int64 [num_microbatches], the rows of a layer that sees targets only; by default all rows.
+    Raises UserError for segments of padded items.
     """
-    rows, pairs = _work(layer, lengths, microbatch, num_microbatches, padded, num_targets)
+    if padded:
+        check_padded_whole(segments)
+    rows, pairs = _work(layer, lengths, segments, microbatch, num_microbatches, padded, num_targets)
     return Work(rows.astype(np.float64), pairs.astype(np.float64))
+
+
+def check_padded_whole(segments: ItemSegments | None) -> None:
+    """Raise UserError for segments of items of a padded module."""
+    if segments is not None:
+        raise UserError("A module that is computed with padding pads whole items, so its items can have no segments.")
 
 
 def layer_flops(layer: Layer, work: Work) -> LayerFlops:
@@ -76,6 +88,7 @@ def step_flops(
     reached: bool = False,
     recomputed: bool = False,
     microbatch: Int64Array | None = None,
+    segments: ItemSegments | None = None,
 ) -> int:
     """Operations of a module's forward and backward. O(num_items) for each kind of layer with rows of its own.
 
@@ -88,7 +101,7 @@ def step_flops(
     """
     operations = _operations(module, reached, recomputed)
     per_work = {like: (totals.row, totals.pair) for like, totals in operations.items()}
-    return _total(module, per_work, lengths, num_targets, microbatch)
+    return _total(module, per_work, lengths, segments, num_targets, microbatch)
 
 
 def batch_flops(
@@ -105,14 +118,15 @@ def batch_flops(
     """
     flops = {}
     for module in spec.modules:
-        backbone = module.name == BACKBONE
+        items = lengths.of(module.name)
         flops[module.name] = step_flops(
             module,
-            lengths.sequence if backbone else lengths.items[module.name].length,
-            int(lengths.num_targets.sum()) if backbone else None,
+            items.length,
+            int(lengths.num_targets.sum()) if module.name == BACKBONE else None,
             reached=spec.input_gradients[module.name][0],
             recomputed=module.name in recomputed,
             microbatch=computed_on.get(module.name),
+            segments=items.segments,
         )
     return flops
 
@@ -196,6 +210,7 @@ def _total(
     module: Module,
     per_work: Mapping[Layer, tuple[int, int]],
     lengths: Int64Array,
+    segments: ItemSegments | None,
     num_targets: int | None,
     microbatch: Int64Array | None,
 ) -> int:
@@ -204,7 +219,7 @@ def _total(
     padded = module.padded and microbatch is not None
     for like, (row, pair) in per_work.items():
         if row or pair:
-            rows, pairs = _work(like, lengths, microbatch, num_microbatches, padded, None)
+            rows, pairs = _work(like, lengths, segments, microbatch, num_microbatches, padded, None)
             num_rows = num_targets if like.targets_only and num_targets is not None else sum(rows.tolist())
             total += row * num_rows + pair * sum(pairs.tolist())
     return total
@@ -213,24 +228,26 @@ def _total(
 def _work(
     layer: Layer,
     lengths: Int64Array,
+    segments: ItemSegments | None,
     microbatch: Int64Array | None,
     num_microbatches: int,
     padded: bool,
     num_targets: Int64Array | int | None,
 ) -> tuple[Int64Array, Int64Array]:
     """Rows and pairs, integers [num_microbatches]: int64, or Python's own where those would overflow."""
-    rows = rows_of(layer, np.asarray(lengths, dtype=np.int64))
+    of_parts = rows_of(layer, np.asarray(lengths, dtype=np.int64) if segments is None else segments.length)
+    rows = of_parts if segments is None else segments.summed(of_parts)
     if len(rows) * int(rows.max(initial=0)) ** 2 >= 2**62:
-        rows = rows.astype(object)
+        of_parts, rows = of_parts.astype(object), rows.astype(object)
     index = np.zeros(len(rows), dtype=np.int64) if microbatch is None else microbatch
     if padded:
         longest = np.zeros(num_microbatches, dtype=rows.dtype)
         np.maximum.at(longest, index, rows)
-        rows = longest[index]
+        rows = of_parts = longest[index]
     summed = np.zeros((2, num_microbatches), dtype=rows.dtype)
     np.add.at(summed[0], index, rows)
     if layer.attention:
-        np.add.at(summed[1], index, pairs_of(layer.attention, rows))
+        np.add.at(summed[1], index, pairs_of_items(layer.attention, of_parts, segments))
         if layer.attention.density != 1:
             summed[1] = np.rint(summed[1].astype(np.float64) * layer.attention.density).astype(rows.dtype)
     if layer.targets_only and num_targets is not None:
@@ -238,8 +255,20 @@ def _work(
     return summed[0], summed[1]
 
 
+def pairs_of_items(attention: Attention, rows: Int64Array, segments: ItemSegments | None) -> Int64Array:
+    """The pairs of each item, [num_items], at a density of 1: the one place where attention ends at segments.
+
+    rows: of each segment, [num_segments]; without segments, of each item.
+    """
+    if segments is None:
+        return pairs_of(attention, rows)
+    if attention.whole:
+        return pairs_of(attention, segments.summed(rows))
+    return segments.summed(pairs_of(attention, rows))
+
+
 def rows_of(layer: Layer, lengths: Int64Array) -> Int64Array:
-    """The rows of each item in a layer, int64 [num_items]. lengths: int64 [num_items]."""
+    """The rows of each item, or of each segment, in a layer, int64 [n]. lengths: int64 [n]."""
     if layer.item_rows:
         return np.full_like(lengths, layer.item_rows)
     rows = lengths if layer.divisor == 1 else -(-lengths // layer.divisor)
@@ -247,7 +276,7 @@ def rows_of(layer: Layer, lengths: Int64Array) -> Int64Array:
 
 
 def pairs_of(attention: Attention, rows: Int64Array) -> Int64Array:
-    """The pairs of a query and a key in each item, int64 [num_items], at a density of 1. rows: int64 [num_items]."""
+    """The pairs of a query and a key among the given numbers of rows, int64 [n], at a density of 1."""
     if attention.queries:
         return attention.queries * rows
     if not attention.window:

@@ -3,6 +3,7 @@
 They are counted from the model's layers, as `flops.py` counts a whole module. Attention counts the pairs that the mask
 leaves, the output layer counts targets alone, frozen layers need no weight gradients, inputs that need no gradient get
 none, and recomputed layers count forward twice. Nothing is fitted: windows, strides and targets are exact.
+An item with segments (tiles, frames, windows) counts as its segments do, each by itself.
 An item of a padded phase counts without padding. A rank's operations are then its number of items times those of its
 longest item, since operations grow with length.
 """
@@ -16,10 +17,11 @@ from functools import cached_property
 import numpy as np
 
 from motet.core.arrays import Int64Array
+from motet.core.item_segments import ItemSegments
 from motet.core.limits import INT64_MAX
 from motet.core.spec import Layer, ModelSpec
-from motet.core.workload import BACKBONE, BatchLengths
-from motet.cost.flops import LikeOperations, operations_by_work, pairs_of, rows_of
+from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
+from motet.cost.flops import LikeOperations, check_padded_whole, operations_by_work, pairs_of_items, rows_of
 from motet.cost.memory import stage_layers
 
 OPERATION_UNITS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP")
@@ -51,8 +53,10 @@ class Operations:
         """Per module, int64 [num_items] in units. O(num_items) for each kind of layer with rows of its own."""
         work = {}
         for name, layers in self._by_work.items():
-            item_lengths = lengths.of(name).length
-            flops = _flops(layers, item_lengths, lengths.num_targets if name == BACKBONE else item_lengths)
+            items = lengths.of(name)
+            if name in self._padded:
+                check_padded_whole(items.segments)
+            flops = _flops(layers, items, lengths.num_targets if name == BACKBONE else items.length)
             work[name] = self._in_units(flops)
         return work
 
@@ -72,6 +76,10 @@ class Operations:
         return max((exponent for exponent in exponents if most_a_row >= _UNITS_A_ROW * 1000**exponent), default=0)
 
     @cached_property
+    def _padded(self) -> frozenset[str]:
+        return frozenset(module.name for module in self.model.modules if module.padded)
+
+    @cached_property
     def _by_work(self) -> dict[str, dict[Layer, LikeOperations]]:
         by_module = {}
         for module in self.model.modules:
@@ -87,21 +95,31 @@ class Operations:
         return ((flops + self.unit_flops // 2) // self.unit_flops).astype(np.int64)
 
 
-def _flops(layers: Mapping[Layer, LikeOperations], lengths: Int64Array, num_targets: Int64Array) -> Int64Array:
+def _flops(layers: Mapping[Layer, LikeOperations], items: ItemLengths, num_targets: Int64Array) -> Int64Array:
     """Operations of each item, [num_items]: int64, or Python's own integers where those would overflow."""
+    lengths, segments, most_parts = items.length, items.segments, 1
     longest, most_targets = (np.array([int(column.max(initial=0))], dtype=object) for column in (lengths, num_targets))
+    if segments is not None:
+        most_parts = int(segments.counts.max(initial=1))  # No segment is longer than the longest item.
     # Half of the range, as `_in_units` adds half a unit.
-    if int(_summed(layers, longest, most_targets)[0]) > INT64_MAX // 2:
+    if most_parts * int(_summed(layers, longest, None, most_targets)[0]) > INT64_MAX // 2:
         lengths, num_targets = lengths.astype(object), num_targets.astype(object)
-    return _summed(layers, lengths, num_targets)
+        segments = segments and ItemSegments(segments.length.astype(object), segments.offsets)
+    return _summed(layers, lengths, segments, num_targets)
 
 
-def _summed(layers: Mapping[Layer, LikeOperations], lengths: Int64Array, num_targets: Int64Array) -> Int64Array:
+def _summed(
+    layers: Mapping[Layer, LikeOperations], lengths: Int64Array, segments: ItemSegments | None, num_targets: Int64Array
+) -> Int64Array:
     total = np.zeros_like(lengths)
     for like, operations in layers.items():
-        rows = num_targets if like.targets_only else rows_of(like, lengths)
-        total += operations.row * rows
+        if like.targets_only:
+            total += operations.row * num_targets
+            continue
+        parts = rows_of(like, lengths if segments is None else segments.length)
+        total += operations.row * (parts if segments is None else segments.summed(parts))
         if like.attention:
             # Rounded once for all layers, as the operations of a share of a pair are no whole number.
-            total += round(operations.pair * like.attention.density) * pairs_of(like.attention, rows)
+            per_pair = round(operations.pair * like.attention.density)
+            total += per_pair * pairs_of_items(like.attention, parts, segments)
     return total

@@ -16,7 +16,7 @@ from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.limits import INT64_MAX
 from motet.core.spec import Layer, ModelSpec, Module
-from motet.core.workload import BACKBONE, BatchLengths
+from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.cost.fit import Curve, RelativeError, fit_curve, relative_error
 from motet.cost.profile import LayerTimes, ModuleTimes, Points, Profile, amounts
 
@@ -29,7 +29,7 @@ class PhaseTimes:
 
     constant_ps:  for each microbatch.
     linear_ps:    for each length of an item; in a padded phase, the length of the longest item.
-    quadratic_ps: for each length^2 of an item; in a padded phase, that of the longest item.
+    quadratic_ps: for each length^2 of an item, or of each of its segments; in a padded phase, that of the longest item.
     target_ps:    for each token on which loss is taken.
     held_out:     the error of the fit on batches that it has not seen.
     """
@@ -40,15 +40,16 @@ class PhaseTimes:
     target_ps: int
     held_out: RelativeError
 
-    def of_items(self, lengths: Int64Array, num_targets: Int64Array) -> Int64Array:
+    def of_items(self, items: ItemLengths, num_targets: Int64Array) -> Int64Array:
         """Picoseconds that each item adds, int64 [num_items], without the constant.
 
-        lengths, num_targets: int64 [num_items]. Raises UserError if an item takes 2^63 picoseconds or more.
+        num_targets: int64 [num_items]. Raises UserError if an item could take 2^63 picoseconds or more.
         """
-        longest, most_targets = int(lengths.max(initial=0)), int(num_targets.max(initial=0))
+        longest, most_targets = int(items.length.max(initial=0)), int(num_targets.max(initial=0))
         if longest * (self.linear_ps + longest * self.quadratic_ps) + most_targets * self.target_ps > INT64_MAX:
             raise UserError(f"By the profile, an item of length {longest:,} takes more than 100 days.")
-        return lengths * (self.linear_ps + self.quadratic_ps * lengths) + self.target_ps * num_targets
+        of_rows = items.summed(lambda lengths: lengths * (self.linear_ps + self.quadratic_ps * lengths))
+        return of_rows + self.target_ps * num_targets
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,9 @@ class Picoseconds:
     def __call__(self, lengths: BatchLengths) -> dict[str, Int64Array]:
         work = {}
         for name, times in self.phases.items():
-            item_lengths = lengths.of(name).length
-            num_targets = lengths.num_targets if name == BACKBONE else np.zeros_like(item_lengths)
-            work[name] = times.of_items(item_lengths, num_targets)
+            items = lengths.of(name)
+            num_targets = lengths.num_targets if name == BACKBONE else np.zeros_like(items.length)
+            work[name] = times.of_items(items, num_targets)
         return work
 
     def unit(self, phase: str) -> str:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from motet.core.limits import MAX_SEED
+from motet.core.limits import MAX_RANKS, MAX_SEED
 from motet.data.order import whole_weights
+
+_SPLIT = re.compile(r"\{rank(?::0([1-9])d)?\}")
+"""The number of a split in a manifest's name: {rank}, or {rank:05d} in five digits."""
 
 
 class DataConfig(BaseModel):
     """The data of a job, and how it is loaded.
 
-    train, heldout:      manifests (files, directories or patterns of tar shards), read one after the other.
+    train, heldout:      manifests (files, directories or patterns of tar shards), read one after the other. If names in
+                         `train` contain {rank}, each rank has a split of its own, which no other rank reads.
+    num_splits:          with {rank} in `train`: the number of splits, by default that of the ranks. Rank r reads the
+                         splits r, r + number of ranks, ...
     tokenizer:           directory with tokenizer.json.
     max_sequence_length: longer examples (media included) are left out, counted and reported; None: no bound.
     mixture:             a weight for each manifest of `train`, in their order: its share of the examples of a run, in
@@ -32,6 +39,7 @@ class DataConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     train: Annotated[tuple[str, ...], Field(min_length=1)]
+    num_splits: Annotated[int | None, Field(ge=1, le=MAX_RANKS)] = None
     heldout: tuple[str, ...] = ()
     tokenizer: Path
     max_sequence_length: Annotated[int | None, Field(ge=1, le=2**31 - 1)] = None
@@ -56,7 +64,41 @@ class DataConfig(BaseModel):
             whole_weights(self.mixture)
         return self
 
+    @model_validator(mode="after")
+    def _names_splits_alike(self) -> DataConfig:
+        named = [_SPLIT.search(manifest) is not None for manifest in self.train]
+        for manifest in self.train + self.heldout:
+            if "{rank" in _SPLIT.sub("", manifest):
+                raise ValueError(f"{manifest}: a rank is written {{rank}}, or {{rank:05d}} for five digits")
+        if any(named) and not all(named):
+            raise ValueError(
+                f"{self.train[named.index(False)]} in train is the same for all ranks, and "
+                f"{self.train[named.index(True)]} is not; all of train must have {{rank}} in their names, or none"
+            )
+        for manifest in self.heldout:
+            if _SPLIT.search(manifest):
+                raise ValueError(f"{manifest} in heldout: all ranks must read the same held-out examples")
+        if self.num_splits is not None and not any(named):
+            raise ValueError("num_splits has no effect without {rank} in the names of train; remove it")
+        if self.mixture and any(named):
+            raise ValueError(
+                "mixture gives manifests their shares, and with {rank} in the names of train each split has its share "
+                "by its size; remove mixture, or name manifests that all ranks read"
+            )
+        return self
+
     @property
     def weights(self) -> tuple[int, ...]:
         """The mixture in whole numbers; () without one."""
         return whole_weights(self.mixture) if self.mixture else ()
+
+    @property
+    def is_split(self) -> bool:
+        """Whether each rank has training examples of its own."""
+        return _SPLIT.search(self.train[0]) is not None
+
+    def split(self, number: int) -> tuple[str, ...]:
+        """The training manifests of a split, counted from 0."""
+        return tuple(
+            _SPLIT.sub(lambda found: str(number).zfill(int(found[1] or 0)), manifest) for manifest in self.train
+        )

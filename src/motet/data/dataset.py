@@ -18,6 +18,7 @@ import numpy as np
 from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
+from motet.core.item_segments import ItemSegments
 from motet.core.readers import Combine, combine_error
 from motet.core.workload import BatchLengths, ItemLengths, home_ranks
 from motet.data.conversation import Conversation, parse_conversation
@@ -39,11 +40,13 @@ class Modality:
 
     num_tokens: rows that each item takes in the backbone's sequence.
     lengths:    how much of each item the encoder computes on.
+    segments:   the segments of each item; None: each item is one.
     """
 
     transform: Transform
     num_tokens: Callable[[Int64Array], Int64Array]
     lengths: Callable[[Int64Array], Int64Array]
+    segments: Callable[[Int64Array], ItemSegments | None] | None = None
 
 
 class Dataset:
@@ -126,6 +129,10 @@ class Dataset:
         if self._kept is not None:
             digest.update(self._kept.tobytes())
         return digest.hexdigest()
+
+    def home(self, example_ids: Int64Array, num_ranks: int) -> Int32Array:
+        """The rank that loads each example of a microbatch, int32 [num_examples]; any rank can load any."""
+        return home_ranks(len(example_ids), num_ranks)
 
     def batch_lengths(self, example_ids: Int64Array, num_ranks: int) -> BatchLengths:
         """The lengths of a microbatch, from the indexes alone; each rank is home to an equal share, in order.
@@ -217,11 +224,13 @@ class Dataset:
         for name, modality in self._modalities.items():
             of_phase = np.flatnonzero(columns.modality == MODALITIES.index(modality.transform.modality))
             length = num_tokens = np.zeros(0, dtype=np.int64)
+            segments = None
             if len(of_phase):
                 sizes = modality.transform.sizes(columns.raw[of_phase])
                 length = np.asarray(modality.lengths(sizes), dtype=np.int64)
                 num_tokens = np.asarray(modality.num_tokens(sizes), dtype=np.int64)
-            items[name] = ItemLengths(columns.example[of_phase], length, num_tokens)
+                segments = modality.segments(sizes) if modality.segments else None
+            items[name] = ItemLengths(columns.example[of_phase], length, num_tokens, segments)
             if not self.is_added(name):
                 np.add.at(sequence, columns.example[of_phase], num_tokens)
         return items, sequence

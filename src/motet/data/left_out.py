@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_NAMED = 20
@@ -42,6 +43,16 @@ class LeftOut:
 
     def __len__(self) -> int:
         return self.num_bad + self.num_refused + self.num_too_long
+
+    @classmethod
+    def joined(cls, parts: Sequence[LeftOut]) -> LeftOut:
+        """The left-out examples of several datasets, of which the first MAX_NAMED are named."""
+        return cls(
+            sum(part.num_bad for part in parts),
+            sum(part.num_refused for part in parts),
+            sum(part.num_too_long for part in parts),
+            tuple(example for part in parts for example in part.named)[:MAX_NAMED],
+        )
 
     def first(self, count: int = 3) -> str:
         """The first `count` named examples with their reasons, for a sentence."""

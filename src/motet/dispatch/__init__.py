@@ -11,18 +11,22 @@ The words are in docs/glossary.md.
 from motet.assign.orchestrator import Decision, Orchestrator
 from motet.balance import ItemWork, LengthWork, Link, Network, Packed, Padded, StepTimes
 from motet.dispatch.batch import PackedSequences, RankBatch, assemble, pack
-from motet.dispatch.config import BalanceConfig, PackedCostConfig, SpeedConfig
+from motet.dispatch.carrier import Carrier
+from motet.dispatch.config import BalanceConfig, LengthCostConfig, SpeedConfig
 from motet.dispatch.exchange import exchange, exchange_rows
 from motet.dispatch.items import ExchangedItems, ItemExchange
 from motet.dispatch.loaded import LoadedExample, Measure
-from motet.dispatch.route import Route, compose_route
+from motet.dispatch.route import GatherRoute, Route, compose_route
 
 __all__ = [
     "BalanceConfig",
+    "Carrier",
     "Decision",
     "ExchangedItems",
+    "GatherRoute",
     "ItemExchange",
     "ItemWork",
+    "LengthCostConfig",
     "LengthWork",
     "Link",
     "LoadedExample",
@@ -30,7 +34,6 @@ __all__ = [
     "Network",
     "Orchestrator",
     "Packed",
-    "PackedCostConfig",
     "PackedSequences",
     "Padded",
     "RankBatch",

@@ -13,7 +13,7 @@ from motet.assign.orchestrator import Decision
 from motet.core.arrays import Int64Array
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BatchLengths
-from motet.dispatch.route import Route, compose_route
+from motet.dispatch.route import GatherRoute, Route, compose_route
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +126,8 @@ class RankBatch:
                this rank encodes, in the order of their positions on the rank; both are [0, 0] where it has none.
     routes:    per phase, how this rank's encoder outputs reach the backbone.
     lengths, decision: of the whole microbatch, the same on all ranks.
+    recompute: per module, the number of its first blocks that this rank recomputes in backward; None: as in every
+               microbatch.
 
     Example:
         >>> from motet.dispatch import Orchestrator, Packed
@@ -139,9 +141,10 @@ class RankBatch:
 
     sequences: PackedSequences
     media: dict[str, tuple[Tensor, Tensor]]
-    routes: dict[str, Route]
+    routes: dict[str, Route | GatherRoute]
     lengths: BatchLengths
     decision: Decision
+    recompute: Mapping[str, int] | None = None
 
     @property
     def num_targets(self) -> int:
@@ -199,7 +202,14 @@ def assemble(
     routes, num_tokens, values = {}, {}, {}
     for phase, items in lengths.items.items():
         encoder = decision.assignments[phase]
-        routes[phase] = compose_route(encoder, decision.backbone, items, rank, ranks_per_node=ranks_per_node)
+        routes[phase] = compose_route(
+            encoder,
+            decision.backbone,
+            items,
+            rank,
+            ranks_per_node=ranks_per_node,
+            communicator=decision.communicator,
+        )
         ranks, order = decision.backbone.follow(items.example)
         num_tokens[phase] = items.num_tokens[order[ranks[order] == rank]]
         if len(media.get(phase, ())) != len(encoder.on_rank(rank)):

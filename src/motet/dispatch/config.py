@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from motet.balance import METHODS, Cost, Method, Packed, Padded
+from motet.balance import METHODS, Cost, LengthWork, Method, Packed
+from motet.balance.costs import cost_of
 from motet.core.errors import UserError
+from motet.core.exchange import Communicator
+from motet.core.plan import Policy
 from motet.core.workload import BACKBONE
 from motet.dispatch.speed import SpeedConfig
 
+StatedPolicy = Literal["auto", Policy]
+"""A policy as a recipe states it; "auto" is the one by which the module is computed."""
 
-class PackedCostConfig(BaseModel):
-    """Cost of an item of length l in a packed phase: linear * l + quadratic * l**2, in any integer unit.
+
+class LengthCostConfig(BaseModel):
+    """Cost of an item of length l: linear * l + quadratic * l**2, in any integer unit; segments of an item add up.
 
     It has an effect only with `cost = "length"`.
 
     Example:
-        >>> config = BalanceConfig(cost="length", costs={"image": PackedCostConfig(linear=3, quadratic=1)})
-        >>> config.phase_costs({"image": "packed"})["image"]
-        Packed(linear=3, quadratic=1)
+        >>> config = BalanceConfig(cost="length", costs={"image": LengthCostConfig(linear=3, quadratic=1)})
+        >>> config.length_costs(config.policies({"image": "packed"}))[1].coefficients
+        {'image': Packed(linear=3, quadratic=1)}
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -41,6 +47,12 @@ class BalanceConfig(BaseModel):
              for each microbatch which method is fastest, a mix of both included (`motet.balance.choose`).
     mode:    "index": lengths are known before loading. "exchange": items move after loading. "auto": "index" if the
              data has an index, else "exchange".
+    communicator: how inputs (in exchange mode) and encoder outputs move between ranks. "all_to_all": each rank gets its
+             part. "all_gather": each rank gets all and takes its part, as in an ablation of OrchMLLM.
+    node_wise: whether items are placed so that few inputs and outputs leave their node. false: they are placed as if
+             nothing were loaded yet and all ranks shared a node; predictions still know the nodes.
+    transport: over what inputs move in exchange mode. "host": gloo, from host memory. "device": the links of the GPUs,
+             by NCCL on a communicator of its own; see docs/balancing.md before use.
     defer:   "auto": an example may change its microbatch within its step, if that is predicted to be faster
              (`motet.balance.choose_step`). It takes lengths that are known before loading, and all phases balanced; it
              is the default there. "off": examples stay in the microbatch in which they come.
@@ -49,6 +61,11 @@ class BalanceConfig(BaseModel):
              fitted linear + quadratic per phase; these times also compare the methods.
     profile: the file that `motet profile` wrote; default: profile.json in run.dir.
     costs:   per phase, integer coefficients of lengths; in every other phase an item costs its length.
+    policy:  how the work of a rank's items adds up to its load (OrchMLLM section 5.1). "packed": it is summed up.
+             "padded": each item counts as the largest. "padded_attention": the linear part is summed up, and in the
+             quadratic part each item counts as the longest (appendix A); with `cost = "length"` alone. "auto": as the
+             module computes. One word is for all encoders; a table names phases. Another policy than the module's own
+             is an ablation (section 8.3, "all pad" and "all rmpad"): it changes where items are computed, not how.
     speed:   the speed of devices and links that the prediction assumes.
 
     Example:
@@ -63,6 +80,9 @@ class BalanceConfig(BaseModel):
     phases: Literal["off", "backbone", "all"] | tuple[str, ...] = "all"
     method: Literal["auto", "joint", "per_phase"] = "auto"
     mode: Literal["auto", "index", "exchange"] = "auto"
+    communicator: Communicator = "all_to_all"
+    node_wise: bool = True
+    transport: Literal["host", "device"] = "host"
     defer: Literal["auto", "off"] = Field(
         default_factory=lambda given: (
             "off" if given.get("mode") == "exchange" or given.get("phases") != "all" else "auto"
@@ -70,7 +90,8 @@ class BalanceConfig(BaseModel):
     )
     cost: Literal["flops", "length", "profile"] = "flops"
     profile: Path | None = None
-    costs: dict[str, PackedCostConfig] = Field(default_factory=dict)
+    costs: dict[str, LengthCostConfig] = Field(default_factory=dict)
+    policy: StatedPolicy | dict[str, StatedPolicy] = "auto"
     speed: SpeedConfig = SpeedConfig()
 
     @model_validator(mode="after")
@@ -85,6 +106,26 @@ class BalanceConfig(BaseModel):
                 f'defer = "auto" compares times of all phases, and phases = "{self.phases}" balances not all; set '
                 'phases = "all", or remove defer'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _moves_what_it_arranges(self) -> BalanceConfig:
+        if self.transport == "device" and self.mode != "exchange":
+            raise ValueError(
+                'transport = "device" is for inputs that move between ranks, and without mode = "exchange" none does; '
+                "remove it"
+            )
+        has_no_inputs, has_no_outputs = self.mode != "exchange", self.phases == "backbone" or self.method == "joint"
+        if self.phases == "off" or (has_no_inputs and has_no_outputs):
+            for name, is_default in (
+                ("communicator", self.communicator == "all_to_all"),
+                ("node_wise", self.node_wise),
+            ):
+                if not is_default:
+                    raise ValueError(
+                        f"{name} is for what moves between ranks, and nothing does: "
+                        f'mode = "{self.mode}", phases = {json.dumps(self.phases)}, method = "{self.method}"; remove it'
+                    )
         return self
 
     @model_validator(mode="after")
@@ -103,6 +144,16 @@ class BalanceConfig(BaseModel):
             raise ValueError('profile has no effect without cost = "profile"')
         return self
 
+    @model_validator(mode="after")
+    def _parts_that_are_known(self) -> BalanceConfig:
+        stated = self.policy.values() if isinstance(self.policy, dict) else (self.policy,)
+        if "padded_attention" in stated and self.cost != "length":
+            raise ValueError(
+                'policy "padded_attention" takes a linear and a quadratic part of lengths, and with '
+                f'cost = "{self.cost}" an item has one figure; set cost = "length", or another policy'
+            )
+        return self
+
     @property
     def methods(self) -> tuple[Method, ...]:
         """The methods from which one is chosen for each microbatch."""
@@ -111,7 +162,8 @@ class BalanceConfig(BaseModel):
     def balanced(self, encoders: Iterable[str]) -> frozenset[str]:
         """The names of the phases to balance.
 
-        Raises UserError for a name that is no phase of the model, and for options that need all phases balanced.
+        Raises UserError for a name that is no phase of the model, for options that need all phases balanced, and for a
+        policy of a phase that is not balanced.
         """
         known = [BACKBONE, *encoders]
         phases = {"off": (), "backbone": (BACKBONE,), "all": known}.get(self.phases, self.phases)
@@ -135,26 +187,55 @@ class BalanceConfig(BaseModel):
                     "balance.speed only compares the methods of balancing all phases: it has no effect with "
                     f"balance.phases = {given}; remove it."
                 )
+        self._check_policy(phases, known)
         return frozenset(phases)
 
-    def phase_costs(self, kinds: Mapping[str, str]) -> dict[str, Cost]:
-        """Per phase, how the work of the items of a rank adds up to the rank's load.
+    def _check_policy(self, balanced: Iterable[str], known: Sequence[str]) -> None:
+        """Raise UserError for a policy that has no effect."""
+        if self.policy == "auto":
+            return
+        stated = self.policy if isinstance(self.policy, dict) else [name for name in known[1:] if name in balanced]
+        if not stated:
+            raise UserError(
+                f"balance.policy = {json.dumps(self.policy)} is of encoders, and none is balanced; remove it."
+            )
+        for name in stated:
+            if name in known and name not in balanced:
+                raise UserError(f"balance.policy: phase {name!r} is not balanced, so it has no policy; remove it.")
 
-        kinds: encoder name -> "packed" or "padded"; the backbone is always packed.
+    def policies(self, own: Mapping[str, Policy]) -> dict[str, Policy]:
+        """The policy of each phase, the backbone first.
 
-        Raises UserError for coefficients of an unknown phase, or of a padded one (its cost is count * longest).
+        own: encoder name -> the policy by which it is computed; the backbone is computed packed.
+        Raises UserError for a phase that the model does not have.
         """
-        kinds = {BACKBONE: "packed", **kinds}
+        own = {BACKBONE: "packed", **own}
+        if isinstance(self.policy, dict):
+            stated = self.policy
+        else:
+            stated = dict.fromkeys([name for name in own if name != BACKBONE], self.policy)
+        for name in stated:
+            if name not in own:
+                raise UserError(f"balance.policy: there is no phase {name!r}; the model has {', '.join(own)}.")
+        return {name: kind if (given := stated.get(name, "auto")) == "auto" else given for name, kind in own.items()}
+
+    def length_costs(self, policies: Mapping[str, Policy]) -> tuple[dict[str, Cost], LengthWork]:
+        """With `cost = "length"`: how the work of a rank's items adds up, by phase, and the work of an item.
+
+        policies: of all phases. Raises UserError for coefficients of an unknown phase, and for "padded_attention"
+        without both of them.
+        """
         for name in self.costs:
-            if name not in kinds:
-                raise UserError(f"balance.costs: there is no phase {name!r}; the model has {', '.join(kinds)}.")
-            if kinds[name] == "padded":
-                raise UserError(
-                    f"balance.costs.{name}: phase {name!r} is computed with padding, so it costs its number of items "
-                    "times the longest; remove the coefficients."
-                )
+            if name not in policies:
+                raise UserError(f"balance.costs: there is no phase {name!r}; the model has {', '.join(policies)}.")
+        given = {name: Packed(config.linear, config.quadratic) for name, config in self.costs.items()}
         costs: dict[str, Cost] = {}
-        for name, kind in kinds.items():
-            given = self.costs.get(name, PackedCostConfig())
-            costs[name] = Padded() if kind == "padded" else Packed(linear=given.linear, quadratic=given.quadratic)
-        return costs
+        for name, policy in policies.items():
+            if policy == "padded_attention" and not (name in given and given[name].linear and given[name].quadratic):
+                raise UserError(
+                    f'balance.policy: "padded_attention" of {name!r} takes both coefficients, at least 1 each; set '
+                    f"balance.costs.{name} = {{ linear = ..., quadratic = ... }}."
+                )
+            costs[name] = cost_of(policy, given.get(name))
+        summed = {name: cost for name, cost in given.items() if policies[name] != "padded_attention"}
+        return costs, LengthWork(coefficients=summed)

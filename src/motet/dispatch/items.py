@@ -4,14 +4,15 @@
 2. One all-gather gives the lengths of all loaded examples to every rank.
 3. All ranks compute the same decision.
 4. One all-to-all of bytes sends tokens to the rank that runs their sequence, and media to the rank that encodes them.
+   With `communicator = "all_gather"` every rank gets all, and takes its part (the paper's strawman).
 
-Contents that a rank keeps are not copied. Everything works on numpy arrays and on a host (gloo) group, so it can run in
-a prefetch thread, apart from the devices' collectives.
+Contents that a rank keeps are not copied. Everything works on numpy arrays, and on groups apart from those of the
+training step (`carrier.py`), so it can run in a prefetch thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,9 @@ import torch.distributed as dist
 from motet.assign.orchestrator import Decision, Orchestrator
 from motet.core.arrays import BoolArray, Int64Array, UInt8Array
 from motet.core.example import Media, TokenSequence
+from motet.core.exchange import Communicator
 from motet.core.workload import BatchLengths
+from motet.dispatch.carrier import Carrier
 from motet.dispatch.loaded import LoadedExample, LoadedTables, Measure, Parcels, tables_of
 from motet.dispatch.message import read_example, read_media, write_example, write_media
 
@@ -55,6 +58,9 @@ class ItemExchange:
     measures: per encoder phase, lengths from the sizes of items; a ModalityModule is a Measure.
     capacity: int64 words that a rank's lengths may take in the all-gather. If the lengths of any rank do not fit, all
               ranks grow it alike and gather once more.
+    carrier:  moves the items' bytes; by default on `group`. Lengths are always gathered on `group`.
+
+    Ranks may have loaded different numbers of examples, or none: each may have a loader of its own.
 
     Example, on every rank of a process group:
         exchange = ItemExchange(host_group, orchestrator, {"image": image_module})
@@ -69,6 +75,7 @@ class ItemExchange:
         *,
         capacity: int = 1024,
         ranks_per_node: int | None = None,
+        carrier: Carrier | None = None,
     ) -> None:
         if dist.get_world_size(group) != orchestrator.num_ranks:
             raise ValueError(f"the group has {dist.get_world_size(group)} ranks, not {orchestrator.num_ranks}")
@@ -80,6 +87,7 @@ class ItemExchange:
         self.measures = measures
         self.capacity = max(capacity, 1)
         self.ranks_per_node = ranks_per_node or orchestrator.num_ranks
+        self.carrier = carrier or Carrier(group)
 
     def __call__(self, examples: Sequence[LoadedExample | None]) -> ExchangedItems:
         """A collective: every rank calls it with its own examples, None for one that could not be loaded."""
@@ -88,19 +96,20 @@ class ItemExchange:
         decision = self.orchestrator.decide(tables.lengths, tables.input_bytes)
         parcels = tables.parcels(decision)
         contents = self._loaded(examples, tables, parcels)
-        self._deliver(parcels, tables, contents)
+        self._deliver(parcels, tables, contents, decision.communicator)
         mine = np.flatnonzero(parcels.destination == self.rank)
         by_kind = [[contents[parcel] for parcel in mine[parcels.kind[mine] == kind]] for kind in range(1 + len(phases))]
-        moved = parcels.source != parcels.destination
-        crosses = parcels.source // self.ranks_per_node != parcels.destination // self.ranks_per_node
+        moved_bytes, crossing_bytes = parcels.sent_bytes(
+            decision.communicator, self.orchestrator.num_ranks, self.ranks_per_node
+        )
         return ExchangedItems(
             sequences=by_kind[0],
             media=dict(zip(phases, by_kind[1:], strict=True)),
             lengths=tables.lengths,
             decision=decision,
             kept=tables.kept,
-            moved_bytes=int(parcels.size_bytes[moved].sum()),
-            crossing_bytes=int(parcels.size_bytes[crosses].sum()),
+            moved_bytes=moved_bytes,
+            crossing_bytes=crossing_bytes,
         )
 
     def _gather(self, words: Int64Array) -> list[Int64Array]:
@@ -134,40 +143,49 @@ class ItemExchange:
                 contents[parcel] = items[row - first_item]
         return contents
 
-    def _deliver(self, parcels: Parcels, tables: LoadedTables, contents: dict[int, TokenSequence | Media]) -> None:
+    def _deliver(
+        self,
+        parcels: Parcels,
+        tables: LoadedTables,
+        contents: dict[int, TokenSequence | Media],
+        communicator: Communicator,
+    ) -> None:
         """Send what other ranks compute, and add what this rank receives to `contents`.
 
         No rank calls a collective if no parcel moves.
         """
         if (parcels.source == parcels.destination).all():
             return
-        num_ranks = self.orchestrator.num_ranks
-        sent, received = parcels.sent_by(self.rank), parcels.received_by(self.rank)
-        outgoing = np.zeros(parcels.size_bytes[sent].sum(), dtype=np.uint8)
-        for parcel, part in _parts(outgoing, sent, parcels):
-            content = contents[parcel]
-            if isinstance(content, Media):
-                write_media(content, part)
-            else:
-                write_example(content, part)
-        incoming = np.empty(parcels.size_bytes[received].sum(), dtype=np.uint8)
-        dist.all_to_all_single(
-            torch.from_numpy(incoming),
-            torch.from_numpy(outgoing),
-            parcels.bytes_by_rank(received, parcels.source, num_ranks),
-            parcels.bytes_by_rank(sent, parcels.destination, num_ranks),
-            group=self.group,
-        )
-        for parcel, part in _parts(incoming, received, parcels):
+        num_ranks, received = self.orchestrator.num_ranks, parcels.received_by(self.rank)
+        if communicator == "all_gather":
+            share_bytes, starts = parcels.starts_by_source(num_ranks)
+            outgoing = self._written(parcels.held_by(self.rank), parcels, contents)
+            incoming = self.carrier.all_gather(outgoing, share_bytes)
+        else:
+            sent = parcels.sent_by(self.rank)
+            incoming = self.carrier.all_to_all(
+                self._written(sent, parcels, contents),
+                parcels.bytes_by_rank(received, parcels.source, num_ranks),
+                parcels.bytes_by_rank(sent, parcels.destination, num_ranks),
+            )
+            starts = np.zeros(len(parcels.source), dtype=np.int64)
+            starts[received] = np.cumsum(parcels.size_bytes[received]) - parcels.size_bytes[received]
+        for parcel in received:
+            part = incoming[starts[parcel] : starts[parcel] + parcels.size_bytes[parcel]]
             row = int(parcels.row[parcel])
             if parcels.kind[parcel] == 0:
                 contents[parcel] = read_example(part, tables.num_text_tokens(row), tables.media_of(row))
             else:
                 contents[parcel] = read_media(part, tables.media_shape(row))
 
-
-def _parts(buffer: UInt8Array, order: Int64Array, parcels: Parcels) -> Iterator[tuple[int, UInt8Array]]:
-    """Each parcel of a buffer with its bytes. order: the parcels in the order of their bytes."""
-    ends = np.cumsum(parcels.size_bytes[order])
-    for parcel, start, end in zip(order, ends - parcels.size_bytes[order], ends, strict=True):
-        yield parcel, buffer[start:end]
+    def _written(self, sent: Int64Array, parcels: Parcels, contents: Mapping[int, TokenSequence | Media]) -> UInt8Array:
+        """The bytes of the parcels `sent`, one after the other."""
+        outgoing = self.carrier.buffer(int(parcels.size_bytes[sent].sum()))
+        ends = np.cumsum(parcels.size_bytes[sent])
+        for parcel, start, end in zip(sent, ends - parcels.size_bytes[sent], ends, strict=True):
+            content = contents[parcel]
+            if isinstance(content, Media):
+                write_media(content, outgoing[start:end])
+            else:
+                write_example(content, outgoing[start:end])
+        return outgoing

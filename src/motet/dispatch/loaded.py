@@ -15,13 +15,15 @@ import numpy as np
 from motet.assign.orchestrator import Decision
 from motet.core.arrays import BoolArray, Int64Array
 from motet.core.example import Media, TokenSequence
+from motet.core.exchange import Communicator, sent_in_all_gather, starts_in_all_gather
+from motet.core.item_segments import ItemSegments
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.dispatch.message import MediaShape, example_bytes, media_bytes
 
 # Columns of the table of examples, and of the table of items. `_EXAMPLE` counts the examples of the item's rank.
 # `_SHARES`: the item has the placeholder of the item before it, so that its rows take no further places.
 _LOADED, _TEXT_TOKENS, _TARGETS, _EXAMPLE_COLUMNS = range(4)
-_EXAMPLE, _PHASE, _LENGTH, _NUM_TOKENS, _SHARES, _SHAPE = range(6)
+_EXAMPLE, _PHASE, _LENGTH, _NUM_TOKENS, _NUM_SEGMENTS, _SHARES, _SHAPE = range(7)
 _ITEM_COLUMNS = _SHAPE + len(MediaShape._fields)
 
 
@@ -44,6 +46,8 @@ class Measure(Protocol):
     def num_tokens(self, sizes: Int64Array) -> Int64Array:
         """Rows that each item takes in the backbone's sequence."""
 
+    # A measure may also have `segments(sizes)`, the `ItemSegments` of the items.
+
 
 @dataclass(frozen=True, eq=False)
 class LoadedExample:
@@ -63,8 +67,9 @@ class LoadedExample:
 def tables_of(
     examples: Sequence[LoadedExample | None], phases: Sequence[str], measures: Mapping[str, Measure]
 ) -> Int64Array:
-    """The tables of one rank as one vector, int64 [2 + 3 * num_examples + 10 * num_items]: counts, examples, items.
+    """The tables of one rank as one vector, int64 [2 + 3 * num_examples + 11 * num_items + num_segments].
 
+    They are counts, examples, items, and the lengths of all segments, item by item.
     An example that could not be loaded is None; it is listed as not loaded and has no items. Raises ValueError for an
     example with more or fewer items than placeholders.
     """
@@ -78,24 +83,29 @@ def tables_of(
         if len(example.media) != len(sequence.media):
             raise ValueError(f"example {i} has {len(sequence.media)} placeholders and {len(example.media)} items")
         example_table[i] = True, len(sequence.tokens), 0
-        for phase, item in zip(sequence.media, example.media, strict=True):
-            rows.append((i, phases.index(phase), 0, 0, 0, *MediaShape.of(item)))
-            media.append(item)
         shares = np.diff(sequence.media_positions, prepend=-1) == 0
-        for number in np.flatnonzero(shares) - len(shares):
-            rows[number] = (*rows[number][:_SHARES], 1, *rows[number][_SHAPE:])
+        for phase, item, is_shared in zip(sequence.media, example.media, shares.tolist(), strict=True):
+            rows.append((i, phases.index(phase), 0, 0, 0, int(is_shared), *MediaShape.of(item)))
+            media.append(item)
     item_table = np.array(rows, dtype=np.int64).reshape(-1, _ITEM_COLUMNS)
+    segments_of_items = [np.zeros(0, dtype=np.int64)] * len(item_table)
     for index, phase in enumerate(phases):
         of_phase = np.flatnonzero(item_table[:, _PHASE] == index)
         if of_phase.size:
             sizes = np.stack([media[k].size for k in of_phase]).astype(np.int64)
             item_table[of_phase, _LENGTH] = measures[phase].lengths(sizes)
             item_table[of_phase, _NUM_TOKENS] = measures[phase].num_tokens(sizes)
+            measured = getattr(measures[phase], "segments", None)
+            if measured is not None and (segments := measured(sizes)) is not None:
+                item_table[of_phase, _NUM_SEGMENTS] = segments.counts
+                for k, own in zip(of_phase, np.split(segments.length, segments.offsets[1:-1]), strict=True):
+                    segments_of_items[k] = own
     for i, example in enumerate(examples):
         if example is not None:
             rows_of_items = item_table[item_table[:, _EXAMPLE] == i, _NUM_TOKENS]
             example_table[i, _TARGETS] = _count_targets(example.sequence, rows_of_items)
-    return np.concatenate([[len(examples), len(item_table)], example_table.ravel(), item_table.ravel()])
+    counts = np.array([len(examples), len(item_table)])
+    return np.concatenate([counts, example_table.ravel(), item_table.ravel(), *segments_of_items])
 
 
 def _count_targets(sequence: TokenSequence, num_tokens: Int64Array) -> int:
@@ -126,6 +136,10 @@ class Parcels:
     destination: Int64Array
     size_bytes: Int64Array
 
+    def held_by(self, rank: int) -> Int64Array:
+        """Parcels that the rank has loaded, those that it keeps included, in their order."""
+        return np.flatnonzero(self.source == rank)
+
     def sent_by(self, rank: int) -> Int64Array:
         """Parcels that the rank sends, not those that it keeps, in the order of sending: by receiving rank."""
         mine = np.flatnonzero((self.source == rank) & (self.destination != rank))
@@ -135,6 +149,19 @@ class Parcels:
         """Parcels that the rank receives, in the order of receiving: by sending rank."""
         mine = np.flatnonzero((self.destination == rank) & (self.source != rank))
         return mine[np.argsort(self.source[mine], kind="stable")]
+
+    def starts_by_source(self, num_ranks: int) -> tuple[int, Int64Array]:
+        """As `starts_in_all_gather`, if each rank gives all that it has loaded."""
+        by_source = np.argsort(self.source, kind="stable")
+        return starts_in_all_gather(by_source, self.source, self.size_bytes, num_ranks)
+
+    def sent_bytes(self, communicator: Communicator, num_ranks: int, ranks_per_node: int) -> tuple[int, int]:
+        """Bytes that ranks send, summed over all ranks, and the part of them that leaves its node."""
+        moves = self.source != self.destination
+        if communicator == "all_gather" and moves.any():
+            return sent_in_all_gather(self.source, self.size_bytes, np.arange(num_ranks) // ranks_per_node)
+        crosses = self.source // ranks_per_node != self.destination // ranks_per_node
+        return int(self.size_bytes[moves].sum()), int(self.size_bytes[crosses].sum())
 
     def bytes_by_rank(self, parcels: Int64Array, ranks: Int64Array, num_ranks: int) -> list[int]:
         """The splits of an all-to-all: the bytes of `parcels`, summed by rank. ranks: the rank of every parcel."""
@@ -165,12 +192,15 @@ class LoadedTables:
         items: list[Int64Array] = []
         example_counts: list[int] = []
         item_counts: list[int] = []
+        segment_lengths: list[Int64Array] = []
         for words in descriptions:
             num_examples, num_items = int(words[0]), int(words[1])
             split = 2 + _EXAMPLE_COLUMNS * num_examples
             examples.append(words[2:split].reshape(num_examples, _EXAMPLE_COLUMNS))
-            table = words[split : split + _ITEM_COLUMNS * num_items].reshape(num_items, _ITEM_COLUMNS).copy()
+            end = split + _ITEM_COLUMNS * num_items
+            table = words[split:end].reshape(num_items, _ITEM_COLUMNS).copy()
             table[:, _EXAMPLE] += sum(example_counts)
+            segment_lengths.append(words[end : end + table[:, _NUM_SEGMENTS].sum()])
             items.append(table)
             example_counts.append(num_examples)
             item_counts.append(num_items)
@@ -183,7 +213,7 @@ class LoadedTables:
             item_table,
             example_rank,
             np.repeat(ranks, item_counts),
-            _lengths(example_table, item_table, example_rank, phases),
+            _lengths(example_table, item_table, np.concatenate(segment_lengths), example_rank, phases),
         )
 
     @property
@@ -241,13 +271,20 @@ class LoadedTables:
 
 
 def _lengths(
-    examples: Int64Array, items: Int64Array, example_rank: Int64Array, phases: tuple[str, ...]
+    examples: Int64Array,
+    items: Int64Array,
+    segment_lengths: Int64Array,
+    example_rank: Int64Array,
+    phases: tuple[str, ...],
 ) -> BatchLengths:
+    segments = ItemSegments.counted(segment_lengths, items[:, _NUM_SEGMENTS])
     sequence = examples[:, _TEXT_TOKENS].copy()
     np.add.at(sequence, items[:, _EXAMPLE], np.where(items[:, _SHARES] == 1, 0, items[:, _NUM_TOKENS] - 1))
     columns = {}
     for index, phase in enumerate(phases):
-        rows = items[items[:, _PHASE] == index]
-        columns[phase] = ItemLengths(rows[:, _EXAMPLE], rows[:, _LENGTH], rows[:, _NUM_TOKENS])
+        of_phase = np.flatnonzero(items[:, _PHASE] == index)
+        rows = items[of_phase]
+        own = segments.take(of_phase) if rows[:, _NUM_SEGMENTS].any() else None
+        columns[phase] = ItemLengths(rows[:, _EXAMPLE], rows[:, _LENGTH], rows[:, _NUM_TOKENS], own)
     everything = BatchLengths(sequence, examples[:, _TARGETS], example_rank.astype(np.int32), columns)
     return everything.keep(examples[:, _LOADED].astype(np.bool_))

@@ -11,15 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from motet.assign.rows import row_order
+from motet.assign.rows import row_order, rows_at
 from motet.core.arrays import Int64Array
 from motet.core.assignment import Assignment
+from motet.core.exchange import Communicator, sent_in_all_gather, starts_in_all_gather
 from motet.core.workload import ItemLengths
 
 
@@ -93,18 +95,112 @@ class Route:
         return replace(self, send_index=send, recv_index=recv)
 
 
+@dataclass(frozen=True, eq=False)
+class GatherRoute:
+    """One rank's part of a move of rows in which every rank gets the rows of all ranks, and takes its own.
+
+    It moves the same rows as a `Route`, and more bytes. A row lies in what is gathered at (its rank) * (rows of the
+    fullest rank) + (its index on that rank).
+
+    there, back: the move, and the reverse one.
+
+    Example:
+        >>> from motet.balance import score
+        >>> encoder, backbone = score([1, 0], [16, 8], num_ranks=2), score([0, 1], [9, 7], num_ranks=2)
+        >>> items = ItemLengths(np.array([0, 1]), np.array([16, 8]), np.array([4, 2]))
+        >>> route = compose_route(encoder, backbone, items, rank=0, communicator="all_gather")
+        >>> route.num_rows_in, route.there.index.tolist(), route.moved_rows  # rank 1 has 4 rows, and rank 0 gets them
+        (2, [4, 5, 6, 7], 8)
+    """
+
+    there: Gather
+    back: Gather
+    is_local: ClassVar[bool] = False
+
+    @property
+    def num_rows_in(self) -> int:
+        """Rows that this rank holds before the move."""
+        return len(self.back.index)
+
+    @property
+    def num_rows_out(self) -> int:
+        """Rows that this rank holds after the move."""
+        return len(self.there.index)
+
+    @property
+    def moved_rows(self) -> int:
+        """Rows that ranks send, summed over all ranks and all hops of a ring, with those that fill up shares."""
+        return self.there.moved_rows
+
+    @property
+    def crossing_rows(self) -> int:
+        """The part of moved_rows that leaves its node."""
+        return self.there.crossing_rows
+
+    @property
+    def transpose(self) -> GatherRoute:
+        """The reverse move."""
+        return GatherRoute(self.back, self.there)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> GatherRoute:
+        """The same GatherRoute with its indices on `device`, where the rows are."""
+        return self._with_indices(lambda index: index.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> GatherRoute:
+        """The same GatherRoute with its indices in pinned memory."""
+        return self._with_indices(lambda index: index.pin_memory())
+
+    def _with_indices(self, change: Callable[[Tensor], Tensor]) -> GatherRoute:
+        there, back = (replace(gather, index=change(gather.index)) for gather in (self.there, self.back))
+        return GatherRoute(there, back)
+
+
+@dataclass(frozen=True, eq=False)
+class Gather:
+    """One direction of a GatherRoute.
+
+    index:      LongTensor [num_rows], where the rows that this rank takes lie in what is gathered.
+    share_rows: rows that each rank gives: those of the fullest rank.
+    moved_rows, crossing_rows: as in `GatherRoute`.
+
+    Example:
+        >>> Gather(torch.tensor([4, 5]), share_rows=4, moved_rows=8, crossing_rows=0).index.numel()
+        2
+    """
+
+    index: Tensor
+    share_rows: int
+    moved_rows: int
+    crossing_rows: int
+
+
 def compose_route(
-    encoder: Assignment, backbone: Assignment, items: ItemLengths, rank: int, *, ranks_per_node: int | None = None
-) -> Route:
+    encoder: Assignment,
+    backbone: Assignment,
+    items: ItemLengths,
+    rank: int,
+    *,
+    ranks_per_node: int | None = None,
+    communicator: Communicator = "all_to_all",
+) -> Route | GatherRoute:
     """The Route of one rank from an encoder's outputs to the backbone's packed sequences.
 
     encoder:  Assignment of the items; rows enter in the order of the items on their rank.
     backbone: Assignment of the examples; rows leave in the order of the examples on their rank, then of the items in
               the example.
     ranks_per_node: ranks r with the same r // ranks_per_node are on one node; None: all ranks are on one node.
+    communicator: "all_gather" gives a GatherRoute, unless no row leaves its rank.
     O(num_items log num_items) on every rank, for all items; no communication.
     """
     destination, arrival = backbone.follow(items.example)
+    moves = encoder.ranks != destination
+    if communicator == "all_gather" and items.num_tokens[moves].any():
+        node = np.arange(encoder.num_ranks) // (ranks_per_node or encoder.num_ranks)
+        encoded, needed = (encoder.items, encoder.ranks), (arrival, destination)
+        return GatherRoute(
+            _gather(*encoded, arrival[destination[arrival] == rank], items.num_tokens, node),
+            _gather(*needed, encoder.on_rank(rank), items.num_tokens, node),
+        )
     arrival_position = np.empty(items.num_items, dtype=np.int64)
     arrival_position[arrival] = np.arange(items.num_items)
     rows = items.num_tokens
@@ -115,7 +211,6 @@ def compose_route(
     # Received rows are ordered by sending rank first; each sender's part is in arrival order already.
     received = arriving[np.argsort(encoder.ranks[arriving], kind="stable")]
 
-    moves = encoder.ranks != destination
     crosses = (
         moves & False if ranks_per_node is None else encoder.ranks // ranks_per_node != destination // ranks_per_node
     )
@@ -127,6 +222,18 @@ def compose_route(
         moved_rows=int(rows[moves].sum()),
         crossing_rows=int(rows[crosses].sum()),
     )
+
+
+def _gather(
+    order: Int64Array, holder: NDArray[np.integer], wanted: Int64Array, rows: Int64Array, node: Int64Array
+) -> Gather:
+    """The Gather of a rank that takes the items `wanted`.
+
+    order: all items as ranks hold them, by rank. holder: the rank of each item. rows: of each item. node: of each rank.
+    """
+    share_rows, start = starts_in_all_gather(order, holder, rows, len(node))
+    index = torch.from_numpy(rows_at(start, wanted, rows))
+    return Gather(index, share_rows, *sent_in_all_gather(holder, rows, node))
 
 
 def _rows_by_rank(ranks: NDArray, rows: Int64Array, num_ranks: int) -> list[int]:

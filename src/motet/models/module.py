@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError, UserError
+from motet.core.item_segments import ItemSegments
 from motet.core.spec import Module
 from motet.models.block import Block, outside_blocks, pass_through, wrap_blocks
 from motet.models.callbacks import callback_name, check_callback
@@ -25,6 +26,9 @@ class ModalityModule(nn.Module):
 
     encoder:                fulfils `contract.Encoder`. Parameters that it has frozen itself stay frozen.
     before, between, after: callbacks (`models/callbacks.py`).
+    cut(sizes):             the segments that the encoder computes of each item; by default the encoder's own, or one
+                            for each item that `before` makes of it, so that tiles are weighed as what they are
+                            computed as.
     Raises UserError for a callback that cannot be called.
     """
 
@@ -37,11 +41,13 @@ class ModalityModule(nn.Module):
         before: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
         between: Callable[[Tensor, Tensor], Tensor] | None = None,
         after: Callable[[Tensor, Tensor], Tensor] | None = None,
+        cut: Callable[[Int64Array], ItemSegments] | None = None,
     ) -> None:
         super().__init__()
         self.encoder = encoder
         self.projector = projector
         self.before, self.between, self.after = before, between, after
+        self._cut = cut
         self.train_encoder = train_encoder
         if not train_encoder:
             encoder.requires_grad_(False)
@@ -57,6 +63,8 @@ class ModalityModule(nn.Module):
                 check_callback(kind, kind, callback)
         if self.cost not in ("packed", "padded"):
             raise ArgumentError(f"{name}.cost is {self.cost!r}; it must be 'packed' or 'padded'.")
+        if self.cost == "padded" and self.cut is not None:
+            raise ArgumentError(f"{name}.cost is 'padded', which pads whole items, so its items can have no segments.")
         if getattr(self.encoder, "grid", None) is not None and math.isqrt(downsample) ** 2 != downsample:
             raise ArgumentError(
                 f"projector.downsample is {downsample}, but {name} gives a raster of rows, of which squares are "
@@ -95,9 +103,35 @@ class ModalityModule(nn.Module):
 
     def lengths(self, sizes: Int64Array) -> Int64Array:
         """The length of each item for balancing, int64 [num_items]: patches, mel frames, over all that it becomes."""
+        segments = self.segments(sizes)
+        if segments is not None:
+            return segments.summed(segments.length)
         seen, counts = self._seen(sizes)
+        return _sums(self._seen_lengths(seen), counts)
+
+    def _seen_lengths(self, seen: Int64Array) -> Int64Array:
+        """The length of each item that the encoder is given."""
         lengths = getattr(self.encoder, "lengths", None)
-        return _sums(lengths(seen) if lengths else np.prod(seen, axis=1), counts)
+        return lengths(seen) if lengths else np.prod(seen, axis=1)
+
+    @property
+    def cut(self) -> Callable[[Int64Array], ItemSegments] | None:
+        """Sizes of items -> their segments; None: each item is one."""
+        if self._cut is not None:
+            return self._cut
+        makes_tiles = getattr(self.before, "items", None) is not None and self.cost != "padded"
+        return self._tiles if makes_tiles else getattr(self.encoder, "segments", None)
+
+    def segments(self, sizes: Int64Array) -> ItemSegments | None:
+        """The segments of each item; None: each item is one."""
+        return self.cut(sizes) if self.cut else None
+
+    def _tiles(self, sizes: Int64Array) -> ItemSegments:
+        """The segments of items of which `before` makes several: theirs, or each is one."""
+        inner = getattr(self.encoder, "segments", None)
+        seen, counts = self._seen(sizes)
+        segments = inner(seen) if inner else ItemSegments.whole(self._seen_lengths(seen))
+        return ItemSegments.counted(segments.length, _sums(segments.counts, counts))
 
     def num_tokens(self, sizes: Int64Array) -> Int64Array:
         """Rows that each item takes in the backbone's sequence, int64 [num_items]."""

@@ -6,7 +6,8 @@ All strategies read costs from here. They are costs of one batch, drawn once: st
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 import numpy as np
@@ -17,9 +18,9 @@ from motet.core.arrays import Float64Array, Int64Array
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.core.limits import check_size
-from motet.core.plan import Plan
+from motet.core.plan import BalancingMethod, Plan, Policy
 from motet.core.spec import Layer, ModelSpec
-from motet.core.workload import BACKBONE, BatchLengths, Workload
+from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, Workload
 from motet.cost.flops import work_of
 from motet.cost.memory import (
     MixedPrecision,
@@ -70,6 +71,7 @@ class Job:
     batch_size: examples of a step, over all ranks.
     cost:       seconds and bytes of layers and messages on the cluster.
     balancing:  the weights by which training balances the phases of data parallelism.
+    policy:     as in Plan, of its Plans of data parallelism.
     Raises UserError if examples * ranks is more than the simulator takes.
     """
 
@@ -81,6 +83,7 @@ class Job:
     precision: str = "bf16"
     seed: int = 0
     balancing: Balancing = by_operations
+    policy: Mapping[str, Policy] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_size(self.batch_size, self.cluster.num_ranks)
@@ -99,6 +102,10 @@ class Job:
     def _drawn(self):  # type: ignore[no-untyped-def]
         return cache(lambda number: self.workload.draw(self.batch_size, np.random.default_rng(self.seed + number)))
 
+    def policy_under(self, balance: BalancingMethod) -> Mapping[str, Policy]:
+        """The policy of a Plan that balances so: none where nothing is balanced."""
+        return {} if balance == "off" else self.policy
+
     def assignment(self, plan: Plan, number: int = 0) -> StepAssignment:
         """The assignment of the first `plan.batch_size` examples of a drawn batch to a Plan of this job.
 
@@ -112,7 +119,7 @@ class Job:
         (unit,) = plan.units
         recompute = tuple(sorted(recomputed_blocks(plan).items()))
         sizes = (unit.dp, unit.tp, unit.first_rank, plan.batch_size, plan.microbatch_size)
-        key = (number, *sizes, plan.balance, recompute)
+        key = (number, *sizes, plan.balance, tuple(sorted(plan.policy.items())), recompute)
         if key not in self._assignments:
             self._assignments[key] = assign_batch(plan, batch, self.cost, self.balancing)
         return self._assignments[key]
@@ -149,9 +156,11 @@ class Job:
         return cache(self._count)
 
     def _count(self, name: str, layer: Layer, num_examples: int) -> Work:
-        length, microbatch, count, targets = self._microbatches(name, num_examples)
+        items, microbatch, count, targets = self._microbatches(name, num_examples)
         padded = self.model.module(name).padded
-        return work_of(layer, length, microbatch, count, padded=padded, num_targets=targets)
+        return work_of(
+            layer, items.length, microbatch, count, padded=padded, num_targets=targets, segments=items.segments
+        )
 
     def why_unpriced(self, tp: int) -> str:
         """Why the cost model has no times at this tensor-parallel degree, as a sentence; "" if it has. Cached."""
@@ -245,13 +254,12 @@ class Job:
             ]
         )
 
-    def _microbatches(self, name: str, num_examples: int) -> tuple[Int64Array, Int64Array, int, Int64Array | None]:
-        """Lengths of a module's items, the microbatch of each item, the number of microbatches, and targets of each."""
-        batch = self.batch
+    def _microbatches(self, name: str, num_examples: int) -> tuple[ItemLengths, Int64Array, int, Int64Array | None]:
+        """A module's items, the microbatch of each item, the number of microbatches, and targets of each."""
+        batch, items = self.batch, self.batch.of(name)
         count = max(batch.num_examples // num_examples, 1)
         microbatch = np.minimum(np.arange(batch.num_examples) // num_examples, count - 1)
         if name == BACKBONE:
             targets = np.bincount(microbatch, batch.num_targets, count).astype(np.int64)
-            return batch.sequence, microbatch, count, targets
-        items = batch.items[name]
-        return items.length, microbatch[items.example], count, None
+            return items, microbatch, count, targets
+        return items, microbatch[items.example], count, None

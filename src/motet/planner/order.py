@@ -98,7 +98,8 @@ def is_even(batch: BatchLengths) -> bool:
     """Whether all examples have equal lengths in every module, so that it does not matter which is where."""
     columns = [batch.sequence, batch.num_targets]
     for items in batch.items.values():
-        columns += [np.bincount(items.example, items.length**power, batch.num_examples) for power in (0, 1, 2)]
+        for figure in (items.summed(np.ones_like), items.length, items.summed(np.square)):
+            columns.append(np.bincount(items.example, figure, batch.num_examples))
     return all((values == values[0]).all() for values in columns)
 
 

@@ -41,7 +41,7 @@ def _otherwise_balanced(job: Job, candidate: Candidate, pins: Pins) -> Iterator[
     if plan.schedule == "data_parallel" and pins.balance is None and plan.units[0].dp > 1 and not is_even(job.batch):
         for method in get_args(BalancingMethod):
             if method != plan.balance:
-                yield replace(candidate, plan=replace(plan, balance=method))
+                yield replace(candidate, plan=replace(plan, balance=method, policy=job.policy_under(method)))
 
 
 def _without_fills(candidate: Candidate) -> Iterator[Candidate]:

@@ -35,13 +35,13 @@ def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = ()
     """
     read = read_job_recipe(path, overrides)
     cluster = cluster_of(path, read.cluster, options.cluster, "cpu" if read.has_data else None)
-    workload, balancing = read.workload, by_operations
+    workload, balancing, policy = read.workload, by_operations, {}
     if read.has_data:
-        from motet.train.balancing import balancing_of
+        from motet.train.balancing import balancing_of, stated_policy
         from motet.train.recipe.recipe import load_recipe
 
         recipe = load_recipe(path, overrides)
-        balancing = balancing_of(recipe, read.model)
+        balancing, policy = balancing_of(recipe, read.model), stated_policy(recipe.balance, read.model)
         if options.workload is None:
             workload = workload_of(recipe, str(path))
     if options.workload is not None:
@@ -52,4 +52,4 @@ def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = ()
             "a CSV of lengths, a TOML of distributions, or a recipe."
         )
     cost = cost_model(cluster, read.precision, options.profile)
-    return Job(read.model, cluster, workload, read.batch_size, cost, read.precision, balancing=balancing)
+    return Job(read.model, cluster, workload, read.batch_size, cost, read.precision, balancing=balancing, policy=policy)

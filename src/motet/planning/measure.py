@@ -4,6 +4,7 @@
 2. All ranks run the plans that training can run, in the order of the search, each in fresh processes (`trial.py`): the
    recipe with the plan's settings, on the same batch that was simulated.
 3. A step lasts from a barrier to the end of its slowest rank. The median of several steps counts.
+4. A plan that runs out of memory is run with more recomputation, as measured bytes say (`measured_memory.py`).
 
 The recipe's own run is not touched.
 """
@@ -27,20 +28,23 @@ from motet.core.errors import JointUserError, UserError
 from motet.cost.profile import PROFILE_FILE
 from motet.data.order import ListedOrder
 from motet.dispatch import RankBatch
-from motet.planner.candidate import Pins
+from motet.planner.candidate import Pins, predict_candidate, size_words
 from motet.planner.command import PlanOutputs, find_plans, write_outputs
 from motet.planner.evaluation import Quota
 from motet.planner.job import Job
-from motet.planner.search_result import SearchResult
+from motet.planner.search_result import SearchResult, SimulatedCandidate
 from motet.planning.at_hand import device_at_hand
 from motet.planning.cluster import ClusterOptions, cluster_of
 from motet.planning.job import JobOptions, job_of_recipe
+from motet.planning.measured_memory import BlockFigures, Refitted, recompute_more
 from motet.planning.plan_of_recipe import obstacle, recipe_of_plan
 from motet.planning.planned_recipe import read_job_recipe
-from motet.planning.trial import OutOfMemory, Trials, open_trials
+from motet.planning.trial import OutOfMemory, Trials, TrialTask, open_trials
 from motet.train.input.feed import Feed, StepRange
 from motet.train.job import build_job
 from motet.train.recipe.recipe import Recipe, load_recipe
+from motet.train.recompute import with_numbers
+from motet.train.report.metrics import peak_memory_bytes
 from motet.train.world import Meeting, World, join_world
 
 WARM_UP, REPEATS = 2, 5
@@ -59,13 +63,35 @@ class Steps:
 class RunnablePlans:
     """The plans that training can run, which the first rank sends to all.
 
-    indices: of the plans in the results of the search. names, recipes: of the same plans. examples: of their batch.
+    indices: of the plans in the results of the search. names, recipes, figures: of the same plans.
+    examples: of their batch.
     """
 
     indices: Sequence[int]
     names: Sequence[str]
     recipes: Sequence[Recipe]
+    figures: Sequence[BlockFigures]
     examples: Int64Array
+
+
+@dataclass(frozen=True)
+class MeasuredSteps:
+    """Steps of a plan, or of one rank: their seconds, and the peak bytes of the fullest rank, or of the one rank.
+
+    On a CPU, bytes are those by which the process has grown since before the model was built.
+    """
+
+    seconds: Sequence[float]
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class MeasuredPlan:
+    """A plan that ran. step_s: the median of its steps. refitted: if it recomputes more than was planned."""
+
+    step_s: float
+    peak_bytes: int
+    refitted: Refitted | None = None
 
 
 @dataclass(frozen=True)
@@ -98,13 +124,40 @@ def plan_measured(request: MeasureRequest, outputs: PlanOutputs) -> None:
         measured = _measure(world.gather(runnable)[0], request.num_plans, world, folder)
         with world.together():
             if found is not None:
-                write_outputs(found.with_measured(measured, obstacles), outputs)
+                write_outputs(_with_measured(found, measured, obstacles), outputs)
 
 
-def run_steps(meeting: Meeting, steps: Steps) -> list[float]:
-    """Seconds of real steps of one batch on this rank, without warm-up: a `TrialTask`."""
+def _with_measured(
+    found: SearchResult, measured: Mapping[int, MeasuredPlan | None], obstacles: Mapping[int, str]
+) -> SearchResult:
+    """The result of the search with what was measured; a plan that recomputes more than planned is simulated anew."""
+    results = list(found.results)
+    for index, plan in measured.items():
+        if plan is not None:
+            results[index] = _measured_candidate(found.job, results[index], plan)
+    steps_s = {index: None if plan is None else plan.step_s for index, plan in measured.items()}
+    return replace(found, results=tuple(results)).with_measured(steps_s, obstacles)
+
+
+def _measured_candidate(job: Job, simulated: SimulatedCandidate, measured: MeasuredPlan) -> SimulatedCandidate:
+    candidate, prediction = simulated.candidate, simulated.prediction
+    if measured.refitted is not None:
+        (unit,) = candidate.plan.units
+        numbers = {name: count for name, count in measured.refitted.recompute.items() if count}
+        candidate = replace(candidate, plan=replace(candidate.plan, units=(replace(unit, recompute=(numbers,)),)))
+        prediction = predict_candidate(job, candidate)
+        fact = str(measured.refitted)
+    else:
+        fact = f"Measured, the fullest rank held {size_words(measured.peak_bytes)} at its peak."
+    fact += f" The memory model has {size_words(float(prediction.peak_bytes.max()))}."
+    return replace(simulated, candidate=replace(candidate, facts=(fact, *candidate.facts)), prediction=prediction)
+
+
+def run_steps(meeting: Meeting, steps: Steps) -> MeasuredSteps:
+    """Real steps of one batch on this rank; seconds are without those of warm-up: a `TrialTask`."""
     recipe = steps.recipe
     with join_world(recipe.run.device, meeting) as world, ExitStack() as cleanup:
+        before_bytes = peak_memory_bytes(world.device)
         job = build_job(recipe, world, "never", lambda _: None, cleanup)
         job.model.train()
         schedule = StepRange(0, 1, recipe.run.batch_size, recipe.run.microbatches, 0, 0)
@@ -119,32 +172,63 @@ def run_steps(meeting: Meeting, steps: Steps) -> list[float]:
             # The step reads the spans of the device, so it ends when the device has.
             job.step.run([batch.to(world.device, non_blocking=True) for batch in loaded])
             seconds.append(time.perf_counter() - start_s)
-        return seconds[WARM_UP:]
+        return MeasuredSteps(seconds[WARM_UP:], peak_memory_bytes(world.device) - before_bytes)
 
 
-def _measure(runnable: RunnablePlans, num_plans: int, world: World, folder: str) -> dict[int, float | None]:
-    """The median seconds of a step, by index in the results; None if a rank ran out of memory."""
-    measured: dict[int, float | None] = {}
+def _measure(runnable: RunnablePlans, num_plans: int, world: World, folder: str) -> dict[int, MeasuredPlan | None]:
+    """The plans that ran, by index in the results; None if a rank ran out of memory with everything recomputed."""
+    measured: dict[int, MeasuredPlan | None] = {}
+    plans = zip(runnable.indices, runnable.names, runnable.recipes, runnable.figures, strict=True)
     with open_trials(world, __name__) as trials, _progress(world, min(num_plans, len(runnable.indices))) as show:
-        for index, name, recipe in zip(runnable.indices, runnable.names, runnable.recipes, strict=True):
-            done = sum(step_s is not None for step_s in measured.values())
+        for index, name, recipe, figures in plans:
+            done = sum(plan is not None for plan in measured.values())
             if done == num_plans:
                 break
             show(name, done)
-            measured[index] = _step_s(trials, Steps(_apart(recipe, folder), runnable.examples))
-    if all(step_s is None for step_s in measured.values()):
+            measured[index] = measure_plan(trials, Steps(_apart(recipe, folder), runnable.examples), figures)
+    if all(plan is None for plan in measured.values()):
         raise JointUserError(
             f"--measure: of the {len(measured)} plans that fit by prediction and that training can run, each ran out "
-            "of memory in a real step; --set cluster.memory_gbytes=... plans for less memory."
+            "of memory in a real step, with everything recomputed too; --set cluster.memory_gbytes=... plans for less "
+            "memory."
         )
     return measured
 
 
-def _step_s(trials: Trials, steps: Steps) -> float | None:
-    try:
-        return float(np.median(np.max(trials.run(run_steps, steps), axis=0)))
-    except OutOfMemory:
+def measure_plan(
+    trials: Trials, steps: Steps, figures: BlockFigures, task: TrialTask = run_steps
+) -> MeasuredPlan | None:
+    """Run a plan's steps; if it runs out of memory, with more recomputation. None: there is no more. A collective.
+
+    Every rank learns how a trial ended on all, and decides alike what runs next.
+    """
+    ran: dict[tuple[tuple[str, int], ...], MeasuredPlan] = {}
+
+    def run(recipe: Recipe) -> int | None:
+        try:
+            of_ranks = trials.run(task, Steps(recipe, steps.examples))
+        except OutOfMemory:
+            return None
+        step_s = float(np.median(np.max([rank.seconds for rank in of_ranks], axis=0)))
+        peak_bytes = max(rank.peak_bytes for rank in of_ranks)
+        ran[key_of(recipe)] = MeasuredPlan(step_s, peak_bytes)
+        return peak_bytes
+
+    def key_of(recipe: Recipe) -> tuple[tuple[str, int], ...]:
+        return tuple(sorted(recipe.fsdp.recomputed(figures.num_blocks).items()))
+
+    def run_with(numbers: Mapping[str, int]) -> int | None:
+        return run(with_numbers(steps.recipe, numbers))
+
+    if run(steps.recipe) is not None:
+        return ran[key_of(steps.recipe)]
+    stated = steps.recipe.fsdp.recomputed(figures.num_blocks)
+    if all(stated.get(name, 0) >= count for name, count in figures.every.items()):
         return None
+    refitted = recompute_more(run_with, figures, stated)
+    if refitted is None:
+        return None
+    return replace(ran[key_of(with_numbers(steps.recipe, refitted.recompute))], refitted=refitted)
 
 
 def _apart(recipe: Recipe, folder: str) -> Recipe:
@@ -199,6 +283,7 @@ def _runnable(found: SearchResult, obstacles: Mapping[int, str], recipe: Recipe)
         indices,
         [candidates[index].what for index in indices],
         [recipe_of_plan(candidates[index].plan, recipe) for index in indices],
+        [BlockFigures.of(job, candidates[index].plan) for index in indices],
         job.workload.choose(job.batch_size, np.random.default_rng(job.seed)),
     )
 

@@ -8,28 +8,49 @@ cannot run it yet.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import torch
+
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
-from motet.core.plan import Plan, Unit
+from motet.core.plan import Plan
 from motet.core.spec import ModelSpec
-from motet.cost.memory import stage_layers
+from motet.core.workload import BACKBONE
+from motet.cost.memory import PRECISION_OF_DTYPE, stage_layers
+from motet.data.order import GlobalOrder, MixedOrder
 from motet.dispatch import BalanceConfig, SpeedConfig
 from motet.planner.job import Job
 from motet.planning.job import JobOptions, job_of_recipe
-from motet.planning.planned_recipe import PRECISION_OF_DTYPE
+from motet.planning.sources import training_data
+from motet.simulate.predict.batch import draw_batch
+from motet.train.balancing import stated_policy
+from motet.train.input.own_splits import order_of
 from motet.train.recipe.recipe import Recipe, load_recipe
 from motet.train.recipe.toml_text import read_recipe
+from motet.train.recompute import (
+    RecomputeRanks,
+    auto_recompute,
+    memory_bytes,
+    recomputed_blocks_of,
+    unit_of_recipe,
+    with_numbers,
+)
 
 
 def plan_of_recipe(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
     """The Plan by which a recipe trains on all ranks of a cluster. spec: the recipe's model, as `models.spec` makes it.
 
-    Raises UserError for a shard_size or a batch that does not divide, and for a balance that no Plan has.
+    Raises UserError for a shard_size or a batch that does not divide, and for a balance that no Plan has; and for
+    `recompute = "auto"`, which has no numbers yet.
     """
+    if recipe.fsdp.recompute == "auto":
+        raise UserError('fsdp.recompute = "auto" follows from the lengths of examples, and a Plan has its numbers.')
     run, fsdp, num_ranks = recipe.run, recipe.fsdp, cluster.num_ranks
     microbatch_size, remainder = divmod(run.batch_size, run.microbatches * num_ranks)
     if remainder or not microbatch_size:
@@ -40,24 +61,17 @@ def plan_of_recipe(recipe: Recipe, spec: ModelSpec, cluster: Cluster) -> Plan:
     shard_size = fsdp.shard_size or num_ranks
     if num_ranks % shard_size:
         raise UserError(f"fsdp.shard_size = {shard_size} must divide the number of ranks, which is {num_ranks}.")
-    recomputed = _recomputable(spec, fsdp.recomputed(spec.num_blocks))
-    unit = Unit(
-        "all",
-        (spec.num_blocks,),
-        dp=num_ranks,
-        recompute=(recomputed,) if recomputed else (),
-        zero=0 if shard_size == 1 else 3 if fsdp.reshard_after_forward else 2,
-        shard_size=0 if shard_size in (1, num_ranks) else shard_size,
-    )
+    recomputed = recomputed_blocks_of(recipe, spec)
     return Plan(
         spec,
         cluster,
-        (unit,),
+        (unit_of_recipe(recipe, spec, num_ranks, recomputed),),
         run.batch_size,
         microbatch_size,
         schedule="data_parallel",
         precision=_precision(recipe),
         balance=_balance(recipe, spec),
+        policy=stated_policy(recipe.balance, spec),
     )
 
 
@@ -114,20 +128,35 @@ def read_recipe_as_plan(file: Path, overrides: Sequence[str], options: JobOption
         )
     recipe = load_recipe(file, overrides)
     job = job_of_recipe(file, options, overrides)
-    return plan_of_recipe(recipe, job.model, job.cluster), job
+    return plan_of_recipe(_resolved(recipe, job, own_lengths=options.workload is None), job.model, job.cluster), job
+
+
+def _resolved(recipe: Recipe, job: Job, *, own_lengths: bool) -> Recipe:
+    """The recipe with numbers in place of `recompute = "auto"`: those that training takes on the same ranks.
+
+    own_lengths: the job's lengths are those of the recipe's training data, and come in its order.
+    """
+    if recipe.fsdp.recompute != "auto":
+        return recipe
+    cluster, examples = job.cluster, job.workload.examples
+    if cluster.device.name == "cpu":
+        memory_bytes(recipe, torch.device("cpu"))  # What training would refuse is not simulated.
+    plan = plan_of_recipe(with_numbers(recipe, {}), job.model, cluster)
+    draw_batch(plan, job.workload, np.random.default_rng(0))  # Refuses a workload without lengths of a module.
+    names = [module.name for module in job.model.modules if module.name != BACKBONE]
+    examples = replace(examples, items={name: examples.items[name] for name in names})
+    device_type = "cpu" if cluster.device.name == "cpu" else "cuda"
+    ranks = RecomputeRanks(cluster.num_ranks, cluster.ranks_per_node, device_type, cluster.device.memory_bytes)
+    order: GlobalOrder | MixedOrder = GlobalOrder(examples.num_examples, recipe.data.seed, recipe.data.shuffle)
+    if own_lengths and recipe.data.weights:
+        order = order_of(recipe, training_data(recipe)[0])
+    chosen = auto_recompute(recipe, job.model, ranks, order, examples.take)
+    print(chosen, file=sys.stderr)
+    return chosen.resolved
 
 
 def _precision(recipe: Recipe) -> str:
     return PRECISION_OF_DTYPE[recipe.fsdp.param_dtype or recipe.run.dtype]
-
-
-def _recomputable(spec: ModelSpec, recomputed: Mapping[str, int]) -> dict[str, int]:
-    """`recomputed` without the modules that have nothing to recompute: those without a backward pass."""
-    return {
-        name: count
-        for name, count in recomputed.items()
-        if any(layer.recomputed for layer in stage_layers(spec, {name: (0, count)}, recomputed))
-    }
 
 
 def _recomputes(plan: Plan) -> bool | dict[str, int]:
@@ -158,8 +187,20 @@ def _balance(recipe: Recipe, spec: ModelSpec) -> Literal["off", "joint", "per_ph
 
 
 def _balanced_as(plan: Plan, config: BalanceConfig) -> BalanceConfig:
+    # Where nothing moves between ranks, no key may say how.
+    still: dict[str, Any] = {"communicator": "all_to_all", "node_wise": True}
     if plan.balance != "off":
-        return config.model_copy(update={"phases": "all", "method": plan.balance})
-    off: dict[str, Any] = {"phases": "off", "method": "auto", "defer": "off", "profile": None, "speed": SpeedConfig()}
+        moves = config.mode == "exchange" or plan.balance != "joint"
+        stated = {"phases": "all", "method": plan.balance, "policy": dict(plan.policy) or "auto"}
+        return config.model_copy(update={**stated, **({} if moves else still)})
+    off: dict[str, Any] = {
+        "phases": "off",
+        "method": "auto",
+        "policy": "auto",
+        "defer": "off",
+        "profile": None,
+        "speed": SpeedConfig(),
+        **still,
+    }
     # A profile serves balancing alone; without it, loads are counted by operations.
     return config.model_copy(update=off if config.cost != "profile" else {**off, "cost": "flops"})

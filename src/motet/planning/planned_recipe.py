@@ -33,11 +33,9 @@ from motet.core.shape_tables import ModelShapes
 from motet.core.spec import ModelSpec
 from motet.core.workload import Workload
 from motet.cost.catalogue import ClusterConfig
+from motet.cost.memory import PRECISION_OF_DTYPE
 from motet.train.recipe.errors import recipe_error
 from motet.train.recipe.toml_text import RecipeText, read_recipe
-
-PRECISION_OF_DTYPE = {"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
-"""The names that Plans have for the types in which modules compute."""
 
 
 class PlannedRun(BaseModel):

@@ -105,7 +105,12 @@ def example_weights(recipe: Recipe, dataset: Dataset) -> Float64Array | None:
 
 
 def training_data(recipe: Recipe) -> tuple[Dataset, ModelSpec]:
-    """The indexed training data of a recipe, and its model. Raises UserError."""
+    """The indexed training data of a recipe, and its model. Raises UserError, also for data split over ranks."""
+    if recipe.data.is_split:
+        raise UserError(
+            f"{recipe.data.train[0]} in data.train is another file for each rank, and here there are no ranks: name "
+            f"splits by --set, as in --set 'data.train={list(recipe.data.split(0))}'."
+        )
     import torch
 
     from motet.data.text import ChatTokenizer

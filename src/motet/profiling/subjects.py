@@ -165,6 +165,11 @@ def items(batch: Batch) -> Int64Array:
 
 
 def _encoder(recipe: Recipe, name: str, module: ModalityModule, sharded: nn.Module, device: torch.device) -> Subject:
+    if module.cut is not None:
+        raise UserError(
+            f"model.encoders.{name} computes items in segments, and a profile times whole items; "
+            'balance it by its operations, with balance.cost = "flops".'
+        )
     sizes = _sizes(recipe, name, module)
     row_dim = recipe.transform(name).row_dim
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from motet.dispatch.batch import RankBatch
 from motet.dispatch.exchange import exchange_rows
-from motet.dispatch.route import Route
+from motet.dispatch.route import GatherRoute, Route
 from motet.runtime.executor import Handler, RankProgram
 from motet.runtime.tensors import PassKey, Tensors
 from motet.schedule.program import Action, Kind
@@ -66,11 +66,11 @@ class Exchanges:
         gradient = torch.zeros_like(arrived) if arrived.grad is None else arrived.grad
         self._tensors.gradients[key] = self._move(gradient, self._route(key).transpose, group)
 
-    def _route(self, key: PassKey) -> Route:
+    def _route(self, key: PassKey) -> Route | GatherRoute:
         stage, microbatch = key
         return self._batches[microbatch].routes[self._program.modules[stage]]
 
-    def _move(self, rows: Tensor, route: Route, group: dist.ProcessGroup | None) -> Tensor:
+    def _move(self, rows: Tensor, route: Route | GatherRoute, group: dist.ProcessGroup | None) -> Tensor:
         """Exchange rows along a route, and count their bytes."""
         moved = exchange_rows(rows, route, group)
         row_bytes = rows.element_size() * (rows.shape[1:].numel())

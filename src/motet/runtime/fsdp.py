@@ -9,10 +9,10 @@ unit a module.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -35,7 +35,8 @@ class FSDPConfig(BaseModel):
     reshard_after_forward: free gathered parameters after the forward pass, and gather them again for the backward pass.
     recompute:    keep only the inputs of blocks in the forward pass, and run the blocks again in the backward pass.
                   True: all blocks. A table: the number of blocks by module, as in `{ backbone = 12 }`; the first blocks
-                  are recomputed (OmniBal, section 4.3).
+                  are recomputed. "auto": the least that fits the device's memory, in each microbatch anew, so that
+                  small ones recompute nothing (`train/recompute.py`; OmniBal, section 4.3).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -44,15 +45,30 @@ class FSDPConfig(BaseModel):
     param_dtype: Literal["float64", "float32", "bfloat16"] | None = None
     reduce_dtype: Literal["float64", "float32", "bfloat16"] | None = None
     reshard_after_forward: bool = True
-    recompute: bool | dict[str, NumLayers] = False
+    recompute: bool | Literal["auto"] | dict[str, NumLayers] = False
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _recompute_understood(cls, given: Any) -> Any:
+        """Refuse what is none of the three kinds in one sentence: pydantic would name the first kind alone."""
+        is_table = isinstance(given, dict)
+        if not is_table and not isinstance(given, bool) and given != "auto":
+            raise ValueError(
+                f'{given!r} is neither true, false, "auto" nor a table of numbers of blocks, as in {{ backbone = 12 }}'
+            )
+        for name, count in given.items() if is_table else ():
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise ValueError(f"{name} = {count!r} is no number of blocks, which is a whole number from 0 on")
+        return given
 
     def recomputed(self, num_blocks: Mapping[str, int]) -> dict[str, int]:
-        """The number of blocks that each module recomputes, modules without any left out.
+        """The number of blocks that each module recomputes in every microbatch, modules without any left out.
 
-        num_blocks: those that each module has. Raises UserError for another module, and for more blocks than it has.
+        num_blocks: those that each module has. With "auto" there are none: a microbatch says its own.
+        Raises UserError for another module, and for more blocks than it has.
         """
-        if isinstance(self.recompute, bool):
-            return dict(num_blocks) if self.recompute else {}
+        if not isinstance(self.recompute, dict):
+            return dict(num_blocks) if self.recompute is True else {}
         for name, count in self.recompute.items():
             if name not in num_blocks:
                 raise UserError(f"fsdp.recompute: there is no module {name!r}; the model has {', '.join(num_blocks)}.")
@@ -67,16 +83,15 @@ def shard(model: Model, mesh: Mesh, config: FSDPConfig) -> None:
     Parameters must be initialised alike on all ranks, and already frozen if they are to be frozen. Raises UserError if
     config.recompute does not fit the blocks that can be recomputed.
     """
-    recomputable = {}
-    for phase, module in modules_by_phase(model).items():
-        recomputable[phase] = [block for block in _blocks(module) if hasattr(block, "recompute")]
-        if config.recompute is True and is_trainable(module) and not recomputable[phase]:
+    modules = modules_by_phase(model)
+    for phase, module in modules.items():
+        if config.recompute in (True, "auto") and is_trainable(module) and not _recomputable(module):
             raise UserError(
                 f"recompute: module {phase!r} names no blocks that can be recomputed; switch recompute off."
             )
-    for phase, count in config.recomputed({phase: len(blocks) for phase, blocks in recomputable.items()}).items():
-        for block in recomputable[phase][:count]:
-            block.recompute = True
+    counts = config.recomputed({phase: len(_recomputable(module)) for phase, module in modules.items()})
+    for phase, module in modules.items():
+        recompute_first(module, counts.get(phase, 0))
     if mesh.is_sharded or _casts(model, config):
         wrap(model, mesh, config, by_block=mesh.is_sharded)
 
@@ -93,6 +108,20 @@ def wrap(model: Model, mesh: Mesh, config: FSDPConfig, *, by_block: bool = True)
             fully_shard(unit, mesh=mesh.shards, reshard_after_forward=reshard, mp_policy=policy)
         # A parameter that only some ranks use would otherwise be reduced on those ranks alone.
         module.set_reduce_scatter_unused_params(True)
+
+
+def recompute_first(module: object, count: int) -> None:
+    """Recompute the first `count` blocks of a module, and no other, in the backward passes of forward passes to come.
+
+    Ranks may differ: a block recomputes inside its FSDP unit, whose parameters backward has gathered by then, so that
+    the collectives are the same.
+    """
+    for number, block in enumerate(_recomputable(module)):
+        block.recompute = number < count
+
+
+def _recomputable(module: object) -> list[Any]:
+    return [block for block in _blocks(module) if hasattr(block, "recompute")]
 
 
 def _blocks(module: object) -> list[nn.Module]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
-from motet.runtime.fsdp import sum_over_shard_groups
+from motet.runtime.fsdp import recompute_first, sum_over_shard_groups
 from motet.runtime.mesh import Mesh
 from motet.runtime.replicas import ReplicatedGradients
 from motet.runtime.stage import BackboneModule, EncoderModule, ExecutableStage, Model
@@ -20,9 +20,14 @@ from motet.runtime.stage import BackboneModule, EncoderModule, ExecutableStage, 
 
 class _ModuleStage:
     def __init__(
-        self, module: EncoderModule | BackboneModule, mesh: Mesh, gradients: ReplicatedGradients | None
+        self, phase: str, module: EncoderModule | BackboneModule, mesh: Mesh, gradients: ReplicatedGradients | None
     ) -> None:
-        self._module, self._is_hybrid, self._gradients = module, mesh.is_hybrid, gradients
+        self._phase, self._module, self._is_hybrid, self._gradients = phase, module, mesh.is_hybrid, gradients
+
+    def _set_recomputation(self, batch: RankBatch) -> None:
+        """Recompute as many blocks as the microbatch says, if it says any."""
+        if batch.recompute is not None:
+            recompute_first(self._module, batch.recompute.get(self._phase, 0))
 
     def backward(self, output: Tensor, gradient: Tensor, *, is_last: bool) -> None:
         """Run the backward pass of one microbatch; the last one of a step sums gradients over ranks."""
@@ -36,10 +41,11 @@ class EncoderStage(_ModuleStage):
     """An encoder with its projector; it computes on this rank's items of the phase."""
 
     def __init__(self, phase: str, module: EncoderModule, mesh: Mesh, gradients: ReplicatedGradients | None) -> None:
-        super().__init__(module, mesh, gradients)
-        self._phase, self._encoder = phase, module
+        super().__init__(phase, module, mesh, gradients)
+        self._encoder = module
 
     def forward(self, batch: RankBatch, inputs: dict[str, Tensor]) -> Tensor:
+        self._set_recomputation(batch)
         return self._encoder(*batch.media[self._phase])
 
 
@@ -49,10 +55,11 @@ class BackboneStage(_ModuleStage):
     def __init__(
         self, module: BackboneModule, mesh: Mesh, gradients: ReplicatedGradients | None, totals: Tensor
     ) -> None:
-        super().__init__(module, mesh, gradients)
+        super().__init__(BACKBONE, module, mesh, gradients)
         self._backbone, self._totals = module, totals
 
     def forward(self, batch: RankBatch, inputs: dict[str, Tensor]) -> Tensor:
+        self._set_recomputation(batch)
         loss_sum, num_targets = self._backbone(batch.sequences, inputs)
         self._totals[1] += loss_sum.detach()
         self._totals[2] += num_targets

@@ -13,6 +13,7 @@ from typing import Any
 
 from motet.core.errors import JointUserError
 from motet.data.dataset import Dataset
+from motet.data.splits import OwnSplits
 from motet.dispatch import RankBatch
 from motet.runtime.not_finite import Finding, Moment, first_not_finite, gradient_not_finite, weight_not_finite
 from motet.runtime.step import StepResult, TrainStep
@@ -58,7 +59,9 @@ class Cause:
         return f", {'of' if self.is_certain else 'of one of'} {named}"
 
 
-def examine(step: TrainStep, batches: Sequence[RankBatch], fed: StepInput, dataset: Dataset, world: World) -> Cause:
+def examine(
+    step: TrainStep, batches: Sequence[RankBatch], fed: StepInput, dataset: Dataset | OwnSplits, world: World
+) -> Cause:
     """Find the cause of a bad step by running it again. A collective.
 
     Random number generators must be as they were before the step.
@@ -87,9 +90,15 @@ def examine(step: TrainStep, batches: Sequence[RankBatch], fed: StepInput, datas
         f"first in the {'' if of_output else 'gradient of the '}output of {first.module} on rank {rank}, in microbatch "
         f"{microbatch + 1}",
         "" if of_output else f"all outputs are finite; {gradient}",
-        tuple(dataset.where(example) for example in ids),
+        tuple(_names(ids, dataset, world)),
         all(finding.is_certain for finding in alike),
     )
+
+
+def _names(ids: Sequence[int], dataset: Dataset | OwnSplits, world: World) -> list[str]:
+    """Manifest and line of examples; of an example in a split, only its rank knows them. A collective."""
+    by_rank = world.gather([dataset.where(example) for example in ids])
+    return [max(names) for names in zip(*by_rank, strict=True)]
 
 
 def _event(finding: Finding) -> tuple[str, str, Moment]:
@@ -100,7 +109,7 @@ def _event(finding: Finding) -> tuple[str, str, Moment]:
 class BadSteps:
     """Counts and records the bad steps of a run. All ranks call every method alike."""
 
-    def __init__(self, recipe: Recipe, dataset: Dataset, world: World) -> None:
+    def __init__(self, recipe: Recipe, dataset: Dataset | OwnSplits, world: World) -> None:
         self._path, self._skips = recipe.run.dir / FILE, recipe.run.on_bad_step == "skip"
         self._dataset, self._world = dataset, world
         self._in_a_row = 0
@@ -115,9 +124,10 @@ class BadSteps:
         Raises JointUserError if training ends here, as BrokenWeights if there is nothing worth saving.
         """
         self._in_a_row += 1
+        names = [_names(ids.tolist(), self._dataset, self._world) for ids in fed.examples]
         with self._world.together():
             if self._world.is_first:
-                self._write(result, fed, cause)
+                self._write(result, names, cause)
         sentence = (
             f"Step {result.step + 1} is not finite (loss {result.loss:g}, gradient norm {result.grad_norm:g}): {cause}."
         )
@@ -137,7 +147,8 @@ class BadSteps:
             )
         return f"{sentence} It is skipped."
 
-    def _write(self, result: StepResult, fed: StepInput, cause: Cause) -> None:
+    def _write(self, result: StepResult, examples: list[list[str]], cause: Cause) -> None:
+        """examples: names of all examples of the step, by microbatch."""
         line: dict[str, Any] = {
             "step": result.step + 1,
             "loss": result.loss,
@@ -146,7 +157,7 @@ class BadSteps:
             "more": cause.more,
             "examples_of_cause": cause.examples,
             "is_certain": cause.is_certain,
-            "examples": [[self._dataset.where(int(number)) for number in ids] for ids in fed.examples],
+            "examples": examples,
         }
         with writing(self._path), open(self._path, "a", encoding="utf-8") as file:
             file.write(to_json(line) + "\n")

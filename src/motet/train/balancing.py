@@ -9,12 +9,20 @@ from types import MappingProxyType
 
 import torch
 
-from motet.assign.balancing import Balancing, device_type_of, operation_costs, recomputed_blocks, replicas_per_node
+from motet.assign.balancing import (
+    Balancing,
+    computed_as,
+    device_type_of,
+    operation_costs,
+    recomputed_blocks,
+    replicas_per_node,
+)
 from motet.balance import ACTIVE_BACKEND, Cost, LengthWork, StepCosts
+from motet.balance.costs import cost_of
 from motet.core.cluster import Link
 from motet.core.errors import JointUserError, UserError
 from motet.core.exchange import NS_PER_S, Network
-from motet.core.plan import Plan
+from motet.core.plan import Plan, Policy
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.phases import PhaseTimes, Picoseconds, phase_times
@@ -97,12 +105,32 @@ def build_orchestrator(
     Raises UserError if `config` does not fit the model.
     """
     spec = model_spec(model)
+    for name, policy in config.policies(computed_as(spec)).items():
+        if policy == "padded_attention" and name != BACKBONE and model.encoders[name].cut is not None:
+            raise UserError(
+                f'balance.policy: "padded_attention" pads whole items, and those of {name!r} have segments; set '
+                "another policy."
+            )
     costs = step_costs(config, spec, recompute, device.type, dtype.itemsize, measured, ranks_per_node)
-    balanced = config.balanced(model.encoders)
+    return _orchestrator(config, spec, costs, num_ranks)
+
+
+def recipe_orchestrator(
+    recipe: Recipe, spec: ModelSpec, num_ranks: int, device_type: str, ranks_per_node: int
+) -> Orchestrator:
+    """The Orchestrator of a recipe, from the spec of its model. Raises UserError for costs that do not fit it."""
+    recomputed, measured = recipe.fsdp.recomputed(spec.num_blocks), read_measured(recipe, spec)
+    element_bytes = compute_dtype(recipe).itemsize
+    costs = step_costs(recipe.balance, spec, recomputed, device_type, element_bytes, measured, ranks_per_node)
+    return _orchestrator(recipe.balance, spec, costs, num_ranks)
+
+
+def _orchestrator(config: BalanceConfig, spec: ModelSpec, costs: StepCosts, num_ranks: int) -> Orchestrator:
+    encoders = [module.name for module in spec.modules if module.name != BACKBONE]
     return Orchestrator(
         costs.costs,
         num_ranks,
-        balanced,
+        config.balanced(encoders),
         work=costs.work,
         times=costs.times,
         methods=config.methods,
@@ -118,6 +146,8 @@ def step_costs(
     element_bytes: int,
     measured: MeasuredPhases | None,
     ranks_per_node: int | None = None,
+    *,
+    policy: Mapping[str, Policy] | None = None,
 ) -> StepCosts:
     """Costs and predicted seconds of the phases of a model, as `[balance]` sets them.
 
@@ -125,26 +155,38 @@ def step_costs(
     element_bytes:  bytes of an element of exchanged rows.
     measured:       the profile, if config.cost is "profile".
     ranks_per_node: None: all ranks that exchange share a node.
+    policy:         of a Plan, in place of that in `config`.
     Raises UserError for costs that do not fit the model.
     """
     speed = config.speed.resolved(device_type)
     counted = operation_costs(spec, recompute, speed, element_bytes, ranks_per_node)
-    costs = config.phase_costs(
-        {module.name: "padded" if module.padded else "packed" for module in spec.modules if module.name != BACKBONE}
+    own = computed_as(spec)
+    policies = config.policies(own) if policy is None else own | policy
+    counted = replace(
+        counted,
+        times=replace(counted.times, link=_moving(counted.times.network, config)),
+        defers=config.defer == "auto",
     )
-    counted = replace(counted, defers=config.defer == "auto")
+    if config.cost == "length":
+        costs, work = config.length_costs(policies)
+        times = replace(counted.times, unit_s=_MeanSeconds(costs, work, counted))
+        return replace(counted, costs=costs, work=work, times=times)
+    costs = {name: cost_of(policies[name]) for name in counted.costs}
+    counted = replace(counted, costs=costs)
     if config.cost == "flops":
         return counted
-    if config.cost == "length":
-        times = replace(counted.times, unit_s=_MeanSeconds(costs, counted))
-        return replace(counted, costs=costs, work=LengthWork(), times=times)
     assert measured is not None
     unit_s = dict.fromkeys(costs, 1 / _PS_PER_S)
     links = config.speed.links(measured.link or speed.link, measured.inter_node or speed.inter_node)
-    link = Network(*links, ranks_per_node)
+    link = _moving(Network(*links, ranks_per_node), config)
     return replace(
         counted, work=Picoseconds(measured.phases), times=replace(counted.times, unit_s=lambda _: unit_s, link=link)
     )
+
+
+def _moving(network: Network, config: BalanceConfig) -> Network:
+    """The network, with what moves over it moving as `config` says."""
+    return replace(network, communicator=config.communicator, node_wise=config.node_wise)
 
 
 def recipe_costs(recipe: Recipe, spec: ModelSpec, device_type: str) -> StepCosts:
@@ -155,15 +197,36 @@ def recipe_costs(recipe: Recipe, spec: ModelSpec, device_type: str) -> StepCosts
     return step_costs(recipe.balance, spec, recomputed, device_type, compute_dtype(recipe).itemsize, measured, per_node)
 
 
+def stated_policy(config: BalanceConfig, spec: ModelSpec) -> dict[str, Policy]:
+    """The phases that a recipe balances by another policy than they are computed by, as `Plan.policy` has them."""
+    own = computed_as(spec)
+    return {name: policy for name, policy in config.policies(own).items() if policy != own[name]}
+
+
 def balancing_of(recipe: Recipe, spec: ModelSpec) -> Balancing:
-    """Plan -> the costs by which training balances it. Raises UserError as `read_measured` and `step_costs` do."""
+    """Plan -> the costs by which training balances it.
+
+    Raises UserError as `read_measured` and `step_costs` do, and for a communicator that predictions do not price.
+    """
+    if recipe.balance.communicator != "all_to_all":
+        raise UserError(
+            f'balance.communicator = "{recipe.balance.communicator}" is for training; steps are predicted with '
+            '"all_to_all" alone, so remove it here.'
+        )
     measured, element_bytes = read_measured(recipe, spec), compute_dtype(recipe).itemsize
 
     def balancing(plan: Plan) -> StepCosts:
         recomputed = recomputed_blocks(plan)
         per_node = replicas_per_node(plan)
         return step_costs(
-            recipe.balance, plan.model, recomputed, device_type_of(plan), element_bytes, measured, per_node
+            recipe.balance,
+            plan.model,
+            recomputed,
+            device_type_of(plan),
+            element_bytes,
+            measured,
+            per_node,
+            policy=plan.policy,
         )
 
     return balancing
@@ -179,10 +242,11 @@ class _MeanSeconds:
     """Lengths of a microbatch -> seconds a unit of each phase's cost, on average, if the cost itself is no time."""
 
     costs: Mapping[str, Cost]
+    work: LengthWork
     counted: StepCosts
 
     def __call__(self, lengths: BatchLengths) -> dict[str, float]:
-        columns, unit_s = LengthWork()(lengths), self.counted.times.unit_s(lengths)
+        columns, unit_s = self.work(lengths), self.counted.times.unit_s(lengths)
         mean_s = {}
         for name, work in self.counted.work(lengths).items():
             total = int(self.costs[name].alone(columns[name]).sum())

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from motet.core.errors import JointUserError, UserError
+from motet.core.spec import ModelSpec
 from motet.data.dataset import Dataset, Modality
 from motet.data.decode import Decoder
-from motet.data.left_out import describe_left_out
 from motet.data.order import GlobalOrder, MixedOrder
+from motet.data.splits import OwnSplits, SplitOrder
 from motet.data.text import ChatTokenizer
-from motet.dispatch import ItemExchange, Orchestrator
+from motet.dispatch import Carrier, ItemExchange, Orchestrator
 from motet.models.build import build_mllm
 from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
@@ -25,6 +28,7 @@ from motet.runtime.fsdp import shard
 from motet.runtime.mesh import Mesh, build_mesh
 from motet.runtime.step import TrainStep
 from motet.train.balancing import (
+    MeasuredPhases,
     build_orchestrator,
     check_same_backend,
     check_same_profile,
@@ -37,9 +41,11 @@ from motet.train.checkpoint.restoring import load
 from motet.train.checkpoint.saving import Checkpointer
 from motet.train.evaluate import Evaluator
 from motet.train.input.loading import ExchangeLoading, IndexLoading, Loading
+from motet.train.input.own_splits import check_same_splits, joined_splits, order_of, own_splits, say_left_out
 from motet.train.input.rows import check_rows
 from motet.train.optimizer import build_optimizer
 from motet.train.recipe.recipe import Recipe
+from motet.train.recompute import Recomputation, RecomputeRanks, auto_recompute, memory_bytes
 from motet.train.world import World
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -57,9 +63,10 @@ class TrainingJob:
     model: MLLM
     optimizer: torch.optim.Optimizer
     step: TrainStep
-    order: GlobalOrder | MixedOrder
-    dataset: Dataset
+    order: GlobalOrder | MixedOrder | SplitOrder
+    dataset: Dataset | OwnSplits
     loading: Loading
+    recomputation: Recomputation
     evaluator: Evaluator | None
     checkpointer: Checkpointer
     progress: Progress
@@ -71,29 +78,30 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
     resume: "auto", "never" or a path. say: prints a sentence. cleanup: closes what is open when the run ends.
     """
     check_same_backend(world)
+    rank_bytes = _memory_bytes(recipe, world)
     with world.together():
+        _check_transport(recipe, world)
         dtype = _DTYPES[recipe.run.dtype]
         tokenizer = ChatTokenizer.from_directory(recipe.data.tokenizer)
         model = build_mllm(recipe.model, tokenizer.vocabulary_size, dtype, recipe.run.seed, deferred=True)
         check_rows(recipe, model)
-        measured = read_measured(recipe, model_spec(model))
-        orchestrator = build_orchestrator(
-            recipe.balance,
-            model,
-            world.num_ranks,
-            world.device,
-            compute_dtype(recipe),
-            recompute=recipe.fsdp.recomputed(model_spec(model).num_blocks),
-            measured=measured,
-            ranks_per_node=world.ranks_per_node,
-        )
-        dataset = open_dataset(recipe, recipe.data.train, tokenizer, model, say)
+        measured, orchestrator = _balancing(recipe, model, world)
+        splits = own_splits(recipe, world)
+        opened = {
+            number: open_dataset(recipe, manifests, tokenizer, model, say) for number, manifests in splits.items()
+        }
+        recomputation = _recomputation(recipe, world, rank_bytes, model_spec(model), opened[min(opened)], say)
+        if recomputation.auto is not None:
+            # Now it is known what is recomputed, and so what weighs how much.
+            measured, orchestrator = _balancing(recomputation.recipe, model, world)
         heldout = open_dataset(recipe, recipe.data.heldout, tokenizer, model, say) if recipe.data.heldout else None
-        _check_bad_at_indexing(recipe, dataset)
-        _order(recipe, dataset)  # Refused before anything is sharded.
-        decoder = cleanup.enter_context(Decoder(dataset.transforms, recipe.data.num_workers))
+        decoder = cleanup.enter_context(Decoder(opened[min(opened)].transforms, recipe.data.num_workers))
     check_same_profile(world, measured)
+    dataset = joined_splits(opened, world, say) if recipe.data.is_split else opened[0]
     _check_same_examples(world, dataset, heldout)
+    with world.together():
+        _check_bad_at_indexing(recipe, dataset)
+        order = order_of(recipe, dataset)  # Refused before anything is sharded.
     with world.together():
         mesh = build_mesh(world.device, shard_size=recipe.fsdp.shard_size, ranks_per_node=world.ranks_per_node)
         shard(model, mesh, recipe.fsdp)
@@ -120,19 +128,57 @@ def build_job(recipe: Recipe, world: World, resume: str, say: Say, cleanup: Exit
         model,
         optimizer,
         step,
-        _order(recipe, dataset),
+        order,
         dataset,
         _loading(recipe, world, mesh, orchestrator, dataset, decoder, model),
+        recomputation,
         evaluator,
         Checkpointer(recipe.run.dir / _CHECKPOINTS, recipe.checkpoint, world.saving, line, world.launch, say),
         progress,
     )
 
 
+def _balancing(recipe: Recipe, model: MLLM, world: World) -> tuple[MeasuredPhases | None, Orchestrator]:
+    """The profile that a recipe balances by, if it does, and its Orchestrator."""
+    measured = read_measured(recipe, model_spec(model))
+    orchestrator = build_orchestrator(
+        recipe.balance,
+        model,
+        world.num_ranks,
+        world.device,
+        compute_dtype(recipe),
+        recompute=recipe.fsdp.recomputed(model_spec(model).num_blocks),
+        measured=measured,
+        ranks_per_node=world.ranks_per_node,
+    )
+    return measured, orchestrator
+
+
+def _memory_bytes(recipe: Recipe, world: World) -> int:
+    """The memory of the rank that has least, where recomputation follows from it; else 0. A collective."""
+    if recipe.fsdp.recompute != "auto":
+        return 0
+    with world.together():
+        own_bytes = memory_bytes(recipe, world.device)
+    return min(world.gather(own_bytes))
+
+
+def _recomputation(
+    recipe: Recipe, world: World, rank_bytes: int, spec: ModelSpec, dataset: Dataset, say: Say
+) -> Recomputation:
+    """What the run recomputes, by the numbers of the recipe or by "auto"."""
+    if recipe.fsdp.recompute != "auto":
+        return Recomputation(recipe, spec)
+    ranks = RecomputeRanks(world.num_ranks, world.ranks_per_node, world.device.type, rank_bytes)
+    chosen = auto_recompute(recipe, spec, ranks, order_of(recipe, dataset), lambda ids: dataset.batch_lengths(ids, 1))
+    say(str(chosen))
+    return Recomputation(chosen.resolved, spec, chosen)
+
+
 def open_dataset(recipe: Recipe, manifests: Sequence[str], tokenizer: ChatTokenizer, model: MLLM, say: Say) -> Dataset:
     """The examples of the manifests, in the form that the model takes. The model's weights are not read."""
     modalities = {
-        name: Modality(recipe.transform(name), module.num_tokens, module.lengths)
+        name: Modality(recipe.transform(name), module.num_tokens, module.lengths, module.segments)
         for name, module in model.encoders.items()
     }
     dataset = Dataset.open(
@@ -145,26 +191,8 @@ def open_dataset(recipe: Recipe, manifests: Sequence[str], tokenizer: ChatTokeni
         num_workers=recipe.data.num_workers,
         progress=_index_progress(manifests, say),
     )
-    if dataset.left_out:
-        say(f"{', '.join(manifests)}: {describe_left_out(dataset.left_out, dataset.num_in_manifests)}.")
-        for example in dataset.left_out.named:
-            say(f"Left out: {example}")
-        if unnamed := len(dataset.left_out) - len(dataset.left_out.named):
-            say(f"Left out: {unnamed:,} more like these")
+    say_left_out(manifests, dataset.left_out, dataset.num_in_manifests, say)
     return dataset
-
-
-def _order(recipe: Recipe, dataset: Dataset) -> GlobalOrder | MixedOrder:
-    """The order of the training examples. Raises UserError for a manifest with a weight and without examples."""
-    data, counts = recipe.data, dataset.num_by_manifest.tolist()
-    if not data.weights:
-        return GlobalOrder(dataset.num_examples, data.seed, data.shuffle)
-    if 0 in counts:
-        raise UserError(
-            f"data.mixture gives {data.train[counts.index(0)]} a share, but none of its examples can be used: mend it, "
-            "or leave it out of data.train and data.mixture."
-        )
-    return MixedOrder(tuple(counts), data.weights, data.seed, data.shuffle)
 
 
 def _index_progress(manifests: Sequence[str], say: Say) -> Callable[[int, float], None]:
@@ -180,19 +208,20 @@ def _index_progress(manifests: Sequence[str], say: Say) -> Callable[[int, float]
     return show
 
 
-def _check_same_examples(world: World, dataset: Dataset, heldout: Dataset | None) -> None:
-    """Raise JointUserError if ranks see different examples: each rank decides by itself which rank computes which."""
-    by_rank = world.gather([(part.num_examples, part.fingerprint) for part in (dataset, heldout) if part is not None])
+def _check_same_examples(world: World, dataset: Dataset | OwnSplits, heldout: Dataset | None) -> None:
+    """Raise JointUserError if ranks see different examples, and are to see the same."""
+    shared = {key: part for key, part in (("train", dataset), ("heldout", heldout)) if isinstance(part, Dataset)}
+    by_rank = world.gather({key: (part.num_examples, part.fingerprint) for key, part in shared.items()})
     for rank, datasets in enumerate(by_rank):
-        for key, other, first in zip(("train", "heldout"), datasets, by_rank[0]):
-            if other != first:
+        for key, other in datasets.items():
+            if other != (first := by_rank[0][key]):
                 raise JointUserError(
                     f"data.{key} is not the same everywhere: rank 0 finds {first[0]:,} examples that can be used, rank "
                     f"{rank} finds {other[0]:,}, or others; give all machines the same files."
                 )
 
 
-def _check_bad_at_indexing(recipe: Recipe, dataset: Dataset) -> None:
+def _check_bad_at_indexing(recipe: Recipe, dataset: Dataset | OwnSplits) -> None:
     """Raise UserError if more examples were left out of the index as bad than data.max_bad_fraction allows."""
     num_bad, allowed = dataset.left_out.num_bad, recipe.data.max_bad_fraction
     if num_bad > allowed * dataset.num_in_manifests:
@@ -207,15 +236,45 @@ def _loading(
     world: World,
     mesh: Mesh,
     orchestrator: Orchestrator,
-    dataset: Dataset,
+    dataset: Dataset | OwnSplits,
     decoder: Decoder,
     model: MLLM,
 ) -> Loading:
     """The way in which the recipe's microbatches are loaded."""
     if recipe.exchanges_items:
-        exchange = ItemExchange(mesh.host_group, orchestrator, model.encoders, ranks_per_node=world.ranks_per_node)
+        exchange = ItemExchange(
+            mesh.host_group,
+            orchestrator,
+            model.encoders,
+            ranks_per_node=world.ranks_per_node,
+            carrier=_carrier(recipe, world, mesh),
+        )
         return ExchangeLoading(dataset, decoder, exchange, world.ranks_per_node)
+    assert isinstance(dataset, Dataset), "a recipe whose examples are split exchanges items"
     return IndexLoading(dataset, decoder, orchestrator, world.rank, world.ranks_per_node)
+
+
+def _carrier(recipe: Recipe, world: World, mesh: Mesh) -> Carrier:
+    """What moves the bytes of inputs between ranks. A collective."""
+    if recipe.balance.transport == "host":
+        return Carrier(mesh.host_group)
+    # A new group has a communicator of its own. That of the step belongs to the training thread.
+    return Carrier(dist.new_group(backend="nccl"), world.device)
+
+
+def _check_transport(recipe: Recipe, world: World) -> None:
+    """Raise UserError where inputs cannot move over the links of the devices."""
+    if recipe.balance.transport == "host":
+        return
+    if world.device.type == "cpu":
+        raise UserError(
+            'balance.transport = "device" moves inputs over the links of GPUs, and this run is on the CPU; remove it.'
+        )
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise UserError(
+            'balance.transport = "device" with CUDA_DEVICE_MAX_CONNECTIONS=1 can end in a deadlock: one queue makes an '
+            "exchange of inputs wait for a collective of the step; remove it, or unset the variable."
+        )
 
 
 def _resume(
@@ -239,6 +298,8 @@ def _resume(
             if resume == "never" and world.is_first:
                 remove_all(folder)
             return start, []
+        if recipe.data.is_split and chosen.state.dataset != start.dataset:
+            check_same_splits(chosen, recipe, world)
         _check_same_run(chosen, start, recipe.run.steps)
     progress = load(chosen.path, model, optimizer, world.control, world.together)
     is_done = progress.step == recipe.run.steps

@@ -46,7 +46,7 @@ from motet.train.world import join_world
 _GO_ON, _STOP, _CANNOT_LOG = range(3)
 """What a rank requests at the end of a step; all ranks do the largest request of any."""
 _MEMORY_ADVICE = (
-    'Raise run.microbatches, set fsdp.recompute = true or fsdp.param_dtype = "bfloat16", lower run.batch_size or '
+    'Raise run.microbatches, set fsdp.recompute = "auto" or fsdp.param_dtype = "bfloat16", lower run.batch_size or '
     "data.max_sequence_length, or take more ranks."
 )
 
@@ -151,6 +151,7 @@ class _Run:
                     fed.decide_s,
                     now.core_wait_s - ended.core_wait_s,
                     result.seconds_by_action,
+                    self.job.recomputation.metrics(fed.batches),
                 )
                 ended = now
                 request = self._record(result, cause, fed, measured)
@@ -187,16 +188,20 @@ class _Run:
             progress.position,
             progress.num_bad,
         )
-        pin = RankBatch.pin_memory if self.world.device.type == "cuda" else None
         return Feed(
             self.job.order,
             self.job.loading,
             self.job.mesh.host_group,
             steps,
             recipe.data,
-            prepare=pin,
+            prepare=self._prepared,
             report=self._report,
         )
+
+    def _prepared(self, batch: RankBatch) -> RankBatch:
+        """A loaded microbatch, ready to be computed; in the prefetch thread."""
+        decided = self.job.recomputation.of_rank(batch, self.world.rank)
+        return decided.pin_memory() if self.world.device.type == "cuda" else decided
 
     def _step(self, step: int, fed: StepInput) -> tuple[StepResult, Cause | None]:
         """Take a step; with the cause if it is not finite. A collective."""

@@ -57,6 +57,8 @@ def test_inputs_that_ranks_have_loaded_stay_on_their_node(balanced):
         return Orchestrator(COSTS, 16, balanced, ranks_per_node=4).decide(lengths, *held).backbone
 
     near, anywhere = decide(size_bytes), decide()
+    blind = Orchestrator(COSTS, 16, balanced, ranks_per_node=4, node_wise=False).decide(lengths, size_bytes)
+    assert (blind.backbone.ranks == anywhere.ranks).all()
     assert crossing(near, lengths.home, size_bytes, 4) < 0.2 < 0.6 < crossing(anywhere, lengths.home, size_bytes, 4)
     assert near.loads.max() <= 1.001 * anywhere.loads.max()
 
@@ -69,6 +71,9 @@ def test_batches_of_padded_items_are_computed_on_the_node_that_most_outputs_go_t
     anywhere = assign(items.length, 16, COSTS["audio"])
     assert crossing(placed, home, items.num_tokens, 4) < 0.95 * crossing(anywhere, home, items.num_tokens, 4)
     assert sorted(placed.loads) == sorted(anywhere.loads)
+    blind = Orchestrator(COSTS, 16, COSTS, ranks_per_node=4, node_wise=False).decide(lengths)
+    one_node = Orchestrator(COSTS, 16, COSTS).decide(lengths)
+    assert all((blind.assignments[name].ranks == one_node.assignments[name].ranks).all() for name in COSTS)
 
 
 @given(batches)
@@ -233,12 +238,48 @@ def test_config_turns_switches_into_phases():
 
 def test_config_turns_coefficients_into_costs():
     config = BalanceConfig(cost="length", costs={"image": {"linear": 7, "quadratic": 2}})
-    costs = config.phase_costs({"image": "packed", "audio": "padded"})
-    assert costs == {BACKBONE: Packed(), "image": Packed(linear=7, quadratic=2), "audio": Padded()}
+    costs, work = config.length_costs(config.policies({"image": "packed", "audio": "padded"}))
+    assert costs == {BACKBONE: Packed(), "image": Packed(), "audio": Padded()}
+    assert work.coefficients == {"image": Packed(linear=7, quadratic=2)}
 
 
-def by_length(costs) -> BalanceConfig:
-    return BalanceConfig(cost="length", costs=costs)
+OWN = {"image": "packed", "audio": "padded"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("auto", ("packed", "packed", "padded")),
+        # The backbone keeps its own, as in OrchMLLM's "all pad" and "all rmpad".
+        ("padded", ("packed", "padded", "padded")),
+        ("packed", ("packed", "packed", "packed")),
+        ({"audio": "packed", "image": "auto"}, ("packed", "packed", "packed")),
+        ({"backbone": "padded", "image": "padded"}, ("padded", "padded", "padded")),
+    ],
+)
+def test_config_turns_words_into_policies(policy, expected):
+    config = BalanceConfig(policy=policy)
+    assert tuple(config.policies(OWN).items()) == tuple(zip((BACKBONE, "image", "audio"), expected, strict=True))
+    config.balanced(OWN)
+
+
+@pytest.mark.parametrize("padded", ["padded", "padded_attention"])
+def test_quadratic_costs_of_what_is_padded(padded):
+    coefficients = {phase: {"linear": 3, "quadratic": 2} for phase in OWN}
+    config = BalanceConfig(cost="length", policy={"image": padded}, costs=coefficients)
+    costs, work = config.length_costs(config.policies(OWN))
+    lengths = draw_lengths(0, 20, 2)
+    decision = Orchestrator(costs, 2, costs, work=work).decide(lengths)
+    for phase, policy in (("image", padded), ("audio", "padded")):
+        items, placed = lengths.items[phase].length, decision.assignments[phase]
+        for rank in range(2):
+            own = items[placed.ranks == rank]
+            linear = own.sum() if policy == "padded_attention" else len(own) * own.max()
+            assert placed.loads[rank] == 3 * linear + 2 * len(own) * own.max() ** 2
+
+
+def by_length(costs, policy="auto") -> BalanceConfig:
+    return BalanceConfig(cost="length", costs=costs, policy=policy)
 
 
 @pytest.mark.parametrize(
@@ -256,8 +297,23 @@ def by_length(costs) -> BalanceConfig:
             lambda: BalanceConfig(phases=["video"]).balanced(["image"]),
             "no phase 'video'; the model has backbone, image",
         ),
-        (lambda: by_length({"video": {}}).phase_costs({"image": "packed"}), "no phase 'video'"),
-        (lambda: by_length({"audio": {}}).phase_costs({"audio": "padded"}), "remove the coefficients"),
+        (lambda: by_length({"video": {}}).length_costs({"image": "packed"}), "no phase 'video'"),
+        (
+            lambda: by_length({"image": {"linear": 2}}).length_costs({"image": "padded_attention"}),
+            "takes both coefficients, at least 1 each; set balance.costs.image",
+        ),
+        (
+            lambda: BalanceConfig(policy={"video": "packed"}).policies(OWN),
+            "there is no phase 'video'; the model has backbone, image, audio",
+        ),
+        (
+            lambda: BalanceConfig(phases="off", policy="padded").balanced(OWN),
+            'balance.policy = "padded" is of encoders, and none is balanced; remove it',
+        ),
+        (
+            lambda: BalanceConfig(phases=["image"], policy={"audio": "packed"}).balanced(OWN),
+            "balance.policy: phase 'audio' is not balanced, so it has no policy; remove it",
+        ),
     ],
 )
 def test_config_names_what_is_wrong(call, sentence):

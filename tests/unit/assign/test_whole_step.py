@@ -5,7 +5,7 @@ import pytest
 
 from motet.assign.orchestrator import Orchestrator
 from motet.assign.whole_step import decide_step
-from motet.balance import Link, Packed, StepTimes
+from motet.balance import LengthWork, Link, StepTimes
 from motet.core.workload import BACKBONE, BatchLengths, home_ranks
 from unit.assign.test_orchestrator import COSTS, draw_lengths
 
@@ -55,8 +55,24 @@ def test_microbatches_that_do_not_divide_the_examples():
         decide_step(orchestrator(), draw_lengths(0, 9, 2), 4)
 
 
-def test_a_phase_that_is_missing():
+@pytest.mark.parametrize("balanced", [(BACKBONE,), tuple(COSTS)], ids=["as it comes", "compared"])
+def test_a_phase_that_is_missing(balanced):
     lengths = draw_lengths(0, 8, 2)
     backbone_alone = BatchLengths(lengths.sequence, lengths.num_targets, lengths.home, {})
     with pytest.raises(ValueError, match="differ in"):
-        decide_step(Orchestrator({BACKBONE: Packed(), "image": Packed()}, 2, (BACKBONE,)), backbone_alone, 2)
+        decide_step(orchestrator(balanced), backbone_alone, 2)
+
+
+def test_work_is_counted_once_and_is_that_of_each_microbatch():
+    calls = []
+
+    class Counted(LengthWork):
+        def __call__(self, lengths):
+            calls.append(lengths)
+            return super().__call__(lengths)
+
+    step = decide_step(orchestrator(work=Counted()), draw_lengths(0, 24, 2), 4)
+    assert step.method == "defer" and len(calls) == 1
+    for part in step.microbatches:
+        for phase, work in LengthWork()(part.lengths).items():
+            np.testing.assert_array_equal(part.decision.work[phase], work)

@@ -1,6 +1,7 @@
 """`choose`: the fastest method by its own prediction, the same everywhere, with figures that can be checked by hand."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -173,6 +174,36 @@ def test_bytes_that_cross_nodes_cost_more():
     assert apart.exchange_s["per_phase"] == 2 * (0.75 + 30 / 5)
     assert choose(phases, 2, Network(inside, between, 2)).method == "per_phase"
     assert choose(phases, 2, Network(inside, between, 1)).method == "joint"
+
+
+def test_an_all_gather_brings_every_rank_everything():
+    # As above, on three ranks: one image comes over, whose 30 bytes are one of two shares that two hops pass on.
+    phases = [backbone([5, 5, 5]), encoder("image", [0, 0], [10, 10], token_bytes=3)]
+    link = Network(Link(10.0, 0.5), Link(5.0, 0.75), 3, communicator="all_gather")
+    choice = choose(phases, 3, link, methods=["per_phase"])
+    # Outputs are on two ranks, 30 bytes each; their gradients are all on the rank of the example, 60 bytes.
+    assert choice.exchange_s["per_phase"] == 2 * (0.5 + 30 / 10) + 2 * (0.5 + 60 / 10)
+    assert choice.moved_bytes == 2 * 3 * (30 + 60)
+    apart = choose(phases, 3, replace(link, ranks_per_node=1), methods=["per_phase"])
+    assert apart.exchange_s["per_phase"] == 2 * (0.75 + 30 / 5) + 2 * (0.75 + 60 / 5)
+
+
+def test_without_regard_to_nodes_placements_are_those_of_one_node():
+    phases = draw_phases(0, 64)
+    home, sizes = np.arange(64) // 8, np.full(64, 100)
+    network = Network(FAST, SLOW, 2)
+    for method in ("per_phase", "joint"):
+        blind = choose(phases, 8, replace(network, node_wise=False), methods=[method], home=home, input_bytes=sizes)
+        plain = choose(phases, 8, FAST, methods=[method])
+        seeing = choose(phases, 8, network, methods=[method], home=home, input_bytes=sizes)
+        for one, other in zip(blind.assignments, plain.assignments, strict=True):
+            np.testing.assert_array_equal(one.ranks, other.ranks)
+        assert crossing(seeing.assignments[0], home, sizes, 2) < crossing(blind.assignments[0], home, sizes, 2)
+    per_phase = choose(phases, 8, replace(network, node_wise=False), methods=["per_phase"])
+    # Links are those of the nodes all the same.
+    assert (
+        per_phase.exchange_s["per_phase"] > 1 > choose(phases, 8, FAST, methods=["per_phase"]).exchange_s["per_phase"]
+    )
 
 
 @given(microbatches, st.integers(1, 4))

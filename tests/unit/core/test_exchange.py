@@ -5,7 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.core.cluster import Link
-from motet.core.exchange import Moved, Network, exchange_s, moved
+from motet.core.exchange import (
+    Moved,
+    Network,
+    exchange_s,
+    hop_of_all_gather,
+    moved,
+    sent_in_all_gather,
+    starts_in_all_gather,
+)
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 3), st.integers(0, 99))
@@ -49,3 +57,16 @@ def test_a_network_without_nodes_is_one_node():
     assert Network.of(Link(1.0, 0.0)).nodes(4).tolist() == [0, 0, 0, 0]
     assert Network(Link(1.0, 0.0), Link(1.0, 0.0), 2).nodes(5).tolist() == [0, 0, 1, 1, 2]
     assert Network.of(Link(1.0, 0.0)).nodes(0).tolist() == []
+
+
+def test_a_ring_passes_on_shares_as_long_as_the_longest():
+    # Ranks hold 5, 0, 7 and 2; nodes are (0, 1, 2) and (3), so rank 2 and rank 3 send to another node.
+    holder, amount, node = np.array([0, 2, 2, 3]), np.array([5, 3, 4, 2]), np.array([0, 0, 0, 1])
+    hop = hop_of_all_gather(holder, amount, node)
+    assert hop.whole.tolist() == [[[7, 7, 7, 7], [7, 7, 7, 7]]]
+    assert hop.crossing.tolist() == [[[0, 0, 7, 7], [7, 0, 0, 7]]]
+    assert sent_in_all_gather(holder, amount, node) == (3 * 4 * 7, 3 * 2 * 7)
+    assert sent_in_all_gather(holder, amount, np.zeros(4, np.int64)) == (3 * 4 * 7, 0)
+    share, starts = starts_in_all_gather(np.array([0, 2, 1, 3]), holder, amount, 4)
+    # Rank 2 holds item 2 before item 1.
+    assert share == 7 and starts.tolist() == [0, 2 * 7 + 4, 2 * 7, 3 * 7]

@@ -71,6 +71,8 @@ def test_a_seed_gives_the_same_examples(path):
         ("[[task]]\nname = 'a'\nshare = inf\ntext = { value = 1 }", "task.0.share: "),
         ("[[task]]\nname = 'a'\ntext = { value = 1 }\n[task.items.image]\nlength = { value = 5 }\n"
          "length_per_token = 1e-300", "task.0.items.image.length_per_token: "),
+        ("[[task]]\nname = 'a'\ntext = { value = 1 }\n[task.items.image]\nlength = { value = 5 }\nsegment = 0",
+         "task.0.items.image.segment: "),
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_one_sentence(tmp_path, text, says):
@@ -88,6 +90,18 @@ def test_items_that_would_fill_the_memory_are_refused(tmp_path):
     path.write_text(MIXTURE.replace("choices = [1, 3], weights = [3, 1]", "value = 1000000000"))
     with pytest.raises(UserError, match="Task 'image chat' has 3,000,000,000 items of 'image' in 3 examples"):
         read_sampler(path).workload(num_examples=4)
+
+
+def test_items_are_cut_into_segments(tmp_path):
+    path, text = tmp_path / "workload.toml", "[[task]]\nname = 'a'\ntext = { value = 3 }\n[task.items.image]\n"
+    path.write_text(text + "length = { choices = [10, 4, 0] }\nsegment = 4\n")
+    images = read_sampler(path).workload(num_examples=50).examples.items["image"]
+    expected = {10: [4, 4, 2], 4: [4], 0: []}
+    segments = np.split(images.segments.length, images.segments.offsets[1:-1])
+    assert [each.tolist() for each in segments] == [expected[length] for length in images.length.tolist()]
+    path.write_text(text + "length = { value = 1000000000 }\nsegment = 1\n")
+    with pytest.raises(UserError, match="Task 'a' has 3,000,000,000 segments of 'image' in 3 examples"):
+        read_sampler(path).workload(num_examples=3)
 
 
 def test_choices_without_weights_are_equally_likely():

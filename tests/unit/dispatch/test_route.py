@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from motet.balance import score
 from motet.core.workload import ItemLengths
-from motet.dispatch import Route, compose_route
+from motet.dispatch import GatherRoute, Route, compose_route
 
 
 def placement(rng, num_items, num_ranks):
@@ -16,8 +16,13 @@ def placement(rng, num_items, num_ranks):
     return type(placed)(placed.ranks, items.astype(np.int64), placed.offsets, placed.loads, placed.bound)
 
 
-def play(rows: list[torch.Tensor], routes: list[Route]) -> list[torch.Tensor]:
+def play(rows: list[torch.Tensor], routes: list[Route | GatherRoute]) -> list[torch.Tensor]:
     """What `exchange_rows` does, for all ranks."""
+    if isinstance(routes[0], GatherRoute):
+        (share_rows,) = {route.there.share_rows for route in routes}
+        assert share_rows == max(map(len, rows))
+        gathered = torch.cat([torch.cat([x, x.new_full((share_rows - len(x), 2), -1)]) for x in rows])
+        return [gathered[route.there.index] for route in routes]
     sent = [x if r.send_index is None else x[r.send_index] for x, r in zip(rows, routes)]
     parts = [x.split(r.send_splits) for x, r in zip(sent, routes)]
     arrived = [torch.cat([parts[source][rank] for source in range(len(rows))]) for rank in range(len(rows))]
@@ -44,6 +49,13 @@ def test_rows_arrive_in_the_order_of_the_sequences_and_come_back(seed, num_examp
     arrived = play(rows, routes)
     assert all(torch.equal(a, e) for a, e in zip(arrived, expected))
     assert all(torch.equal(a, e) for a, e in zip(play(arrived, [r.transpose for r in routes]), rows))
+
+    gathering = [compose_route(encoder, backbone, items, rank, communicator="all_gather") for rank in range(num_ranks)]
+    assert all(torch.equal(a, e) for a, e in zip(play(rows, gathering), expected))
+    assert all(torch.equal(a, e) for a, e in zip(play(expected, [r.transpose for r in gathering]), rows))
+    assert all(g.num_rows_in == r.num_rows_in and g.num_rows_out == r.num_rows_out for g, r in zip(gathering, routes))
+    assert all(g.is_local == r.is_local for g, r in zip(gathering, routes))
+    assert all(g.moved_rows >= r.moved_rows for g, r in zip(gathering, routes))
 
     goes = backbone.ranks[examples] if num_items else np.zeros(0, np.int32)
     moved = items.num_tokens[encoder.ranks != goes].sum()

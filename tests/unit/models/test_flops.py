@@ -13,12 +13,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
+from motet.core.item_segments import ItemSegments
+from motet.core.shapes import final_norm, multimodal
 from motet.core.spec import Module
-from motet.core.workload import BACKBONE
+from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.cost.flops import step_flops
+from motet.cost.operations import Operations
 from motet.models.attention import PackedItems
 from motet.models.build import BackboneConfig, EncoderConfig, build_backbone, build_modality
 from unit.cost.forward_flops import forward_flops
+from unit.models.test_module import tile, untile
 
 ENCODERS = ["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio"]
 BACKBONES = ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3", "phi3", "olmo2"]
@@ -65,6 +69,24 @@ def test_encoder(tiny, family, train):
     forward, step = counted_step(lambda: module(values, sizes))
     assert forward_flops(spec, lengths) == forward
     assert step_flops(spec, lengths) == step
+
+
+@pytest.mark.parametrize("family", ["clip", "siglip", "dinov2"])
+def test_tiles_take_the_operations_of_segments(tiny, family):
+    module = tiny.encoder(family, torch.float32)
+    sizes = torch.tensor([[4, 4], [4, 4]])
+    values = tiny.values(family, sizes)
+    whole = step_flops(module.spec_module("it"), module.lengths(sizes.numpy()))
+    module.before, module.after = tile, untile
+    module.cut = lambda sizes: ItemSegments.of([[4] * 4] * len(sizes))
+    items = module.segments(sizes.numpy())
+    lengths = ItemLengths(np.zeros(2, int), module.lengths(sizes.numpy()), module.num_tokens(sizes.numpy()), items)
+    spec = multimodal("it", Module.of(BACKBONE, [final_norm(32)]), [module.spec_module("image")])
+    batch = BatchLengths(np.array([99]), np.array([0]), np.zeros(1, np.int32), {"image": lengths})
+    _, step = counted_step(lambda: module(values, sizes))
+    assert int(Operations(spec)(batch)["image"].sum()) == step
+    assert step_flops(spec.module("image"), lengths.length, segments=items) == step
+    assert whole != step
 
 
 def test_padding_is_computed_on(tiny):

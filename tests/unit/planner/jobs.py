@@ -10,6 +10,8 @@ from motet.core.sampler import Sampler
 from motet.core.shapes import Transformer, audio_encoder, connect, language_model, multimodal, vit
 from motet.cost.analytic import Analytic
 from motet.planner.job import Job
+from motet.schedule import check_fit, program_of, validate
+from motet.simulate.predict.predict import predict
 
 LLM = Transformer(512, 2048, 8, 2, gated=True, norm="rms", biases=(), causal=True)
 ENCODER = Transformer(256, 1024, 4)
@@ -43,6 +45,18 @@ def job(spec=None, *, memory_mbytes=4000, num_nodes=2, batch_size=32, spread=0.0
     device = Device("test", {"bf16": 2e13}, int(memory_mbytes * 1e6), 1e12)
     cluster = Cluster(device, num_nodes, 4, Link(1e11, 3e-6), Link(1e10, 1e-5))
     return Job(spec or model(), cluster, workload(spread), batch_size, Analytic(cluster))
+
+
+def predicted(given_job, candidate, rounding=0.0):
+    """The Prediction of a proposed Plan, which fits its cluster, can be executed, and takes at least its bound.
+
+    rounding: relative, where the bound is a sum in another order than the step."""
+    check_fit(candidate.plan)
+    validate(program_of(candidate.plan))
+    prediction = predict(candidate.plan, given_job.workload, given_job.cost, seed=given_job.seed)
+    assert prediction.peak_bytes.max() <= given_job.capacity_bytes
+    assert candidate.bound_s <= prediction.step_s * (1 + rounding)
+    return prediction
 
 
 @st.composite

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from cli.tiny_job import write_tiny_job
+from motet.assign.balancing import by_operations
+from motet.balance import Packed, Padded, PaddedAttention
 from motet.core.cluster import Cluster, Device, Link
 from motet.core.errors import UserError
 from motet.core.sampler import Sampler
@@ -23,6 +25,7 @@ from motet.planning.plan_of_recipe import obstacle, plan_of_recipe, read_recipe_
 from motet.schedule import planned
 from motet.schedule.program import Kind
 from motet.simulate.predict.predict import predict
+from motet.train.balancing import balancing_of
 from motet.train.recipe.recipe import load_recipe
 
 
@@ -150,6 +153,8 @@ def test_a_plan_that_can_be_run_is_the_plan_of_its_recipe(recipe_file, num_ranks
         ("fsdp.recompute={ backbone = 1 }",),
         ("run.microbatches=2", "balance.method=per_phase"),
         ("balance.phases=off", "fsdp.param_dtype=bfloat16"),
+        ("balance.policy={ image = 'padded' }",),
+        ("balance.policy={ audio = 'padded_attention' }", "balance={ cost = 'length', costs.audio.quadratic = 1 }"),
         ("balance.speed={ device_tflops = 3.0 }", "run.dtype=float64"),
     ],
 )
@@ -161,11 +166,58 @@ def test_a_recipe_is_the_recipe_of_its_plan(recipe_file, overrides):
     assert plan_of_recipe(recipe_of_plan(plan, other), plan.model, plan.cluster) == plan
 
 
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("auto", {}),
+        ("padded", {"image": "padded"}),
+        ("packed", {"audio": "packed"}),
+        ("{ image = 'packed', audio = 'packed' }", {"audio": "packed"}),
+    ],
+)
+def test_a_plan_has_the_policies_that_are_not_the_modules_own(recipe_file, policy, expected):
+    plan = planned_recipe(recipe_file, 2, f"balance.policy={policy}")
+    assert plan.policy == expected
+    assert by_operations(plan).costs == {
+        "image": Padded() if "image" in expected else Packed(),
+        "audio": Packed() if "audio" in expected else Padded(),
+        BACKBONE: Packed(),
+    }
+
+
+def test_parts_of_lengths_are_known_to_the_recipe_alone(recipe_file):
+    stated = ("balance={ policy = { audio = 'padded_attention' }, cost = 'length', costs.audio.quadratic = 2 }",)
+    plan, recipe = planned_recipe(recipe_file, 2, *stated), load_recipe(recipe_file, stated)
+    assert balancing_of(recipe, plan.model)(plan).costs["audio"] == PaddedAttention(1, 2)
+    with pytest.raises(UserError, match="which only a recipe with"):
+        by_operations(plan)
+
+
+def test_the_planner_balances_by_the_recipes_policy(recipe_file):
+    given = JobOptions(ClusterOptions("a40", ranks_per_node=2))
+    plan, job = read_recipe_as_plan(recipe_file, ["balance.policy=padded", "run.batch_size=48"], given)
+    assert plan.policy == job.policy == {"image": "padded"}
+    found = search(job, {"data parallel": propose_data_parallel}).results
+    policies = {(each.candidate.plan.balance == "off", str(each.candidate.plan.policy)) for each in found}
+    assert policies <= {(False, str(job.policy)), (True, "{}")} and (False, str(job.policy)) in policies
+    plans = [replace(plan, balance="per_phase", policy=policy) for policy in (plan.policy, {})]
+    placed = [job.assignment(each).modules["image"].replica.tolist() for each in plans]
+    assert placed[0] != placed[1]
+
+
 def test_what_is_measured_or_stated_for_balancing_goes_where_nothing_is_balanced(recipe_file):
     plan = planned_recipe(recipe_file, 2, "balance.phases=off")
-    for given in ("balance.cost=profile", "balance.speed={ device_tflops = 3.0 }", "balance.method=joint"):
+    for given in (
+        "balance.cost=profile",
+        "balance.speed={ device_tflops = 3.0 }",
+        "balance.method=joint",
+        "balance={ node_wise = false, communicator = 'all_gather' }",
+    ):
         settings = recipe_of_plan(plan, load_recipe(recipe_file, (given,)))
         assert settings.balance == BalanceConfig(phases="off")
+    joint = replace(planned_recipe(recipe_file, 2), balance="joint")
+    settings = recipe_of_plan(joint, load_recipe(recipe_file, ("balance.node_wise=false",)))
+    assert settings.balance == BalanceConfig(method="joint")
 
 
 @pytest.mark.parametrize(

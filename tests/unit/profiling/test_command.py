@@ -13,6 +13,7 @@ from torch import nn
 
 from cli.tiny_job import write_tiny_job
 from motet.core.errors import UserError
+from motet.core.item_segments import ItemSegments
 from motet.core.shapes import Transformer, language_model, multimodal
 from motet.core.workload import BACKBONE
 from motet.cost.fit import relative_error
@@ -128,6 +129,13 @@ def test_an_encoder_that_no_item_fits_is_named(recipe, chosen, monkeypatch):
 
     monkeypatch.setattr(chosen["image"].module, "num_tokens", refuse)
     with pytest.raises(UserError, match=r"transforms.image makes no item that model.encoders.image can take"):
+        subjects(recipe, model, model, torch.device("cpu"))
+
+
+def test_an_encoder_whose_items_have_segments_is_named(recipe, chosen, monkeypatch):
+    model = SimpleNamespace(encoders={"image": chosen["image"].module}, backbone=chosen[BACKBONE].module)
+    monkeypatch.setattr(chosen["image"].module, "cut", lambda sizes: ItemSegments.cut(sizes.prod(axis=1), 4))
+    with pytest.raises(UserError, match=r"model.encoders.image computes items in segments, and a profile times whole"):
         subjects(recipe, model, model, torch.device("cpu"))
 
 

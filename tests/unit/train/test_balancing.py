@@ -10,6 +10,7 @@ from motet.assign.plan import assign_step
 from motet.assign.whole_step import decide_step
 from motet.balance import LengthWork, PhaseCosts
 from motet.core.errors import UserError
+from motet.core.item_segments import ItemSegments
 from motet.core.workload import BACKBONE, home_ranks
 from motet.cost.flops import batch_flops, step_flops
 from motet.cost.profile import LayerTimes, ModuleTimes, Points, Profile
@@ -93,6 +94,9 @@ WAYS = [
     ("run.microbatches=4", "balance.cost=length"),
     ("run.microbatches=8", "balance.cost=profile"),
     ("run.microbatches=2", "balance.phases=off"),
+    ("balance.policy=padded", "balance.method=per_phase"),
+    ("balance.policy=packed", "balance.cost=profile", "run.microbatches=2"),
+    ("balance={ policy = { audio = 'padded_attention' }, cost = 'length', costs.audio = { quadratic = 2 } }",),
 ]
 
 
@@ -103,7 +107,7 @@ NODES = (
 
 
 @pytest.mark.parametrize("num_nodes", [1, 3])
-@pytest.mark.parametrize("overrides", [*WAYS, (NODES,)], ids=" ".join)
+@pytest.mark.parametrize("overrides", [*WAYS, (NODES,), ("balance.node_wise=false",)], ids=" ".join)
 def test_prediction_places_every_item_where_training_does(recipe_file, overrides, num_nodes):
     overrides = ("run.batch_size=24", *overrides)
     recipe = load_recipe(recipe_file, overrides)
@@ -142,6 +146,13 @@ def test_training_exchanges_less_between_slow_nodes(recipe_file):
     assert (beside.method, apart.method) == ("per_phase", "joint")
 
 
+def test_what_predictions_do_not_price_is_refused(recipe_file):
+    overrides = ("run.batch_size=24", "balance.communicator=all_gather")
+    assert orchestrator_of(load_recipe(recipe_file, overrides), 3).communicator == "all_gather"
+    with pytest.raises(UserError, match=r'balance\.communicator = "all_gather" is for training; steps are predicted'):
+        read_recipe_as_plan(recipe_file, overrides, JobOptions(ClusterOptions("cpu", 1, 3)))
+
+
 GRID = tuple(((count, length),) for count in (1, 4) for length in (8, 20, 60))
 
 
@@ -161,6 +172,15 @@ def layer_times(module):
         taken = [1e-9 * (r * (layer.weights + 1) + 10 * p * (layer.attention is not None)) for r, p in zip(rows, pairs)]
         points = Points(rows=rows, pairs=pairs, forward_s=taken, input_s=taken, weight_s=taken)
         yield LayerTimes(kind=kind[0], weights=kind[1], grid=points, held_out=points)
+
+
+def test_padded_attention_of_items_with_segments_is_refused(recipe_file):
+    stated = "balance={ policy = { image = 'padded_attention' }, cost = 'length', costs.image = { quadratic = 2 } }"
+    recipe = load_recipe(recipe_file, [stated])
+    model = model_of(recipe)
+    model.encoders["image"].cut = lambda sizes: ItemSegments.cut(sizes.prod(axis=1), 4)
+    with pytest.raises(UserError, match="pads whole items, and those of 'image' have segments"):
+        build_orchestrator(recipe.balance, model, 2, torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize(("cost", "unit"), [("flops", "FLOP"), ("length", "tokens"), ("profile", "ps")])

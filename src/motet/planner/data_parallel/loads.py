@@ -23,7 +23,7 @@ from motet.cost.flops import work_of
 from motet.cost.memory import StageLayer, activation_bytes, stage_layers, stage_memory
 from motet.cost.model import Work, backward_seconds
 from motet.planner.job import Job
-from motet.planner.stages.recompute import StageBytes, stage_bytes
+from motet.planner.stages.recompute import StageBytes, stateless_bytes
 
 
 class ModuleState(NamedTuple):
@@ -85,7 +85,7 @@ class Load:
         unit = Unit("all", ({},), tp=self.tp, zero=0)
         spans = {name: (0, len(self.job.model.module(name).blocks))}
         precision = self.job.mixed_precision(pipeline=False)
-        return stage_bytes(self.job.model, unit, spans, lambda *key: self.largest_rows[key], 1, precision)
+        return stateless_bytes(self.job.model, unit, spans, lambda *key: self.largest_rows[key], 1, precision)
 
     def held_bytes(self, recompute: Mapping[str, int]) -> float:
         """Activations of the fullest rank.
@@ -168,7 +168,8 @@ class EvenBatch:
         batch = self.job.batch
         items = batch.of(name)
         targets = batch.num_targets if name == BACKBONE else None
-        alone = work_of(layer, items.length, np.arange(items.num_items), items.num_items, num_targets=targets)
+        count = items.num_items
+        alone = work_of(layer, items.length, np.arange(count), count, num_targets=targets, segments=items.segments)
         return items.example, alone.rows, alone.pairs
 
 
@@ -184,8 +185,11 @@ def _reduced(join: np.ufunc, amount: Float64Array, first: Int64Array) -> Float64
 
 def assigned_load(job: Job, plan: Plan) -> Load:
     """The load of a Plan on the first examples of the job's batch, assigned as in the simulator."""
-    assignment = job.assignment(plan)
-    unit = plan.unit_of(BACKBONE)
+    return load_of(job, job.assignment(plan), plan.unit_of(BACKBONE))
+
+
+def load_of(job: Job, assignment: StepAssignment, unit: Unit) -> Load:
+    """The load of the ranks of a unit that holds all modules, for items that are assigned to them."""
     shape = unit.dp, assignment.num_microbatches
 
     def work(name: str, layer: Layer) -> Work:
@@ -195,10 +199,31 @@ def assigned_load(job: Job, plan: Plan) -> Load:
         if name == BACKBONE:
             targets = np.bincount(batch_index, assignment.batch.num_targets, shape[0] * shape[1]).astype(np.int64)
         padded = job.model.module(name).padded
-        return work_of(layer, items.length, batch_index, shape[0] * shape[1], padded=padded, num_targets=targets)
+        return work_of(
+            layer,
+            items.length,
+            batch_index,
+            shape[0] * shape[1],
+            padded=padded,
+            num_targets=targets,
+            segments=items.segments,
+        )
 
     load = _load(job, unit.tp, work, shape, lambda name: _moved_bytes(job, name, assignment, unit))
     return replace(load, methods=assignment.methods)
+
+
+def load_alone(job: Job, lengths: Mapping[str, Int64Array], num_targets: int) -> Load:
+    """The load of one rank in one microbatch.
+
+    lengths: int64 [num_items] of each module's items on the rank. num_targets: of its sequences.
+    """
+
+    def work(name: str, layer: Layer) -> Work:
+        targets = num_targets if name == BACKBONE else None
+        return work_of(layer, lengths[name], padded=job.model.module(name).padded, num_targets=targets)
+
+    return _load(job, 1, work, (1, 1), lambda _: None)
 
 
 def _moved_bytes(job: Job, name: str, assignment: StepAssignment, unit: Unit) -> Moved | None:

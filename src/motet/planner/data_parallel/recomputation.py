@@ -53,7 +53,7 @@ def _least(
         name: np.maximum(state[name].transient_bytes + stage.working_bytes[name] - idle, 0)
         for name, stage in stages.items()
     }
-    recompute_s = {name: _per_block(load.modules[name]) for name in every}
+    recompute_s = {name: block_seconds(load.modules[name]) for name in every}
     lacking = over(dict.fromkeys(every, 0))
     for _ in range(_MAX_ROUNDS):
         chosen = least_recompute(recompute_s, saved, lacking, grown)
@@ -65,7 +65,7 @@ def _least(
     return every
 
 
-def _per_block(load: ModuleLoad) -> Float64Array:
+def block_seconds(load: ModuleLoad) -> Float64Array:
     """[num_blocks]: seconds that recomputing each block adds to the busiest rank, for which the others wait."""
     layers = np.diff(load.num_recomputed, axis=0).astype(np.float64)
     seconds: Float64Array = layers @ load.recompute_s.max(axis=1).sum(axis=1)
@@ -75,7 +75,7 @@ def _per_block(load: ModuleLoad) -> Float64Array:
 def _trimmed(load: Load, recompute: Mapping[str, int], over: Callable[[Mapping[str, int]], float]) -> Mapping[str, int]:
     """The recomputation without blocks that are not needed; the most costly modules lose blocks first."""
     chosen = dict(recompute)
-    cost = {name: float(_per_block(load.modules[name]).max(initial=0.0)) for name in chosen}
+    cost = {name: float(block_seconds(load.modules[name]).max(initial=0.0)) for name in chosen}
     for name in sorted(chosen, key=lambda name: (-cost[name], name)):
         while chosen[name] and over({**chosen, name: chosen[name] - 1}) <= 0:
             chosen[name] -= 1

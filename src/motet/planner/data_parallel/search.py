@@ -101,6 +101,7 @@ class DataParallelSearch:
             "data_parallel",
             precision=job.precision,
             balance=self.balance,
+            policy=job.policy_under(self.balance),
         )
 
     def sharded(self, sharding: ZeroSharding) -> ShardedUnit:
@@ -128,7 +129,7 @@ class DataParallelSearch:
 
     def _assign_unbalanced(self, microbatch_size: int, batch_size: int) -> Load:
         plan = self.plan(self.unit(ZeroSharding(3, 0)), microbatch_size)
-        return assigned_load(self.job, replace(plan, batch_size=batch_size, balance="off"))
+        return assigned_load(self.job, replace(plan, batch_size=batch_size, balance="off", policy={}))
 
     def fit(self, load: Load, sharding: ZeroSharding, mode: RecomputeMode | None = None) -> Fit:
         """The recomputation that makes a load fit; by default in the mode of the search."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, NamedTuple, TypeVar
 
@@ -162,13 +162,21 @@ class StageBytes:
 def stage_bytes(
     model: ModelSpec, unit: Unit, spans: Spans, rows: RowsOfLayer, in_flight: int, precision: MixedPrecision
 ) -> StageBytes:
-    """The bytes of a stage of `unit` that holds the blocks `spans`. O(layers).
+    """The bytes of a stage of `unit` that holds the blocks `spans`. O(layers). Arguments: as in `stateless_bytes`."""
+    state = stage_memory(unit, stage_layers(model, spans, {}), lambda *_: 0.0, 0, precision)
+    stateless = stateless_bytes(model, unit, spans, rows, in_flight, precision)
+    return replace(stateless, state_bytes=state.held_bytes, sharding_bytes=state.transient)
+
+
+def stateless_bytes(
+    model: ModelSpec, unit: Unit, spans: Spans, rows: RowsOfLayer, in_flight: int, precision: MixedPrecision
+) -> StageBytes:
+    """The bytes of a stage without its state, and without what sharding that takes for a while. O(layers).
 
     rows:      rows of the largest microbatch in each layer. For layers that see targets only, all of them: this
                function knows how many logits exist at once.
     in_flight: the most microbatches whose activations are kept at once.
     """
-    state = stage_memory(unit, stage_layers(model, spans, {}), lambda *_: 0.0, 0, precision)
     block = {name: _block_of_layer(model, name, span) for name, span in spans.items()}
     num_seen = dict.fromkeys(spans, 0)
     saved = {name: np.zeros(stop - first) for name, (first, stop) in spans.items()}
@@ -189,7 +197,7 @@ def stage_bytes(
         if recomputed:
             saved[name][index] += in_flight * (size.saved - size.input)
             working[name][index] = max(working[name][index], size.saved - size.input + size.gradients)
-    return StageBytes(state.held_bytes, state.transient, kept * in_flight, largest, saved, working)
+    return StageBytes(0, 0, kept * in_flight, largest, saved, working)
 
 
 def _block_of_layer(model: ModelSpec, name: str, span: tuple[int, int]) -> list[int]:

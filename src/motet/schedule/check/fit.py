@@ -30,6 +30,7 @@ def check_fit(plan: Plan) -> None:
     _check_batch(plan)
     _check_schedule(plan)
     _check_examples(plan)
+    _check_policy(plan)
 
 
 def _check_units(plan: Plan) -> None:
@@ -253,6 +254,16 @@ def _check_examples(plan: Plan) -> None:
             f"with microbatch_caps all units must have as many replicas, so that each takes whole groups; they have "
             f"dp {', '.join(map(str, sorted(sizes)))}."
         )
+
+
+def _check_policy(plan: Plan) -> None:
+    """`policy` is of phases that are balanced."""
+    names = [module.name for module in plan.model.modules]
+    for name in plan.policy:
+        if plan.balance == "off":
+            raise UserError(f"policy is of {name!r}, and with balance 'off' nothing is balanced by it; leave it out.")
+        if name not in names:
+            raise UserError(f"policy: {plan.model.name} has no module {name!r}; it has {', '.join(names)}.")
 
 
 def _check_data_parallel(plan: Plan, unit: Unit) -> None:

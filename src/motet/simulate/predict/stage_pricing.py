@@ -184,7 +184,15 @@ class Pricing:
         targets = None
         if name == BACKBONE:
             targets = np.bincount(batch_index, self.assignment.batch.num_targets, size).astype(np.int64)
-        whole = work_of(layer, items.length, batch_index, size, padded=module.padded, num_targets=targets)
+        whole = work_of(
+            layer,
+            items.length,
+            batch_index,
+            size,
+            padded=module.padded,
+            num_targets=targets,
+            segments=items.segments,
+        )
         share = 1 / (unit.cp * num_shares)
         work = Work(whole.rows * share, whole.pairs * share)
         tensor_s = np.zeros(size)

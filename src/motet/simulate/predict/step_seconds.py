@@ -51,6 +51,7 @@ class PricedStep:
                 alone,
                 np.arange(items.num_items) - first,
                 1,
+                items.segments,
             )
         pricing = self._pricing(StepAssignment(self.batch, self.batch.num_examples, modules))
         lane = {stage.rank: number for number, stage in enumerate(lanes(self.layout))}

@@ -23,6 +23,11 @@ _BALANCES = {
     "per_phase": "an assignment of items for each module",
     "auto": "one assignment for all modules or one for each, whichever makes the step faster",
 }
+_POLICIES = {
+    "packed": "packed",
+    "padded": "padded to the longest",
+    "padded_attention": "padded in attention alone",
+}
 _ORDERS = {
     "given": "",
     "intra": " Examples are dealt out in every step so that replicas are even.",
@@ -53,6 +58,7 @@ def plan_in_words(plan: Plan) -> list[str]:
     )
     if plan.balance != "off":
         step += f" Items are balanced over ranks: {_BALANCES[plan.balance]}."
+        step += "".join(f" Those of {name} are balanced as if {_POLICIES[how]}." for name, how in plan.policy.items())
     elif plan.schedule == "data_parallel" and backbone.dp > 1:
         step += " Items are not balanced."
     if plan.microbatch_caps:

@@ -27,6 +27,7 @@ from motet.core.arrays import BoolArray, Int64Array
 from motet.core.errors import JointUserError, RankFailure, UserError
 from motet.data.config import DataConfig
 from motet.data.order import GlobalOrder, ListedOrder, MixedOrder
+from motet.data.splits import SplitOrder
 from motet.dispatch import RankBatch
 from motet.train.input.loading import DealtStep, Loaded, Loading, Pending, UnreadableExample
 
@@ -100,7 +101,7 @@ class Feed:
 
     def __init__(
         self,
-        order: GlobalOrder | MixedOrder | ListedOrder,
+        order: GlobalOrder | MixedOrder | ListedOrder | SplitOrder,
         loading: Loading,
         group: dist.ProcessGroup,
         steps: StepRange,

@@ -17,12 +17,13 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from motet.assign.whole_step import DecidedMicrobatch, DecidedStep, decide_step
-from motet.core.arrays import BoolArray, Int64Array
+from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BatchLengths, home_ranks
 from motet.data.dataset import Dataset
 from motet.data.decode import Decoder
 from motet.data.media import BadMedia, MediaRef
+from motet.data.splits import OwnSplits
 from motet.dispatch import Decision, ItemExchange, LoadedExample, Orchestrator, RankBatch, assemble
 
 MediaPlace: TypeAlias = tuple[int, int]
@@ -189,17 +190,20 @@ class IndexLoading:
 class ExchangeLoading:
     """Loads the home examples of this rank, then exchanges their items."""
 
-    def __init__(self, dataset: Dataset, decoder: Decoder, exchange: ItemExchange, ranks_per_node: int) -> None:
+    def __init__(
+        self, dataset: Dataset | OwnSplits, decoder: Decoder, exchange: ItemExchange, ranks_per_node: int
+    ) -> None:
         self._dataset, self._decoder, self._exchange, self._ranks_per_node = dataset, decoder, exchange, ranks_per_node
 
     def deal(self, ids: Int64Array, num_microbatches: int) -> DealtStep:
-        return DealtStep(tuple(Dealt(part) for part in np.split(ids, num_microbatches)))
+        # What is exchanged comes rank by rank, so the examples of a microbatch are in the order of their homes.
+        parts = (part[np.argsort(self._home(part), kind="stable")] for part in np.split(ids, num_microbatches))
+        return DealtStep(tuple(Dealt(part) for part in parts))
 
     def start(self, dealt: Dealt) -> Pending:
         ids = dealt.ids
         pending = Pending(len(ids), _where(self._dataset, ids))
-        homes = home_ranks(len(ids), self._exchange.orchestrator.num_ranks)
-        for index in np.flatnonzero(homes == self._exchange.rank).tolist():
+        for index in np.flatnonzero(self._home(ids) == self._exchange.rank).tolist():
             refs = self._dataset.media_refs(int(ids[index]))
             futures = self._decoder.submit(refs, [self._dataset.readers_of(ref) for ref in refs])
             pending.items += [(index, future) for future in futures]
@@ -216,6 +220,9 @@ class ExchangeLoading:
         ]
         return exchanged(self._exchange, examples, self._ranks_per_node)
 
+    def _home(self, ids: Int64Array) -> Int32Array:
+        return self._dataset.home(ids, self._exchange.orchestrator.num_ranks)
+
 
 def exchanged(exchange: ItemExchange, examples: Sequence[LoadedExample | None], ranks_per_node: int) -> Loaded:
     """The microbatch of the examples that all ranks have loaded; None for one that is left out. A collective."""
@@ -226,7 +233,7 @@ def exchanged(exchange: ItemExchange, examples: Sequence[LoadedExample | None], 
     return Loaded(batch, items.moved_bytes, items.crossing_bytes)
 
 
-def _where(dataset: Dataset, ids: Int64Array) -> Callable[[int], str]:
+def _where(dataset: Dataset | OwnSplits, ids: Int64Array) -> Callable[[int], str]:
     """Index in a microbatch -> manifest and line of the example."""
     return lambda index: dataset.where(int(ids[index]))
 

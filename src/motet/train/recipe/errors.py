@@ -42,7 +42,7 @@ def recipe_error(
     Unknown keys come first, as a misspelt key is often also missing under its right name.
     where: the recipe's path as the user gave it. text: its TOML text. overrides: keys that the command line has set.
     """
-    error = next((error for error in errors if error["type"] in _UNKNOWN), errors[0])
+    error = next((error for error in errors if error["type"] in _UNKNOWN), None) or _inside_union(errors)
     key, models = _walk(error["loc"], schema)
     name = ".".join(str(part) for part in key)
     if error["type"] in _UNKNOWN:
@@ -54,6 +54,18 @@ def recipe_error(
     else:
         problem = f"'{name}' {_requirement(error)}"
     return f"{_place(key, where, text, overrides)}: {problem}" + ("" if problem.endswith("?") else ".")
+
+
+def _inside_union(errors: Sequence[ErrorDetails]) -> ErrorDetails:
+    """The first error; of a union, which has one of each member, that of the member that came nearest."""
+    loc = errors[0]["loc"]
+    tag = next((index for index, part in enumerate(loc) if _is_tag(part)), len(loc))
+    return max((error for error in errors if error["loc"][:tag] == loc[:tag]), key=lambda error: len(error["loc"]))
+
+
+def _is_tag(part: int | str) -> bool:
+    """Whether a part of pydantic's location names a member of a union of plain types, and is no key of the file."""
+    return isinstance(part, str) and (part in ("bool", "int", "float", "str") or part.endswith("]"))
 
 
 def _place(key: KeyPath, where: str, text: str, overrides: set[KeyPath]) -> str:
@@ -86,6 +98,8 @@ def _walk(loc: tuple[int | str, ...], schema: type[BaseModel]) -> tuple[KeyPath,
     candidates: list[Any] = [schema]
     for index, part in enumerate(loc):
         last = index == len(loc) - 1
+        if len(candidates) > 1 and _is_tag(part):
+            continue
         models = [c for c in candidates if _is_model(c)]
         following: list[Any] = []
         for candidate in candidates:

@@ -129,6 +129,20 @@ class Recipe(BaseModel):
         return read
 
     @model_validator(mode="after")
+    def _splits_are_exchanged(self) -> Recipe:
+        if self.data.is_split and self.fsdp.recompute == "auto":
+            raise ValueError(
+                'fsdp.recompute = "auto" takes the lengths of all examples, and with {rank} in data.train no rank '
+                "knows them: state numbers"
+            )
+        if self.data.is_split and not self.exchanges_items:
+            raise ValueError(
+                f'balance.mode = "{self.balance.mode}" takes examples that every rank can read, and with {{rank}} in '
+                'data.train each rank reads its own; set balance.mode = "exchange"'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _parts_fit(self) -> Recipe:
         for name in self.model.encoders:
             modality = self.model.modality(name)

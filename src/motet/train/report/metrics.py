@@ -35,6 +35,7 @@ class MeasuredStep:
     decide_s:    seconds for deciding the balance, in the prefetch thread.
     core_wait_s: seconds of wall_s in which the step was ready to run and had no core; NaN if the kernel does not count.
     actions:     name -> seconds of an action; all ranks have the same names in the same order.
+    recomputed:  module -> the recomputed blocks of each microbatch; all ranks have the same names in the same order.
     """
 
     wall_s: float
@@ -42,6 +43,7 @@ class MeasuredStep:
     decide_s: float
     core_wait_s: float
     actions: Mapping[str, float]
+    recomputed: Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,20 @@ def gather_measured(measured: MeasuredStep, world: World, request: int) -> tuple
         measured.core_wait_s,
         float(peak_memory_bytes(world.device)),
     ]
-    row = torch.tensor([*fixed, *measured.actions.values()], dtype=torch.float64)
+    most = [float(max(blocks)) for blocks in measured.recomputed.values()]
+    usual = [sum(blocks) / len(blocks) for blocks in measured.recomputed.values()]
+    row = torch.tensor([*fixed, *measured.actions.values(), *most, *usual], dtype=torch.float64)
     table = torch.empty(world.num_ranks, len(row), dtype=torch.float64)
     dist.all_gather_single(table.view(-1), row, group=world.control)
     largest, mean = table.max(dim=0).values.tolist(), table.mean(dim=0).tolist()
     actions = {
         name: {"max_s": _rounded(largest[i]), "mean_s": _rounded(mean[i])}
         for i, name in enumerate(measured.actions, start=len(fixed))
+    }
+    first_most = len(fixed) + len(actions)
+    recomputed = {
+        name: {"max": int(largest[first_most + i]), "mean": _rounded(mean[first_most + len(most) + i])}
+        for i, name in enumerate(measured.recomputed)
     }
     joined = {
         "step_s": _rounded(largest[1]),
@@ -93,6 +102,7 @@ def gather_measured(measured: MeasuredStep, world: World, request: int) -> tuple
         "core_wait_s": _rounded(largest[4]),
         "memory": {"peak_bytes": int(largest[5]), "kind": memory_kind(world.device)},
         "actions": actions,
+        "recompute": recomputed,
     }
     return joined, int(largest[0])
 

@@ -13,8 +13,8 @@ from motet.cost.analytic import Analytic
 from motet.planner.bubble_filling.propose import propose_bubble_filling
 from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.job import Job
-from motet.schedule import check_fit, program_of, validate
 from motet.simulate.predict.predict import predict
+from unit.planner.jobs import predicted
 
 LLM = Transformer(2048, 8192, 16, causal=True)
 VISION, HEARING = Transformer(1024, 4096, 16), Transformer(512, 2048, 8)
@@ -64,11 +64,7 @@ def test_every_plan_fits_runs_and_takes_about_what_was_estimated(name, pins):
     found, _ = proposals(given, pins)
     assert 2 <= len(found) <= 6
     for one in found:
-        check_fit(one.plan)
-        validate(program_of(one.plan))
-        prediction = predict(one.plan, given.workload, given.cost)
-        assert prediction.peak_bytes.max() <= given.capacity_bytes
-        assert one.bound_s <= prediction.step_s
+        prediction = predicted(given, one)
         assert one.estimate_s == pytest.approx(prediction.step_s, rel=0.15)
         if name != "lengths of all kinds":
             assert one.estimate_s == pytest.approx(prediction.step_s, rel=0.06)

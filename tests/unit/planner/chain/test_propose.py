@@ -6,9 +6,8 @@ from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.chain.anchored_cut import fastest_cut
 from motet.planner.chain.propose import MAX_CHAINS, MAX_RIVALS, ChainSearch, propose_chain
 from motet.planner.degrees import Degrees
-from motet.schedule import check_fit, program_of, validate
 from motet.simulate.predict.predict import predict
-from unit.planner.jobs import job, model
+from unit.planner.jobs import job, model, predicted
 
 
 def proposed(given_job, pins=None):
@@ -25,11 +24,7 @@ def test_every_plan_fits_runs_and_takes_about_what_was_estimated(frozen, memory_
     assert 1 <= len(candidates) <= MAX_CHAINS + MAX_RIVALS
     assert [one.estimate_s for one in candidates] == sorted(one.estimate_s for one in candidates)
     for candidate in candidates:
-        check_fit(candidate.plan)
-        validate(program_of(candidate.plan))
-        found = predict(candidate.plan, given_job.workload, given_job.cost)
-        assert found.peak_bytes.max() <= given_job.capacity_bytes
-        assert candidate.bound_s <= found.step_s
+        found = predicted(given_job, candidate)
         assert candidate.estimate_s == pytest.approx(found.step_s, rel=0.5 if spread else 0.3)
         assert candidate.facts or candidate.plan.units[0].pp == 1
 

@@ -19,10 +19,11 @@ from motet.planner.data_parallel.loads import EvenBatch, assigned_load, state_of
 from motet.planner.data_parallel.propose import propose_data_parallel
 from motet.planner.data_parallel.zero import ShardedUnit, shardings, step_s
 from motet.planner.job import Job
-from motet.schedule import check_fit, planned, program_of, validate
+from motet.schedule import planned
 from motet.simulate.predict.predict import assign_batch, predict
 from motet.simulate.predict.stage_pricing import Pricing
 from motet.simulate.predict.traffic import Traffic
+from unit.planner.jobs import predicted
 
 LLM = Transformer(512, 2048, 8, 2, gated=True, norm="rms", biases=(), causal=True)
 
@@ -96,11 +97,7 @@ def test_what_is_proposed_fits_and_takes_what_was_estimated(memory, num_nodes, e
     estimates = [one.estimate_s for one in candidates]
     assert estimates == sorted(estimates)
     for one in candidates:
-        check_fit(one.plan)
-        validate(program_of(one.plan))
-        prediction = simulated(given_job, one.plan)
-        assert prediction.peak_bytes.max() <= given_job.capacity_bytes
-        assert one.bound_s <= prediction.step_s * (1 + 1e-9)
+        prediction = predicted(given_job, one, rounding=1e-9)
         assert one.estimate_s == pytest.approx(prediction.step_s, rel=0.25)
 
 

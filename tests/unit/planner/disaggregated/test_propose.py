@@ -20,9 +20,8 @@ from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.disaggregated.placed_units import side_of
 from motet.planner.disaggregated.propose import propose_disaggregated
 from motet.planner.job import Job
-from motet.schedule import program_of, validate
-from motet.schedule.check.fit import check_fit
 from motet.simulate.predict.predict import predict
+from unit.planner.jobs import predicted
 
 NARROW, WIDE = Transformer(256, 1024, 4), Transformer(1024, 4096, 16, causal=True)
 
@@ -86,11 +85,7 @@ def test_what_is_proposed_fits_and_runs(planned: Job) -> None:
     found = proposed(planned)
     assert 0 < len(found) <= 6
     for one in found:
-        check_fit(one.plan)
-        validate(program_of(one.plan))
-        step = predict(one.plan, planned.workload, planned.cost)
-        assert step.peak_bytes.max() <= planned.capacity_bytes
-        assert one.bound_s <= step.step_s
+        predicted(planned, one)
 
 
 @pytest.mark.parametrize(("name", "factor"), [("alike", 1.2), ("frozen encoders", 1.2), ("unlike", 2.0)])
@@ -211,10 +206,7 @@ def test_chunks_of_the_backbone_fit_and_run_too(name: str, schedule: ScheduleKin
         assert one.plan.schedule == schedule
         assert (len(unit.stages) > unit.pp) == (schedule == "interleaved_1f1b")
         assert all(len(other.stages) == other.pp for other in one.plan.units if other is not unit)
-        validate(program_of(one.plan))
-        step = predict(one.plan, planned.workload, planned.cost)
-        assert step.peak_bytes.max() <= planned.capacity_bytes
-        assert one.bound_s <= step.step_s
+        predicted(planned, one)
 
 
 def test_a_backbone_in_one_stage_has_no_chunks_to_interleave() -> None:

@@ -8,9 +8,7 @@ from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.modality_parallel import propose as modality
 from motet.planner.modality_parallel.propose import nearest_stage_counts, propose_modality_parallel
 from motet.planner.stages.partition import slowest_stages
-from motet.schedule import check_fit, program_of, validate
-from motet.simulate.predict.predict import predict
-from unit.planner.jobs import job, model
+from unit.planner.jobs import job, model, predicted
 
 
 def proposed(given_job, pins=None):
@@ -25,11 +23,7 @@ def test_every_plan_fits_runs_and_takes_about_what_was_estimated(frozen, memory_
     candidates, _ = proposed(given_job)
     assert 1 <= len(candidates) <= modality.NUM_CANDIDATES
     for candidate in candidates:
-        check_fit(candidate.plan)
-        validate(program_of(candidate.plan))
-        found = predict(candidate.plan, given_job.workload, given_job.cost)
-        assert found.peak_bytes.max() <= given_job.capacity_bytes
-        assert candidate.bound_s <= found.step_s
+        found = predicted(given_job, candidate)
         assert candidate.estimate_s == pytest.approx(found.step_s, rel=0.3)
 
 

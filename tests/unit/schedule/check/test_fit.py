@@ -96,6 +96,10 @@ OPTIONS = {
     "deferred_warmup is of 'interleaved_1f1b'; the schedule is '1f1b'": (PLANS["chain"], {"deferred_warmup": True}),
     "there are fills, but no unit shares": (PLANS["chain"], {"fills": (Fill(0, "3F0"),)}),
     "balance 'joint' is of schedule 'data_parallel'": (PLANS["chain"], {"balance": "joint"}),
+    "policy is of 'image', and with balance 'off' nothing is balanced by it": (
+        FSDP, {"policy": {"image": "padded"}, "balance": "off"}
+    ),
+    "policy: toy has no module 'video'; it has": (FSDP, {"policy": {"video": "padded"}, "balance": "joint"}),
     "order and microbatch_caps are of pipelines; under 'data_parallel' balance": (FSDP, {"order": "both"}),
     "order and microbatch_caps are of pipelines": (FSDP, {"microbatch_caps": {"image": 9, "backbone": 9}}),
     "microbatch_caps are of backbone; they must be of 'backbone' and of one other module of toy": (

@@ -1,0 +1,245 @@
+"""`[fsdp] recompute = "auto"`: the least recomputation that fits memory, in each microbatch anew (OmniBal section 4.3).
+
+- A rank recomputes in a microbatch what memory lacks for the items that it computes there, by the memory model
+  (`cost/memory.py`). Of all numbers of blocks that suffice, those win that take the fewest seconds again, which is
+  most bytes saved per second (`planner/stages/recompute.py`). Seconds are those of operations at an assumed speed, not
+  measured, so that all ranks, a resumed run and a simulation say the same. Ranks need not agree: recomputation changes
+  no collective (`runtime/fsdp.py: recompute_first`).
+- Before the first step, the steps of the run that keep most are decided, as training will decide them. If one of them
+  does not fit with everything recomputed, the run does not start. The numbers for the largest of them are those of the
+  recipe's Plan, and weigh items in balancing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from motet.assign.step import joined
+from motet.assign.whole_step import decide_step
+from motet.balance import ASSUMED_SPEEDS, Link
+from motet.core.cluster import Cluster, Device
+from motet.core.errors import UserError
+from motet.core.plan import Unit
+from motet.core.spec import ModelSpec
+from motet.core.workload import BACKBONE, BatchLengths, Workload, home_ranks
+from motet.cost.analytic import Analytic
+from motet.cost.catalogue import cluster, device_called
+from motet.cost.memory import PRECISION_OF_DTYPE, held_elements, stage_layers
+from motet.data.order import GlobalOrder, MixedOrder
+from motet.dispatch import RankBatch
+from motet.planner.candidate import size_words
+from motet.planner.data_parallel.loads import ModuleState, load_alone, load_of, state_of
+from motet.planner.data_parallel.recomputation import fit_recomputation
+from motet.planner.job import Job
+from motet.planner.stages.recompute import Fit
+from motet.train.balancing import recipe_orchestrator
+from motet.train.input.largest import LengthsOf, largest_steps
+from motet.train.recipe.recipe import Recipe
+
+_MAX_ROUNDS = 4
+"""The most times that recomputation is chosen, as it weighs the items whose places it depends on."""
+_BYTES_A_FLOP = 1 / 200
+"""Memory bandwidth over operations that is assumed for a device: about that of current GPUs and CPU cores."""
+
+
+@dataclass(frozen=True)
+class RecomputeRanks:
+    """The ranks for which recomputation is chosen. memory_bytes: of one device."""
+
+    num_ranks: int
+    ranks_per_node: int
+    device_type: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Recomputation:
+    """What a run recomputes.
+
+    recipe: with numbers in place of "auto". spec: of its model. auto: None where the recipe states numbers.
+    """
+
+    recipe: Recipe
+    spec: ModelSpec
+    auto: AutoRecompute | None = None
+
+    @cached_property
+    def num_blocks(self) -> Mapping[str, int]:
+        """Recomputed blocks by module: those stated, or those of the largest microbatch."""
+        return recomputed_blocks_of(self.recipe, self.spec)
+
+    def of_rank(self, batch: RankBatch, rank: int) -> RankBatch:
+        """The microbatch with what a rank recomputes of it."""
+        return self.auto.of_rank(batch, rank) if self.auto else replace(batch, recompute=self.num_blocks)
+
+    def metrics(self, batches: Sequence[RankBatch]) -> dict[str, list[int]]:
+        """By module, the recomputed blocks of each microbatch on this rank."""
+        return {name: [dict(batch.recompute or {}).get(name, 0) for batch in batches] for name in self.spec.num_blocks}
+
+
+@dataclass(frozen=True, eq=False)
+class AutoRecompute:
+    """The recomputation of a recipe with "auto".
+
+    largest:    the numbers of blocks for the largest microbatch among the decided steps, and its bytes.
+    num_steps:  of the run. num_decided: of them, the steps that were decided.
+    """
+
+    recipe: Recipe
+    job: Job
+    unit: Unit
+    largest: Fit
+    num_steps: int
+    num_decided: int
+
+    @property
+    def num_blocks(self) -> dict[str, int]:
+        """The recomputed blocks of each module in the largest microbatch; modules without any are left out."""
+        return {name: count for name, count in self.largest.recompute[0].items() if count}
+
+    @property
+    def resolved(self) -> Recipe:
+        """The recipe with these numbers in place of "auto"."""
+        return with_numbers(self.recipe, self.num_blocks)
+
+    def of_rank(self, batch: RankBatch, rank: int) -> RankBatch:
+        """The microbatch with the least recomputation that fits on this rank; all, if even that does not fit."""
+        lengths, placed = batch.lengths, batch.decision.assignments
+        own = {name: assignment.on_rank(rank) for name, assignment in placed.items()}
+        load = load_alone(
+            self.job,
+            {name: lengths.of(name).length[items] for name, items in own.items()},
+            int(lengths.num_targets[own[BACKBONE]].sum()),
+        )
+        fit = fit_recomputation(load, self._state, self.job.capacity_bytes, "least")
+        return replace(batch, recompute=dict(fit.recompute[0]))
+
+    @cached_property
+    def _state(self) -> Mapping[str, ModuleState]:
+        return state_of(self.job, self.unit)
+
+    def __str__(self) -> str:
+        steps = f"all {self.num_steps:,} steps"
+        if self.num_decided < self.num_steps:
+            steps = f"the {self.num_decided:,} of {self.num_steps:,} steps that keep most by their lengths"
+        takes, may_take = size_words(self.largest.peak_bytes), size_words(self.job.capacity_bytes)
+        largest = f"the largest microbatch of {steps} takes {takes} of the {may_take} that a rank may fill."
+        if not self.num_blocks:
+            return f'fsdp.recompute = "auto" recomputes nothing: {largest}'
+        parts = [f"{count} of {self.job.model.num_blocks[name]} of {name}" for name, count in self.num_blocks.items()]
+        return (
+            f'fsdp.recompute = "auto" recomputes in each microbatch what it needs; with {", ".join(parts)} recomputed, '
+            f"{largest}"
+        )
+
+
+def auto_recompute(
+    recipe: Recipe, spec: ModelSpec, ranks: RecomputeRanks, order: GlobalOrder | MixedOrder, lengths_of: LengthsOf
+) -> AutoRecompute:
+    """The AutoRecompute of a recipe whose examples have these lengths, and come in this order.
+
+    Raises UserError if the largest microbatch does not fit with everything recomputed.
+    """
+    job, unit = _job(recipe, spec, ranks), unit_of_recipe(recipe, spec, ranks.num_ranks)
+    steps = largest_steps(recipe.run.steps, recipe.run.batch_size, order, held_elements(spec, {}), lengths_of)
+    lengths = [_lengths_of_step(recipe, ranks, order, step, lengths_of) for step in steps]
+    numbers: dict[str, int] = {}
+    for _ in range(_MAX_ROUNDS):
+        # Items are weighed with what is recomputed, and what is recomputed depends on where they are.
+        orchestrator = recipe_orchestrator(
+            with_numbers(recipe, numbers), spec, ranks.num_ranks, ranks.device_type, ranks.ranks_per_node
+        )
+        parts = [
+            part for one in lengths for part in decide_step(orchestrator, one, recipe.run.microbatches).microbatches
+        ]
+        assignment = joined([part.lengths for part in parts], [part.decision.assignments for part in parts])
+        fit = fit_recomputation(load_of(job, assignment, unit), state_of(job, unit), job.capacity_bytes, "least")
+        chosen = {name: count for name, count in fit.recompute[0].items() if count}
+        if chosen == numbers:
+            break
+        numbers = chosen
+    found = AutoRecompute(recipe, job, unit, fit, recipe.run.steps, len(steps))
+    if fit.shortfall_bytes:
+        raise UserError(
+            f'fsdp.recompute = "auto": with every block recomputed, the largest microbatch takes '
+            f"{size_words(fit.peak_bytes)} on a rank, which may fill {size_words(job.capacity_bytes)}: "
+            "raise run.microbatches, lower run.batch_size or data.max_sequence_length, or take more ranks."
+        )
+    return found
+
+
+def recomputed_blocks_of(recipe: Recipe, spec: ModelSpec) -> dict[str, int]:
+    """The numbers of blocks that a recipe states, without modules that have no backward pass to recompute for."""
+    recomputed = recipe.fsdp.recomputed(spec.num_blocks)
+    return {
+        name: count
+        for name, count in recomputed.items()
+        if any(layer.recomputed for layer in stage_layers(spec, {name: (0, count)}, recomputed))
+    }
+
+
+def unit_of_recipe(
+    recipe: Recipe, spec: ModelSpec, num_ranks: int, recomputed: Mapping[str, int] | None = None
+) -> Unit:
+    """The unit of a Plan by which a recipe trains on all ranks. recomputed: the numbers of blocks by module."""
+    fsdp = recipe.fsdp
+    shard_size = fsdp.shard_size or num_ranks
+    return Unit(
+        "all",
+        (spec.num_blocks,),
+        dp=num_ranks,
+        recompute=(recomputed,) if recomputed else (),
+        zero=0 if shard_size == 1 else 3 if fsdp.reshard_after_forward else 2,
+        shard_size=0 if shard_size in (1, num_ranks) else shard_size,
+    )
+
+
+def memory_bytes(recipe: Recipe, device: torch.device) -> int:
+    """The memory of a rank's device: of the recipe's [cluster], else of the device at hand.
+
+    Raises UserError for a CPU whose memory the recipe does not say.
+    """
+    stated = recipe.cluster
+    if stated is not None and stated.memory_gbytes is not None:
+        return int(1e9 * stated.memory_gbytes)
+    if (device.type == "cpu") if stated is None else stated.device == "cpu":
+        raise UserError(
+            'fsdp.recompute = "auto" must know how much memory a rank may fill, which a CPU does not tell: give '
+            '[cluster] with device = "cpu" and memory_gbytes.'
+        )
+    if stated is not None:
+        return cluster(stated.device).device.memory_bytes
+    known = device_called(torch.cuda.get_device_name(device))
+    # As a simulation has it; a vendor's gigabytes are a little less than what the driver counts.
+    return torch.cuda.get_device_properties(device).total_memory if known is None else known.memory_bytes
+
+
+def with_numbers(recipe: Recipe, numbers: Mapping[str, int]) -> Recipe:
+    """The recipe with these numbers of recomputed blocks by module."""
+    return recipe.model_copy(update={"fsdp": recipe.fsdp.model_copy(update={"recompute": dict(numbers)})})
+
+
+def _job(recipe: Recipe, spec: ModelSpec, ranks: RecomputeRanks) -> Job:
+    """What the planner's memory model takes. Of its cost model only seconds of layers are read."""
+    precision = PRECISION_OF_DTYPE[recipe.fsdp.param_dtype or recipe.run.dtype]
+    flops_per_s = ASSUMED_SPEEDS[ranks.device_type].flops_per_s
+    device = Device(ranks.device_type, {precision: flops_per_s}, ranks.memory_bytes, flops_per_s * _BYTES_A_FLOP)
+    link = Link(device.memory_bytes_per_s, 0.0)
+    nodes = Cluster(device, -(-ranks.num_ranks // ranks.ranks_per_node), ranks.ranks_per_node, link, link)
+    no_examples = BatchLengths(*(np.zeros(0, dtype=np.int64),) * 2, np.zeros(0, dtype=np.int32), {})
+    workload = Workload("no examples", no_examples)
+    return Job(spec, nodes, workload, recipe.run.batch_size, Analytic(nodes, precision), precision)
+
+
+def _lengths_of_step(
+    recipe: Recipe, ranks: RecomputeRanks, order: GlobalOrder | MixedOrder, step: int, lengths_of: LengthsOf
+) -> BatchLengths:
+    """The lengths of a step as it comes, with the rank of each example in its microbatch."""
+    size, count = recipe.run.batch_size, recipe.run.microbatches
+    home = np.tile(home_ranks(size // count, ranks.num_ranks), count)
+    return replace(lengths_of(order.take(step * size, size)), home=home)

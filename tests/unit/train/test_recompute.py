@@ -1,0 +1,205 @@
+"""What "auto" recomputes: the least that fits, held against every other choice and against the simulator's memory."""
+
+import itertools
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cli.tiny_job import write_tiny_job
+from motet.assign.whole_step import decide_step
+from motet.core.errors import UserError
+from motet.core.workload import BatchLengths
+from motet.data.order import GlobalOrder
+from motet.dispatch import RankBatch
+from motet.planner.data_parallel.loads import load_alone, state_of
+from motet.planning.sources import training_data
+from motet.train.balancing import recipe_orchestrator
+from motet.train.input.largest import MAX_LARGEST_STEPS, largest_steps
+from motet.train.input.own_splits import order_of
+from motet.train.recipe.recipe import load_recipe
+from motet.train.recompute import (
+    AutoRecompute,
+    Recomputation,
+    RecomputeRanks,
+    auto_recompute,
+    memory_bytes,
+    recomputed_blocks_of,
+)
+
+LARGER = (
+    "model.encoders.image.config.depth=3",
+    "model.encoders.audio.config.encoder_layers=3",
+    "model.backbone.config.num_hidden_layers=4",
+    "fsdp.recompute=auto",
+    "run.microbatches=3",
+)
+NUM_RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A recipe, its examples, and its model."""
+    recipe = load_recipe(write_tiny_job(tmp_path_factory.mktemp("job") / "data"), LARGER)
+    return recipe, *training_data(recipe)
+
+
+def chosen(job, megabytes, num_ranks=NUM_RANKS) -> AutoRecompute:
+    recipe, dataset, spec = job
+    ranks = RecomputeRanks(num_ranks, num_ranks, "cpu", int(megabytes * 1e6))
+    return auto_recompute(recipe, spec, ranks, order_of(recipe, dataset), lambda ids: dataset.batch_lengths(ids, 1))
+
+
+def batches_of(job, auto: AutoRecompute) -> list[RankBatch]:
+    """All microbatches of the run, as they are decided; without what is loaded."""
+    recipe, dataset, spec = job
+    orchestrator = recipe_orchestrator(auto.resolved, spec, NUM_RANKS, "cpu", NUM_RANKS)
+    order = GlobalOrder(dataset.num_examples, recipe.data.seed, recipe.data.shuffle)
+    batches = []
+    for step in range(recipe.run.steps):
+        lengths = dataset.batch_lengths(order.take(6 * step, 6), NUM_RANKS)
+        lengths = replace(lengths, home=np.tile(np.array([0, 1], np.int32), 3))
+        for part in decide_step(orchestrator, lengths, recipe.run.microbatches).microbatches:
+            batches.append(RankBatch(None, {}, {}, part.lengths, part.decision))
+    return batches
+
+
+def peak_bytes(auto: AutoRecompute, batch: RankBatch, rank: int, recompute) -> float:
+    own = {name: placed.on_rank(rank) for name, placed in batch.decision.assignments.items()}
+    lengths = {name: batch.lengths.of(name).length[items] for name, items in own.items()}
+    load = load_alone(auto.job, lengths, int(batch.lengths.num_targets[own["backbone"]].sum()))
+    return load.peak_bytes(recompute, state_of(auto.job, auto.unit))
+
+
+def fits(auto: AutoRecompute, batch: RankBatch, rank: int, recompute) -> bool:
+    return peak_bytes(auto, batch, rank, recompute) <= auto.job.capacity_bytes
+
+
+def tight(job) -> AutoRecompute:
+    """With half of the memory that recomputation can save at all."""
+    least, most = chosen(job, 1000.0), None
+    for megabytes in np.geomspace(0.3, 3.0, 40):
+        try:
+            most = chosen(job, megabytes)
+            break
+        except UserError:
+            continue
+    assert most is not None
+    between = (most.largest.peak_bytes + least.largest.peak_bytes) / 2 / 0.94e6
+    return chosen(job, between)
+
+
+def test_each_microbatch_recomputes_the_least_that_fits_it(job):
+    """No other choice fits with no more blocks of any module; what fits without recomputation recomputes nothing."""
+    auto = tight(job)
+    assert auto.num_blocks and auto.num_decided == auto.num_steps == 8
+    every = list(itertools.product(range(4), range(4), range(5)))
+    names = list(auto.job.model.num_blocks)
+    needs = []
+    for batch, rank in itertools.product(batches_of(job, auto), range(NUM_RANKS)):
+        recompute = auto.of_rank(batch, rank).recompute
+        numbers = tuple(recompute[name] for name in names)
+        assert fits(auto, batch, rank, recompute)
+        for other in every:
+            if other != numbers and all(one <= own for one, own in zip(other, numbers)):
+                assert not fits(auto, batch, rank, dict(zip(names, other))), (other, numbers)
+        needs.append(any(numbers))
+    assert any(needs) and not all(needs)
+
+
+def test_the_largest_microbatch_of_few_steps_is_a_bound(job):
+    auto = tight(job)
+    for batch, rank in itertools.product(batches_of(job, auto), range(NUM_RANKS)):
+        assert peak_bytes(auto, batch, rank, auto.num_blocks) <= auto.largest.peak_bytes <= auto.job.capacity_bytes
+    assert re.search(r"with \d of \d of .* recomputed, the largest microbatch of all 8 steps takes", str(auto))
+
+
+def test_with_enough_memory_nothing_is_recomputed(job):
+    auto = chosen(job, 1000.0)
+    assert auto.num_blocks == {} and "recomputes nothing: the largest" in str(auto)
+    assert all(not any(auto.of_rank(batch, 0).recompute.values()) for batch in batches_of(job, auto))
+
+
+def test_if_nothing_fits_both_figures_are_said(job):
+    with pytest.raises(
+        UserError, match=r'"auto": with every block recomputed, .* takes \S+ MB on a rank, which may fill 0.094 MB'
+    ):
+        chosen(job, 0.1)
+
+
+def test_ranks_without_items_recompute_nothing(job):
+    auto = tight(job)
+    batch = batches_of(job, auto)[0]
+    lengths = batch.lengths.take(np.zeros(0, dtype=np.int64))
+    spec = job[2]
+    decision = recipe_orchestrator(auto.resolved, spec, NUM_RANKS, "cpu", NUM_RANKS).decide(lengths)
+    empty = auto.of_rank(replace(batch, lengths=lengths, decision=decision), 1)
+    assert not any(empty.recompute.values())
+
+
+def test_what_is_stated_holds_for_every_microbatch(job):
+    recipe, _, spec = job
+    stated = load_recipe(Path(recipe.run.dir).parent / "recipe.toml", (*LARGER[:3], "fsdp.recompute={ image = 2 }"))
+    recomputation = Recomputation(stated, spec)
+    batch = batches_of(job, chosen(job, 1000.0))[0]
+    assert recomputation.of_rank(batch, 0).recompute == recomputation.num_blocks == {"image": 2}
+    assert recomputation.metrics([replace(batch, recompute={"image": 2})]) == {
+        "image": [2],
+        "audio": [0],
+        "backbone": [0],
+    }
+
+
+def test_modules_without_a_backward_pass_are_not_recomputed(job):
+    recipe, _, _ = job
+    frozen = ("model.encoders.image.train_encoder=false", "fsdp.recompute=true")
+    other = load_recipe(Path(recipe.run.dir).parent / "recipe.toml", (*LARGER[:3], *frozen))
+    _, spec = training_data(other)
+    assert set(recomputed_blocks_of(other, spec)) == {"audio", "backbone"}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "expected"),
+    [
+        (('cluster={ device = "cpu", memory_gbytes = 3.5 }',), 35 * 10**8),
+        (('cluster={ device = "h100" }',), 80 * 10**9),
+        (('cluster={ device = "h100", memory_gbytes = 70 }',), 70 * 10**9),
+    ],
+)
+def test_memory_is_that_of_the_recipe(job, cluster, expected):
+    recipe = load_recipe(Path(job[0].run.dir).parent / "recipe.toml", cluster)
+    assert memory_bytes(recipe, torch.device("cpu")) == expected
+
+
+@pytest.mark.parametrize("cluster", [(), ('cluster={ device = "cpu" }',)])
+def test_a_cpu_does_not_tell_its_memory(job, cluster):
+    recipe = load_recipe(Path(job[0].run.dir).parent / "recipe.toml", cluster)
+    with pytest.raises(UserError, match=r'which a CPU does not tell: give .cluster. with device = "cpu" and memory_gb'):
+        memory_bytes(recipe, torch.device("cpu"))
+
+
+def drawn(num_examples, seed):
+    rng = np.random.default_rng(seed)
+    sequence = rng.geometric(0.01, num_examples)
+    return BatchLengths(sequence, sequence, np.zeros(num_examples, np.int32), {})
+
+
+def test_of_few_steps_all_may_be_the_largest():
+    def lengths_of(ids):
+        raise AssertionError("no length is needed")
+
+    order = GlobalOrder(10)
+    assert largest_steps(MAX_LARGEST_STEPS, 4, order, {"backbone": 3}, lengths_of) == [*range(MAX_LARGEST_STEPS)]
+
+
+def test_of_many_steps_those_with_most_and_with_the_largest_example_are_taken():
+    lengths, order = drawn(5000, seed=1), GlobalOrder(5000, seed=2)
+    found = largest_steps(900, 8, order, {"backbone": 3}, lengths.take)
+    of_steps = lengths.sequence[order.take(0, 900 * 8)].reshape(900, 8)
+    assert found == sorted(found) and len(found) <= MAX_LARGEST_STEPS
+    assert of_steps.sum(axis=1).argmax() in found and of_steps.max(axis=1).argmax() in found
+    left = np.setdiff1d(np.arange(900), found)
+    assert of_steps.sum(axis=1)[left].max() <= np.sort(of_steps.sum(axis=1))[-MAX_LARGEST_STEPS // 2]
