@@ -6,11 +6,16 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors import safe_open
 
 from cli.tiny_job import RECIPE, losses, metrics, write_tiny_job
+from motet.analyze import analyze
 from motet.core.errors import UserError
+from motet.cost.profile import read_profile
+from motet.planning.analyze_recipe import read_subject
+from motet.profiling.command import profile
 from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
 from ranks import run_ranks
@@ -118,10 +123,14 @@ def train_rank(rank, num_ranks, recipe, overrides, resume):
     return printed.getvalue()
 
 
-def run(job, num_ranks, run_dir, mode, *overrides, resume="auto"):
-    text = job.read_text().replace("MODE", mode)
+def recipe_of(job, mode):
     recipe = job.with_name(f"{mode}.toml")
-    recipe.write_text(text)
+    recipe.write_text(job.read_text().replace("MODE", mode))
+    return recipe
+
+
+def run(job, num_ranks, run_dir, mode, *overrides, resume="auto"):
+    recipe = recipe_of(job, mode)
     overrides = [f"run.dir={run_dir}", "data.heldout=[]", "run.dtype=float64", "run.steps=4", *overrides]
     return run_ranks(train_rank, num_ranks, str(recipe), overrides, resume)
 
@@ -156,3 +165,43 @@ def test_a_mixture_goes_on_where_it_was_and_must_be_the_same(job, tmp_path):
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-10)
     state = json.loads(next((parts / "checkpoints").glob("*/state.json")).read_text())
     assert state["mixture"] == [2, 1]
+
+
+def profile_rank(rank, num_ranks, recipe, overrides, path):
+    sys.path.insert(0, str(Path(recipe).parent))
+    with redirect_stdout(StringIO()):
+        profile(load_recipe(Path(recipe), overrides), "tiny", out=Path(path), seconds=1.0)
+
+
+def test_a_profile_of_it_is_what_it_is_balanced_on(job, tmp_path):
+    small = ("transforms.image.max_pixels_side=64", "transforms.dino.max_pixels_side=64")
+    path, exact = tmp_path / "profile.json", ("model.encoders.audio.config.dropout=0.0", *small)
+    run_ranks(profile_rank, 1, str(recipe_of(job, "sum")), ["run.dtype=float64", *small], str(path))
+    kinds = {module.name: [times.kind for times in module.layers] for module in read_profile(path).modules}
+    assert list(kinds) == ["siglip", "dino", "audio", "backbone"]
+    assert {"keys", "queries"} <= set(kinds["siglip"]) & set(kinds["dino"])
+    measured = ("balance.cost=profile", f"balance.profile={path}", *exact)
+    run(job, 1, tmp_path / "counted", "sum", "run.steps=2", *exact)
+    run(job, 2, tmp_path / "measured", "sum", "run.steps=2", *measured)
+    assert losses(tmp_path / "measured") == pytest.approx(losses(tmp_path / "counted"), rel=1e-10)
+    phases = metrics(tmp_path / "measured")[0]["phases"]
+    assert {phase["unit"] for phase in phases.values()} == {"ps"}
+
+
+@pytest.mark.parametrize("mode", ["rows", "sum"])
+def test_an_analysis_has_each_of_its_encoders(job, monkeypatch, mode):
+    monkeypatch.syspath_prepend(job.parent)
+    subject, batch_size = read_subject(recipe_of(job, mode))
+    found = analyze(subject, num_ranks=2, batch_size=batch_size, num_batches=2)
+    assert set(found.loads) == {"siglip", "dino", "audio", "backbone"}
+    batch = subject.lengths.batch
+    both = [batch.items[name] for name in ("siglip", "dino")]
+    assert both[0].example.tolist() == both[1].example.tolist() and (both[0].length > both[1].length).all()
+    taken = {"rows": 6, "sum": 3}[mode] * np.bincount(both[0].example, minlength=batch.num_examples)
+    audio = batch.items["audio"]
+    taken = taken + np.bincount(audio.example, audio.num_tokens, batch.num_examples)
+    text = batch.sequence - taken
+    assert (text > 0).all() and (text < 100).all()
+    # Of three examples two are of the first manifest, which has 8 of them.
+    weight = subject.lengths.weight
+    assert weight[:8].sum() == pytest.approx(2 * weight[8:].sum())

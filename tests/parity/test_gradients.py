@@ -447,6 +447,7 @@ TWO_READERS = [
         {"frozen": ("backbone", "image")},
         {"contents": ("audio",)},
         {"contents": ("image",), "num_examples": 1},
+        {"contents": ("image",), "num_examples": 1, "phases": "off"},
         {"contents": (), "method": "joint"},
     )
 ]

@@ -177,7 +177,7 @@ def operations_by_work(layers: Iterable[tuple[Layer, bool, bool]]) -> dict[Layer
     for layer, needs_input, recomputed in layers:
         attention = layer.attention
         # A trainable transformer layer has several products, so gradients pass between them even if none leaves it.
-        has_input = needs_input or (layer.trainable and attention is not None)
+        has_input = needs_input or (layer.trainable and layer.in_block)
         like = _representative(layer)
         before = totals.get(like, LikeOperations())
         products, pairs = 2 * layer.weights, 4 * attention.width if attention else 0

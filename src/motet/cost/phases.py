@@ -132,7 +132,7 @@ class _Seconds:
     def _of_layer(self, layer: Layer, number: int, points: Points) -> Float64Array:
         """Seconds of one layer at its points, over the passes that it has."""
         # In a trainable layer of several products, gradients pass from one product to another.
-        has_inner = layer.trainable and layer.attention is not None
+        has_inner = layer.trainable and layer.in_block
         has_input = self.model.input_gradients[self.module.name][number] or has_inner
         seconds = np.array(points.forward_s)
         if number in self.recomputed and (has_input or layer.trainable):

@@ -47,7 +47,7 @@ class ModalityModule(nn.Module):
         self.encoder = encoder
         self.projector = projector
         self.before, self.between, self.after = before, between, after
-        self._cut = cut
+        self.cut = cut
         self.train_encoder = train_encoder
         if not train_encoder:
             encoder.requires_grad_(False)
@@ -121,6 +121,10 @@ class ModalityModule(nn.Module):
             return self._cut
         makes_tiles = getattr(self.before, "items", None) is not None and self.cost != "padded"
         return self._tiles if makes_tiles else getattr(self.encoder, "segments", None)
+
+    @cut.setter
+    def cut(self, cut: Callable[[Int64Array], ItemSegments] | None) -> None:
+        self._cut = cut
 
     def segments(self, sizes: Int64Array) -> ItemSegments | None:
         """The segments of each item; None: each item is one."""
@@ -228,7 +232,10 @@ class ModalityModule(nn.Module):
             rows = self.after(rows.to(_dtype_of(self.after, rows.dtype)), sizes)
             expected = self.num_tokens(sizes.numpy())
             _check_rows(f"after ({callback_name(self.after)})", rows, expected, num_items, "num_rows beside it")
-        return rows
+        # FSDP gathers for backward in hooks of outputs. If the output of the projector's Block were that of the module
+        # as well, its parameters would be gathered before those outside of Blocks, and after them on a rank without
+        # items. FSDP refuses views as outputs.
+        return rows.clone() if self.projector.blocks else rows
 
     @property
     def _has_graph(self) -> bool:
