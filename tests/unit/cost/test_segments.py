@@ -13,7 +13,7 @@ from motet.core.errors import ArgumentError, UserError
 from motet.core.item_segments import ItemSegments
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
-from motet.cost.flops import batch_flops, pairs_of, rows_of, work_of
+from motet.cost.flops import batch_flops, pairs_of, work_of
 from motet.cost.operations import Operations
 from motet.cost.phases import PhaseTimes, Picoseconds
 from unit.cost.test_operations import model
@@ -58,7 +58,7 @@ def test_layers_that_attend_over_whole_items_do_so(items):
     expected = Operations(model())(lengths)["image"].astype(object)
     layer = next(layer for layer in spec.module("image").layers if layer.attention and layer.attention.whole)
     for item, segments in enumerate(items):
-        rows = [int(rows_of(layer, np.array([segment]))[0]) for segment in segments]
+        rows = [int(layer.rows(np.array([segment]))[0]) for segment in segments]
         pairs = [int(pairs_of(layer.attention, np.array([r]))[0]) for r in (sum(rows), *rows)]
         # Two products forward and four backward of each pair.
         expected[item] += 3 * 4 * layer.attention.width * (pairs[0] - sum(pairs[1:]))
