@@ -82,6 +82,12 @@ DECIDED: tuple[tuple[str, Verdict], ...] = (
     # Of one family, and not of the others, which have other options; of one source of costs.
     (r"train/.*encoders\.image\.family=(?!\"qwen2_vl\")", "refuse"),
     (r'train/.*balance\.(cost="profile"|profile=|phases=\[)', "refuse"),
+    # Images need a reader; a projector's options are those of its kind; callbacks must be there to be called.
+    (r'train/.*encoders\.image\.reads="audio"', "refuse"),
+    (r'train/.*projector\.(kind="(resampler|qformer)"|queries=(1|1024)$)', "refuse"),
+    (r'train/.*(image\.(before|between|after)|model\.merge)="unknown word"$', "refuse"),
+    # With one encoder of images, and one manifest, there is nothing to combine or to weigh.
+    (r"train/.*(model\.combine=\{|data\.mixture=\[1\])", "refuse"),
     # What the rows of the encoders are, the transforms must give.
     (r"train/.*transforms\.(image\.temporal_patch_size=1|audio\.(sampling_rate=1000|n_fft=16384))$", "accept"),
     # It never clips.

@@ -219,6 +219,28 @@ def test_missing_files(job, capsys, monkeypatch):
             "model.encoders.audio.config.init_std is inf; it must be a number",
         ),
         ("model.encoders.image.projector.downsample=2", "squares are joined: it must be 1, 4, 9, 16"),
+        # Readers, callbacks, queries and weights.
+        ("model.encoders.video.module='a:B'", "model.encoders.video does not say what it reads"),
+        ("model.encoders.keys={ reads = 'image', module = 'a:B' }", "'keys' cannot name an encoder"),
+        ("model.encoders.image.reads=audio", "an encoder named 'image' reads image, not audio; give it another name"),
+        (
+            "model.encoders.dino={ reads = 'image', module = 'a:B' }",
+            "image and dino read every image, so it must be said what the backbone is given of it: model.combine",
+        ),
+        ("model.combine.image=rows", "model.combine.image has no effect, as fewer than two encoders read image"),
+        ("transforms.dino={ patch_size = 4 }", "transforms.dino has no effect, as there is no model.encoders.dino"),
+        ("model.encoders.image.before=os:nothing", "model.encoders.image.before = 'os:nothing': cannot be imported"),
+        ("model.encoders.image.between=os:sep", "model.encoders.image.between = 'os:sep': is str, which cannot be"),
+        ("model.encoders.audio.after=os:getcwd", "is called with 2 arguments, rows, sizes, and takes ()"),
+        (
+            "model.merge=os.path:basename",
+            "model.merge = 'os.path:basename': is called with 3 arguments, embeds, features",
+        ),
+        ("model.encoders.image.projector.queries=4", "`queries` is for resampler and qformer only, not for 'linear'"),
+        ("model.encoders.image.projector.kind=qformer", "a qformer needs `queries`"),
+        ("data.mixture=[1, 2]", "mixture has 2 weights for 1 manifests of train; give each one, in their order"),
+        ("data.mixture=[1]", "mixture has no effect with one manifest; remove it"),
+        ("data.mixture=[0]", "'data.mixture.0' must be greater than 0, not 0"),
     ],
 )
 def test_overrides(job, capsys, monkeypatch, override, said):

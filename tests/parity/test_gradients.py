@@ -51,7 +51,8 @@ class Case:
 
     near: the link takes no time, so that "auto" moves what it can. owned: ranks have loaded examples of their own, of
     which rank 0 has none and the last most, as with splits of different sizes. recomputes: each rank recomputes other
-    numbers of blocks in each microbatch.
+    numbers of blocks in each microbatch. readers: how two encoders that read each image are combined; "" if one does
+    (`tiny.build_model`).
     """
 
     phases: str | tuple[str, ...] = "all"
@@ -72,6 +73,7 @@ class Case:
     num_examples: int = 13
     seed: int = 0
     contents: tuple[str, ...] = PHASES
+    readers: str = ""
     recomputes: bool = False
 
 
@@ -117,10 +119,10 @@ def lengths_of(model, examples: list[LoadedExample], mesh: Mesh) -> BatchLengths
     """As they come, from the first rank to the last."""
     home = home_ranks(len(examples), mesh.num_ranks)
     words = [
-        tables_of([e for e, rank in zip(examples, home) if rank == r], PHASES, model.encoders)
+        tables_of([e for e, rank in zip(examples, home) if rank == r], tuple(model.encoders), model.encoders)
         for r in range(mesh.num_ranks)
     ]
-    return LoadedTables.read(words, PHASES).lengths
+    return LoadedTables.read(words, tuple(model.encoders)).lengths
 
 
 def deferred_batches(model, examples: list[LoadedExample], mesh: Mesh, case: Case) -> list[RankBatch]:
@@ -153,13 +155,14 @@ def grouped_batches(model, examples: list[LoadedExample], mesh: Mesh, case: Case
 
 
 def assembled(examples: list[LoadedExample], lengths: BatchLengths, decision: Decision, mesh: Mesh) -> RankBatch:
-    items = {p: [m for e in examples for q, m in zip(e.sequence.media, e.media) if q == p] for p in PHASES}
+    phases = tuple(lengths.items)
+    items = {p: [m for e in examples for q, m in zip(e.sequence.media, e.media) if q == p] for p in phases}
     return assemble(
         decision,
         lengths,
         mesh.rank,
         [examples[i].sequence for i in decision.backbone.on_rank(mesh.rank)],
-        {p: [items[p][i] for i in decision.assignments[p].on_rank(mesh.rank)] for p in PHASES},
+        {p: [items[p][i] for i in decision.assignments[p].on_rank(mesh.rank)] for p in phases},
         ranks_per_node=RANKS_PER_NODE,
     )
 
@@ -220,9 +223,9 @@ def counted_exchanges() -> Iterator[list[tuple[str, int]]]:
 def run_case(case: Case, dtype: torch.dtype = torch.float64) -> tuple[StepResult, dict[str, torch.Tensor | None]]:
     """The step as a user runs it; whole gradients on rank 0."""
     mesh = mesh_of(case.fsdp.shard_size)
-    model = build_model(dtype, case.frozen)
+    model = build_model(dtype, case.frozen, case.readers)
     shard(model, mesh, case.fsdp)
-    examples = draw_examples(case.num_examples, case.seed, case.contents)
+    examples = draw_examples(case.num_examples, case.seed, case.contents, case.readers)
     parts = [[examples[i] for i in part] for part in np.array_split(np.arange(len(examples)), case.num_microbatches)]
     if case.defer == "auto":
         batches = deferred_batches(model, examples, mesh, case)
@@ -277,10 +280,10 @@ def methods_of(case: Case) -> set[str]:
 
 @cache
 def reference(
-    frozen: tuple[str, ...], num_examples: int, seed: int, contents: tuple[str, ...]
+    frozen: tuple[str, ...], num_examples: int, seed: int, contents: tuple[str, ...], readers: str
 ) -> tuple[float, dict[str, torch.Tensor | None]]:
-    model = build_model(torch.float64, frozen)
-    loss = reference_step(model, draw_examples(num_examples, seed, contents))
+    model = build_model(torch.float64, frozen, readers)
+    loss = reference_step(model, draw_examples(num_examples, seed, contents, readers))
     return loss, {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -296,7 +299,7 @@ def check_case(rank: int, case: Case) -> list[str]:
     loss, grad_norm = result.loss, result.grad_norm
     if rank:
         return []
-    expected_loss, expected = reference(case.frozen, case.num_examples, case.seed, case.contents)
+    expected_loss, expected = reference(case.frozen, case.num_examples, case.seed, case.contents, case.readers)
     wrong = []
     if abs(loss - expected_loss) > TOLERANCE * abs(expected_loss):
         wrong.append(f"loss {loss} instead of {expected_loss}")
@@ -461,4 +464,32 @@ def test_gradients_equal_the_reference(num_ranks):
         cases += every_balance(fsdp=REPLICATED, num_microbatches=3) + every_method(fsdp=REPLICATED)
         cases += REPLICATED_VARIANTS
     wrong = run_ranks(check_cases, num_ranks, cases)[0]
+    assert not wrong, "\n".join(wrong)
+
+
+RECOMPUTED = FSDPConfig(recompute=True)
+TWO_READERS = [
+    Case(readers=readers, **options)
+    for readers in ("rows", "sum")
+    for options in (
+        {},
+        {"mode": "exchange"},
+        {"method": "joint", "num_microbatches": 3},
+        {"method": "joint", "mode": "exchange", "fsdp": REPLICATED},
+        {"phases": ("second",), "fsdp": RECOMPUTED},
+        {"fsdp": FSDPConfig(recompute={"second": 1, "backbone": 1}), "num_microbatches": 3},
+        {"fsdp": REPLICATED, "num_microbatches": 3},
+        {"frozen": ("image encoder", "second")},
+        {"frozen": ("backbone", "image")},
+        {"contents": ("audio",)},
+        {"contents": ("image",), "num_examples": 1},
+        {"contents": ("image",), "num_examples": 1, "phases": "off"},
+        {"contents": (), "method": "joint"},
+    )
+]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_gradients_with_two_encoders_of_an_item_callbacks_and_queries(num_ranks):
+    wrong = run_ranks(check_cases, num_ranks, TWO_READERS)[0]
     assert not wrong, "\n".join(wrong)

@@ -32,7 +32,9 @@ def measure(rank: int, num_ranks: int) -> dict[tuple[str, str], tuple[float, flo
             result, gradients = run_case(case, torch.float32)
             loss = result.loss
             if rank == 0:
-                expected_loss, expected = reference(case.frozen, case.num_examples, case.seed, case.contents)
+                expected_loss, expected = reference(
+                    case.frozen, case.num_examples, case.seed, case.contents, case.readers
+                )
                 errors = {p: (gradients[p].double() - g).norm() for p, g in expected.items()}
                 norm = torch.stack([g.norm() for g in expected.values()]).norm()
                 # Gradients that are zero but for rounding (a key's bias, say) have no relative error.

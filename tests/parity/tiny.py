@@ -18,9 +18,11 @@ from motet.core.item_segments import ItemSegments
 from motet.dispatch import LoadedExample, PackedSequences
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
+from motet.models.exact import keep_float64
+from motet.models.merge import merge_rows
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
-from motet.models.projector import Projector, ProjectorConfig
+from motet.models.projector import ProjectorConfig, build_projector
 
 DIM = 16
 VOCABULARY = 40
@@ -73,7 +75,88 @@ class ToyEncoder(nn.Module):
         return np.prod(sizes, axis=1)
 
 
-def build_model(dtype: torch.dtype = torch.float64, frozen: Sequence[str] = ()) -> MLLM:
+class Halves(nn.Module):
+    """A callback between encoder and projector: the first half of each item's rows, in another width."""
+
+    output_dim = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 6)
+
+    def num_rows(self, sizes):
+        return -(-np.prod(sizes, axis=1) // 2)
+
+    def forward(self, rows: Tensor, sizes: Tensor) -> Tensor:
+        items = rows.split(sizes.prod(1).tolist())
+        return self.linear(torch.cat([item[: -(-len(item) // 2)] for item in items]))
+
+
+class Residual(nn.Module):
+    """A callback after the projector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, rows: Tensor, sizes: Tensor) -> Tensor:
+        return rows + torch.tanh(self.linear(rows))
+
+
+class Scaled(nn.Module):
+    """A merge with weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 2, DIM))
+
+    def forward(self, embeds: Tensor, features: dict[str, Tensor], sequences: PackedSequences) -> Tensor:
+        assert features and all(len(rows) for rows in features.values()), "called with nothing"
+        return merge_rows(embeds, {name: rows * self.scale for name, rows in features.items()}, sequences)
+
+
+def doubled(values: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    return 2 * values, sizes
+
+
+RESAMPLER = {"resampler_depth": 2, "resampler_n_heads": 2, "resampler_head_dim": 8, "num_key_value_heads": 1}
+QFORMER = {
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "intermediate_size": 12,
+    "num_hidden_layers": 3,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
+def _encoders(frozen: Sequence[str], readers: str) -> dict[str, ModalityModule]:
+    """readers: "" for one encoder of each item; else "second" reads images too, and it and "image" are combined so.
+
+    With "rows" there are callbacks as well.
+    """
+    resampler = ProjectorConfig(kind="resampler", queries=3, config=RESAMPLER)
+    qformer = ProjectorConfig(kind="qformer", queries=3, config=QFORMER)
+    joined, plain = ProjectorConfig(downsample=2), ProjectorConfig()
+    projectors = {
+        "": {"image": joined, "audio": plain},
+        "rows": {"image": joined, "audio": qformer, "second": resampler},
+        "sum": {"image": resampler, "audio": plain, "second": qformer},
+    }[readers]
+    callbacks = {"image": {"before": doubled, "between": Halves(), "after": Residual()}} if readers == "rows" else {}
+    return {
+        phase: ModalityModule(
+            ToyEncoder(ROW_DIMS.get(phase, 4), *(("padded", None) if phase == "audio" else ("packed", 5))),
+            build_projector(6 if phase in callbacks else 8, DIM, projector),
+            train_encoder=phase not in frozen and f"{phase} encoder" not in frozen,
+            train_projector=phase not in frozen,
+            **callbacks.get(phase, {}),
+        )
+        for phase, projector in projectors.items()
+    }
+
+
+def build_model(dtype: torch.dtype = torch.float64, frozen: Sequence[str] = (), readers: str = "") -> MLLM:
     """The same parameters in every call and on every rank. frozen: of "image encoder", "image", "audio", "backbone"."""
     torch.manual_seed(3)
     config = Qwen2Config(
@@ -86,24 +169,46 @@ def build_model(dtype: torch.dtype = torch.float64, frozen: Sequence[str] = ()) 
         tie_word_embeddings=False,
         attn_implementation=ATTENTION,
     )
-    encoders = {
-        phase: ModalityModule(
-            ToyEncoder(ROW_DIMS[phase], cost, window),
-            Projector(8, DIM, ProjectorConfig(downsample=downsample)),
-            train_encoder=phase not in frozen and f"{phase} encoder" not in frozen,
-            train_projector=phase not in frozen,
-        )
-        for phase, cost, downsample, window in (("image", "packed", 2, 5), ("audio", "padded", 1, None))
-    }
-    return MLLM(encoders, Backbone(Qwen2ForCausalLM(config).to(dtype), train="backbone" not in frozen)).to(dtype)
+    encoders = _encoders(frozen, readers)
+    merge = Scaled() if readers == "rows" else None
+    causal_lm = Qwen2ForCausalLM(config).to(dtype)
+    model = MLLM(encoders, Backbone(causal_lm, train="backbone" not in frozen, merge=merge)).to(dtype)
+    keep_float64(model.encoders)
+    return model
 
 
-def draw_examples(num_examples: int, seed: int = 0, phases: Sequence[str] = PHASES) -> list[LoadedExample]:
+def draw_examples(
+    num_examples: int, seed: int = 0, phases: Sequence[str] = PHASES, readers: str = ""
+) -> list[LoadedExample]:
     """Examples of very different lengths: text only, one item, several of both, in any place."""
     rng = np.random.default_rng(seed)
-    return [
+    drawn = [
         draw_example(rng, tuple(rng.choice(phases, rng.integers(0, 4))) if phases else ()) for _ in range(num_examples)
     ]
+    return [_read_twice(example, rng, readers) for example in drawn] if readers else drawn
+
+
+def _read_twice(example: LoadedExample, rng: np.random.Generator, readers: str) -> LoadedExample:
+    """The same with each image read by "second" as well, from rows of its own."""
+    tokens, targets, media, places, items = [], [], [], [], []
+    at = dict(zip(example.sequence.media_positions.tolist(), zip(example.sequence.media, example.media)))
+    for place, (token, target) in enumerate(zip(example.sequence.tokens, example.sequence.targets)):
+        phase, item = at.get(place, (None, None))
+        if phase is not None:
+            media.append(phase)
+            places.append(len(tokens))
+            items.append(item)
+        tokens.append(token)
+        targets.append(target)
+        if phase == "image":
+            if readers == "rows":
+                tokens.append(token)
+                targets.append(target)
+            media.append("second")
+            places.append(len(tokens) - 1)
+            items.append(Media(rng.standard_normal((item.size.prod(), 4)).astype(np.float32), item.size))
+    sequence = TokenSequence(np.array(tokens), np.array(targets), tuple(media), np.array(places, dtype=np.int64))
+    return LoadedExample(sequence, tuple(items))
 
 
 def draw_example(
@@ -131,20 +236,22 @@ def reference_step(model: MLLM, examples: Sequence[LoadedExample], dtype: torch.
         features: dict[str, list[Tensor]] = {phase: [] for phase in model.encoders}
         positions: dict[str, list[int]] = {phase: [] for phase in model.encoders}
         tokens, targets, item = [], [], 0
+        media_positions = example.sequence.media_positions.tolist()
         for place, (token, target) in enumerate(zip(example.sequence.tokens, example.sequence.targets)):
-            if place not in example.sequence.media_positions:
+            if place not in media_positions:
                 tokens.append(token)
                 targets.append(target)
                 continue
-            phase, media = example.sequence.media[item], example.media[item]
-            values = torch.from_numpy(np.array(media.values)).to(dtype)
-            rows = model.encoders[phase](values, torch.from_numpy(np.array(media.size))[None])
-            features[phase].append(rows)
-            positions[phase] += range(len(tokens), len(tokens) + len(rows))
+            for _ in range(media_positions.count(place)):
+                phase, media = example.sequence.media[item], example.media[item]
+                values = torch.from_numpy(np.array(media.values)).to(dtype)
+                rows = model.encoders[phase](values, torch.from_numpy(np.array(media.size))[None])
+                features[phase].append(rows)
+                positions[phase] += range(len(tokens), len(tokens) + len(rows))
+                ran.append(model.encoders[phase])
+                item += 1
             tokens += [0] * len(rows)
             targets += [False] * len(rows)
-            ran.append(model.encoders[phase])
-            item += 1
         sequence = PackedSequences(
             tokens=torch.tensor(tokens),
             targets=torch.tensor(targets),

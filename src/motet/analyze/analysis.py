@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from motet.analyze.lengths import LENGTH_UNITS, Lengths, read_lengths
+from motet.analyze.lengths import Lengths, read_lengths
 from motet.analyze.loads import LENGTH_COSTS, SPEED_ASSUMPTION, Mix, PhaseLoads, PredictedSteps, sample_loads
 from motet.balance import StepCosts
 from motet.core.arrays import Float64Array, Int64Array
@@ -87,6 +87,7 @@ class Analysis:
     shares:   per modality and for text, the share of each example's sequence, float64 [num_examples]; 0 if absent.
     loads:    per phase, backbone first, the loads of the drawn batches.
     steps:    the predicted seconds of the drawn batches, and the chosen balancing methods.
+    is_weighted: whether mix "rows" draws examples by weights of their own.
 
     Example:
         >>> from motet.core.workload import BatchLengths, ItemLengths
@@ -112,6 +113,7 @@ class Analysis:
     shares: dict[str, Float64Array]
     loads: dict[str, PhaseLoads]
     steps: PredictedSteps
+    is_weighted: bool = False
 
 
 def analyze(
@@ -170,6 +172,7 @@ def analyze(
         shares=_shares(lengths),
         loads=loads,
         steps=steps,
+        is_weighted=lengths.weight is not None,
     )
 
 
@@ -197,7 +200,7 @@ def _distributions(lengths: Lengths) -> tuple[LengthDistribution, ...]:
         LengthDistribution(SEQUENCE, "tokens", lengths.batch.sequence),
         LengthDistribution(TEXT, "tokens", lengths.text_tokens()),
         *(
-            LengthDistribution(phase, LENGTH_UNITS[phase], lengths.batch.items[phase].length)
+            LengthDistribution(phase, lengths.units[phase], lengths.batch.items[phase].length)
             for phase in lengths.phases
         ),
     )

@@ -14,14 +14,14 @@ import io
 import math
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
-from motet.core.arrays import Int64Array
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
 from motet.core.workload import BatchLengths, ItemLengths, Workload
@@ -58,12 +58,18 @@ class Lengths:
 
     assumptions: sentences that say what was assumed about the lengths.
     left_out:    a sentence on examples that cannot be used; empty if there are none.
+    weight:      float64 [num_examples], how often each is drawn, in any unit; None is all equal.
+    units:       what the lengths of a phase count.
+    added:       the phases whose rows are added to those of another, so that they take no tokens of their own.
     """
 
     source: str
     batch: BatchLengths
     assumptions: tuple[str, ...]
     left_out: str = ""
+    weight: Float64Array | None = None
+    units: Mapping[str, str] = field(default_factory=lambda: LENGTH_UNITS)
+    added: frozenset[str] = frozenset()
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -73,7 +79,8 @@ class Lengths:
     def tokens_of(self, phase: str) -> Int64Array:
         """Tokens that a modality takes in each example's sequence, int64 [num_examples]."""
         items = self.batch.items[phase]
-        return np.bincount(items.example, items.num_tokens, self.batch.num_examples).astype(np.int64)
+        num_tokens = items.num_tokens * (phase not in self.added)
+        return np.bincount(items.example, num_tokens, self.batch.num_examples).astype(np.int64)
 
     def kinds(self) -> Int64Array:
         """The combination of modalities of each example, int64 [num_examples]: bit i is set if it has `phases[i]`."""
@@ -88,7 +95,7 @@ class Lengths:
         Loss is taken on all text of a table.
         """
         kinds = self.kinds()
-        weight = 1.0 / np.bincount(kinds)[kinds] if even else None
+        weight = 1.0 / np.bincount(kinds)[kinds] if even else self.weight
         batch = self.batch if self.batch.num_targets.any() else replace(self.batch, num_targets=self.text_tokens())
         return Workload(self.source, batch, weight, self.assumptions)
 

@@ -19,6 +19,7 @@ _NUM_BINS = 60
 _TEXT_COLUMNS = ("of", "phase", "balanced", "unit")
 _HEIGHT = 340
 _COLOURS = {SEQUENCE: "#5c6670", "backbone": "#5c6670", "text": "#2c9a67", "image": "#1f6fd0", "audio": "#d9822b"}
+_OTHER_COLOURS = ("#8e44ad", "#16a085", "#c0392b", "#7f8c2a", "#b5651d")
 _MODE_COLOURS: dict[Mode, str] = {
     "off": "#98a1ac",
     "backbone": "#d9822b",
@@ -98,7 +99,7 @@ def _length_figure(analysis: Analysis) -> go.Figure:
             x=centres.tolist(),
             y=counts.tolist(),
             width=widths.tolist(),
-            marker_color=_COLOURS[kind.name],
+            marker_color=_colour(kind.name, number),
             name=kind.name,
         )
         row, column = number // 2 + 1, number % 2 + 1
@@ -114,7 +115,7 @@ def _share_figure(analysis: Analysis) -> go.Figure:
         counts, _ = np.histogram(shares, edges)
         percent = 100 * counts / max(len(shares), 1)
         bars = go.Bar(
-            x=((edges[1:] + edges[:-1]) / 2).tolist(), y=percent.tolist(), marker_color=_COLOURS[name], name=name
+            x=((edges[1:] + edges[:-1]) / 2).tolist(), y=percent.tolist(), marker_color=_colour(name, number), name=name
         )
         figure.add_trace(bars, row=1, col=number)
     figure.update_xaxes(tickformat=".0%", range=[0, 1])
@@ -215,3 +216,8 @@ def _table(names: Sequence[str], rows: list[list[str]]) -> str:
 
     body = "".join(f"<tr>{row('td', cells)}</tr>" for cells in rows)
     return f"<table><tr>{row('th', names)}</tr>{body}</table>"
+
+
+def _colour(name: str, number: int) -> str:
+    """The colour of a modality, or of an encoder of any name. number: of the figure."""
+    return _COLOURS.get(name, _OTHER_COLOURS[number % len(_OTHER_COLOURS)])

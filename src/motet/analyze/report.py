@@ -33,7 +33,8 @@ def print_analysis(analysis: Analysis, console: Console | None = None) -> None:
 
 def load_note(analysis: Analysis) -> str:
     """How the loads were computed, and how to read them."""
-    drawn = "every example alike" if analysis.mix == "rows" else "every combination of modalities equally often"
+    alike = "each manifest by its weight in data.mixture" if analysis.is_weighted else "every example alike"
+    drawn = alike if analysis.mix == "rows" else "every combination of modalities equally often"
     return (
         f"{analysis.num_batches} batches of {analysis.batch_size} examples on {analysis.num_ranks} ranks, drawn with "
         f"seed {analysis.seed}, {drawn}. {analysis.weighed} {_load_words(analysis)} Means over batches. Max/mean: "

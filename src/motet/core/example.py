@@ -13,10 +13,13 @@ from motet.core.arrays import BoolArray, Float32Array, Int64Array, UInt8Array
 class TokenSequence:
     """The text of one example. Each item has one placeholder token, whatever number of rows the item becomes.
 
+    An item that several encoders read is an item of each. They have a placeholder each, or one together: then their
+    rows are added, which must be equally many.
+
     tokens:          int64 [num_tokens], text token ids; any valid id at a placeholder.
     targets:         bool [num_tokens], True for the tokens of an answer: loss is taken on predicting them.
     media:           the phase of each placeholder, in order of appearance: ("image", "audio").
-    media_positions: int64 [num_items], the index of each placeholder in `tokens`; ascending.
+    media_positions: int64 [num_items], the index of each item's placeholder in `tokens`; ascending.
 
     Example:
         An image between two tokens of a question, then an answer of one token:

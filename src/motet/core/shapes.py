@@ -270,6 +270,115 @@ def projector(
     )
 
 
+def resampler(
+    input_dim: int,
+    hidden: int,
+    queries: int,
+    *,
+    num_layers: int,
+    num_heads: int,
+    head_dim: int,
+    num_kv_heads: int,
+    divisor: int = 1,
+    trainable: bool = True,
+) -> list[Layer]:
+    """A Perceiver resampler (Idefics2's): a matrix to rows [hidden], then layers in which queries attend to rows and
+    queries, with a gated MLP of 4 * hidden; then a norm. It is one block.
+
+    divisor: rows of the item that one row of the encoder's output stands for.
+    """
+    width, kv_width, norm = num_heads * head_dim, num_kv_heads * head_dim, _norm_keeps("rms", hidden)
+    mapped = Layer(
+        "projector",
+        weights=input_dim * hidden,
+        parameters=(input_dim + 1) * hidden,
+        output_width=hidden,
+        activation_width=input_dim,
+        divisor=divisor,
+        trainable=trainable,
+    )
+    start = _of_queries("latents", 0, queries * hidden, hidden, 0, queries, trainable)
+    # A norm keeps its own copy in float32, and the product's input; keys and values of queries stand among the rows.
+    keys = Layer(
+        "keys",
+        weights=2 * hidden * kv_width,
+        parameters=2 * hidden * kv_width + hidden,
+        output_width=hidden,
+        activation_width=norm + hidden + 2 * kv_width,
+        attention=Attention(width, kv_width, queries=queries),
+        divisor=divisor,
+        extra_rows=queries,
+        trainable=trainable,
+    )
+    weights = 2 * hidden * width + 12 * hidden**2
+    kept = 2 * norm + 2 * hidden + 2 * (width + num_heads) + 16 * hidden
+    rest = _of_queries("queries", weights, weights + 2 * hidden, hidden, kept, queries, trainable)
+    layers = [layer for _ in range(num_layers) for layer in (keys, replace(rest, continues=True))]
+    last = _of_queries("norm", 0, hidden, hidden, norm, queries, trainable)
+    return [mapped, *_one_block(layers, start), last]
+
+
+def qformer(
+    input_dim: int,
+    output_dim: int,
+    queries: int,
+    *,
+    hidden: int,
+    mlp: int,
+    num_layers: int,
+    num_heads: int,
+    frequency: int = 2,
+    divisor: int = 1,
+    trainable: bool = True,
+) -> list[Layer]:
+    """BLIP-2's Q-Former: layers in which queries attend to queries and, in every `frequency`-th, to rows [input_dim];
+    then a matrix to [output_dim]. The layers are one block.
+
+    divisor: rows of the item that one row of the encoder's output stands for.
+    """
+    norm = _norm_keeps("layer", hidden) + hidden
+    of_attention = hidden + 2 * num_heads + norm
+    layers: list[Layer] = []
+    for number in range(num_layers):
+        crosses = number % frequency == 0
+        weights = (6 if crosses else 4) * hidden**2 + 2 * hidden * mlp
+        biases = (6 if crosses else 4) * hidden + mlp + hidden
+        norms = (3 if crosses else 2) * 2 * hidden
+        kept = 3 * hidden + of_attention + (hidden + of_attention if crosses else 0) + 2 * mlp + norm
+        rest = _of_queries("queries", weights, weights + biases + norms, hidden, kept, queries, trainable)
+        layers.append(replace(rest, attention=Attention(hidden, hidden)))
+        if crosses:
+            layers.append(
+                Layer(
+                    "keys",
+                    weights=2 * input_dim * hidden,
+                    parameters=2 * (input_dim + 1) * hidden,
+                    output_width=hidden,
+                    activation_width=2 * hidden + (input_dim if number == 0 else 0),
+                    attention=Attention(hidden, hidden, queries=queries),
+                    divisor=divisor,
+                    trainable=trainable,
+                )
+            )
+    start = _of_queries("latents", 0, (queries + 2) * hidden, hidden, norm, queries, trainable)
+    out = (hidden + 1) * output_dim
+    last = _of_queries("projector", hidden * output_dim, out, output_dim, 0, queries, trainable)
+    return [*_one_block(layers, start), last]
+
+
+def _of_queries(
+    kind: str, weights: int, parameters: int, output_width: int, kept: int, queries: int, trainable: bool
+) -> Layer:
+    """A layer on the queries of each item."""
+    return Layer(kind, weights, parameters, output_width, kept, item_rows=queries, trainable=trainable)
+
+
+def _one_block(layers: Sequence[Layer], start: Layer) -> list[Layer]:
+    """The layers and what makes the first queries, as one block. A pipeline cut before it sends rows."""
+    first, *rest = layers
+    return [first, *(replace(layer, continues=True) for layer in (start, *rest))]
+
+
 def embedding(vocab_size: int, hidden: int, *, trainable: bool = True) -> Layer:
     """The look-up of a row for each token. Backward needs the token alone."""
     return Layer("embedding", 0, vocab_size * hidden, output_width=hidden, activation_width=1, trainable=trainable)

@@ -13,6 +13,7 @@ from itertools import accumulate, groupby, pairwise
 from operator import or_
 from typing import Annotated
 
+import numpy as np
 from pydantic import Field
 
 from motet.core.arrays import Int64Array
@@ -30,6 +31,7 @@ class Attention:
     window:   if not 0, a causal row attends to at most `window` rows, and other rows attend within blocks (frames,
               windows) of `window` rows.
     density:  the share of these pairs that a mask leaves.
+    queries:  if not 0, so many queries of each item attend to its rows (cross attention), which do not attend.
     whole:    rows attend over the whole item, also where it has segments (`core/item_segments.py`).
     """
 
@@ -38,6 +40,7 @@ class Attention:
     causal: bool = False
     window: Count = 0
     density: Annotated[float, Field(ge=0, le=1)] = 1.0
+    queries: Count = 0
     whole: bool = False
 
     def __post_init__(self) -> None:
@@ -59,6 +62,8 @@ class Layer:
                       patches.
     trainable:        its parameters are updated.
     targets_only:     it sees only the rows on which loss is taken (the output layer).
+    item_rows:        if not 0, each item has so many rows in it, whatever its length (queries of a resampler).
+    continues:        it belongs to the block of the layer before it: a block of a resampler has several layers.
     """
 
     kind: str
@@ -71,9 +76,18 @@ class Layer:
     extra_rows: Count = 0
     trainable: bool = True
     targets_only: bool = False
+    item_rows: Count = 0
+    continues: bool = False
+
+    @property
+    def in_block(self) -> bool:
+        """Whether it is part of a transformer block, which is sharded and recomputed as a whole."""
+        return self.attention is not None or self.continues
 
     def rows(self, lengths: Int64Array) -> Int64Array:
-        """The rows of each item in the layer, int64 [num_items]. lengths: int64 [num_items]."""
+        """The rows of each item, or of each segment, in the layer, int64 [n]. lengths: int64 [n]."""
+        if self.item_rows:
+            return np.full(len(lengths), self.item_rows, dtype=np.int64)
         rows = lengths if self.divisor == 1 else -(-lengths // self.divisor)
         return rows + self.extra_rows if self.extra_rows else rows
 
@@ -125,7 +139,7 @@ class Module:
         Each transformer layer begins a block, which ends before the next one. The first block also has all layers
         before it. A module without transformer layers is one block.
         """
-        starts = [index for index, layer in enumerate(self.layers) if layer.attention is not None]
+        starts = [index for index, layer in enumerate(self.layers) if layer.in_block and not layer.continues]
         edges = [0, *starts[1:], self.num_layers]
         return tuple(range(first, stop) for first, stop in pairwise(edges))
 

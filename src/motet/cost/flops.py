@@ -178,7 +178,7 @@ def operations_by_work(layers: Iterable[tuple[Layer, bool, bool]]) -> dict[Layer
     for layer, needs_input, recomputed in layers:
         attention = layer.attention
         # A trainable transformer layer has several products, so gradients pass between them even if none leaves it.
-        has_input = needs_input or (layer.trainable and attention is not None)
+        has_input = needs_input or (layer.trainable and layer.in_block)
         like = _representative(layer)
         before = totals.get(like, LikeOperations())
         products, pairs = 2 * layer.weights, 4 * attention.width if attention else 0
@@ -200,7 +200,7 @@ def _operations(module: Module, reached: bool, num_recomputed: int) -> dict[Laye
             yield (
                 layer,
                 needs_input,
-                index in recomputed and layer.attention is not None and (needs_input or layer.trainable),
+                index in recomputed and layer.in_block and (needs_input or layer.trainable),
             )
 
     return operations_by_work(layers())
@@ -210,7 +210,7 @@ def _representative(layer: Layer) -> Layer:
     """A layer that is equal for all layers with the same rows and pairs."""
     attention = replace(layer.attention, width=0, kv_width=0) if layer.attention else None
     like = replace(layer, kind="", weights=0, parameters=0, output_width=0, activation_width=0)
-    return replace(like, attention=attention, trainable=False)
+    return replace(like, attention=attention, trainable=False, continues=False)
 
 
 def _total(
@@ -276,6 +276,8 @@ def pairs_of_items(attention: Attention, rows: Int64Array, segments: ItemSegment
 
 def pairs_of(attention: Attention, rows: Int64Array) -> Int64Array:
     """The pairs of a query and a key among the given numbers of rows, int64 [n], at a density of 1."""
+    if attention.queries:
+        return attention.queries * rows
     if not attention.window:
         pairs: Int64Array = rows * (rows + 1) // 2 if attention.causal else rows * rows
     elif attention.causal:

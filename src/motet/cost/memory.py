@@ -201,10 +201,10 @@ def stage_layers(model: ModelSpec, spans: Spans, recompute: Mapping[str, int]) -
     for name, (first, stop) in spans.items():
         module = model.module(name)
         for number, block in enumerate(module.blocks[first:stop]):
-            whole = all(module.layers[index].attention is None for index in block)
+            whole = not any(module.layers[index].in_block for index in block)
             for index in block:
                 layer, needs_input = module.layers[index], model.input_gradients[name][index]
-                recomputed = number < recompute.get(name, 0) and (whole or layer.attention is not None)
+                recomputed = number < recompute.get(name, 0) and (whole or layer.in_block)
                 yield StageLayer(name, layer, needs_input, recomputed and (needs_input or layer.trainable))
 
 
@@ -218,7 +218,7 @@ def held_elements(model: ModelSpec, recompute: Mapping[str, int]) -> dict[str, i
         widths = [
             activation_bytes(each.layer, 1, element_bytes=1, recomputed=each.recomputed) / each.layer.divisor
             for each in stage_layers(model, {name: (0, count)}, recompute)
-            if each.has_backward and not each.layer.targets_only
+            if each.has_backward and not each.layer.targets_only and not each.layer.item_rows
         ]
         held[name] = math.ceil(sum(widths))
     return held

@@ -49,7 +49,7 @@ def backward_seconds(
 
     input_gradient: backward needs the gradient of the layer's input (`ModelSpec.input_gradients`).
     For a layer of products alone, backward takes 2 (trainable), 1 (frozen, but a gradient passes) or 0 (neither) times
-    as long as forward; with recomputation 3, 2 or 0. A trainable layer with attention always needs inner gradients.
+    as long as forward; with recomputation 3, 2 or 0. A trainable layer of a block always needs inner gradients.
 
     Example:
         >>> from motet.core.spec import Layer
@@ -59,7 +59,7 @@ def backward_seconds(
         [1.0, 0.0]
     """
     total = np.zeros_like(seconds.forward_s)
-    if input_gradient or (layer.trainable and layer.attention is not None):
+    if input_gradient or (layer.trainable and layer.in_block):
         total = total + seconds.input_s
     if layer.trainable:
         total = total + seconds.weight_s

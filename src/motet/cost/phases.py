@@ -72,7 +72,7 @@ class Picoseconds:
 
 
 def phase_times(profile: Profile, model: ModelSpec, name: str, num_recomputed: int = 0) -> PhaseTimes:
-    """The times of the module `name`. num_recomputed: of its layers with attention, so many run forward again.
+    """The times of the module `name`. num_recomputed: of its transformer blocks, so many run forward again.
 
     Raises UserError if the profile lacks the module or one of its kinds of layer.
     """
@@ -82,7 +82,7 @@ def phase_times(profile: Profile, model: ModelSpec, name: str, num_recomputed: i
             f"The profile of {profile.recipe} has no module {name!r}, only "
             f"{', '.join(repr(measured.name) for measured in profile.modules)}: profile the recipe that is trained."
         )
-    seconds = _Seconds(profile, model, module, times, _first_with_attention(module, num_recomputed))
+    seconds = _Seconds(profile, model, module, times, _of_first_blocks(module, num_recomputed))
     body = seconds.fit(times)
     targets = [seconds.target_fit(layer, number) for number, layer in enumerate(module.layers) if layer.targets_only]
     predicted = body.seconds(*amounts(times.held_out, padded=module.padded))
@@ -95,10 +95,10 @@ def phase_times(profile: Profile, model: ModelSpec, name: str, num_recomputed: i
     )
 
 
-def _first_with_attention(module: Module, count: int) -> frozenset[int]:
-    """Indexes of the first `count` layers with attention."""
-    indexes = [index for index, layer in enumerate(module.layers) if layer.attention is not None]
-    return frozenset(indexes[:count])
+def _of_first_blocks(module: Module, count: int) -> frozenset[int]:
+    """Indexes of the layers of the first `count` transformer blocks."""
+    blocks = (index for block in module.blocks[:count] for index in block)
+    return frozenset(index for index in blocks if module.layers[index].in_block)
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class _Seconds:
     def _of_layer(self, layer: Layer, number: int, points: Points) -> Float64Array:
         """Seconds of one layer at its points, over the passes that it has."""
         # In a trainable layer of several products, gradients pass from one product to another.
-        has_inner = layer.trainable and layer.attention is not None
+        has_inner = layer.trainable and layer.in_block
         has_input = self.model.input_gradients[self.module.name][number] or has_inner
         seconds = np.array(points.forward_s)
         if number in self.recomputed and (has_input or layer.trainable):

@@ -119,9 +119,22 @@ class AudioTransform:
 
     def load(self, ref: MediaRef) -> Media:
         """Decode and transform one clip. Raises Unusable, and soundfile's exceptions on a damaged file."""
+        return self.rows_of(self.decode(ref))
+
+    @property
+    def decoding(self) -> float:
+        """Transforms of one `decoding` can share what any of them has decoded: as many seconds."""
+        return self.max_seconds
+
+    def decode(self, ref: MediaRef) -> tuple[Float32Array, int]:
+        """Mono samples [n] of at most max_seconds, and their rate. Raises as `load` does."""
         with open_clip(ref) as (clip, num_samples):
             max_samples = int(self._max_samples(np.array([clip.samplerate]))[0])
-            return self(_read_mono(clip, min(num_samples, max_samples)), clip.samplerate)
+            return _read_mono(clip, min(num_samples, max_samples)), clip.samplerate
+
+    def rows_of(self, decoded: tuple[Float32Array, int]) -> Media:
+        """The frames of what `decode` returned."""
+        return self(*decoded)
 
     def __call__(self, samples: Float32Array, rate: int) -> Media:
         """Frames [num_frames, num_mels] of mono samples [n], -1 to 1, at `rate` Hz; size (frames,).

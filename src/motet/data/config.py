@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from motet.core.limits import MAX_RANKS, MAX_SEED
+from motet.data.order import whole_weights
 
 _SPLIT = re.compile(r"\{rank(?::0([1-9])d)?\}")
 """The number of a split in a manifest's name: {rank}, or {rank:05d} in five digits."""
@@ -50,6 +51,9 @@ class DataConfig(LoadingConfig):
                     `train` contain {rank}, each rank has a split of its own, which no other rank reads.
     num_splits:     with {rank} in `train`: the number of splits, by default that of the ranks. Rank r reads the splits
                     r, r + number of ranks, ...
+    mixture:        a weight for each manifest of `train`, in their order: its share of the examples of a run, in any
+                    unit. A manifest then has epochs of its own: a small one with a large weight comes round more often.
+                    Without it, every example of all manifests comes once in an epoch.
     tokenizer:      directory with tokenizer.json.
     index_folder:   a folder for indexes, if the manifests' own folders cannot be written.
     """
@@ -58,7 +62,21 @@ class DataConfig(LoadingConfig):
     num_splits: Annotated[int | None, Field(ge=1, le=MAX_RANKS)] = None
     heldout: tuple[str, ...] = ()
     tokenizer: Path
+    mixture: tuple[Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)], ...] = ()
     index_folder: Path | None = None
+
+    @model_validator(mode="after")
+    def _a_weight_a_manifest(self) -> DataConfig:
+        if self.mixture and len(self.mixture) != len(self.train):
+            raise ValueError(
+                f"mixture has {len(self.mixture)} weights for {len(self.train)} manifests of train; give each one, in "
+                "their order"
+            )
+        if len(self.mixture) == 1:
+            raise ValueError("mixture has no effect with one manifest; remove it")
+        if self.mixture:
+            whole_weights(self.mixture)
+        return self
 
     @model_validator(mode="after")
     def _names_splits_alike(self) -> DataConfig:
@@ -76,7 +94,17 @@ class DataConfig(LoadingConfig):
                 raise ValueError(f"{manifest} in heldout: all ranks must read the same held-out examples")
         if self.num_splits is not None and not any(named):
             raise ValueError("num_splits has no effect without {rank} in the names of train; remove it")
+        if self.mixture and any(named):
+            raise ValueError(
+                "mixture gives manifests their shares, and with {rank} in the names of train each split has its share "
+                "by its size; remove mixture, or name manifests that all ranks read"
+            )
         return self
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """The mixture in whole numbers; () without one."""
+        return whole_weights(self.mixture) if self.mixture else ()
 
     @property
     def is_split(self) -> bool:
@@ -105,5 +133,6 @@ class DrawnDataConfig(LoadingConfig):
     train: ClassVar[tuple[str, ...]] = ()
     heldout: ClassVar[tuple[str, ...]] = ()
     is_split: ClassVar[bool] = False
+    weights: ClassVar[tuple[int, ...]] = ()
 
     num_workers: Annotated[int, Field(ge=0, le=256)] = 0

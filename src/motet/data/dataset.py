@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from motet.core.arrays import BoolArray, IndexArray, Int32Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.example import TokenSequence
 from motet.core.item_segments import ItemSegments
+from motet.core.readers import Combine, combine_error
 from motet.core.workload import BatchLengths, ItemLengths, home_ranks
 from motet.data.conversation import Conversation, parse_conversation
 from motet.data.example_lengths import ExampleLengths
@@ -62,11 +64,16 @@ class Dataset:
         text: TextEncoder,
         modalities: Mapping[str, Modality],
         *,
+        combine: Mapping[str, Combine] = MappingProxyType({}),
         max_sequence_length: int | None = None,
     ) -> None:
-        """modalities: by name of phase. Raises UserError for media that no modality reads, and if nothing is left."""
+        """modalities: by name of phase. combine: as `combine_error` checks it.
+
+        Raises UserError for media that no modality reads, if nothing is left, and if rows that are to be added are not
+        equally many.
+        """
         self._indexes, self._text, self._modalities = list(indexes), text, dict(modalities)
-        self._phases = _phase_of_modality(self._modalities)
+        self._readers, self._combine = _readers(self._modalities, combine), dict(combine)
         self._starts = np.cumsum([0, *(len(index) for index in self._indexes)])
         for index in self._indexes:
             self._check_modalities(index)
@@ -84,6 +91,7 @@ class Dataset:
         text: TextEncoder,
         modalities: Mapping[str, Modality],
         *,
+        combine: Mapping[str, Combine] = MappingProxyType({}),
         max_sequence_length: int | None = None,
         index_folder: str | Path | None = None,
         num_workers: int = 0,
@@ -94,7 +102,7 @@ class Dataset:
             open_index(manifest, text, index_folder=index_folder, num_workers=num_workers, progress=progress)
             for manifest in manifests
         ]
-        return cls(indexes, text, modalities, max_sequence_length=max_sequence_length)
+        return cls(indexes, text, modalities, combine=combine, max_sequence_length=max_sequence_length)
 
     @property
     def num_examples(self) -> int:
@@ -105,6 +113,12 @@ class Dataset:
     def num_in_manifests(self) -> int:
         """Examples of all manifests, left-out ones included."""
         return int(self._starts[-1])
+
+    @property
+    def num_by_manifest(self) -> Int64Array:
+        """Examples of each manifest that can be trained on, int64 [num_manifests]; they are numbered in this order."""
+        starts = self._starts if self._kept is None else np.searchsorted(self._kept, self._starts)
+        return np.diff(starts).astype(np.int64)
 
     @property
     def fingerprint(self) -> str:
@@ -139,7 +153,7 @@ class Dataset:
         }
 
     def tokens(self, example_id: int) -> TokenSequence:
-        """The tokens of an example; `media` holds names of phases."""
+        """The tokens of an example; `media` holds names of phases, one for each reader of each item."""
         index, example = self._locate(example_id)
         return self._with_phases(index.tokens(example))
 
@@ -167,19 +181,33 @@ class Dataset:
         tokens, answer = self._text.encode_prompt(self.conversation(example_id))
         return self._with_phases(tokens), self.media_refs(example_id)[: len(tokens.media)], answer
 
-    def phase_of(self, ref: MediaRef) -> str:
-        """The name of the phase that computes an item."""
-        return self._phases[ref.modality]
+    def readers_of(self, ref: MediaRef) -> tuple[str, ...]:
+        """The names of the phases that compute an item, in their order."""
+        return self._readers[ref.modality]
 
     @property
     def transforms(self) -> dict[str, Transform]:
-        """The transform of each modality, as `Decoder` takes them."""
-        return {modality: self._modalities[phase].transform for modality, phase in self._phases.items()}
+        """The transform of each phase, as `Decoder` takes them."""
+        return {phase: modality.transform for phase, modality in self._modalities.items()}
 
     def _with_phases(self, tokens: TokenSequence) -> TokenSequence:
-        """The same tokens with names of phases in place of modalities."""
-        media = tuple(self._phases[modality] for modality in tokens.media)
-        return TokenSequence(tokens.tokens, tokens.targets, media, tokens.media_positions)
+        """The same tokens with names of phases in place of modalities.
+
+        Where several phases read an item, it has a placeholder for each, or one place for all whose rows are added.
+        """
+        media = tuple(phase for modality in tokens.media for phase in self._readers[modality])
+        if len(media) == len(tokens.media):
+            return TokenSequence(tokens.tokens, tokens.targets, media, tokens.media_positions)
+        counts = np.array([len(self._readers[modality]) for modality in tokens.media], dtype=np.int64)
+        is_added = np.array([self._combine.get(modality) == "sum" for modality in tokens.media])
+        repeats = np.ones(len(tokens.tokens), dtype=np.int64)
+        repeats[tokens.media_positions] = np.where(is_added, 1, counts)
+        starts = np.cumsum(repeats) - repeats
+        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        positions = np.repeat(starts[tokens.media_positions], counts) + np.where(np.repeat(is_added, counts), 0, number)
+        return TokenSequence(
+            np.repeat(tokens.tokens, repeats), np.repeat(tokens.targets, repeats), media, positions.astype(np.int64)
+        )
 
     def _numbers(self, example_ids: Int64Array) -> Int64Array:
         """Numbers through all manifests, left-out examples included."""
@@ -211,16 +239,38 @@ class Dataset:
                 num_tokens = np.asarray(modality.num_tokens(sizes), dtype=np.int64)
                 segments = modality.segments(sizes) if modality.segments else None
             items[name] = ItemLengths(columns.example[of_phase], length, num_tokens, segments)
-            np.add.at(sequence, columns.example[of_phase], num_tokens)
+            if not self.is_added(name):
+                np.add.at(sequence, columns.example[of_phase], num_tokens)
         return items, sequence
 
     def _of_phase(self, columns: ExampleLengths, modality: Modality) -> IndexArray:
         """The items that a modality reads, [n] indexes into the items of `columns`."""
         return np.flatnonzero(columns.modality == MODALITIES.index(modality.transform.modality))
 
+    def is_added(self, phase: str) -> bool:
+        """Whether the rows of a phase are added to those of the first phase that reads the same items."""
+        modality = self._modalities[phase].transform.modality
+        return self._combine.get(modality) == "sum" and self._readers[modality][0] != phase
+
+    def _check_added(self, numbers: Int64Array) -> None:
+        """Raise UserError for the first of some examples with an item whose rows are added and not equally many."""
+        items, _ = self._item_lengths(ExampleLengths.of(self._indexes, self._starts, numbers))
+        for phase in filter(self.is_added, items):
+            modality = self._modalities[phase].transform.modality
+            first = self._readers[modality][0]
+            if (unequal := np.flatnonzero(items[phase].num_tokens != items[first].num_tokens)).size:
+                item = unequal[0]
+                index, example = self._at(int(numbers[items[phase].example[item]]))
+                counts = f"{items[first].num_tokens[item]:,} rows and {phase} {items[phase].num_tokens[item]:,}"
+                raise UserError(
+                    f'model.combine.{modality} = "sum" adds the rows of {first} and {phase}, but of an item of '
+                    f"{index.where(example)} {first} makes {counts}; give them transforms and projectors that make as "
+                    'many, or set it to "rows".'
+                )
+
     def _check_modalities(self, index: Index) -> None:
         for code, modality in enumerate(MODALITIES):
-            if modality not in self._phases and (index.lengths.modality == code).any():
+            if modality not in self._readers and (index.lengths.modality == code).any():
                 raise UserError(
                     f"{index.source} holds {modality} media, but the model has no encoder for them; add one"
                 )
@@ -243,6 +293,8 @@ class Dataset:
             numbers = start + np.flatnonzero(usable[start : start + _SCAN_EXAMPLES])
             columns = ExampleLengths.of(self._indexes, self._starts, numbers)
             is_refused = self._refused(columns)
+            if "sum" in self._combine.values():
+                self._check_added(numbers[~is_refused])
             is_too_long = np.zeros(len(numbers), dtype=bool)
             if max_sequence_length is not None:
                 is_too_long = ~is_refused & (self._item_lengths(columns)[1] > max_sequence_length)
@@ -262,9 +314,9 @@ class Dataset:
     def _name_refused(self, number: int) -> LeftOutExample:
         index, example = self._at(number)
         for ref in index.media_refs(example):
-            transform = self._modalities[self._phases[ref.modality]].transform
-            if ref.raw is not None and not transform.accepts(np.array([ref.raw], dtype=np.int64))[0]:
-                return LeftOutExample(index.where(example), ref.name, transform.refusal(ref.raw))
+            for transform in (self._modalities[phase].transform for phase in self._readers[ref.modality]):
+                if ref.raw is not None and not transform.accepts(np.array([ref.raw], dtype=np.int64))[0]:
+                    return LeftOutExample(index.where(example), ref.name, transform.refusal(ref.raw))
         raise ValueError(f"no item of example {number} is refused")
 
     def _name_too_long(self, number: int, max_sequence_length: int | None) -> LeftOutExample:
@@ -284,13 +336,13 @@ class Dataset:
         return refused
 
 
-def _phase_of_modality(modalities: Mapping[str, Modality]) -> dict[str, str]:
-    phases: dict[str, str] = {}
+def _readers(modalities: Mapping[str, Modality], combine: Mapping[str, Combine]) -> dict[str, tuple[str, ...]]:
+    readers: dict[str, tuple[str, ...]] = {}
     for name, modality in modalities.items():
         kind = modality.transform.modality
         if kind not in MODALITIES:
             raise UserError(f"encoder {name} reads '{kind}', but manifests hold only {' and '.join(MODALITIES)}")
-        if kind in phases:
-            raise UserError(f"encoders {phases[kind]} and {name} both read {kind}; each modality has one encoder")
-        phases[kind] = name
-    return phases
+        readers[kind] = (*readers.get(kind, ()), name)
+    if wrong := combine_error(readers, combine):
+        raise UserError(f"{wrong}.")
+    return readers

@@ -181,9 +181,13 @@ class DrawnDataset:
         """The example, for messages."""
         return f"drawn example {example_id}"
 
-    def phase_of(self, ref: MediaRef) -> str:
+    def readers_of(self, ref: MediaRef) -> tuple[str, ...]:
         """The name of the phase that computes an item."""
-        return ref.modality
+        return (ref.modality,)
+
+    def is_added(self, phase: str) -> bool:
+        """False: each item has one reader."""
+        return False
 
     @property
     def transforms(self) -> dict[str, Transform]:

@@ -47,8 +47,11 @@ class Examples(Protocol):
     def media_refs(self, example_id: int) -> list[MediaRef]:
         """The items of an example, in order of appearance."""
 
-    def phase_of(self, ref: MediaRef) -> str:
-        """The name of the phase that computes an item."""
+    def readers_of(self, ref: MediaRef) -> tuple[str, ...]:
+        """The names of the phases that compute an item."""
+
+    def is_added(self, phase: str) -> bool:
+        """Whether the rows of a phase are added to those of the first phase that reads the same items."""
 
     def where(self, example_id: int) -> str:
         """The example, for messages."""

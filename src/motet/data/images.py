@@ -138,11 +138,26 @@ class ImageTransform:
 
     def load(self, ref: MediaRef) -> Media:
         """Decode and transform one image. Raises Unusable, and whatever Pillow raises on a damaged file."""
+        return self.rows_of(self.decode(ref))
+
+    @property
+    def decoding(self) -> ImageTransform | None:
+        """Transforms of one `decoding` can share what any of them has decoded: all but those that draft."""
+        return self if self.draft_jpeg else None
+
+    def decode(self, ref: MediaRef) -> tuple[Image.Image, tuple[int, int]]:
+        """The image, upright, and its (width, height) before drafting. Raises as `load` does."""
         with open_image(ref) as image:
-            target = self._target(turned_size(image))
+            size = turned_size(image)
             if self.draft_jpeg:
-                _draft(image, target)
-            return self._rows(_upright(image), target)
+                _draft(image, self._target(size))
+            image.load()
+            return _upright(image), size
+
+    def rows_of(self, decoded: tuple[Image.Image, tuple[int, int]]) -> Media:
+        """The rows of what `decode` returned."""
+        image, size = decoded
+        return self._rows(image, self._target(size))
 
     def __call__(self, image: Image.Image) -> Media:
         """Rows [num_patches, row_dim], a row in the order (channel, time, y, x); size (patch rows, patch columns)."""

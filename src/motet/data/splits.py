@@ -135,6 +135,10 @@ class OwnSplits:
         dataset, own_id = self._own(example_id)
         return dataset.media_refs(own_id)
 
+    def readers_of(self, ref: MediaRef) -> tuple[str, ...]:
+        """As `Dataset.readers_of`; the same for all splits."""
+        return next(iter(self.datasets.values())).readers_of(ref)
+
     def where(self, example_id: int) -> str:
         """The position of an example in its manifest, for messages; "" if another rank has it."""
         if int(self._split(np.array([example_id]))[0]) not in self.datasets:
@@ -144,7 +148,7 @@ class OwnSplits:
 
     @property
     def transforms(self) -> dict[str, Transform]:
-        """The transform of each modality, as `Decoder` takes them."""
+        """The transform of each phase, as `Decoder` takes them."""
         return next(iter(self.datasets.values())).transforms
 
     def _split(self, example_ids: Int64Array) -> Int64Array:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Hashable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,6 +20,8 @@ class Transform(Protocol):
     """A transform of one modality; picklable, and importable in a worker process (not defined in a script).
 
     raw: int64 [n, 2], from headers: (width, height) of images, (samples, sampling rate) of clips.
+    Where several encoders read an item, transforms that have `decode(ref)`, `rows_of(decoded)` and an equal `decoding`
+    share what is decoded; others decode it once more.
 
     Example:
         >>> transform: Transform = ImageTransform(patch_size=16)
@@ -43,11 +46,14 @@ class Transform(Protocol):
         """Decode and transform a file; raises any Exception if it is missing or damaged."""
 
 
-def load_media(ref: MediaRef, transform: Transform) -> Media:
-    """One item with finite values and the size in the index. Raises BadMedia (file, reason)."""
+def load_media(ref: MediaRef, transform: Transform, decoded: dict[Hashable, Any] | None = None) -> Media:
+    """One item with finite values and the size in the index. Raises BadMedia (file, reason).
+
+    decoded: what transforms before this one have decoded of the item, by `decoding`; None: no other reads it.
+    """
     # Values that overflow are found below, so numpy need not warn.
     with raise_bad_media(ref), np.errstate(over="ignore", invalid="ignore"):
-        media = transform.load(ref)
+        media = transform.load(ref) if decoded is None else _load_shared(ref, transform, decoded)
         # Maximum and minimum are NaN if any value is NaN: faster than a test of each value.
         if media.values.size and not (np.isfinite(media.values.max()) and np.isfinite(media.values.min())):
             raise Unusable("becomes values that are not finite; its samples are too large to compute with")
@@ -57,3 +63,14 @@ def load_media(ref: MediaRef, transform: Transform) -> Media:
                 # All ranks have decided with the size in the index.
                 raise Unusable(f"has size {media.size.tolist()}, its header at indexing promised {indexed.tolist()}")
     return media
+
+
+def _load_shared(ref: MediaRef, transform: Any, decoded: dict[Hashable, Any]) -> Media:
+    if not hasattr(transform, "decoding"):
+        media: Media = transform.load(ref)
+        return media
+    key = (type(transform), transform.decoding)
+    if key not in decoded:
+        decoded[key] = transform.decode(ref)
+    rows: Media = transform.rows_of(decoded[key])
+    return rows

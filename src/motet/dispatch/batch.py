@@ -106,6 +106,8 @@ class PackedSequences:
 def pack(sequences: Sequence[TokenSequence], num_tokens: Mapping[str, Int64Array]) -> PackedSequences:
     """Pack sequences in the given order and replace each placeholder by as many rows as its item takes.
 
+    Items of several phases with one placeholder have their rows at the same places.
+
     num_tokens: per phase, int64 [num_items]: the rows of its items in order. Phases without items are listed too.
     Neither a placeholder nor the first token of a sequence is a target: nothing predicts them.
     Raises ValueError for a placeholder of an unknown phase, and where a phase has more or fewer items than
@@ -129,6 +131,9 @@ def pack(sequences: Sequence[TokenSequence], num_tokens: Mapping[str, Int64Array
         if len(replaced) != len(rows):
             raise ValueError(f"{len(replaced)} placeholders of phase {phase!r}, {len(rows)} items")
         repeats[replaced] = rows
+    for phase, rows in num_tokens.items():
+        if (repeats[placeholders[phases == phase]] != rows).any():
+            raise ValueError(f"items of phase {phase!r} share a placeholder with items of another number of rows")
     targets[placeholders] = False
 
     # Text token t becomes the packed rows starts[t] to starts[t + 1].

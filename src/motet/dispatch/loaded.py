@@ -21,8 +21,9 @@ from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.dispatch.message import MediaShape, example_bytes, media_bytes
 
 # Columns of the table of examples, and of the table of items. `_EXAMPLE` counts the examples of the item's rank.
+# `_SHARES`: the item has the placeholder of the item before it, so that its rows take no further places.
 _LOADED, _TEXT_TOKENS, _TARGETS, _EXAMPLE_COLUMNS = range(4)
-_EXAMPLE, _PHASE, _LENGTH, _NUM_TOKENS, _NUM_SEGMENTS, _SHAPE = range(6)
+_EXAMPLE, _PHASE, _LENGTH, _NUM_TOKENS, _NUM_SEGMENTS, _SHARES, _SHAPE = range(7)
 _ITEM_COLUMNS = _SHAPE + len(MediaShape._fields)
 
 
@@ -66,7 +67,7 @@ class LoadedExample:
 def tables_of(
     examples: Sequence[LoadedExample | None], phases: Sequence[str], measures: Mapping[str, Measure]
 ) -> Int64Array:
-    """The tables of one rank as one vector, int64 [2 + 3 * num_examples + 10 * num_items + num_segments].
+    """The tables of one rank as one vector, int64 [2 + 3 * num_examples + 11 * num_items + num_segments].
 
     They are counts, examples, items, and the lengths of all segments, item by item.
     An example that could not be loaded is None; it is listed as not loaded and has no items. Raises ValueError for an
@@ -82,8 +83,9 @@ def tables_of(
         if len(example.media) != len(sequence.media):
             raise ValueError(f"example {i} has {len(sequence.media)} placeholders and {len(example.media)} items")
         example_table[i] = True, len(sequence.tokens), 0
-        for phase, item in zip(sequence.media, example.media, strict=True):
-            rows.append((i, phases.index(phase), 0, 0, 0, *MediaShape.of(item)))
+        shares = np.diff(sequence.media_positions, prepend=-1) == 0
+        for phase, item, is_shared in zip(sequence.media, example.media, shares.tolist(), strict=True):
+            rows.append((i, phases.index(phase), 0, 0, 0, int(is_shared), *MediaShape.of(item)))
             media.append(item)
     item_table = np.array(rows, dtype=np.int64).reshape(-1, _ITEM_COLUMNS)
     segments_of_items = [np.zeros(0, dtype=np.int64)] * len(item_table)
@@ -277,7 +279,7 @@ def _lengths(
 ) -> BatchLengths:
     segments = ItemSegments.counted(segment_lengths, items[:, _NUM_SEGMENTS])
     sequence = examples[:, _TEXT_TOKENS].copy()
-    np.add.at(sequence, items[:, _EXAMPLE], items[:, _NUM_TOKENS] - 1)
+    np.add.at(sequence, items[:, _EXAMPLE], np.where(items[:, _SHARES] == 1, 0, items[:, _NUM_TOKENS] - 1))
     columns = {}
     for index, phase in enumerate(phases):
         of_phase = np.flatnonzero(items[:, _PHASE] == index)

@@ -132,6 +132,69 @@ class PackedItems:
         return out.unsqueeze(0)
 
 
+class QueriedItems:
+    """Extents of packed items to which queries attend: those of item i attend to its rows, and to nothing of others.
+
+    counts:      int64 [num_items], rows of each item, on the host.
+    num_queries: of each item; those of item i are the i-th so many rows of `query`.
+    sees_queries: they attend to each other as well. Their keys and values then follow those of all rows.
+    Items with equally many keys share a call of the kernel; none is padded.
+    """
+
+    causal = False
+
+    def __init__(self, counts: Int64Array, num_queries: int, sees_queries: bool) -> None:
+        self.counts, self.num_queries = np.asarray(counts, dtype=np.int64), num_queries
+        self.sees_queries = sees_queries
+        self._order = np.argsort(self.counts, kind="stable")
+        starts = np.cumsum(self.counts) - self.counts
+        keys, self._calls = [], []
+        for count in np.unique(self.counts).tolist():
+            items = np.flatnonzero(self.counts == count)
+            rows = starts[items, None] + np.arange(count)
+            if sees_queries:
+                own = self.counts.sum() + items[:, None] * num_queries + np.arange(num_queries)
+                rows = np.concatenate([rows, own], axis=1)
+            self._calls.append((len(items), rows.shape[1]))
+            keys.append(rows.ravel())
+        self._keys = np.concatenate(keys)
+        self._indices: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, window: int | None
+    ) -> Tensor:
+        """query [1, heads, num_items * num_queries, head_dim], key and value [1, kv_heads, rows, head_dim] -> the shape
+        of a transposed query, [1, num_items * num_queries, heads, head_dim].
+        """
+        num_keys = int(self.counts.sum()) + self.sees_queries * self.num_queries * len(self.counts)
+        if window is not None or query.shape[2] != self.num_queries * len(self.counts) or key.shape[2] != num_keys:
+            raise ValueError(f"{query.shape[2]} queries and {key.shape[2]} keys do not fit the items of this attention")
+        if query.device not in self._indices:
+            order, keys = torch.from_numpy(self._order), torch.from_numpy(self._keys)
+            self._indices[query.device] = tuple(x.to(query.device) for x in (order, keys, order.argsort()))
+        order, keys, restore = self._indices[query.device]
+        by_item = query[0].unflatten(1, (-1, self.num_queries)).index_select(1, order)
+        heads_per_kv = query.shape[1] // key.shape[1]
+        key, value = (x[0].index_select(1, keys) for x in (key, value))
+        pieces = [count * length for count, length in self._calls]
+        outputs = []
+        for (count, length), queries, *both in zip(
+            self._calls,
+            by_item.split([count for count, _ in self._calls], 1),
+            key.split(pieces, 1),
+            value.split(pieces, 1),
+        ):
+            own_keys, own_values = (
+                x.unflatten(1, (count, length)).transpose(0, 1).repeat_interleave(heads_per_kv, dim=1) for x in both
+            )
+            out = scaled_dot_product_attention(
+                queries.transpose(0, 1), own_keys, own_values, dropout_p=dropout, scale=scale
+            )
+            outputs.append(out.transpose(0, 1))
+        joined = torch.cat(outputs, dim=1).index_select(1, restore)  # [heads, items, queries, head_dim]
+        return joined.flatten(1, 2).transpose(0, 1)[None]
+
+
 class PaddedClips:
     """Extents of clips padded to a common length: clip i is rows 0 to lengths[i] of batch entry i; full attention.
 
@@ -165,7 +228,7 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: PackedItems | PaddedClips | None,
+    attention_mask: PackedItems | QueriedItems | PaddedClips | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -174,10 +237,11 @@ def _attention(
     **others: object,
 ) -> tuple[Tensor, None]:
     extents = segments if segments is not None else attention_mask
-    if not isinstance(extents, PackedItems | PaddedClips):
+    if not isinstance(extents, PackedItems | QueriedItems | PaddedClips):
         # No default: attention over the whole pack would look plausible and be wrong.
         raise TypeError(
-            f"{type(module).__name__}: packed attention needs PackedItems or PaddedClips, got {type(extents).__name__}"
+            f"{type(module).__name__}: packed attention needs PackedItems, QueriedItems or PaddedClips, got "
+            f"{type(extents).__name__}"
         )
     for name, option in others.items():
         if name not in _USED_BEFORE and option is not None and option is not False:

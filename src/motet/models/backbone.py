@@ -20,17 +20,20 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from motet.absent import take_part
+from motet.core.errors import UserError
 from motet.core.shapes import Transformer, embedding, final_norm, head
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE
 from motet.models.attention import ATTENTION, PackedItems
 from motet.models.block import Block, outside_blocks, wrap_blocks
+from motet.models.callbacks import callback_name, check_callback
 from motet.models.contract import Sequences
 from motet.models.exact import keep_float64
 from motet.models.families.registry import backbone_family
 from motet.models.families.shaped import ShapedCausalLM
 from motet.models.families.supported import check_backbone, has_option
-from motet.models.layers import LayerModules, any_trainable, frozen_to_eval
+from motet.models.layers import LayerModules, any_trainable, frozen_to_eval, products_layer
+from motet.models.merge import merge_rows, places_of
 from motet.models.rotary import use_document_rotary
 
 _MAX_LOGITS = 2**28
@@ -42,8 +45,7 @@ class Backbone(nn.Module):
 
     causal_lm: an HF model of a class in `registry.BACKBONES`, or a `ShapedCausalLM`, built with
                attn_implementation="motet_packed".
-    before_backbone(embeds [total, dim], sequences) -> embeds: for example a special merge; not called without
-    sequences.
+    merge: a callback in place of `merge_rows` (`models/callbacks.py`).
     Raises UserError for another class, and for a config with options that Motet does not compute
     (`supported.check_backbone`).
     """
@@ -52,7 +54,7 @@ class Backbone(nn.Module):
         self,
         causal_lm: nn.Module,
         train: bool = True,
-        before_backbone: Callable[[Tensor, Sequences], Tensor] | None = None,
+        merge: Callable[[Tensor, dict[str, Tensor], Sequences], Tensor] | None = None,
     ) -> None:
         super().__init__()
         if causal_lm.config._attn_implementation != ATTENTION:
@@ -65,7 +67,9 @@ class Backbone(nn.Module):
         if not train:
             causal_lm.requires_grad_(False)
         self.causal_lm = causal_lm
-        self.before_backbone = before_backbone
+        self.merge = merge
+        if merge is not None:
+            check_callback("merge", "merge", merge)
         self._blocks = tuple(wrap_blocks(causal_lm, causal_lm.model.layers))
         frozen_to_eval(causal_lm)
 
@@ -97,6 +101,7 @@ class Backbone(nn.Module):
         tied = output.weight is table.weight
         return [
             LayerModules(embedding(vocab_size, hidden, trainable=any_trainable(table)), (table,)),
+            *([products_layer("merge", self.merge, hidden)] if isinstance(self.merge, nn.Module) else ()),
             *(
                 LayerModules(self._shape(block).layer(trainable=any_trainable(block)), (block,))
                 for block in self._blocks
@@ -180,6 +185,26 @@ class Backbone(nn.Module):
         logits = self.causal_lm.lm_head(hidden)
         return cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), tokens, reduction="sum")
 
+    def _merged(self, embeds: Tensor, features: dict[str, Tensor], sequences: Sequences) -> Tensor:
+        """The embeddings with the rows of all encoders. A merge of the user's own is called where there are rows."""
+        if self.merge is None:
+            return merge_rows(embeds, features, sequences)
+        embeds = merge_rows(embeds, {name: rows for name, rows in features.items() if not len(rows)}, sequences)
+        present = {name: rows for name, rows in features.items() if len(rows)}
+        for name, rows in present.items():
+            places_of(name, rows, sequences)
+        if not present and not (len(embeds) and getattr(self.merge, "takes_text", False)):
+            return take_part(embeds, self.merge.parameters()) if isinstance(self.merge, nn.Module) else embeds
+        merged = self.merge(embeds, present, sequences)
+        given = (merged.shape, merged.dtype) if isinstance(merged, Tensor) else type(merged).__name__
+        if given != (embeds.shape, embeds.dtype):
+            found = f"{list(given[0])} in {given[1]}" if isinstance(given, tuple) else given
+            raise UserError(
+                f"merge ({callback_name(self.merge)}) returned {found} where it was given embeddings "
+                f"{list(embeds.shape)} in {embeds.dtype}; it must return embeddings for the same places"
+            )
+        return merged
+
     def hidden_states(self, sequences: Sequences, features: dict[str, Tensor]) -> Tensor:
         """Hidden states after the last norm, [total, dim]."""
         return self.through(self.enter(sequences, features), sequences, 0, len(self._blocks))
@@ -195,19 +220,11 @@ class Backbone(nn.Module):
         embeds = table.weight.new_zeros(0, self.dim) if empty else table(sequences.tokens)
         if empty:
             embeds = take_part(embeds, outside_blocks(self))
-        for name in sorted(features):
-            rows = features[name].to(embeds.dtype)
-            positions = sequences.feature_positions.get(name)
-            if positions is None:
-                positions = torch.empty(0, dtype=torch.int64, device=embeds.device)
-            if len(positions) != len(rows):
-                raise ValueError(f"{len(rows)} feature rows of {name!r} for {len(positions)} places in the sequences")
-            # Also without rows: the features stay in the graph, and every rank runs the same backward.
-            embeds = embeds.index_copy(0, positions, rows)
+        embeds = self._merged(embeds, {name: rows.to(embeds.dtype) for name, rows in features.items()}, sequences)
         if torch.is_grad_enabled() and not embeds.requires_grad:
             # The same on every rank: with a frozen backbone a rank without media must still run backward.
             embeds.requires_grad_()
-        return self.before_backbone(embeds, sequences) if self.before_backbone and not empty else embeds
+        return embeds
 
     def through(self, hidden: Tensor, sequences: Sequences, first: int, stop: int) -> Tensor:
         """Hidden states [total, dim] after the blocks first ... stop - 1; behind the last block also after the norm.

@@ -6,24 +6,25 @@ and an added encoder does not change the other modules.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from torch import nn
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from motet.core.errors import UserError
+from motet.core.readers import Combine, Reads, combine_error
 from motet.core.workload import BACKBONE
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
-from motet.models.config_file import check_feature_layer, one_line, read_config
+from motet.models.callbacks import imported, named_callback
+from motet.models.config_file import check_feature_layer, hf_options, one_line, read_config
+from motet.models.exact import keep_float64
 from motet.models.families.bounds import check_bounds
 from motet.models.families.registry import BACKBONES, ENCODERS, Family
 from motet.models.initialise import compute_buffers, seeded
@@ -31,7 +32,7 @@ from motet.models.load import checked_config, load_pretrained, on_meta
 from motet.models.materialise import fill_parameters
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
-from motet.models.projector import Projector, ProjectorConfig
+from motet.models.projector import ProjectorConfig, build_projector
 from motet.models.stored import stored_tensors
 
 
@@ -43,12 +44,17 @@ class EncoderConfig(BaseModel):
                     model, only the tower is read: the projector starts from random weights.
     module, args:   "package.module:Class", called with `args`; see `contract.Encoder`.
 
+    reads:          the media that it is given; by default that after which it is named. Several encoders may read one
+                    kind of media (`ModelConfig.combine`).
+    before, between, after: callbacks before the encoder, between encoder and projector, and after the projector, as
+                    "package.module:function" (`models/callbacks.py`).
     feature_layer:  the layer of a vision tower whose output is used, counted as transformers counts hidden states: -1
                     is the last layer, -2 the one before it (LLaVA), without the norm behind the layers. Default: the
                     tower's own output.
     """
 
     model_config = ConfigDict(extra="forbid")
+    reads: Reads | None = None
     family: Literal["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio"] | None = None
     config: dict[str, Any] = Field(default_factory=dict)
     path: Path | None = None
@@ -58,6 +64,9 @@ class EncoderConfig(BaseModel):
     projector: ProjectorConfig = Field(default_factory=ProjectorConfig)
     train_encoder: bool = True
     train_projector: bool = True
+    before: str | None = Field(default=None, min_length=1)
+    between: str | None = Field(default=None, min_length=1)
+    after: str | None = Field(default=None, min_length=1)
 
     @model_validator(mode="after")
     def _one_source(self) -> EncoderConfig:
@@ -94,18 +103,51 @@ class BackboneConfig(BaseModel):
 
 
 class ModelConfig(BaseModel):
-    """The whole model; the name of an encoder is the name of its phase."""
+    """The whole model; the name of an encoder is the name of its phase.
+
+    combine: what the backbone is given of media that several encoders read: "rows", those of one encoder after those of
+             the other, in the order of the recipe; or "sum", one row for all of them. A sum of linear projections is
+             the linear projection of joined channels.
+    merge:   a callback in place of the merge of rows into the backbone's embeddings, as "package.module:function"
+             (`models/callbacks.py`).
+    """
 
     model_config = ConfigDict(extra="forbid")
     backbone: BackboneConfig
     encoders: dict[str, EncoderConfig] = Field(default_factory=dict)
+    combine: dict[Reads, Combine] = Field(default_factory=dict)
+    merge: str | None = Field(default=None, min_length=1)
+
+    def modality(self, name: str) -> str:
+        """What the encoder of this name reads."""
+        return self.encoders[name].reads or name
+
+    @property
+    def readers(self) -> dict[str, tuple[str, ...]]:
+        """Modality -> the names of the encoders that read it."""
+        names: dict[str, tuple[str, ...]] = {}
+        for name in self.encoders:
+            names[self.modality(name)] = (*names.get(self.modality(name), ()), name)
+        return names
+
+    @model_validator(mode="after")
+    def _combine_is_said(self) -> ModelConfig:
+        if wrong := combine_error(self.readers, self.combine):
+            raise ValueError(wrong)
+        return self
 
     @field_validator("encoders")
     @classmethod
     def _phase_names(cls, encoders: dict[str, EncoderConfig]) -> dict[str, EncoderConfig]:
-        for name in encoders:
-            if name == BACKBONE or not name.isidentifier():
-                raise ValueError(f"{name!r} cannot name an encoder: take letters, digits and _, and not {BACKBONE!r}")
+        for name, part in encoders.items():
+            # Names of methods of a ModuleDict cannot be its keys.
+            if name == BACKBONE or not name.isidentifier() or hasattr(nn.ModuleDict(), name):
+                raise ValueError(
+                    f"{name!r} cannot name an encoder: take letters, digits and _, and neither {BACKBONE!r} nor the "
+                    "name of a method of torch's modules"
+                )
+            if name in get_args(Reads) and part.reads not in (None, name):
+                raise ValueError(f"an encoder named {name!r} reads {name}, not {part.reads}; give it another name")
         return encoders
 
 
@@ -121,16 +163,39 @@ def build_mllm(
     that is missing or holds another family; for a vocabulary smaller than vocab_size; for a custom class that does not
     fulfil the contract.
     """
-    backbone = build_backbone(config.backbone, vocab_size, dtype, seed, deferred=deferred)
+    # First of all: what is wrong with them is said before anything large is built.
+    callbacks = {name: _callbacks(name, part, dtype, seed) for name, part in config.encoders.items()}
+    merge = None if config.merge is None else _callback("model.merge", "merge", config.merge, dtype, seed)
+    backbone = build_backbone(config.backbone, vocab_size, dtype, seed, deferred=deferred, merge=merge)
     encoders = {
-        name: build_modality(name, part, backbone.dim, dtype, seed, deferred=deferred)
+        name: build_modality(name, part, backbone.dim, dtype, seed, deferred=deferred, callbacks=callbacks[name])
         for name, part in config.encoders.items()
     }
     return MLLM(encoders, backbone)
 
 
+def _callbacks(name: str, config: EncoderConfig, dtype: torch.dtype, seed: int) -> dict[str, Callable[..., Any]]:
+    named = {kind: getattr(config, kind) for kind in ("before", "between", "after")}
+    return {
+        kind: _callback(f"model.encoders.{name}.{kind}", kind, path, dtype, seed)
+        for kind, path in named.items()
+        if path is not None
+    }
+
+
+def _callback(where: str, kind: str, path: str, dtype: torch.dtype, seed: int) -> Callable[..., Any]:
+    callback = named_callback(where, kind, path, seed)
+    return callback.to(dtype) if isinstance(callback, nn.Module) else callback
+
+
 def build_backbone(
-    config: BackboneConfig, vocab_size: int, dtype: torch.dtype, seed: int, *, deferred: bool = False
+    config: BackboneConfig,
+    vocab_size: int,
+    dtype: torch.dtype,
+    seed: int,
+    *,
+    deferred: bool = False,
+    merge: Callable[..., Any] | None = None,
 ) -> Backbone:
     """The backbone on the CPU; raises UserError as `build_mllm` does."""
     # HF's default padding token belongs to another vocabulary, and the row of a padding token is never trained.
@@ -138,13 +203,25 @@ def build_backbone(
     causal_lm = _build_hf("backbone", config.classes, config.path, options, dtype, seed, deferred)
     if (rows := causal_lm.config.vocab_size) < vocab_size:
         raise UserError(f"model.backbone: its vocabulary has {rows} entries, but the tokenizer needs {vocab_size}")
-    return Backbone(causal_lm, train=config.train)
+    return Backbone(causal_lm, train=config.train, merge=merge)
 
 
 def build_modality(
-    name: str, config: EncoderConfig, backbone_dim: int, dtype: torch.dtype, seed: int, *, deferred: bool = False
+    name: str,
+    config: EncoderConfig,
+    backbone_dim: int,
+    dtype: torch.dtype,
+    seed: int,
+    *,
+    deferred: bool = False,
+    callbacks: dict[str, Callable[..., Any]] | None = None,
 ) -> ModalityModule:
-    """One encoder with its projector, on the CPU; raises UserError as `build_mllm` does."""
+    """One encoder with its projector, on the CPU; raises UserError as `build_mllm` does.
+
+    callbacks: those that `config` names, if they are there already.
+    """
+    if callbacks is None:
+        callbacks = _callbacks(name, config, dtype, seed)
     if config.module:
         encoder = _build_custom(name, config, seed).to(dtype)
     else:
@@ -155,10 +232,12 @@ def build_modality(
         options = {"feature_layer": config.feature_layer} if family.feature_layers else {}
         with _named(f"model.{where}"):
             encoder = family.adapter(model, **options)
-    with seeded(seed, f"{name} projector"):
-        projector = Projector(encoder.output_dim, backbone_dim, config.projector).to(dtype)
+    width = getattr(callbacks.get("between"), "output_dim", encoder.output_dim)
     with _named(f"model.encoders.{name}"):
-        return ModalityModule(encoder, projector, config.train_encoder, config.train_projector)
+        with seeded(seed, f"{name} projector"):
+            projector = build_projector(width, backbone_dim, config.projector).to(dtype)
+        keep_float64(projector)
+        return ModalityModule(encoder, projector, config.train_encoder, config.train_projector, **callbacks)
 
 
 @contextmanager
@@ -180,9 +259,7 @@ def _build_hf(
     deferred: bool,
 ) -> PreTrainedModel:
     options = deepcopy(options)  # HF writes its defaults into the tables of its caller.
-    known = {field.name for field in fields(family.config)} - {field.name for field in fields(PreTrainedConfig)}
-    if unknown := sorted(set(options) - known):
-        raise UserError(f"model.{where}.config: {family.config.__name__} has no option {', '.join(unknown)}")
+    hf_options(f"model.{where}.config", family.config, options)
     check_bounds(f"model.{where}.config.", options)
     shapes_only = torch.get_default_device().type == "meta"
     if path is not None and not shapes_only:
@@ -224,11 +301,7 @@ def _laid_out(where: str, family: Family, path: Path, options: dict[str, Any]) -
 
 def _build_custom(name: str, config: EncoderConfig, seed: int) -> nn.Module:
     where = f"model.encoders.{name}.module = {config.module!r}"
-    package, _, attribute = (config.module or "").partition(":")
-    try:
-        encoder_class = getattr(importlib.import_module(package), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"{where}: cannot be imported as package.module:Class ({error})") from error
+    encoder_class = imported(where, config.module or "", "package.module:Class")
     try:
         with seeded(seed, f"encoders.{name}"):
             encoder = encoder_class(**config.args)

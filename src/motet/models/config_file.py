@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,13 @@ def quiet_transformers() -> Iterator[None]:
         hf_logging.set_verbosity(verbosity)
         if bars:
             hf_logging.enable_progress_bar()
+
+
+def hf_options(where: str, config: type[PreTrainedConfig], options: dict[str, Any]) -> None:
+    """Raise UserError for an option that HF's class of configs does not have. where: the key of the recipe."""
+    known = {field.name for field in fields(config)} - {field.name for field in fields(PreTrainedConfig)}
+    if unknown := sorted(set(options) - known):
+        raise UserError(f"{where}: {config.__name__} has no option {', '.join(unknown)}")
 
 
 def read_config_json(file: Path) -> dict[str, Any]:

@@ -75,7 +75,8 @@ class Sequences(Protocol):
     tokens:            int64 [total]; any valid id where a feature row stands.
     targets:           bool [total], True where the loss counts the prediction of this token from those before it.
     offsets:           int32 or int64 [num_sequences + 1], on the host.
-    feature_positions: per encoder, int64 [rows]: positions in [0, total) of its feature rows, in row order.
+    feature_positions: per encoder, int64 [rows]: positions in [0, total) of its feature rows, in row order. Encoders
+                       whose rows are added have them at the same positions.
     """
 
     tokens: Tensor

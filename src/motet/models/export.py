@@ -3,7 +3,7 @@
 directory/backbone/                   AutoModelForCausalLM.from_pretrained
 directory/encoders/<name>/            the family's HF class; only model.safetensors for a user's own module
 directory/projectors/<name>.safetensors
-directory/hooks/<name>.<hook>.safetensors    for hooks with weights
+directory/hooks/<name>.<callback>.safetensors    for callbacks with weights
 directory/tokenizer/                  if one is given
 
 Everything is checked before anything is written. The directory gets its name when it is complete.
@@ -77,9 +77,7 @@ class _Part(NamedTuple):
 def _parts(mllm: MLLM) -> Iterator[tuple[str, nn.Module, str, bool]]:
     """Path, module, prefix in the state dict, and whether transformers writes it, for all that may have weights."""
     yield "backbone", mllm.backbone.causal_lm, "backbone.causal_lm.", True
-    hooks: list[tuple[str, Any, str]] = [
-        ("backbone.before", mllm.backbone.before_backbone, "backbone.before_backbone.")
-    ]
+    hooks: list[tuple[str, Any, str]] = [("backbone.merge", mllm.backbone.merge, "backbone.merge.")]
     for name, module in mllm.encoders.items():
         encoder, prefix = module.encoder, f"encoders.{name}."
         model = getattr(encoder, "model", None)
@@ -89,7 +87,9 @@ def _parts(mllm: MLLM) -> Iterator[tuple[str, nn.Module, str, bool]]:
         else:
             yield f"encoders/{name}/model", encoder, f"{prefix}encoder.", False
         yield f"projectors/{name}", module.projector, f"{prefix}projector.", False
-        hooks += [(f"{name}.{hook}", getattr(module, hook), f"{prefix}{hook}.") for hook in ("before", "after")]
+        hooks += [
+            (f"{name}.{hook}", getattr(module, hook), f"{prefix}{hook}.") for hook in ("before", "between", "after")
+        ]
     for name, hook, prefix in hooks:
         if isinstance(hook, nn.Module):
             yield f"hooks/{name}", hook, prefix, False

@@ -19,7 +19,9 @@ class LayerModules(NamedTuple):
     modules: tuple[nn.Module, ...]
 
 
-def products_layer(kind: str, module: nn.Module, output_width: int, divisor: int = 1) -> LayerModules:
+def products_layer(
+    kind: str, module: nn.Module, output_width: int, divisor: int = 1, item_rows: int = 0
+) -> LayerModules:
     """The layer of an unknown module: its linear layers and convolutions, each applied once to every row."""
     products = [child.weight for child in module.modules() if isinstance(child, _PRODUCTS)]
     layer = Layer(
@@ -30,6 +32,7 @@ def products_layer(kind: str, module: nn.Module, output_width: int, divisor: int
         activation_width=sum(weight.shape[1] for weight in products),
         divisor=divisor,
         trainable=any_trainable(module),
+        item_rows=item_rows,
     )
     return LayerModules(layer, (module,))
 

@@ -1,9 +1,10 @@
-"""An encoder with its projector and hooks: the path of one modality into the backbone."""
+"""An encoder with its projector and callbacks: the path of one kind of media into the backbone."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,44 +14,41 @@ from motet.absent import take_part
 from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError, UserError
 from motet.core.item_segments import ItemSegments
-from motet.core.shapes import projector
 from motet.core.spec import Module
 from motet.models.block import Block, outside_blocks, wrap_blocks
+from motet.models.callbacks import callback_name, check_callback
+from motet.models.cross_projector import CrossProjector
 from motet.models.layers import LayerModules, any_trainable, frozen_to_eval, products_layer
 from motet.models.projector import Projector
 
 
 class ModalityModule(nn.Module):
-    """The path of one modality into the backbone: hook `before`, encoder, projector, hook `after`.
+    """The path of items into the backbone: callback `before`, encoder, `between`, projector, `after`.
 
     encoder:                fulfils `contract.Encoder`. Parameters that it has frozen itself stay frozen.
-    before(values, sizes):  returns other (values, sizes) in place of the items, for example the tiles of images.
-    after(features, sizes): returns the items' rows, for example merged tiles. `features` are the projected rows of the
-                            items that `before` returned; `sizes` are those that `before` received.
-    count(sizes):           rows of each item after all steps, numpy int64 [num_items]; needed if hooks change them.
-    cut(sizes):             the segments that the encoder computes of each item, for example the lengths of the tiles
-                            that `before` cuts images into; needed if `before` cuts items, so that they are weighed as
-                            what they are computed as.
+    before, between, after: callbacks (`models/callbacks.py`).
+    cut(sizes):             the segments that the encoder computes of each item; by default the encoder's own, or one
+                            for each item that `before` makes of it, so that tiles are weighed as what they are
+                            computed as.
+    Raises UserError for a callback that cannot be called.
     """
 
     def __init__(
         self,
         encoder: nn.Module,
-        projector: Projector,
+        projector: Projector | CrossProjector,
         train_encoder: bool = True,
         train_projector: bool = True,
         before: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+        between: Callable[[Tensor, Tensor], Tensor] | None = None,
         after: Callable[[Tensor, Tensor], Tensor] | None = None,
-        count: Callable[[Int64Array], Int64Array] | None = None,
         cut: Callable[[Int64Array], ItemSegments] | None = None,
     ) -> None:
         super().__init__()
         self.encoder = encoder
         self.projector = projector
-        self.before = before
-        self.after = after
-        self.count = count
-        self.cut = cut or getattr(encoder, "segments", None)
+        self.before, self.between, self.after = before, between, after
+        self.cut = cut
         self.train_encoder = train_encoder
         if not train_encoder:
             encoder.requires_grad_(False)
@@ -61,6 +59,9 @@ class ModalityModule(nn.Module):
 
     def _check(self) -> None:
         name, downsample = type(self.encoder).__name__, self.projector.downsample
+        for kind, callback in (("before", self.before), ("between", self.between), ("after", self.after)):
+            if callback is not None:
+                check_callback(kind, kind, callback)
         if self.cost not in ("packed", "padded"):
             raise ArgumentError(f"{name}.cost is {self.cost!r}; it must be 'packed' or 'padded'.")
         if self.cost == "padded" and self.cut is not None:
@@ -77,6 +78,8 @@ class ModalityModule(nn.Module):
         if isinstance(vars(self.encoder).get("blocks"), list):
             # A plain list of layers beside the registered submodules would call the layers without their Blocks.
             self.encoder.blocks = list(self._blocks)
+        self._num_encoder_blocks = len(self._blocks)
+        self._blocks += tuple(wrap_blocks(self.projector, self.projector.blocks))
 
     def train(self, mode: bool = True) -> ModalityModule:
         """`nn.Module.train`, except that an encoder or projector without trainable parameters stays in eval mode."""
@@ -86,7 +89,7 @@ class ModalityModule(nn.Module):
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """The encoder's layers in execution order; each is sharded and recomputed by itself."""
+        """The encoder's layers in execution order, then the projector's; each is sharded and recomputed by itself."""
         return self._blocks
 
     @property
@@ -100,48 +103,105 @@ class ModalityModule(nn.Module):
         return getattr(self.encoder, "cost", "packed")
 
     def lengths(self, sizes: Int64Array) -> Int64Array:
-        """The length of each item for balancing, int64 [num_items]: patches, mel frames."""
+        """The length of each item for balancing, int64 [num_items]: patches, mel frames, over all that it becomes."""
         segments = self.segments(sizes)
         if segments is not None:
             return segments.summed(segments.length)
+        seen, counts = self._seen(sizes)
+        return _sums(self._seen_lengths(seen), counts)
+
+    def _seen_lengths(self, seen: Int64Array) -> Int64Array:
+        """The length of each item that the encoder is given."""
         lengths = getattr(self.encoder, "lengths", None)
-        return lengths(sizes) if lengths else np.prod(sizes, axis=1)
+        return lengths(seen) if lengths else np.prod(seen, axis=1)
+
+    @property
+    def cut(self) -> Callable[[Int64Array], ItemSegments] | None:
+        """Sizes of items -> their segments; None: each item is one."""
+        if self._cut is not None:
+            return self._cut
+        makes_tiles = getattr(self.before, "items", None) is not None and self.cost != "padded"
+        return self._tiles if makes_tiles else getattr(self.encoder, "segments", None)
+
+    @cut.setter
+    def cut(self, cut: Callable[[Int64Array], ItemSegments] | None) -> None:
+        self._cut = cut
 
     def segments(self, sizes: Int64Array) -> ItemSegments | None:
         """The segments of each item; None: each item is one."""
         return self.cut(sizes) if self.cut else None
 
+    def _tiles(self, sizes: Int64Array) -> ItemSegments:
+        """The segments of items of which `before` makes several: theirs, or each is one."""
+        inner = getattr(self.encoder, "segments", None)
+        seen, counts = self._seen(sizes)
+        segments = inner(seen) if inner else ItemSegments.whole(self._seen_lengths(seen))
+        return ItemSegments.counted(segments.length, _sums(segments.counts, counts))
+
     def num_tokens(self, sizes: Int64Array) -> Int64Array:
         """Rows that each item takes in the backbone's sequence, int64 [num_items]."""
-        return self.count(sizes) if self.count else self.projector.num_outputs(self._extents(sizes))
+        if said := getattr(self.after, "num_rows", None):
+            return _checked("after", self.after, "num_rows", said(sizes), len(sizes), (1,))
+        seen, counts = self._seen(sizes)
+        return _sums(self.projector.num_outputs(self._projected(seen)), counts)
 
-    def _extents(self, sizes: Int64Array) -> Int64Array:
+    def _seen(self, sizes: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """The sizes of the items that the encoder is given, and how many of them each item becomes."""
+        said = getattr(self.before, "items", None)
+        if said is None:
+            return sizes, np.ones(len(sizes), dtype=np.int64)
+        seen, counts = said(sizes)
+        counts = _checked("before", self.before, "items", counts, len(sizes), (1,))
+        if len(seen) != counts.sum() or (counts < 1).any():
+            raise UserError(
+                f"before ({callback_name(self.before)}): its items says that {len(sizes)} items become "
+                f"{counts.tolist()}, and gives the sizes of {len(seen)}; each must become at least one"
+            )
+        return seen, counts
+
+    def _extents(self, seen: Int64Array) -> Int64Array:
         """The arrangement of the encoder's rows of each item: `extents` of `Projector`."""
-        counts, grid = self.encoder.num_outputs(sizes), getattr(self.encoder, "grid", None)
+        counts, grid = self.encoder.num_outputs(seen), getattr(self.encoder, "grid", None)
         if grid is None:
             return counts
-        if (grid(sizes).prod(axis=1) != counts).any():
+        if (grid(seen).prod(axis=1) != counts).any():
             raise UserError(f"{type(self.encoder).__name__}.grid has not as many rows as num_outputs says.")
-        return grid(sizes)
+        return grid(seen)
+
+    def _projected(self, seen: Int64Array) -> Int64Array:
+        """The arrangement of the rows that the projector is given."""
+        said = getattr(self.between, "num_rows", None)
+        if said is None:
+            return self._extents(seen)
+        extents = _checked("between", self.between, "num_rows", said(seen), len(seen), (1, 2))
+        if extents.ndim > 1 and math.isqrt(self.projector.downsample) ** 2 != self.projector.downsample:
+            raise UserError(
+                f"projector.downsample is {self.projector.downsample}, but between ({callback_name(self.between)}) "
+                "gives a raster of rows, of which squares are joined: it must be 1, 4, 9, 16, ..."
+            )
+        return extents
 
     def layers(self) -> list[LayerModules]:
         """The layers in execution order, on items of `lengths(sizes)`.
 
-        A custom encoder without `layers()`, and a hook that is a module, counts as its linear layers and convolutions,
-        each applied once to every row.
+        A custom encoder without `layers()`, and a callback that is a module, counts as its linear layers and
+        convolutions, each applied once to every row. Other callbacks count as nothing, and rows that one leaves out or
+        adds as if it had not.
         """
         described = getattr(self.encoder, "layers", None)
         layers = described() if described else [products_layer("products", self.encoder, self.encoder.output_dim)]
-        last, to = layers[-1].layer, self.projector
-        joining = projector(
-            to.input_dim, to.output_dim, to.kind, to.downsample, divisor=last.divisor, trainable=any_trainable(to)
-        )
-        layers = [*layers, LayerModules(joining, (to,))]
+        last = layers[-1].layer
+        if isinstance(self.between, nn.Module):
+            width = self.projector.input_dim
+            layers = [*layers, products_layer("between", self.between, width, last.divisor)]
+        projected = self.projector.described(last.divisor)
+        layers = [*layers, *projected]
         if isinstance(self.before, nn.Module):
             # Its output is the input of the first layer, which keeps it for backward.
             layers.insert(0, products_layer("before", self.before, layers[0].layer.activation_width))
         if isinstance(self.after, nn.Module):
-            layers.append(products_layer("after", self.after, to.output_dim, joining.divisor))
+            at = projected[-1].layer
+            layers.append(products_layer("after", self.after, self.projector.output_dim, at.divisor, at.item_rows))
         return layers
 
     def spec_module(self, name: str) -> Module:
@@ -157,10 +217,10 @@ class ModalityModule(nn.Module):
         """
         if len(sizes) == 0:
             return self._forward_empty()
-        seen, seen_sizes = self.before(values, sizes) if self.before else (values, sizes)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.train_encoder):
-            features = self.encoder(self._cast(seen), seen_sizes)
-        return self._projected(features, sizes, seen_sizes)
+        seen, seen_sizes = self._before(values, sizes)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph):
+            rows = self.encoder(self._cast(seen), seen_sizes)
+        return self._finished(rows, sizes, seen_sizes)
 
     @property
     def uncuttable(self) -> str:
@@ -168,7 +228,7 @@ class ModalityModule(nn.Module):
         name = type(self.encoder).__name__
         if any(not hasattr(self.encoder, part) for part in ("enter", "through", "leave")):
             return f"{name} has no enter, through and leave (see motet.models.contract)"
-        return "its hook `before` changes the items, which later stages do not see" if self.before else ""
+        return "its callback `before` changes the items, which later stages do not see" if self.before else ""
 
     def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
         """What stands before the encoder's blocks. There is at least one item.
@@ -176,43 +236,105 @@ class ModalityModule(nn.Module):
         `enter`, `through` and `leave` make up `forward`; a stage of a pipeline calls those that it holds. Each takes
         all sizes; hidden states are [rows, width].
         """
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.train_encoder):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph):
             return self.encoder.enter(self._cast(values), sizes)
 
     def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor:
         """Hidden states [rows, width] after the encoder's blocks first ... stop - 1."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.train_encoder):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph):
             return self.encoder.through(hidden, sizes, first, stop)
 
     def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
-        """What stands behind the encoder's blocks, projector and hook `after` included: what `forward` returns."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.train_encoder):
-            features = self.encoder.leave(hidden, sizes)
-        return self._projected(features, sizes, sizes)
+        """What stands behind the encoder's blocks, projector and callbacks included: what `forward` returns."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph):
+            rows = self.encoder.leave(hidden, sizes)
+        return self._finished(rows, sizes, sizes)
 
     def _cast(self, values: Tensor) -> Tensor:
         """The items' rows in the dtype in which the encoder computes."""
         parameters = [*outside_blocks(self.encoder), *self.projector.parameters()]
         return values.to(next(p.dtype for p in parameters if p.is_floating_point()))
 
-    def _projected(self, features: Tensor, sizes: Tensor, seen_sizes: Tensor) -> Tensor:
-        """The encoder's rows through the projector and the hook `after`. seen_sizes: sizes behind the hook `before`."""
-        projected = next(self.projector.parameters()).dtype
-        features = self.projector(features.to(projected), self._extents(seen_sizes.numpy()))
+    def _finished(self, rows: Tensor, sizes: Tensor, seen_sizes: Tensor) -> Tensor:
+        """The encoder's rows through `between`, the projector and `after`. seen_sizes: sizes behind `before`."""
+        on_host, num_items = seen_sizes.numpy(), len(sizes)
+        _check_rows(f"{type(self.encoder).__name__}", rows, self._extents(on_host), num_items, "num_outputs")
+        extents = self._projected(on_host)
+        if self.between:
+            rows = self.between(rows.to(_dtype_of(self.between, rows.dtype)), seen_sizes)
+            _check_rows(f"between ({callback_name(self.between)})", rows, extents, num_items, "num_rows beside it")
+        rows = self.projector(rows.to(next(self.projector.parameters()).dtype), extents)
         if self.after:
-            features = self.after(features, sizes)
-        expected = int(self.num_tokens(sizes.numpy()).sum())
-        if len(features) != expected:
+            rows = self.after(rows.to(_dtype_of(self.after, rows.dtype)), sizes)
+            expected = self.num_tokens(sizes.numpy())
+            _check_rows(f"after ({callback_name(self.after)})", rows, expected, num_items, "num_rows beside it")
+        # FSDP gathers for backward in hooks of outputs. If the output of the projector's Block were that of the module
+        # as well, its parameters would be gathered before those outside of Blocks, and after them on a rank without
+        # items. FSDP refuses views as outputs.
+        return rows.clone() if self.projector.blocks else rows
+
+    @property
+    def _has_graph(self) -> bool:
+        """Whether backward passes through the encoder: it is trained, or what stands before it is."""
+        return self.train_encoder or (isinstance(self.before, nn.Module) and any_trainable(self.before))
+
+    def _before(self, values: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+        if self.before is None:
+            return values, sizes
+        who = f"before ({callback_name(self.before)})"
+        given = self.before(values.to(_dtype_of(self.before, values.dtype)), sizes)
+        if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, Tensor) for part in given)):
+            raise UserError(f"{who} returned {type(given).__name__}; it must return (values, sizes), two tensors")
+        seen, seen_sizes = given[0], given[1].cpu()
+        expected = self._seen(sizes.numpy())[0]
+        if seen_sizes.shape != expected.shape or (seen_sizes.numpy() != expected).any():
             raise UserError(
-                f"{type(self.encoder).__name__} gave {len(features)} rows for {len(sizes)} items where num_tokens "
-                f"says {expected}; num_outputs, or `count` beside a hook, must say what forward returns"
+                f"{who} returned items of sizes {seen_sizes.tolist()} where the encoder was to be given "
+                f"{expected.tolist()}; a callback that changes sizes must say so, by items(sizes) beside it"
             )
-        return features
+        return seen, seen_sizes
 
     def _forward_empty(self) -> Tensor:
-        weight = next(self.projector.parameters())
+        weight = outside_blocks(self.projector)[0]
         x = weight.new_zeros(0, self.projector.output_dim)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.train_encoder):
-            for block in self._blocks:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph):
+            for block in self._blocks[: self._num_encoder_blocks]:
                 x = block(x)
+        for block in self._blocks[self._num_encoder_blocks :]:
+            x = block(x)
         return take_part(x, outside_blocks(self))
+
+
+def _sums(values: Int64Array, counts: Int64Array) -> Int64Array:
+    """The sums of the first counts[0] values, of the next counts[1], and so on."""
+    ends, stops = np.concatenate([[0], np.cumsum(values)]), np.cumsum(counts)
+    return ends[stops] - ends[stops - counts]
+
+
+def _checked(
+    kind: str, callback: Any, member: str, said: Any, num_items: int, dimensions: tuple[int, ...]
+) -> Int64Array:
+    """What a callback says of its items. Raises UserError if it is no int64 [num_items]."""
+    said = np.asarray(said)
+    if said.ndim not in dimensions or len(said) != num_items or said.dtype.kind not in "iu" or (said < 0).any():
+        raise UserError(
+            f"{kind} ({callback_name(callback)}): its {member} gives {said.tolist()} for {num_items} items; it must "
+            "give a whole number of each"
+        )
+    return said.astype(np.int64)
+
+
+def _check_rows(who: str, rows: Tensor, extents: Int64Array, num_items: int, said_by: str) -> None:
+    expected = int(extents.sum() if extents.ndim == 1 else extents.prod(axis=1).sum())
+    if not isinstance(rows, Tensor) or rows.ndim != 2 or len(rows) != expected:
+        gave = f"{len(rows)} rows" if isinstance(rows, Tensor) and rows.ndim == 2 else "no rows [n, width]"
+        raise UserError(
+            f"{who} gave {gave} for {num_items} items, and {expected} were expected, for which the sequences were laid "
+            f"out; {said_by} must say what it returns"
+        )
+
+
+def _dtype_of(callback: Any, otherwise: torch.dtype) -> torch.dtype:
+    """The dtype of a callback's weights, if it has any."""
+    parameters = callback.parameters() if isinstance(callback, nn.Module) else ()
+    return next((p.dtype for p in parameters if p.is_floating_point()), otherwise)

@@ -3,28 +3,48 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from motet.core.arrays import Int64Array
 from motet.core.limits import MAX_JOINED
+from motet.core.shapes import projector
+from motet.models.cross_projector import CrossProjector
+from motet.models.layers import LayerModules, any_trainable
 
 
 class ProjectorConfig(BaseModel):
-    """The kind of a projector, and the number of rows that it joins (OrchMLLM section 8).
+    """The kind of a projector, and the number of rows that it makes of an item (OrchMLLM section 8).
 
-    kind:       "linear", or "mlp": two layers with GELU.
+    kind:       "linear"; "mlp": two layers with GELU; "resampler" or "qformer": by cross attention
+                (`models/cross_projector.py`).
     downsample: rows joined into one. In a sequence (audio) they are consecutive. In a raster (images) they are a
                 square, as in InternVL's pixel shuffle: 4 is 2 x 2, and a number that is no square is refused.
+    queries:    of a resampler or qformer, the rows that each item becomes.
+    config:     of a resampler or qformer, HF's options: of Idefics2PerceiverConfig, or of Blip2QFormerConfig.
     """
 
     model_config = ConfigDict(extra="forbid")
-    kind: Literal["linear", "mlp"] = "mlp"
+    kind: Literal["linear", "mlp", "resampler", "qformer"] = "mlp"
     downsample: int = Field(default=1, ge=1, le=MAX_JOINED)
+    queries: int | None = Field(default=None, ge=1, le=MAX_JOINED)
+    config: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> ProjectorConfig:
+        if self.kind in ("linear", "mlp"):
+            for name in ("queries", "config"):
+                if getattr(self, name):
+                    raise ValueError(f"`{name}` is for resampler and qformer only, not for {self.kind!r}")
+        elif self.queries is None:
+            raise ValueError(f"a {self.kind} needs `queries`, the number of rows that it makes of each item")
+        elif self.downsample != 1:
+            raise ValueError(f"`downsample` is for linear and mlp only: a {self.kind} makes `queries` rows of an item")
+        return self
 
 
 class Projector(nn.Module):
@@ -54,6 +74,23 @@ class Projector(nn.Module):
             else nn.Sequential(nn.Linear(joined, output_dim), nn.GELU(), nn.Linear(output_dim, output_dim))
         )
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """None: it is sharded with what stands outside of the encoder's blocks."""
+        return []
+
+    def described(self, divisor: int) -> list[LayerModules]:
+        """Its layer. divisor: length of an item that makes one row of the encoder's output."""
+        layer = projector(
+            self.input_dim,
+            self.output_dim,
+            self.kind,
+            self.downsample,
+            divisor=divisor,
+            trainable=any_trainable(self),
+        )
+        return [LayerModules(layer, (self,))]
+
     def num_outputs(self, extents: Int64Array) -> Int64Array:
         """Output rows of each item, int64 [num_items]."""
         return np.prod(self._blocks(extents)[2], axis=1)
@@ -77,6 +114,13 @@ class Projector(nn.Module):
             num_rows = int(blocks.prod(axis=1).sum()) * self.downsample
             rows = rows.new_zeros(num_rows, rows.shape[1]).index_copy(0, positions, rows)
         return rows.reshape(-1, rows.shape[1] * self.downsample)
+
+
+def build_projector(input_dim: int, output_dim: int, config: ProjectorConfig) -> Projector | CrossProjector:
+    """The projector of a config. Raises UserError for HF options as `CrossProjector` does."""
+    if config.queries is None:
+        return Projector(input_dim, output_dim, config)
+    return CrossProjector(config.kind, input_dim, output_dim, config.queries, config.config)
 
 
 def _block_positions(grids: Int64Array, block: Int64Array, blocks: Int64Array) -> Int64Array:

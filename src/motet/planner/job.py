@@ -239,8 +239,8 @@ class Job:
         input_bytes = activation_bytes(layer, most_rows, element_bytes=element_bytes, tp=tp, recomputed=True)
         has_backward = float(placed.has_backward)
         # Blocks with attention are recomputed; of a module without attention, all are.
-        no_attention = all(other.attention is None for other in self.model.module(name).layers)
-        can_recompute = has_backward * (layer.attention is not None or no_attention)
+        no_blocks = not any(other.in_block for other in self.model.module(name).layers)
+        can_recompute = has_backward * (layer.in_block or no_blocks)
         return np.array(
             [
                 forward_s * share,

@@ -28,9 +28,11 @@ from motet.dispatch import BalanceConfig, SpeedConfig
 from motet.planner.job import Job
 from motet.planning.groups import caps_of, examples_a_group
 from motet.planning.job import JobOptions, job_of_recipe
+from motet.planning.sources import training_data
 from motet.planning.trainable import obstacle
 from motet.simulate.predict.batch import draw_batch
 from motet.train.balancing import stated_policy
+from motet.train.input.own_splits import order_of
 from motet.train.recipe.recipe import Recipe, load_recipe
 from motet.train.recipe.toml_text import read_recipe
 from motet.train.recompute import (
@@ -136,11 +138,16 @@ def read_recipe_as_plan(file: Path, overrides: Sequence[str], options: JobOption
     if recipe.run.plan is not None:
         raise UserError(f"{file} trains under a plan, run.plan: `motet simulate {recipe.run.plan}` shows what it does.")
     job = job_of_recipe(file, options, overrides, as_trained=True)
-    return plan_of_recipe(_resolved(recipe, job), job.model, job.cluster, job.workload), job
+    return plan_of_recipe(
+        _resolved(recipe, job, own_lengths=options.workload is None), job.model, job.cluster, job.workload
+    ), job
 
 
-def _resolved(recipe: Recipe, job: Job) -> Recipe:
-    """The recipe with numbers in place of `recompute = "auto"`: those that training takes on the same ranks."""
+def _resolved(recipe: Recipe, job: Job, *, own_lengths: bool) -> Recipe:
+    """The recipe with numbers in place of `recompute = "auto"`: those that training takes on the same ranks.
+
+    own_lengths: the job's lengths are those of the recipe's training data, and come in its order.
+    """
     if recipe.fsdp.recompute != "auto":
         return recipe
     cluster, examples = job.cluster, job.workload.examples
@@ -156,6 +163,8 @@ def _resolved(recipe: Recipe, job: Job) -> Recipe:
     order: ExampleOrder = GlobalOrder(count, data.seed, data.shuffle)
     if examples.group is not None:
         order = ListedOrder(np.arange(count), examples.group)
+    elif own_lengths and recipe.data.weights:
+        order = order_of(recipe, training_data(recipe)[0])
     chosen = auto_recompute(recipe, job.model, ranks, order, examples.take)
     print(chosen, file=sys.stderr)
     return chosen.resolved

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from motet.core.arrays import Float64Array
 from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.core.plan_file import read_plan
@@ -96,7 +97,16 @@ def workload_of(recipe: Recipe, source: str) -> Workload:
     source: what messages call the workload. Raises UserError.
     """
     dataset, _ = training_data(recipe)
-    return Workload(source, dataset.batch_lengths(np.arange(dataset.num_examples), 1))
+    lengths = dataset.batch_lengths(np.arange(dataset.num_examples), 1)
+    return Workload(source, lengths, weight=example_weights(recipe, dataset))
+
+
+def example_weights(recipe: Recipe, dataset: Examples) -> Float64Array | None:
+    """How often training takes each example, float64 [num_examples], in any unit; None if all equally often."""
+    if not recipe.data.weights:
+        return None
+    counts = dataset.num_by_manifest
+    return np.repeat(np.array(recipe.data.weights) / np.maximum(counts, 1), counts)
 
 
 def training_data(recipe: Recipe) -> tuple[Examples, ModelSpec]:

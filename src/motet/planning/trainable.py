@@ -64,7 +64,7 @@ def _data_parallel(plan: Plan) -> dict[str, bool]:
 
 
 def _in_stages(plan: Plan, recipe: Recipe) -> dict[str, bool]:
-    backbone = backbone_unit(plan)
+    backbone, modules = backbone_unit(plan), recipe.modules
     return {
         "ranks left over": sum(unit.num_ranks for unit in plan.units) < plan.cluster.num_ranks,
         "encoders in bubbles (units on the backbone's ranks)": bool(units_in_bubbles(plan)),
@@ -74,6 +74,10 @@ def _in_stages(plan: Plan, recipe: Recipe) -> dict[str, bool]:
         "ZeRO in a pipeline (zero > 0 with dp > 1)": any(_shards(unit) for unit in plan.units),
         f"the order {plan.order!r}": plan.order != "given",
         "mixed precision in a pipeline (fsdp.param_dtype)": _is_mixed(recipe),
+        "several encoders of an item in a pipeline (reads)": any(len(names) > 1 for names in modules.readers.values()),
+        "a projector with queries in a pipeline (projector.kind)": any(
+            part.projector.kind in ("resampler", "qformer") for part in modules.encoders.values()
+        ),
         "a model of shapes alone in a pipeline ([workload] in place of [data])": recipe.is_drawn,
     }
 

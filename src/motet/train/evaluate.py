@@ -145,8 +145,9 @@ class Evaluator:
         with self._world.together():
             homes = home_ranks(len(examples), self._world.num_ranks)
             submitted = [
-                (example, self._decoder.submit(self._dataset.media_refs(example)))
+                (example, self._decoder.submit(refs, [self._dataset.readers_of(ref) for ref in refs]))
                 for example in examples[homes == self._world.rank].tolist()
+                for refs in (self._dataset.media_refs(example),)
             ]
             loaded = [(example, [future.result() for future in futures]) for example, futures in submitted]
             bad = [

@@ -146,7 +146,7 @@ def build_job(
         exchange = ItemExchange(world.control, orchestrator, model.encoders, ranks_per_node=world.ranks_per_node)
         evaluator = Evaluator(heldout, vocabulary, decoder, exchange, mesh, world, recipe.evaluate, say)
     caps = order.caps if isinstance(order, GroupedOrder) else None
-    start = Progress(0, 0, 0, recipe.data.seed, dataset.fingerprint, group=caps)
+    start = Progress(0, 0, 0, recipe.data.seed, dataset.fingerprint, group=caps, mixture=recipe.data.weights)
     progress, line = _resume(recipe, world, resume, model, optimizer, start, say)
     return TrainingJob(
         recipe,
@@ -289,6 +289,7 @@ def open_dataset(
             manifests,
             vocabulary,
             modalities,
+            combine=recipe.model.combine,
             max_sequence_length=recipe.data.max_sequence_length,
             index_folder=recipe.data.index_folder,
             num_workers=recipe.data.num_workers,
@@ -417,6 +418,12 @@ def _check_same_run(chosen: Start, start: Progress, num_steps: int) -> None:
         raise UserError(
             f"The checkpoint {chosen.path} was written with data.seed = {chosen.state.seed}, not {start.seed} as now, "
             "which orders the examples anew: set it back, or start anew with --resume never."
+        )
+    if chosen.state.mixture != start.mixture:
+        then, now = (list(mixture) or "no mixture" for mixture in (chosen.state.mixture, start.mixture))
+        raise UserError(
+            f"The checkpoint {chosen.path} was written with a data.mixture in the proportion {then}, not {now} "
+            "as now, which orders the examples anew: set it back, or start anew with --resume never."
         )
     if chosen.state.dataset != start.dataset:
         raise UserError(

@@ -46,8 +46,8 @@ def test_lengths_are_those_of_what_is_loaded(manifests, tokenizer):
     with Decoder(dataset.transforms) as decoder:
         for place, example in enumerate(ids.tolist()):
             tokens, refs = dataset.tokens(example), dataset.media_refs(example)
-            media = decoder.load(refs)
-            assert tokens.media == tuple(dataset.phase_of(ref) for ref in refs)
+            media = decoder.load(refs, [dataset.readers_of(ref) for ref in refs])
+            assert tokens.media == tuple(phase for ref in refs for phase in dataset.readers_of(ref))
             expected = {"vision": [], "audio": []}
             for phase, item in zip(tokens.media, media):
                 assert isinstance(item, Media)
@@ -111,7 +111,7 @@ def test_prompts(manifests, tokenizer):
 def test_wrong_use(manifests, tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"a\.jsonl holds audio media, but the model has no encoder"):
         Dataset.open(manifests, tokenizer, {"vision": MODALITIES["vision"]})
-    with pytest.raises(UserError, match="both read image"):
+    with pytest.raises(UserError, match=r"vision and other read every image, so .*model\.combine\.image"):
         Dataset.open(manifests, tokenizer, MODALITIES | {"other": MODALITIES["vision"]})
     only_bad = write_manifest(tmp_path / "bad.jsonl", [a_record("<image>", image="nowhere.png")])
     with pytest.raises(UserError, match="no example of the manifests can be used: 1 of 1 examples left out"):
@@ -119,3 +119,60 @@ def test_wrong_use(manifests, tokenizer, tmp_path):
     dataset = Dataset.open(manifests, tokenizer, MODALITIES)
     with pytest.raises(IndexError):
         dataset.tokens(8)
+
+
+def two_readers(rows_of_second):
+    first = MODALITIES["vision"]
+    patches = Modality(ImageTransform(6, 2, mean=(0.2,)), rows_of_second, first.lengths)
+    return {"vision": first, "second": patches, "audio": MODALITIES["audio"]}
+
+
+@pytest.mark.parametrize("mode", ["rows", "sum"])
+def test_an_item_that_two_encoders_read(manifests, tokenizer, mode):
+    modalities = two_readers(MODALITIES["vision"].num_tokens)
+    plain = Dataset.open(manifests, tokenizer, MODALITIES)
+    dataset = Dataset.open(manifests, tokenizer, modalities, combine={"image": mode})
+    ids = np.arange(dataset.num_examples)
+    before, after = plain.batch_lengths(ids, 2), dataset.batch_lengths(ids, 2)
+    assert list(after.items) == ["vision", "second", "audio"]
+    rows = np.bincount(before.items["vision"].example, before.items["vision"].num_tokens, len(ids))
+    assert (after.sequence - before.sequence).tolist() == ([0] * len(ids) if mode == "sum" else rows.tolist())
+    tokens = dataset.tokens(5)
+    assert tokens.media == ("audio", "vision", "second", "audio")
+    assert np.diff(tokens.media_positions).tolist() == [1, 0 if mode == "sum" else 1, 1]
+    assert len(tokens.tokens) == len(plain.tokens(5).tokens) + (mode == "rows")
+    assert not tokens.targets[tokens.media_positions].any()
+    refs = dataset.media_refs(5)
+    with Decoder(dataset.transforms) as decoder:
+        first, second = decoder.load(refs, [dataset.readers_of(ref) for ref in refs])[1:3]
+    assert first.size.tolist() == second.size.tolist() and not np.array_equal(first.values, second.values)
+
+
+def test_an_item_is_decoded_once_for_all_that_read_it(manifests, tokenizer, monkeypatch):
+    decoded = []
+    decode = ImageTransform.decode
+    monkeypatch.setattr(ImageTransform, "decode", lambda self, ref: decoded.append(ref.name) or decode(self, ref))
+    ref = Dataset.open(manifests, tokenizer, MODALITIES).media_refs(0)[0]
+    drafted = ImageTransform(12, draft_jpeg=True)
+    transforms = {"a": ImageTransform(6), "b": ImageTransform(12, mean=(0.1,)), "c": drafted}
+    with Decoder(transforms) as decoder:
+        items = decoder.load([ref], [("a", "b")])
+        assert len(decoded) == 1
+        assert all(np.array_equal(item.values, transforms[name].load(ref).values) for name, item in zip("ab", items))
+        decoded.clear()
+        decoder.load([ref], [("a", "c")])
+        assert len(decoded) == 2, "what is drafted is another picture"
+
+
+def test_rows_to_be_added_must_be_equally_many(manifests, tokenizer):
+    modalities = two_readers(lambda sizes: sizes.prod(axis=1))
+    said = r'image = "sum" adds the rows of vision and second, but of an item of .*a\.jsonl, line 1 vision makes'
+    with pytest.raises(UserError, match=said):
+        Dataset.open(manifests, tokenizer, modalities, combine={"image": "sum"})
+    with pytest.raises(UserError, match=r"model\.combine\.audio has no effect, as fewer than two encoders read audio"):
+        Dataset.open(manifests, tokenizer, MODALITIES, combine={"audio": "rows"})
+
+
+def test_examples_are_counted_by_manifest(manifests, tokenizer):
+    assert Dataset.open(manifests, tokenizer, MODALITIES).num_by_manifest.tolist() == [4, 4]
+    assert Dataset.open(manifests[:1], tokenizer, MODALITIES).num_by_manifest.tolist() == [4]

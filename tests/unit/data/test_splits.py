@@ -89,6 +89,10 @@ def test_the_name_of_a_split_has_the_rank():
         ({"train": ["a/{rank:x}.jsonl"]}, r"a rank is written {rank}, or {rank:05d}"),
         ({"train": ["a"], "heldout": ["h-{rank}.jsonl"]}, "all ranks must read the same held-out examples"),
         ({"train": ["a"], "num_splits": 2}, "num_splits has no effect without {rank}"),
+        (
+            {"train": ["a-{rank}", "b-{rank}"], "mixture": [1, 2]},
+            "each split has its share by its size; remove mixture",
+        ),
     ],
 )
 def test_what_is_no_split_is_refused(options, sentence):

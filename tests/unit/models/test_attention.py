@@ -90,7 +90,7 @@ def test_refuses_rows_without_extents():
     from transformers import AttentionInterface
 
     function = AttentionInterface._global_mapping[ATTENTION]
-    with pytest.raises(TypeError, match="needs PackedItems or PaddedClips"):
+    with pytest.raises(TypeError, match="needs PackedItems, QueriedItems or PaddedClips"):
         function(torch.nn.Linear(1, 1), *draw([3]), None)
     with pytest.raises(ValueError, match="segments have 4"):
         PackedItems.from_lengths(np.array([4])).attend(*draw([3]), None, 0.0, None)

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from motet.models.merge import merge_rows
+
 FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3", "phi3", "olmo2"]
 WITHOUT_WINDOW = ["llama", "gemma", "olmo2"]
 LENGTHS = [7, 1, 12, 5]
@@ -166,13 +168,13 @@ def test_hook_before_the_backbone_sees_merged_embeddings(tiny):
     seen = []
     plain, _ = backbone(packed, {"image": features})
 
-    def double(embeds, sequences):
-        seen.append((embeds.detach().clone(), sequences))
-        return embeds * 2
+    def double(embeds, features, sequences):
+        seen.append((features, sequences))
+        return merge_rows(embeds, features, sequences) * 2
 
-    backbone.before_backbone = double
+    backbone.merge = double
     doubled, _ = backbone(packed, {"image": features})
-    assert seen[0][1] is packed and torch.equal(seen[0][0][1], features[0]) and plain != doubled
+    assert seen[0][1] is packed and torch.equal(seen[0][0]["image"], features) and plain != doubled
 
 
 def test_half_precision_loss_is_float32(tiny):

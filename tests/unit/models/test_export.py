@@ -165,18 +165,37 @@ class Beside(nn.Module):
         return sizes.prod(1)
 
 
+class Hook(nn.Module):
+    """A callback with weights, of so many arguments."""
+
+    def __init__(self, num_arguments, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        if num_arguments == 3:
+            self.forward = lambda embeds, features, sequences: embeds
+
+    def forward(self, rows, sizes):
+        return rows
+
+
 def test_nothing_that_has_weights_is_left_out(tiny, tmp_path):
     mllm = a_model(tiny)
     tower = tiny.encoder("siglip", torch.float32).encoder.model
-    hooks = {"before": nn.Linear(2, 2), "after": nn.Linear(3, 3)}
+    hooks = {"before": Hook(2, 2), "between": Hook(2, 5), "after": Hook(2, 3)}
     projector = Projector(24, tiny.dim, ProjectorConfig())
     mllm.encoders["image"] = ModalityModule(Beside(tower), projector, **hooks)
-    mllm.backbone.before_backbone = nn.Linear(4, 4)
+    mllm.backbone.merge = Hook(3, 4)
     export_hf(mllm, tmp_path)
     stored = {}
-    for path in ("encoders/image/model", "projectors/image", "hooks/image.before", "hooks/image.after"):
+    for path in (
+        "encoders/image/model",
+        "projectors/image",
+        "hooks/image.before",
+        "hooks/image.between",
+        "hooks/image.after",
+    ):
         stored |= {f"{path} {name}": tensor for name, tensor in load_file(tmp_path / f"{path}.safetensors").items()}
-    stored |= load_file(tmp_path / "hooks/backbone.before.safetensors")
+    stored |= load_file(tmp_path / "hooks/backbone.merge.safetensors")
     assert len(stored) == len([name for name in mllm.state_dict() if "causal_lm" not in name])
     assert torch.equal(stored["encoders/image/model tied.weight"], mllm.encoders["image"].encoder.norm.weight)
 

@@ -174,6 +174,9 @@ def tile(values, sizes):
     return tiles.reshape(len(values), -1), torch.full((4 * len(sizes), 2), 2)
 
 
+tile.items = lambda sizes: (np.full((4 * len(sizes), 2), 2), np.full(len(sizes), 4))
+
+
 def untile(features, sizes):
     return features.view(len(sizes), 2, 2, 2, 2, -1).transpose(2, 3).reshape(len(features), -1)
 
@@ -194,13 +197,15 @@ def test_hooks_that_change_the_number_of_rows_say_so(tiny):
     sizes = torch.tensor([[4, 4]])
     values = tiny.values("siglip", sizes)
     module = tiny.encoder("siglip")
-    module.before, module.after = (
-        tile,
-        lambda features, sizes: features.view(len(sizes), 4, 4, -1).mean(2).flatten(0, 1),
-    )
-    with pytest.raises(UserError, match="gave 4 rows for 1 items where num_tokens says 16"):
+
+    def mean(features, sizes):
+        return features.view(len(sizes), 4, 4, -1).mean(2).flatten(0, 1)
+
+    module.before, module.after = tile, mean
+    said = r"after \(.*mean\) gave 4 rows for 1 items, and 16 were expected.*num_rows beside it must say"
+    with pytest.raises(UserError, match=said):
         module(values, sizes)
-    module.count = lambda sizes: np.full(len(sizes), 4)
+    mean.num_rows = lambda sizes: np.full(len(sizes), 4)
     assert len(module(values, sizes)) == 4 == module.num_tokens(sizes.numpy())[0]
 
 
@@ -217,6 +222,23 @@ def test_segments_are_those_of_the_encoder_or_of_the_hook_that_cuts():
     # A hook may compute more than the item has: a thumbnail beside the tiles.
     tiles = module_of(Windowed(), cut=lambda sizes: ItemSegments.of([[8, 8, 4]] * len(sizes)))
     assert tiles.lengths(sizes).tolist() == [20, 20]
+
+
+@pytest.mark.parametrize(("encoder", "segments"), [("Custom", [4, 4, 8]), ("Windowed", [3, 1, 3, 1, 3, 3, 2])])
+def test_what_a_callback_makes_of_an_item_are_its_segments(encoder, segments):
+    class Windowed(Custom):
+        def segments(self, sizes):
+            return ItemSegments.cut(np.prod(sizes, axis=1), 3)
+
+    def tiles(values, sizes):
+        raise AssertionError("lengths follow from sizes alone")
+
+    # The first image becomes two tiles, the second stays one.
+    tiles.items = lambda sizes: (np.array([[2, 2], [2, 2], [4, 2]]), np.array([2, 1]))
+    module = module_of({"Custom": Custom, "Windowed": Windowed}[encoder](), before=tiles)
+    found = module.segments(np.array([[4, 2], [4, 2]]))
+    assert found.length.tolist() == segments
+    assert module.lengths(np.array([[4, 2], [4, 2]])).tolist() == [8, 8]
 
 
 def test_what_pads_whole_items_cannot_cut_them():

@@ -36,10 +36,10 @@ def test_parts_hold_every_parameter_by_its_name(tied):
 
 def test_a_weight_that_no_block_holds_is_refused():
     model = build_hf_model()
-    model.backbone.before_backbone = torch.nn.Linear(2, 2)
+    model.backbone.unused = torch.nn.Linear(2, 2)
     unit = Unit("all", (model_spec(model).num_blocks,), zero=0)
     program = planned(Plan(model_spec(model), cluster("h100", 1), (unit,), batch_size=1))
-    with pytest.raises(UserError, match=r"The weight backbone\.before_backbone\.weight belongs to no block"):
+    with pytest.raises(UserError, match=r"The weight backbone\.unused\.weight belongs to no block"):
         holders_of(model, program)
 
 

@@ -90,7 +90,12 @@ def test_a_module_of_the_users_own_is_its_products():
             return sizes.prod(1)
 
     projector = Projector(6, 8, ProjectorConfig(downsample=3))
-    module = ModalityModule(Own(), projector, after=nn.Linear(8, 8))
+
+    class After(nn.Linear):
+        def forward(self, rows, sizes):
+            return super().forward(rows)
+
+    module = ModalityModule(Own(), projector, after=After(8, 8))
     check_layers(module, module.layers())
     first, second, third = (each.layer for each in module.layers())
     assert (first.kind, first.weights, first.parameters) == ("products", 24, 36)

@@ -127,7 +127,7 @@ def test_an_encoder_that_no_item_fits_is_named(recipe, chosen, monkeypatch):
     def refuse(sizes):
         raise UserError("never")
 
-    monkeypatch.setattr(chosen["image"].module, "count", refuse)
+    monkeypatch.setattr(chosen["image"].module, "num_tokens", refuse)
     with pytest.raises(UserError, match=r"transforms.image makes no item that model.encoders.image can take"):
         subjects(recipe, model, model, torch.device("cpu"))
 

@@ -119,6 +119,19 @@ def test_the_largest_microbatch_of_few_steps_is_a_bound(job):
     assert re.search(r"with \d of \d of .* recomputed, the largest microbatch of all 8 steps takes", str(auto))
 
 
+def test_the_steps_of_a_mixture_are_those_that_train(tmp_path):
+    """A manifest of which no example comes in the run weighs nothing."""
+    path = write_tiny_job(tmp_path / "data")
+    lines = (path.parent / "train.jsonl").read_text().splitlines(keepends=True)
+    (path.parent / "texts.jsonl").write_text("".join(lines[::4]))
+    manifests = {"alone": '["texts.jsonl"]', "all": '["texts.jsonl", "train.jsonl"]'}
+    recipes = {name: load_recipe(path, (*LARGER, f"data.train={listed}")) for name, listed in manifests.items()}
+    recipes["mixture"] = load_recipe(path, (*LARGER, f"data.train={manifests['all']}", "data.mixture=[999, 1]"))
+    jobs = {name: (recipe, *training_data(recipe)) for name, recipe in recipes.items()}
+    largest = {name: chosen(job, 1000.0).largest.peak_bytes for name, job in jobs.items()}
+    assert largest["mixture"] == largest["alone"] < largest["all"]
+
+
 def test_with_enough_memory_nothing_is_recomputed(job):
     auto = chosen(job, 1000.0)
     assert auto.num_blocks == {} and "recomputes nothing: the largest" in str(auto)

@@ -56,6 +56,8 @@ BOUNDS: dict[str, Bound] = {
     **_counts(MAX_WIDTH, "hidden_size", "d_model", "embed_dim", "projection_dim", "classifier_proj_size"),
     **_counts(MAX_MLP, "intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim"),
     **_counts(MAX_LAYERS, "num_hidden_layers", "depth", "encoder_layers"),
+    **_counts(MAX_LAYERS, "resampler_depth", "cross_attention_frequency"),
+    **_counts(MAX_HEADS, "resampler_n_heads", "resampler_head_dim"),
     **_counts(MAX_LAYERS, "decoder_layers", "max_window_layers", least=0),
     **_counts(MAX_HEADS, "num_attention_heads", "num_key_value_heads", "num_heads", "head_dim"),
     **_counts(MAX_HEADS, "encoder_attention_heads", "decoder_attention_heads"),

@@ -111,6 +111,11 @@ class Collectives:
 
 
 def fsdp_slices(layers: Sequence[Layer]) -> list[tuple[Layer, ...]]:
-    """The slices of a module that have an FSDP message each: every transformer layer, and the rest."""
-    blocks = [(layer,) for layer in layers if layer.attention is not None]
-    return [*blocks, tuple(layer for layer in layers if layer.attention is None)]
+    """The slices of a module that have an FSDP message each: every transformer block, and the rest."""
+    blocks: list[tuple[Layer, ...]] = []
+    for layer in layers:
+        if layer.continues and blocks:
+            blocks[-1] += (layer,)
+        elif layer.in_block:
+            blocks.append((layer,))
+    return [*blocks, tuple(layer for layer in layers if not layer.in_block)]

@@ -143,7 +143,7 @@ class Pricing:
             layer = placed.layer
             flops = layer_flops(layer, self._priced(placed.module, layer, 1).work)
             layer_total = flops.forward * (1 + placed.recomputed) + flops.weight * layer.trainable
-            if placed.needs_input or (layer.trainable and layer.attention is not None):
+            if placed.needs_input or (layer.trainable and layer.in_block):
                 layer_total = layer_total + flops.input
             total += count * float(layer_total.sum()) * stage.unit.cp
         return total
@@ -161,7 +161,7 @@ class Pricing:
         """The prices of a layer by field of StagePrices, flat. Gradients are as in `cost.model.backward_seconds`."""
         layer, (forward_s, input_s, weight_s) = placed.layer, priced.seconds
         passes = {"forward": forward_s, "forward_tensor": priced.tensor_s}
-        if placed.needs_input or (layer.trainable and layer.attention is not None):
+        if placed.needs_input or (layer.trainable and layer.in_block):
             passes["input"] = input_s
         if layer.trainable:
             passes["weight"] = weight_s

@@ -54,12 +54,13 @@ class Progress:
     dataset:     fingerprint of the index, on which the order also depends.
     num_skipped: steps that changed nothing, because they were not finite.
     group:       the caps of groups by phase, on which their order also depends; None without groups.
+    mixture:     weights of the manifests in whole numbers, on which the order also depends; () without.
 
     Example:
         >>> from dataclasses import replace
         >>> start = Progress(step=0, position=0, num_bad=0, seed=0, dataset="3f2a")
         >>> replace(start, step=10, position=10 * 32)  # after ten steps of 32 examples
-        Progress(step=10, position=320, num_bad=0, seed=0, dataset='3f2a', num_skipped=0, group=None)
+        Progress(step=10, position=320, num_bad=0, seed=0, dataset='3f2a', num_skipped=0, group=None, mixture=())
     """
 
     step: int
@@ -69,6 +70,7 @@ class Progress:
     dataset: str
     num_skipped: int = 0
     group: Mapping[str, int] | None = None
+    mixture: tuple[int, ...] = ()
 
 
 class _Stored(BaseModel):
@@ -88,6 +90,7 @@ class RunState(_Stored):
     seed: int
     dataset: str
     group: dict[str, int] | None = None
+    mixture: tuple[int, ...] = ()
     num_ranks: int = Field(gt=0)
     launch: str
     written: AwareDatetime

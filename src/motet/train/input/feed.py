@@ -255,7 +255,8 @@ class Feed:
 
     def _leave_out(self, bad: list[UnreadableExample]) -> None:
         """Note and report the bad examples of all ranks, on all ranks alike. bad: those of this rank. A collective."""
-        everywhere = [example for of_rank in gather(bad, self._group) for example in of_rank]
+        # Once, though several encoders read it, perhaps on several ranks.
+        everywhere = {example for of_rank in gather(bad, self._group) for example in of_rank}
         for example in sorted(everywhere, key=lambda example: (example.index, example.file)):
             self._left_out.append(example)
             if example.file not in self._reported:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from motet.data.media import BadMedia, MediaRef
 from motet.data.order import StepExamples
 from motet.data.splits import OwnSplits
 from motet.dispatch import Decision, ItemExchange, LoadedExample, Orchestrator, RankBatch, assemble
+
+MediaPlace: TypeAlias = tuple[int, int]
+"""Index of an example in the microbatch, and number of an item among all of the example's."""
 
 
 @dataclass(frozen=True)
@@ -139,12 +142,28 @@ class IndexLoading:
         assert decided is not None, "index mode decides before loading"
         lengths, decision = decided.lengths, decided.decision
         pending = Pending(len(ids), where_in(self._dataset, ids), lengths=lengths, decision=decision)
-        refs: list[tuple[int, MediaRef]] = []
+        # 1. The files of this rank's items, and the phases for which it loads each.
+        refs: dict[MediaPlace, MediaRef] = {}
+        readers: dict[MediaPlace, list[str]] = {}
+        places: list[tuple[str, MediaPlace]] = []
         for phase in self._orchestrator.encoders:
-            refs += refs_of_items(self._dataset, ids, lengths, phase, decision.assignments[phase].on_rank(self._rank))
-        # Media are submitted first: workers decode them while this thread reads the tokens.
-        futures = self._decoder.submit([ref for _, ref in refs])
-        pending.items = [(index, future) for (index, _), future in zip(refs, futures)]
+            example_of = lengths.items[phase].example
+            # An example's record is read once, not once for each of its items.
+            refs_of: dict[int, list[tuple[int, MediaRef]]] = {}
+            for item in decision.assignments[phase].on_rank(self._rank):
+                index = int(example_of[item])
+                if index not in refs_of:
+                    everything = enumerate(self._dataset.media_refs(int(ids[index])))
+                    refs_of[index] = [each for each in everything if phase in self._dataset.readers_of(each[1])]
+                number, ref = refs_of[index][int(item - np.searchsorted(example_of, index))]
+                refs[index, number] = ref
+                readers.setdefault((index, number), []).append(phase)
+                places.append((phase, (index, number)))
+        # 2. Media are submitted first: workers decode them while this thread reads the tokens.
+        futures = self._decoder.submit([*refs.values()], [readers[place] for place in refs])
+        read = [(phase, place) for place in refs for phase in readers[place]]
+        loaded = dict(zip(read, futures, strict=True))
+        pending.items = [(index, loaded[phase, (index, number)]) for phase, (index, number) in places]
         for index in decision.backbone.on_rank(self._rank).tolist():
             pending.sequences[index] = self._dataset.tokens(int(ids[index]))
         return pending
@@ -192,7 +211,8 @@ class ExchangeLoading:
         ids = dealt.ids
         pending = Pending(len(ids), where_in(self._dataset, ids))
         for index in np.flatnonzero(self._home(ids) == self._exchange.rank).tolist():
-            futures = self._decoder.submit(self._dataset.media_refs(int(ids[index])))
+            refs = self._dataset.media_refs(int(ids[index]))
+            futures = self._decoder.submit(refs, [self._dataset.readers_of(ref) for ref in refs])
             pending.items += [(index, future) for future in futures]
             pending.sequences[index] = self._dataset.tokens(int(ids[index]))
         return pending
@@ -230,7 +250,7 @@ def refs_of_items(
     for item in items:
         index = int(example_of[item])
         if index not in refs_of:
-            refs_of[index] = [ref for ref in dataset.media_refs(int(ids[index])) if dataset.phase_of(ref) == phase]
+            refs_of[index] = [ref for ref in dataset.media_refs(int(ids[index])) if phase in dataset.readers_of(ref)]
         found.append((index, refs_of[index][int(item - np.searchsorted(example_of, index))]))
     return found
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import overload
 
 from motet.core.errors import JointUserError, UserError
 from motet.data.dataset import Dataset
 from motet.data.examples import Examples
 from motet.data.left_out import LeftOut, describe_left_out
-from motet.data.order import GlobalOrder
+from motet.data.order import GlobalOrder, MixedOrder
 from motet.data.splits import OwnSplits, SplitOrder
 from motet.train.checkpoint.choice import Say, Start
 from motet.train.recipe.recipe import Recipe
@@ -65,12 +66,27 @@ def joined_splits(opened: dict[int, Dataset], world: World, say: Say) -> OwnSpli
     return OwnSplits(opened, sizes, fingerprints, LeftOut.joined(left_out), sum(num_in_manifests))
 
 
-def order_of(recipe: Recipe, dataset: Examples | OwnSplits) -> GlobalOrder | SplitOrder:
-    """The order in which the whole job takes the training examples."""
-    seed, shuffle = recipe.data.seed, recipe.data.shuffle
+@overload
+def order_of(recipe: Recipe, dataset: Examples) -> GlobalOrder | MixedOrder: ...
+@overload
+def order_of(recipe: Recipe, dataset: Examples | OwnSplits) -> GlobalOrder | MixedOrder | SplitOrder: ...
+def order_of(recipe: Recipe, dataset: Examples | OwnSplits) -> GlobalOrder | MixedOrder | SplitOrder:
+    """The order in which the whole job takes the training examples.
+
+    Raises UserError for a manifest with a weight and without examples.
+    """
+    data = recipe.data
     if isinstance(dataset, OwnSplits):
-        return SplitOrder(dataset.sizes, seed, shuffle)
-    return GlobalOrder(dataset.num_examples, seed, shuffle)
+        return SplitOrder(dataset.sizes, data.seed, data.shuffle)
+    if not data.weights:
+        return GlobalOrder(dataset.num_examples, data.seed, data.shuffle)
+    counts = dataset.num_by_manifest.tolist()
+    if 0 in counts:
+        raise UserError(
+            f"data.mixture gives {data.train[counts.index(0)]} a share, but none of its examples can be used: mend it, "
+            "or leave it out of data.train and data.mixture."
+        )
+    return MixedOrder(tuple(counts), data.weights, data.seed, data.shuffle)
 
 
 def check_same_splits(chosen: Start, recipe: Recipe, world: World) -> None:

@@ -16,7 +16,7 @@ from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.data.dataset import Dataset
 from motet.data.decode import Decoder
-from motet.data.media import BadMedia
+from motet.data.media import BadMedia, MediaRef
 from motet.data.order import StepExamples
 from motet.dispatch.stage_batch import assemble_stages
 from motet.train.input.loading import Dealt, DealtStep, Loaded, Pending, refs_of_items, where_in
@@ -60,11 +60,13 @@ class PlannedLoading:
         assert decided is not None, "a Plan decides before loading"
         pending = Pending(len(ids), where_in(self._dataset, ids), lengths=decided.lengths, decision=decided.decision)
         pending.ids = ids
-        refs = []
+        refs: list[tuple[int, MediaRef]] = []
+        readers: list[tuple[str]] = []
         for phase in self._phases(pending):
             items = decided.decision.assignments[phase].on_rank(needs.replicas[phase])
             refs += refs_of_items(self._dataset, ids, decided.lengths, phase, items)
-        futures = self._decoder.submit([ref for _, ref in refs])
+            readers += [(phase,)] * len(items)
+        futures = self._decoder.submit([ref for _, ref in refs], readers)
         pending.items = [(index, future) for (index, _), future in zip(refs, futures)]
         if needs.tokens:
             for index in decided.decision.backbone.on_rank(needs.replicas[BACKBONE]).tolist():

@@ -38,13 +38,16 @@ def check_rows(recipe: Recipe, model: MLLM) -> None:
     """Raise UserError for the first option of a transform that differs from its encoder or the encoder's files."""
     for name, module in model.encoders.items():
         transform = recipe.transform(name)
-        _check_takes(name, transform, module)
+        key = recipe.table_of(name)
+        # What a callback makes of the rows of a transform is its own affair.
+        if module.before is None:
+            _check_takes(name, key, transform, module)
         if path := recipe.modules.encoders[name].path:
-            _check_preprocessed(name, transform, path)
-        _run(name, transform, module)
+            _check_preprocessed(key, transform, path)
+        _run(name, key, transform, module)
 
 
-def _check_takes(name: str, transform: Transform, module: ModalityModule) -> None:
+def _check_takes(name: str, key: str, transform: Transform, module: ModalityModule) -> None:
     takes = getattr(module.encoder, "takes", None)
     if not isinstance(takes, ImageRows | AudioRows | None):
         raise UserError(f"model.encoders.{name}: takes is {takes!r}; it must be ImageRows or AudioRows.")
@@ -52,16 +55,17 @@ def _check_takes(name: str, transform: Transform, module: ModalityModule) -> Non
         taken, made = getattr(takes, field.name), getattr(transform, field.name, None)
         if made is None:
             raise UserError(
-                f"transforms.{name} makes rows of {transform.modality}, but model.encoders.{name} reads rows that have "
-                f"{field.name}; name an encoder after what it reads."
+                f"transforms.{key} makes rows of {transform.modality}, but model.encoders.{name} reads rows that have "
+                f"{field.name}; name an encoder after what it reads, or say it by `reads`."
             )
         if made != taken:
             raise UserError(
-                f"transforms.{name}.{field.name} is {made}, but model.encoders.{name} takes rows with {field.name} = "
+                f"transforms.{key}.{field.name} is {made}, but model.encoders.{name} takes rows with {field.name} = "
                 f"{taken}; set it to that."
             )
     joins = module.projector.downsample > 1
-    if joins and transform.modality == "image" and not hasattr(module.encoder, "grid"):
+    says = hasattr(module.encoder, "grid") or hasattr(module.between, "num_rows")
+    if joins and transform.modality == "image" and not says:
         raise UserError(
             f"model.encoders.{name}.projector.downsample joins rows of an image, and {type(module.encoder).__name__} "
             "does not say how they lie; give it `grid` (see motet.models.contract), or set downsample to 1."
@@ -99,7 +103,7 @@ def _preprocessed(path: Path) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def _run(name: str, transform: Transform, module: ModalityModule) -> None:
+def _run(name: str, key: str, transform: Transform, module: ModalityModule) -> None:
     """Run the encoder on one small item, in shapes only if its weights are still to come (`models/materialise.py`).
 
     Raises UserError if it cannot take the rows.
@@ -108,6 +112,8 @@ def _run(name: str, transform: Transform, module: ModalityModule) -> None:
     values = torch.zeros(int(sizes.prod()), transform.row_dim)
     state = dict(module.named_parameters()) | dict(module.named_buffers())
     if any(tensor.is_meta for tensor in state.values()):
+        if module.before or module.between or module.after:
+            return  # Code of a user's own may need values.
         values, state = values.to("meta"), {key: tensor.to("meta") for key, tensor in state.items()}
     try:
         with torch.no_grad():
@@ -115,6 +121,6 @@ def _run(name: str, transform: Transform, module: ModalityModule) -> None:
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"transforms.{name} does not fit model.encoders.{name}: it makes rows of {transform.row_dim} values, "
+            f"transforms.{key} does not fit model.encoders.{name}: it makes rows of {transform.row_dim} values, "
             f"which the encoder cannot take ({reason})."
         ) from error

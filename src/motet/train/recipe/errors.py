@@ -104,9 +104,9 @@ def _walk(loc: tuple[int | str, ...], schema: type[BaseModel]) -> tuple[KeyPath,
         following: list[Any] = []
         for candidate in candidates:
             following += _step(candidate, part)
-        if not following and not last and (models or candidates):
-            # The tag of a union: it names one of the members, and is no key of the file.
-            named = [m for m in models if m.__name__ == part or part in _tags(m)]
+        # The tag of a union names one of the members, and is no key of the file.
+        named = [m for m in models if m.__name__ == part or (part in _tags(m) and not last)]
+        if not following and (named or (not last and (models or candidates))):
             candidates = named or candidates
             continue
         key.append(part)

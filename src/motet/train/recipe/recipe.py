@@ -14,9 +14,20 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from motet.core.errors import UserError
 from motet.core.limits import MAX_EXAMPLES, MAX_SEED, MAX_STEPS
@@ -79,13 +90,16 @@ class RunConfig(BaseModel):
         return self
 
 
-class TransformsConfig(BaseModel):
-    """`[transforms.image]` and `[transforms.audio]`: how files become rows for the encoder of the same name."""
+def _tables(kind: type) -> TypeAdapter[dict[str, ImageTransform | AudioTransform]]:
+    """Tables by name, each read as a transform of one kind, which errors name."""
+    kinds = (
+        Annotated[ImageTransform, Tag(ImageTransform.__name__)]
+        | Annotated[AudioTransform, Tag(AudioTransform.__name__)]
+    )
+    return TypeAdapter(dict[str, Annotated[kinds, Discriminator(lambda _: kind.__name__)]])
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    image: ImageTransform | None = None
-    audio: AudioTransform | None = None
+_TABLES = {kind.modality: _tables(kind) for kind in (ImageTransform, AudioTransform)}
 
 
 class Recipe(BaseModel):
@@ -106,7 +120,10 @@ class Recipe(BaseModel):
     run: RunConfig
     model: ModelConfig
     data: DataConfig
-    transforms: TransformsConfig = TransformsConfig()
+    transforms: dict[str, ImageTransform | AudioTransform] = Field(
+        default_factory=dict,
+        description="by encoder, how files become its rows; an encoder without a table takes that of what it reads",
+    )
     balance: BalanceConfig = BalanceConfig()
     fsdp: FSDPConfig = FSDPConfig()
     optimizer: OptimizerConfig
@@ -116,6 +133,26 @@ class Recipe(BaseModel):
     cluster: ClusterConfig | None = Field(
         None, description="what `motet plan` and `motet simulate` predict for; training takes what it is given"
     )
+
+    @field_validator("transforms", mode="before")
+    @classmethod
+    def _of_what_is_read(cls, tables: Any, info: ValidationInfo) -> Any:
+        """Read each table as what its encoder takes. A table named after a kind of media is of that kind."""
+        model = info.data.get("model")
+        if model is None or not isinstance(tables, dict):
+            return {} if model is None else tables
+        if not isinstance(model, ModelConfig):
+            return tables  # Refused by `DrawnRecipe`.
+        read: dict[str, Any] = {}
+        for name, table in tables.items():
+            modality = model.modality(name) if name in model.encoders else name
+            if modality not in _TABLES:
+                raise ValueError(f"transforms.{name} has no effect, as there is no model.encoders.{name}")
+            if info.mode == "json":
+                read |= _TABLES[modality].validate_json(json.dumps({name: table}), strict=True)
+            else:
+                read |= _TABLES[modality].validate_python({name: table})
+        return read
 
     @model_validator(mode="after")
     def _splits_are_exchanged(self) -> Recipe:
@@ -134,16 +171,23 @@ class Recipe(BaseModel):
     @model_validator(mode="after")
     def _parts_fit(self) -> Recipe:
         for name in self.model.encoders:
-            if name not in TransformsConfig.model_fields:
+            modality = self.model.modality(name)
+            if modality not in _TABLES:
                 raise ValueError(
-                    f"model.encoders.{name}: an encoder is named after what it reads, which is "
-                    f"{' or '.join(TransformsConfig.model_fields)}"
+                    f"model.encoders.{name} does not say what it reads, and is not named after it: give it reads = "
+                    f"{' or '.join(json.dumps(each) for each in _TABLES)}"
                 )
             if self.transform(name) is None:
-                raise ValueError(f"model.encoders.{name} needs a table [transforms.{name}] that says what it is given")
-        for name in TransformsConfig.model_fields:
-            if self.transform(name) is not None and name not in self.model.encoders:
-                raise ValueError(f"transforms.{name} has no effect, as there is no model.encoders.{name}")
+                other = "" if modality == name else f", or [transforms.{modality}] for all that read {modality}"
+                raise ValueError(
+                    f"model.encoders.{name} needs a table [transforms.{name}] that says what it is given{other}"
+                )
+        for name, readers in ((name, self.model.readers.get(name, ())) for name in self.transforms):
+            if name not in self.model.encoders and all(reader in self.transforms for reader in readers):
+                raise ValueError(
+                    f"transforms.{name} has no effect, as "
+                    + (f"all that read {name} have their own" if readers else f"there is no model.encoders.{name}")
+                )
         return self
 
     @model_validator(mode="after")
@@ -159,6 +203,11 @@ class Recipe(BaseModel):
             raise ValueError(
                 f"run.microbatches = {self.run.microbatches} has no effect with data.group: a microbatch of a rank is "
                 "a group, so there are run.batch_size / ranks of them; remove run.microbatches"
+            )
+        if self.data.weights:
+            raise ValueError(
+                "data.group groups the examples of an epoch, and with data.mixture each manifest has its own epochs; "
+                "remove one of them"
             )
         if self.balance.policy != "auto":
             raise ValueError(
@@ -184,7 +233,11 @@ class Recipe(BaseModel):
 
     def transform(self, encoder: str) -> ImageTransform | AudioTransform | None:
         """The transform from files to the rows of an encoder; None if the recipe has none."""
-        return getattr(self.transforms, encoder)
+        return self.transforms.get(self.table_of(encoder))
+
+    def table_of(self, encoder: str) -> str:
+        """The name of the table in `[transforms]` that is an encoder's: its own, or that of what it reads."""
+        return encoder if encoder in self.transforms else self.model.modality(encoder)
 
     @property
     def is_drawn(self) -> bool:
@@ -258,6 +311,10 @@ class DrawnRecipe(Recipe):
     def vocabulary(self) -> DrawnVocabulary:
         """Token ids without text."""
         return DrawnVocabulary(self.model.backbone.vocab_size)
+
+    def table_of(self, encoder: str) -> str:
+        """The encoder's own name: there are no transforms."""
+        return encoder
 
     def transform(self, encoder: str) -> DrawnTransform:
         """What makes the rows of an encoder."""

@@ -35,7 +35,9 @@ RIGHT = dict.fromkeys(("siglip", "clip", "dinov2"), ImageTransform(4)) | {
 def check(module, transform, path=None) -> None:
     name = transform.modality
     recipe = SimpleNamespace(
-        transform=lambda _: transform, modules=SimpleNamespace(encoders={name: SimpleNamespace(path=path)})
+        transform=lambda _: transform,
+        table_of=lambda name: name,
+        modules=SimpleNamespace(encoders={name: SimpleNamespace(path=path)}),
     )
     check_rows(recipe, SimpleNamespace(encoders={name: module}))
 

@@ -1,0 +1,77 @@
+"""Callbacks that recipes of tests name."""
+
+import torch
+from torch import nn
+
+
+def same(values, sizes):
+    return values, sizes
+
+
+def rows(rows, sizes):
+    return rows
+
+
+def one_argument(rows):
+    return rows
+
+
+def resizing(values, sizes):
+    return values, sizes + 1
+
+
+def cutting(rows, sizes):
+    return rows[:-1]
+
+
+number = 3
+drawn = nn.Linear(4, 4)
+
+
+class Weighted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+
+    def forward(self, rows, sizes):
+        return rows * self.weight.sum()
+
+
+class Joined(nn.Module):
+    """Joins pairs of rows."""
+
+    output_dim = 48
+
+    def num_rows(self, sizes):
+        return sizes.prod(axis=1) // 2
+
+    def forward(self, rows, sizes):
+        return rows.reshape(-1, 48)
+
+
+class NeedsMore(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+
+    def forward(self, rows, sizes):
+        return rows
+
+
+class NotCalled:
+    pass
+
+
+def merge(embeds, features, sequences):
+    assert features
+    return embeds + 1
+
+
+def merging_all(embeds, features, sequences):
+    return embeds + 1
+
+
+merging_all.takes_text = True
+
+
+def shrinking(embeds, features, sequences):
+    return embeds[:-1]
