@@ -24,7 +24,7 @@ import os
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -89,6 +89,8 @@ class Options:
     examples_per_rank: int
     shrink: int
     seed: int
+    ranks_per_node: int = 0
+    """Of emulated nodes; 0: all ranks of the machine are one."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class Batch:
                 grids.append((i, [2 * edge, 2 * max(tokens // shrink // edge, 1)]))
             if row.audio_seconds:
                 frames.append((i, [max(int(100 * row.audio_seconds / shrink), 2)]))
-        self.items = {"image": grids, "audio": frames}
+        self.items = {phase: items for phase, items in (("image", grids), ("audio", frames)) if phase in model.encoders}
         columns, sequence = {}, np.array(self.text)
         for phase, items in self.items.items():
             # A batch may have no image, or no speech.
@@ -173,7 +175,7 @@ def run_rank(rank: int, num_ranks: int, rendezvous: str | None, options: Options
     else:
         torch.set_num_threads(1)
     dist.init_process_group("nccl" if on_gpu else "gloo", rank=rank, world_size=num_ranks, init_method=rendezvous)
-    figures = measure(device, options)
+    figures = measure(device, options, WAYS)
     if rank == 0:
         show(figures, options, num_ranks)
         if out:
@@ -183,8 +185,9 @@ def run_rank(rank: int, num_ranks: int, rendezvous: str | None, options: Options
     dist.destroy_process_group()
 
 
-def measure(device: torch.device, options: Options) -> dict[str, dict]:
-    mesh = build_mesh(device)
+def measure(device: torch.device, options: Options, ways: Mapping[str, dict]) -> dict[str, dict]:
+    """Figures of each way. ways: what a table [balance] of a recipe would hold; "off" and "auto" among them."""
+    mesh = build_mesh(device, ranks_per_node=options.ranks_per_node or None)
     rng = np.random.default_rng(options.seed)
     groups = read_table(options.lengths) if options.lengths else sample_table(rng)
     model = build_mllm(MODEL, VOCABULARY).to(device)
@@ -198,8 +201,10 @@ def measure(device: torch.device, options: Options) -> dict[str, dict]:
         rows = [groups[kind][rng.integers(len(groups[kind]))] for kind in kinds]
         batches.append(Batch(rows, model, mesh.num_ranks, options.shrink, pools))
     orchestrators = {
-        way: build_orchestrator(BalanceConfig(**table), model, mesh.num_ranks, device, torch.float32)
-        for way, table in WAYS.items()
+        way: build_orchestrator(
+            BalanceConfig(**table), model, mesh.num_ranks, device, torch.float32, ranks_per_node=mesh.ranks_per_node
+        )
+        for way, table in ways.items()
     }
     counted = orchestrators["auto"].costs
     shard(model, mesh, FSDPConfig())
@@ -216,12 +221,12 @@ def measure(device: torch.device, options: Options) -> dict[str, dict]:
         }
         return assemble(decision, batch.lengths, mesh.rank, sequences, media, ranks_per_node=mesh.ranks_per_node)
 
-    in_turn = deque(WAYS)
+    in_turn = deque(ways)
     jobs = []
     for batch in batches:
         jobs += [(batch, way) for way in in_turn]
         in_turn.rotate(-1)
-    measured: dict[str, list[dict]] = {way: [] for way in WAYS}
+    measured: dict[str, list[dict]] = {way: [] for way in ways}
     with ThreadPoolExecutor(1) as prefetch:
         coming = prefetch.submit(prepare, *jobs[0])
         for number, (_, way) in enumerate(jobs):
@@ -240,7 +245,7 @@ def measure(device: torch.device, options: Options) -> dict[str, dict]:
     everywhere: list = [None] * mesh.num_ranks
     dist.all_gather_object(everywhere, measured, group=mesh.host_group)
     # The first batch warms up.
-    return {way: summarise([ranks[way][1:] for ranks in everywhere]) for way in WAYS}
+    return {way: summarise([ranks[way][1:] for ranks in everywhere]) for way in ways}
 
 
 def observe(batch, result: StepResult, counted: PhaseCosts, wait_s: float, step_s: float, cpu_s: float) -> dict:
@@ -255,6 +260,7 @@ def observe(batch, result: StepResult, counted: PhaseCosts, wait_s: float, step_
         "exchange_s": exchanges,
         "decide_s": batch.decision.decide_s,
         "moved_bytes": result.moved_bytes,
+        "crossing_bytes": result.crossing_bytes,
         "method": batch.decision.method,
         "imbalance": {
             phase: score(own.ranks, work[phase], own.num_ranks, counted.costs[phase]).imbalance
@@ -278,6 +284,7 @@ def summarise(ranks: list[list[dict]]) -> dict:
         "decide_s": float(np.median([step[0]["decide_s"] for step in steps])),
         "share": float(np.median(np.add(exchange_s, wait_s) / np.array(step_s))),
         "moved_bytes": float(np.mean([step[0]["moved_bytes"] for step in steps])),
+        "crossing_bytes": float(np.mean([step[0]["crossing_bytes"] for step in steps])),
         "imbalance": {p: float(np.mean([s[0]["imbalance"][p] for s in steps])) for p in steps[0][0]["imbalance"]},
         "losses": [step[0]["loss"] for step in steps],
         "methods": dict(Counter(step[0]["method"] for step in steps)),
