@@ -133,6 +133,23 @@ def test_a_run_goes_on_under_another_plan(job, alone, tmp_path):
     assert [step["loss"] for step in metrics(back)] == pytest.approx(losses(alone)[4:], rel=1e-10)
 
 
+def test_a_mixture_is_trained_and_stored_under_a_plan_too(tmp_path):
+    """A run that goes on without the mixture has another order of examples, whatever it was trained under before."""
+    job = write_tiny_job(tmp_path / "data")
+    lines = (job.parent / "train.jsonl").read_text().splitlines(keepends=True)
+    for name, part in (("small", lines[:5]), ("large", lines[5:])):
+        (job.parent / f"{name}.jsonl").write_text("".join(part))
+    mixed = [*DEEPER, 'data.train=["small.jsonl", "large.jsonl"]', "data.mixture=[2, 1]"]
+    alone = tmp_path / "alone"
+    run_ranks(train_under, 1, str(job), [*mixed, f"run.dir={alone}"], None)
+    planned = run_planned(job, tmp_path, plan_of(job, FEW_CUTS), *mixed[len(DEEPER) :])
+    assert losses(planned) == pytest.approx(losses(alone), rel=1e-10)
+    resume = str(planned / "checkpoints" / name_of(4))
+    overrides = [*mixed[:-1], f"run.dir={tmp_path / 'other'}"]
+    with pytest.raises(Exception, match="written with a data.mixture in the proportion"):
+        run_ranks(train_under, 1, str(job), overrides, None, resume)
+
+
 def test_clips_that_are_not_finite_are_left_out_on_all_ranks(tmp_path):
     """Rank 0 alone reads media; rank 1, which reads tokens, leaves out the same examples."""
     job = write_tiny_job(tmp_path / "data")

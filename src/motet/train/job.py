@@ -110,7 +110,8 @@ def build_job(
         spec = model_spec(model)
         if chosen is not None:
             chosen.check_fits(spec, world.num_ranks)
-        measured, orchestrator = _balancing(recipe, model, world)
+        measured = read_measured(recipe, spec)
+        orchestrator = _orchestrator(recipe, model, spec, measured, world)
         splits = own_splits(recipe, world)
         opened = {
             number: open_dataset(recipe, manifests, vocabulary, model, say) for number, manifests in splits.items()
@@ -122,12 +123,12 @@ def build_job(
     _check_same_examples(world, dataset, heldout)
     with world.together():
         _check_bad_at_indexing(recipe, dataset)
-        recipe.microbatches_on(world.num_ranks)  # A recipe that the ranks cannot share is refused before they build.
+        microbatches = recipe.microbatches_on(world.num_ranks)  # Refused before anything is sharded.
         order = build_order(recipe, dataset, say)
-        recomputation = _recomputation(recipe, world, rank_bytes, model_spec(model), dataset, order, say)
+        recomputation = _recomputation(recipe, world, rank_bytes, spec, dataset, order, say)
         if recomputation.auto is not None:
             # Now it is known what is recomputed, and so what weighs how much.
-            _, orchestrator = _balancing(recomputation.recipe, model, world)
+            orchestrator = _orchestrator(recomputation.recipe, model, spec, measured, world)
     with world.together():
         mesh = build_mesh(world.device, shard_size=recipe.fsdp.shard_size, ranks_per_node=world.ranks_per_node)
         shard(model, mesh, recipe.fsdp)
@@ -145,9 +146,7 @@ def build_job(
     if heldout is not None:
         exchange = ItemExchange(world.control, orchestrator, model.encoders, ranks_per_node=world.ranks_per_node)
         evaluator = Evaluator(heldout, vocabulary, decoder, exchange, mesh, world, recipe.evaluate, say)
-    caps = order.caps if isinstance(order, GroupedOrder) else None
-    start = Progress(0, 0, 0, recipe.data.seed, dataset.fingerprint, group=caps, mixture=recipe.data.weights)
-    progress, line = _resume(recipe, world, resume, model, optimizer, start, say)
+    progress, line = _resume(recipe, world, resume, model, optimizer, _start(recipe, dataset, order), say)
     return TrainingJob(
         recipe,
         world,
@@ -163,25 +162,31 @@ def build_job(
         evaluator,
         Checkpointer(recipe.run.dir / _CHECKPOINTS, recipe.checkpoint, world.saving, line, world.launch, say),
         progress,
-        recipe.microbatches_on(world.num_ranks),
+        microbatches,
         None if chosen is None else chosen.plan,
     )
 
 
-def _balancing(recipe: Recipe, model: MLLM, world: World) -> tuple[MeasuredPhases | None, Orchestrator]:
-    """The profile that a recipe balances by, if it does, and its Orchestrator."""
-    measured = read_measured(recipe, model_spec(model))
-    orchestrator = build_orchestrator(
+def _orchestrator(
+    recipe: Recipe, model: MLLM, spec: ModelSpec, measured: MeasuredPhases | None, world: World
+) -> Orchestrator:
+    """The Orchestrator of a recipe. measured: the profile that it balances by, if it does."""
+    return build_orchestrator(
         recipe.balance,
         model,
         world.num_ranks,
         world.device,
         compute_dtype(recipe),
-        recompute=recipe.fsdp.recomputed(model_spec(model).num_blocks),
+        recompute=recipe.fsdp.recomputed(spec.num_blocks),
         measured=measured,
         ranks_per_node=world.ranks_per_node,
     )
-    return measured, orchestrator
+
+
+def _start(recipe: Recipe, dataset: Examples | OwnSplits, order: ExampleOrder) -> Progress:
+    """The Progress before the first step, with all that the order of examples depends on."""
+    caps = order.caps if isinstance(order, GroupedOrder) else None
+    return Progress(0, 0, 0, recipe.data.seed, dataset.fingerprint, group=caps, mixture=recipe.data.weights)
 
 
 def _memory_bytes(recipe: Recipe, world: World) -> int:
@@ -227,6 +232,7 @@ def _build_planned_job(
         check_rows(recipe, model)
         dataset = open_dataset(recipe, recipe.data.train, vocabulary, model, say)
         _check_bad_at_indexing(recipe, dataset)
+        order = build_order(recipe, dataset, say)
         place = Place.of(plan, world.rank)
         decoder = cleanup.enter_context(Decoder(dataset.transforms, recipe.data.num_workers))
     _check_same_plan(world, plan)
@@ -234,8 +240,7 @@ def _build_planned_job(
     with world.together():
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
     step, optimizer = build_part(model, spec, place, recipe, mesh, world)
-    start = Progress(0, 0, 0, recipe.data.seed, dataset.fingerprint)
-    progress, line = _resume(recipe, world, resume, model, optimizer, start, say)
+    progress, line = _resume(recipe, world, resume, model, optimizer, _start(recipe, dataset, order), say)
     return TrainingJob(
         recipe,
         world,
@@ -244,7 +249,7 @@ def _build_planned_job(
         spec,
         optimizer,
         step,
-        build_order(recipe, dataset, say),
+        order,
         dataset,
         PlannedLoading(plan, dataset, decoder, StageNeeds.of(place.replicas, place.spans, spec.num_blocks)),
         Recomputation(recipe, spec, planned=place.recomputed),
