@@ -7,7 +7,7 @@ import pytest
 
 from cli.tiny_job import write_tiny_job
 from motet.cli import main
-from motet.data.order import GlobalOrder
+from motet.data.order import GlobalOrder, MixedOrder
 from motet.planning import dry_run
 from motet.planning.cluster import ClusterOptions
 from motet.planning.job import JobOptions
@@ -88,17 +88,24 @@ def test_with_groups_the_largest_are_sized(tmp_path, monkeypatch, capsys):
     assert np.unique(peaks).size > 2
 
 
-@pytest.mark.parametrize("phases", ["off", "all"])
-def test_without_groups_the_fullest_steps_of_the_first_epoch_are_sized(tmp_path, monkeypatch, phases):
+@pytest.mark.parametrize(
+    ("phases", "mixture", "order"),
+    [("off", [], GlobalOrder(72)), ("all", [], GlobalOrder(72)), ("off", [1, 2], MixedOrder((60, 12), (1, 2)))],
+)
+def test_without_groups_the_fullest_steps_of_the_first_epoch_are_sized(tmp_path, monkeypatch, phases, mixture, order):
     recipe, shown = write_tiny_job(tmp_path / "data", num_train=72), []
+    lines = (recipe.parent / "train.jsonl").read_text().splitlines(keepends=True)
+    for name, part in (("first", lines[:60]), ("second", lines[60:])):
+        (recipe.parent / f"{name}.jsonl").write_text("".join(part))
     overrides = [
+        'data.train=["first.jsonl", "second.jsonl"]', f"data.mixture={mixture}",
         "run.batch_size=4", "run.steps=1000", f"balance.phases={phases}", "balance.defer=off", "cluster.device=h100",
         "cluster.ranks_per_node=2",
     ]  # fmt: skip
     monkeypatch.setattr(dry_run, "_print", lambda plan, prediction, of: shown.append((prediction, of)))
     dry_run.show_memory(recipe, overrides)
     plan, job = read_recipe_as_plan(recipe, overrides, JobOptions(ClusterOptions()))
-    steps = GlobalOrder(72).take(0, 72).reshape(18, 4)
+    steps = order.take(0, 72).reshape(18, 4)
     assigned = [assign_batch(plan, job.workload.examples.take(ids), job.cost, job.balancing) for ids in steps]
     peaks = [int(predict_assigned(plan, planned(plan), each, job.cost).peak_bytes.max()) for each in assigned]
     ((prediction, of),) = shown

@@ -146,7 +146,7 @@ def test_a_mixture_is_trained_and_stored_under_a_plan_too(tmp_path):
     assert losses(planned) == pytest.approx(losses(alone), rel=1e-10)
     resume = str(planned / "checkpoints" / name_of(4))
     overrides = [*mixed[:-1], f"run.dir={tmp_path / 'other'}"]
-    with pytest.raises(Exception, match="written with a data.mixture in the proportion"):
+    with pytest.raises(Exception, match=r"written with a data\.mixture in the proportion"):
         run_ranks(train_under, 1, str(job), overrides, None, resume)
 
 

@@ -11,8 +11,8 @@ from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Plan
 from motet.core.workload import BatchLengths
 from motet.cost.memory import held_elements
-from motet.data.order import GlobalOrder
 from motet.planner.job import Job
+from motet.planning.sources import training_order
 from motet.train.recipe.recipe import Recipe
 
 _NUM_STEPS = 8
@@ -38,7 +38,8 @@ def fullest_steps(plan: Plan, job: Job, recipe: Recipe) -> FullestSteps:
         most = np.argsort(-held, kind="stable")[: plan.batch_size // plan.microbatch_size]
         return FullestSteps([job.workload.groups(most)], f"the {len(held):,} groups of the first epoch")
     count = max(min(recipe.run.steps, examples.num_examples // plan.batch_size), 1)
-    ids = GlobalOrder(examples.num_examples, recipe.data.seed, recipe.data.shuffle).take(0, count * plan.batch_size)
+    order = training_order(recipe, job.workload, is_own=True)
+    ids = np.concatenate([order.step(number * plan.batch_size, plan.batch_size).ids for number in range(count)])
     fullest = np.argsort(
         -_held_by_step(plan, _held(plan, examples, np.arange(examples.num_examples))[ids]), kind="stable"
     )

@@ -23,16 +23,14 @@ from motet.core.plan import Plan
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE, Workload
 from motet.cost.memory import PRECISION_OF_DTYPE, stage_layers
-from motet.data.order import ExampleOrder, GlobalOrder, ListedOrder
 from motet.dispatch import BalanceConfig, SpeedConfig
 from motet.planner.job import Job
 from motet.planning.groups import caps_of, examples_a_group
 from motet.planning.job import JobOptions, job_of_recipe
-from motet.planning.sources import training_data
+from motet.planning.sources import training_order
 from motet.planning.trainable import obstacle
 from motet.simulate.predict.batch import draw_batch
 from motet.train.balancing import stated_policy
-from motet.train.input.own_splits import order_of
 from motet.train.recipe.recipe import Recipe, load_recipe
 from motet.train.recipe.toml_text import read_recipe
 from motet.train.recompute import (
@@ -159,12 +157,7 @@ def _resolved(recipe: Recipe, job: Job, *, own_lengths: bool) -> Recipe:
     examples = replace(examples, items={name: examples.items[name] for name in names})
     device_type = "cpu" if cluster.device.name == "cpu" else "cuda"
     ranks = RecomputeRanks(cluster.num_ranks, cluster.ranks_per_node, device_type, cluster.device.memory_bytes)
-    data, count = recipe.data, examples.num_examples
-    order: ExampleOrder = GlobalOrder(count, data.seed, data.shuffle)
-    if examples.group is not None:
-        order = ListedOrder(np.arange(count), examples.group)
-    elif own_lengths and recipe.data.weights:
-        order = order_of(recipe, training_data(recipe)[0])
+    order = training_order(recipe, job.workload, is_own=own_lengths)
     chosen = auto_recompute(recipe, job.model, ranks, order, examples.take)
     print(chosen, file=sys.stderr)
     return chosen.resolved

@@ -22,6 +22,7 @@ from motet.core.spec import ModelSpec
 from motet.core.text_files import parse_toml, read_text
 from motet.core.workload import Workload
 from motet.cost.catalogue import cluster
+from motet.data.order import ExampleOrder, GlobalOrder, ListedOrder
 from motet.planning.planned_recipe import read_job_recipe
 
 if TYPE_CHECKING:
@@ -107,6 +108,21 @@ def example_weights(recipe: Recipe, dataset: Examples) -> Float64Array | None:
         return None
     counts = dataset.num_by_manifest
     return np.repeat(np.array(recipe.data.weights) / np.maximum(counts, 1), counts)
+
+
+def training_order(recipe: Recipe, workload: Workload, *, is_own: bool) -> ExampleOrder:
+    """The order in which training takes the examples of a workload, which may be in groups.
+
+    is_own: whether they are those of the recipe's own data, of which alone the manifests are known.
+    """
+    from motet.train.input.own_splits import order_of
+
+    examples, data = workload.examples, recipe.data
+    if examples.group is not None:
+        return ListedOrder(np.arange(examples.num_examples), examples.group)
+    if is_own and data.weights:
+        return order_of(recipe, training_data(recipe)[0])
+    return GlobalOrder(examples.num_examples, data.seed, data.shuffle)
 
 
 def training_data(recipe: Recipe) -> tuple[Examples, ModelSpec]:
