@@ -81,7 +81,7 @@ class PlannedStep:
         max_grad_norm: float | None = None,
         clock: ActionClock | None = None,
     ) -> None:
-        self.model, self.spec, self.place, self.lanes, self.mesh = model, spec, place, lanes, mesh
+        self.model, self.place, self.lanes, self.mesh = model, place, lanes, mesh
         self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
         self.clock = clock or ActionClock(mesh.rank, mesh.device)
         self.modules: dict[str, nn.Module] = {
@@ -97,6 +97,7 @@ class PlannedStep:
             for name, parameter in module.named_parameters()
         }
         self.held = list(self._held(holders, groups))
+        self.spans = {number: tuple(spans_of(stage, spec)) for number, stage in place.stages.items()}
         _, first = next(iter(self.parameters.values()))
         self.like = torch.empty(0, dtype=first.dtype, device=mesh.device)
 
@@ -147,7 +148,7 @@ class _RunningPlan:
         self.totals = torch.zeros(4, dtype=torch.float64, device=mesh.device)
         self.stages = {
             number: SectionedStage(
-                [Section(span, step.model, self.totals) for span in spans_of(stage, step.spec)],
+                [Section(span, step.model, self.totals) for span in step.spans[number]],
                 stage.has_backward,
                 mesh.device,
             )

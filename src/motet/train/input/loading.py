@@ -147,18 +147,11 @@ class IndexLoading:
         readers: dict[MediaPlace, list[str]] = {}
         places: list[tuple[str, MediaPlace]] = []
         for phase in self._orchestrator.encoders:
-            example_of = lengths.items[phase].example
-            # An example's record is read once, not once for each of its items.
-            refs_of: dict[int, list[tuple[int, MediaRef]]] = {}
-            for item in decision.assignments[phase].on_rank(self._rank):
-                index = int(example_of[item])
-                if index not in refs_of:
-                    everything = enumerate(self._dataset.media_refs(int(ids[index])))
-                    refs_of[index] = [each for each in everything if phase in self._dataset.readers_of(each[1])]
-                number, ref = refs_of[index][int(item - np.searchsorted(example_of, index))]
-                refs[index, number] = ref
-                readers.setdefault((index, number), []).append(phase)
-                places.append((phase, (index, number)))
+            items = decision.assignments[phase].on_rank(self._rank)
+            for place, ref in refs_of_items(self._dataset, ids, lengths, phase, items):
+                refs[place] = ref
+                readers.setdefault(place, []).append(phase)
+                places.append((phase, place))
         # 2. Media are submitted first: workers decode them while this thread reads the tokens.
         futures = self._decoder.submit([*refs.values()], [readers[place] for place in refs])
         read = [(phase, place) for place in refs for phase in readers[place]]
@@ -179,7 +172,7 @@ class IndexLoading:
         start = 0
         for phase in self._orchestrator.encoders:
             end = start + len(decision.assignments[phase].on_rank(self._rank))
-            media[phase] = [_media(future) for index, future in pending.items[start:end] if kept[index]]
+            media[phase] = [usable_media(future) for index, future in pending.items[start:end] if kept[index]]
             start = end
         batch = assemble(
             decision.keep(kept, lengths),
@@ -242,16 +235,18 @@ def exchanged(exchange: ItemExchange, examples: Sequence[LoadedExample | None], 
 
 def refs_of_items(
     dataset: Examples, ids: Int64Array, lengths: BatchLengths, phase: str, items: Int64Array
-) -> list[tuple[int, MediaRef]]:
-    """(index of its example, file) of items of a phase. ids, lengths: of a microbatch. items: int64 [n]."""
+) -> list[tuple[MediaPlace, MediaRef]]:
+    """Place and file of items of a phase. ids, lengths: of a microbatch. items: int64 [n]."""
     example_of, found = lengths.items[phase].example, []
     # An example's record is read once, not once for each of its items.
-    refs_of: dict[int, list[MediaRef]] = {}
+    refs_of: dict[int, list[tuple[int, MediaRef]]] = {}
     for item in items:
         index = int(example_of[item])
         if index not in refs_of:
-            refs_of[index] = [ref for ref in dataset.media_refs(int(ids[index])) if phase in dataset.readers_of(ref)]
-        found.append((index, refs_of[index][int(item - np.searchsorted(example_of, index))]))
+            everything = enumerate(dataset.media_refs(int(ids[index])))
+            refs_of[index] = [each for each in everything if phase in dataset.readers_of(each[1])]
+        number, ref = refs_of[index][int(item - np.searchsorted(example_of, index))]
+        found.append(((index, number), ref))
     return found
 
 
@@ -260,7 +255,7 @@ def where_in(dataset: Examples | OwnSplits, ids: Int64Array) -> Callable[[int], 
     return lambda index: dataset.where(int(ids[index]))
 
 
-def _media(future: Future[Media | BadMedia]) -> Media:
+def usable_media(future: Future[Media | BadMedia]) -> Media:
     """A loaded item of an example that is kept."""
     media = future.result()
     assert isinstance(media, Media), "an example with an item that is bad is not kept"

@@ -16,10 +16,19 @@ from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.data.dataset import Dataset
 from motet.data.decode import Decoder
-from motet.data.media import BadMedia, MediaRef
+from motet.data.media import MediaRef
 from motet.data.order import StepExamples
 from motet.dispatch.stage_batch import assemble_stages
-from motet.train.input.loading import Dealt, DealtStep, Loaded, Pending, refs_of_items, where_in
+from motet.train.input.loading import (
+    Dealt,
+    DealtStep,
+    Loaded,
+    MediaPlace,
+    Pending,
+    refs_of_items,
+    usable_media,
+    where_in,
+)
 
 
 @dataclass(frozen=True)
@@ -60,14 +69,14 @@ class PlannedLoading:
         assert decided is not None, "a Plan decides before loading"
         pending = Pending(len(ids), where_in(self._dataset, ids), lengths=decided.lengths, decision=decided.decision)
         pending.ids = ids
-        refs: list[tuple[int, MediaRef]] = []
+        refs: list[tuple[MediaPlace, MediaRef]] = []
         readers: list[tuple[str]] = []
         for phase in self._phases(pending):
             items = decided.decision.assignments[phase].on_rank(needs.replicas[phase])
             refs += refs_of_items(self._dataset, ids, decided.lengths, phase, items)
             readers += [(phase,)] * len(items)
         futures = self._decoder.submit([ref for _, ref in refs], readers)
-        pending.items = [(index, future) for (index, _), future in zip(refs, futures)]
+        pending.items = [(index, future) for ((index, _), _), future in zip(refs, futures)]
         if needs.tokens:
             for index in decided.decision.backbone.on_rank(needs.replicas[BACKBONE]).tolist():
                 pending.sequences[index] = self._dataset.tokens(int(ids[index]))
@@ -81,7 +90,7 @@ class PlannedLoading:
         media: dict[str, list[Media]] = {}
         for phase in self._phases(pending):
             of_phase = [next(loaded) for _ in decision.assignments[phase].on_rank(needs.replicas[phase])]
-            media[phase] = [_usable(future.result()) for index, future in of_phase if kept[index]]
+            media[phase] = [usable_media(future) for index, future in of_phase if kept[index]]
         sizes = self._dataset.item_sizes(pending.ids[kept])
         batch = assemble_stages(
             decision.keep(kept, lengths),
@@ -97,8 +106,3 @@ class PlannedLoading:
         """The phases whose media this rank reads, in the order in which their items are submitted."""
         assert pending.lengths is not None
         return [phase for phase in pending.lengths.items if phase in self._needs.media]
-
-
-def _usable(media: Media | BadMedia) -> Media:
-    assert isinstance(media, Media), "an example with an item that is bad is not kept"
-    return media
