@@ -14,7 +14,6 @@ are spent in the prefetch thread, a step ahead. The paper's clusters are larger,
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rows import ROOT, Row, finish, show
+from rows import Row, finish, options, show
 from step_time import MEL_BINS, MODEL, PATCH_DIM, VOCABULARY, Batch, read_table
 
 from motet.core.workload import home_ranks
@@ -55,8 +54,8 @@ def run_rank(rank: int, rendezvous: str, path: Path, seed: int, num_steps: int, 
         "audio": rng.standard_normal((1 << 14, MEL_BINS), np.float32),
     }
     exchanges = {}
-    for way, options in WAYS.items():
-        config = BalanceConfig(mode="exchange", method="per_phase", **options)
+    for way, stated in WAYS.items():
+        config = BalanceConfig(mode="exchange", method="per_phase", **stated)
         orchestrator = build_orchestrator(
             config, model, NUM_RANKS, device, torch.float32, ranks_per_node=RANKS_PER_NODE
         )
@@ -136,11 +135,8 @@ def measured(path: Path, seed: int, num_steps: int) -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, default=ROOT.parent / "shared" / "data" / "lengths.csv.gz")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = options(__doc__)
     parser.add_argument("--steps", type=int, default=8, help="steps that are taken in every way")
-    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     rows = []
     for row in measured(asked.lengths, asked.seed, asked.steps):

@@ -12,7 +12,6 @@ A step is predicted by operations: each phase takes as long as its busiest rank.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import gzip
 import time
@@ -21,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from rows import ROOT, Row, finish, show
+from rows import ROOT, Row, finish, options, show
 
 from motet.assign.balancing import operation_costs
 from motet.assign.orchestrator import Decision, Orchestrator
@@ -144,11 +143,7 @@ def measure(path: Path, seed: int, only: str) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, default=ROOT.parent / "shared" / "data" / "lengths.csv.gz")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", default="", help="ways whose name holds this")
+    parser = options(__doc__, "ways whose name holds this")
     asked = parser.parse_args()
     if not asked.lengths.exists():
         print(f"{asked.lengths} is not there, so nothing is measured; --lengths names a table.")

@@ -20,7 +20,6 @@ measured by recompute.py, and what groups do to Dist Ratios at full size by grou
 
 from __future__ import annotations
 
-import argparse
 import csv
 import gzip
 import json
@@ -34,7 +33,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rows import ROOT, Row, finish, show
+from rows import Row, finish, options, show
 from step_time import MODEL, PATCH_DIM, VOCABULARY, Batch
 from step_time import Row as Sample
 
@@ -181,13 +180,9 @@ def rows_of(path: Path, seed: int, count: int, turns: int) -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, default=ROOT.parent / "shared" / "data" / "lengths.csv.gz")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = options(__doc__, "rows whose name holds this; all are measured")
     parser.add_argument("--samples", type=int, default=96, help="of the epoch")
     parser.add_argument("--turns", type=int, default=3, help="epochs in each way")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", default="", help="rows whose name holds this; all are measured")
     asked = parser.parse_args()
     if not asked.lengths.exists():
         print(f"{asked.lengths} is not there, so nothing is measured; --lengths names a table.")

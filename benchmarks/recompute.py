@@ -16,7 +16,6 @@ there in a pipeline on GPUs, whose microbatches ISF has made alike.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rows import ROOT, Row, finish, show
+from rows import Row, finish, options, show
 from step_choice import parts_of
 from step_time import MEL_BINS, MODEL, PATCH_DIM, VOCABULARY, Batch, read_table
 
@@ -173,15 +172,11 @@ def measured(path: Path, seed: int, num_steps: int, share: float) -> Iterator[Ro
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, default=ROOT.parent / "shared" / "data" / "lengths.csv.gz")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = options(__doc__, "the start of the rows' names")
     parser.add_argument("--steps", type=int, default=9, help="steps that are measured in all ways")
     parser.add_argument(
         "--memory", type=float, default=0.5, help="between what all (0) and nothing (1) recomputed take"
     )
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", default="", help="the start of the rows' names")
     asked = parser.parse_args()
     rows = [
         row for row in measured(asked.lengths, asked.seed, asked.steps, asked.memory) if row.name.startswith(asked.only)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 from collections.abc import Sequence
@@ -24,6 +25,17 @@ class Row:
     def __post_init__(self) -> None:
         if self.met is None:
             object.__setattr__(self, "met", self.goal is None or self.value <= self.goal)
+
+
+def options(description: str | None, only: str = "") -> argparse.ArgumentParser:
+    """A parser with what these programs take alike: --lengths, --seed, --json and, if `only` explains it, --only."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=Path, default=ROOT.parent / "shared" / "data" / "lengths.csv.gz")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    if only:
+        parser.add_argument("--only", default="", help=only)
+    return parser
 
 
 def commit_of(tree: Path = ROOT) -> str:

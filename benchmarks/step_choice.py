@@ -14,7 +14,6 @@ measured:  2 gloo ranks of this machine, 8 microbatches, 1 example a rank and mi
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rows import ROOT, Row, finish, show
+from rows import ROOT, Row, finish, options, show
 from step_time import MEL_BINS, MODEL, PATCH_DIM, VOCABULARY, Batch, read_table
 
 from motet.analyze.lengths import read_lengths
@@ -193,12 +192,8 @@ def measured(path: Path, seed: int, pairs: int) -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, default=ROOT.parent / "shared" / "data" / "lengths.csv.gz")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = options(__doc__, "predicted or measured, or a part of the word")
     parser.add_argument("--pairs", type=int, default=12, help="steps that are measured both ways")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", default="", help="predicted or measured, or a part of the word")
     asked = parser.parse_args()
     rows: list[Row] = []
     if asked.only in "predicted":

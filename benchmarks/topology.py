@@ -14,13 +14,12 @@ Padded clips are batched with clips of like length from everywhere, so they have
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from rows import ROOT, Row, finish, show
+from rows import ROOT, Row, finish, options, show
 
 from motet.analyze.lengths import read_lengths
 from motet.assign.balancing import operation_costs
@@ -117,11 +116,7 @@ def compared(way: str, found: Mapping[bool, list[tuple[Decision, BatchLengths]]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, default=ROOT.parent / "shared" / "data" / "lengths.csv.gz")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", default="", help="ways whose name holds this")
+    parser = options(__doc__, "ways whose name holds this")
     asked = parser.parse_args()
     rows = measure(asked.lengths, asked.seed, asked.only)
     for row in rows:
