@@ -66,7 +66,8 @@ def alone(job, tmp_path_factory):
 def run_planned(job, tmp_path, plan, *more, resume="auto"):
     file, run_dir = tmp_path / "plan.json", tmp_path / "run"
     write_plan(plan, file)
-    run_ranks(train_under, 2, str(job), [*DEEPER, f"run.dir={run_dir}", *more], str(file), resume)
+    num_ranks = max(unit.ranks.stop for unit in plan.units)
+    run_ranks(train_under, num_ranks, str(job), [*DEEPER, f"run.dir={run_dir}", *more], str(file), resume)
     return run_dir
 
 
@@ -109,6 +110,22 @@ def test_a_plan_trains_as_one_process_does(job, alone, tmp_path, monkeypatch, ca
         expected = row_of(tmp_path / "plan.json", job, rank, monkeypatch, capsys)
         for step in range(8):
             assert [name for name, _, _ in found[rank, step]] == expected
+
+
+def test_units_of_other_sizes_train_as_one_process_does(job, alone, tmp_path, monkeypatch, capsys):
+    """Two replicas of both encoders share the items of each microbatch of one example."""
+    chain = plan_of(job, FEW_CUTS)
+    units = (
+        Unit("encoders", ({"image": 2, "audio": 2},), dp=2, zero=0),
+        Unit("llm", ({"backbone": 3},), first_rank=2),
+    )
+    plan = replace(chain, units=units, microbatch_size=1, cluster=replace(chain.cluster, ranks_per_node=3))
+    run_dir = run_planned(job, tmp_path, plan)
+    assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-10)
+    found = traced(run_dir)
+    for rank in range(3):
+        expected = row_of(tmp_path / "plan.json", job, rank, monkeypatch, capsys)
+        assert all([name for name, _, _ in found[rank, step]] == expected for step in range(8))
 
 
 def test_a_plan_of_data_parallelism_trains_too(job, alone, tmp_path):

@@ -16,8 +16,8 @@ from motet.assign.pipeline import Batching
 from motet.balance import group_phases
 from motet.core.arrays import Int64Array
 from motet.core.plan import Plan
-from motet.core.workload import BatchLengths, total_lengths
-from motet.schedule.layout import Layout
+from motet.core.workload import BACKBONE, BatchLengths, total_lengths
+from motet.schedule.layout import num_microbatches
 
 
 def groups_under(caps: Mapping[str, int], sizes: Mapping[str, Int64Array], most: int) -> Int64Array | None:
@@ -39,11 +39,16 @@ def groups_under(caps: Mapping[str, int], sizes: Mapping[str, Int64Array], most:
 
 
 def batching_in_groups(plan: Plan, batch: BatchLengths) -> Batching:
-    """The batching that gives each microbatch of each island one group under the Plan's caps, in the groups' order."""
-    layout = Layout(plan)
-    groups = grouped(batch, plan.microbatch_caps, layout.num_islands * layout.num_microbatches)
-    microbatch, island = np.divmod(groups, layout.num_islands)
-    return Batching(microbatch, island * layout.num_examples)
+    """The batching that gives each microbatch of each replica of the backbone one group under the Plan's caps, in the
+    groups' order. A group's examples are spread over the indexes of the replica, in the given order.
+    """
+    dp, size = plan.unit_of(BACKBONE).dp, plan.microbatch_size
+    groups = grouped(batch, plan.microbatch_caps, dp * num_microbatches(plan))
+    microbatch, replica = np.divmod(groups, dp)
+    order = np.argsort(groups, kind="stable")
+    number = np.empty_like(order)
+    number[order] = np.arange(len(order)) - np.searchsorted(groups[order], groups[order])
+    return Batching(microbatch, replica * size + number * size // np.bincount(groups)[groups])
 
 
 def grouped(batch: BatchLengths, caps: Mapping[str, int], most: int) -> Int64Array:

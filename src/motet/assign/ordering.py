@@ -162,7 +162,7 @@ class _Step:
         examples: [num_groups, examples of a group]; the result has the same shape.
         """
         sizes = self.sizes
-        if sizes.replicas == sizes.examples:
+        if sizes.replicas == sizes.examples or sizes.examples % sizes.replicas:
             return np.broadcast_to(np.arange(sizes.examples), examples.shape)
         lanes_of_widest = [number for number, stage in enumerate(self.lanes) if stage.unit is self.widest]
         weights = self._example_ns[lanes_of_widest].sum(axis=0)

@@ -1,6 +1,8 @@
 """The assignment of a pipeline's step: the replicas of a unit share each microbatch equally (MMScale section 4.2).
 
-A `Batching` says which examples make a microbatch: in the given order, or as `ordering.py` decides.
+A `Batching` says which examples make a microbatch: in the given order, or as `ordering.py` decides. A unit's replicas
+need not divide a microbatch's examples: then they share *items*, so that an encoder with 8 replicas is busy beside a
+backbone with one.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class Batching:
 
     microbatch: int64.
     index:      int64, position in the global microbatch of dp * microbatch_size examples (dp of the backbone). Every
-                replica of a unit takes an equal range of indexes. Several examples may have one index.
+                replica of a unit takes an equal range of indexes, which may begin or end inside an index: the items of
+                that index are shared. Several examples may have one index.
 
     Example:
         Four examples in two microbatches; the backbone has two replicas and a microbatch_size of 1:
@@ -44,8 +47,10 @@ def batching_as_given(plan: Plan) -> Batching:
 def assign_batching(plan: Plan, batch: BatchLengths, batching: Batching) -> StepAssignment:
     """The assignment of a pipeline's step.
 
-    All items of an example are in its microbatch. The replica of their unit that takes the example's index computes
-    them. A replica orders its items by index, then by example, then as the example has them. O(items log items).
+    All items of an example are in its microbatch. Item j of the m that a module has at index i of n stands at the point
+    (i + j / m) / n of the microbatch; replica r of R takes the points from r / R to (r + 1) / R. A module that feeds
+    another one of its unit stays with it: all items of index i stand at i / n. A replica orders its items by index,
+    then by example, then as the example has them. O(items log items).
     """
     count = num_microbatches(plan)
     num_indexes = plan.batch_size // count
@@ -54,19 +59,34 @@ def assign_batching(plan: Plan, batch: BatchLengths, batching: Batching) -> Step
     for module in plan.model.modules:
         unit, items = plan.unit_of(module.name), batch.of(module.name)
         num_replicas = backbone.dp if unit in in_bubbles else unit.dp
-        replica = (batching.index * num_replicas // num_indexes)[items.example]
-        microbatch = batching.microbatch[items.example]
+        index, microbatch = batching.index[items.example], batching.microbatch[items.example]
+        replica = index * num_replicas // num_indexes
+        if num_indexes % num_replicas and not _has_neighbour(plan, module.name):
+            replica = _shared(microbatch * num_indexes + index, index, num_replicas, num_indexes)
         modules[module.name] = ModuleAssignment(
             items.example,
             items.length,
             items.num_tokens,
             replica.astype(np.int32),
             microbatch.astype(np.int32),
-            _positions(replica * count + microbatch, batching.index[items.example]),
+            _positions(replica * count + microbatch, index),
             num_replicas,
             items.segments,
         )
     return StepAssignment(batch, count, modules)
+
+
+def _has_neighbour(plan: Plan, name: str) -> bool:
+    """Whether a module feeds, or is fed by, another one of its unit."""
+    unit = plan.unit_of(name)
+    return any(name in edge and set(edge) <= set(unit.modules) for edge in plan.model.edges)
+
+
+def _shared(group: Int64Array, index: Int64Array, num_replicas: int, num_indexes: int) -> Int64Array:
+    """The replica of each item, int64 [num_items], by its point. group: a number for each microbatch and index."""
+    size = np.unique(group, return_inverse=True, return_counts=True)
+    num_here = size[2][size[1]]
+    return (index * num_here + _positions(group, index)) * num_replicas // (num_here * num_indexes)
 
 
 def _positions(group: Int64Array, key: Int64Array) -> Int64Array:

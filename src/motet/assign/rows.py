@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from motet.assign.step import StepAssignment
-from motet.core.arrays import Int64Array
+from motet.core.arrays import Float64Array, Int64Array
 from motet.schedule.coordinates import replica_of
 from motet.schedule.edges import consumers_in, edge_outputs
 from motet.schedule.from_plan import PlannedProgram
@@ -71,6 +71,23 @@ def sent_rows(assignment: StepAssignment, source: tuple[str, int], sink: tuple[s
         row_order(items.items_of(sender, microbatch), sent, items.num_tokens),
         row_order(arriving, sent, items.num_tokens),
     )
+
+
+def sent_share(assignment: StepAssignment, source: tuple[str, int], sink: tuple[str, int]) -> Float64Array:
+    """The share of a replica's output that goes to a replica of a module that takes it in, [num_microbatches].
+
+    source, sink: as of `sent_rows`, which lists these rows.
+    """
+    (name, sender), (taker, receiver) = source, sink
+    items, taken = assignment.modules[name], assignment.modules[taker]
+    is_taken = np.zeros(assignment.batch.num_examples, dtype=bool)
+    is_taken[taken.example[taken.replica == receiver]] = True
+    own = items.replica == sender
+    sent, whole = (
+        np.bincount(items.microbatch[these], items.num_tokens[these], assignment.num_microbatches)
+        for these in (own & is_taken[items.example], own)
+    )
+    return sent / np.maximum(whole, 1)
 
 
 def row_order(stored: Int64Array, wanted: Int64Array, rows: Int64Array) -> Int64Array:

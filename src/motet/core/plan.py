@@ -112,7 +112,8 @@ class Plan:
     schedule:        the order in which a pipeline rank takes its microbatches.
     batch_size:      the number of examples of a step, over all ranks.
     microbatch_size: the number of examples of a microbatch in one replica of the backbone's unit. All units take
-                     the same microbatches; a unit with fewer replicas has more examples in each (MMScale section 4.2).
+                     the same microbatches; a unit with fewer replicas has more examples in each (MMScale section 4.2),
+                     and one with more may have some items of an example (assign/pipeline.py).
     deferred_warmup: interleaved schedules only: warm-up microbatches start as late as they can without a delay
                      (Optimus Figure 12).
     balance:         the balancing method of colocated phases: "off", "joint", "per_phase" or "auto".

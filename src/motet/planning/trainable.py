@@ -70,7 +70,6 @@ def _in_stages(plan: Plan, recipe: Recipe) -> dict[str, bool]:
         "encoders in bubbles (units on the backbone's ranks)": bool(units_in_bubbles(plan)),
         f"the schedule {plan.schedule!r}": plan.schedule not in ("gpipe", "1f1b"),
         "replicated encoders (replicated)": bool(backbone.replicated),
-        "units with different numbers of replicas (dp)": len({unit.dp for unit in plan.units}) > 1,
         "ZeRO in a pipeline (zero > 0 with dp > 1)": any(_shards(unit) for unit in plan.units),
         f"the order {plan.order!r}": plan.order != "given",
         "mixed precision in a pipeline (fsdp.param_dtype)": _is_mixed(recipe),

@@ -35,17 +35,12 @@ class RankProgram:
 
     @staticmethod
     def of(program: Program, rank: int) -> RankProgram:
-        """The part of `rank`. Raises ArgumentError if a stage feeds several stages: the runtime has no such thing."""
+        """The part of `rank`."""
         modules = {number: stage.module for number, stage in enumerate(program.stages) if stage.rank == rank}
         sources: dict[int, tuple[int, ...]] = dict.fromkeys(modules, ())
-        sinks: dict[int, int] = {}
         for source, sink in program.edges:
             if sink in sources:
                 sources[sink] += (source,)
-            if source in sources and sinks.setdefault(source, sink) != sink:
-                raise ArgumentError(
-                    f"stage {source} feeds stages {sinks[source]} and {sink}; the runtime takes an output to one stage."
-                )
         return RankProgram(program.actions[rank], modules, sources)
 
     @cached_property

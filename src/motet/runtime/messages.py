@@ -73,7 +73,7 @@ class Messages:
                 inputs[part.module] = rows
             else:
                 taken = inputs.setdefault(part.module, self._like.new_zeros(part.num_taken, part.width))
-                taken[self._index(part.rows.sink)] = rows
+                taken.detach()[self._index(part.rows.sink)] = rows  # A leaf that requires a gradient after the first.
             inputs[part.module].requires_grad_(part.has_gradient)
 
     def _send_gradients(self, action: Action) -> None:

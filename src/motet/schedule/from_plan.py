@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 
 from motet.core.errors import UserError
 from motet.core.plan import Plan, Unit
@@ -44,7 +43,6 @@ class PlannedProgram:
     """A Program of a Plan, and what its stages and edges stand for.
 
     stages: a PlannedStage for each stage of the Program.
-    shares: for each edge, the share of its source's output that it carries (`disaggregated.broker`).
     layout: the Layout of the Plan.
 
     Example:
@@ -60,7 +58,6 @@ class PlannedProgram:
 
     program: Program
     stages: tuple[PlannedStage, ...]
-    shares: tuple[Fraction, ...]
     layout: Layout = field(compare=False)
 
     def stages_on(self, program_rank: int) -> tuple[int, ...]:
@@ -84,7 +81,7 @@ def planned(plan: Plan) -> PlannedProgram:
 
 def unscheduled(layout: Layout) -> PlannedProgram:
     """The stages of units with ranks of their own, and a Program without passes: enough to price the stages."""
-    return PlannedProgram(Program((), (), (), layout.num_microbatches), layout.stages, (), layout)
+    return PlannedProgram(Program((), (), (), layout.num_microbatches), layout.stages, layout)
 
 
 def executed_program(plan: Plan, present: Sequence[Presence] = ()) -> Program:
@@ -111,7 +108,7 @@ def program_of_batch(plan_program: PlannedProgram, present: Sequence[Presence]) 
 def _data_parallel(layout: Layout) -> PlannedProgram:
     stages = tuple(layout.data_parallel_stages())
     program = _with_fsdp(layout, _without_fsdp(layout, ()), stages)
-    return PlannedProgram(program, stages, (Fraction(1),) * len(program.edges), layout)
+    return PlannedProgram(program, stages, layout)
 
 
 def _without_fsdp(layout: Layout, present: Sequence[Presence]) -> Program:
@@ -151,21 +148,13 @@ def fillable(plan: Plan, *, split: bool = False) -> tuple[PlannedProgram, tuple[
     layout = Layout(plan)
     if plan.schedule == "data_parallel":
         raise UserError("a Plan under 'data_parallel' has no bubbles of a pipeline to fill.")
-    program, stages, shares = _unfilled(layout, split)
-    unfilled = _planned_program(layout, program, stages, shares)
+    program, stages = _unfilled(layout, split)
+    unfilled = PlannedProgram(program, tuple(stages), layout)
     return unfilled, tuple(encoder for encoder, _ in _encoder_pipelines(layout, program))
 
 
-def _planned_program(
-    layout: Layout, program: Program, stages: Sequence[PlannedStage], shares: tuple[Fraction, ...]
-) -> PlannedProgram:
-    """shares: of the first edges. All others carry the whole output of their source."""
-    ones = (Fraction(1),) * (len(program.edges) - len(shares))
-    return PlannedProgram(program, tuple(stages), shares + ones, layout)
-
-
 def _pipelined(layout: Layout) -> PlannedProgram:
-    program, stages, shares = _unfilled(layout, any("." in fill.before for fill in layout.plan.fills))
+    program, stages = _unfilled(layout, any("." in fill.before for fill in layout.plan.fills))
     if layout.in_bubbles:
         program, added = _filled(layout, program)
         stages += added
@@ -178,13 +167,11 @@ def _pipelined(layout: Layout) -> PlannedProgram:
             "holds up computation: encoders need zero 0 there, with no parameters to gather."
         )
     program = add_communication(program, blocking=not device.overlaps)
-    return _planned_program(layout, program, stages, shares)
+    return PlannedProgram(program, tuple(stages), layout)
 
 
-def _unfilled(layout: Layout, split: bool) -> tuple[Program, list[PlannedStage], tuple[Fraction, ...]]:
-    """A Program without encoders in bubbles and without communication, its stages, and the shares of its first edges,
-    which are those of the island.
-    """
+def _unfilled(layout: Layout, split: bool) -> tuple[Program, list[PlannedStage]]:
+    """A Program without encoders in bubbles and without communication, and its stages."""
     island = layout.island
     stages = list(layout.stages)
     num_pipelined = len(island.stages)
@@ -202,7 +189,7 @@ def _unfilled(layout: Layout, split: bool) -> tuple[Program, list[PlannedStage],
         num_parts = LAYER_PARTS * stages[number].num_layers
         program = split_parts(program, number, num_parts, num_parts if stages[number].has_backward else 1)
         stages[number] = replace(stages[number], num_parts=num_parts)
-    return program, stages, island.shares
+    return program, stages
 
 
 def _passes(layout: Layout, island: Island, stages: list[PlannedStage]) -> Program:

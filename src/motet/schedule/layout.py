@@ -20,7 +20,7 @@ from typing import Literal
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.schedule.check.fit import check_fit
-from motet.schedule.generators.disaggregated import Island, Pipeline, UnitEdge, island
+from motet.schedule.generators.disaggregated import Island, Pipeline, UnitEdge, island, touched
 from motet.schedule.plan_units import backbone_unit, pipelined_units, units_in_bubbles
 
 MAX_PARTS = 16
@@ -43,7 +43,8 @@ class PlannedStage:
                   share an example; several groups share the examples (`num_shares`).
     data_ranks:   ranks of the cluster that hold the same parameters, over all islands: one of each tensor-parallel
                   group.
-    examples:     (first, stop): the examples that the stage takes of the `num_examples` in an island's microbatch.
+    examples:     (first, stop): the examples that the stage takes of the `num_examples` in an island's microbatch. Of
+                  the first and the last one it may take some items only (`disaggregated.touched`).
     microbatches: the microbatches that the stage takes: all, except for encoders in bubbles.
     has_backward: whether the stage has a backward pass.
     trainable:    whether any parameter of the stage is updated.
@@ -175,7 +176,7 @@ class Layout:
     def island(self) -> Island:
         """The island that the units with ranks of their own form."""
         units = [Pipeline(tuple("+".join(stage) for stage in unit.stages), unit.dp) for unit in self.units]
-        return island(units, self.feeds)
+        return island(units, self.feeds, self.num_examples)
 
     def layers(self, unit: Unit) -> list[dict[str, tuple[int, int]]]:
         """Per stage of a unit: (first, stop) of its blocks, by module, in the order in which they run."""
@@ -249,7 +250,7 @@ class Layout:
         for unit in self.units:
             first_rank = self.first_program_rank(unit)
             for replica in range(self.num_replicas(unit)):
-                size = self.num_examples // self.num_replicas(unit)
+                examples = touched(replica, self.num_replicas(unit), self.num_examples)
                 for stage, layers in enumerate(self.layers(unit)):
                     pipeline_rank = self.pipeline_rank(unit, stage)
                     yield PlannedStage(
@@ -260,7 +261,7 @@ class Layout:
                         first_rank + replica * unit.pp + pipeline_rank,
                         self.ranks(unit, pipeline_rank, replica),
                         self.data_ranks(unit, range(pipeline_rank, pipeline_rank + 1)),
-                        (replica * size, (replica + 1) * size),
+                        (examples.start, examples.stop),
                         tuple(range(self.num_microbatches)),
                         self.has_backward[unit.name][stage],
                         self.trainable(layers),

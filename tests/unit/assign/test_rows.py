@@ -1,20 +1,22 @@
 """Every row of a module's output reaches the replica that takes it in, once, at its index of the input."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.assign.plan import assign_step
-from motet.assign.rows import edge_rows, row_order, sent_rows
+from motet.assign.rows import edge_rows, row_order, sent_rows, sent_share
 from motet.assign.step import joined
 from motet.balance.scoring import scored
 from motet.core.plan import Unit
 from motet.core.workload import BACKBONE
 from motet.dispatch import compose_route
-from motet.schedule import planned
+from motet.schedule import planned, validate
+from motet.schedule.coordinates import replica_of
 from motet.simulate.predict.predict import assign_batch
 from unit.simulate.jobs import BACKBONE as HALVES
 from unit.simulate.jobs import PLANS, Linear, lengths, plan
@@ -148,6 +150,42 @@ def test_an_edge_of_two_units_carries_what_both_ends_share():
         source, sink = (found.stages[end].replica for end in ends)
         shared = (items.replica == source) & (assignment.modules[BACKBONE].replica[items.example] == sink)
         assert len(rows.source) == items.num_tokens[shared & (items.microbatch == 1)].sum()
+
+
+@given(st.tuples(*[st.integers(1, 6)] * 3), st.integers(1, 3), st.sampled_from(["given", "both"]), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_units_of_any_sizes_send_all_rows_along_edges(sizes, microbatch_size, order, in_groups):
+    """Whatever number of examples a microbatch has: what the edges carry is all that each replica takes in."""
+    image, audio, llm = sizes
+    made = plan(
+        Unit("image", ({"image": 4},), dp=image),
+        Unit("audio", ({"audio": 2}, {"audio": 1}), first_rank=image, pp=2, dp=audio),
+        Unit("llm", HALVES, first_rank=image + 2 * audio, dp=llm, pp=2),
+        microbatch_size=microbatch_size,
+        batch_size=2 * llm * microbatch_size,
+        microbatch_caps={"image": 60, "backbone": 200} if in_groups else {},
+        order="given" if in_groups else order,
+    )
+    found, assignment = planned(made), assign_batch(made, lengths(made.batch_size), Linear(made.cluster))
+    validate(found.program)
+    carried = Counter()
+    for edge, (source, sink) in enumerate(found.program.edges):
+        for island in range(found.layout.num_islands):
+            share = {}
+            for microbatch in range(2):
+                for (name, taker), rows in edge_rows(found, assignment, edge, island, microbatch).items():
+                    carried[name, taker] += 0 if rows is None else len(rows.source)
+                    share[name, taker] = [*share.get((name, taker), []), 0 if rows is None else len(rows.source)]
+            if found.stages[source].unit is not found.stages[sink].unit:
+                ends = [replica_of(found.layout, found.stages[end], island) for end in (source, sink)]
+                for (name, taker), counts in share.items():
+                    items = assignment.modules[name]
+                    own = [items.num_tokens[items.items_of(ends[0], microbatch)].sum() for microbatch in range(2)]
+                    found_share = sent_share(assignment, (name, ends[0]), (taker, ends[1]))
+                    np.testing.assert_allclose(found_share * own, counts)
+    for name in ("image", "audio"):
+        assert carried[name, BACKBONE] == assignment.modules[name].num_tokens.sum()
+        check(assignment, name, BACKBONE)
 
 
 def test_row_order_takes_some_items_in_any_order():

@@ -151,6 +151,21 @@ def test_replicas_of_other_units_share_the_examples_of_their_island(encoder_dp, 
     assert sorted(share) == list(range(encoder_dp))
 
 
+@pytest.mark.parametrize(("encoder_dp", "backbone_dp", "size"), [(2, 3, 1), (8, 1, 1), (3, 2, 2), (5, 2, 1)])
+def test_replicas_that_do_not_divide_the_examples_share_items(encoder_dp, backbone_dp, size):
+    """Every example has four images: each replica gets as many as the others, give or take one an example."""
+    plan = apart(encoder_dp, backbone_dp, batch_size=2 * backbone_dp * size, microbatch_size=size)
+    num = plan.batch_size
+    images = ItemLengths(np.repeat(np.arange(num), 4), np.full(4 * num, 8), np.full(4 * num, 2))
+    batch = BatchLengths(np.full(num, 9), np.ones(num, int), np.zeros(num, np.int32), {"image": images})
+    batch = replace(batch, items={"image": images, "audio": images})
+    found = assign_step(plan, batch).modules["image"]
+    for microbatch in range(2):
+        counts = [len(found.items_of(replica, microbatch)) for replica in range(encoder_dp)]
+        assert sum(counts) == 4 * backbone_dp * size
+        assert max(counts) - min(counts) <= 1
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_positions_count_the_items_of_a_replica_and_microbatch(name):
     made = replace(PLANS[name], batch_size=48)

@@ -198,13 +198,6 @@ def test_rows_leave_their_rank_by_an_exchange_alone():
         execute([one])
 
 
-def test_an_output_goes_to_one_stage():
-    stages = tuple(Stage(0, name) for name in NAMES)
-    row = tuple(Action(stage, Kind.F, 0) for stage in range(3))
-    with pytest.raises(ArgumentError, match="stage 0 feeds stages 1 and 2"):
-        RankProgram.of(Program(stages, ((0, 1), (0, 2)), (row,), 1), 0)
-
-
 def test_a_stage_may_feed_one_that_feeds_another():
     """Nothing in it is of encoders and a backbone."""
     rows = tuple(

@@ -195,12 +195,6 @@ def _check_batch(plan: Plan) -> None:
                 f"unit {unit.name!r} has {backbone.pp // unit.pp} pipelines beside each of the backbone's, which takes "
                 f"{num_microbatches} microbatches; each needs at least one."
             )
-    for unit in pipelined_units(plan):
-        if num_examples % unit.dp:
-            raise UserError(
-                f"unit {unit.name!r}: dp is {unit.dp}; it must divide the {num_examples} examples that are taken at a "
-                "time (dp * microbatch_size of the backbone)."
-            )
 
 
 def _check_schedule(plan: Plan) -> None:
@@ -254,10 +248,10 @@ def _check_examples(plan: Plan) -> None:
     for name, cap in caps.items():
         if cap < 1:
             raise UserError(f"microbatch_caps: the cap of {name!r} is {cap}; it must be at least 1.")
-    if len(sizes := {unit.dp for unit in pipelined_units(plan)}) > 1:
+    if plan.order != "given" and len(sizes := {unit.dp for unit in pipelined_units(plan)}) > 1:
         raise UserError(
-            f"with microbatch_caps all units must have as many replicas, so that each takes whole groups; they have "
-            f"dp {', '.join(map(str, sorted(sizes)))}."
+            f"with microbatch_caps and order {plan.order!r} all units must have as many replicas, so that each takes "
+            f"whole groups; they have dp {', '.join(map(str, sorted(sizes)))}."
         )
 
 

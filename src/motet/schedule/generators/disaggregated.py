@@ -3,15 +3,15 @@
 All units take the same number of microbatches. The replicas of a unit divide a microbatch of the job evenly, so a unit
 with fewer replicas takes more examples at a time. Let g be the greatest common divisor of the units' dp. The job falls
 into g *islands* that never communicate, each with dp_u / g replicas of unit u. (Between two units, g is the number of
-brokers.) Islands are alike, so a Program holds one. Replica i of n has the examples [i/n, (i+1)/n) of an island's
-microbatch. An edge joins two replicas that share examples.
+brokers.) Islands are alike, so a Program holds one. Replica i of n has the part [i/n, (i+1)/n) of an island's
+microbatch. If n does not divide the examples, a part begins or ends inside an example, whose items are then shared. An
+edge joins two replicas whose parts touch the same example.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from math import gcd
 from typing import NamedTuple
 
@@ -64,13 +64,11 @@ class Island:
 
     stages:       by unit, replica, and index in the unit.
     edges:        (source, sink): stages.
-    shares:       per edge, the share of its source's output that it carries.
     num_replicas: per unit, in the island.
     """
 
     stages: tuple[Stage, ...]
     edges: tuple[tuple[int, int], ...]
-    shares: tuple[Fraction, ...]
     num_replicas: tuple[int, ...]
 
 
@@ -92,25 +90,28 @@ def disaggregated(
     return dag_1f1b(joined.stages, joined.edges, num_microbatches, flags)
 
 
-def broker(num_sources: int, num_sinks: int) -> list[tuple[int, int, Fraction]]:
-    """(source, sink, share of the source's output) for each pair of replicas that share examples.
+def touched(replica: int, num_replicas: int, num_examples: int) -> range:
+    """The examples of a microbatch that a replica's equal part touches: all of an example's items, or some of them."""
+    return range(replica * num_examples // num_replicas, -(-(replica + 1) * num_examples // num_replicas))
 
-    The length is at most num_sources + num_sinks - 1.
+
+def broker(num_sources: int, num_sinks: int, num_examples: int = 0) -> list[tuple[int, int]]:
+    """(source, sink) for each pair of replicas whose parts touch the same example. num_examples: 0 is any number that
+    both divide.
     """
+    num_examples = num_examples or num_sources * num_sinks
+    sinks = [touched(sink, num_sinks, num_examples) for sink in range(num_sinks)]
     pairs = []
     for source in range(num_sources):
-        first = source * num_sinks // num_sources
-        last = ((source + 1) * num_sinks - 1) // num_sources
-        for sink in range(first, last + 1):
-            begin = max(Fraction(source, num_sources), Fraction(sink, num_sinks))
-            end = min(Fraction(source + 1, num_sources), Fraction(sink + 1, num_sinks))
-            pairs.append((source, sink, (end - begin) * num_sources))
+        part = touched(source, num_sources, num_examples)
+        pairs += [(source, sink) for sink, of in enumerate(sinks) if of.start < part.stop and part.start < of.stop]
     return pairs
 
 
-def island(units: Sequence[Pipeline], feeds: Sequence[UnitEdge]) -> Island:
+def island(units: Sequence[Pipeline], feeds: Sequence[UnitEdge], num_examples: int = 0) -> Island:
     """The stages and edges of one island. Edges within the replicas of units come first, then edges between units.
 
+    num_examples: of the island's microbatch, as of `broker`.
     Replicas of a stage form a group. Raises ArgumentError for a unit without stages or with dp below 1.
     """
     for unit in units:
@@ -129,14 +130,9 @@ def island(units: Sequence[Pipeline], feeds: Sequence[UnitEdge]) -> Island:
                 stages.append(Stage(len(stages), module, groups + index if replicas > 1 else -1))
             numbers[-1].append(range(first, len(stages)))
         groups += len(unit.modules) if replicas > 1 else 0
-    joined = [(stage, stage + 1, Fraction(1)) for unit in numbers for one in unit for stage in one[:-1]]
+    edges = [(stage, stage + 1) for unit in numbers for one in unit for stage in one[:-1]]
     for feed in feeds:
-        for source, sink, share in broker(num_replicas[feed.source], num_replicas[feed.sink]):
+        for source, sink in broker(num_replicas[feed.source], num_replicas[feed.sink], num_examples):
             ends = numbers[feed.source][source][feed.source_stage], numbers[feed.sink][sink][feed.sink_stage]
-            joined.append((*ends, share))
-    return Island(
-        tuple(stages),
-        tuple((source, sink) for source, sink, _ in joined),
-        tuple(share for _, _, share in joined),
-        num_replicas,
-    )
+            edges.append(ends)
+    return Island(tuple(stages), tuple(edges), num_replicas)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from motet.assign.rows import sent_share
 from motet.core.arrays import Float64Array
 from motet.schedule import PlannedStage
-from motet.schedule.edges import edge_outputs
+from motet.schedule.coordinates import replica_of
+from motet.schedule.edges import consumers_in, edge_outputs
 from motet.simulate.predict.collectives import Collectives
 from motet.simulate.predict.stage_pricing import Pricing
 
@@ -24,11 +26,11 @@ class Traffic:
         """Seconds of sending outputs or gradients, [num_edges, num_microbatches]; 0 if both ends are on one rank."""
         stages, edges = self.planned.stages, self.planned.program.edges
         seconds = np.zeros((len(edges), self.assignment.num_microbatches))
-        for number, ((source, sink), share) in enumerate(zip(edges, self.planned.shares, strict=True)):
+        for number, (source, sink) in enumerate(edges):
             ends = stages[source].ranks[0], stages[sink].ranks[0]
             if ends[0] != ends[1]:
                 sent = self._sent_bytes(stages[source], stages[sink], island, gradient=gradient)
-                seconds[number] = self.cost.send_seconds(sent * float(share), ends)
+                seconds[number] = self.cost.send_seconds(sent, ends)
         return seconds
 
     def exchange_s(self) -> Float64Array:
@@ -47,12 +49,17 @@ class Traffic:
     def _sent_bytes(self, source: PlannedStage, sink: PlannedStage, island: int, *, gradient: bool) -> Float64Array:
         """Bytes that one tensor-parallel rank of a stage sends to another stage, or gets back, [num_microbatches]."""
         total, model = np.zeros(self.assignment.num_microbatches), self.plan.model
-        for name, stop in edge_outputs(self.planned.layout, source, sink):
+        layout = self.planned.layout
+        replicas = replica_of(layout, source, island), replica_of(layout, sink, island)
+        for name, stop in edge_outputs(layout, source, sink):
             module = model.module(name)
             index = module.blocks[stop - 1][-1]
             layer = module.layers[index]
             if gradient and not (layer.trainable or model.input_gradients[name][index]):
                 continue
             rows = self.pricing.rows(name, layer, source, island)
+            if sink.unit is not source.unit:
+                (taker, *_) = consumers_in(layout, name, sink)
+                rows = rows * sent_share(self.assignment, (name, replicas[0]), (taker, replicas[1]))
             total += rows * layer.output_width * self.precision.compute / source.unit.tp
         return total

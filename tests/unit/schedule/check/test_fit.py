@@ -64,10 +64,6 @@ WRONG = {
         Unit("llm", ({"backbone": 2},) * 4, pp=4),
     ],
     "units 'encoders' and 'llm' share rank 1, but not all": [replace(ENCODERS, dp=2), LLM],
-    "unit 'encoders': dp is 3; it must divide the 1 examples": [
-        replace(ENCODERS, dp=3),
-        replace(LLM, first_rank=3),
-    ],
     "unit 'llm': 'image' feeds 'backbone', so its stages must not come after": [
         Unit("llm", ({"backbone": 8}, {"image": 4, "audio": 2}), pp=2)
     ],
@@ -112,7 +108,7 @@ OPTIONS = {
     ),
     "microbatch_caps: the cap of 'image' is 0": (PLANS["chain"], {"microbatch_caps": {"image": 0, "backbone": 9}}),
     "all units must have as many replicas, .*; they have dp 1, 2": (
-        PLANS["disaggregated"], {"microbatch_caps": {"image": 9, "backbone": 9}}
+        PLANS["disaggregated"], {"microbatch_caps": {"image": 9, "backbone": 9}, "order": "both"}
     ),
     "under 'data_parallel' one unit holds all": (PLANS["replicated"], {"schedule": "data_parallel"}),
     "unit 'llm' replicates image, audio beside 4 stages on 2": (

@@ -113,10 +113,10 @@ def test_chunks_on_one_rank_send_nothing():
 
 @pytest.mark.parametrize("name", ["dp 2 and 1 to 4", "dp 2 to 4", "dp 4 to 2"])
 def test_brokers_divide_a_microbatchs_output(name):
-    """Each source's output goes out once, in the shares of its sinks' examples."""
+    """Each source's output goes out once, by the rows of its sinks' examples."""
     made = PLANS[name]
     found, batch = traffic(made)
-    stages, edges, shares = found.planned.stages, found.planned.program.edges, found.planned.shares
+    stages, edges = found.planned.stages, found.planned.program.edges
     for island in range(found.pricing.num_islands):
         table = found.send_s(island) / SEND_S / BYTES
         for number, stage in enumerate(stages):
@@ -134,7 +134,9 @@ def test_brokers_divide_a_microbatchs_output(name):
                 each = [-(-n // 4) for n in lengths_] if name == "image" else [-(-n // 8) + 1 for n in lengths_]
                 expected = 32 * (sum(each) if name == "image" else len(each) * max(each, default=0))
                 assert table[out, i].sum() == pytest.approx(expected)
-                np.testing.assert_allclose(table[out, i], expected * np.array([float(shares[edge]) for edge in out]))
+                taken = [range(*(first + n for n in stages[edges[edge][1]].examples)) for edge in out]
+                rows_ = [sum(n for e, n in zip(items.example, items.num_tokens) if e in own and e in t) for t in taken]
+                np.testing.assert_allclose(table[out, i], expected * np.array(rows_) / max(sum(rows_), 1))
 
 
 def test_what_ends_early_in_a_unit_in_bubbles_goes_on_with_the_rest():
