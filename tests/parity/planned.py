@@ -112,6 +112,7 @@ class PlannedCase:
     contents: tuple[str, ...] = PHASES
     blocking: bool = False
     caps: dict[str, int] = field(default_factory=dict)
+    balance: str = "off"
     seed: int = 0
 
     @property
@@ -125,7 +126,8 @@ class PlannedCase:
         where = replace(where, device=replace(where.device, overlaps=not self.blocking))
         spec = model_spec(build_hf_model(self.frozen, self.tied))
         sizes = self.batch_size, self.microbatch_size
-        return Plan(spec, where, self.units, *sizes, self.schedule, precision="fp64", microbatch_caps=self.caps)
+        options = {"microbatch_caps": self.caps, "balance": self.balance}
+        return Plan(spec, where, self.units, *sizes, self.schedule, precision="fp64", **options)
 
     def examples(self, step: int) -> list[LoadedExample]:
         """Of very different lengths; about a third are text only, and the first microbatch has no image."""

@@ -26,6 +26,7 @@ APART = (
     Unit("image", ({"image": 3},), dp=2, zero=0),
     Unit("llm", ({"audio": 2, "backbone": 1}, {"backbone": 2}), first_rank=2, pp=2, zero=0),
 )
+CHAIN = (Unit("all", ({"image": 3, "audio": 1}, {"audio": 1, "backbone": 3}), dp=2, pp=2, zero=0),)
 CASES = {
     3: [
         pair(2, 1),
@@ -34,6 +35,8 @@ CASES = {
         pair(1, 2, blocking=True, frozen=("backbone",)),
         pair(2, 1, caps={"backbone": 80, "image": 30}, microbatch_size=2),
         pair(1, 2, caps={"backbone": 80, "image": 30}),
+        pair(2, 1, balance="per_phase", microbatch_size=2),
+        pair(1, 2, balance="joint", schedule="gpipe"),
     ],
     4: [
         PlannedCase(APART),
@@ -41,6 +44,8 @@ CASES = {
         pair(1, 2, encoder_stages=({"image": 2}, {"image": 1, "audio": 2})),
         pair(3, 1, contents=("image",), recompute=(({"image": 2, "audio": 1},), ({"backbone": 2},))),
         pair(1, 3, contents=()),
+        pair(2, 2, balance="auto", frozen=("audio",), tied=True),
+        PlannedCase(CHAIN, batch_size=12, microbatch_size=2, balance="per_phase"),
     ],
     5: [
         pair(2, 3),  # MMScale's Figure 9.
@@ -48,6 +53,8 @@ CASES = {
         pair(4, 1, batch_size=4),
         pair(1, 4, batch_size=8, microbatch_size=2),
         pair(2, 3, schedule="gpipe", blocking=True, caps={"backbone": 80, "audio": 40}),
+        pair(3, 2, balance="per_phase", batch_size=8, microbatch_size=2),
+        pair(2, 3, balance="auto", blocking=True, batch_size=12, caps={"backbone": 80, "image": 30}),
     ],
 }
 NUM_RANDOM = 6
@@ -84,6 +91,7 @@ def random_pair(seed, num_ranks):
         contents=tuple(name for name in ("image", "audio") if rng.random() < 0.8),
         blocking=bool(rng.random() < 0.5),
         caps={"backbone": 90, "image": 40} if rng.random() < 0.2 else {},
+        balance=str(rng.choice(["off", "joint", "per_phase", "auto"])),
         seed=seed,
     )
 

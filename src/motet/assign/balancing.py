@@ -47,11 +47,7 @@ def operation_costs(
     policies:       of the phases that are balanced otherwise than they are computed.
     Raises UserError for the policy "padded_attention", of which operations know no parts.
     """
-    if "padded_attention" in policies.values():
-        raise UserError(
-            'The policy "padded_attention" takes a linear and a quadratic part of lengths, which only a recipe with '
-            'balance.cost = "length" states; simulate the recipe.'
-        )
+    balanced_as = policies_of(model, policies)
     work = Operations(model, recompute)
     unit_s = dict.fromkeys((module.name for module in model.modules), work.unit_flops / speed.flops_per_s)
     times = StepTimes(
@@ -61,8 +57,20 @@ def operation_costs(
         frozen=frozenset(module.name for module in model.modules if not module.trainable),
         held=held_elements(model, recompute),
     )
-    balanced_as = {**computed_as(model), **policies}
     return StepCosts({name: cost_of(policy) for name, policy in balanced_as.items()}, work, times)
+
+
+def policies_of(model: ModelSpec, stated: Mapping[str, Policy]) -> dict[str, Policy]:
+    """The policy by which each module is balanced by operations: the stated one, else as it is computed.
+
+    Raises UserError for the policy "padded_attention", of which operations know no parts.
+    """
+    if "padded_attention" in stated.values():
+        raise UserError(
+            'The policy "padded_attention" takes a linear and a quadratic part of lengths, which only a recipe with '
+            'balance.cost = "length" states; simulate the recipe.'
+        )
+    return {**computed_as(model), **stated}
 
 
 def computed_as(model: ModelSpec) -> dict[str, Policy]:

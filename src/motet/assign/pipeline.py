@@ -16,7 +16,7 @@ from motet.core.arrays import Int64Array
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.schedule.layout import num_microbatches
-from motet.schedule.plan_units import units_in_bubbles
+from motet.schedule.plan_units import shares_items, units_in_bubbles
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ def assign_batching(plan: Plan, batch: BatchLengths, batching: Batching) -> Step
         num_replicas = backbone.dp if unit in in_bubbles else unit.dp
         index, microbatch = batching.index[items.example], batching.microbatch[items.example]
         replica = index * num_replicas // num_indexes
-        if num_indexes % num_replicas and not _has_neighbour(plan, module.name):
+        if num_indexes % num_replicas and shares_items(plan, module.name):
             replica = _shared(microbatch * num_indexes + index, index, num_replicas, num_indexes)
         modules[module.name] = ModuleAssignment(
             items.example,
@@ -69,27 +69,21 @@ def assign_batching(plan: Plan, batch: BatchLengths, batching: Batching) -> Step
             items.num_tokens,
             replica.astype(np.int32),
             microbatch.astype(np.int32),
-            _positions(replica * count + microbatch, index),
+            positions_in(replica * count + microbatch, index),
             num_replicas,
             items.segments,
         )
     return StepAssignment(batch, count, modules)
 
 
-def _has_neighbour(plan: Plan, name: str) -> bool:
-    """Whether a module feeds, or is fed by, another one of its unit."""
-    unit = plan.unit_of(name)
-    return any(name in edge and set(edge) <= set(unit.modules) for edge in plan.model.edges)
-
-
 def _shared(group: Int64Array, index: Int64Array, num_replicas: int, num_indexes: int) -> Int64Array:
     """The replica of each item, int64 [num_items], by its point. group: a number for each microbatch and index."""
     size = np.unique(group, return_inverse=True, return_counts=True)
     num_here = size[2][size[1]]
-    return (index * num_here + _positions(group, index)) * num_replicas // (num_here * num_indexes)
+    return (index * num_here + positions_in(group, index)) * num_replicas // (num_here * num_indexes)
 
 
-def _positions(group: Int64Array, key: Int64Array) -> Int64Array:
+def positions_in(group: Int64Array, key: Int64Array) -> Int64Array:
     """The position of each item in its group, ordered by key, then by item number, int64 [num_items]."""
     order = np.lexsort((key, group))
     first = np.searchsorted(group[order], group[order])

@@ -6,6 +6,7 @@ from motet.assign.balancing import Balancing, by_operations
 from motet.assign.data_parallel import assign_data_parallel
 from motet.assign.ordering import StepSeconds, given_batching, ordered_batching
 from motet.assign.pipeline import assign_batching
+from motet.assign.pipeline_balance import assign_balanced
 from motet.assign.step import StepAssignment
 from motet.core.errors import ArgumentError
 from motet.core.plan import Plan
@@ -18,14 +19,16 @@ def assign_step(
     """Assign the items of `plan.batch_size` examples, the same on every rank. The Plan must pass `check_fit`.
 
     batch:     the lengths of the step.
-    balancing: gives the costs that balance colocated phases, under "data_parallel".
+    balancing: gives the costs that balance colocated phases, under "data_parallel". Pipelines count operations.
     seconds:   prices examples and passes, for a pipeline whose `order` is not "given".
     Raises ArgumentError if the Plan's `order` needs `seconds` and there are none.
     """
     if plan.schedule == "data_parallel":
         return assign_data_parallel(plan, batch, balancing)
     if plan.order == "given":
-        return assign_batching(plan, batch, given_batching(plan, batch))
+        given = given_batching(plan, batch)
+        assign = assign_batching if plan.balance == "off" else assign_balanced
+        return assign(plan, batch, given)
     if seconds is None:
         raise ArgumentError(
             f"the plan has order {plan.order!r}, which is decided from the seconds of examples; pass `seconds`."

@@ -41,7 +41,8 @@ def _decided(step: StepAssignment, microbatch: int, examples: Int64Array) -> Dec
     costs = PhaseCosts(dict.fromkeys(step.modules, Packed()), LengthWork())
     work = costs.work(lengths)
     assignments = {name: _assignment(items, microbatch, work[name]) for name, items in step.modules.items()}
-    return DecidedMicrobatch(examples, lengths, Decision(assignments, assignments, costs, work, 0.0, "off"))
+    method = step.methods[microbatch] if step.methods else "off"
+    return DecidedMicrobatch(examples, lengths, Decision(assignments, assignments, costs, work, 0.0, method))
 
 
 def _assignment(items: ModuleAssignment, microbatch: int, work: Int64Array) -> Assignment:

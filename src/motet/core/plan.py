@@ -116,7 +116,9 @@ class Plan:
                      and one with more may have some items of an example (assign/pipeline.py).
     deferred_warmup: interleaved schedules only: warm-up microbatches start as late as they can without a delay
                      (Optimus Figure 12).
-    balance:         the balancing method of colocated phases: "off", "joint", "per_phase" or "auto".
+    balance:         the balancing method: "off", "joint", "per_phase" or "auto". Under "data_parallel" it is of
+                     colocated phases; in a pipeline of whole microbatches, and of items of encoders with ranks of their
+                     own (assign/pipeline_balance.py).
     policy:          phases that are balanced as if they were computed otherwise than they are, and how: an ablation
                      (OrchMLLM section 8.3). What is computed stays the same.
     fills:           the encoders' work in bubbles. A fill names a microbatch by its number in the step.

@@ -51,7 +51,8 @@ def with_best_order(job: Job, candidate: Candidate, given: Prediction, pins: Pin
 
     given: the candidate's step as it is; both are returned unchanged if nothing is faster. Simulates up to four times.
     """
-    if pins.order is not None or candidate.plan.schedule == "data_parallel" or is_even(job.batch):
+    plan = candidate.plan
+    if pins.order is not None or plan.schedule == "data_parallel" or plan.balance != "off" or is_even(job.batch):
         return candidate, given
     stages = planned(candidate.plan)
     assignment_given = assign_batch(candidate.plan, job.batch, job.cost)

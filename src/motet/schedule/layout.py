@@ -21,7 +21,7 @@ from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.schedule.check.fit import check_fit
 from motet.schedule.generators.disaggregated import Island, Pipeline, UnitEdge, island, touched
-from motet.schedule.plan_units import backbone_unit, pipelined_units, units_in_bubbles
+from motet.schedule.plan_units import backbone_unit, joins_all_replicas, pipelined_units, units_in_bubbles
 
 MAX_PARTS = 16
 """Most parts of a module's pass in a "data_parallel" Program. It is enough to show which gathers overlap compute."""
@@ -142,7 +142,7 @@ class Layout:
         self.units = pipelined_units(plan)
         self.in_bubbles = units_in_bubbles(plan)
         whole = plan.schedule == "data_parallel"
-        self.num_islands = 1 if whole else gcd(*(unit.dp for unit in self.units))
+        self.num_islands = 1 if whole or joins_all_replicas(plan) else gcd(*(unit.dp for unit in self.units))
         self.num_microbatches = num_microbatches(plan)
 
     @property
@@ -176,7 +176,7 @@ class Layout:
     def island(self) -> Island:
         """The island that the units with ranks of their own form."""
         units = [Pipeline(tuple("+".join(stage) for stage in unit.stages), unit.dp) for unit in self.units]
-        return island(units, self.feeds, self.num_examples)
+        return island(units, self.feeds, self.num_examples, joins_all=joins_all_replicas(self.plan))
 
     def layers(self, unit: Unit) -> list[dict[str, tuple[int, int]]]:
         """Per stage of a unit: (first, stop) of its blocks, by module, in the order in which they run."""

@@ -21,3 +21,18 @@ def pipelined_units(plan: Plan) -> tuple[Unit, ...]:
     """The units that have ranks of their own. The backbone's unit is one of them."""
     in_bubbles = units_in_bubbles(plan)
     return tuple(unit for unit in plan.units if unit not in in_bubbles)
+
+
+def shares_items(plan: Plan, module: str) -> bool:
+    """Whether the replicas of a module's unit may share the items of an example: the unit has ranks of its own beside
+    the backbone's, and no other module that feeds this one, or is fed by it.
+    """
+    unit = plan.unit_of(module)
+    if unit is backbone_unit(plan) or unit in units_in_bubbles(plan):
+        return False
+    return not any(module in edge and set(edge) <= set(unit.modules) for edge in plan.model.edges)
+
+
+def joins_all_replicas(plan: Plan) -> bool:
+    """Whether any replica of a unit may send to any replica of another: items are balanced over all of a unit's."""
+    return plan.balance in ("per_phase", "auto") and len(pipelined_units(plan)) > 1

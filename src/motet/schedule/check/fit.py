@@ -223,8 +223,10 @@ def _check_schedule(plan: Plan) -> None:
         raise UserError("there are fills, but no unit shares the backbone's ranks; fills place the work of such units.")
     if kind == "data_parallel":
         _check_data_parallel(plan, backbone)
-    elif plan.balance != "off":
-        raise UserError(f"balance {plan.balance!r} is of schedule 'data_parallel'; with {kind!r} it must be 'off'.")
+    elif plan.balance != "off" and plan.order != "given":
+        raise UserError(
+            f"balance {plan.balance!r} and order {plan.order!r} both deal out the microbatches of a pipeline; set one."
+        )
 
 
 def _check_examples(plan: Plan) -> None:

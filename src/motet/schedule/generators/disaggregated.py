@@ -108,16 +108,19 @@ def broker(num_sources: int, num_sinks: int, num_examples: int = 0) -> list[tupl
     return pairs
 
 
-def island(units: Sequence[Pipeline], feeds: Sequence[UnitEdge], num_examples: int = 0) -> Island:
+def island(
+    units: Sequence[Pipeline], feeds: Sequence[UnitEdge], num_examples: int = 0, *, joins_all: bool = False
+) -> Island:
     """The stages and edges of one island. Edges within the replicas of units come first, then edges between units.
 
     num_examples: of the island's microbatch, as of `broker`.
+    joins_all:    edges join all replicas of two units, so that the job is one island: any replica may have any item.
     Replicas of a stage form a group. Raises ArgumentError for a unit without stages or with dp below 1.
     """
     for unit in units:
         if unit.dp < 1 or not unit.modules:
             raise ArgumentError(f"a unit has {len(unit.modules)} stages and dp {unit.dp}; both must be at least 1.")
-    num_islands = gcd(*(unit.dp for unit in units))
+    num_islands = 1 if joins_all else gcd(*(unit.dp for unit in units))
     num_replicas = tuple(unit.dp // num_islands for unit in units)
     stages: list[Stage] = []
     numbers: list[list[range]] = []
@@ -132,7 +135,8 @@ def island(units: Sequence[Pipeline], feeds: Sequence[UnitEdge], num_examples: i
         groups += len(unit.modules) if replicas > 1 else 0
     edges = [(stage, stage + 1) for unit in numbers for one in unit for stage in one[:-1]]
     for feed in feeds:
-        for source, sink in broker(num_replicas[feed.source], num_replicas[feed.sink], num_examples):
+        num_ends = num_replicas[feed.source], num_replicas[feed.sink]
+        for source, sink in broker(*num_ends, 1 if joins_all else num_examples):
             ends = numbers[feed.source][source][feed.source_stage], numbers[feed.sink][sink][feed.sink_stage]
             edges.append(ends)
     return Island(tuple(stages), tuple(edges), num_replicas)

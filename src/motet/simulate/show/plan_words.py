@@ -8,6 +8,7 @@ from itertools import groupby
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.schedule.layout import Layout
+from motet.schedule.plan_units import joins_all_replicas
 
 _SCHEDULES = {
     "gpipe": "GPipe",
@@ -56,8 +57,12 @@ def plan_in_words(plan: Plan) -> list[str]:
         f"A step is {_number(plan.batch_size, 'example')}: {microbatches} of "
         f"{_number(plan.microbatch_size, 'example')} on {replicas}; {schedule}."
     )
-    if plan.balance != "off":
+    if plan.balance != "off" and plan.schedule != "data_parallel":
+        step += " Whole microbatches are balanced over the backbone's replicas"
+        step += ", and items of encoders over theirs." if joins_all_replicas(plan) else "."
+    elif plan.balance != "off":
         step += f" Items are balanced over ranks: {_BALANCES[plan.balance]}."
+    if plan.balance != "off":
         step += "".join(f" Those of {name} are balanced as if {_POLICIES[how]}." for name, how in plan.policy.items())
     elif plan.schedule == "data_parallel" and backbone.dp > 1:
         step += " Items are not balanced."

@@ -91,7 +91,7 @@ OPTIONS = {
     "'zb_v' needs 2 a pipeline rank": (PLANS["chain"], {"schedule": "zb_v"}),
     "deferred_warmup is of 'interleaved_1f1b'; the schedule is '1f1b'": (PLANS["chain"], {"deferred_warmup": True}),
     "there are fills, but no unit shares": (PLANS["chain"], {"fills": (Fill(0, "3F0"),)}),
-    "balance 'joint' is of schedule 'data_parallel'": (PLANS["chain"], {"balance": "joint"}),
+    "balance 'joint' and order 'both' both deal out": (PLANS["chain"], {"balance": "joint", "order": "both"}),
     "policy is of 'image', and with balance 'off' nothing is balanced by it": (
         FSDP, {"policy": {"image": "padded"}, "balance": "off"}
     ),

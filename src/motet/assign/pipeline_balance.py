@@ -1,0 +1,90 @@
+"""`Plan.balance` in a pipeline: whole microbatches over the backbone's replicas, items over those of encoder units.
+
+Colocated phases move rows to be balanced. Here they move in any case, from unit to unit. So "joint" and "per_phase"
+differ by which rows may go where:
+
+- "joint": the microbatches that replicas of the backbone take are dealt out by the work of all modules. Items follow
+  their examples, as without balancing, and islands stay apart.
+- "per_phase", and "auto", which is the same as it is never slower: items of an encoder with ranks of its own go to any
+  replica of its unit. They are even in each microbatch (OrchMLLM section 5). Microbatches are dealt out by the work of
+  the modules on the backbone's ranks.
+
+Work is counted in operations, whatever a recipe states: simulation and training decide alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+
+from motet.assign.balancing import policies_of
+from motet.assign.pipeline import Batching, assign_batching, positions_in
+from motet.assign.step import ModuleAssignment, StepAssignment
+from motet.balance import Cost, assign
+from motet.balance.costs import cost_of
+from motet.core.arrays import Int64Array
+from motet.core.plan import Plan
+from motet.core.workload import BatchLengths
+from motet.cost.operations import Operations
+from motet.schedule.plan_units import backbone_unit, joins_all_replicas, shares_items, units_in_bubbles
+
+
+def assign_balanced(plan: Plan, batch: BatchLengths, given: Batching) -> StepAssignment:
+    """The assignment of a pipeline's step whose microbatches and items are balanced. given: the batching without.
+
+    Raises UserError as `policies_of` does. O(items log items), and `assign` for each encoder and microbatch.
+    """
+    policies = policies_of(plan.model, plan.policy)
+    work = Operations(plan.model, _recomputed(plan))(batch)
+    names = [module.name for module in plan.model.modules]
+    shared = [name for name in names if joins_all_replicas(plan) and shares_items(plan, name)]
+    host = backbone_unit(plan)
+    here = [unit.name for unit in (host, *units_in_bubbles(plan))]
+    dealt_by = names if not shared else [name for name in names if plan.unit_of(name).name in here]
+    step = assign_batching(plan, batch, _dealt(plan, batch, given, {name: work[name] for name in dealt_by}))
+    balanced = {
+        name: _balanced(step.modules[name], step.num_microbatches, work[name], cost_of(policies[name]))
+        for name in shared
+    }
+    methods = (plan.balance,) * step.num_microbatches
+    return replace(step, modules={name: balanced.get(name, step.modules[name]) for name in names}, methods=methods)
+
+
+def _recomputed(plan: Plan) -> dict[str, int]:
+    """The number of recomputed blocks of each module, over all stages."""
+    counts = Counter[str]()
+    for unit in plan.units:
+        for recompute in unit.recompute:
+            counts.update(recompute)
+    return dict(counts)
+
+
+def _dealt(plan: Plan, batch: BatchLengths, given: Batching, work: dict[str, Int64Array]) -> Batching:
+    """The batching that gives each replica of the backbone equally many of the given microbatches, of even work.
+
+    work: of the modules that count, int64 [num_items].
+    """
+    dp, size = backbone_unit(plan).dp, plan.microbatch_size
+    if dp == 1:
+        return given
+    replica, index = np.divmod(given.index, size)
+    num_microbatches = plan.batch_size // (dp * size)
+    loads = np.zeros(dp * num_microbatches, dtype=np.int64)
+    for name, of_items in work.items():
+        example = batch.of(name).example
+        np.add.at(loads, (given.microbatch * dp + replica)[example], of_items)
+    slots = assign(loads, dp, equal_counts=True).slots[given.microbatch * dp + replica]
+    replica, microbatch = np.divmod(slots.astype(np.int64), num_microbatches)
+    return Batching(microbatch, replica * size + index)
+
+
+def _balanced(items: ModuleAssignment, num_microbatches: int, work: Int64Array, cost: Cost) -> ModuleAssignment:
+    """The items of each microbatch over all replicas of their unit, so that the largest load is small."""
+    replica = items.replica.copy()
+    for microbatch in range(num_microbatches):
+        inside = np.flatnonzero(items.microbatch == microbatch)
+        replica[inside] = assign(work[inside], items.num_replicas, cost).ranks
+    group = replica.astype(np.int64) * num_microbatches + items.microbatch
+    return replace(items, replica=replica, position=positions_in(group, items.example))

@@ -1,0 +1,110 @@
+"""`Plan.balance` in pipelines: what is even, what stays together, and that the edges carry all of it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.assign.plan import assign_step
+from motet.assign.rows import edge_rows
+from motet.core.errors import UserError
+from motet.core.plan import Unit
+from motet.core.workload import BACKBONE
+from motet.cost.operations import Operations
+from motet.schedule import planned, validate
+from motet.simulate.predict.predict import assign_batch, predict_assigned
+from unit.assign.test_rows import check
+from unit.simulate.even_jobs import Free
+from unit.simulate.jobs import BACKBONE as HALVES
+from unit.simulate.jobs import CHAIN, lengths, plan
+
+
+def beside(image=2, audio=1, llm=2, **options):
+    units = (
+        Unit("image", ({"image": 4},), dp=image),
+        Unit("audio", ({"audio": 3},), first_rank=image, dp=audio),
+        Unit("llm", HALVES, first_rank=image + audio, dp=llm, pp=2),
+    )
+    return plan(*units, **{"batch_size": 16 * llm, **options})
+
+
+def loads(made, batch, name, axis):
+    """Work by replica and microbatch, its sum or largest over the microbatches. axis: "step" or "microbatch"."""
+    step, work = assign_step(made, batch), Operations(made.model)(batch)[name]
+    items = step.modules[name]
+    table = np.zeros((items.num_replicas, step.num_microbatches))
+    np.add.at(table, (items.replica, items.microbatch), work)
+    return table.sum(axis=1).max() if axis == "step" else table.max(axis=0).sum()
+
+
+def test_items_are_even_in_each_microbatch_and_microbatches_over_replicas():
+    made, batch = beside(3, 2, 2, microbatch_size=4), lengths(32)
+    even = replace(made, balance="per_phase")
+    assert loads(even, batch, "image", "microbatch") < 0.9 * loads(made, batch, "image", "microbatch")
+    assert loads(even, batch, BACKBONE, "step") <= loads(made, batch, BACKBONE, "step")
+    work = Operations(made.model)(batch)[BACKBONE].sum()
+    assert loads(even, batch, BACKBONE, "step") <= 1.05 * work / 2
+    assert loads(replace(even, balance="auto"), batch, "image", "step") == loads(even, batch, "image", "step")
+
+
+def test_whole_microbatches_stay_together():
+    made, batch = beside(microbatch_size=4, balance="per_phase"), lengths(32)
+    step = assign_step(made, batch)
+    sequences = step.modules[BACKBONE]
+    for first in range(0, 32, 4):
+        assert len(set(zip(sequences.replica[first : first + 4], sequences.microbatch[first : first + 4]))) == 1
+    assert np.unique(sequences.batch_index(step.num_microbatches), return_counts=True)[1].tolist() == [4] * 8
+
+
+def test_jointly_items_follow_their_examples():
+    made, batch = beside(2, 2, 2, balance="joint"), lengths(32)
+    step = assign_step(made, batch)
+    for name in ("image", "audio"):
+        items = step.modules[name]
+        np.testing.assert_array_equal(items.replica, step.modules[BACKBONE].replica[items.example])
+    assert planned(made).layout.num_islands == 2
+    assert planned(replace(made, balance="per_phase")).layout.num_islands == 1
+
+
+@given(st.tuples(*[st.integers(1, 4)] * 3), st.sampled_from(["joint", "per_phase", "auto"]), st.integers(1, 2))
+@settings(max_examples=25, deadline=None)
+def test_the_edges_carry_all_that_is_balanced(sizes, balance, microbatch_size):
+    made = beside(*sizes, microbatch_size=microbatch_size, batch_size=2 * sizes[2] * microbatch_size, balance=balance)
+    found, step = planned(made), assign_step(made, lengths(made.batch_size))
+    validate(found.program)
+    carried = dict.fromkeys(("image", "audio"), 0)
+    for edge in range(len(found.program.edges)):
+        for island in range(found.layout.num_islands):
+            for microbatch in range(step.num_microbatches):
+                for (name, _), rows in edge_rows(found, step, edge, island, microbatch).items():
+                    if rows is not None:
+                        carried[name] += len(rows.source)
+    for name, count in carried.items():
+        assert count == step.modules[name].num_tokens.sum()
+        check(step, name, BACKBONE)
+
+
+def test_a_balanced_step_is_predicted_to_be_shorter():
+    """Encoders of four replicas bound the step; the images of a microbatch are even over all."""
+    made, batch = beside(4, 1, 2, microbatch_size=2), lengths(32)
+    images = replace(batch.items["image"], length=40 * batch.items["image"].length)
+    batch = replace(batch, items={**batch.items, "image": images})
+    cost, steps_s = Free(made.cluster), []
+    for balance in ("off", "per_phase"):
+        one = replace(made, balance=balance)
+        steps_s.append(predict_assigned(one, planned(one), assign_batch(one, batch, cost), cost).step_s)
+    assert steps_s[1] < 0.9 * steps_s[0]
+
+
+def test_a_chain_deals_out_whole_microbatches():
+    made, batch = plan(Unit("all", CHAIN, dp=4, pp=3), batch_size=32), lengths(32)
+    even = replace(made, balance="per_phase")
+    assert planned(even).program == planned(made).program
+    assert loads(even, batch, BACKBONE, "step") < loads(made, batch, BACKBONE, "step")
+
+
+def test_a_policy_that_operations_cannot_count_is_refused():
+    with pytest.raises(UserError, match="takes a linear and a quadratic part of lengths"):
+        assign_step(beside(balance="joint", policy={"image": "padded_attention"}), lengths(32))
