@@ -40,11 +40,13 @@ def job(tmp_path_factory):
 
 def plan_of(recipe: Path, stages, **options) -> Plan:
     """A chain in these stages, of the recipe's model as the tests train it."""
-    where = cluster("h100", 1, len(stages))
+    dp = options.pop("dp", 1)
+    where = cluster("h100", 1, dp * len(stages))
     device = replace(where.device, peak_flops={**where.device.peak_flops, "fp64": 1e12}, overlaps=False)
-    unit = Unit("all", stages, pp=len(stages), recompute=options.pop("recompute", ()))
+    recompute, zero = options.pop("recompute", ()), options.pop("zero", 1)
+    unit = Unit("all", stages, pp=len(stages), dp=dp, recompute=recompute, zero=zero)
     model = read_job_recipe(recipe, DEEPER).model
-    return Plan(model, replace(where, device=device), (unit,), 6, 2, precision="fp64", **options)
+    return Plan(model, replace(where, device=device), (unit,), 6, 2 // dp, precision="fp64", **options)
 
 
 def train_under(rank, num_ranks, recipe, overrides, plan, resume="auto"):
@@ -67,7 +69,8 @@ def run_planned(job, tmp_path, plan, *more, resume="auto"):
     file, run_dir = tmp_path / "plan.json", tmp_path / "run"
     write_plan(plan, file)
     num_ranks = max(unit.ranks.stop for unit in plan.units)
-    run_ranks(train_under, num_ranks, str(job), [*DEEPER, f"run.dir={run_dir}", *more], str(file), resume)
+    overrides = [*DEEPER, f"run.dir={run_dir}", *more]
+    run_ranks(train_under, num_ranks, str(job), overrides, str(file), resume)
     return run_dir
 
 
@@ -93,8 +96,9 @@ def row_of(plan_file, job, rank, monkeypatch, capsys):
     [
         (FEW_CUTS, {}),
         (LATE_CUT, {"schedule": "gpipe", "recompute": ({"image": 1, "backbone": 1}, {"backbone": 2})}),
+        (FEW_CUTS, {"dp": 2, "zero": 3}),
     ],
-    ids=["1f1b", "gpipe, recomputed"],
+    ids=["1f1b", "gpipe, recomputed", "ZeRO 3"],
 )
 def test_a_plan_trains_as_one_process_does(job, alone, tmp_path, monkeypatch, capsys, stages, options):
     plan = plan_of(job, stages, **options)
@@ -106,7 +110,7 @@ def test_a_plan_trains_as_one_process_does(job, alone, tmp_path, monkeypatch, ca
     assert all(step["exchange"]["bytes"] > 0 for step in metrics(run_dir))
     check_reloads(run_dir, tmp_path / "plan.json")
     found = traced(run_dir)
-    for rank in range(2):
+    for rank in range(plan.cluster.num_ranks):
         expected = row_of(tmp_path / "plan.json", job, rank, monkeypatch, capsys)
         for step in range(8):
             assert [name for name, _, _ in found[rank, step]] == expected
@@ -138,14 +142,29 @@ def test_a_plan_of_data_parallelism_trains_too(job, alone, tmp_path):
     check_reloads(run_dir, tmp_path / "plan.json")
 
 
+def test_a_plan_trains_in_the_types_of_the_recipe(job, tmp_path):
+    """bf16 over float32, as under data parallelism; the checkpoint has float32."""
+    types = ["run.dtype=float32", "fsdp.param_dtype=bfloat16", "fsdp.reduce_dtype=float32", "run.steps=4"]
+    run_ranks(train_under, 1, str(job), [*DEEPER, *types, f"run.dir={tmp_path / 'alone'}"], None)
+    plan = replace(plan_of(job, ({"image": 2, "audio": 2, "backbone": 3},), dp=2, zero=1), precision="bf16")
+    planned = run_planned(job, tmp_path, plan, *types)
+    assert losses(planned) == pytest.approx(losses(tmp_path / "alone"), rel=1e-2)
+    resume = [*DEEPER, *types[:-1], "run.steps=6", f"run.dir={tmp_path / 'on'}"]
+    run_ranks(train_under, 1, str(job), resume, None, str(planned / "checkpoints" / name_of(4)))
+    assert [step["step"] for step in metrics(tmp_path / "on")] == [5, 6]
+
+
 def test_a_run_goes_on_under_another_plan(job, alone, tmp_path):
-    """From one process to a chain, to another chain, and back: the same losses as never having stopped."""
+    """From one process to a chain, from ZeRO 3 to ZeRO 1, and back: the same losses as never having stopped."""
     first = run_planned(job, tmp_path, plan_of(job, FEW_CUTS), resume=str(alone / "checkpoints" / name_of(4)))
     assert [step["loss"] for step in metrics(first)] == pytest.approx(losses(alone)[4:], rel=1e-10)
-    (tmp_path / "more").mkdir()
-    whole = run_planned(job, tmp_path / "more", plan_of(job, LATE_CUT))
-    back = tmp_path / "back"
-    resume = str(whole / "checkpoints" / name_of(4))
+    whole, back = {"image": 2, "audio": 2, "backbone": 3}, tmp_path / "back"
+    for zero in (3, 1):
+        (tmp_path / f"zero{zero}").mkdir()
+    shared = run_planned(job, tmp_path / "zero3", plan_of(job, (whole,), dp=2, zero=3))
+    resume = str(shared / "checkpoints" / name_of(4))
+    first = run_planned(job, tmp_path / "zero1", plan_of(job, (whole,), dp=2, zero=1), resume=resume)
+    assert [step["loss"] for step in metrics(first)] == pytest.approx(losses(alone)[4:], rel=1e-10)
     run_ranks(train_under, 1, str(job), [*DEEPER, f"run.dir={back}"], None, resume)
     assert [step["loss"] for step in metrics(back)] == pytest.approx(losses(alone)[4:], rel=1e-10)
 

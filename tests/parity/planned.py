@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -33,10 +34,13 @@ from motet.models.module import ModalityModule
 from motet.models.part import keep_spans, names_of_spans
 from motet.models.projector import Projector, ProjectorConfig
 from motet.models.spec import model_spec
+from motet.runtime.held import HeldParameters, share_out_part
+from motet.runtime.holders import sharing_groups
 from motet.runtime.mesh import build_mesh
 from motet.runtime.p2p import Lanes
 from motet.runtime.place import Place
-from motet.runtime.planned_step import PlannedStep, holder_groups
+from motet.runtime.planned_step import PlannedStep
+from motet.runtime.sharded_state import SAME_TYPES, ComputeTypes
 from motet.runtime.step import StepResult
 from motet.train.optimizer import OptimizerConfig, build_optimizer
 from motet.train.planned_job import holders_of
@@ -138,25 +142,41 @@ class PlannedCase:
         return [draw_example(rng, each, ROW_DIMS) for each in media]
 
 
-def run_planned(case: PlannedCase) -> tuple[list[StepResult], dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
-    """NUM_STEPS steps on this rank: results; weights after the last, and its gradients (clipped), by name."""
+def run_planned(
+    case: PlannedCase,
+    num_steps: int = NUM_STEPS,
+    stored: torch.dtype = torch.float64,
+    types: ComputeTypes = SAME_TYPES,
+) -> tuple[list[StepResult], dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
+    """Steps on this rank: results; weights after the last, and its gradients (clipped), by name.
+
+    stored: dtype of parameters and optimizer. types: those of passes.
+    """
     rank, device, plan = dist.get_rank(), torch.device("cpu"), case.plan()
     model, whole = build_hf_model(case.frozen, case.tied), build_hf_model(case.frozen, case.tied)
     place = Place.of(plan, rank)
     holders = holders_of(model, place.program)
-    keep_spans(model, place.spans)
+    keep_spans(model.to(stored), place.spans)
     assert {name for name, _ in model.named_parameters()} == names_of_spans(whole, place.spans)
-    groups = holder_groups(sorted(set(holders.values())))
+    groups = sharing_groups(place.program, holders.values())
+    share_out_part(model, place, holders, groups, device, types)
+    held = HeldParameters(model, place, holders, groups, types)
     lanes = Lanes(place.pairs, rank, device)
     lanes.connect()
     optimizer = build_optimizer(model, OPTIMIZER)
     step = PlannedStep(
-        model, plan.model, place, lanes, build_mesh(device), holders, groups, optimizer,
+        model, plan.model, place, lanes, build_mesh(device), held, optimizer,
         max_grad_norm=OPTIMIZER.clip_norm,
     )  # fmt: skip
-    results = [step.run(batches_of(case, plan, place, whole, number), number) for number in range(NUM_STEPS)]
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return results, weights, {name: parameter.grad for name, parameter in model.named_parameters()}
+    results = [step.run(batches_of(case, plan, place, whole, number), number) for number in range(num_steps)]
+    parameters = dict(model.named_parameters())
+    weights = {name: _whole(parameter.detach()) for name, parameter in parameters.items()}
+    return results, weights, {name: _whole(parameter.grad) for name, parameter in parameters.items()}
+
+
+def _whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A collective of the ranks that share the tensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def batches_of(case: PlannedCase, plan: Plan, place: Place, model: MLLM, step: int) -> list[RankBatch]:

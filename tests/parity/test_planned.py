@@ -15,7 +15,7 @@ def chain(*stages, **options):
     """One unit that runs all modules in a chain. stages: module -> blocks, by the modules' first letters."""
     names = {"i": "image", "a": "audio", "b": "backbone"}
     spans = tuple({names[key]: count for key, count in stage.items()} for stage in stages)
-    return (Unit("all", spans, pp=len(stages), zero=0, **options),)
+    return (Unit("all", spans, pp=len(stages), **{"zero": 0, **options}),)
 
 
 TWO = chain({"i": 3, "a": 1}, {"a": 1, "b": 3})
@@ -59,12 +59,29 @@ CASES_OF_4 = [
         )
     ),
 ]
+CUT_BY_2 = {"i": 3, "a": 2, "b": 1}, {"b": 2}
+SHARED = [
+    PlannedCase(chain(*CUT_BY_2, dp=2, zero=1), tied=True),
+    PlannedCase(chain(*CUT_BY_2, dp=2, zero=2), frozen=("image encoder",)),
+    PlannedCase(chain(*CUT_BY_2, dp=2, zero=3), tied=True, frozen=("image",), blocking=True),
+    PlannedCase(chain(*CUT_BY_2, dp=2, zero=3, recompute=({"image": 2, "backbone": 1}, {"backbone": 1})), "gpipe"),
+    PlannedCase(chain(*CUT_BY_2, dp=2, zero=1), contents=(), microbatch_size=2, batch_size=8),
+    PlannedCase(
+        (
+            Unit("image", ({"image": 3},), first_rank=0, dp=2, zero=1),
+            Unit("llm", ({"audio": 2, "backbone": 3},), first_rank=2, dp=2, zero=3),
+        ),
+        contents=("audio",),
+    ),
+    *(PlannedCase(chain({"i": 3, "a": 2, "b": 3}, dp=4, zero=zero, shard_size=2), batch_size=8) for zero in (1, 2, 3)),
+]
+"""ZeRO 1 to 3 on two replicas, and hybrid sharding on four."""
 NUM_RANDOM = 6
 """Random cases a number of ranks. Their seeds are 0 to NUM_RANDOM - 1; `random_case` makes one again."""
 
 
 def random_case(seed, num_ranks):
-    """Any chain: cut anywhere, with any blocks recomputed, anything frozen, on any mixture of media."""
+    """Any chain: cut anywhere, shared by any ZeRO, any blocks recomputed, anything frozen, any mixture of media."""
     rng = np.random.default_rng((seed, num_ranks))
     dp = 2 if num_ranks == 4 else 1
     counts = {"image": 3, "audio": 2, "backbone": 3}
@@ -73,7 +90,9 @@ def random_case(seed, num_ranks):
     stages = tuple(dict(Counter(blocks[first:stop])) for first, stop in pairwise(cuts))
     recompute = tuple({name: int(rng.integers(0, count + 1)) for name, count in stage.items()} for stage in stages)
     microbatch_size = int(rng.integers(1, 3))
-    unit = Unit("all", stages, pp=len(stages), dp=dp, zero=0, recompute=recompute if rng.random() < 0.5 else ())
+    recompute = recompute if rng.random() < 0.5 else ()
+    zero = int(rng.integers(0, 4))
+    unit = Unit("all", stages, pp=len(stages), dp=dp, zero=zero, recompute=recompute)
     frozen = rng.choice(["image encoder", "image", "audio", "backbone"], rng.integers(0, 3), replace=False)
     return PlannedCase(
         (unit,),
@@ -91,6 +110,11 @@ def random_case(seed, num_ranks):
 @pytest.mark.parametrize(("num_ranks", "cases"), [(2, CASES), (3, CASES_OF_3), (4, CASES_OF_4)])
 def test_steps_under_a_plan_equal_one_process(num_ranks, cases):
     wrong = [line for of_rank in run_ranks(check_planned, num_ranks, cases) for line in of_rank]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_steps_with_shared_state_equal_one_process():
+    wrong = [line for of_rank in run_ranks(check_planned, 4, SHARED) for line in of_rank]
     assert not wrong, "\n".join(wrong)
 
 

@@ -6,9 +6,10 @@
 - Activations (Korthikanti et al. 2022, section 4, with sequence parallelism and fused attention). A layer keeps
   activation_width elements a row. A recomputed layer keeps its input alone; the rest exists once, for the running
   layer. A layer without a backward pass keeps nothing.
-- Transients, the largest of each. Gathered layers (ZeRO stage 3): the running one and the prefetched next one. The
-  gradient of a layer before its reduction (from ZeRO stage 2 on). The running layer's elements that are not kept, with
-  the gradients of its output and input, or with the logits and their float32 copies.
+- Transients, the largest of each. Gathered layers (ZeRO stage 3): the running one and the prefetched next one; in a
+  pipeline all of the stage, as its Program gathers a stage. Gradients before their reduction (from ZeRO stage 2 on): of
+  a layer; in a pipeline of the stage. The running layer's elements that are not kept, with the gradients of its output
+  and input, or with the logits and their float32 copies.
 
 Not counted: fragmentation, buffers of communication libraries, and temporaries of the optimizer's step, which runs when
 no activations are left.
@@ -38,23 +39,25 @@ class MixedPrecision:
     """Bytes of a number.
 
     compute:   of parameters and activations in products, and of logits as the output layer gives them.
-    stored:    of parameters between passes. If stored > compute, the optimizer updates the stored parameters, and they
-               are sharded with its state; gathering a layer makes a copy for products.
+    stored:    of parameters between passes. The optimizer updates the stored parameters, and they are sharded with its
+               state; passes have a copy if it is another type, or if what is stored is sharded.
     gradient:  of gradients as they are summed over microbatches.
-    optimizer: of a parameter's optimizer state, with its master copy if stored <= compute.
+    optimizer: of a parameter's optimizer state.
+    has_master: whether the optimizer state has a master copy of the parameters, which it updates in place of those.
     """
 
     compute: int
     stored: int
     gradient: int
     optimizer: int
+    has_master: bool = False
 
 
 FSDP_BF16 = MixedPrecision(compute=2, stored=4, gradient=4, optimizer=8)
 """The bytes of FSDP2 with `param_dtype` bfloat16 over float32 parameters, and AdamW."""
 FSDP_FP32 = MixedPrecision(compute=4, stored=4, gradient=4, optimizer=8)
 FSDP_FP64 = MixedPrecision(compute=8, stored=8, gradient=8, optimizer=16)
-MEGATRON_BF16 = MixedPrecision(compute=2, stored=2, gradient=4, optimizer=12)
+MEGATRON_BF16 = MixedPrecision(compute=2, stored=2, gradient=4, optimizer=12, has_master=True)
 """The bytes of Megatron's distributed optimizer: bfloat16 parameters; float32 gradients, master copy and moments."""
 
 
@@ -96,11 +99,12 @@ def state_bytes(
     def share(size_bytes: int, sharded_from: int) -> int:
         return math.ceil(size_bytes / shard_ranks) if zero >= sharded_from else size_bytes
 
-    if precision.stored > precision.compute:
-        copies = 0 if zero == 3 else precision.compute * num_parameters
-        parameters = share(precision.stored * num_parameters, 1) + copies
-    else:
+    if precision.has_master:
         parameters = share(precision.stored * num_parameters, 3)
+    else:
+        is_copied = precision.stored > precision.compute or (zero > 0 and shard_ranks > 1)
+        copies = precision.compute * num_parameters if is_copied and zero < 3 else 0
+        parameters = share(precision.stored * num_parameters, 1) + copies
     return StateBytes(
         parameters, share(precision.gradient * num_trainable, 2), share(precision.optimizer * num_trainable, 1)
     )
@@ -234,11 +238,18 @@ def unit_spans(model: ModelSpec, unit: Unit, stage: int) -> Spans:
 
 
 def stage_memory(
-    unit: Unit, layers: Iterable[StageLayer], rows: RowsOfLayer, in_flight: int, precision: MixedPrecision
+    unit: Unit,
+    layers: Iterable[StageLayer],
+    rows: RowsOfLayer,
+    in_flight: int,
+    precision: MixedPrecision,
+    *,
+    by_stage: bool = False,
 ) -> StageMemory:
     """The bytes of a stage of a unit with the given layers. O(layers).
 
     in_flight: the most microbatches at once whose forward pass is done and backward is not; the schedule decides it.
+    by_stage:  the stage is gathered and reduced as a whole, as in pipelines; else layer by layer, as by FSDP.
     """
     state, activations = np.zeros(3, dtype=np.int64), 0
     working, gathered, unreduced = [0], [0, 0], [0]
@@ -256,6 +267,7 @@ def stage_memory(
         working.append(size.saved - kept + (size.gradients if stage_layer.has_backward else 0))
         gathered.append(num_parameters * precision.compute if unit.zero == 3 else 0)
         unreduced.append(num_trainable * (precision.compute + precision.gradient) if unit.zero >= 2 else 0)
-    transient = max(working) + sum(sorted(gathered)[-2:]) + max(unreduced)
+    together = (sum(gathered), sum(unreduced)) if by_stage else (sum(sorted(gathered)[-2:]), max(unreduced))
+    transient = max(working) + sum(together)
     parameters, gradients, optimizer = state.tolist()
     return StageMemory(parameters, gradients, optimizer, activations, in_flight, transient)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from motet.core.cluster import Cluster
-from motet.core.plan import Plan, Unit
+from motet.core.plan import Plan
 from motet.cost.memory import PRECISION_OF_DTYPE
 from motet.schedule.plan_units import backbone_unit, units_in_bubbles
 
@@ -70,20 +70,10 @@ def _in_stages(plan: Plan, recipe: Recipe) -> dict[str, bool]:
         "encoders in bubbles (units on the backbone's ranks)": bool(units_in_bubbles(plan)),
         f"the schedule {plan.schedule!r}": plan.schedule not in ("gpipe", "1f1b"),
         "replicated encoders (replicated)": bool(backbone.replicated),
-        "ZeRO in a pipeline (zero > 0 with dp > 1)": any(_shards(unit) for unit in plan.units),
         f"the order {plan.order!r}": plan.order != "given",
-        "mixed precision in a pipeline (fsdp.param_dtype)": _is_mixed(recipe),
         "several encoders of an item in a pipeline (reads)": any(len(names) > 1 for names in modules.readers.values()),
         "a projector with queries in a pipeline (projector.kind)": any(
             part.projector.kind in ("resampler", "qformer") for part in modules.encoders.values()
         ),
         "a model of shapes alone in a pipeline ([workload] in place of [data])": recipe.is_drawn,
     }
-
-
-def _shards(unit: Unit) -> bool:
-    return unit.zero > 0 and unit.dp > 1 and unit.shard_size != 1
-
-
-def _is_mixed(recipe: Recipe) -> bool:
-    return any(dtype not in (None, recipe.run.dtype) for dtype in (recipe.fsdp.param_dtype, recipe.fsdp.reduce_dtype))

@@ -2,7 +2,7 @@
 
 A rank executes its row of the Program: F, R and B of its stages (`sections.py`), SEND and RECV (`messages.py`), REDUCE
 and STEP. Losses are divided by the targets of the whole step, and gradients are plain sums over the ranks that hold the
-same parameters, so that the number of replicas of a part does not matter.
+same parameters, so that the number of replicas of a part does not matter. GATHER and REDUCE are `held.py`.
 
 Programs of pipelines have no NORM. A rank adds up (squared gradient norm, loss, targets, bytes sent) over all ranks at
 its STEP, or behind its row if nothing of its stages is trained.
@@ -11,7 +11,6 @@ its STEP, or behind its row if nothing of its stages is trained.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -24,37 +23,16 @@ from motet.dispatch.edge_messages import assignment_of, message_parts
 from motet.runtime.clip import clip_factor, scale_gradients
 from motet.runtime.clock import ActionClock
 from motet.runtime.executor import Executor, Handler
+from motet.runtime.held import HeldParameters
 from motet.runtime.mesh import Mesh
 from motet.runtime.messages import Messages
 from motet.runtime.p2p import Lanes
 from motet.runtime.place import Place
-from motet.runtime.replicas import ReplicatedGradients
 from motet.runtime.sections import Section, SectionedStage, spans_of
 from motet.runtime.stage import Model
 from motet.runtime.step import StepResult, update_if_finite
 from motet.runtime.tensors import StageTensors
 from motet.schedule.program import Action, Kind
-
-Holders = tuple[int, ...]
-"""Ranks that hold the same parameters."""
-
-
-def holder_groups(holders: Sequence[Holders]) -> dict[Holders, dist.ProcessGroup | None]:
-    """A process group for each set of several ranks. A collective.
-
-    holders: all sets of the job, in one order on all ranks.
-    """
-    return {ranks: dist.new_group(list(ranks)) if len(ranks) > 1 else None for ranks in holders}
-
-
-@dataclass(frozen=True)
-class HeldGradients:
-    """Gradients of the parameters of one module that the same ranks hold. stages: the rank's stages that hold them."""
-
-    module: str
-    holders: Holders
-    stages: tuple[int, ...]
-    gradients: ReplicatedGradients
 
 
 class PlannedStep:
@@ -74,14 +52,13 @@ class PlannedStep:
         place: Place,
         lanes: Lanes,
         mesh: Mesh,
-        holders: Mapping[str, Holders],
-        groups: Mapping[Holders, dist.ProcessGroup | None],
+        held: HeldParameters,
         optimizer: torch.optim.Optimizer | None = None,
         *,
         max_grad_norm: float | None = None,
         clock: ActionClock | None = None,
     ) -> None:
-        self.model, self.place, self.lanes, self.mesh = model, place, lanes, mesh
+        self.model, self.place, self.lanes, self.mesh, self.held = model, place, lanes, mesh, held
         self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
         self.clock = clock or ActionClock(mesh.rank, mesh.device)
         self.modules: dict[str, nn.Module] = {
@@ -96,30 +73,17 @@ class PlannedStep:
             for prefix, phase, module in named
             for name, parameter in module.named_parameters()
         }
-        self.held = list(self._held(holders, groups))
         self.spans = {number: tuple(spans_of(stage, spec)) for number, stage in place.stages.items()}
         _, first = next(iter(self.parameters.values()))
-        self.like = torch.empty(0, dtype=first.dtype, device=mesh.device)
-
-    def _held(self, holders: Mapping[str, Holders], groups: Mapping[Holders, dist.ProcessGroup | None]):
-        parts: dict[tuple[str, Holders], list[nn.Parameter]] = {}
-        for name, (phase, parameter) in self.parameters.items():
-            if parameter.requires_grad:
-                parts.setdefault((phase, holders[name]), []).append(parameter)
-        for (phase, ranks), parameters in parts.items():
-            stages = tuple(
-                number
-                for number, stage in self.place.stages.items()
-                if phase in stage.layers and stage.data_ranks == ranks
-            )
-            yield HeldGradients(phase, ranks, stages, ReplicatedGradients(parameters, groups[ranks]))
+        self.like = torch.empty(0, dtype=held.types.compute or first.dtype, device=mesh.device)
 
     def run(self, batches: Sequence[RankBatch], step: int = 0) -> StepResult:
         """Take one step, as `TrainStep.run` does. A collective."""
-        running = _RunningPlan(self, batches)
         leave_out = () if self.optimizer else (Kind.STEP,)
-        Executor(self.place.row, running.handlers, self.clock, leave_out=leave_out).run(step)
-        running.end()
+        with self.held.whole():
+            running = _RunningPlan(self, batches)
+            Executor(self.place.row, running.handlers, self.clock, leave_out=leave_out).run(step)
+            running.end()
         return StepResult(
             step,
             running.num_targets,
@@ -137,13 +101,13 @@ class _RunningPlan:
     """One step while it runs. totals: float64 [4]; of this rank, after `end` of all."""
 
     def __init__(self, step: PlannedStep, batches: Sequence[RankBatch]) -> None:
-        self.step, self.batches = step, batches
         place, mesh = step.place, step.mesh
+        compute = step.held.types.compute
+        self.step = step
+        self.batches = [batch.to(mesh.device, dtype=compute) for batch in batches] if compute else batches
         for _, parameter in step.parameters.values():
             parameter.grad = None
-        for held in step.held:
-            if any(_computes(batch, held.module) for batch in batches):
-                held.gradients.zero()
+        step.held.begin(batches)
         self.num_targets = sum(batch.num_targets for batch in batches)
         self.totals = torch.zeros(4, dtype=torch.float64, device=mesh.device)
         self.stages = {
@@ -169,21 +133,25 @@ class _RunningPlan:
     def handlers(self) -> Mapping[Kind, Handler]:
         """What each kind of action calls; built anew, as in `step.py`."""
         passes = {Kind.F: self.forward, Kind.R: self.recompute, Kind.B: self.backward}
-        return {**passes, **self.messages.handlers, Kind.REDUCE: self.reduce, Kind.STEP: self.update}
+        collectives = {Kind.GATHER: self.gather, Kind.GATHER_B: self.gather, Kind.REDUCE: self.reduce}
+        return {**passes, **self.messages.handlers, **collectives, Kind.STEP: self.update}
 
     def forward(self, action: Action) -> None:
         """Run a stage on what arrived."""
         key = action.stage, action.microbatch
         inputs = self.tensors.inputs.pop(key, {})
+        self.step.held.use(action.stage)
         outputs, runs = self.stages[action.stage].forward(self.batches[action.microbatch], inputs)
         if self.messages.is_sent(Kind.SEND_F, *key):
             self.tensors.outputs[key] = {name: output.detach() for name, output in outputs.items()}
         if runs:
             self.tensors.runs[key] = runs
+        self.step.held.release(*key)
 
     def recompute(self, action: Action) -> None:
         """Run what forward did not keep again."""
         runs = self.tensors.runs.get((action.stage, action.microbatch), [])
+        self.step.held.use(action.stage)
         self.stages[action.stage].recompute(self.batches[action.microbatch], runs)
 
     def backward(self, action: Action) -> None:
@@ -194,41 +162,38 @@ class _RunningPlan:
             loss = runs[-1].output
             assert loss is not None, "what takes the loss is not recomputed"
             gradients[BACKBONE] = torch.full_like(loss, 1 / max(self.num_targets, 1))
+        self.step.held.use(action.stage)
         gradients = self.stages[action.stage].backward(runs, gradients)
+        self.step.held.collect(action.stage)
+        self.step.held.release(*key)
         if self.messages.is_sent(Kind.SEND_B, *key):
             self.tensors.input_gradients[key] = gradients
 
+    def gather(self, action: Action) -> None:
+        """Start to gather the parameters of a stage."""
+        self.step.held.gather(action, self.batches)
+
     def reduce(self, action: Action) -> None:
         """Start to sum the gradients of a stage over its replicas."""
-        for held in self.step.held:
-            if action.stage in held.stages and held.gradients.flat:
-                held.gradients.start()
+        self.step.held.reduce(action, self.batches)
 
     def update(self, action: Action) -> None:
         """Sum what is to be summed over ranks, clip, and step the optimizer, unless the step is not finite."""
         assert self.step.optimizer is not None
         self.end()
         update_if_finite(self.step.optimizer, self.totals[:3])
+        self.step.held.updated()
 
     def end(self) -> None:
         """Sum gradients that are left, and the totals, then clip. A collective; the second call does nothing."""
         if self.has_ended:
             return
         self.has_ended = True
-        mesh, held = self.step.mesh, [held for held in self.step.held if held.gradients.flat]
-        for one in held:
-            one.gradients.start()  # Of tied parameters: they are in several stages, and no REDUCE is theirs.
-        for one in held:
-            one.gradients.wait()
-            self.totals[0] += one.gradients.square_sum(mesh.device)
+        mesh = self.step.mesh
+        self.totals[0] = self.step.held.finish(mesh.device)
         self.totals[3] = self.messages.sent_bytes
         dist.all_reduce(self.totals, group=mesh.group)
         self.step.lanes.wait_for_sends()
         if self.step.max_grad_norm is not None:
             parameters = [parameter for _, parameter in self.step.parameters.values()]
             scale_gradients(parameters, clip_factor(self.totals[0].sqrt(), self.step.max_grad_norm))
-
-
-def _computes(batch: RankBatch, module: str) -> bool:
-    """Whether any rank computes anything of a module in a microbatch; the same on all ranks."""
-    return batch.lengths.num_examples > 0 if module == BACKBONE else batch.has(module)

@@ -54,6 +54,11 @@ class ReplicatedGradients:
         return [bucket.flat for bucket in self._buckets if bucket.parameters[0].grad is not None]
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether the step has gradients of this module."""
+        return bool(self.flat)
+
+    @property
     def _is_shared(self) -> bool:
         return self._group is not None and self._group.size() > 1
 

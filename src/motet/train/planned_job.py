@@ -16,11 +16,14 @@ from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
 from motet.models.part import keep_spans, names_of_spans
 from motet.runtime.clock import ActionClock
+from motet.runtime.held import HeldParameters, share_out_part
+from motet.runtime.holders import Holders, sharing_groups
 from motet.runtime.mesh import Mesh
 from motet.runtime.p2p import Lanes
 from motet.runtime.place import Place
-from motet.runtime.planned_step import PlannedStep, holder_groups
+from motet.runtime.planned_step import PlannedStep
 from motet.runtime.sections import is_layered
+from motet.runtime.sharded_state import ComputeTypes
 from motet.schedule import PlannedProgram
 from motet.train.optimizer import build_optimizer
 from motet.train.recipe.recipe import Recipe
@@ -83,18 +86,26 @@ def check_cuts(model: MLLM, plan: Plan) -> None:
                 raise UserError(f"The plan's unit {unit.name!r} {what}, which cannot be cut between its blocks: {why}.")
 
 
-def holders_of(model: MLLM, program: PlannedProgram) -> dict[str, tuple[int, ...]]:
-    """Name of each parameter -> the ranks that hold it, over all stages with blocks that use it; the same on all ranks.
+def holders_of(model: MLLM, program: PlannedProgram) -> dict[str, Holders]:
+    """Name of each parameter -> who holds it, over all stages with blocks that use it; the same on all ranks.
 
     model: whole; its parameters may be on meta. Raises UserError for a parameter that no layer of its module has.
     """
-    holders: dict[str, set[int]] = {}
-    for stage in program.stages:
+    ranks: dict[str, set[int]] = {}
+    stages: dict[str, list[int]] = {}
+    for number, stage in enumerate(program.stages):
         for name in names_of_spans(model, stage.layers):
-            holders.setdefault(name, set()).update(stage.data_ranks)
-    if left := [name for name, _ in model.named_parameters() if name not in holders]:
+            ranks.setdefault(name, set()).update(stage.data_ranks)
+            stages.setdefault(name, []).append(number)
+    if left := [name for name, _ in model.named_parameters() if name not in ranks]:
         raise UserError(f"The weight {left[0]} belongs to no block of its module, so no stage of a plan can hold it.")
-    return {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
+    return {name: Holders(tuple(sorted(ranks[name])), tuple(stages[name])) for name in ranks}
+
+
+def compute_types(recipe: Recipe) -> ComputeTypes:
+    """The types in which modules compute and gradients are summed, as under data parallelism."""
+    names = recipe.fsdp.param_dtype, recipe.fsdp.reduce_dtype
+    return ComputeTypes(*(name and getattr(torch, name) for name in names))
 
 
 def connected(place: Place, world: World) -> Lanes:
@@ -114,10 +125,13 @@ def build_part(
     """
     with world.together():
         holders = holders_of(model, place.program)
+    groups, types = sharing_groups(place.program, holders.values()), compute_types(recipe)
+    with world.together():
         keep_spans(model, place.spans)
+        share_out_part(model, place, holders, groups, world.device, types)
         materialise(model, recipe.modules, recipe.run.seed, world.device)
+        held = HeldParameters(model, place, holders, groups, types)
         optimizer = build_optimizer(model, recipe.optimizer)
-    groups = holder_groups(sorted(set(holders.values())))
     lanes = connected(place, world)
     world.barrier()  # The clocks of all ranks start at the same moment.
     step = PlannedStep(
@@ -126,8 +140,7 @@ def build_part(
         place,
         lanes,
         mesh,
-        holders,
-        groups,
+        held,
         optimizer,
         max_grad_norm=recipe.optimizer.clip_norm,
         clock=ActionClock(world.rank, world.device),

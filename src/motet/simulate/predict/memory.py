@@ -47,4 +47,5 @@ def _stage_memory(pricing: Pricing, stage: PlannedStage) -> StageMemory:
         return min(found, MAX_LOGITS / layer.output_width) if layer.targets_only else found
 
     unit = replace(stage.unit, zero=stage.zero, shard_size=stage.shard_size)
-    return stage_memory(unit, pricing.layers(stage), rows, 0, pricing.precision)
+    by_stage = pricing.plan.schedule != "data_parallel"
+    return stage_memory(unit, pricing.layers(stage), rows, 0, pricing.precision, by_stage=by_stage)

@@ -1,0 +1,90 @@
+"""Which ranks hold a parameter under a Plan, and how they share it: the ZeRO stage, and the ranks of one sharded copy.
+
+A parameter that one stage of each holder uses is shared as the stage's unit says. One that several stages of a Plan use
+(tied embeddings, on two stages) is whole on all its holders, as its REDUCE belongs to no stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+
+from motet.core.workload import BACKBONE
+from motet.runtime.place import Place
+from motet.schedule import PlannedProgram
+
+Groups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
+"""Ranks -> their process group, on these ranks; None of a single rank."""
+
+
+@dataclass(frozen=True)
+class Holders:
+    """ranks: the ranks of the job that hold a parameter. stages: the stages of the Program that use it."""
+
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the ranks that hold a parameter share it.
+
+    module:      the module that it belongs to.
+    ranks:       those that hold it.
+    stages:      the stages of the Program that use it.
+    is_of_stage: whether one stage of each of these ranks uses it, whose GATHER and REDUCE are for it too.
+    zero:        the ZeRO stage; 0 where every rank holds all of the state.
+    shard_size:  the number of ranks that share one copy of the sharded state: consecutive ones.
+
+    Example:
+        >>> sharing = Sharing("image", ranks=(4, 5, 6, 7), stages=(1,), is_of_stage=True, zero=1, shard_size=2)
+        >>> sharing.shards(6), sharing.copies(6)
+        ((6, 7), (4, 6))
+    """
+
+    module: str
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+    is_of_stage: bool
+    zero: int = 0
+    shard_size: int = 1
+
+    @staticmethod
+    def of(name: str, parameter: nn.Parameter, holders: Holders, place: Place, *, casts: bool) -> Sharing:
+        """The sharing of a parameter on the rank of a Place. casts: whether passes compute with a copy of it.
+
+        Frozen parameters are shared out under ZeRO 3, and where passes have a copy: there is no GATHER for them else.
+        """
+        module = BACKBONE if name.startswith(f"{BACKBONE}.") else name.split(".")[1]
+        number, *others = (number for number in holders.stages if number in place.stages)
+        stage = place.stages[number]
+        is_of_stage = not others and stage.data_ranks == holders.ranks
+        is_shared = stage.zero == 3 or (stage.zero > 0 and (parameter.requires_grad or casts))
+        if not is_of_stage or not is_shared or stage.shard_size == 1 or parameter.ndim == 0:
+            return Sharing(module, holders.ranks, holders.stages, is_of_stage)
+        return Sharing(module, holders.ranks, holders.stages, is_of_stage, stage.zero, stage.shard_size)
+
+    def shards(self, rank: int) -> tuple[int, ...]:
+        """The ranks that share one copy with `rank`."""
+        first = self.ranks.index(rank) // self.shard_size * self.shard_size
+        return self.ranks[first : first + self.shard_size]
+
+    def copies(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same share as `rank`, one in each copy."""
+        return self.ranks[self.ranks.index(rank) % self.shard_size :: self.shard_size]
+
+
+def sharing_groups(program: PlannedProgram, holders: Iterable[Holders]) -> Groups:
+    """A process group for each set of ranks that hold the same parameters, or share them out. A collective.
+
+    holders: of all parameters of the whole model, the same on all ranks.
+    """
+    sets = {each.ranks for each in holders}
+    for stage in program.stages:
+        if stage.shard_size > 1:
+            whole = Sharing("", stage.data_ranks, (), True, stage.zero, stage.shard_size)
+            sets |= {of(rank) for rank in whole.ranks for of in (whole.shards, whole.copies)}
+    return {ranks: dist.new_group(list(ranks)) if len(ranks) > 1 else None for ranks in sorted(sets)}
