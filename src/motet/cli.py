@@ -107,11 +107,9 @@ def train_recipe(
     if is_dry_run:
         if trace or resume != "auto":
             raise UserError("--dry-run trains nothing, so --trace and --resume mean nothing beside it.")
-        if plan is not None:
-            raise UserError(f"--dry-run shows a recipe without a plan; `motet simulate {plan}` shows the plan's ranks.")
         from motet.planning.dry_run import show_memory
 
-        show_memory(recipe, overrides or (), json_file)
+        show_memory(recipe, overrides or (), json_file, plan.absolute() if plan is not None else None)
         return
     if json_file is not None:
         raise UserError("--json is for --dry-run; a run writes metrics.jsonl and summary.json in its folder.")

@@ -12,6 +12,7 @@ import torch
 from cli.tiny_job import write_tiny_job
 from motet.analyze.lengths import read_lengths
 from motet.cli import main
+from motet.planning import measure
 from ranks import TIMEOUT_S
 
 RECIPE = """
@@ -217,11 +218,28 @@ def test_two_ranks_measure_the_fastest_plans(tmp_path, monkeypatch):
     assert [len(found) for found in steps[:3]] == [2, 2, 1]
     seconds = [float(value) * (1 if unit == "s" else 1e-3) for _, text in steps[:2] for value, unit in [text.split()]]
     assert seconds == sorted(seconds)
-    assert re.search(r"so these are only predicted: \d with a pipeline\.", done.stdout)
-    (unit,) = json.loads((tmp_path / "tiny.json").read_text())["units"]
-    assert unit["dp"] == 2 and f"ZeRO {unit['zero']}," in rows[0]
+    written = json.loads((tmp_path / "tiny.json").read_text())
+    assert (written.get("schedule") == "data_parallel") == rows[0].startswith("data parallel")
     # Of the recipe's own run nothing is read or changed.
     assert [path.name for path in (tmp_path / "data/run").iterdir()] == ["checkpoints"] and checkpoint.exists()
+
+
+@pytest.mark.torchrun
+def test_pipelines_are_measured_too(tmp_path, monkeypatch):
+    """Also of a recipe that says for itself how it trains without a plan."""
+    monkeypatch.chdir(tmp_path)
+    recipe = write_tiny_job(tmp_path / "data")
+    recipe.write_text(recipe.read_text() + STATED + "[fsdp]\nrecompute = true\n")
+    pins = "--pin", "pp=2", "--pin", "schedule=1f1b", "--pin", "recompute=none"
+    done = under_torchrun("plan", recipe, "--measure", "1", "--out", "tiny.json", *pins)
+    assert done.returncode == 0, done.stderr
+    best = next(
+        line for line in done.stdout.splitlines() if re.match(rf"(chain|modality|disaggregated).*{A_STEP}", line)
+    )
+    assert len(re.findall(A_STEP, best)) == 2 and "1F1B" in best
+    units = json.loads((tmp_path / "tiny.json").read_text())["units"]
+    assert sum(len(unit["stages"]) for unit in units) == 2
+    assert not (tmp_path / "data/run").exists()
 
 
 @pytest.mark.torchrun
@@ -252,8 +270,9 @@ def test_what_cannot_be_measured(recipe, tmp_path, process_group, monkeypatch, c
     assert "--measure runs on what is at hand, 1 rank of cpu, and the job is to be planned for 1 of h100" in said
     said = fails(monkeypatch, capsys, "plan", trainable, "--measure", "1", "--workload", recipe)
     assert said == "--measure runs steps of the recipe's own data, so --workload cannot say other lengths."
-    said = fails(monkeypatch, capsys, "plan", trainable, "--measure", "1", "--pin", "strategy=chain")
-    assert "training can run none of the" in said and "because of a pipeline" in said
+    monkeypatch.setattr(measure, "obstacle", lambda plan, recipe: "what is not there yet")
+    said = fails(monkeypatch, capsys, "plan", trainable, "--measure", "1")
+    assert "training can run none of the" in said and "because of what is not there yet" in said
 
 
 @pytest.mark.parametrize("closed", [(1,), (0, 1, 2)])

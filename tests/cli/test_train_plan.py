@@ -75,8 +75,43 @@ def test_a_unit_that_is_not_trained_yet_is_named_by_its_field(refused, job):
     assert "has tensor parallelism (tp > 1), which training" in refused(units=[{**units[0], "tp": 2}])
 
 
-def test_a_dry_run_takes_no_plan(refused):
-    assert refused(options=["--dry-run"]).startswith("--dry-run shows a recipe without a plan; `motet simulate ")
+def dry_run(job, run_dir, monkeypatch, capsys, *options):
+    sets = [word for one in (f"run.dir={run_dir}", *AS_PLANNED) for word in ("--set", one)]
+    monkeypatch.setattr(sys, "argv", ["motet", "train", str(job), "--dry-run", *options, *sets])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    said = capsys.readouterr()
+    return exit_.value.code or 0, said.out, said.err
+
+
+def test_a_dry_run_under_a_plan_shows_the_blocks_and_bytes_of_each_rank(job, tmp_path, monkeypatch, capsys):
+    """As `motet simulate` has them of the same steps, before anything is built, from one process."""
+    run_dir, plan = tmp_path / "run", job.with_name("plan.json")
+    monkeypatch.setenv("COLUMNS", "300")
+    code, out, _ = dry_run(job, run_dir, monkeypatch, capsys, "--plan", str(plan))
+    assert code == 0 and not run_dir.exists()
+    assert "│ image 0-1, audio 0 " in out and "│ audio 1, backbone 0-2 " in out
+    assert "in the fullest of the first 6 steps" in out and "the blocks of its stages" in out
+    named = dry_run(job, run_dir, monkeypatch, capsys, "--set", "run.plan=plan.json")
+    assert named == (code, out, "")
+    code, out, _ = dry_run(job, run_dir, monkeypatch, capsys, "--plan", str(plan), "--json", "-")
+    bytes_of = json.loads(out)["peak_bytes"]
+    assert code == 0 and len(bytes_of) == 2 and bytes_of[1] > bytes_of[0]
+
+
+def test_a_dry_run_refuses_a_plan_that_does_not_fit(job, tmp_path, monkeypatch, capsys):
+    small, plan = tmp_path / "plan.json", json.loads(job.with_name("plan.json").read_text())
+    cluster = plan["cluster"]
+    plan["cluster"] = {**cluster, "device": {**cluster["device"], "memory_bytes": 1000}}
+    small.write_text(json.dumps(plan))
+    code, _, err = dry_run(job, tmp_path / "run", monkeypatch, capsys, "--plan", str(small))
+    assert code == 2 and "does not fit: Out of memory on 2 of 2 ranks: rank" in err
+
+
+def test_a_dry_run_refuses_what_does_not_agree(refused):
+    assert "is for run.batch_size = 6, and the recipe has 12" in refused("run.batch_size=12", options=["--dry-run"])
+    said = refused("model.backbone.config.num_hidden_layers=4", options=["--dry-run"])
+    assert "has blocks image 2, audio 2, backbone 3, the recipe's has" in said
 
 
 def test_the_recipe_may_name_the_plan(job, tmp_path, monkeypatch, capsys):
@@ -87,9 +122,8 @@ def test_the_recipe_may_name_the_plan(job, tmp_path, monkeypatch, capsys):
     assert exit_.value.code == 2 and f"{job.with_name('plan.json')} is for 2 ranks" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "more"), [("train", ["--dry-run"]), ("simulate", [])])
-def test_a_recipe_with_a_plan_is_not_shown_as_if_it_had_none(job, monkeypatch, capsys, command, more):
-    monkeypatch.setattr(sys, "argv", ["motet", command, str(job), "--set", "run.plan=plan.json", *more])
+def test_a_recipe_with_a_plan_is_not_shown_as_if_it_had_none(job, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["motet", "simulate", str(job), "--set", "run.plan=plan.json"])
     with pytest.raises(SystemExit) as exit_:
         main()
     assert exit_.value.code == 2

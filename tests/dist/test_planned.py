@@ -1,7 +1,10 @@
 """`motet train RECIPE --plan PLAN.json` on two ranks: losses, messages, what is left out, and resuming elsewhere."""
 
+import json
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from motet.core.plan_file import write_plan
 from motet.cost.catalogue import cluster
 from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.under_plan import recipe_under_plan
+from motet.simulate.bubbles import BUBBLE_KINDS
 from motet.train.checkpoint.contents import name_of
 from motet.train.recipe.recipe import load_recipe
 from motet.train.trainer import train
@@ -55,6 +59,12 @@ def train_under(rank, num_ranks, recipe, overrides, plan, resume="auto"):
     if plan is not None:
         read, chosen = recipe_under_plan(read, path, Path(plan))
     train(read, resume=resume, trace=True, chosen=chosen)
+
+
+def said_under(*arguments):
+    with redirect_stdout(StringIO()) as said:
+        train_under(*arguments)
+    return said.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +140,34 @@ def test_units_of_other_sizes_train_as_one_process_does(job, alone, tmp_path, mo
     for rank in range(3):
         expected = row_of(tmp_path / "plan.json", job, rank, monkeypatch, capsys)
         assert all([name for name, _, _ in found[rank, step]] == expected for step in range(8))
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["for this device", "for another"])
+def test_the_measured_step_stands_beside_the_predicted_one(job, tmp_path, is_known):
+    """On the device that the Plan is for; for another one nothing is made up, and one line says so."""
+    plan = plan_of(job, FEW_CUTS)
+    if is_known:
+        device = replace(plan.cluster.device, name="cpu")
+        plan = replace(plan, cluster=replace(plan.cluster, device=device))
+    file, run_dir = tmp_path / "plan.json", tmp_path / "run"
+    write_plan(plan, file)
+    overrides = [*DEEPER, f"run.dir={run_dir}", "run.steps=22", "checkpoint.every_steps=0"]
+    said, _ = run_ranks(said_under, 2, str(job), overrides, str(file))
+    steps, summary = metrics(run_dir), json.loads((run_dir / "summary.json").read_text())
+    assert all(0 < step["bound_s"] < step["makespan_s"] for step in steps)
+    assert all(step["regret"] == pytest.approx(step["step_s"] / step["bound_s"] - 1) for step in steps)
+    assert all(step["bubbles_s"].keys() == set(BUBBLE_KINDS) for step in steps)
+    page = (run_dir / "report.html").read_text()
+    assert page.count("<iframe") == 1 + is_known and "Step 22, measured and predicted" in page
+    if is_known:
+        assert all(step["predicted_s"] > 0 for step in steps)
+        assert summary["makespan_error"] == pytest.approx(summary["measured_s"] / summary["predicted_s"] - 1)
+        assert summary["bubbles"]["predicted"].keys() == summary["bubbles"]["measured"].keys()
+        assert said.count("After 20 steps, measured against predicted: a step takes") == 1
+        assert "forward image+audio" in said and f"--profile {run_dir / 'profile.json'}" in said
+    else:
+        assert all(step["predicted_s"] is None for step in steps) and summary["makespan_error"] is None
+        assert said.count("Steps are not predicted") == 1 and "has figures of h100, this run is on cpu" in said
 
 
 def test_a_plan_of_data_parallelism_trains_too(job, alone, tmp_path):

@@ -75,13 +75,16 @@ def plan_command(
             "--trainable asks for plans that the recipe can be trained by, and it has no [data]; leave it out."
         )
     quota = Quota(1, lambda plan: not obstacle(plan)) if obstacle is not None and is_trainable else NO_QUOTA
-    if is_trainable and pins.order is None:
-        pins = replace(pins, order="given")  # Other orders are decided in each step, which training does not do yet.
-    result = find_plans(job, pins, quota)
+    result = find_plans(job, trainable_pins(pins) if is_trainable else pins, quota)
     if obstacle is not None:
         result = result.with_obstacles(obstacle, is_trainable=is_trainable)
     write_outputs(result, outputs)
     return result.best
+
+
+def trainable_pins(pins: Pins) -> Pins:
+    """The pins of a search for Plans to train, which takes examples in the given order alone, as yet."""
+    return pins if pins.order is not None else replace(pins, order="given")
 
 
 def write_outputs(result: SearchResult, outputs: PlanOutputs) -> None:

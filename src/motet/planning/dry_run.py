@@ -16,7 +16,9 @@ from motet.planning.cluster import ClusterOptions
 from motet.planning.fullest import fullest_steps
 from motet.planning.job import JobOptions
 from motet.planning.plan_of_recipe import read_recipe_as_plan
-from motet.schedule import planned
+from motet.planning.under_plan import job_under_plan
+from motet.schedule import PlannedProgram, planned
+from motet.schedule.coordinates import coordinates
 from motet.simulate.predict.predict import assign_batch, predict_assigned
 from motet.simulate.predict.prediction import Prediction
 from motet.simulate.show.prediction_json import STDOUT, prediction_tables, write_prediction
@@ -28,18 +30,24 @@ _MAX_ROWS = 16
 """Ranks in the table: those that hold most."""
 
 
-def show_memory(file: Path, overrides: Sequence[str], json_file: Path | None = None) -> None:
+def show_memory(
+    file: Path, overrides: Sequence[str], json_file: Path | None = None, plan_file: Path | None = None
+) -> None:
     """Print the bytes of the ranks of `[cluster]`, else of the ranks at hand: this one, or those of torchrun.
 
     json_file: where to write the prediction as well; "-": what is printed is JSON alone.
-    Raises UserError for what is wrong with the recipe, and if a rank needs more than its device has.
+    plan_file: the Plan to train under, by default `run.plan`; it says which ranks there are, and what each holds.
+    Raises UserError for what is wrong with the recipe or the Plan, and if a rank needs more than its device has.
     """
     with join_world("cpu") as world, world.together():
         if world.is_first:
             if json_file not in (None, STDOUT):
                 check_output(json_file)
             recipe = load_recipe(file, overrides, trains=False)
-            plan, job = read_recipe_as_plan(file, overrides, JobOptions(_cluster(file, recipe, world)))
+            if plan_file := plan_file or recipe.run.plan:
+                plan, job, recipe = job_under_plan(recipe, file, overrides, plan_file)
+            else:
+                plan, job = read_recipe_as_plan(file, overrides, JobOptions(_cluster(file, recipe, world)))
             steps, stages = fullest_steps(plan, job, recipe), planned(plan)
             assigned = (assign_batch(plan, batch, job.cost, job.balancing) for batch in steps.batches)
             predicted = (predict_assigned(plan, stages, assignment, job.cost) for assignment in assigned)
@@ -66,16 +74,23 @@ def _cluster(file: Path, recipe: Recipe, world: World) -> ClusterOptions:
 def _print(plan: Plan, prediction: Prediction, of: str) -> None:
     """of: what the step is the fullest of, in words."""
     console, peaks = Console(), prediction.peak_bytes
-    table = Table("rank", *prediction.memory_bytes, "all", title="Memory by rank, GB")
+    program, in_stages = planned(plan), plan.schedule != "data_parallel"
+    table = Table(
+        "rank", *(("blocks",) if in_stages else ()), *prediction.memory_bytes, "all", title="Memory by rank, GB"
+    )
     for row in sorted((-peaks).argsort(kind="stable")[:_MAX_ROWS].tolist()):
         parts = (*(held[row] for held in prediction.memory_bytes.values()), peaks[row])
-        table.add_row(str(prediction.ranks[row]), *(f"{size / 1e9:,.3f}" for size in parts))
+        rank = int(prediction.ranks[row])
+        blocks = (_blocks_of(program, rank),) if in_stages else ()
+        table.add_row(str(rank), *blocks, *(f"{size / 1e9:,.3f}" for size in parts))
     console.print(table)
     among = f"the {_MAX_ROWS} that hold most of {len(peaks):,} ranks" if len(peaks) > _MAX_ROWS else "all ranks"
     capacity = f"{prediction.capacity_bytes / 1e9:,.1f} GB"
     unit, each, device = plan.units[0], plan.microbatch_size, plan.cluster.device.name
     num_sharing = unit.shard_size or (unit.dp if unit.zero else 1)
     copies = f"A copy is shared by {num_sharing:,} ranks" if num_sharing > 1 else "Each rank holds a whole copy"
+    if in_stages:
+        copies = "Each rank holds the blocks of its stages, with what stands before and behind them"
     size = f"has {each:,} example{'s' if each > 1 else ''}"
     if plan.microbatch_caps:
         caps = ", ".join(f"{cap:,} of {name}" for name, cap in plan.microbatch_caps.items())
@@ -86,3 +101,11 @@ def _print(plan: Plan, prediction: Prediction, of: str) -> None:
         highlight=False,
         markup=False,
     )
+
+
+def _blocks_of(program: PlannedProgram, rank: int) -> str:
+    """The blocks that a rank holds, numbered from 0, in words: "image 0-2, backbone 0"."""
+    numbers = program.stages_on(coordinates(program.layout, rank).program_rank)
+    stages = [program.stages[number] for number in numbers]
+    spans = [(name, first, stop - 1) for stage in stages for name, (first, stop) in stage.layers.items()]
+    return ", ".join(f"{name} {first}-{last}" if first < last else f"{name} {first}" for name, first, last in spans)

@@ -9,10 +9,11 @@ import numpy as np
 
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Plan
-from motet.core.workload import BatchLengths
+from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.memory import held_elements
 from motet.planner.job import Job
 from motet.planning.sources import training_order
+from motet.train.planned_job import recomputed_in
 from motet.train.recipe.recipe import Recipe
 
 _NUM_STEPS = 8
@@ -52,7 +53,7 @@ def _held_by_step(plan: Plan, held: Float64Array) -> Float64Array:
     shares = held.reshape(len(held) // plan.batch_size, -1, plan.microbatch_size)
     if plan.balance == "off":
         return shares.sum(axis=2).max(axis=1)
-    microbatches = held.reshape(len(shares), -1, plan.units[0].dp * plan.microbatch_size)
+    microbatches = held.reshape(len(shares), -1, plan.unit_of(BACKBONE).dp * plan.microbatch_size)
     return np.maximum(microbatches.mean(axis=2) * plan.microbatch_size, microbatches.max(axis=2)).max(axis=1)
 
 
@@ -61,9 +62,8 @@ def _held(plan: Plan, examples: BatchLengths, part: Int64Array) -> Float64Array:
 
     part: int64 [num_examples], from 0.
     """
-    (recompute,) = plan.units[0].recompute or ({},)
     held: Float64Array = np.zeros(int(part.max()) + 1)
-    for name, elements in held_elements(plan.model, recompute).items():
+    for name, elements in held_elements(plan.model, recomputed_in(plan)).items():
         items = examples.of(name)
         rows = np.bincount(part[items.example], items.length, len(held))
         if plan.model.module(name).padded:

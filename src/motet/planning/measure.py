@@ -25,11 +25,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from motet.core.arrays import Int64Array
 from motet.core.cluster import Cluster
 from motet.core.errors import JointUserError, UserError
+from motet.core.plan import Plan
 from motet.cost.profile import PROFILE_FILE
 from motet.data.order import ListedOrder
-from motet.dispatch import RankBatch
+from motet.dispatch import BalanceConfig, RankBatch
 from motet.planner.candidate import Pins, predict_candidate, size_words
-from motet.planner.command import PlanOutputs, find_plans, write_outputs
+from motet.planner.command import PlanOutputs, find_plans, trainable_pins, write_outputs
 from motet.planner.evaluation import Quota
 from motet.planner.job import Job
 from motet.planner.search_result import SearchResult, SimulatedCandidate
@@ -39,10 +40,11 @@ from motet.planning.job import JobOptions, job_of_recipe
 from motet.planning.measured_memory import BlockFigures, Refitted, recompute_more
 from motet.planning.plan_of_recipe import recipe_of_plan
 from motet.planning.planned_recipe import read_job_recipe
-from motet.planning.trainable import obstacle_of_recipe
+from motet.planning.trainable import obstacle
 from motet.planning.trial import OutOfMemory, Trials, TrialTask, open_trials
 from motet.train.input.feed import Feed, StepRange
 from motet.train.job import build_job
+from motet.train.planned_job import ChosenPlan
 from motet.train.recipe.recipe import Recipe, load_recipe
 from motet.train.recompute import with_numbers
 from motet.train.report.metrics import peak_memory_bytes
@@ -54,24 +56,30 @@ WARM_UP, REPEATS = 2, 5
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """What a rank runs. examples: indices of the batch's examples, int64 [batch_size]."""
+    """What a rank runs. examples: indices of the batch's examples, int64 [batch_size].
+
+    plan: with stages, to train under; None: the recipe says how it trains.
+    """
 
     recipe: Recipe
     examples: Int64Array
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class RunnablePlans:
     """The plans that training can run, which the first rank sends to all.
 
-    indices: of the plans in the results of the search. names, recipes, figures: of the same plans.
+    indices: of the plans in the results of the search. names, recipes, plans, figures: of the same plans.
+    plans:   those with stages; None for one of data parallelism, which the recipe says. Figures are of the latter.
     examples: of their batch.
     """
 
     indices: Sequence[int]
     names: Sequence[str]
     recipes: Sequence[Recipe]
-    figures: Sequence[BlockFigures]
+    plans: Sequence[Plan | None]
+    figures: Sequence[BlockFigures | None]
     examples: Int64Array
 
 
@@ -118,11 +126,10 @@ def plan_measured(request: MeasureRequest, outputs: PlanOutputs) -> None:
         with world.together():
             if world.is_first:
                 job, recipe = _job(request, world), load_recipe(request.recipe, request.overrides, trains=False)
-                found = find_plans(
-                    job, request.pins, Quota(request.num_plans, lambda plan: not obstacle_of_recipe(plan, recipe))
-                )
+                pins = trainable_pins(request.pins)
+                found = find_plans(job, pins, Quota(request.num_plans, lambda plan: not obstacle(plan, recipe)))
                 plans = [each.candidate.plan for each in (found.best, *found.results[1:])]
-                obstacles = {index: obstacle_of_recipe(plan, recipe) for index, plan in enumerate(plans)}
+                obstacles = {index: obstacle(plan, recipe) for index, plan in enumerate(plans)}
                 runnable = _runnable(found, obstacles, recipe)
         measured = _measure(world.gather(runnable)[0], request.num_plans, world, folder)
         with world.together():
@@ -161,9 +168,10 @@ def run_steps(meeting: Meeting, steps: Steps) -> MeasuredSteps:
     recipe = steps.recipe
     with join_world(recipe.run.device, meeting) as world, ExitStack() as cleanup:
         before_bytes = peak_memory_bytes(world.device)
-        job = build_job(recipe, world, "never", lambda _: None, cleanup)
+        chosen = None if steps.plan is None else ChosenPlan(steps.plan, Path("The plan"), "motet plan")
+        job = build_job(recipe, world, "never", lambda _: None, cleanup, chosen)
         job.model.train()
-        schedule = StepRange(0, 1, recipe.run.batch_size, recipe.microbatches_on(world.num_ranks), 0, 0)
+        schedule = StepRange(0, 1, recipe.run.batch_size, job.num_microbatches, 0, 0)
         pin = RankBatch.pin_memory if world.device.type == "cuda" else None
         order = ListedOrder(steps.examples)
         with Feed(order, job.loading, job.mesh.host_group, schedule, recipe.data, prepare=pin) as feed:
@@ -181,14 +189,14 @@ def run_steps(meeting: Meeting, steps: Steps) -> MeasuredSteps:
 def _measure(runnable: RunnablePlans, num_plans: int, world: World, folder: str) -> dict[int, MeasuredPlan | None]:
     """The plans that ran, by index in the results; None if a rank ran out of memory with everything recomputed."""
     measured: dict[int, MeasuredPlan | None] = {}
-    plans = zip(runnable.indices, runnable.names, runnable.recipes, runnable.figures, strict=True)
+    columns = runnable.indices, runnable.names, runnable.recipes, runnable.plans, runnable.figures
     with open_trials(world, __name__) as trials, _progress(world, min(num_plans, len(runnable.indices))) as show:
-        for index, name, recipe, figures in plans:
-            done = sum(plan is not None for plan in measured.values())
+        for index, name, recipe, plan, figures in zip(*columns, strict=True):
+            done = sum(each is not None for each in measured.values())
             if done == num_plans:
                 break
             show(name, done)
-            measured[index] = measure_plan(trials, Steps(_apart(recipe, folder), runnable.examples), figures)
+            measured[index] = measure_plan(trials, Steps(_apart(recipe, folder), runnable.examples, plan), figures)
     if all(plan is None for plan in measured.values()):
         raise JointUserError(
             f"--measure: of the {len(measured)} plans that fit by prediction and that training can run, each ran out "
@@ -199,17 +207,18 @@ def _measure(runnable: RunnablePlans, num_plans: int, world: World, folder: str)
 
 
 def measure_plan(
-    trials: Trials, steps: Steps, figures: BlockFigures, task: TrialTask = run_steps
+    trials: Trials, steps: Steps, figures: BlockFigures | None, task: TrialTask = run_steps
 ) -> MeasuredPlan | None:
     """Run a plan's steps; if it runs out of memory, with more recomputation. None: there is no more. A collective.
 
+    figures: None for a plan with stages, which is not run with more.
     Every rank learns how a trial ended on all, and decides alike what runs next.
     """
     ran: dict[tuple[tuple[str, int], ...], MeasuredPlan] = {}
 
     def run(recipe: Recipe) -> int | None:
         try:
-            of_ranks = trials.run(task, Steps(recipe, steps.examples))
+            of_ranks = trials.run(task, replace(steps, recipe=recipe))
         except OutOfMemory:
             return None
         step_s = float(np.median(np.max([rank.seconds for rank in of_ranks], axis=0)))
@@ -218,13 +227,15 @@ def measure_plan(
         return peak_bytes
 
     def key_of(recipe: Recipe) -> tuple[tuple[str, int], ...]:
-        return tuple(sorted(recipe.fsdp.recomputed(figures.num_blocks).items()))
+        return () if figures is None else tuple(sorted(recipe.fsdp.recomputed(figures.num_blocks).items()))
 
     def run_with(numbers: Mapping[str, int]) -> int | None:
         return run(with_numbers(steps.recipe, numbers))
 
     if run(steps.recipe) is not None:
         return ran[key_of(steps.recipe)]
+    if figures is None:
+        return None
     stated = steps.recipe.fsdp.recomputed(figures.num_blocks)
     if all(stated.get(name, 0) >= count for name, count in figures.every.items()):
         return None
@@ -288,13 +299,26 @@ def _runnable(found: SearchResult, obstacles: Mapping[int, str], recipe: Recipe)
             f"--measure: training can run none of the {len(candidates)} plans that were simulated, the fastest because "
             f"of {obstacles[0]}; --pin strategy=data-parallel finds plans that it can."
         )
+    plans = [candidates[index].plan for index in indices]
+    in_stages = [plan.schedule != "data_parallel" for plan in plans]
     return RunnablePlans(
         indices,
         [candidates[index].what for index in indices],
-        [recipe_of_plan(candidates[index].plan, recipe) for index in indices],
-        [BlockFigures.of(job, candidates[index].plan) for index in indices],
+        [_undecided(recipe) if own else recipe_of_plan(plan, recipe) for plan, own in zip(plans, in_stages)],
+        [plan if own else None for plan, own in zip(plans, in_stages)],
+        [None if own else BlockFigures.of(job, plan) for plan, own in zip(plans, in_stages)],
         job.workload.choose(job.batch_size, np.random.default_rng(job.seed)),
     )
+
+
+def _undecided(recipe: Recipe) -> Recipe:
+    """The recipe without what a Plan with stages decides, which it may say for training without one."""
+    update = {
+        "data": recipe.data.model_copy(update={"group": None}),
+        "run": recipe.run.model_copy(update={"microbatches": 1}),
+        "balance": BalanceConfig(),
+    }
+    return recipe.model_copy(update=update)
 
 
 @contextmanager

@@ -28,11 +28,6 @@ def obstacle(plan: Plan, recipe: Recipe) -> str:
     return next((what for what, is_there in (obstacles | own).items() if is_there), "")
 
 
-def obstacle_of_recipe(plan: Plan, recipe: Recipe) -> str:
-    """As `obstacle`, of Plans that a recipe can say, as `motet plan --measure` runs them: those of data parallelism."""
-    return "a pipeline" if plan.schedule != "data_parallel" else obstacle(plan, recipe)
-
-
 def trainable_in(file: Path, overrides: Sequence[str]) -> Callable[[Plan], str] | None:
     """`obstacle` for a recipe file; None if it has no [data] to train on. Raises UserError."""
     from motet.train.recipe.recipe import load_recipe

@@ -6,15 +6,20 @@ all else, and must agree in batch size and precision.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.cost.memory import PRECISION_OF_DTYPE
+from motet.cost.source import cost_model
+from motet.planner.job import Job
+from motet.planning.groups import in_groups
 from motet.planning.plan_of_recipe import recipe_of_plan
-from motet.planning.sources import plan_at
+from motet.planning.planned_recipe import read_job_recipe
+from motet.planning.sources import plan_at, workload_of
 from motet.planning.trainable import obstacle
+from motet.train.balancing import balancing_of
 from motet.train.planned_job import ChosenPlan
 from motet.train.recipe.recipe import Recipe
 
@@ -50,6 +55,24 @@ def recipe_under_plan(recipe: Recipe, recipe_file: Path, plan_file: Path) -> tup
     if what := next(_not_in_stages(recipe), None):
         raise UserError(f"{recipe_file}: {what}")
     return recipe, chosen
+
+
+def job_under_plan(
+    recipe: Recipe, recipe_file: Path, overrides: Sequence[str], plan_file: Path
+) -> tuple[Plan, Job, Recipe]:
+    """A Plan, the job of its recipe on the Plan's cluster, and the recipe as it trains under the Plan.
+
+    Raises UserError as `recipe_under_plan` does, and for a Plan of another model.
+    """
+    recipe, chosen = recipe_under_plan(recipe, recipe_file, plan_file)
+    plan = chosen.plan
+    chosen.check_model(read_job_recipe(recipe_file, overrides, as_trained=True).model)
+    workload = workload_of(recipe, str(recipe_file))
+    if recipe.data.group is not None:
+        workload = in_groups(recipe, workload)
+    cost, balancing = cost_model(plan.cluster, plan.precision), balancing_of(recipe, plan.model)
+    job = Job(plan.model, plan.cluster, workload, plan.batch_size, cost, plan.precision, balancing=balancing)
+    return plan, job, recipe
 
 
 def _decided_twice(recipe: Recipe, plan: Plan) -> Iterator[str]:

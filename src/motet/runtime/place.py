@@ -9,7 +9,7 @@ from motet.core.plan import Plan
 from motet.runtime.executor import RankProgram
 from motet.schedule import PlannedProgram, PlannedStage, planned
 from motet.schedule.coordinates import coordinates, ranks_of, replica_of
-from motet.schedule.program import action_words
+from motet.schedule.program import WHOLE_RANK, action_words
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Place:
     def action_words(self) -> tuple[str, ...]:
         """The actions of all ranks, in words, each once."""
         rows, stages = self.program.program.actions, self.program.program.stages
-        kinds = {(action.kind, stages[action.stage].module) for row in rows for action in row}
+        kinds = {(a.kind, "" if a.kind in WHOLE_RANK else stages[a.stage].module) for row in rows for a in row}
         return tuple(dict.fromkeys(action_words(*pair) for pair in sorted(kinds)))
 
     def _rank(self, stage: int, island: int) -> int:

@@ -94,6 +94,7 @@ class PlannedStep:
             self.clock.take(),
             running.totals[:3],
             self.place.action_words,
+            self.clock.met_s,
         )
 
 
@@ -193,6 +194,7 @@ class _RunningPlan:
         self.totals[0] = self.step.held.finish(mesh.device)
         self.totals[3] = self.messages.sent_bytes
         dist.all_reduce(self.totals, group=mesh.group)
+        self.step.clock.meet(restarts=True)
         self.step.lanes.wait_for_sends()
         if self.step.max_grad_norm is not None:
             parameters = [parameter for _, parameter in self.step.parameters.values()]

@@ -47,6 +47,7 @@ class StepResult:
     moved_bytes:    features and gradients that were sent from rank to rank, summed over all ranks.
     crossing_bytes: the part of moved_bytes that went from node to node.
     actions:        names of actions, in words, that other ranks have; this rank may lack them.
+    met_s:          when all ranks met, in the sum over ranks before the update, in the seconds of the timeline.
     """
 
     step: int
@@ -58,6 +59,7 @@ class StepResult:
     timeline: Timeline
     _totals: Tensor = field(repr=False)
     actions: tuple[str, ...] = ()
+    met_s: float = math.nan
 
     @cached_property
     def _read(self) -> tuple[float, float, float]:
@@ -157,6 +159,7 @@ class TrainStep:
             running.exchanges.crossing_bytes,
             self.clock.take(),
             running.totals,
+            met_s=self.clock.met_s,
         )
 
     def accumulate(self, batches: Sequence[RankBatch], *, before: Hook | None = None) -> None:
@@ -213,6 +216,7 @@ class _RunningStep:
         shares = [gradients.square_sum(mesh.device) for gradients in self.step.replicated.values()]
         self.totals[0] = sum(shares) if shares else square_sum(parameters, mesh.num_ranks, mesh.device)
         dist.all_reduce(self.totals, group=mesh.group)
+        self.step.clock.meet()
         if max_norm is not None:
             scale_gradients(parameters, clip_factor(self.totals[0].sqrt(), max_norm))
 

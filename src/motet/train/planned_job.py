@@ -40,16 +40,20 @@ class ChosenPlan:
 
     def check_fits(self, spec: ModelSpec, num_ranks: int) -> None:
         """Raise UserError if the Plan is for another model than `spec`, or for other ranks than there are."""
-        if self.plan.model.modules != spec.modules or self.plan.model.edges != spec.edges:
-            raise UserError(
-                f"{self.file} is for another model than the recipe's ({self._difference(spec)}); plan anew: "
-                f"{self.replan}."
-            )
+        self.check_model(spec)
         ranks = {rank for unit in self.plan.units for rank in unit.ranks}
         if ranks != set(range(num_ranks)):
             raise UserError(
                 f"{self.file} is for {len(ranks)} ranks, and {num_ranks} run; start torchrun with {len(ranks)} ranks, "
                 f"or plan anew: {self.replan}."
+            )
+
+    def check_model(self, spec: ModelSpec) -> None:
+        """Raise UserError if the Plan is for another model than `spec`."""
+        if self.plan.model.modules != spec.modules or self.plan.model.edges != spec.edges:
+            raise UserError(
+                f"{self.file} is for another model than the recipe's ({self._difference(spec)}); plan anew: "
+                f"{self.replan}."
             )
 
     def _difference(self, spec: ModelSpec) -> str:

@@ -23,6 +23,7 @@ FILES = (
     "metrics.jsonl",
     "bad_steps.jsonl",
     "answers.json",
+    "last_step.json",
     "trace.json",
     "timeline.html",
     "timeline.json",

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,10 +14,13 @@ import torch
 from motet.core.errors import JointUserError, originating
 from motet.core.plan_file import plan_digest
 from motet.core.timeline import Span, Timeline
+from motet.cost.profile import PROFILE_FILE
 from motet.dispatch import RankBatch
 from motet.runtime.step import StepResult
+from motet.simulate.predict.prediction import Prediction
 from motet.simulate.show.page import write_timeline_html
 from motet.train.bad_step import BadSteps, BrokenWeights, Cause, examine
+from motet.train.checkpoint.choice import Say
 from motet.train.evaluate import Evaluation
 from motet.train.export import export
 from motet.train.input.feed import Feed, StepInput, StepRange
@@ -24,7 +28,9 @@ from motet.train.input.loading import UnreadableExample
 from motet.train.job import TrainingJob, build_job
 from motet.train.optimizer import learning_rate, set_learning_rate
 from motet.train.planned_job import ChosenPlan, recomputed_in
+from motet.train.predicting import StepPredictor, run_cost
 from motet.train.recipe.recipe import Recipe, dump_recipe
+from motet.train.report.beside import LAST_STEP, MeasuredBeside, predicted_actions, write_last_step
 from motet.train.report.metrics import (
     MeasuredStep,
     StepEnd,
@@ -32,17 +38,19 @@ from motet.train.report.metrics import (
     exchange_metrics,
     gather_measured,
     phase_metrics,
+    prediction_metrics,
     step_metrics,
     utilisation_metrics,
 )
 from motet.train.report.metrics_log import MetricsLog, Terminal
 from motet.train.report.page import write_report
 from motet.train.report.peak import peak_of
+from motet.train.report.rank_time import RankTime, aligned
 from motet.train.report.step_lines import to_json
 from motet.train.report.summary import summarise, summary_lines
 from motet.train.run_folder import locked_run_folder, writing
 from motet.train.stop import StopSignal
-from motet.train.world import join_world
+from motet.train.world import World, join_world
 
 _GO_ON, _STOP, _CANNOT_LOG = range(3)
 """What a rank requests at the end of a step; all ranks do the largest request of any."""
@@ -70,13 +78,24 @@ def train(recipe: Recipe, *, resume: str = "auto", trace: bool = False, chosen: 
             if world.is_first:
                 cleanup.enter_context(locked_run_folder(recipe.run.dir, say))
         job = build_job(recipe, world, resume, say, cleanup, chosen)
-        _Run(job, trace, start_s).run()
+        predictor = None if chosen is None else _predictor(recipe, world, chosen, say, cleanup)
+        _Run(job, trace, start_s, predictor, chosen).run()
 
 
 class _Run:
     """The loop over steps, and what comes after it. Rank 0 writes the log; all ranks do all else alike."""
 
-    def __init__(self, job: TrainingJob, trace: bool, start_s: float) -> None:
+    def __init__(
+        self,
+        job: TrainingJob,
+        trace: bool,
+        start_s: float,
+        predictor: StepPredictor | None,
+        chosen: ChosenPlan | None,
+    ) -> None:
+        """predictor: of the first rank of a run whose steps are predicted."""
+        self.predictor, self.last = predictor, None
+        self.comparison = None if chosen is None else MeasuredBeside(_replan(chosen, job.recipe))
         self.job, self.recipe, self.world = job, job.recipe, job.world
         self.start_s, self.first_step = start_s, job.progress.step
         self.stop = StopSignal()
@@ -119,6 +138,7 @@ class _Run:
             with writing(self.recipe.run.dir / "export"):
                 export(self.job.model, self.recipe.data.tokenizer, self.recipe.run.dir / "export", self.world)
         self._write_trace()
+        self._write_last_step()
         with self._on_first_rank():
             if self.world.is_first:
                 self._write_summary()
@@ -157,6 +177,7 @@ class _Run:
                     now.core_wait_s - ended.core_wait_s,
                     result.seconds_by_action,
                     self.job.recomputation.metrics(fed.batches),
+                    RankTime.of(result),
                 )
                 ended = now
                 request = self._record(result, cause, fed, measured)
@@ -213,6 +234,8 @@ class _Run:
         set_learning_rate(self.job.optimizer, learning_rate(self.recipe.optimizer, step, self.recipe.run.steps))
         self._seed(step)
         batches = [batch.to(self.world.device, non_blocking=True) for batch in fed.batches]
+        if self.predictor is not None:
+            self.predictor.start(fed.batches)
         result = self.job.step.run(batches, step)
         if result.is_finite:
             self.bad_steps.passed()
@@ -251,6 +274,8 @@ class _Run:
         joined, request = gather_measured(measured, self.world, self._request())
         if self.spans is not None:
             self.spans += result.timeline
+        prediction = self._prediction(joined)
+        self.last = _LastStep(result, prediction)
         if self.log is not None:
             tokens_per_s = result.num_tokens / joined["step_s"]
             self.log.write(
@@ -271,6 +296,7 @@ class _Run:
                         self.spec, fed.batches, self.recomputed, joined["step_s"], self.peak_flops_per_s
                     ),
                     **joined,
+                    **prediction_metrics(prediction),
                     "exchange": exchange_metrics(joined["actions"], result, fed),
                     "balance": balance_metrics(fed.batches),
                     "defer": step_metrics(fed.decided),
@@ -280,6 +306,21 @@ class _Run:
                 }
             )
         return request
+
+    def _prediction(self, joined: dict[str, Any]) -> Prediction | None:
+        """What was predicted of the step that has just ended. joined: its metrics. Speaks after some steps."""
+        if self.predictor is None:
+            return None
+        prediction = self.predictor.take()
+        if prediction is None:
+            self._say(self.predictor.why_not)
+            self.predictor = None
+            return None
+        assert self.comparison is not None, "a run that is predicted has a Plan"
+        means = {name: seconds["mean_s"] for name, seconds in joined["actions"].items()}
+        if said := self.comparison.add(joined["makespan_s"], means, prediction.step_s, predicted_actions(prediction)):
+            self._say(said)
+        return prediction
 
     def _evaluate(self) -> bool:
         """Evaluate, if the recipe does; False if a signal to stop any rank ended it early. A collective."""
@@ -323,6 +364,21 @@ class _Run:
                     title=f"Step {last + 1}, measured",
                 )
 
+    def _write_last_step(self) -> None:
+        """Write the last step under a Plan for the report, measured on all ranks and predicted. A collective."""
+        if self.job.plan is None:
+            with self._on_first_rank():
+                if self.world.is_first:
+                    (self.recipe.run.dir / LAST_STEP).unlink(missing_ok=True)  # Of an earlier run here.
+        if self.last is None or self.job.plan is None:
+            return
+        result, prediction = self.last
+        timelines = self.world.gather((result.timeline, result.met_s))
+        with self._on_first_rank():
+            if self.world.is_first:
+                predicted = None if prediction is None else prediction.timeline
+                write_last_step(self.recipe.run.dir, result.step + 1, aligned(timelines), predicted)
+
     def _write_summary(self) -> None:
         """Write summary.json and the report, and print the summary."""
         run_dir = self.recipe.run.dir
@@ -340,6 +396,29 @@ class _Run:
     def _say(self, sentence: str) -> None:
         if self.log is not None:
             self.log.say(sentence)
+
+
+class _LastStep(NamedTuple):
+    result: StepResult
+    prediction: Prediction | None
+
+
+def _predictor(recipe: Recipe, world: World, chosen: ChosenPlan, say: Say, cleanup: ExitStack) -> StepPredictor | None:
+    """What predicts the steps of a run, on the first rank; None if nothing can, which is said."""
+    if not world.is_first:
+        return None
+    cost = run_cost(chosen, recipe, world.device)
+    if isinstance(cost, str):
+        say(cost)
+        return None
+    return cleanup.enter_context(StepPredictor(chosen.plan, cost))
+
+
+def _replan(chosen: ChosenPlan, recipe: Recipe) -> str:
+    """The command that plans anew by measured times, and what it takes if they are not measured yet."""
+    profile = recipe.run.dir / PROFILE_FILE
+    first = "" if profile.exists() else "measure by motet profile, as every rank of torchrun, then "
+    return f"{first}{chosen.replan} --profile {profile}"
 
 
 def _is_due(step: int, every_steps: int) -> bool:

@@ -27,7 +27,9 @@ from motet.core.spec import ModelSpec, Module
 from motet.cost.flops import hfu, mfu
 from motet.dispatch import RankBatch
 from motet.runtime.step import StepResult
+from motet.simulate.predict.prediction import Prediction
 from motet.train.input.feed import StepInput
+from motet.train.report.rank_time import RankTime, busiest_bubbles, joined_bubbles
 from motet.train.world import World
 
 
@@ -41,6 +43,7 @@ class MeasuredStep:
     core_wait_s: seconds of wall_s in which the step was ready to run and had no core; NaN if the kernel does not count.
     actions:     name -> seconds of an action; all ranks have the same names in the same order.
     recomputed:  module -> the recomputed blocks of each microbatch; all ranks have the same names in the same order.
+    time:        in which it computed, and bubbles.
     """
 
     wall_s: float
@@ -49,6 +52,7 @@ class MeasuredStep:
     core_wait_s: float
     actions: Mapping[str, float]
     recomputed: Mapping[str, Sequence[int]]
+    time: RankTime
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ def gather_measured(measured: MeasuredStep, world: World, request: int) -> tuple
     ]
     most = [float(max(blocks)) for blocks in measured.recomputed.values()]
     usual = [sum(blocks) / len(blocks) for blocks in measured.recomputed.values()]
-    row = torch.tensor([*fixed, *measured.actions.values(), *most, *usual], dtype=torch.float64)
+    row = torch.tensor([*fixed, *measured.actions.values(), *most, *usual, *measured.time.row], dtype=torch.float64)
     table = torch.empty(world.num_ranks, len(row), dtype=torch.float64)
     dist.all_gather_single(table.view(-1), row, group=world.control)
     largest, mean = table.max(dim=0).values.tolist(), table.mean(dim=0).tolist()
@@ -100,8 +104,11 @@ def gather_measured(measured: MeasuredStep, world: World, request: int) -> tuple
         name: {"max": int(largest[first_most + i]), "mean": _rounded(mean[first_most + len(most) + i])}
         for i, name in enumerate(measured.recomputed)
     }
+    found = joined_bubbles(table[:, -RankTime.num_columns() :].numpy())
     joined = {
         "step_s": _rounded(largest[1]),
+        "makespan_s": _rounded(found.step_s),
+        "bubbles_s": {kind: _rounded(seconds) for kind, seconds in busiest_bubbles(found).items()},
         "data_wait_s": _rounded(largest[2]),
         "decide_s": _rounded(largest[3]),
         "core_wait_s": _rounded(largest[4]),
@@ -139,6 +146,18 @@ def step_metrics(decided: DecidedStep | None) -> dict[str, Any] | None:
     }
 
 
+def prediction_metrics(prediction: Prediction | None) -> dict[str, Any]:
+    """What the simulator says of a step: its seconds, and bubbles on its busiest rank; null where it says nothing."""
+    if prediction is None:
+        return {"predicted_s": None, "predicted_bubbles_s": None}
+    return {
+        "predicted_s": _rounded(prediction.step_s),
+        "predicted_bubbles_s": {
+            kind: _rounded(seconds) for kind, seconds in busiest_bubbles(prediction.bubbles).items()
+        },
+    }
+
+
 def balance_metrics(batches: Sequence[RankBatch]) -> dict[str, Any]:
     """How the microbatches of a step were balanced.
 
@@ -163,6 +182,8 @@ def utilisation_metrics(
     """Shares of the peak, and of operations, over all ranks.
 
     mfu:        operations that the model needs / peak (cost/flops.py).
+    bound_s:    seconds in which all ranks at their peak do the operations that the model needs; no Plan is faster.
+    regret:     the step's seconds over bound_s, less 1.
     hfu:        operations that the hardware computes / peak: with recomputation and padding.
     padding:    the share of operations that padding takes, recomputation aside; 0 where all modules are packed.
     recomputed: per module, the number of its recomputed blocks. peak_flops: operations a second of all ranks together.
@@ -176,6 +197,8 @@ def utilisation_metrics(
     with_padding = hfu(spec, computed, step_s, peak_flops)
     return {
         "mfu": needed,
+        "bound_s": needed * step_s,
+        "regret": 1 / needed - 1 if needed else math.inf,
         "hfu": hfu(spec, computed, step_s, peak_flops, recomputed),
         "padding": _rounded(1 - needed / with_padding) if with_padding else 0.0,
     }

@@ -13,10 +13,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from motet.train.report.beside import beside_sections
 from motet.train.report.charts import NARROW, grouped_bars, horizontal_bars, line_chart
 from motet.train.report.step_lines import read_lines
 from motet.train.report.style import CSS
-from motet.train.report.summary import methods_line
+from motet.train.report.summary import methods_line, steady
 
 _MAX_POINTS = 600
 _MAX_MEDIA_BYTES = 2_000_000
@@ -36,6 +37,7 @@ def write_report(run_dir: Path) -> Path:
         *_loss(steps, summary),
         *_balance(steps, summary),
         *_time(steps),
+        *beside_sections(run_dir, summary),
         *_exact_match(summary),
         *_answers(answers),
     ]
@@ -144,17 +146,18 @@ def _methods(balance: dict[str, Any]) -> list[str]:
 
 
 def _time(steps: list[dict[str, Any]]) -> list[str]:
-    # The first steps are slower, as they allocate memory and warm up.
-    steady = steps[min(len(steps) // 10, 10) :]
-    names = list(dict.fromkeys(name for step in steady for name in step["actions"]))
+    counted = steady(steps)
+    names = list(dict.fromkeys(name for step in counted for name in step["actions"]))
 
     def mean_ms(seconds: Iterable[float]) -> float:
-        return 1000 * sum(seconds) / len(steady)
+        return 1000 * sum(seconds) / len(counted)
 
-    milliseconds = {name: mean_ms(step["actions"].get(name, {}).get("max_s", 0.0) for step in steady) for name in names}
-    milliseconds["waiting for data"] = mean_ms(step["data_wait_s"] for step in steady)
-    milliseconds["waiting for a core"] = mean_ms(step.get("core_wait_s") or 0.0 for step in steady)
-    step_ms, decide_ms = (mean_ms(step[name] for step in steady) for name in ("step_s", "decide_s"))
+    milliseconds = {
+        name: mean_ms(step["actions"].get(name, {}).get("max_s", 0.0) for step in counted) for name in names
+    }
+    milliseconds["waiting for data"] = mean_ms(step["data_wait_s"] for step in counted)
+    milliseconds["waiting for a core"] = mean_ms(step.get("core_wait_s") or 0.0 for step in counted)
+    step_ms, decide_ms = (mean_ms(step[name] for step in counted) for name in ("step_s", "decide_s"))
     return [
         "<h2>Where a step's time goes</h2>",
         f"<p>Mean step: {step_ms:,.1f} ms. Each action on its slowest rank, mean over steps. Deciding the balance "

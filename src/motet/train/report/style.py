@@ -40,6 +40,7 @@ svg text.name { fill: var(--ink); }
 .key.s1 { background: var(--c1); }
 .key.s2 { background: var(--c2); }
 .key.s3 { background: var(--c3); }
+iframe { width: 100%; border: 1px solid var(--line); border-radius: 6px; background: #ffffff; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 8px 0; }
 th, td { text-align: right; padding: 5px 16px 5px 0; border-bottom: 1px solid var(--line); }
 th { color: var(--soft); font-weight: 500; }

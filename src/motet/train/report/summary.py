@@ -26,6 +26,9 @@ def summarise(
     padding:               the share of operations that padding takes, over the time of steps; None as hfu.
     wall_s:                time of this process, without the parts of the run before it was resumed.
     exact_match:           of the last evaluation.
+    predicted_s, measured_s, makespan_error, bubbles: of the steps after the first ones that were predicted, as means;
+                           the makespan from the first action of any rank to the last, measured over predicted less 1,
+                           and seconds by kind on the busiest rank. None where no step was predicted.
     Raises UserError if there are no steps.
     """
     steps = read_lines(run_dir / "metrics.jsonl")
@@ -66,6 +69,7 @@ def summarise(
         "exchange_bytes": sum(step["exchange"]["bytes"] for step in steps),
         "exchange_crossing_bytes": sum(step["exchange"]["crossing_bytes"] for step in steps),
         "memory": max((step["memory"] for step in steps), key=lambda memory: memory["peak_bytes"]),
+        **_beside(steps),
         "bad_examples": steps[-1]["bad_examples"],
         "bad_steps": sum(step.get("bad_step") is not None for step in steps),
     }
@@ -89,6 +93,11 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         )
     if summary["balance"]["why"]:
         lines.append(f"balanced by {methods_line(summary['balance']['methods'])}")
+    if summary["makespan_error"] is not None:
+        lines.append(
+            f"a step takes {summary['measured_s']:.4g} s from its first action to its last, "
+            f"{summary['predicted_s']:.4g} s predicted ({summary['makespan_error']:+.1%})"
+        )
     for task, share in summary["exact_match"].items():
         lines.append(f"{task}: {share:.1%} of {summary['num_heldout'][task]} held-out answers match exactly")
     return lines
@@ -136,6 +145,41 @@ def _phases(steps: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             for key in ("max_over_bound_before", "max_over_bound")
         }
     return means
+
+
+def steady(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without the first steps, which are slower, as they allocate memory and warm up."""
+    return steps[min(len(steps) // 10, 10) :]
+
+
+def _beside(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """What was measured beside what was predicted; lines of earlier versions have neither."""
+    counted = steady(steps)
+    if all(step.get("predicted_s") is None for step in counted):
+        measured = _bubbles(counted, "bubbles_s")
+        return {
+            "predicted_s": None,
+            "measured_s": None,
+            "makespan_error": None,
+            "bubbles": {"measured": measured, "predicted": None},
+        }
+    counted = [step for step in counted if step.get("predicted_s") is not None]
+    predicted_s, measured_s = (_mean([step[key] for step in counted]) for key in ("predicted_s", "makespan_s"))
+    return {
+        "predicted_s": predicted_s,
+        "measured_s": measured_s,
+        "makespan_error": measured_s / predicted_s - 1,
+        "bubbles": {
+            "measured": _bubbles(counted, "bubbles_s"),
+            "predicted": _bubbles(counted, "predicted_bubbles_s"),
+        },
+    }
+
+
+def _bubbles(steps: list[dict[str, Any]], key: str) -> dict[str, float]:
+    """Seconds by kind, mean over the steps that have them."""
+    found = [step[key] for step in steps if step.get(key)]
+    return {kind: _mean([step[kind] for step in found]) for kind in (found[0] if found else ())}
 
 
 def _over_time(steps: list[dict[str, Any]], key: str) -> float | None:
