@@ -24,6 +24,7 @@ from motet.dispatch.edge_messages import assignment_of, message_parts
 from motet.runtime.clip import clip_factor, scale_gradients
 from motet.runtime.clock import ActionClock
 from motet.runtime.executor import Executor, Handler
+from motet.runtime.groups import new_group
 from motet.runtime.mesh import Mesh
 from motet.runtime.messages import Messages
 from motet.runtime.p2p import Lanes
@@ -44,7 +45,7 @@ def holder_groups(holders: Sequence[Holders]) -> dict[Holders, dist.ProcessGroup
 
     holders: all sets of the job, in one order on all ranks.
     """
-    return {ranks: dist.new_group(list(ranks)) if len(ranks) > 1 else None for ranks in holders}
+    return {ranks: new_group(ranks) if len(ranks) > 1 else None for ranks in holders}
 
 
 @dataclass(frozen=True)
