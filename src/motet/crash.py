@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -22,19 +23,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from motet.core.errors import JointUserError, RankFailure, UserError, is_out_of_memory, origin_of
+from motet.core.errors import (
+    JointUserError,
+    RankFailure,
+    UserError,
+    has_lost_rank,
+    has_waited_in_vain,
+    is_out_of_memory,
+    origin_of,
+)
 
 WRONG_INPUT, DIED = 2, 3
 PATIENCE_S = 20.0
 """How long a rank waits for the first one of its machine to say what is wrong with their recipe."""
 _MAX_CHARACTERS = 300
-_LOST_PEER = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection was likely closed",
-    "broken pipe",
-    "remote process exited",
-)
 _SURROUNDINGS = frozenset(
     (
         errno.ENOSPC,
@@ -62,6 +64,13 @@ def ended(command: str) -> Iterator[None]:
     except BaseException as error:
         _leave(_report(error, command), error)
     _leave(0, None)
+
+
+def end_rank(sentence: str) -> None:
+    """End this rank at once, from any thread. sentence: what it says; "" where another rank says it."""
+    if sentence:
+        _say(sentence)
+    os._exit(DIED)
 
 
 def _report(error: BaseException, command: str) -> int:
@@ -120,13 +129,27 @@ def _sentence(error: BaseException, command: str, path: Path | None) -> str:
     if is_out_of_memory(error):
         what = f"ran out of memory ({message})."
         what += f" {origin.memory_advice}" if origin.memory_advice else ""
-    elif isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _LOST_PEER):
-        what = f"lost another rank, which died without a word; the system may have had no memory left ({message})."
+    elif has_waited_in_vain(error):
+        what = f"waited{_at(error)}, in vain{origin.others}; run.wait_limit_s is how long a rank waits."
+    elif has_lost_rank(error):
+        lost = origin.others or "another rank"
+        what = (
+            f"lost {lost}, which died without a word{_at(error)}; the system may have had no memory left ({message})."
+        )
     elif isinstance(error, OSError) and error.errno in _SURROUNDINGS:
         what = f"cannot go on: {f'{error.filename}: ' if error.filename else ''}{error.strerror}."
     else:
         what, report = f"failed with {type(error).__name__}: {message}.", "; please report it, if it is Motet's fault"
     return f"{where}: {what}" if path is None else f"{where}: {what} The traceback is in {path}{report}."
+
+
+def _at(error: BaseException) -> str:
+    """Where a rank lost another, or waited for it, how long and for whom, as far as it is known."""
+    origin, limit, waited = origin_of(error), re.search(r"(\d+) ?ms", str(error)), ""
+    if has_waited_in_vain(error):
+        waited = f" {int(limit[1]) / 1e3:g} s" if limit else ""
+        waited += "" if origin.waits_for is None else f" for rank {origin.waits_for}"
+    return waited + (f" at {origin.action}" if origin.action else "")
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,6 +13,14 @@ from pathlib import Path
 from typing import Any
 
 _ORIGIN = "motet_origin"
+_WAITED = ("timed out waiting", "wait timeout after")
+_LOST = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection was likely closed",
+    "broken pipe",
+    "remote process exited",
+)
 _NO_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "unable to allocate")
 
 
@@ -43,12 +51,18 @@ class Origin:
     speaks:        whether this rank reports it; False if another rank reports the same.
     folder:        the folder for its traceback; None is the folder for temporary files.
     memory_advice: what the user can do if memory ran out.
+    action:        what the rank executed: an action of a Program, and the step.
+    waits_for:     the rank that it waited for; None where all wait for all.
+    others:        what is known of the other ranks, as the rest of a sentence.
     """
 
     rank: int | None = None
     speaks: bool = True
     folder: Path | None = None
     memory_advice: str = ""
+    action: str = ""
+    waits_for: int | None = None
+    others: str = ""
 
 
 @contextmanager
@@ -79,3 +93,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(words in message for words in _NO_MEMORY)
     )
+
+
+def has_waited_in_vain(error: BaseException) -> bool:
+    """Whether an exception says that another rank has not come in time."""
+    return _says(error, _WAITED)
+
+
+def has_lost_rank(error: BaseException) -> bool:
+    """Whether an exception says that the connection to another rank is gone."""
+    return _says(error, _LOST)
+
+
+def _says(error: BaseException, words: tuple[str, ...]) -> bool:
+    return isinstance(error, RuntimeError) and any(each in str(error).lower() for each in words)

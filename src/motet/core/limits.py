@@ -23,6 +23,8 @@ MAX_EXAMPLES = 10**6
 MAX_STEPS = 10**9
 """The most steps of a run; MAX_STEPS * MAX_EXAMPLES fits into 64 bits."""
 MAX_SEED = INT64_MAX
+MAX_WAIT_S = 10**6
+"""Seconds that a rank waits for another: eleven days."""
 MAX_BATCHES = 10_000
 """The most batches that an analysis or a prediction draws."""
 MAX_NODES = 100_000

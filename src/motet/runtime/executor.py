@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
-from motet.core.errors import ArgumentError
+from motet.core.errors import ArgumentError, note_origin
 from motet.runtime.clock import ActionClock
 from motet.schedule.program import Action, Kind, Program, Row
 
@@ -104,5 +104,9 @@ class Executor:
         for index, action in self._actions:
             if before is not None:
                 before(index, action)
-            with self._clock.span(action, step, self._modules[action.stage]):
-                self._handlers[action.kind](action)
+            try:
+                with self._clock.span(action, step, self._modules[action.stage]):
+                    self._handlers[action.kind](action)
+            except Exception as error:
+                note_origin(error, action=f"{action} of step {step + 1}")
+                raise

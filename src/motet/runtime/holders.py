@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from motet.core.workload import BACKBONE
+from motet.runtime.groups import new_group
 from motet.runtime.place import Place
 from motet.schedule import PlannedProgram
 
@@ -87,4 +88,4 @@ def sharing_groups(program: PlannedProgram, holders: Iterable[Holders]) -> Group
         if stage.shard_size > 1:
             whole = Sharing("", stage.data_ranks, (), True, stage.zero, stage.shard_size)
             sets |= {of(rank) for rank in whole.ranks for of in (whole.shards, whole.copies)}
-    return {ranks: dist.new_group(list(ranks)) if len(ranks) > 1 else None for ranks in sorted(sets)}
+    return {ranks: new_group(ranks) if len(ranks) > 1 else None for ranks in sorted(sets)}

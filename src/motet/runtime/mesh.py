@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from motet.core.errors import UserError
+from motet.runtime.groups import new_group, wait_limit
 
 SHARD, REPLICATE = "shard", "replicate"
 
@@ -69,4 +70,6 @@ def build_mesh(device: torch.device, *, shard_size: int | None = None, ranks_per
     else:
         shape = (num_ranks // shard_size, shard_size)
         shards = init_device_mesh(device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
-    return Mesh(device, shards, group, dist.new_group(backend="gloo"), ranks_per_node or num_ranks)
+        for axis in shards.get_all_groups():
+            dist.distributed_c10d._set_pg_timeout(wait_limit(device), axis)
+    return Mesh(device, shards, group, new_group(backend="gloo"), ranks_per_node or num_ranks)

@@ -9,18 +9,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from motet.core.errors import UserError
+from motet.core.errors import UserError, note_origin
+from motet.runtime.groups import new_group
 
 POSTED_AHEAD = 4
 """Receives of a lane that wait at a time. A receive that is posted late costs the whole transfer."""
-_PATIENCE = timedelta(seconds=120)
-"""Time that the first message of a lane may take."""
+
+
+def wait_for(rank: int, work: dist.Work) -> None:
+    """Wait for a message from or to a rank, which is noted on the exception if it does not come."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        note_origin(error, waits_for=rank)
+        raise
 
 
 class Lanes:
@@ -31,8 +38,8 @@ class Lanes:
 
     def __init__(self, pairs: Sequence[tuple[int, int]], rank: int, device: torch.device) -> None:
         self._rank, self._device = rank, device
-        self._groups = {pair: dist.new_group(sorted(pair)) for pair in pairs}
-        self._sends: deque[tuple[dist.Work, Tensor]] = deque()
+        self._groups = {pair: new_group(sorted(pair)) for pair in pairs}
+        self._sends: deque[tuple[dist.Work, Tensor, int]] = deque()
 
     def connect(self) -> None:
         """Send one number along each lane, in one order on all ranks. Raises UserError for a pair that cannot."""
@@ -40,9 +47,9 @@ class Lanes:
             number = torch.ones(1, device=self._device)
             try:
                 if self._rank == sender:
-                    self._isend(number, receiver).wait(_PATIENCE)
+                    self._isend(number, receiver).wait()
                 elif self._rank == receiver:
-                    self.irecv(number, sender).wait(_PATIENCE)
+                    self.irecv(number, sender).wait()
                     if number.is_cuda:
                         torch.cuda.synchronize()
             except RuntimeError as error:
@@ -55,12 +62,13 @@ class Lanes:
         """Start to send. The message is kept until it has left."""
         while self._sends and self._sends[0][0].is_completed():
             self._sends.popleft()
-        self._sends.append((self._isend(message, receiver), message))
+        self._sends.append((self._isend(message, receiver), message, receiver))
 
     def wait_for_sends(self) -> None:
         """Wait until all messages have left."""
         while self._sends:
-            self._sends.popleft()[0].wait()
+            work, _, receiver = self._sends.popleft()
+            wait_for(receiver, work)
 
     def _isend(self, message: Tensor, receiver: int) -> dist.Work:
         work = dist.isend(message, receiver, group=self._groups[self._rank, receiver])
@@ -91,7 +99,7 @@ class Inbox:
         """The next message; on CUDA the current stream waits for it, and not the host."""
         work, message = self._posted.popleft()
         self._post()
-        work.wait()
+        wait_for(self._sender, work)
         return message
 
     def _post(self) -> None:

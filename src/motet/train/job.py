@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from motet.core.errors import JointUserError, UserError
 from motet.core.plan import Plan
@@ -30,6 +29,7 @@ from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
 from motet.runtime.clock import ActionClock
 from motet.runtime.fsdp import shard
+from motet.runtime.groups import new_group
 from motet.runtime.mesh import Mesh, build_mesh
 from motet.runtime.place import Place
 from motet.runtime.planned_step import PlannedStep
@@ -369,7 +369,7 @@ def _carrier(recipe: Recipe, world: World, mesh: Mesh) -> Carrier:
     if recipe.balance.transport == "host":
         return Carrier(mesh.host_group)
     # A new group has a communicator of its own. That of the step belongs to the training thread.
-    return Carrier(dist.new_group(backend="nccl"), world.device)
+    return Carrier(new_group(backend="nccl"), world.device)
 
 
 def _check_transport(recipe: Recipe, world: World) -> None:

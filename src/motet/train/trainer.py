@@ -70,7 +70,7 @@ def train(recipe: Recipe, *, resume: str = "auto", trace: bool = False, chosen: 
     start_s = time.perf_counter()
     with (
         originating(folder=recipe.run.dir, memory_advice=_MEMORY_ADVICE),
-        join_world(recipe.run.device) as world,
+        join_world(recipe.run.device, wait_limit_s=recipe.run.wait_limit_s) as world,
         ExitStack() as cleanup,
     ):
         say = _say_plainly if world.is_first else _say_nothing

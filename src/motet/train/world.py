@@ -8,13 +8,16 @@ If all ranks are on one machine, their sockets listen on the loopback interface 
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 import socket
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -22,11 +25,15 @@ import torch
 import torch.distributed as dist
 
 from motet.core.errors import JointUserError, RankFailure, UserError, note_origin
+from motet.runtime.groups import new_group
+from motet.train.watch import Watch
 
 LOOPBACK = "127.0.0.1"
 _LOOPBACK_INTERFACE = "lo"
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _MEETING_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+WAIT_LIMIT_S = 600.0
+"""How long a rank waits for another that is alive, if the recipe does not say (`run.wait_limit_s`)."""
 _PATIENCE_S = 30.0
 """Ranks usually find each other in this time. After it, the first rank of each machine prints what it waits for."""
 
@@ -103,40 +110,53 @@ class Meeting(NamedTuple):
 
 
 @contextmanager
-def join_world(device: str, meeting: Meeting | None = None) -> Iterator[World]:
+def join_world(device: str, meeting: Meeting | None = None, *, wait_limit_s: float = WAIT_LIMIT_S) -> Iterator[World]:
     """The World of torchrun's environment if there is one, else of one rank; destroyed when the block ends.
 
     device:  "auto", "cpu" or "cuda".
     meeting: used instead of torchrun's.
+    wait_limit_s: how long a rank waits for another that is alive.
     Raises UserError if "cuda" is set and there is no CUDA device, and if the environment is incomplete. An exception
     that leaves the block gets an Origin: its rank, and whether another rank has failed before.
     """
     chosen_device = _device(device)
-    borrowed, store, launch = dist.is_initialized(), None, ""
+    borrowed, launch, watch = dist.is_initialized(), "", None
+    is_watched = not borrowed and meeting is None  # Trials, which have a Meeting, are watched by their parents.
     if not borrowed:
         with _print_if_ranks_are_late():
             meeting = meeting or _meeting()
-            _init_process_group(chosen_device, meeting)
-        store, launch = meeting.store, meeting.launch
+            _init_process_group(chosen_device, meeting, timedelta(seconds=wait_limit_s))
+        launch = meeting.launch
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     ranks_per_node = _number("LOCAL_WORLD_SIZE", num_ranks)
-    control, saving = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
+    control, saving = new_group(backend="gloo"), new_group(backend="gloo")
+    if is_watched and meeting is not None and num_ranks > 1:
+        watch = Watch(meeting.store, rank, num_ranks)
     try:
         yield World(rank, num_ranks, ranks_per_node, chosen_device, control, saving, launch)
     except BaseException as error:
-        note_origin(error, rank=rank if num_ranks > 1 else None, speaks=store is None or _is_first_to_fail(store, rank))
+        note_origin(error, rank=rank if num_ranks > 1 else None)
+        if watch is not None:
+            _tell(watch, error)
         raise
     # Not after an error: destroying the groups would wait for other ranks that are inside a collective.
+    if watch is not None:
+        watch.leave()
     if not borrowed:
         dist.destroy_process_group()
 
 
-def _is_first_to_fail(store: dist.Store, rank: int) -> bool:
-    """Whether no other rank has failed yet. The cause fails first: the others fail as they lose their connections."""
-    try:
-        return bool(store.compare_set("failed", "", str(rank)) == str(rank).encode())
-    except RuntimeError:
-        return True  # The store's process has ended; two sentences are better than none.
+def _tell(watch: Watch, error: BaseException) -> None:
+    """Tell the other ranks of a failure, and note what they tell; of one that all ranks have alike, nothing."""
+    if isinstance(error, JointUserError | SystemExit):
+        watch.leave()
+        return
+    # torchrun ends all ranks when one has ended; this one ends by itself, when it has said why.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if not isinstance(error, RankFailure):  # Else the rank that it is about speaks.
+        speaks, others = watch.fail(error)
+        note_origin(error, speaks=speaks, others=others)
 
 
 def _device(name: str) -> torch.device:
@@ -158,14 +178,21 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _init_process_group(device: torch.device, meeting: Meeting) -> None:
+def _init_process_group(device: torch.device, meeting: Meeting, wait_limit: timedelta) -> None:
     if is_on_one_machine() and _LOOPBACK_INTERFACE in (interface for _, interface in socket.if_nameindex()):
         for name in _INTERFACE_VARIABLES:
             # Backends take the interface of the machine's name otherwise, which others can reach.
             os.environ.setdefault(name, _LOOPBACK_INTERFACE)
     backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    # NCCL's monitor would take a rank that was stopped for one that hangs, and abort it when it goes on.
+    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(math.ceil(2 * wait_limit.total_seconds())))
     dist.init_process_group(
-        backend, store=meeting.store, rank=meeting.rank, world_size=meeting.num_ranks, device_id=device_id
+        backend,
+        timeout=wait_limit,
+        store=meeting.store,
+        rank=meeting.rank,
+        world_size=meeting.num_ranks,
+        device_id=device_id,
     )
 
 

@@ -30,7 +30,7 @@ from pydantic import (
 )
 
 from motet.core.errors import UserError
-from motet.core.limits import MAX_EXAMPLES, MAX_SEED, MAX_STEPS
+from motet.core.limits import MAX_EXAMPLES, MAX_SEED, MAX_STEPS, MAX_WAIT_S
 from motet.core.sampler import Sampler
 from motet.core.shape_tables import ModelShapes
 from motet.core.workload import Workload
@@ -81,6 +81,13 @@ class RunConfig(BaseModel):
     plan: Path | None = Field(None, description="a plan of `motet plan` to train under; --plan outweighs it")
     on_bad_step: Literal["stop", "skip"] = Field(
         "stop", description="what is done about a step whose loss or gradient is not finite; it changes no weight"
+    )
+
+    wait_limit_s: float = Field(
+        600.0,
+        gt=0,
+        le=MAX_WAIT_S,
+        description="how long a rank waits for another that is alive; one whose process is gone ends the run at once",
     )
 
     @model_validator(mode="after")

@@ -1,0 +1,121 @@
+"""Knows of the other ranks of a job: whose process is gone, and who waits where.
+
+A rank that is stopped or slow keeps its connections: it is waited for (`run.wait_limit_s`). The system closes those of
+a process that is gone. So rank r listens to rank r - 1, on a connection that carries nothing until that rank leaves.
+What one rank notices, all read in the store, wherever they are: they end within 12 s, by themselves or not.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from motet.core.errors import has_lost_rank, has_waited_in_vain, origin_of
+from motet.crash import end_rank
+
+_LOOK_EVERY_S = 2.0
+"""How often a rank looks in the store whether any is gone."""
+_GRACE_S = 12.0
+"""In this time a rank ends by itself if another is gone: its own error says more. After it, it is ended."""
+_ANSWER_S = 5.0
+"""Ranks whose limit of waiting ends in this time, too, wait themselves; the others are those that are missing."""
+_FOR_EVER = timedelta(days=365)
+_NOTICE_S = 1.0
+"""A rank that is gone is noticed by the one that listens to it in a moment."""
+
+
+class Watch:
+    """Watches the other ranks from one rank. Making it is a collective, and so is `leave`.
+
+    store: that in which the ranks met; it has room for keys of this class.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, num_ranks: int) -> None:
+        self._store, self._rank, self._num_ranks = store, rank, num_ranks
+        self._looking = store.clone()  # A store serves one thread at a time.
+        self._group = dist.new_group(backend="gloo", timeout=_FOR_EVER)
+        self._has_left = threading.Event()
+        threading.Thread(target=self._listen, name="listen", daemon=True).start()
+        threading.Thread(target=self._look, name="look", daemon=True).start()
+
+    def leave(self) -> None:
+        """Leave in order, so that nobody takes this rank for lost."""
+        self._has_left.set()
+        with suppress(RuntimeError):
+            dist.send(torch.zeros(1), (self._rank + 1) % self._num_ranks, group=self._group)
+
+    def fail(self, error: BaseException) -> tuple[bool, str]:
+        """Tell the others that this rank fails; returns whether it is the first, and `Origin.others`.
+
+        The cause fails first: others fail as they lose their connections. Ranks that wait in vain fail together.
+        """
+        try:
+            is_first = self._store.compare_set("failed", "", str(self._rank)) == str(self._rank).encode()
+            if has_waited_in_vain(error):
+                return is_first, self._who_waits(origin_of(error).action, is_first)
+            return is_first, self._who_is_gone() if is_first and has_lost_rank(error) else ""
+        except RuntimeError:
+            return True, ""  # The store's process has ended; two sentences are better than none.
+
+    def _who_waits(self, action: str, is_first: bool) -> str:
+        self._store.set(f"waits/{self._rank}", action or "no action of a step")
+        others = [rank for rank in range(self._num_ranks) if rank != self._rank]
+        if not is_first:  # The first must speak before torchrun ends all ranks, which it does when one has ended.
+            _until(lambda: self._store.check(["told"]), 2 * _ANSWER_S)
+            time.sleep(_NOTICE_S)
+            return ""
+        _until(lambda: self._store.check([f"waits/{rank}" for rank in others]), _ANSWER_S)
+        waiting = {rank: self._store.get(f"waits/{rank}") for rank in others if self._store.check([f"waits/{rank}"])}
+        self._store.set("told", "")
+        if missing := [rank for rank in others if rank not in waiting]:
+            return f", as {_ranks(missing)} not come and not ended"
+        return ", as all ranks wait: " + ", ".join(
+            f"rank {rank} at {where.decode()}" for rank, where in waiting.items()
+        )
+
+    def _who_is_gone(self) -> str:
+        _until(lambda: self._store.check(["gone"]), _NOTICE_S)
+        return f"rank {self._store.get('gone').decode()}" if self._store.check(["gone"]) else ""
+
+    def _listen(self) -> None:
+        before = (self._rank - 1) % self._num_ranks
+        try:
+            dist.recv(torch.zeros(1), before, group=self._group)
+        except RuntimeError:
+            with suppress(RuntimeError):
+                self._looking.compare_set("gone", "", str(before))
+
+    def _look(self) -> None:
+        while not self._has_left.wait(_LOOK_EVERY_S):
+            try:
+                is_gone = self._looking.check(["gone"])
+            except RuntimeError:
+                is_gone = True  # The store is gone, and so is the rank, or the torchrun, that served it.
+            if is_gone and not self._has_left.wait(_GRACE_S):
+                self._end()
+
+    def _end(self) -> None:
+        """End this rank, which is anywhere; the first to fail says why."""
+        sentence = ""
+        with suppress(RuntimeError):
+            gone = self._looking.get("gone").decode()
+            if self._looking.compare_set("failed", "", str(self._rank)) == str(self._rank).encode():
+                sentence = f"motet, rank {self._rank}: lost rank {gone}, which died without a word."
+        end_rank(sentence)
+
+
+def _until(is_so: Callable[[], bool], limit_s: float) -> None:
+    """Wait until something is so, or for `limit_s`."""
+    end_s = time.monotonic() + limit_s
+    while not is_so() and time.monotonic() < end_s:
+        time.sleep(0.05)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
