@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -17,6 +17,7 @@ from motet.dispatch import RankBatch
 from motet.runtime.step import StepResult
 from motet.simulate.show.page import write_timeline_html
 from motet.train.bad_step import BadSteps, BrokenWeights, Cause, examine
+from motet.train.checkpoint.choice import Say
 from motet.train.evaluate import Evaluation
 from motet.train.export import export
 from motet.train.input.feed import Feed, StepInput, StepRange
@@ -42,7 +43,7 @@ from motet.train.report.step_lines import to_json
 from motet.train.report.summary import summarise, summary_lines
 from motet.train.run_folder import locked_run_folder, writing
 from motet.train.stop import StopSignal
-from motet.train.world import join_world
+from motet.train.world import World, join_world
 
 _GO_ON, _STOP, _CANNOT_LOG = range(3)
 """What a rank requests at the end of a step; all ranks do the largest request of any."""
@@ -52,11 +53,18 @@ _MEMORY_ADVICE = (
 )
 
 
-def train(recipe: Recipe, *, resume: str = "auto", trace: bool = False, chosen: ChosenPlan | None = None) -> None:
+def train(
+    recipe: Recipe,
+    *,
+    resume: str = "auto",
+    trace: bool = False,
+    chosen: ChosenPlan | None = None,
+    plan: Callable[[World, Say], tuple[Recipe, ChosenPlan]] | None = None,
+) -> None:
     """Train as a recipe says, on this rank together with all others. All files are written to `recipe.run.dir`.
 
     resume: "auto", "never", or the path of a checkpoint. trace: write trace.json, timeline.json and timeline.html.
-    chosen: as of `build_job`.
+    chosen: as of `build_job`. plan: plans first, as a collective; it is given a function that prints a sentence.
     Raises UserError if the input is wrong, and SystemExit(128 + signal) after a signal to stop.
     """
     start_s = time.perf_counter()
@@ -69,6 +77,8 @@ def train(recipe: Recipe, *, resume: str = "auto", trace: bool = False, chosen: 
         with world.together():
             if world.is_first:
                 cleanup.enter_context(locked_run_folder(recipe.run.dir, say))
+        if plan is not None:
+            recipe, chosen = plan(world, say)
         job = build_job(recipe, world, resume, say, cleanup, chosen)
         _Run(job, trace, start_s).run()
 
