@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -116,12 +117,16 @@ def train_recipe(
     from motet.train.recipe.recipe import load_recipe
     from motet.train.trainer import train as run_training
 
-    job, chosen = load_recipe(recipe, overrides or ()), None
+    job, chosen, plan_anew = load_recipe(recipe, overrides or ()), None, None
     if plan_file := plan.absolute() if plan is not None else job.run.plan:
         from motet.planning.under_plan import recipe_under_plan
 
         job, chosen = recipe_under_plan(job, recipe, plan_file)
-    run_training(job, resume=resume, trace=trace, chosen=chosen)
+    elif job.parallel:
+        from motet.planning.plan_first import plan_first
+
+        plan_anew = partial(plan_first, job, recipe, overrides or ())
+    run_training(job, resume=resume, trace=trace, chosen=chosen, plan=plan_anew)
 
 
 @app.command("checkpoints")

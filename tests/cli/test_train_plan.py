@@ -64,6 +64,13 @@ def refused(job, tmp_path, monkeypatch, capsys):
         (["model.backbone.config.intermediate_size=64"], {}, "(layers of backbone differ); plan anew: motet plan"),
         ([], {}, "is for 2 ranks, and 1 run; start torchrun with 2 ranks, or plan anew: motet plan RECIPE --out"),
         ([], {"schedules": "1f1b"}, "'schedules'"),
+        (
+            ["parallel.image.pp=2"],
+            {},
+            "plan.json: image has pp = 1, not 2 as in [parallel] of RECIPE; plan anew: motet",
+        ),
+        (["parallel.video.pp=2"], {}, "parallel.video has no effect, as the model has no such module; it has image, "),
+        (["parallel.image.stages=2"], {}, "unknown key 'parallel.image.stages'"),
     ],
 )
 def test_what_does_not_agree_is_one_sentence(refused, overrides, change, said):
@@ -128,6 +135,24 @@ def test_a_recipe_with_a_plan_is_not_shown_as_if_it_had_none(job, monkeypatch, c
         main()
     assert exit_.value.code == 2
     assert "trains under a plan, run.plan: `motet simulate " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "more"), [("train", ["--dry-run"]), ("simulate", [])])
+def test_a_recipe_that_states_degrees_is_not_shown_as_if_it_had_none(job, monkeypatch, capsys, command, more):
+    monkeypatch.setattr(sys, "argv", ["motet", command, str(job), "--set", "parallel.image.pp=1", *more])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 2
+    assert "states [parallel], so it trains under a plan: `motet plan " in capsys.readouterr().err
+
+
+def test_degrees_that_no_plan_has_end_training_with_a_sentence(job, tmp_path, monkeypatch, capsys):
+    sets = [word for one in (*AS_PLANNED, "parallel.image.dp=2") for word in ("--set", one)]
+    monkeypatch.setattr(sys, "argv", ["motet", "train", str(job), "--set", f"run.dir={tmp_path / 'run'}", *sets])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert exit_.value.code == 2 and said == "image is pinned to dp = 2, 2 ranks, and the cluster has 1."
 
 
 def test_planning_marks_or_leaves_out_what_cannot_be_trained(job, tmp_path, monkeypatch, capsys):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from motet.core.module_degrees import ANY_DEGREES, ModuleDegrees
 from motet.core.plan import BalancingMethod, Order, Plan
 from motet.planner.job import Job
 from motet.schedule import planned
@@ -80,6 +81,7 @@ class Pins:
     strategies: the strategies that are searched; () is all.
     tp, pp, dp: degrees of the backbone. recompute: the mode of all trainable modules.
     schedule:   one that a strategy can propose. GPipe is none: 1F1B takes as long, and holds less.
+    modules:    degrees of single modules by name (`module_pins.py`).
 
     Example:
         >>> pins = Pins(tp=8, schedule="1f1b")
@@ -96,10 +98,20 @@ class Pins:
     recompute: Literal["none", "least", "full"] | None = None
     balance: BalancingMethod | None = None
     order: Order | None = None
+    modules: Mapping[str, ModuleDegrees] = field(default_factory=dict)
 
     def allow(self, **chosen: object) -> bool:
         """Whether each chosen value is the pinned one, or its field is not pinned."""
         return all(getattr(self, name) in (None, value) for name, value in chosen.items())
+
+    def of(self, module: str) -> ModuleDegrees:
+        """The pinned degrees of one module."""
+        return self.modules.get(module, ANY_DEGREES)
+
+    def beside(self, modules: Mapping[str, ModuleDegrees]) -> Pins:
+        """The pins, and degrees of single modules as far as these are not pinned."""
+        names = dict.fromkeys([*modules, *self.modules])
+        return replace(self, modules={name: self.of(name).or_else(modules.get(name, ANY_DEGREES)) for name in names})
 
 
 Strategy = Callable[[Job, Pins], Iterator[Candidate | RuledOut]]

@@ -111,7 +111,10 @@ def write_outputs(result: SearchResult, outputs: PlanOutputs) -> None:
 
 
 def find_plans(job: Job, pins: Pins, quota: Quota = NO_QUOTA) -> SearchResult:
-    """`search` over all strategies, with a progress bar on standard error."""
+    """`search` over all strategies, with a progress bar on standard error.
+
+    pins: outweigh the degrees that the job's recipe states.
+    """
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("considering", total=None)
@@ -119,4 +122,4 @@ def find_plans(job: Job, pins: Pins, quota: Quota = NO_QUOTA) -> SearchResult:
         def show(what: str, done: int, total: int) -> None:
             bars.update(task, description=what, completed=done, total=total)
 
-        return search(job, STRATEGIES, pins, quota=quota, progress=show)
+        return search(job, STRATEGIES, pins.beside(job.degrees), quota=quota, progress=show)

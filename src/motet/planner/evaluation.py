@@ -27,6 +27,7 @@ from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy, predict
 from motet.planner.comparison import rivals
 from motet.planner.infeasible import TENSOR_DEGREES
 from motet.planner.job import Job
+from motet.planner.module_pins import unmet_pin
 from motet.planner.order import with_pinned_order
 from motet.planner.search_result import PassedOver, SearchResult, SimulatedCandidate
 from motet.planner.variants import fastest_variant
@@ -202,7 +203,12 @@ def _in_parallel(function: Callable[[Argument], Value], arguments: Iterable[Argu
 def _proposals(name: str, strategy: Strategy, job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     try:
         for proposal in strategy(job, pins):
-            yield proposal if isinstance(proposal, RuledOut) else with_pinned_order(proposal, pins)
+            if isinstance(proposal, RuledOut):
+                yield proposal
+            elif why := unmet_pin(proposal.plan, pins.modules):
+                yield RuledOut(name, proposal.what, f"{why}, as is pinned.")
+            else:
+                yield with_pinned_order(proposal, pins)
     except UserError as error:
         # A profile may lack what one strategy needs (tensor-parallel layers, say); the others are still searched.
         yield RuledOut(name, "", str(error))

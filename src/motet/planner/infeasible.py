@@ -22,7 +22,7 @@ def indivisible(job: Job, pins: Pins, num_blocks: int, of: str = "backbone") -> 
     num_blocks: the blocks of `of`, the backbone or the model; a pipeline is cut between them.
     """
     if pins.tp is not None and pins.tp not in tensor_degrees(job):
-        return f"TP is pinned to {pins.tp}; it must be one of {_listed(tensor_degrees(job))}, within a node."
+        return f"TP is pinned to {pins.tp}; it must be one of {listed(tensor_degrees(job))}, within a node."
     if pins.pp is not None and pins.pp > num_blocks:
         return f"PP is pinned to {pins.pp}; it must be 1 to {num_blocks}, the layers of the {of}."
     pinned = {name: getattr(pins, name) for name in ("tp", "pp", "dp") if getattr(pins, name) is not None}
@@ -66,5 +66,6 @@ def not_apart(job: Job, pins: Pins, *, interleaved: bool = False) -> str | None:
     return None
 
 
-def _listed(numbers: list[int]) -> str:
+def listed(numbers: list[int]) -> str:
+    """Numbers in a sentence."""
     return ", ".join(map(str, numbers))

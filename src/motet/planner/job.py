@@ -18,6 +18,7 @@ from motet.core.arrays import Float64Array, Int64Array
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.core.limits import check_size
+from motet.core.module_degrees import ModuleDegrees
 from motet.core.plan import BalancingMethod, Plan, Policy
 from motet.core.spec import Layer, ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, Workload
@@ -72,6 +73,7 @@ class Job:
     cost:       seconds and bytes of layers and messages on the cluster.
     balancing:  the weights by which training balances the phases of data parallelism.
     policy:     as in Plan, of its Plans of data parallelism.
+    degrees:    those of single modules that the recipe states: `[parallel.NAME]`.
     Raises UserError if examples * ranks is more than the simulator takes.
     """
 
@@ -84,6 +86,7 @@ class Job:
     seed: int = 0
     balancing: Balancing = by_operations
     policy: Mapping[str, Policy] = field(default_factory=dict)
+    degrees: Mapping[str, ModuleDegrees] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_size(self.batch_size, self.cluster.num_ranks)

@@ -10,24 +10,32 @@ from dataclasses import fields
 from pydantic import TypeAdapter, ValidationError
 
 from motet.core.errors import UserError
+from motet.core.module_degrees import ModuleDegrees
 from motet.planner.candidate import Pins
 
-_KEYS = tuple("strategy" if field.name == "strategies" else field.name for field in fields(Pins))
+_DEGREES = tuple(field.name for field in fields(ModuleDegrees))
+_KEYS = tuple(
+    "strategy" if field.name == "strategies" else field.name for field in fields(Pins) if field.name != "modules"
+)
 _MAX_DIGITS = 9
 
 
 def parse_pins(texts: Sequence[str], strategies: Iterable[str]) -> Pins:
     """Pins from texts KEY=VALUE.
 
-    A key is a field of `Pins`, or `strategy`, which may be repeated; "-" stands for " " in a strategy's name.
+    A key is a field of `Pins`; or `strategy`, which may be repeated, "-" standing for " " in its name; or
+    `MODULE.DEGREE`, as in image.tp.
     Raises UserError for an unknown key or value, and for a key that is pinned twice.
 
     Example:
         >>> pins = parse_pins(["tp=8", "strategy=data-parallel"], ["chain", "data parallel"])
         >>> pins.tp, pins.strategies
         (8, ('data parallel',))
+        >>> parse_pins(["image.pp=2", "image.dp=1"], []).modules
+        {'image': ModuleDegrees(tp=None, cp=None, pp=2, dp=1)}
     """
     pinned: dict[str, typing.Any] = {}
+    modules: dict[str, dict[str, typing.Any]] = {}
     chosen: list[str] = []
     for text in texts:
         key, equals, value = (part.strip() for part in text.partition("="))
@@ -35,13 +43,17 @@ def parse_pins(texts: Sequence[str], strategies: Iterable[str]) -> Pins:
             raise UserError(f"--pin {text}: must be written as KEY=VALUE, for example --pin tp=8.")
         if key == "strategy":
             chosen.append(_one_of(text, value.replace("-", " "), tuple(strategies)))
-        elif key not in _KEYS:
-            raise UserError(f"--pin {text}: there is no {key!r} to pin{_suggestion(key, _KEYS)}")
-        elif key in pinned:
+            continue
+        module, _, name = key.rpartition(".")
+        name = name if module else key
+        given, known = (modules.setdefault(module, {}), _DEGREES) if module else (pinned, _KEYS)
+        if name not in known:
+            raise UserError(f"--pin {text}: there is no {name!r} to pin{_suggestion(name, known)}")
+        if name in given:
             raise UserError(f"--pin {text}: {key} is pinned twice; it can be pinned to one value.")
-        else:
-            pinned[key] = _value(text, key, value)
-    return Pins(strategies=tuple(dict.fromkeys(chosen)), **pinned)
+        given[name] = _count(text, key, value) if module else _value(text, key, value)
+    degrees = {module: ModuleDegrees(**stated) for module, stated in modules.items()}
+    return Pins(strategies=tuple(dict.fromkeys(chosen)), modules=degrees, **pinned)
 
 
 def pins_in_words(pins: Pins) -> str:
@@ -51,24 +63,33 @@ def pins_in_words(pins: Pins) -> str:
         >>> pins_in_words(Pins(tp=8, schedule="1f1b"))
         'tp = 8, schedule = 1f1b'
     """
-    pinned = {name: getattr(pins, name) for name in Pins.__dataclass_fields__ if getattr(pins, name) not in (None, ())}
-    return ", ".join(
+    values = {name: getattr(pins, name) for name in Pins.__dataclass_fields__ if name != "modules"}
+    pinned = [
         f"{'strategy' if name == 'strategies' else name} = {' or '.join(value) if isinstance(value, tuple) else value}"
-        for name, value in pinned.items()
-    )
+        for name, value in values.items()
+        if value not in (None, ())
+    ]
+    pinned += [
+        f"{module}.{name} = {value}" for module, stated in pins.modules.items() for name, value in stated.stated.items()
+    ]
+    return ", ".join(pinned)
 
 
 def _value(text: str, key: str, value: str) -> object:
     hint = typing.get_type_hints(Pins)[key]
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
     if kinds == [int]:
-        if not value.isdecimal() or len(value) > _MAX_DIGITS or int(value) < 1:
-            raise UserError(f"--pin {text}: {key} must be a whole number of at least 1, and below a billion.")
-        return int(value)
+        return _count(text, key, value)
     try:
         return TypeAdapter(hint).validate_python(value)
     except ValidationError:
         return _one_of(text, value, tuple(str(choice) for kind in kinds for choice in typing.get_args(kind)))
+
+
+def _count(text: str, key: str, value: str) -> int:
+    if not value.isdecimal() or len(value) > _MAX_DIGITS or int(value) < 1:
+        raise UserError(f"--pin {text}: {key} must be a whole number of at least 1, and below a billion.")
+    return int(value)
 
 
 def _one_of(text: str, value: str, choices: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ from motet.planner.candidate import Pins, PruningStrategy, Strategy
 from motet.planner.evaluation import NO_QUOTA, CandidateEvaluation, Quota, SearchProgress
 from motet.planner.fewer_ranks import half_of, least_step_s, on_cluster
 from motet.planner.job import Job
+from motet.planner.module_pins import check_module_pins
 from motet.planner.nearest_miss import nearest_miss, would_fit
 from motet.planner.search_result import SearchResult, SimulatedCandidate
 
@@ -45,9 +46,10 @@ def search(
                    case. None: no limit, neither on candidates nor on Timelines, so that no candidate can be faster than
                    the first result.
     quota:         Plans that are simulated in addition to those that can be the fastest.
-    Raises UserError for a workload that lacks the lengths of a module.
+    Raises UserError for a workload that lacks the lengths of a module, and for pins of modules that no Plan has.
     """
     _check_lengths(job)
+    check_module_pins(job, pins)
     progress = progress or (lambda what, done, total: None)
     result = _search_halves(CandidateEvaluation(job, pins, max_simulated, quota, progress), strategies)
     if not result.results and (nearest := nearest_miss(result.ruled_out)):

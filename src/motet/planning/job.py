@@ -58,4 +58,14 @@ def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = ()
 
         workload = in_groups(recipe, workload)
         batch_size *= examples_a_group(workload)
-    return Job(read.model, cluster, workload, batch_size, cost, read.precision, balancing=balancing, policy=policy)
+    return Job(
+        read.model,
+        cluster,
+        workload,
+        batch_size,
+        cost,
+        read.precision,
+        balancing=balancing,
+        policy=policy,
+        degrees=read.parallel,
+    )

@@ -135,6 +135,11 @@ def read_recipe_as_plan(file: Path, overrides: Sequence[str], options: JobOption
     recipe = load_recipe(file, overrides, trains=False)
     if recipe.run.plan is not None:
         raise UserError(f"{file} trains under a plan, run.plan: `motet simulate {recipe.run.plan}` shows what it does.")
+    if recipe.parallel:
+        raise UserError(
+            f"{file} states [parallel], so it trains under a plan: `motet plan {file} --trainable` writes it, and "
+            "`motet simulate` takes what it writes."
+        )
     job = job_of_recipe(file, options, overrides, as_trained=True)
     return plan_of_recipe(
         _resolved(recipe, job, own_lengths=options.workload is None), job.model, job.cluster, job.workload

@@ -20,7 +20,7 @@ trains ([fsdp], [balance], ...), one of shapes is read as a training recipe (`tr
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from motet.core.errors import UserError
 from motet.core.limits import MAX_EXAMPLES
+from motet.core.module_degrees import ModuleDegrees
 from motet.core.sampler import Sampler
 from motet.core.shape_tables import ModelShapes
 from motet.core.spec import ModelSpec
@@ -57,6 +58,7 @@ class PlanRecipe(BaseModel):
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     cluster: ClusterConfig | None = None
     workload: Sampler | None = None
+    parallel: dict[str, ModuleDegrees] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class JobRecipe:
 
     workload: None if a planning recipe has none.
     trains:   whether it is read as a training recipe; its workload is its data.
+    parallel: the degrees of single modules that it states.
     """
 
     model: ModelSpec
@@ -73,6 +76,7 @@ class JobRecipe:
     cluster: ClusterConfig | None
     workload: Workload | None
     trains: bool
+    parallel: Mapping[str, ModuleDegrees]
 
 
 def read_job_recipe(path: Path, overrides: Sequence[str] = (), *, as_trained: bool = False) -> JobRecipe:
@@ -102,7 +106,7 @@ def _of_training(path: Path, overrides: Sequence[str]) -> JobRecipe:
     recipe = load_recipe(path, overrides, trains=False)
     model = spec_of_config(recipe.modules, recipe.vocabulary().vocabulary_size, path.stem)
     precision = PRECISION_OF_DTYPE[recipe.fsdp.param_dtype or recipe.run.dtype]
-    return JobRecipe(model, recipe.run.batch_size, precision, recipe.cluster, None, True)
+    return JobRecipe(model, recipe.run.batch_size, precision, recipe.cluster, None, True, recipe.parallel)
 
 
 def _of_planning(path: Path, read: RecipeText) -> JobRecipe:
@@ -113,7 +117,8 @@ def _of_planning(path: Path, read: RecipeText) -> JobRecipe:
         raise UserError(recipe_error(error.errors(), schema, str(path), read.text, read.set_keys)) from error
     model = recipe.model.spec(path.stem) if has_shapes else _model_of_hf(path, recipe)
     workload = recipe.workload and replace(recipe.workload.workload(), source=str(path))
-    return JobRecipe(model, recipe.run.batch_size, recipe.precision, recipe.cluster, workload, False)
+    run = recipe.run
+    return JobRecipe(model, run.batch_size, recipe.precision, recipe.cluster, workload, False, recipe.parallel)
 
 
 def _schema(model: Any) -> tuple[type[PlanRecipe], bool]:

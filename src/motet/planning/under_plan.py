@@ -14,6 +14,7 @@ from motet.core.plan import Plan
 from motet.cost.memory import PRECISION_OF_DTYPE
 from motet.cost.source import cost_model
 from motet.planner.job import Job
+from motet.planner.module_pins import unmet_pin
 from motet.planning.groups import in_groups
 from motet.planning.plan_of_recipe import recipe_of_plan
 from motet.planning.planned_recipe import read_job_recipe
@@ -32,8 +33,13 @@ def recipe_under_plan(recipe: Recipe, recipe_file: Path, plan_file: Path) -> tup
 
     Raises UserError for a Plan that training cannot run, and for the first thing in which recipe and Plan do not agree.
     """
-    chosen = ChosenPlan(plan_at(plan_file), plan_file, f"motet plan {recipe_file} --out {plan_file}")
-    plan = chosen.plan
+    replan = f"motet plan {recipe_file} --out {plan_file}"
+    return agreed(recipe, recipe_file, ChosenPlan(plan_at(plan_file), plan_file, replan))
+
+
+def agreed(recipe: Recipe, recipe_file: Path, chosen: ChosenPlan) -> tuple[Recipe, ChosenPlan]:
+    """As `recipe_under_plan`, for a Plan that has been read."""
+    plan, plan_file = chosen.plan, chosen.file
     recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"plan": plan_file})})
     if key := next(_decided_twice(recipe, plan), None):
         raise UserError(f"{recipe_file} sets {key}, which the plan {plan_file} decides; remove it.")
@@ -46,6 +52,9 @@ def recipe_under_plan(recipe: Recipe, recipe_file: Path, plan_file: Path) -> tup
             raise UserError(
                 f"{plan_file} is for {what} = {theirs}, and the recipe has {ours}; plan anew: {chosen.replan}."
             )
+    known = {module.name for module in plan.model.modules}  # A plan for another model is refused by `check_fits`.
+    if what := unmet_pin(plan, {name: stated for name, stated in recipe.parallel.items() if name in known}):
+        raise UserError(f"{plan_file}: {what} as in [parallel] of {recipe_file}; plan anew: {chosen.replan}.")
     if what := obstacle(plan, recipe):
         raise UserError(
             f"{plan_file} has {what}, which training cannot run yet; plan anew: {chosen.replan} --trainable."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -60,11 +60,18 @@ _MEMORY_ADVICE = (
 )
 
 
-def train(recipe: Recipe, *, resume: str = "auto", trace: bool = False, chosen: ChosenPlan | None = None) -> None:
+def train(
+    recipe: Recipe,
+    *,
+    resume: str = "auto",
+    trace: bool = False,
+    chosen: ChosenPlan | None = None,
+    plan: Callable[[World, Say], tuple[Recipe, ChosenPlan]] | None = None,
+) -> None:
     """Train as a recipe says, on this rank together with all others. All files are written to `recipe.run.dir`.
 
     resume: "auto", "never", or the path of a checkpoint. trace: write trace.json, timeline.json and timeline.html.
-    chosen: as of `build_job`.
+    chosen: as of `build_job`. plan: plans first, as a collective; it is given a function that prints a sentence.
     Raises UserError if the input is wrong, and SystemExit(128 + signal) after a signal to stop.
     """
     start_s = time.perf_counter()
@@ -77,6 +84,8 @@ def train(recipe: Recipe, *, resume: str = "auto", trace: bool = False, chosen: 
         with world.together():
             if world.is_first:
                 cleanup.enter_context(locked_run_folder(recipe.run.dir, say))
+        if plan is not None:
+            recipe, chosen = plan(world, say)
         job = build_job(recipe, world, resume, say, cleanup, chosen)
         predictor = None if chosen is None else _predictor(recipe, world, chosen, say, cleanup)
         _Run(job, trace, start_s, predictor, chosen).run()

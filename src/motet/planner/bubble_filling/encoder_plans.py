@@ -60,14 +60,20 @@ class EncoderPlans:
                 for degrees in product(encoder_degrees(shape), repeat=len(self.encoders)):
                     yield EncoderPlan(pp, dict(zip(self.encoders, degrees)))
 
+    def degrees(self, plan: EncoderPlan) -> dict[str, dict[str, int]]:
+        """Encoder -> its degrees by name."""
+        num_ranks = self.backbone.num_ranks // plan.pp
+        return {name: {"tp": tp, "pp": plan.pp, "dp": num_ranks // tp} for name, tp in plan.tp.items()}
+
     def units(self, plan: EncoderPlan) -> tuple[Unit, ...]:
         """The backbone's unit and those of the encoders beside it; nothing is recomputed."""
         units = [self.backbone]
         for name, tp in plan.tp.items():
             costs = self._block_costs(name, tp)
             counts = partition((costs.forward_s + costs.backward_s).tolist(), plan.pp)
-            dp = self.backbone.num_ranks // (plan.pp * tp)
-            units.append(Unit(name, tuple({name: count} for count in counts), dp=dp, pp=plan.pp, tp=tp))
+            stages = tuple({name: count} for count in counts)
+            degrees = self.degrees(plan)[name]
+            units.append(Unit(name, stages, dp=degrees["dp"], pp=plan.pp, tp=tp))
         return tuple(units)
 
     def plan(self, units: tuple[Unit, ...], fills: tuple[Fill, ...] = ()) -> Plan:

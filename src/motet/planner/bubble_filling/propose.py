@@ -31,6 +31,7 @@ from motet.planner.bubble_filling.fills import Filling, PlacedFills, fill
 from motet.planner.candidate import BUBBLE_FILLING, Candidate, Pins, RuledOut
 from motet.planner.infeasible import indivisible, nothing_divides
 from motet.planner.job import Job
+from motet.planner.module_pins import backbone_pins
 
 _MAX_TRIED, _MAX_FITTING, _NUM_PROPOSED = 12, 3, 2
 """So many backbones are tried, the best by estimate; until so many of them fit; and so many are proposed."""
@@ -48,6 +49,7 @@ _ESTIMATE_ERROR = 1.1
 def propose_bubble_filling(job: Job, pins: Pins, faster_than_s: float = math.inf) -> Iterator[Candidate | RuledOut]:
     """Encoders in the bubbles of the best backbones, finely and coarsely placed, if a step can then take less than
     faster_than_s."""
+    pins = backbone_pins(pins)
     if why := _never(job, pins):
         yield RuledOut(BUBBLE_FILLING, "", why)
         return
@@ -105,10 +107,10 @@ def _try_backbone(job: Job, pins: Pins, shape: PipelineShape, faster_than_s: flo
         return _Outcome(False, [_too_slow(shape)], [])
     # 2. The encoder plans that fit.
     plans = EncoderPlans(job, shape, pins.recompute or "least")
-    fitting, nearest = _fitting(plans)
+    fitting, nearest = _fitting(plans, pins)
     ruled_out = [nearest] if nearest is not None else []
     if not fitting:
-        why = "no encoder plan leaves each stage a block and each pipeline a microbatch."
+        why = "no encoder plan leaves each stage a block and each pipeline a microbatch, and is as pinned."
         return _Outcome(False, ruled_out or [RuledOut(BUBBLE_FILLING, str(shape), why)], [])
     # 3. What its busiest rank computes.
     least = min(fitting, key=_num_recomputed)
@@ -129,12 +131,14 @@ def _try_backbone(job: Job, pins: Pins, shape: PipelineShape, faster_than_s: flo
     return _Outcome(True, ruled_out, filler.candidates(fitted, filling, limit_s))
 
 
-def _fitting(plans: EncoderPlans) -> tuple[list[FittedPlan], RuledOut | None]:
-    """The encoder plans that fit memory, and the one that lacks least of those that do not."""
+def _fitting(plans: EncoderPlans, pins: Pins) -> tuple[list[FittedPlan], RuledOut | None]:
+    """The encoder plans as pinned that fit memory, and the one that lacks least of those that do not."""
     fitting: list[FittedPlan] = []
     nearest: RuledOut | None = None
     memory = EncoderMemory(plans)
     for plan in plans:
+        if not all(pins.of(name).allow(**degrees) for name, degrees in plans.degrees(plan).items()):
+            continue
         outcome = memory.fit(plan, math.inf if nearest is None else nearest.shortfall_bytes)
         if isinstance(outcome, FittedPlan):
             fitting.append(outcome)

@@ -115,10 +115,15 @@ def _nothing_allowed(job: Job, pins: Pins, num_blocks: int) -> str:
 def _allowed(job: Job, pins: Pins, num_blocks: int) -> Iterator[Degrees]:
     if not pins.allow(balance="off"):
         return
+    # Neighbouring modules may share a pipeline rank, and each may have ranks of its own.
+    least = max((pins.of(module.name).pp or 1 for module in job.model.modules), default=1)
+    most = sum(pins.of(module.name).pp or len(module.blocks) for module in job.model.modules)
     for tp in tensor_degrees(job):
         if not pins.allow(tp=tp):
             continue
         for pp in _divisors(job.cluster.num_ranks // tp, num_blocks) if pins.pp is None else (pins.pp,):
+            if not least <= pp <= most:
+                continue
             dp = most_replicas(job, tp * pp, pins) if pp <= num_blocks else 0
             for size in allowed_microbatch_sizes(job, dp, pins) if dp else ():
                 num = job.batch_size // (dp * size)

@@ -29,6 +29,7 @@ from motet.planner.chain.feasible_degrees import FeasibleDegrees
 from motet.planner.chain.pipeline import MICROBATCHES_TO_FILL, ChainPipeline, chain_passes
 from motet.planner.degrees import Degrees
 from motet.planner.job import Job
+from motet.planner.module_pins import common_pins, unmet_pin
 from motet.planner.stages.blocks import blocks_of
 from motet.planner.stages.stage_costs import StageLimits, Stages
 from motet.planner.stages.step_time import work_s
@@ -46,7 +47,7 @@ beside the best."""
 
 def propose_chain(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     """The best chains that fit, least estimate first; then the nearest of those that do not."""
-    candidates, ruled_out = ChainSearch(job, pins).run()
+    candidates, ruled_out = ChainSearch(job, common_pins(pins)).run()
     yield from candidates
     yield from ruled_out
 
@@ -63,6 +64,7 @@ class ChainSearch:
     """A search over the degrees of a job's chain, under pins.
 
     best, nearest: by tensor-parallel degree and schedule, the best that fits, and the nearest of what does not.
+    unpinned:      even cuts in which a module does not have the degrees that are pinned.
     """
 
     def __init__(self, job: Job, pins: Pins) -> None:
@@ -72,6 +74,7 @@ class ChainSearch:
         self.best: dict[tuple[int, ScheduleKind], _CutChain] = {}
         self.nearest: dict[tuple[int, ScheduleKind], _CutChain] = {}
         self.fitting: list[_CutChain] = []
+        self.unpinned: list[RuledOut] = []
         self._limits = cache(self._limits_of)
 
     def run(self) -> tuple[list[Candidate], list[RuledOut]]:
@@ -81,7 +84,7 @@ class ChainSearch:
             self._cut_smallest()
         candidates = sorted(map(self._candidate, self._chosen()), key=lambda candidate: candidate.estimate_s)
         nearest = sorted(self.nearest.values(), key=lambda chain: chain.rank_by)[:_MAX_RULED_OUT]
-        return candidates, [*map(self._ruled_out, nearest), *self.feasible.ruled_out]
+        return candidates, [*map(self._ruled_out, nearest), *self.feasible.ruled_out, *self.unpinned[:_MAX_RULED_OUT]]
 
     def _cut_fastest(self) -> None:
         """Cut degrees, those that are fastest at best first, until no others can be among the best."""
@@ -106,6 +109,9 @@ class ChainSearch:
     def _cut(self, degrees: Degrees) -> None:
         pipeline = self.pipeline(degrees)
         stages = pipeline.settled()
+        if why := unmet_pin(pipeline.plan(stages), self.pins.modules):
+            self.unpinned.append(RuledOut(CHAIN, degrees.words, f"cut evenly, {why}, as is pinned."))
+            return
         chain = _CutChain(stages.shortfall_bytes or pipeline.step_s(stages), degrees, stages)
         by_kind = self.nearest if stages.shortfall_bytes else self.best
         if not stages.shortfall_bytes:
@@ -140,6 +146,8 @@ class ChainSearch:
         pipeline = self.pipeline(degrees)
         has_one_stage = 1 < degrees.num_stages == degrees.pp
         stages, num_simulated = pipeline.fastest_beside(exact) if has_one_stage else (exact, 1)
+        if unmet_pin(pipeline.plan(stages), self.pins.modules):
+            stages = exact
         return Candidate(
             CHAIN,
             degrees.words,

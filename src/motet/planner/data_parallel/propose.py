@@ -18,6 +18,7 @@ from motet.planner.data_parallel.search import DataParallelSearch, PlacedShardin
 from motet.planner.data_parallel.zero import ZeroSharding
 from motet.planner.infeasible import indivisible, tensor_degrees
 from motet.planner.job import Job
+from motet.planner.module_pins import common_pins
 from motet.planner.stages.recompute import RecomputeMode
 from motet.schedule import check_fit
 from motet.simulate.show.drawing import shown_seconds
@@ -30,6 +31,7 @@ def propose_data_parallel(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut
 
     It rules out shardings that lack memory, and batch sizes that do not divide among the ranks.
     """
+    pins = common_pins(pins)
     if why := _refused(job, pins):
         yield RuledOut(DATA_PARALLEL, "", why)
         return
@@ -51,6 +53,10 @@ def propose_data_parallel(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut
 def _refused(job: Job, pins: Pins) -> str | None:
     if not pins.allow(pp=1):
         return f"data parallelism has no pipeline; PP is pinned to {pins.pp}."
+    if cut := next(
+        (f"{name} is pinned to {stated}" for name, stated in pins.modules.items() if stated.pp not in (None, 1)), ""
+    ):
+        return f"data parallelism has no pipeline; {cut}."
     if not pins.allow(schedule="data_parallel"):
         return f"data parallelism has no pipeline; the schedule is pinned to {pins.schedule!r}."
     # `_wrong` rules out what does not divide the batch, and names batches that would.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -48,6 +49,7 @@ class Limits:
     num_ranks:  ranks that may be used. batch_size: examples of a step. capacity_bytes: memory of a rank.
     num_chunks: stages of each pipeline rank (virtual pipeline): they divide the time until the pipeline is full.
     global_microbatch_size: examples of one microbatch of all replicas together; 0 is any number.
+    replicas:   those that a unit must have, by its name; other units may have any number.
     """
 
     num_ranks: int
@@ -55,6 +57,7 @@ class Limits:
     capacity_bytes: float = np.inf
     num_chunks: int = 1
     global_microbatch_size: int = 0
+    replicas: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

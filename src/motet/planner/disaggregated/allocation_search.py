@@ -108,6 +108,8 @@ class _Table(NamedTuple):
         the microbatches that the unit's own stages keep in flight."""
         unit = self.unit
         row = self.row[size % unit.num_examples[self.row] == 0]
+        if unit.name in limits.replicas:
+            row = row[size == unit.num_examples[row] * limits.replicas[unit.name]]
         dp = size // unit.num_examples[row]
         ranks = unit.tp[row] * unit.pp[row] * dp
         row, dp, ranks = (column[ranks <= most_ranks] for column in (row, dp, ranks))

@@ -23,6 +23,7 @@ from motet.planner.disaggregated.placed_units import PlacedUnits, side_of
 from motet.planner.disaggregated.unit_options import RECOMPUTED_SHARES, microbatch_sizes, unit_options
 from motet.planner.infeasible import indivisible, not_apart
 from motet.planner.job import Job
+from motet.planner.module_pins import backbone_pins
 from motet.simulate.show.drawing import shown_seconds
 
 _MAX_MICROBATCH_SIZE = 16
@@ -39,6 +40,7 @@ Allocate = Callable[[Sequence[UnitOptions], Limits], Allocation | None]
 def propose_disaggregated(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     """Each module on ranks of its own, in 1F1B across units or with the backbone's chunks interleaved: the best by
     estimate, and those that lack memory."""
+    pins = backbone_pins(pins)
     why = not_apart(job, pins, interleaved=True) or indivisible(job, pins, len(job.model.module(BACKBONE).blocks))
     if why:
         yield RuledOut(DISAGGREGATED, "", why)
@@ -98,7 +100,7 @@ def _interleaved(one: PlacedUnits, baseline: PlacedUnits | None, pins: Pins) -> 
 
 
 def options(job: Job, pins: Pins) -> list[UnitOptions]:
-    """The ways to run each module, in the order of the model; those of the backbone as pinned."""
+    """The ways to run each module, in the order of the model; as pinned."""
     shares = RECOMPUTED_SHARES[pins.recompute or "least"]
     units = []
     for module in job.model.modules:
@@ -108,7 +110,9 @@ def options(job: Job, pins: Pins) -> list[UnitOptions]:
             units.append(unit.take(unit.tp == pins.tp) if pins.tp else unit)
         else:
             side = side_of(job.model, module.name)
-            units.append(unit_options(job, module.name, side, microbatch_sizes(job), shares))
+            pinned = pins.of(module.name)
+            unit = unit_options(job, module.name, side, microbatch_sizes(job), shares, pinned.pp)
+            units.append(unit.take(unit.tp == pinned.tp) if pinned.tp else unit)
     return units
 
 
@@ -151,7 +155,11 @@ def _pinned(
 ) -> tuple[list[UnitOptions], Limits]:
     """The units, the backbone's rows only for one microbatch size and, unless it is None, one TP; DP is as pinned."""
     limits = Limits(
-        job.cluster.num_ranks, job.batch_size, job.capacity_bytes, global_microbatch_size=(pins.dp or 0) * size
+        job.cluster.num_ranks,
+        job.batch_size,
+        job.capacity_bytes,
+        global_microbatch_size=(pins.dp or 0) * size,
+        replicas={name: stated.dp for name, stated in pins.modules.items() if stated.dp is not None},
     )
     rows = [(unit.num_examples == size) & ((unit.tp == tp) | (tp is None)) | (unit.side != 0) for unit in units]
     return [unit if unit.side else unit.take(row) for unit, row in zip(units, rows)], limits

@@ -11,7 +11,7 @@ the erratum that adds recomputation).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import product
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from motet.planner.degrees import allowed_microbatch_sizes, most_replicas
 from motet.planner.infeasible import indivisible, not_apart, nothing_divides, tensor_degrees
 from motet.planner.job import Job
 from motet.planner.modality_parallel.pipeline import ModalityDegrees, ModalityPipeline
+from motet.planner.module_pins import backbone_pins, common_pins
 from motet.planner.stages.partition import slowest_stages
 from motet.planner.stages.recompute import RecomputeMode
 from motet.planner.stages.stage_costs import Stages
@@ -47,6 +48,7 @@ class _CutModalities(NamedTuple):
 
 def propose_modality_parallel(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
     """The best Plans that fit, least estimate first; then the nearest of those that do not."""
+    pins = backbone_pins(common_pins(pins))
     if why := not_apart(job, pins) or indivisible(job, pins, len(job.model.module(BACKBONE).blocks)):
         yield RuledOut(MODALITY_PARALLEL, "", why)
         return
@@ -118,7 +120,8 @@ def _with_tensor_degree(job: Job, pins: Pins, tp: int, aware: bool) -> Iterator[
     names = [module.name for module in job.model.modules]
     backbone = names.index(BACKBONE)
     others = [module for module in range(len(names)) if module != backbone]
-    most = job.cluster.num_ranks // tp
+    most, pinned = job.cluster.num_ranks // tp, [pins.of(name).pp for name in names]
+    pinned[backbone] = pins.pp
     uneven = cache(lambda size, pp, dp: unevenness(job, size, tp, ("1f1b", pp, dp)))
     for size in allowed_microbatch_sizes(job, 1, pins):
         # 1. Seconds of each module: in all, and of its slowest stage for each number of stages.
@@ -126,7 +129,7 @@ def _with_tensor_degree(job: Job, pins: Pins, tp: int, aware: bool) -> Iterator[
         total_s = [float(column.sum()) for column in block_s]
         slowest_s = [slowest_stages(column.tolist(), most) for column in block_s]
         path_s = total_s[backbone] + max(total_s[module] for module in others)
-        for num_stages in _stage_counts(slowest_s, backbone, most, pins.pp):
+        for num_stages in _stage_counts(slowest_s, backbone, most, pinned):
             # 2. Replicas and microbatches.
             dp = most_replicas(job, tp * sum(num_stages), pins)
             if not dp or size not in allowed_microbatch_sizes(job, dp, pins):
@@ -148,19 +151,20 @@ def _block_seconds(job: Job, name: str, size: int, tp: int, pins: Pins, aware: b
 
 
 def _stage_counts(
-    slowest_s: list[Float64Array], backbone: int, most: int, pinned: int | None
+    slowest_s: list[Float64Array], backbone: int, most: int, pinned: Sequence[int | None]
 ) -> Iterator[tuple[int, ...]]:
     """Stages of each module, at most `most` in all, for each number of stages of the backbone.
 
     slowest_s: of each module, seconds of the slowest stage for 1, 2, ... stages. backbone: its index.
+    pinned:    of each module, its number of stages; None is any.
     """
     for number in range(1, min(most, len(slowest_s[backbone])) + 1):
-        if pinned not in (None, number):
+        if pinned[backbone] not in (None, number):
             continue
         target_s = float(slowest_s[backbone][number - 1])
         options = [
-            (number,) if module == backbone else nearest_stage_counts(column, target_s)
-            for module, column in enumerate(slowest_s)
+            (number,) if module == backbone else (fixed,) if fixed else nearest_stage_counts(column, target_s)
+            for module, (column, fixed) in enumerate(zip(slowest_s, pinned))
         ]
         for num_stages in product(*options):
             if sum(num_stages) <= most:

@@ -31,9 +31,10 @@ from pydantic import (
 
 from motet.core.errors import UserError
 from motet.core.limits import MAX_EXAMPLES, MAX_SEED, MAX_STEPS, MAX_WAIT_S
+from motet.core.module_degrees import ModuleDegrees
 from motet.core.sampler import Sampler
 from motet.core.shape_tables import ModelShapes
-from motet.core.workload import Workload
+from motet.core.workload import BACKBONE, Workload
 from motet.cost.catalogue import ClusterConfig
 from motet.data.audio import AudioTransform
 from motet.data.config import DataConfig, DrawnDataConfig
@@ -140,6 +141,10 @@ class Recipe(BaseModel):
     cluster: ClusterConfig | None = Field(
         None, description="what `motet plan` and `motet simulate` predict for; training takes what it is given"
     )
+    parallel: dict[str, ModuleDegrees] = Field(
+        default_factory=dict,
+        description="degrees of parallelism of single modules: `motet plan` keeps to them, and plans what is not said",
+    )
 
     @field_validator("transforms", mode="before")
     @classmethod
@@ -221,6 +226,16 @@ class Recipe(BaseModel):
                 "data.group keeps a rank's microbatch below caps by what it computes, and balance.policy weighs "
                 "something else; remove one of them"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _parallel_has_modules(self) -> Recipe:
+        modules = [*self.model.encoders, *getattr(self.model, "generators", {}), BACKBONE]
+        for name in self.parallel:
+            if name not in modules:
+                raise ValueError(
+                    f"parallel.{name} has no effect, as the model has no such module; it has {', '.join(modules)}"
+                )
         return self
 
     def microbatches_on(self, num_ranks: int) -> int:

@@ -1,0 +1,86 @@
+"""Pins of single modules: every Plan that is found has them, and what no Plan has is one sentence."""
+
+import pytest
+
+from motet.core.errors import UserError
+from motet.core.module_degrees import ModuleDegrees
+from motet.planner.candidate import Pins
+from motet.planner.module_pins import degrees_of, unmet_pin
+from motet.planner.pins import parse_pins, pins_in_words
+from motet.planner.search import search
+from motet.planner.search_result import nothing_fits
+from motet.planner.strategies import STRATEGIES
+from unit.planner.jobs import job
+
+EIGHT = job(batch_size=16)
+
+
+def found(*texts, **options):
+    return search(EIGHT, STRATEGIES, parse_pins(texts, STRATEGIES), **options)
+
+
+@pytest.mark.parametrize(
+    ("pins", "strategies"),
+    [
+        (["image.pp=1", "backbone.pp=2", "backbone.dp=2", "image.dp=2"], {"modality parallel", "disaggregated"}),
+        (["image.pp=2", "audio.pp=1", "image.tp=1", "backbone.tp=1"], {"modality parallel"}),
+        (["image.dp=4", "backbone.dp=2"], {"disaggregated"}),
+        (["image.dp=8", "audio.pp=1", "backbone.dp=8"], {"data parallel"}),
+        (["image.tp=2", "backbone.tp=4"], {"disaggregated"}),
+        (["backbone.pp=2", "image.pp=2"], {"bubble filling", "disaggregated"}),
+        (["strategy=chain", "backbone.pp=3"], {"chain"}),
+    ],
+)
+def test_every_plan_that_is_found_has_the_pinned_degrees(pins, strategies):
+    result = found(*pins)
+    for one in result.results:
+        plan = one.candidate.plan
+        for text in pins:
+            module, _, rest = text.partition(".")
+            degree, _, value = rest.partition("=")
+            assert text.startswith("strategy") or getattr(degrees_of(plan, module), degree) == int(value)
+    assert strategies <= {one.candidate.strategy for one in result.results}
+
+
+@pytest.mark.parametrize(
+    ("pins", "said"),
+    [
+        (["video.tp=2"], "the model has no module 'video'; it has image, audio, backbone."),
+        (["image.cp=2"], "no plan has context parallelism yet"),
+        (["image.tp=3"], "image is pinned to tp = 3; it must be one of 1, 2, 4"),
+        (["audio.pp=5"], "audio is pinned to pp = 5; it must be 1 to 4, its blocks."),
+        (["image.pp=2", "image.dp=8"], "image is pinned to pp = 2, dp = 8, 16 ranks, and the cluster has 8."),
+    ],
+)
+def test_what_no_plan_has_is_one_sentence(pins, said):
+    with pytest.raises(UserError, match=said):
+        found(*pins)
+
+
+def test_pins_that_are_possible_only_alone_are_named_where_nothing_fits():
+    result = found("image.dp=5", "backbone.dp=2")
+    assert not result.results and "image.dp = 5, backbone.dp = 2" in nothing_fits(result)
+
+
+def test_strategies_of_one_unit_say_which_pins_differ():
+    ruled_out = {one.strategy: one.why for one in found("image.tp=1", "backbone.tp=2").ruled_out}
+    assert "TP of backbone is pinned to 2, and another pin says 1" in ruled_out["chain"]
+    assert ruled_out["data parallel"] == ruled_out["chain"]
+
+
+@pytest.mark.parametrize("text", ["image.xp=2", "image.tp=0", "image.tp=two", ".tp=1"])
+def test_a_pin_of_a_module_that_cannot_be_read_is_refused(text):
+    with pytest.raises(UserError, match=f"^--pin {text}: "):
+        found(text)
+
+
+def test_a_pin_of_the_command_line_outweighs_that_of_the_recipe():
+    stated = {"image": ModuleDegrees(tp=1, pp=2), "audio": ModuleDegrees(dp=2)}
+    pins = Pins(modules={"image": ModuleDegrees(pp=1)}).beside(stated)
+    assert pins_in_words(pins) == "image.tp = 1, image.pp = 1, audio.dp = 2"
+
+
+def test_a_plan_says_which_pin_it_does_not_have():
+    plan = found("strategy=data-parallel").best.candidate.plan
+    assert unmet_pin(plan, {"image": ModuleDegrees(pp=1, dp=3)}) == "image has dp = 8, not 3"
+    assert not unmet_pin(plan, {"image": ModuleDegrees(pp=1)})
