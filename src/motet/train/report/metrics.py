@@ -41,6 +41,7 @@ class MeasuredStep:
     core_wait_s: seconds of wall_s in which the step was ready to run and had no core; NaN if the kernel does not count.
     actions:     name -> seconds of an action; all ranks have the same names in the same order.
     recomputed:  module -> the recomputed blocks of each microbatch; all ranks have the same names in the same order.
+    lacking_bytes: what a microbatch takes, by prediction, above what the rank may fill; 0 if nothing is predicted.
     """
 
     wall_s: float
@@ -49,6 +50,7 @@ class MeasuredStep:
     core_wait_s: float
     actions: Mapping[str, float]
     recomputed: Mapping[str, Sequence[int]]
+    lacking_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ def gather_measured(measured: MeasuredStep, world: World, request: int) -> tuple
         measured.decide_s,
         measured.core_wait_s,
         float(peak_memory_bytes(world.device)),
+        measured.lacking_bytes,
     ]
     most = [float(max(blocks)) for blocks in measured.recomputed.values()]
     usual = [sum(blocks) / len(blocks) for blocks in measured.recomputed.values()]
@@ -105,7 +108,11 @@ def gather_measured(measured: MeasuredStep, world: World, request: int) -> tuple
         "data_wait_s": _rounded(largest[2]),
         "decide_s": _rounded(largest[3]),
         "core_wait_s": _rounded(largest[4]),
-        "memory": {"peak_bytes": int(largest[5]), "kind": memory_kind(world.device)},
+        "memory": {
+            "peak_bytes": int(largest[5]),
+            "kind": memory_kind(world.device),
+            "lacking_bytes": math.ceil(largest[6]),
+        },
         "actions": actions,
         "recompute": recomputed,
     }
