@@ -65,11 +65,15 @@ class ItemLengths:
         first = np.searchsorted(self.example, examples)
         counts = np.searchsorted(self.example, examples, side="right") - first
         taken = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+        return replace(self.take_items(taken), example=np.repeat(np.arange(len(examples)), counts))
+
+    def take_items(self, items: Int64Array) -> ItemLengths:
+        """The given items, int64 [n], in this order; their examples keep their numbers."""
         return ItemLengths(
-            np.repeat(np.arange(len(examples)), counts),
-            self.length[taken],
-            self.num_tokens[taken],
-            None if self.segments is None else self.segments.take(taken),
+            self.example[items],
+            self.length[items],
+            self.num_tokens[items],
+            None if self.segments is None else self.segments.take(items),
         )
 
     def summed(self, of_length: Callable[[Int64Array], Int64Array]) -> Int64Array:

@@ -164,6 +164,7 @@ class RankBatch:
     lengths, decision: of the whole microbatch, the same on all ranks.
     recompute: per module, the number of its first blocks that this rank recomputes in backward; None: as in every
                microbatch.
+    predicted_bytes: this rank's peak, with that recomputation; 0: it was not predicted.
     rank:      this rank.
     group:     moves encoder outputs between ranks; it is needed by `insert_features` alone.
     num_step_targets: tokens on which loss is taken, over all ranks and all microbatches of the step; None: the step has
@@ -186,6 +187,7 @@ class RankBatch:
     lengths: BatchLengths
     decision: Decision
     recompute: Mapping[str, int] | None = None
+    predicted_bytes: float = 0.0
     rank: int = 0
     group: dist.ProcessGroup | None = None
     num_step_targets: int | None = None

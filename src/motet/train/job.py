@@ -57,6 +57,7 @@ from motet.train.optimizer import build_optimizer
 from motet.train.planned_job import ChosenPlan, build_part, check_cuts
 from motet.train.recipe.recipe import DrawnRecipe, Recipe
 from motet.train.recompute import Recomputation, RecomputeRanks, auto_recompute, memory_bytes
+from motet.train.report.metrics import peak_memory_bytes
 from motet.train.world import World
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -100,7 +101,7 @@ def build_job(
     if chosen is not None and chosen.plan.schedule != "data_parallel":
         return _build_planned_job(recipe, world, resume, say, cleanup, chosen)
     check_same_backend(world)
-    rank_bytes = _memory_bytes(recipe, world)
+    rank_bytes, before_bytes = _memory_bytes(recipe, world), peak_memory_bytes(world.device)
     with world.together():
         _check_transport(recipe, world)
         dtype = _DTYPES[recipe.run.dtype]
@@ -125,7 +126,7 @@ def build_job(
         _check_bad_at_indexing(recipe, dataset)
         microbatches = recipe.microbatches_on(world.num_ranks)  # Refused before anything is sharded.
         order = build_order(recipe, dataset, say)
-        recomputation = _recomputation(recipe, world, rank_bytes, spec, dataset, order, say)
+        recomputation = _recomputation(recipe, world, (rank_bytes, before_bytes), spec, dataset, order, say)
         if recomputation.auto is not None:
             # Now it is known what is recomputed, and so what weighs how much.
             orchestrator = _orchestrator(recomputation.recipe, model, spec, measured, world)
@@ -201,20 +202,25 @@ def _memory_bytes(recipe: Recipe, world: World) -> int:
 def _recomputation(
     recipe: Recipe,
     world: World,
-    rank_bytes: int,
+    memory: tuple[int, int],
     spec: ModelSpec,
     dataset: Examples | OwnSplits,
     order: ExampleOrder,
     say: Say,
 ) -> Recomputation:
-    """What the run recomputes, by the numbers of the recipe or by "auto"."""
+    """What the run recomputes, by the numbers of the recipe or by "auto".
+
+    memory: bytes that every rank has, and this rank's peak before the model was built.
+    """
     if recipe.fsdp.recompute != "auto":
         return Recomputation(recipe, spec)
+    rank_bytes, before_bytes = memory
     ranks = RecomputeRanks(world.num_ranks, world.ranks_per_node, world.device.type, rank_bytes)
     assert not isinstance(dataset, OwnSplits), "a recipe that reads splits states numbers"
     chosen = auto_recompute(recipe, spec, ranks, order, lambda ids: dataset.batch_lengths(ids, 1))
     say(str(chosen))
-    return Recomputation(chosen.resolved, spec, chosen)
+    correction = chosen.correction(world.device.type, lambda: peak_memory_bytes(world.device) - before_bytes)
+    return Recomputation(chosen.resolved, spec, chosen, correction=correction)
 
 
 def _build_planned_job(

@@ -5,6 +5,7 @@
   most bytes saved per second (`planner/stages/recompute.py`). Seconds are those of operations at an assumed speed, not
   measured, so that all ranks, a resumed run and a simulation say the same. Ranks need not agree: recomputation changes
   no collective (`runtime/fsdp.py: recompute_first`).
+- In training, measured peaks of the first steps correct the predicted ones (`recompute_measured.py`).
 - Before the first step, the steps of the run that keep most are decided, as training will decide them. If one of them
   does not fit with everything recomputed, the run does not start. The numbers for the largest of them are those of the
   recipe's Plan, and weigh items in balancing.
@@ -12,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -40,11 +41,13 @@ from motet.planner.stages.recompute import Fit
 from motet.train.balancing import recipe_orchestrator
 from motet.train.input.largest import LengthsOf, largest_steps
 from motet.train.recipe.recipe import Recipe
+from motet.train.recompute_measured import RESIDENT_RESOLUTION_BYTES, PeakCorrection
 
 _MAX_ROUNDS = 4
 """The most times that recomputation is chosen, as it weighs the items whose places it depends on."""
 _BYTES_A_FLOP = 1 / 200
 """Memory bandwidth over operations that is assumed for a device: about that of current GPUs and CPU cores."""
+_FIT_ADVICE = "raise run.microbatches, lower run.batch_size or data.max_sequence_length, or take more ranks."
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,14 @@ class Recomputation:
 
     recipe: with numbers in place of "auto". spec: of its model. auto: None where the recipe states numbers.
     planned: the numbers of a Plan, of this rank's stages, in place of the recipe's.
+    correction: of this rank's predicted bytes, by those that are measured; None: they are not corrected.
     """
 
     recipe: Recipe
     spec: ModelSpec
     auto: AutoRecompute | None = None
     planned: Mapping[str, int] | None = None
+    correction: PeakCorrection | None = None
 
     @cached_property
     def num_blocks(self) -> Mapping[str, int]:
@@ -77,7 +82,27 @@ class Recomputation:
 
     def of_rank(self, batch: RankBatch, rank: int) -> RankBatch:
         """The microbatch with what a rank recomputes of it."""
-        return self.auto.of_rank(batch, rank) if self.auto else replace(batch, recompute=self.num_blocks)
+        if self.auto is None:
+            return replace(batch, recompute=self.num_blocks)
+        return self.auto.of_rank(batch, rank, self.correction.limit_bytes if self.correction else None)
+
+    def corrected(self, batch: RankBatch, rank: int) -> RankBatch:
+        """The microbatch, which is decided anew if it was before the limit became lower, and no longer fits."""
+        return self.of_rank(batch, rank) if self.lacking_bytes([batch]) else batch
+
+    def lacking_bytes(self, batches: Sequence[RankBatch]) -> float:
+        """What the fullest of a rank's microbatches takes above what the rank may fill, by prediction; 0 if it fits."""
+        if self.correction is None:
+            return 0.0
+        return max(0.0, max(batch.predicted_bytes for batch in batches) - self.correction.limit_bytes)
+
+    def lacking_words(self, step: int, lacking_bytes: float) -> str:
+        """The warning about a step with a microbatch that does not fit. lacking_bytes: of the rank that lacks most."""
+        assert self.auto is not None
+        return (
+            f'fsdp.recompute = "auto": with every block recomputed, a microbatch of step {step} lacks '
+            f"{size_words(lacking_bytes)} of memory on a rank, by prediction, and a later one may too: {_FIT_ADVICE}"
+        )
 
     def metrics(self, batches: Sequence[RankBatch]) -> dict[str, list[int]]:
         """By module, the recomputed blocks of each microbatch on this rank."""
@@ -109,17 +134,30 @@ class AutoRecompute:
         """The recipe with these numbers in place of "auto"."""
         return with_numbers(self.recipe, self.num_blocks)
 
-    def of_rank(self, batch: RankBatch, rank: int) -> RankBatch:
-        """The microbatch with the least recomputation that fits on this rank; all, if even that does not fit."""
+    def of_rank(self, batch: RankBatch, rank: int, limit_bytes: float | None = None) -> RankBatch:
+        """The microbatch with the least recomputation that fits on this rank; all, if even that does not fit.
+
+        limit_bytes: the largest predicted peak that fits; None: what the device has.
+        """
         lengths, placed = batch.lengths, batch.decision.assignments
         own = {name: assignment.on_rank(rank) for name, assignment in placed.items()}
         load = load_alone(
             self.job,
-            {name: lengths.of(name).length[items] for name, items in own.items()},
+            {name: lengths.of(name).take_items(items) for name, items in own.items()},
             int(lengths.num_targets[own[BACKBONE]].sum()),
         )
-        fit = fit_recomputation(load, self._state, self.job.capacity_bytes, "least")
-        return replace(batch, recompute=dict(fit.recompute[0]))
+        limit_bytes = self.job.capacity_bytes if limit_bytes is None else limit_bytes
+        fit = fit_recomputation(load, self._state, limit_bytes, "least")
+        return replace(batch, recompute=dict(fit.recompute[0]), predicted_bytes=fit.peak_bytes)
+
+    def correction(self, device_type: str, peak_bytes: Callable[[], int]) -> PeakCorrection:
+        """The correction of one rank's predicted bytes. peak_bytes: as of `PeakCorrection`."""
+        return PeakCorrection(
+            self.job.capacity_bytes,
+            sum(state.held_bytes for state in self._state.values()),
+            peak_bytes,
+            resolution_bytes=0.0 if device_type == "cuda" else RESIDENT_RESOLUTION_BYTES,
+        )
 
     @cached_property
     def _state(self) -> Mapping[str, ModuleState]:
@@ -168,8 +206,7 @@ def auto_recompute(
     if fit.shortfall_bytes:
         raise UserError(
             f'fsdp.recompute = "auto": with every block recomputed, the largest microbatch takes '
-            f"{size_words(fit.peak_bytes)} on a rank, which may fill {size_words(job.capacity_bytes)}: "
-            "raise run.microbatches, lower run.batch_size or data.max_sequence_length, or take more ranks."
+            f"{size_words(fit.peak_bytes)} on a rank, which may fill {size_words(job.capacity_bytes)}: {_FIT_ADVICE}"
         )
     return found
 

@@ -30,6 +30,7 @@ from motet.train.optimizer import learning_rate, set_learning_rate
 from motet.train.planned_job import ChosenPlan, recomputed_in
 from motet.train.predicting import StepPredictor, run_cost
 from motet.train.recipe.recipe import Recipe, dump_recipe
+from motet.train.recompute_measured import RankCorrection, correction_words
 from motet.train.report.beside import LAST_STEP, MeasuredBeside, predicted_actions, write_last_step
 from motet.train.report.metrics import (
     MeasuredStep,
@@ -112,6 +113,7 @@ class _Run:
         self.bad_steps = BadSteps(self.recipe, job.dataset, self.world)
         self.spans: list[Span] | None = [] if trace else None
         self.evaluations: dict[int, Evaluation] = {}
+        self.has_warned = False
         self.spec, self.plan_hash = job.spec, None if job.plan is None else plan_digest(job.plan)
         self.recomputed = (
             self.recipe.fsdp.recomputed(self.spec.num_blocks) if job.plan is None else recomputed_in(job.plan)
@@ -175,8 +177,9 @@ class _Run:
         with self._open_feed() as feed:
             ended = StepEnd.now()
             for step in range(self.first_step, recipe.run.steps):
-                fed = feed.next_step()
+                fed = self._corrected(feed.next_step())
                 waited_s = time.perf_counter() - ended.time_s
+                lacking_bytes = self.job.recomputation.lacking_bytes(fed.batches)
                 result, cause = self._step(step, fed)
                 now = StepEnd.now()
                 measured = MeasuredStep(
@@ -187,6 +190,7 @@ class _Run:
                     result.seconds_by_action,
                     self.job.recomputation.metrics(fed.batches),
                     RankTime.of(result),
+                    lacking_bytes,
                 )
                 ended = now
                 request = self._record(result, cause, fed, measured)
@@ -238,6 +242,26 @@ class _Run:
         decided = self.job.recomputation.of_rank(batch, self.world.rank)
         return decided.pin_memory() if self.world.device.type == "cuda" else decided
 
+    def _corrected(self, fed: StepInput) -> StepInput:
+        """The input, with what is recomputed decided by the newest correction: some was prefetched before it."""
+        recomputation, rank = self.job.recomputation, self.world.rank
+        return dataclasses.replace(fed, batches=[recomputation.corrected(batch, rank) for batch in fed.batches])
+
+    @contextmanager
+    def _correcting(self, fed: StepInput) -> Iterator[None]:
+        """Correct predicted bytes by those of the step in the block, if it is one of the first. A collective then."""
+        correction = self.job.recomputation.correction
+        if correction is None or not correction.is_measuring:
+            yield
+            return
+        correction.begin_step()
+        yield
+        correction.end_step(max(batch.predicted_bytes for batch in fed.batches))
+        if not correction.is_measuring:
+            of_ranks = self.world.gather(RankCorrection(correction.largest, correction.limit_bytes))
+            capacity_bytes, resolution_bytes = correction.capacity_bytes, correction.resolution_bytes
+            self._say(correction_words(of_ranks, self.first_step, capacity_bytes, resolution_bytes))
+
     def _step(self, step: int, fed: StepInput) -> tuple[StepResult, Cause | None]:
         """Take a step; with the cause if it is not finite. A collective."""
         set_learning_rate(self.job.optimizer, learning_rate(self.recipe.optimizer, step, self.recipe.run.steps))
@@ -245,7 +269,8 @@ class _Run:
         batches = [batch.to(self.world.device, non_blocking=True) for batch in fed.batches]
         if self.predictor is not None:
             self.predictor.start(fed.batches)
-        result = self.job.step.run(batches, step)
+        with self._correcting(fed):
+            result = self.job.step.run(batches, step)
         if result.is_finite:
             self.bad_steps.passed()
             return result, None
@@ -281,6 +306,9 @@ class _Run:
     def _record(self, result: StepResult, cause: Cause | None, fed: StepInput, measured: MeasuredStep) -> int:
         """Log a step; returns the largest request of any rank. A collective."""
         joined, request = gather_measured(measured, self.world, self._request())
+        if (lacking_bytes := joined["memory"]["lacking_bytes"]) and not self.has_warned:
+            self.has_warned = True
+            self._say(self.job.recomputation.lacking_words(result.step + 1, lacking_bytes))
         if self.spans is not None:
             self.spans += result.timeline
         prediction = self._prediction(joined)

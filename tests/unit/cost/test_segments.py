@@ -16,7 +16,9 @@ from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.cost.flops import batch_flops, pairs_of, work_of
 from motet.cost.operations import Operations
 from motet.cost.phases import PhaseTimes, Picoseconds
+from motet.planner.data_parallel.loads import load_alone
 from unit.cost.test_operations import model
+from unit.planner.jobs import job
 
 ITEMS = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=5), min_size=1, max_size=8)
 
@@ -74,6 +76,18 @@ def test_work_of_microbatches_is_that_of_their_segments(items, count):
         apart = work_of(layer, segments.length, np.repeat(microbatch, segments.counts), count)
         np.testing.assert_array_equal(found.rows, apart.rows)
         np.testing.assert_array_equal(found.pairs, apart.pairs)
+
+
+@given(ITEMS)
+def test_a_rank_keeps_for_an_item_what_its_segments_keep(items):
+    """Each has rows of its own, such as a class row."""
+    on_rank = job(model())
+
+    def kept_bytes(lengths):
+        own = {name: lengths.of(name) for name in ("image", "audio", BACKBONE)}
+        return load_alone(on_rank, own, 3).modules["image"].kept_bytes
+
+    assert kept_bytes(images(items)) == kept_bytes(images(items, split=True))
 
 
 @given(ITEMS, st.integers(0, 9), st.integers(0, 9))

@@ -71,8 +71,8 @@ def batches_of(job, auto: AutoRecompute) -> list[RankBatch]:
 
 def peak_bytes(auto: AutoRecompute, batch: RankBatch, rank: int, recompute) -> float:
     own = {name: placed.on_rank(rank) for name, placed in batch.decision.assignments.items()}
-    lengths = {name: batch.lengths.of(name).length[items] for name, items in own.items()}
-    load = load_alone(auto.job, lengths, int(batch.lengths.num_targets[own["backbone"]].sum()))
+    items = {name: batch.lengths.of(name).take_items(chosen) for name, chosen in own.items()}
+    load = load_alone(auto.job, items, int(batch.lengths.num_targets[own["backbone"]].sum()))
     return load.peak_bytes(recompute, state_of(auto.job, auto.unit))
 
 

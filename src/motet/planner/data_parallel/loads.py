@@ -18,7 +18,7 @@ from motet.core.arrays import Float64Array, Int64Array
 from motet.core.exchange import Moved
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
-from motet.core.workload import BACKBONE
+from motet.core.workload import BACKBONE, ItemLengths
 from motet.cost.flops import work_of
 from motet.cost.memory import StageLayer, activation_bytes, stage_layers, stage_memory
 from motet.cost.model import Work, backward_seconds
@@ -213,15 +213,14 @@ def load_of(job: Job, assignment: StepAssignment, unit: Unit) -> Load:
     return replace(load, methods=assignment.methods)
 
 
-def load_alone(job: Job, lengths: Mapping[str, Int64Array], num_targets: int) -> Load:
-    """The load of one rank in one microbatch.
-
-    lengths: int64 [num_items] of each module's items on the rank. num_targets: of its sequences.
-    """
+def load_alone(job: Job, items: Mapping[str, ItemLengths], num_targets: int) -> Load:
+    """The load of one rank in one microbatch. items: of each module, on the rank. num_targets: of its sequences."""
 
     def work(name: str, layer: Layer) -> Work:
+        own = items[name]
         targets = num_targets if name == BACKBONE else None
-        return work_of(layer, lengths[name], padded=job.model.module(name).padded, num_targets=targets)
+        padded = job.model.module(name).padded
+        return work_of(layer, own.length, padded=padded, num_targets=targets, segments=own.segments)
 
     return _load(job, 1, work, (1, 1), lambda _: None)
 

@@ -44,6 +44,7 @@ class MeasuredStep:
     actions:     name -> seconds of an action; all ranks have the same names in the same order.
     recomputed:  module -> the recomputed blocks of each microbatch; all ranks have the same names in the same order.
     time:        in which it computed, and bubbles.
+    lacking_bytes: what a microbatch takes, by prediction, above what the rank may fill; 0 if nothing is predicted.
     """
 
     wall_s: float
@@ -53,6 +54,7 @@ class MeasuredStep:
     actions: Mapping[str, float]
     recomputed: Mapping[str, Sequence[int]]
     time: RankTime
+    lacking_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ def gather_measured(measured: MeasuredStep, world: World, request: int) -> tuple
         measured.decide_s,
         measured.core_wait_s,
         float(peak_memory_bytes(world.device)),
+        measured.lacking_bytes,
     ]
     most = [float(max(blocks)) for blocks in measured.recomputed.values()]
     usual = [sum(blocks) / len(blocks) for blocks in measured.recomputed.values()]
@@ -112,7 +115,11 @@ def gather_measured(measured: MeasuredStep, world: World, request: int) -> tuple
         "data_wait_s": _rounded(largest[2]),
         "decide_s": _rounded(largest[3]),
         "core_wait_s": _rounded(largest[4]),
-        "memory": {"peak_bytes": int(largest[5]), "kind": memory_kind(world.device)},
+        "memory": {
+            "peak_bytes": int(largest[5]),
+            "kind": memory_kind(world.device),
+            "lacking_bytes": math.ceil(largest[6]),
+        },
         "actions": actions,
         "recompute": recomputed,
     }
