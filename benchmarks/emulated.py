@@ -1,0 +1,272 @@
+"""Measured steps of Plans beside simulated ones; compute is emulated, order, messages and overlap are real.
+
+    python benchmarks/emulated.py [--steps 5] [--seed 0] [--json FILE] [--only NAME]
+
+Ranks outnumber cores here, so a pass sleeps in place of a large model's work: seconds a row of the stage's blocks, with
+20 % noise from a seed of its own. The simulator gets the mean of each pass, not the noise. The model itself is tiny and
+runs; what it takes is part of the sleep. Rows are medians over steps. Goals: the makespan within 5 % of the simulated
+one, the share of bubbles within 2 points.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rows import Row, finish, options, show
+from transformers import Qwen2Config, Qwen2ForCausalLM, SiglipVisionConfig, SiglipVisionModel
+
+from motet.assign.planned_step import decide_planned_step
+from motet.core.example import Media, TokenSequence
+from motet.core.plan import Plan, Unit
+from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
+from motet.cost.catalogue import cluster
+from motet.dispatch.batch import RankBatch
+from motet.dispatch.stage_batch import assemble_stages
+from motet.models.attention import ATTENTION
+from motet.models.backbone import Backbone
+from motet.models.families.siglip import SiglipEncoder
+from motet.models.mllm import MLLM
+from motet.models.module import ModalityModule
+from motet.models.part import keep_spans
+from motet.models.projector import Projector, ProjectorConfig
+from motet.models.spec import model_spec
+from motet.runtime import planned_step
+from motet.runtime.executor import Executor
+from motet.runtime.mesh import build_mesh
+from motet.runtime.p2p import Lanes
+from motet.runtime.place import Place
+from motet.runtime.planned_step import PlannedStep, holder_groups
+from motet.schedule.program import Action, Kind
+from motet.simulate import StageTimes, bubbles, simulate
+from motet.train.planned_job import holders_of
+
+DIM, VOCABULARY, NUM_BLOCKS, IMAGE_BLOCKS = 16, 40, 12, 4
+NUM_MICROBATCHES, NOISE = 8, 0.2
+ROW_S = {"image": 1e-3, BACKBONE: 5e-4}
+"""Seconds of a forward pass of a row through one block."""
+SHARES = {Kind.F: 1.0, Kind.B: 2.0, Kind.R: 1.0, Kind.I: 1.0, Kind.W: 1.0}
+"""Of the seconds of a forward pass."""
+OFF, POINTS = 0.05, 0.02
+
+
+@dataclass(frozen=True)
+class Case:
+    """A Plan by its units and schedule."""
+
+    name: str
+    units: tuple[Unit, ...]
+    schedule: str
+
+    @property
+    def num_ranks(self) -> int:
+        return max(unit.ranks.stop for unit in self.units)
+
+
+def chain(num_ranks: int, stages_a_rank: int = 1) -> tuple[Unit, ...]:
+    """All modules in one chain: the image encoder's blocks count half of the backbone's."""
+    blocks = ["image"] * IMAGE_BLOCKS + [BACKBONE] * NUM_BLOCKS
+    cuts = np.linspace(0, len(blocks), num_ranks * stages_a_rank + 1).astype(int)
+    spans = [blocks[first:stop] for first, stop in pairwise(cuts)]
+    stages = tuple({name: span.count(name) for name in dict.fromkeys(span)} for span in spans)
+    return (Unit("all", stages, pp=num_ranks, zero=0),)
+
+
+def beside(pp: int) -> tuple[Unit, ...]:
+    """The encoder on a rank of its own, beside a pipeline of the backbone."""
+    stages = ({BACKBONE: NUM_BLOCKS // pp},) * pp
+    return Unit("image", ({"image": IMAGE_BLOCKS},), zero=0), Unit("llm", stages, first_rank=1, pp=pp, zero=0)
+
+
+CASES = [
+    Case("chain of 2, gpipe", chain(2), "gpipe"),
+    Case("chain of 2, 1f1b", chain(2), "1f1b"),
+    Case("chain of 4, gpipe", chain(4), "gpipe"),
+    Case("chain of 4, 1f1b", chain(4), "1f1b"),
+    Case("modality parallel, 1 and 1", beside(1), "1f1b"),
+    Case("modality parallel, 1 and 3", beside(3), "1f1b"),
+]
+
+
+def build_model() -> MLLM:
+    """The same weights in every call."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "attn_implementation": ATTENTION}
+    image = SiglipVisionConfig(
+        num_hidden_layers=IMAGE_BLOCKS, image_size=8, patch_size=2, vision_use_head=False, **sizes
+    )
+    backbone = Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=DIM, intermediate_size=24, num_hidden_layers=NUM_BLOCKS,
+        num_attention_heads=2, num_key_value_heads=1, attn_implementation=ATTENTION,
+    )  # fmt: skip
+    encoder = ModalityModule(SiglipEncoder(SiglipVisionModel(image)), Projector(8, DIM, ProjectorConfig()))
+    return MLLM({"image": encoder}, Backbone(Qwen2ForCausalLM(backbone)))
+
+
+def lengths_of(rng: np.random.Generator) -> BatchLengths:
+    """An example a microbatch: text of 4 to 40 tokens, and none to three images of 4 to 16 patches."""
+    text = rng.integers(4, 40, NUM_MICROBATCHES)
+    example = np.repeat(np.arange(NUM_MICROBATCHES), rng.integers(0, 4, NUM_MICROBATCHES))
+    rows = rng.choice([4, 8, 16], len(example))
+    images = np.bincount(example, rows, NUM_MICROBATCHES).astype(np.int64)
+    items = ItemLengths(example, rows, rows)
+    return BatchLengths(text + images, text - 1, np.zeros(NUM_MICROBATCHES, np.int32), {"image": items})
+
+
+def batches_of(plan: Plan, place: Place, lengths: BatchLengths) -> list[RankBatch]:
+    """The microbatches of a step, as far as the rank needs them."""
+    batches, items = [], lengths.items["image"]
+    begins = "image" in place.spans and place.spans["image"][0] == 0
+    first, stop = place.spans.get(BACKBONE, (-1, -1))
+    for part in decide_planned_step(plan, lengths).microbatches:
+        sequences = []
+        for number in part.examples:
+            images, total = items.num_tokens[items.example == number], int(lengths.sequence[number])
+            text = total - int(images.sum())
+            tokens = np.arange(text + len(images)) % VOCABULARY
+            targets = np.arange(len(tokens)) > len(images)
+            sequences.append(TokenSequence(tokens, targets, ("image",) * len(images), np.arange(len(images))))
+        sizes = np.stack(
+            [np.full(part.lengths.items["image"].num_items, 2), part.lengths.items["image"].length // 2], 1
+        )
+        media = [Media(np.ones((int(size.prod()), 12), np.float32), size) for size in sizes]
+        ends = first == 0 or stop == NUM_BLOCKS
+        batches.append(
+            assemble_stages(
+                part.decision, part.lengths, place.replicas, sequences if ends else None,
+                {"image": media} if begins else {}, {"image": sizes},
+            )
+        )  # fmt: skip
+    return batches
+
+
+def passes_s(place: Place, lengths: BatchLengths) -> np.ndarray:
+    """Mean seconds of forward passes, float64 [stages, microbatches]; a microbatch is an example."""
+    items = lengths.items["image"]
+    rows = {
+        "image": np.bincount(items.example, items.length, NUM_MICROBATCHES).astype(float),
+        BACKBONE: lengths.sequence.astype(float),
+    }
+    return np.array(
+        [
+            sum(ROW_S[name] * (stop - first) * rows[name] for name, (first, stop) in stage.layers.items())
+            for stage in place.program.stages
+        ]
+    )
+
+
+def simulated(plan: Plan, place: Place, forward_s: np.ndarray) -> tuple[float, float]:
+    """Makespan in seconds, and share of bubbles."""
+    times = StageTimes(forward_s, forward_s * SHARES[Kind.I], forward_s * SHARES[Kind.W])
+    timeline = simulate(place.program.program, times, overlap=plan.cluster.device.overlaps)
+    return timeline.makespan_s, bubbles(timeline).total_share
+
+
+class Emulated(Executor):
+    """Passes last as long as `seconds` says: (kind, stage, microbatch) -> seconds."""
+
+    seconds: Mapping[tuple[Kind, int, int], float]
+    busy_s = 0.0
+
+    def __init__(self, program, handlers, clock, **others) -> None:
+        slow = {kind: self._lasting(handler) if kind in SHARES else handler for kind, handler in handlers.items()}
+        super().__init__(program, slow, clock, **others)
+
+    @classmethod
+    def _lasting(cls, handler):
+        def run(action: Action) -> None:
+            end_s = time.perf_counter() + cls.seconds[action.kind, action.stage, action.microbatch]
+            start_s = time.perf_counter()
+            handler(action)
+            if (left_s := end_s - time.perf_counter()) > 0:
+                time.sleep(left_s)
+            cls.busy_s += time.perf_counter() - start_s
+
+        return run
+
+
+def run_rank(rank: int, num_ranks: int, rendezvous: str, case: Case, num_steps: int, seed: int, out: Path) -> None:
+    """Run steps of a case; rank 0 writes, of each, (measured s, simulated s, measured share, simulated share)."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks, init_method=rendezvous)
+    model, device = build_model(), torch.device("cpu")
+    plan = Plan(
+        model_spec(model),
+        cluster("h100", 1, num_ranks),
+        case.units,
+        NUM_MICROBATCHES,
+        1,
+        case.schedule,
+        precision="fp32",
+    )
+    place = Place.of(plan, rank)
+    holders = holders_of(model, place.program)
+    keep_spans(model, place.spans)
+    lanes = Lanes(place.pairs, rank, device)
+    lanes.connect()
+    groups = holder_groups(sorted(set(holders.values())))
+    step = PlannedStep(model, plan.model, place, lanes, build_mesh(device), holders, groups)
+    planned_step.Executor = Emulated
+    figures = []
+    for number in range(num_steps + 1):
+        lengths = lengths_of(np.random.default_rng((seed, number)))
+        batches, forward_s = batches_of(plan, place, lengths), passes_s(place, lengths)
+        noise = np.random.default_rng((seed, number, 1))
+        Emulated.seconds = {
+            (kind, stage, microbatch): forward_s[stage, microbatch] * share * max(0.2, 1 + NOISE * noise.normal())
+            for kind, share in SHARES.items()
+            for stage, microbatch in np.ndindex(*forward_s.shape)
+        }
+        Emulated.busy_s = 0.0
+        dist.barrier()
+        start_s = time.perf_counter()
+        step.run(batches, number)
+        taken = torch.tensor([time.perf_counter() - start_s, Emulated.busy_s], dtype=torch.float64)
+        every = [torch.zeros(2, dtype=torch.float64) for _ in range(num_ranks)]
+        dist.all_gather(every, taken)
+        measured_s = max(float(each[0]) for each in every)
+        share = 1 - sum(float(each[1]) for each in every) / (num_ranks * measured_s)
+        expected_s, expected_share = simulated(plan, place, forward_s)
+        if number:
+            figures.append((measured_s, expected_s, share, expected_share))
+    if rank == 0:
+        out.write_text(json.dumps(figures), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = options(__doc__, "a part of a case's name, e.g. 1f1b")
+    parser.add_argument("--steps", type=int, default=5)
+    asked = parser.parse_args()
+    rows: list[Row] = []
+    for case in CASES:
+        if asked.only not in case.name:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "figures.json"
+            given = case.num_ranks, f"file://{folder}/rendezvous", case, asked.steps, asked.seed, out
+            mp.spawn(run_rank, given, nprocs=case.num_ranks)
+            figures = json.loads(out.read_text(encoding="utf-8"))
+        ratio = statistics.median(measured / expected for measured, expected, _, _ in figures)
+        apart = statistics.median(share - expected for _, _, share, expected in figures)
+        for row in (
+            Row(f"{case.name}: makespan, measured over simulated", ratio, 1 + OFF, abs(ratio - 1) <= OFF),
+            Row(f"{case.name}: share of bubbles, measured less simulated", apart, POINTS, abs(apart) <= POINTS),
+        ):
+            show(row)
+            rows.append(row)
+    finish(rows, asked.json, seed=asked.seed, emulated=True)
+
+
+if __name__ == "__main__":
+    main()

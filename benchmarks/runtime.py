@@ -1,0 +1,82 @@
+"""The executor of Plans against torch.distributed.pipelining, and what it costs by itself: 2 gloo ranks, a core each.
+
+    python benchmarks/runtime.py [--pairs 15] [--seed 0] [--json FILE] [--only NAME] [--lengths FILE]
+
+equal:    the same blocks, the same fixed shapes, in each schedule that both have. A pair is one step of each side; who
+          is first changes from pair to pair. The result is the median of ours over theirs.
+ragged:   sequences of real lengths (../shared/data/lengths.csv.gz, or --lengths FILE). torch's stages take one shape,
+          so its sequences are padded to the longest of the run; Motet's are not.
+overhead: time of an action in which no module works, microseconds: all of the step but the passes of modules and the
+          waiting for messages, over the actions of a rank. The goal is 1 % of an action of 10 ms.
+
+Both sides run the same parts of one HF Qwen2 model (runtime_work.py), with equal weights, and their losses must agree.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.multiprocessing as mp
+from executor import interval
+from rows import Row, finish, options, show
+from runtime_work import SCHEDULES, Work, lengths_of, run_rank
+
+NUM_RANKS = 2
+MOST = 1.02
+"""Of torch's step time."""
+ACTION_S = 0.01
+OVERHEAD = 0.01
+
+
+def measured(work: Work) -> dict[str, list[float]]:
+    """Figures of `runtime_work.run_rank`."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "figures.json"
+        mp.spawn(run_rank, (NUM_RANKS, f"file://{folder}/rendezvous", work, out), nprocs=NUM_RANKS)
+        return json.loads(out.read_text(encoding="utf-8"))
+
+
+def compared(name: str, figures: dict[str, list[float]], most: float) -> Iterator[Row]:
+    """Rows of pairs of steps."""
+    ratios = [ours / theirs for ours, theirs in zip(figures["ours_s"], figures["theirs_s"])]
+    low, high = interval(ratios)
+    yield Row(f"{name}: step time, of torch's", statistics.median(ratios), most)
+    yield Row(f"{name}: 95 % interval, low", low)
+    yield Row(f"{name}: 95 % interval, high", high)
+
+
+def main() -> None:
+    parser = options(__doc__, "a part of the name of a row, e.g. equal or '1f1b, ragged'")
+    parser.add_argument("--pairs", type=int, default=15, help="steps of each side; 6 or more")
+    asked = parser.parse_args()
+    if asked.pairs < 6:
+        parser.error("--pairs must be 6 or more: fewer have no interval of 95 %.")
+    ragged = lengths_of(asked.lengths, asked.seed) if asked.lengths.exists() else None
+    rows: list[Row] = []
+    for schedule in SCHEDULES:
+        subjects = {f"{schedule}, equal lengths": (None, MOST), f"{schedule}, ragged lengths": (ragged, 1.0)}
+        for name, (lengths, most) in subjects.items():
+            if asked.only not in name and not (lengths is None and asked.only in f"{schedule}, overhead"):
+                continue
+            if lengths is None and "ragged" in name:
+                print(f"{name}: there is no table {asked.lengths}; left out")
+                continue
+            figures = measured(Work(schedule, asked.pairs, asked.seed, lengths))
+            found = list(compared(name, figures, most)) if asked.only in name else []
+            if lengths is None:
+                each_s = statistics.median(figures["overhead_s"])
+                found.append(
+                    Row(f"{schedule}, overhead: microseconds an action", 1e6 * each_s, 1e6 * ACTION_S * OVERHEAD)
+                )
+            for row in found:
+                show(row)
+                rows.append(row)
+    finish(rows, asked.json, seed=asked.seed, pairs=asked.pairs)
+
+
+if __name__ == "__main__":
+    main()

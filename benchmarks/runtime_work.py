@@ -1,0 +1,267 @@
+"""What a rank of runtime.py does: the same steps of the same model by Motet's executor and by torch's pipelining."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from motet.assign.planned_step import decide_planned_step
+from motet.core.example import TokenSequence
+from motet.core.plan import Plan, Unit
+from motet.core.workload import BACKBONE, BatchLengths
+from motet.cost.catalogue import cluster
+from motet.dispatch.batch import PackedSequences, RankBatch
+from motet.dispatch.stage_batch import assemble_stages
+from motet.models.attention import ATTENTION
+from motet.models.backbone import Backbone
+from motet.models.mllm import MLLM
+from motet.models.part import keep_spans
+from motet.models.spec import model_spec
+from motet.runtime import sections
+from motet.runtime.mesh import build_mesh
+from motet.runtime.p2p import Lanes
+from motet.runtime.place import Place
+from motet.runtime.planned_step import PlannedStep, holder_groups
+from motet.schedule.program import Kind
+from motet.train.planned_job import holders_of
+
+SCHEDULES = {
+    "gpipe": (1, schedules.ScheduleGPipe),
+    "1f1b": (1, schedules.Schedule1F1B),
+}
+"""Schedule of a Plan -> stages a rank, and torch's class for it."""
+NUM_BLOCKS, DIM, VOCABULARY = 8, 256, 512
+NUM_MICROBATCHES, NUM_BATCHES = 8, 5
+LENGTH, LONGEST, SHRINK = 256, 1024, 4
+"""Of equal lengths; of ragged ones, which are divided by SHRINK."""
+WARM_UP = 2
+SAME = 1e-4
+"""Relative difference of losses: float32, and attention over padding takes other kernels."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """lengths: of the sequences of all batches; None: all LENGTH."""
+
+    schedule: str
+    num_pairs: int
+    seed: int
+    lengths: tuple[int, ...] | None
+
+
+def lengths_of(table: Path, seed: int) -> tuple[int, ...]:
+    """Real lengths of sequences, drawn from a table."""
+    with gzip.open(table, "rt") as file:
+        tokens = [int(row["text_tokens"] or 0) + int(row["image_tokens"] or 0) for row in csv.DictReader(file)]
+    kept = np.clip(np.array(tokens) // SHRINK, 4, LONGEST)
+    return tuple(np.random.default_rng(seed).choice(kept, NUM_BATCHES * NUM_MICROBATCHES).tolist())
+
+
+def run_rank(rank: int, num_ranks: int, rendezvous: str, work: Work, out: Path) -> None:
+    """Run pairs of steps; rank 0 writes seconds of the slower rank, and of rank 0's actions outside modules."""
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= num_ranks:
+        os.sched_setaffinity(0, {cores[rank]})
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks, init_method=rendezvous)
+    lengths = work.lengths or (LENGTH,) * (NUM_BATCHES * NUM_MICROBATCHES)
+    batches = [lengths[first : first + NUM_MICROBATCHES] for first in range(0, len(lengths), NUM_MICROBATCHES)]
+    rng = np.random.default_rng(work.seed)
+    tokens = [[rng.integers(0, VOCABULARY, length) for length in batch] for batch in batches]
+    sides = {"ours_s": Ours(work.schedule, rank, tokens), "theirs_s": Theirs(work.schedule, rank, tokens, max(lengths))}
+    figures: dict[str, list[float]] = {"ours_s": [], "theirs_s": [], "overhead_s": []}
+    for number in range(-WARM_UP, work.num_pairs):
+        losses = {}
+        for name, side in list(sides.items())[:: 1 if number % 2 else -1]:
+            dist.barrier()
+            start_s = time.perf_counter()
+            losses[name] = side.run(number % len(batches))
+            taken_s = torch.tensor([time.perf_counter() - start_s, losses[name]], dtype=torch.float64)
+            dist.all_reduce(taken_s, dist.ReduceOp.MAX)
+            losses[name] = float(taken_s[1])
+            if number >= 0:
+                figures[name].append(float(taken_s[0]))
+        if abs(losses["ours_s"] - losses["theirs_s"]) > SAME * losses["theirs_s"]:
+            raise SystemExit(f"losses differ, {losses}: the sides do not run the same steps")
+        if number >= 0:
+            figures["overhead_s"].append(sides["ours_s"].overhead_s)
+    if rank == 0:
+        out.write_text(json.dumps(figures), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def build_model() -> MLLM:
+    """The same weights in every call."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=DIM,
+        intermediate_size=4 * DIM,
+        num_hidden_layers=NUM_BLOCKS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        attn_implementation=ATTENTION,
+    )
+    return MLLM({}, Backbone(Qwen2ForCausalLM(config)))
+
+
+def plan_of(schedule: str) -> Plan:
+    num_stages = 2 * SCHEDULES[schedule][0]
+    stages = ({BACKBONE: NUM_BLOCKS // num_stages},) * num_stages
+    where = cluster("cpu", 1, 2)
+    units = (Unit("llm", stages, pp=2, zero=0),)
+    return Plan(model_spec(build_model()), where, units, NUM_MICROBATCHES, 1, schedule, precision="fp32")
+
+
+class Ours:
+    """Steps by `PlannedStep`. overhead_s: of the last step, a rank's seconds an action outside modules' work."""
+
+    def __init__(self, schedule: str, rank: int, tokens: Sequence[Sequence[np.ndarray]]) -> None:
+        plan, model, device = plan_of(schedule), build_model(), torch.device("cpu")
+        self._place = Place.of(plan, rank)
+        holders = holders_of(model, self._place.program)
+        keep_spans(model, self._place.spans)
+        lanes = Lanes(self._place.pairs, rank, device)
+        lanes.connect()
+        groups = holder_groups(sorted(set(holders.values())))
+        self._step = PlannedStep(model, plan.model, self._place, lanes, build_mesh(device), holders, groups)
+        self._batches = [self._microbatches(plan, batch) for batch in tokens]
+        self.overhead_s = 0.0
+
+    def _microbatches(self, plan: Plan, tokens: Sequence[np.ndarray]) -> list[RankBatch]:
+        count = np.array([len(each) for each in tokens])
+        lengths = BatchLengths(count, count - 1, np.zeros(len(count), np.int32), {})
+        parts = decide_planned_step(plan, lengths).microbatches
+        return [
+            assemble_stages(
+                part.decision,
+                part.lengths,
+                self._place.replicas,
+                [sequence(tokens[number]) for number in part.examples],
+                {},
+                {},
+            )
+            for part in parts
+        ]
+
+    def run(self, number: int) -> float:
+        """The mean loss."""
+        inside = [0.0]
+        with timed(inside):
+            start_s = time.perf_counter()
+            result = self._step.run(self._batches[number])
+            taken_s = time.perf_counter() - start_s
+        waits = [Kind.RECV_F.value, Kind.RECV_B.value]
+        timeline = result.timeline
+        waited_s = sum(span.end_s - span.start_s for span in timeline if str(span.kind) in waits)
+        self.overhead_s = (taken_s - inside[0] - waited_s) / len(self._place.row.row)
+        return result.loss
+
+
+@contextmanager
+def timed(inside: list[float]) -> Iterator[None]:
+    """In the block, add up the seconds of modules' passes."""
+
+    def timing(function: Callable) -> Callable:
+        def run(*args, **options):
+            start_s = time.perf_counter()
+            try:
+                return function(*args, **options)
+            finally:
+                inside[0] += time.perf_counter() - start_s
+
+        return run
+
+    run, backward = sections.Section.run, torch.autograd.backward
+    sections.Section.run, torch.autograd.backward = timing(run), timing(backward)
+    try:
+        yield
+    finally:
+        sections.Section.run, torch.autograd.backward = run, backward
+
+
+def sequence(tokens: np.ndarray) -> TokenSequence:
+    """Text of which all but the first token are targets."""
+    return TokenSequence(tokens, np.arange(len(tokens)) > 0, (), np.zeros(0, np.int64))
+
+
+class Part(nn.Module):
+    """One of torch's stages: a span of blocks, on sequences of one length. The last one is followed by `loss`."""
+
+    def __init__(self, span: tuple[int, int], length: int) -> None:
+        super().__init__()
+        model = build_model()
+        keep_spans(model, {BACKBONE: span})
+        self.backbone, self.span, self.length = model.backbone, span, length
+
+    def packed(self, tokens: Tensor) -> PackedSequences:
+        """tokens: LongTensor [1, length]; -1 is padding."""
+        is_target = tokens[0] >= 0
+        is_target[0] = False
+        return PackedSequences(tokens[0].clamp(min=0), is_target, torch.tensor([0, self.length], dtype=torch.int32), {})
+
+    def forward(self, given: Tensor) -> Tensor:
+        """given: tokens [1, length] of the first stage, else hidden states [1, length, DIM]."""
+        if self.span[0] == 0:
+            sequences = self.packed(given)
+            hidden = self.backbone.enter(sequences, {})
+        else:
+            sequences = self.packed(torch.zeros(1, self.length, dtype=torch.int64))
+            hidden = given[0]
+        return self.backbone.through(hidden, sequences, *self.span)[None]
+
+    def loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Summed over targets."""
+        return self.backbone.leave(hidden[0], self.packed(tokens))[0]
+
+
+class Theirs:
+    """Steps by torch's schedules, on sequences padded to one length."""
+
+    def __init__(self, schedule: str, rank: int, tokens: Sequence[Sequence[np.ndarray]], length: int) -> None:
+        self._place = Place.of(plan_of(schedule), rank)
+        stages_a_rank, kind = SCHEDULES[schedule]
+        num_stages = 2 * stages_a_rank
+        self._parts = {n: Part(stage.layers[BACKBONE], length) for n, stage in self._place.stages.items()}
+        stages = [PipelineStage(part, n, num_stages, torch.device("cpu")) for n, part in self._parts.items()]
+        self._has_first, self._last = 0 in self._parts, self._parts.get(num_stages - 1)
+        self._num_targets = 1.0
+        # torch takes a schedule without a loss function for forward passes alone, on every rank.
+        self._schedule = kind(
+            stages if stages_a_rank > 1 else stages[0], NUM_MICROBATCHES, self._loss, scale_grads=False
+        )
+        self._batches = [
+            torch.stack([torch.from_numpy(np.pad(each, (0, length - len(each)), constant_values=-1)) for each in batch])
+            for batch in tokens
+        ]
+
+    def _loss(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """The part of a microbatch in the step's mean."""
+        assert self._last is not None
+        return self._last.loss(hidden, tokens) / self._num_targets
+
+    def run(self, number: int) -> float:
+        """The mean loss where the last stage is, else 0."""
+        for part in self._parts.values():
+            part.zero_grad(set_to_none=True)
+        tokens = self._batches[number]
+        self._num_targets = float((tokens[:, 1:] >= 0).sum())
+        losses: list[Tensor] = []
+        given = (tokens,) if self._has_first else ()
+        wanted = {"target": tokens, "losses": losses} if self._last is not None else {}
+        self._schedule.step(*given, **wanted, return_outputs=False)
+        return float(sum(loss.detach() for loss in losses))
