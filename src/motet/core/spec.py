@@ -48,6 +48,10 @@ class Attention:
             raise ArgumentError(f"density is {self.density}; a mask leaves a share of 0 to 1 of the pairs.")
 
 
+_CONVOLUTIONS = frozenset({"patches", "convolution", "strided_convolution"})
+"""Kinds of layers that are, or hold, convolutions."""
+
+
 @dataclass(frozen=True)
 class Layer:
     """One layer. An item of length l has ceil(l / divisor) + extra_rows rows in it.
@@ -83,6 +87,15 @@ class Layer:
     def in_block(self) -> bool:
         """Whether it is part of a transformer block, which is sharded and recomputed as a whole."""
         return self.attention is not None or self.continues
+
+    @property
+    def defers_weights(self) -> bool:
+        """Whether the gradients of its weights come in W where backward is split into I and W, and not in I.
+
+        Those of matrices do (`runtime/deferred.py`). Those of tables, norms and convolutions do not, nor those of the
+        output layer: it would keep the gradients of logits, which are larger than all that a stage keeps for backward.
+        """
+        return self.weights > 0 and not self.targets_only and self.kind not in _CONVOLUTIONS
 
     def rows(self, lengths: Int64Array) -> Int64Array:
         """The rows of each item, or of each segment, in the layer, int64 [n]. lengths: int64 [n]."""

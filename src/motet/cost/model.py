@@ -33,7 +33,8 @@ class LayerSeconds(NamedTuple):
     """Seconds that one rank computes its share of a layer, float64 [num_microbatches] each, whether or not needed.
 
     input_s:  for the gradient of the input.
-    weight_s: for the gradients of the weights.
+    weight_s: for the gradients of the weights, and of biases and norms. Where backward is split, W takes all of it if
+              the layer `defers_weights`, although biases and norms, a small part of it, come in I.
     `backward_seconds` leaves out what a frozen layer does not need.
     """
 

@@ -164,7 +164,8 @@ class Pricing:
         if placed.needs_input or (layer.trainable and layer.in_block):
             passes["input"] = input_s
         if layer.trainable:
-            passes["weight"] = weight_s
+            half = "weight" if layer.defers_weights else "input"
+            passes[half] = passes.get(half, 0.0) + weight_s
         if placed.recomputed:
             passes["recompute"] = forward_s
         if placed.has_backward:

@@ -265,7 +265,8 @@ def test_balancing_shortens_a_data_parallel_step(balance):
         moved = sum(placed.exchanged_rows(name).sum() for name in ("image", "audio"))
         paid, _ = placed_step(balanced, Exchanges(off.cluster))
         # An image's exchange runs beside the computation of clips.
-        assert found.step_s < paid.step_s <= found.step_s + 2 * moved * 32 * 2 * EXCHANGE_S
+        most_s = 2 * moved * 32 * 2 * EXCHANGE_S  # and it is all of it here, but for rounding
+        assert found.step_s < paid.step_s <= found.step_s + most_s * (1 + 1e-9)
 
 
 def test_phases_are_weighed_by_what_they_do_with_recomputation():

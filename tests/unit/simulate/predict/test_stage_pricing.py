@@ -62,7 +62,8 @@ def test_every_stage_costs_what_its_layers_and_examples_do(any_plan, learns):
                     inside = before or (layer.trainable and layer.attention is not None)
                     expected["forward"] += work * FORWARD_S
                     expected["input"] += inside * work * INPUT_S
-                    expected["weight"] += layer.trainable * work * WEIGHT_S
+                    half = "weight" if layer.kind in ("attention", "projector") else "input"  # matrices wait for W
+                    expected[half] += layer.trainable * work * WEIGHT_S
                     expected["recompute"] += again * work * FORWARD_S
                     expected["forward_tensor"] += sent
                     if before or layer.trainable:
