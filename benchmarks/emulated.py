@@ -43,12 +43,15 @@ from motet.models.projector import Projector, ProjectorConfig
 from motet.models.spec import model_spec
 from motet.runtime import planned_step
 from motet.runtime.executor import Executor
+from motet.runtime.held import HeldParameters
+from motet.runtime.holders import sharing_groups
 from motet.runtime.mesh import build_mesh
 from motet.runtime.p2p import Lanes
 from motet.runtime.place import Place
-from motet.runtime.planned_step import PlannedStep, holder_groups
+from motet.runtime.planned_step import PlannedStep
 from motet.schedule.program import Action, Kind
 from motet.simulate import StageTimes, bubbles, simulate
+from motet.train.input.planned import StageNeeds
 from motet.train.planned_job import holders_of
 
 DIM, VOCABULARY, NUM_BLOCKS, IMAGE_BLOCKS = 16, 40, 12, 4
@@ -126,8 +129,7 @@ def lengths_of(rng: np.random.Generator) -> BatchLengths:
 def batches_of(plan: Plan, place: Place, lengths: BatchLengths) -> list[RankBatch]:
     """The microbatches of a step, as far as the rank needs them."""
     batches, items = [], lengths.items["image"]
-    begins = "image" in place.spans and place.spans["image"][0] == 0
-    first, stop = place.spans.get(BACKBONE, (-1, -1))
+    needs = StageNeeds.of(place.replicas, place.stage_spans, plan.model.num_blocks)
     for part in decide_planned_step(plan, lengths).microbatches:
         sequences = []
         for number in part.examples:
@@ -140,11 +142,10 @@ def batches_of(plan: Plan, place: Place, lengths: BatchLengths) -> list[RankBatc
             [np.full(part.lengths.items["image"].num_items, 2), part.lengths.items["image"].length // 2], 1
         )
         media = [Media(np.ones((int(size.prod()), 12), np.float32), size) for size in sizes]
-        ends = first == 0 or stop == NUM_BLOCKS
         batches.append(
             assemble_stages(
-                part.decision, part.lengths, place.replicas, sequences if ends else None,
-                {"image": media} if begins else {}, {"image": sizes},
+                part.decision, part.lengths, place.replicas, sequences if needs.tokens else None,
+                dict.fromkeys(needs.media, media), {"image": sizes},
             )
         )  # fmt: skip
     return batches
@@ -211,11 +212,11 @@ def run_rank(rank: int, num_ranks: int, rendezvous: str, case: Case, num_steps: 
     )
     place = Place.of(plan, rank)
     holders = holders_of(model, place.program)
-    keep_spans(model, place.spans)
+    keep_spans(model, *place.stage_spans)
     lanes = Lanes(place.pairs, rank, device)
     lanes.connect()
-    groups = holder_groups(sorted(set(holders.values())))
-    step = PlannedStep(model, plan.model, place, lanes, build_mesh(device), holders, groups)
+    held = HeldParameters(model, place, holders, sharing_groups(place.program, holders.values()))
+    step = PlannedStep(model, plan.model, place, lanes, build_mesh(device), held)
     planned_step.Executor = Emulated
     figures = []
     for number in range(num_steps + 1):

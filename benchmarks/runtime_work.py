@@ -32,10 +32,12 @@ from motet.models.mllm import MLLM
 from motet.models.part import keep_spans
 from motet.models.spec import model_spec
 from motet.runtime import sections
+from motet.runtime.held import HeldParameters
+from motet.runtime.holders import sharing_groups
 from motet.runtime.mesh import build_mesh
 from motet.runtime.p2p import Lanes
 from motet.runtime.place import Place
-from motet.runtime.planned_step import PlannedStep, holder_groups
+from motet.runtime.planned_step import PlannedStep
 from motet.schedule.program import Kind
 from motet.train.planned_job import holders_of
 
@@ -134,11 +136,11 @@ class Ours:
         plan, model, device = plan_of(schedule), build_model(), torch.device("cpu")
         self._place = Place.of(plan, rank)
         holders = holders_of(model, self._place.program)
-        keep_spans(model, self._place.spans)
+        keep_spans(model, *self._place.stage_spans)
         lanes = Lanes(self._place.pairs, rank, device)
         lanes.connect()
-        groups = holder_groups(sorted(set(holders.values())))
-        self._step = PlannedStep(model, plan.model, self._place, lanes, build_mesh(device), holders, groups)
+        held = HeldParameters(model, self._place, holders, sharing_groups(self._place.program, holders.values()))
+        self._step = PlannedStep(model, plan.model, self._place, lanes, build_mesh(device), held)
         self._batches = [self._microbatches(plan, batch) for batch in tokens]
         self.overhead_s = 0.0
 

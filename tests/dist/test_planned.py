@@ -35,6 +35,7 @@ DEEPER = (
 )
 FEW_CUTS = ({"image": 2, "audio": 1}, {"audio": 1, "backbone": 3})
 LATE_CUT = ({"image": 2, "audio": 2, "backbone": 1}, {"backbone": 2})
+FOUR_STAGES = ({"image": 2}, {"audio": 2}, {"backbone": 1}, {"backbone": 2})
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +44,12 @@ def job(tmp_path_factory):
 
 
 def plan_of(recipe: Path, stages, **options) -> Plan:
-    """A chain in these stages, of the recipe's model as the tests train it."""
-    dp = options.pop("dp", 1)
-    where = cluster("h100", 1, dp * len(stages))
+    """A chain in these stages, of the recipe's model as the tests train it. pp: ranks; by default one a stage."""
+    dp, pp = options.pop("dp", 1), options.pop("pp", len(stages))
+    where = cluster("h100", 1, dp * pp)
     device = replace(where.device, peak_flops={**where.device.peak_flops, "fp64": 1e12}, overlaps=False)
     recompute, zero = options.pop("recompute", ()), options.pop("zero", 1)
-    unit = Unit("all", stages, pp=len(stages), dp=dp, recompute=recompute, zero=zero)
+    unit = Unit("all", stages, pp=pp, dp=dp, recompute=recompute, zero=zero)
     model = read_job_recipe(recipe, DEEPER).model
     return Plan(model, replace(where, device=device), (unit,), 6, 2 // dp, precision="fp64", **options)
 
@@ -107,8 +108,11 @@ def row_of(plan_file, job, rank, monkeypatch, capsys):
         (FEW_CUTS, {}),
         (LATE_CUT, {"schedule": "gpipe", "recompute": ({"image": 1, "backbone": 1}, {"backbone": 2})}),
         (FEW_CUTS, {"dp": 2, "zero": 3}),
+        (FOUR_STAGES, {"schedule": "interleaved_1f1b", "deferred_warmup": True, "pp": 2}),
+        (LATE_CUT, {"schedule": "zb_h1"}),
+        (FOUR_STAGES, {"schedule": "zb_v", "pp": 2, "recompute": ({"image": 1}, {}, {"backbone": 1}, {})}),
     ],
-    ids=["1f1b", "gpipe, recomputed", "ZeRO 3"],
+    ids=["1f1b", "gpipe, recomputed", "ZeRO 3", "interleaved, deferred", "zb_h1", "zb_v, recomputed"],
 )
 def test_a_plan_trains_as_one_process_does(job, alone, tmp_path, monkeypatch, capsys, stages, options):
     plan = plan_of(job, stages, **options)
@@ -201,8 +205,8 @@ def test_a_run_goes_on_under_another_plan(job, alone, tmp_path):
         (tmp_path / f"zero{zero}").mkdir()
     shared = run_planned(job, tmp_path / "zero3", plan_of(job, (whole,), dp=2, zero=3))
     resume = str(shared / "checkpoints" / name_of(4))
-    first = run_planned(job, tmp_path / "zero1", plan_of(job, (whole,), dp=2, zero=1), resume=resume)
-    assert [step["loss"] for step in metrics(first)] == pytest.approx(losses(alone)[4:], rel=1e-10)
+    last = run_planned(job, tmp_path / "zero1", plan_of(job, FOUR_STAGES, schedule="zb_v", pp=2), resume=resume)
+    assert [step["loss"] for step in metrics(last)] == pytest.approx(losses(alone)[4:], rel=1e-10)
     run_ranks(train_under, 1, str(job), [*DEEPER, f"run.dir={back}"], None, resume)
     assert [step["loss"] for step in metrics(back)] == pytest.approx(losses(alone)[4:], rel=1e-10)
 

@@ -18,9 +18,9 @@ from motet.core.errors import has_waited_in_vain, origin_of
 from motet.core.plan_file import write_plan
 from motet.crash import _sentence
 from motet.runtime import groups
+from motet.runtime.groups import new_group
 from motet.runtime.mesh import build_mesh
 from motet.runtime.p2p import Inbox, Lanes
-from motet.runtime.planned_step import holder_groups
 from motet.train.world import Meeting, join_world, open_store
 from ranks import run_ranks
 
@@ -34,7 +34,7 @@ def limits(rank, num_ranks, folder):
     with join_world("cpu", Meeting(store, rank, num_ranks), wait_limit_s=77.0) as world:
         mesh = build_mesh(CPU, shard_size=2)
         groups = [world.control, world.saving, mesh.host_group, mesh.group, *mesh.shards.get_all_groups()]
-        groups += [group for group in holder_groups([(0, 1, 2, 3)]).values() if group]
+        groups += [new_group((0, 1, 2, 3))]
         groups += [group for pair, group in Lanes([(0, 1), (1, 0)], rank, CPU)._groups.items() if rank in pair]
         return [group._get_backend(CPU).options._timeout for group in groups]
 

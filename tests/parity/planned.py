@@ -42,6 +42,7 @@ from motet.runtime.place import Place
 from motet.runtime.planned_step import PlannedStep
 from motet.runtime.sharded_state import SAME_TYPES, ComputeTypes
 from motet.runtime.step import StepResult
+from motet.train.input.planned import StageNeeds
 from motet.train.optimizer import OptimizerConfig, build_optimizer
 from motet.train.planned_job import holders_of
 from parity.tiny import draw_example, reference_step
@@ -117,6 +118,7 @@ class PlannedCase:
     blocking: bool = False
     caps: dict[str, int] = field(default_factory=dict)
     balance: str = "off"
+    deferred_warmup: bool = False
     seed: int = 0
 
     @property
@@ -130,7 +132,7 @@ class PlannedCase:
         where = replace(where, device=replace(where.device, overlaps=not self.blocking))
         spec = model_spec(build_hf_model(self.frozen, self.tied))
         sizes = self.batch_size, self.microbatch_size
-        options = {"microbatch_caps": self.caps, "balance": self.balance}
+        options = {"microbatch_caps": self.caps, "balance": self.balance, "deferred_warmup": self.deferred_warmup}
         return Plan(spec, where, self.units, *sizes, self.schedule, precision="fp64", **options)
 
     def examples(self, step: int) -> list[LoadedExample]:
@@ -156,8 +158,9 @@ def run_planned(
     model, whole = build_hf_model(case.frozen, case.tied), build_hf_model(case.frozen, case.tied)
     place = Place.of(plan, rank)
     holders = holders_of(model, place.program)
-    keep_spans(model.to(stored), place.spans)
-    assert {name for name, _ in model.named_parameters()} == names_of_spans(whole, place.spans)
+    keep_spans(model.to(stored), *place.stage_spans)
+    names = {name for spans in place.stage_spans for name in names_of_spans(whole, spans)}
+    assert {name for name, _ in model.named_parameters()} == names
     groups = sharing_groups(place.program, holders.values())
     share_out_part(model, place, holders, groups, device, types)
     held = HeldParameters(model, place, holders, groups, types)
@@ -183,6 +186,7 @@ def batches_of(case: PlannedCase, plan: Plan, place: Place, model: MLLM, step: i
     """The microbatches of a step, as far as this rank needs them."""
     examples = case.examples(step)
     lengths = LoadedTables.read([tables_of(examples, PHASES, model.encoders)], PHASES).lengths
+    needs = StageNeeds.of(place.replicas, place.stage_spans, plan.model.num_blocks)
     batches = []
     for part in decide_planned_step(plan, lengths).microbatches:
         chosen = [examples[number] for number in part.examples]
@@ -190,15 +194,12 @@ def batches_of(case: PlannedCase, plan: Plan, place: Place, model: MLLM, step: i
         taken = {
             phase: [items[phase][i] for i in part.decision.assignments[phase].on_rank(replica)]
             for phase, replica in place.replicas.items()
-            if phase != BACKBONE and place.spans[phase][0] == 0
+            if phase in needs.media
         }
         sizes = {p: np.array([m.size for m in items[p]], np.int64).reshape(-1, SIZE_DIMS[p]) for p in PHASES}
-        ends = BACKBONE in place.spans and (
-            place.spans[BACKBONE][0] == 0 or place.spans[BACKBONE][1] == plan.model.num_blocks[BACKBONE]
-        )
-        sequences = (
-            [chosen[i].sequence for i in part.decision.backbone.on_rank(place.replicas[BACKBONE])] if ends else None
-        )
+        sequences = None
+        if needs.tokens:
+            sequences = [chosen[i].sequence for i in part.decision.backbone.on_rank(place.replicas[BACKBONE])]
         batch = assemble_stages(part.decision, part.lengths, place.replicas, sequences, taken, sizes)
         batches.append(batch.to("cpu", dtype=torch.float64))
     return batches

@@ -7,7 +7,7 @@ decides names, and the arguments of layers. So every parameter keeps the name th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from torch import nn
@@ -28,14 +28,15 @@ def names_of_spans(mllm: MLLM, spans: HeldSpans) -> set[str]:
     return {name for name, parameter in mllm.named_parameters() if id(parameter) in held}
 
 
-def keep_spans(mllm: MLLM, spans: HeldSpans) -> None:
-    """Take from a model, in place, all parameters but those of `spans`, and the modules that `spans` does not name.
+def keep_spans(mllm: MLLM, *stages: HeldSpans) -> None:
+    """Take from a model, in place, all parameters but those of `stages`, and the modules that no stage names.
 
     A parameter that is tied stays where any of the blocks that use it stays.
     """
     for name in [*mllm.encoders, BACKBONE]:
-        _empty(_module(mllm, name), *spans.get(name, (0, 0)))
-        if name not in spans:
+        spans = [spans[name] for spans in stages if name in spans]
+        _empty(_module(mllm, name), spans)
+        if not spans:
             _remove(mllm, name)
 
 
@@ -57,8 +58,8 @@ def _parameters(module: ModalityModule | Backbone, first: int, stop: int) -> cha
     return chain.from_iterable(part.parameters() for index in indexes for part in layers[index].modules)
 
 
-def _empty(module: ModalityModule | Backbone, first: int, stop: int) -> None:
-    held = {id(parameter) for parameter in _parameters(module, first, stop)}
+def _empty(module: ModalityModule | Backbone, spans: Sequence[tuple[int, int]]) -> None:
+    held = {id(parameter) for span in spans for parameter in _parameters(module, *span)}
     for child in module.modules():
         for key, parameter in child._parameters.items():
             if parameter is not None and id(parameter) not in held:

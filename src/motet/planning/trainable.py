@@ -1,4 +1,4 @@
-"""What training can run of the Plans that there are: data parallelism, and stages in GPipe or 1F1B."""
+"""What training can run of the Plans that there are: data parallelism, and stages under every schedule."""
 
 from __future__ import annotations
 
@@ -63,7 +63,6 @@ def _in_stages(plan: Plan, recipe: Recipe) -> dict[str, bool]:
     return {
         "ranks left over": sum(unit.num_ranks for unit in plan.units) < plan.cluster.num_ranks,
         "encoders in bubbles (units on the backbone's ranks)": bool(units_in_bubbles(plan)),
-        f"the schedule {plan.schedule!r}": plan.schedule not in ("gpipe", "1f1b"),
         "replicated encoders (replicated)": bool(backbone.replicated),
         f"the order {plan.order!r}": plan.order != "given",
         "several encoders of an item in a pipeline (reads)": any(len(names) > 1 for names in modules.readers.values()),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -51,16 +53,23 @@ class Place:
         """The rank's stages by number."""
         return {number: self.program.stages[number] for number in self.program.stages_on(self.program_rank)}
 
-    @cached_property
-    def spans(self) -> dict[str, tuple[int, int]]:
-        """Module -> (first, stop) of the blocks that the rank holds."""
-        return {name: span for stage in self.stages.values() for name, span in stage.layers.items()}
+    @property
+    def stage_spans(self) -> tuple[Mapping[str, tuple[int, int]], ...]:
+        """Module -> (first, stop) of the blocks that the rank holds, stage by stage."""
+        return tuple(stage.layers for stage in self.stages.values())
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that the rank holds blocks of, each once."""
+        return tuple(dict.fromkeys(name for stage in self.stages.values() for name in stage.layers))
 
     @property
     def recomputed(self) -> dict[str, int]:
         """Module -> the number of its blocks here that are recomputed; modules without any are left out."""
-        counts = [(name, count) for stage in self.stages.values() for name, count in stage.recomputed.items()]
-        return {name: count for name, count in counts if count}
+        counts: Counter[str] = Counter()
+        for stage in self.stages.values():
+            counts.update(stage.recomputed)
+        return {name: count for name, count in counts.items() if count}
 
     @cached_property
     def replicas(self) -> dict[str, int]:
@@ -73,6 +82,15 @@ class Place:
         """(source, sink) -> the number of the edge in the Program, for edges of the rank's stages."""
         every = enumerate(self.program.program.edges)
         return {ends: number for number, ends in every if ends[0] in self.stages or ends[1] in self.stages}
+
+    @cached_property
+    def local_edges(self) -> dict[int, dict[int, int]]:
+        """Source -> sink -> the number of the edge, where this rank has both stages, so that no message goes."""
+        local: dict[int, dict[int, int]] = {}
+        for (source, sink), number in self.edges.items():
+            if source in self.stages and sink in self.stages:
+                local.setdefault(source, {})[sink] = number
+        return local
 
     def rank_of(self, stage: int) -> int:
         """The rank of the job that computes a stage in this rank's island."""

@@ -10,7 +10,9 @@ its STEP, or behind its row if nothing of its stages is trained.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from motet.dispatch.batch import RankBatch
 from motet.dispatch.edge_messages import assignment_of, message_parts
 from motet.runtime.clip import clip_factor, scale_gradients
 from motet.runtime.clock import ActionClock
+from motet.runtime.deferred import DeferredWeights
 from motet.runtime.executor import Executor, Handler
 from motet.runtime.held import HeldParameters
 from motet.runtime.mesh import Mesh
@@ -40,8 +43,7 @@ class PlannedStep:
 
     model:    this rank's part; a module that the rank holds nothing of is absent, or None.
     spec:     of the whole model.
-    holders:  name of each of the part's parameters -> the ranks that hold it.
-    groups:   of `holder_groups`, with all of these.
+    held:     the part's parameters.
     Others as in `TrainStep`.
     """
 
@@ -62,7 +64,7 @@ class PlannedStep:
         self.optimizer, self.max_grad_norm = optimizer, max_grad_norm
         self.clock = clock or ActionClock(mesh.rank, mesh.device)
         self.modules: dict[str, nn.Module] = {
-            name: model.backbone if name == BACKBONE else model.encoders[name] for name in place.spans
+            name: model.backbone if name == BACKBONE else model.encoders[name] for name in place.modules
         }
         named = [
             (f"encoders.{phase}." if phase != BACKBONE else "backbone.", phase, module)
@@ -75,6 +77,8 @@ class PlannedStep:
         }
         self.spans = {number: tuple(spans_of(stage, spec)) for number, stage in place.stages.items()}
         _, first = next(iter(self.parameters.values()))
+        has_halves = any(action.kind is Kind.W for action in place.row.row)
+        self.deferred = DeferredWeights(self.modules.values()) if has_halves else None
         self.like = torch.empty(0, dtype=held.types.compute or first.dtype, device=mesh.device)
 
     def run(self, batches: Sequence[RankBatch], step: int = 0) -> StepResult:
@@ -128,14 +132,16 @@ class _RunningPlan:
             self.tensors,
             step.like,
         )
+        self.reduced: set[int] = set()
         self.has_ended = False
 
     @property
     def handlers(self) -> Mapping[Kind, Handler]:
         """What each kind of action calls; built anew, as in `step.py`."""
         passes = {Kind.F: self.forward, Kind.R: self.recompute, Kind.B: self.backward}
+        halves = {Kind.I: self.backward_input, Kind.W: self.backward_weight}
         collectives = {Kind.GATHER: self.gather, Kind.GATHER_B: self.gather, Kind.REDUCE: self.reduce}
-        return {**passes, **self.messages.handlers, **collectives, Kind.STEP: self.update}
+        return {**passes, **halves, **self.messages.handlers, **collectives, Kind.STEP: self.update}
 
     def forward(self, action: Action) -> None:
         """Run a stage on what arrived."""
@@ -143,11 +149,10 @@ class _RunningPlan:
         inputs = self.tensors.inputs.pop(key, {})
         self.step.held.use(action.stage)
         outputs, runs = self.stages[action.stage].forward(self.batches[action.microbatch], inputs)
-        if self.messages.is_sent(Kind.SEND_F, *key):
-            self.tensors.outputs[key] = {name: output.detach() for name, output in outputs.items()}
         if runs:
             self.tensors.runs[key] = runs
         self.step.held.release(*key)
+        self.messages.made_outputs(*key, outputs)
 
     def recompute(self, action: Action) -> None:
         """Run what forward did not keep again."""
@@ -156,7 +161,23 @@ class _RunningPlan:
         self.stages[action.stage].recompute(self.batches[action.microbatch], runs)
 
     def backward(self, action: Action) -> None:
-        """Run a stage's backward pass, from the gradients that arrived or from the loss."""
+        """Run a stage's backward pass."""
+        self._backward(action, nullcontext)
+
+    def backward_input(self, action: Action) -> None:
+        """As `backward`, with gradients of weights left for W."""
+        assert self.step.deferred is not None, "a row with I has a W"
+        products = self.tensors.products.setdefault((action.stage, action.microbatch), [])
+        self._backward(action, partial(self.step.deferred.into, products))
+
+    def backward_weight(self, action: Action) -> None:
+        """Compute what I has left."""
+        for product in self.tensors.products.pop((action.stage, action.microbatch), []):
+            product.add()
+        self.step.held.collect(action.stage)
+
+    def _backward(self, action: Action, deferring: Callable[[], AbstractContextManager[None]]) -> None:
+        """From the gradients that arrived, or from the loss."""
         key = action.stage, action.microbatch
         runs, gradients = self.tensors.runs.pop(key, []), self.tensors.output_gradients.pop(key, {})
         if runs and runs[-1].section.takes_loss:
@@ -164,11 +185,10 @@ class _RunningPlan:
             assert loss is not None, "what takes the loss is not recomputed"
             gradients[BACKBONE] = torch.full_like(loss, 1 / max(self.num_targets, 1))
         self.step.held.use(action.stage)
-        gradients = self.stages[action.stage].backward(runs, gradients)
+        gradients = self.stages[action.stage].backward(runs, gradients, deferring)
         self.step.held.collect(action.stage)
         self.step.held.release(*key)
-        if self.messages.is_sent(Kind.SEND_B, *key):
-            self.tensors.input_gradients[key] = gradients
+        self.messages.made_gradients(*key, gradients)
 
     def gather(self, action: Action) -> None:
         """Start to gather the parameters of a stage."""
@@ -176,6 +196,7 @@ class _RunningPlan:
 
     def reduce(self, action: Action) -> None:
         """Start to sum the gradients of a stage over its replicas."""
+        self._check_no_products(action.stage, action.microbatch)
         self.step.held.reduce(action, self.batches)
 
     def update(self, action: Action) -> None:
@@ -190,6 +211,8 @@ class _RunningPlan:
         if self.has_ended:
             return
         self.has_ended = True
+        for stage in self.stages:
+            self._check_no_products(stage)
         mesh = self.step.mesh
         self.totals[0] = self.step.held.finish(mesh.device)
         self.totals[3] = self.messages.sent_bytes
@@ -199,3 +222,9 @@ class _RunningPlan:
         if self.step.max_grad_norm is not None:
             parameters = [parameter for _, parameter in self.step.parameters.values()]
             scale_gradients(parameters, clip_factor(self.totals[0].sqrt(), self.step.max_grad_norm))
+
+    def _check_no_products(self, stage: int, microbatch: int = -1) -> None:
+        """Raise RuntimeError if gradients of weights of a stage still wait: of a microbatch, or (-1) of any."""
+        for number, waiting in self.tensors.products:
+            if number == stage and microbatch in (-1, waiting):
+                raise RuntimeError(f"{Action(stage, Kind.W, waiting)} has not run; gradients of weights are missing.")

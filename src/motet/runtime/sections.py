@@ -9,7 +9,8 @@ Tensors between sections and stages go by the module whose output, or unfinished
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -66,21 +67,25 @@ class BlockSpan:
 
 
 def spans_of(stage: PlannedStage, model: ModelSpec) -> Iterator[BlockSpan]:
-    """The sections of a stage, in the order in which they run."""
+    """The sections of a stage, in the order in which they run. What takes the loss is one of its own."""
     for name, (first, stop) in stage.layers.items():
         module, num_recomputed = model.module(name), stage.recomputed.get(name, 0)
-        enters, leaves = first == 0, stop == len(module.blocks)
-        is_whole = enters and leaves and name != BACKBONE
+        enters, is_last = first == 0, stop == len(module.blocks)
+        takes_loss = is_last and name == BACKBONE
+        leaves = is_last and not takes_loss
+        is_whole = enters and leaves
         cut = first + num_recomputed
         if not num_recomputed or (is_whole and not is_layered(module)):
             is_recomputed = num_recomputed > 0
             yield _span(model, name, (first, stop), enters, leaves, is_whole=is_whole, is_recomputed=is_recomputed)
-            continue
-        if enters:
-            yield _span(model, name, (first, first), True, False)
-        yield _span(model, name, (first, cut), False, False, is_recomputed=True)
-        if cut < stop or leaves:
-            yield _span(model, name, (cut, stop), False, leaves)
+        else:
+            if enters:
+                yield _span(model, name, (first, first), True, False)
+            yield _span(model, name, (first, cut), False, False, is_recomputed=True)
+            if cut < stop or leaves:
+                yield _span(model, name, (cut, stop), False, leaves)
+        if takes_loss:
+            yield _span(model, name, (stop, stop), False, True)
 
 
 def is_layered(module: Module) -> bool:
@@ -207,13 +212,23 @@ class SectionedStage:
                         torch.cuda.set_rng_state(run.random[1], self._device)
                     run.output = run.section.run(batch, run.taken)
 
-    def backward(self, runs: Sequence[SectionRun], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """From gradients of what was there behind the last section to those of what arrived; parameters get theirs."""
+    def backward(
+        self,
+        runs: Sequence[SectionRun],
+        gradients: dict[str, Tensor],
+        deferring: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> dict[str, Tensor]:
+        """From gradients of what was there behind the last section to those of what arrived; parameters get theirs.
+
+        deferring: gradients of weights wait in its block. The output layer's do not: they would keep the gradients of
+                   logits, which are larger than all that the stage keeps for backward (`Layer.defers_weights`).
+        """
         for run in reversed(runs):
             gradient, output = gradients.pop(run.section.span.module, None), run.output
             assert output is not None, "a section that is recomputed runs before its backward pass"
             if gradient is not None and output.requires_grad:
-                torch.autograd.backward(output, gradient)
+                with nullcontext() if run.section.takes_loss else deferring():
+                    torch.autograd.backward(output, gradient)
             for name, leaf in run.taken.items():
                 if leaf.requires_grad:
                     gradients[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from motet.runtime.deferred import WeightProduct
     from motet.runtime.sections import SectionRun
 
 PassKey: TypeAlias = tuple[int, int]
@@ -43,6 +44,7 @@ class StageTensors:
     runs:             sections of a stage that wait for their backward pass.
     output_gradients: what arrived for a backward pass.
     input_gradients:  what is to be sent back.
+    products:         gradients of weights that I has left for W.
     """
 
     inputs: dict[PassKey, dict[str, Tensor]] = field(default_factory=dict)
@@ -50,3 +52,4 @@ class StageTensors:
     runs: dict[PassKey, list[SectionRun]] = field(default_factory=dict)
     output_gradients: dict[PassKey, dict[str, Tensor]] = field(default_factory=dict)
     input_gradients: dict[PassKey, dict[str, Tensor]] = field(default_factory=dict)
+    products: dict[PassKey, list[WeightProduct]] = field(default_factory=dict)

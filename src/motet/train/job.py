@@ -257,7 +257,7 @@ def _build_planned_job(
         step,
         order,
         dataset,
-        PlannedLoading(plan, dataset, decoder, StageNeeds.of(place.replicas, place.spans, spec.num_blocks)),
+        PlannedLoading(plan, dataset, decoder, StageNeeds.of(place.replicas, place.stage_spans, spec.num_blocks)),
         Recomputation(recipe, spec, planned=place.recomputed),
         None,
         Checkpointer(recipe.run.dir / _CHECKPOINTS, recipe.checkpoint, world.saving, line, world.launch, say),

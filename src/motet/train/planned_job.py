@@ -131,7 +131,7 @@ def build_part(
         holders = holders_of(model, place.program)
     groups, types = sharing_groups(place.program, holders.values()), compute_types(recipe)
     with world.together():
-        keep_spans(model, place.spans)
+        keep_spans(model, *place.stage_spans)
         share_out_part(model, place, holders, groups, world.device, types)
         materialise(model, recipe.modules, recipe.run.seed, world.device)
         held = HeldParameters(model, place, holders, groups, types)

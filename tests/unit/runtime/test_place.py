@@ -19,16 +19,25 @@ BESIDE = (
 )
 
 
+IN_TURNS = (replace(CHAIN[0], pp=2),)
+
+
 def places(units, schedule, overlaps):
     where = cluster("h100", 1)
     where = replace(where, device=replace(where.device, overlaps=overlaps))
     plan = Plan(MODEL, where, units, batch_size=12, schedule=schedule)
-    return [Place.of(plan, rank) for rank in range(8)]
+    return [Place.of(plan, rank) for rank in range(units[-1].ranks.stop)]
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("units", [CHAIN, BESIDE], ids=["chain", "beside"])
+@pytest.mark.parametrize(
+    ("units", "schedule"),
+    [
+        *((units, schedule) for units in (CHAIN, BESIDE) for schedule in ("gpipe", "1f1b")),
+        *((IN_TURNS, schedule) for schedule in ("interleaved_1f1b", "zb_v")),
+        (CHAIN, "zb_h1"),
+    ],
+)
 def test_both_ends_of_a_lane_have_one_order(units, schedule, overlaps):
     sent, received = {}, {}
     for place in places(units, schedule, overlaps):
@@ -40,14 +49,20 @@ def test_both_ends_of_a_lane_have_one_order(units, schedule, overlaps):
             if action.kind in (Kind.RECV_F, Kind.RECV_B):
                 lane = place.rank_of(action.peer), place.rank
                 received.setdefault(lane, []).append((name, action.peer, action.stage, action.microbatch))
-    assert sent == received and len(sent) == 12
-    assert set(sent) == set(place.pairs)
+    assert sent == received and len(sent) == (4 if units is IN_TURNS else 12)
+    assert set(sent) == set(place.pairs) and not any(sender == receiver for sender, receiver in sent)
+
+
+def test_stages_of_one_rank_have_no_lane():
+    first, last = places(IN_TURNS, "zb_v", True)[0::2]
+    assert first.stage_spans == ({"image": (0, 2)}, {"backbone": (3, 4)}) and first.modules == ("image", "backbone")
+    assert first.local_edges == {} and list(last.local_edges) == [1] and list(last.local_edges[1]) == [2]
 
 
 def test_what_a_rank_holds():
     of_chain = places(CHAIN, "1f1b", True)
-    assert [place.spans for place in of_chain[::2]] == [
-        {"image": (0, 2)}, {"backbone": (0, 1)}, {"backbone": (1, 3)}, {"backbone": (3, 4)},
+    assert [place.stage_spans for place in of_chain[::2]] == [
+        ({"image": (0, 2)},), ({"backbone": (0, 1)},), ({"backbone": (1, 3)},), ({"backbone": (3, 4)},),
     ]  # fmt: skip
     assert [place.replicas["backbone"] for place in of_chain[2:]] == [0, 1] * 3
     assert len({place.action_words for place in of_chain}) == 1

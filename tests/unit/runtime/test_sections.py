@@ -94,6 +94,7 @@ def test_what_stands_around_the_blocks_is_not_recomputed():
             ("image", 4, 4, False, True, False),
             ("backbone", 0, 0, True, False, False),
             ("backbone", 0, 1, False, False, True),
-            ("backbone", 1, 2, False, True, False),
+            ("backbone", 1, 2, False, False, False),
+            ("backbone", 2, 2, False, True, False),
         ],
     ]

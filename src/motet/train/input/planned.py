@@ -6,7 +6,7 @@ stages need sizes and lengths alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from motet.assign.planned_step import decide_planned_step
@@ -44,12 +44,12 @@ class StageNeeds:
 
     @staticmethod
     def of(
-        replicas: Mapping[str, int], spans: Mapping[str, tuple[int, int]], num_blocks: Mapping[str, int]
+        replicas: Mapping[str, int], stage_spans: Sequence[Mapping[str, tuple[int, int]]], num_blocks: Mapping[str, int]
     ) -> StageNeeds:
-        """spans: module -> (first, stop) of the blocks of the rank. num_blocks: of each whole module."""
-        media = frozenset(name for name, (first, _) in spans.items() if first == 0 and name != BACKBONE)
-        first, stop = spans.get(BACKBONE, (-1, -1))
-        return StageNeeds(replicas, media, first == 0 or stop == num_blocks[BACKBONE])
+        """stage_spans: module -> (first, stop) of the blocks of each stage. num_blocks: of each whole module."""
+        begun = {name for spans in stage_spans for name, (first, _) in spans.items() if first == 0}
+        ended = {name for spans in stage_spans for name, (_, stop) in spans.items() if stop == num_blocks[name]}
+        return StageNeeds(replicas, frozenset(begun - {BACKBONE}), BACKBONE in begun | ended)
 
 
 class PlannedLoading:

@@ -1,0 +1,115 @@
+"""Gradients of weights that wait: backward in two halves, I and W, for zero-bubble schedules (Qi et al. 2024).
+
+I is an ordinary backward pass in which linear layers give the gradient of their input at once, and keep their input and
+the gradient of their output. W multiplies the two. All else that backward makes comes in I: gradients of biases, norms,
+embeddings, convolutions, and of linear layers that a module does not call as `nn.Linear`. So no graph is walked twice,
+recomputation runs once, and W needs no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+
+@dataclass(frozen=True)
+class WeightProduct:
+    """The gradient of a weight [out, in] from one pass, not yet computed: gradient^T rows.
+
+    rows: [n, in], the input of the layer. gradient: [n, out], that of its output.
+    """
+
+    weight: nn.Parameter
+    rows: Tensor
+    gradient: Tensor
+
+    def add(self) -> None:
+        """Compute it, and add it to the weight's gradient."""
+        with torch.no_grad():
+            if self.weight.grad is None:
+                self.weight.grad = self.gradient.t() @ self.rows
+            else:
+                self.weight.grad.addmm_(self.gradient.t(), self.rows)
+
+
+class DeferredWeights:
+    """Linear layers whose weights' gradients wait if a backward pass says so; in all other passes nothing waits.
+
+    modules: their linear layers get another `forward`, with the same result, in place.
+
+    Example:
+        >>> layer, rows = nn.Linear(2, 3), torch.ones(4, 2)
+        >>> deferred, products = DeferredWeights([layer]), []
+        >>> with deferred.into(products):
+        ...     layer(rows).sum().backward()
+        >>> layer.bias.grad.tolist(), layer.weight.grad, len(products)
+        ([4.0, 4.0, 4.0], None, 1)
+        >>> products[0].add()
+        >>> layer.weight.grad.tolist()
+        [[4.0, 4.0], [4.0, 4.0], [4.0, 4.0]]
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._products: list[WeightProduct] | None = None
+        for module in modules:
+            for child in module.modules():
+                # A subclass with a forward of its own may compute something else.
+                if isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward:
+                    child.forward = partial(_forward, child, self)  # type: ignore[method-assign]
+
+    @contextmanager
+    def into(self, products: list[WeightProduct]) -> Iterator[None]:
+        """In the block, backward passes add what waits to `products`."""
+        self._products = products
+        try:
+            yield
+        finally:
+            self._products = None
+
+    def waits(self, weight: nn.Parameter, rows: Tensor, gradient: Tensor) -> bool:
+        """Keep a product, if the running backward pass says so."""
+        if self._products is None:
+            return False
+        self._products.append(WeightProduct(weight, rows, gradient))
+        return True
+
+
+def _forward(layer: nn.Linear, deferred: DeferredWeights, x: Tensor) -> Tensor:
+    weight = layer.weight
+    # The gradient of a weight that is computed from others (parametrizations) goes on into their graph, and autocast
+    # multiplies copies in another type.
+    if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf) or torch.is_autocast_enabled(
+        x.device.type
+    ):
+        return linear(x, weight, layer.bias)
+    return _DeferredLinear.apply(x, weight, layer.bias, deferred)
+
+
+class _DeferredLinear(torch.autograd.Function):
+    """x [..., in] -> x weight^T + bias [..., out], whose backward may leave the gradient of the weight for later."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: DeferredWeights) -> Tensor:
+        ctx.save_for_backward(x)
+        # By reference: torch.utils.checkpoint would give back a copy, whose gradient is nobody's.
+        ctx.weight, ctx.deferred = weight, deferred
+        return linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        num_out, num_in = weight.shape
+        of_x = gradient @ weight if ctx.needs_input_grad[0] else None
+        rows, of_rows = x.reshape(-1, num_in), gradient.reshape(-1, num_out)
+        of_bias = of_rows.sum(0) if ctx.needs_input_grad[2] else None
+        of_weight = None if ctx.deferred.waits(weight, rows, of_rows) else of_rows.t() @ rows
+        return of_x, of_weight, of_bias, None

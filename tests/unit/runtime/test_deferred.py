@@ -1,0 +1,96 @@
+"""Backward in two halves gives the gradients of one backward pass, and leaves to W what can wait."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
+
+from motet.runtime.deferred import DeferredWeights
+
+
+class Model(nn.Module):
+    """A linear layer that is called twice, one without a bias, one that is frozen, a norm and a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.twice, self.bare, self.frozen = nn.Linear(6, 6), nn.Linear(6, 4, bias=False), nn.Linear(4, 6)
+        self.normed, self.norm = weight_norm(nn.Linear(6, 6)), nn.LayerNorm(6)
+        self.convolution = nn.Conv1d(6, 6, 3, padding=1)
+        self.frozen.requires_grad_(False)
+        self.double()
+
+    def forward(self, x):
+        hidden = self.twice(self.norm(self.twice(x)).tanh())
+        hidden = self.frozen(self.bare(hidden + x).tanh()) + hidden
+        return self.normed(self.convolution(hidden.transpose(-1, -2)).transpose(-1, -2))
+
+
+def rows(seed):
+    return torch.randn(3, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+
+
+def gradients(model, x):
+    return {**{name: p.grad for name, p in model.named_parameters() if p.grad is not None}, "x": x.grad}
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_two_halves_are_one_backward_pass(recomputed):
+    model = Model()
+    expected, seeds = deepcopy(model), (1, 2)
+    deferred, waiting = DeferredWeights([model]), []
+    given = [[rows(seed) for seed in seeds] for _ in range(2)]
+    for x in given[0]:
+        expected(x).sin().sum().backward()
+    for x in given[1]:
+        products = []
+        output = checkpoint(model, x, use_reentrant=False) if recomputed else model(x)
+        with deferred.into(products):
+            output.sin().sum().backward()
+        assert [product.weight is model.twice.weight for product in products].count(True) == 2 and len(products) == 3
+        waiting.append(products)
+    linear = {"twice.weight", "bare.weight"}
+    assert gradients(expected, given[0][0]).keys() - gradients(model, given[1][0]).keys() == linear
+    for products in reversed(waiting):
+        for product in products:
+            product.add()
+    for ours, theirs in zip(given[1], given[0]):
+        found, wanted = gradients(model, ours), gradients(expected, theirs)
+        assert found.keys() == wanted.keys() and "frozen.weight" not in found
+        assert all(torch.allclose(found[name], wanted[name], rtol=0, atol=1e-12) for name in wanted)
+
+
+def test_nothing_waits_outside_of_the_block():
+    model, x = Model(), rows(1)
+    expected, other = deepcopy(model), rows(1)
+    DeferredWeights([model])
+    model(x).sum().backward()
+    expected(other).sum().backward()
+    found, wanted = gradients(model, x), gradients(expected, other)
+    assert found.keys() == wanted.keys()
+    assert all(torch.allclose(found[name], wanted[name], rtol=0, atol=1e-12) for name in wanted)
+
+
+def test_a_subclass_with_its_own_forward_is_left_alone():
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    layer, products = Doubled(2, 2), []
+    deferred = DeferredWeights([layer])
+    with deferred.into(products):
+        layer(torch.ones(1, 2)).sum().backward()
+    assert not products and layer.weight.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def test_under_autocast_nothing_waits():
+    layer, products = nn.Linear(2, 2), []
+    deferred = DeferredWeights([layer])
+    with torch.autocast("cpu", torch.bfloat16):
+        output = layer(torch.ones(1, 2))
+    with deferred.into(products):
+        output.float().sum().backward()
+    assert output.dtype == torch.bfloat16 and not products and layer.weight.grad is not None
