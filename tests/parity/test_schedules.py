@@ -37,6 +37,10 @@ BESIDE = (
 REPLICAS = [
     PlannedCase(on_ranks(2, *FOUR, dp=2), "zb_v", tied=True, microbatch_size=2, batch_size=12),
     PlannedCase(on_ranks(2, *FOUR, dp=2), "interleaved_1f1b", frozen=("image encoder",), batch_size=10),
+    PlannedCase(on_ranks(2, *FOUR, dp=2, zero=1), "interleaved_1f1b", tied=True),
+    PlannedCase(on_ranks(2, *FOUR, dp=2, zero=2), "zb_v", blocking=True),
+    PlannedCase(on_ranks(2, *FOUR, dp=2, zero=3), "zb_v", frozen=("image encoder",), tied=True),
+    PlannedCase(on_ranks(2, *CUTS["zb_h1", 2], dp=2, zero=3, recompute=({"image": 2}, {"backbone": 1})), "zb_h1"),
 ]
 ENDS_TOGETHER = [
     PlannedCase(on_ranks(1, {"i": 3, "a": 2, "b": 1}, {"b": 2}, dp=2), "zb_v", tied=True),
@@ -72,7 +76,8 @@ def random_case(seed, num_ranks):
     cuts = [0, *sorted(rng.choice(np.arange(1, len(blocks)), num_stages - 1, replace=False).tolist()), len(blocks)]
     stages = tuple(dict(Counter(blocks[first:stop])) for first, stop in pairwise(cuts))
     recompute = tuple({name: int(rng.integers(0, count + 1)) for name, count in stage.items()} for stage in stages)
-    unit = Unit("all", stages, pp=num_ranks // dp, dp=dp, zero=0, recompute=recompute if rng.random() < 0.5 else ())
+    recompute, zero = recompute if rng.random() < 0.5 else (), int(rng.integers(0, 4))
+    unit = Unit("all", stages, pp=num_ranks // dp, dp=dp, zero=zero, recompute=recompute)
     microbatch_size = int(rng.integers(1, 3))
     frozen = rng.choice(["image encoder", "image", "audio", "backbone"], rng.integers(0, 3), replace=False)
     return PlannedCase(
