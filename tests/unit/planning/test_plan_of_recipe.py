@@ -233,7 +233,6 @@ def test_what_is_measured_or_stated_for_balancing_goes_where_nothing_is_balanced
     [
         ({"tp": 2, "dp": 1}, "tensor parallelism (tp > 1)"),
         ({"dp": 1}, "ranks left over"),
-        ({"zero": 1}, "ZeRO-1 (zero = 1)"),
         ({"precision": "bf16"}, "another precision than the recipe"),
         ({"units": 2}, "modules on ranks of their own"),
     ],
@@ -266,7 +265,6 @@ def test_chains_in_1f1b_are_run_under_their_plan(recipe_file):
         ({}, {"cp": 2}, "context parallelism (cp > 1)"),
         ({"schedule": "zb_h1"}, {}, "the schedule 'zb_h1'"),
         ({"order": "inter"}, {}, "the order 'inter'"),
-        ({}, {"dp": 2, "zero": 1}, "ZeRO in a pipeline (zero > 0 with dp > 1)"),
         ({}, {"replicated": ("image",)}, "replicated encoders (replicated)"),
         ({}, {"pp": 1}, "ranks left over"),
     ],
