@@ -73,6 +73,12 @@ def line_of(text, part):
             "recompute",
             "backbone = -1 is no number of blocks",
         ),
+        (
+            "[optimizer]",
+            "[fsdp]\nonce_a_step = true\n[optimizer]",
+            "[fsdp]",
+            "once_a_step needs reshard_after_forward = false: what is gathered once a step must stay",
+        ),
         ("[transforms.audio]\nnum_mels = 20", "", None, "needs a table [transforms.audio]"),
     ],
 )

@@ -174,9 +174,10 @@ def test_the_measured_step_stands_beside_the_predicted_one(job, tmp_path, is_kno
         assert said.count("Steps are not predicted") == 1 and "has figures of h100, this run is on cpu" in said
 
 
-def test_a_plan_of_data_parallelism_trains_too(job, alone, tmp_path):
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_plan_of_data_parallelism_trains_too(job, alone, tmp_path, zero):
     chain = plan_of(job, FEW_CUTS)
-    unit = Unit("all", (chain.model.num_blocks,), dp=2, zero=3)
+    unit = Unit("all", (chain.model.num_blocks,), dp=2, zero=zero)
     plan = replace(chain, units=(unit,), microbatch_size=1, schedule="data_parallel", balance="joint")
     run_dir = run_planned(job, tmp_path, plan)
     assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-10)

@@ -154,27 +154,30 @@ def run_planned(
 
     stored: dtype of parameters and optimizer. types: those of passes.
     """
+    step, whole = build_step(case, stored, types), build_hf_model(case.frozen, case.tied)
+    parameters = dict(step.model.named_parameters())
+    assert parameters.keys() == {name for spans in step.place.stage_spans for name in names_of_spans(whole, spans)}
+    results = [step.run(batches_of(case, step.place, whole, number), number) for number in range(num_steps)]
+    weights = {name: _whole(parameter.detach()) for name, parameter in parameters.items()}
+    return results, weights, {name: _whole(parameter.grad) for name, parameter in parameters.items()}
+
+
+def build_step(case: PlannedCase, stored: torch.dtype = torch.float64, types: ComputeTypes = SAME_TYPES) -> PlannedStep:
+    """The step of this rank, on its part of the model. A collective. Arguments: as above."""
     rank, device, plan = dist.get_rank(), torch.device("cpu"), case.plan()
-    model, whole = build_hf_model(case.frozen, case.tied), build_hf_model(case.frozen, case.tied)
-    place = Place.of(plan, rank)
+    model, place = build_hf_model(case.frozen, case.tied), Place.of(plan, rank)
     holders = holders_of(model, place.program)
     keep_spans(model.to(stored), *place.stage_spans)
-    names = {name for spans in place.stage_spans for name in names_of_spans(whole, spans)}
-    assert {name for name, _ in model.named_parameters()} == names
     groups = sharing_groups(place.program, holders.values())
     share_out_part(model, place, holders, groups, device, types)
     held = HeldParameters(model, place, holders, groups, types)
     lanes = Lanes(place.pairs, rank, device)
     lanes.connect()
     optimizer = build_optimizer(model, OPTIMIZER)
-    step = PlannedStep(
+    return PlannedStep(
         model, plan.model, place, lanes, build_mesh(device), held, optimizer,
         max_grad_norm=OPTIMIZER.clip_norm,
     )  # fmt: skip
-    results = [step.run(batches_of(case, plan, place, whole, number), number) for number in range(num_steps)]
-    parameters = dict(model.named_parameters())
-    weights = {name: _whole(parameter.detach()) for name, parameter in parameters.items()}
-    return results, weights, {name: _whole(parameter.grad) for name, parameter in parameters.items()}
 
 
 def _whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -182,9 +185,9 @@ def _whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def batches_of(case: PlannedCase, plan: Plan, place: Place, model: MLLM, step: int) -> list[RankBatch]:
+def batches_of(case: PlannedCase, place: Place, model: MLLM, step: int) -> list[RankBatch]:
     """The microbatches of a step, as far as this rank needs them."""
-    examples = case.examples(step)
+    examples, plan = case.examples(step), place.program.layout.plan
     lengths = LoadedTables.read([tables_of(examples, PHASES, model.encoders)], PHASES).lengths
     needs = StageNeeds.of(place.replicas, place.stage_spans, plan.model.num_blocks)
     batches = []

@@ -238,7 +238,7 @@ def run_case(case: Case, dtype: torch.dtype = torch.float64) -> tuple[StepResult
         rng = np.random.default_rng((case.seed, mesh.rank))
         batches = [replace(batch, recompute=recomputed_at_random(rng)) for batch in batches]
     with counted_exchanges() as sent:
-        result = TrainStep(model, mesh).run(batches)
+        result = TrainStep(model, mesh, once_a_step=case.fsdp.once_a_step).run(batches)
     check_bytes(case, batches, sent, result.moved_bytes)
     shards = {name: None if p.grad is None else local(p.grad) for name, p in model.named_parameters()}
     return result, whole(shards, mesh)
@@ -463,6 +463,24 @@ def test_gradients_equal_the_reference(num_ranks):
     if num_ranks in (2, 3):
         cases += every_balance(fsdp=REPLICATED, num_microbatches=3) + every_method(fsdp=REPLICATED)
         cases += REPLICATED_VARIANTS
+    wrong = run_ranks(check_cases, num_ranks, cases)[0]
+    assert not wrong, "\n".join(wrong)
+
+
+ONCE = {"once_a_step": True, "reshard_after_forward": False}
+ONCE_A_STEP = [
+    *(Case(fsdp=FSDPConfig(**ONCE), num_microbatches=3, seed=seed) for seed in range(3)),
+    Case(fsdp=FSDPConfig(**ONCE), num_microbatches=3, frozen=("image encoder", "audio")),
+    Case(fsdp=FSDPConfig(**ONCE), num_microbatches=3, frozen=("backbone",)),
+    Case(fsdp=FSDPConfig(**ONCE), num_microbatches=3, num_examples=3),
+    Case(fsdp=FSDPConfig(**ONCE), num_microbatches=3, contents=("audio",), method="joint"),
+    Case(fsdp=FSDPConfig(**ONCE, recompute=True), num_microbatches=3, mode="exchange"),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "shard_size"), [(2, None), (4, 2)])
+def test_gradients_that_are_reduced_once_a_step_equal_the_reference(num_ranks, shard_size):
+    cases = [replace(case, fsdp=case.fsdp.model_copy(update={"shard_size": shard_size})) for case in ONCE_A_STEP]
     wrong = run_ranks(check_cases, num_ranks, cases)[0]
     assert not wrong, "\n".join(wrong)
 

@@ -16,9 +16,9 @@ from ranks import run_ranks
 
 def pair(encoders, backbone, *, encoder_stages=({"image": 3, "audio": 2},), stages=({"backbone": 3},), **options):
     """Both encoders in one unit beside the backbone. encoders, backbone: numbers of replicas."""
-    recompute = options.pop("recompute", ((), ()))
-    first = Unit("encoders", encoder_stages, dp=encoders, pp=len(encoder_stages), recompute=recompute[0], zero=0)
-    options_of_llm = {"dp": backbone, "pp": len(stages), "recompute": recompute[1], "zero": 0}
+    recompute, zero = options.pop("recompute", ((), ())), options.pop("zero", (0, 0))
+    first = Unit("encoders", encoder_stages, dp=encoders, pp=len(encoder_stages), recompute=recompute[0], zero=zero[0])
+    options_of_llm = {"dp": backbone, "pp": len(stages), "recompute": recompute[1], "zero": zero[1]}
     return PlannedCase((first, Unit("llm", stages, first.num_ranks, **options_of_llm)), **options)
 
 
@@ -49,9 +49,10 @@ CASES = {
     ],
     5: [
         pair(2, 3),  # MMScale's Figure 9.
-        pair(3, 2, frozen=("image encoder",), tied=True),
+        pair(2, 3, zero=(3, 1), contents=("image",)),
+        pair(3, 2, frozen=("image encoder",), tied=True, zero=(1, 3)),
         pair(4, 1, batch_size=4),
-        pair(1, 4, batch_size=8, microbatch_size=2),
+        pair(1, 4, batch_size=8, microbatch_size=2, zero=(1, 2)),
         pair(2, 3, schedule="gpipe", blocking=True, caps={"backbone": 80, "audio": 40}),
         pair(3, 2, balance="per_phase", batch_size=8, microbatch_size=2),
         pair(2, 3, balance="auto", blocking=True, batch_size=12, caps={"backbone": 80, "image": 30}),
@@ -75,9 +76,8 @@ def random_pair(seed, num_ranks):
         cuts = [0, *sorted(rng.choice(np.arange(1, len(blocks)), pp - 1, replace=False).tolist()), len(blocks)]
         stages = tuple(dict(Counter(blocks[first:stop])) for first, stop in pairwise(cuts))
         recompute = tuple({key: int(rng.integers(0, count + 1)) for key, count in one.items()} for one in stages)
-        units.append(
-            Unit(name, stages, first_rank, size // pp, pp, zero=0, recompute=recompute if rng.random() < 0.4 else ())
-        )
+        recompute, zero = recompute if rng.random() < 0.4 else (), int(rng.integers(0, 4))
+        units.append(Unit(name, stages, first_rank, size // pp, pp, zero=zero, recompute=recompute))
         first_rank += size
     microbatch_size = int(rng.integers(1, 3))
     frozen = rng.choice(["image encoder", "image", "audio", "backbone"], rng.integers(0, 3), replace=False)

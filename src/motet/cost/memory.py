@@ -99,12 +99,15 @@ def state_bytes(
     def share(size_bytes: int, sharded_from: int) -> int:
         return math.ceil(size_bytes / shard_ranks) if zero >= sharded_from else size_bytes
 
+    is_cast, is_shared = precision.stored > precision.compute, 0 < zero < 3 and shard_ranks > 1
     if precision.has_master:
         parameters = share(precision.stored * num_parameters, 3)
-    else:
-        is_copied = precision.stored > precision.compute or (zero > 0 and shard_ranks > 1)
-        copies = precision.compute * num_parameters if is_copied and zero < 3 else 0
+    elif is_cast:
+        copies = precision.compute * num_parameters if zero < 3 else 0
         parameters = share(precision.stored * num_parameters, 1) + copies
+    else:  # What is updated in shares has a copy for passes; what is frozen is that copy.
+        parameters = share(precision.stored * num_parameters, 3)
+        parameters += share(precision.stored * num_trainable, 1) if is_shared else 0
     return StateBytes(
         parameters, share(precision.gradient * num_trainable, 2), share(precision.optimizer * num_trainable, 1)
     )

@@ -110,6 +110,7 @@ def recipe_of_plan(plan: Plan, recipe: Recipe) -> Recipe:
     fsdp = {
         "shard_size": None if shard_size == unit.dp > 1 else shard_size,
         "reshard_after_forward": unit.zero == 3,
+        "once_a_step": unit.zero == 1 and shard_size > 1,
         "recompute": _recomputes(plan),
     }
     return recipe.model_copy(

@@ -54,7 +54,6 @@ def _data_parallel(plan: Plan) -> dict[str, bool]:
     return {
         "modules on ranks of their own": len(plan.units) > 1,
         "ranks left over": unit.num_ranks < plan.cluster.num_ranks,
-        "ZeRO-1 (zero = 1)": unit.zero == 1 and unit.dp > 1,
     }
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -33,6 +33,8 @@ class FSDPConfig(BaseModel):
                   their dtype.
     reduce_dtype: dtype in which gradients are summed over ranks; None: that in which modules compute.
     reshard_after_forward: free gathered parameters after the forward pass, and gather them again for the backward pass.
+    once_a_step:  gather parameters before their first use in a step, and sum gradients over ranks after their last
+                  backward pass; both are whole in between (ZeRO 1). It needs reshard_after_forward = false.
     recompute:    keep only the inputs of blocks in the forward pass, and run the blocks again in the backward pass.
                   True: all blocks. A table: the number of blocks by module, as in `{ backbone = 12 }`; the first blocks
                   are recomputed. "auto": the least that fits the device's memory, in each microbatch anew, so that
@@ -45,6 +47,7 @@ class FSDPConfig(BaseModel):
     param_dtype: Literal["float64", "float32", "bfloat16"] | None = None
     reduce_dtype: Literal["float64", "float32", "bfloat16"] | None = None
     reshard_after_forward: bool = True
+    once_a_step: bool = False
     recompute: bool | Literal["auto"] | dict[str, NumLayers] = False
 
     @field_validator("recompute", mode="before")
@@ -60,6 +63,12 @@ class FSDPConfig(BaseModel):
             if isinstance(count, bool) or not isinstance(count, int) or count < 0:
                 raise ValueError(f"{name} = {count!r} is no number of blocks, which is a whole number from 0 on")
         return given
+
+    @model_validator(mode="after")
+    def _kept_if_gathered_once(self) -> FSDPConfig:
+        if self.once_a_step and self.reshard_after_forward:
+            raise ValueError("once_a_step needs reshard_after_forward = false: what is gathered once a step must stay")
+        return self
 
     def recomputed(self, num_blocks: Mapping[str, int]) -> dict[str, int]:
         """The number of blocks that each module recomputes in every microbatch, modules without any left out.
@@ -133,6 +142,16 @@ def _casts(model: Model, config: FSDPConfig) -> bool:
     wanted = {_DTYPES[name] for name in (config.param_dtype, config.reduce_dtype) if name}
     held = {parameter.dtype for module in modules_by_phase(model).values() for parameter in module.parameters()}
     return bool(wanted) and held != wanted
+
+
+def end_of_step(module: nn.Module, is_last: bool) -> None:
+    """Set whether the next backward pass of a module sums its gradients over ranks, and frees its parameters.
+
+    Before the last one of a step neither is done with `FSDPConfig.once_a_step`.
+    """
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(is_last)
+        module.set_reshard_after_backward(is_last)
 
 
 def sum_over_shard_groups(module: nn.Module, enabled: bool) -> None:

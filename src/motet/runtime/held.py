@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
-from motet.runtime.holders import Groups, Holders, Sharing
+from motet.runtime.holders import Holders, RankGroups, Sharing
 from motet.runtime.place import Place
 from motet.runtime.replicas import ReplicatedGradients
 from motet.runtime.sharded_state import SAME_TYPES, ComputeTypes, ShardedState
@@ -22,7 +22,7 @@ _COLLECTIVES = (Kind.GATHER, Kind.REDUCE)
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldPart:
     """Parameters of one module that the same ranks share in the same way."""
 
     sharing: Sharing
@@ -49,7 +49,7 @@ class HeldParameters:
         model: nn.Module,
         place: Place,
         holders: Mapping[str, Holders],
-        groups: Groups,
+        groups: RankGroups,
         types: ComputeTypes = SAME_TYPES,
     ) -> None:
         self.types = types
@@ -61,7 +61,7 @@ class HeldParameters:
             if is_apart or parameter.requires_grad:
                 parts.setdefault((sharing, is_apart), []).append(parameter)
         self.all = [
-            Held(
+            HeldPart(
                 sharing,
                 ShardedState(parameters, sharing, place.rank, groups, types)
                 if is_apart
@@ -162,7 +162,7 @@ def share_out_part(
     model: nn.Module,
     place: Place,
     holders: Mapping[str, Holders],
-    groups: Groups,
+    groups: RankGroups,
     device: torch.device,
     types: ComputeTypes = SAME_TYPES,
 ) -> None:
@@ -180,6 +180,6 @@ def computes(batch: RankBatch, module: str) -> bool:
     return batch.lengths.num_examples > 0 if module == BACKBONE else batch.has(module)
 
 
-def _has(held: Held, action: Action, batches: Sequence[RankBatch]) -> bool:
+def _has(held: HeldPart, action: Action, batches: Sequence[RankBatch]) -> bool:
     """Whether the microbatch of an action, or the step, has anything to compute with these parameters."""
     return action.microbatch < 0 or computes(batches[action.microbatch], held.sharing.module)

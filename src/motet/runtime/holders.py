@@ -17,7 +17,7 @@ from motet.runtime.groups import new_group
 from motet.runtime.place import Place
 from motet.schedule import PlannedProgram
 
-Groups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
+RankGroups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
 """Ranks -> their process group, on these ranks; None of a single rank."""
 
 
@@ -78,7 +78,7 @@ class Sharing:
         return self.ranks[self.ranks.index(rank) % self.shard_size :: self.shard_size]
 
 
-def sharing_groups(program: PlannedProgram, holders: Iterable[Holders]) -> Groups:
+def sharing_groups(program: PlannedProgram, holders: Iterable[Holders]) -> RankGroups:
     """A process group for each set of ranks that hold the same parameters, or share them out. A collective.
 
     holders: of all parameters of the whole model, the same on all ranks.

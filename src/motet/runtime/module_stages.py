@@ -12,7 +12,7 @@ from torch import Tensor
 
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
-from motet.runtime.fsdp import recompute_first, sum_over_shard_groups
+from motet.runtime.fsdp import end_of_step, recompute_first, sum_over_shard_groups
 from motet.runtime.mesh import Mesh
 from motet.runtime.replicas import ReplicatedGradients
 from motet.runtime.stage import BackboneModule, EncoderModule, ExecutableStage, Model
@@ -20,9 +20,15 @@ from motet.runtime.stage import BackboneModule, EncoderModule, ExecutableStage, 
 
 class _ModuleStage:
     def __init__(
-        self, phase: str, module: EncoderModule | BackboneModule, mesh: Mesh, gradients: ReplicatedGradients | None
+        self,
+        phase: str,
+        module: EncoderModule | BackboneModule,
+        mesh: Mesh,
+        gradients: ReplicatedGradients | None,
+        once_a_step: bool,
     ) -> None:
         self._phase, self._module, self._is_hybrid, self._gradients = phase, module, mesh.is_hybrid, gradients
+        self._once_a_step = once_a_step
 
     def _set_recomputation(self, batch: RankBatch) -> None:
         """Recompute as many blocks as the microbatch says, if it says any."""
@@ -31,6 +37,8 @@ class _ModuleStage:
 
     def backward(self, output: Tensor, gradient: Tensor, *, is_last: bool) -> None:
         """Run the backward pass of one microbatch; the last one of a step sums gradients over ranks."""
+        if self._once_a_step:
+            end_of_step(self._module, is_last)
         if self._is_hybrid:
             sum_over_shard_groups(self._module, is_last)
         with self._gradients.summed() if self._gradients is not None and is_last else nullcontext():
@@ -40,8 +48,15 @@ class _ModuleStage:
 class EncoderStage(_ModuleStage):
     """An encoder with its projector; it computes on this rank's items of the phase."""
 
-    def __init__(self, phase: str, module: EncoderModule, mesh: Mesh, gradients: ReplicatedGradients | None) -> None:
-        super().__init__(phase, module, mesh, gradients)
+    def __init__(
+        self,
+        phase: str,
+        module: EncoderModule,
+        mesh: Mesh,
+        gradients: ReplicatedGradients | None,
+        once_a_step: bool,
+    ) -> None:
+        super().__init__(phase, module, mesh, gradients, once_a_step)
         self._encoder = module
 
     def forward(self, batch: RankBatch, inputs: dict[str, Tensor]) -> Tensor:
@@ -53,9 +68,14 @@ class BackboneStage(_ModuleStage):
     """The backbone. It adds the loss and the number of targets to totals[1] and totals[2] (totals: float64 [3])."""
 
     def __init__(
-        self, module: BackboneModule, mesh: Mesh, gradients: ReplicatedGradients | None, totals: Tensor
+        self,
+        module: BackboneModule,
+        mesh: Mesh,
+        gradients: ReplicatedGradients | None,
+        once_a_step: bool,
+        totals: Tensor,
     ) -> None:
-        super().__init__(BACKBONE, module, mesh, gradients)
+        super().__init__(BACKBONE, module, mesh, gradients, once_a_step)
         self._backbone, self._totals = module, totals
 
     def forward(self, batch: RankBatch, inputs: dict[str, Tensor]) -> Tensor:
@@ -72,14 +92,17 @@ def module_stages(
     mesh: Mesh,
     gradients: Mapping[str, ReplicatedGradients],
     totals: Tensor,
+    *,
+    once_a_step: bool = False,
 ) -> dict[int, ExecutableStage]:
     """Stage number -> stage. modules: stage number -> module, for this rank. totals: as in `BackboneStage`.
 
     gradients: module -> its gradients, for trainable modules of which every rank holds a whole copy.
+    once_a_step: as of `FSDPConfig`.
     """
     return {
-        number: BackboneStage(model.backbone, mesh, gradients.get(name), totals)
+        number: BackboneStage(model.backbone, mesh, gradients.get(name), once_a_step, totals)
         if name == BACKBONE
-        else EncoderStage(name, model.encoders[name], mesh, gradients.get(name))
+        else EncoderStage(name, model.encoders[name], mesh, gradients.get(name), once_a_step)
         for number, name in modules.items()
     }

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from motet.runtime.clip import square_sum
-from motet.runtime.holders import Groups, Sharing
+from motet.runtime.holders import RankGroups, Sharing
 from motet.runtime.replicas import BUCKET_BYTES
 from motet.runtime.shards import as_shard, row_range
 
@@ -63,7 +63,7 @@ class ShardedState:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], sharing: Sharing, rank: int, groups: Groups, types: ComputeTypes
+        self, parameters: Sequence[nn.Parameter], sharing: Sharing, rank: int, groups: RankGroups, types: ComputeTypes
     ) -> None:
         self.sharing = sharing
         self._pieces = [_Piece(parameter, types.compute) for parameter in parameters]

@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from motet.runtime.holders import Groups, Sharing
+from motet.runtime.holders import RankGroups, Sharing
 from motet.runtime.mesh import REPLICATE, SHARD
 
 
-def share_out(model: nn.Module, sharings: Mapping[str, Sharing], rank: int, groups: Groups, device_type: str) -> None:
+def share_out(
+    model: nn.Module, sharings: Mapping[str, Sharing], rank: int, groups: RankGroups, device_type: str
+) -> None:
     """Replace parameters of a model, in place, by DTensors with the rows of this rank. It communicates nothing.
 
     sharings: name -> sharing, of the parameters that are shared out. Values of a parameter that is not on meta must be
@@ -50,7 +52,7 @@ def row_range(num_rows: int, mesh: DeviceMesh) -> tuple[int, int]:
     return first, min(first + size, num_rows)
 
 
-def _mesh(sharing: Sharing, rank: int, groups: Groups, device_type: str) -> DeviceMesh:
+def _mesh(sharing: Sharing, rank: int, groups: RankGroups, device_type: str) -> DeviceMesh:
     shards = groups[sharing.shards(rank)]
     assert shards is not None, "a single rank shares nothing out"
     if sharing.shard_size == len(sharing.ranks):

@@ -103,6 +103,7 @@ class TrainStep:
     model:         sharded by `runtime/fsdp.py`, or the same whole copy on every rank, whose gradients are then summed.
     optimizer:     None: the step computes gradients and updates no weight.
     max_grad_norm: None: gradients are not clipped.
+    once_a_step:   as of `FSDPConfig`.
 
     Example:
         >>> from types import SimpleNamespace
@@ -121,12 +122,13 @@ class TrainStep:
         optimizer: torch.optim.Optimizer | None = None,
         *,
         max_grad_norm: float | None = None,
+        once_a_step: bool = False,
         clock: ActionClock | None = None,
     ) -> None:
         self.model = model
         self.mesh = mesh
         self.optimizer = optimizer
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm, self.once_a_step = max_grad_norm, once_a_step
         self.clock = clock or ActionClock(mesh.rank, mesh.device)
         self.modules = modules_by_phase(model)
         self.parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
@@ -193,7 +195,14 @@ class _RunningStep:
                 gradients.zero()
         self.num_targets = sum(batch.num_targets for batch in batches)
         self.totals = torch.zeros(3, dtype=torch.float64, device=step.mesh.device)
-        stages = module_stages(step.model, self.program.modules, step.mesh, step.replicated, self.totals)
+        stages = module_stages(
+            step.model,
+            self.program.modules,
+            step.mesh,
+            step.replicated,
+            self.totals,
+            once_a_step=step.once_a_step,
+        )
         tensors = Tensors()
         self.exchanges = Exchanges(self.program, batches, tensors, step.mesh.group)
         # FSDP divides gradients by the number of ranks, so the loss is multiplied by it; whole copies only sum them.

@@ -133,7 +133,8 @@ def _with_fsdp(layout: Layout, program: Program, stages: Sequence[PlannedStage])
         if (number, Kind.F) in passes:
             has_backward = (number, Kind.B) in passes
             program = split_parts(program, number, stage.num_parts, stage.num_parts if has_backward else 1)
-    sharding = Sharding(1 if unit.zero == 0 else unit.shard_size, reshard_after_forward=unit.zero == 3)
+    shard_size = 1 if unit.zero == 0 else unit.shard_size
+    sharding = Sharding(shard_size, reshard_after_forward=unit.zero == 3, once_a_step=unit.zero == 1)
     return add_fsdp(program, trainable_slices, sharding)
 
 

@@ -141,6 +141,7 @@ def build_job(
         mesh,
         optimizer,
         max_grad_norm=recipe.optimizer.clip_norm,
+        once_a_step=recipe.fsdp.once_a_step,
         clock=ActionClock(world.rank, world.device),
     )
     evaluator = None

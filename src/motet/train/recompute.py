@@ -232,7 +232,7 @@ def unit_of_recipe(
         (spec.num_blocks,),
         dp=num_ranks,
         recompute=(recomputed,) if recomputed else (),
-        zero=0 if shard_size == 1 else 3 if fsdp.reshard_after_forward else 2,
+        zero=0 if shard_size == 1 else 3 if fsdp.reshard_after_forward else 1 if fsdp.once_a_step else 2,
         shard_size=0 if shard_size in (1, num_ranks) else shard_size,
     )
 

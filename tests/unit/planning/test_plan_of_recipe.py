@@ -65,6 +65,8 @@ def test_all_modules_are_on_all_ranks(recipe_file):
     [
         ((), 3, 0),
         (("fsdp.reshard_after_forward=false",), 2, 0),
+        (("fsdp.reshard_after_forward=false", "fsdp.once_a_step=true"), 1, 0),
+        (("fsdp={ reshard_after_forward = false, once_a_step = true, shard_size = 2 }",), 1, 2),
         (("fsdp.shard_size=1",), 0, 0),
         (("fsdp.shard_size=2",), 3, 2),
         (("fsdp.shard_size=4",), 3, 0),
@@ -155,6 +157,7 @@ def test_a_plan_that_can_be_run_is_the_plan_of_its_recipe(recipe_file, num_ranks
         ("fsdp.shard_size=2",),
         ("fsdp.shard_size=1", "fsdp.reshard_after_forward=false"),
         ("fsdp.reshard_after_forward=false", "fsdp.recompute=true"),
+        ("fsdp.reshard_after_forward=false", "fsdp.once_a_step=true", "run.microbatches=2"),
         ("fsdp.recompute={ backbone = 1 }",),
         ("run.microbatches=2", "balance.method=per_phase"),
         ("balance.phases=off", "fsdp.param_dtype=bfloat16"),
@@ -230,7 +233,6 @@ def test_what_is_measured_or_stated_for_balancing_goes_where_nothing_is_balanced
     [
         ({"tp": 2, "dp": 1}, "tensor parallelism (tp > 1)"),
         ({"dp": 1}, "ranks left over"),
-        ({"zero": 1}, "ZeRO-1 (zero = 1)"),
         ({"precision": "bf16"}, "another precision than the recipe"),
         ({"units": 2}, "modules on ranks of their own"),
     ],
@@ -262,7 +264,6 @@ def test_chains_are_run_under_their_plan(recipe_file):
     [
         ({}, {"cp": 2}, "context parallelism (cp > 1)"),
         ({"order": "inter"}, {}, "the order 'inter'"),
-        ({}, {"dp": 2, "zero": 1}, "ZeRO in a pipeline (zero > 0 with dp > 1)"),
         ({}, {"replicated": ("image",)}, "replicated encoders (replicated)"),
         ({}, {"pp": 1}, "ranks left over"),
     ],

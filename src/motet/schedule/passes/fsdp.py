@@ -26,6 +26,8 @@ class Sharding:
     shard_size: number of ranks that share one copy of the parameters; 0 is all ranks, 1 shards nothing. The Program has
                 one collective for all shard groups: exchanges and reductions keep them in step.
     reshard_after_forward: parameters are freed after forward and gathered again for backward.
+    once_a_step: trainable modules are gathered before their first pass of a step and reduced after their last, and are
+                 whole in between.
 
     Example:
         >>> from motet.schedule import add_fsdp, data_parallel
@@ -37,6 +39,7 @@ class Sharding:
 
     shard_size: int = 0
     reshard_after_forward: bool = True
+    once_a_step: bool = False
 
 
 def add_fsdp(
@@ -47,9 +50,9 @@ def add_fsdp(
     trainable_slices: per stage (of the first row), for each slice of its parameters in the order of forward, whether
                       any of it is updated. A pass has a part for each slice (`split_parts`), or is whole. A slice is a
                       block of the model, or several blocks: thousands of simulated ranks need not distinguish each.
-    Sharded gradients are reduced in each microbatch. If there are several copies of the parameters (hybrid sharding, or
-    shard_size 1), gradients are also summed over the copies once, after the stage's last backward pass, by a REDUCE of
-    no microbatch.
+    Sharded gradients are reduced in each microbatch (`once_a_step`: in the last one). If there are several copies of
+    the parameters (hybrid sharding, or shard_size 1), gradients are also summed over the copies once, after the stage's
+    last backward pass, by a REDUCE of no microbatch.
     Raises ArgumentError for a shard_size that does not divide the number of ranks, and for passes in another number of
     parts than slices. O(actions).
     """
@@ -87,9 +90,10 @@ class _Rule:
         num_ranks: int,
     ) -> None:
         self.trainable_slices, self.sources = trainable_slices, sources
-        self.reshard_after_forward = sharding.reshard_after_forward
+        self.reshard_after_forward, self.once_a_step = sharding.reshard_after_forward, sharding.once_a_step
         shard_size = sharding.shard_size or num_ranks
         self.is_sharded, self.is_replicated = shard_size > 1, shard_size < num_ranks
+        self.first_forward = {action.stage: action.microbatch for action in reversed(row) if action.kind is Kind.F}
         self.last_backward = {action.stage: action.microbatch for action in row if action.kind is Kind.B}
         self.has_backward = {(action.stage, action.microbatch) for action in row if action.kind is Kind.B}
 
@@ -108,16 +112,19 @@ class _Rule:
         other part gathers the slice PREFETCH_DEPTH ahead.
         """
         stage, kind, microbatch, part, _ = action
-        slices = self.forward_slices(stage) if kind is Kind.F else self.backward_slices(stage, microbatch)
+        slices = self.forward_slices(stage, microbatch) if kind is Kind.F else self.backward_slices(stage, microbatch)
         gather = Kind.GATHER if kind is Kind.F else Kind.GATHER_B
         if part < 0:
             slices = [-1] if slices else []
         for slice_ in slices[part + PREFETCH_DEPTH if part > 0 else 0 : max(part, 0) + PREFETCH_DEPTH + 1]:
             yield Action(stage, gather, microbatch, slice_)
 
-    def forward_slices(self, stage: int) -> list[int]:
-        """The slices that forward gathers, in order."""
-        return list(range(len(self.trainable_slices[stage])))
+    def forward_slices(self, stage: int, microbatch: int) -> list[int]:
+        """The slices that forward gathers, in order. FSDP2 frees frozen modules after forward in any case."""
+        trainable = self.trainable_slices[stage]
+        if self.once_a_step and any(trainable) and microbatch != self.first_forward[stage]:
+            return []
+        return list(range(len(trainable)))
 
     def backward_slices(self, stage: int, microbatch: int) -> list[int]:
         """The slices that backward gathers again, in order. Backward ends at the first trainable slice, or at the first
@@ -125,7 +132,7 @@ class _Rule:
         """
         trainable = self.trainable_slices[stage]
         # FSDP2 frees frozen parameters after forward in any case (`runtime/fsdp.py`).
-        if any(trainable) and not self.reshard_after_forward:
+        if any(trainable) and (self.once_a_step or not self.reshard_after_forward):
             return []
         needs_input = any((source, microbatch) in self.has_backward for source in self.sources.get(stage, ()))
         first = 0 if needs_input else list(trainable).index(True)
@@ -138,7 +145,8 @@ class _Rule:
         slice_ = len(trainable) - 1 - part if part >= 0 else -1
         if not (any(trainable) if part < 0 else trainable[slice_]):
             return
-        if self.is_sharded:
+        is_last = microbatch == self.last_backward[stage]
+        if self.is_sharded and (is_last or not self.once_a_step):
             yield Action(stage, Kind.REDUCE, microbatch, slice_)
-        if self.is_replicated and microbatch == self.last_backward[stage]:
+        if self.is_replicated and is_last:
             yield Action(stage, Kind.REDUCE, -1, slice_)

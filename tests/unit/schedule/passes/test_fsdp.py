@@ -37,6 +37,18 @@ def test_parameters_are_gathered_a_unit_ahead():
     )
 
 
+def test_what_is_gathered_and_reduced_once_a_step_is_whole_in_between():
+    units = {"image": (False, False), BACKBONE: (True, True)}
+    row = sharded(units, 2, 2, Sharding(reshard_after_forward=False, once_a_step=True)).actions[0]
+    collectives = {kind: [str(a) for a in row if a.kind is kind] for kind in (Kind.GATHER, Kind.GATHER_B, Kind.REDUCE)}
+    # A frozen module is freed after each forward pass.
+    assert collectives == {
+        Kind.GATHER: ["0GATHER0.0", "0GATHER0.1", "1GATHER0.0", "1GATHER0.1", "0GATHER1.0", "0GATHER1.1"],
+        Kind.GATHER_B: [],
+        Kind.REDUCE: ["1REDUCE1.1", "1REDUCE1.0"],
+    }
+
+
 def test_whole_passes_are_gathered_and_reduced_whole():
     program = add_fsdp(data_parallel({BACKBONE: True}, 2, 1), {0: (False, True)})
     assert str(program).splitlines()[0] == "rank 0: 0GATHER0 0F0 0GATHER_B0 0B0 0REDUCE0 0NORM 0STEP"
