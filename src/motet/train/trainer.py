@@ -16,6 +16,7 @@ from motet.core.plan_file import plan_digest
 from motet.core.timeline import Span, Timeline
 from motet.cost.profile import PROFILE_FILE
 from motet.dispatch import RankBatch
+from motet.runtime.planned_step import PlannedStep
 from motet.runtime.step import StepResult
 from motet.simulate.predict.prediction import Prediction
 from motet.simulate.show.page import write_timeline_html
@@ -147,7 +148,8 @@ class _Run:
                     self.log.check()
         if self.recipe.export.at_end:
             with writing(self.recipe.run.dir / "export"):
-                export(self.job.model, self.recipe.data.tokenizer, self.recipe.run.dir / "export", self.world)
+                folder, in_parts = self.recipe.run.dir / "export", isinstance(self.job.step, PlannedStep)
+                export(self.job.model, self.recipe, folder, self.world, in_parts=in_parts)
         self._write_trace()
         self._write_last_step()
         with self._on_first_rank():
