@@ -60,7 +60,9 @@ def beside(job, *units, **options):
     return replace(plan, cluster=where, units=units, microbatch_size=1, **options)
 
 
-@pytest.mark.parametrize("name", ["chain", "recomputed", "beside each other", "two replicas"])
+@pytest.mark.parametrize(
+    "name", ["chain", "recomputed", "beside each other", "unequal replicas", "two replicas", "ZeRO 1", "ZeRO 3"]
+)
 def test_loss_and_answers_equal_one_process(job, expected, tmp_path, name):
     plan = {
         "chain": lambda: plan_of(job, FEW_CUTS),
@@ -68,7 +70,12 @@ def test_loss_and_answers_equal_one_process(job, expected, tmp_path, name):
         "beside each other": lambda: beside(
             job, Unit("image", ({"image": 2},)), Unit("llm", ({"audio": 2, "backbone": 3},), first_rank=1)
         ),
+        "unequal replicas": lambda: beside(
+            job, Unit("image", ({"image": 2},), dp=2), Unit("llm", ({"audio": 2, "backbone": 3},), first_rank=2)
+        ),
         "two replicas": lambda: beside(job, Unit("all", FEW_CUTS, pp=2, dp=2, zero=0)),
+        "ZeRO 3": lambda: beside(job, Unit("all", FEW_CUTS, pp=2, dp=2, zero=3)),
+        "ZeRO 1": lambda: beside(job, Unit("all", FEW_CUTS, pp=2, dp=2, zero=1)),
     }[name]()
     file, num_ranks = tmp_path / "plan.json", max(unit.ranks.stop for unit in plan.units)
     write_plan(plan, file)
@@ -86,19 +93,21 @@ def test_loss_and_answers_equal_one_process(job, expected, tmp_path, name):
 
 
 def test_the_exported_directory_does_not_depend_on_the_plan(job, tmp_path):
-    """To the bit, from one checkpoint: of one process, of a chain, and of two sharded copies."""
+    """To the bit, from one checkpoint: of one process, of a chain, and of a chain whose weights are shared out."""
     whole = tmp_path / "whole"
     overrides = [*DEEPER, "run.steps=1", "checkpoint.every_steps=1"]
     run_ranks(train_under, 1, str(job), [*overrides, f"run.dir={whole}"], None)
     exported = {}
-    for name, plan in (("alone", None), ("chain", plan_of(job, FEW_CUTS)), ("late", plan_of(job, LATE_CUT))):
+    shared = beside(job, Unit("all", LATE_CUT, pp=2, dp=2, zero=3))
+    for name, plan in (("alone", None), ("chain", plan_of(job, FEW_CUTS)), ("shared", shared)):
         run_dir, file = tmp_path / name, tmp_path / f"{name}.json"
         shutil.copytree(whole, run_dir)
         if plan is not None:
             write_plan(plan, file)
         more = [*overrides, f"run.dir={run_dir}", "export.at_end=true"]
-        run_ranks(train_under, 1 if plan is None else 2, str(job), more, plan and str(file))
+        num_ranks = 1 if plan is None else plan.cluster.ranks_per_node
+        run_ranks(train_under, num_ranks, str(job), more, plan and str(file))
         files = [path for path in (run_dir / "export").rglob("*") if path.is_file()]
         exported[name] = {str(path.relative_to(run_dir / "export")): path.read_bytes() for path in files}
-    assert exported["chain"] == exported["alone"] == exported["late"]
+    assert exported["chain"] == exported["alone"] == exported["shared"]
     assert {"backbone/model.safetensors", "projectors/image.safetensors"} <= exported["alone"].keys()
