@@ -60,23 +60,24 @@ def beside(job, *units, **options):
     return replace(plan, cluster=where, units=units, microbatch_size=1, **options)
 
 
-@pytest.mark.parametrize(
-    "name", ["chain", "recomputed", "beside each other", "unequal replicas", "two replicas", "ZeRO 1", "ZeRO 3"]
-)
+PLANS = {
+    "chain": lambda job: plan_of(job, FEW_CUTS),
+    "recomputed": lambda job: plan_of(job, LATE_CUT, schedule="gpipe", recompute=({"image": 1}, {"backbone": 2})),
+    "beside each other": lambda job: beside(
+        job, Unit("image", ({"image": 2},)), Unit("llm", ({"audio": 2, "backbone": 3},), first_rank=1)
+    ),
+    "unequal replicas": lambda job: beside(
+        job, Unit("image", ({"image": 2},), dp=2), Unit("llm", ({"audio": 2, "backbone": 3},), first_rank=2)
+    ),
+    "two replicas": lambda job: beside(job, Unit("all", FEW_CUTS, pp=2, dp=2, zero=0)),
+    "ZeRO 1": lambda job: beside(job, Unit("all", FEW_CUTS, pp=2, dp=2, zero=1)),
+    "ZeRO 3": lambda job: beside(job, Unit("all", FEW_CUTS, pp=2, dp=2, zero=3)),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
 def test_loss_and_answers_equal_one_process(job, expected, tmp_path, name):
-    plan = {
-        "chain": lambda: plan_of(job, FEW_CUTS),
-        "recomputed": lambda: plan_of(job, LATE_CUT, schedule="gpipe", recompute=({"image": 1}, {"backbone": 2})),
-        "beside each other": lambda: beside(
-            job, Unit("image", ({"image": 2},)), Unit("llm", ({"audio": 2, "backbone": 3},), first_rank=1)
-        ),
-        "unequal replicas": lambda: beside(
-            job, Unit("image", ({"image": 2},), dp=2), Unit("llm", ({"audio": 2, "backbone": 3},), first_rank=2)
-        ),
-        "two replicas": lambda: beside(job, Unit("all", FEW_CUTS, pp=2, dp=2, zero=0)),
-        "ZeRO 3": lambda: beside(job, Unit("all", FEW_CUTS, pp=2, dp=2, zero=3)),
-        "ZeRO 1": lambda: beside(job, Unit("all", FEW_CUTS, pp=2, dp=2, zero=1)),
-    }[name]()
+    plan = PLANS[name](job)
     file, num_ranks = tmp_path / "plan.json", max(unit.ranks.stop for unit in plan.units)
     write_plan(plan, file)
     (alone, alone_said) = expected
