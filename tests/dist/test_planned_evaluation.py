@@ -24,7 +24,7 @@ EVALUATED = (*DEEPER[1:], "evaluate.batch_size=5", "evaluate.max_new_tokens=9")
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """Eleven held-out examples: two batches of the Plans, the last one not full. One clip is not finite."""
+    """Eleven held-out examples, in chunks of five, which do not fill a batch of the Plans. One clip is not finite."""
     recipe = write_tiny_job(tmp_path_factory.mktemp("job") / "data", num_heldout=11)
     spoil_clips(recipe.parent, "heldout-6.wav", 1)
     return recipe

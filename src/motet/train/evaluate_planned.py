@@ -1,6 +1,7 @@
 """Held-out loss and greedy answers under a Plan with stages, by the forward passes of its Program.
 
-A chunk is a batch of the Plan. In the last one, examples that fill it up are left out, as those with bad files are.
+Examples are taken in chunks, each at most a batch of the Plan. Examples that fill a batch up are left out, as those
+with bad files are.
 Each new token is a forward pass over the prompts with the answers so far, the encoders included: nothing is kept
 between passes, so that ranks need no other state than in training.
 """
@@ -75,10 +76,11 @@ class PlannedEvaluator:
         model.eval()
         count = min(self._dataset.num_examples, self._config.max_examples or self._dataset.num_examples)
         totals, answers, stopped = torch.zeros(2, dtype=torch.float64), list[Answer](), False
-        for start in range(0, count, self._plan.batch_size):
+        size = min(self._config.batch_size, self._plan.batch_size)
+        for start in range(0, count, size):
             if stopped := any(self._world.gather(is_stopped())):
                 break
-            chunk = np.arange(start, min(start + self._plan.batch_size, count))
+            chunk = np.arange(start, min(start + size, count))
             batches, kept = self._loaded(self._dataset, self._decoder, chunk)
             totals += self._step.evaluate(batches).cpu()
             answers += self._answers(model, np.sort(np.concatenate(kept)))

@@ -72,10 +72,11 @@ class MeasuredBeside:
         )
         by_kind = ", ".join(f"{name} {self._both(self._measured[name], self._predicted[name])}" for name in names)
         measured_s, predicted_s = self._step_s["measured"], self._step_s["predicted"]
+        error = measured_s / predicted_s - 1
         return (
             f"After {self._num_steps} steps, measured against predicted: a step takes "
-            f"{self._both(measured_s, predicted_s)} ({measured_s / predicted_s - 1:+.0%}); on a mean rank, with the waits "
-            f"of receives, {by_kind}. Plan anew: {self._replan}"
+            f"{self._both(measured_s, predicted_s)} ({error:+.0%}); "
+            f"on a mean rank, with the waits of receives, {by_kind}. Plan anew: {self._replan}"
         )
 
     def _both(self, measured_s: float, predicted_s: float) -> str:
