@@ -54,8 +54,6 @@ def refused(job, tmp_path, monkeypatch, capsys):
         (["run.batch_size=12"], {}, "is for run.batch_size = 6, and the recipe has 12; plan anew: motet plan RECIPE"),
         (["run.dtype=float32"], {}, "is for precision = fp64, and the recipe has fp32; plan anew: motet plan RECIPE"),
         ([], {"order": "inter"}, "has the order 'inter', which training cannot run yet"),
-        (['data.heldout=["heldout.jsonl"]'], {}, "data.heldout cannot be evaluated yet under a plan with stages"),
-        (["export.at_end=true"], {}, "export.at_end cannot be done yet under a plan with stages"),
         (
             ["model.backbone.config.num_hidden_layers=4"],
             {},

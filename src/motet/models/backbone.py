@@ -163,9 +163,13 @@ class Backbone(nn.Module):
         """
         hidden = self.hidden_states(sequences, features)
         if predict:
-            last = sequences.offsets[1:].to(hidden.device, torch.int64) - 1
-            return self.causal_lm.lm_head(hidden[last]).argmax(-1)
+            return self.likeliest(hidden, sequences)
         return self.leave(hidden, sequences)
+
+    def likeliest(self, hidden: Tensor, sequences: Sequences) -> Tensor:
+        """The likeliest next token of each sequence, int64 [num_sequences]. hidden: as `leave` takes them."""
+        last = sequences.offsets[1:].to(hidden.device, torch.int64) - 1
+        return self.causal_lm.lm_head(hidden[last]).argmax(-1)
 
     def next_tokens(self, sequences: Sequences, features: dict[str, Tensor]) -> Tensor:
         """The likeliest next token of each sequence, int64 [num_sequences], by forward, which has FSDP's hooks."""

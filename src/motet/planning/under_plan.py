@@ -98,18 +98,8 @@ def _decided_twice(recipe: Recipe, plan: Plan) -> Iterator[str]:
 
 def _not_in_stages(recipe: Recipe) -> Iterator[str]:
     """What a recipe has that does not work yet where ranks hold different parts of the model, a sentence each."""
-    if recipe.data.heldout:
-        yield (
-            "data.heldout cannot be evaluated yet under a plan with stages; set data.heldout = [], and evaluate its "
-            "checkpoint without the plan."
-        )
     if recipe.data.is_split:
         yield (
             "data.train names splits that only some ranks can read, and under a plan with stages every rank must know "
             "all lengths; give all machines all manifests."
-        )
-    if recipe.export.at_end:
-        yield (
-            "export.at_end cannot be done yet under a plan with stages; remove it, and export its checkpoint without "
-            "the plan."
         )

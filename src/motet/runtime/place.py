@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from motet.core.plan import Plan
 from motet.runtime.executor import RankProgram
 from motet.schedule import PlannedProgram, PlannedStage, planned
 from motet.schedule.coordinates import coordinates, ranks_of, replica_of
-from motet.schedule.program import WHOLE_RANK, action_words
+from motet.schedule.program import WHOLE_RANK, Kind, action_words
+
+_FORWARD = (Kind.GATHER, Kind.F, Kind.SEND_F, Kind.RECV_F)
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,12 @@ class Place:
     def row(self) -> RankProgram:
         """What the rank executes."""
         return RankProgram.of(self.program.program, self.program_rank)
+
+    @cached_property
+    def forward(self) -> Place:
+        """The same place in the Program of forward passes alone, as a loss is taken without training on it."""
+        program = self.program.program.with_rows(lambda row: (action for action in row if action.kind in _FORWARD))
+        return replace(self, program=replace(self.program, program=program))
 
     @cached_property
     def stages(self) -> dict[int, PlannedStage]:

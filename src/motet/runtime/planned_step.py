@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
@@ -101,24 +101,43 @@ class PlannedStep:
             self.clock.met_s,
         )
 
+    def evaluate(self, batches: Sequence[RankBatch], model: Model | None = None) -> Tensor:
+        """(sum of the loss, number of targets) of a step's microbatches over all ranks, float64 [2]. A collective.
+
+        Forward passes alone; the model's train or eval mode stays. model: has the modules to run, by default its own.
+        """
+        with self.held.whole():
+            running = _RunningPlan(self, batches, model=model, trains=False)
+            Executor(self.place.forward.row, running.handlers, self.clock).run(0)
+        self.clock.take()  # Of no step.
+        dist.all_reduce(running.totals, group=self.mesh.group)
+        self.lanes.wait_for_sends()
+        return running.totals[1:3]
+
 
 class _RunningPlan:
-    """One step while it runs. totals: float64 [4]; of this rank, after `end` of all."""
+    """One step while it runs. totals: float64 [4]; of this rank, after `end` of all.
 
-    def __init__(self, step: PlannedStep, batches: Sequence[RankBatch]) -> None:
-        place, mesh = step.place, step.mesh
+    model: has the modules to run, by default those of the step. trains: False runs forward passes alone.
+    """
+
+    def __init__(
+        self, step: PlannedStep, batches: Sequence[RankBatch], *, model: Model | None = None, trains: bool = True
+    ) -> None:
+        place, mesh, model = step.place if trains else step.place.forward, step.mesh, model or step.model
         compute = step.held.types.compute
         self.step = step
         self.batches = [batch.to(mesh.device, dtype=compute) for batch in batches] if compute else batches
         for _, parameter in step.parameters.values():
             parameter.grad = None
-        step.held.begin(batches)
+        if trains:
+            step.held.begin(batches)
         self.num_targets = sum(batch.num_targets for batch in batches)
         self.totals = torch.zeros(4, dtype=torch.float64, device=mesh.device)
         self.stages = {
             number: SectionedStage(
-                [Section(span, step.model, self.totals) for span in step.spans[number]],
-                stage.has_backward,
+                [Section(span, model, self.totals) for span in step.spans[number]],
+                trains and stage.has_backward,
                 mesh.device,
             )
             for number, stage in place.stages.items()

@@ -101,7 +101,7 @@ class Evaluator:
         config: EvaluateConfig,
         report: Callable[[str], None],
     ) -> None:
-        self._report, self._reported = report, set[str]()
+        self._left_out = LeftOutOfEvaluation(world, report)
         self._dataset, self._tokenizer, self._decoder, self._exchange = dataset, tokenizer, decoder, exchange
         self._mesh, self._world, self._config = mesh, world, config
 
@@ -128,14 +128,8 @@ class Evaluator:
         if stopped:
             return None
         dist.all_reduce(totals, group=self._mesh.group)
-        if not totals[1]:
-            raise JointUserError(
-                f"None of the {count} held-out examples can be used, so there is no loss to tell: "
-                f"{'; '.join(sorted(self._reported)[:_MAX_NAMED]) or 'they have no answer'}."
-            )
         everywhere = [answer for of_rank in self._world.gather(answers) for answer in of_rank]
-        everywhere.sort(key=lambda answer: answer.place)
-        return _summarised(float(totals[0] / totals[1]), everywhere, self._config.num_samples)
+        return evaluation_of(totals, count, everywhere, self._left_out, self._config.num_samples)
 
     def _load(self, examples: np.ndarray) -> list[tuple[int, list[Media]]]:
         """(example, its items) for the home examples of this rank whose media can be used; others are reported.
@@ -156,10 +150,7 @@ class Evaluator:
                 for item in items
                 if isinstance(item, BadMedia)
             ]
-        everywhere = {sentence for of_rank in self._world.gather(bad) for sentence in of_rank}
-        for sentence in sorted(everywhere - self._reported):
-            self._reported.add(sentence)
-            self._report(f"Left out of the evaluation: {sentence}")
+        self._left_out.say(bad)
         return [(example, items) for example, items in loaded if not any(isinstance(item, BadMedia) for item in items)]
 
     def _batch(self, sequences: Sequence[TokenSequence], loaded: Sequence[tuple[int, list[Media]]]) -> RankBatch:
@@ -178,7 +169,7 @@ class Evaluator:
     def _answer(self, model: MLLM, loaded: Sequence[tuple[int, list[Media]]]) -> list[Answer]:
         """Answers to the examples whose sequences this rank runs. A collective."""
         with self._world.together():
-            prompts = [self._prompt(example) for example, _ in loaded]
+            prompts = [prompt_of(self._dataset, example) for example, _ in loaded]
         # Media of the turns after the prompt are left out.
         prompt_media = [
             (example, media[: len(prompt.media)]) for prompt, (example, media) in zip(prompts, loaded, strict=True)
@@ -193,27 +184,63 @@ class Evaluator:
         answers = generate(
             model, batch.sequences, features, self._tokenizer.end_token, self._config.max_new_tokens, self._mesh
         )
-        return [self._describe(example, tokens) for example, tokens in zip(computed, answers, strict=True)]
+        return [
+            answer_to(self._dataset, self._tokenizer, example, tokens)
+            for example, tokens in zip(computed, answers, strict=True)
+        ]
 
-    def _prompt(self, example: int) -> TokenSequence:
-        """The tokens before the last answer. Raises UserError if there are none."""
-        try:
-            return self._dataset.prompt(example)[0]
-        except UserError as error:
-            raise UserError(f"{self._dataset.where(example)}: has no prompt to answer ({error})") from None
 
-    def _describe(self, example: int, tokens: list[int]) -> Answer:
-        """The Answer with the given tokens to an example."""
-        conversation, expected = self._dataset.conversation(example).without_last_answer()
-        refs = self._dataset.media_refs(example)[: len(conversation.placeholders)]
-        return Answer(
-            example,
-            str(self._dataset.record(example).get("task") or _NO_TASK),
-            "\n".join(turn.text for turn in conversation.turns),
-            self._tokenizer.decode(np.array(tokens, dtype=np.int64)),
-            expected,
-            [ref.name for ref in refs],
+def answer_to(dataset: Dataset, tokenizer: ChatTokenizer, example: int, tokens: Sequence[int]) -> Answer:
+    """The Answer with the given tokens to an example of a dataset."""
+    conversation, expected = dataset.conversation(example).without_last_answer()
+    refs = dataset.media_refs(example)[: len(conversation.placeholders)]
+    return Answer(
+        example,
+        str(dataset.record(example).get("task") or _NO_TASK),
+        "\n".join(turn.text for turn in conversation.turns),
+        tokenizer.decode(np.array(tokens, dtype=np.int64)),
+        expected,
+        [ref.name for ref in refs],
+    )
+
+
+def prompt_of(dataset: Dataset, example: int) -> TokenSequence:
+    """The tokens before the last answer of an example. Raises UserError if there are none."""
+    try:
+        return dataset.prompt(example)[0]
+    except UserError as error:
+        raise UserError(f"{dataset.where(example)}: has no prompt to answer ({error})") from None
+
+
+class LeftOutOfEvaluation:
+    """Held-out examples whose files cannot be used, each said once. report: called with a sentence for each."""
+
+    def __init__(self, world: World, report: Callable[[str], None]) -> None:
+        self._world, self._report = world, report
+        self.sentences: set[str] = set()
+
+    def say(self, bad: Sequence[str]) -> None:
+        """Report what any rank found bad, a sentence each. A collective."""
+        everywhere = {sentence for of_rank in self._world.gather(list(bad)) for sentence in of_rank}
+        for sentence in sorted(everywhere - self.sentences):
+            self.sentences.add(sentence)
+            self._report(f"Left out of the evaluation: {sentence}")
+
+
+def evaluation_of(
+    totals: Tensor, num_examples: int, answers: Sequence[Answer], left_out: LeftOutOfEvaluation, num_samples: int
+) -> Evaluation:
+    """The Evaluation of held-out examples. totals: (sum of the loss, number of targets) over all ranks, [2].
+
+    Raises JointUserError if there are no targets; call it on all ranks.
+    """
+    if not totals[1]:
+        raise JointUserError(
+            f"None of the {num_examples} held-out examples can be used, so there is no loss to tell: "
+            f"{'; '.join(sorted(left_out.sentences)[:_MAX_NAMED]) or 'they have no answer'}."
         )
+    in_order = sorted(answers, key=lambda answer: answer.place)
+    return _summarised(float(totals[0] / totals[1]), in_order, num_samples)
 
 
 def _summarised(loss: float, answers: Sequence[Answer], num_samples: int) -> Evaluation:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from motet.models.build import build_mllm
 from motet.models.export import export_hf
 from motet.models.mllm import MLLM
 from motet.train.world import World
+
+if TYPE_CHECKING:
+    from motet.train.recipe.recipe import Recipe
 
 
 class ExportConfig(BaseModel):
@@ -23,13 +30,49 @@ class ExportConfig(BaseModel):
     )
 
 
-def export(model: MLLM, tokenizer: Path, folder: Path, world: World) -> None:
-    """Gather the sharded weights on rank 0, one tensor at a time, and write them to `folder`. A collective."""
-    state: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if world.is_first:
-            state[name] = whole.cpu()
+def export(model: MLLM, recipe: Recipe, folder: Path, world: World, *, in_parts: bool = False) -> None:
+    """Gather the weights on rank 0, one tensor at a time, and write them to `folder`. A collective.
+
+    in_parts: `model` is this rank's part; each weight is sent by the first rank that holds it.
+    """
+    state = _gathered(model, world)
     with world.together():
         if world.is_first:
-            export_hf(model, folder, state, tokenizer)
+            export_hf(_layout(recipe) if in_parts else model, folder, state, recipe.data.tokenizer)
+
+
+def _gathered(model: MLLM, world: World) -> dict[str, Tensor]:
+    """The whole weights by name on rank 0, on the CPU; nothing on the others. A collective."""
+    own, state = model.state_dict(), dict[str, Tensor]()
+    holders: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
+    for rank, held in enumerate(world.gather([(name, each.shape, each.dtype) for name, each in own.items()])):
+        for name, shape, dtype in held:
+            holders.setdefault(name, (rank, shape, dtype))
+    for name, (holder, shape, dtype) in holders.items():
+        # Ranks that share a tensor put it together in the same order.
+        whole = _whole(own[name]) if name in own else None
+        if holder == world.rank == 0:
+            assert whole is not None, "this rank holds it"
+            state[name] = whole.cpu()
+        elif holder == world.rank:
+            assert whole is not None, "this rank holds it"
+            dist.send(_as_bytes(whole.cpu()), 0, group=world.control)
+        elif world.is_first:
+            state[name] = torch.empty(shape, dtype=dtype)
+            dist.recv(_as_bytes(state[name]), holder, group=world.control)
+    return state
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a tensor: gloo does not send every dtype."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _layout(recipe: Recipe) -> MLLM:
+    """The whole model of a recipe without its weights."""
+    with torch.device("meta"):
+        return build_mllm(recipe.modules, recipe.vocabulary().vocabulary_size, getattr(torch, recipe.run.dtype))

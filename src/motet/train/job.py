@@ -48,6 +48,7 @@ from motet.train.checkpoint.contents import Progress
 from motet.train.checkpoint.restoring import load
 from motet.train.checkpoint.saving import Checkpointer
 from motet.train.evaluate import Evaluator
+from motet.train.evaluate_planned import PlannedEvaluator
 from motet.train.input.loading import ExchangeLoading, IndexLoading, Loading
 from motet.train.input.ordering import build_order
 from motet.train.input.own_splits import check_same_splits, joined_splits, own_splits, say_left_out
@@ -83,7 +84,7 @@ class TrainingJob:
     dataset: Examples | OwnSplits
     loading: Loading
     recomputation: Recomputation
-    evaluator: Evaluator | None
+    evaluator: Evaluator | PlannedEvaluator | None
     checkpointer: Checkpointer
     progress: Progress
     num_microbatches: int
@@ -238,15 +239,19 @@ def _build_planned_job(
         check_cuts(model, plan)
         check_rows(recipe, model)
         dataset = open_dataset(recipe, recipe.data.train, vocabulary, model, say)
+        heldout = open_dataset(recipe, recipe.data.heldout, vocabulary, model, say) if recipe.data.heldout else None
         _check_bad_at_indexing(recipe, dataset)
         order = build_order(recipe, dataset, say)
         place = Place.of(plan, world.rank)
         decoder = cleanup.enter_context(Decoder(dataset.transforms, recipe.data.num_workers))
     _check_same_plan(world, plan)
-    _check_same_examples(world, dataset, None)
+    _check_same_examples(world, dataset, heldout)
     with world.together():
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
     step, optimizer = build_part(model, spec, place, recipe, mesh, world)
+    needs, evaluator = StageNeeds.of(place.replicas, place.stage_spans, spec.num_blocks), None
+    if heldout is not None:
+        evaluator = PlannedEvaluator(heldout, vocabulary, decoder, plan, needs, step, world, recipe.evaluate, say)
     progress, line = _resume(recipe, world, resume, model, optimizer, _start(recipe, dataset, order), say)
     return TrainingJob(
         recipe,
@@ -258,9 +263,9 @@ def _build_planned_job(
         step,
         order,
         dataset,
-        PlannedLoading(plan, dataset, decoder, StageNeeds.of(place.replicas, place.stage_spans, spec.num_blocks)),
+        PlannedLoading(plan, dataset, decoder, needs),
         Recomputation(recipe, spec, planned=place.recomputed),
-        None,
+        evaluator,
         Checkpointer(recipe.run.dir / _CHECKPOINTS, recipe.checkpoint, world.saving, line, world.launch, say),
         progress,
         num_microbatches(plan),

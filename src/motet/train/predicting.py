@@ -9,25 +9,31 @@ The first rank predicts, in a thread beside the step: about as long as the step'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
 from motet.core.errors import UserError
-from motet.core.plan import Plan
 from motet.cost.catalogue import device_called
 from motet.cost.model import CostModel
 from motet.cost.profile import PROFILE_FILE
 from motet.cost.source import cost_model
 from motet.dispatch import RankBatch
 from motet.dispatch.edge_messages import assignment_of
+from motet.runtime.step import StepResult
 from motet.schedule import planned
 from motet.simulate.predict.predict import predict_assigned
 from motet.simulate.predict.prediction import Prediction
+from motet.train.checkpoint.choice import Say
 from motet.train.planned_job import ChosenPlan
 from motet.train.recipe.recipe import Recipe
+from motet.train.report.beside import MeasuredBeside, predicted_actions, write_last_step
+from motet.train.report.rank_time import aligned
+from motet.train.world import World
 
 
 def run_cost(chosen: ChosenPlan, recipe: Recipe, device: torch.device) -> CostModel | str:
@@ -54,37 +60,71 @@ def _name_of(device: torch.device) -> str:
     return "" if known is None else known.name
 
 
-class StepPredictor:
-    """Predicts steps one after the other; a context manager. why_not: why it has stopped, a sentence; "" if it has not.
+class PredictedRun:
+    """The steps of a run under a Plan, predicted beside what is measured; a context manager.
 
-    cost: raises UserError for what it does not know, such as a layer that was not measured.
+    say: prints a sentence; called on all ranks, as every method.
     """
 
-    def __init__(self, plan: Plan, cost: CostModel) -> None:
-        self._plan, self._stages, self._cost = plan, planned(plan), cost
+    def __init__(self, recipe: Recipe, chosen: ChosenPlan, world: World, say: Say) -> None:
+        self._plan, self._stages, self._world = chosen.plan, planned(chosen.plan), world
+        self._beside = MeasuredBeside(_replan(chosen, recipe))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="predict")
         self._future: Future[Prediction] | None = None
-        self.why_not = ""
+        self._last: tuple[StepResult, Prediction | None] | None = None
+        cost = run_cost(chosen, recipe, world.device) if world.is_first else ""
+        if isinstance(cost, str) and cost:
+            say(cost)
+        self._cost = None if isinstance(cost, str) else cost
 
     def start(self, batches: Sequence[RankBatch]) -> None:
         """Start to predict a step from its microbatches."""
-        if not self.why_not:
+        if self._cost is not None:
             assignment = assignment_of(batches)
             self._future = self._pool.submit(predict_assigned, self._plan, self._stages, assignment, self._cost)
 
-    def take(self) -> Prediction | None:
-        """The prediction of the step that was started last; None if the cost model does not know what it takes."""
+    def of(self, result: StepResult, measured: Mapping[str, Any], say: Say) -> Prediction | None:
+        """The prediction of the step that was started last; None on other ranks, and where it cannot be predicted.
+
+        measured: the metrics of the step. say: told once how the first steps compare.
+        """
+        prediction = self._take(say)
+        self._last = result, prediction
+        if prediction is not None:
+            means = {name: seconds["mean_s"] for name, seconds in measured["actions"].items()}
+            predicted = prediction.step_s, predicted_actions(prediction)
+            if said := self._beside.add(measured["makespan_s"], means, *predicted):
+                say(said)
+        return prediction
+
+    def write_last_step(self, folder: Path) -> None:
+        """Write the last step of this process for the report, measured on all ranks and predicted. A collective."""
+        if self._last is None:
+            return
+        result, prediction = self._last
+        timelines = self._world.gather((result.timeline, result.met_s))
+        if self._world.is_first:
+            predicted = None if prediction is None else prediction.timeline
+            write_last_step(folder, result.step + 1, aligned(timelines), predicted)
+
+    def _take(self, say: Say) -> Prediction | None:
         future, self._future = self._future, None
-        if future is None:
-            return None
         try:
-            return future.result()
-        except UserError as error:
-            self.why_not = f"Steps are not predicted from now on: {error}"
+            return None if future is None else future.result()
+        except UserError as error:  # A profile may lack a layer or a message.
+            self._cost = None
+            say(f"Steps are not predicted from now on: {error}")
             return None
 
-    def __enter__(self) -> StepPredictor:
+    def __enter__(self) -> PredictedRun:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _replan(chosen: ChosenPlan, recipe: Recipe) -> str:
+    """The command that plans anew by measured times, and what it takes if they are not measured yet."""
+    profile = recipe.run.dir / PROFILE_FILE
+    first = "" if profile.exists() else "measure by motet profile, as every rank of torchrun, then "
+    return f"{first}{chosen.replan} --profile {profile}"

@@ -6,7 +6,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,10 +13,9 @@ import torch
 from motet.core.errors import JointUserError, originating
 from motet.core.plan_file import plan_digest
 from motet.core.timeline import Span, Timeline
-from motet.cost.profile import PROFILE_FILE
 from motet.dispatch import RankBatch
+from motet.runtime.planned_step import PlannedStep
 from motet.runtime.step import StepResult
-from motet.simulate.predict.prediction import Prediction
 from motet.simulate.show.page import write_timeline_html
 from motet.train.bad_step import BadSteps, BrokenWeights, Cause, examine
 from motet.train.checkpoint.choice import Say
@@ -28,10 +26,10 @@ from motet.train.input.loading import UnreadableExample
 from motet.train.job import TrainingJob, build_job
 from motet.train.optimizer import learning_rate, set_learning_rate
 from motet.train.planned_job import ChosenPlan, recomputed_in
-from motet.train.predicting import StepPredictor, run_cost
+from motet.train.predicting import PredictedRun
 from motet.train.recipe.recipe import Recipe, dump_recipe
 from motet.train.recompute_measured import RankCorrection, correction_words
-from motet.train.report.beside import LAST_STEP, MeasuredBeside, predicted_actions, write_last_step
+from motet.train.report.beside import LAST_STEP
 from motet.train.report.metrics import (
     MeasuredStep,
     StepEnd,
@@ -46,7 +44,7 @@ from motet.train.report.metrics import (
 from motet.train.report.metrics_log import MetricsLog, Terminal
 from motet.train.report.page import write_report
 from motet.train.report.peak import peak_of
-from motet.train.report.rank_time import RankTime, aligned
+from motet.train.report.rank_time import RankTime
 from motet.train.report.step_lines import to_json
 from motet.train.report.summary import summarise, summary_lines
 from motet.train.run_folder import locked_run_folder, writing
@@ -88,24 +86,16 @@ def train(
         if plan is not None:
             recipe, chosen = plan(world, say)
         job = build_job(recipe, world, resume, say, cleanup, chosen)
-        predictor = None if chosen is None else _predictor(recipe, world, chosen, say, cleanup)
-        _Run(job, trace, start_s, predictor, chosen).run()
+        predicted = None if chosen is None else cleanup.enter_context(PredictedRun(recipe, chosen, world, say))
+        _Run(job, trace, start_s, predicted).run()
 
 
 class _Run:
     """The loop over steps, and what comes after it. Rank 0 writes the log; all ranks do all else alike."""
 
-    def __init__(
-        self,
-        job: TrainingJob,
-        trace: bool,
-        start_s: float,
-        predictor: StepPredictor | None,
-        chosen: ChosenPlan | None,
-    ) -> None:
-        """predictor: of the first rank of a run whose steps are predicted."""
-        self.predictor, self.last = predictor, None
-        self.comparison = None if chosen is None else MeasuredBeside(_replan(chosen, job.recipe))
+    def __init__(self, job: TrainingJob, trace: bool, start_s: float, predicted: PredictedRun | None) -> None:
+        """predicted: None without a Plan."""
+        self.predicted = predicted
         self.job, self.recipe, self.world = job, job.recipe, job.world
         self.start_s, self.first_step = start_s, job.progress.step
         self.stop = StopSignal()
@@ -147,7 +137,8 @@ class _Run:
                     self.log.check()
         if self.recipe.export.at_end:
             with writing(self.recipe.run.dir / "export"):
-                export(self.job.model, self.recipe.data.tokenizer, self.recipe.run.dir / "export", self.world)
+                folder, in_parts = self.recipe.run.dir / "export", isinstance(self.job.step, PlannedStep)
+                export(self.job.model, self.recipe, folder, self.world, in_parts=in_parts)
         self._write_trace()
         self._write_last_step()
         with self._on_first_rank():
@@ -267,8 +258,8 @@ class _Run:
         set_learning_rate(self.job.optimizer, learning_rate(self.recipe.optimizer, step, self.recipe.run.steps))
         self._seed(step)
         batches = [batch.to(self.world.device, non_blocking=True) for batch in fed.batches]
-        if self.predictor is not None:
-            self.predictor.start(fed.batches)
+        if self.predicted is not None:
+            self.predicted.start(fed.batches)
         with self._correcting(fed):
             result = self.job.step.run(batches, step)
         if result.is_finite:
@@ -311,8 +302,7 @@ class _Run:
             self._say(self.job.recomputation.lacking_words(result.step + 1, lacking_bytes))
         if self.spans is not None:
             self.spans += result.timeline
-        prediction = self._prediction(joined)
-        self.last = _LastStep(result, prediction)
+        prediction = None if self.predicted is None else self.predicted.of(result, joined, self._say)
         if self.log is not None:
             tokens_per_s = result.num_tokens / joined["step_s"]
             self.log.write(
@@ -343,21 +333,6 @@ class _Run:
                 }
             )
         return request
-
-    def _prediction(self, joined: dict[str, Any]) -> Prediction | None:
-        """What was predicted of the step that has just ended. joined: its metrics. Speaks after some steps."""
-        if self.predictor is None:
-            return None
-        prediction = self.predictor.take()
-        if prediction is None:
-            self._say(self.predictor.why_not)
-            self.predictor = None
-            return None
-        assert self.comparison is not None, "a run that is predicted has a Plan"
-        means = {name: seconds["mean_s"] for name, seconds in joined["actions"].items()}
-        if said := self.comparison.add(joined["makespan_s"], means, prediction.step_s, predicted_actions(prediction)):
-            self._say(said)
-        return prediction
 
     def _evaluate(self) -> bool:
         """Evaluate, if the recipe does; False if a signal to stop any rank ended it early. A collective."""
@@ -402,19 +377,12 @@ class _Run:
                 )
 
     def _write_last_step(self) -> None:
-        """Write the last step under a Plan for the report, measured on all ranks and predicted. A collective."""
-        if self.job.plan is None:
-            with self._on_first_rank():
-                if self.world.is_first:
-                    (self.recipe.run.dir / LAST_STEP).unlink(missing_ok=True)  # Of an earlier run here.
-        if self.last is None or self.job.plan is None:
-            return
-        result, prediction = self.last
-        timelines = self.world.gather((result.timeline, result.met_s))
+        """Write the last step under a Plan for the report. A collective."""
         with self._on_first_rank():
-            if self.world.is_first:
-                predicted = None if prediction is None else prediction.timeline
-                write_last_step(self.recipe.run.dir, result.step + 1, aligned(timelines), predicted)
+            if self.predicted is not None:
+                self.predicted.write_last_step(self.recipe.run.dir)
+            elif self.world.is_first:
+                (self.recipe.run.dir / LAST_STEP).unlink(missing_ok=True)  # Of an earlier run here.
 
     def _write_summary(self) -> None:
         """Write summary.json and the report, and print the summary."""
@@ -433,29 +401,6 @@ class _Run:
     def _say(self, sentence: str) -> None:
         if self.log is not None:
             self.log.say(sentence)
-
-
-class _LastStep(NamedTuple):
-    result: StepResult
-    prediction: Prediction | None
-
-
-def _predictor(recipe: Recipe, world: World, chosen: ChosenPlan, say: Say, cleanup: ExitStack) -> StepPredictor | None:
-    """What predicts the steps of a run, on the first rank; None if nothing can, which is said."""
-    if not world.is_first:
-        return None
-    cost = run_cost(chosen, recipe, world.device)
-    if isinstance(cost, str):
-        say(cost)
-        return None
-    return cleanup.enter_context(StepPredictor(chosen.plan, cost))
-
-
-def _replan(chosen: ChosenPlan, recipe: Recipe) -> str:
-    """The command that plans anew by measured times, and what it takes if they are not measured yet."""
-    profile = recipe.run.dir / PROFILE_FILE
-    first = "" if profile.exists() else "measure by motet profile, as every rank of torchrun, then "
-    return f"{first}{chosen.replan} --profile {profile}"
 
 
 def _is_due(step: int, every_steps: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from motet.core.errors import UserError
@@ -26,7 +27,7 @@ def summarise(
     padding:               the share of operations that padding takes, over the time of steps; None as hfu.
     wall_s:                time of this process, without the parts of the run before it was resumed.
     exact_match:           of the last evaluation.
-    predicted_s, measured_s, makespan_error, bubbles: of the steps after the first ones that were predicted, as means;
+    predicted_s, measured_s, makespan_error, bubbles: of the steps after the first ones that were predicted, as medians;
                            the makespan from the first action of any rank to the last, measured over predicted less 1,
                            and seconds by kind on the busiest rank. None where no step was predicted.
     Raises UserError if there are no steps.
@@ -164,7 +165,7 @@ def _beside(steps: list[dict[str, Any]]) -> dict[str, Any]:
             "bubbles": {"measured": measured, "predicted": None},
         }
     counted = [step for step in counted if step.get("predicted_s") is not None]
-    predicted_s, measured_s = (_mean([step[key] for step in counted]) for key in ("predicted_s", "makespan_s"))
+    predicted_s, measured_s = (median(step[key] for step in counted) for key in ("predicted_s", "makespan_s"))
     return {
         "predicted_s": predicted_s,
         "measured_s": measured_s,
@@ -177,9 +178,9 @@ def _beside(steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _bubbles(steps: list[dict[str, Any]], key: str) -> dict[str, float]:
-    """Seconds by kind, mean over the steps that have them."""
+    """Seconds by kind, the median of the steps that have them."""
     found = [step[key] for step in steps if step.get(key)]
-    return {kind: _mean([step[kind] for step in found]) for kind in (found[0] if found else ())}
+    return {kind: median(step[kind] for step in found) for kind in (found[0] if found else ())}
 
 
 def _over_time(steps: list[dict[str, Any]], key: str) -> float | None:

@@ -1,0 +1,257 @@
+"""Held-out loss and greedy answers under a Plan with stages, by the forward passes of its Program.
+
+Examples are taken in chunks, each at most a batch of the Plan. Examples that fill a batch up are left out, as those
+with bad files are.
+Each new token is a forward pass over the prompts with the answers so far, the encoders included: nothing is kept
+between passes, so that ranks need no other state than in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from motet.core.arrays import BoolArray, Int64Array
+from motet.core.example import Media, TokenSequence
+from motet.core.plan import Plan
+from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
+from motet.data.dataset import Dataset
+from motet.data.decode import Decoder
+from motet.data.examples import Examples
+from motet.data.media import BadMedia, MediaRef
+from motet.data.order import StepExamples
+from motet.data.text import ChatTokenizer
+from motet.dispatch import PackedSequences, RankBatch
+from motet.models.backbone import Backbone
+from motet.models.mllm import MLLM
+from motet.runtime.planned_step import PlannedStep
+from motet.schedule.program import Kind
+from motet.train.evaluate import (
+    Answer,
+    EvaluateConfig,
+    Evaluation,
+    LeftOutOfEvaluation,
+    answer_to,
+    evaluation_of,
+    prompt_of,
+)
+from motet.train.input.planned import PlannedLoading, StageNeeds
+from motet.train.world import World
+
+
+class _Decodes(Protocol):
+    def submit(self, refs: Sequence[MediaRef], readers: Sequence[Sequence[str]]) -> list[Future[Media | BadMedia]]: ...
+
+
+class PlannedEvaluator:
+    """As `Evaluator`, for ranks that hold different parts of the model. step: of training, whose lanes it uses."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        tokenizer: ChatTokenizer,
+        decoder: Decoder,
+        plan: Plan,
+        needs: StageNeeds,
+        step: PlannedStep,
+        world: World,
+        config: EvaluateConfig,
+        report: Callable[[str], None],
+    ) -> None:
+        self._left_out = LeftOutOfEvaluation(world, report)
+        self._dataset, self._tokenizer, self._decoder = dataset, tokenizer, decoder
+        self._plan, self._needs, self._step, self._world, self._config = plan, needs, step, world, config
+
+    @torch.no_grad()
+    def run(self, model: MLLM, is_stopped: Callable[[], bool] = lambda: False) -> Evaluation | None:
+        """As `Evaluator.run`. A collective."""
+        training = model.training
+        model.eval()
+        count = min(self._dataset.num_examples, self._config.max_examples or self._dataset.num_examples)
+        totals, answers, stopped = torch.zeros(2, dtype=torch.float64), list[Answer](), False
+        size = min(self._config.batch_size, self._plan.batch_size)
+        for start in range(0, count, size):
+            if stopped := any(self._world.gather(is_stopped())):
+                break
+            chunk = np.arange(start, min(start + size, count))
+            batches, kept = self._loaded(self._dataset, self._decoder, chunk)
+            totals += self._step.evaluate(batches).cpu()
+            answers += self._answers(model, np.sort(np.concatenate(kept)))
+        model.train(training)
+        if stopped:
+            return None
+        return evaluation_of(totals, count, answers, self._left_out, self._config.num_samples)
+
+    def _loaded(
+        self, dataset: Examples, decoder: _Decodes, examples: Int64Array
+    ) -> tuple[list[RankBatch], list[Int64Array]]:
+        """The microbatches of some examples, and the examples of each, without those that are bad. A collective.
+
+        dataset, decoder: where the examples and their media are from. examples: int64 [n], at most a batch of the Plan.
+        """
+        loading, size = PlannedLoading(self._plan, dataset, decoder, self._needs), self._plan.batch_size
+        ids = np.concatenate([examples, np.full(size - len(examples), examples[-1])])
+        with self._world.together():
+            dealt = loading.deal(StepExamples(ids), 0).microbatches
+            pending = [loading.start(each) for each in dealt]
+            bad = [each.bad() for each in pending]
+        everywhere = self._world.gather([[example.index for example in of_microbatch] for of_microbatch in bad])
+        self._left_out.say([str(example) for of_microbatch in bad for example in of_microbatch])
+        batches, ids_kept = [], []
+        with self._world.together():
+            for number, (part, waiting) in enumerate(zip(dealt, pending, strict=True)):
+                assert part.decided is not None, "a Plan decides before loading"
+                kept: BoolArray = part.decided.examples < len(examples)
+                for of_rank in everywhere:
+                    kept[of_rank[number]] = False
+                batches.append(loading.finish(waiting, kept).batch.to(self._world.device))
+                ids_kept.append(part.ids[kept])
+        return batches, ids_kept
+
+    def _answers(self, model: MLLM, examples: Int64Array) -> list[Answer]:
+        """Greedy answers to some examples, the same on all ranks. A collective."""
+        if not len(examples):
+            return []
+        with self._world.together():
+            growing = GrowingPrompts(self._dataset, examples)
+        media, active = _DecodedOnce(self._decoder), examples
+        for _ in range(self._config.max_new_tokens):
+            if not len(active):
+                break
+            tokens = self._next_tokens(model, growing, media, active)
+            is_ended = np.array([tokens[example] == self._tokenizer.end_token for example in active.tolist()])
+            active = active[~is_ended]
+            for example in active.tolist():
+                growing.add(example, tokens[example])
+        with self._world.together():
+            return [
+                answer_to(self._dataset, self._tokenizer, example, growing.answers[example])
+                for example in examples.tolist()
+            ]
+
+    def _next_tokens(
+        self, model: MLLM, growing: GrowingPrompts, media: _DecodedOnce, active: Int64Array
+    ) -> dict[int, int]:
+        """Example -> its likeliest next token, of all ranks. A collective."""
+        batches, examples = self._loaded(growing, media, active)
+        predicting = _Predicting(model.backbone)
+        self._step.evaluate(batches, SimpleNamespace(encoders=model.encoders, backbone=predicting))
+        own: dict[int, int] = {}
+        for microbatch, tokens in zip(self._predicted_microbatches(batches), predicting.found, strict=True):
+            sequences = batches[microbatch].decision.backbone.on_rank(self._needs.replicas[BACKBONE])
+            own |= dict(zip(examples[microbatch][sequences].tolist(), tokens.tolist(), strict=True))
+        return {example: token for of_rank in self._world.gather(own) for example, token in of_rank.items()}
+
+    def _predicted_microbatches(self, batches: Sequence[RankBatch]) -> list[int]:
+        """The microbatches behind whose last block this rank is, in the order of its row; those with sequences."""
+        place, num_blocks = self._step.place.forward, self._plan.model.num_blocks[BACKBONE]
+        last = {number for number, stage in place.stages.items() if stage.layers.get(BACKBONE, (0, 0))[1] == num_blocks}
+        passes = [action.microbatch for action in place.row.row if action.kind is Kind.F and action.stage in last]
+        return [microbatch for microbatch in passes if int(batches[microbatch].sequences.offsets[-1])]
+
+
+class _Predicting:
+    """A backbone that takes the likeliest next tokens in place of the loss. found: of each pass, int64 [num_sequences].
+
+    backbone: this rank's part; None if it holds nothing of it.
+    """
+
+    def __init__(self, backbone: Backbone | None) -> None:
+        self._backbone, self.found = backbone, list[Tensor]()
+
+    def enter(self, sequences: PackedSequences, features: dict[str, Tensor]) -> Tensor:
+        """As `Backbone.enter`."""
+        return self._backbone.enter(sequences, features)
+
+    def through(self, hidden: Tensor, sequences: PackedSequences, first: int, stop: int) -> Tensor:
+        """As `Backbone.through`."""
+        return self._backbone.through(hidden, sequences, first, stop)
+
+    def leave(self, hidden: Tensor, sequences: PackedSequences) -> tuple[Tensor, int]:
+        """Find the next tokens. Returns no loss, of no target."""
+        self.found.append(self._backbone.likeliest(hidden, sequences))
+        return hidden.new_zeros(()), 0
+
+
+class _DecodedOnce:
+    """A decoder that keeps what it has decoded."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._futures: dict[tuple[MediaRef, tuple[str, ...]], Future[Media | BadMedia]] = {}
+
+    def submit(self, refs: Sequence[MediaRef], readers: Sequence[Sequence[str]]) -> list[Future[Media | BadMedia]]:
+        """As `Decoder.submit`."""
+        keys = [(ref, tuple(names)) for ref, names in zip(refs, readers, strict=True)]
+        new = [key for key in dict.fromkeys(keys) if key not in self._futures]
+        submitted = self._decoder.submit([ref for ref, _ in new], [names for _, names in new])
+        self._futures |= dict(zip(new, submitted, strict=True))
+        return [self._futures[key] for key in keys]
+
+
+class GrowingPrompts:
+    """Examples of a dataset as their prompts with the answers so far, in the form in which a dataset is loaded from.
+
+    answers: example -> the tokens of its answer so far. Raises UserError for an example without a prompt.
+    """
+
+    def __init__(self, dataset: Dataset, examples: Int64Array) -> None:
+        self._dataset = dataset
+        self._prompts = {example: prompt_of(dataset, example) for example in examples.tolist()}
+        self.answers: dict[int, list[int]] = {example: [] for example in self._prompts}
+
+    def add(self, example: int, token: int) -> None:
+        """Append a token to an answer."""
+        self.answers[example].append(token)
+
+    def tokens(self, example_id: int) -> TokenSequence:
+        """The prompt and the answer so far, without targets."""
+        prompt = self._prompts[example_id]
+        tokens = np.concatenate([prompt.tokens, np.array(self.answers[example_id], dtype=np.int64)])
+        return TokenSequence(tokens, np.zeros(len(tokens), dtype=bool), prompt.media, prompt.media_positions)
+
+    def batch_lengths(self, example_ids: Int64Array, num_ranks: int) -> BatchLengths:
+        """As `Dataset.batch_lengths`."""
+        whole, sequence = self._dataset.batch_lengths(example_ids, num_ranks), np.zeros(len(example_ids), np.int64)
+        items = {}
+        for phase, columns in whole.items.items():
+            in_prompt = self._in_prompt(example_ids, phase, columns)
+            segments = None if columns.segments is None else columns.segments.take(in_prompt)
+            kept = columns.example[in_prompt], columns.length[in_prompt], columns.num_tokens[in_prompt]
+            items[phase] = ItemLengths(*kept, segments)
+            np.add.at(sequence, items[phase].example, items[phase].num_tokens)
+        for index, example in enumerate(example_ids.tolist()):
+            prompt = self._prompts[example]
+            sequence[index] += len(prompt.tokens) - len(prompt.media) + len(self.answers[example])
+        return replace(whole, sequence=sequence, num_targets=np.zeros_like(sequence), items=items)
+
+    def item_sizes(self, example_ids: Int64Array) -> dict[str, Int64Array]:
+        """As `Dataset.item_sizes`."""
+        columns = self._dataset.batch_lengths(example_ids, 1).items
+        sizes = self._dataset.item_sizes(example_ids)
+        return {phase: each[self._in_prompt(example_ids, phase, columns[phase])] for phase, each in sizes.items()}
+
+    def media_refs(self, example_id: int) -> list[MediaRef]:
+        """The files of the prompt's items."""
+        return self._dataset.media_refs(example_id)[: len(self._prompts[example_id].media)]
+
+    def readers_of(self, ref: MediaRef) -> tuple[str, ...]:
+        """As `Dataset.readers_of`."""
+        return self._dataset.readers_of(ref)
+
+    def where(self, example_id: int) -> str:
+        """As `Dataset.where`."""
+        return self._dataset.where(example_id)
+
+    def _in_prompt(self, example_ids: Int64Array, phase: str, items: ItemLengths) -> Int64Array:
+        """The items of a phase that stand in the prompts, int64 [n]: the first ones of each example."""
+        counts = np.array([self._prompts[example].media.count(phase) for example in example_ids.tolist()])
+        number = np.arange(items.num_items) - np.searchsorted(items.example, items.example)
+        return np.flatnonzero(number < counts[items.example]) if items.num_items else np.zeros(0, np.int64)

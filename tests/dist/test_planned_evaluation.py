@@ -1,0 +1,114 @@
+"""Held-out loss, greedy answers and export under a Plan with stages: as of one process with the same weights."""
+
+import shutil
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cli.tiny_job import write_tiny_job
+from dist.test_bad_media import spoil_clips
+from dist.test_planned import DEEPER, FEW_CUTS, LATE_CUT, plan_of, train_under
+from motet.core.plan import Unit
+from motet.core.plan_file import write_plan
+from motet.planning.under_plan import recipe_under_plan
+from motet.train.job import build_job
+from motet.train.recipe.recipe import load_recipe
+from motet.train.world import join_world
+from ranks import run_ranks
+
+EVALUATED = (*DEEPER[1:], "evaluate.batch_size=5", "evaluate.max_new_tokens=9")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """Eleven held-out examples, in chunks of five, which do not fill a batch of the Plans. One clip is not finite."""
+    recipe = write_tiny_job(tmp_path_factory.mktemp("job") / "data", num_heldout=11)
+    spoil_clips(recipe.parent, "heldout-6.wav", 1)
+    return recipe
+
+
+def evaluate(rank, num_ranks, recipe, overrides, plan=None):
+    path, chosen, said = Path(recipe), None, []
+    read = load_recipe(path, overrides)
+    if plan is not None:
+        read, chosen = recipe_under_plan(read, path, Path(plan))
+    with join_world("cpu") as world, ExitStack() as cleanup:
+        job = build_job(read, world, "never", said.append, cleanup, chosen)
+        with torch.no_grad():
+            for weight in job.model.parameters():
+                # As initialised, a model says the same to everything.
+                weight.mul_(6 if weight.ndim > 1 else 1)
+        job.model.train()
+        found = job.evaluator.run(job.model)
+        assert job.model.training and job.evaluator.run(job.model, is_stopped=lambda: rank == 0) is None
+        return found, [sentence for sentence in said if "evaluation" in sentence]
+
+
+@pytest.fixture(scope="module")
+def expected(job, tmp_path_factory):
+    overrides = [*EVALUATED, f"run.dir={tmp_path_factory.mktemp('alone')}"]
+    return run_ranks(evaluate, 1, str(job), overrides)[0]
+
+
+def beside(job, *units, **options):
+    plan = plan_of(job, FEW_CUTS)
+    num_ranks = max(unit.ranks.stop for unit in units)
+    where = replace(plan.cluster, ranks_per_node=num_ranks)
+    return replace(plan, cluster=where, units=units, microbatch_size=1, **options)
+
+
+PLANS = {
+    "chain": lambda job: plan_of(job, FEW_CUTS),
+    "recomputed": lambda job: plan_of(job, LATE_CUT, schedule="gpipe", recompute=({"image": 1}, {"backbone": 2})),
+    "beside each other": lambda job: beside(
+        job, Unit("image", ({"image": 2},)), Unit("llm", ({"audio": 2, "backbone": 3},), first_rank=1)
+    ),
+    "unequal replicas": lambda job: beside(
+        job, Unit("image", ({"image": 2},), dp=2), Unit("llm", ({"audio": 2, "backbone": 3},), first_rank=2)
+    ),
+    "two replicas": lambda job: beside(job, Unit("all", FEW_CUTS, pp=2, dp=2, zero=0)),
+    "ZeRO 1": lambda job: beside(job, Unit("all", FEW_CUTS, pp=2, dp=2, zero=1)),
+    "ZeRO 3": lambda job: beside(job, Unit("all", FEW_CUTS, pp=2, dp=2, zero=3)),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_loss_and_answers_equal_one_process(job, expected, tmp_path, name):
+    plan = PLANS[name](job)
+    file, num_ranks = tmp_path / "plan.json", max(unit.ranks.stop for unit in plan.units)
+    write_plan(plan, file)
+    (alone, alone_said) = expected
+    for found, said in run_ranks(evaluate, num_ranks, str(job), [*EVALUATED, f"run.dir={tmp_path}"], str(file)):
+        assert found.loss == pytest.approx(alone.loss, rel=1e-10)
+        assert (found.samples, found.exact_match, found.num_examples) == (
+            alone.samples,
+            alone.exact_match,
+            alone.num_examples,
+        )
+        assert said == alone_said
+    assert len(alone.samples) == 10 and len({answer.answer for answer in alone.samples}) > 3
+    assert len(alone_said) == 1 and "heldout-6.wav" in alone_said[0]
+
+
+def test_the_exported_directory_does_not_depend_on_the_plan(job, tmp_path):
+    """To the bit, from one checkpoint: of one process, of a chain, and of a chain whose weights are shared out."""
+    whole = tmp_path / "whole"
+    overrides = [*DEEPER, "run.steps=1", "checkpoint.every_steps=1"]
+    run_ranks(train_under, 1, str(job), [*overrides, f"run.dir={whole}"], None)
+    exported = {}
+    shared = beside(job, Unit("all", LATE_CUT, pp=2, dp=2, zero=3))
+    for name, plan in (("alone", None), ("chain", plan_of(job, FEW_CUTS)), ("shared", shared)):
+        run_dir, file = tmp_path / name, tmp_path / f"{name}.json"
+        shutil.copytree(whole, run_dir)
+        if plan is not None:
+            write_plan(plan, file)
+        more = [*overrides, f"run.dir={run_dir}", "export.at_end=true"]
+        num_ranks = 1 if plan is None else plan.cluster.ranks_per_node
+        run_ranks(train_under, num_ranks, str(job), more, plan and str(file))
+        files = [path for path in (run_dir / "export").rglob("*") if path.is_file()]
+        exported[name] = {str(path.relative_to(run_dir / "export")): path.read_bytes() for path in files}
+    assert exported["chain"] == exported["alone"] == exported["shared"]
+    assert {"backbone/model.safetensors", "projectors/image.safetensors"} <= exported["alone"].keys()
