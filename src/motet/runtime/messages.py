@@ -1,13 +1,13 @@
 """SEND and RECV: outputs to the stages that take them in, and gradients of outputs back.
 
 Both ends know the length of a message beforehand (`dispatch/edge_messages.py`), so that receives are posted ahead and
-an empty message is not sent.
+an empty message is not sent. Between two stages of one rank nothing is sent: what is made is taken in at once.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -56,39 +56,69 @@ class Messages:
             Kind.RECV_B: self._receive_gradients,
         }
 
+    def made_outputs(self, stage: int, microbatch: int, outputs: Mapping[str, Tensor]) -> None:
+        """Keep what a forward pass made for its SENDs, and give it to the stages of this rank that take it in."""
+        outputs = {name: output.detach() for name, output in outputs.items()}
+        if self._is_sent(Kind.SEND_F, stage, microbatch):
+            self._tensors.outputs[stage, microbatch] = outputs
+        for sink, edge in self._place.local_edges.get(stage, {}).items():
+            parts = self._parts(edge, microbatch)
+            pieces = self._output_pieces(parts, outputs, Action(stage, Kind.F, microbatch))
+            self._take_outputs(sink, microbatch, zip(parts, pieces, strict=True))
+
+    def made_gradients(self, stage: int, microbatch: int, gradients: dict[str, Tensor]) -> None:
+        """Keep what a backward pass made for its SENDs, and give it to the stages of this rank that it comes from."""
+        if self._is_sent(Kind.SEND_B, stage, microbatch):
+            self._tensors.input_gradients[stage, microbatch] = gradients
+        for source, sinks in self._place.local_edges.items():
+            if stage in sinks:
+                parts = [part for part in self._parts(sinks[stage], microbatch) if part.has_gradient]
+                pieces = self._gradient_pieces(parts, gradients)
+                self._take_gradients(source, microbatch, zip(parts, pieces, strict=True))
+
     def _send_outputs(self, action: Action) -> None:
         outputs = self._sent(action, self._tensors.outputs)
-        pieces = []
-        for part in self._parts_of(action):
+        self._send(action, self._output_pieces(self._parts_of(action), outputs, action))
+
+    def _receive_inputs(self, action: Action) -> None:
+        self._take_outputs(action.stage, action.microbatch, self._received(action))
+
+    def _send_gradients(self, action: Action) -> None:
+        gradients = self._sent(action, self._tensors.input_gradients)
+        self._send(action, self._gradient_pieces(self._parts_of(action), gradients))
+
+    def _receive_gradients(self, action: Action) -> None:
+        self._take_gradients(action.stage, action.microbatch, self._received(action))
+
+    def _output_pieces(
+        self, parts: Iterable[MessagePart], outputs: Mapping[str, Tensor], action: Action
+    ) -> Iterator[Tensor]:
+        for part in parts:
             rows = outputs[part.module]
             if len(rows) != part.num_sent:
                 raise RuntimeError(f"{action} has {len(rows)} rows of {part.module!r}; lengths say {part.num_sent}")
-            pieces.append(rows if part.rows is None else rows[self._index(part.rows.source)])
-        self._send(action, pieces)
+            yield rows if part.rows is None else rows[self._index(part.rows.source)]
 
-    def _receive_inputs(self, action: Action) -> None:
-        inputs = self._tensors.inputs.setdefault((action.stage, action.microbatch), {})
-        for part, rows in self._received(action):
+    def _take_outputs(self, stage: int, microbatch: int, received: Iterable[tuple[MessagePart, Tensor]]) -> None:
+        inputs = self._tensors.inputs.setdefault((stage, microbatch), {})
+        for part, rows in received:
             if part.rows is None:
-                inputs[part.module] = rows
+                inputs[part.module] = rows.detach()
             else:
                 taken = inputs.setdefault(part.module, self._like.new_zeros(part.num_taken, part.width))
                 taken.detach()[self._index(part.rows.sink)] = rows  # A leaf that requires a gradient after the first.
             inputs[part.module].requires_grad_(part.has_gradient)
 
-    def _send_gradients(self, action: Action) -> None:
-        gradients = self._sent(action, self._tensors.input_gradients)
-        pieces = []
-        for part in self._parts_of(action):
+    def _gradient_pieces(self, parts: Iterable[MessagePart], gradients: Mapping[str, Tensor]) -> Iterator[Tensor]:
+        for part in parts:
             gradient = gradients.get(part.module)
             if gradient is None:
                 gradient = self._like.new_zeros(part.num_taken, part.width)
-            pieces.append(gradient if part.rows is None else gradient[self._index(part.rows.sink)])
-        self._send(action, pieces)
+            yield gradient if part.rows is None else gradient[self._index(part.rows.sink)]
 
-    def _receive_gradients(self, action: Action) -> None:
-        gradients = self._tensors.output_gradients.setdefault((action.stage, action.microbatch), {})
-        for part, rows in self._received(action):
+    def _take_gradients(self, stage: int, microbatch: int, received: Iterable[tuple[MessagePart, Tensor]]) -> None:
+        gradients = self._tensors.output_gradients.setdefault((stage, microbatch), {})
+        for part, rows in received:
             gradient = gradients.setdefault(part.module, self._like.new_zeros(part.num_sent, part.width))
             if part.rows is None:
                 gradient += rows
@@ -101,13 +131,13 @@ class Messages:
         self._num_sends[action.kind, *key] -= 1
         return held[key] if self._num_sends[action.kind, *key] else held.pop(key)
 
-    def is_sent(self, kind: Kind, stage: int, microbatch: int) -> bool:
+    def _is_sent(self, kind: Kind, stage: int, microbatch: int) -> bool:
         """Whether a message of this kind is still to be sent."""
         return self._num_sends[kind, stage, microbatch] > 0
 
-    def _send(self, action: Action, pieces: Sequence[Tensor]) -> None:
-        if pieces:
-            message = torch.cat([piece.detach().reshape(-1) for piece in pieces])
+    def _send(self, action: Action, pieces: Iterable[Tensor]) -> None:
+        if flat := [piece.detach().reshape(-1) for piece in pieces]:
+            message = torch.cat(flat)
             self.sent_bytes += message.nbytes
             self._lanes.send(message, self._place.rank_of(action.peer))
 

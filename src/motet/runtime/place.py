@@ -74,6 +74,15 @@ class Place:
         every = enumerate(self.program.program.edges)
         return {ends: number for number, ends in every if ends[0] in self.stages or ends[1] in self.stages}
 
+    @cached_property
+    def local_edges(self) -> dict[int, dict[int, int]]:
+        """Source -> sink -> the number of the edge, where this rank has both stages, so that no message goes."""
+        local: dict[int, dict[int, int]] = {}
+        for (source, sink), number in self.edges.items():
+            if source in self.stages and sink in self.stages:
+                local.setdefault(source, {})[sink] = number
+        return local
+
     def rank_of(self, stage: int) -> int:
         """The rank of the job that computes a stage in this rank's island."""
         return self._rank(stage, self.island)

@@ -143,11 +143,10 @@ class _RunningPlan:
         inputs = self.tensors.inputs.pop(key, {})
         self.step.held.use(action.stage)
         outputs, runs = self.stages[action.stage].forward(self.batches[action.microbatch], inputs)
-        if self.messages.is_sent(Kind.SEND_F, *key):
-            self.tensors.outputs[key] = {name: output.detach() for name, output in outputs.items()}
         if runs:
             self.tensors.runs[key] = runs
         self.step.held.release(*key)
+        self.messages.made_outputs(*key, outputs)
 
     def recompute(self, action: Action) -> None:
         """Run what forward did not keep again."""
@@ -163,12 +162,14 @@ class _RunningPlan:
             loss = runs[-1].output
             assert loss is not None, "what takes the loss is not recomputed"
             gradients[BACKBONE] = torch.full_like(loss, 1 / max(self.num_targets, 1))
+        if runs and runs[-1].output is not None:
+            # A copy of a replicated encoder whose stage takes nothing in: its pass runs as predicted, and adds nothing.
+            gradients.setdefault(runs[-1].section.span.module, torch.zeros_like(runs[-1].output))
         self.step.held.use(action.stage)
         gradients = self.stages[action.stage].backward(runs, gradients)
         self.step.held.collect(action.stage)
         self.step.held.release(*key)
-        if self.messages.is_sent(Kind.SEND_B, *key):
-            self.tensors.input_gradients[key] = gradients
+        self.messages.made_gradients(*key, gradients)
 
     def gather(self, action: Action) -> None:
         """Start to gather the parameters of a stage."""

@@ -263,8 +263,6 @@ def test_chains_in_1f1b_are_run_under_their_plan(recipe_file):
         ({}, {"cp": 2}, "context parallelism (cp > 1)"),
         ({"schedule": "zb_h1"}, {}, "the schedule 'zb_h1'"),
         ({"order": "inter"}, {}, "the order 'inter'"),
-        ({}, {"dp": 2, "zero": 1}, "ZeRO in a pipeline (zero > 0 with dp > 1)"),
-        ({}, {"replicated": ("image",)}, "replicated encoders (replicated)"),
         ({}, {"pp": 1}, "ranks left over"),
     ],
 )
