@@ -36,7 +36,8 @@ CASES = {
         PlannedCase((replace(COPIES, recompute=({}, {"backbone": 2})),), "gpipe", frozen=("audio",), tied=True),
         PlannedCase((COPIES,), frozen=("backbone",), contents=("image",)),
         PlannedCase((COPIES,), frozen=("image encoder",), contents=(), blocking=True),
-        *[PlannedCase((replace(COPIES, zero=zero),), frozen=("audio",), blocking=zero == 2) for zero in (1, 2, 3)],
+        *[PlannedCase((replace(COPIES, zero=zero),), frozen=("audio",), tied=zero == 2) for zero in (1, 2)],
+        PlannedCase((replace(COPIES, zero=3),), "gpipe", frozen=("image encoder",)),
     ],
     3: [
         pair(2, 1),
@@ -91,8 +92,8 @@ def random_pair(seed, num_ranks):
         stages = tuple(dict(Counter(blocks[first:stop])) for first, stop in pairwise(cuts))
         recompute = tuple({key: int(rng.integers(0, count + 1)) for key, count in one.items()} for one in stages)
         recompute = recompute if rng.random() < 0.4 else ()
-        sizes = {"dp": size // pp, "pp": pp, "zero": int(rng.integers(0, 4))}
         copies = replicated if name == "llm" else ()
+        sizes = {"dp": size // pp, "pp": pp, "zero": int(rng.integers(0, 2 if copies else 4))}
         units.append(Unit(name, stages, first_rank, recompute=recompute, replicated=copies, **sizes))
         first_rank += size
     microbatch_size = int(rng.integers(1, 3))
