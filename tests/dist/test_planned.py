@@ -130,18 +130,26 @@ def test_a_plan_trains_as_one_process_does(job, alone, tmp_path, monkeypatch, ca
             assert [name for name, _, _ in found[rank, step]] == expected
 
 
-def test_units_of_other_sizes_train_as_one_process_does(job, alone, tmp_path, monkeypatch, capsys):
-    """Two replicas of both encoders share the items of each microbatch of one example."""
-    chain = plan_of(job, FEW_CUTS)
-    units = (
-        Unit("encoders", ({"image": 2, "audio": 2},), dp=2, zero=0),
-        Unit("llm", ({"backbone": 3},), first_rank=2),
-    )
-    plan = replace(chain, units=units, microbatch_size=1, cluster=replace(chain.cluster, ranks_per_node=3))
-    run_dir = run_planned(job, tmp_path, plan)
+ENCODERS = Unit("encoders", ({"image": 2, "audio": 2},), dp=2, zero=0)
+COPIES = Unit("llm", ({"backbone": 1}, {"backbone": 2}), pp=2, zero=0, replicated=("image", "audio"))
+
+
+@pytest.mark.parametrize(
+    ("units", "balance"),
+    [((ENCODERS, Unit("llm", ({"backbone": 3},), first_rank=2)), "per_phase"), ((COPIES,), "off")],
+    ids=["two replicas of encoders share items", "each stage has the encoders"],
+)
+def test_encoders_of_several_ranks_train_as_one_process_does(job, alone, tmp_path, monkeypatch, capsys, units, balance):
+    """And a run in one process goes on from there."""
+    chain, num_ranks = plan_of(job, FEW_CUTS), sum(unit.num_ranks for unit in units)
+    here = replace(chain.cluster, ranks_per_node=num_ranks)
+    plan = replace(chain, units=units, microbatch_size=1, cluster=here, balance=balance)
+    run_dir, back = run_planned(job, tmp_path, plan), tmp_path / "back"
     assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-10)
+    run_ranks(train_under, 1, str(job), [*DEEPER, f"run.dir={back}"], None, str(run_dir / "checkpoints" / name_of(4)))
+    assert [step["loss"] for step in metrics(back)] == pytest.approx(losses(alone)[4:], rel=1e-10)
     found = traced(run_dir)
-    for rank in range(3):
+    for rank in range(num_ranks):
         expected = row_of(tmp_path / "plan.json", job, rank, monkeypatch, capsys)
         assert all([name for name, _, _ in found[rank, step]] == expected for step in range(8))
 

@@ -4,6 +4,7 @@ Replicas of an encoder share items, so that shares are ragged, or empty.
 """
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -27,7 +28,17 @@ APART = (
     Unit("llm", ({"audio": 2, "backbone": 1}, {"backbone": 2}), first_rank=2, pp=2, zero=0),
 )
 CHAIN = (Unit("all", ({"image": 3, "audio": 1}, {"audio": 1, "backbone": 3}), dp=2, pp=2, zero=0),)
+AUDIO = Unit("audio", ({"audio": 2},), dp=2, zero=0)
+COPIES = Unit("llm", ({"backbone": 1}, {"backbone": 2}), pp=2, replicated=("image", "audio"), zero=0)
 CASES = {
+    2: [
+        PlannedCase((COPIES,)),
+        PlannedCase((replace(COPIES, recompute=({}, {"backbone": 2})),), "gpipe", frozen=("audio",), tied=True),
+        PlannedCase((COPIES,), frozen=("backbone",), contents=("image",)),
+        PlannedCase((COPIES,), frozen=("image encoder",), contents=(), blocking=True),
+        *[PlannedCase((replace(COPIES, zero=zero),), frozen=("audio",), tied=zero == 2) for zero in (1, 2)],
+        PlannedCase((replace(COPIES, zero=3),), "gpipe", frozen=("image encoder",)),
+    ],
     3: [
         pair(2, 1),
         pair(2, 1, schedule="gpipe", frozen=("image",), contents=("image",)),
@@ -46,6 +57,8 @@ CASES = {
         pair(1, 3, contents=()),
         pair(2, 2, balance="auto", frozen=("audio",), tied=True),
         PlannedCase(CHAIN, batch_size=12, microbatch_size=2, balance="per_phase"),
+        PlannedCase((replace(COPIES, dp=2),), batch_size=8, balance="joint"),
+        PlannedCase((replace(COPIES, first_rank=2, replicated=("image",)), AUDIO)),
     ],
     5: [
         pair(2, 3),  # MMScale's Figure 9.
@@ -66,18 +79,23 @@ def random_pair(seed, num_ranks):
     """Two units of any sizes, with any of their blocks recomputed, anything frozen, on any mixture of media."""
     rng = np.random.default_rng((seed, num_ranks, 1))
     ranks = int(rng.integers(1, num_ranks))
+    replicated = ()
     sides = {"encoders": ({"image": 3, "audio": 2}, ranks), "llm": ({"backbone": 3}, num_ranks - ranks)}
     units, first_rank = [], 0
     if rng.random() < 0.3:  # The backbone's unit begins with the second encoder.
         sides = {"encoders": ({"image": 3}, ranks), "llm": ({"audio": 2, "backbone": 3}, num_ranks - ranks)}
+    elif rng.random() < 0.3:  # Each of its stages computes the second encoder.
+        sides, replicated = {"encoders": ({"image": 3}, ranks), "llm": ({"backbone": 3}, num_ranks - ranks)}, ("audio",)
     for name, (counts, size) in sides.items():
         pp = int(rng.choice([depth for depth in (1, 2, 3) if size % depth == 0]))
         blocks = [module for module, count in counts.items() for _ in range(count)]
         cuts = [0, *sorted(rng.choice(np.arange(1, len(blocks)), pp - 1, replace=False).tolist()), len(blocks)]
         stages = tuple(dict(Counter(blocks[first:stop])) for first, stop in pairwise(cuts))
         recompute = tuple({key: int(rng.integers(0, count + 1)) for key, count in one.items()} for one in stages)
-        recompute, zero = recompute if rng.random() < 0.4 else (), int(rng.integers(0, 4))
-        units.append(Unit(name, stages, first_rank, size // pp, pp, zero=zero, recompute=recompute))
+        recompute = recompute if rng.random() < 0.4 else ()
+        copies = replicated if name == "llm" else ()
+        sizes = {"dp": size // pp, "pp": pp, "zero": int(rng.integers(0, 2 if copies else 4))}
+        units.append(Unit(name, stages, first_rank, recompute=recompute, replicated=copies, **sizes))
         first_rank += size
     microbatch_size = int(rng.integers(1, 3))
     frozen = rng.choice(["image encoder", "image", "audio", "backbone"], rng.integers(0, 3), replace=False)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from motet.core.cluster import Cluster
 from motet.core.plan import Plan
 from motet.cost.memory import PRECISION_OF_DTYPE
-from motet.schedule.plan_units import backbone_unit, units_in_bubbles
+from motet.schedule.plan_units import units_in_bubbles
 
 if TYPE_CHECKING:
     from motet.train.recipe.recipe import Recipe
@@ -58,11 +58,10 @@ def _data_parallel(plan: Plan) -> dict[str, bool]:
 
 
 def _in_stages(plan: Plan, recipe: Recipe) -> dict[str, bool]:
-    backbone, modules = backbone_unit(plan), recipe.modules
+    modules = recipe.modules
     return {
         "ranks left over": sum(unit.num_ranks for unit in plan.units) < plan.cluster.num_ranks,
         "encoders in bubbles (units on the backbone's ranks)": bool(units_in_bubbles(plan)),
-        "replicated encoders (replicated)": bool(backbone.replicated),
         f"the order {plan.order!r}": plan.order != "given",
         "several encoders of an item in a pipeline (reads)": any(len(names) > 1 for names in modules.readers.values()),
         "a projector with queries in a pipeline (projector.kind)": any(

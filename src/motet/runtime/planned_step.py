@@ -203,6 +203,9 @@ class _RunningPlan:
             loss = runs[-1].output
             assert loss is not None, "what takes the loss is not recomputed"
             gradients[BACKBONE] = torch.full_like(loss, 1 / max(self.num_targets, 1))
+        if runs and runs[-1].output is not None:
+            # A copy of a replicated encoder whose stage takes nothing in: its pass runs as predicted, and adds nothing.
+            gradients.setdefault(runs[-1].section.span.module, torch.zeros_like(runs[-1].output))
         self.step.held.use(action.stage)
         gradients = self.stages[action.stage].backward(runs, gradients, deferring)
         self.step.held.collect(action.stage)

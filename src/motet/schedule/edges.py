@@ -15,6 +15,8 @@ def edge_outputs(layout: Layout, source: PlannedStage, sink: PlannedStage) -> It
     """
     if layout.plan.schedule == "data_parallel":
         yield from ((name, stop) for name, (_, stop) in source.layers.items())
+    elif set(source.modules) <= set(source.unit.replicated):
+        yield from _beside_copies(layout, source, sink)
     elif sink.unit is source.unit:
         yield from _within_unit(layout, source)
     else:
@@ -24,6 +26,13 @@ def edge_outputs(layout: Layout, source: PlannedStage, sink: PlannedStage) -> It
 def consumers_in(layout: Layout, name: str, sink: PlannedStage) -> list[str]:
     """The modules in a stage that take in the output of a module."""
     return [consumer for consumer in layout.plan.model.sinks(name) if consumer in sink.layers]
+
+
+def _beside_copies(layout: Layout, source: PlannedStage, sink: PlannedStage) -> Iterator[tuple[str, int]]:
+    """The output of a replicated module where a module that takes it in begins. Stages behind that need none."""
+    for name, (_, stop) in source.layers.items():
+        if any(sink.layers[consumer][0] == 0 for consumer in consumers_in(layout, name, sink)):
+            yield name, stop
 
 
 def _within_unit(layout: Layout, source: PlannedStage) -> Iterator[tuple[str, int]]:

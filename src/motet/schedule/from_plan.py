@@ -167,6 +167,12 @@ def _pipelined(layout: Layout) -> PlannedProgram:
             f"encoders in bubbles and the backbone wait for each other on device {device.name!r}, whose communication "
             "holds up computation: encoders need zero 0 there, with no parameters to gather."
         )
+    if layout.backbone.replicated and dry_run(program, blocking=not device.overlaps).cycle:
+        raise UserError(
+            f"unit {layout.backbone.name!r}: zero is {layout.backbone.zero}, and stages that share out a replicated "
+            f"module take passes in different orders under {layout.plan.schedule!r}, so that they would wait for each "
+            "other in its collectives; use zero 0 or 1."
+        )
     program = add_communication(program, blocking=not device.overlaps)
     return PlannedProgram(program, tuple(stages), layout)
 

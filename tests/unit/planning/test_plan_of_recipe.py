@@ -264,7 +264,6 @@ def test_chains_are_run_under_their_plan(recipe_file):
     [
         ({}, {"cp": 2}, "context parallelism (cp > 1)"),
         ({"order": "inter"}, {}, "the order 'inter'"),
-        ({}, {"replicated": ("image",)}, "replicated encoders (replicated)"),
         ({}, {"pp": 1}, "ranks left over"),
     ],
 )

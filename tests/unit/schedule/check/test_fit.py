@@ -118,6 +118,9 @@ OPTIONS = {
         ),
         {"schedule": "interleaved_1f1b"},
     ),
+    "unit 'llm': zero is 3, and stages that share out a replicated module take passes in different orders": (
+        replace(PLANS["replicated"], units=(replace(PLANS["replicated"].units[0], zero=3),)), {}
+    ),
     "zero is 1; under 'data_parallel' it is 3": (FSDP, {"units": (replace(FSDP.units[0], zero=1),)}),
     "module 'generator' does not feed the backbone": (
         plan(
