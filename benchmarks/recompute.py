@@ -7,8 +7,9 @@
 rank may fill is stated, and not filled: at --memory 0 it is what the largest microbatch of all steps takes with
 everything recomputed, at 1 what it takes with nothing recomputed. "one number" recomputes in every microbatch what the
 largest one needs, as OmniBal does (section 4.3); "each its own" is `[fsdp] recompute = "auto"`. Each step is run in all
-ways, in turns, in one run; ratios of the slowest rank's times are medians over steps. Losses must agree. On a machine
-that does other work as well, the processor time of the busiest rank tells more than step times.
+ways, in turns, in one run; ratios of the slowest rank's times are medians over steps, with an interval that holds the
+true one with a probability of 95 %. Losses must agree. On a machine that does other work as well, the processor time of
+the busiest rank tells more than step times. It takes a few minutes on two idle cores.
 
 OmniBal (Tables 5 and 7): from 29.0 to 21.3 GPU-days with memory balance, a ratio of 0.73, beside everything recomputed;
 there in a pipeline on GPUs, whose microbatches ISF has made alike.
@@ -16,6 +17,7 @@ there in a pipeline on GPUs, whose microbatches ISF has made alike.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from executor import interval
 from rows import Row, finish, options, show
 from step_choice import parts_of
 from step_time import MEL_BINS, MODEL, PATCH_DIM, VOCABULARY, Batch, read_table
@@ -125,59 +128,60 @@ def run_rank(
             result = step.run(parts, number)
             figure[way] = (time.perf_counter() - start_s, time.process_time() - start_busy_s, result.loss)
         figures.append(figure)
+        if rank == 0:
+            print(f"step {number} of {num_steps}: load {os.getloadavg()[0]:.1f}", flush=True)
     everywhere: list[Any] = [None] * num_ranks
     dist.all_gather_object(everywhere, (figures, decide_s, own), group=mesh.host_group)
     if rank == 0:
-        # The first step warms up.
-        slowest, busiest = (
-            {
-                way: np.max([[figure[way][kind] for figure in one[1:]] for one, _, _ in everywhere], axis=0)
-                for way in WAYS
-            }
-            for kind in (0, 1)
+        taken = np.array([[[figure[way] for way in WAYS] for figure in one] for one, _, _ in everywhere])
+        np.savez(
+            out,
+            taken=taken[:, 1:],  # The first step warms up.
+            decide_s=np.array([seconds[1:] for _, seconds, _ in everywhere]),
+            one_share=sum(auto.num_blocks.values()) / sum(spec.num_blocks.values()),
+            own_share=np.mean([counts for _, _, counts in everywhere]) / sum(spec.num_blocks.values()),
         )
-        losses = {way: np.array([figure[way][2] for figure in figures[1:]]) for way in WAYS}
-        num_blocks = sum(spec.num_blocks.values())
-        figure_of = [
-            *(float(np.median(times[way] / times["nothing"])) for times in (slowest, busiest) for way in WAYS[1:]),
-            *(float(np.median(times[way] / times["all"])) for times in (slowest, busiest) for way in WAYS[2:]),
-            sum(auto.num_blocks.values()) / num_blocks,
-            float(np.mean([count for _, _, counts in everywhere for count in counts])) / num_blocks,
-            float(
-                np.median(np.max([times for _, times, _ in everywhere], axis=0) / np.median(slowest["each its own"]))
-            ),
-            max(float(np.abs(losses[way] / losses["nothing"] - 1).max()) for way in WAYS),
-        ]
-        np.save(out, np.array(figure_of))
     dist.destroy_process_group()
 
 
 def measured(path: Path, seed: int, num_steps: int, share: float) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "figures.npy"
+        out = Path(folder) / "figures.npz"
         arguments = (NUM_RANKS, f"file://{folder}/rendezvous", path, seed, num_steps, share, out)
         mp.spawn(run_rank, arguments, nprocs=NUM_RANKS)
-        found = np.load(out).tolist()
-    over_nothing, over_all, (one_blocks, own_blocks, decide, off) = found[:6], found[6:10], found[10:]
-    kinds = ("step", "processor")
-    for name, ratio in zip(((kind, way) for kind in kinds for way in WAYS[1:]), over_nothing, strict=True):
-        yield Row(f"{name[0]}: {name[1]} recomputed, over nothing", ratio)
-    for name, ratio in zip(((kind, way) for kind in kinds for way in WAYS[2:]), over_all, strict=True):
-        yield Row(f"{name[0]}: {name[1]} recomputed, over all", ratio, 1.0)
+        found = dict(np.load(out))
+    yield from rows_of(**found)
+
+
+def rows_of(taken: Any, decide_s: Any, one_share: float, own_share: float) -> Iterator[Row]:
+    """taken: [ranks, steps, ways, (step seconds, processor seconds, loss)]. decide_s: [ranks, steps]."""
+    slowest = dict(zip(("step", "processor"), taken.max(axis=0)[..., :2].transpose(2, 1, 0), strict=True))
+    for base in ("nothing", "all"):
+        for kind, by_way in slowest.items():
+            for way in WAYS[WAYS.index(base) + 1 :]:
+                ratios = (by_way[WAYS.index(way)] / by_way[WAYS.index(base)]).tolist()
+                name = f"{kind}: {way} recomputed, over {base}"
+                yield Row(name, float(np.median(ratios)), 1.0 if base == "all" else None)
+                for end, value in zip(("low", "high"), interval(ratios), strict=True):
+                    yield Row(f"{name}: 95 % interval, {end}", value)
     yield Row("published: memory balance of OmniBal, over all", PUBLISHED)
-    yield Row("blocks: share recomputed, one number", one_blocks)
-    yield Row("blocks: share recomputed, each its own", own_blocks, one_blocks)
-    yield Row("deciding: seconds of a step's microbatches over the step's", decide)
-    yield Row("losses: largest relative difference", off, 1e-5)
+    yield Row("blocks: share recomputed, one number", float(one_share))
+    yield Row("blocks: share recomputed, each its own", float(own_share), float(one_share))
+    deciding = decide_s.max(axis=0) / np.median(slowest["step"][WAYS.index("each its own")])
+    yield Row("deciding: seconds of a step's microbatches over the step's", float(np.median(deciding)))
+    losses = taken[0, :, :, 2]
+    yield Row("losses: largest relative difference", float(np.abs(losses / losses[:, :1] - 1).max()), 1e-5)
 
 
 def main() -> None:
     parser = options(__doc__, "the start of the rows' names")
-    parser.add_argument("--steps", type=int, default=9, help="steps that are measured in all ways")
+    parser.add_argument("--steps", type=int, default=20, help="steps that are measured in all ways, 6 or more")
     parser.add_argument(
         "--memory", type=float, default=0.5, help="between what all (0) and nothing (1) recomputed take"
     )
     asked = parser.parse_args()
+    if asked.steps < 6:
+        parser.error("--steps must be 6 or more: fewer have no interval of 95 %.")
     rows = [
         row for row in measured(asked.lengths, asked.seed, asked.steps, asked.memory) if row.name.startswith(asked.only)
     ]

@@ -1,13 +1,15 @@
 """Motet's training step beside that of transformers' Trainer, on the same LLaVA, examples and optimizer; 2 gloo ranks.
 
-    python benchmarks/trainers.py [--peers-python peers/bin/python] [--only equal packed] [--pairs 8] [--json FILE]
+    python benchmarks/trainers.py [--peers-python peers/bin/python] [--only equal packed] [--sides whole sharded]
+        [--pairs 8] [--rounds 12] [--lengths FILE] [--json FILE]
 
 The model (9.5 million parameters) is a SigLIP tower, an MLP and Qwen2: transformers' own LlavaForConditionalGeneration
 for the Trainer, which runs accelerate's DDP in an environment of its own (--peers-python needs accelerate beside torch
 and transformers), and what a recipe with the same words makes for Motet, from the same weights. Cases: examples of
 equal lengths; and real lengths, of text and of images, divided by 16 as a whole, for which the Trainer pads, pads
-examples that its own sampler has grouped by length, or packs. Motet runs twice: with whole copies (fsdp.shard_size = 1,
-as DDP has them), and sharded as it is by default.
+examples that its own sampler has grouped by length, or packs. Motet runs twice, or as --sides says: with whole copies
+(fsdp.shard_size = 1, as DDP has them), and sharded as it is by default. With --sides whole --pairs 6 --rounds 6, all
+cases take about a quarter of an hour on two idle cores, and 6 pairs are the fewest that have an interval.
 
 A step of Motet decides and assembles the next batch in a thread, as training does, runs, and reads its loss; one of the
 Trainer collates, runs and zeroes gradients. Neither logs. A pair is a number of rounds in fresh processes; in a round
@@ -63,6 +65,7 @@ POOL = 100 * EXAMPLES_A_RANK * NUM_RANKS
 SAME = 1e-6
 """Relative difference of the losses of one step: all sides add up the same numbers in float32, in another order."""
 TRAINER, WHOLE, SHARDED = "Trainer", "Motet, whole copies", "Motet, sharded"
+SIDES = {"whole": WHOLE, "sharded": SHARDED}
 TO_TRAINER = {
     "model.vision_tower": "encoders.image.encoder.model",
     "model.multi_modal_projector.linear_1": "encoders.image.projector.layers.0",
@@ -230,13 +233,18 @@ def patch_rows(images: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(cut.transpose(0, 2, 4, 1, 3, 5)).reshape(len(images), TILE_TOKENS, 3 * PATCH**2)
 
 
-def run_pair(peers_python: str, told: Work, number: int, num_rounds: int) -> list[dict[str, dict[str, float]]]:
-    """All rounds of a pair, the first one too: what each side took in each. number: of the pair."""
+def run_pair(
+    peers_python: str, told: Work, ours: list[str], number: int, num_rounds: int
+) -> list[dict[str, dict[str, float]]]:
+    """All rounds of a pair, the first one too: what each side took in each.
+
+    ours: the sides of Motet. number: of the pair.
+    """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         told.write(folder / "work.json")
         sides: dict[str, Ranks] = {}
-        for side in in_turn([TRAINER, WHOLE, SHARDED], number):
+        for side in in_turn([TRAINER, *ours], number):
             (meeting := folder / side.split()[-1]).mkdir()
             sides[side] = Ranks(lambda rank, side=side, meeting=meeting: command(peers_python, side, rank, meeting))
             stack.callback(sides[side].close)
@@ -270,8 +278,8 @@ def agreeing(taken: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
 
 def rows_of(case: Case, pairs: list[list[dict[str, dict[str, float]]]], tokens: list[int]) -> list[Row]:
     """Figures of pairs of rounds. tokens: real ones of each batch. More than 1.00 of the Trainer is faster than it."""
-    rows, steady = [], [taken for pair in pairs for taken in pair[1:]]
-    for side in (WHOLE, SHARDED):
+    rows, steady, sides = [], [taken for pair in pairs for taken in pair[1:]], sorted(pairs[0][0], reverse=True)
+    for side in sides[1:]:
         for name, words in (("step_s", "real tokens/s"), ("processor_s", "real tokens a second of processor time")):
             ratios = [
                 statistics.median(taken[TRAINER][name] / taken[side][name] for taken in pair[1:]) for pair in pairs
@@ -282,7 +290,7 @@ def rows_of(case: Case, pairs: list[list[dict[str, dict[str, float]]]], tokens: 
             goal = 1.0 if side == WHOLE and name == "step_s" else None
             rows.append(Row(about, value, goal, goal is None or value >= goal))
             rows += [Row(f"{about}: 95 % interval, {end}", it) for end, it in (("low", low), ("high", high))]
-    for side in (TRAINER, WHOLE, SHARDED):
+    for side in sides:
         seconds = statistics.median(taken[side]["step_s"] for taken in steady)
         per_second = sum(tokens[1:]) * len(pairs) / sum(taken[side]["step_s"] for taken in steady)
         first = [pair[0][side] for pair in pairs]
@@ -312,6 +320,7 @@ def save_weights(seed: int, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="cases to run")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="ways in which Motet runs")
     parser.add_argument("--lengths", type=Path, default=REAL, help="a CSV table of real lengths, gzipped")
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2 * NUM_BATCHES, help="steps of a pair, each on every side")
@@ -343,7 +352,8 @@ def main() -> None:
             tokens = [sum(map(num_tokens, batches[step % len(batches)])) for step in range(1 + given.rounds)]
             pairs = []
             for number in range(given.pairs):
-                pairs.append(run_pair(given.peers_python, told, number, given.rounds))
+                ours = [side for name, side in SIDES.items() if name in given.sides]
+                pairs.append(run_pair(given.peers_python, told, ours, number, given.rounds))
                 print(f"{name}: pair {number + 1} of {given.pairs}: load {os.getloadavg()[0]:.1f}", flush=True)
             for row in rows_of(case, pairs, tokens):
                 show(row)

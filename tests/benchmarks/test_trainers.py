@@ -73,7 +73,8 @@ def taken(seconds, loss=2.0):
 
 @pytest.mark.parametrize(("whole_s", "code"), [(0.9, 0), (1.1, 1)])
 def test_a_step_slower_than_the_trainers_misses_the_goal(trainers, tmp_path, monkeypatch, capsys, whole_s, code):
-    def run_pair(peers_python, told, number, num_rounds):
+    def run_pair(peers_python, told, ours, number, num_rounds):
+        assert ours == list(SIDES[1:])
         return [taken((1.0, whole_s, 3.0))] * (1 + num_rounds)
 
     monkeypatch.setattr(trainers, "run_pair", run_pair)
@@ -90,6 +91,20 @@ def test_a_step_slower_than_the_trainers_misses_the_goal(trainers, tmp_path, mon
     sharded = rows["equal lengths: Motet, sharded, real tokens/s of the Trainer's"]
     assert sharded["value"] == pytest.approx(1 / 3) and sharded["goal"] is None
     assert rows["equal lengths: losses differ by at most"]["met"]
+
+
+def test_one_side_alone_can_be_compared(trainers, tmp_path, monkeypatch, capsys):
+    def run_pair(peers_python, told, ours, number, num_rounds):
+        assert ours == ["Motet, whole copies"]
+        return [{side: taken((1.0, 0.5, 3.0))[side] for side in ("Trainer", *ours)}] * (1 + num_rounds)
+
+    monkeypatch.setattr(trainers, "run_pair", run_pair)
+    words = ["--only", "grouped", "--sides", "whole", "--pairs", "6", "--rounds", "6"]
+    monkeypatch.setattr("sys.argv", ["trainers.py", *words, "--lengths", str(tmp_path / "none")])
+    with pytest.raises(SystemExit, match="0"):
+        trainers.main()
+    said = capsys.readouterr().out
+    assert "grouped by length: Motet, whole copies, real tokens/s of the Trainer's" in said and "sharded" not in said
 
 
 @pytest.mark.parametrize("other", [2.0 + 5e-6, float("nan")])

@@ -160,10 +160,6 @@ def test_missing_files(job, capsys, monkeypatch):
         ("balance.policy=7", "--set balance.policy: 'balance.policy' must be"),
         ("balance.defer=on", "'balance.defer' must be 'auto' or 'off', not 'on'."),
         (
-            "balance={ mode = 'exchange', defer = 'auto' }",
-            'defer = "auto" takes lengths that are known before loading, and with mode = "exchange" they are not',
-        ),
-        (
             "balance={ phases = 'backbone', defer = 'auto' }",
             'defer = "auto" compares times of all phases, and phases = "backbone" balances not all',
         ),
@@ -253,10 +249,16 @@ def test_overrides(job, capsys, monkeypatch, override, said):
     assert said in run(capsys, monkeypatch, "train", job, "--set", override)
 
 
-def test_auto_recomputation_takes_lengths_that_all_ranks_know(job, capsys, monkeypatch):
-    splits = ("data.train=['train-{rank}.jsonl']", "balance.mode=exchange", "fsdp.recompute=auto")
-    said = run(capsys, monkeypatch, "train", job, *(word for split in splits for word in ("--set", split)))
-    assert 'fsdp.recompute = "auto" takes the lengths of all examples, which no rank knows with {rank} in' in said
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("fsdp.recompute=auto", 'fsdp.recompute = "auto" takes the lengths of all examples, which no rank knows with'),
+        ("balance.defer=auto", 'balance.defer = "auto" takes the lengths of all examples of a step, which no rank'),
+    ],
+)
+def test_what_takes_lengths_that_all_ranks_know_is_refused_for_splits(job, capsys, monkeypatch, option, said):
+    splits = ("data.train=['train-{rank}.jsonl']", "balance.mode=exchange", option)
+    assert said in run(capsys, monkeypatch, "train", job, *(word for split in splits for word in ("--set", split)))
 
 
 def test_arguments_that_are_not_utf_8(job, capsys, monkeypatch):

@@ -14,12 +14,12 @@ EXACT = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("bad", [0, 3])
-def test_losses_are_those_of_the_steps_as_they_come(tmp_path, bad):
+@pytest.mark.parametrize(("bad", "mode"), [(0, "index"), (3, "index"), (0, "exchange"), (3, "exchange")])
+def test_losses_are_those_of_the_steps_as_they_come(tmp_path, bad, mode):
     job = write_tiny_job(tmp_path / "data")
     names = spoil_clips(job.parent, "train-*.wav", bad) if bad else []
     for defer in ("auto", "off"):
-        said = run(job, 2, tmp_path / defer, *EXACT, f"balance.defer={defer}")
+        said = run(job, 2, tmp_path / defer, *EXACT, f"balance.mode={mode}", f"balance.defer={defer}")
         assert sum("Left out" in line for line in said[0].splitlines()) == len(names)
     deferred, given = metrics(tmp_path / "auto"), metrics(tmp_path / "off")
     assert losses(tmp_path / "auto") == pytest.approx(losses(tmp_path / "off"), rel=1e-10)
@@ -45,7 +45,7 @@ def test_a_run_resumed_on_other_ranks_takes_the_same_examples(tmp_path):
     assert [step["position"] for step in metrics(tmp_path / "a")] == list(np.arange(8, 72, 8))
 
 
-def test_nothing_is_compared_where_there_is_one_microbatch_or_lengths_are_unknown(tmp_path):
+def test_nothing_is_compared_where_there_is_one_microbatch_or_it_is_not_asked_for(tmp_path):
     job = write_tiny_job(tmp_path / "data")
     for folder, options in (("one", ("run.microbatches=1",)), ("exchange", ("balance.mode=exchange",))):
         run(job, 2, tmp_path / folder, *EXACT, "run.steps=1", *options)

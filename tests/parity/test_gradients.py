@@ -134,6 +134,8 @@ def deferred_batches(model, examples: list[LoadedExample], mesh: Mesh, case: Cas
     assert step.method == "defer", (case, mesh.num_ranks, step.why)
     taken = np.concatenate([part.examples for part in step.microbatches])
     assert sorted(taken.tolist()) == list(range(len(examples)))
+    if case.mode == "exchange":
+        return [rank_batch(model, [examples[i] for i in part.examples], mesh, case) for part in step.microbatches]
     return [
         assembled([examples[i] for i in part.examples], part.lengths, part.decision, mesh) for part in step.microbatches
     ]
@@ -389,6 +391,9 @@ VARIANTS = [
 DEFERRED = [
     Case(num_examples=12, num_microbatches=4, defer="auto", near=True),
     Case(num_examples=12, num_microbatches=4, defer="auto", near=True, method="joint"),
+    Case(num_examples=12, num_microbatches=4, defer="auto", near=True, mode="exchange"),
+    Case(num_examples=12, num_microbatches=6, defer="auto", near=True, mode="exchange", method="joint"),
+    Case(num_examples=6, num_microbatches=6, defer="auto", near=True, mode="exchange", method="joint"),
     Case(num_examples=12, num_microbatches=3, defer="auto", near=True, method="auto", cost="length"),
     # With fewer examples than ranks and microbatches together, some microbatches have none.
     Case(num_examples=6, num_microbatches=6, defer="auto", near=True, method="joint"),

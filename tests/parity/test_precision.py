@@ -18,8 +18,10 @@ PRECISIONS = {
     "float32": FSDPConfig(),
     "bf16, summed in float32": FSDPConfig(param_dtype="bfloat16", reduce_dtype="float32"),
     "bf16": FSDPConfig(param_dtype="bfloat16"),
+    "bf16, whole copies": FSDPConfig(param_dtype="bfloat16", shard_size=1),
+    "bf16, whole copies summed in float32": FSDPConfig(param_dtype="bfloat16", reduce_dtype="float32", shard_size=1),
 }
-LIMITS = {"float32": 1e-6, "bf16, summed in float32": 0.02, "bf16": 0.02}
+LIMITS = {"float32": 1e-6, **dict.fromkeys([*PRECISIONS][1:], 0.02)}
 """Largest relative error of the gradient of all parameters, in the Euclidean norm."""
 
 

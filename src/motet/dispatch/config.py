@@ -54,8 +54,8 @@ class BalanceConfig(BaseModel):
     transport: over what inputs move in exchange mode. "host": gloo, from host memory. "device": the links of the GPUs,
              by NCCL on a communicator of its own; see docs/balancing.md before use.
     defer:   "auto": an example may change its microbatch within its step, if that is predicted to be faster
-             (`motet.balance.choose_step`). It takes lengths that are known before loading, and all phases balanced; it
-             is the default there. "off": examples stay in the microbatch in which they come.
+             (`motet.balance.choose_step`). It takes lengths that all ranks know before loading, and all phases
+             balanced; it is the default in index mode. "off": examples stay in the microbatch in which they come.
     cost:    what an item weighs. "flops": the operations of the model's own layers, forward and backward as trained.
              "length": its length, or the polynomial in `costs`. "profile": the times that `motet profile` measured,
              fitted linear + quadratic per phase; these times also compare the methods.
@@ -96,11 +96,6 @@ class BalanceConfig(BaseModel):
 
     @model_validator(mode="after")
     def _defers_what_it_knows(self) -> BalanceConfig:
-        if self.defer == "auto" and self.mode == "exchange":
-            raise ValueError(
-                'defer = "auto" takes lengths that are known before loading, and with mode = "exchange" they are not; '
-                'set mode = "index", or remove defer'
-            )
         if self.defer == "auto" and self.phases in ("off", "backbone"):
             raise ValueError(
                 f'defer = "auto" compares times of all phases, and phases = "{self.phases}" balances not all; set '

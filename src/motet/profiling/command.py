@@ -58,7 +58,9 @@ def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: floa
                 check_output(out)
             vocab_size = recipe.vocabulary().vocabulary_size
             model = _build(recipe, vocab_size, dtype_name(recipe), world.device)
-            sharded = _build(recipe, vocab_size, recipe.run.dtype, world.device)
+            # Whole copies are cast once a step; what FSDP wraps, it casts in its hooks.
+            stored = dtype_name(recipe) if recipe.fsdp.shard_size == 1 else recipe.run.dtype
+            sharded = _build(recipe, vocab_size, stored, world.device)
             to_measure = subjects(recipe, model, sharded, world.device)
             spec = spec_of_config(recipe.modules, vocab_size)
         mesh = build_mesh(world.device, shard_size=1, ranks_per_node=world.ranks_per_node)

@@ -2,8 +2,7 @@
 
 FSDP divides gradients by the number of ranks. `runtime/step.py` multiplies the loss by it instead of setting FSDP's
 divisor to 1, which not every backend supports. A model of which every rank holds a whole copy is not wrapped in FSDP:
-`runtime/replicas.py` sums its gradients. If it computes in another type than its parameters have, FSDP casts them, one
-unit a module.
+`runtime/replicas.py` sums its gradients, and `runtime/casting.py` casts its parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +17,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from motet.core.errors import UserError
 from motet.core.limits import MAX_RANKS, NumLayers
+from motet.runtime.casting import set_compute_types
 from motet.runtime.mesh import Mesh
+from motet.runtime.sharded_state import ComputeTypes
 from motet.runtime.stage import Model, is_trainable, modules_by_phase
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -101,19 +102,23 @@ def shard(model: Model, mesh: Mesh, config: FSDPConfig) -> None:
     counts = config.recomputed({phase: len(_recomputable(module)) for phase, module in modules.items()})
     for phase, module in modules.items():
         recompute_first(module, counts.get(phase, 0))
-    if mesh.is_sharded or _casts(model, config):
-        wrap(model, mesh, config, by_block=mesh.is_sharded)
+    if mesh.is_sharded:
+        wrap(model, mesh, config)
+    else:
+        set_compute_types(
+            model, ComputeTypes(_DTYPES.get(config.param_dtype or ""), _DTYPES.get(config.reduce_dtype or ""))
+        )
 
 
-def wrap(model: Model, mesh: Mesh, config: FSDPConfig, *, by_block: bool = True) -> None:
-    """Shard every module with FSDP2: by block each of its `blocks`, if it names any, and then what is left of it."""
+def wrap(model: Model, mesh: Mesh, config: FSDPConfig) -> None:
+    """Shard every module with FSDP2: each of its `blocks`, if it names any, and then what is left of it."""
     policy = MixedPrecisionPolicy(
         param_dtype=_DTYPES.get(config.param_dtype or ""), reduce_dtype=_DTYPES.get(config.reduce_dtype or "")
     )
     for module in modules_by_phase(model).values():
         # Without resharding, FSDP frees gathered parameters after the backward pass; a frozen module may have none.
         reshard = config.reshard_after_forward or not is_trainable(module)
-        for unit in (*(_blocks(module) if by_block else ()), module):
+        for unit in (*_blocks(module), module):
             fully_shard(unit, mesh=mesh.shards, reshard_after_forward=reshard, mp_policy=policy)
         # A parameter that only some ranks use would otherwise be reduced on those ranks alone.
         module.set_reduce_scatter_unused_params(True)
@@ -135,13 +140,6 @@ def _recomputable(module: object) -> list[Any]:
 
 def _blocks(module: object) -> list[nn.Module]:
     return list(getattr(module, "blocks", ()))
-
-
-def _casts(model: Model, config: FSDPConfig) -> bool:
-    """Whether modules compute, or sum gradients, in another type than their parameters have."""
-    wanted = {_DTYPES[name] for name in (config.param_dtype, config.reduce_dtype) if name}
-    held = {parameter.dtype for module in modules_by_phase(model).values() for parameter in module.parameters()}
-    return bool(wanted) and held != wanted
 
 
 def end_of_step(module: nn.Module, is_last: bool) -> None:

@@ -26,7 +26,7 @@ BUCKET_BYTES = 25 * 2**20
 
 class ReplicatedGradients:
     """The gradients of one module. group: the ranks that hold a copy of it; each calls every method alike. None: this
-    rank alone holds it.
+    rank alone holds it. reduce_dtype: in which gradients are summed over ranks; None: their own.
 
     Example, on one rank of a group:
 
@@ -37,12 +37,18 @@ class ReplicatedGradients:
         gradients.wait()                # p.grad is the sum over ranks
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        group: dist.ProcessGroup | None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
         # Backward reaches the last parameters first.
         self._buckets = [_Bucket(part) for part in _parts(reversed([*parameters]))]
         self._group = group
         self._num_started = 0
-        self._under_way: list[dist.Work] = []
+        self._reduce_dtype = reduce_dtype
+        self._under_way: list[tuple[dist.Work, Tensor, Tensor]] = []
         self._sums = False
         for bucket in self._buckets if self._is_shared else ():
             for parameter in bucket.parameters:
@@ -94,8 +100,10 @@ class ReplicatedGradients:
 
     def wait(self) -> None:
         """Until every sum that was started is there; on CUDA the current stream waits, and not the host."""
-        for work in self._under_way:
+        for work, flat, message in self._under_way:
             work.wait()
+            if message is not flat:
+                flat.copy_(message)
         self._under_way.clear()
 
     def _accumulated(self, bucket: _Bucket) -> None:
@@ -114,9 +122,10 @@ class ReplicatedGradients:
 
     def _start(self, until: int) -> None:
         for bucket in self._buckets[self._num_started : until] if self._is_shared else ():
-            work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+            message = bucket.flat.to(self._reduce_dtype or bucket.flat.dtype)
+            work = dist.all_reduce(message, group=self._group, async_op=True)
             assert work is not None
-            self._under_way.append(work)
+            self._under_way.append((work, bucket.flat, message))
         self._num_started = max(self._num_started, until)
 
 

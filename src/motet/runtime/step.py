@@ -24,6 +24,7 @@ from motet.core.timeline import Timeline
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
 from motet.dispatch.exchange import exchange_rows
+from motet.runtime.casting import compute_types_of, computing
 from motet.runtime.clip import clip_factor, scale_gradients, square_sum
 from motet.runtime.clock import ActionClock
 from motet.runtime.exchanges import Exchanges
@@ -132,12 +133,13 @@ class TrainStep:
         self.clock = clock or ActionClock(mesh.rank, mesh.device)
         self.modules = modules_by_phase(model)
         self.parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
+        self.types = compute_types_of(model)
         self.is_wrapped = any(isinstance(module, FSDPModule) for module in self.modules.values())
         self.replicated = (
             {}
             if self.is_wrapped
             else {
-                name: ReplicatedGradients(module.parameters(), mesh.group)
+                name: ReplicatedGradients(module.parameters(), mesh.group, self.types.reduce or self.types.compute)
                 for name, module in self.modules.items()
                 if is_trainable(module)
             }
@@ -149,9 +151,10 @@ class TrainStep:
         All ranks end with the same kind of gradient for a parameter: None if no rank had input for its module in the
         whole step, so that the optimizer leaves it alone; zero if its module ran and did not use it.
         """
-        running = _RunningStep(self, batches)
         leave_out = () if self.optimizer else (Kind.STEP,)
-        Executor(running.program, running.handlers, self.clock, leave_out=leave_out).run(step)
+        with computing(self.model):
+            running = _RunningStep(self, batches)
+            Executor(running.program, running.handlers, self.clock, leave_out=leave_out).run(step)
         return StepResult(
             step,
             running.num_targets,
@@ -170,9 +173,10 @@ class TrainStep:
         Leaves gradients, summed over microbatches and ranks.
         before: called before each action, with its index in the row and the action.
         """
-        running = _RunningStep(self, batches)
-        Executor(running.program, running.handlers, self.clock, leave_out=WHOLE_RANK).run(0, before)
-        running.wait()
+        with computing(self.model):
+            running = _RunningStep(self, batches)
+            Executor(running.program, running.handlers, self.clock, leave_out=WHOLE_RANK).run(0, before)
+            running.wait()
 
     def program(self, batches: Sequence[RankBatch]) -> RankProgram:
         """What this rank executes for the microbatches of a step."""
@@ -190,6 +194,8 @@ class _RunningStep:
         for parameter in step.parameters:
             parameter.grad = None
         self.step, self.program = step, step.program(batches)
+        if step.types.compute is not None:
+            batches = [batch.to(step.mesh.device, dtype=step.types.compute) for batch in batches]
         for stage in self.program.last_backward:
             if gradients := step.replicated.get(self.program.modules[stage]):
                 gradients.zero()

@@ -25,6 +25,7 @@ from motet.data.media import BadMedia
 from motet.data.text import ChatTokenizer
 from motet.dispatch import ItemExchange, LoadedExample, RankBatch
 from motet.models.mllm import MLLM
+from motet.runtime.casting import compute_types_of, computing
 from motet.runtime.mesh import Mesh
 from motet.runtime.step import forward_features
 from motet.train.generate import generate
@@ -122,8 +123,9 @@ class Evaluator:
             if stopped := any(self._world.gather(is_stopped())):
                 break
             loaded = self._load(np.arange(start, min(start + self._config.batch_size, count)))
-            totals += self._loss(model, loaded)
-            answers += self._answer(model, loaded)
+            with computing(model):
+                totals += self._loss(model, loaded)
+                answers += self._answer(model, loaded)
         model.train(training)
         if stopped:
             return None
@@ -153,16 +155,19 @@ class Evaluator:
         self._left_out.say(bad)
         return [(example, items) for example, items in loaded if not any(isinstance(item, BadMedia) for item in items)]
 
-    def _batch(self, sequences: Sequence[TokenSequence], loaded: Sequence[tuple[int, list[Media]]]) -> RankBatch:
+    def _batch(
+        self, model: MLLM, sequences: Sequence[TokenSequence], loaded: Sequence[tuple[int, list[Media]]]
+    ) -> RankBatch:
         """What this rank computes of the examples that all ranks have loaded. A collective."""
         examples = [
             LoadedExample(sequence, tuple(items)) for sequence, (_, items) in zip(sequences, loaded, strict=True)
         ]
-        return exchanged(self._exchange, examples, self._world.ranks_per_node).batch.to(self._mesh.device)
+        batch = exchanged(self._exchange, examples, self._world.ranks_per_node).batch
+        return batch.to(self._mesh.device, dtype=compute_types_of(model).compute)
 
     def _loss(self, model: MLLM, loaded: Sequence[tuple[int, list[Media]]]) -> Tensor:
         """(sum of the loss, number of targets) of this rank's sequences, float64 [2]. A collective."""
-        batch = self._batch([self._dataset.tokens(example) for example, _ in loaded], loaded)
+        batch = self._batch(model, [self._dataset.tokens(example) for example, _ in loaded], loaded)
         loss_sum, num_targets = model.backbone(batch.sequences, forward_features(model, batch, self._mesh.group))
         return torch.tensor([float(loss_sum), num_targets], dtype=torch.float64, device=self._mesh.device)
 
@@ -174,7 +179,7 @@ class Evaluator:
         prompt_media = [
             (example, media[: len(prompt.media)]) for prompt, (example, media) in zip(prompts, loaded, strict=True)
         ]
-        batch = self._batch(prompts, prompt_media)
+        batch = self._batch(model, prompts, prompt_media)
         # The exchange numbers the examples of all ranks, rank by rank.
         examples = [
             example for of_rank in self._world.gather([example for example, _ in loaded]) for example in of_rank

@@ -62,7 +62,7 @@ class StepInput:
     examples:          a microbatch: numbers of its examples in the dataset, int64 [num_examples], as in its lengths.
     position, num_bad: examples consumed, and dropped as bad, in the run after this step.
     left_out:          files for which examples were dropped in this step, over all ranks.
-    decided:           what was decided for the step as a whole; None in exchange mode.
+    decided:           what was decided for the step as a whole; None: nothing was.
     decide_s:          seconds for deciding which rank computes what, and when.
     moved_bytes:       inputs that were sent from rank to rank, summed over all ranks.
     crossing_bytes:    the part of moved_bytes that went from node to node.
@@ -182,7 +182,6 @@ class Feed:
     def _joined(self, step: list[tuple[Loaded, Int64Array]], decided: DecidedStep | None, position: int) -> StepInput:
         """The input of a step from its microbatches and their example numbers."""
         loaded = [each for each, _ in step]
-        by_microbatch_s = sum(each.batch.decision.decide_s for each in loaded)
         return StepInput(
             batches=[each.batch for each in loaded],
             examples=[ids for _, ids in step],
@@ -190,7 +189,7 @@ class Feed:
             num_bad=self._num_bad,
             left_out=tuple(self._left_out),
             decided=decided,
-            decide_s=by_microbatch_s if decided is None else decided.decide_s,
+            decide_s=sum((each.decide_s for each in loaded), 0.0 if decided is None else decided.decide_s),
             moved_bytes=sum(each.moved_bytes for each in loaded),
             crossing_bytes=sum(each.crossing_bytes for each in loaded),
         )

@@ -49,11 +49,15 @@ class UnreadableExample:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A microbatch on this rank, and the bytes that its inputs moved between ranks: 0 in index mode."""
+    """A microbatch on this rank, the bytes that its inputs moved between ranks, and the seconds of deciding it then.
+
+    These are 0 in index mode, where the step was decided before.
+    """
 
     batch: RankBatch
     moved_bytes: int = 0
     crossing_bytes: int = 0
+    decide_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +70,7 @@ class Dealt:
 
 @dataclass(frozen=True, eq=False)
 class DealtStep:
-    """The microbatches of a step; in index mode with what was decided for the step."""
+    """The microbatches of a step, with what was decided for the step as a whole; None: nothing was."""
 
     microbatches: tuple[Dealt, ...]
     decided: DecidedStep | None = None
@@ -129,13 +133,8 @@ class IndexLoading:
         self._rank, self._ranks_per_node = rank, ranks_per_node
 
     def deal(self, examples: StepExamples, num_microbatches: int) -> DealtStep:
-        ids, num_ranks = examples.ids, self._orchestrator.num_ranks
-        lengths = replace(self._dataset.batch_lengths(ids, num_ranks), group=examples.group)
-        if examples.group is None:
-            home = np.tile(home_ranks(len(ids) // num_microbatches, num_ranks), num_microbatches)
-            lengths = replace(lengths, home=home)
-        step = decide_step(self._orchestrator, lengths, num_microbatches)
-        return DealtStep(tuple(Dealt(ids[part.examples], part) for part in step.microbatches), step)
+        step = decided_step(self._orchestrator, self._dataset, examples, num_microbatches)
+        return DealtStep(tuple(Dealt(examples.ids[part.examples], part) for part in step.microbatches), step)
 
     def start(self, dealt: Dealt) -> Pending:
         ids, decided = dealt.ids, dealt.decided
@@ -186,7 +185,11 @@ class IndexLoading:
 
 
 class ExchangeLoading:
-    """Loads the home examples of this rank, then exchanges their items."""
+    """Loads the home examples of this rank, then exchanges their items.
+
+    Where examples are deferred, indexes that all ranks have say what each microbatch gets, before anything is loaded.
+    Who computes what in a microbatch is decided when it is loaded, all the same: by then its bad examples are known.
+    """
 
     def __init__(
         self, dataset: Examples | OwnSplits, decoder: Decoder, exchange: ItemExchange, ranks_per_node: int
@@ -195,6 +198,9 @@ class ExchangeLoading:
 
     def deal(self, examples: StepExamples, num_microbatches: int) -> DealtStep:
         assert examples.group is None, "a recipe that exchanges items has no groups"
+        if num_microbatches > 1 and self._exchange.orchestrator.defers and not isinstance(self._dataset, OwnSplits):
+            step = decided_step(self._exchange.orchestrator, self._dataset, examples, num_microbatches)
+            return DealtStep(tuple(Dealt(examples.ids[part.examples]) for part in step.microbatches), step)
         # What is exchanged comes rank by rank, so the examples of a microbatch are in the order of their homes.
         ids = np.split(examples.ids, num_microbatches)
         parts = (part[np.argsort(self._home(part), kind="stable")] for part in ids)
@@ -230,7 +236,19 @@ def exchanged(exchange: ItemExchange, examples: Sequence[LoadedExample | None], 
     batch = assemble(
         items.decision, items.lengths, exchange.rank, items.sequences, items.media, ranks_per_node=ranks_per_node
     )
-    return Loaded(batch, items.moved_bytes, items.crossing_bytes)
+    return Loaded(batch, items.moved_bytes, items.crossing_bytes, items.decision.decide_s)
+
+
+def decided_step(
+    orchestrator: Orchestrator, dataset: Examples, examples: StepExamples, num_microbatches: int
+) -> DecidedStep:
+    """What is decided for a step of a dataset whose lengths all ranks know. Each has an equal share, if no group."""
+    ids, num_ranks = examples.ids, orchestrator.num_ranks
+    lengths = replace(dataset.batch_lengths(ids, num_ranks), group=examples.group)
+    if examples.group is None:
+        home = np.tile(home_ranks(len(ids) // num_microbatches, num_ranks), num_microbatches)
+        lengths = replace(lengths, home=home)
+    return decide_step(orchestrator, lengths, num_microbatches)
 
 
 def refs_of_items(

@@ -173,6 +173,11 @@ class Recipe(BaseModel):
                 'fsdp.recompute = "auto" takes the lengths of all examples, which no rank knows with {rank} in '
                 "data.train; state numbers of blocks"
             )
+        if self.data.is_split and self.balance.defer == "auto" and "defer" in self.balance.model_fields_set:
+            raise ValueError(
+                'balance.defer = "auto" takes the lengths of all examples of a step, which no rank knows with {rank} '
+                "in data.train; remove defer"
+            )
         if self.data.is_split and not self.exchanges_items:
             raise ValueError(
                 f'balance.mode = "{self.balance.mode}" takes examples that every rank can read, and with {{rank}} in '
