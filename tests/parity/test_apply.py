@@ -90,9 +90,11 @@ MISTAKES = {
     "examples": "step: rank 1 was given other examples than rank 0",
     "fewer examples": "step: a step of the plan takes 8 examples, not 7",
     "ranks": "The plan is for 3 ranks, and 2 run",
+    "precision": "the plan computes in fp64, and the model is in fp32.",
     "tensor parallelism": "the plan has tensor parallelism (tp > 1), which training cannot run yet",
     "data parallelism": "data parallelism alone; motet.dispatch.prefetched is for that",
-    "degrees": "motet.apply: image has ['pp', 'stages']; the degrees are tp, cp, pp and dp.",
+    "degrees": "of tp, cp, pp and dp, whole numbers from 1; image.stages is not.",
+    "no degrees": "whole numbers from 1; NoneType is not.",
     "no plan": "image is pinned to pp = 3; it must be 1 to 2, its blocks.",
     "no batch": "give batch=",
     "phase": "step: example 1 has an item of 'video'; the model's encoders are image",
@@ -103,6 +105,7 @@ PLANS = {
     "data parallelism": Unit("all", ({"image": 2, "backbone": 2},), dp=2, zero=0),
 }
 DEGREES = {
+    "no degrees": None,
     "degrees": {"image": {"pp": 1, "stages": 2}},
     "no plan": {"image": {"pp": 3}},
     "no batch": {"image": {"pp": 1}},
@@ -119,7 +122,9 @@ def refused(rank, num_ranks):
                 plan, units=(PLANS[what],), schedule="data_parallel" if what == "data parallelism" else "1f1b"
             )
         plan = DEGREES.get(what, plan)
-        if what == "examples" and rank:
+        if what == "precision":
+            model = model.float()
+        elif what == "examples" and rank:
             batch = batches[1]
         elif what == "fewer examples" and rank:
             batch = batch[:-1]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from motet.assign.planned_step import decide_planned_step
@@ -143,12 +144,14 @@ def _planned(
         raise UserError(
             "motet.apply: degrees alone say no batch size and no lengths: give batch=, a batch as `step` takes."
         )
-    stated = {}
-    for name, each in degrees.items():
-        try:
-            stated[name] = each if isinstance(each, ModuleDegrees) else ModuleDegrees(**each)
-        except TypeError:
-            raise UserError(f"motet.apply: {name} has {sorted(each)}; the degrees are tp, cp, pp and dp.") from None
+    try:
+        stated = TypeAdapter(dict[str, ModuleDegrees]).validate_python(degrees)
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors()[0]["loc"]))
+        raise UserError(
+            "motet.apply: degrees of modules are as {'image': {'pp': 2}}, of tp, cp, pp and dp, whole numbers from 1; "
+            f"{where or type(degrees).__name__} is not."
+        ) from None
     device = device_called(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
     name = "cpu" if world.device.type == "cpu" else device and device.name
     if not name:
@@ -170,6 +173,8 @@ def _check(plan: Plan, mllm: MLLM, spec: Any, dtype: torch.dtype, world: World) 
     """Raise UserError for a Plan of another model or of other ranks, and for one that cannot be applied."""
     replan = "motet.apply with degrees of modules in place of the plan"
     ChosenPlan(plan, Path("The plan"), replan, "the model in hand").check_fits(spec, world.num_ranks)
+    if plan.precision != _precision(dtype):
+        raise UserError(f"motet.apply: the plan computes in {plan.precision}, and the model is in {_precision(dtype)}.")
     if what := _obstacle(plan, mllm, dtype):
         raise UserError(f"motet.apply: the plan has {what}, which training cannot run yet.")
     check_cuts(mllm, plan)
@@ -187,7 +192,10 @@ def _obstacle(plan: Plan, mllm: MLLM, dtype: torch.dtype) -> str:
 
 
 def _precision(dtype: torch.dtype) -> str:
-    return PRECISION_OF_DTYPE[str(dtype).removeprefix("torch.")]
+    name = str(dtype).removeprefix("torch.")
+    if name not in PRECISION_OF_DTYPE:
+        raise UserError(f"motet.apply: the model is in {name}; it must be in {' or '.join(PRECISION_OF_DTYPE)}.")
+    return PRECISION_OF_DTYPE[name]
 
 
 def _optimizer_of(make: Callable[[list[Any]], torch.optim.Optimizer]) -> Callable[[nn.Module], torch.optim.Optimizer]:
