@@ -7,7 +7,7 @@ PYTEST := .venv/bin/python -m pytest
 WORKERS := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 RANKS := 4
 
-.PHONY: venv demo test test-gpu lint format clean
+.PHONY: venv demo demo-plans test test-gpu lint format clean
 
 venv: .venv/installed
 
@@ -20,6 +20,10 @@ venv: .venv/installed
 demo: venv
 	.venv/bin/motet demo-data demo-data
 	OMP_NUM_THREADS=1 .venv/bin/torchrun --standalone --nproc-per-node $(RANKS) -m motet train recipes/demo.toml --resume never
+
+# The demonstration's model under Plans of every kind that trains: the same losses, and a picture of their steps.
+demo-plans: venv
+	OMP_NUM_THREADS=1 .venv/bin/python scripts/demo_plans.py
 
 test: venv
 	OMP_NUM_THREADS=1 $(PYTEST) tests -m "not gpu" $(WORKERS) --durations 15

@@ -16,6 +16,7 @@ import typer
 
 import motet
 from motet.core.errors import UserError
+from motet.core.files import check_output
 from motet.core.limits import MAX_BATCHES, MAX_EXAMPLES, MAX_NODES, MAX_RANKS, MAX_RANKS_PER_NODE, MAX_SEED
 from motet.crash import ended
 
@@ -121,7 +122,7 @@ def train_recipe(
     if plan_file := plan.absolute() if plan is not None else job.run.plan:
         from motet.planning.under_plan import recipe_under_plan
 
-        job, chosen = recipe_under_plan(job, recipe, plan_file)
+        job, chosen = recipe_under_plan(job, recipe, plan_file, overrides or ())
     elif job.parallel:
         from motet.planning.plan_first import plan_first
 
@@ -183,6 +184,14 @@ def plan_recipe(
     explain: Annotated[
         Path | None, typer.Option(metavar="OUT", help="Write a page of all plans that were simulated, side by side.")
     ] = None,
+    launch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="slurm|k8s",
+            help="Find as --trainable does, and write, beside the plan, the file that starts the job under it: a "
+            "script for sbatch, or a Kubernetes job.",
+        ),
+    ] = None,
     overrides: SetOption = None,
 ) -> None:
     """Find the plan by which a job trains fastest, and whether it fits, before any GPU is hired."""
@@ -198,6 +207,16 @@ def plan_recipe(
     outputs = PlanOutputs(out, png or out.with_suffix(".png"), html, explain)
     if is_trainable and measure is not None:
         raise UserError("--measure runs plans that can be trained, and no others; leave --trainable out.")
+    if launch is not None and measure is not None:
+        raise UserError(
+            "--launch writes a job for another place, and --measure runs plans here; leave one of them out."
+        )
+    if launch not in (None, "slurm", "k8s"):
+        raise UserError(f"--launch {launch}: must be slurm or k8s.")
+    if launch is not None:
+        from motet.planning.launch import launch_file
+
+        check_output(launch_file(out, launch))
     if measure is not None:
         from motet.planning.measure import MeasureRequest, plan_measured
 
@@ -206,9 +225,15 @@ def plan_recipe(
         from motet.planning.trainable import trainable_in, training_line
 
         job, obstacle = job_of_recipe(recipe, given, overrides or ()), trainable_in(recipe, overrides or ())
-        best = plan_command(job, pinned, outputs, obstacle, is_trainable=is_trainable)
+        best = plan_command(job, pinned, outputs, obstacle, is_trainable=is_trainable or launch is not None)
         if obstacle is not None and not best.obstacle:
-            print(f"Train it: {training_line(recipe, out, best.candidate.plan.cluster)}")
+            where = best.candidate.plan.cluster
+            print(f"Train it: {training_line(recipe, out, where, overrides or ())}")
+            if launch is not None:
+                from motet.planning.launch import Launch, write_launch
+
+                start = write_launch(Launch(recipe, overrides or (), out, where, Path.cwd()), launch)
+                print(f"Start the job: {start}")
 
 
 @app.command("simulate")

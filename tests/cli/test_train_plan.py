@@ -60,7 +60,9 @@ def refused(job, tmp_path, monkeypatch, capsys):
             "has blocks image 2, audio 2, backbone 3, the recipe's has image 2, audio 2, backbone 4",
         ),
         (["model.backbone.config.intermediate_size=64"], {}, "(layers of backbone differ); plan anew: motet plan"),
-        ([], {}, "is for 2 ranks, and 1 run; start torchrun with 2 ranks, or plan anew: motet plan RECIPE --out"),
+        ([], {}, "is for 2 ranks, and 1 run; start torchrun with 2 ranks, or plan anew: motet plan RECIPE --set"),
+        ([], {}, "--set run.dtype=float64 --set"),
+        ([], {}, "--trainable --out /plan.json --ranks-per-node 1."),
         ([], {"schedules": "1f1b"}, "'schedules'"),
         (
             ["parallel.image.pp=2"],
@@ -167,5 +169,37 @@ def test_planning_marks_or_leaves_out_what_cannot_be_trained(job, tmp_path, monk
             assert "training cannot run encoders in bubbles" in said and "only predicted" not in said
             assert "ZB-H1" in said, "schedules that training runs are proposed"
             assert f"torchrun --standalone --nproc-per-node 2 -m motet train {job} --plan {out}" in said
+            assert "plan.sbatch" not in said
         else:
             assert "Training cannot run all plans yet, so these are only predicted:" in said
+
+
+@pytest.mark.parametrize(
+    ("launcher", "start"), [("slurm", "sbatch {}.sbatch"), ("k8s", "kubectl apply -f {}.k8s.yaml")]
+)
+def test_planning_writes_the_file_of_the_job(job, tmp_path, monkeypatch, capsys, launcher, start):
+    out = tmp_path / "plan.json"
+    pins = ["--pin", "pp=2", "--set", "run.steps=4"]
+    given = ["motet", "plan", str(job), "--ranks-per-node", "2", "--out", str(out), "--launch", launcher, *pins]
+    monkeypatch.setattr(sys, "argv", given)
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert not exit_.value.code
+    command = start.format(out.with_suffix(""))
+    assert f"Start the job: {command}" in capsys.readouterr().out
+    text = (tmp_path / command.rpartition("/")[2]).read_text()
+    assert f"-m motet train {job} --set run.steps=4 --plan {out}" in text and "--nproc-per-node 2" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--launch", "pbs"], "--launch pbs: must be slurm or k8s."),
+        (["--launch", "slurm", "--measure", "1"], "--launch writes a job for another place"),
+    ],
+)
+def test_a_job_that_cannot_be_written_is_one_sentence(job, monkeypatch, capsys, options, said):
+    monkeypatch.setattr(sys, "argv", ["motet", "plan", str(job), *options])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 2 and said in capsys.readouterr().err

@@ -19,7 +19,7 @@ from motet.planner.job import Job
 from motet.planning.at_hand import device_at_hand
 from motet.planning.cluster import ClusterOptions
 from motet.planning.job import JobOptions, job_of_recipe
-from motet.planning.trainable import obstacle
+from motet.planning.trainable import obstacle, plan_line
 from motet.planning.under_plan import agreed
 from motet.train.checkpoint.choice import Say
 from motet.train.planned_job import ChosenPlan
@@ -45,7 +45,7 @@ def plan_first(
             say(f"Planned for {world.num_ranks} ranks, as [parallel] says; the plan is {file}.")
     plan = world.gather(found)[0]
     with world.together():
-        return agreed(recipe, recipe_file, ChosenPlan(plan, file, f"motet plan {recipe_file} --out {file}"))
+        return agreed(recipe, recipe_file, ChosenPlan(plan, file, plan_line(recipe_file, file, overrides)))
 
 
 def _job_at_hand(recipe: Recipe, recipe_file: Path, overrides: Sequence[str], world: World) -> Job:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,11 +39,28 @@ def trainable_in(file: Path, overrides: Sequence[str]) -> Callable[[Plan], str] 
     return partial(_obstacle_in, load_recipe(file, overrides, trains=False))
 
 
-def training_line(recipe_file: Path, plan_file: Path, cluster: Cluster) -> str:
+def set_words(overrides: Sequence[str]) -> list[str]:
+    """Overrides of a recipe as words of a command line."""
+    return [word for override in overrides for word in ("--set", override)]
+
+
+def train_words(recipe_file: Path, plan_file: Path, overrides: Sequence[str] = ()) -> list[str]:
+    """What torchrun is to start, as words of a command line."""
+    return ["-m", "motet", "train", str(recipe_file), *set_words(overrides), "--plan", str(plan_file)]
+
+
+def plan_line(recipe_file: Path, plan_file: Path, overrides: Sequence[str] = ()) -> str:
+    """The command that writes a plan that training can run."""
+    return shlex.join(
+        ["motet", "plan", str(recipe_file), *set_words(overrides), "--trainable", "--out", str(plan_file)]
+    )
+
+
+def training_line(recipe_file: Path, plan_file: Path, cluster: Cluster, overrides: Sequence[str] = ()) -> str:
     """The command that trains a recipe under a Plan; on several nodes, what is to be started on each."""
     nodes = "--standalone" if cluster.num_nodes == 1 else f"--nnodes {cluster.num_nodes} --rdzv-endpoint HOST:PORT"
     torchrun = f"torchrun {nodes} --nproc-per-node {cluster.ranks_per_node}"
-    return f"{torchrun} -m motet train {recipe_file} --plan {plan_file}"
+    return f"{torchrun} {shlex.join(train_words(recipe_file, plan_file, overrides))}"
 
 
 def _obstacle_in(recipe: Recipe, plan: Plan) -> str:

@@ -19,7 +19,7 @@ from motet.planning.groups import in_groups
 from motet.planning.plan_of_recipe import recipe_of_plan
 from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.sources import plan_at, workload_of
-from motet.planning.trainable import obstacle
+from motet.planning.trainable import obstacle, plan_line
 from motet.train.balancing import balancing_of
 from motet.train.planned_job import ChosenPlan
 from motet.train.recipe.recipe import Recipe
@@ -28,12 +28,14 @@ _PRECISION_KEYS = {"param_dtype", "reduce_dtype"}
 _BALANCE_KEYS = {"method", "phases", "policy"}
 
 
-def recipe_under_plan(recipe: Recipe, recipe_file: Path, plan_file: Path) -> tuple[Recipe, ChosenPlan]:
-    """The recipe as it trains under a Plan, and the Plan.
+def recipe_under_plan(
+    recipe: Recipe, recipe_file: Path, plan_file: Path, overrides: Sequence[str] = ()
+) -> tuple[Recipe, ChosenPlan]:
+    """The recipe as it trains under a Plan, and the Plan. overrides: those by which the recipe was read.
 
     Raises UserError for a Plan that training cannot run, and for the first thing in which recipe and Plan do not agree.
     """
-    replan = f"motet plan {recipe_file} --out {plan_file}"
+    replan = plan_line(recipe_file, plan_file, overrides)
     return agreed(recipe, recipe_file, ChosenPlan(plan_at(plan_file), plan_file, replan))
 
 
@@ -56,9 +58,7 @@ def agreed(recipe: Recipe, recipe_file: Path, chosen: ChosenPlan) -> tuple[Recip
     if what := unmet_pin(plan, {name: stated for name, stated in recipe.parallel.items() if name in known}):
         raise UserError(f"{plan_file}: {what} as in [parallel] of {recipe_file}; plan anew: {chosen.replan}.")
     if what := obstacle(plan, recipe):
-        raise UserError(
-            f"{plan_file} has {what}, which training cannot run yet; plan anew: {chosen.replan} --trainable."
-        )
+        raise UserError(f"{plan_file} has {what}, which training cannot run yet; plan anew: {chosen.replan}.")
     if plan.schedule == "data_parallel":
         return recipe_of_plan(plan, recipe), chosen
     if what := next(_not_in_stages(recipe), None):
@@ -73,7 +73,7 @@ def job_under_plan(
 
     Raises UserError as `recipe_under_plan` does, and for a Plan of another model.
     """
-    recipe, chosen = recipe_under_plan(recipe, recipe_file, plan_file)
+    recipe, chosen = recipe_under_plan(recipe, recipe_file, plan_file, overrides)
     plan = chosen.plan
     chosen.check_model(read_job_recipe(recipe_file, overrides, as_trained=True).model)
     workload = workload_of(recipe, str(recipe_file))

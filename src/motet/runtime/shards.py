@@ -29,9 +29,9 @@ def share_out(
             meshes[key] = _mesh(sharing, rank, groups, device_type)
         parameter, mesh = parameters[name], meshes[key]
         first, stop = row_range(len(parameter), mesh)
-        shards[id(parameter)] = nn.Parameter(
-            as_shard(parameter.detach()[first:stop].clone(), mesh, parameter.shape), parameter.requires_grad
-        )
+        rows = parameter.detach()[first:stop].clone()
+        rows = rows if rows.is_meta else rows.to(device_type)
+        shards[id(parameter)] = nn.Parameter(as_shard(rows, mesh, parameter.shape), parameter.requires_grad)
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if id(parameter) in shards:

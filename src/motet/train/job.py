@@ -55,7 +55,7 @@ from motet.train.input.own_splits import check_same_splits, joined_splits, own_s
 from motet.train.input.planned import PlannedLoading, StageNeeds
 from motet.train.input.rows import check_rows
 from motet.train.optimizer import build_optimizer
-from motet.train.planned_job import ChosenPlan, build_part, check_cuts
+from motet.train.planned_job import ChosenPlan, PartConfig, build_part, check_cuts
 from motet.train.recipe.recipe import DrawnRecipe, Recipe
 from motet.train.recompute import Recomputation, RecomputeRanks, auto_recompute, memory_bytes
 from motet.train.report.metrics import peak_memory_bytes
@@ -111,7 +111,7 @@ def build_job(
         check_rows(recipe, model)
         spec = model_spec(model)
         if chosen is not None:
-            chosen.check_fits(spec, world.num_ranks)
+            chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)
         measured = read_measured(recipe, spec)
         orchestrator = _orchestrator(recipe, model, spec, measured, world)
         splits = own_splits(recipe, world)
@@ -235,7 +235,7 @@ def _build_planned_job(
         dtype, vocabulary = _DTYPES[recipe.run.dtype], recipe.vocabulary()
         model = build_mllm(recipe.modules, vocabulary.vocabulary_size, dtype, recipe.run.seed, deferred=True)
         spec = model_spec(model)
-        chosen.check_fits(spec, world.num_ranks)
+        chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)
         check_cuts(model, plan)
         check_rows(recipe, model)
         dataset = open_dataset(recipe, recipe.data.train, vocabulary, model, say)
@@ -248,7 +248,7 @@ def _build_planned_job(
     _check_same_examples(world, dataset, heldout)
     with world.together():
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
-    step, optimizer = build_part(model, spec, place, recipe, mesh, world)
+    step, optimizer = build_part(model, spec, place, PartConfig.of_recipe(recipe, world.device), mesh, world)
     needs, evaluator = StageNeeds.of(place.replicas, place.stage_spans, spec.num_blocks), None
     if heldout is not None:
         evaluator = PlannedEvaluator(heldout, vocabulary, decoder, plan, needs, step, world, recipe.evaluate, say)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from motet.runtime.p2p import Lanes
 from motet.runtime.place import Place
 from motet.runtime.planned_step import PlannedStep
 from motet.runtime.sections import is_layered
-from motet.runtime.sharded_state import ComputeTypes
+from motet.runtime.sharded_state import SAME_TYPES, ComputeTypes
 from motet.schedule import PlannedProgram
 from motet.train.optimizer import build_optimizer
 from motet.train.recipe.recipe import Recipe
@@ -32,36 +33,51 @@ from motet.train.world import World
 
 @dataclass(frozen=True)
 class ChosenPlan:
-    """The Plan that a run trains under. file: where it was read. replan: the command that plans anew."""
+    """The Plan that a run trains under.
+
+    file: where it was read. replan: the command that plans anew. whose: whose model must be the Plan's.
+    """
 
     plan: Plan
     file: Path
     replan: str
+    whose: str = "the recipe's"
 
-    def check_fits(self, spec: ModelSpec, num_ranks: int) -> None:
-        """Raise UserError if the Plan is for another model than `spec`, or for other ranks than there are."""
+    def check_fits(self, spec: ModelSpec, num_ranks: int, ranks_per_node: int | None = None) -> None:
+        """Raise UserError if the Plan is for another model than `spec`, or for other ranks than there are.
+
+        ranks_per_node: for the command that plans anew; None where there is no such command.
+        """
         self.check_model(spec)
         ranks = {rank for unit in self.plan.units for rank in unit.ranks}
         if ranks != set(range(num_ranks)):
             raise UserError(
                 f"{self.file} is for {len(ranks)} ranks, and {num_ranks} run; start torchrun with {len(ranks)} ranks, "
-                f"or plan anew: {self.replan}."
+                f"or plan anew: {self.replan}{_cluster_words(num_ranks, ranks_per_node)}."
             )
 
     def check_model(self, spec: ModelSpec) -> None:
         """Raise UserError if the Plan is for another model than `spec`."""
         if self.plan.model.modules != spec.modules or self.plan.model.edges != spec.edges:
             raise UserError(
-                f"{self.file} is for another model than the recipe's ({self._difference(spec)}); plan anew: "
+                f"{self.file} is for another model than {self.whose} ({self._difference(spec)}); plan anew: "
                 f"{self.replan}."
             )
 
     def _difference(self, spec: ModelSpec) -> str:
         theirs, ours = self.plan.model.num_blocks, spec.num_blocks
         if theirs != ours:
-            return f"it has blocks {_counts(theirs)}, the recipe's has {_counts(ours)}"
+            return f"it has blocks {_counts(theirs)}, {self.whose} has {_counts(ours)}"
         other = [module.name for module in spec.modules if module != self.plan.model.module(module.name)]
         return f"layers of {', '.join(other)} differ" if other else "modules feed others"
+
+
+def _cluster_words(num_ranks: int, ranks_per_node: int | None) -> str:
+    """Options of `motet plan` for so many ranks."""
+    if ranks_per_node is None:
+        return ""
+    nodes = f" --nodes {num_ranks // ranks_per_node}" if num_ranks > ranks_per_node else ""
+    return f"{nodes} --ranks-per-node {ranks_per_node}"
 
 
 def _counts(num_blocks: dict[str, int]) -> str:
@@ -120,22 +136,46 @@ def connected(place: Place, world: World) -> Lanes:
     return lanes
 
 
+@dataclass(frozen=True)
+class PartConfig:
+    """How a rank's part of a model is made.
+
+    fill:          gives the part its weights, on the rank's device. optimizer: makes the optimizer of the part.
+    max_grad_norm: as of `PlannedStep`. types: those in which it computes.
+    """
+
+    fill: Callable[[MLLM], object]
+    optimizer: Callable[[MLLM], torch.optim.Optimizer]
+    max_grad_norm: float | None = None
+    types: ComputeTypes = SAME_TYPES
+
+    @staticmethod
+    def of_recipe(recipe: Recipe, device: torch.device) -> PartConfig:
+        """The part of a model that was laid out without memory, with the weights that the recipe says."""
+        return PartConfig(
+            lambda model: materialise(model, recipe.modules, recipe.run.seed, device),
+            lambda model: build_optimizer(model, recipe.optimizer),
+            recipe.optimizer.clip_norm,
+            compute_types(recipe),
+        )
+
+
 def build_part(
-    model: MLLM, spec: ModelSpec, place: Place, recipe: Recipe, mesh: Mesh, world: World
+    model: MLLM, spec: ModelSpec, place: Place, config: PartConfig, mesh: Mesh, world: World
 ) -> tuple[PlannedStep, torch.optim.Optimizer]:
     """Reduce a model, in place, to this rank's part, give it its weights, and make its step. A collective.
 
-    model: whole, as `build_mllm(..., deferred=True)` made it. spec: its own.
+    model: whole. spec: its own.
     """
     with world.together():
         holders = holders_of(model, place.program)
-    groups, types = sharing_groups(place.program, holders.values()), compute_types(recipe)
+    groups = sharing_groups(place.program, holders.values())
     with world.together():
         keep_spans(model, *place.stage_spans)
-        share_out_part(model, place, holders, groups, world.device, types)
-        materialise(model, recipe.modules, recipe.run.seed, world.device)
-        held = HeldParameters(model, place, holders, groups, types)
-        optimizer = build_optimizer(model, recipe.optimizer)
+        share_out_part(model, place, holders, groups, world.device, config.types)
+        config.fill(model)
+        held = HeldParameters(model, place, holders, groups, config.types)
+        optimizer = config.optimizer(model)
     lanes = connected(place, world)
     world.barrier()  # The clocks of all ranks start at the same moment.
     step = PlannedStep(
@@ -146,7 +186,7 @@ def build_part(
         mesh,
         held,
         optimizer,
-        max_grad_norm=recipe.optimizer.clip_norm,
+        max_grad_norm=config.max_grad_norm,
         clock=ActionClock(world.rank, world.device),
     )
     return step, optimizer

@@ -100,6 +100,15 @@ class World:
         raise RankFailure(f"rank {rank} failed with {kind}: {text}") from failure
 
 
+def borrowed_world() -> World:
+    """The World of a process group that the caller has initialised, and destroys. A collective."""
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    num_ranks = dist.get_world_size()
+    ranks_per_node = _number("LOCAL_WORLD_SIZE", num_ranks)
+    groups = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
+    return World(dist.get_rank(), num_ranks, ranks_per_node, device, *groups)
+
+
 class Meeting(NamedTuple):
     """The store in which ranks find each other, this rank, and the number of ranks. launch: as in `World`."""
 

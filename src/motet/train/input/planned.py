@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from motet.assign.planned_step import decide_planned_step
+from motet.assign.whole_step import DecidedMicrobatch
 from motet.core.arrays import BoolArray
 from motet.core.example import Media
 from motet.core.plan import Plan
@@ -18,6 +21,7 @@ from motet.data.dataset import Dataset
 from motet.data.decode import Decoder
 from motet.data.media import MediaRef
 from motet.data.order import StepExamples
+from motet.dispatch import LoadedExample, RankBatch
 from motet.dispatch.stage_batch import assemble_stages
 from motet.train.input.loading import (
     Dealt,
@@ -50,6 +54,27 @@ class StageNeeds:
         begun = {name for spans in stage_spans for name, (first, _) in spans.items() if first == 0}
         ended = {name for spans in stage_spans for name, (_, stop) in spans.items() if stop == num_blocks[name]}
         return StageNeeds(replicas, frozenset(begun - {BACKBONE}), BACKBONE in begun | ended)
+
+
+def stages_of_examples(decided: DecidedMicrobatch, examples: Sequence[LoadedExample], needs: StageNeeds) -> RankBatch:
+    """What the stages of a rank need of a microbatch, where every rank has loaded all examples of the step."""
+    chosen = [examples[number] for number in decided.examples.tolist()]
+    items: dict[str, list[Media]] = {phase: [] for phase in decided.lengths.items}
+    for example in chosen:
+        for phase, item in zip(example.sequence.media, example.media, strict=True):
+            items[phase].append(item)
+    media = {
+        phase: [items[phase][item] for item in decided.decision.assignments[phase].on_rank(needs.replicas[phase])]
+        for phase in items
+        if phase in needs.media
+    }
+    sequences = None
+    if needs.tokens:
+        sequences = [chosen[index].sequence for index in decided.decision.backbone.on_rank(needs.replicas[BACKBONE])]
+    sizes = {
+        phase: np.array([item.size for item in each], np.int64).reshape(len(each), -1) for phase, each in items.items()
+    }
+    return assemble_stages(decided.decision, decided.lengths, needs.replicas, sequences, media, sizes)
 
 
 class PlannedLoading:

@@ -1,0 +1,73 @@
+"""HF models that a user has built or loaded, as one multimodal model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from motet.core.errors import UserError
+from motet.core.workload import BACKBONE
+from motet.models.attention import ATTENTION
+from motet.models.backbone import Backbone
+from motet.models.families.registry import ENCODERS, backbone_family
+from motet.models.families.supported import check_encoder
+from motet.models.mllm import MLLM
+from motet.models.module import ModalityModule
+from motet.models.projector import Projector, ProjectorConfig
+
+
+def compose(
+    backbone: PreTrainedModel,
+    encoders: Mapping[str, PreTrainedModel | ModalityModule],
+    projectors: Mapping[str, ProjectorConfig] | None = None,
+) -> MLLM:
+    """A multimodal model of HF models, which are changed in place: to attention on packed items, and as to names.
+
+    encoders:   by the name of their phase: an HF vision tower or audio encoder, which gets a projector with random
+                weights, or a `ModalityModule`, which has one.
+    projectors: of HF encoders, by name; by default an MLP of two layers.
+    What is frozen (`requires_grad_(False)`) stays frozen.
+    Raises UserError for a class that no family of the registry has, and for options that Motet does not compute.
+
+    Example:
+        >>> from transformers import Qwen2Config, Qwen2ForCausalLM, SiglipVisionConfig, SiglipVisionModel
+        >>> heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        >>> llm = Qwen2ForCausalLM(Qwen2Config(vocab_size=9, hidden_size=8, num_key_value_heads=1, **heads))
+        >>> tower = SiglipVisionModel(SiglipVisionConfig(hidden_size=4, image_size=8, patch_size=2, **heads))
+        >>> mllm = compose(llm, {"image": tower})
+        >>> mllm.encoders["image"].projector.input_dim, mllm.backbone.dim
+        (4, 8)
+    """
+    projectors = projectors or {}
+    if unknown := projectors.keys() - encoders.keys():
+        raise UserError(
+            f"There is a projector for {min(unknown)!r}, and no such encoder; there are {', '.join(encoders)}."
+        )
+    backbone_family(backbone)
+    backbone.set_attn_implementation(ATTENTION)
+    whole = Backbone(backbone)
+    made = {}
+    for name, encoder in encoders.items():
+        if name == BACKBONE or not name.isidentifier() or hasattr(nn.ModuleDict(), name):
+            raise UserError(f"{name!r} cannot name an encoder: take letters, digits and _, and no name of a method.")
+        if isinstance(encoder, ModalityModule):
+            made[name] = encoder
+        else:
+            made[name] = _projected(name, encoder, whole, projectors.get(name, ProjectorConfig()))
+    return MLLM(made, whole)
+
+
+def _projected(name: str, encoder: PreTrainedModel, backbone: Backbone, config: ProjectorConfig) -> ModalityModule:
+    """An HF encoder with a projector to the backbone's width."""
+    family = next((family for family in ENCODERS.values() if type(encoder) is family.model), None)
+    if family is None:
+        known = ", ".join(family.model.__name__ for family in ENCODERS.values())
+        raise UserError(f"{type(encoder).__name__} is no encoder that Motet knows as {name!r}; there are {known}.")
+    check_encoder(encoder.config, f"{type(encoder).__name__}: ")
+    encoder.set_attn_implementation(ATTENTION)
+    adapter = family.adapter(encoder)
+    like = next(encoder.parameters())
+    projector = Projector(adapter.output_dim, backbone.dim, config).to(like.device, like.dtype)
+    return ModalityModule(adapter, projector)

@@ -1,0 +1,242 @@
+"""A Plan applied to a model in code, for a training loop of the user's own: `motet.apply`.
+
+Every rank has built the whole model with the same weights. It keeps the part that its stages hold, and takes steps of a
+batch that all ranks are given alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter, ValidationError
+from torch import nn
+
+from motet.assign.planned_step import decide_planned_step
+from motet.core.errors import JointUserError, UserError
+from motet.core.module_degrees import ModuleDegrees
+from motet.core.plan import Plan
+from motet.core.workload import Workload
+from motet.cost.catalogue import cluster, device_called
+from motet.cost.memory import PRECISION_OF_DTYPE
+from motet.cost.source import cost_model
+from motet.dispatch import LoadedExample, RankBatch
+from motet.dispatch.loaded import LoadedTables, tables_of
+from motet.models.mllm import MLLM
+from motet.models.spec import model_spec
+from motet.planner.candidate import Pins
+from motet.planner.command import find_plans
+from motet.planner.evaluation import Quota
+from motet.planner.job import Job
+from motet.planning.sources import plan_at
+from motet.planning.trainable import obstacle
+from motet.runtime.fsdp import FSDPConfig
+from motet.runtime.mesh import build_mesh
+from motet.runtime.place import Place
+from motet.runtime.step import StepResult
+from motet.train.input.planned import StageNeeds, stages_of_examples
+from motet.train.planned_job import ChosenPlan, PartConfig, build_part, check_cuts
+from motet.train.world import World, borrowed_world
+
+Degrees = Mapping[str, ModuleDegrees | Mapping[str, int]]
+"""Module -> its degrees of parallelism, e.g. {"image": {"pp": 1}, "backbone": {"pp": 2}}."""
+
+
+class ParallelMLLM:
+    """The part of a model that this rank holds under a Plan, and the steps that it takes; made by `apply`.
+
+    plan:      the Plan.
+    model:     this rank's part; every parameter has its name in the whole model.
+    optimizer: of this rank's trainable parameters. Its learning rate may be changed between steps, on all ranks alike.
+    """
+
+    def __init__(self, model: MLLM, plan: Plan, make_optimizer: Any, max_grad_norm: float | None, world: World) -> None:
+        self.plan, self.model, self._world = plan, model, world
+        self._encoders, self._num_steps = dict(model.encoders), 0
+        place = Place.of(plan, world.rank)
+        part = PartConfig(lambda held: held.to(world.device), make_optimizer, max_grad_norm)
+        self._needs = StageNeeds.of(place.replicas, place.spans, plan.model.num_blocks)
+        mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
+        self._step, self.optimizer = build_part(model, plan.model, place, part, mesh, world)
+
+    def step(self, batch: Sequence[LoadedExample]) -> StepResult:
+        """Forward, backward and optimizer of one step in the Plan's schedule. A collective.
+
+        batch: all examples of the step, `plan.batch_size` of them, the same on all ranks in the same order. A rank
+               computes on what its stages need of them.
+        The result has the loss of the whole step, the mean over its targets, and the gradient norm before clipping.
+        Raises JointUserError on all ranks for a batch that is not as it must be on any of them.
+        """
+        failure, digest, batches = "", b"", []
+        try:
+            lengths = _lengths_of(batch, self._encoders)
+            digest = _digest(lengths, batch)
+            batches = self._batches(batch, lengths)
+        except (UserError, ValueError) as error:
+            failure = f"step: {error}"
+        of_ranks = self._world.gather((failure, digest))
+        if failures := [each for each, _ in of_ranks if each]:
+            raise JointUserError(failures[0])
+        if other := next((rank for rank, (_, each) in enumerate(of_ranks) if each != of_ranks[0][1]), 0):
+            raise JointUserError(
+                f"step: rank {other} was given other examples than rank 0; each rank takes the whole step's batch."
+            )
+        result = self._step.run(batches, self._num_steps)
+        self._num_steps += 1
+        return result
+
+    def _batches(self, batch: Sequence[LoadedExample], lengths: Any) -> list[RankBatch]:
+        if len(batch) != self.plan.batch_size:
+            raise UserError(f"a step of the plan takes {self.plan.batch_size} examples, not {len(batch)}")
+        decided = decide_planned_step(self.plan, lengths)
+        return [stages_of_examples(part, batch, self._needs).to(self._world.device) for part in decided.microbatches]
+
+
+def apply(
+    mllm: MLLM,
+    plan: Plan | Path | str | Degrees,
+    optimizer: Callable[[list[Any]], torch.optim.Optimizer],
+    *,
+    batch: Sequence[LoadedExample] | None = None,
+    max_grad_norm: float | None = None,
+) -> ParallelMLLM:
+    """Reduce a model, in place, to the part that this rank holds under a Plan, ready to take steps. A collective.
+
+    mllm:          the whole model, of `compose`, with the same weights on every rank.
+    plan:          a Plan or its file; or degrees of modules: then the fastest Plan with these for the ranks at hand.
+    optimizer:     makes the optimizer of this rank's trainable parameters, e.g. `functools.partial(torch.optim.AdamW,
+                   lr=1e-4)`. It must treat each element of a parameter by itself.
+    batch:         with degrees: a batch as `step` will take, for whose number of examples and lengths is planned.
+    max_grad_norm: clips the gradient of the whole model; None does not.
+    Needs `torch.distributed.init_process_group`. Raises JointUserError on all ranks for a Plan of another model or of
+    other ranks, for one that training cannot run, and for weights that differ between ranks.
+    """
+    if not dist.is_initialized():
+        raise UserError("motet.apply needs torch.distributed.init_process_group to have been called, on every rank.")
+    world = borrowed_world()
+    with world.together():
+        dtype = next(mllm.parameters()).dtype
+        spec = model_spec(mllm)
+    _check_same_weights(mllm, world)
+    chosen = None
+    with world.together():
+        if isinstance(plan, str | Path):
+            plan = plan_at(Path(plan))
+        if not isinstance(plan, Plan) and world.is_first:
+            plan = _planned(mllm, spec, plan, batch, dtype, world)
+    chosen = world.gather(plan if world.is_first else None)[0]
+    with world.together():
+        _check(chosen, mllm, spec, dtype, world)
+    return ParallelMLLM(mllm, chosen, _optimizer_of(optimizer), max_grad_norm, world)
+
+
+def _planned(
+    mllm: MLLM, spec: Any, degrees: Degrees, batch: Sequence[LoadedExample] | None, dtype: torch.dtype, world: World
+) -> Plan:
+    """The fastest Plan with these degrees for the ranks at hand."""
+    if batch is None:
+        raise UserError(
+            "motet.apply: degrees alone say no batch size and no lengths: give batch=, a batch as `step` takes."
+        )
+    try:
+        stated = TypeAdapter(dict[str, ModuleDegrees]).validate_python(degrees)
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors()[0]["loc"]))
+        raise UserError(
+            "motet.apply: degrees of modules are as {'image': {'pp': 2}}, of tp, cp, pp and dp, whole numbers from 1; "
+            f"{where or type(degrees).__name__} is not."
+        ) from None
+    device = device_called(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
+    name = "cpu" if world.device.type == "cpu" else device and device.name
+    if not name:
+        raise UserError("motet.apply: no figures of this GPU are known; give a plan of `motet plan`, not degrees.")
+    where = cluster(name, world.num_ranks // world.ranks_per_node, world.ranks_per_node)
+    precision = _precision(dtype)
+    workload = Workload("the batch", _lengths_of(batch, mllm.encoders))
+    cost = cost_model(where, precision, None)
+    job = Job(spec, where, workload, len(batch), cost, precision, degrees=stated)
+
+    def cannot(plan: Plan) -> str:
+        return _obstacle(plan, mllm, dtype)
+
+    found = find_plans(job, Pins(order="given"), Quota(1, lambda plan: not cannot(plan)))
+    return found.with_obstacles(cannot, is_trainable=True).best.candidate.plan
+
+
+def _check(plan: Plan, mllm: MLLM, spec: Any, dtype: torch.dtype, world: World) -> None:
+    """Raise UserError for a Plan of another model or of other ranks, and for one that cannot be applied."""
+    replan = "motet.apply with degrees of modules in place of the plan"
+    ChosenPlan(plan, Path("The plan"), replan, "the model in hand").check_fits(spec, world.num_ranks)
+    if plan.precision != _precision(dtype):
+        raise UserError(f"motet.apply: the plan computes in {plan.precision}, and the model is in {_precision(dtype)}.")
+    if what := _obstacle(plan, mllm, dtype):
+        raise UserError(f"motet.apply: the plan has {what}, which training cannot run yet.")
+    check_cuts(mllm, plan)
+
+
+def _obstacle(plan: Plan, mllm: MLLM, dtype: torch.dtype) -> str:
+    """As `planning.trainable.obstacle`, for a model in hand."""
+    if plan.schedule == "data_parallel":
+        return "no stages (data parallelism alone; motet.dispatch.prefetched is for that)"
+    # What `obstacle` reads of a recipe.
+    modules = SimpleNamespace(readers={}, encoders=mllm.encoders)
+    dtype_name = SimpleNamespace(dtype=str(dtype).removeprefix("torch."))
+    recipe: Any = SimpleNamespace(fsdp=FSDPConfig(), run=dtype_name, modules=modules, is_drawn=False)
+    return obstacle(plan, recipe)
+
+
+def _precision(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name not in PRECISION_OF_DTYPE:
+        raise UserError(f"motet.apply: the model is in {name}; it must be in {' or '.join(PRECISION_OF_DTYPE)}.")
+    return PRECISION_OF_DTYPE[name]
+
+
+def _optimizer_of(make: Callable[[list[Any]], torch.optim.Optimizer]) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    def made(model: nn.Module) -> torch.optim.Optimizer:
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return make(trainable or [{"params": []}])  # All that a rank holds may be frozen.
+
+    return made
+
+
+def _check_same_weights(mllm: MLLM, world: World) -> None:
+    """Raise JointUserError if ranks have built different models. A collective."""
+    with torch.no_grad():
+        sums = {name: float(parameter.double().sum()) for name, parameter in mllm.named_parameters()}
+    for rank, others in enumerate(world.gather(sums)):
+        if others != sums:
+            name = next((name for name in sums if others.get(name) != sums[name]), "its modules")
+            raise JointUserError(
+                f"motet.apply: rank {rank} has other weights than rank {world.rank}, first {name}: seed torch alike on "
+                "all ranks before the model is built, or load the same weights."
+            )
+
+
+def _lengths_of(batch: Sequence[LoadedExample], encoders: Mapping[str, Any]) -> Any:
+    phases = tuple(encoders)
+    for number, example in enumerate(batch):
+        positions = example.sequence.media_positions
+        if unknown := set(example.sequence.media) - set(phases):
+            raise UserError(
+                f"example {number} has an item of {min(unknown)!r}; the model's encoders are {', '.join(phases)}"
+            )
+        if (np.diff(positions) == 0).any():
+            raise UserError(f"example {number} has items that share a placeholder, which stages do not compute yet")
+    return LoadedTables.read([tables_of(batch, phases, encoders)], phases).lengths
+
+
+def _digest(lengths: Any, batch: Sequence[LoadedExample]) -> bytes:
+    """Of tokens and sizes of all examples: what tells batches apart without reading the media."""
+    digest = hashlib.blake2b(lengths.sequence.tobytes(), digest_size=16)
+    for example in batch:
+        digest.update(np.ascontiguousarray(example.sequence.tokens).tobytes())
+        for item in example.media:
+            digest.update(np.asarray(item.size, np.int64).tobytes())
+    return digest.digest()

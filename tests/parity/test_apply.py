@@ -1,0 +1,164 @@
+"""`motet.apply` on two ranks: as one process trains, and what is refused on all ranks alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import motet
+from motet.core.errors import JointUserError, UserError
+from motet.core.plan import Plan, Unit
+from motet.cost.catalogue import cluster
+from motet.models.spec import model_spec
+from parity.test_loops import example_module
+from parity.tiny import reference_step
+from ranks import run_ranks
+
+BESIDE = (Unit("image", ({"image": 2},)), Unit("backbone", ({"backbone": 2},), first_rank=1))
+CHAIN = (Unit("all", ({"image": 1}, {"image": 1, "backbone": 2}), pp=2),)
+
+
+def build(seed=0):
+    parts = example_module("hf_parts")
+    torch.manual_seed(seed)
+    return motet.compose(parts.language_model().double(), {"image": parts.vision_tower().double()})
+
+
+def plan_of(units, **options) -> Plan:
+    return Plan(model_spec(build()), cluster("h100", 1, 2), units, 8, 2, precision="fp64", **options)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, 0.1)
+
+
+def trained(rank, num_ranks, plan):
+    losses, part = example_module("apply_plan").train(plan, torch.float64)
+    return losses, {name: parameter.detach().numpy() for name, parameter in part.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    model, losses = build(), []
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for batch in example_module("hf_parts").batches():
+        optimizer.zero_grad()
+        losses.append(reference_step(model, batch))
+        optimizer.step()
+    return losses, {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("plan", ["degrees", "beside", "chain"])
+def test_the_example_trains_as_one_process_does(plan, alone):
+    given = {"beside": plan_of(BESIDE), "chain": plan_of(CHAIN, schedule="gpipe")}.get(
+        plan, example_module("apply_plan").DEGREES
+    )
+    results = run_ranks(trained, 2, given)
+    names = set()
+    for losses, part in results:
+        assert losses == pytest.approx(alone[0], rel=1e-10)
+        names |= part.keys()
+        for name, weight in part.items():
+            if "k_proj.bias" not in name:  # Its gradient is zero but for rounding, of which AdamW makes a step.
+                assert weight == pytest.approx(alone[1][name], rel=0, abs=1e-10), name
+    assert names == alone[1].keys() and not set(results[0][1]) & set(results[1][1])
+
+
+def test_a_file_of_a_plan_and_a_frozen_encoder_train(tmp_path):
+    from motet.core.plan_file import write_plan
+
+    model = build()
+    model.encoders["image"].requires_grad_(False)
+    write_plan(replace(plan_of(BESIDE), model=model_spec(model)), tmp_path / "plan.json")
+    model.train()
+    expected = reference_step(model, example_module("hf_parts").batches()[0])
+    assert run_ranks(step_frozen, 2, str(tmp_path / "plan.json")) == pytest.approx([expected] * 2, rel=1e-10)
+
+
+def step_frozen(rank, num_ranks, plan):
+    parts = example_module("hf_parts")
+    model = build()
+    model.encoders["image"].requires_grad_(False)
+    return motet.apply(model, plan, sgd).step(parts.batches()[0]).loss
+
+
+MISTAKES = {
+    "weights": "has other weights than rank",
+    "examples": "step: rank 1 was given other examples than rank 0",
+    "fewer examples": "step: a step of the plan takes 8 examples, not 7",
+    "ranks": "The plan is for 3 ranks, and 2 run",
+    "precision": "the plan computes in fp64, and the model is in fp32.",
+    "tensor parallelism": "the plan has tensor parallelism (tp > 1), which training cannot run yet",
+    "data parallelism": "data parallelism alone; motet.dispatch.prefetched is for that",
+    "degrees": "of tp, cp, pp and dp, whole numbers from 1; image.stages is not.",
+    "no degrees": "whole numbers from 1; NoneType is not.",
+    "no plan": "image is pinned to pp = 3; it must be 1 to 2, its blocks.",
+    "no batch": "give batch=",
+    "phase": "step: example 1 has an item of 'video'; the model's encoders are image",
+}
+PLANS = {
+    "ranks": Unit("all", ({"image": 2}, {"backbone": 1}, {"backbone": 1}), pp=3),
+    "tensor parallelism": Unit("all", ({"image": 2, "backbone": 2},), tp=2),
+    "data parallelism": Unit("all", ({"image": 2, "backbone": 2},), dp=2, zero=0),
+}
+DEGREES = {
+    "no degrees": None,
+    "degrees": {"image": {"pp": 1, "stages": 2}},
+    "no plan": {"image": {"pp": 3}},
+    "no batch": {"image": {"pp": 1}},
+}
+
+
+def refused(rank, num_ranks):
+    """The sentence of each mistake, on this rank."""
+    batches, sentences = example_module("hf_parts").batches(), {}
+    for what in MISTAKES:
+        plan, model, batch = plan_of(BESIDE), build(seed=rank if what == "weights" else 0), batches[0]
+        if what in PLANS:
+            plan = replace(
+                plan, units=(PLANS[what],), schedule="data_parallel" if what == "data parallelism" else "1f1b"
+            )
+        plan = DEGREES.get(what, plan)
+        if what == "precision":
+            model = model.float()
+        elif what == "examples" and rank:
+            batch = batches[1]
+        elif what == "fewer examples" and rank:
+            batch = batch[:-1]
+        elif what == "phase":
+            text = replace(batch[1].sequence, media=("video",) * len(batch[1].media))
+            batch = [batch[0], replace(batch[1], sequence=text), *batch[2:]]
+        with pytest.raises(JointUserError) as error:
+            motet.apply(model, plan, sgd, batch=None if what == "no batch" else batch).step(batch)
+        sentences[what] = str(error.value)
+        dist.barrier()
+    return sentences
+
+
+def test_mistakes_are_one_sentence_on_all_ranks():
+    for sentences in run_ranks(refused, 2):
+        for what, said in MISTAKES.items():
+            assert said in sentences[what] and "\n" not in sentences[what]
+
+
+def test_it_needs_a_process_group():
+    with pytest.raises(UserError, match="init_process_group"):
+        motet.apply(build(), plan_of(BESIDE), sgd)
+
+
+def test_models_that_motet_does_not_compute_are_refused():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    parts = example_module("hf_parts")
+    small = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=9))
+    with pytest.raises(UserError, match="GPT2LMHeadModel is no backbone"):
+        motet.compose(small, {})
+    with pytest.raises(UserError, match="is no encoder that Motet knows as 'image'"):
+        motet.compose(parts.language_model(), {"image": small})
+    with pytest.raises(UserError, match="projector for 'audio', and no such encoder"):
+        motet.compose(parts.language_model(), {}, {"audio": None})
+    with pytest.raises(UserError, match="'backbone' cannot name an encoder"):
+        motet.compose(parts.language_model(), {"backbone": parts.vision_tower()})
