@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder as HFWhi
 
 from motet.assign.planned_step import decide_planned_step
 from motet.core.plan import Plan, Unit
+from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
 from motet.cost.catalogue import cluster
 from motet.dispatch import LoadedExample, RankBatch
@@ -130,7 +133,7 @@ class PlannedCase:
         """The Plan of the tiny model."""
         where = cluster("h100", num_nodes=1)
         where = replace(where, device=replace(where.device, overlaps=not self.blocking))
-        spec = model_spec(build_hf_model(self.frozen, self.tied))
+        spec = _spec(self.frozen, self.tied)
         sizes = self.batch_size, self.microbatch_size
         options = {"microbatch_caps": self.caps, "balance": self.balance, "deferred_warmup": self.deferred_warmup}
         return Plan(spec, where, self.units, *sizes, self.schedule, precision="fp64", **options)
@@ -142,6 +145,11 @@ class PlannedCase:
         media = [tuple(map(str, each)) for each in media[: self.batch_size]]
         media[0] = tuple(name for name in media[0] if name != "image")
         return [draw_example(rng, each, ROW_DIMS) for each in media]
+
+
+@cache
+def _spec(frozen: tuple[str, ...], tied: bool) -> ModelSpec:
+    return model_spec(build_hf_model(frozen, tied))
 
 
 def run_planned(
@@ -233,28 +241,34 @@ def check_planned(rank: int, num_ranks: int, cases: Sequence[PlannedCase]) -> li
     """What differs from one process, on this rank. A collective."""
     wrong = []
     for case in cases:
-        results, weights, gradients = run_planned(case)
-        figures, expected_weights, expected_gradients = expected(case)
-        found: list[str] = []
-        for result, (loss, norm) in zip(results, figures):
-            found += [f"loss {result.loss} instead of {loss}"] * _is_off(result.loss, loss)
-            found += [f"norm {result.grad_norm} instead of {norm}"] * _is_off(result.grad_norm, norm)
-        for name, weight in weights.items():
-            found += [f"weight {name} is off"] * _differ(weight, expected_weights[name])
-            gradient, other = gradients[name], expected_gradients[name]
-            if (gradient is None) != (other is None):
-                found.append(f"{name}: gradient is {gradient} instead of {other}")
-            elif gradient is not None:
-                found += [f"gradient of {name} is off"] * _differ(gradient, other)
-        wrong += [f"{case}: rank {rank}: {line}" for line in found]
+        wrong += [f"{case}: rank {rank}: {line}" for line in differences(errors_of(case))]
         dist.barrier()
     return wrong
 
 
-def _is_off(found: float, wanted: float) -> bool:
-    return abs(found - wanted) > TOLERANCE * max(abs(wanted), 1e-9)
+def differences(errors: Mapping[str, float]) -> list[str]:
+    """The errors above TOLERANCE, in words."""
+    return [f"{name} is off by {error:g}" for name, error in errors.items() if not error <= TOLERANCE]
 
 
-def _differ(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+def errors_of(case: PlannedCase) -> dict[str, float]:
+    """How far this rank's losses, norms, weights and gradients are from one process, as shares of it. A collective."""
+    results, weights, gradients = run_planned(case)
+    figures, expected_weights, expected_gradients = expected(case)
+    errors = {}
+    for number, (result, (loss, norm)) in enumerate(zip(results, figures)):
+        errors[f"loss {number}"] = abs(result.loss - loss) / max(abs(loss), 1e-9)
+        errors[f"norm {number}"] = abs(result.grad_norm - norm) / max(abs(norm), 1e-9)
+    for name, weight in weights.items():
+        errors[f"weight {name}"] = _error(weight, expected_weights[name])
+        gradient, other = gradients[name], expected_gradients[name]
+        if (gradient is None) != (other is None):
+            errors[f"gradient of {name} ({gradient is None} instead of {other is None}: none)"] = math.inf
+        elif gradient is not None:
+            errors[f"gradient of {name}"] = _error(gradient, other)
+    return errors
+
+
+def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     largest = wanted.abs().max().item()
-    return bool((found - wanted).abs().max().item() > TOLERANCE * (largest if largest > 1e-15 else 1.0))
+    return (found - wanted).abs().max().item() / (largest if largest > 1e-15 else 1.0)
