@@ -37,11 +37,10 @@ def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = ()
     read = read_job_recipe(path, overrides, as_trained=as_trained)
     cluster = cluster_of(path, read.cluster, options.cluster, "cpu" if read.trains else None)
     workload, balancing, policy = read.workload, by_operations, {}
-    if read.trains:
+    recipe = read.recipe
+    if recipe is not None:
         from motet.train.balancing import balancing_of, stated_policy
-        from motet.train.recipe.recipe import load_recipe
 
-        recipe = load_recipe(path, overrides, trains=False)
         balancing, policy = balancing_of(recipe, read.model), stated_policy(recipe.balance, read.model)
         if options.workload is None:
             workload = workload_of(recipe, str(path))
@@ -53,7 +52,7 @@ def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = ()
             "a CSV of lengths, a TOML of distributions, or a recipe."
         )
     cost, batch_size = cost_model(cluster, read.precision, options.profile), read.batch_size
-    if read.trains and recipe.data.group is not None:
+    if recipe is not None and recipe.data.group is not None:
         from motet.planning.groups import examples_a_group, in_groups
 
         workload = in_groups(recipe, workload)

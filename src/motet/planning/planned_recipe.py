@@ -23,7 +23,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -38,6 +38,9 @@ from motet.cost.catalogue import ClusterConfig
 from motet.cost.memory import PRECISION_OF_DTYPE
 from motet.train.recipe.errors import recipe_error
 from motet.train.recipe.toml_text import RecipeText, read_recipe
+
+if TYPE_CHECKING:
+    from motet.train.recipe.recipe import Recipe
 
 
 class PlannedRun(BaseModel):
@@ -66,7 +69,7 @@ class JobRecipe:
     """What both kinds of recipe say of a job.
 
     workload: None if a planning recipe has none.
-    trains:   whether it is read as a training recipe; its workload is its data.
+    recipe:   the recipe itself, if it is read as a training recipe, whose workload is its data; else None.
     parallel: the degrees of single modules that it states.
     """
 
@@ -75,8 +78,13 @@ class JobRecipe:
     precision: str
     cluster: ClusterConfig | None
     workload: Workload | None
-    trains: bool
+    recipe: Recipe | None
     parallel: Mapping[str, ModuleDegrees]
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is read as a training recipe."""
+        return self.recipe is not None
 
 
 def read_job_recipe(path: Path, overrides: Sequence[str] = (), *, as_trained: bool = False) -> JobRecipe:
@@ -106,7 +114,7 @@ def _of_training(path: Path, overrides: Sequence[str]) -> JobRecipe:
     recipe = load_recipe(path, overrides, trains=False)
     model = spec_of_config(recipe.modules, recipe.vocabulary().vocabulary_size, path.stem)
     precision = PRECISION_OF_DTYPE[recipe.fsdp.param_dtype or recipe.run.dtype]
-    return JobRecipe(model, recipe.run.batch_size, precision, recipe.cluster, None, True, recipe.parallel)
+    return JobRecipe(model, recipe.run.batch_size, precision, recipe.cluster, None, recipe, recipe.parallel)
 
 
 def _of_planning(path: Path, read: RecipeText) -> JobRecipe:
@@ -118,7 +126,7 @@ def _of_planning(path: Path, read: RecipeText) -> JobRecipe:
     model = recipe.model.spec(path.stem) if has_shapes else _model_of_hf(path, recipe)
     workload = recipe.workload and replace(recipe.workload.workload(), source=str(path))
     run = recipe.run
-    return JobRecipe(model, run.batch_size, recipe.precision, recipe.cluster, workload, False, recipe.parallel)
+    return JobRecipe(model, run.batch_size, recipe.precision, recipe.cluster, workload, None, recipe.parallel)
 
 
 def _schema(model: Any) -> tuple[type[PlanRecipe], bool]:

@@ -85,11 +85,10 @@ def workload_at(path: Path) -> Workload:
     if not {"data", "workload"} & tables.keys():
         raise UserError(f"{path} is to say which lengths there are; it has neither [data], [workload] nor [[task]].")
     read = read_job_recipe(path)
-    if read.workload is not None:
-        return read.workload
-    from motet.train.recipe.recipe import load_recipe
-
-    return workload_of(load_recipe(path, trains=False), str(path))
+    if read.recipe is not None:
+        return workload_of(read.recipe, str(path))
+    assert read.workload is not None, "a recipe without data that has [workload]"
+    return read.workload
 
 
 def workload_of(recipe: Recipe, source: str) -> Workload:
