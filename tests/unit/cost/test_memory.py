@@ -74,6 +74,17 @@ def test_zero_figure_1(zero, gbytes):
     assert sum(found) / 1e9 == pytest.approx(gbytes, abs=0.05)
 
 
+def test_a_pipeline_gathers_and_reduces_a_stage_as_a_whole():
+    unit = whole(zero=3, dp=4)
+    layers = list(stage_layers(MODEL, unit_spans(MODEL, unit, 0), {}))
+    by_layer, by_stage = (
+        stage_memory(unit, layers, lambda *_: 0.0, 1, FSDP_FP32, by_stage=by_stage) for by_stage in (False, True)
+    )
+    num_parameters = sum(each.layer.parameters for each in layers)
+    assert by_stage.transient == num_parameters * (4 + 4 + 4)  # Gathered; gradients, and as they are reduced.
+    assert by_layer.transient < by_stage.transient and by_layer.held_bytes == by_stage.held_bytes
+
+
 def test_korthikanti_section_4():
     """34 s b h bytes a layer, of which two are masks of dropout; the scores are not kept with fused attention."""
     layer = Transformer(12288, 4 * 12288, 96, causal=True).layer()
