@@ -157,15 +157,23 @@ def run_planned(
     num_steps: int = NUM_STEPS,
     stored: torch.dtype = torch.float64,
     types: ComputeTypes = SAME_TYPES,
+    evaluated: list[float] | None = None,
 ) -> tuple[list[StepResult], dict[str, torch.Tensor], dict[str, torch.Tensor | None]]:
     """Steps on this rank: results; weights after the last, and its gradients (clipped), by name.
 
-    stored: dtype of parameters and optimizer. types: those of passes.
+    stored: dtype of parameters and optimizer. types: those of passes. evaluated: gets the loss of the last step's
+    examples, as if they were held out, right before that step.
     """
     step, whole = build_step(case, stored, types), build_hf_model(case.frozen, case.tied)
     parameters = dict(step.model.named_parameters())
     assert parameters.keys() == {name for spans in step.place.stage_spans for name in names_of_spans(whole, spans)}
-    results = [step.run(batches_of(case, step.place, whole, number), number) for number in range(num_steps)]
+    results = []
+    for number in range(num_steps):
+        batches = batches_of(case, step.place, whole, number)
+        if evaluated is not None and number == num_steps - 1:
+            loss_sum, num_targets = step.evaluate(batches).tolist()
+            evaluated.append(loss_sum / max(num_targets, 1))
+        results.append(step.run(batches, number))
     weights = {name: _whole(parameter.detach()) for name, parameter in parameters.items()}
     return results, weights, {name: _whole(parameter.grad) for name, parameter in parameters.items()}
 
@@ -253,9 +261,11 @@ def differences(errors: Mapping[str, float]) -> list[str]:
 
 def errors_of(case: PlannedCase) -> dict[str, float]:
     """How far this rank's losses, norms, weights and gradients are from one process, as shares of it. A collective."""
-    results, weights, gradients = run_planned(case)
+    evaluated: list[float] = []
+    results, weights, gradients = run_planned(case, evaluated=evaluated)
     figures, expected_weights, expected_gradients = expected(case)
-    errors = {}
+    last = figures[-1][0]
+    errors = {"evaluated loss": abs(evaluated[0] - last) / max(abs(last), 1e-9)}
     for number, (result, (loss, norm)) in enumerate(zip(results, figures)):
         errors[f"loss {number}"] = abs(result.loss - loss) / max(abs(loss), 1e-9)
         errors[f"norm {number}"] = abs(result.grad_norm - norm) / max(abs(norm), 1e-9)

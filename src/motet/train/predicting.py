@@ -4,11 +4,13 @@ Seconds are those of the run's profile (`motet profile` writes it into the run's
 figures of the Plan's cluster, if its device is what the run trains on. Otherwise nothing is predicted, and a sentence
 says why.
 
-The first rank predicts, in a thread beside the step: about as long as the step's decisions take.
+The first rank predicts, in a thread beside the step. Of a Plan with many actions it predicts every n-th step, so that
+steps need not wait for it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +28,7 @@ from motet.dispatch import RankBatch
 from motet.dispatch.edge_messages import assignment_of
 from motet.runtime.step import StepResult
 from motet.schedule import planned
-from motet.simulate.predict.predict import predict_assigned
+from motet.simulate.predict.predict import MAX_ISLANDS, predict_assigned
 from motet.simulate.predict.prediction import Prediction
 from motet.train.checkpoint.choice import Say
 from motet.train.planned_job import ChosenPlan
@@ -34,6 +36,9 @@ from motet.train.recipe.recipe import Recipe
 from motet.train.report.beside import MeasuredBeside, predicted_actions, write_last_step
 from motet.train.report.rank_time import aligned
 from motet.train.world import World
+
+_MAX_ACTIONS = 20_000
+"""Actions that are simulated a step. 10^5 to 10^6 a second are."""
 
 
 def run_cost(chosen: ChosenPlan, recipe: Recipe, device: torch.device) -> CostModel | str:
@@ -76,15 +81,19 @@ class PredictedRun:
         if isinstance(cost, str) and cost:
             say(cost)
         self._cost = None if isinstance(cost, str) else cost
+        layout, num_actions = self._stages.layout, self._stages.program.num_actions
+        self._every = math.ceil(num_actions * min(layout.num_islands, MAX_ISLANDS) / _MAX_ACTIONS)
+        self._number = 0
 
     def start(self, batches: Sequence[RankBatch]) -> None:
-        """Start to predict a step from its microbatches."""
-        if self._cost is not None:
+        """Start to predict a step from its microbatches, if it is the turn of one."""
+        is_turn, self._number = self._number % self._every == 0, self._number + 1
+        if self._cost is not None and is_turn:
             assignment = assignment_of(batches)
             self._future = self._pool.submit(predict_assigned, self._plan, self._stages, assignment, self._cost)
 
     def of(self, result: StepResult, measured: Mapping[str, Any], say: Say) -> Prediction | None:
-        """The prediction of the step that was started last; None on other ranks, and where it cannot be predicted.
+        """The prediction of the step that was started last; None on other ranks, and for a step that is not predicted.
 
         measured: the metrics of the step. say: told once how the first steps compare.
         """
