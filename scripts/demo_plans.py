@@ -23,10 +23,11 @@ from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.trainable import obstacle
 from motet.simulate.show.picture import write_png
 from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.toml_text import dump_toml, read_recipe
 
 NUM_RANKS, NUM_STEPS, BATCH_SIZE, MICROBATCH_SIZE = 4, 20, 32, 4
-RECIPE, FOLDER = Path("recipes/demo.toml"), Path("runs/demo-plans").absolute()
-PICTURE, DATA = FOLDER / "plans.png", FOLDER / "data"
+DEMO, FOLDER = Path("recipes/demo.toml"), Path("runs/demo-plans").absolute()
+RECIPE, PICTURE, DATA = FOLDER / "recipe.toml", FOLDER / "plans.png", FOLDER / "data"
 SET = (
     f'data.train=["{DATA}/train.jsonl"]',
     f'data.tokenizer="{DATA}/tokenizer"',
@@ -37,6 +38,8 @@ SET = (
     "model.encoders.image.config.depth=2",  # as many blocks as there are ranks to hold them
 )
 TOLERANCE = 1e-9
+_WIDTH = 1400
+"""Pixels of the picture."""
 
 _ENCODERS = (Unit("image", ({"image": 2},)), Unit("audio", ({"audio": 2},), first_rank=1))
 _CHAIN = (Unit("all", ({"image": 2, "audio": 1}, {"audio": 1, "backbone": 1}, {"backbone": 1}, {"backbone": 1}), pp=4),)
@@ -74,7 +77,7 @@ WAYS = {
 
 def trainable_plans() -> Iterator[tuple[str, Plan]]:
     """The Plans that training can run; says which it cannot."""
-    recipe, model = load_recipe(RECIPE, SET), read_job_recipe(RECIPE, SET).model
+    recipe, model = load_recipe(RECIPE), read_job_recipe(RECIPE).model
     for name, way in WAYS.items():
         plan = Plan(
             model,
@@ -91,8 +94,10 @@ def trainable_plans() -> Iterator[tuple[str, Plan]]:
             yield name, plan
 
 
-def write_data() -> None:
-    """Write the examples of the steps, unless they are there already."""
+def write_inputs() -> None:
+    """Write the recipe, without what Plans decide, and the examples, unless they are there already."""
+    tables = read_recipe(DEMO, SET).tables
+    RECIPE.write_text(dump_toml({name: tables[name] for name in tables if name not in ("fsdp", "balance")}))
     if not DATA.exists():
         num_examples = str(NUM_STEPS * BATCH_SIZE)
         subprocess.run([sys.executable, "-m", "motet", "demo-data", str(DATA), "--num-train", num_examples], check=True)
@@ -103,9 +108,8 @@ def train(name: str, plan: Plan) -> Path:
     run_dir = FOLDER / "".join(letter if letter.isalnum() else "-" for letter in name.lower())
     file = run_dir.with_suffix(".json")
     write_plan(plan, file)
-    overrides = [word for one in (*SET, f"run.dir={run_dir}") for word in ("--set", one)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
-    command = [*torchrun, "-m", "motet", "train", str(RECIPE), *overrides, "--plan", str(file)]
+    command = [*torchrun, "-m", "motet", "train", str(RECIPE), "--set", f"run.dir={run_dir}", "--plan", str(file)]
     with run_dir.with_suffix(".log").open("w") as log:
         ran = subprocess.run([*command, "--trace", "--resume", "never"], stdout=log, stderr=log, check=False)
     if ran.returncode:
@@ -123,7 +127,7 @@ def median_step(run_dir: Path) -> Timeline:
 def main() -> None:
     """Train all ways, print their losses, and draw their steps one below the other."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    write_data()
+    write_inputs()
     losses, pictures = {}, []
     for name, plan in trainable_plans():
         run_dir = train(name, plan)
@@ -143,7 +147,9 @@ def main() -> None:
     for picture in pictures:
         whole.paste(picture, (0, top))
         top += picture.height
-    whole.save(PICTURE)
+    # Of the size of a page, in few colours: it is to be looked at, not measured.
+    small = whole.resize((_WIDTH, whole.height * _WIDTH // whole.width), Image.Resampling.LANCZOS)
+    small.quantize(200).save(PICTURE, optimize=True)
     print(f"The steps: {PICTURE}")
     if off > TOLERANCE:
         sys.exit(f"The losses differ by more than {TOLERANCE}.")

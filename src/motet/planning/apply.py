@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import nn
 
 from motet.assign.planned_step import decide_planned_step
@@ -46,6 +46,7 @@ from motet.train.world import World, borrowed_world
 
 Degrees = Mapping[str, ModuleDegrees | Mapping[str, int]]
 """Module -> its degrees of parallelism, e.g. {"image": {"pp": 1}, "backbone": {"pp": 2}}."""
+_DEGREES = TypeAdapter(dict[str, ModuleDegrees], config=ConfigDict(extra="forbid"))
 
 
 class ParallelMLLM:
@@ -145,7 +146,7 @@ def _planned(
             "motet.apply: degrees alone say no batch size and no lengths: give batch=, a batch as `step` takes."
         )
     try:
-        stated = TypeAdapter(dict[str, ModuleDegrees]).validate_python(degrees)
+        stated = _DEGREES.validate_python(degrees)
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
         raise UserError(
