@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,8 +38,8 @@ SET = (
     "model.encoders.image.config.depth=2",  # as many blocks as there are ranks to hold them
 )
 TOLERANCE = 1e-9
-_WIDTH = 1400
-"""Pixels of the picture."""
+_NUM_COLUMNS, _WIDTH = 2, 2400
+"""Of the picture; its width is in pixels."""
 
 _ENCODERS = (Unit("image", ({"image": 2},)), Unit("audio", ({"audio": 2},), first_rank=1))
 _CHAIN = (Unit("all", ({"image": 2, "audio": 1}, {"audio": 1, "backbone": 1}, {"backbone": 1}, {"backbone": 1}), pp=4),)
@@ -124,6 +124,18 @@ def median_step(run_dir: Path) -> Timeline:
     return sorted(steps, key=lambda step: step.makespan_s)[len(steps) // 2]
 
 
+def side_by_side(pictures: Sequence[Image.Image]) -> Image.Image:
+    """The pictures in columns, of the size of a page and in few colours: they are to be looked at, not measured."""
+    height = max(picture.height for picture in pictures)
+    width, num_rows = pictures[0].width, -(-len(pictures) // _NUM_COLUMNS)
+    whole = Image.new("RGB", (_NUM_COLUMNS * width, num_rows * height), "white")
+    for number, picture in enumerate(pictures):
+        row, column = divmod(number, _NUM_COLUMNS)
+        whole.paste(picture, (column * width, row * height))
+    small = whole.resize((_WIDTH, whole.height * _WIDTH // whole.width), Image.Resampling.LANCZOS)
+    return small.quantize(200)
+
+
 def main() -> None:
     """Train all ways, print their losses, and draw their steps one below the other."""
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -142,14 +154,7 @@ def main() -> None:
     expected = next(iter(losses.values()))
     off = max(float(np.abs(each / expected - 1).max()) for each in losses.values())
     print(f"All losses of all {len(losses)} ways are the same to {off:.1e}.")
-    whole = Image.new("RGB", (pictures[0].width, sum(picture.height for picture in pictures)), "white")
-    top = 0
-    for picture in pictures:
-        whole.paste(picture, (0, top))
-        top += picture.height
-    # Of the size of a page, in few colours: it is to be looked at, not measured.
-    small = whole.resize((_WIDTH, whole.height * _WIDTH // whole.width), Image.Resampling.LANCZOS)
-    small.quantize(200).save(PICTURE, optimize=True)
+    side_by_side(pictures).save(PICTURE, optimize=True)
     print(f"The steps: {PICTURE}")
     if off > TOLERANCE:
         sys.exit(f"The losses differ by more than {TOLERANCE}.")
