@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +23,11 @@ from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.trainable import obstacle
 from motet.simulate.show.picture import write_png
 from motet.train.recipe.recipe import load_recipe
+from motet.train.recipe.toml_text import dump_toml, read_recipe
 
 NUM_RANKS, NUM_STEPS, BATCH_SIZE, MICROBATCH_SIZE = 4, 20, 32, 4
-RECIPE, FOLDER = Path("recipes/demo.toml"), Path("runs/demo-plans").absolute()
-PICTURE, DATA = FOLDER / "plans.png", FOLDER / "data"
+DEMO, FOLDER = Path("recipes/demo.toml"), Path("runs/demo-plans").absolute()
+RECIPE, PICTURE, DATA = FOLDER / "recipe.toml", FOLDER / "plans.png", FOLDER / "data"
 SET = (
     f'data.train=["{DATA}/train.jsonl"]',
     f'data.tokenizer="{DATA}/tokenizer"',
@@ -37,6 +38,8 @@ SET = (
     "model.encoders.image.config.depth=2",  # as many blocks as there are ranks to hold them
 )
 TOLERANCE = 1e-9
+_NUM_COLUMNS, _WIDTH = 2, 2400
+"""Of the picture; its width is in pixels."""
 
 _ENCODERS = (Unit("image", ({"image": 2},)), Unit("audio", ({"audio": 2},), first_rank=1))
 _CHAIN = (Unit("all", ({"image": 2, "audio": 1}, {"audio": 1, "backbone": 1}, {"backbone": 1}, {"backbone": 1}), pp=4),)
@@ -74,7 +77,7 @@ WAYS = {
 
 def trainable_plans() -> Iterator[tuple[str, Plan]]:
     """The Plans that training can run; says which it cannot."""
-    recipe, model = load_recipe(RECIPE, SET), read_job_recipe(RECIPE, SET).model
+    recipe, model = load_recipe(RECIPE), read_job_recipe(RECIPE).model
     for name, way in WAYS.items():
         plan = Plan(
             model,
@@ -91,8 +94,10 @@ def trainable_plans() -> Iterator[tuple[str, Plan]]:
             yield name, plan
 
 
-def write_data() -> None:
-    """Write the examples of the steps, unless they are there already."""
+def write_inputs() -> None:
+    """Write the recipe, without what Plans decide, and the examples, unless they are there already."""
+    tables = read_recipe(DEMO, SET).tables
+    RECIPE.write_text(dump_toml({name: tables[name] for name in tables if name not in ("fsdp", "balance")}))
     if not DATA.exists():
         num_examples = str(NUM_STEPS * BATCH_SIZE)
         subprocess.run([sys.executable, "-m", "motet", "demo-data", str(DATA), "--num-train", num_examples], check=True)
@@ -103,9 +108,8 @@ def train(name: str, plan: Plan) -> Path:
     run_dir = FOLDER / "".join(letter if letter.isalnum() else "-" for letter in name.lower())
     file = run_dir.with_suffix(".json")
     write_plan(plan, file)
-    overrides = [word for one in (*SET, f"run.dir={run_dir}") for word in ("--set", one)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
-    command = [*torchrun, "-m", "motet", "train", str(RECIPE), *overrides, "--plan", str(file)]
+    command = [*torchrun, "-m", "motet", "train", str(RECIPE), "--set", f"run.dir={run_dir}", "--plan", str(file)]
     with run_dir.with_suffix(".log").open("w") as log:
         ran = subprocess.run([*command, "--trace", "--resume", "never"], stdout=log, stderr=log, check=False)
     if ran.returncode:
@@ -120,10 +124,22 @@ def median_step(run_dir: Path) -> Timeline:
     return sorted(steps, key=lambda step: step.makespan_s)[len(steps) // 2]
 
 
+def side_by_side(pictures: Sequence[Image.Image]) -> Image.Image:
+    """The pictures in columns, of the size of a page and in few colours: they are to be looked at, not measured."""
+    height = max(picture.height for picture in pictures)
+    width, num_rows = pictures[0].width, -(-len(pictures) // _NUM_COLUMNS)
+    whole = Image.new("RGB", (_NUM_COLUMNS * width, num_rows * height), "white")
+    for number, picture in enumerate(pictures):
+        row, column = divmod(number, _NUM_COLUMNS)
+        whole.paste(picture, (column * width, row * height))
+    small = whole.resize((_WIDTH, whole.height * _WIDTH // whole.width), Image.Resampling.LANCZOS)
+    return small.quantize(200)
+
+
 def main() -> None:
     """Train all ways, print their losses, and draw their steps one below the other."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    write_data()
+    write_inputs()
     losses, pictures = {}, []
     for name, plan in trainable_plans():
         run_dir = train(name, plan)
@@ -138,12 +154,7 @@ def main() -> None:
     expected = next(iter(losses.values()))
     off = max(float(np.abs(each / expected - 1).max()) for each in losses.values())
     print(f"All losses of all {len(losses)} ways are the same to {off:.1e}.")
-    whole = Image.new("RGB", (pictures[0].width, sum(picture.height for picture in pictures)), "white")
-    top = 0
-    for picture in pictures:
-        whole.paste(picture, (0, top))
-        top += picture.height
-    whole.save(PICTURE)
+    side_by_side(pictures).save(PICTURE, optimize=True)
     print(f"The steps: {PICTURE}")
     if off > TOLERANCE:
         sys.exit(f"The losses differ by more than {TOLERANCE}.")

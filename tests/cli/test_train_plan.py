@@ -62,7 +62,8 @@ def refused(job, tmp_path, monkeypatch, capsys):
         (["model.backbone.config.intermediate_size=64"], {}, "(layers of backbone differ); plan anew: motet plan"),
         ([], {}, "is for 2 ranks, and 1 run; start torchrun with 2 ranks, or plan anew: motet plan RECIPE --set"),
         ([], {}, "--set run.dtype=float64 --set"),
-        ([], {}, "--trainable --out /plan.json --ranks-per-node 1."),
+        ([], {}, "--cluster h100 --nodes 1 --ranks-per-node 1 --trainable --out /plan.json."),
+        (["run.batch_size=12"], {}, "--nodes 1 --ranks-per-node 2 --trainable --out /plan.json."),
         ([], {"schedules": "1f1b"}, "'schedules'"),
         (
             ["parallel.image.pp=2"],

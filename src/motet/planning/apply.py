@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import nn
 
 from motet.assign.planned_step import decide_planned_step
+from motet.core.cluster import Cluster
 from motet.core.errors import JointUserError, UserError
 from motet.core.module_degrees import ModuleDegrees
 from motet.core.plan import Plan
@@ -44,8 +45,9 @@ from motet.train.input.planned import StageNeeds, stages_of_examples
 from motet.train.planned_job import ChosenPlan, PartConfig, build_part, check_cuts
 from motet.train.world import World, borrowed_world
 
-Degrees = Mapping[str, ModuleDegrees | Mapping[str, int]]
+StatedDegrees = Mapping[str, ModuleDegrees | Mapping[str, int]]
 """Module -> its degrees of parallelism, e.g. {"image": {"pp": 1}, "backbone": {"pp": 2}}."""
+_DEGREES = TypeAdapter(dict[str, ModuleDegrees], config=ConfigDict(extra="forbid"))
 
 
 class ParallelMLLM:
@@ -100,7 +102,7 @@ class ParallelMLLM:
 
 def apply(
     mllm: MLLM,
-    plan: Plan | Path | str | Degrees,
+    plan: Plan | Path | str | StatedDegrees,
     optimizer: Callable[[list[Any]], torch.optim.Optimizer],
     *,
     batch: Sequence[LoadedExample] | None = None,
@@ -137,7 +139,12 @@ def apply(
 
 
 def _planned(
-    mllm: MLLM, spec: Any, degrees: Degrees, batch: Sequence[LoadedExample] | None, dtype: torch.dtype, world: World
+    mllm: MLLM,
+    spec: Any,
+    degrees: StatedDegrees,
+    batch: Sequence[LoadedExample] | None,
+    dtype: torch.dtype,
+    world: World,
 ) -> Plan:
     """The fastest Plan with these degrees for the ranks at hand."""
     if batch is None:
@@ -145,7 +152,7 @@ def _planned(
             "motet.apply: degrees alone say no batch size and no lengths: give batch=, a batch as `step` takes."
         )
     try:
-        stated = TypeAdapter(dict[str, ModuleDegrees]).validate_python(degrees)
+        stated = _DEGREES.validate_python(degrees)
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
         raise UserError(
@@ -171,8 +178,12 @@ def _planned(
 
 def _check(plan: Plan, mllm: MLLM, spec: Any, dtype: torch.dtype, world: World) -> None:
     """Raise UserError for a Plan of another model or of other ranks, and for one that cannot be applied."""
-    replan = "motet.apply with degrees of modules in place of the plan"
-    ChosenPlan(plan, Path("The plan"), replan, "the model in hand").check_fits(spec, world.num_ranks)
+
+    def replan(_: Cluster) -> str:
+        return "motet.apply with degrees of modules in place of the plan, or motet plan"
+
+    chosen = ChosenPlan(plan, Path("The plan"), replan, "the model in hand")
+    chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)
     if plan.precision != _precision(dtype):
         raise UserError(f"motet.apply: the plan computes in {plan.precision}, and the model is in {_precision(dtype)}.")
     if what := _obstacle(plan, mllm, dtype):

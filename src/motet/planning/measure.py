@@ -168,7 +168,7 @@ def run_steps(meeting: Meeting, steps: Steps) -> MeasuredSteps:
     recipe = steps.recipe
     with join_world(recipe.run.device, meeting) as world, ExitStack() as cleanup:
         before_bytes = peak_memory_bytes(world.device)
-        chosen = None if steps.plan is None else ChosenPlan(steps.plan, Path("The plan"), "motet plan")
+        chosen = None if steps.plan is None else ChosenPlan(steps.plan, Path("The plan"), lambda _: "motet plan")
         job = build_job(recipe, world, "never", lambda _: None, cleanup, chosen)
         job.model.train()
         schedule = StepRange(0, 1, recipe.run.batch_size, job.num_microbatches, 0, 0)

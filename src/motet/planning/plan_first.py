@@ -7,6 +7,7 @@ into the run's folder. The other ranks get it from the first, so that all have t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from motet.core.errors import UserError
@@ -45,7 +46,7 @@ def plan_first(
             say(f"Planned for {world.num_ranks} ranks, as [parallel] says; the plan is {file}.")
     plan = world.gather(found)[0]
     with world.together():
-        return agreed(recipe, recipe_file, ChosenPlan(plan, file, plan_line(recipe_file, file, overrides)))
+        return agreed(recipe, recipe_file, ChosenPlan(plan, file, partial(plan_line, recipe_file, file, overrides)))
 
 
 def _job_at_hand(recipe: Recipe, recipe_file: Path, overrides: Sequence[str], world: World) -> Job:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from motet.core.cluster import Cluster
 from motet.core.plan import Plan
+from motet.cost.catalogue import DEVICES
 from motet.cost.memory import PRECISION_OF_DTYPE
 from motet.schedule.plan_units import units_in_bubbles
 
@@ -49,11 +50,12 @@ def train_words(recipe_file: Path, plan_file: Path, overrides: Sequence[str] = (
     return ["-m", "motet", "train", str(recipe_file), *set_words(overrides), "--plan", str(plan_file)]
 
 
-def plan_line(recipe_file: Path, plan_file: Path, overrides: Sequence[str] = ()) -> str:
-    """The command that writes a plan that training can run."""
-    return shlex.join(
-        ["motet", "plan", str(recipe_file), *set_words(overrides), "--trainable", "--out", str(plan_file)]
-    )
+def plan_line(recipe_file: Path, plan_file: Path, overrides: Sequence[str], cluster: Cluster) -> str:
+    """The command that writes a plan for a cluster that training can run."""
+    device = ["--cluster", cluster.device.name] * (cluster.device.name in DEVICES)
+    counts = ["--nodes", str(cluster.num_nodes), "--ranks-per-node", str(cluster.ranks_per_node)]
+    words = ["motet", "plan", str(recipe_file), *set_words(overrides), *device, *counts, "--trainable"]
+    return shlex.join([*words, "--out", str(plan_file)])
 
 
 def training_line(recipe_file: Path, plan_file: Path, cluster: Cluster, overrides: Sequence[str] = ()) -> str:

@@ -7,6 +7,7 @@ all else, and must agree in batch size and precision.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from motet.core.errors import UserError
@@ -35,7 +36,7 @@ def recipe_under_plan(
 
     Raises UserError for a Plan that training cannot run, and for the first thing in which recipe and Plan do not agree.
     """
-    replan = plan_line(recipe_file, plan_file, overrides)
+    replan = partial(plan_line, recipe_file, plan_file, overrides)
     return agreed(recipe, recipe_file, ChosenPlan(plan_at(plan_file), plan_file, replan))
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.core.spec import ModelSpec
@@ -35,25 +36,30 @@ from motet.train.world import World
 class ChosenPlan:
     """The Plan that a run trains under.
 
-    file: where it was read. replan: the command that plans anew. whose: whose model must be the Plan's.
+    file:      where it was read.
+    replan_on: the command that plans anew for a cluster.
+    whose:     whose model must be the Plan's.
     """
 
     plan: Plan
     file: Path
-    replan: str
+    replan_on: Callable[[Cluster], str]
     whose: str = "the recipe's"
 
-    def check_fits(self, spec: ModelSpec, num_ranks: int, ranks_per_node: int | None = None) -> None:
-        """Raise UserError if the Plan is for another model than `spec`, or for other ranks than there are.
+    @property
+    def replan(self) -> str:
+        """The command that plans anew for the Plan's cluster."""
+        return self.replan_on(self.plan.cluster)
 
-        ranks_per_node: for the command that plans anew; None where there is no such command.
-        """
+    def check_fits(self, spec: ModelSpec, num_ranks: int, ranks_per_node: int) -> None:
+        """Raise UserError if the Plan is for another model than `spec`, or for other ranks than there are."""
         self.check_model(spec)
         ranks = {rank for unit in self.plan.units for rank in unit.ranks}
         if ranks != set(range(num_ranks)):
+            here = replace(self.plan.cluster, num_nodes=num_ranks // ranks_per_node, ranks_per_node=ranks_per_node)
             raise UserError(
                 f"{self.file} is for {len(ranks)} ranks, and {num_ranks} run; start torchrun with {len(ranks)} ranks, "
-                f"or plan anew: {self.replan}{_cluster_words(num_ranks, ranks_per_node)}."
+                f"or plan anew: {self.replan_on(here)}."
             )
 
     def check_model(self, spec: ModelSpec) -> None:
@@ -70,14 +76,6 @@ class ChosenPlan:
             return f"it has blocks {_counts(theirs)}, {self.whose} has {_counts(ours)}"
         other = [module.name for module in spec.modules if module != self.plan.model.module(module.name)]
         return f"layers of {', '.join(other)} differ" if other else "modules feed others"
-
-
-def _cluster_words(num_ranks: int, ranks_per_node: int | None) -> str:
-    """Options of `motet plan` for so many ranks."""
-    if ranks_per_node is None:
-        return ""
-    nodes = f" --nodes {num_ranks // ranks_per_node}" if num_ranks > ranks_per_node else ""
-    return f"{nodes} --ranks-per-node {ranks_per_node}"
 
 
 def _counts(num_blocks: dict[str, int]) -> str:
