@@ -254,7 +254,9 @@ def differences(errors: Mapping[str, float]) -> list[str]:
 def errors_of(case: PlannedCase) -> dict[str, float]:
     """How far this rank's losses, norms, weights and gradients are from one process, as shares of it. A collective."""
     results, weights, gradients = run_planned(case)
-    figures, expected_weights, expected_gradients = expected(case)
+    wanted = [expected(case) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(wanted)
+    figures, expected_weights, expected_gradients = wanted[0]
     errors = {}
     for number, (result, (loss, norm)) in enumerate(zip(results, figures)):
         errors[f"loss {number}"] = abs(result.loss - loss) / max(abs(loss), 1e-9)
