@@ -3,9 +3,9 @@
     python benchmarks/fuzz_plans.py --seed 0 --seconds 300 --json benchmarks/results/fuzz_plans-2-cpu-cores.json
     python benchmarks/fuzz_plans.py --seed 0 --case 17
 
-Strategy, cuts, schedule, replicas, ZeRO, recomputation, frozen parts, mixture and microbatches are drawn; a case is made
-again from the seed and its number (`tests/parity/drawn_plans.py`). A run goes on from what its file has. A case that
-fails is made as small as it can be, and the command that repeats it is printed; the exit code is 1 then.
+Strategy, cuts, schedule, replicas, ZeRO, recomputation, frozen parts, mixture and microbatches are drawn; a case is
+made again from the seed and its number (`tests/parity/drawn_plans.py`). A run goes on from what its file has. A case
+that fails is made as small as it can be, and the command that repeats it is printed; the exit code is 1 then.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -26,12 +26,12 @@ from rows import ROOT, commit_of
 
 sys.path.insert(0, str(ROOT / "tests"))
 
-from parity.drawn_plans import DrawnCase, draw, smaller  # noqa: E402
-from parity.fuzzing import run_cases  # noqa: E402
-from parity.planned import PlannedCase  # noqa: E402
-from ranks import RankFailed, RanksHung, run_ranks  # noqa: E402
+from parity.drawn_plans import DrawnCase, draw, smaller
+from parity.fuzzing import run_cases
+from parity.planned import PlannedCase
+from ranks import RankFailed, RanksHung, run_ranks
 
-NUM_TOGETHER = 16
+NUM_TOGETHER = 12
 """Cases of one number of ranks that the same processes run."""
 CASE_LIMIT_S = 60
 """A case that takes longer hangs."""
@@ -175,8 +175,8 @@ def _stored(path: Path | None, seed: int) -> dict[str, Any]:
     if path is None or not path.exists():
         return fresh
     stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if stored["seed"] != seed:
-        raise SystemExit(f"{path} has cases of seed {stored['seed']}, not {seed}: name another file.")
+    if (stored["seed"], stored["commit"]) != (seed, fresh["commit"]):
+        raise SystemExit(f"{path} is of seed {stored['seed']} at {stored['commit'][:12]}: name another file, or none.")
     return stored
 
 

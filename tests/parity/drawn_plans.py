@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from itertools import count, pairwise
+from itertools import pairwise
 
 import numpy as np
 
@@ -200,8 +200,3 @@ def _smaller_units(units: tuple[Unit, ...]) -> Iterator[tuple[Unit, ...]]:
             joined = Counter(unit.stages[index]) + Counter(unit.stages[index + 1])
             stages = (*unit.stages[:index], dict(joined), *unit.stages[index + 2 :])
             yield (replace(unit, stages=stages, pp=unit.pp - 1, recompute=()),)
-
-
-def numbers() -> Iterator[int]:
-    """Of cases, from 0."""
-    return count()

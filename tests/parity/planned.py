@@ -263,7 +263,9 @@ def errors_of(case: PlannedCase) -> dict[str, float]:
     """How far this rank's losses, norms, weights and gradients are from one process, as shares of it. A collective."""
     evaluated: list[float] = []
     results, weights, gradients = run_planned(case, evaluated=evaluated)
-    figures, expected_weights, expected_gradients = expected(case)
+    wanted = [expected(case) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(wanted)
+    figures, expected_weights, expected_gradients = wanted[0]
     last = figures[-1][0]
     errors = {"evaluated loss": abs(evaluated[0] - last) / max(abs(last), 1e-9)}
     for number, (result, (loss, norm)) in enumerate(zip(results, figures)):

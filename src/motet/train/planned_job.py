@@ -26,7 +26,7 @@ from motet.runtime.place import Place
 from motet.runtime.planned_step import PlannedStep
 from motet.runtime.sections import is_layered
 from motet.runtime.sharded_state import SAME_TYPES, ComputeTypes
-from motet.schedule import PlannedProgram
+from motet.schedule import PlannedProgram, validate
 from motet.train.optimizer import build_optimizer
 from motet.train.recipe.recipe import Recipe
 from motet.train.world import World
@@ -128,6 +128,8 @@ def compute_types(recipe: Recipe) -> ComputeTypes:
 
 def connected(place: Place, world: World) -> Lanes:
     """The lanes of this rank, each tried once. A collective, which fails on all ranks if it fails on one."""
+    with world.together():
+        validate(place.program.program)  # All ranks come to the same: what is accepted ends on all of them.
     lanes = Lanes(place.pairs, world.rank, world.device)
     with world.together():
         lanes.connect()

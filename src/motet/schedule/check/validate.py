@@ -4,7 +4,7 @@ The proof covers:
 
 - each stage runs each of its passes once, whole or in complete parts;
 - all data that crosses ranks is sent and received, and the sends and receives of two ranks match in order;
-- all stages of a group enter the same collectives in the same order;
+- all stages of a group enter the same collectives in the same order, and two ranks those of all groups that they share;
 - an action stands after all actions of its own rank that it needs;
 - a dry run comes to its end (`dry_run.py`);
 - activations fit into memory.
@@ -244,6 +244,36 @@ class _Proof:
                         f"{theirs or 'none'}; all must enter the same collectives in the same order."
                     )
                     raise self.refuse(sentence, *(action for action in (ours, theirs) if action))
+        self._check_shared_groups()
+
+    def _check_shared_groups(self) -> None:
+        """Two ranks with several groups in common enter the collectives of all of them in one order."""
+        stages = self.program.stages
+        entered: list[list[Action]] = [[] for _ in self.program.actions]
+        ranks_of: dict[int, set[int]] = {}
+        for action, (rank, _) in self.position.items():
+            if action.kind in COLLECTIVES and (group := stages[action.stage].group) >= 0:
+                entered[rank].append(action)
+                ranks_of.setdefault(group, set()).add(rank)
+        pairs: dict[tuple[int, int], set[int]] = {}
+        for group, ranks in ranks_of.items():
+            for rank in ranks:
+                pairs.setdefault((min(ranks), rank), set()).add(group)
+        for (first, rank), groups in pairs.items():
+            if len(groups) > 1:
+                ours, theirs = (
+                    [action for action in entered[one] if stages[action.stage].group in groups] for one in (rank, first)
+                )
+                self._check_alike(ours, theirs, rank, first)
+
+    def _check_alike(self, ours: list[Action], theirs: list[Action], rank: int, first: int) -> None:
+        for our, their in zip(ours, theirs):
+            if event_of(our, self.program) != event_of(their, self.program):
+                sentence = (
+                    f"{our} on rank {rank} comes where rank {first} enters {their}; the two ranks share these groups, "
+                    "and must enter their collectives in one order."
+                )
+                raise self.refuse(sentence, our)
 
     def check_order(self) -> None:
         """An action stands after all actions of its own rank that it needs. Gathers are excepted: a gather stands ahead
