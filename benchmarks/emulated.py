@@ -96,6 +96,12 @@ CASES = [
     Case("chain of 2, 1f1b", chain(2), "1f1b"),
     Case("chain of 4, gpipe", chain(4), "gpipe"),
     Case("chain of 4, 1f1b", chain(4), "1f1b"),
+    Case("chain of 2, 2 stages a rank, interleaved_1f1b", chain(2, 2), "interleaved_1f1b"),
+    Case("chain of 4, 2 stages a rank, interleaved_1f1b", chain(4, 2), "interleaved_1f1b"),
+    Case("chain of 2, zb_h1", chain(2), "zb_h1"),
+    Case("chain of 4, zb_h1", chain(4), "zb_h1"),
+    Case("chain of 2, 2 stages a rank, zb_v", chain(2, 2), "zb_v"),
+    Case("chain of 4, 2 stages a rank, zb_v", chain(4, 2), "zb_v"),
     Case("modality parallel, 1 and 1", beside(1), "1f1b"),
     Case("modality parallel, 1 and 3", beside(3), "1f1b"),
 ]

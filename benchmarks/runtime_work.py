@@ -31,7 +31,7 @@ from motet.models.backbone import Backbone
 from motet.models.mllm import MLLM
 from motet.models.part import keep_spans
 from motet.models.spec import model_spec
-from motet.runtime import sections
+from motet.runtime import deferred, sections
 from motet.runtime.held import HeldParameters
 from motet.runtime.holders import sharing_groups
 from motet.runtime.mesh import build_mesh
@@ -44,6 +44,8 @@ from motet.train.planned_job import holders_of
 SCHEDULES = {
     "gpipe": (1, schedules.ScheduleGPipe),
     "1f1b": (1, schedules.Schedule1F1B),
+    "interleaved_1f1b": (2, schedules.ScheduleInterleaved1F1B),
+    "zb_v": (2, schedules.ScheduleZBVZeroBubble),
 }
 """Schedule of a Plan -> stages a rank, and torch's class for it."""
 NUM_BLOCKS, DIM, VOCABULARY = 8, 256, 512
@@ -188,12 +190,13 @@ def timed(inside: list[float]) -> Iterator[None]:
 
         return run
 
-    run, backward = sections.Section.run, torch.autograd.backward
+    run, backward, add = sections.Section.run, torch.autograd.backward, deferred.WeightProduct.add
     sections.Section.run, torch.autograd.backward = timing(run), timing(backward)
+    deferred.WeightProduct.add = timing(add)
     try:
         yield
     finally:
-        sections.Section.run, torch.autograd.backward = run, backward
+        sections.Section.run, torch.autograd.backward, deferred.WeightProduct.add = run, backward, add
 
 
 def sequence(tokens: np.ndarray) -> TokenSequence:

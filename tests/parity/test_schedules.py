@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from motet.core.plan import Unit
-from parity.planned import PlannedCase, check_planned
+from motet.runtime import planned_step
+from parity.planned import PlannedCase, check_planned, run_planned
 from parity.test_planned import chain
-from ranks import run_ranks
+from ranks import RankFailed, run_ranks
 
 
 def on_ranks(num_ranks, *stages, **options):
@@ -120,3 +121,22 @@ def test_replicas_with_several_stages_a_rank_equal_one_process(num_ranks, cases)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_random_cases_equal_one_process(num_ranks):
     check(num_ranks, [random_case(seed, num_ranks) for seed in range(NUM_RANDOM)])
+
+
+def leave_one_out(rank, num_ranks, case):
+    """A step in which W of stage 1 and microbatch 2 leaves its products where they are."""
+    whole = planned_step._RunningPlan.backward_weight
+
+    def but_one(running, action):
+        if (action.stage, action.microbatch) != (1, 2):
+            whole(running, action)
+
+    planned_step._RunningPlan.backward_weight = but_one
+    run_planned(case)
+
+
+@pytest.mark.parametrize(("dp", "where"), [(1, "end"), (2, "reduce")])
+def test_gradients_of_weights_that_still_wait_end_the_run(dp, where):
+    case = PlannedCase(on_ranks(2, *CUTS["zb_h1", 2], dp=dp), "zb_h1", batch_size=4 * dp)
+    with pytest.raises(RankFailed, match=rf"in {where}\n(.|\n)*RuntimeError: 1W2 has not run; gradients of weights"):
+        run_ranks(leave_one_out, 2 * dp, case)
