@@ -28,7 +28,7 @@ from motet.planner.comparison import rivals
 from motet.planner.infeasible import TENSOR_DEGREES
 from motet.planner.job import Job
 from motet.planner.module_pins import unmet_pin
-from motet.planner.order import with_pinned_order
+from motet.planner.order import with_pinned_deal
 from motet.planner.search_result import PassedOver, SearchResult, SimulatedCandidate
 from motet.planner.variants import fastest_variant
 from motet.simulate.predict.prediction import Prediction
@@ -208,7 +208,7 @@ def _proposals(name: str, strategy: Strategy, job: Job, pins: Pins) -> Iterator[
             elif why := unmet_pin(proposal.plan, pins.modules):
                 yield RuledOut(name, proposal.what, f"{why}, as is pinned.")
             else:
-                yield with_pinned_order(proposal, pins)
+                yield with_pinned_deal(proposal, pins)
     except UserError as error:
         # A profile may lack what one strategy needs (tensor-parallel layers, say); the others are still searched.
         yield RuledOut(name, "", str(error))

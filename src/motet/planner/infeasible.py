@@ -59,10 +59,6 @@ def not_apart(job: Job, pins: Pins, *, interleaved: bool = False) -> str | None:
     if not pins.allow(schedule="1f1b") and not (interleaved and pins.allow(schedule="interleaved_1f1b")):
         schedules = "1F1B, interleaved or not" if interleaved else "1F1B"
         return f"units that feed each other run {schedules}; the schedule is pinned to {pins.schedule!r}."
-    if not pins.allow(balance="off"):
-        return (
-            f"modules on ranks of their own are not balanced against each other; balance is pinned to {pins.balance!r}."
-        )
     return None
 
 

@@ -36,14 +36,19 @@ CAP_GROWTH = 1.02
 _ORDERS: tuple[Order, ...] = ("both", "intra", "inter")
 
 
-def with_pinned_order(candidate: Candidate, pins: Pins) -> Candidate | RuledOut:
-    """The candidate with the pinned order; as it is, if none is pinned."""
-    if pins.order in (None, candidate.plan.order):
-        return candidate
-    if candidate.plan.schedule == "data_parallel":
+def with_pinned_deal(candidate: Candidate, pins: Pins) -> Candidate | RuledOut:
+    """The candidate with the pinned order and, if it is a pipeline, the pinned balance; as it is, if none is pinned."""
+    plan = candidate.plan
+    if plan.schedule != "data_parallel":
+        dealt = replace(plan, order=pins.order or plan.order, balance=pins.balance or plan.balance)
+        if dealt.order != "given" and dealt.balance != "off":
+            why = f"order {dealt.order!r} and balance {dealt.balance!r} are pinned, and both deal out microbatches."
+            return RuledOut(candidate.strategy, candidate.what, why)
+        return candidate if dealt == plan else replace(candidate, plan=dealt)
+    if pins.order not in (None, plan.order):
         why = f"order is pinned to {pins.order!r}, which is of pipelines; balance deals examples out here."
         return RuledOut(candidate.strategy, candidate.what, why)
-    return replace(candidate, plan=replace(candidate.plan, order=pins.order))
+    return candidate
 
 
 def with_best_order(job: Job, candidate: Candidate, given: Prediction, pins: Pins) -> tuple[Candidate, Prediction]:

@@ -10,11 +10,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
 
-from motet.core.plan import BalancingMethod
+from motet.core.plan import BalancingMethod, Plan
 from motet.planner.candidate import Candidate, Pins, predict_candidate
 from motet.planner.job import Job
 from motet.planner.order import is_even, with_best_order
+from motet.schedule.plan_units import backbone_unit, pipelined_units, shares_items
 from motet.simulate.predict.prediction import Prediction
+
+MAX_JOINED_STAGES = 64
+"""The most stages, over all replicas of all units, of a Program that joins all replicas."""
 
 
 def fastest_variant(job: Job, candidate: Candidate, given: Prediction, pins: Pins) -> tuple[Candidate, Prediction]:
@@ -36,12 +40,31 @@ def fastest_variant(job: Job, candidate: Candidate, given: Prediction, pins: Pin
 
 
 def _otherwise_balanced(job: Job, candidate: Candidate, pins: Pins) -> Iterator[Candidate]:
-    """Colocated phases balanced in the other ways: "auto" weighs microbatches, without the gathers beside them."""
+    """The other ways of balancing. Of colocated phases, "auto" weighs microbatches, without the gathers beside them."""
     plan = candidate.plan
-    if plan.schedule == "data_parallel" and pins.balance is None and plan.units[0].dp > 1 and not is_even(job.batch):
-        for method in get_args(BalancingMethod):
+    if pins.balance is not None or is_even(job.batch):
+        return
+    if plan.schedule == "data_parallel":
+        for method in get_args(BalancingMethod) if plan.units[0].dp > 1 else ():
             if method != plan.balance:
                 yield replace(candidate, plan=replace(plan, balance=method, policy=job.policy_under(method)))
+    elif plan.order == "given":
+        for method in _in_pipelines(plan):
+            yield replace(candidate, plan=replace(plan, balance=method))
+
+
+def _in_pipelines(plan: Plan) -> Iterator[BalancingMethod]:
+    """The ways of balancing that can change a pipeline's step.
+
+    Items over all replicas of a unit make one Program of the whole job: it is simulated up to MAX_JOINED_STAGES.
+    """
+    shared = [
+        unit for unit in pipelined_units(plan) if unit.dp > 1 and any(shares_items(plan, n) for n in unit.modules)
+    ]
+    if shared and sum(unit.dp * len(unit.stages) for unit in pipelined_units(plan)) <= MAX_JOINED_STAGES:
+        yield "per_phase"
+    if backbone_unit(plan).dp > 1:
+        yield "joint"
 
 
 def _without_fills(candidate: Candidate) -> Iterator[Candidate]:

@@ -40,14 +40,31 @@ def test_the_answer_in_bubbles_is_not_faster_without_its_fills_in_any_order(spre
     given_job = job(batch_size=32, spread=spread)
     best = search(given_job, STRATEGIES, pinned(BUBBLES)).best
     for order in get_args(Order):
-        plan = replace(best.candidate.plan, fills=(), order=order, microbatch_caps={})
+        plan = replace(best.candidate.plan, fills=(), order=order, microbatch_caps={}, balance="off")
         prediction = predict_candidate(given_job, replace(best.candidate, plan=plan))
         assert prediction.step_s >= best.prediction.step_s
 
 
-def test_a_pinned_way_of_balancing_stays():
-    found = search(job(batch_size=32, spread=1.0), STRATEGIES, Pins(strategies=(DATA,), balance="off"))
-    assert {result.candidate.plan.balance for result in found.results} == {"off"}
+@pytest.mark.parametrize("balance", ["off", "joint"])
+def test_a_pinned_way_of_balancing_stays(balance):
+    for strategy in (DATA, "chain"):
+        found = search(job(batch_size=32, spread=1.0), STRATEGIES, Pins(strategies=(strategy,), balance=balance))
+        assert {result.candidate.plan.balance for result in found.results} == {balance}
+
+
+def test_a_pipelines_leader_is_balanced_where_that_is_faster():
+    """Its microbatches are of very different work, and replicas of a chain get even sums of them."""
+    given_job = job(batch_size=32, spread=1.0)
+    found = search(given_job, STRATEGIES, Pins(strategies=("chain",), dp=4, order="given", microbatch_size=1))
+    plan, best_s = found.best.candidate.plan, found.best.prediction.step_s
+    assert plan.balance == "joint" and "less than with balance" in found.best.candidate.facts[0]
+    unbalanced = replace(found.best.candidate, plan=replace(plan, balance="off"))
+    assert best_s < predict_candidate(given_job, unbalanced).step_s
+
+
+def test_two_ways_to_deal_out_microbatches_are_not_pinned_together():
+    found = search(job(batch_size=32), STRATEGIES, Pins(strategies=("chain",), balance="joint", order="both"))
+    assert not found.results and "both deal out microbatches" in found.ruled_out[0].why
 
 
 @pytest.mark.parametrize("strategies", [(), ("chain",)])

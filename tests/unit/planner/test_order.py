@@ -14,7 +14,7 @@ from motet.planner.chain.propose import propose_chain
 from motet.planner.data_parallel.propose import propose_data_parallel
 from motet.planner.disaggregated.propose import propose_disaggregated
 from motet.planner.modality_parallel.propose import propose_modality_parallel
-from motet.planner.order import CAP_GROWTH, NUM_BATCHES, caps_for, with_best_order, with_pinned_order
+from motet.planner.order import CAP_GROWTH, NUM_BATCHES, caps_for, with_best_order, with_pinned_deal
 from motet.planner.pins import parse_pins
 from motet.planner.report import winner_in_words
 from motet.planner.search import search
@@ -116,8 +116,8 @@ def test_a_pinned_order_is_that_of_every_pipeline():
     with pytest.raises(UserError, match="order=outer: must be one of given, intra, inter, both"):
         parse_pins(["order=outer"], strategies)
     candidate = leader(given_job, propose_data_parallel)
-    assert isinstance(with_pinned_order(candidate, Pins(order="both")), RuledOut)
-    assert with_pinned_order(candidate, Pins(order="given")) is candidate
+    assert isinstance(with_pinned_deal(candidate, Pins(order="both")), RuledOut)
+    assert with_pinned_deal(candidate, Pins(order="given")) is candidate
 
 
 def test_the_search_orders_the_best_of_a_strategy_and_says_so():

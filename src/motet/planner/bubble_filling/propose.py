@@ -80,8 +80,6 @@ def _never(job: Job, pins: Pins) -> str:
         return "bubbles are filled with modules that feed the backbone alone, and the model has others."
     if not (pins.allow(schedule="interleaved_1f1b") or pins.allow(schedule="1f1b")):
         return f"the schedule is pinned to {pins.schedule!r}; bubbles are filled under 'interleaved_1f1b' and '1f1b'."
-    if not pins.allow(balance="off"):
-        return f"balance is pinned to {pins.balance!r}; in a pipeline it is 'off'."
     return ""
 
 

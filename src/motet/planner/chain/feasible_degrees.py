@@ -105,16 +105,12 @@ class FeasibleDegrees:
 
 
 def _nothing_allowed(job: Job, pins: Pins, num_blocks: int) -> str:
-    if not pins.allow(balance="off"):
-        return f"in a pipeline nothing is balanced; balance is pinned to {pins.balance!r}."
     if pins.schedule not in (None, *SCHEDULE_NAMES):
         return f"a chain runs in {', '.join(SCHEDULE_NAMES.values())}; the schedule is pinned to {pins.schedule!r}."
     return indivisible(job, pins, num_blocks, "model") or nothing_divides(job)
 
 
 def _allowed(job: Job, pins: Pins, num_blocks: int) -> Iterator[Degrees]:
-    if not pins.allow(balance="off"):
-        return
     # Neighbouring modules may share a pipeline rank, and each may have ranks of its own.
     least = max((pins.of(module.name).pp or 1 for module in job.model.modules), default=1)
     most = sum(pins.of(module.name).pp or len(module.blocks) for module in job.model.modules)

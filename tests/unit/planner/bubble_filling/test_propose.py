@@ -141,7 +141,6 @@ def test_what_cannot_be_is_said():
         (job(lone), Pins(), "no encoders"),
         (job(with_generator), Pins(), "the model has others"),
         (job(), Pins(schedule="zb_h1"), "'zb_h1'"),
-        (job(), Pins(balance="joint"), "'joint'"),
         (job(batch_size=7), Pins(dp=2), "a batch of 7 is no multiple of the pinned DP of 2"),
         (job(), Pins(pp=1), "from PP 2 on"),
     ):

@@ -91,7 +91,6 @@ def test_with_the_state_fitting_activations_are_what_lacks():
             "a batch of 32 is no multiple of the pinned DP",
         ),
         (Pins(pp=21), "PP is pinned to 21; it must be 1 to 18, the layers of the model."),
-        (Pins(balance="joint"), "in a pipeline nothing is balanced; balance is pinned to 'joint'."),
         (Pins(schedule="data_parallel"), "a chain runs in 1F1B"),
     ],
 )

@@ -162,7 +162,6 @@ def test_what_lacks_memory_is_said_with_its_bytes() -> None:
 
 REFUSED = [
     (Pins(schedule="zb_v"), "pinned to 'zb_v'"),
-    (Pins(balance="joint"), "pinned to 'joint'"),
     (Pins(tp=3), "TP is pinned to 3"),
     (Pins(pp=9), "it must be 1 to 8"),
     (Pins(dp=5), "is no multiple"),

@@ -68,7 +68,7 @@ def test_pins_are_kept():
 
 @pytest.mark.parametrize(
     ("pins", "why"),
-    [(Pins(schedule="zb_v"), "1F1B"), (Pins(balance="joint"), "pinned to 'joint'"), (Pins(dp=5), "is no multiple")],
+    [(Pins(schedule="zb_v"), "1F1B"), (Pins(dp=5), "is no multiple")],
 )
 def test_pins_that_cannot_be_are_ruled_out(pins, why):
     candidates, ruled_out = proposed(job(), pins)
