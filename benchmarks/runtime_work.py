@@ -86,14 +86,15 @@ def run_rank(rank: int, num_ranks: int, rendezvous: str, work: Work, out: Path) 
     batches = [lengths[first : first + NUM_MICROBATCHES] for first in range(0, len(lengths), NUM_MICROBATCHES)]
     rng = np.random.default_rng(work.seed)
     tokens = [[rng.integers(0, VOCABULARY, length) for length in batch] for batch in batches]
-    sides = {"ours_s": Ours(work.schedule, rank, tokens), "theirs_s": Theirs(work.schedule, rank, tokens, max(lengths))}
+    ours, theirs = Ours(work.schedule, rank, tokens), Theirs(work.schedule, rank, tokens, max(lengths))
+    sides: dict[str, Callable[[int], float]] = {"ours_s": ours.run, "theirs_s": theirs.run}
     figures: dict[str, list[float]] = {"ours_s": [], "theirs_s": [], "overhead_s": []}
     for number in range(-WARM_UP, work.num_pairs):
         losses = {}
-        for name, side in list(sides.items())[:: 1 if number % 2 else -1]:
+        for name, run in list(sides.items())[:: 1 if number % 2 else -1]:
             dist.barrier()
             start_s = time.perf_counter()
-            losses[name] = side.run(number % len(batches))
+            losses[name] = run(number % len(batches))
             taken_s = torch.tensor([time.perf_counter() - start_s, losses[name]], dtype=torch.float64)
             dist.all_reduce(taken_s, dist.ReduceOp.MAX)
             losses[name] = float(taken_s[1])
@@ -102,7 +103,7 @@ def run_rank(rank: int, num_ranks: int, rendezvous: str, work: Work, out: Path) 
         if abs(losses["ours_s"] - losses["theirs_s"]) > SAME * losses["theirs_s"]:
             raise SystemExit(f"losses differ, {losses}: the sides do not run the same steps")
         if number >= 0:
-            figures["overhead_s"].append(sides["ours_s"].overhead_s)
+            figures["overhead_s"].append(ours.overhead_s)
     if rank == 0:
         out.write_text(json.dumps(figures), encoding="utf-8")
     dist.destroy_process_group()
