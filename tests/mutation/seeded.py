@@ -87,12 +87,12 @@ def a_reduction_is_missed(patch):
 def microbatches_are_swapped(patch):
     backward, of_stage = _RunningPlan.backward, sections.SectionedStage.backward
 
-    def fits(self, runs, gradients):
+    def fits(self, runs, gradients, *more):
         for run in runs[-1:]:
             name = run.section.span.module
             if gradients.get(name) is not None:
                 gradients[name] = fitted(gradients[name], run.output)
-        return of_stage(self, runs, gradients)
+        return of_stage(self, runs, gradients, *more)
 
     def swapped(self, action):
         runs, key, other = self.tensors.runs, *((action.stage, action.microbatch ^ bit) for bit in (0, 1))
