@@ -66,9 +66,10 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "--set": ("", "=", "run", "run.steps", "=3", ".=3", "run.=3", "run.steps=", "run.steps=[", "a.b.c.d=1", "run=[]",
               "run.steps=1\nrun.seed=2", "x" * 10_000, "run.steps=1=2", "run.steps.x=3"),
     "--pin": ("", "tp", "tp=", "tp=0", "tp=-1", "tp=nan", "tp=1.5", "tp=1000000000", "tp=1000000000000", "=8", "xp=2",
-              "strategy=magic", "schedule=2f2b", "recompute=maybe"),
+              "strategy=magic", "schedule=2f2b", "recompute=maybe", "video.pp=2", "image.pp=0", "image.xp=2", ".pp=2"),
     "--cluster": ("", "h1000", "cpu:0", "H100 80GB", "nan", "../a40"),
     "--mix": ("", "columns", "Rows ", "nan"),
+    "--launch": ("", "pbs", "Slurm ", "nan"),
     "--resume": ("", "sometimes", "/dev/zero", "{folder}/fifo", "{folder}/some folder", "{folder}/empty", "-1"),
 }  # fmt: skip
 """Wrong words for options that take some; what is no word at all is tried too."""

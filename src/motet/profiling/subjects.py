@@ -134,7 +134,9 @@ def grid_of(lengths: Int64Array, max_rows: int, *, padded: bool) -> tuple[list[B
         # As many rows of each length; if items are padded, each counts as long as the longest.
         for mixed, rows in ((between, max_rows // 2), (chosen[:-1], max_rows // 8)):
             share = rows // len(mixed)
-            held_out.append(tuple((max(share // (max(mixed) if padded else length), 1), length) for length in mixed))
+            if fitting := [length for length in mixed if length <= share]:
+                longest = max(fitting)
+                held_out.append(tuple((share // (longest if padded else length), length) for length in fitting))
     grid = list(dict.fromkeys(grid))
     return grid, [batch for batch in held_out if batch not in grid]
 

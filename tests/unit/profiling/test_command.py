@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -52,6 +52,7 @@ def counting_watch(work):
     st.integers(1, 20_000),
     st.booleans(),
 )
+@example([8, 123, 4999], 4999, False)
 def test_batches_stay_in_bounds_and_held_out_ones_are_others(lengths, max_rows, padded):
     lengths = np.array(sorted(lengths))
     grid, held_out = grid_of(lengths, max_rows, padded=padded)
