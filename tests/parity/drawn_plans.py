@@ -45,6 +45,7 @@ _OPTIONS = {
     "deferred_warmup": lambda rng: bool(rng.random() < 0.5),
     "balance": lambda rng: str(rng.choice(["off", "off", "joint", "per_phase"])),
     "order": lambda rng: str(rng.choice(["given", "given", "intra", "inter", "both"])),
+    "fill_seed": lambda rng: int(rng.integers(-1000, 1000)),
 }
 """Field of a PlannedCase -> how it is drawn. All are drawn, so that cases stay the same when a field is new."""
 _MAX_ATTEMPTS = 2000
