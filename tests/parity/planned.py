@@ -135,7 +135,8 @@ class PlannedCase:
     def plan(self) -> Plan:
         """The Plan of the tiny model."""
         where = cluster("h100", num_nodes=1)
-        where = replace(where, device=replace(where.device, overlaps=not self.blocking))
+        peaks = {**where.device.peak_flops, "fp64": 6.7e13}
+        where = replace(where, device=replace(where.device, peak_flops=peaks, overlaps=not self.blocking))
         spec = _spec(self.frozen, self.tied)
         sizes = self.batch_size, self.microbatch_size
         options = {"microbatch_caps": self.caps, "balance": self.balance, "deferred_warmup": self.deferred_warmup}

@@ -95,6 +95,9 @@ def _in_stages(plan: Plan, recipe: Recipe) -> dict[str, bool]:
     modules = recipe.modules
     return {
         "ranks left over": sum(unit.num_ranks for unit in pipelined_units(plan)) < plan.cluster.num_ranks,
+        f"the order {plan.order!r} in {plan.precision}, of which its device states no peak": (
+            plan.order != "given" and plan.precision not in plan.cluster.device.peak_flops
+        ),
         f"parts of passes that are no blocks ({(part := _cut_block(plan))} of fills)": bool(part),
         "several encoders of an item in a pipeline (reads)": any(len(names) > 1 for names in modules.readers.values()),
         "a projector with queries in a pipeline (projector.kind)": any(
