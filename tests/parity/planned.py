@@ -109,6 +109,7 @@ class PlannedCase:
     """A Plan by its units, and what it is run on.
 
     contents: media that examples have. blocking: whether messages hold up compute. caps: of microbatches.
+    example_order: `order` of the Plan; the fuzzer's stored cases have none.
     fill_seed: of random fills of bubbles; -1: coarse ones.
     """
 
@@ -123,7 +124,7 @@ class PlannedCase:
     caps: dict[str, int] = field(default_factory=dict)
     balance: str = "off"
     deferred_warmup: bool = False
-    order: str = "given"
+    example_order: str = "given"
     fill_seed: int = -1
     seed: int = 0
 
@@ -140,7 +141,7 @@ class PlannedCase:
         spec = _spec(self.frozen, self.tied)
         sizes = self.batch_size, self.microbatch_size
         options = {"microbatch_caps": self.caps, "balance": self.balance, "deferred_warmup": self.deferred_warmup}
-        options |= {"order": self.order}
+        options |= {"order": self.example_order}
         plan = Plan(spec, where, self.units, *sizes, self.schedule, precision="fp64", **options)
         return plan if self.fill_seed < 0 else with_random_fills(plan, self.fill_seed)
 
