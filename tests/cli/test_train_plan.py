@@ -53,7 +53,6 @@ def refused(job, tmp_path, monkeypatch, capsys):
         (["balance.method=joint"], {}, "sets balance.method, which the plan"),
         (["run.batch_size=12"], {}, "is for run.batch_size = 6, and the recipe has 12; plan anew: motet plan RECIPE"),
         (["run.dtype=float32"], {}, "is for precision = fp64, and the recipe has fp32; plan anew: motet plan RECIPE"),
-        ([], {"order": "inter"}, "has the order 'inter', which training cannot run yet"),
         (
             ["model.backbone.config.num_hidden_layers=4"],
             {},
@@ -159,16 +158,16 @@ def test_degrees_that_no_plan_has_end_training_with_a_sentence(job, tmp_path, mo
 def test_planning_marks_or_leaves_out_what_cannot_be_trained(job, tmp_path, monkeypatch, capsys):
     """--trainable writes a plan that training runs; without it, what it cannot run is said."""
     out = tmp_path / "plan.json"
-    given = ["motet", "plan", str(job), "--ranks-per-node", "2", "--pin", "pp=2", "--pin", "tp=1", "--out", str(out)]
-    for more in ([], ["--trainable"]):
+    given = ["motet", "plan", str(job), "--ranks-per-node", "2", "--out", str(out)]
+    for more in (["--pin", "tp=2"], ["--pin", "pp=2", "--pin", "tp=1", "--trainable"]):
         monkeypatch.setattr(sys, "argv", [*given, *more])
         with pytest.raises(SystemExit) as exit_:
             main()
         assert not exit_.value.code
         said = " ".join(capsys.readouterr().out.split())
-        if more:
-            assert "training cannot run encoders in bubbles" in said and "only predicted" not in said
-            assert "ZB-H1" in said, "schedules that training runs are proposed"
+        if "--trainable" in more:
+            assert "training cannot run" not in said and "only predicted" not in said
+            assert "ZB-H1" in said and "bubble filling" in said, "what training runs is proposed"
             assert f"torchrun --standalone --nproc-per-node 2 -m motet train {job} --plan {out}" in said
             assert "plan.sbatch" not in said
         else:

@@ -90,6 +90,7 @@ def drawn_at(seed: int, number: int, attempt: int) -> tuple[str, PlannedCase]:
         batch_size=backbone.dp * microbatch_size * num_microbatches,
         microbatch_size=microbatch_size,
         seed=int(rng.integers(2**31)),
+        fill_seed=int(rng.integers(-1000, 1000)),
         **{name: value for name, value in options.items() if name in known},
     )
 
@@ -179,6 +180,7 @@ def smaller(case: PlannedCase) -> Iterator[PlannedCase]:
         *({"schedule": schedule} for schedule in SCHEDULES[: SCHEDULES.index(case.schedule)]),
         *({name: PlannedCase.__dataclass_fields__[name].default} for name in _OPTIONS if name in case.__dict__),
         {"caps": {}},
+        {"fill_seed": -1},
         *({"units": units} for units in _smaller_units(case.units)),
     ]
     for change in changes:

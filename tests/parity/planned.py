@@ -20,7 +20,6 @@ from transformers import (
 )
 from transformers.models.whisper.modeling_whisper import WhisperEncoder as HFWhisperEncoder
 
-from motet.assign.planned_step import decide_planned_step
 from motet.core.plan import Plan, Unit
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
@@ -45,9 +44,10 @@ from motet.runtime.place import Place
 from motet.runtime.planned_step import PlannedStep
 from motet.runtime.sharded_state import SAME_TYPES, ComputeTypes
 from motet.runtime.step import StepResult
-from motet.train.input.planned import StageNeeds
+from motet.train.input.planned import StageNeeds, decided_under
 from motet.train.optimizer import OptimizerConfig, build_optimizer
 from motet.train.planned_job import holders_of
+from parity.random_fills import with_random_fills
 from parity.tiny import draw_example, reference_step
 
 DIM, VOCABULARY = 16, 40
@@ -109,6 +109,8 @@ class PlannedCase:
     """A Plan by its units, and what it is run on.
 
     contents: media that examples have. blocking: whether messages hold up compute. caps: of microbatches.
+    example_order: `order` of the Plan; the fuzzer's stored cases have none.
+    fill_seed: of random fills of bubbles; -1: coarse ones.
     """
 
     units: tuple[Unit, ...]
@@ -122,6 +124,8 @@ class PlannedCase:
     caps: dict[str, int] = field(default_factory=dict)
     balance: str = "off"
     deferred_warmup: bool = False
+    example_order: str = "given"
+    fill_seed: int = -1
     seed: int = 0
 
     @property
@@ -132,11 +136,14 @@ class PlannedCase:
     def plan(self) -> Plan:
         """The Plan of the tiny model."""
         where = cluster("h100", num_nodes=1)
-        where = replace(where, device=replace(where.device, overlaps=not self.blocking))
+        peaks = {**where.device.peak_flops, "fp64": 6.7e13}
+        where = replace(where, device=replace(where.device, peak_flops=peaks, overlaps=not self.blocking))
         spec = _spec(self.frozen, self.tied)
         sizes = self.batch_size, self.microbatch_size
         options = {"microbatch_caps": self.caps, "balance": self.balance, "deferred_warmup": self.deferred_warmup}
-        return Plan(spec, where, self.units, *sizes, self.schedule, precision="fp64", **options)
+        options |= {"order": self.example_order}
+        plan = Plan(spec, where, self.units, *sizes, self.schedule, precision="fp64", **options)
+        return plan if self.fill_seed < 0 else with_random_fills(plan, self.fill_seed)
 
     def examples(self, step: int) -> list[LoadedExample]:
         """Of very different lengths; about a third are text only, and the first microbatch has no image."""
@@ -205,15 +212,15 @@ def batches_of(case: PlannedCase, place: Place, model: MLLM, step: int) -> list[
     """The microbatches of a step, as far as this rank needs them."""
     examples, plan = case.examples(step), place.program.layout.plan
     lengths = LoadedTables.read([tables_of(examples, PHASES, model.encoders)], PHASES).lengths
-    needs = StageNeeds.of(place.replicas, place.stage_spans, plan.model.num_blocks)
+    needs = StageNeeds.of(place.replicas, place.stages.values(), plan.model.num_blocks)
     batches = []
-    for part in decide_planned_step(plan, lengths).microbatches:
+    for number, part in enumerate(decided_under(plan, lengths).microbatches):
         chosen = [examples[number] for number in part.examples]
         items = {p: [m for e in chosen for q, m in zip(e.sequence.media, e.media) if q == p] for p in PHASES}
         taken = {
             phase: [items[phase][i] for i in part.decision.assignments[phase].on_rank(replica)]
             for phase, replica in place.replicas.items()
-            if phase in needs.media
+            if number in needs.media.get(phase, ())
         }
         sizes = {p: np.array([m.size for m in items[p]], np.int64).reshape(-1, SIZE_DIMS[p]) for p in PHASES}
         sequences = None

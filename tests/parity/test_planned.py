@@ -34,6 +34,7 @@ CASES = [
     PlannedCase(TWO, frozen=("backbone",)),
     PlannedCase(TWO, contents=()),
     PlannedCase(TWO, contents=("audio",), microbatch_size=2),
+    PlannedCase(TWO, example_order="both", microbatch_size=2, batch_size=12),
     PlannedCase(chain({"i": 3, "a": 1}, {"a": 1, "b": 3}, recompute=({"image": 2, "audio": 1}, {"backbone": 2}))),
     PlannedCase(chain({"i": 3, "a": 2, "b": 1}, {"b": 2}, recompute=({"image": 3, "backbone": 1}, {"backbone": 2}))),
 ]
@@ -49,9 +50,11 @@ CASES_OF_3 = [
     PlannedCase(THREE, "gpipe", frozen=("image encoder",), tied=True),
     PlannedCase(THREE, blocking=True, frozen=("backbone",)),
 ]
+CHAINS_OF_2 = chain({"i": 3, "a": 2}, {"b": 3}, dp=2)
 CASES_OF_4 = [
     PlannedCase(chain({"i": 3, "a": 2, "b": 1}, {"b": 2}, dp=2), tied=True),
     PlannedCase(chain({"i": 2}, {"i": 1, "a": 2, "b": 3}, dp=2), "gpipe", batch_size=8, microbatch_size=2),
+    PlannedCase(CHAINS_OF_2, example_order="inter", batch_size=8, caps={"backbone": 80, "image": 30}),
     PlannedCase(
         (
             Unit("image", ({"image": 3},), first_rank=0, dp=2, zero=0),

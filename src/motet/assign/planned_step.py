@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from motet.assign.orchestrator import Decision
+from motet.assign.ordering import StepSeconds
 from motet.assign.plan import assign_step
 from motet.assign.step import ModuleAssignment, StepAssignment
 from motet.assign.whole_step import DecidedMicrobatch, DecidedStep
@@ -21,13 +22,13 @@ from motet.core.plan import Plan
 from motet.core.workload import BACKBONE, BatchLengths
 
 
-def decide_planned_step(plan: Plan, lengths: BatchLengths) -> DecidedStep:
-    """Decide a step of `plan.batch_size` examples; the same on all ranks. Raises as `assign_step` does.
+def decide_planned_step(plan: Plan, lengths: BatchLengths, seconds: StepSeconds | None = None) -> DecidedStep:
+    """Decide a step of `plan.batch_size` examples; the same on all ranks. seconds: as of `assign_step`, and so errors.
 
     `assign.step.joined` puts the lengths and assignments of its microbatches together to the StepAssignment again.
     """
     start_s = time.perf_counter()
-    step = assign_step(plan, lengths)
+    step = assign_step(plan, lengths, seconds=seconds)
     microbatch = step.modules[BACKBONE].microbatch
     parts = tuple(
         _decided(step, number, np.flatnonzero(microbatch == number)) for number in range(step.num_microbatches)

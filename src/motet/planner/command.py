@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -76,16 +76,11 @@ def plan_command(
             "them out."
         )
     quota = Quota(1, lambda plan: not obstacle(plan)) if obstacle is not None and is_trainable else NO_QUOTA
-    result = find_plans(job, trainable_pins(pins) if is_trainable else pins, quota)
+    result = find_plans(job, pins, quota)
     if obstacle is not None:
         result = result.with_obstacles(obstacle, is_trainable=is_trainable)
     write_outputs(result, outputs)
     return result.best
-
-
-def trainable_pins(pins: Pins) -> Pins:
-    """The pins of a search for Plans to train, which takes examples in the given order alone, as yet."""
-    return pins if pins.order is not None else replace(pins, order="given")
 
 
 def write_outputs(result: SearchResult, outputs: PlanOutputs) -> None:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import nn
 
-from motet.assign.planned_step import decide_planned_step
 from motet.core.cluster import Cluster
 from motet.core.errors import JointUserError, UserError
 from motet.core.module_degrees import ModuleDegrees
@@ -41,7 +40,7 @@ from motet.runtime.fsdp import FSDPConfig
 from motet.runtime.mesh import build_mesh
 from motet.runtime.place import Place
 from motet.runtime.step import StepResult
-from motet.train.input.planned import StageNeeds, stages_of_examples
+from motet.train.input.planned import StageNeeds, decided_under, stages_of_examples
 from motet.train.planned_job import ChosenPlan, PartConfig, build_part, check_cuts
 from motet.train.world import World, borrowed_world
 
@@ -63,7 +62,7 @@ class ParallelMLLM:
         self._encoders, self._num_steps = dict(model.encoders), 0
         place = Place.of(plan, world.rank)
         part = PartConfig(lambda held: held.to(world.device), make_optimizer, max_grad_norm)
-        self._needs = StageNeeds.of(place.replicas, place.stage_spans, plan.model.num_blocks)
+        self._needs = StageNeeds.of(place.replicas, place.stages.values(), plan.model.num_blocks)
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
         self._step, self.optimizer = build_part(model, plan.model, place, part, mesh, world)
 
@@ -96,8 +95,9 @@ class ParallelMLLM:
     def _batches(self, batch: Sequence[LoadedExample], lengths: Any) -> list[RankBatch]:
         if len(batch) != self.plan.batch_size:
             raise UserError(f"a step of the plan takes {self.plan.batch_size} examples, not {len(batch)}")
-        decided = decide_planned_step(self.plan, lengths)
-        return [stages_of_examples(part, batch, self._needs).to(self._world.device) for part in decided.microbatches]
+        decided = decided_under(self.plan, lengths)
+        parts = enumerate(decided.microbatches)
+        return [stages_of_examples(number, part, batch, self._needs).to(self._world.device) for number, part in parts]
 
 
 def apply(

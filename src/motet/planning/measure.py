@@ -30,7 +30,7 @@ from motet.cost.profile import PROFILE_FILE
 from motet.data.order import ListedOrder
 from motet.dispatch import BalanceConfig, RankBatch
 from motet.planner.candidate import Pins, predict_candidate, size_words
-from motet.planner.command import PlanOutputs, find_plans, trainable_pins, write_outputs
+from motet.planner.command import PlanOutputs, find_plans, write_outputs
 from motet.planner.evaluation import Quota
 from motet.planner.job import Job
 from motet.planner.search_result import SearchResult, SimulatedCandidate
@@ -126,7 +126,7 @@ def plan_measured(request: MeasureRequest, outputs: PlanOutputs) -> None:
         with world.together():
             if world.is_first:
                 job, recipe = _job(request, world), load_recipe(request.recipe, request.overrides, trains=False)
-                pins = trainable_pins(request.pins)
+                pins = request.pins
                 found = find_plans(job, pins, Quota(request.num_plans, lambda plan: not obstacle(plan, recipe)))
                 plans = [each.candidate.plan for each in (found.best, *found.results[1:])]
                 obstacles = {index: obstacle(plan, recipe) for index, plan in enumerate(plans)}

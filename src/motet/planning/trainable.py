@@ -12,7 +12,8 @@ from motet.core.cluster import Cluster
 from motet.core.plan import Plan
 from motet.cost.catalogue import DEVICES
 from motet.cost.memory import PRECISION_OF_DTYPE
-from motet.schedule.plan_units import units_in_bubbles
+from motet.schedule import parse_action, planned
+from motet.schedule.plan_units import pipelined_units
 
 if TYPE_CHECKING:
     from motet.train.recipe.recipe import Recipe
@@ -69,6 +70,19 @@ def _obstacle_in(recipe: Recipe, plan: Plan) -> str:
     return obstacle(plan, recipe)
 
 
+def _cut_block(plan: Plan) -> str:
+    """The first part of a pass in a Plan's fills that is not made of whole blocks, such as "9F3.2"; "" if all are.
+
+    Parts of the backbone's passes are halves of layers and tensor-parallel communication.
+    """
+    if halves := [fill.before for fill in plan.fills if "." in fill.before]:
+        return halves[0]
+    if not any("." in fill.action for fill in plan.fills):
+        return ""
+    cut = {number for number, stage in enumerate(planned(plan).stages) if stage.num_parts > stage.num_layers}
+    return next((fill.action for fill in plan.fills if parse_action(fill.action).stage in cut), "")
+
+
 def _data_parallel(plan: Plan) -> dict[str, bool]:
     unit = plan.units[0]
     return {
@@ -80,9 +94,11 @@ def _data_parallel(plan: Plan) -> dict[str, bool]:
 def _in_stages(plan: Plan, recipe: Recipe) -> dict[str, bool]:
     modules = recipe.modules
     return {
-        "ranks left over": sum(unit.num_ranks for unit in plan.units) < plan.cluster.num_ranks,
-        "encoders in bubbles (units on the backbone's ranks)": bool(units_in_bubbles(plan)),
-        f"the order {plan.order!r}": plan.order != "given",
+        "ranks left over": sum(unit.num_ranks for unit in pipelined_units(plan)) < plan.cluster.num_ranks,
+        f"the order {plan.order!r} in {plan.precision}, of which its device states no peak": (
+            plan.order != "given" and plan.precision not in plan.cluster.device.peak_flops
+        ),
+        f"parts of passes that are no blocks ({(part := _cut_block(plan))} of fills)": bool(part),
         "several encoders of an item in a pipeline (reads)": any(len(names) > 1 for names in modules.readers.values()),
         "a projector with queries in a pipeline (projector.kind)": any(
             part.projector.kind in ("resampler", "qformer") for part in modules.encoders.values()

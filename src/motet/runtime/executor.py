@@ -6,7 +6,7 @@ The executor knows no model and no tensor. The handlers of F and B are in `passe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -64,7 +64,9 @@ class Executor:
 
     handlers:  kind -> function that executes an action of this kind.
     leave_out: kinds that are not executed.
-    Raises ArgumentError, before anything runs, if the row has a kind without a handler, or a part of a pass.
+    in_parts:  kinds whose handlers execute parts of passes too.
+    Raises ArgumentError, before anything runs, if the row has a kind without a handler, or a part of a pass that is
+    executed whole.
 
     Example:
         >>> import torch
@@ -84,6 +86,7 @@ class Executor:
         clock: ActionClock,
         *,
         leave_out: Iterable[Kind] = (),
+        in_parts: Collection[Kind] = (),
     ) -> None:
         left_out = frozenset(leave_out)
         self._actions = [(index, action) for index, action in enumerate(program.row) if action.kind not in left_out]
@@ -94,10 +97,8 @@ class Executor:
                 raise ArgumentError(
                     f"{action} cannot be executed: the runtime has {known}, but no {action.kind} ({action.kind.words})."
                 )
-            if action.part >= 0:
-                raise ArgumentError(
-                    f"{action} cannot be executed: it is a part, and the runtime has whole passes only."
-                )
+            if action.part >= 0 and action.kind not in in_parts:
+                raise ArgumentError(f"{action} cannot be executed: it is a part, and {action.kind} is executed whole.")
 
     def run(self, step: int, before: Hook | None = None) -> None:
         """Execute every action. step: number of the step in the Timeline. before: called before each action."""

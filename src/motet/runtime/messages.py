@@ -71,7 +71,7 @@ class Messages:
         if self._is_sent(Kind.SEND_B, stage, microbatch):
             self._tensors.input_gradients[stage, microbatch] = gradients
         for source, sinks in self._place.local_edges.items():
-            if stage in sinks:
+            if stage in sinks and self._place.stages[source].takes(microbatch):
                 parts = [part for part in self._parts(sinks[stage], microbatch) if part.has_gradient]
                 pieces = self._gradient_pieces(parts, gradients)
                 self._take_gradients(source, microbatch, zip(parts, pieces, strict=True))

@@ -31,11 +31,13 @@ from motet.runtime.mesh import Mesh
 from motet.runtime.messages import Messages
 from motet.runtime.p2p import Lanes
 from motet.runtime.place import Place
-from motet.runtime.sections import Section, SectionedStage, spans_of
+from motet.runtime.sections import Section, SectionedStage, SectionRun, spans_of
 from motet.runtime.stage import Model
 from motet.runtime.step import StepResult, update_if_finite
 from motet.runtime.tensors import StageTensors
 from motet.schedule.program import Action, Kind
+
+_IN_PARTS = (Kind.F, Kind.B)
 
 
 class PlannedStep:
@@ -86,7 +88,8 @@ class PlannedStep:
         leave_out = () if self.optimizer else (Kind.STEP,)
         with self.held.whole():
             running = _RunningPlan(self, batches)
-            Executor(self.place.row, running.handlers, self.clock, leave_out=leave_out).run(step)
+            row, handlers = self.place.row, running.handlers
+            Executor(row, handlers, self.clock, leave_out=leave_out, in_parts=_IN_PARTS).run(step)
             running.end()
         return StepResult(
             step,
@@ -108,7 +111,7 @@ class PlannedStep:
         """
         with self.held.whole():
             running = _RunningPlan(self, batches, model=model, trains=False)
-            Executor(self.place.forward.row, running.handlers, self.clock).run(0)
+            Executor(self.place.forward.row, running.handlers, self.clock, in_parts=_IN_PARTS).run(0)
         self.clock.take()  # Of no step.
         dist.all_reduce(running.totals, group=self.mesh.group)
         self.lanes.wait_for_sends()
@@ -167,9 +170,12 @@ class _RunningPlan:
         key = action.stage, action.microbatch
         inputs = self.tensors.inputs.pop(key, {})
         self.step.held.use(action.stage)
-        outputs, runs = self.stages[action.stage].forward(self.batches[action.microbatch], inputs)
+        outputs, runs = self.stages[action.stage].forward(self.batches[action.microbatch], inputs, action.part)
         if runs:
-            self.tensors.runs[key] = runs
+            self.tensors.runs.setdefault(key, []).extend(runs)
+        if not self._ends_pass(action):
+            self.tensors.inputs[key] = outputs
+            return
         self.step.held.release(*key)
         self.messages.made_outputs(*key, outputs)
 
@@ -198,7 +204,7 @@ class _RunningPlan:
     def _backward(self, action: Action, deferring: Callable[[], AbstractContextManager[None]]) -> None:
         """From the gradients that arrived, or from the loss."""
         key = action.stage, action.microbatch
-        runs, gradients = self.tensors.runs.pop(key, []), self.tensors.output_gradients.pop(key, {})
+        runs, gradients = self._taken_runs(action), self.tensors.output_gradients.pop(key, {})
         if runs and runs[-1].section.takes_loss:
             loss = runs[-1].output
             assert loss is not None, "what takes the loss is not recomputed"
@@ -207,10 +213,30 @@ class _RunningPlan:
             # A copy of a replicated encoder whose stage takes nothing in: its pass runs as predicted, and adds nothing.
             gradients.setdefault(runs[-1].section.span.module, torch.zeros_like(runs[-1].output))
         self.step.held.use(action.stage)
+        # Programs have no R of encoders in bubbles: their B recomputes, and is priced so.
+        self.stages[action.stage].recompute(self.batches[action.microbatch], runs)
         gradients = self.stages[action.stage].backward(runs, gradients, deferring)
         self.step.held.collect(action.stage)
+        if not self._ends_pass(action):
+            self.tensors.output_gradients[key] = gradients
+            return
         self.step.held.release(*key)
         self.messages.made_gradients(*key, gradients)
+
+    def _ends_pass(self, action: Action) -> bool:
+        """Whether it is a whole pass, or the last part of one."""
+        return action.part in (-1, self.step.place.stages[action.stage].num_parts - 1)
+
+    def _taken_runs(self, action: Action) -> list[SectionRun]:
+        """The runs that a backward pass, or a part of one, goes through; they are taken away."""
+        key = action.stage, action.microbatch
+        runs = self.tensors.runs.pop(key, [])
+        if action.part < 0:
+            return runs
+        part = self.step.place.stages[action.stage].num_parts - 1 - action.part
+        if left := [run for run in runs if run.section.span.part != part]:
+            self.tensors.runs[key] = left
+        return [run for run in runs if run.section.span.part == part]
 
     def gather(self, action: Action) -> None:
         """Start to gather the parameters of a stage."""

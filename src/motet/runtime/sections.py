@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -21,7 +21,7 @@ from motet.core.spec import ModelSpec, Module
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import PackedSequences, RankBatch
 from motet.runtime.stage import Model
-from motet.schedule import PlannedStage
+from motet.schedule import PlannedStage, parts_of
 
 
 class CuttableEncoder(Protocol):
@@ -48,6 +48,7 @@ class BlockSpan:
     is_whole:     the module is run in one call, as it may have no parts.
     sources:      modules whose outputs it takes in if it enters.
     is_trainable: whether any parameter of the blocks is updated.
+    part:         the part of the stage's forward pass that it belongs to.
     """
 
     module: str
@@ -59,6 +60,7 @@ class BlockSpan:
     sources: tuple[str, ...]
     is_recomputed: bool
     is_trainable: bool
+    part: int = 0
 
     @property
     def taken(self) -> tuple[str, ...]:
@@ -67,7 +69,15 @@ class BlockSpan:
 
 
 def spans_of(stage: PlannedStage, model: ModelSpec) -> Iterator[BlockSpan]:
-    """The sections of a stage, in the order in which they run. What takes the loss is one of its own."""
+    """The sections of a stage, in the order in which they run. What takes the loss is one of its own.
+
+    Raises ArgumentError for parts of passes that are no blocks.
+    """
+    for number, part in enumerate(parts_of(stage)):
+        yield from (replace(span, part=number) for span in _spans_of_part(part, model))
+
+
+def _spans_of_part(stage: PlannedStage, model: ModelSpec) -> Iterator[BlockSpan]:
     for name, (first, stop) in stage.layers.items():
         module, num_recomputed = model.module(name), stage.recomputed.get(name, 0)
         enters, is_last = first == 0, stop == len(module.blocks)
@@ -175,13 +185,17 @@ class SectionedStage:
     def __init__(self, sections: Sequence[Section], has_backward: bool, device: torch.device) -> None:
         self._sections, self._has_backward, self._device = sections, has_backward, device
 
-    def forward(self, batch: RankBatch, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[SectionRun]]:
-        """Run all sections. inputs: what arrived; a gradient is computed for what requires one.
+    def forward(
+        self, batch: RankBatch, inputs: Mapping[str, Tensor], part: int = -1
+    ) -> tuple[dict[str, Tensor], list[SectionRun]]:
+        """Run the sections of a part, or (-1) all. inputs: what is there; a gradient is computed for what requires one.
 
         Returns what is there behind the last section, and the runs that wait for backward.
         """
         held, runs = dict(inputs), []
         for section in self._sections:
+            if part not in (-1, section.span.part):
+                continue
             span = section.span
             taken = {name: held.pop(name) for name in span.taken if name in held}
             if not section.has_input(batch):
@@ -202,9 +216,9 @@ class SectionedStage:
         return held, runs
 
     def recompute(self, batch: RankBatch, runs: Sequence[SectionRun]) -> None:
-        """Run the sections that are recomputed again, with a graph, and with the same random numbers."""
+        """Run sections again whose output was not kept, with a graph, and with the same random numbers."""
         for run in runs:
-            if run.section.span.is_recomputed:
+            if run.output is None:
                 devices = [self._device] if self._device.type == "cuda" else []
                 with torch.random.fork_rng(devices), torch.enable_grad():
                     torch.set_rng_state(run.random[0])

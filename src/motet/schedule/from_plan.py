@@ -160,12 +160,13 @@ def _pipelined(layout: Layout) -> PlannedProgram:
         program, added = _filled(layout, program)
         stages += added
     zero = {number: stage.zero for number, stage in enumerate(stages) if len(stage.data_ranks) > 1}
-    program = add_data_parallel(program, zero, [number for number, stage in enumerate(stages) if stage.trainable])
-    device = layout.plan.cluster.device
-    if layout.in_bubbles and not device.overlaps and dry_run(program, blocking=True).cycle:
+    device, trainable = layout.plan.cluster.device, [number for number, stage in enumerate(stages) if stage.trainable]
+    at_ends = bool(layout.in_bubbles) and not device.overlaps
+    program = add_data_parallel(program, zero, trainable, at_ends=at_ends)
+    if at_ends and dry_run(program, blocking=True).cycle:
         raise UserError(
             f"encoders in bubbles and the backbone wait for each other on device {device.name!r}, whose communication "
-            "holds up computation: encoders need zero 0 there, with no parameters to gather."
+            "holds up computation: units need zero 0 or 1 there, with no collectives in each microbatch."
         )
     if layout.backbone.replicated and dry_run(program, blocking=not device.overlaps).cycle:
         raise UserError(

@@ -11,12 +11,14 @@ Program ranks are numbered by unit, replica, and pipeline rank. Under "data_para
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
 from typing import Literal
 
+from motet.core.errors import ArgumentError
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.schedule.check.fit import check_fit
@@ -95,6 +97,10 @@ class PlannedStage:
         """Number of groups of ranks that share the stage's examples."""
         return len(self.ranks) // (self.unit.tp * self.unit.cp)
 
+    def takes(self, microbatch: int) -> bool:
+        """Whether the stage computes a microbatch."""
+        return microbatch in self.microbatches
+
     @property
     def zero(self) -> Literal[0, 1, 2, 3]:
         """The ZeRO stage that applies: 0 if shard groups are single ranks, which shard nothing."""
@@ -109,6 +115,31 @@ class PlannedStage:
 def part_layers(num_layers: int, num_parts: int) -> tuple[tuple[int, int], ...]:
     """(first, stop) of the layers of each part of a forward pass that is cut between layers, as evenly as possible."""
     return tuple((part * num_layers // num_parts, (part + 1) * num_layers // num_parts) for part in range(num_parts))
+
+
+def parts_of(stage: PlannedStage) -> tuple[PlannedStage, ...]:
+    """A stage for each part of a stage's forward pass, with the part's blocks; its backward pass has them in reverse.
+
+    Raises ArgumentError for more parts than blocks: such parts are cut inside a block.
+    """
+    if stage.num_parts > stage.num_layers:
+        raise ArgumentError(
+            f"passes of a stage with {stage.num_layers} blocks are in {stage.num_parts} parts; parts that are executed "
+            "are blocks."
+        )
+    if stage.num_parts == 1:
+        return (stage,)
+    parts, modules = [], [name for name, (first, stop) in stage.layers.items() for _ in range(first, stop)]
+    done = {name: first for name, (first, _) in stage.layers.items()}
+    for first, stop in part_layers(stage.num_layers, stage.num_parts):
+        layers = {name: (done[name], done[name] + num) for name, num in Counter(modules[first:stop]).items()}
+        recomputed = {
+            name: min(max(stage.layers[name][0] + stage.recomputed.get(name, 0) - begin, 0), end - begin)
+            for name, (begin, end) in layers.items()
+        }
+        done |= {name: end for name, (_, end) in layers.items()}
+        parts.append(replace(stage, layers=layers, recomputed=recomputed, num_parts=1))
+    return tuple(parts)
 
 
 def num_microbatches(plan: Plan) -> int:
@@ -208,7 +239,7 @@ class Layout:
             for unit in self.plan.units
         }
         for _ in self.plan.units:
-            for unit in self.units:
+            for unit in self.plan.units:
                 of_unit = flags[unit.name]
                 for stage in range(1, len(of_unit)):
                     of_unit[stage] |= of_unit[stage - 1]

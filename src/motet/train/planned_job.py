@@ -26,7 +26,7 @@ from motet.runtime.place import Place
 from motet.runtime.planned_step import PlannedStep
 from motet.runtime.sections import is_layered
 from motet.runtime.sharded_state import SAME_TYPES, ComputeTypes
-from motet.schedule import PlannedProgram, validate
+from motet.schedule import PlannedProgram, parts_of, planned, validate
 from motet.train.optimizer import build_optimizer
 from motet.train.recipe.recipe import Recipe
 from motet.train.world import World
@@ -93,15 +93,27 @@ def recomputed_in(plan: Plan) -> dict[str, int]:
 
 def check_cuts(model: MLLM, plan: Plan) -> None:
     """Raise UserError for an encoder that the Plan cuts, or recomputes in part, and that has no parts."""
+    in_parts = _modules_in_parts(plan)
     for unit in plan.units:
         for name in unit.modules:
             if name == BACKBONE or not (why := model.encoders[name].uncuttable):
                 continue
             num_stages = sum(name in stage for stage in unit.stages)
-            num_recomputed = sum(recompute.get(name, 0) for recompute in unit.recompute)
-            if num_stages > 1 or (num_recomputed and is_layered(plan.model.module(name))):
-                what = f"cuts {name!r} into {num_stages} stages" if num_stages > 1 else f"recomputes blocks of {name!r}"
+            what = f"cuts {name!r} into {num_stages} stages" if num_stages > 1 else ""
+            if not what and name in in_parts:
+                what = f"fills bubbles with parts of {name!r}"
+            if not what and is_layered(plan.model.module(name)) and any(one.get(name) for one in unit.recompute):
+                what = f"recomputes blocks of {name!r}"
+            if what:
                 raise UserError(f"The plan's unit {unit.name!r} {what}, which cannot be cut between its blocks: {why}.")
+
+
+def _modules_in_parts(plan: Plan) -> set[str]:
+    """The modules of which some blocks run in one part of a pass, and others in another."""
+    if not plan.fills:
+        return set()
+    counts = (Counter(name for part in parts_of(stage) for name in part.layers) for stage in planned(plan).stages)
+    return {name for count in counts for name, num in count.items() if num > 1}
 
 
 def holders_of(model: MLLM, program: PlannedProgram) -> dict[str, Holders]:

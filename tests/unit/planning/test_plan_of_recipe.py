@@ -9,6 +9,7 @@ from motet.assign.balancing import by_operations
 from motet.balance import Packed, Padded, PaddedAttention
 from motet.core.cluster import Cluster, Device, Link
 from motet.core.errors import UserError
+from motet.core.plan import Unit
 from motet.core.sampler import Sampler
 from motet.core.workload import BACKBONE
 from motet.cost.analytic import Analytic
@@ -26,7 +27,7 @@ from motet.planning.job import JobOptions
 from motet.planning.plan_of_recipe import plan_of_recipe, read_recipe_as_plan, recipe_of_plan
 from motet.planning.sources import training_data
 from motet.planning.trainable import obstacle
-from motet.schedule import planned
+from motet.schedule import coarse_fills, fillable, planned
 from motet.schedule.program import Kind
 from motet.simulate.predict.batch import draw_batch
 from motet.simulate.predict.predict import assign_batch, predict
@@ -263,7 +264,6 @@ def test_chains_are_run_under_their_plan(recipe_file):
     ("change", "of_unit", "what"),
     [
         ({}, {"cp": 2}, "context parallelism (cp > 1)"),
-        ({"order": "inter"}, {}, "the order 'inter'"),
         ({}, {"pp": 1}, "ranks left over"),
     ],
 )
@@ -271,6 +271,19 @@ def test_what_training_cannot_run_of_a_pipeline(recipe_file, change, of_unit, wh
     recipe, (plan, *_) = candidates(recipe_file, 2, Pins(pp=2, tp=1, schedule="1f1b"), "run.batch_size=8")
     plan = replace(plan, units=(replace(plan.units[0], **of_unit),), **change)
     assert obstacle(plan, recipe) == what
+
+
+@pytest.mark.parametrize(
+    ("num_parts", "split", "part"), [(1, False, ""), (2, False, ""), (3, False, "2F0.0"), (1, True, "0F0.0")]
+)
+def test_parts_of_fills_are_run_if_they_are_blocks(recipe_file, num_parts, split, part):
+    recipe, (plan, *_) = candidates(recipe_file, 2, Pins(pp=2, tp=1, schedule="1f1b"), "run.batch_size=8")
+    llm = Unit("llm", ({"backbone": 1}, {"backbone": 1}), pp=2)
+    units = llm, Unit("encoders", ({"image": 1, "audio": 1},), dp=2)
+    plan = replace(plan, units=units, microbatch_size=1)
+    unfilled, pipelines = fillable(plan, split=split)
+    plan = replace(plan, fills=coarse_fills(unfilled.program, pipelines, num_parts))
+    assert obstacle(plan, recipe) == (part and f"parts of passes that are no blocks ({part} of fills)")
 
 
 def test_a_recipe_is_planned_with_its_own_data(recipe_file):

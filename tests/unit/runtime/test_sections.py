@@ -1,16 +1,18 @@
 """A stage in sections: recomputed or not, it is the same function, with the same random numbers."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from motet.core.errors import ArgumentError
 from motet.core.plan import Plan, Unit
 from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
 from motet.cost.catalogue import cluster
 from motet.runtime.sections import Section, SectionedStage, spans_of
-from motet.schedule.layout import Layout
+from motet.schedule.layout import Layout, parts_of
 
 SHAPE = Transformer(8, 16, num_heads=2)
 
@@ -76,6 +78,20 @@ def test_recomputation_changes_no_number(num_recomputed):
     assert torch.equal(output, expected_output)
     assert gradients.keys() == expected.keys() and "stem.weight" in gradients
     assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients.items())
+
+
+def test_a_part_of_a_pass_is_a_span_of_blocks_with_what_is_recomputed_of_them():
+    model, (stage, _) = stages_of(({"image": 2}, {}))
+    spans = [(s.part, s.first, s.stop, s.enters, s.is_recomputed) for s in spans_of(replace(stage, num_parts=3), model)]
+    assert spans == [
+        (0, 0, 0, True, False),
+        (0, 0, 1, False, True),
+        (1, 1, 2, False, True),
+        (2, 2, 3, False, False),
+    ]
+    assert [part.layers for part in parts_of(replace(stage, num_parts=2))] == [{"image": (0, 1)}, {"image": (1, 3)}]
+    with pytest.raises(ArgumentError, match="a stage with 3 blocks are in 4 parts; parts that are executed are blocks"):
+        list(spans_of(replace(stage, num_parts=4), model))
 
 
 def test_what_stands_around_the_blocks_is_not_recomputed():

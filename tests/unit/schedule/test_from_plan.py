@@ -9,7 +9,6 @@ from motet.core.errors import UserError
 from motet.core.plan import Fill, Unit
 from motet.schedule import Kind, coarse_fills, dumps, fillable, loads, planned, program_of, validate
 from motet.schedule.generators.bubble_filling import EncoderPipeline
-from motet.schedule.plan_units import units_in_bubbles
 from unit.schedule.plans import PLANS, VLM, model, plan
 
 COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)
@@ -39,14 +38,32 @@ def without_overlap(of):
 
 
 def test_where_communication_holds_the_compute_stream_every_plan_can_still_run(any_plan):
-    units = tuple(replace(unit, zero=0 if units_in_bubbles(any_plan) else unit.zero) for unit in any_plan.units)
-    validate(program_of(without_overlap(replace(any_plan, units=units))), blocking=True)
+    """Encoders in bubbles too, whose parameters are gathered before all passes, and reduced after them."""
+    validate(program_of(without_overlap(any_plan)), blocking=True)
 
 
-def test_parameters_of_encoders_in_bubbles_are_gathered_beside_the_backbone():
-    assert program_of(PLANS["filled"])
-    with pytest.raises(UserError, match=r"on device 'toy', .* encoders need zero 0 there"):
-        program_of(without_overlap(PLANS["filled"]))
+def test_encoders_of_which_one_waits_for_the_reduction_of_another_can_run():
+    """One pipeline of the image encoder ends before the other, and the rank beside it still sends audio's gradients."""
+    units = (
+        Unit("llm", ({"backbone": 4}, {"backbone": 4}), pp=2),
+        Unit("image", ({"image": 4},), dp=2),
+        Unit("audio", ({"audio": 1}, {"audio": 1}), pp=2),
+    )
+    made = replace(PLANS["filled"], units=units, schedule="1f1b", deferred_warmup=False, batch_size=3, fills=())
+    filled = program_of(without_overlap(made))
+    validate(filled, blocking=True)
+    assert {row[-2].kind for row in filled.actions} == {Kind.REDUCE}
+
+
+def test_gradients_pass_through_a_frozen_stage_in_bubbles():
+    """The last stage of the encoders' unit is frozen, and image's gradients come back through it."""
+    units = (
+        Unit("llm", ({"backbone": 4}, {"backbone": 4}), pp=2),
+        Unit("encoders", ({"image": 4}, {"audio": 2}), pp=2),
+    )
+    made = replace(PLANS["filled"], units=units, schedule="1f1b", deferred_warmup=False, fills=())
+    last = planned(made).stages[3]
+    assert last.layers == {"audio": (0, 2)} and last.has_backward and not last.trainable
 
 
 def test_a_stage_has_the_passes_that_it_is_said_to_have(any_plan):

@@ -39,7 +39,8 @@ _MAX_PLACED = 3
 """So many encoder plans of a backbone are placed."""
 _SLICES, _FEWER_SLICES = 8, (1, 2, 4)
 """Slices of an encoder's layer and pass, and the numbers that are tried instead. A pass has some 15 kernels, and
-tensor-parallel communication leaves room for about one of ViT-22B's slices at a time (Optimus section 2.3)."""
+tensor-parallel communication leaves room for about one of ViT-22B's slices at a time (Optimus section 2.3). Without
+tensor parallelism slices are layers, as training runs them."""
 _THINNING_COST = 0.002
 """A step may take longer by this share if a Plan needs fewer slices."""
 _ESTIMATE_ERROR = 1.1
@@ -167,6 +168,7 @@ class _Filler:
 
     def __init__(self, plans: EncoderPlans) -> None:
         self.plans, self.alone = plans, BackboneAlone(plans)
+        self.num_slices = _SLICES if plans.shape.tp > 1 else 1
 
     def bounded(self, fitting: list[FittedPlan]) -> list[_Bounded]:
         """The plans by their bounds, the least first.
@@ -183,10 +185,10 @@ class _Filler:
 
     def best(self, bounded: list[_Bounded]) -> tuple[FittedPlan, Filling]:
         """The plan whose fine placement ends first, of the few that could be best."""
-        best, filling = bounded[0].fitted, self._fill(bounded[0].fitted, _SLICES)
+        best, filling = bounded[0].fitted, self._fill(bounded[0].fitted, self.num_slices)
         for bound_s, fitted in bounded[1:_MAX_PLACED]:
             if bound_s < filling.fine_s:
-                other = self._fill(fitted, _SLICES)
+                other = self._fill(fitted, self.num_slices)
                 if other.fine_s < filling.fine_s:
                     best, filling = fitted, other
         return best, filling
@@ -217,7 +219,7 @@ class _Filler:
 
     def _thinned(self, fitted: FittedPlan, filling: Filling) -> PlacedFills:
         """The same placement in fewer slices, if it then takes about as long: Plans are shorter, and kernels larger."""
-        for num_slices in _FEWER_SLICES:
+        for num_slices in (num for num in _FEWER_SLICES if num < self.num_slices):
             fewer = filling.sliced(encoders_beside(self.plans, fitted, num_slices))
             if fewer.fine_s <= filling.fine_s * (1 + _THINNING_COST):
                 return fewer.fine

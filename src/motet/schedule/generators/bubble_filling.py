@@ -164,6 +164,12 @@ def _check_complete(actions: list[Action], encoders: Sequence[EncoderPipeline], 
     for action in actions:
         key = action.stage, action.kind
         num_parts[key] = max(num_parts.get(key, 0), action.part + 1)
+    for (stage, _), num in num_parts.items():
+        if num and (backward := num_parts.get((stage, Kind.B))) and backward != num:
+            raise ArgumentError(
+                f"stage {stage} has forward passes in {num} parts and backward passes in {backward}; they must have as "
+                "many, or one of the two be whole."
+            )
     expected = {
         Action(stage, kind, microbatch, part)
         for encoder, numbers in zip(encoders, stages)

@@ -23,12 +23,17 @@ from motet.schedule.program import Action, Kind, Program
 _ADDED = frozenset({Kind.GATHER, Kind.GATHER_B, Kind.REDUCE, Kind.STEP})
 
 
-def add_data_parallel(program: Program, zero: Mapping[int, int], trainable: Collection[int]) -> Program:
+def add_data_parallel(
+    program: Program, zero: Mapping[int, int], trainable: Collection[int], *, at_ends: bool = False
+) -> Program:
     """Add GATHER before the first use of a stage's parameters, REDUCE after its last gradient, STEP at a rank's end.
 
     zero:      ZeRO stage (0 to 3) of each stage that has replicas. Stages that are not named have no replicas.
     trainable: the stages of which any parameter is updated. A frozen stage is gathered only if its parameters are
                sharded (ZeRO 3), and is never reduced. A rank without trainable stages has no STEP.
+    at_ends:   collectives of the whole step stand before all passes of a rank and after all of them. Where they hold up
+               compute, and ranks of a group take different microbatches (encoders in bubbles), ranks could otherwise
+               wait for each other in a ring: one in a collective, one for a message that comes after it.
     Raises ArgumentError for a stage or level that does not exist, and for a Program that has such actions. O(actions).
     """
     for stage, level in zero.items():
@@ -38,7 +43,7 @@ def add_data_parallel(program: Program, zero: Mapping[int, int], trainable: Coll
             )
     if any(action.kind in _ADDED for row in program.actions for action in row):
         raise ArgumentError("the Program has collectives of data parallelism already; add them once.")
-    rule = _Rule([stage.group for stage in program.stages], zero, frozenset(trainable))
+    rule = _Rule([stage.group for stage in program.stages], zero, frozenset(trainable), at_ends)
     return replace(program, actions=tuple(tuple(rule.row(row)) for row in program.actions))
 
 
@@ -49,6 +54,7 @@ class _Rule:
     groups: Sequence[int]
     zero: Mapping[int, int]
     trainable: frozenset[int]
+    at_ends: bool
 
     def row(self, row: Sequence[Action]) -> Iterator[Action]:
         """A row with its collectives and STEP."""
@@ -61,6 +67,9 @@ class _Rule:
             for reduction in self.reductions(action):
                 reduce_index[reduction] = index
         # 2. Those of the whole step move outwards, so that groups come in one order.
+        if self.at_ends:
+            gather_index |= {gather: 0 for gather in gather_index if gather.microbatch < 0}
+            reduce_index |= {reduction: len(row) - 1 for reduction in reduce_index if reduction.microbatch < 0}
         self.put_in_order(gather_index, reduce_index)
         gathers = sorted(gather_index, key=lambda one: (one.microbatch >= 0, self.groups[one.stage]))
         reductions = sorted(reduce_index, key=lambda one: (one.microbatch < 0, self.groups[one.stage]))

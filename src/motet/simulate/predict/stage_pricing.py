@@ -27,7 +27,7 @@ from motet.cost.memory import (
     stage_layers,
 )
 from motet.cost.model import CostModel, LayerSeconds, Work
-from motet.schedule import PlannedProgram, PlannedStage, part_layers
+from motet.schedule import PlannedProgram, PlannedStage, parts_of
 from motet.schedule.coordinates import host_of, replica_of
 from motet.schedule.layout import LAYER_PARTS
 from motet.simulate.engine.stage_times import Part
@@ -109,23 +109,23 @@ class Pricing:
     def parts(self, stage: PlannedStage, *, backward: bool = False) -> tuple[Part, ...]:
         """The parts of a stage's pass, in execution order.
 
-        A part is a group of blocks in data parallelism, and a half of a layer or its communication where a pipeline's
-        bubbles are filled. In backward, a part takes no time if it is frozen and passes no gradient on.
+        A part is a group of blocks in data parallelism, and of encoders in bubbles if there are no more parts than
+        blocks; it is a half of a layer or its communication in a backbone whose bubbles are filled. In backward, a part
+        takes no time if it is frozen and passes no gradient on.
         """
         parts: tuple[Part, ...] = self._parts(stage.key, backward)
         return parts
 
     def _slices(self, stage: PlannedStage, backward: bool) -> tuple[Part, ...]:
-        if host_of(self.layout, stage.unit) is not stage.unit:
+        in_bubbles = host_of(self.layout, stage.unit) is not stage.unit
+        if in_bubbles and stage.num_parts > stage.num_layers:
             return (Part(1 / stage.num_parts),) * stage.num_parts
-        if self.plan.schedule != "data_parallel":
+        if self.plan.schedule != "data_parallel" and not in_bubbles:
             num_halves = 2 * (stage.num_parts // LAYER_PARTS)
             return (Part(1 / num_halves, "tensor"), Part(1 / num_halves)) * num_halves
-        layers, (name,) = self.layers(stage), stage.modules
-        blocks = self.plan.model.module(name).blocks
         seconds = []
-        for first, stop in part_layers(stage.num_layers, stage.num_parts):
-            prices = self._sum(stage, layers[blocks[first].start : blocks[stop - 1].stop])
+        for part in parts_of(stage):
+            prices = self._sum(stage, self.layers(part))
             passes = (prices.input, prices.weight, prices.recompute) if backward else (prices.forward,)
             seconds.append(sum(float(table.sum()) for table in passes))
         shares = [second / sum(seconds) if sum(seconds) else 1 / len(seconds) for second in seconds]

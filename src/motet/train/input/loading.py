@@ -62,10 +62,14 @@ class Loaded:
 
 @dataclass(frozen=True, eq=False)
 class Dealt:
-    """One microbatch of a step: its examples, int64 [num_examples]; in index mode with what was decided for it."""
+    """One microbatch of a step: its examples, int64 [num_examples]; in index mode with what was decided for it.
+
+    number: of the microbatch in the step; under a Plan.
+    """
 
     ids: Int64Array
     decided: DecidedMicrobatch | None = None
+    number: int = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +102,7 @@ class Pending:
     sequences:    index -> the example's tokens.
     items:        (index of the example, the item).
     ids:          under a Plan, the examples' numbers in the dataset.
+    phases:       under a Plan, those whose items are loaded, in the order of `items`.
     """
 
     num_examples: int
@@ -107,6 +112,7 @@ class Pending:
     lengths: BatchLengths | None = None
     decision: Decision | None = None
     ids: Int64Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    phases: tuple[str, ...] = ()
 
     def bad(self) -> list[UnreadableExample]:
         """The examples of this share that cannot be used; waits until all items are loaded."""

@@ -1,28 +1,31 @@
 """Loads microbatches under a Plan: each rank reads what its stages need, and takes the rest from the index.
 
-Ranks with an encoder's first block read its media, ranks with the backbone's first or last block read tokens. The other
-stages need sizes and lengths alone.
+Ranks with an encoder's first block read its media, of the microbatches that their stage takes. Ranks with the
+backbone's first or last block read tokens. The other stages need sizes and lengths alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from motet.assign.planned_step import decide_planned_step
-from motet.assign.whole_step import DecidedMicrobatch
+from motet.assign.whole_step import DecidedMicrobatch, DecidedStep
 from motet.core.arrays import BoolArray
 from motet.core.example import Media
 from motet.core.plan import Plan
-from motet.core.workload import BACKBONE
+from motet.core.workload import BACKBONE, BatchLengths
+from motet.cost.source import cost_model
 from motet.data.dataset import Dataset
 from motet.data.decode import Decoder
 from motet.data.media import MediaRef
 from motet.data.order import StepExamples
 from motet.dispatch import LoadedExample, RankBatch
 from motet.dispatch.stage_batch import assemble_stages
+from motet.schedule import PlannedStage
+from motet.simulate.predict.step_seconds import PricedStep
 from motet.train.input.loading import (
     Dealt,
     DealtStep,
@@ -39,24 +42,36 @@ from motet.train.input.loading import (
 class StageNeeds:
     """What the stages of a rank need of a microbatch.
 
-    replicas: as in `assemble_stages`. media: phases whose items it reads. tokens: whether it reads tokens.
+    replicas: as in `assemble_stages`.
+    media:    phase -> the microbatches whose items it reads.
+    tokens:   whether it reads tokens.
     """
 
     replicas: Mapping[str, int]
-    media: frozenset[str]
+    media: Mapping[str, tuple[int, ...]]
     tokens: bool
 
     @staticmethod
-    def of(
-        replicas: Mapping[str, int], stage_spans: Sequence[Mapping[str, tuple[int, int]]], num_blocks: Mapping[str, int]
-    ) -> StageNeeds:
-        """stage_spans: module -> (first, stop) of the blocks of each stage. num_blocks: of each whole module."""
-        begun = {name for spans in stage_spans for name, (first, _) in spans.items() if first == 0}
-        ended = {name for spans in stage_spans for name, (_, stop) in spans.items() if stop == num_blocks[name]}
-        return StageNeeds(replicas, frozenset(begun - {BACKBONE}), BACKBONE in begun | ended)
+    def of(replicas: Mapping[str, int], stages: Collection[PlannedStage], num_blocks: Mapping[str, int]) -> StageNeeds:
+        """stages: those of the rank. num_blocks: of each whole module."""
+        begun = {name: one.microbatches for one in stages for name, (first, _) in one.layers.items() if first == 0}
+        ended = {name for one in stages for name, (_, stop) in one.layers.items() if stop == num_blocks[name]}
+        media = {name: microbatches for name, microbatches in begun.items() if name != BACKBONE}
+        return StageNeeds(replicas, media, BACKBONE in begun.keys() | ended)
 
 
-def stages_of_examples(decided: DecidedMicrobatch, examples: Sequence[LoadedExample], needs: StageNeeds) -> RankBatch:
+def decided_under(plan: Plan, lengths: BatchLengths) -> DecidedStep:
+    """A step of a Plan as training takes it: decided from lengths and the figures of the Plan's devices alone, so that
+    all ranks decide the same, whatever profile a rank may find. Raises as `decide_planned_step` does.
+    """
+    if plan.order == "given":
+        return decide_planned_step(plan, lengths)
+    return decide_planned_step(plan, lengths, PricedStep(plan, lengths, cost_model(plan.cluster, plan.precision)))
+
+
+def stages_of_examples(
+    microbatch: int, decided: DecidedMicrobatch, examples: Sequence[LoadedExample], needs: StageNeeds
+) -> RankBatch:
     """What the stages of a rank need of a microbatch, where every rank has loaded all examples of the step."""
     chosen = [examples[number] for number in decided.examples.tolist()]
     items: dict[str, list[Media]] = {phase: [] for phase in decided.lengths.items}
@@ -66,7 +81,7 @@ def stages_of_examples(decided: DecidedMicrobatch, examples: Sequence[LoadedExam
     media = {
         phase: [items[phase][item] for item in decided.decision.assignments[phase].on_rank(needs.replicas[phase])]
         for phase in items
-        if phase in needs.media
+        if microbatch in needs.media.get(phase, ())
     }
     sequences = None
     if needs.tokens:
@@ -86,17 +101,19 @@ class PlannedLoading:
     def deal(self, examples: StepExamples, num_microbatches: int) -> DealtStep:
         assert examples.group is None, "a recipe under a Plan has no groups of its own"
         ids = examples.ids
-        step = decide_planned_step(self._plan, self._dataset.batch_lengths(ids, 1))
-        return DealtStep(tuple(Dealt(ids[part.examples], part) for part in step.microbatches), step)
+        step = decided_under(self._plan, self._dataset.batch_lengths(ids, 1))
+        dealt = (Dealt(ids[part.examples], part, number) for number, part in enumerate(step.microbatches))
+        return DealtStep(tuple(dealt), step)
 
     def start(self, dealt: Dealt) -> Pending:
         ids, decided, needs = dealt.ids, dealt.decided, self._needs
         assert decided is not None, "a Plan decides before loading"
         pending = Pending(len(ids), where_in(self._dataset, ids), lengths=decided.lengths, decision=decided.decision)
         pending.ids = ids
+        pending.phases = tuple(phase for phase in decided.lengths.items if dealt.number in needs.media.get(phase, ()))
         refs: list[tuple[MediaPlace, MediaRef]] = []
         readers: list[tuple[str]] = []
-        for phase in self._phases(pending):
+        for phase in pending.phases:
             items = decided.decision.assignments[phase].on_rank(needs.replicas[phase])
             refs += refs_of_items(self._dataset, ids, decided.lengths, phase, items)
             readers += [(phase,)] * len(items)
@@ -113,7 +130,7 @@ class PlannedLoading:
         assert decision is not None
         loaded = iter(pending.items)
         media: dict[str, list[Media]] = {}
-        for phase in self._phases(pending):
+        for phase in pending.phases:
             of_phase = [next(loaded) for _ in decision.assignments[phase].on_rank(needs.replicas[phase])]
             media[phase] = [usable_media(future) for index, future in of_phase if kept[index]]
         sizes = self._dataset.item_sizes(pending.ids[kept])
@@ -126,8 +143,3 @@ class PlannedLoading:
             sizes,
         )
         return Loaded(batch)
-
-    def _phases(self, pending: Pending) -> list[str]:
-        """The phases whose media this rank reads, in the order in which their items are submitted."""
-        assert pending.lengths is not None
-        return [phase for phase in pending.lengths.items if phase in self._needs.media]

@@ -137,6 +137,15 @@ def test_a_fill_that_comes_twice_is_refused():
         fill_bubbles(program, encoders, [*fills, fills[0]])
 
 
+def test_passes_in_other_parts_backward_than_forward_are_refused():
+    program = one_f_one_b(2, 2)
+    encoders = pipelines(2, 1, [1, 1])
+    backward = {fill for fill in coarse_fills(program, encoders, 2) if "B" in fill.action}
+    fills = [*(fill for fill in coarse_fills(program, encoders, 3) if "F" in fill.action), *backward]
+    with pytest.raises(ArgumentError, match="stage 2 has forward passes in 3 parts and backward passes in 2; "):
+        fill_bubbles(program, encoders, fills)
+
+
 def test_a_backward_pass_before_its_gradient_is_refused():
     program = one_f_one_b(2, 2)
     encoders = pipelines(2, 1, [1, 1])

@@ -1,0 +1,55 @@
+"""`motet train RECIPE --plan PLAN.json` with encoders in the backbone's bubbles: losses, actions, resuming."""
+
+from dataclasses import replace
+
+import pytest
+
+from cli.tiny_job import losses, metrics, write_tiny_job
+from dist.test_executed import traced
+from dist.test_planned import DEEPER, plan_of, row_of, run_planned, train_under
+from motet.core.plan import Unit
+from motet.schedule import coarse_fills, fillable, parse_action, planned
+from motet.train.checkpoint.contents import name_of
+from ranks import run_ranks
+
+UNITS = (
+    Unit("llm", ({"backbone": 1}, {"backbone": 2}), pp=2, zero=0),
+    Unit("image", ({"image": 2},), dp=2, zero=0),
+    Unit("audio", ({"audio": 1}, {"audio": 1}), pp=2, zero=0),
+)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return write_tiny_job(tmp_path_factory.mktemp("job") / "data")
+
+
+def block_by_block(plan):
+    """The plan with the image encoder's passes in two parts, which are blocks."""
+    unfilled, encoders = fillable(plan)
+    fills = []
+    for fill in coarse_fills(unfilled.program, encoders):
+        is_image = planned(plan).stages[parse_action(fill.action).stage].unit.name == "image"
+        parts = (".0", ".1") if is_image else ("",)
+        fills += [replace(fill, action=fill.action + part) for part in parts]
+    return replace(plan, fills=tuple(fills))
+
+
+def test_encoders_in_bubbles_train_as_one_process_does(job, tmp_path, monkeypatch, capsys):
+    """Each pipeline of the image encoder reads the images of its microbatches; a run goes on in one process."""
+    alone, resumed = tmp_path / "alone", tmp_path / "resumed"
+    run_ranks(train_under, 1, str(job), [*DEEPER, f"run.dir={alone}"], None)
+    plan = replace(plan_of(job, ({"image": 2, "audio": 2, "backbone": 1}, {"backbone": 2})), units=UNITS)
+    plan = block_by_block(plan)
+    run_dir = run_planned(job, tmp_path, plan)
+    assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-10)
+    norms = [[step["grad_norm"] for step in metrics(each)] for each in (run_dir, alone)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-10)
+    found = traced(run_dir)
+    for rank in range(2):
+        expected = row_of(tmp_path / "plan.json", job, rank, monkeypatch, capsys)
+        assert any(name.endswith("F0.1") for name in expected) == (rank == 0)
+        assert all([name for name, _, _ in found[rank, step]] == expected for step in range(8))
+    resume = str(run_dir / "checkpoints" / name_of(4))
+    run_ranks(train_under, 1, str(job), [*DEEPER, f"run.dir={resumed}"], None, resume)
+    assert [step["loss"] for step in metrics(resumed)] == pytest.approx(losses(alone)[4:], rel=1e-10)

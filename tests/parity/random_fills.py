@@ -1,0 +1,47 @@
+"""Random fills of a Plan's bubbles: whatever `fill_bubbles` accepts."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from motet.core.plan import Fill, Plan
+from motet.schedule import EncoderPipeline, Kind, Program, coarse_fills, fill_bubbles, fillable, parse_action, planned
+from motet.schedule.dependencies import Dependencies
+from motet.schedule.plan_units import units_in_bubbles
+
+
+def with_random_fills(plan: Plan, seed: int) -> Plan:
+    """The Plan with its encoders' passes whole or in blocks, in any order that can run; itself without bubbles."""
+    if not units_in_bubbles(plan):
+        return plan
+    rng = np.random.default_rng((seed, 3))
+    program, encoders, fills = _in_parts(plan, rng)
+    filled = fill_bubbles(program, encoders, fills)
+    needs, done, placed = Dependencies(filled), set(), []
+    rows = [list(row) for row in program.actions]
+    waiting = [parse_action(fill.action) for fill in fills]
+    while waiting or any(rows):
+        ready = [row[0] for row in rows if row] + waiting
+        ready = [action for action in ready if done.issuperset(needs.of(action))]
+        action = ready[rng.integers(len(ready))]
+        done.add(action)
+        rank = filled.stages[action.stage].rank
+        if action in waiting:
+            waiting.remove(action)
+            placed.append(Fill(rank, str(action), str(rows[rank][0]) if rows[rank] else ""))
+        else:
+            rows[rank].pop(0)
+    return replace(plan, fills=tuple(placed))
+
+
+def _in_parts(plan: Plan, rng: np.random.Generator) -> tuple[Program, tuple[EncoderPipeline, ...], list[Fill]]:
+    """The backbone's Program, the encoder pipelines, and fills of their passes, whole or in parts of blocks."""
+    unfilled, encoders = fillable(plan)
+    stages, fills = planned(plan).stages, []
+    num_parts = [int(rng.integers(1, stage.num_layers + 1)) for stage in stages]
+    is_whole = {(number, kind): rng.random() < 0.2 for number in range(len(stages)) for kind in (Kind.F, Kind.B)}
+    for fill in coarse_fills(unfilled.program, encoders):
+        action = parse_action(fill.action)
+        num = 1 if is_whole[action.stage, action.kind] else num_parts[action.stage]
+        fills += [replace(fill, action=str(action._replace(part=part if num > 1 else -1))) for part in range(num)]
+    return unfilled.program, encoders, fills

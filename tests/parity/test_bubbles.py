@@ -1,0 +1,135 @@
+"""Encoders in the bubbles of a backbone's pipeline (Optimus) equal one process: float64 to 1e-10.
+
+Each encoder pipeline takes some of the microbatches.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from motet.core.plan import Unit
+from parity.planned import PlannedCase, check_planned
+from ranks import run_ranks
+
+COUNTS = {"image": 3, "audio": 2, "backbone": 3}
+
+
+def cut(name, *counts):
+    """Stages of one module."""
+    return tuple({name: count} for count in counts)
+
+
+def beside(backbone, *encoders, pp=2, dp=1, **options):
+    """Units of encoders on the ranks of the backbone's. encoders: their stages; a unit has as many pipelines as fit."""
+    zero, recompute = options.pop("zero", 0), options.pop("recompute", {})
+    units = [Unit("llm", backbone, pp=pp, dp=dp, zero=zero, recompute=recompute.get("llm", ()))]
+    for stages in encoders:
+        name, num = "+".join(stages[0]), len(stages)
+        size = {"dp": pp * dp // num, "pp": num, "zero": min(zero, 1)}
+        units.append(Unit(name, stages, **size, recompute=recompute.get(name, ())))
+    return PlannedCase(tuple(units), **options)
+
+
+IMAGE, AUDIO = cut("image", 3), cut("audio", 2)
+LLM = cut("backbone", 1, 2)
+BOTH = ({"image": 3, "audio": 2},)
+RECOMPUTE = {"llm": ({"backbone": 1}, {"backbone": 2}), "image": ({"image": 2},), "audio": ({"audio": 1},)}
+CASES_OF_2 = [
+    beside(LLM, IMAGE, AUDIO),
+    beside(LLM, BOTH, schedule="gpipe", batch_size=5, tied=True),
+    beside(({"audio": 2, "backbone": 1}, {"backbone": 2}), IMAGE, blocking=True),
+    beside(LLM, cut("image", 1, 2), AUDIO, microbatch_size=2),
+    beside(LLM, ({"image": 2}, {"image": 1, "audio": 2}), batch_size=4),
+    beside(LLM, IMAGE, AUDIO, frozen=("image", "audio")),
+    beside(LLM, IMAGE, AUDIO, frozen=("image encoder",), contents=("image",)),
+    beside(LLM, IMAGE, AUDIO, frozen=("backbone",), contents=("audio",), blocking=True),
+    beside(LLM, IMAGE, AUDIO, frozen=("image", "backbone")),
+    beside(LLM, IMAGE, AUDIO, contents=(), batch_size=2),
+    beside(LLM, IMAGE, AUDIO, recompute=RECOMPUTE, tied=True),
+    beside(LLM, BOTH, caps={"backbone": 80, "image": 30}, microbatch_size=2),
+    beside(LLM, IMAGE, AUDIO, zero=1, batch_size=3),
+    beside(LLM, IMAGE, cut("audio", 1, 1), zero=1, blocking=True),
+    beside(({"audio": 2}, {"backbone": 1}, {"backbone": 1}, {"backbone": 1}), IMAGE, schedule="interleaved_1f1b"),
+]
+
+CASES_OF_4 = [
+    beside(LLM, IMAGE, AUDIO, dp=2, tied=True),
+    beside(LLM, IMAGE, cut("audio", 1, 1), dp=2, zero=3, microbatch_size=2, batch_size=12, frozen=("image encoder",)),
+    beside(({"backbone": 1}, {"backbone": 1}, {"backbone": 1}), BOTH, pp=3, contents=("image",)),
+    beside(LLM, BOTH, dp=2, zero=1, balance="joint", schedule="gpipe", batch_size=8),
+]
+NUM_RANDOM = {2: 30, 3: 6, 4: 6}
+"""Random cases a number of ranks. Their seeds are 0 to NUM_RANDOM - 1; `random_case` makes one again."""
+
+
+def any_cut(rng, blocks, num_stages):
+    """Blocks in so many stages, cut anywhere."""
+    cuts = [0, *sorted(rng.choice(np.arange(1, len(blocks)), num_stages - 1, replace=False).tolist()), len(blocks)]
+    return tuple(dict(Counter(blocks[first:stop])) for first, stop in pairwise(cuts))
+
+
+def random_case(seed, num_ranks):
+    """Encoders of any cut, each in bubbles or in the backbone's unit, under any schedule, on any mixture of media."""
+    rng = np.random.default_rng((seed, num_ranks, 2))
+    dp = 2 if num_ranks == 4 else 1
+    pp, schedule = num_ranks // dp, str(rng.choice(["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"]))
+    num_stages = 2 * pp if schedule in ("interleaved_1f1b", "zb_v") else pp
+    is_both = num_stages <= 3 and rng.random() < 0.6
+    names = ["image", "audio"] if is_both else [str(rng.choice(["image", "audio"]))]
+    chain = [name for name, count in COUNTS.items() if name not in names for _ in range(count)]
+    groups = [names] if rng.random() < 0.4 else [[name] for name in names]
+    encoders = [
+        any_cut(rng, [name for name in group for _ in range(COUNTS[name])], int(rng.choice([1, pp])) if pp < 3 else 1)
+        for group in groups
+    ]
+    microbatch_size = int(rng.integers(1, 3))
+    frozen = rng.choice(["image encoder", "image", "audio", "backbone"], rng.integers(0, 3), replace=False)
+    case = beside(
+        any_cut(rng, chain, num_stages),
+        *encoders,
+        pp=pp,
+        dp=dp,
+        zero=int(rng.choice([0, 1, 3])),
+        schedule=schedule,
+        batch_size=dp * microbatch_size * int(rng.integers(pp, 6)),
+        microbatch_size=microbatch_size,
+        frozen=tuple(map(str, frozen)),
+        tied=bool(rng.random() < 0.5),
+        contents=tuple(name for name in ("image", "audio") if rng.random() < 0.8),
+        blocking=bool(rng.random() < 0.4),
+        deferred_warmup=schedule == "interleaved_1f1b" and bool(rng.random() < 0.5),
+        seed=seed,
+    )
+    if rng.random() < 0.4:
+        units = [
+            replace(
+                unit,
+                recompute=tuple(
+                    {key: int(rng.integers(0, num + 1)) for key, num in one.items()} for one in unit.stages
+                ),
+            )
+            for unit in case.units
+        ]
+        case = replace(case, units=tuple(units))
+    return replace(case, fill_seed=seed) if rng.random() < 0.6 else case
+
+
+def check(num_ranks, cases):
+    wrong = [line for of_rank in run_ranks(check_planned, num_ranks, cases) for line in of_rank]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"), [(2, CASES_OF_2), (3, CASES_OF_4[2:3]), (4, CASES_OF_4[:2] + CASES_OF_4[3:])]
+)
+def test_encoders_in_bubbles_equal_one_process(num_ranks, cases):
+    check(num_ranks, cases)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_random_encoders_in_bubbles_equal_one_process(num_ranks):
+    """Half of them with passes and blocks of encoders in random order in the bubbles."""
+    check(num_ranks, [random_case(seed, num_ranks) for seed in range(NUM_RANDOM[num_ranks])])
