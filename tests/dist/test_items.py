@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +17,9 @@ from PIL import Image
 from motet.core.example import Media, Pixels, TokenSequence
 from motet.core.workload import BACKBONE
 from motet.data.images import ImageTransform
-from motet.dispatch import ItemExchange, LoadedExample, Orchestrator, Packed, Padded
+from motet.dispatch import ItemExchange, LoadedExample, Orchestrator, Packed, Padded, compose_route
+from motet.dispatch.exchange import exchange_rows
+from motet.dispatch.loaded import LoadedTables, tables_of
 from motet.dispatch.message import (
     MediaShape,
     example_bytes,
@@ -179,6 +183,42 @@ def test_few_inputs_leave_their_node():
     (moved_before, crossed_before), *_ = run_ranks(bytes_over_nodes, 4, False)
     assert moved < moved_before
     assert 0 < crossed < 0.6 * crossed_before
+
+
+def outputs_over_nodes(rank: int, num_ranks: int, seeds: list[int]) -> list[list[int]]:
+    """Index mode, where no input moves. For each seed and phase, encoder output rows that this rank sends to the other
+    node of 2, without and with node-wise placement.
+    """
+    return [pair for seed in seeds for pair in outputs_of(rank, num_ranks, seed)]
+
+
+def outputs_of(rank: int, num_ranks: int, seed: int) -> Iterable[list[int]]:
+    rng = np.random.default_rng(seed)
+    examples = [draw(rng) for _ in range(24 * num_ranks)]
+    measures = {"image": Halves(), "audio": Halves()}
+    lengths = LoadedTables.read([tables_of(examples, tuple(measures), measures)], tuple(measures)).lengths
+    sent: dict[str, list[int]] = {phase: [] for phase in measures}
+    for node_wise in (False, True):
+        decision = Orchestrator(COSTS, num_ranks, COSTS, ranks_per_node=2, node_wise=node_wise).decide(lengths)
+        for phase, items in lengths.items.items():
+            encoder = decision.assignments[phase]
+            route = compose_route(encoder, decision.backbone, items, rank, ranks_per_node=2)
+            first = np.cumsum(items.num_tokens) - items.num_tokens  # Each row of an item has a number of its own.
+            numbers = [torch.arange(first[i], first[i] + items.num_tokens[i]) for i in encoder.on_rank(rank)]
+            got = exchange_rows(torch.cat([torch.zeros(0, dtype=torch.int64), *numbers]), route, dist.group.WORLD)
+            ranks, order = decision.backbone.follow(items.example)
+            wanted = [n for i in order[ranks[order] == rank] for n in range(first[i], first[i] + items.num_tokens[i])]
+            assert got.tolist() == wanted
+            there = range(2) if rank >= 2 else range(2, 4)
+            sent[phase].append(sum(route.send_splits[other] for other in there))
+    return sent.values()
+
+
+def test_the_busiest_rank_sends_fewer_outputs_to_the_other_node():
+    """What Algorithm 3 of OrchMLLM minimises; the sum over ranks may stay."""
+    before, after = np.max(run_ranks(outputs_over_nodes, 4, list(range(6))), axis=0).T
+    assert (after <= before).all()
+    assert after.sum() < 0.96 * before.sum()
 
 
 def test_items_arrive_whole_where_they_are_computed():
