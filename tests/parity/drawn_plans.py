@@ -172,13 +172,14 @@ def smaller(case: PlannedCase) -> Iterator[PlannedCase]:
     backbone = next(unit for unit in case.units if "backbone" in unit.modules)
     step = backbone.dp * case.microbatch_size
     num_microbatches = case.batch_size // step
+    plain = {field.name: field.default for field in fields(PlannedCase)}
     changes: list[dict[str, object]] = [
         *({"batch_size": step * fewer} for fewer in range(1, num_microbatches)),
         {"microbatch_size": 1, "batch_size": backbone.dp * num_microbatches},
         *({"contents": tuple(name for name in case.contents if name != left)} for left in case.contents),
         *({"frozen": tuple(name for name in case.frozen if name != left)} for left in case.frozen),
         *({"schedule": schedule} for schedule in SCHEDULES[: SCHEDULES.index(case.schedule)]),
-        *({name: PlannedCase.__dataclass_fields__[name].default} for name in _OPTIONS if name in case.__dict__),
+        *({name: plain[name]} for name in _OPTIONS if name in plain and name not in ("frozen", "contents")),
         {"caps": {}},
         {"fill_seed": -1},
         *({"units": units} for units in _smaller_units(case.units)),
