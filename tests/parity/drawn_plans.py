@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from itertools import pairwise
 
@@ -167,6 +167,10 @@ def obstacle_of(case: PlannedCase) -> str:
     return ""
 
 
+_STEPWISE = ("frozen", "contents")
+"""Options that `smaller` makes smaller one name at a time."""
+
+
 def smaller(case: PlannedCase) -> Iterator[PlannedCase]:
     """Cases with one thing less that training can run, in one order."""
     backbone = next(unit for unit in case.units if "backbone" in unit.modules)
@@ -179,7 +183,11 @@ def smaller(case: PlannedCase) -> Iterator[PlannedCase]:
         *({"contents": tuple(name for name in case.contents if name != left)} for left in case.contents),
         *({"frozen": tuple(name for name in case.frozen if name != left)} for left in case.frozen),
         *({"schedule": schedule} for schedule in SCHEDULES[: SCHEDULES.index(case.schedule)]),
-        *({name: plain[name]} for name in _OPTIONS if name in plain and name not in ("frozen", "contents")),
+        *(
+            {name: plain[name]}
+            for name in _OPTIONS
+            if plain.get(name, MISSING) is not MISSING and name not in _STEPWISE
+        ),
         {"caps": {}},
         {"fill_seed": -1},
         *({"units": units} for units in _smaller_units(case.units)),
