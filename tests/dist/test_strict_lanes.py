@@ -92,7 +92,7 @@ def walk(program, rank, lanes):
         source = program.edges[edge][0]
         return [MessagePart(str(source), WIDTH, None, 1, 1, source in has_backward)]
 
-    place = SimpleNamespace(row=row, edges=edges, rank_of=lambda stage: program.stages[stage].rank)
+    place = SimpleNamespace(row=row, edges=edges, rank_of=lambda stage: program.stages[stage].rank, local_edges={})
     messages = Messages(place, lanes, parts, tensors, torch.empty(0, dtype=torch.float64))
 
     def made(kind, stage, microbatch):
@@ -102,8 +102,7 @@ def walk(program, rank, lanes):
         key = action.stage, action.microbatch
         for source, rows in tensors.inputs.pop(key, {}).items():
             assert rows.unique().tolist() == [content(Kind.F, int(source), action.microbatch)], action
-        if messages.is_sent(Kind.SEND_F, *key):
-            tensors.outputs[key] = {str(action.stage): made(Kind.F, *key)}
+        messages.made_outputs(*key, {str(action.stage): made(Kind.F, *key)})
 
     def backward(action):
         key = action.stage, action.microbatch
@@ -112,9 +111,8 @@ def walk(program, rank, lanes):
             crossing = [sink for sink in sinks if program.stages[sink].rank != rank]
             crossing = [sink for sink in crossing if program.stages[sink].takes(action.microbatch)]
             assert gradient.unique().tolist() == [sum(content(Kind.B, sink, action.microbatch) for sink in crossing)]
-        if messages.is_sent(Kind.SEND_B, *key):
-            sources = [source for source, sink in program.edges if sink == action.stage]
-            tensors.input_gradients[key] = {str(source): made(Kind.B, *key) for source in sources}
+        sources = [source for source, sink in program.edges if sink == action.stage]
+        messages.made_gradients(*key, {str(source): made(Kind.B, *key) for source in sources})
 
     def nothing(action):
         pass

@@ -105,7 +105,7 @@ def borrowed_world() -> World:
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     num_ranks = dist.get_world_size()
     ranks_per_node = _number("LOCAL_WORLD_SIZE", num_ranks)
-    groups = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
+    groups = new_group(backend="gloo"), new_group(backend="gloo")
     return World(dist.get_rank(), num_ranks, ranks_per_node, device, *groups)
 
 
