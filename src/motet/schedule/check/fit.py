@@ -272,11 +272,6 @@ def _check_data_parallel(plan: Plan, unit: Unit) -> None:
         raise UserError(
             f"unit {unit.name!r}: under 'data_parallel' one unit holds all modules in one stage, with pp and cp 1."
         )
-    if unit.zero == 1:
-        raise UserError(
-            f"unit {unit.name!r}: zero is 1; under 'data_parallel' it is 3, 2 (parameters stay gathered from forward "
-            "to backward) or 0."
-        )
     for module in plan.model.modules:
         if module.name != BACKBONE and (module.name, BACKBONE) not in plan.model.edges:
             raise UserError(

@@ -121,7 +121,6 @@ OPTIONS = {
     "unit 'llm': zero is 3, and stages that share out a replicated module take passes in different orders": (
         replace(PLANS["replicated"], units=(replace(PLANS["replicated"].units[0], zero=3),)), {}
     ),
-    "zero is 1; under 'data_parallel' it is 3": (FSDP, {"units": (replace(FSDP.units[0], zero=1),)}),
     "module 'generator' does not feed the backbone": (
         plan(
             model(backbone=2, generator=1), Unit("all", ({"backbone": 2, "generator": 1},), zero=3)
