@@ -92,7 +92,7 @@ class Chains:
         return candidate
 
 
-AS_GIVEN = Pins(order="given")
+AS_GIVEN = Pins(order="given", balance="off")
 """What `brute_force` simulates."""
 STRATEGIES = {"chain": Chains("chain", "1f1b"), "gpipe": Chains("gpipe", "gpipe")}
 
@@ -127,7 +127,7 @@ def test_as_many_as_are_wanted_are_simulated_and_they_are_the_fastest_of_their_k
 
     job = job_on()
     every = sorted(predict_candidate(job, each).step_s for each in STRATEGIES["gpipe"](job, Pins()))
-    given = Pins(order="given")
+    given = AS_GIVEN
     found = search(job, STRATEGIES, given, max_simulated=None, quota=Quota(count, suitable))
     steps = [each.prediction.step_s for each in found.results if suitable(each.candidate.plan)]
     assert steps[:count] == every[:count]
@@ -252,7 +252,7 @@ def test_who_is_informed_is_asked_last_and_told_what_to_beat(pinned):
         told.append(faster_than_s)
         yield RuledOut("informed", "", "no better")
 
-    pins = Pins(strategies=("informed", "chain") if pinned else (), order="given")
+    pins = replace(AS_GIVEN, strategies=("informed", "chain") if pinned else ())
     found = search(job_on(), {"informed": PruningStrategy(propose), "chain": STRATEGIES["chain"]}, pins)
     assert told[0] == (float("inf") if pinned else found.best.prediction.step_s)
     assert found.ruled_out[-1].why == "no better"
