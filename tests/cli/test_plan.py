@@ -230,7 +230,7 @@ def test_pipelines_are_measured_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = write_tiny_job(tmp_path / "data")
     recipe.write_text(recipe.read_text() + STATED + "[fsdp]\nrecompute = true\n")
-    pins = "--pin", "pp=2", "--pin", "schedule=1f1b", "--pin", "recompute=none"
+    pins = "--pin", "strategy=chain", "--pin", "pp=2", "--pin", "schedule=1f1b", "--pin", "recompute=none"
     done = under_torchrun("plan", recipe, "--measure", "1", "--out", "tiny.json", *pins)
     assert done.returncode == 0, done.stderr
     best = next(
