@@ -29,6 +29,7 @@ SOURCES = Path(__file__).parents[2] / "src/motet"
 
 
 def limits(rank, num_ranks, folder):
+    dist.barrier()  # No rank leaves while others still connect to it.
     dist.destroy_process_group()
     store = dist.FileStore(f"{folder}/store", num_ranks)
     with join_world("cpu", Meeting(store, rank, num_ranks), wait_limit_s=77.0) as world:
