@@ -45,7 +45,6 @@ SCHEDULES = {
     "gpipe": (1, schedules.ScheduleGPipe),
     "1f1b": (1, schedules.Schedule1F1B),
     "interleaved_1f1b": (2, schedules.ScheduleInterleaved1F1B),
-    "zb_v": (2, schedules.ScheduleZBVZeroBubble),
 }
 """Schedule of a Plan -> stages a rank, and torch's class for it."""
 NUM_BLOCKS, DIM, VOCABULARY = 8, 256, 512
