@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,15 @@ settings.load_profile("motet")
 # A shell without job control starts what runs in the background with Ctrl-C ignored, which processes inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_left():
+    """A command that fails in the process of the tests leaves its group, with which its own process would end."""
+    yield
+    if (torch := sys.modules.get("torch")) and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")

@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from cli.tiny_job import write_tiny_job
 from motet.analyze.lengths import read_lengths
@@ -253,14 +252,7 @@ def test_other_ranks_than_those_at_hand_are_named_once(tmp_path):
     assert done.stderr.count(said) == 1
 
 
-@pytest.fixture
-def process_group():
-    """Of a command that fails in this process, which would end otherwise."""
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_what_cannot_be_measured(recipe, tmp_path, process_group, monkeypatch, capsys):
+def test_what_cannot_be_measured(recipe, tmp_path, monkeypatch, capsys):
     bare = tmp_path / "bare.toml"
     bare.write_text(recipe.read_text().partition("[[workload")[0])
     said = fails(monkeypatch, capsys, "plan", bare, "--measure", "1")

@@ -49,6 +49,7 @@ from motet.train.optimizer import OptimizerConfig, build_optimizer
 from motet.train.planned_job import holders_of
 from parity.random_fills import with_random_fills
 from parity.tiny import draw_example, reference_step
+from ranks import run_ranks
 
 DIM, VOCABULARY = 16, 40
 ROW_DIMS = {"image": 12, "audio": 5}
@@ -259,6 +260,12 @@ def check_planned(rank: int, num_ranks: int, cases: Sequence[PlannedCase]) -> li
         wrong += [f"{case}: rank {rank}: {line}" for line in differences(errors_of(case))]
         dist.barrier()
     return wrong
+
+
+def assert_planned(num_ranks: int, cases: Sequence[PlannedCase]) -> None:
+    """Assert that no case differs from one process on any of `num_ranks` new ranks."""
+    wrong = [line for of_rank in run_ranks(check_planned, num_ranks, cases) for line in of_rank]
+    assert not wrong, "\n".join(wrong)
 
 
 def differences(errors: Mapping[str, float]) -> list[str]:

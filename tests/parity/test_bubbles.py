@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from motet.core.plan import Unit
-from parity.planned import PlannedCase, check_planned
-from ranks import run_ranks
+from parity.planned import PlannedCase, assert_planned
 
 COUNTS = {"image": 3, "audio": 2, "backbone": 3}
 
@@ -118,8 +117,7 @@ def random_case(seed, num_ranks):
 
 
 def check(num_ranks, cases):
-    wrong = [line for of_rank in run_ranks(check_planned, num_ranks, cases) for line in of_rank]
-    assert not wrong, "\n".join(wrong)
+    assert_planned(num_ranks, cases)
 
 
 @pytest.mark.parametrize(

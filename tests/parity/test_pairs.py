@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from motet.core.plan import Unit
-from parity.planned import PlannedCase, check_planned
-from ranks import run_ranks
+from parity.planned import PlannedCase, assert_planned
 
 
 def pair(encoders, backbone, *, encoder_stages=({"image": 3, "audio": 2},), stages=({"backbone": 3},), **options):
@@ -116,12 +115,10 @@ def random_pair(seed, num_ranks):
 
 @pytest.mark.parametrize("num_ranks", CASES)
 def test_units_of_other_sizes_equal_one_process(num_ranks):
-    wrong = [line for of_rank in run_ranks(check_planned, num_ranks, CASES[num_ranks]) for line in of_rank]
-    assert not wrong, "\n".join(wrong)
+    assert_planned(num_ranks, CASES[num_ranks])
 
 
 @pytest.mark.parametrize("num_ranks", [3, 4, 5])
 def test_random_pairs_equal_one_process(num_ranks):
     cases = [random_pair(seed, num_ranks) for seed in range(NUM_RANDOM)]
-    wrong = [line for of_rank in run_ranks(check_planned, num_ranks, cases) for line in of_rank]
-    assert not wrong, "\n".join(wrong)
+    assert_planned(num_ranks, cases)

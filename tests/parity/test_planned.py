@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from motet.core.plan import Unit
-from parity.planned import PlannedCase, check_planned
-from ranks import run_ranks
+from parity.planned import PlannedCase, assert_planned
 
 
 def chain(*stages, **options):
@@ -112,17 +111,14 @@ def random_case(seed, num_ranks):
 
 @pytest.mark.parametrize(("num_ranks", "cases"), [(2, CASES), (3, CASES_OF_3), (4, CASES_OF_4)])
 def test_steps_under_a_plan_equal_one_process(num_ranks, cases):
-    wrong = [line for of_rank in run_ranks(check_planned, num_ranks, cases) for line in of_rank]
-    assert not wrong, "\n".join(wrong)
+    assert_planned(num_ranks, cases)
 
 
 def test_steps_with_shared_state_equal_one_process():
-    wrong = [line for of_rank in run_ranks(check_planned, 4, SHARED) for line in of_rank]
-    assert not wrong, "\n".join(wrong)
+    assert_planned(4, SHARED)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_random_plans_equal_one_process(num_ranks):
     cases = [random_case(seed, num_ranks) for seed in range(NUM_RANDOM)]
-    wrong = [line for of_rank in run_ranks(check_planned, num_ranks, cases) for line in of_rank]
-    assert not wrong, "\n".join(wrong)
+    assert_planned(num_ranks, cases)

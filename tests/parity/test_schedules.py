@@ -9,7 +9,7 @@ import pytest
 
 from motet.core.plan import Unit
 from motet.runtime import planned_step
-from parity.planned import PlannedCase, check_planned, run_planned
+from parity.planned import PlannedCase, assert_planned, run_planned
 from parity.test_planned import chain
 from ranks import RankFailed, run_ranks
 
@@ -96,8 +96,7 @@ def random_case(seed, num_ranks):
 
 
 def check(num_ranks, cases):
-    wrong = [line for of_rank in run_ranks(check_planned, num_ranks, cases) for line in of_rank]
-    assert not wrong, "\n".join(wrong)
+    assert_planned(num_ranks, cases)
 
 
 @pytest.mark.parametrize("deferred", [False, True], ids=["early", "deferred"])
