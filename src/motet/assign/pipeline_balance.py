@@ -14,7 +14,6 @@ Work is counted in operations, whatever a recipe states: simulation and training
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -28,7 +27,7 @@ from motet.core.arrays import Int64Array
 from motet.core.plan import Plan
 from motet.core.workload import BatchLengths
 from motet.cost.operations import Operations
-from motet.schedule.plan_units import backbone_unit, joins_all_replicas, shares_items, units_in_bubbles
+from motet.schedule.plan_units import backbone_unit, joins_all_replicas, recomputed_in, shares_items, units_in_bubbles
 
 
 def assign_balanced(plan: Plan, batch: BatchLengths, given: Batching) -> StepAssignment:
@@ -37,7 +36,7 @@ def assign_balanced(plan: Plan, batch: BatchLengths, given: Batching) -> StepAss
     Raises UserError as `policies_of` does. O(items log items), and `assign` for each encoder and microbatch.
     """
     policies = policies_of(plan.model, plan.policy)
-    work = Operations(plan.model, _recomputed(plan))(batch)
+    work = Operations(plan.model, recomputed_in(plan))(batch)
     names = [module.name for module in plan.model.modules]
     shared = [name for name in names if joins_all_replicas(plan) and shares_items(plan, name)]
     host = backbone_unit(plan)
@@ -50,15 +49,6 @@ def assign_balanced(plan: Plan, batch: BatchLengths, given: Batching) -> StepAss
     }
     methods = (plan.balance,) * step.num_microbatches
     return replace(step, modules={name: balanced.get(name, step.modules[name]) for name in names}, methods=methods)
-
-
-def _recomputed(plan: Plan) -> dict[str, int]:
-    """The number of recomputed blocks of each module, over all stages."""
-    counts = Counter[str]()
-    for unit in plan.units:
-        for recompute in unit.recompute:
-            counts.update(recompute)
-    return dict(counts)
 
 
 def _dealt(plan: Plan, batch: BatchLengths, given: Batching, work: dict[str, Int64Array]) -> Batching:

@@ -23,23 +23,22 @@ from motet.core.errors import JointUserError, UserError
 from motet.core.module_degrees import ModuleDegrees
 from motet.core.plan import Plan
 from motet.core.workload import Workload
-from motet.cost.catalogue import cluster, device_called
+from motet.cost.catalogue import cluster
 from motet.cost.memory import PRECISION_OF_DTYPE
 from motet.cost.source import cost_model
 from motet.dispatch import LoadedExample, RankBatch
 from motet.dispatch.loaded import LoadedTables, tables_of
 from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
-from motet.planner.candidate import Pins
-from motet.planner.command import find_plans
-from motet.planner.evaluation import Quota
 from motet.planner.job import Job
+from motet.planning.plan_first import fastest_plan
 from motet.planning.sources import plan_at
 from motet.planning.trainable import obstacle
 from motet.runtime.fsdp import FSDPConfig
 from motet.runtime.mesh import build_mesh
 from motet.runtime.place import Place
 from motet.runtime.step import StepResult
+from motet.train.device import device_name
 from motet.train.input.planned import StageNeeds, decided_under, stages_of_examples
 from motet.train.planned_job import ChosenPlan, PartConfig, build_part, check_cuts
 from motet.train.world import World, borrowed_world
@@ -159,9 +158,7 @@ def _planned(
             "motet.apply: degrees of modules are as {'image': {'pp': 2}}, of tp, cp, pp and dp, whole numbers from 1; "
             f"{where or type(degrees).__name__} is not."
         ) from None
-    device = device_called(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
-    name = "cpu" if world.device.type == "cpu" else device and device.name
-    if not name:
+    if not (name := device_name(world.device)):
         raise UserError("motet.apply: no figures of this GPU are known; give a plan of `motet plan`, not degrees.")
     where = cluster(name, world.num_ranks // world.ranks_per_node, world.ranks_per_node)
     precision = _precision(dtype)
@@ -172,8 +169,7 @@ def _planned(
     def cannot(plan: Plan) -> str:
         return _obstacle(plan, mllm, dtype)
 
-    found = find_plans(job, Pins(order="given"), Quota(1, lambda plan: not cannot(plan)))
-    return found.with_obstacles(cannot, is_trainable=True).best.candidate.plan
+    return fastest_plan(job, cannot)
 
 
 def _check(plan: Plan, mllm: MLLM, spec: Any, dtype: torch.dtype, world: World) -> None:

@@ -54,7 +54,7 @@ def show_memory(
             prediction = max(predicted, key=lambda each: int(each.peak_bytes.max()))
             lacking = out_of_memory(plan, prediction)
             if json_file != STDOUT:
-                _print(plan, prediction, steps.words)
+                _print(plan, stages, prediction, steps.words)
             if json_file is not None:
                 write_prediction(prediction_tables(plan, prediction, lacking), json_file)
             if lacking:
@@ -71,10 +71,10 @@ def _cluster(file: Path, recipe: Recipe, world: World) -> ClusterOptions:
     return ClusterOptions(device, world.num_ranks // world.ranks_per_node, world.ranks_per_node)
 
 
-def _print(plan: Plan, prediction: Prediction, of: str) -> None:
+def _print(plan: Plan, program: PlannedProgram, prediction: Prediction, of: str) -> None:
     """of: what the step is the fullest of, in words."""
     console, peaks = Console(), prediction.peak_bytes
-    program, in_stages = planned(plan), plan.schedule != "data_parallel"
+    in_stages = plan.schedule != "data_parallel"
     table = Table(
         "rank", *(("blocks",) if in_stages else ()), *prediction.memory_bytes, "all", title="Memory by rank, GB"
     )

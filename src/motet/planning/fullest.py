@@ -13,7 +13,7 @@ from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.memory import held_elements
 from motet.planner.job import Job
 from motet.planning.sources import training_order
-from motet.train.planned_job import recomputed_in
+from motet.schedule.plan_units import recomputed_in
 from motet.train.recipe.recipe import Recipe
 
 _NUM_STEPS = 8

@@ -6,7 +6,7 @@ into the run's folder. The other ranks get it from the first, so that all have t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +41,8 @@ def plan_first(
     file, found = recipe.run.dir / PLAN_FILE, None
     with world.together():
         if world.is_first:
-            found = _fastest(recipe, _job_at_hand(recipe, recipe_file, overrides, world))
+            job = _job_at_hand(recipe, recipe_file, overrides, world)
+            found = fastest_plan(job, lambda plan: obstacle(plan, recipe))
             write_plan(found, file)
             say(f"Planned for {world.num_ranks} ranks, as [parallel] says; the plan is {file}.")
     plan = world.gather(found)[0]
@@ -61,11 +62,7 @@ def _job_at_hand(recipe: Recipe, recipe_file: Path, overrides: Sequence[str], wo
     return job_of_recipe(recipe_file, JobOptions(cluster), overrides, as_trained=True)
 
 
-def _fastest(recipe: Recipe, job: Job) -> Plan:
-    """The fastest Plan that training can run. Raises UserError if there is none."""
-
-    def obstacle_of(plan: Plan) -> str:
-        return obstacle(plan, recipe)
-
+def fastest_plan(job: Job, obstacle_of: Callable[[Plan], str]) -> Plan:
+    """The fastest Plan that training can run. obstacle_of: as `obstacle`. Raises UserError if there is none."""
     found = find_plans(job, Pins(order="given"), Quota(1, lambda plan: not obstacle_of(plan)))
     return found.with_obstacles(obstacle_of, is_trainable=True).best.candidate.plan

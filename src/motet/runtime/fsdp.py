@@ -71,6 +71,11 @@ class FSDPConfig(BaseModel):
             raise ValueError("once_a_step needs reshard_after_forward = false: what is gathered once a step must stay")
         return self
 
+    @property
+    def types(self) -> ComputeTypes:
+        """The types in which modules compute and gradients are summed; None: as `ComputeTypes` says."""
+        return ComputeTypes(_DTYPES.get(self.param_dtype or ""), _DTYPES.get(self.reduce_dtype or ""))
+
     def recomputed(self, num_blocks: Mapping[str, int]) -> dict[str, int]:
         """The number of blocks that each module recomputes in every microbatch, modules without any left out.
 
@@ -105,16 +110,12 @@ def shard(model: Model, mesh: Mesh, config: FSDPConfig) -> None:
     if mesh.is_sharded:
         wrap(model, mesh, config)
     else:
-        set_compute_types(
-            model, ComputeTypes(_DTYPES.get(config.param_dtype or ""), _DTYPES.get(config.reduce_dtype or ""))
-        )
+        set_compute_types(model, config.types)
 
 
 def wrap(model: Model, mesh: Mesh, config: FSDPConfig) -> None:
     """Shard every module with FSDP2: each of its `blocks`, if it names any, and then what is left of it."""
-    policy = MixedPrecisionPolicy(
-        param_dtype=_DTYPES.get(config.param_dtype or ""), reduce_dtype=_DTYPES.get(config.reduce_dtype or "")
-    )
+    policy = MixedPrecisionPolicy(param_dtype=config.types.compute, reduce_dtype=config.types.reduce)
     for module in modules_by_phase(model).values():
         # Without resharding, FSDP frees gathered parameters after the backward pass; a frozen module may have none.
         reshard = config.reshard_after_forward or not is_trainable(module)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 
@@ -36,3 +38,12 @@ def shares_items(plan: Plan, module: str) -> bool:
 def joins_all_replicas(plan: Plan) -> bool:
     """Whether any replica of a unit may send to any replica of another: items are balanced over all of a unit's."""
     return plan.balance in ("per_phase", "auto") and len(pipelined_units(plan)) > 1
+
+
+def recomputed_in(plan: Plan) -> dict[str, int]:
+    """The number of blocks of each module that a Plan recomputes, over all stages."""
+    counts = Counter[str]()
+    for unit in plan.units:
+        for recompute in unit.recompute:
+            counts.update(recompute)
+    return dict(counts)

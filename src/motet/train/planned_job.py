@@ -82,15 +82,6 @@ def _counts(num_blocks: dict[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in num_blocks.items())
 
 
-def recomputed_in(plan: Plan) -> dict[str, int]:
-    """The number of blocks of each module that a Plan recomputes, over all stages."""
-    counts: Counter[str] = Counter()
-    for unit in plan.units:
-        for recompute in unit.recompute:
-            counts.update(recompute)
-    return dict(counts)
-
-
 def check_cuts(model: MLLM, plan: Plan) -> None:
     """Raise UserError for an encoder that the Plan cuts, or recomputes in part, and that has no parts."""
     in_parts = _modules_in_parts(plan)
@@ -132,12 +123,6 @@ def holders_of(model: MLLM, program: PlannedProgram) -> dict[str, Holders]:
     return {name: Holders(tuple(sorted(ranks[name])), tuple(stages[name])) for name in ranks}
 
 
-def compute_types(recipe: Recipe) -> ComputeTypes:
-    """The types in which modules compute and gradients are summed, as under data parallelism."""
-    names = recipe.fsdp.param_dtype, recipe.fsdp.reduce_dtype
-    return ComputeTypes(*(name and getattr(torch, name) for name in names))
-
-
 def connected(place: Place, world: World) -> Lanes:
     """The lanes of this rank, each tried once. A collective, which fails on all ranks if it fails on one."""
     with world.together():
@@ -168,7 +153,7 @@ class PartConfig:
             lambda model: materialise(model, recipe.modules, recipe.run.seed, device),
             lambda model: build_optimizer(model, recipe.optimizer),
             recipe.optimizer.clip_norm,
-            compute_types(recipe),
+            recipe.fsdp.types,
         )
 
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from motet.core.errors import UserError
-from motet.cost.catalogue import device_called
 from motet.cost.model import CostModel
 from motet.cost.profile import PROFILE_FILE
 from motet.cost.source import cost_model
@@ -31,6 +30,7 @@ from motet.schedule import planned
 from motet.simulate.predict.predict import MAX_ISLANDS, predict_assigned
 from motet.simulate.predict.prediction import Prediction
 from motet.train.checkpoint.choice import Say
+from motet.train.device import device_name
 from motet.train.planned_job import ChosenPlan
 from motet.train.recipe.recipe import Recipe
 from motet.train.report.beside import MeasuredBeside, predicted_actions, write_last_step
@@ -47,22 +47,14 @@ def run_cost(chosen: ChosenPlan, recipe: Recipe, device: torch.device) -> CostMo
     try:
         if profile.exists():
             return cost_model(plan.cluster, plan.precision, profile)
-        if plan.cluster.device.name == _name_of(device):
+        if plan.cluster.device.name == device_name(device):
             return cost_model(plan.cluster, plan.precision)
     except UserError as error:
         return f"Steps are not predicted: {error}"
     return (
         f"Steps are not predicted, and predicted_s is null: {chosen.file} has figures of {plan.cluster.device.name}, "
-        f"this run is on {_name_of(device) or 'another GPU'}, and there is no {profile}, which motet profile writes."
+        f"this run is on {device_name(device) or 'another GPU'}, and there is no {profile}, which motet profile writes."
     )
-
-
-def _name_of(device: torch.device) -> str:
-    """The device by its name in the catalogue; "" for a GPU that is not in it."""
-    if device.type == "cpu":
-        return "cpu"
-    known = device_called(torch.cuda.get_device_name(device))
-    return "" if known is None else known.name
 
 
 class PredictedRun:

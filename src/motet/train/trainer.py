@@ -16,6 +16,7 @@ from motet.core.timeline import Span, Timeline
 from motet.dispatch import RankBatch
 from motet.runtime.planned_step import PlannedStep
 from motet.runtime.step import StepResult
+from motet.schedule.plan_units import recomputed_in
 from motet.simulate.show.page import write_timeline_html
 from motet.train.bad_step import BadSteps, BrokenWeights, Cause, examine
 from motet.train.checkpoint.choice import Say
@@ -25,7 +26,7 @@ from motet.train.input.feed import Feed, StepInput, StepRange
 from motet.train.input.loading import UnreadableExample
 from motet.train.job import TrainingJob, build_job
 from motet.train.optimizer import learning_rate, set_learning_rate
-from motet.train.planned_job import ChosenPlan, recomputed_in
+from motet.train.planned_job import ChosenPlan
 from motet.train.predicting import PredictedRun
 from motet.train.recipe.recipe import Recipe, dump_recipe
 from motet.train.recompute_measured import RankCorrection, correction_words

@@ -1,0 +1,15 @@
+"""What a rank's device is called in the catalogue."""
+
+from __future__ import annotations
+
+import torch
+
+from motet.cost.catalogue import device_called
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a device in the catalogue; "" for a GPU that is not in it."""
+    if device.type == "cpu":
+        return "cpu"
+    known = device_called(torch.cuda.get_device_name(device))
+    return "" if known is None else known.name
