@@ -47,9 +47,12 @@ class RanksHung(AssertionError):
     """Not all ranks ended in time; the text holds the Python stack of each that was still running."""
 
 
-def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = TIMEOUT_S, on_gpus: bool = False
+) -> list[Any]:
     """Call fn(rank, num_ranks, *args) on every rank of a fresh default process group; return the results in rank order.
 
+    on_gpus: each rank has a CUDA device of its own, whose tensors go over NCCL.
     Raises RankFailed or RanksHung; no process is left over in any case.
     """
     context = _forkserver()
@@ -62,7 +65,7 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: flo
             for rank in range(num_ranks):
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=_run_rank, args=(payload, rank, num_ranks, folder, timeout_s, sender), daemon=False
+                    target=_run_rank, args=(payload, rank, num_ranks, folder, timeout_s, on_gpus, sender), daemon=False
                 )
                 process.start()
                 sender.close()
@@ -93,7 +96,9 @@ def _forkserver() -> Any:
     return context
 
 
-def _run_rank(payload: bytes, rank: int, num_ranks: int, folder: str, timeout_s: float, sender: Connection) -> None:
+def _run_rank(
+    payload: bytes, rank: int, num_ranks: int, folder: str, timeout_s: float, on_gpus: bool, sender: Connection
+) -> None:
     # The file stays open as long as the process lives: SIGUSR1, and any crash, write the stacks into it.
     stacks = open(Path(folder) / f"stacks-{rank}", "w")  # noqa: SIM115
     faulthandler.enable(stacks)
@@ -107,7 +112,10 @@ def _run_rank(payload: bytes, rank: int, num_ranks: int, folder: str, timeout_s:
         # Collectives outlast the parent's patience, so that a hang is seen as a hang with its stacks.
         timeout = timedelta(seconds=timeout_s + 60)
         rendezvous = f"file://{folder}/rendezvous"
-        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=num_ranks, timeout=timeout)
+        if on_gpus:
+            torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
+        dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=num_ranks, timeout=timeout)
         try:
             message = pickle.dumps((True, fn(rank, num_ranks, *args)))
             if dist.is_initialized():

@@ -81,7 +81,7 @@ def content(kind, stage, microbatch):
     return float(1000 * stage + 10 * microbatch + (kind is Kind.B) + 1)
 
 
-def walk(program, rank, lanes):
+def walk(program, rank, lanes, device=CPU, width=WIDTH):
     """Execute a rank's row; passes compare what has arrived, and make what is sent."""
     edges = {ends: number for number, ends in enumerate(program.edges)}
     row = RankProgram(program.actions[rank], {n: stage.module for n, stage in enumerate(program.stages)}, {})
@@ -90,13 +90,13 @@ def walk(program, rank, lanes):
 
     def parts(edge, microbatch):
         source = program.edges[edge][0]
-        return [MessagePart(str(source), WIDTH, None, 1, 1, source in has_backward)]
+        return [MessagePart(str(source), width, None, 1, 1, source in has_backward)]
 
     place = SimpleNamespace(row=row, edges=edges, rank_of=lambda stage: program.stages[stage].rank, local_edges={})
-    messages = Messages(place, lanes, parts, tensors, torch.empty(0, dtype=torch.float64))
+    messages = Messages(place, lanes, parts, tensors, torch.empty(0, dtype=torch.float64, device=device))
 
     def made(kind, stage, microbatch):
-        return torch.full((1, WIDTH), content(kind, stage, microbatch), dtype=torch.float64)
+        return torch.full((1, width), content(kind, stage, microbatch), dtype=torch.float64, device=device)
 
     def forward(action):
         key = action.stage, action.microbatch
@@ -118,7 +118,7 @@ def walk(program, rank, lanes):
         pass
 
     passes = dict.fromkeys(Kind, nothing) | {Kind.F: forward, Kind.B: backward, Kind.I: backward}
-    Executor(row, {**passes, **messages.handlers}, ActionClock(rank, CPU)).run(0)
+    Executor(row, {**passes, **messages.handlers}, ActionClock(rank, device)).run(0)
     lanes.wait_for_sends()
     assert not (tensors.inputs or tensors.outputs or tensors.output_gradients or tensors.input_gradients)
 

@@ -188,10 +188,10 @@ def run_planned(
 
 def build_step(case: PlannedCase, stored: torch.dtype = torch.float64, types: ComputeTypes = SAME_TYPES) -> PlannedStep:
     """The step of this rank, on its part of the model. A collective. Arguments: as above."""
-    rank, device, plan = dist.get_rank(), torch.device("cpu"), case.plan()
+    rank, device, plan = dist.get_rank(), rank_device(), case.plan()
     model, place = build_hf_model(case.frozen, case.tied), Place.of(plan, rank)
     holders = holders_of(model, place.program)
-    keep_spans(model.to(stored), *place.stage_spans)
+    keep_spans(model.to(device, stored), *place.stage_spans)
     groups = sharing_groups(place.program, holders.values())
     share_out_part(model, place, holders, groups, device, types)
     held = HeldParameters(model, place, holders, groups, types)
@@ -204,9 +204,15 @@ def build_step(case: PlannedCase, stored: torch.dtype = torch.float64, types: Co
     )  # fmt: skip
 
 
+def rank_device() -> torch.device:
+    """What this rank computes on: its GPU if ranks have NCCL, else the CPU."""
+    return torch.device("cuda", dist.get_rank()) if "nccl" in dist.get_backend() else torch.device("cpu")
+
+
 def _whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """A collective of the ranks that share the tensor."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """On the CPU. A collective of the ranks that share the tensor."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return None if whole is None else whole.cpu()
 
 
 def batches_of(case: PlannedCase, place: Place, model: MLLM, step: int) -> list[RankBatch]:
@@ -228,7 +234,7 @@ def batches_of(case: PlannedCase, place: Place, model: MLLM, step: int) -> list[
         if needs.tokens:
             sequences = [chosen[i].sequence for i in part.decision.backbone.on_rank(place.replicas[BACKBONE])]
         batch = assemble_stages(part.decision, part.lengths, place.replicas, sequences, taken, sizes)
-        batches.append(batch.to("cpu", dtype=torch.float64))
+        batches.append(batch.to(rank_device(), dtype=torch.float64))
     return batches
 
 
@@ -262,9 +268,9 @@ def check_planned(rank: int, num_ranks: int, cases: Sequence[PlannedCase]) -> li
     return wrong
 
 
-def assert_planned(num_ranks: int, cases: Sequence[PlannedCase]) -> None:
-    """Assert that no case differs from one process on any of `num_ranks` new ranks."""
-    wrong = [line for of_rank in run_ranks(check_planned, num_ranks, cases) for line in of_rank]
+def assert_planned(num_ranks: int, cases: Sequence[PlannedCase], *, on_gpus: bool = False) -> None:
+    """Assert that no case differs from one process on any of `num_ranks` new ranks. on_gpus: as in `run_ranks`."""
+    wrong = [line for of_rank in run_ranks(check_planned, num_ranks, cases, on_gpus=on_gpus) for line in of_rank]
     assert not wrong, "\n".join(wrong)
 
 

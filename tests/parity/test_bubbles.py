@@ -116,18 +116,14 @@ def random_case(seed, num_ranks):
     return replace(case, fill_seed=seed) if rng.random() < 0.6 else case
 
 
-def check(num_ranks, cases):
-    assert_planned(num_ranks, cases)
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "cases"), [(2, CASES_OF_2), (3, CASES_OF_4[2:3]), (4, CASES_OF_4[:2] + CASES_OF_4[3:])]
 )
 def test_encoders_in_bubbles_equal_one_process(num_ranks, cases):
-    check(num_ranks, cases)
+    assert_planned(num_ranks, cases)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_random_encoders_in_bubbles_equal_one_process(num_ranks):
     """Half of them with passes and blocks of encoders in random order in the bubbles."""
-    check(num_ranks, [random_case(seed, num_ranks) for seed in range(NUM_RANDOM[num_ranks])])
+    assert_planned(num_ranks, [random_case(seed, num_ranks) for seed in range(NUM_RANDOM[num_ranks])])

@@ -120,5 +120,4 @@ def test_units_of_other_sizes_equal_one_process(num_ranks):
 
 @pytest.mark.parametrize("num_ranks", [3, 4, 5])
 def test_random_pairs_equal_one_process(num_ranks):
-    cases = [random_pair(seed, num_ranks) for seed in range(NUM_RANDOM)]
-    assert_planned(num_ranks, cases)
+    assert_planned(num_ranks, [random_pair(seed, num_ranks) for seed in range(NUM_RANDOM)])

@@ -95,31 +95,29 @@ def random_case(seed, num_ranks):
     )
 
 
-def check(num_ranks, cases):
-    assert_planned(num_ranks, cases)
-
-
 @pytest.mark.parametrize("deferred", [False, True], ids=["early", "deferred"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_interleaved_steps_equal_one_process(num_ranks, deferred):
     cases = cases_of("interleaved_1f1b", num_ranks, deferred_warmup=deferred)
-    check(num_ranks, [*cases, PlannedCase(BESIDE, "interleaved_1f1b", deferred_warmup=deferred)][: 6 + num_ranks - 1])
+    assert_planned(
+        num_ranks, [*cases, PlannedCase(BESIDE, "interleaved_1f1b", deferred_warmup=deferred)][: 6 + num_ranks - 1]
+    )
 
 
 @pytest.mark.parametrize("schedule", ["zb_h1", "zb_v"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_steps_with_backward_in_two_halves_equal_one_process(num_ranks, schedule):
-    check(num_ranks, cases_of(schedule, num_ranks))
+    assert_planned(num_ranks, cases_of(schedule, num_ranks))
 
 
 @pytest.mark.parametrize(("num_ranks", "cases"), [(2, ENDS_TOGETHER), (4, REPLICAS)])
 def test_replicas_with_several_stages_a_rank_equal_one_process(num_ranks, cases):
-    check(num_ranks, cases)
+    assert_planned(num_ranks, cases)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_random_cases_equal_one_process(num_ranks):
-    check(num_ranks, [random_case(seed, num_ranks) for seed in range(NUM_RANDOM)])
+    assert_planned(num_ranks, [random_case(seed, num_ranks) for seed in range(NUM_RANDOM)])
 
 
 def leave_one_out(rank, num_ranks, case):
