@@ -2,6 +2,8 @@
 
     python benchmarks/topology.py [--seed N] [--json FILE] [--only NAME]
 
+With nodes known, inputs are either loaded before (exchange mode), or by whoever computes on them (index mode).
+
 Real lengths (../shared/data/lengths.csv.gz, or --lengths FILE), each kind of example equally often, on MLLM-10B of
 OrchMLLM, 128 ranks with 60 examples each, nodes of 8. Two decisions of one microbatch are compared: by an Orchestrator
 that takes all ranks to share a node, and by the one of training. Inputs move where they were loaded before anything
@@ -17,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 from rows import ROOT, Row, finish, options, show
@@ -33,6 +36,16 @@ NUM_RANKS, PER_RANK, RANKS_PER_NODE = 128, 60, 8
 NUM_BATCHES = 5
 BYTES = {"image": 588, "audio": 512, BACKBONE: 8}
 WAYS: Mapping[str, tuple[Method, ...]] = {"joint": ("joint",), "per phase": ("per_phase",), "auto": METHODS}
+
+
+KINDS = {
+    "unknown": "nodes unknown",
+    "held": "inputs loaded before",
+    "index": "any rank can load any example",
+}
+"""What a decision knows: no nodes; nodes, and who has loaded what (exchange mode); nodes alone (index mode)."""
+Found: TypeAlias = Mapping[str, list[tuple[Decision, BatchLengths]]]
+"""Kind -> decisions of batches."""
 
 
 def input_bytes(lengths: BatchLengths) -> Int64Array:
@@ -74,20 +87,20 @@ def measure(path: Path, seed: int, only: str) -> list[Row]:
     for way, methods in WAYS.items():
         if only not in way:
             continue
-        found: dict[bool, list[tuple[Decision, BatchLengths]]] = {False: [], True: []}
+        found: Found = {kind: [] for kind in KINDS}
         for lengths in batches:
-            for knows_nodes, per_node in ((False, None), (True, RANKS_PER_NODE)):
-                of = costs[per_node]
+            for kind, decided in found.items():
+                of = costs[None if kind == "unknown" else RANKS_PER_NODE]
                 orchestrator = Orchestrator(of.costs, NUM_RANKS, names, work=of.work, times=of.times, methods=methods)
-                held = input_bytes(lengths) if knows_nodes else None
-                found[knows_nodes].append((orchestrator.decide(lengths, held), lengths))
+                held = input_bytes(lengths) if kind == "held" else None
+                decided.append((orchestrator.decide(lengths, held), lengths))
         rows += list(compared(way, found))
     return rows
 
 
-def compared(way: str, found: Mapping[bool, list[tuple[Decision, BatchLengths]]]) -> list[Row]:
-    def median(knows_nodes: bool, figure) -> float:
-        return float(np.median([figure(*pair) for pair in found[knows_nodes]]))
+def compared(way: str, found: Found) -> list[Row]:
+    def median(kind: str, figure) -> float:
+        return float(np.median([figure(*pair) for pair in found[kind]]))
 
     def load(decision: Decision, lengths: BatchLengths) -> float:
         return float(sum(placed.loads.max() / max(placed.loads.mean(), 1) for placed in decision.assignments.values()))
@@ -96,22 +109,22 @@ def compared(way: str, found: Mapping[bool, list[tuple[Decision, BatchLengths]]]
         return crossing_inputs(decision, lengths, padded=False)
 
     rows = [
-        Row(f"{way}: inputs that leave their node, nodes unknown", median(False, crossing_inputs)),
-        Row(f"{way}: inputs that leave their node", median(True, crossing_inputs)),
-        Row(f"{way}: inputs but padded clips that leave their node", median(True, unpadded), 0.06),
+        Row(f"{way}: inputs that leave their node, nodes unknown", median("unknown", crossing_inputs)),
+        Row(f"{way}: inputs that leave their node", median("held", crossing_inputs)),
+        Row(f"{way}: inputs but padded clips that leave their node", median("held", unpadded), 0.06),
     ]
     if way != "joint":
         for name in ("image", "audio"):
             outputs = lambda decision, lengths, name=name: crossing_outputs(decision, lengths, name)  # noqa: E731
             rows += [
-                Row(f"{way}: {name} outputs that leave their node, nodes unknown", median(False, outputs)),
-                Row(f"{way}: {name} outputs that leave their node", median(True, outputs)),
+                Row(f"{way}: {name} outputs that leave their node, {what}", median(kind, outputs))
+                for kind, what in KINDS.items()
             ]
-    ratio = median(True, load) / median(False, load)
+    ratio = median("held", load) / median("unknown", load)
     rows.append(Row(f"{way}: busiest over mean, summed over phases, with nodes over without", ratio, 1.016))
-    slower = median(True, lambda d, _: d.decide_s) / median(False, lambda d, _: d.decide_s)
+    slower = median("held", lambda d, _: d.decide_s) / median("unknown", lambda d, _: d.decide_s)
     rows.append(Row(f"{way}: time of the decision, with nodes over without", slower))
-    rows.append(Row(f"{way}: time of the decision with nodes, ms", 1e3 * median(True, lambda d, _: d.decide_s)))
+    rows.append(Row(f"{way}: time of the decision with nodes, ms", 1e3 * median("held", lambda d, _: d.decide_s)))
     return rows
 
 
