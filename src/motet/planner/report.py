@@ -78,6 +78,9 @@ def _against(best: SimulatedCandidate, comparison: Comparison) -> Iterator[str]:
     """How much faster the best is than a rival, and why: bubbles, added operations, ranks, share of the peak."""
     rival, gain = comparison.rival, comparison.gain
     name = f"{rival.candidate.strategy} ({rival.candidate.what})"
+    if gain <= -MIN_DIFFERENCE:
+        yield f"{name} is slower in the batch that plans are ranked by, and {-gain:.1%} faster{_range(comparison, 1)}."
+        return
     if gain < MIN_DIFFERENCE:
         yield f"{name} is as fast, but for {gain:.1%}{_range(comparison, 1)}."
         return
@@ -101,8 +104,8 @@ def _against(best: SimulatedCandidate, comparison: Comparison) -> Iterator[str]:
 
 
 def _range(comparison: Comparison, digits: int) -> str:
-    """The batches that a gain is the median of, and the least and most of them; "" for one."""
-    gains = comparison.gains
+    """The batches that a gain is the median of, and the least and most of them as gains; "" for one."""
+    gains = comparison.gains if comparison.gain > -MIN_DIFFERENCE else -comparison.gains
     if len(gains) == 1:
         return ""
     return f", the median of {len(gains)} batches with {gains.min():.{digits}%} to {gains.max():.{digits}%}"

@@ -85,6 +85,18 @@ def test_beside_a_rival_that_is_as_fast_stands_one_that_is_not():
     ]
 
 
+def test_a_rival_that_is_faster_in_most_batches_is_told():
+    best = found().best
+    results = [
+        SimulatedCandidate(replace(best.candidate, strategy=name), Slower(best.prediction, factor))
+        for name, factor in (("a", 1.0), ("b", 0.9))
+    ]
+    assert (
+        f"b ({best.candidate.what}) is slower in the batch that plans are ranked by, and 10.0% faster."
+        in winner_in_words(replace(found(), results=tuple(results), pins=Pins()))
+    )
+
+
 class Slower:
     """A prediction whose step takes longer by a factor."""
 
