@@ -17,7 +17,7 @@ from motet.train.report.beside import beside_sections
 from motet.train.report.charts import NARROW, grouped_bars, horizontal_bars, line_chart
 from motet.train.report.step_lines import read_lines
 from motet.train.report.style import CSS
-from motet.train.report.summary import methods_line, steady
+from motet.train.report.summary import methods_line, shared_phases, steady
 
 _MAX_POINTS = 600
 _MAX_MEDIA_BYTES = 2_000_000
@@ -96,20 +96,24 @@ def _loss(steps: list[dict[str, Any]], summary: dict[str, Any]) -> list[str]:
 
 
 def _balance(steps: list[dict[str, Any]], summary: dict[str, Any]) -> list[str]:
+    phases = shared_phases(summary)
+    if not phases:
+        return []
     parts = [
         "<h2>Load of the ranks, phase by phase</h2>",
-        "<p>A step lasts as long as its busiest rank. Maximum load over the lower bound: 1 means that no placement of "
+        "<p>A step lasts as long as its busiest rank; under a plan, a replica takes the place of a rank. Maximum load "
+        "over the lower bound: 1 means that no placement of "
         "whole items is better. “Before” is every example on its home rank, “after” is what was run.</p>",
         "<table><tr><th>phase</th><th>load in</th><th>max/bound before</th><th>after</th></tr>",
         *(
             f"<tr><td>{html.escape(name)}</td><td>{phase['unit']}</td>"
             f"<td>{phase['max_over_bound_before']:.3f}</td><td>{phase['max_over_bound']:.3f}</td></tr>"
-            for name, phase in summary["phases"].items()
+            for name, phase in phases.items()
         ),
         "</table>",
         *_methods(summary["balance"]),
     ]
-    for name in summary["phases"]:
+    for name, phase in phases.items():
         rows = [(step["step"], step["phases"][name]) for step in steps if step["phases"][name]["bound"]]
         if not rows:
             continue
@@ -120,13 +124,14 @@ def _balance(steps: list[dict[str, Any]], summary: dict[str, Any]) -> list[str]:
         step, typical = sorted(rows, key=lambda row: row[1]["max_over_bound_before"])[len(rows) // 2]
         loads = {"before": typical["loads_before"], "after": typical["loads"]}
         bound = ("bound", typical["bound"])
-        ranks = [f"rank {rank}" for rank in range(len(typical["loads"]))]
+        holder = "rank" if phase["num_replicas"] == summary["num_ranks"] else "replica"
+        holders = [f"{holder} {number}" for number in range(len(typical["loads"]))]
         parts += [
             f'<h3>{html.escape(name)}</h3><div class="pair"><div>',
             line_chart(ratios, x_label="step (smoothed)", y_label="max load / bound", y_min=1, width=NARROW),
             "</div><div>",
             grouped_bars(
-                loads, ranks, y_label=f"{typical['unit']} in step {step}, the median", rule=bound, width=NARROW
+                loads, holders, y_label=f"{typical['unit']} in step {step}, the median", rule=bound, width=NARROW
             ),
             "</div></div>",
         ]

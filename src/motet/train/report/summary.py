@@ -87,7 +87,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     ]
     if summary["bad_steps"]:
         lines.append(f"{summary['bad_steps']} steps were not finite and changed nothing; bad_steps.jsonl names them")
-    for name, phase in summary["phases"].items():
+    for name, phase in shared_phases(summary).items():
         lines.append(
             f"{name}: mean max/bound load {phase['max_over_bound_before']:.3f} before balancing, "
             f"{phase['max_over_bound']:.3f} after, in {phase['unit']}"
@@ -102,6 +102,11 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     for task, share in summary["exact_match"].items():
         lines.append(f"{task}: {share:.1%} of {summary['num_heldout'][task]} held-out answers match exactly")
     return lines
+
+
+def shared_phases(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The phases of a summary that several replicas share: one alone has nothing to balance."""
+    return {name: phase for name, phase in summary["phases"].items() if phase["num_replicas"] > 1}
 
 
 def _hfu_words(summary: dict[str, Any]) -> str:
@@ -137,11 +142,11 @@ def _balance(steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _phases(steps: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Phase -> the unit of its loads, and means over the steps in which it has any load."""
+    """Phase -> its replicas, the unit of their loads, and means over the steps in which it has any load."""
     means = {}
     for name, last in steps[-1]["phases"].items():
         busy = [step["phases"][name] for step in steps if step["phases"][name]["bound"]]
-        means[name] = {"unit": last["unit"]} | {
+        means[name] = {"unit": last["unit"], "num_replicas": len(last["loads"])} | {
             key: _mean([phase[key] for phase in busy]) if busy else 1.0
             for key in ("max_over_bound_before", "max_over_bound")
         }

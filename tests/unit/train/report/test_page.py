@@ -27,7 +27,7 @@ SUMMARY = {
     "exact_match": {"<task>": 0.5},
     "num_heldout": {"<task>": 2},
     "balance": {"methods": {"mixed": 1, "joint": 2}, "why": "joint: 3 ms predicted (per_phase 4 ms)."},
-    "phases": {"backbone": RATIOS},
+    "phases": {"backbone": RATIOS | {"num_replicas": 2}},
     "data_wait_share": 0.01,
     "core_wait_share": 0.25,
     "memory": {"peak_bytes": 2**30, "kind": "resident"},

@@ -9,6 +9,7 @@ from motet.train.report.peak import Peak
 from motet.train.report.summary import summarise, summary_lines
 
 WORLD = SimpleNamespace(num_ranks=2, device=SimpleNamespace(type="cpu"))
+LOADS = {"bound": 3, "loads": [3, 2], "loads_before": [4, 1]}
 
 
 def step(number, loss):
@@ -25,13 +26,16 @@ def step(number, loss):
         "exchange": {"bytes": 0, "crossing_bytes": 0},
         "memory": {"peak_bytes": 1, "kind": "resident"},
         "balance": {"methods": {"joint": 1}, "why": {}},
-        "phases": {"backbone": {"unit": "GFLOP", "max_over_bound": 1.0, "max_over_bound_before": 1.5, "bound": 3}},
+        "phases": {"backbone": {"unit": "GFLOP", "max_over_bound": 1.0, "max_over_bound_before": 1.5}},
         "bad_examples": 0,
     }
 
 
-def summed_up(tmp_path, losses):
-    lines = [json.dumps(step(number, loss)) for number, loss in enumerate(losses, start=1)]
+def summed_up(tmp_path, losses, loads=LOADS):
+    steps = [step(number, loss) for number, loss in enumerate(losses, start=1)]
+    for each in steps:
+        each["phases"]["backbone"] |= loads
+    lines = [json.dumps(each) for each in steps]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     summary = summarise(tmp_path, WORLD, Peak(1e9, "measured"), 5.0, {})
     return summary, summary_lines(summary)
@@ -53,6 +57,12 @@ def test_the_first_and_the_last_losses_are_of_different_steps(tmp_path, num_step
     summary, lines = summed_up(tmp_path, range(1, num_steps + 1))
     assert (summary["loss_first"], summary["loss_last"]) == (first, last)
     assert lines[1] == said
+
+
+@pytest.mark.parametrize(("loads", "are_told"), [(LOADS, True), ({"bound": 3, "loads": [3]}, False)])
+def test_loads_of_a_phase_with_several_replicas_are_told(tmp_path, loads, are_told):
+    _, lines = summed_up(tmp_path, [1], loads)
+    assert ("backbone: mean max/bound load 1.500 before balancing, 1.000 after, in GFLOP" in lines) == are_told
 
 
 def test_steps_that_were_not_finite_have_no_loss_and_are_counted(tmp_path):
