@@ -224,8 +224,10 @@ def plan_recipe(
     else:
         from motet.planning.trainable import trainable_in, training_line
 
-        job, obstacle = job_of_recipe(recipe, given, overrides or ()), trainable_in(recipe, overrides or ())
-        best = plan_command(job, pinned, outputs, obstacle, is_trainable=is_trainable or launch is not None)
+        is_trainable = is_trainable or launch is not None
+        job = job_of_recipe(recipe, given, overrides or ())
+        obstacle = trainable_in(recipe, overrides or (), is_asked=is_trainable)
+        best = plan_command(job, pinned, outputs, obstacle, is_trainable=is_trainable)
         if obstacle is not None and not best.obstacle:
             where = best.candidate.plan.cluster
             print(f"Train it: {training_line(recipe, out, where, overrides or ())}")

@@ -93,6 +93,41 @@ def test_it_is_planned_and_simulated_as_it_trains(motet, job, tmp_path):
     assert code == 0 and "step" in said, err
 
 
+START = ("--set", "run.dir=run", "--set", "run.steps=2")
+CHAIN = ("--pin", "strategy=chain", "--pin", "pp=2", "--pin", "schedule=1f1b")
+
+
+def test_a_plan_with_stages_is_found_and_can_be_trained(motet, job, tmp_path):
+    """As `motet plan` says it, down to the bytes of each rank."""
+    out = tmp_path / "plan.json"
+    code, said, err = motet("plan", job, "--trainable", *CHAIN, "--out", out, *START)
+    assert code == 0, err
+    line = " ".join(said.split())
+    assert f"-m motet train {job} --set run.dir=run --set run.steps=2 --plan {out}" in line
+    code, said, err = motet("train", job, "--dry-run", "--plan", out, "--json", "-", *START)
+    assert (code, err) == (0, "") and len(json.loads(said)["peak_bytes"]) == 2
+    code, _, err = motet("train", job, "--plan", out, *START)
+    assert code == 2 and "plan.json is for 2 ranks, and 1 run" in err
+
+
+def test_a_plan_to_train_by_needs_a_run(motet, job, tmp_path):
+    code, _, err = motet("plan", job, "--trainable", "--out", tmp_path / "plan.json")
+    assert code == 2 and "does not say run.dir and run.steps, which training needs: give --set run.dir=..." in err
+
+
+@pytest.mark.torchrun
+def test_plans_with_stages_are_measured(job, tmp_path):
+    cluster = ("--set", 'cluster={ device = "cpu", ranks_per_node = 2, memory_gbytes = 8 }', "--set", "precision=fp32")
+    command = [*TORCHRUN, "--nproc-per-node=2", *MOTET, "plan", str(job), "--measure", "1", *CHAIN, *cluster]
+    out = tmp_path / "plan.json"
+    command += ["--out", str(out)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Measured, the fullest rank held" in done.stdout, done.stdout
+    units = json.loads(out.read_text())["units"]
+    assert sum(len(unit["stages"]) for unit in units) == 2
+
+
 def test_the_recipe_of_a_run_is_the_same_recipe(job, tmp_path):
     recipe = load_recipe(job, ["run.dir=run", "run.steps=2", "balance.method=joint", "data.seed=3"])
     assert (recipe.optimizer.lr, recipe.fsdp.param_dtype, recipe.run.dtype) == (1e-4, "bfloat16", "float32")

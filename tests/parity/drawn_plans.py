@@ -20,6 +20,7 @@ from motet.planning.trainable import obstacle
 from motet.schedule import planned, validate
 from motet.train.recipe.recipe import Recipe
 from parity.planned import PHASES, PlannedCase
+from parity.planned_parts import SECOND, has_second, num_blocks_with
 
 NUM_BLOCKS = {"image": 3, "audio": 2, "backbone": 3}
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v")
@@ -47,6 +48,12 @@ _OPTIONS = {
     "order": lambda rng: str(rng.choice(["given", "given", "intra", "inter", "both"])),
 }
 """Field of a PlannedCase -> how it is drawn. All are drawn, so that cases stay the same when a field is new."""
+_PARTS = (
+    *[()] * 6,
+    *[("queries",), ("tiles",), ("queries", "tiles")],
+    *[("rows",), ("sum",), ("rows", "tiles"), ("rows", "queries"), ("sum", "queries")],
+)
+"""Parts of the model, drawn apart from all else, so that cases without any stay the same."""
 _MAX_ATTEMPTS = 2000
 
 
@@ -79,7 +86,8 @@ def drawn_at(seed: int, number: int, attempt: int) -> tuple[str, PlannedCase]:
     strategy = str(rng.choice(list(GROUPINGS)))
     num_ranks = int(rng.choice([2, 3, 4]))
     schedule = str(rng.choice(SCHEDULES))
-    units = tuple(_units(rng, strategy, num_ranks, schedule))
+    parts = _PARTS[int(np.random.default_rng((seed, number, attempt, 1)).integers(len(_PARTS)))]
+    units = tuple(_units(rng, strategy, num_ranks, schedule, parts))
     known = {field.name for field in fields(PlannedCase)}
     options = {name: draw_option(rng) for name, draw_option in _OPTIONS.items()}
     microbatch_size, num_microbatches = int(rng.integers(1, 4)), int(rng.choice([1, 2, 2, 3, 4, 4, 6]))
@@ -91,20 +99,26 @@ def drawn_at(seed: int, number: int, attempt: int) -> tuple[str, PlannedCase]:
         microbatch_size=microbatch_size,
         seed=int(rng.integers(2**31)),
         fill_seed=int(rng.integers(-1000, 1000)),
+        parts=parts,
         **{name: value for name, value in options.items() if name in known},
     )
 
 
-def _units(rng: np.random.Generator, strategy: str, num_ranks: int, schedule: str) -> Iterator[Unit]:
-    grouping, first_rank = GROUPINGS[strategy], 0
+def _units(
+    rng: np.random.Generator, strategy: str, num_ranks: int, schedule: str, parts: tuple[str, ...]
+) -> Iterator[Unit]:
+    grouping, first_rank, num_blocks = GROUPINGS[strategy], 0, num_blocks_with(parts, NUM_BLOCKS)
     is_shared = strategy == "bubbles"
     num_of = [num_ranks] * len(grouping) if is_shared else _parts(rng, num_ranks, len(grouping))
-    missing = [name for name in PHASES if not any(name in group for group in grouping)]
+    missing = [name for name in num_blocks if not any(name in group for group in grouping)]
+    if has_second(parts):
+        grouping = tuple(_with_second(group) for group in grouping)
+        missing = [name for name in missing if name != SECOND or "image" in missing]
     for group, num in zip(grouping, num_of):
         pp = int(rng.choice([size for size in range(1, num + 1) if num % size == 0]))
         has_chunks = "backbone" in group and schedule in ("interleaved_1f1b", "zb_v")
         num_stages = pp * (2 if has_chunks else 1)
-        stages = _stages(rng, group, num_stages)
+        stages = _stages(rng, group, num_stages, num_blocks)
         recompute = tuple({name: int(rng.integers(0, n + 1)) for name, n in stage.items()} for stage in stages)
         yield Unit(
             "+".join(group),
@@ -128,8 +142,15 @@ def _parts(rng: np.random.Generator, num: int, num_parts: int) -> list[int]:
     return [stop - first for first, stop in pairwise(cuts)]
 
 
-def _stages(rng: np.random.Generator, group: tuple[str, ...], num_stages: int) -> tuple[dict[str, int], ...]:
-    blocks = [name for name in group for _ in range(NUM_BLOCKS[name])]
+def _with_second(group: tuple[str, ...]) -> tuple[str, ...]:
+    """The modules of a unit with "second" behind "image"."""
+    return tuple(name for each in group for name in ((each, SECOND) if each == "image" else (each,)))
+
+
+def _stages(
+    rng: np.random.Generator, group: tuple[str, ...], num_stages: int, num_blocks: dict[str, int]
+) -> tuple[dict[str, int], ...]:
+    blocks = [name for name in group for _ in range(num_blocks[name])]
     num_stages = min(num_stages, len(blocks))
     cuts = [0, *sorted(rng.choice(np.arange(1, len(blocks)), num_stages - 1, replace=False).tolist()), len(blocks)]
     return tuple(dict(Counter(blocks[first:stop])) for first, stop in pairwise(cuts))
@@ -181,6 +202,7 @@ def smaller(case: PlannedCase) -> Iterator[PlannedCase]:
         *({"batch_size": step * fewer} for fewer in range(1, num_microbatches)),
         {"microbatch_size": 1, "batch_size": backbone.dp * num_microbatches},
         *({"contents": tuple(name for name in case.contents if name != left)} for left in case.contents),
+        *({"parts": tuple(name for name in case.parts if name != left)} for left in case.parts),
         *({"frozen": tuple(name for name in case.frozen if name != left)} for left in case.frozen),
         *({"schedule": schedule} for schedule in SCHEDULES[: SCHEDULES.index(case.schedule)]),
         *(

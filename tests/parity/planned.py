@@ -32,9 +32,8 @@ from motet.models.backbone import Backbone
 from motet.models.families.siglip import SiglipEncoder
 from motet.models.families.whisper import WhisperEncoder
 from motet.models.mllm import MLLM
-from motet.models.module import ModalityModule
 from motet.models.part import keep_spans, names_of_spans
-from motet.models.projector import Projector, ProjectorConfig
+from motet.models.projector import ProjectorConfig
 from motet.models.spec import model_spec
 from motet.runtime.held import HeldParameters, share_out_part
 from motet.runtime.holders import sharing_groups
@@ -47,21 +46,25 @@ from motet.runtime.step import StepResult
 from motet.train.input.planned import StageNeeds, decided_under
 from motet.train.optimizer import OptimizerConfig, build_optimizer
 from motet.train.planned_job import holders_of
+from parity.planned_parts import SECOND, has_second, read_twice, second_tower, with_parts
 from parity.random_fills import with_random_fills
 from parity.tiny import draw_example, reference_step
 from ranks import run_ranks
 
 DIM, VOCABULARY = 16, 40
 ROW_DIMS = {"image": 12, "audio": 5}
-SIZE_DIMS = {"image": 2, "audio": 1}
+SIZE_DIMS = {"image": 2, "audio": 1, SECOND: 2}
 PHASES = tuple(ROW_DIMS)
 TOLERANCE = 1e-10
 NUM_STEPS = 3
 OPTIMIZER = OptimizerConfig(lr=1e-2, clip_norm=0.5)
 
 
-def build_hf_model(frozen: Sequence[str] = (), tied: bool = False) -> MLLM:
-    """The same parameters in every call. frozen: of "image encoder", "image", "audio", "backbone"."""
+def build_hf_model(frozen: Sequence[str] = (), tied: bool = False, parts: Sequence[str] = ()) -> MLLM:
+    """The same parameters in every call. frozen: of "image encoder", "image", "audio", "backbone".
+
+    parts: as of `parity.planned_parts`.
+    """
     torch.manual_seed(5)
     sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "attn_implementation": ATTENTION}
     image = SiglipVisionConfig(num_hidden_layers=3, image_size=8, patch_size=2, vision_use_head=False, **sizes)
@@ -88,10 +91,16 @@ def build_hf_model(frozen: Sequence[str] = (), tied: bool = False) -> MLLM:
         "image": (SiglipEncoder(SiglipVisionModel(image)), 1),
         "audio": (WhisperEncoder(HFWhisperEncoder(audio)), 2),
     }
+    if has_second(parts):
+        towers = {"image": towers["image"], SECOND: (second_tower(sizes), 1), "audio": towers["audio"]}
     encoders = {
-        phase: ModalityModule(
-            tower.to(torch.float64),
-            Projector(8, DIM, ProjectorConfig(downsample=downsample)).to(torch.float64),
+        phase: with_parts(
+            phase,
+            tower,
+            ProjectorConfig(downsample=downsample),
+            parts,
+            ROW_DIMS["image"],
+            DIM,
             train_encoder=phase not in frozen and f"{phase} encoder" not in frozen,
             train_projector=phase not in frozen,
         )
@@ -111,7 +120,7 @@ class PlannedCase:
 
     contents: media that examples have. blocking: whether messages hold up compute. caps: of microbatches.
     example_order: `order` of the Plan; the fuzzer's stored cases have none.
-    fill_seed: of random fills of bubbles; -1: coarse ones.
+    fill_seed: of random fills of bubbles; -1: coarse ones. parts: of the model, as of `parity.planned_parts`.
     """
 
     units: tuple[Unit, ...]
@@ -128,6 +137,7 @@ class PlannedCase:
     example_order: str = "given"
     fill_seed: int = -1
     seed: int = 0
+    parts: tuple[str, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -139,7 +149,7 @@ class PlannedCase:
         where = cluster("h100", num_nodes=1)
         peaks = {**where.device.peak_flops, "fp64": 6.7e13}
         where = replace(where, device=replace(where.device, peak_flops=peaks, overlaps=not self.blocking))
-        spec = _spec(self.frozen, self.tied)
+        spec = _spec(self.frozen, self.tied, self.parts)
         sizes = self.batch_size, self.microbatch_size
         options = {"microbatch_caps": self.caps, "balance": self.balance, "deferred_warmup": self.deferred_warmup}
         options |= {"order": self.example_order}
@@ -152,12 +162,17 @@ class PlannedCase:
         media = [tuple(rng.choice(self.contents, rng.integers(0, 4))) if self.contents else () for _ in range(99)]
         media = [tuple(map(str, each)) for each in media[: self.batch_size]]
         media[0] = tuple(name for name in media[0] if name != "image")
-        return [draw_example(rng, each, ROW_DIMS) for each in media]
+        examples = [draw_example(rng, each, ROW_DIMS) for each in media]
+        return [read_twice(example, self.parts) for example in examples] if has_second(self.parts) else examples
+
+    def model(self) -> MLLM:
+        """The whole model."""
+        return build_hf_model(self.frozen, self.tied, self.parts)
 
 
 @cache
-def _spec(frozen: tuple[str, ...], tied: bool) -> ModelSpec:
-    return model_spec(build_hf_model(frozen, tied))
+def _spec(frozen: tuple[str, ...], tied: bool, parts: tuple[str, ...]) -> ModelSpec:
+    return model_spec(build_hf_model(frozen, tied, parts))
 
 
 def run_planned(
@@ -172,7 +187,7 @@ def run_planned(
     stored: dtype of parameters and optimizer. types: those of passes. evaluated: gets the loss of the last step's
     examples, as if they were held out, right before that step.
     """
-    step, whole = build_step(case, stored, types), build_hf_model(case.frozen, case.tied)
+    step, whole = build_step(case, stored, types), case.model()
     parameters = dict(step.model.named_parameters())
     assert parameters.keys() == {name for spans in step.place.stage_spans for name in names_of_spans(whole, spans)}
     results = []
@@ -189,7 +204,7 @@ def run_planned(
 def build_step(case: PlannedCase, stored: torch.dtype = torch.float64, types: ComputeTypes = SAME_TYPES) -> PlannedStep:
     """The step of this rank, on its part of the model. A collective. Arguments: as above."""
     rank, device, plan = dist.get_rank(), rank_device(), case.plan()
-    model, place = build_hf_model(case.frozen, case.tied), Place.of(plan, rank)
+    model, place = case.model(), Place.of(plan, rank)
     holders = holders_of(model, place.program)
     keep_spans(model.to(device, stored), *place.stage_spans)
     groups = sharing_groups(place.program, holders.values())
@@ -217,19 +232,19 @@ def _whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def batches_of(case: PlannedCase, place: Place, model: MLLM, step: int) -> list[RankBatch]:
     """The microbatches of a step, as far as this rank needs them."""
-    examples, plan = case.examples(step), place.program.layout.plan
-    lengths = LoadedTables.read([tables_of(examples, PHASES, model.encoders)], PHASES).lengths
+    examples, plan, phases = case.examples(step), place.program.layout.plan, tuple(model.encoders)
+    lengths = LoadedTables.read([tables_of(examples, phases, model.encoders)], phases).lengths
     needs = StageNeeds.of(place.replicas, place.stages.values(), plan.model.num_blocks)
     batches = []
     for number, part in enumerate(decided_under(plan, lengths).microbatches):
         chosen = [examples[number] for number in part.examples]
-        items = {p: [m for e in chosen for q, m in zip(e.sequence.media, e.media) if q == p] for p in PHASES}
+        items = {p: [m for e in chosen for q, m in zip(e.sequence.media, e.media) if q == p] for p in phases}
         taken = {
             phase: [items[phase][i] for i in part.decision.assignments[phase].on_rank(replica)]
             for phase, replica in place.replicas.items()
             if number in needs.media.get(phase, ())
         }
-        sizes = {p: np.array([m.size for m in items[p]], np.int64).reshape(-1, SIZE_DIMS[p]) for p in PHASES}
+        sizes = {p: np.array([m.size for m in items[p]], np.int64).reshape(-1, SIZE_DIMS[p]) for p in phases}
         sequences = None
         if needs.tokens:
             sequences = [chosen[i].sequence for i in part.decision.backbone.on_rank(place.replicas[BACKBONE])]
@@ -240,7 +255,7 @@ def batches_of(case: PlannedCase, place: Place, model: MLLM, step: int) -> list[
 
 def expected(case: PlannedCase) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], dict[str, object]]:
     """(loss, norm) of each step in one process; weights after the last, and its gradients, clipped."""
-    model = build_hf_model(case.frozen, case.tied)
+    model = case.model()
     optimizer = build_optimizer(model, OPTIMIZER)
     figures = []
     for number in range(NUM_STEPS):

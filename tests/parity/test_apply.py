@@ -12,9 +12,11 @@ import motet
 from motet.core.errors import JointUserError, UserError
 from motet.core.plan import Plan, Unit
 from motet.cost.catalogue import cluster
+from motet.models.projector import ProjectorConfig
 from motet.models.spec import model_spec
+from parity.planned import PlannedCase
 from parity.test_loops import example_module
-from parity.tiny import reference_step
+from parity.tiny import QFORMER, reference_step
 from ranks import run_ranks
 
 BESIDE = (Unit("image", ({"image": 2},)), Unit("backbone", ({"backbone": 2},), first_rank=1))
@@ -27,8 +29,9 @@ def build(seed=0):
     return motet.compose(parts.language_model().double(), {"image": parts.vision_tower().double()})
 
 
-def plan_of(units, **options) -> Plan:
-    return Plan(model_spec(build()), cluster("h100", 1, 2), units, 8, 2, precision="fp64", **options)
+def plan_of(units, model=None, batch_size=8, **options) -> Plan:
+    model = model or model_spec(build())
+    return Plan(model, cluster("h100", 1, 2), units, batch_size, 2, precision="fp64", **options)
 
 
 def sgd(parameters):
@@ -83,6 +86,31 @@ def step_frozen(rank, num_ranks, plan):
     model = build()
     model.encoders["image"].requires_grad_(False)
     return motet.apply(model, plan, sgd).step(parts.batches()[0]).loss
+
+
+PARTS = {"rows": ("rows", "queries"), "sum": ("sum", "tiles")}
+STAGES = {
+    "rows": ({"image": 3}, {"image": 1, "second": 3, "audio": 3, "backbone": 3}),
+    "sum": ({"image": 2}, {"image": 1, "second": 2, "audio": 2, "backbone": 3}),
+}
+
+
+def losses_with_parts(rank, num_ranks, parts, plan):
+    case = PlannedCase((), parts=parts)
+    parallel = motet.apply(case.model(), plan, sgd)
+    return [parallel.step(case.examples(step)).loss for step in range(3)]
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_models_with_queries_callbacks_and_two_readers_train_as_one_process_does(parts):
+    case = PlannedCase((Unit("all", STAGES[parts], pp=2),), parts=PARTS[parts])
+    plan, model, expected = plan_of(case.units, model=case.plan().model, batch_size=6), case.model(), []
+    optimizer = sgd([weight for weight in model.parameters() if weight.requires_grad])
+    for step in range(3):
+        optimizer.zero_grad()
+        expected.append(reference_step(model, case.examples(step)))
+        optimizer.step()
+    assert run_ranks(losses_with_parts, 2, PARTS[parts], plan) == [pytest.approx(expected, rel=1e-10)] * 2
 
 
 MISTAKES = {
@@ -147,6 +175,17 @@ def test_mistakes_are_one_sentence_on_all_ranks():
 def test_it_needs_a_process_group():
     with pytest.raises(UserError, match="init_process_group"):
         motet.apply(build(), plan_of(BESIDE), sgd)
+
+
+def test_a_projector_of_any_kind_is_composed():
+    parts = example_module("hf_parts")
+    projector = ProjectorConfig(kind="qformer", queries=3, config=QFORMER)
+    model = motet.compose(
+        parts.language_model().double(), {"image": parts.vision_tower().double()}, {"image": projector}
+    )
+    batch = parts.batches()[0][:2]
+    assert model_spec(model).num_blocks["image"] == 3 and reference_step(model, batch) > 0
+    assert next(model.encoders["image"].projector.parameters()).dtype == torch.float64
 
 
 def test_models_that_motet_does_not_compute_are_refused():

@@ -12,7 +12,7 @@ from parity.planned import PlannedCase, assert_planned
 
 def chain(*stages, **options):
     """One unit that runs all modules in a chain. stages: module -> blocks, by the modules' first letters."""
-    names = {"i": "image", "a": "audio", "b": "backbone"}
+    names = {"i": "image", "s": "second", "a": "audio", "b": "backbone"}
     spans = tuple({names[key]: count for key, count in stage.items()} for stage in stages)
     return (Unit("all", spans, pp=len(stages), **{"zero": 0, **options}),)
 

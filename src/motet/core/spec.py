@@ -7,7 +7,7 @@ A `ModelSpec` does not say where or how a model is computed. It is made from a m
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from operator import or_
@@ -159,6 +159,21 @@ class Module:
     def block_layers(self, first: int, stop: int) -> range:
         """The indexes into `layers` of the blocks first ... stop - 1."""
         return range(self.blocks[first].start, self.blocks[stop - 1].stop) if stop > first else range(0)
+
+    def keys_of(self, block: int) -> Layer | None:
+        """The layer of a block in which queries read an encoder's rows (a resampler); None if the block has none."""
+        if block == len(self.blocks):
+            return None
+        layers = (self.layers[index] for index in self.blocks[block])
+        return next((layer for layer in layers if layer.attention is not None and layer.attention.queries), None)
+
+    def sent(self, stop: int) -> Layer:
+        """The layer whose output a pipeline sends that cuts behind the block stop - 1.
+
+        A block of queries is given the rows of the items alone, without class rows.
+        """
+        last, keys = self.layers[self.blocks[stop - 1][-1]], self.keys_of(stop)
+        return last if keys is None else replace(last, divisor=keys.divisor, extra_rows=0)
 
     @property
     def num_parameters(self) -> int:

@@ -153,6 +153,11 @@ class DrawnDataset:
         """The lengths of a microbatch; each rank is home to an equal share, in order. O(examples + items)."""
         return replace(self._examples.take(example_ids), home=home_ranks(len(example_ids), num_ranks))
 
+    def item_sizes(self, example_ids: Int64Array) -> dict[str, Int64Array]:
+        """As `Dataset.item_sizes`: the lengths of the items, int64 [num_items, 1]."""
+        items = self._examples.take(example_ids).items
+        return {name: self._modalities[name].transform.sizes(each.length[:, None]) for name, each in items.items()}
+
     def home(self, example_ids: Int64Array, num_ranks: int) -> Int32Array:
         """The rank of each example if nothing is balanced, int32 [n]: equal shares, in order."""
         return home_ranks(len(example_ids), num_ranks)

@@ -38,6 +38,9 @@ class Examples(Protocol):
     def batch_lengths(self, example_ids: Int64Array, num_ranks: int) -> BatchLengths:
         """The lengths of a microbatch, without loading anything; each rank is home to an equal share, in order."""
 
+    def item_sizes(self, example_ids: Int64Array) -> dict[str, Int64Array]:
+        """Phase -> sizes of its items, int64 [num_items, size_dim], as `batch_lengths` has them."""
+
     def home(self, example_ids: Int64Array, num_ranks: int) -> Int32Array:
         """The rank of each example if nothing is balanced, int32 [n]."""
 

@@ -64,8 +64,7 @@ def message_parts(
     rows, parts = edge_rows(planned, assignment, edge, island, microbatch), []
     for name, stop in edge_outputs(layout, source, sink):
         module, items = model.module(name), assignment.modules[name]
-        index = module.blocks[stop - 1][-1]
-        layer = module.layers[index]
+        index, layer = module.blocks[stop - 1][-1], module.sent(stop)
         num_sent = _num_rows(module, stop, items, items.items_of(sender, microbatch))
         for (source_module, taker), sent in rows.items():
             if source_module == name:
@@ -90,13 +89,14 @@ def _num_rows(module: Module, stop: int, items: ModuleAssignment, computed: Int6
     """Rows of a module's output behind its block stop - 1. computed: the items of which, int64 [n]."""
     if stop == len(module.blocks) and module.name != BACKBONE:
         return int(items.num_tokens[computed].sum())
-    layer, segments = module.layers[module.blocks[stop - 1][-1]], items.segments
+    layer, segments = module.sent(stop), items.segments
     rows = (
         layer.rows(items.length[computed])
         if segments is None
         else segments.summed(layer.rows(segments.length))[computed]
     )
-    return int(rows.max(initial=0)) * len(rows) if module.padded else int(rows.sum())
+    is_padded = module.padded and module.keys_of(stop) is None
+    return int(rows.max(initial=0)) * len(rows) if is_padded else int(rows.sum())
 
 
 def _num_taken(assignment: StepAssignment, name: str, taker: str, receiver: int, microbatch: int) -> int:

@@ -11,11 +11,12 @@ from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
+from motet.models.exact import keep_float64
 from motet.models.families.registry import ENCODERS, backbone_family
 from motet.models.families.supported import check_encoder
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
-from motet.models.projector import Projector, ProjectorConfig
+from motet.models.projector import ProjectorConfig, build_projector
 
 
 def compose(
@@ -69,5 +70,6 @@ def _projected(name: str, encoder: PreTrainedModel, backbone: Backbone, config: 
     encoder.set_attn_implementation(ATTENTION)
     adapter = family.adapter(encoder)
     like = next(encoder.parameters())
-    projector = Projector(adapter.output_dim, backbone.dim, config).to(like.device, like.dtype)
+    projector = build_projector(adapter.output_dim, backbone.dim, config).to(like.device, like.dtype)
+    keep_float64(projector)
     return ModalityModule(adapter, projector)

@@ -17,7 +17,8 @@ Any `torch.nn.Module` with the members of `Encoder` can be an encoder. Further m
                      Default: a sequence; but a recipe whose projector joins rows of images needs the attribute.
     enter(values, sizes), through(hidden, sizes, first, stop), leave(hidden, sizes): the parts of `forward` before the
                      blocks, the blocks first ... stop - 1, and behind the blocks; hidden states are [rows, width]. With
-                     them a pipeline can cut the encoder between its blocks. Default: it runs whole on one stage.
+                     them a pipeline can cut the encoder between its blocks, as many as layers() describe. Default: it
+                     runs whole on one stage.
     layers():        list of `layers.LayerModules` in execution order, for FLOPs, memory, profiles and plans. Default:
                      one product of every row with all linear layers and convolutions.
 """

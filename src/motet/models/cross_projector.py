@@ -73,9 +73,21 @@ class CrossProjector(nn.Module):
         return np.full(len(extents), self.queries, dtype=np.int64)
 
     def forward(self, rows: Tensor, extents: Int64Array) -> Tensor:
+        return self.leave(self.through(self.enter(rows), extents))
+
+    def enter(self, rows: Tensor) -> Tensor:
+        """What stands before the block: rows [n, input_dim] -> the rows that queries read, [n, width]."""
+        return self.input(rows)
+
+    def through(self, rows: Tensor, extents: Int64Array) -> Tensor:
+        """The block: what `enter` gives -> [num_items * queries, width]."""
         counts = extents if extents.ndim == 1 else extents.prod(axis=1)
         items = QueriedItems(counts, self.queries, sees_queries=self.kind == "resampler")
-        return self.output(self.layers(self.input(rows), items).flatten(0, -2))
+        return self.layers(rows, items).flatten(0, -2)
+
+    def leave(self, rows: Tensor) -> Tensor:
+        """What stands behind the block: [num_items * queries, output_dim]."""
+        return self.output(rows)
 
     def described(self, divisor: int) -> list[LayerModules]:
         """The layers in execution order. divisor: length of an item that makes one row of the encoder's output."""

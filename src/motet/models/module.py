@@ -159,6 +159,10 @@ class ModalityModule(nn.Module):
             )
         return seen, counts
 
+    def _seen_sizes(self, sizes: Tensor) -> Tensor:
+        """The sizes of the items that the encoder is given, int64 [num_seen, size_dim]."""
+        return torch.from_numpy(self._seen(sizes.numpy())[0])
+
     def _extents(self, seen: Int64Array) -> Int64Array:
         """The arrangement of the encoder's rows of each item: `extents` of `Projector`."""
         counts, grid = self.encoder.num_outputs(seen), getattr(self.encoder, "grid", None)
@@ -220,7 +224,8 @@ class ModalityModule(nn.Module):
         seen, seen_sizes = self._before(values, sizes)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph):
             rows = self.encoder(self._cast(seen), seen_sizes)
-        return self._finished(rows, sizes, seen_sizes)
+        rows = self._between(rows, seen_sizes)
+        return self._after(self.projector(rows, self._projected(seen_sizes.numpy())), sizes)
 
     @property
     def uncuttable(self) -> str:
@@ -228,46 +233,81 @@ class ModalityModule(nn.Module):
         name = type(self.encoder).__name__
         if any(not hasattr(self.encoder, part) for part in ("enter", "through", "leave")):
             return f"{name} has no enter, through and leave (see motet.models.contract)"
-        return "its callback `before` changes the items, which later stages do not see" if self.before else ""
+        if self.cost == "padded" and getattr(self.before, "items", None) is not None:
+            return f"{name} pads what its callback `before` makes of an item, and lengths say only the sum of that"
+        if (described := len(self.spec_module("").blocks)) != len(self.blocks):
+            return f"{name} has {len(self.blocks)} blocks with its projector, and its layers() describe {described}"
+        return ""
+
+    def unsendable(self, stop: int) -> str:
+        """Why no message can carry what is computed behind the block stop - 1, in words; "" if one can."""
+        if not 0 < stop == self._num_encoder_blocks or not self.projector.blocks:
+            return ""
+        if getattr(self.encoder, "pooled", 1) > 1:
+            return f"{type(self.encoder).__name__} averages rows and leaves out some, which layers do not say"
+        if hasattr(self.between, "num_rows"):
+            return "its callback `between` changes the number of rows (num_rows), which layers do not say"
+        if hasattr(self.between, "output_dim") and not isinstance(self.between, nn.Module):
+            return "its callback `between` changes the width of rows (output_dim), which layers do not say"
+        return ""
 
     def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
-        """What stands before the encoder's blocks. There is at least one item.
+        """What stands before the encoder's blocks, callback included. There is at least one item.
 
         `enter`, `through` and `leave` make up `forward`; a stage of a pipeline calls those that it holds. Each takes
-        all sizes; hidden states are [rows, width].
+        the sizes of the items themselves; hidden states are [rows, width].
         """
+        seen, seen_sizes = self._before(values, sizes)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph):
-            return self.encoder.enter(self._cast(values), sizes)
+            return self.encoder.enter(self._cast(seen), seen_sizes)
 
     def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor:
-        """Hidden states [rows, width] after the encoder's blocks first ... stop - 1."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph):
-            return self.encoder.through(hidden, sizes, first, stop)
+        """Hidden states [rows, width] after the blocks first ... stop - 1: the encoder's, then the projector's.
+
+        What stands between the two belongs to the encoder's last block.
+        """
+        seen_sizes, end = self._seen_sizes(sizes), self._num_encoder_blocks
+        goes_on = first < end <= stop and bool(self.projector.blocks)
+        with self._graph_behind(hidden):
+            if first < end:
+                hidden = self.encoder.through(hidden, seen_sizes, first, min(stop, end))
+            if goes_on:
+                hidden = self.encoder.leave(hidden, seen_sizes)
+        if goes_on:
+            hidden = self.projector.enter(self._between(hidden, seen_sizes))
+        return self.projector.through(hidden, self._projected(seen_sizes.numpy())) if stop > end else hidden
 
     def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
-        """What stands behind the encoder's blocks, projector and callbacks included: what `forward` returns."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_graph):
-            rows = self.encoder.leave(hidden, sizes)
-        return self._finished(rows, sizes, sizes)
+        """What stands behind the blocks, up to what `forward` returns."""
+        if self.projector.blocks:
+            return self._after(self.projector.leave(hidden), sizes)
+        seen_sizes = self._seen_sizes(sizes)
+        with self._graph_behind(hidden):
+            rows = self.encoder.leave(hidden, seen_sizes)
+        rows = self._between(rows, seen_sizes)
+        return self._after(self.projector(rows, self._projected(seen_sizes.numpy())), sizes)
 
     def _cast(self, values: Tensor) -> Tensor:
         """The items' rows in the dtype in which the encoder computes."""
         parameters = [*outside_blocks(self.encoder), *self.projector.parameters()]
         return values.to(next(p.dtype for p in parameters if p.is_floating_point()))
 
-    def _finished(self, rows: Tensor, sizes: Tensor, seen_sizes: Tensor) -> Tensor:
-        """The encoder's rows through `between`, the projector and `after`. seen_sizes: sizes behind `before`."""
-        on_host, num_items = seen_sizes.numpy(), len(sizes)
+    def _between(self, rows: Tensor, seen_sizes: Tensor) -> Tensor:
+        """The encoder's rows through `between`, in the projector's dtype. seen_sizes: sizes behind `before`."""
+        on_host, num_items = seen_sizes.numpy(), len(seen_sizes)
         _check_rows(f"{type(self.encoder).__name__}", rows, self._extents(on_host), num_items, "num_outputs")
-        extents = self._projected(on_host)
         if self.between:
             rows = self.between(rows.to(_dtype_of(self.between, rows.dtype)), seen_sizes)
+            extents = self._projected(on_host)
             _check_rows(f"between ({callback_name(self.between)})", rows, extents, num_items, "num_rows beside it")
-        rows = self.projector(rows.to(next(self.projector.parameters()).dtype), extents)
+        return rows.to(_dtype_of(self.projector, rows.dtype))
+
+    def _after(self, rows: Tensor, sizes: Tensor) -> Tensor:
+        """The projected rows through `after`. sizes: of the items themselves."""
         if self.after:
             rows = self.after(rows.to(_dtype_of(self.after, rows.dtype)), sizes)
             expected = self.num_tokens(sizes.numpy())
-            _check_rows(f"after ({callback_name(self.after)})", rows, expected, num_items, "num_rows beside it")
+            _check_rows(f"after ({callback_name(self.after)})", rows, expected, len(sizes), "num_rows beside it")
         # FSDP gathers for backward in hooks of outputs. If the output of the projector's Block were that of the module
         # as well, its parameters would be gathered before those outside of Blocks, and after them on a rank without
         # items. FSDP refuses views as outputs.
@@ -277,6 +317,13 @@ class ModalityModule(nn.Module):
     def _has_graph(self) -> bool:
         """Whether backward passes through the encoder: it is trained, or what stands before it is."""
         return self.train_encoder or (isinstance(self.before, nn.Module) and any_trainable(self.before))
+
+    def _graph_behind(self, hidden: Tensor) -> torch.set_grad_enabled:
+        """A block in which a part of the encoder runs with a graph if it is trained, or what stands before `hidden`.
+
+        The part may lack `before`, which is on another stage.
+        """
+        return torch.set_grad_enabled(torch.is_grad_enabled() and (self.train_encoder or hidden.requires_grad))
 
     def _before(self, values: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
         if self.before is None:

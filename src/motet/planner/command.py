@@ -72,8 +72,8 @@ def plan_command(
     outputs.check()
     if obstacle is None and is_trainable:
         raise UserError(
-            "--trainable and --launch ask for plans that the recipe can be trained by, and it has no [data]; leave "
-            "them out."
+            "--trainable and --launch ask for plans that the recipe can be trained by, and it has neither [data] nor "
+            "[workload]; leave them out."
         )
     quota = Quota(1, lambda plan: not obstacle(plan)) if obstacle is not None and is_trainable else NO_QUOTA
     result = find_plans(job, pins, quota)

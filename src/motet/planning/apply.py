@@ -33,14 +33,14 @@ from motet.models.spec import model_spec
 from motet.planner.job import Job
 from motet.planning.plan_first import fastest_plan
 from motet.planning.sources import plan_at
-from motet.planning.trainable import obstacle
+from motet.planning.trainable import cut_obstacle, obstacle
 from motet.runtime.fsdp import FSDPConfig
 from motet.runtime.mesh import build_mesh
 from motet.runtime.place import Place
 from motet.runtime.step import StepResult
 from motet.train.device import device_name
 from motet.train.input.planned import StageNeeds, decided_under, stages_of_examples
-from motet.train.planned_job import ChosenPlan, PartConfig, build_part, check_cuts
+from motet.train.planned_job import ChosenPlan, PartConfig, build_part
 from motet.train.world import World, borrowed_world
 
 StatedDegrees = Mapping[str, ModuleDegrees | Mapping[str, int]]
@@ -184,7 +184,6 @@ def _check(plan: Plan, mllm: MLLM, spec: Any, dtype: torch.dtype, world: World) 
         raise UserError(f"motet.apply: the plan computes in {plan.precision}, and the model is in {_precision(dtype)}.")
     if what := _obstacle(plan, mllm, dtype):
         raise UserError(f"motet.apply: the plan has {what}, which training cannot run yet.")
-    check_cuts(mllm, plan)
 
 
 def _obstacle(plan: Plan, mllm: MLLM, dtype: torch.dtype) -> str:
@@ -192,10 +191,9 @@ def _obstacle(plan: Plan, mllm: MLLM, dtype: torch.dtype) -> str:
     if plan.schedule == "data_parallel":
         return "no stages (data parallelism alone; motet.dispatch.prefetched is for that)"
     # What `obstacle` reads of a recipe.
-    modules = SimpleNamespace(readers={}, encoders=mllm.encoders)
     dtype_name = SimpleNamespace(dtype=str(dtype).removeprefix("torch."))
-    recipe: Any = SimpleNamespace(fsdp=FSDPConfig(), run=dtype_name, modules=modules, is_drawn=False)
-    return obstacle(plan, recipe)
+    recipe: Any = SimpleNamespace(fsdp=FSDPConfig(), run=dtype_name)
+    return obstacle(plan, recipe) or cut_obstacle(plan, mllm)
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -229,13 +227,10 @@ def _check_same_weights(mllm: MLLM, world: World) -> None:
 def _lengths_of(batch: Sequence[LoadedExample], encoders: Mapping[str, Any]) -> Any:
     phases = tuple(encoders)
     for number, example in enumerate(batch):
-        positions = example.sequence.media_positions
         if unknown := set(example.sequence.media) - set(phases):
             raise UserError(
                 f"example {number} has an item of {min(unknown)!r}; the model's encoders are {', '.join(phases)}"
             )
-        if (np.diff(positions) == 0).any():
-            raise UserError(f"example {number} has items that share a placeholder, which stages do not compute yet")
     return LoadedTables.read([tables_of(batch, phases, encoders)], phases).lengths
 
 

@@ -20,7 +20,7 @@ from motet.planner.job import Job
 from motet.planning.at_hand import device_at_hand
 from motet.planning.cluster import ClusterOptions
 from motet.planning.job import JobOptions, job_of_recipe
-from motet.planning.trainable import obstacle, plan_line
+from motet.planning.trainable import obstacle_in, plan_line
 from motet.planning.under_plan import agreed
 from motet.train.checkpoint.choice import Say
 from motet.train.planned_job import ChosenPlan
@@ -42,7 +42,7 @@ def plan_first(
     with world.together():
         if world.is_first:
             job = _job_at_hand(recipe, recipe_file, overrides, world)
-            found = fastest_plan(job, lambda plan: obstacle(plan, recipe))
+            found = fastest_plan(job, obstacle_in(recipe))
             write_plan(found, file)
             say(f"Planned for {world.num_ranks} ranks, as [parallel] says; the plan is {file}.")
     plan = world.gather(found)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from motet.schedule import parse_action, planned
 from motet.schedule.plan_units import pipelined_units
 
 if TYPE_CHECKING:
+    from motet.models.mllm import MLLM
     from motet.train.recipe.recipe import Recipe
 
 
@@ -27,18 +28,56 @@ def obstacle(plan: Plan, recipe: Recipe) -> str:
         "context parallelism (cp > 1)": any(unit.cp > 1 for unit in plan.units),
         "another precision than the recipe": plan.precision != precision,
     }
-    own = _data_parallel(plan) if plan.schedule == "data_parallel" else _in_stages(plan, recipe)
+    own = _data_parallel(plan) if plan.schedule == "data_parallel" else _in_stages(plan)
     return next((what for what, is_there in (obstacles | own).items() if is_there), "")
 
 
-def trainable_in(file: Path, overrides: Sequence[str]) -> Callable[[Plan], str] | None:
-    """`obstacle` for a recipe file; None if it has no [data] to train on. Raises UserError."""
-    from motet.train.recipe.recipe import load_recipe
+def obstacle_in(recipe: Recipe) -> Callable[[Plan], str]:
+    """`obstacle` for Plans of a recipe's model, also where they cut an encoder that cannot be cut there."""
+
+    @cache
+    def model() -> MLLM:
+        import torch
+
+        from motet.models.build import build_mllm
+
+        with torch.device("meta"):
+            return build_mllm(recipe.modules, recipe.vocabulary().vocabulary_size)
+
+    # Encoders of the families can be cut anywhere, unless a callback prevents it, or the rows that queries read.
+    parts = recipe.modules.encoders.values()
+    may_refuse = any(part.module or part.before or part.between or part.projector.queries for part in parts)
+
+    def found(plan: Plan) -> str:
+        what = obstacle(plan, recipe)
+        return what if what or not may_refuse else cut_obstacle(plan, model())
+
+    return found
+
+
+def cut_obstacle(plan: Plan, model: MLLM) -> str:
+    """Where a Plan cuts an encoder of a model that cannot be cut there, in words; "" if nowhere."""
+    from motet.train.planned_job import impossible_cut
+
+    what = impossible_cut(model, plan)
+    return f"a cut that cannot be ({what})" if what else ""
+
+
+def trainable_in(file: Path, overrides: Sequence[str], *, is_asked: bool = False) -> Callable[[Plan], str] | None:
+    """`obstacle_in` for a recipe file; None if it cannot be started. Raises UserError.
+
+    is_asked: whether plans that train are asked for: then a recipe of shapes without run.dir or run.steps is refused.
+    """
     from motet.train.recipe.toml_text import read_recipe
 
-    if "data" not in read_recipe(file, overrides).tables:
+    tables = read_recipe(file, overrides).tables
+    if "data" not in tables and (
+        "workload" not in tables or not (is_asked or {"dir", "steps"} <= tables["run"].keys())
+    ):
         return None
-    return partial(_obstacle_in, load_recipe(file, overrides, trains=False))
+    from motet.train.recipe.recipe import load_recipe
+
+    return obstacle_in(load_recipe(file, overrides, trains="data" not in tables))
 
 
 def set_words(overrides: Sequence[str]) -> list[str]:
@@ -66,10 +105,6 @@ def training_line(recipe_file: Path, plan_file: Path, cluster: Cluster, override
     return f"{torchrun} {shlex.join(train_words(recipe_file, plan_file, overrides))}"
 
 
-def _obstacle_in(recipe: Recipe, plan: Plan) -> str:
-    return obstacle(plan, recipe)
-
-
 def _cut_block(plan: Plan) -> str:
     """The first part of a pass in a Plan's fills that is not made of whole blocks, such as "9F3.2"; "" if all are.
 
@@ -91,17 +126,11 @@ def _data_parallel(plan: Plan) -> dict[str, bool]:
     }
 
 
-def _in_stages(plan: Plan, recipe: Recipe) -> dict[str, bool]:
-    modules = recipe.modules
+def _in_stages(plan: Plan) -> dict[str, bool]:
     return {
         "ranks left over": sum(unit.num_ranks for unit in pipelined_units(plan)) < plan.cluster.num_ranks,
         f"the order {plan.order!r} in {plan.precision}, of which its device states no peak": (
             plan.order != "given" and plan.precision not in plan.cluster.device.peak_flops
         ),
         f"parts of passes that are no blocks ({(part := _cut_block(plan))} of fills)": bool(part),
-        "several encoders of an item in a pipeline (reads)": any(len(names) > 1 for names in modules.readers.values()),
-        "a projector with queries in a pipeline (projector.kind)": any(
-            part.projector.kind in ("resampler", "qformer") for part in modules.encoders.values()
-        ),
-        "a model of shapes alone in a pipeline ([workload] in place of [data])": recipe.is_drawn,
     }

@@ -97,6 +97,8 @@ class Messages:
             rows = outputs[part.module]
             if len(rows) != part.num_sent:
                 raise RuntimeError(f"{action} has {len(rows)} rows of {part.module!r}; lengths say {part.num_sent}")
+            if rows.shape[1] != part.width:
+                raise RuntimeError(f"{action} has rows {rows.shape[1]} wide of {part.module!r}, not {part.width}")
             yield rows if part.rows is None else rows[self._index(part.rows.source)]
 
     def _take_outputs(self, stage: int, microbatch: int, received: Iterable[tuple[MessagePart, Tensor]]) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -42,12 +41,9 @@ from motet.train.evaluate import (
     evaluation_of,
     prompt_of,
 )
+from motet.train.input.loading import Decodes
 from motet.train.input.planned import PlannedLoading, StageNeeds
 from motet.train.world import World
-
-
-class _Decodes(Protocol):
-    def submit(self, refs: Sequence[MediaRef], readers: Sequence[Sequence[str]]) -> list[Future[Media | BadMedia]]: ...
 
 
 class PlannedEvaluator:
@@ -90,7 +86,7 @@ class PlannedEvaluator:
         return evaluation_of(totals, count, answers, self._left_out, self._config.num_samples)
 
     def _loaded(
-        self, dataset: Examples, decoder: _Decodes, examples: Int64Array
+        self, dataset: Examples, decoder: Decodes, examples: Int64Array
     ) -> tuple[list[RankBatch], list[Int64Array]]:
         """The microbatches of some examples, and the examples of each, without those that are bad. A collective.
 
@@ -185,15 +181,15 @@ class _DecodedOnce:
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._futures: dict[tuple[MediaRef, tuple[str, ...]], Future[Media | BadMedia]] = {}
+        self._futures: dict[tuple[MediaRef, tuple[str, ...]], list[Future[Media | BadMedia]]] = {}
 
     def submit(self, refs: Sequence[MediaRef], readers: Sequence[Sequence[str]]) -> list[Future[Media | BadMedia]]:
         """As `Decoder.submit`."""
         keys = [(ref, tuple(names)) for ref, names in zip(refs, readers, strict=True)]
         new = [key for key in dict.fromkeys(keys) if key not in self._futures]
-        submitted = self._decoder.submit([ref for ref, _ in new], [names for _, names in new])
-        self._futures |= dict(zip(new, submitted, strict=True))
-        return [self._futures[key] for key in keys]
+        submitted = iter(self._decoder.submit([ref for ref, _ in new], [names for _, names in new]))
+        self._futures |= {(ref, names): [next(submitted) for _ in names] for ref, names in new}
+        return [future for key in keys for future in self._futures[key]]
 
 
 class GrowingPrompts:
@@ -226,10 +222,12 @@ class GrowingPrompts:
             segments = None if columns.segments is None else columns.segments.take(in_prompt)
             kept = columns.example[in_prompt], columns.length[in_prompt], columns.num_tokens[in_prompt]
             items[phase] = ItemLengths(*kept, segments)
-            np.add.at(sequence, items[phase].example, items[phase].num_tokens)
+            if not self._dataset.is_added(phase):
+                np.add.at(sequence, items[phase].example, items[phase].num_tokens)
         for index, example in enumerate(example_ids.tolist()):
             prompt = self._prompts[example]
-            sequence[index] += len(prompt.tokens) - len(prompt.media) + len(self.answers[example])
+            num_placeholders = len(set(prompt.media_positions.tolist()))  # Rows that are added share one.
+            sequence[index] += len(prompt.tokens) - num_placeholders + len(self.answers[example])
         return replace(whole, sequence=sequence, num_targets=np.zeros_like(sequence), items=items)
 
     def item_sizes(self, example_ids: Int64Array) -> dict[str, Int64Array]:
@@ -239,8 +237,8 @@ class GrowingPrompts:
         return {phase: each[self._in_prompt(example_ids, phase, columns[phase])] for phase, each in sizes.items()}
 
     def media_refs(self, example_id: int) -> list[MediaRef]:
-        """The files of the prompt's items."""
-        return self._dataset.media_refs(example_id)[: len(self._prompts[example_id].media)]
+        """The files of the example's items, of which those of the prompt are the first."""
+        return self._dataset.media_refs(example_id)
 
     def readers_of(self, ref: MediaRef) -> tuple[str, ...]:
         """As `Dataset.readers_of`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -83,20 +84,31 @@ def _counts(num_blocks: dict[str, int]) -> str:
 
 
 def check_cuts(model: MLLM, plan: Plan) -> None:
-    """Raise UserError for an encoder that the Plan cuts, or recomputes in part, and that has no parts."""
+    """Raise UserError for an encoder that the Plan cuts, or recomputes in part, where that cannot be."""
+    if what := impossible_cut(model, plan):
+        raise UserError(f"The plan's {what}.")
+
+
+def impossible_cut(model: MLLM, plan: Plan) -> str:
+    """What a Plan does with an encoder that has no such parts, as "unit 'x' cuts ..."; "" if nothing."""
     in_parts = _modules_in_parts(plan)
     for unit in plan.units:
         for name in unit.modules:
-            if name == BACKBONE or not (why := model.encoders[name].uncuttable):
+            if name == BACKBONE:
                 continue
+            encoder = model.encoders[name]
+            for stop in accumulate(stage.get(name, 0) for stage in unit.stages):
+                if why := encoder.unsendable(stop):
+                    return f"unit {unit.name!r} cuts {name!r} before its projector, which cannot be: {why}"
             num_stages = sum(name in stage for stage in unit.stages)
             what = f"cuts {name!r} into {num_stages} stages" if num_stages > 1 else ""
             if not what and name in in_parts:
                 what = f"fills bubbles with parts of {name!r}"
             if not what and is_layered(plan.model.module(name)) and any(one.get(name) for one in unit.recompute):
                 what = f"recomputes blocks of {name!r}"
-            if what:
-                raise UserError(f"The plan's unit {unit.name!r} {what}, which cannot be cut between its blocks: {why}.")
+            if what and (why := encoder.uncuttable):
+                return f"unit {unit.name!r} {what}, which cannot be cut between its blocks: {why}"
+    return ""
 
 
 def _modules_in_parts(plan: Plan) -> set[str]:

@@ -10,10 +10,14 @@ from motet.core.plan import Plan, Unit
 from motet.cost.catalogue import cluster
 from motet.models.mllm import MLLM
 from motet.models.part import keep_spans, names_of_spans
+from motet.models.projector import ProjectorConfig
 from motet.models.spec import model_spec
 from motet.schedule import planned
 from motet.train.planned_job import holders_of
 from parity.planned import build_hf_model
+from parity.planned_parts import Tiles
+from parity.tiny import QFORMER, RESAMPLER
+from unit.models.test_shaped import VISION, model_of
 
 PARTS = [{"image": (0, 2)}, {"image": (2, 3), "audio": (0, 2), "backbone": (0, 1)}, {"backbone": (1, 3)}]
 
@@ -63,18 +67,57 @@ def cut_in_two(mllm, name, cut):
     return parts, num_blocks
 
 
-@pytest.mark.parametrize("family", ["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio"])
-def test_an_encoder_in_two_parts_is_the_encoder(tiny, family):
-    module, sizes = tiny.encoder(family).eval(), tiny.sizes(family)
-    values = tiny.values(family, sizes).double()
-    parts, num_blocks = cut_in_two(MLLM({"it": module}, tiny.backbone()), "it", 1)
+def check_in_parts(module, sizes, values, backbone, cut):
+    """Cut in two, an encoder computes what it computes whole, and lengths say the shape of what goes between."""
+    whole = MLLM({"it": module.eval()}, backbone)
+    parts, num_blocks = cut_in_two(whole, "it", cut)
     first, second = (part.encoders["it"] for part in parts)
     assert {*dict(first.named_parameters()), *dict(second.named_parameters())} == {*dict(module.named_parameters())}
-    hidden = first.through(first.enter(values, sizes), sizes, 0, 1)
-    layer = model_spec(MLLM({"it": module}, tiny.backbone())).module("it")
-    rows = layer.layers[layer.blocks[0][-1]].rows(module.lengths(sizes.numpy()))
-    assert len(hidden) == (rows.max() * len(rows) if layer.padded else rows.sum()), "what a message's length rests on"
-    assert torch.equal(second.leave(second.through(hidden, sizes, 1, num_blocks), sizes), module(values, sizes))
+    hidden = first.through(first.enter(values, sizes), sizes, 0, cut)
+    spec, segments = model_spec(whole).module("it"), module.segments(sizes.numpy())
+    layer = spec.sent(cut)
+    rows = layer.rows(module.lengths(sizes.numpy()) if segments is None else segments.length)
+    num_rows = rows.max() * len(rows) if spec.padded and not spec.keys_of(cut) else rows.sum()
+    assert hidden.shape == (num_rows, layer.output_width), "what a message's length rests on"
+    assert torch.equal(second.leave(second.through(hidden, sizes, cut, num_blocks), sizes), module(values, sizes))
+
+
+@pytest.mark.parametrize("family", ["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio"])
+def test_an_encoder_in_two_parts_is_the_encoder(tiny, family):
+    sizes = tiny.sizes(family)
+    values = tiny.values(family, sizes).double()
+    check_in_parts(tiny.encoder(family), sizes, values, tiny.backbone(), 1)
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+@pytest.mark.parametrize("family", ["siglip", "clip", "dinov2", "qwen2_vl", "whisper", "qwen2_audio"])
+@pytest.mark.parametrize("kind", ["resampler", "qformer"])
+def test_a_projector_with_queries_is_a_block_of_its_own(tiny, family, kind, cut):
+    """Clips lose their padding before it, and images their class row."""
+    config = {"resampler": RESAMPLER, "qformer": QFORMER}[kind]
+    module = tiny.encoder(family, projector=ProjectorConfig(kind=kind, queries=3, config=config))
+    sizes = tiny.sizes(family)
+    if family == "qwen2_audio" and cut == 2:
+        assert "leaves out some, which layers do not say" in module.unsendable(cut)
+    else:
+        assert not module.unsendable(cut) and not module.uncuttable
+        check_in_parts(module, sizes, tiny.values(family, sizes).double(), tiny.backbone(), cut)
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_a_callback_before_an_encoder_is_of_its_first_part(tiny, cut):
+    queries = ProjectorConfig(kind="qformer", queries=3, config=QFORMER)
+    module = tiny.encoder("siglip", projector=queries, before=f"{Tiles.__module__}:WideTiles")
+    sizes = tiny.sizes("siglip")
+    check_in_parts(module, sizes, tiny.values("siglip", sizes).double(), tiny.backbone(), cut)
+
+
+@pytest.mark.parametrize("shape", [{}, {"class_row": True}, {"num_positions": 40, "class_row": True}])
+def test_a_vision_transformer_of_shapes_in_two_parts_is_itself(tiny, shape):
+    module = model_of(image=VISION | {"projector": {"downsample": 2}} | shape)[1].encoders["image"]
+    sizes = torch.tensor([[7], [40], [13], [4]])
+    values = torch.randn(int(sizes.sum()), 12, dtype=torch.float64)
+    check_in_parts(module, sizes, values, tiny.backbone(), 2)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3", "phi3", "olmo2"])

@@ -211,25 +211,37 @@ class ShapedVisionEncoder(nn.Module):
         return _described(spec, [stem, *([block] for block in self.blocks), [model.norm]])
 
     def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
+        return self.leave(self.through(self.enter(values, sizes), sizes, 0, len(self.model.layers)), sizes)
+
+    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
+        """Patch rows with their positions, [sum(rows + class rows), dim]."""
         model, counts = self.model, sizes.numpy()[:, 0]
         hidden = model.patches(values)
-        positions = _within_items(counts).to(hidden.device)
         if model.positions is not None:
+            positions = _within_items(counts).to(hidden.device)
             hidden = hidden + model.positions(positions + model.config.class_row)
-        if model.class_row is not None:
-            class_row = model.class_row.weight[0]
-            if model.positions is not None:
-                class_row = class_row + model.positions.weight[0]
-            hidden = add_class_rows(hidden, class_row, counts)
-            positions = _within_items(counts + 1).to(hidden.device)
+        if model.class_row is None:
+            return hidden
+        class_row = model.class_row.weight[0]
+        if model.positions is not None:
+            class_row = class_row + model.positions.weight[0]
+        return add_class_rows(hidden, class_row, counts)
+
+    def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor:
+        """The layers first ... stop - 1."""
+        config, counts = self.model.config, sizes.numpy()[:, 0] + self.model.config.class_row
         rotation = None
-        if model.positions is None:
-            rotation = _rotation(positions, hidden, model.config.head_dim)
-        hidden, segments = hidden[None], PackedItems.from_lengths(counts + model.config.class_row)
-        for layer in model.layers:
+        if not config.num_positions:
+            rotation = _rotation(_within_items(counts).to(hidden.device), hidden, config.head_dim)
+        hidden, segments = hidden[None], PackedItems.from_lengths(counts)
+        for layer in self.blocks[first:stop]:
             hidden = layer(hidden, segments, rotation)
-        rows = model.norm(hidden)[0]
-        return rows if model.class_row is None else without_class_rows(rows, counts)
+        return hidden[0]
+
+    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+        """The images' own rows behind the last norm, [sum(rows), dim]."""
+        rows = self.model.norm(hidden)
+        return without_class_rows(rows, sizes.numpy()[:, 0]) if self.model.config.class_row else rows
 
 
 class ShapedAudioEncoder(AudioEncoder):

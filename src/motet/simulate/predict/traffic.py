@@ -53,8 +53,7 @@ class Traffic:
         replicas = replica_of(layout, source, island), replica_of(layout, sink, island)
         for name, stop in edge_outputs(layout, source, sink):
             module = model.module(name)
-            index = module.blocks[stop - 1][-1]
-            layer = module.layers[index]
+            index, layer = module.blocks[stop - 1][-1], module.sent(stop)
             if gradient and not (layer.trainable or model.input_gradients[name][index]):
                 continue
             rows = self.pricing.rows(name, layer, source, island)

@@ -9,7 +9,7 @@ Both have four steps (deal, start, bad, finish). Before the last, ranks agree on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
@@ -80,6 +80,13 @@ class DealtStep:
     decided: DecidedStep | None = None
 
 
+class Decodes(Protocol):
+    """What loads items, as `Decoder` does."""
+
+    def submit(self, refs: Sequence[MediaRef], readers: Sequence[Sequence[str]]) -> list[Future[Media | BadMedia]]:
+        """Start to load items; a future for each item and each of its readers, in order."""
+
+
 class Loading(Protocol):
     """A way to load microbatches: `IndexLoading` or `ExchangeLoading`."""
 
@@ -147,21 +154,9 @@ class IndexLoading:
         assert decided is not None, "index mode decides before loading"
         lengths, decision = decided.lengths, decided.decision
         pending = Pending(len(ids), where_in(self._dataset, ids), lengths=lengths, decision=decision)
-        # 1. The files of this rank's items, and the phases for which it loads each.
-        refs: dict[MediaPlace, MediaRef] = {}
-        readers: dict[MediaPlace, list[str]] = {}
-        places: list[tuple[str, MediaPlace]] = []
-        for phase in self._orchestrator.encoders:
-            items = decision.assignments[phase].on_rank(self._rank)
-            for place, ref in refs_of_items(self._dataset, ids, lengths, phase, items):
-                refs[place] = ref
-                readers.setdefault(place, []).append(phase)
-                places.append((phase, place))
-        # 2. Media are submitted first: workers decode them while this thread reads the tokens.
-        futures = self._decoder.submit([*refs.values()], [readers[place] for place in refs])
-        read = [(phase, place) for place in refs for phase in readers[place]]
-        loaded = dict(zip(read, futures, strict=True))
-        pending.items = [(index, loaded[phase, (index, number)]) for phase, (index, number) in places]
+        items = {phase: decision.assignments[phase].on_rank(self._rank) for phase in self._orchestrator.encoders}
+        # Media are submitted first: workers decode them while this thread reads the tokens.
+        pending.items = submitted(self._dataset, self._decoder, ids, lengths, items)
         for index in decision.backbone.on_rank(self._rank).tolist():
             pending.sequences[index] = self._dataset.tokens(int(ids[index]))
         return pending
@@ -255,6 +250,26 @@ def decided_step(
         home = np.tile(home_ranks(len(ids) // num_microbatches, num_ranks), num_microbatches)
         lengths = replace(lengths, home=home)
     return decide_step(orchestrator, lengths, num_microbatches)
+
+
+def submitted(
+    dataset: Examples, decoder: Decodes, ids: Int64Array, lengths: BatchLengths, items: Mapping[str, Int64Array]
+) -> list[tuple[int, Future[Media | BadMedia]]]:
+    """Start to load items: (index of the example, the item), phase by phase. ids, lengths: of a microbatch.
+
+    items: phase -> int64 [n]. What several of these phases read is decoded once.
+    """
+    refs: dict[MediaPlace, MediaRef] = {}
+    readers: dict[MediaPlace, list[str]] = {}
+    places: list[tuple[str, MediaPlace]] = []
+    for phase, chosen in items.items():
+        for place, ref in refs_of_items(dataset, ids, lengths, phase, chosen):
+            refs[place] = ref
+            readers.setdefault(place, []).append(phase)
+            places.append((phase, place))
+    futures = decoder.submit([*refs.values()], [readers[place] for place in refs])
+    loaded = dict(zip([(phase, place) for place in refs for phase in readers[place]], futures, strict=True))
+    return [(place[0], loaded[phase, place]) for phase, place in places]
 
 
 def refs_of_items(

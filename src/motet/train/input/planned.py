@@ -18,9 +18,7 @@ from motet.core.example import Media
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.source import cost_model
-from motet.data.dataset import Dataset
-from motet.data.decode import Decoder
-from motet.data.media import MediaRef
+from motet.data.examples import Examples
 from motet.data.order import StepExamples
 from motet.dispatch import LoadedExample, RankBatch
 from motet.dispatch.stage_batch import assemble_stages
@@ -29,13 +27,15 @@ from motet.simulate.predict.step_seconds import PricedStep
 from motet.train.input.loading import (
     Dealt,
     DealtStep,
+    Decodes,
     Loaded,
-    MediaPlace,
     Pending,
-    refs_of_items,
+    submitted,
     usable_media,
     where_in,
 )
+
+_NO_SIZES = np.zeros((0, 0), dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,14 @@ def stages_of_examples(
     sequences = None
     if needs.tokens:
         sequences = [chosen[index].sequence for index in decided.decision.backbone.on_rank(needs.replicas[BACKBONE])]
-    sizes = {
-        phase: np.array([item.size for item in each], np.int64).reshape(len(each), -1) for phase, each in items.items()
-    }
+    sizes = {phase: np.stack([m.size for m in each]) if each else _NO_SIZES for phase, each in items.items()}
     return assemble_stages(decided.decision, decided.lengths, needs.replicas, sequences, media, sizes)
 
 
 class PlannedLoading:
     """Loads what a Plan's StepAssignment gives to this rank's stages."""
 
-    def __init__(self, plan: Plan, dataset: Dataset, decoder: Decoder, needs: StageNeeds) -> None:
+    def __init__(self, plan: Plan, dataset: Examples, decoder: Decodes, needs: StageNeeds) -> None:
         self._plan, self._dataset, self._decoder, self._needs = plan, dataset, decoder, needs
 
     def deal(self, examples: StepExamples, num_microbatches: int) -> DealtStep:
@@ -111,14 +109,8 @@ class PlannedLoading:
         pending = Pending(len(ids), where_in(self._dataset, ids), lengths=decided.lengths, decision=decided.decision)
         pending.ids = ids
         pending.phases = tuple(phase for phase in decided.lengths.items if dealt.number in needs.media.get(phase, ()))
-        refs: list[tuple[MediaPlace, MediaRef]] = []
-        readers: list[tuple[str]] = []
-        for phase in pending.phases:
-            items = decided.decision.assignments[phase].on_rank(needs.replicas[phase])
-            refs += refs_of_items(self._dataset, ids, decided.lengths, phase, items)
-            readers += [(phase,)] * len(items)
-        futures = self._decoder.submit([ref for _, ref in refs], readers)
-        pending.items = [(index, future) for ((index, _), _), future in zip(refs, futures)]
+        items = {phase: decided.decision.assignments[phase].on_rank(needs.replicas[phase]) for phase in pending.phases}
+        pending.items = submitted(self._dataset, self._decoder, ids, decided.lengths, items)
         if needs.tokens:
             for index in decided.decision.backbone.on_rank(needs.replicas[BACKBONE]).tolist():
                 pending.sequences[index] = self._dataset.tokens(int(ids[index]))

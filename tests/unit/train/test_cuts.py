@@ -1,0 +1,83 @@
+"""Encoders that a Plan cuts where they cannot be cut: one sentence, before anything is built."""
+
+import pytest
+import torch
+
+from motet.core.plan import Plan, Unit
+from motet.cost.catalogue import cluster
+from motet.models.mllm import MLLM
+from motet.models.module import ModalityModule
+from motet.models.projector import ProjectorConfig, build_projector
+from motet.models.spec import model_spec
+from motet.train.planned_job import impossible_cut
+from parity.planned import DIM, build_hf_model
+from parity.planned_parts import Tiles
+from parity.tiny import QFORMER, Halves, ToyEncoder
+
+LLM = {"backbone": 3}
+
+
+class Undescribed(ToyEncoder):
+    """An encoder in parts, of whose blocks `layers` says nothing."""
+
+    enter = through = leave = None
+
+
+def doubled(rows, sizes):
+    return torch.cat([rows, rows], dim=1)
+
+
+doubled.output_dim = 16
+
+
+def encoder_of(tower, *, queries=True, **callbacks):
+    width = getattr(callbacks.get("between"), "output_dim", 8)
+    config = ProjectorConfig(kind="qformer", queries=3, config=QFORMER) if queries else ProjectorConfig()
+    return ModalityModule(tower, build_projector(width, DIM, config), **callbacks)
+
+
+def said_of(tower="image", stages=({"it": 2}, {"it": 2, **LLM}), recompute=(), **options):
+    hf = build_hf_model(parts=("queries",))
+    tower = hf.encoders[tower].encoder if isinstance(tower, str) else tower
+    model = MLLM({"it": encoder_of(tower, **options)}, hf.backbone)
+    unit = Unit("all", stages, pp=len(stages), zero=0, recompute=recompute)
+    return impossible_cut(model, Plan(model_spec(model), cluster("h100", 1, 2), (unit,), 2))
+
+
+BEFORE_QUERIES = {"it": 3}, {"it": 1, **LLM}
+
+
+def test_encoders_of_the_families_can_be_cut_anywhere():
+    assert not said_of() and not said_of(stages=BEFORE_QUERIES) and not said_of(before=Tiles(12))
+    assert not said_of(between=Halves()) and not said_of(between=doubled)
+    assert not said_of("audio", ({"it": 2}, {"it": 1, **LLM}))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"stages": BEFORE_QUERIES, "between": Halves()},
+            "unit 'all' cuts 'it' before its projector, which cannot be: its callback `between` changes the number of",
+        ),
+        ({"stages": BEFORE_QUERIES, "between": doubled}, "its callback `between` changes the width of rows"),
+        (
+            {"tower": "audio", "stages": ({"it": 1}, {"it": 2, **LLM}), "before": Tiles(5)},
+            "unit 'all' cuts 'it' into 2 stages, which cannot be cut between its blocks: WhisperEncoder pads what",
+        ),
+        (
+            {"tower": ToyEncoder(4, "packed"), "stages": ({"it": 1, **LLM},), "recompute": ({"it": 1},)},
+            "recomputes blocks of 'it', which cannot be cut between its blocks: ToyEncoder has no enter, through and",
+        ),
+        (
+            {"tower": Undescribed(4, "packed"), "stages": ({"it": 1, **LLM},), "recompute": ({"it": 1},)},
+            "Undescribed has 3 blocks with its projector, and its layers() describe 1",
+        ),
+    ],
+)
+def test_a_cut_that_cannot_be_is_named(options, said):
+    assert said in said_of(**options)
+
+
+def test_an_encoder_that_is_not_cut_needs_no_parts():
+    assert not said_of(ToyEncoder(4, "packed"), ({"it": 1}, LLM))
