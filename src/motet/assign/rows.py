@@ -73,21 +73,25 @@ def sent_rows(assignment: StepAssignment, source: tuple[str, int], sink: tuple[s
     )
 
 
-def sent_share(assignment: StepAssignment, source: tuple[str, int], sink: tuple[str, int]) -> Float64Array:
-    """The share of a replica's output that goes to a replica of a module that takes it in, [num_microbatches].
+def sent_shares(assignment: StepAssignment, name: str, taker: str, receiver: int, num_islands: int = 1) -> Float64Array:
+    """The share of the output of each replica of a module that goes to one replica, in its island, of a taker.
 
-    source, sink: as of `sent_rows`, which lists these rows.
+    receiver: the replica of the first island. `sent_rows` lists the rows of these shares.
+    Returns [num_replicas of the module, num_microbatches]. O(items).
     """
-    (name, sender), (taker, receiver) = source, sink
-    items, taken = assignment.modules[name], assignment.modules[taker]
-    is_taken = np.zeros(assignment.batch.num_examples, dtype=bool)
-    is_taken[taken.example[taken.replica == receiver]] = True
-    own = items.replica == sender
+    items, taken, count = assignment.modules[name], assignment.modules[taker], assignment.num_microbatches
+    senders, receivers = items.num_replicas // num_islands, taken.num_replicas // num_islands
+    # The island in which the receiver takes an example in; none is island -1.
+    taken_in = np.full(assignment.batch.num_examples, -1)
+    received = taken.replica % receivers == receiver
+    taken_in[taken.example[received]] = taken.replica[received] // receivers
+    goes = taken_in[items.example] == items.replica // senders
     sent, whole = (
-        np.bincount(items.microbatch[these], items.num_tokens[these], assignment.num_microbatches)
-        for these in (own & is_taken[items.example], own)
+        np.bincount(items.batch_index(count)[these], items.num_tokens[these], items.num_replicas * count)
+        for these in (goes, slice(None))
     )
-    return sent / np.maximum(whole, 1)
+    shares: Float64Array = (sent / np.maximum(whole, 1)).reshape(items.num_replicas, count)
+    return shares
 
 
 def row_order(stored: Int64Array, wanted: Int64Array, rows: Int64Array) -> Int64Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +97,10 @@ class Timeline:
             np.array([span.step for span in rows], dtype=np.int32),
             int(ranks.max(initial=-1)) + 1,
         )
+
+    def named(self, rank_names: Sequence[str]) -> Timeline:
+        """The same spans, on ranks of these names."""
+        return replace(self, rank_names=rank_names)
 
     def rank_name(self, rank: int) -> str:
         """The name of a rank."""

@@ -20,8 +20,8 @@ same shape.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -33,27 +33,34 @@ from motet.core.errors import ArgumentError
 from motet.core.exchange import Moved
 
 Amounts = Float64Array | float
+_NUM_CACHED = 512
 
 
 class Group(NamedTuple):
-    """The size of a collective's group. fewest: the number of its ranks in the node that has fewest."""
+    """The size of a collective's group. fewest, most: the number of its ranks in the node that has fewest or most."""
 
     num_ranks: int
     num_nodes: int
     fewest: int
+    most: int
 
 
 def group_of(cluster: Cluster, ranks: Sequence[int]) -> Group:
     """Count ranks and nodes. Raises ArgumentError for no ranks, a rank named twice, or a rank outside the cluster."""
-    counts = Counter(cluster.node_of(rank) for rank in _checked(cluster, ranks))
-    return Group(len(ranks), len(counts), min(counts.values()))
+    return _group_of(cluster.num_ranks, cluster.ranks_per_node, ranks if isinstance(ranks, range) else tuple(ranks))
 
 
-def _checked(cluster: Cluster, ranks: Sequence[int]) -> Sequence[int]:
-    if len(ranks) == 0 or min(ranks) < 0 or max(ranks) >= cluster.num_ranks or len(set(ranks)) < len(ranks):
+@lru_cache(_NUM_CACHED)
+def _group_of(num_ranks: int, ranks_per_node: int, ranks: range | tuple[int, ...]) -> Group:
+    """The group of the same ranks is asked for again and again: by each layer, and each size of a message."""
+    is_range = isinstance(ranks, range)
+    numbers = np.sort(np.arange(ranks.start, ranks.stop, ranks.step) if is_range else np.array(ranks, dtype=np.int64))
+    if not len(numbers) or numbers[0] < 0 or numbers[-1] >= num_ranks or not np.diff(numbers).all():
         shown = f"{', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}" if len(ranks) else "none"
-        raise ArgumentError(f"ranks {shown}: they must be different ones of 0 to {cluster.num_ranks - 1}.")
-    return ranks
+        raise ArgumentError(f"ranks {shown}: they must be different ones of 0 to {num_ranks - 1}.")
+    first = np.flatnonzero(np.diff(numbers // ranks_per_node, prepend=-1))
+    counts = np.diff(first, append=len(numbers))
+    return Group(len(numbers), len(counts), int(counts.min()), int(counts.max()))
 
 
 def send_s(cluster: Cluster, size_bytes: Amounts, ranks: Sequence[int]) -> Float64Array:
@@ -64,14 +71,14 @@ def send_s(cluster: Cluster, size_bytes: Amounts, ranks: Sequence[int]) -> Float
 
 def gather_s(cluster: Cluster, size_bytes: Amounts, ranks: Sequence[int]) -> Float64Array:
     """Seconds of an all-gather after which each of `ranks` has size_bytes, or of a reduce-scatter of size_bytes."""
-    n, m, _ = group = group_of(cluster, ranks)
+    n, m, *_ = group = group_of(cluster, ranks)
     latency_s = (m - 1) * cluster.inter_node.latency_s + (n - m) * cluster.intra_node.latency_s
     return _seconds(group, size_bytes, latency_s, (n - 1) / n / _ring_bytes_per_s(cluster, group))
 
 
 def all_reduce_s(cluster: Cluster, size_bytes: Amounts, ranks: Sequence[int]) -> Float64Array:
     """Seconds of an all-reduce of size_bytes on each of `ranks`."""
-    n, m, _ = group = group_of(cluster, ranks)
+    n, m, *_ = group = group_of(cluster, ranks)
     latency_s = math.ceil(math.log2(m)) * cluster.inter_node.latency_s + (n / m - 1) * cluster.intra_node.latency_s
     tree_s = _seconds(group, size_bytes, 2 * latency_s, 2 / _ring_bytes_per_s(cluster, group))
     return np.minimum(tree_s, 2 * gather_s(cluster, size_bytes, ranks))
@@ -79,13 +86,13 @@ def all_reduce_s(cluster: Cluster, size_bytes: Amounts, ranks: Sequence[int]) ->
 
 def all_to_all_s(cluster: Cluster, moved_bytes: Moved, ranks: Sequence[int]) -> Float64Array:
     """Seconds of an all-to-all among `ranks`. moved_bytes: [..., 2, len(ranks)]; the result is float64 [...]."""
-    nodes = Counter(cluster.node_of(rank) for rank in _checked(cluster, ranks))
+    group = group_of(cluster, ranks)
 
     def inside_s(size_bytes: Float64Array) -> Float64Array:
-        return _all_to_all_s(cluster.intra_node, max(nodes.values()), size_bytes)
+        return _all_to_all_s(cluster.intra_node, group.most, size_bytes)
 
     def crossing_s(size_bytes: Float64Array) -> Float64Array:
-        return _all_to_all_s(cluster.inter_node, len(nodes), size_bytes)
+        return _all_to_all_s(cluster.inter_node, group.num_nodes, size_bytes)
 
     return exchange.exchange_s(moved_bytes, inside_s, crossing_s)
 

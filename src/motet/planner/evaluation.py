@@ -14,12 +14,10 @@ What is simulated depends on the job alone, not on clocks or threads.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal, TypeVar
+from typing import Literal
 
 from motet.core.errors import UserError
 from motet.core.plan import Plan
@@ -36,9 +34,6 @@ from motet.simulate.predict.prediction import Prediction
 MAX_SPANS = 2_000_000
 """The most spans of all Timelines together; 10^5 to 10^6 a second are simulated and drawn. This limits the number of
 Plans with thousands of program ranks."""
-
-Argument = TypeVar("Argument")
-Value = TypeVar("Value")
 
 SearchProgress = Callable[[str, int, int], None]
 """(what is being done, how much of it is done, out of how much)"""
@@ -97,7 +92,7 @@ class CandidateEvaluation:
 
         new: list[Candidate] = []
         self.progress(f"considering {', '.join(strategies)}", 0, len(strategies))
-        for proposed in chain.from_iterable(_in_parallel(proposals, strategies.items())):
+        for proposed in chain.from_iterable(map(proposals, strategies.items())):
             if isinstance(proposed, RuledOut):
                 self.ruled_out.append(proposed)
             elif all(proposed.plan != known.plan for known in (*self.candidates, *new)):
@@ -109,7 +104,7 @@ class CandidateEvaluation:
     def _simulate_leaders(self, leaders: Sequence[Candidate]) -> dict[str, float]:
         """Simulated by estimated seconds of each strategy's best candidate."""
         self.progress(f"simulating the best of {', '.join(leader.strategy for leader in leaders)}", 0, self._total)
-        seconds = map(self._add, leaders, _in_parallel(self._predict, leaders))
+        seconds = map(self._add, leaders, map(self._predict, leaders))
         return {leader.strategy: step_s / leader.estimate_s for leader, step_s in zip(leaders, seconds)}
 
     def _why_not(self, candidate: Candidate) -> Literal["bound", "estimate"] | None:
@@ -167,7 +162,7 @@ class CandidateEvaluation:
         self.progress("ordering and balancing the examples of the fastest", self.num_simulated, self.num_simulated)
         # A variant may be faster than what it was to be compared with: then that is another one.
         while indices := [index for index in self._to_vary() if all(self.results[index] is not one for one in done)]:
-            for index, result in zip(indices, _in_parallel(varied, indices)):
+            for index, result in zip(indices, map(varied, indices)):
                 self.results[index] = result
                 done.append(result)
 
@@ -192,12 +187,6 @@ def _leaders(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The first candidate of each strategy."""
     first = {candidate.strategy: candidate for candidate in reversed(candidates)}
     return list(reversed(first.values()))
-
-
-def _in_parallel(function: Callable[[Argument], Value], arguments: Iterable[Argument]) -> list[Value]:
-    """Values in the order of their arguments. Threads share array arithmetic among cores, but little else."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(function, arguments))
 
 
 def _proposals(name: str, strategy: Strategy, job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:

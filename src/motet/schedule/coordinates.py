@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
+from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError
 from motet.core.plan import Unit
 from motet.schedule.layout import Layout, PlannedStage
@@ -66,6 +69,22 @@ def ranks_of(layout: Layout, program_rank: int, island: int) -> range:
             first = unit.rank(p, island * layout.num_replicas(unit) + replica)
             return range(first, first + unit.cp * unit.tp)
     raise ArgumentError(f"the plan's Program has no rank {program_rank} in an island {island} of {layout.num_islands}.")
+
+
+def first_ranks(layout: Layout) -> Int64Array:
+    """The first of the `ranks_of` every program rank in every island, int64 [num_islands, num_program_ranks]."""
+    columns = []
+    for unit in layout.units:
+        replica, p = np.divmod(np.arange(layout.num_replicas(unit) * unit.pp), unit.pp)
+        replica = np.arange(layout.num_islands)[:, None] * layout.num_replicas(unit) + replica
+        columns.append(unit.first_rank + (p * unit.dp + replica) * unit.cp * unit.tp)
+    return np.concatenate(columns, axis=1)
+
+
+def ranks_a_program_rank(layout: Layout) -> Int64Array:
+    """How many ranks of the cluster each program rank stands for, int64 [num_program_ranks]."""
+    units = layout.units
+    return np.repeat([unit.cp * unit.tp for unit in units], [layout.num_replicas(unit) * unit.pp for unit in units])
 
 
 def host_of(layout: Layout, unit: Unit) -> Unit:

@@ -8,11 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
 
+import numpy as np
+
+from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.schedule.check.dry_run import dry_run
+from motet.schedule.coordinates import replica_of
 from motet.schedule.generators.bubble_filling import EncoderPipeline, coarse_fills, fill_bubbles, global_order
 from motet.schedule.generators.dag import dag_1f1b, dag_gpipe
 from motet.schedule.generators.data_parallel import data_parallel
@@ -38,6 +44,21 @@ from motet.schedule.program import Kind, Program
 from motet.schedule.text import parse_action
 
 
+class StageKind(NamedTuple):
+    """Stages that are alike (`PlannedStage.key`): int64 [num_alike] columns.
+
+    stage:    the first of them.
+    numbers:  of the stages.
+    replicas: which replica's items each computes, in the first island (`coordinates.replica_of`).
+    ranks:    the program rank of each.
+    """
+
+    stage: PlannedStage
+    numbers: Int64Array
+    replicas: Int64Array
+    ranks: Int64Array
+
+
 @dataclass(frozen=True)
 class PlannedProgram:
     """A Program of a Plan, and what its stages and edges stand for.
@@ -59,6 +80,20 @@ class PlannedProgram:
     program: Program
     stages: tuple[PlannedStage, ...]
     layout: Layout = field(compare=False)
+
+    @cached_property
+    def kinds(self) -> tuple[StageKind, ...]:
+        """The stages by kind, in order of their first stages."""
+        numbers: dict[object, list[int]] = {}
+        for number, stage in enumerate(self.stages):
+            numbers.setdefault(stage.key, []).append(number)
+        kinds = []
+        for alike in numbers.values():
+            stages = [self.stages[number] for number in alike]
+            replicas = [replica_of(self.layout, stage, 0) for stage in stages]
+            ranks = [stage.rank for stage in stages]
+            kinds.append(StageKind(stages[0], *(np.array(column) for column in (alike, replicas, ranks))))
+        return tuple(kinds)
 
     def stages_on(self, program_rank: int) -> tuple[int, ...]:
         """The numbers of the stages that a program rank computes."""

@@ -175,6 +175,7 @@ class Layout:
         whole = plan.schedule == "data_parallel"
         self.num_islands = 1 if whole or joins_all_replicas(plan) else gcd(*(unit.dp for unit in self.units))
         self.num_microbatches = num_microbatches(plan)
+        self._data_ranks: dict[tuple[str, range], tuple[int, ...]] = {}
 
     @property
     def num_examples(self) -> int:
@@ -269,7 +270,13 @@ class Layout:
 
     def data_ranks(self, unit: Unit, pipeline_ranks: range) -> tuple[int, ...]:
         """The first rank of each tensor-parallel group of these pipeline ranks, over all replicas of a unit."""
-        return tuple(unit.rank(p, d, c) for p in pipeline_ranks for d in range(unit.dp) for c in range(unit.cp))
+        key = unit.name, pipeline_ranks
+        if key not in self._data_ranks:
+            # The ranks of a pipeline rank are a run of dp * cp * tp.
+            first = unit.rank(pipeline_ranks.start, 0)
+            stop = first + len(pipeline_ranks) * unit.dp * unit.cp * unit.tp
+            self._data_ranks[key] = tuple(range(first, stop, unit.tp))
+        return self._data_ranks[key]
 
     @cached_property
     def stages(self) -> tuple[PlannedStage, ...]:

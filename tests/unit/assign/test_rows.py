@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.assign.plan import assign_step
-from motet.assign.rows import edge_rows, row_order, sent_rows, sent_share
+from motet.assign.rows import edge_rows, row_order, sent_rows, sent_shares
 from motet.assign.step import joined
 from motet.balance.scoring import scored
 from motet.core.plan import Unit
@@ -180,8 +180,9 @@ def test_units_of_any_sizes_send_all_rows_along_edges(sizes, microbatch_size, or
                 for (name, taker), counts in share.items():
                     items = assignment.modules[name]
                     own = [items.num_tokens[items.items_of(ends[0], microbatch)].sum() for microbatch in range(2)]
-                    found_share = sent_share(assignment, (name, ends[0]), (taker, ends[1]))
-                    np.testing.assert_allclose(found_share * own, counts)
+                    receiver = replica_of(found.layout, found.stages[sink], 0)
+                    shares = sent_shares(assignment, name, taker, receiver, found.layout.num_islands)
+                    np.testing.assert_allclose(shares[ends[0]] * own, counts)
     for name in ("image", "audio"):
         assert carried[name, BACKBONE] == assignment.modules[name].num_tokens.sum()
         check(assignment, name, BACKBONE)

@@ -206,7 +206,7 @@ def test_what_was_decided_elsewhere_is_placed_as_it_is():
     pricing = Pricing(made, stages, assignment, Analytic(CLUSTER, "bf16"))
     for stage in stages.stages:
         (name,) = stage.modules
-        rows = pricing.rows(name, LAYER, stage, 0)
+        rows = pricing.rows(name, LAYER, stage, [0])[0]
         for number, assigned in enumerate(decided):
             own = columns_of(microbatches[number], name)[assigned[name].ranks == stage.replica]
             assert rows[number] == (len(own) * own.max(initial=0) if name == "audio" else own.sum())

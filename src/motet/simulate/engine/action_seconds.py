@@ -23,7 +23,7 @@ _OF_RANK = ("norm_s", "step_s")
 
 @dataclass(frozen=True, eq=False)
 class ActionSeconds:
-    """Seconds and streams of actions, [num_actions] each.
+    """Seconds and streams of actions: stream int32 [num_actions], the others [num_actions, num_copies].
 
     stream:   index in STREAMS.
     held_s:   seconds of the action itself.
@@ -35,29 +35,34 @@ class ActionSeconds:
     tensor_s: Float64Array
 
 
-def action_seconds(lookup: ActionIndex, times: StageTimes, jitter: float = 0.0, seed: int = 0) -> ActionSeconds:
-    """Seconds and streams of all actions of a Program. O(actions).
+def action_seconds(
+    lookup: ActionIndex, times: StageTimes, jitter: float = 0.0, seed: int = 0, num_copies: int = 1
+) -> ActionSeconds:
+    """Seconds and streams of all actions of a Program. O(actions * num_copies).
 
+    times:  of the stages of all copies, those of the first copy first.
+    num_copies: how many ranks do what the Program says, each on stages of its own (`engine/alike.py`).
     jitter: sigma of a log-normal factor of mean 1 on the seconds of each action on the compute stream.
     seed:   of these factors.
     Raises ArgumentError for tables or parts that do not fit the Program.
     """
-    spread = _Spread(lookup, _broadcast(lookup, times))
+    spread = _Spread(lookup, _broadcast(lookup, times, num_copies), num_copies)
     forward = _Shares("forward_parts", times.forward_parts, lookup.shape[0])
     spread.passes(forward, _Shares("backward_parts", times.backward_parts, lookup.shape[0]))
     spread.moves()
     spread.sliced_collectives(forward)
     spread.whole_ranks()
     if jitter:
-        draw = np.random.default_rng(seed).standard_normal(len(lookup.table))
+        draw = np.random.default_rng(seed).standard_normal((num_copies, len(lookup.table))).T
         computes = spread.stream == COMPUTE
         spread.held_s[computes] *= np.exp(jitter * draw - jitter**2 / 2)[computes]
     return ActionSeconds(spread.stream, spread.held_s, spread.tensor_s)
 
 
-def _broadcast(lookup: ActionIndex, times: StageTimes) -> Mapping[str, Float64Array]:
-    """The tables of `times` by name, in the shapes that the Program needs."""
-    (num_stages, num_microbatches), num_edges = lookup.shape, len(lookup.sources)
+def _broadcast(lookup: ActionIndex, times: StageTimes, num_copies: int) -> Mapping[str, Float64Array]:
+    """The tables of `times` by name, in the shapes that the Program needs, with an axis of copies at the end."""
+    num_stages, num_edges = num_copies * lookup.shape[0], num_copies * len(lookup.sources)
+    num_microbatches, num_ranks = lookup.shape[1], num_copies * lookup.table.program.num_ranks
     tables = {}
     for field in fields(times):
         table = getattr(times, field.name)
@@ -69,14 +74,16 @@ def _broadcast(lookup: ActionIndex, times: StageTimes) -> Mapping[str, Float64Ar
         elif field.name in _OF_STAGE:
             axes, shape = "[num_stages]", [num_stages]
         elif field.name in _OF_RANK:
-            axes, shape = "[num_ranks]", [lookup.table.program.num_ranks]
+            axes, shape = "[num_ranks]", [num_ranks]
         try:
-            tables[field.name] = np.broadcast_to(table, shape)
+            whole = np.broadcast_to(table, shape)
         except ValueError:
             raise ArgumentError(
                 f"{field.name} has shape {list(table.shape)}; the program needs {axes} = {shape}, "
                 "or what broadcasts to it."
             ) from None
+        by_copy = whole.reshape(num_copies, shape[0] // num_copies, *shape[1:])
+        tables[field.name] = np.ascontiguousarray(np.moveaxis(by_copy, 0, -1))
     return tables
 
 
@@ -117,11 +124,11 @@ def _check_shares(name: str, slices: tuple[Part, ...]) -> None:
 class _Spread:
     """The seconds of all actions, filled in kind by kind. times: tables of `_broadcast`."""
 
-    def __init__(self, lookup: ActionIndex, times: Mapping[str, Float64Array]) -> None:
+    def __init__(self, lookup: ActionIndex, times: Mapping[str, Float64Array], num_copies: int) -> None:
         self.lookup, self.table, self.times = lookup, lookup.table, times
         self.stream: Int32Array = STREAM_OF_KIND[self.table.kind]
-        self.held_s: Float64Array = np.zeros(len(self.table))
-        self.tensor_s: Float64Array = np.zeros(len(self.table))
+        self.held_s: Float64Array = np.zeros((len(self.table), num_copies))
+        self.tensor_s: Float64Array = np.zeros((len(self.table), num_copies))
 
     def passes(self, forward: _Shares, backward: _Shares) -> None:
         """F, R, B, I and W. Recomputation is part of B or I, unless the Program has an R."""
@@ -130,7 +137,7 @@ class _Spread:
         none, recompute_s = np.zeros_like(times["recompute_s"]), times["recompute_s"]
         self._pass(Kind.R, recompute_s, none, even)
         if Kind.R in self.lookup.passes:
-            recompute_s = np.where(self.lookup.passes[Kind.R].count > 0, 0.0, recompute_s)
+            recompute_s = np.where(self.lookup.passes[Kind.R].count[:, :, None] > 0, 0.0, recompute_s)
         both = times["input_s"] + times["weight_s"] + recompute_s
         self._pass(Kind.B, both, times["backward_tensor_s"], backward)
         self._pass(Kind.I, times["input_s"] + recompute_s, times["backward_tensor_s"], backward)
@@ -149,11 +156,15 @@ class _Spread:
             num_shares = shares.count[bad.stage]
             raise ArgumentError(f"{bad} is one of {num_parts} parts; the times have {num_shares} of that pass.")
         index = np.where(has_share, shares.first[stage] + part, 0)
-        share = np.where(has_share, shares.share[index], 1.0 / count)
+        share = np.where(has_share, shares.share[index], 1.0 / count)[:, None]
         on_tensor = has_share & shares.on_tensor[index]
-        tensor_s = tensor[stage, microbatch] * share
-        self.held_s[rows] = np.where(on_tensor, tensor_s, held[stage, microbatch] * share)
-        self.tensor_s[rows] = np.where(has_share & shares.has_tensor[stage], 0.0, tensor_s)
+        self.held_s[rows] = held[stage, microbatch] * share
+        if tensor.any():
+            tensor_s = tensor[stage, microbatch] * share
+            self.held_s[rows[on_tensor]] = tensor_s[on_tensor]
+            self.tensor_s[rows] = np.where((has_share & shares.has_tensor[stage])[:, None], 0.0, tensor_s)
+        else:
+            self.held_s[rows[on_tensor]] = 0.0
         self.stream[rows[on_tensor]] = TENSOR
 
     def moves(self) -> None:
@@ -170,7 +181,7 @@ class _Spread:
             if rows.size:
                 stage, part, microbatch = self.table.stage[rows], self.table.part[rows], self.table.microbatch[rows]
                 shares = self._slice_shares(kind, stage, part, forward)
-                self.held_s[rows] = self._collective_s(kind, stage, microbatch) * shares
+                self.held_s[rows] = self._collective_s(kind, stage, microbatch) * shares[:, None]
 
     def _slice_shares(self, kind: Kind, stage: Int32Array, part: Int32Array, forward: _Shares) -> Float64Array:
         """The share of each slice of parameters in its stage's collective; 1 for the whole."""
@@ -196,7 +207,7 @@ class _Spread:
             return self.times["gather_s"][stage]
         in_microbatches = np.bincount(stage[microbatch >= 0], minlength=self.lookup.shape[0]) > 0
         over_copies = (microbatch < 0) & in_microbatches[stage]
-        return np.where(over_copies, self.times["replicas_s"][stage], self.times["reduce_s"][stage])
+        return np.where(over_copies[:, None], self.times["replicas_s"][stage], self.times["reduce_s"][stage])
 
     def whole_ranks(self) -> None:
         """NORM and STEP."""

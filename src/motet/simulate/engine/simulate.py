@@ -6,6 +6,9 @@ The same arguments give the same Timeline, to the bit, on every machine.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from functools import cached_property
+
 import numpy as np
 
 from motet.balance.backend import Backend
@@ -17,7 +20,8 @@ from motet.schedule.passes import add_communication
 from motet.schedule.program import EXCHANGES, Program
 from motet.simulate.engine import reference
 from motet.simulate.engine.action_index import ActionIndex
-from motet.simulate.engine.action_seconds import action_seconds
+from motet.simulate.engine.action_seconds import ActionSeconds, action_seconds
+from motet.simulate.engine.alike import AlikeTimeline, have_like_parts, of_first_rank, one_rank, run_alike
 from motet.simulate.engine.backend import engine
 from motet.simulate.engine.deadlock import deadlock
 from motet.simulate.engine.lower import Waits, waits
@@ -31,11 +35,21 @@ MAX_JITTER = 2.0
 
 
 class Prepared:
-    """A Program to be simulated often. All that does not depend on times is computed once. O(actions)."""
+    """A Program to be simulated often. All that does not depend on times is computed once. O(actions).
 
-    def __init__(self, program: Program) -> None:
-        self.lookup = ActionIndex(action_table(program))
+    Of ranks that are alike, the actions of one are enough (`engine/alike.py`).
+    """
+
+    def __init__(self, program: Program, *, whole: bool = False) -> None:
+        alone = None if whole else one_rank(program)
+        self.program, self.num_copies = program, 1 if alone is None else program.num_ranks
+        self.lookup = ActionIndex(action_table(program if alone is None else alone))
         self._waits: tuple[Int32Array, bool, Waits] | None = None
+
+    @cached_property
+    def whole(self) -> Prepared:
+        """The same Program with the actions of all ranks."""
+        return self if self.num_copies == 1 else Prepared(self.program, whole=True)
 
     def waits(self, stream: Int32Array, overlap: bool) -> Waits:
         """The result of `lower.waits`. The last one is kept."""
@@ -67,12 +81,17 @@ def simulate(
         raise ArgumentError(f"jitter is {jitter}; it is the sigma of a log-normal distribution, 0 to {MAX_JITTER:g}.")
     native = engine(backend)
     prepared = program if isinstance(program, Prepared) else Prepared(program)
+    if prepared.num_copies > 1:
+        if native is not None and have_like_parts(times, prepared.lookup.shape[0]):
+            alike = _Alike(prepared, times, overlap, jitter, seed)
+            if (timeline := alike.timeline()) is not None:
+                return timeline
+        prepared = prepared.whole
     if _lacks_communication(prepared.lookup.table, times):
-        prepared = Prepared(add_communication(prepared.lookup.table.program, blocking=not overlap))
+        prepared = Prepared(add_communication(prepared.program, blocking=not overlap), whole=True)
     lookup, table = prepared.lookup, prepared.lookup.table
     seconds = action_seconds(lookup, times, jitter, seed)
-    held = seconds.stream if overlap else np.where(seconds.stream == TENSOR, np.int32(COMPUTE), seconds.stream)
-    total_s = seconds.held_s + seconds.tensor_s
+    held, total_s = _held(seconds, overlap), (seconds.held_s + seconds.tensor_s)[:, 0]
     start_s: Float64Array
     end_s: Float64Array
     if native is None:
@@ -89,6 +108,76 @@ def simulate(
         )
         raise ArgumentError(f"The program cannot run{hint}: {circle}.")
     return timeline_of(table, seconds, start_s, end_s)
+
+
+def makespans(program: Prepared, times: StageTimes, num_islands: int, overlap: bool = True) -> Float64Array:
+    """Seconds of a step of each of several islands that run the same Program, [num_islands].
+
+    times: of the stages, edges and ranks of all islands, one after the other; parts are those of the first.
+    As `simulate` finds for each, without jitter. Raises as it does.
+    """
+    prepared = program.whole
+    if _lacks_communication(prepared.lookup.table, times):
+        prepared = Prepared(add_communication(prepared.program, blocking=not overlap), whole=True)
+    lookup, table, native = prepared.lookup, prepared.lookup.table, engine("native")
+    seconds = action_seconds(lookup, times, num_copies=num_islands)
+    needs = prepared.waits(seconds.stream, overlap)
+    rank_stream: Int32Array = table.rank * len(STREAMS) + _held(seconds, overlap)
+
+    def makespan_s(total_s: Float64Array) -> float:
+        if native is None:
+            return max(reference.run(table.program, seconds.stream.tolist(), total_s.tolist(), overlap)[1], default=0.0)
+        _, end_s = native.run(rank_stream, lookup.operation, total_s, needs.dependent, needs.dependency)
+        return float(end_s.max(initial=0.0))
+
+    return np.array(list(map(makespan_s, np.ascontiguousarray((seconds.held_s + seconds.tensor_s).T))))
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """A simulation of ranks that are alike. Arguments: as of `simulate`."""
+
+    prepared: Prepared
+    times: StageTimes
+    overlap: bool
+    jitter: float
+    seed: int
+
+    def timeline(self) -> AlikeTimeline | None:
+        """The Timeline; None where actions wait for each other."""
+        seconds = self._seconds()
+        num_tails = int(np.count_nonzero(seconds.tensor_s)) if seconds.tensor_s.any() else 0
+        num_spans, num_ranks = seconds.held_s.size + num_tails, self.prepared.num_copies
+        end_s = self._ends(seconds)
+        return None if end_s is None else AlikeTimeline(num_ranks, num_spans, float(end_s.max()), self._expand)
+
+    def _seconds(self) -> ActionSeconds:
+        lookup, times = self.prepared.lookup, of_first_rank(self.times, self.prepared.lookup.shape[0])
+        return action_seconds(lookup, times, self.jitter, self.seed, self.prepared.num_copies)
+
+    def _ends(self, seconds: ActionSeconds, start_s: Float64Array | None = None) -> Float64Array | None:
+        """The end of each action on each rank, [num_actions, num_ranks], in place of `seconds.held_s`."""
+        needs = self.prepared.waits(seconds.stream, self.overlap)
+        total_s = seconds.held_s
+        total_s += seconds.tensor_s
+        runs = run_alike(self.prepared.lookup.table, _held(seconds, self.overlap), total_s, needs, start_s)
+        return total_s if runs else None
+
+    def _expand(self) -> Timeline:
+        """The spans of all ranks. Simulating twice takes less than keeping what a search hardly reads."""
+        seconds = self._seconds()
+        start_s = np.empty_like(seconds.held_s)
+        end_s = self._ends(replace(seconds, held_s=seconds.held_s.copy()), start_s)
+        assert end_s is not None, "what was simulated once runs"
+        columns = seconds.held_s, seconds.tensor_s, start_s, end_s
+        held_s, tensor_s, starts_s, ends_s = (np.ascontiguousarray(column.T).reshape(-1, 1) for column in columns)
+        whole = ActionSeconds(np.tile(seconds.stream, self.prepared.num_copies), held_s, tensor_s)
+        return timeline_of(action_table(self.prepared.program), whole, starts_s[:, 0], ends_s[:, 0])
+
+
+def _held(seconds: ActionSeconds, overlap: bool) -> Int32Array:
+    """The stream that each action occupies."""
+    return seconds.stream if overlap else np.where(seconds.stream == TENSOR, np.int32(COMPUTE), seconds.stream)
 
 
 def _lacks_communication(table: ActionTable, times: StageTimes) -> bool:

@@ -74,12 +74,15 @@ class ActionTexts(Sequence[str]):
 def timeline_of(table: ActionTable, seconds: ActionSeconds, start_s: Float64Array, end_s: Float64Array) -> Timeline:
     """One span for each action, in the order of the table, then spans of tensor-parallel communication of whole passes.
 
+    seconds: of one copy.
+
     A pass with such communication has two spans: its compute, then the communication on the tensor stream, during which
     the compute stream idles.
     """
-    tails = np.flatnonzero(seconds.tensor_s > 0)
+    held_s, tensor_s = seconds.held_s[:, 0], seconds.tensor_s[:, 0]
+    tails = np.flatnonzero(tensor_s > 0)
     computed_s = end_s.copy()
-    computed_s[tails] = start_s[tails] + seconds.held_s[tails]
+    computed_s[tails] = start_s[tails] + held_s[tails]
     row = np.concatenate([np.arange(len(table)), tails])
     stages = table.program.stages
     module = np.where(np.isin(table.kind, [CODES[kind] for kind in WHOLE_RANK]), len(stages), table.stage)

@@ -44,7 +44,7 @@ class Collectives:
     def __init__(self, pricing: Pricing) -> None:
         self.pricing, self.cost = pricing, pricing.cost
         self.plan, self.planned, self.precision = pricing.plan, pricing.planned, pricing.precision
-        first = {stage.key: stage for stage in self.planned.stages}
+        first = {kind.stage.key: kind.stage for kind in self.planned.kinds}
         self._seconds = cache(lambda key: self._priced(first[key]))
         self._sizes = cache(lambda key: self._size(first[key]))
 
@@ -53,11 +53,18 @@ class Collectives:
         seconds: CollectiveSeconds = self._seconds(stage.key)
         return seconds
 
+    def of_stages(self) -> Float64Array:
+        """The fields of `CollectiveSeconds` of all stages, [3, num_stages]."""
+        table = np.zeros((len(CollectiveSeconds._fields), len(self.planned.stages)))
+        for kind in self.planned.kinds:
+            table[:, kind.numbers] = np.array(self._seconds(kind.stage.key))[:, None]
+        return table
+
     def step_s(self) -> Float64Array:
         """Seconds of the optimizer, [num_ranks] of the Program. A rank updates its share of trainable parameters."""
         updated = np.zeros(self.planned.program.num_ranks)
-        for stage in self.planned.stages:
-            updated[stage.rank] += self._sizes(stage.key).updated
+        for kind in self.planned.kinds:
+            np.add.at(updated, kind.ranks, self._sizes(kind.stage.key).updated)
         seconds = {number: self.cost.step_seconds(round(number)) for number in set(updated.tolist())}
         return np.array([seconds[number] for number in updated.tolist()])
 

@@ -10,7 +10,7 @@ from motet.core.arrays import Int64Array
 from motet.core.spec import Layer
 from motet.cost.memory import StageMemory, stage_memory
 from motet.schedule import PlannedStage, high_water
-from motet.schedule.coordinates import ranks_of
+from motet.schedule.coordinates import first_ranks, ranks_a_program_rank
 from motet.simulate.predict.stage_pricing import Pricing
 
 MAX_LOGITS = 1 << 28
@@ -24,20 +24,22 @@ def memory_of(pricing: Pricing) -> dict[str, Int64Array]:
     A rank with several stages holds the state of all and computes one at a time. Activations are those at their peak;
     the largest transient is added as if it came then. O(islands * actions).
     """
-    program, stages = pricing.planned.program, pricing.planned.stages
+    program, layout = pricing.planned.program, pricing.layout
+    # 1. On every program rank: [num_program_ranks], but activations [num_islands, num_program_ranks].
+    of_program = {part: np.zeros(program.num_ranks, dtype=np.int64) for part in PARTS}
+    for kind in pricing.planned.kinds:
+        memory = _stage_memory(pricing, kind.stage)
+        for part in ("parameters", "gradients", "optimizer"):
+            np.add.at(of_program[part], kind.ranks, getattr(memory, part))
+        np.maximum.at(of_program["transient"], kind.ranks, memory.transient)
+    of_program["activations"] = high_water(program, pricing.held()).astype(np.int64)
+    # 2. On the ranks that each stands for.
+    first, counts = first_ranks(layout), ranks_a_program_rank(layout)
+    program_rank = np.repeat(np.arange(program.num_ranks), counts)
+    ranks = first[:, program_rank] + np.arange(len(program_rank)) - np.repeat(counts.cumsum() - counts, counts)
     bytes_of = {part: np.zeros(pricing.plan.cluster.num_ranks, dtype=np.int64) for part in PARTS}
-    memory_by_key: dict[tuple[object, ...], StageMemory] = {}
-    held = np.stack([pricing.islands(stage).held for stage in stages], axis=1)
-    for island, activations in enumerate(high_water(program, held).astype(np.int64)):
-        for stage in stages:
-            if stage.key not in memory_by_key:
-                memory_by_key[stage.key] = _stage_memory(pricing, stage)
-            stage_ranks, memory = ranks_of(pricing.layout, stage.rank, island), memory_by_key[stage.key]
-            ranks = slice(stage_ranks.start, stage_ranks.stop)
-            for part in ("parameters", "gradients", "optimizer"):
-                bytes_of[part][ranks] += getattr(memory, part)
-            bytes_of["activations"][ranks] = activations[stage.rank]
-            bytes_of["transient"][ranks] = np.maximum(bytes_of["transient"][ranks], memory.transient)
+    for part, column in of_program.items():
+        bytes_of[part][ranks] = np.broadcast_to(column, first.shape)[:, program_rank]
     return bytes_of
 
 

@@ -10,8 +10,8 @@ only MAX_ISLANDS are simulated: those with the largest sum, over microbatches, o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -24,8 +24,8 @@ from motet.core.workload import BatchLengths, Workload
 from motet.cost.flops import batch_flops
 from motet.cost.model import CostModel
 from motet.schedule import PlannedProgram, Presence, planned, program_of_batch
-from motet.schedule.coordinates import ranks_of
-from motet.simulate.engine.simulate import Prepared, simulate
+from motet.schedule.coordinates import first_ranks, ranks_a_program_rank
+from motet.simulate.engine.simulate import Prepared, makespans, simulate
 from motet.simulate.engine.stage_times import StageTimes
 from motet.simulate.predict.batch import draw_batch
 from motet.simulate.predict.memory import memory_of
@@ -112,15 +112,19 @@ def _slowest_island(pricing: Pricing, seed: int, jitter: float) -> Timeline:
     traffic = Traffic(pricing)
     program = Prepared(program_of_batch(pricing.planned, _present(pricing)))
     overlap = pricing.plan.cluster.device.overlaps
-    slowest: tuple[int, Timeline] | None = None
-    for island in _simulated(pricing, jitter):
+
+    def simulated(island: int) -> Timeline:
         times = stage_times_of(pricing, traffic, island)
         timeline = simulate(program, times, overlap=overlap, jitter=jitter, seed=seed + island)
-        if slowest is None or timeline.makespan_s > slowest[1].makespan_s:
-            slowest = island, timeline
-    assert slowest is not None
-    island, timeline = slowest
-    return replace(timeline, rank_names=_rank_names(pricing, island))
+        return timeline.named(_rank_names(pricing, island))
+
+    islands = list(_simulated(pricing, jitter))
+    if jitter:
+        return max(map(simulated, islands), key=lambda timeline: timeline.makespan_s)
+    if len(islands) == 1:
+        return simulated(islands[0])
+    step_s = makespans(program, times_in_islands(pricing, traffic, islands), len(islands), overlap)
+    return simulated(islands[int(np.argmax(step_s))])
 
 
 def _present(pricing: Pricing) -> tuple[Presence, ...]:
@@ -130,8 +134,8 @@ def _present(pricing: Pricing) -> tuple[Presence, ...]:
 
 def _rank_names(pricing: Pricing, island: int) -> list[str]:
     """For each program rank, the name of the ranks of the cluster that it stands for in an island."""
-    groups = (ranks_of(pricing.layout, rank, island) for rank in range(pricing.planned.program.num_ranks))
-    return [f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}" for ranks in groups]
+    first, counts = first_ranks(pricing.layout)[island].tolist(), ranks_a_program_rank(pricing.layout).tolist()
+    return [f"rank {rank}" if num == 1 else f"ranks {rank}-{rank + num - 1}" for rank, num in zip(first, counts)]
 
 
 def _simulated(pricing: Pricing, jitter: float) -> Iterator[int]:
@@ -140,23 +144,35 @@ def _simulated(pricing: Pricing, jitter: float) -> Iterator[int]:
     if jitter:
         yield from islands.tolist()
         return
+    if len(islands) == 1:
+        yield 0
+        return
+    busiest_s = pricing.busiest_rank_s()
     if len(islands) > MAX_ISLANDS:
-        islands = np.argsort(-pricing.busiest_rank_s(), kind="stable")[:MAX_ISLANDS]
-    seen: set[bytes] = set()
+        islands = np.argsort(-busiest_s, kind="stable")[:MAX_ISLANDS]
+    # Only islands that are equally busy can have the same lengths.
+    seen: dict[float, list[int]] = {}
+    key = cache(lambda island: pricing.assignment.island_key(island, pricing.num_islands))
     for island in islands.tolist():
-        lengths = pricing.assignment.island_key(island, pricing.num_islands)
-        if lengths not in seen:
+        others = seen.setdefault(float(busiest_s[island]), [])
+        if not others or all(key(island) != key(other) for other in others):
             yield island
-        seen.add(lengths)
+            others.append(island)
 
 
 def stage_times_of(pricing: Pricing, traffic: Traffic, island: int = 0) -> StageTimes:
     """The StageTimes of the Program, for the examples of one island."""
+    return times_in_islands(pricing, traffic, [island])
+
+
+def times_in_islands(pricing: Pricing, traffic: Traffic, islands: Sequence[int]) -> StageTimes:
+    """The StageTimes of several islands: the stages, edges and ranks of the first, then those of the second, ..."""
     stages, colocated = pricing.planned.stages, pricing.plan.schedule == "data_parallel"
-    rows = [pricing.stage(stage, island) for stage in stages]
-    forward, backward_input, weight, recompute, forward_tensor, backward_tensor, _ = map(np.stack, zip(*rows))
+    num_microbatches = pricing.assignment.num_microbatches
+    tables = (table.reshape(-1, num_microbatches) for table in pricing.in_islands(islands)[:-1])
+    forward, backward_input, weight, recompute, forward_tensor, backward_tensor = tables
     none = np.zeros((1, 1))
-    gather_s, reduce_s, replicas_s = np.array([traffic.collectives.seconds(stage) for stage in stages]).T
+    gather_s, reduce_s, replicas_s = np.tile(traffic.collectives.of_stages(), len(islands))
     in_parts = [(number, stage) for number, stage in enumerate(stages) if stage.num_parts > 1]
     return StageTimes(
         forward,
@@ -165,14 +181,14 @@ def stage_times_of(pricing: Pricing, traffic: Traffic, island: int = 0) -> Stage
         recompute,
         forward_tensor,
         backward_tensor,
-        send_s=none if colocated else traffic.send_s(island),
-        return_s=none if colocated else traffic.send_s(island, gradient=True),
+        send_s=none if colocated else traffic.send_s(islands).reshape(-1, num_microbatches),
+        return_s=none if colocated else traffic.send_s(islands, gradient=True).reshape(-1, num_microbatches),
         exchange_s=traffic.exchange_s() if colocated else none,
         gather_s=gather_s,
         reduce_s=reduce_s,
         replicas_s=replicas_s,
         norm_s=traffic.collectives.norm_s(),
-        step_s=traffic.collectives.step_s(),
+        step_s=np.tile(traffic.collectives.step_s(), len(islands)),
         forward_parts={number: pricing.parts(stage) for number, stage in in_parts},
         backward_parts={
             number: pricing.parts(stage, backward=True) for number, stage in in_parts if stage.has_backward

@@ -7,7 +7,7 @@ layers. Backward is priced by which parameters are trainable (Cornstarch section
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from motet.assign.step import StepAssignment
-from motet.core.arrays import Float64Array
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Plan
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
@@ -29,6 +29,7 @@ from motet.cost.memory import (
 from motet.cost.model import CostModel, LayerSeconds, Work
 from motet.schedule import PlannedProgram, PlannedStage, parts_of
 from motet.schedule.coordinates import host_of, replica_of
+from motet.schedule.from_plan import StageKind
 from motet.schedule.layout import LAYER_PARTS
 from motet.simulate.engine.stage_times import Part
 
@@ -63,7 +64,7 @@ class Pricing:
         self.backbone = plan.unit_of(BACKBONE)
         self.layout = planned.layout
         self._priced = cache(self._price)
-        self._first = {stage.key: stage for stage in reversed(planned.stages)}
+        self._first = {kind.stage.key: kind.stage for kind in planned.kinds}
         self._seconds = cache(lambda key: self._sum(self._first[key], self.layers(self._first[key])))
         self._parts = cache(lambda key, backward: self._slices(self._first[key], backward))
 
@@ -82,24 +83,51 @@ class Pricing:
         replicas = [replica_of(self.layout, stage, island) for island in range(self.num_islands)]
         return StagePrices(*(table[replicas] for table in self._seconds(stage.key)))
 
+    def in_islands(self, islands: Sequence[int]) -> StagePrices:
+        """The prices of all stages in some islands, [len(islands), num_stages, num_microbatches] each."""
+        shape = len(islands), len(self.planned.stages), self.assignment.num_microbatches
+        tables = StagePrices(*(np.zeros(shape) for _ in StagePrices._fields))
+        for kind, replicas in self._replicas(islands):
+            for table, of_kind in zip(tables, self._seconds(kind.stage.key)):
+                table[:, kind.numbers] = of_kind[replicas]
+        return tables
+
+    def held(self) -> Float64Array:
+        """`StagePrices.held` of all stages in all islands, [num_islands, num_stages, num_microbatches]."""
+        islands = range(self.num_islands)
+        held = np.zeros((len(islands), len(self.planned.stages), self.assignment.num_microbatches))
+        for kind, replicas in self._replicas(islands):
+            held[:, kind.numbers] = self._seconds(kind.stage.key).held[replicas]
+        return held
+
     def busiest_rank_s(self) -> Float64Array:
         """For each island, the sum over microbatches of the seconds on the busiest rank, [num_islands]."""
-        shape = self.planned.program.num_ranks, self.num_islands, self.assignment.num_microbatches
+        shape = self.num_islands, self.planned.program.num_ranks, self.assignment.num_microbatches
         total_s = np.zeros(shape)
-        for stage in self.planned.stages:
-            total_s[stage.rank] += np.sum(self.islands(stage)[:-1], axis=0)
-        busiest_s: Float64Array = total_s.max(axis=0).sum(axis=1)
+        for kind, replicas in self._replicas(range(self.num_islands)):
+            taken_s = np.sum(self._seconds(kind.stage.key)[:-1], axis=0)
+            total_s[:, kind.ranks] += taken_s[replicas]
+        busiest_s: Float64Array = total_s.max(axis=1).sum(axis=1)
         return busiest_s
+
+    def _replicas(self, islands: Sequence[int]) -> Iterator[tuple[StageKind, Int64Array]]:
+        """Each kind of stage, and the replicas whose items its stages compute, int64 [len(islands), num_alike]."""
+        first = np.array(islands)[:, None]
+        for kind in self.planned.kinds:
+            yield kind, first * self.layout.num_replicas(host_of(self.layout, kind.stage.unit)) + kind.replicas
 
     def layers(self, stage: PlannedStage) -> list[StageLayer]:
         """The layers of a stage, in execution order."""
         return list(stage_layers(self.plan.model, stage.layers, stage.recomputed))
 
-    def rows(self, name: str, layer: Layer, stage: PlannedStage, island: int) -> Float64Array:
-        """Rows of a layer of a module on one of the ranks that share the stage's work, [num_microbatches]."""
+    def rows(self, name: str, layer: Layer, stage: PlannedStage, islands: Sequence[int]) -> Float64Array:
+        """Rows of a layer of a module on one of the ranks that share the stage's work.
+
+        [len(islands), num_microbatches].
+        """
         rows = self._priced(name, layer, stage.num_shares).work.rows
         by_replica = rows.reshape(-1, self.assignment.num_microbatches)
-        replica_rows: Float64Array = by_replica[replica_of(self.layout, stage, island)]
+        replica_rows: Float64Array = by_replica[[replica_of(self.layout, stage, island) for island in islands]]
         return replica_rows
 
     def largest_rows(self, name: str, layer: Layer) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from motet.assign.rows import sent_share
+from motet.assign.rows import sent_shares
 from motet.core.arrays import Float64Array
 from motet.schedule import PlannedStage
 from motet.schedule.coordinates import replica_of
@@ -21,16 +23,20 @@ class Traffic:
         self.plan, self.planned, self.assignment = pricing.plan, pricing.planned, pricing.assignment
         self.precision = pricing.precision
         self.collectives = Collectives(pricing)
+        self._shares: dict[tuple[str, str, int], Float64Array] = {}
 
-    def send_s(self, island: int, *, gradient: bool = False) -> Float64Array:
-        """Seconds of sending outputs or gradients, [num_edges, num_microbatches]; 0 if both ends are on one rank."""
+    def send_s(self, islands: Sequence[int], *, gradient: bool = False) -> Float64Array:
+        """Seconds of sending outputs or gradients; 0 if both ends are on one rank.
+
+        [len(islands), num_edges, num_microbatches].
+        """
         stages, edges = self.planned.stages, self.planned.program.edges
-        seconds = np.zeros((len(edges), self.assignment.num_microbatches))
+        seconds = np.zeros((len(islands), len(edges), self.assignment.num_microbatches))
         for number, (source, sink) in enumerate(edges):
             ends = stages[source].ranks[0], stages[sink].ranks[0]
             if ends[0] != ends[1]:
-                sent = self._sent_bytes(stages[source], stages[sink], island, gradient=gradient)
-                seconds[number] = self.cost.send_seconds(sent, ends)
+                sent = self._sent_bytes(stages[source], stages[sink], islands, gradient=gradient)
+                seconds[:, number] = self.cost.send_seconds(sent, ends)
         return seconds
 
     def exchange_s(self) -> Float64Array:
@@ -46,19 +52,31 @@ class Traffic:
         names = [self.planned.stages[source].modules[0] for source, _ in self.planned.program.edges]
         return np.stack([seconds[name] for name in names]) if names else np.zeros((1, 1))
 
-    def _sent_bytes(self, source: PlannedStage, sink: PlannedStage, island: int, *, gradient: bool) -> Float64Array:
-        """Bytes that one tensor-parallel rank of a stage sends to another stage, or gets back, [num_microbatches]."""
-        total, model = np.zeros(self.assignment.num_microbatches), self.plan.model
+    def _sent_bytes(
+        self, source: PlannedStage, sink: PlannedStage, islands: Sequence[int], *, gradient: bool
+    ) -> Float64Array:
+        """Bytes that one tensor-parallel rank of a stage sends to another stage, or gets back.
+
+        [len(islands), num_microbatches].
+        """
+        total, model = np.zeros((len(islands), self.assignment.num_microbatches)), self.plan.model
         layout = self.planned.layout
-        replicas = replica_of(layout, source, island), replica_of(layout, sink, island)
         for name, stop in edge_outputs(layout, source, sink):
             module = model.module(name)
             index, layer = module.blocks[stop - 1][-1], module.sent(stop)
             if gradient and not (layer.trainable or model.input_gradients[name][index]):
                 continue
-            rows = self.pricing.rows(name, layer, source, island)
+            rows = self.pricing.rows(name, layer, source, islands)
             if sink.unit is not source.unit:
                 (taker, *_) = consumers_in(layout, name, sink)
-                rows = rows * sent_share(self.assignment, (name, replicas[0]), (taker, replicas[1]))
+                senders = [replica_of(layout, source, island) for island in islands]
+                rows = rows * self._sent_shares(name, taker, replica_of(layout, sink, 0))[senders]
             total += rows * layer.output_width * self.precision.compute / source.unit.tp
         return total
+
+    def _sent_shares(self, name: str, taker: str, receiver: int) -> Float64Array:
+        """`sent_shares`. receiver: the replica of the first island that takes the rows in. Cached."""
+        key = name, taker, receiver
+        if key not in self._shares:
+            self._shares[key] = sent_shares(self.assignment, name, taker, receiver, self.pricing.num_islands)
+        return self._shares[key]

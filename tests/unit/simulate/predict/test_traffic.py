@@ -42,7 +42,7 @@ def traffic(made, batch=None):
 def sent(made, *, gradient=False):
     """Elements by edge, [num_microbatches], for a plan of one example a microbatch."""
     found, batch = traffic(made)
-    table = found.send_s(0, gradient=gradient) / SEND_S / BYTES
+    table = found.send_s([0], gradient=gradient)[0] / SEND_S / BYTES
     return dict(zip(found.planned.program.edges, table)), batch
 
 
@@ -108,7 +108,7 @@ def test_tensor_and_context_parallel_ranks_send_their_share():
 
 def test_chunks_on_one_rank_send_nothing():
     unit = Unit("all", ({"image": 4, "audio": 3}, {"backbone": 8}), pp=1)
-    assert not traffic(plan(unit, schedule="interleaved_1f1b"))[0].send_s(0).any()
+    assert not traffic(plan(unit, schedule="interleaved_1f1b"))[0].send_s([0]).any()
 
 
 @pytest.mark.parametrize("name", ["dp 2 and 1 to 4", "dp 2 to 4", "dp 4 to 2"])
@@ -118,7 +118,7 @@ def test_brokers_divide_a_microbatchs_output(name):
     found, batch = traffic(made)
     stages, edges = found.planned.stages, found.planned.program.edges
     for island in range(found.pricing.num_islands):
-        table = found.send_s(island) / SEND_S / BYTES
+        table = found.send_s([island])[0] / SEND_S / BYTES
         for number, stage in enumerate(stages):
             name = stage.modules[0]
             leaving = (edge for edge, ends in enumerate(edges) if ends[0] == number)
@@ -142,7 +142,7 @@ def test_brokers_divide_a_microbatchs_output(name):
 def test_what_ends_early_in_a_unit_in_bubbles_goes_on_with_the_rest():
     made = PLANS["encoders together in bubbles"]
     found, batch = traffic(made)
-    table = found.send_s(0) / SEND_S / BYTES
+    table = found.send_s([0])[0] / SEND_S / BYTES
     first = next(n for n, stage in enumerate(found.planned.stages) if "image" in stage.modules)
     edges = found.planned.program.edges
     images, both = table[edges.index((first, first + 1))], table[edges.index((first + 1, 0))]
@@ -280,7 +280,7 @@ def test_replicated_encoders_are_summed_over_pipeline_ranks_as_well():
     image = next(stage for stage in found.planned.stages if stage.modules == ("image",))
     found.collectives.seconds(image)
     assert found.cost.asked[-1][2] == (0, 1, 2, 3)
-    send_s = found.send_s(0).any(axis=1)
+    send_s = found.send_s([0])[0].any(axis=1)
     assert send_s.tolist() == [edge == (0, 1) for edge in found.planned.program.edges]
 
 

@@ -1,0 +1,108 @@
+"""What `motet plan` takes: processor time over that of a fixed loop, and the most memory, for the recipes.
+
+    python benchmarks/planner_speed.py [--repeats 5] [--only PART_OF_NAME] [--json benchmarks/results/planner_speed.json]
+
+Each plan is the whole command in a process of its own: reading, searching, simulating, drawing and writing. Its
+processor time, of all threads, is divided by that of a loop of 10 million `s += i * i` in Python, which runs in this
+process before and after it; so a figure is about the same on other machines. Figures are medians over repeats. Memory
+is the peak of the resident set. The goals are 2 loops and 1 GB, and 4 loops for 100,000 GPUs. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from rows import ROOT, Row, finish, show
+
+GOAL_LOOPS, GOAL_GBYTES = 2.0, 1.0
+RECIPES = (
+    "orchmllm_10b", "orchmllm_18b", "orchmllm_84b", "vit22b_gpt175b", "internvl_20b", "mllm_72b", "valm_mm",
+)  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A recipe, what of it is changed, and the loops that it may take."""
+
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    goal_loops: float = GOAL_LOOPS
+
+    @property
+    def name(self) -> str:
+        """The name of its rows."""
+        return " ".join((self.recipe, *self.overrides))
+
+
+def weak_scaled(num_nodes: int, goal_loops: float = GOAL_LOOPS) -> Case:
+    """OrchMLLM-84B on more or fewer nodes of 8 GPUs, 30 examples a GPU as in the paper."""
+    overrides = f"cluster.nodes={num_nodes}", f"run.batch_size={240 * num_nodes}"
+    return Case("orchmllm_84b", overrides, goal_loops)
+
+
+CASES = (*map(Case, RECIPES), weak_scaled(80), weak_scaled(1280), weak_scaled(12500, 4.0))
+
+
+class Taken(NamedTuple):
+    """What one run of the command took."""
+
+    loops: float
+    peak_gbytes: float
+
+
+def loop_s() -> float:
+    """Processor time of the fixed loop."""
+    started_s = time.process_time()
+    s = 0
+    for i in range(10_000_000):
+        s += i * i
+    return time.process_time() - started_s
+
+
+def run(case: Case, folder: Path) -> Taken:
+    """Run the command once. Ends the program if it fails."""
+    command = [sys.executable, "-m", "motet", "plan", str(ROOT / "recipes" / f"{case.recipe}.toml")]
+    command += [word for override in case.overrides for word in ("--set", override)]
+    before_s = loop_s()
+    with (folder / "output.txt").open("wb") as output:
+        given = [*command, "--out", str(folder / "plan.json")]
+        process = subprocess.Popen(given, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        _, status, used = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{case.name}: {(folder / 'output.txt').read_text(errors='replace')}")
+    mean_s = (before_s + loop_s()) / 2
+    return Taken((used.ru_utime + used.ru_stime) / mean_s, used.ru_maxrss * 1024 / 1e9)
+
+
+def measure(cases: list[Case], repeats: int) -> Iterator[Row]:
+    """The rows of each case: loops, then memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        for case in cases:
+            taken = [run(case, Path(folder)) for _ in range(repeats)]
+            yield Row(f"{case.name}: loops", statistics.median(one.loops for one in taken), case.goal_loops)
+            yield Row(f"{case.name}: peak GB", statistics.median(one.peak_gbytes for one in taken), GOAL_GBYTES)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default="", help="only the cases whose name contains this")
+    parser.add_argument("--json", type=Path, help="write the rows there")
+    given = parser.parse_args()
+    rows = []
+    for row in measure([case for case in CASES if given.only in case.name], given.repeats):
+        rows.append(row)
+        show(row)
+    finish(rows, given.json, repeats=given.repeats)
+
+
+if __name__ == "__main__":
+    main()

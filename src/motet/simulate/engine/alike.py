@@ -1,0 +1,158 @@
+"""Simulates ranks that are alike on one rank's actions: for each action, an array over ranks.
+
+In data parallelism all ranks do the same (`AlikeRows`) and meet in every collective. So what waits for what is the same
+on each rank, and is found once. Then each action of the row is timed on all ranks at a time, in an order in which what
+it waits for comes before it. O(actions of a row), each an operation on [num_ranks]. Starts and ends are those of the
+engine for the whole Program, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+
+import numpy as np
+
+from motet.core.arrays import Float64Array, Int32Array
+from motet.core.timeline import Timeline
+from motet.schedule.dependencies import COLLECTIVES
+from motet.schedule.program import AlikeRows, Program
+from motet.simulate.engine.lower import Waits
+from motet.simulate.engine.stage_times import StageTimes
+from motet.simulate.engine.table import CODES, ActionTable
+
+_COLUMNS = tuple(field.name for field in fields(Timeline) if field.name not in ("num_ranks", "rank_names"))
+_COLLECTIVE_CODES = np.array([CODES[kind] for kind in COLLECTIVES])
+
+
+def one_rank(program: Program) -> Program | None:
+    """The Program of rank 0 alone if all ranks are alike and meet in every collective; else None. O(stages)."""
+    rows = program.actions
+    if not isinstance(rows, AlikeRows) or len(rows) < 2 or len(program.edges) % len(rows):
+        return None
+    num_stages, num_edges = rows.num_stages, len(program.edges) // len(rows)
+    groups = np.array([stage.group for stage in program.stages]).reshape(len(rows), num_stages)
+    edges = np.array(program.edges, dtype=np.int64).reshape(len(rows), num_edges, 2)
+    shifted = edges[:1] + (np.arange(len(rows)) * num_stages)[:, None, None]
+    first = groups[0]
+    if (first < 0).any() or len(set(first.tolist())) < num_stages:
+        return None
+    if (groups != first).any() or not np.array_equal(edges, shifted):
+        return None
+    return Program(program.stages[:num_stages], program.edges[:num_edges], (rows.first,), program.num_microbatches)
+
+
+def have_like_parts(times: StageTimes, num_stages: int) -> bool:
+    """Whether the parts of each stage are those of the same stage of rank 0. num_stages: of a rank."""
+    return all(
+        parts.get(stage % num_stages) == slices
+        for parts in (times.forward_parts, times.backward_parts)
+        for stage, slices in parts.items()
+    )
+
+
+def of_first_rank(times: StageTimes, num_stages: int) -> StageTimes:
+    """The times with the parts of rank 0 alone."""
+    forward, backward = (
+        {stage: slices for stage, slices in parts.items() if stage < num_stages}
+        for parts in (times.forward_parts, times.backward_parts)
+    )
+    return replace(times, forward_parts=forward, backward_parts=backward)
+
+
+def run_alike(
+    table: ActionTable, held: Int32Array, seconds: Float64Array, needs: Waits, start_s: Float64Array | None = None
+) -> bool:
+    """Turn the seconds of each action into its end on each rank, [num_actions, num_ranks], in place.
+
+    False where actions wait for each other: then `seconds` is unchanged.
+
+    table:   of one rank. held: the stream that each action occupies. needs: what each action waits for.
+    start_s: if given, it is filled with the starts, in the same shape.
+    """
+    before = _before(held, needs)
+    order = _order(before)
+    if len(order) < len(before):
+        return False
+    is_collective = np.isin(table.kind, _COLLECTIVE_CODES).tolist()
+    ready = np.empty(seconds.shape[1])
+    for action in order:
+        ready.fill(0.0)
+        for needed in before[action]:
+            np.maximum(ready, seconds[needed], out=ready)
+        if is_collective[action]:
+            ready.fill(ready.max())
+            seconds[action] = seconds[action].max()
+        if start_s is not None:
+            start_s[action] = ready
+        seconds[action] += ready
+    return True
+
+
+def _before(held: Int32Array, needs: Waits) -> list[list[int]]:
+    """What each action waits for: the one before it in its stream, and its dependencies."""
+    before: list[list[int]] = [[] for _ in range(len(held))]
+    last: dict[int, int] = {}
+    for action, stream in enumerate(held.tolist()):
+        if stream in last:
+            before[action].append(last[stream])
+        last[stream] = action
+    for dependent, dependency in zip(needs.dependent.tolist(), needs.dependency.tolist()):
+        if dependency not in before[dependent]:
+            before[dependent].append(dependency)
+    return before
+
+
+def _order(before: list[list[int]]) -> list[int]:
+    """An order in which each action comes after all that it waits for. Actions in a circle are left out."""
+    after: list[list[int]] = [[] for _ in before]
+    for action, needed in enumerate(before):
+        for one in needed:
+            after[one].append(action)
+    waiting = list(map(len, before))
+    order = [action for action, count in enumerate(waiting) if not count]
+    for action in order:  # It grows while it is walked.
+        for later in after[action]:
+            waiting[later] -= 1
+            if not waiting[later]:
+                order.append(later)
+    return order
+
+
+class AlikeTimeline(Timeline):
+    """The Timeline of ranks that are alike: its columns are made when one of them is read.
+
+    The columns of a step of thousands of ranks have millions of entries, and a search reads few of them.
+
+    num_spans: how many spans it has. makespan_s: as of a Timeline. expand: makes the whole Timeline.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        num_spans: int,
+        makespan_s: float,
+        expand: Callable[[], Timeline],
+        rank_names: Sequence[str] = (),
+    ) -> None:
+        # The fields of a Timeline cannot be assigned.
+        self.__dict__.update(num_ranks=num_ranks, rank_names=rank_names)
+        self.__dict__.update(_num_spans=num_spans, _makespan_s=makespan_s, _expand=expand)
+
+    def named(self, rank_names: Sequence[str]) -> AlikeTimeline:
+        return AlikeTimeline(self.num_ranks, self._num_spans, self._makespan_s, self._expand, rank_names)
+
+    def __len__(self) -> int:
+        return self._num_spans
+
+    @property
+    def makespan_s(self) -> float:
+        return self._makespan_s
+
+    def __getattr__(self, name: str) -> object:
+        """A column, which is not there before it is read."""
+        if name not in _COLUMNS:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        whole = self._expand()
+        self.__dict__.update({column: getattr(whole, column) for column in _COLUMNS})
+        return self.__dict__[name]
