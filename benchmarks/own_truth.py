@@ -7,6 +7,9 @@ several settings, in turns. For each setting the recipe's own Plan (`plan_of_rec
 profile, with the Assignments by which the batches ran. Nothing is fitted to a step. Batches are loaded beforehand, as
 training's prefetch thread does, so decoding takes no part. A step lasts from a barrier to the end of its slowest rank.
 
+Settings that begin with "pp" are pipelines on two ranks (`own_truth_plans.py`). They train under a Plan as `motet train
+--plan` does, and are predicted from the same profile. The model has more blocks than the demo's, so that it can be cut.
+
 One profile, with the recipe's own `[fsdp]`, serves all settings of a round. Prediction and measurement are compared
 within a round, since a machine that others use does not keep its speed. Where there are cores enough, each rank is kept
 on a core of its own, with all its threads, as ranks that train on a CPU should be. Where there are not, steps take
@@ -33,6 +36,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from own_truth_plans import DEEPER, PIPELINES, pipeline_plan
 from own_truth_report import Sample, compare, show, summary
 
 from motet.assign.step import joined
@@ -40,7 +44,7 @@ from motet.core.plan import Plan
 from motet.core.timeline import Timeline
 from motet.cost.catalogue import cluster
 from motet.cost.profiled import Profiled
-from motet.models.spec import model_spec
+from motet.models.spec import model_spec, spec_of_config
 from motet.planning.plan_of_recipe import plan_of_recipe
 from motet.profiling.command import profile
 from motet.runtime.clock import ActionClock
@@ -49,6 +53,7 @@ from motet.schedule.program import WHOLE_RANK, action_words
 from motet.simulate.predict.predict import predict_assigned
 from motet.train.input.feed import Feed, StepRange
 from motet.train.job import TrainingJob, build_job
+from motet.train.planned_job import ChosenPlan
 from motet.train.recipe.recipe import Recipe, load_recipe
 from motet.train.world import World, join_world
 
@@ -97,7 +102,7 @@ def run_rank(rank: int, num_ranks: int, folder: str, options: Options, out: str 
         os.sched_setaffinity(0, {cores[rank]})
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks, init_method=f"file://{folder}/rendezvous")
     with join_world("cpu") as world, ExitStack() as stack:
-        hardware = cluster("cpu", 1, num_ranks)
+        hardware = world.gather(cluster("cpu", 1, num_ranks))[0]
         runs = {name: prepared(name, world, folder, options, hardware, stack) for name in options.settings}
         rounds = []
         for number in range(options.rounds):
@@ -134,19 +139,24 @@ def overrides(folder: str, options: Options) -> list[str]:
     data = f"{folder}/data"
     return [
         f'data.train=["{data}/train.jsonl"]', "data.heldout=[]", f'data.tokenizer="{data}/tokenizer"',
-        f"run.batch_size={options.batch_size}", f"run.dir={folder}/run", "optimizer.lr=1e-9",
+        f"run.batch_size={options.batch_size}", f"run.dir={folder}/run", "optimizer.lr=1e-9", *DEEPER,
     ]  # fmt: skip
 
 
 def prepared(name: str, world: World, folder: str, options: Options, hardware, stack: ExitStack) -> Run:
-    chosen = [text.format(ranks=world.num_ranks) for text in SETTINGS[name]]
-    recipe = load_recipe(RECIPE, overrides(folder, options) + chosen)
-    job = build_job(recipe, world, "never", lambda _: None, stack)
+    own = [text.format(ranks=world.num_ranks) for text in SETTINGS.get(name, ())]
+    recipe, chosen = load_recipe(RECIPE, [*overrides(folder, options), *own]), None
+    if name in PIPELINES:
+        spec = spec_of_config(recipe.modules, recipe.vocabulary().vocabulary_size)
+        plan = pipeline_plan(name, spec, hardware, recipe.run.batch_size)
+        chosen = ChosenPlan(plan, Path(f"{name}.json"), lambda _: "motet plan")
+    job = build_job(recipe, world, "never", lambda _: None, stack, chosen)
     job.step.clock = clock = BothClocks(world.rank, world.device)
-    schedule = StepRange(0, options.batches, recipe.run.batch_size, recipe.run.microbatches, 0, 0)
+    schedule = StepRange(0, options.batches, recipe.run.batch_size, job.num_microbatches, 0, 0)
     with Feed(job.order, job.loading, job.mesh.host_group, schedule, recipe.data) as feed:
         steps = [feed.next_step().batches for _ in range(options.batches)]
-    return Run(recipe, job, clock, plan_of_recipe(recipe, model_spec(job.model), hardware), steps)
+    plan = chosen.plan if chosen else plan_of_recipe(recipe, model_spec(job.model), hardware)
+    return Run(recipe, job, clock, plan, steps)
 
 
 class BothClocks(ActionClock):
@@ -209,11 +219,15 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=5, help="of each batch in each setting, a round")
     parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=tuple(SETTINGS))
+    every = (*SETTINGS, *PIPELINES)
+    parser.add_argument(
+        "--settings", nargs="+", choices=every, help="all of data parallelism; and on 2 ranks, pipelines"
+    )
     parser.add_argument("--out", help="write all figures to this JSON file")
     given = vars(parser.parse_args())
     num_ranks, out = given.pop("ranks"), given.pop("out")
-    options = Options(**given | {"settings": tuple(given["settings"])})
+    settings = given["settings"] or (every if num_ranks == 2 else tuple(SETTINGS))
+    options = Options(**given | {"settings": tuple(settings)})
     with tempfile.TemporaryDirectory() as folder:
         making = [
             sys.executable,

@@ -50,10 +50,10 @@ def compare(steps: Iterable[tuple[Repeats, Timeline]]) -> dict:
         columns["predicted_processor_s"].append(max(_busy(timeline, rank) for rank in range(timeline.num_ranks)))
         for rank, (own, all_own) in enumerate(zip(zip(*calm, strict=True), zip(*repeats, strict=True), strict=True)):
             predicted = by_action(timeline, rank)
-            for action in own[0].actions:
+            for action in own[0].actions:  # Those of all ranks; in a pipeline, a rank has some of them.
                 actions[action][0].append(_median(sample.actions[action] for sample in own))
                 actions[action][1].append(predicted.get(action, 0.0))
-                actions[action][2].append(_median(sample.processor_s[action] for sample in all_own))
+                actions[action][2].append(_median(sample.processor_s.get(action, 0.0) for sample in all_own))
     means = {action: [float(np.mean(each)) for each in three] for action, three in actions.items()}
     return {**columns, "actions": means}
 

@@ -1,6 +1,7 @@
 """What `motet plan` takes: processor time over that of a fixed loop, and the most memory, for the recipes.
 
-    python benchmarks/planner_speed.py [--repeats 5] [--only PART_OF_NAME] [--json benchmarks/results/planner_speed.json]
+    python benchmarks/planner_speed.py [--repeats 5] [--only PART_OF_NAME]
+        [--json benchmarks/results/planner_speed.json]
 
 Each plan is the whole command in a process of its own: reading, searching, simulating, drawing and writing. Its
 processor time, of all threads, is divided by that of a loop of 10 million `s += i * i` in Python, which runs in this

@@ -60,7 +60,8 @@ class Device:
     peak_flops:         dense operations a second by precision ("bf16", "fp16", "fp8", "tf32", "fp32", "fp64").
     memory_bytes:       size of its memory.
     memory_bytes_per_s: bandwidth of its memory.
-    overlaps:           whether it computes while it communicates. A CPU rank waits for its collectives.
+    overlaps:           whether it computes while collectives run. A CPU rank waits for them; what it sends to another
+                        rank leaves by itself.
     """
 
     name: str

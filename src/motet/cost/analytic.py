@@ -116,6 +116,10 @@ class Analytic:
         """The model of the same devices, precision and efficiency in another cluster."""
         return Analytic(cluster, self.precision, self.efficiency)
 
+    def unwrapped(self) -> Analytic:
+        """This model: it prices no hooks."""
+        return self
+
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
         product_s = self._product_s(layer, work.rows, tp, layer.weights)
         attention_s = self._attention_s(layer, work, tp)
@@ -151,7 +155,7 @@ class Analytic:
     def exchange_seconds(self, moved_bytes: Moved, ranks: Sequence[int]) -> Float64Array:
         return communication.all_to_all_s(self._reached, moved_bytes, ranks)
 
-    def step_seconds(self, num_parameters: int) -> float:
+    def step_seconds(self, num_parameters: int, share: float = 1.0) -> float:
         state_bytes = 8 if self.precision == "fp64" else 4
         return 7 * state_bytes * num_parameters / self._bytes_per_s
 

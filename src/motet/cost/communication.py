@@ -53,8 +53,10 @@ def group_of(cluster: Cluster, ranks: Sequence[int]) -> Group:
 @lru_cache(_NUM_CACHED)
 def _group_of(num_ranks: int, ranks_per_node: int, ranks: range | tuple[int, ...]) -> Group:
     """The group of the same ranks is asked for again and again: by each layer, and each size of a message."""
-    is_range = isinstance(ranks, range)
-    numbers = np.sort(np.arange(ranks.start, ranks.stop, ranks.step) if is_range else np.array(ranks, dtype=np.int64))
+    if isinstance(ranks, range):
+        numbers = np.sort(np.arange(ranks.start, ranks.stop, ranks.step))
+    else:
+        numbers = np.sort(np.array(ranks, dtype=np.int64))
     if not len(numbers) or numbers[0] < 0 or numbers[-1] >= num_ranks or not np.diff(numbers).all():
         shown = f"{', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}" if len(ranks) else "none"
         raise ArgumentError(f"ranks {shown}: they must be different ones of 0 to {num_ranks - 1}.")

@@ -2,7 +2,8 @@
 
 - State (ZeRO, Rajbhandari et al. 2020, section 5). The ranks that share a copy divide the optimizer state from ZeRO
   stage 1 on, gradients from 2 on, parameters at 3. Hybrid sharding divides over fewer ranks. Tensor parallelism divides
-  every layer. Pipeline parallelism leaves a rank its stage's layers. Frozen layers have no gradient and no state.
+  every layer. Pipeline parallelism leaves a rank its stage's layers. Frozen layers have no gradient and no state; in a
+  pipeline that computes in 16 bits, they have what was read beside what passes compute with.
 - Activations (Korthikanti et al. 2022, section 4, with sequence parallelism and fused attention). A layer keeps
   activation_width elements a row. A recomputed layer keeps its input alone; the rest exists once, for the running
   layer. A layer without a backward pass keeps nothing.
@@ -43,21 +44,23 @@ class MixedPrecision:
                state; passes have a copy if it is another type, or if what is stored is sharded.
     gradient:  of gradients as they are summed over microbatches.
     optimizer: of a parameter's optimizer state.
-    has_master: whether the optimizer state has a master copy of the parameters, which it updates in place of those.
+    master:    of a master copy of a parameter, of which passes have one in `compute`; 0: there is none. A trainable
+               parameter's is part of its optimizer state, which updates it; a frozen one has it too, as checkpoints and
+               exports have its value as it was read. Copies are sharded with the optimizer's state.
     """
 
     compute: int
     stored: int
     gradient: int
     optimizer: int
-    has_master: bool = False
+    master: int = 0
 
 
 FSDP_BF16 = MixedPrecision(compute=2, stored=4, gradient=4, optimizer=8)
 """The bytes of FSDP2 with `param_dtype` bfloat16 over float32 parameters, and AdamW."""
 FSDP_FP32 = MixedPrecision(compute=4, stored=4, gradient=4, optimizer=8)
 FSDP_FP64 = MixedPrecision(compute=8, stored=8, gradient=8, optimizer=16)
-MEGATRON_BF16 = MixedPrecision(compute=2, stored=2, gradient=4, optimizer=12, has_master=True)
+MEGATRON_BF16 = MixedPrecision(compute=2, stored=2, gradient=4, optimizer=12, master=4)
 """The bytes of Megatron's distributed optimizer: bfloat16 parameters; float32 gradients, master copy and moments."""
 
 
@@ -100,8 +103,9 @@ def state_bytes(
         return math.ceil(size_bytes / shard_ranks) if zero >= sharded_from else size_bytes
 
     is_cast, is_shared = precision.stored > precision.compute, 0 < zero < 3 and shard_ranks > 1
-    if precision.has_master:
-        parameters = share(precision.stored * num_parameters, 3)
+    if precision.master:
+        in_passes = precision.stored * num_parameters if zero < 3 else 0  # Else gathered for a pass.
+        parameters = in_passes + share(precision.master * (num_parameters - num_trainable), 1)
     elif is_cast:
         copies = precision.compute * num_parameters if zero < 3 else 0
         parameters = share(precision.stored * num_parameters, 1) + copies

@@ -87,6 +87,9 @@ class CostModel(Protocol):
     def on(self, cluster: Cluster) -> CostModel:
         """The cost model of the same devices in another cluster."""
 
+    def unwrapped(self) -> CostModel:
+        """The cost model of layers around which FSDP has no hooks, as in pipelines, and where each rank has a copy."""
+
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
         """Seconds of a layer's passes on one of `tp` tensor-parallel ranks, without communication."""
 
@@ -108,5 +111,8 @@ class CostModel(Protocol):
     def exchange_seconds(self, moved_bytes: Moved, ranks: Sequence[int]) -> Float64Array:
         """Seconds of an all-to-all among `ranks`. moved_bytes: [..., 2, len(ranks)]; the result is float64 [...]."""
 
-    def step_seconds(self, num_parameters: int) -> float:
-        """Seconds of the optimizer's update of the parameters that one rank holds."""
+    def step_seconds(self, num_parameters: int, share: float = 1.0) -> float:
+        """Seconds of the optimizer's update of the parameters that one rank holds.
+
+        share: of the model's trainable tensors, those of which the rank updates anything.
+        """

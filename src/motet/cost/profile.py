@@ -18,7 +18,8 @@ from motet.core.text_files import read_json
 
 PROFILE_FILE = "profile.json"
 """The default name of a profile in a run's folder."""
-Column = tuple[Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)], ...]
+Seconds = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
+Column = tuple[Seconds, ...]
 Batch = tuple[tuple[Annotated[Count, Field(gt=0)], Annotated[Count, Field(gt=0)]], ...]
 """The items of a measured batch as (number of items, length of each)."""
 MessageKind = Literal["gather", "reduce_scatter", "all_reduce", "exchange", "send"]
@@ -52,12 +53,14 @@ class LayerTimes(_Stored):
     """Seconds of one kind of layer of a module, on one of `tp` tensor-parallel ranks.
 
     weights: `core.spec.Layer.weights` of the whole layer; tells layers of one kind apart.
+    hooks_s: the part of forward_s and of weight_s that FSDP's hooks take in any batch; 0 if it was profiled without.
     grid, held_out: the points of the module's batches of that name.
     """
 
     kind: str
     weights: Parameters
     tp: NumRanks = 1
+    hooks_s: tuple[Seconds, Seconds] = (0.0, 0.0)
     grid: Points
     held_out: Points
 

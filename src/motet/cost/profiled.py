@@ -8,6 +8,7 @@ Communication Operations in MPICH"). A ring of n ranks takes n - 1 steps, each o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -27,26 +28,36 @@ _REDUCES_A_PASS = 2
 
 
 class Profiled:
-    """The `cost.model.CostModel` of a profile. cluster: says which ranks share a node.
+    """The `cost.model.CostModel` of a profile. cluster: says which ranks share a node. hooks: see `unwrapped`.
 
     Every method raises UserError for a layer or message that was not measured, and says what to profile.
     """
 
-    def __init__(self, profile: Profile, cluster: Cluster) -> None:
+    def __init__(self, profile: Profile, cluster: Cluster, *, hooks: bool = True) -> None:
         self.profile = profile
         self.cluster = cluster
+        self._hooks = hooks
         self._surfaces: dict[tuple[str, str, int, int], tuple[Surface, Surface, Surface]] = {}
 
     def on(self, cluster: Cluster) -> Profiled:
         """The model of the same profile in another cluster."""
-        return Profiled(self.profile, cluster)
+        return Profiled(self.profile, cluster, hooks=self._hooks)
+
+    def unwrapped(self) -> Profiled:
+        """The model of the same profile, without the seconds of FSDP's hooks."""
+        return self._unwrapped
+
+    @cached_property
+    def _unwrapped(self) -> Profiled:
+        has_hooks = any(any(layer.hooks_s) for module in self.profile.modules for layer in module.layers)
+        return Profiled(self.profile, self.cluster, hooks=False) if self._hooks and has_hooks else self
 
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
         """Interpolated seconds. A layer without attention is not split over ranks, so it takes as long as on one."""
         tp = tp if layer.attention is not None else 1
         key = (module, layer.kind, layer.weights, tp)
         if key not in self._surfaces:
-            self._surfaces[key] = _surfaces(self._times(module, layer, tp))
+            self._surfaces[key] = _surfaces(self._times(module, layer, tp), self._hooks)
         forward, of_input, of_weights = (surface(work.rows, work.pairs) for surface in self._surfaces[key])
         return LayerSeconds(forward, of_input, of_weights)
 
@@ -73,8 +84,10 @@ class Profiled:
         """Seconds by the bytes of the busiest rank. Exchanges measured between nodes include both kinds of links."""
         return self._seconds("exchange", moved_bytes.busiest, ranks)
 
-    def step_seconds(self, num_parameters: int) -> float:
-        return float(self._step.seconds(num_parameters)) if num_parameters else 0.0
+    def step_seconds(self, num_parameters: int, share: float = 1.0) -> float:
+        """What a tensor costs whatever its size was measured over all of them: a rank has that for its share."""
+        each = replace(self._step, constant_ns=self._step.constant_ns * share)
+        return float(each.seconds(num_parameters)) if num_parameters else 0.0
 
     @cached_property
     def _step(self) -> Curve:
@@ -132,10 +145,11 @@ def _ring_scales(kind: MessageKind, num_measured: int, num_ranks: int) -> tuple[
     return steps, 1.0 if kind == "exchange" else steps * num_measured / num_ranks
 
 
-def _surfaces(times: LayerTimes) -> tuple[Surface, Surface, Surface]:
+def _surfaces(times: LayerTimes, hooks: bool) -> tuple[Surface, Surface, Surface]:
     """Seconds of forward, of backward for the input, and of backward for the weights."""
-    points = times.grid
+    points, (forward_s, weight_s) = times.grid, (0.0, 0.0) if hooks else times.hooks_s
+    columns = (points.forward_s, forward_s), (points.input_s, 0.0), (points.weight_s, weight_s)
     forward, of_input, of_weights = (
-        Surface(points.rows, points.pairs, seconds) for seconds in (points.forward_s, points.input_s, points.weight_s)
+        Surface(points.rows, points.pairs, [max(one - less_s, 0.0) for one in seconds]) for seconds, less_s in columns
     )
     return forward, of_input, of_weights

@@ -43,6 +43,7 @@ class BlockCosts:
 
     forward_s, backward_s: means over microbatches, tensor-parallel communication included. Backward depends on which
                            layers are trainable; it is without recomputation.
+    deferred_s:            the part of backward_s that comes in W where backward is split (`Layer.defers_weights`).
     recompute_s:           what recomputing the block adds to backward.
     kept_bytes:            activations of the largest microbatch that are kept for backward.
     saved_bytes:           the part of kept_bytes that recomputing the block saves.
@@ -52,6 +53,7 @@ class BlockCosts:
 
     forward_s: Float64Array
     backward_s: Float64Array
+    deferred_s: Float64Array
     recompute_s: Float64Array
     kept_bytes: Float64Array
     saved_bytes: Float64Array
@@ -234,10 +236,11 @@ class Job:
         share = min(num_examples, 1.0)
         work = self.work(name, layer, max(round(num_examples), 1))
         mean_rows, most_rows = float(work.rows.mean()), float(work.rows.max())
-        seconds = self.cost.layer_seconds(name, layer, work, tp)
+        seconds = self.cost.unwrapped().layer_seconds(name, layer, work, tp)
         tensor_s = float(self.cost.tensor_seconds(layer, work, range(tp)).mean()) if tp > 1 else 0.0
         forward_s = float(seconds.forward_s.mean()) + tensor_s
         backward_s = float(backward_seconds(seconds, layer, placed.needs_input).mean())
+        deferred_s = float(seconds.weight_s.mean()) if layer.trainable and layer.defers_weights else 0.0
         kept = activation_bytes(layer, most_rows, element_bytes=element_bytes, tp=tp)
         input_bytes = activation_bytes(layer, most_rows, element_bytes=element_bytes, tp=tp, recomputed=True)
         has_backward = float(placed.has_backward)
@@ -248,6 +251,7 @@ class Job:
             [
                 forward_s * share,
                 (backward_s + has_backward * tensor_s) * share,
+                deferred_s * share,
                 can_recompute * forward_s * share,
                 has_backward * kept,
                 can_recompute * (kept - input_bytes),

@@ -133,7 +133,9 @@ def _optimizer_times(
         slices = [(max(round(share * rows), 1), *rest) for rows, *rest in shapes]
         tensors = [torch.zeros(size, dtype=_DTYPES[recipe.run.dtype], device=world.device) for size in slices]
         numbers.append(sum(tensor.numel() for tensor in tensors))
-        parameters = [nn.Parameter(DTensor.from_local(tensor, mesh, [Shard(0)])) for tensor in tensors]
+        shared = recipe.fsdp.shard_size != 1
+        stored = [DTensor.from_local(tensor, mesh, [Shard(0)]) if shared else tensor for tensor in tensors]
+        parameters = [nn.Parameter(each) for each in stored]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         step = _optimizer_step(parameters, recipe.optimizer, world)

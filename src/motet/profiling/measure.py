@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from motet.core.arrays import Float64Array
 from motet.cost.flops import work_of
@@ -111,7 +112,7 @@ def measure_once(subject: Subject, batch: Batch, watch: Stopwatch) -> Float64Arr
     run under FSDP, as they train.
     """
     seconds = np.zeros((1 + len(subject.layers), 3))
-    seconds[0] = _time_sharded(subject, subject.prepare(batch, subject.sharded), watch)
+    seconds[0] = _time_trained(subject.sharded, subject.prepare(batch, subject.sharded), watch)
     with kept_calls([module for layer in subject.layers for module in layer.modules]) as calls, torch.no_grad():
         subject.prepare(batch, subject.module)()
     blocks = dict(zip(subject.module.blocks, subject.sharded.blocks, strict=True))
@@ -121,19 +122,51 @@ def measure_once(subject: Subject, batch: Batch, watch: Stopwatch) -> Float64Arr
                 alone = _alone(subject, layer.targets_only, module, args, kwargs, watch)
                 if module in blocks:
                     call = partial(blocks[module], args[0].detach(), *args[1:], **kwargs)
-                    alone[[FORWARD, BOTH]] = _time_sharded(subject, call, watch)[[FORWARD, BOTH]]
+                    alone[[FORWARD, BOTH]] = _time_trained(subject.sharded, call, watch)[[FORWARD, BOTH]]
                 seconds[number] += alone
     return seconds
 
 
-def _time_sharded(subject: Subject, call: Callable[[], Tensor], watch: Stopwatch) -> Float64Array:
-    """Seconds [3] of a call under FSDP, with gradients accumulated on parameters, because that is when FSDP reduces."""
+def hooks_once(subject: Subject, batch: Batch, watch: Stopwatch) -> Float64Array:
+    """What FSDP's hooks add to forward and to backward of each layer, [num_layers, 2]; 0 without FSDP.
+
+    Pipelines have no hooks. They take as long in any batch, so that a small one tells them best. What is not of a block
+    is put to the first layer.
+    """
+    added = np.zeros((1 + len(subject.layers), 2))
+    if not isinstance(subject.sharded, FSDPModule):
+        return added[1:]
+    roots = subject.module, subject.sharded
+
+    def add(row: int, calls: Sequence[Callable[[], Tensor]]) -> None:
+        plain, hooked = (_time_trained(root, call, watch) for root, call in zip(roots, calls, strict=True))
+        added[row] += (hooked - plain)[[FORWARD, BOTH]]
+
+    add(0, [subject.prepare(batch, root) for root in roots])
+    with kept_calls(list(subject.module.blocks)) as calls, torch.no_grad():
+        subject.prepare(batch, subject.module)()
+    blocks = dict(zip(subject.module.blocks, subject.sharded.blocks, strict=True))
+    for row, (_, modules) in enumerate(subject.layers, start=1):
+        for module in modules:
+            for args, kwargs in calls.get(module, ()):
+                first = args[0].detach().requires_grad_()
+                add(row, [partial(one, first, *args[1:], **kwargs) for one in (module, blocks[module])])
+    added[1] += added[0] - added[1:].sum(axis=0)
+    return added[1:]
+
+
+def _time_trained(root: nn.Module, call: Callable[[], Tensor], watch: Stopwatch) -> Float64Array:
+    """Seconds [3] of a call to a module of `root`, or to itself, whose parameters get their gradients as in training.
+
+    FSDP reduces then. Without FSDP gradients are added to those of an earlier pass, so they stay from call to call.
+    """
     with torch.enable_grad():
         forward_s, output = watch(call)
     gradient = torch.ones_like(output)
     backward_s, _ = watch(lambda: output.backward(gradient))
-    for parameter in subject.sharded.parameters():
-        parameter.grad = None
+    if isinstance(root, FSDPModule):
+        for parameter in root.parameters():
+            parameter.grad = None
     return np.array([forward_s, 0.0, backward_s])
 
 
@@ -159,12 +192,14 @@ class MeasuredSubject:
 
     grid: the batches to interpolate between. held_out: those that predictions are compared with.
     samples: per batch, what `measure_once` returned in each round.
+    hooks:   what `hooks_once` returned in each round.
     """
 
     subject: Subject
     grid: list[Batch]
     held_out: list[Batch]
     samples: list[list[Float64Array]] = field(default_factory=list)
+    hooks: list[Float64Array] = field(default_factory=list)
 
     @property
     def batches(self) -> list[Batch]:
@@ -179,11 +214,17 @@ class MeasuredSubject:
         """Medians over rounds, then over ranks; a collective."""
         medians = np.stack([np.median(_passes(np.stack(samples)), axis=0) for samples in self.samples])
         seconds = np.maximum(np.median(np.stack(world.gather(medians)), axis=0), 0)
+        hooks = np.median(np.stack(world.gather(np.median(self.hooks, axis=0))), axis=0) if self.hooks else None
         layers: list[LayerTimes] = []
         for number, (layer, _) in enumerate(self.subject.layers):
             if not any((times.kind, times.weights) == (layer.kind, layer.weights) for times in layers):
                 points = self.points(number, seconds[:, number])
-                layers.append(LayerTimes(kind=layer.kind, weights=layer.weights, grid=points[0], held_out=points[1]))
+                hooks_s = (0.0, 0.0) if hooks is None else tuple(np.maximum(hooks[number], 0).tolist())
+                layers.append(
+                    LayerTimes(
+                        kind=layer.kind, weights=layer.weights, hooks_s=hooks_s, grid=points[0], held_out=points[1]
+                    )
+                )
         return ModuleTimes(name=self.subject.name, grid=self.grid, held_out=self.held_out, layers=layers)
 
     def points(self, number: int, seconds: Float64Array) -> tuple[Points, Points]:
@@ -252,6 +293,8 @@ def measure(
                 if index < len(each.batches):
                     each.samples[index].append(measure_once(each.subject, each.batches[index], watch))
                     show(min((time.perf_counter() - start_s) / seconds, 1.0))
+        for each in measured:
+            each.hooks.append(hooks_once(each.subject, min(each.batches, key=lambda batch: items(batch).sum()), watch))
         num_rounds += 1
         spent_s = time.perf_counter() - start_s
         is_over = spent_s * (num_rounds + 1) / num_rounds > seconds or all(each.is_settled() for each in measured)

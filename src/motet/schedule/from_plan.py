@@ -209,7 +209,7 @@ def _pipelined(layout: Layout) -> PlannedProgram:
             f"module take passes in different orders under {layout.plan.schedule!r}, so that they would wait for each "
             "other in its collectives; use zero 0 or 1."
         )
-    program = add_communication(program, blocking=not device.overlaps)
+    program = add_communication(program, holds_up=not device.overlaps)
     return PlannedProgram(program, tuple(stages), layout)
 
 

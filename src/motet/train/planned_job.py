@@ -138,7 +138,8 @@ def holders_of(model: MLLM, program: PlannedProgram) -> dict[str, Holders]:
 def connected(place: Place, world: World) -> Lanes:
     """The lanes of this rank, each tried once. A collective, which fails on all ranks if it fails on one."""
     with world.together():
-        validate(place.program.program)  # All ranks come to the same: what is accepted ends on all of them.
+        # All ranks come to the same: what is accepted ends on all of them.
+        validate(place.program.program, holds_up=not place.program.layout.plan.cluster.device.overlaps)
     lanes = Lanes(place.pairs, world.rank, world.device)
     with world.together():
         lanes.connect()

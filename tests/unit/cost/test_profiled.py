@@ -197,6 +197,28 @@ def test_messages_are_those_measured_and_carried_over_to_other_ranks(profile):
     assert cost.step_seconds(10**7) == pytest.approx(1e-2, rel=1e-3)
 
 
+def test_without_fsdp_a_layer_takes_no_hooks(profile):
+    """Of forward, and of backward for the weights; never below 0."""
+    (module,) = profile.modules
+    hooked = [layer.model_copy(update={"hooks_s": (CONSTANT, 1.0)}) for layer in module.layers]
+    with_hooks = profile.model_copy(update={"modules": (module.model_copy(update={"layers": tuple(hooked)}),)})
+    cost, layer = Profiled(with_hooks, cluster()), Layer("attention", 100, 100, 8, 8, Attention(8, 8))
+    work = Work(np.array([64.0]), np.array([64.0 * 16]))
+    found, less = (each.layer_seconds("backbone", layer, work) for each in (cost, cost.unwrapped()))
+    assert found.forward_s == attention(profile, [64.0], [64.0 * 16]).forward_s
+    assert less.forward_s == pytest.approx(found.forward_s - CONSTANT)
+    assert less.input_s == found.input_s and less.weight_s == 0
+    assert cost.unwrapped().on(cluster()).layer_seconds("backbone", layer, work) == less
+    assert Profiled(profile, cluster()).unwrapped().layer_seconds("backbone", layer, work) == found
+
+
+def test_a_rank_with_some_of_the_tensors_takes_their_share_of_what_a_tensor_costs(profile):
+    cost = Profiled(profile, cluster())
+    whole_s = cost.step_seconds(10**6)
+    assert cost.step_seconds(10**6 // 2, 0.5) == pytest.approx(whole_s / 2)
+    assert cost.step_seconds(10**6 // 2) == pytest.approx(whole_s / 2 + 0.5e-6)
+
+
 def test_messages_between_as_many_ranks_take_what_was_measured_however_uneven(profile):
     uneven = MessageTimes(kind="send", num_ranks=2, num_nodes=1, size_bytes=[1e3, 1e4, 1e6], seconds=[1e-4, 5e-4, 6e-4])
     cost = Profiled(profile.model_copy(update={"messages": (uneven,)}), cluster())

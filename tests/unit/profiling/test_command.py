@@ -22,7 +22,8 @@ from motet.data.text import ChatTokenizer
 from motet.models.build import ModelConfig, build_mllm
 from motet.models.families.registry import BACKBONES, ENCODERS
 from motet.models.spec import spec_of_config
-from motet.profiling.measure import MeasuredSubject, Stopwatch, measure, measure_once, time_passes
+from motet.profiling import measure as measuring
+from motet.profiling.measure import MeasuredSubject, Stopwatch, hooks_once, measure, measure_once, time_passes
 from motet.profiling.subjects import grid_of, items, one_layer_deep, subjects
 from motet.profiling.table import HeldOut, print_tables
 from motet.train.recipe.recipe import load_recipe
@@ -164,6 +165,30 @@ def test_every_layer_is_measured_and_layers_add_up_to_the_module(chosen, name):
     times = measured.times(ALONE)
     assert sum(layer.grid.forward_s[0] for layer in times.layers) == pytest.approx(100)
     assert sum(layer.grid.input_s[0] + layer.grid.weight_s[0] for layer in times.layers) == pytest.approx(200)
+
+
+@pytest.mark.parametrize("name", ["image", "audio", BACKBONE])
+def test_what_hooks_add_is_told_by_layer(chosen, monkeypatch, name):
+    """By a watch on which a hook takes 1 s, around the whole module and each of its blocks, and all else nothing."""
+    subject, called = chosen[name], []
+    batch = ((1, int(subject.lengths[0])),)
+    assert not hooks_once(subject, batch, counting_watch).any()  # Its second copy is not under FSDP here.
+    monkeypatch.setattr(measuring, "FSDPModule", type(subject.sharded))
+    hooked = [subject.sharded, *subject.sharded.blocks]
+    hooks = [module.register_forward_pre_hook(lambda *_: called.append(1)) for module in hooked]
+
+    def watch(work):
+        before, result = len(called), work()
+        return float(len(called) - before), result
+
+    added = hooks_once(subject, batch, watch)
+    for hook in hooks:
+        hook.remove()
+    kinds = [layer.kind for layer, _ in subject.layers]
+    assert added[:, 0].sum() == 2 and added[0, 0] == 1 == added[kinds.index("attention"), 0]
+    assert not added[:, 1].any()
+    measured = MeasuredSubject(subject, [batch], [], [[measure_once(subject, batch, counting_watch)]], [added])
+    assert sum(layer.hooks_s[0] for layer in measured.times(ALONE).layers) == 2
 
 
 def test_points_say_what_each_layer_saw(chosen):

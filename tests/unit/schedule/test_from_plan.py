@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -9,6 +10,7 @@ from motet.core.errors import UserError
 from motet.core.plan import Fill, Unit
 from motet.schedule import Kind, coarse_fills, dumps, fillable, loads, planned, program_of, validate
 from motet.schedule.generators.bubble_filling import EncoderPipeline
+from motet.schedule.program import COMPUTE_KINDS
 from unit.schedule.plans import PLANS, VLM, model, plan
 
 COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)
@@ -37,9 +39,17 @@ def without_overlap(of):
     return replace(of, cluster=replace(of.cluster, device=replace(of.cluster.device, overlaps=False)))
 
 
-def test_where_communication_holds_the_compute_stream_every_plan_can_still_run(any_plan):
+def test_where_collectives_hold_the_compute_stream_every_plan_can_still_run(any_plan):
     """Encoders in bubbles too, whose parameters are gathered before all passes, and reduced after them."""
-    validate(program_of(without_overlap(any_plan)), blocking=True)
+    validate(program_of(without_overlap(any_plan)), holds_up=True)
+
+
+def test_a_rank_receives_right_before_it_computes_whatever_its_collectives_hold_up(any_plan):
+    program = program_of(without_overlap(any_plan))
+    for row in program.actions:
+        for action, after in pairwise(row):
+            if action.kind in (Kind.RECV_F, Kind.RECV_B):
+                assert after.kind in (action.kind, *COMPUTE_KINDS), (str(action), str(after))
 
 
 def test_encoders_of_which_one_waits_for_the_reduction_of_another_can_run():
@@ -51,7 +61,7 @@ def test_encoders_of_which_one_waits_for_the_reduction_of_another_can_run():
     )
     made = replace(PLANS["filled"], units=units, schedule="1f1b", deferred_warmup=False, batch_size=3, fills=())
     filled = program_of(without_overlap(made))
-    validate(filled, blocking=True)
+    validate(filled, holds_up=True)
     assert {row[-2].kind for row in filled.actions} == {Kind.REDUCE}
 
 

@@ -44,6 +44,14 @@ def test_ranks_that_block_do_not_deadlock(program):
     assert add_communication(sent, blocking=True) == sent
 
 
+@given(programs())
+def test_ranks_whose_collectives_hold_up_compute_do_not_deadlock(program):
+    sent = add_communication(program, holds_up=True)
+    validate(sent)
+    validate(sent, holds_up=True)
+    assert add_communication(sent, holds_up=True) == sent
+
+
 def test_1f1b_with_sends_that_block_needs_its_own_order():
     with pytest.raises(ScheduleError, match="Deadlock"):
         validate(add_communication(one_f_one_b(2, 4)), blocking=True)

@@ -26,6 +26,9 @@ class Linear:
     cluster: Cluster
     asked: list = field(default_factory=list)
 
+    def unwrapped(self):
+        return self
+
     def layer_seconds(self, module, layer, work, tp=1):
         work_done = work.rows * layer.weights / tp
         return LayerSeconds(work_done * FORWARD_S, work_done * INPUT_S, work_done * WEIGHT_S)
@@ -50,7 +53,7 @@ class Linear:
         self.asked.append(("exchange", moved_bytes.busiest, tuple(ranks)))
         return moved_bytes.busiest * EXCHANGE_S
 
-    def step_seconds(self, num_parameters):
+    def step_seconds(self, num_parameters, share=1.0):
         return num_parameters * STEP_S
 
 

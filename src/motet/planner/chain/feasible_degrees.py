@@ -176,7 +176,7 @@ class _Whole:
 
         return cls(
             total("forward_s"),
-            total("forward_s") + total("backward_s") / 2,
+            total("forward_s") + total("backward_s") - total("deferred_s"),
             total("forward_s") + total("backward_s"),
             total("recompute_s"),
             total("parameters"),

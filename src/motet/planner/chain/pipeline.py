@@ -153,8 +153,7 @@ def simulated_s(program: Program, stages: Stages, send_s: Float64Array, num_micr
 
     Each of num_microbatches that the Program lacks adds the seconds of the slowest rank.
     """
-    weight = np.where(stages.blocks.trainable > 0, stages.blocks.backward_s / 2, 0.0)
-    times = stage_times(stages.forward_s, stages.backward_s, weight_s=stages.sums(weight), send_s=send_s[:, None])
+    times = stage_times(stages.forward_s, stages.backward_s, weight_s=stages.weight_s, send_s=send_s[:, None])
     rank = [stage.rank for stage in program.stages]
     added_s = (num_microbatches - program.num_microbatches) * float(np.bincount(rank, stages.seconds).max())
     return simulate(program, times).makespan_s + added_s

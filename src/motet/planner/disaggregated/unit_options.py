@@ -139,7 +139,9 @@ def _of_costs(job: Job, name: str, size: int, tp: int, shares: Float64Array) -> 
         "stage_s": slowest_stage_s(block_s),
         "once_s": np.broadcast_to(_once_s(job, tp, num_parameters, num_trainable), shape),
         "fixed_bytes": np.broadcast_to(fixed, shape),
-        "sharded_bytes": np.broadcast_to(num_trainable * precision.optimizer, shape),
+        "sharded_bytes": np.broadcast_to(
+            num_trainable * precision.optimizer + (num_parameters - num_trainable) * precision.master, shape
+        ),
         "kept_bytes": kept.cumsum(axis=1)[:, _stage_blocks(num_blocks) - 1],
     }
 

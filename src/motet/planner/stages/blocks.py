@@ -26,7 +26,7 @@ class Blocks:
     largest.
 
     names:        the modules. owner: int64, the index in `names` of the block's module.
-    forward_s, backward_s, recompute_s, parameters, trainable: as in `BlockCosts`.
+    forward_s, backward_s, deferred_s, recompute_s, parameters, trainable: as in `BlockCosts`.
     output_bytes: bytes that are sent if a pipeline is cut after the block.
     state_bytes:  parameters, gradients, and the rank's share of the optimizer.
     kept_bytes:   activations kept for backward. saved_bytes: those of them that recomputing the block does not keep.
@@ -37,6 +37,7 @@ class Blocks:
     owner: Int64Array
     forward_s: Float64Array
     backward_s: Float64Array
+    deferred_s: Float64Array
     recompute_s: Float64Array
     parameters: Float64Array
     trainable: Float64Array
@@ -78,6 +79,7 @@ def blocks_of(job: Job, names: tuple[str, ...], num_examples: int, tp: int, dp: 
         owner,
         np.concatenate([cost.forward_s for cost in costs]),
         np.concatenate([cost.backward_s for cost in costs]),
+        np.concatenate([cost.deferred_s for cost in costs]),
         np.concatenate([cost.recompute_s for cost in costs]),
         np.concatenate([cost.parameters for cost in costs]),
         np.concatenate([cost.trainable for cost in costs]),

@@ -93,6 +93,11 @@ class Stages:
         return self.sums(self.blocks.backward_s + self.blocks.recompute_s * self.recomputed)
 
     @cached_property
+    def weight_s(self) -> Float64Array:
+        """[num_stages]: the part of backward_s that comes in W where backward is split."""
+        return self.sums(self.blocks.deferred_s)
+
+    @cached_property
     def seconds(self) -> Float64Array:
         """[num_stages]: forward and backward of one microbatch."""
         return self.forward_s + self.backward_s

@@ -77,8 +77,7 @@ def _interleaved_s(graph: StageGraph, stages: Stages, rank_s: Float64Array) -> f
 def _zero_bubble_s(graph: StageGraph, stages: Stages, rank_s: Float64Array) -> float:
     slowest_s, others_s = _slowest_and_others(rank_s)
     steady_s = graph.num_microbatches * slowest_s * graph.uneven
-    blocks = stages.blocks
-    weight_s = stages.sums(np.where(blocks.trainable > 0, blocks.backward_s / 2, 0.0))
+    weight_s = stages.weight_s
     input_s = np.bincount(graph.rank, stages.seconds - weight_s)  # F + I
     further_s = (graph.num_microbatches - 1) * float(input_s.max()) * graph.uneven
     at_least_s = float(input_s.sum() + weight_s.max()) + further_s

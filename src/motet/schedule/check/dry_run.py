@@ -3,8 +3,8 @@
 The model of execution is the simulator's. A rank has four streams: compute, sends, receives and collectives. A stream
 takes its actions in the order of the rank's row. An action starts when the action before it in its stream and all its
 `Dependencies` have ended. A SEND and its RECV are one event, on the sender's send stream and the receiver's receive
-stream. A collective is one event on the collective streams of all stages of its group. If communication blocks, a rank
-has a single stream.
+stream. A collective is one event on the collective streams of all stages of its group. If collectives hold up compute,
+they are on the compute stream; if all communication blocks, a rank has a single stream.
 
 One rule is stricter than the simulator's: a SEND or RECV also waits for the compute before it in the row. So a Program
 that completes here also completes on ranks that walk their rows and wait for each pass. Collectives do not wait for
@@ -17,7 +17,7 @@ Durations are nominal: backward takes twice as long as forward, communication ta
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from motet.schedule.dependencies import COLLECTIVES, PARTNERS, Dependencies, partner
@@ -63,12 +63,12 @@ def event_of(action: Action, program: Program) -> tuple[object, ...]:
     return action
 
 
-def dry_run(program: Program, *, blocking: bool = False) -> DryRun:
+def dry_run(program: Program, *, blocking: bool = False, holds_up: bool = False) -> DryRun:
     """Run a Program, whose actions must all be different. O(actions).
 
-    blocking: communication occupies the compute stream.
+    blocking: communication occupies the compute stream. holds_up: collectives do, and transfers do not.
     """
-    graph = _Graph(program, blocking)
+    graph = _Graph(program, COLLECTIVES | PARTNERS.keys() if blocking else COLLECTIVES if holds_up else ())
     start = [0.0] * len(graph.members)
     end = list(graph.duration)
     waiting = [len(before) for before in graph.before]
@@ -93,7 +93,8 @@ class _Graph:
     members: the actions of an event. before, after: the events that it waits for, and those that wait for it.
     """
 
-    def __init__(self, program: Program, blocking: bool) -> None:
+    def __init__(self, program: Program, held: Collection[Kind]) -> None:
+        """held: kinds of communication that occupy the compute stream."""
         number: dict[tuple[object, ...], int] = {}
         self.members: list[list[Action]] = []
         for actions in program.actions:
@@ -110,12 +111,12 @@ class _Graph:
             last: dict[str, int] = {}
             for action in actions:
                 event = event_by_action[action]
-                stream = "compute" if blocking else stream_of(action.kind)
+                stream = "compute" if action.kind in held else stream_of(action.kind)
                 for needed in dependencies.of(action):
                     self._add(event_by_action[needed], event)
                 if stream in last:
                     self._add(last[stream], event)
-                if action.kind in PARTNERS and not blocking and "compute" in last:
+                if stream in ("send", "receive") and "compute" in last:
                     self._add(last["compute"], event)
                 last[stream] = event
         self.duration = _durations(self.members, program)

@@ -22,7 +22,7 @@ class _Transfer(NamedTuple):
     consumer: Action
 
 
-def add_communication(program: Program, *, blocking: bool = False) -> Program:
+def add_communication(program: Program, *, blocking: bool = False, holds_up: bool = False) -> Program:
     """Give every edge between ranks a SEND and a RECV for each microbatch, in forward and, if it exists, in backward.
 
     A RECV stands right before its consumer, a SEND right after its producer or later. All streams of all ranks have
@@ -33,12 +33,14 @@ def add_communication(program: Program, *, blocking: bool = False) -> Program:
 
     blocking: for ranks that do nothing else while they send or receive. Both ends of a transfer then stand where the
               producer ends in a common order of all actions. A receiver may wait earlier than it needs to.
+    holds_up: for ranks whose collectives hold up compute, and whose SENDs do not: they are ordered by a dry run in
+              which that is so. What stands before a SEND then ends, in that dry run, before the consumer starts.
 
     Existing SEND and RECV are placed anew. Edges with an EXCHANGE get none.
     Raises ArgumentError for a Program that deadlocks without them. O(actions log actions).
     """
     bare = replace(program, actions=tuple(tuple(a for a in row if a.kind not in PARTNERS) for row in program.actions))
-    run = dry_run(bare, blocking=blocking)
+    run = dry_run(bare, blocking=blocking, holds_up=holds_up)
     if run.cycle:
         raise ArgumentError(f"add_communication: {run.cycle[0]} can never start, whatever is sent; see validate().")
     inserted: list[list[tuple[int, int, Action]]] = [[] for _ in bare.actions]

@@ -127,6 +127,10 @@ class AlikeTimeline(Timeline):
     num_spans: how many spans it has. makespan_s: as of a Timeline. expand: makes the whole Timeline.
     """
 
+    _num_spans: int
+    _makespan_s: float
+    _expand: Callable[[], Timeline]
+
     def __init__(
         self,
         num_ranks: int,

@@ -15,7 +15,7 @@ from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import GRADIENTS, PREFETCH_DEPTH
 from motet.schedule.program import Action, Kind
 from motet.simulate.engine.action_index import NONE, ActionIndex, SliceIndex
-from motet.simulate.engine.streams import COMPUTE, TENSOR, holds_compute
+from motet.simulate.engine.streams import COLLECTIVE, COMPUTE, TENSOR, holds_compute
 
 BACKWARD = (Kind.B, Kind.I)
 WEIGHT_KINDS = (Kind.B, Kind.W)
@@ -34,7 +34,7 @@ def waits(lookup: ActionIndex, stream: Int32Array, overlap: bool) -> Waits:
     """What every action waits for besides its stream, by the rules of `Dependencies.of`.
 
     stream:  of each action.
-    overlap: False lets communication hold the compute stream: it starts after the compute before it in its rank's row,
+    overlap: False lets collectives hold the compute stream: one starts after the compute before it in its rank's row,
              and the compute after it starts once it has ended.
 
     Tensor-parallel communication in parts of its own waits for the part before it on its rank, whatever pass that part
@@ -224,12 +224,12 @@ class _Waits:
         self.add(communicates, before[communicates])
 
     def blocking(self, stream: Int32Array) -> None:
-        """Communication waits for the compute before it in its rank's row, and the compute after it waits for it."""
+        """A collective waits for the compute before it in its rank's row, and the compute after waits for it."""
         rank, row = self.table.rank, np.arange(len(self.table), dtype=np.int32)
         computes = holds_compute(stream)
         before = np.maximum.accumulate(np.where(computes, row, NONE))
         after = np.minimum.accumulate(np.where(computes, row, len(row))[::-1])[::-1]
-        communicates = row[~computes]
+        communicates = row[stream == COLLECTIVE]
         for dependent, dependency in ((communicates, before[communicates]), (after[communicates], communicates)):
             exists = (dependent < len(row)) & (dependency >= 0)
             dependent, dependency = dependent[exists], dependency[exists]

@@ -5,9 +5,8 @@
    its actions can, and takes as long as the longest of them.
 3. Tensor-parallel communication in parts of its own starts after the part before it on its rank, of any pass that has
    such parts: a rank does not communicate ahead for its next pass.
-4. Without overlap, the communication between two compute actions of a row is posted together when the first ends, and
-   the second starts when all of it has ended. (So does batched P2P: a SEND and a RECV of two neighbours do not block
-   each other.)
+4. Without overlap, the collectives between two compute actions of a row are posted together when the first ends, and
+   the second starts when all of them have ended. A SEND holds nothing up: who sends goes on with its row.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import COLLECTIVES, Dependencies, partner
 from motet.schedule.program import Action, Kind, Program
-from motet.simulate.engine.streams import COMPUTE, TENSOR
+from motet.simulate.engine.streams import COLLECTIVE, COMPUTE, TENSOR
 
 NEVER = float("nan")
 
@@ -75,7 +74,7 @@ def _ordered(rank: Sequence[int], stream: Sequence[int], overlap: bool) -> Itera
         if held == COMPUTE:
             for communication in posted.pop(own_rank, ()):
                 yield communication, number
-        else:
+        elif held == COLLECTIVE:
             posted[own_rank].append(number)
             if (own_rank, COMPUTE) in last:
                 yield last[own_rank, COMPUTE], number

@@ -71,8 +71,8 @@ def simulate(
 
     program: if it has no communication and sending takes time, it gets SEND and RECV first. This takes far longer than
              the simulation: for a Program that is simulated often, call add_communication and `Prepared` once.
-    overlap: whether compute runs beside communication. If False, communication occupies the compute stream: all of it
-             between two compute actions of a row is posted together and waited for.
+    overlap: whether compute runs beside collectives. If False, they occupy the compute stream: all of them between two
+             compute actions of a row are posted together and waited for. A SEND is never waited for by its sender.
     jitter:  sigma of a log-normal factor of mean 1 on each compute action (stragglers), drawn from `seed`.
     Raises ArgumentError for times that do not fit the Program, for a Program with missing actions, and for one that
     cannot run; the error names the actions that wait for each other.
@@ -88,7 +88,7 @@ def simulate(
                 return timeline
         prepared = prepared.whole
     if _lacks_communication(prepared.lookup.table, times):
-        prepared = Prepared(add_communication(prepared.program, blocking=not overlap), whole=True)
+        prepared = Prepared(add_communication(prepared.program, holds_up=not overlap), whole=True)
     lookup, table = prepared.lookup, prepared.lookup.table
     seconds = action_seconds(lookup, times, jitter, seed)
     held, total_s = _held(seconds, overlap), (seconds.held_s + seconds.tensor_s)[:, 0]
@@ -104,7 +104,7 @@ def simulate(
     if np.isnan(end_s).any():
         circle = deadlock(lookup, prepared.waits(seconds.stream, overlap), held, end_s)
         hint = (
-            "" if overlap else " without overlap; add_communication(..., blocking=True) puts moves in an order that can"
+            "" if overlap else " without overlap; add_communication(..., holds_up=True) puts moves in an order that can"
         )
         raise ArgumentError(f"The program cannot run{hint}: {circle}.")
     return timeline_of(table, seconds, start_s, end_s)
@@ -118,7 +118,7 @@ def makespans(program: Prepared, times: StageTimes, num_islands: int, overlap: b
     """
     prepared = program.whole
     if _lacks_communication(prepared.lookup.table, times):
-        prepared = Prepared(add_communication(prepared.program, blocking=not overlap), whole=True)
+        prepared = Prepared(add_communication(prepared.program, holds_up=not overlap), whole=True)
     lookup, table, native = prepared.lookup, prepared.lookup.table, engine("native")
     seconds = action_seconds(lookup, times, num_copies=num_islands)
     needs = prepared.waits(seconds.stream, overlap)

@@ -62,11 +62,17 @@ class Collectives:
 
     def step_s(self) -> Float64Array:
         """Seconds of the optimizer, [num_ranks] of the Program. A rank updates its share of trainable parameters."""
-        updated = np.zeros(self.planned.program.num_ranks)
+        updated, held = np.zeros((2, self.planned.program.num_ranks))
         for kind in self.planned.kinds:
-            np.add.at(updated, kind.ranks, self._sizes(kind.stage.key).updated)
-        seconds = {number: self.cost.step_seconds(round(number)) for number in set(updated.tolist())}
-        return np.array([seconds[number] for number in updated.tolist()])
+            sizes = self._sizes(kind.stage.key)
+            np.add.at(updated, kind.ranks, sizes.updated)
+            np.add.at(held, kind.ranks, sizes.trainable * kind.stage.unit.tp)
+        whole = sum(
+            layer.parameters for module in self.plan.model.modules for layer in module.layers if layer.trainable
+        )
+        pairs = [(round(number), of / max(whole, 1)) for number, of in zip(updated.tolist(), held.tolist())]
+        seconds = {pair: self.cost.step_seconds(*pair) for pair in set(pairs)}
+        return np.array([seconds[pair] for pair in pairs])
 
     def norm_s(self) -> Float64Array:
         """Seconds of NORM, [1]; 0 in pipelines, whose Programs have none."""

@@ -110,7 +110,7 @@ def test_closed_forms_are_near_the_simulation_where_stages_are_nearly_even(name,
     number = program.num_stages
     seconds = np.array(block_s[:number])
     none = [0] * number
-    blocks = toy(none, none, none, forward_s=seconds, backward_s=2 * seconds, trainable=np.ones(number))
+    blocks = toy(none, none, none, forward_s=seconds, backward_s=2 * seconds, deferred_s=seconds)
     stages = stages_of(blocks, np.arange(number), StageLimits.of(program, 1.0))
     rank = np.array([stage.rank for stage in program.stages])
     graph = StageGraph(name, 12, rank, tuple(pairwise(range(number))))
@@ -125,12 +125,25 @@ def test_closed_forms_of_zero_bubble_schedules_hold_with_few_microbatches(make, 
     program = make(4, num_microbatches)
     number = program.num_stages
     none = [0] * number
-    blocks = toy(none, none, none, backward_s=np.full(number, 2.0), trainable=np.ones(number))
+    blocks = toy(none, none, none, backward_s=np.full(number, 2.0), deferred_s=np.ones(number))
     stages = stages_of(blocks, np.arange(number), StageLimits.of(program, 1.0))
     rank = np.array([stage.rank for stage in program.stages])
     graph = StageGraph(make.__name__, num_microbatches, rank, tuple(pairwise(range(number))))
     simulated = simulate(program, stage_times(np.ones(number), np.full(number, 2.0))).makespan_s
     assert pipeline_s(graph, stages, np.zeros(number - 1)) == pytest.approx(simulated, rel=0.07)
+
+
+def test_of_backward_waits_for_w_what_the_runtime_leaves_to_it():
+    """The weights of products; not those of the embedding, of norms and of the output layer."""
+    given_job = job()
+    costs, module = given_job.block_costs("backbone", 1), given_job.model.module("backbone")
+    waits = np.zeros(costs.num_blocks)
+    for number, block in enumerate(module.blocks):
+        for layer in (module.layers[index] for index in block):
+            seconds = given_job.cost.layer_seconds("backbone", layer, given_job.work("backbone", layer, 1))
+            waits[number] += float(seconds.weight_s.mean()) * layer.defers_weights
+    assert costs.deferred_s == pytest.approx(waits)
+    assert 0 < costs.deferred_s[-1] == pytest.approx(costs.deferred_s[0])  # The head is in the last block.
 
 
 def test_a_chain_carries_the_outputs_of_encoders_that_are_over():
