@@ -184,8 +184,8 @@ def batches_of(plan: Plan, place: Place, lengths: BatchLengths) -> list[RankBatc
                 Media(np.ones((int(sizes[item].prod()), 12), np.float32), sizes[item])
                 for item in part.decision.assignments[name].on_rank(place.replicas[name])
             ]
-            for name, taken in needs.media.items()
-            if microbatch in taken
+            for name in needs.readers
+            if needs.reads(name, microbatch, part.decision.program)
         }
         batches.append(
             assemble_stages(

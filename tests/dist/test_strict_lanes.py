@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,8 +34,10 @@ from motet.schedule import (
     zb_h1,
     zb_v,
 )
+from motet.simulate.filling.step_filler import StepFiller
 from ranks import RankFailed, run_ranks
 from unit.schedule.plans import PLANS
+from unit.simulate.filling.filled_steps import FILLED, step_of
 
 CPU = torch.device("cpu")
 WIDTH = 2**18
@@ -182,6 +185,15 @@ def test_every_strategy_ends_on_lanes_that_block():
     programs = [planned(plan).program for name, plan in PLANS.items() if name != "fsdp"]
     for program in programs:
         validate(program)
+    run_ranks(walk_all, max(program.num_ranks for program in programs), programs, False)
+
+
+def test_fills_of_steps_end_on_lanes_that_block():
+    """Programs that are decided from the lengths of a step; other messages are sent in each."""
+    programs = []
+    for name, plan in FILLED.items():
+        steps = (step_of(plan, np.random.default_rng(seed)) for seed in range(2))
+        programs += [StepFiller(planned(plan)).program(step, 0).program for step in steps if name != "zero bubble"]
     run_ranks(walk_all, max(program.num_ranks for program in programs), programs, False)
 
 
