@@ -188,12 +188,20 @@ def test_every_strategy_ends_on_lanes_that_block():
     run_ranks(walk_all, max(program.num_ranks for program in programs), programs, False)
 
 
+def whole(program):
+    """The Program with each pass where its last part is: parts change no message."""
+    last = {action[:3]: action.part for row in program.actions for action in row}
+    return program.with_rows(
+        lambda row: (action._replace(part=-1) for action in row if action.part in (-1, last[action[:3]]))
+    )
+
+
 def test_fills_of_steps_end_on_lanes_that_block():
     """Programs that are decided from the lengths of a step; other messages are sent in each."""
     programs = []
-    for name, plan in FILLED.items():
+    for plan in FILLED.values():
         steps = (step_of(plan, np.random.default_rng(seed)) for seed in range(2))
-        programs += [StepFiller(planned(plan)).program(step, 0).program for step in steps if name != "zero bubble"]
+        programs += [whole(StepFiller(planned(plan)).program(step, 0).program) for step in steps]
     run_ranks(walk_all, max(program.num_ranks for program in programs), programs, False)
 
 
