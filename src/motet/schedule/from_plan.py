@@ -244,11 +244,10 @@ def _communicating(layout: Layout, program: Program, stages: list[PlannedStage])
     """A Program of passes with its collectives and messages."""
     zero = {number: stage.zero for number, stage in enumerate(stages) if len(stage.data_ranks) > 1}
     device, trainable = layout.plan.cluster.device, [number for number, stage in enumerate(stages) if stage.trainable]
-    holds_up = bool(layout.in_bubbles) and not device.overlaps
-    # Islands that fill bubbles by themselves run passes in different orders. At the ends of rows no pass is between.
-    at_ends = holds_up or (layout.plan.filling == "by_step" and layout.num_islands > 1)
-    program = add_data_parallel(program, zero, trainable, at_ends=at_ends)
-    if holds_up and dry_run(program, blocking=True).cycle:
+    at_ends = bool(layout.in_bubbles) and not device.overlaps
+    by_step = layout.plan.filling == "by_step"
+    program = add_data_parallel(program, zero, trainable, at_ends=at_ends, gathers_first=by_step)
+    if at_ends and dry_run(program, blocking=True).cycle:
         raise UserError(
             f"encoders in bubbles and the backbone wait for each other on device {device.name!r}, whose communication "
             "holds up computation: units need zero 0 or 1 there, with no collectives in each microbatch."

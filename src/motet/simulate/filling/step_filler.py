@@ -1,8 +1,8 @@
 """The Program of a step whose bubbles are filled from the step's own lengths (`Plan.filling` is "by_step").
 
 Lengths give the seconds of each pass by the figures of the Plan's devices. Seconds become ticks, so that ranks agree.
-Messages and collectives take no time where fills are decided, as where microbatches are ordered. On devices whose
-communication holds up computation, the step is simulated with them before its fills are taken.
+Messages and collectives take no time where fills are decided, as where microbatches are ordered. The step is simulated
+with them before its fills are taken.
 """
 
 from __future__ import annotations
@@ -102,13 +102,10 @@ class StepFiller:
         ]
 
     def _is_shorter(self, filled: PlannedProgram, pricing: Pricing, island: int) -> bool:
-        """Whether a step is shorter, also with messages if these hold up computation."""
-        if self.own.layout.plan.cluster.device.overlaps:
-            return True
+        """Whether a step is shorter with its messages and collectives too."""
         times = stage_times_of(pricing, Traffic(pricing), island)
-        takes_s = [
-            simulate(one, times, overlap=False).makespan_s for one in (Prepared(filled.program), self._simulated)
-        ]
+        programs, overlap = (Prepared(filled.program), self._simulated), self.own.layout.plan.cluster.device.overlaps
+        takes_s = [simulate(program, times, overlap=overlap).makespan_s for program in programs]
         return round(takes_s[0] * NS_PER_S) < round(takes_s[1] * NS_PER_S)
 
     def _found_encoders(self) -> Iterator[_PlannedEncoder]:
