@@ -118,17 +118,6 @@ def _cut_block(plan: Plan) -> str:
     return next((fill.action for fill in plan.fills if parse_action(fill.action).stage in cut), "")
 
 
-def _cut_with_callback(plan: Plan, recipe: Recipe) -> str:
-    """An encoder with a callback `before` whose blocks a Plan puts on several ranks, or runs in parts; "" if none."""
-    names = [name for name, config in recipe.modules.encoders.items() if config.before]
-    if not names:
-        return ""
-    cut = {name for unit in plan.units for name in names if sum(name in stage for stage in unit.stages) > 1}
-    if plan.fills:
-        cut |= {name for stage in planned(plan).stages if stage.num_parts > 1 for name in stage.modules}
-    return next((name for name in names if name in cut), "")
-
-
 def _data_parallel(plan: Plan) -> dict[str, bool]:
     unit = plan.units[0]
     return {
@@ -143,7 +132,6 @@ def _in_stages(plan: Plan) -> dict[str, bool]:
         f"the order {plan.order!r} in {plan.precision}, of which its device states no peak": (
             plan.order != "given" and plan.precision not in plan.cluster.device.peak_flops
         ),
-        f"parts of {(cut := _cut_with_callback(plan, recipe))!r}, which has a callback before it": bool(cut),
         f"bubbles filled by step in {plan.precision}, of which its device states no peak": (
             plan.filling == "by_step" and plan.precision not in plan.cluster.device.peak_flops
         ),

@@ -10,7 +10,7 @@ only MAX_ISLANDS are simulated: those with the largest sum, over microbatches, o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
