@@ -116,7 +116,9 @@ def random_case(seed, num_ranks):
             for unit in case.units
         ]
         case = replace(case, units=tuple(units))
-    return replace(case, fill_seed=seed) if rng.random() < 0.6 else case
+    case = replace(case, fill_seed=seed) if rng.random() < 0.6 else case
+    can_change = not any(unit.zero > 1 and unit.dp > 1 for unit in case.units)
+    return replace(case, filling="by_step") if can_change and rng.random() < 0.5 else case
 
 
 def by_step(case, fill_seed=-1):
@@ -166,5 +168,5 @@ def test_encoders_in_bubbles_equal_one_process(num_ranks, cases):
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_random_encoders_in_bubbles_equal_one_process(num_ranks):
-    """Half of them with passes and blocks of encoders in random order in the bubbles."""
+    """Half of them with passes and blocks of encoders in random order in the bubbles, half with other fills a step."""
     assert_planned(num_ranks, [random_case(seed, num_ranks) for seed in range(NUM_RANDOM[num_ranks])])
