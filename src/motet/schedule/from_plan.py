@@ -70,7 +70,7 @@ class PlannedProgram:
     layout: the Layout of the Plan.
 
     Example:
-        >>> from motet.core.plan import Fill, Plan, Unit
+        >>> from motet.core.plan import Plan, Unit
         >>> from motet.core.shapes import Transformer, language_model, multimodal
         >>> from motet.cost.catalogue import cluster
         >>> model = multimodal("toy", language_model(Transformer(64, 256, num_heads=4), 8, 1000), [])
