@@ -20,8 +20,9 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +36,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, SiglipVisionConfig, Sigl
 
 from motet.assign.plan import assign_step
 from motet.assign.planned_step import decide_planned_step
+from motet.assign.whole_step import DecidedStep
 from motet.core.example import Media, TokenSequence
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
@@ -164,11 +166,13 @@ def lengths_of(rng: np.random.Generator) -> BatchLengths:
     return BatchLengths(text + images, text - 1, np.zeros(NUM_MICROBATCHES, np.int32), {"image": items})
 
 
-def batches_of(plan: Plan, place: Place, lengths: BatchLengths) -> list[RankBatch]:
-    """The microbatches of a step, as far as the rank needs them."""
+def batches_of(
+    plan: Plan, place: Place, lengths: BatchLengths, decide: Callable[[BatchLengths], DecidedStep] | None = None
+) -> list[RankBatch]:
+    """The microbatches of a step, as far as the rank needs them. decide: by default with the Plan's own fills."""
     batches, items = [], lengths.items["image"]
     needs = StageNeeds.of(place.replicas, place.stages.values(), plan.model.num_blocks)
-    for microbatch, part in enumerate(decide_planned_step(plan, lengths).microbatches):
+    for microbatch, part in enumerate((decide or partial(decide_planned_step, plan))(lengths).microbatches):
         sequences = []
         for number in part.examples:
             images, total = items.num_tokens[items.example == number], int(lengths.sequence[number])
@@ -184,8 +188,8 @@ def batches_of(plan: Plan, place: Place, lengths: BatchLengths) -> list[RankBatc
                 Media(np.ones((int(sizes[item].prod()), 12), np.float32), sizes[item])
                 for item in part.decision.assignments[name].on_rank(place.replicas[name])
             ]
-            for name, taken in needs.media.items()
-            if microbatch in taken
+            for name in needs.readers
+            if needs.reads(name, microbatch, part.decision.program)
         }
         batches.append(
             assemble_stages(

@@ -40,12 +40,13 @@ from motet.core.cluster import Cluster, Device, Link
 from motet.core.plan import Unit
 from motet.core.workload import Workload, home_ranks
 from motet.cost.analytic import Analytic
+from motet.cost.memory import USABLE_MEMORY
 from motet.dispatch import BalanceConfig, RankBatch
 from motet.models.build import build_mllm
 from motet.models.spec import model_spec
 from motet.planner.data_parallel.loads import load_of, state_of
 from motet.planner.data_parallel.recomputation import fit_recomputation
-from motet.planner.job import USABLE_MEMORY, Job
+from motet.planner.job import Job
 from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.mesh import build_mesh
 from motet.runtime.step import TrainStep

@@ -35,10 +35,17 @@ def block_by_block(plan):
     return replace(plan, fills=tuple(fills))
 
 
-def test_encoders_in_bubbles_train_as_one_process_does(job, tmp_path, monkeypatch, capsys):
+@pytest.fixture(scope="module")
+def alone(job, tmp_path_factory):
+    """The run of one process."""
+    run_dir = tmp_path_factory.mktemp("alone")
+    run_ranks(train_under, 1, str(job), [*DEEPER, f"run.dir={run_dir}"], None)
+    return run_dir
+
+
+def test_encoders_in_bubbles_train_as_one_process_does(job, alone, tmp_path, monkeypatch, capsys):
     """Each pipeline of the image encoder reads the images of its microbatches; a run goes on in one process."""
-    alone, resumed = tmp_path / "alone", tmp_path / "resumed"
-    run_ranks(train_under, 1, str(job), [*DEEPER, f"run.dir={alone}"], None)
+    resumed = tmp_path / "resumed"
     plan = replace(plan_of(job, ({"image": 2, "audio": 2, "backbone": 1}, {"backbone": 2})), units=UNITS)
     plan = block_by_block(plan)
     run_dir = run_planned(job, tmp_path, plan)
@@ -53,3 +60,17 @@ def test_encoders_in_bubbles_train_as_one_process_does(job, tmp_path, monkeypatc
     resume = str(run_dir / "checkpoints" / name_of(4))
     run_ranks(train_under, 1, str(job), [*DEEPER, f"run.dir={resumed}"], None, resume)
     assert [step["loss"] for step in metrics(resumed)] == pytest.approx(losses(alone)[4:], rel=1e-10)
+
+
+def test_bubbles_filled_by_step_train_as_one_process_does(job, alone, tmp_path):
+    """What a rank reads, sends and runs changes from step to step."""
+    plan = plan_of(job, ({"image": 2, "audio": 2, "backbone": 1}, {"backbone": 2}))
+    where = replace(plan.cluster, device=replace(plan.cluster.device, overlaps=True))
+    plan = replace(plan, cluster=where, units=UNITS, microbatch_size=1, filling="by_step")
+    run_dir = run_planned(job, tmp_path, block_by_block(plan))
+    assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-10)
+    rows = traced(run_dir)
+    for rank in range(2):
+        assert len({tuple(name for name, _, _ in rows[rank, step]) for step in range(8)}) > 4
+    taken = [{(name, microbatch) for name, _, microbatch in rows[0, step] if "F" in name} for step in range(8)]
+    assert any(one != taken[0] for one in taken[1:])

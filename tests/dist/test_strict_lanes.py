@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,8 +34,10 @@ from motet.schedule import (
     zb_h1,
     zb_v,
 )
+from motet.simulate.filling.step_filler import StepFiller
 from ranks import RankFailed, run_ranks
 from unit.schedule.plans import PLANS
+from unit.simulate.filling.filled_steps import FILLED, step_of
 
 CPU = torch.device("cpu")
 WIDTH = 2**18
@@ -182,6 +185,23 @@ def test_every_strategy_ends_on_lanes_that_block():
     programs = [planned(plan).program for name, plan in PLANS.items() if name != "fsdp"]
     for program in programs:
         validate(program)
+    run_ranks(walk_all, max(program.num_ranks for program in programs), programs, False)
+
+
+def whole(program):
+    """The Program with each pass where its last part is: parts change no message."""
+    last = {action[:3]: action.part for row in program.actions for action in row}
+    return program.with_rows(
+        lambda row: (action._replace(part=-1) for action in row if action.part in (-1, last[action[:3]]))
+    )
+
+
+def test_fills_of_steps_end_on_lanes_that_block():
+    """Programs that are decided from the lengths of a step; other messages are sent in each."""
+    programs = []
+    for plan in FILLED.values():
+        steps = (step_of(plan, np.random.default_rng(seed)) for seed in range(2))
+        programs += [whole(StepFiller(planned(plan)).program(step, 0).program) for step in steps]
     run_ranks(walk_all, max(program.num_ranks for program in programs), programs, False)
 
 

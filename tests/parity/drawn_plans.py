@@ -100,8 +100,15 @@ def drawn_at(seed: int, number: int, attempt: int) -> tuple[str, PlannedCase]:
         seed=int(rng.integers(2**31)),
         fill_seed=int(rng.integers(-1000, 1000)),
         parts=parts,
+        filling=_filling(strategy, units, np.random.default_rng((seed, number, attempt, 2))),
         **{name: value for name, value in options.items() if name in known},
     )
+
+
+def _filling(strategy: str, units: tuple[Unit, ...], rng: np.random.Generator) -> str:
+    """Whether bubbles are filled by step, where they can be; drawn apart from all else."""
+    can = strategy == "bubbles" and not any(unit.zero > 1 and unit.dp > 1 for unit in units)
+    return "by_step" if can and rng.random() < 0.5 else "static"
 
 
 def _units(
@@ -211,6 +218,7 @@ def smaller(case: PlannedCase) -> Iterator[PlannedCase]:
             if plain.get(name, MISSING) is not MISSING and name not in _STEPWISE
         ),
         {"caps": {}},
+        {"filling": "static"},
         {"fill_seed": -1},
         *({"units": units} for units in _smaller_units(case.units)),
     ]

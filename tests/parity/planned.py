@@ -43,7 +43,7 @@ from motet.runtime.place import Place
 from motet.runtime.planned_step import PlannedStep
 from motet.runtime.sharded_state import SAME_TYPES, ComputeTypes
 from motet.runtime.step import StepResult
-from motet.train.input.planned import StageNeeds, decided_under
+from motet.train.input.planned import StageNeeds, StepDecider
 from motet.train.optimizer import OptimizerConfig, build_optimizer
 from motet.train.planned_job import holders_of
 from parity.planned_parts import SECOND, has_second, read_twice, second_tower, with_parts
@@ -120,7 +120,8 @@ class PlannedCase:
 
     contents: media that examples have. blocking: whether messages hold up compute. caps: of microbatches.
     example_order: `order` of the Plan; the fuzzer's stored cases have none.
-    fill_seed: of random fills of bubbles; -1: coarse ones. parts: of the model, as of `parity.planned_parts`.
+    fill_seed: of random fills of bubbles; -1: coarse ones. filling: as in Plan.
+    parts: of the model, as of `parity.planned_parts`.
     """
 
     units: tuple[Unit, ...]
@@ -136,6 +137,7 @@ class PlannedCase:
     deferred_warmup: bool = False
     example_order: str = "given"
     fill_seed: int = -1
+    filling: str = "static"
     seed: int = 0
     parts: tuple[str, ...] = ()
 
@@ -152,7 +154,7 @@ class PlannedCase:
         spec = _spec(self.frozen, self.tied, self.parts)
         sizes = self.batch_size, self.microbatch_size
         options = {"microbatch_caps": self.caps, "balance": self.balance, "deferred_warmup": self.deferred_warmup}
-        options |= {"order": self.example_order}
+        options |= {"order": self.example_order, "filling": self.filling}
         plan = Plan(spec, where, self.units, *sizes, self.schedule, precision="fp64", **options)
         return plan if self.fill_seed < 0 else with_random_fills(plan, self.fill_seed)
 
@@ -236,13 +238,13 @@ def batches_of(case: PlannedCase, place: Place, model: MLLM, step: int) -> list[
     lengths = LoadedTables.read([tables_of(examples, phases, model.encoders)], phases).lengths
     needs = StageNeeds.of(place.replicas, place.stages.values(), plan.model.num_blocks)
     batches = []
-    for number, part in enumerate(decided_under(plan, lengths).microbatches):
+    for number, part in enumerate(StepDecider(place)(lengths).microbatches):
         chosen = [examples[number] for number in part.examples]
         items = {p: [m for e in chosen for q, m in zip(e.sequence.media, e.media) if q == p] for p in phases}
         taken = {
             phase: [items[phase][i] for i in part.decision.assignments[phase].on_rank(replica)]
             for phase, replica in place.replicas.items()
-            if number in needs.media.get(phase, ())
+            if needs.reads(phase, number, part.decision.program)
         }
         sizes = {p: np.array([m.size for m in items[p]], np.int64).reshape(-1, SIZE_DIMS[p]) for p in phases}
         sequences = None

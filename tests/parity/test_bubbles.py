@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from motet.core.plan import Unit
-from parity.planned import PlannedCase, assert_planned
+from motet.dispatch.loaded import LoadedTables, tables_of
+from motet.runtime.place import Place
+from motet.train.input.planned import StepDecider
+from parity.planned import NUM_STEPS, PHASES, PlannedCase, assert_planned, build_hf_model
 
 COUNTS = {"image": 3, "audio": 2, "backbone": 3}
 
@@ -113,7 +116,47 @@ def random_case(seed, num_ranks):
             for unit in case.units
         ]
         case = replace(case, units=tuple(units))
-    return replace(case, fill_seed=seed) if rng.random() < 0.6 else case
+    case = replace(case, fill_seed=seed) if rng.random() < 0.6 else case
+    can_change = not any(unit.zero > 1 and unit.dp > 1 for unit in case.units)
+    return replace(case, filling="by_step") if can_change and rng.random() < 0.5 else case
+
+
+def by_step(case, fill_seed=-1):
+    """The case with bubbles that each step fills by itself, in whole passes or (from a seed on) in blocks."""
+    return replace(case, filling="by_step", fill_seed=fill_seed)
+
+
+BY_STEP = {
+    2: [by_step(case, number if number % 2 else -1) for number, case in enumerate(CASES_OF_2)],
+    3: [by_step(CASES_OF_4[2])],
+    4: [by_step(CASES_OF_4[0], fill_seed=1), by_step(CASES_OF_4[3])],
+}
+"""ZeRO 2 and 3 of replicas are refused."""
+
+
+def programs_of(case):
+    """The Programs of the steps of a case."""
+    encoders, place = build_hf_model().encoders, Place.of(case.plan(), 0)
+    decide = StepDecider(place)
+    for number in range(NUM_STEPS):
+        tables = tables_of(case.examples(number), PHASES, encoders)
+        yield decide(LoadedTables.read([tables], PHASES).lengths).microbatches[0].decision.program
+
+
+def test_fills_differ_from_step_to_step():
+    """Those of the cases below do, microbatches of pipelines among them, so that other messages are sent."""
+    rows, taken = [], []
+    for case in BY_STEP[2]:
+        programs = list(programs_of(case))
+        rows.append(len({program.program.actions for program in programs}))
+        taken.append(len({tuple(stage.microbatches for stage in program.stages) for program in programs}))
+    assert rows.count(NUM_STEPS) >= len(rows) / 2
+    assert taken.count(NUM_STEPS) >= 3
+
+
+@pytest.mark.parametrize("num_ranks", BY_STEP)
+def test_fills_by_step_equal_one_process(num_ranks):
+    assert_planned(num_ranks, BY_STEP[num_ranks])
 
 
 @pytest.mark.parametrize(
@@ -125,5 +168,5 @@ def test_encoders_in_bubbles_equal_one_process(num_ranks, cases):
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_random_encoders_in_bubbles_equal_one_process(num_ranks):
-    """Half of them with passes and blocks of encoders in random order in the bubbles."""
+    """Half of them with passes and blocks of encoders in random order in the bubbles, half with other fills a step."""
     assert_planned(num_ranks, [random_case(seed, num_ranks) for seed in range(NUM_RANDOM[num_ranks])])

@@ -36,6 +36,7 @@ from motet.core.assignment import Assignment
 from motet.core.cluster import Link
 from motet.core.exchange import Communicator, Network
 from motet.core.workload import BACKBONE, BatchLengths
+from motet.schedule import PlannedProgram
 
 PhaseWork = Mapping[str, Int64Array]
 _LENGTHS = LengthWork()
@@ -57,6 +58,7 @@ class Decision:
     why:         the reason for the method, a sentence with figures; empty if nothing was predicted.
     predicted_s: seconds of the microbatch by method; empty if nothing was predicted.
     communicator: how its exchanges are executed.
+    program:     the Program of its step, where that is decided by step (`Plan.filling`); None: that of its Plan.
 
     Example:
         >>> from motet.balance import Packed
@@ -75,6 +77,7 @@ class Decision:
     why: str = ""
     predicted_s: dict[str, float] = field(default_factory=dict)
     communicator: Communicator = "all_to_all"
+    program: PlannedProgram | None = None
 
     @property
     def backbone(self) -> Assignment:

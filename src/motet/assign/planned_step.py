@@ -6,6 +6,7 @@ Ranks of the assignments are replicas of each module's unit.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -20,30 +21,41 @@ from motet.core.arrays import Int64Array
 from motet.core.assignment import Assignment
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE, BatchLengths
+from motet.schedule import PlannedProgram
 
 
-def decide_planned_step(plan: Plan, lengths: BatchLengths, seconds: StepSeconds | None = None) -> DecidedStep:
+def decide_planned_step(
+    plan: Plan,
+    lengths: BatchLengths,
+    seconds: StepSeconds | None = None,
+    program_of: Callable[[StepAssignment], PlannedProgram] | None = None,
+) -> DecidedStep:
     """Decide a step of `plan.batch_size` examples; the same on all ranks. seconds: as of `assign_step`, and so errors.
 
+    program_of: the Program of a step, where the Plan decides it by step.
     `assign.step.joined` puts the lengths and assignments of its microbatches together to the StepAssignment again.
     """
     start_s = time.perf_counter()
     step = assign_step(plan, lengths, seconds=seconds)
     microbatch = step.modules[BACKBONE].microbatch
+    program = program_of(step) if program_of else None
     parts = tuple(
-        _decided(step, number, np.flatnonzero(microbatch == number)) for number in range(step.num_microbatches)
+        _decided(step, program, number, np.flatnonzero(microbatch == number)) for number in range(step.num_microbatches)
     )
     return DecidedStep(parts, time.perf_counter() - start_s)
 
 
-def _decided(step: StepAssignment, microbatch: int, examples: Int64Array) -> DecidedMicrobatch:
+def _decided(
+    step: StepAssignment, program: PlannedProgram | None, microbatch: int, examples: Int64Array
+) -> DecidedMicrobatch:
     """One microbatch of a step. examples: int64 [n], its examples, ascending."""
     lengths = step.batch.take(examples)
     costs = PhaseCosts(dict.fromkeys(step.modules, Packed()), LengthWork())
     work = costs.work(lengths)
     assignments = {name: _assignment(items, microbatch, work[name]) for name, items in step.modules.items()}
     method = step.methods[microbatch] if step.methods else "off"
-    return DecidedMicrobatch(examples, lengths, Decision(assignments, assignments, costs, work, 0.0, method))
+    decision = Decision(assignments, assignments, costs, work, 0.0, method, program=program)
+    return DecidedMicrobatch(examples, lengths, decision)
 
 
 def _assignment(items: ModuleAssignment, microbatch: int, work: Int64Array) -> Assignment:

@@ -25,6 +25,7 @@ Policy = Literal["packed", "padded", "padded_attention"]
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "data_parallel"]
 Order = Literal["given", "intra", "inter", "both"]
 BalancingMethod = Literal["off", "joint", "per_phase", "auto"]
+FillingMethod = Literal["static", "by_step"]
 Rank = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
 
 
@@ -122,6 +123,10 @@ class Plan:
     policy:          phases that are balanced as if they were computed otherwise than they are, and how: an ablation
                      (OrchMLLM section 8.3). What is computed stays the same.
     fills:           the encoders' work in bubbles. A fill names a microbatch by its number in the step.
+    filling:         "static": `fills` hold for every step, so that what is read in a Plan is what runs. "by_step": each
+                     step decides from its lengths which encoder pipeline takes which microbatch, and where its passes
+                     go, in the parts in which `fills` have them; `fills` hold where that is predicted to gain nothing
+                     (simulate/filling).
     order:           how each step of a pipeline orders its examples (MMScale section 5). "given": as they come.
                      "intra": replicas and microbatches get even loads. "inter": the microbatches of each replica get
                      the order with the shortest bubbles. "both": "intra", then "inter".
@@ -153,6 +158,7 @@ class Plan:
     order: Order = "given"
     microbatch_caps: Mapping[str, Count] = field(default_factory=dict)
     policy: Mapping[str, Policy] = field(default_factory=dict)
+    filling: FillingMethod = "static"
 
     def unit_of(self, module: str) -> Unit:
         """The unit that runs a module."""

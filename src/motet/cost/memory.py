@@ -29,6 +29,9 @@ from motet.core.errors import ArgumentError
 from motet.core.plan import Unit
 from motet.core.spec import Layer, ModelSpec
 
+USABLE_MEMORY = 0.94
+"""The share of a device's memory that a Plan may fill. Fragmentation and communication libraries take the rest."""
+
 RowsOfLayer = Callable[[str, Layer], float]
 """(module, layer) -> rows of a microbatch in the layer, in one replica over all its context-parallel ranks.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from motet.core.module_degrees import ANY_DEGREES, ModuleDegrees
-from motet.core.plan import BalancingMethod, Order, Plan
+from motet.core.plan import BalancingMethod, FillingMethod, Order, Plan
 from motet.planner.job import Job
 from motet.schedule import planned
 from motet.simulate.predict.predict import predict_assigned
@@ -98,6 +98,7 @@ class Pins:
     recompute: Literal["none", "least", "full"] | None = None
     balance: BalancingMethod | None = None
     order: Order | None = None
+    filling: FillingMethod | None = None
     modules: Mapping[str, ModuleDegrees] = field(default_factory=dict)
 
     def allow(self, **chosen: object) -> bool:

@@ -24,6 +24,7 @@ from motet.core.spec import Layer, ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths, Workload
 from motet.cost.flops import work_of
 from motet.cost.memory import (
+    USABLE_MEMORY,
     MixedPrecision,
     StageLayer,
     activation_bytes,
@@ -32,9 +33,6 @@ from motet.cost.memory import (
 )
 from motet.cost.model import CostModel, Work, backward_seconds
 from motet.simulate.predict.predict import assign_batch
-
-USABLE_MEMORY = 0.94
-"""The share of a device's memory that a Plan may fill. Fragmentation and communication libraries take the rest."""
 
 
 @dataclass(frozen=True, eq=False)

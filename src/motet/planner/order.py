@@ -25,7 +25,7 @@ from motet.core.workload import BACKBONE, BatchLengths, total_lengths
 from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.job import Job
 from motet.schedule import planned
-from motet.schedule.plan_units import pipelined_units
+from motet.schedule.plan_units import pipelined_units, units_in_bubbles
 from motet.simulate.predict.predict import assign_batch, predict_assigned
 from motet.simulate.predict.prediction import Prediction
 
@@ -40,15 +40,31 @@ def with_pinned_deal(candidate: Candidate, pins: Pins) -> Candidate | RuledOut:
     """The candidate with the pinned order and, if it is a pipeline, the pinned balance; as it is, if none is pinned."""
     plan = candidate.plan
     if plan.schedule != "data_parallel":
-        dealt = replace(plan, order=pins.order or plan.order, balance=pins.balance or plan.balance)
+        dealt = replace(
+            plan,
+            order=pins.order or plan.order,
+            balance=pins.balance or plan.balance,
+            filling=pins.filling or plan.filling,
+        )
+        if dealt.filling == "by_step" and not can_fill_by_step(dealt):
+            why = "filling is pinned to 'by_step', and no encoder runs in bubbles, or some run beside parts of passes."
+            return RuledOut(candidate.strategy, candidate.what, why)
         if dealt.order != "given" and dealt.balance != "off":
             why = f"order {dealt.order!r} and balance {dealt.balance!r} are pinned, and both deal out microbatches."
             return RuledOut(candidate.strategy, candidate.what, why)
         return candidate if dealt == plan else replace(candidate, plan=dealt)
+    if pins.filling == "by_step":
+        why = "filling is pinned to 'by_step', and data parallelism has no bubbles of a pipeline to fill."
+        return RuledOut(candidate.strategy, candidate.what, why)
     if pins.order not in (None, plan.order):
         why = f"order is pinned to {pins.order!r}, which is of pipelines; balance deals examples out here."
         return RuledOut(candidate.strategy, candidate.what, why)
     return candidate
+
+
+def can_fill_by_step(plan: Plan) -> bool:
+    """Whether a Plan's bubbles can be filled anew in each step: by encoders, between whole passes of the backbone."""
+    return bool(units_in_bubbles(plan)) and not any("." in fill.before for fill in plan.fills)
 
 
 def with_best_order(job: Job, candidate: Candidate, given: Prediction, pins: Pins) -> tuple[Candidate, Prediction]:

@@ -39,7 +39,7 @@ from motet.runtime.mesh import build_mesh
 from motet.runtime.place import Place
 from motet.runtime.step import StepResult
 from motet.train.device import device_name
-from motet.train.input.planned import StageNeeds, decided_under, stages_of_examples
+from motet.train.input.planned import StageNeeds, StepDecider, stages_of_examples
 from motet.train.planned_job import ChosenPlan, PartConfig, build_part
 from motet.train.world import World, borrowed_world
 
@@ -62,6 +62,7 @@ class ParallelMLLM:
         place = Place.of(plan, world.rank)
         part = PartConfig(lambda held: held.to(world.device), make_optimizer, max_grad_norm)
         self._needs = StageNeeds.of(place.replicas, place.stages.values(), plan.model.num_blocks)
+        self._decide = StepDecider(place)
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
         self._step, self.optimizer = build_part(model, plan.model, place, part, mesh, world)
 
@@ -94,8 +95,7 @@ class ParallelMLLM:
     def _batches(self, batch: Sequence[LoadedExample], lengths: Any) -> list[RankBatch]:
         if len(batch) != self.plan.batch_size:
             raise UserError(f"a step of the plan takes {self.plan.batch_size} examples, not {len(batch)}")
-        decided = decided_under(self.plan, lengths)
-        parts = enumerate(decided.microbatches)
+        parts = enumerate(self._decide(lengths).microbatches)
         return [stages_of_examples(number, part, batch, self._needs).to(self._world.device) for number, part in parts]
 
 

@@ -132,5 +132,8 @@ def _in_stages(plan: Plan) -> dict[str, bool]:
         f"the order {plan.order!r} in {plan.precision}, of which its device states no peak": (
             plan.order != "given" and plan.precision not in plan.cluster.device.peak_flops
         ),
+        f"bubbles filled by step in {plan.precision}, of which its device states no peak": (
+            plan.filling == "by_step" and plan.precision not in plan.cluster.device.peak_flops
+        ),
         f"parts of passes that are no blocks ({(part := _cut_block(plan))} of fills)": bool(part),
     }

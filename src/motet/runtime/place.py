@@ -45,6 +45,12 @@ class Place:
         found = coordinates(program.layout, rank)
         return Place(program, rank, found.island, found.program_rank)
 
+    def under(self, program: PlannedProgram | None) -> Place:
+        """The same place in the Program of a step with fills of its own; None: in that of the Plan. Stages, ranks that
+        talk and holders of parameters are the same in both.
+        """
+        return self if program is None else replace(self, program=program)
+
     @cached_property
     def row(self) -> RankProgram:
         """What the rank executes."""

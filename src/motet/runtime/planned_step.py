@@ -87,8 +87,8 @@ class PlannedStep:
         """Take one step, as `TrainStep.run` does. A collective."""
         leave_out = () if self.optimizer else (Kind.STEP,)
         with self.held.whole():
-            running = _RunningPlan(self, batches)
-            row, handlers = self.place.row, running.handlers
+            running = _RunningPlan(self, self._place_of(batches), batches)
+            row, handlers = running.place.row, running.handlers
             Executor(row, handlers, self.clock, leave_out=leave_out, in_parts=_IN_PARTS).run(step)
             running.end()
         return StepResult(
@@ -110,26 +110,38 @@ class PlannedStep:
         Forward passes alone; the model's train or eval mode stays. model: has the modules to run, by default its own.
         """
         with self.held.whole():
-            running = _RunningPlan(self, batches, model=model, trains=False)
-            Executor(self.place.forward.row, running.handlers, self.clock, in_parts=_IN_PARTS).run(0)
+            place = self._place_of(batches).forward
+            running = _RunningPlan(self, place, batches, model=model, trains=False)
+            Executor(place.row, running.handlers, self.clock, in_parts=_IN_PARTS).run(0)
         self.clock.take()  # Of no step.
         dist.all_reduce(running.totals, group=self.mesh.group)
         self.lanes.wait_for_sends()
         return running.totals[1:3]
 
+    def _place_of(self, batches: Sequence[RankBatch]) -> Place:
+        """The place in the Program of a step."""
+        return self.place.under(batches[0].decision.program)
+
 
 class _RunningPlan:
     """One step while it runs. totals: float64 [4]; of this rank, after `end` of all.
 
+    place: in the Program of the step.
     model: has the modules to run, by default those of the step. trains: False runs forward passes alone.
     """
 
     def __init__(
-        self, step: PlannedStep, batches: Sequence[RankBatch], *, model: Model | None = None, trains: bool = True
+        self,
+        step: PlannedStep,
+        place: Place,
+        batches: Sequence[RankBatch],
+        *,
+        model: Model | None = None,
+        trains: bool = True,
     ) -> None:
-        place, mesh, model = step.place if trains else step.place.forward, step.mesh, model or step.model
+        mesh, model = step.mesh, model or step.model
         compute = step.held.types.compute
-        self.step = step
+        self.step, self.place = step, place
         self.batches = [batch.to(mesh.device, dtype=compute) for batch in batches] if compute else batches
         for _, parameter in step.parameters.values():
             parameter.grad = None
@@ -225,7 +237,7 @@ class _RunningPlan:
 
     def _ends_pass(self, action: Action) -> bool:
         """Whether it is a whole pass, or the last part of one."""
-        return action.part in (-1, self.step.place.stages[action.stage].num_parts - 1)
+        return action.part in (-1, self.place.stages[action.stage].num_parts - 1)
 
     def _taken_runs(self, action: Action) -> list[SectionRun]:
         """The runs that a backward pass, or a part of one, goes through; they are taken away."""
@@ -233,7 +245,7 @@ class _RunningPlan:
         runs = self.tensors.runs.pop(key, [])
         if action.part < 0:
             return runs
-        part = self.step.place.stages[action.stage].num_parts - 1 - action.part
+        part = self.place.stages[action.stage].num_parts - 1 - action.part
         if left := [run for run in runs if run.section.span.part != part]:
             self.tensors.runs[key] = left
         return [run for run in runs if run.section.span.part == part]

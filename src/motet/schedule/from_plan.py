@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
-from motet.core.plan import Plan, Unit
+from motet.core.plan import Fill, Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.schedule.check.dry_run import dry_run
 from motet.schedule.coordinates import replica_of
@@ -40,8 +40,11 @@ from motet.schedule.passes import (
     without_absent,
 )
 from motet.schedule.passes.data_parallel import add_data_parallel
-from motet.schedule.program import Kind, Program
+from motet.schedule.passes.part_runs import PartRun, in_parts, with_runs
+from motet.schedule.program import Kind, Program, Stage
 from motet.schedule.text import parse_action
+
+_S = TypeVar("_S", PlannedStage, Stage)
 
 
 class StageKind(NamedTuple):
@@ -186,18 +189,64 @@ def fillable(plan: Plan, *, split: bool = False) -> tuple[PlannedProgram, tuple[
         raise UserError("a Plan under 'data_parallel' has no bubbles of a pipeline to fill.")
     program, stages = _unfilled(layout, split)
     unfilled = PlannedProgram(program, tuple(stages), layout)
-    return unfilled, tuple(encoder for encoder, _ in _encoder_pipelines(layout, program))
+    return unfilled, tuple(encoder for encoder, _ in _encoder_pipelines(layout, program, plan.fills))
+
+
+class BubbleProgram:
+    """The Program of a Plan with stages, for any fills of its bubbles. What does not depend on them is made once.
+
+    program: without encoders in bubbles and without communication. stages: its stages.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.program, self.stages = _unfilled(layout, any("." in fill.before for fill in layout.plan.fills))
+
+    def bare(self, fills: Sequence[Fill]) -> tuple[Program, list[PlannedStage]]:
+        """The Program without communication and collectives, and its stages. fills: () runs encoders around all else.
+
+        Raises UserError for fills that cannot run.
+        """
+        if not self.layout.in_bubbles:
+            return self.program, self.stages
+        program, added = _filled(self.layout, self.program, fills)
+        return program, self.stages + added
+
+    def filled(self, fills: Sequence[Fill]) -> PlannedProgram:
+        """The whole Program. Raises as `bare` does."""
+        return _communicating(self.layout, *self.bare(fills))
+
+    def refilled(self, own: PlannedProgram, runs: Sequence[Sequence[PartRun]]) -> PlannedProgram:
+        """The whole Program with encoders elsewhere. They must have a time after all that they wait for.
+
+        own: of the Plan's own fills. runs: per program rank, what its encoders do, in order. In time a run counts as
+        one action, however many parts it has: O(actions log actions) of passes and runs.
+        """
+        joined, rows, parts = with_runs(self.program, runs)
+        microbatches = {stage: tuple(sorted(taken)) for stage, taken in joined.items()}
+
+        def taking(stages: Sequence[_S]) -> list[_S]:
+            return [
+                replace(stage, microbatches=microbatches[number]) if number in microbatches else stage
+                for number, stage in enumerate(stages)
+            ]
+
+        program = replace(own.program, stages=tuple(taking(own.program.stages)), actions=rows)
+        planned_program = _communicating(self.layout, program, taking(own.stages))
+        return replace(planned_program, program=in_parts(planned_program.program, parts))
 
 
 def _pipelined(layout: Layout) -> PlannedProgram:
-    program, stages = _unfilled(layout, any("." in fill.before for fill in layout.plan.fills))
-    if layout.in_bubbles:
-        program, added = _filled(layout, program)
-        stages += added
+    return BubbleProgram(layout).filled(layout.plan.fills)
+
+
+def _communicating(layout: Layout, program: Program, stages: list[PlannedStage]) -> PlannedProgram:
+    """A Program of passes with its collectives and messages."""
     zero = {number: stage.zero for number, stage in enumerate(stages) if len(stage.data_ranks) > 1}
     device, trainable = layout.plan.cluster.device, [number for number, stage in enumerate(stages) if stage.trainable]
     at_ends = bool(layout.in_bubbles) and not device.overlaps
-    program = add_data_parallel(program, zero, trainable, at_ends=at_ends)
+    by_step = layout.plan.filling == "by_step"
+    program = add_data_parallel(program, zero, trainable, at_ends=at_ends, gathers_first=by_step)
     if at_ends and dry_run(program, blocking=True).cycle:
         raise UserError(
             f"encoders in bubbles and the backbone wait for each other on device {device.name!r}, whose communication "
@@ -259,13 +308,13 @@ def _passes(layout: Layout, island: Island, stages: list[PlannedStage]) -> Progr
     return replace(program, stages=named, actions=rows)
 
 
-def _filled(layout: Layout, program: Program) -> tuple[Program, list[PlannedStage]]:
-    """The Program with encoders in bubbles, and their stages. They run where the Plan's fills say; without fills, all
-    forward passes run before the backbone's work and all backward passes after it.
+def _filled(layout: Layout, program: Program, fills: Sequence[Fill]) -> tuple[Program, list[PlannedStage]]:
+    """The Program with encoders in bubbles, and their stages. They run where the fills say; without fills, all forward
+    passes run before the backbone's work and all backward passes after it.
     """
-    pipelines = list(_encoder_pipelines(layout, program))
+    pipelines = list(_encoder_pipelines(layout, program, fills))
     encoders = [encoder for encoder, _ in pipelines]
-    fills = layout.plan.fills or coarse_fills(program, encoders)
+    fills = fills or coarse_fills(program, encoders)
     filled = fill_bubbles(program, encoders, fills)
     num_parts = [1] * filled.num_stages
     for row in filled.actions:
@@ -276,7 +325,9 @@ def _filled(layout: Layout, program: Program) -> tuple[Program, list[PlannedStag
     return filled, [replace(stage, num_parts=num) for stage, num in zip(stages, num_parts[first:])]
 
 
-def _encoder_pipelines(layout: Layout, program: Program) -> Iterator[tuple[EncoderPipeline, list[PlannedStage]]]:
+def _encoder_pipelines(
+    layout: Layout, program: Program, fills: Sequence[Fill]
+) -> Iterator[tuple[EncoderPipeline, list[PlannedStage]]]:
     """The encoder pipelines beside each replica of the backbone, with their stages.
 
     A unit with pp stages has k = (pp of the backbone) / pp pipelines beside each replica. Stage s of pipeline j is on
@@ -291,7 +342,7 @@ def _encoder_pipelines(layout: Layout, program: Program) -> Iterator[tuple[Encod
             on_rank = {stage.rank: stage for stage in backbone if stage.replica == replica}
             numbers = [range(number + j * unit.pp, number + (j + 1) * unit.pp) for j in range(num_pipelines)]
             number += num_pipelines * unit.pp
-            for j, microbatches in enumerate(_encoded_microbatches(layout, numbers)):
+            for j, microbatches in enumerate(_encoded_microbatches(layout, fills, numbers)):
                 ranks = tuple(min(on_rank) + index * num_pipelines + j for index in range(unit.pp))
                 hosts = [on_rank[rank] for rank in ranks]
                 stages = _encoder_stages(layout, unit, replica * num_pipelines + j, hosts, microbatches)
@@ -332,16 +383,16 @@ def _first_backbone_stages(layout: Layout) -> dict[int, int]:
     return first
 
 
-def _encoded_microbatches(layout: Layout, pipelines: list[range]) -> tuple[tuple[int, ...], ...]:
-    """The microbatches that each encoder pipeline encodes: those in the Plan's fills, or without fills an even share.
+def _encoded_microbatches(layout: Layout, fills: Sequence[Fill], pipelines: list[range]) -> tuple[tuple[int, ...], ...]:
+    """The microbatches that each encoder pipeline encodes: those in the fills, or without fills an even share.
 
     pipelines: the numbers of each pipeline's stages.
     """
-    if not layout.plan.fills:
+    if not fills:
         num, size = len(pipelines), layout.num_microbatches
         return global_order([size // num + (j < size % num) for j in range(num)])
     encoded: list[dict[int, None]] = [{} for _ in pipelines]
-    for fill in layout.plan.fills:
+    for fill in fills:
         action = parse_action(fill.action)
         for microbatches, stages in zip(encoded, pipelines):
             if action.kind is Kind.F and action.stage == stages.start:

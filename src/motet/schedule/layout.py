@@ -83,6 +83,11 @@ class PlannedStage:
         return self.unit.name, self.index, self.num_parts, *self.layers.items(), *self.recomputed.items()
 
     @property
+    def place(self) -> tuple[str, int, int]:
+        """What tells the stages of units apart, whatever microbatches they take: unit, replica and index."""
+        return self.unit.name, self.replica, self.index
+
+    @property
     def modules(self) -> tuple[str, ...]:
         """The modules that the stage runs, in order."""
         return tuple(self.layers)

@@ -42,7 +42,7 @@ from motet.train.evaluate import (
     prompt_of,
 )
 from motet.train.input.loading import Decodes
-from motet.train.input.planned import PlannedLoading, StageNeeds
+from motet.train.input.planned import PlannedLoading, StageNeeds, StepDecider
 from motet.train.world import World
 
 
@@ -64,6 +64,7 @@ class PlannedEvaluator:
         self._left_out = LeftOutOfEvaluation(world, report)
         self._dataset, self._tokenizer, self._decoder = dataset, tokenizer, decoder
         self._plan, self._needs, self._step, self._world, self._config = plan, needs, step, world, config
+        self._decide = StepDecider(step.place, own_fills=True)
 
     @torch.no_grad()
     def run(self, model: MLLM, is_stopped: Callable[[], bool] = lambda: False) -> Evaluation | None:
@@ -92,7 +93,7 @@ class PlannedEvaluator:
 
         dataset, decoder: where the examples and their media are from. examples: int64 [n], at most a batch of the Plan.
         """
-        loading, size = PlannedLoading(self._plan, dataset, decoder, self._needs), self._plan.batch_size
+        loading, size = PlannedLoading(self._decide, dataset, decoder, self._needs), self._plan.batch_size
         ids = np.concatenate([examples, np.full(size - len(examples), examples[-1])])
         with self._world.together():
             dealt = loading.deal(StepExamples(ids), 0).microbatches

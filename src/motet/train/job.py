@@ -52,7 +52,7 @@ from motet.train.evaluate_planned import PlannedEvaluator
 from motet.train.input.loading import ExchangeLoading, IndexLoading, Loading
 from motet.train.input.ordering import build_order
 from motet.train.input.own_splits import check_same_splits, joined_splits, own_splits, say_left_out
-from motet.train.input.planned import PlannedLoading, StageNeeds
+from motet.train.input.planned import PlannedLoading, StageNeeds, StepDecider
 from motet.train.input.rows import check_rows
 from motet.train.optimizer import build_optimizer
 from motet.train.planned_job import ChosenPlan, PartConfig, build_part, check_cuts
@@ -263,7 +263,7 @@ def _build_planned_job(
         step,
         order,
         dataset,
-        PlannedLoading(plan, dataset, decoder, needs),
+        PlannedLoading(StepDecider(place), dataset, decoder, needs),
         Recomputation(recipe, spec, planned=place.recomputed),
         evaluator,
         Checkpointer(recipe.run.dir / _CHECKPOINTS, recipe.checkpoint, world.saving, line, world.launch, say),

@@ -27,7 +27,7 @@ from motet.dispatch import RankBatch
 from motet.dispatch.edge_messages import assignment_of
 from motet.runtime.step import StepResult
 from motet.schedule import planned
-from motet.simulate.predict.predict import MAX_ISLANDS, predict_assigned
+from motet.simulate.predict.predict import MAX_ISLANDS, filler_of, predict_assigned
 from motet.simulate.predict.prediction import Prediction
 from motet.train.checkpoint.choice import Say
 from motet.train.device import device_name
@@ -65,6 +65,7 @@ class PredictedRun:
 
     def __init__(self, recipe: Recipe, chosen: ChosenPlan, world: World, say: Say) -> None:
         self._plan, self._stages, self._world = chosen.plan, planned(chosen.plan), world
+        self._filler = filler_of(self._stages) if world.is_first else None
         self._beside = MeasuredBeside(_replan(chosen, recipe))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="predict")
         self._future: Future[Prediction] | None = None
@@ -82,7 +83,8 @@ class PredictedRun:
         is_turn, self._number = self._number % self._every == 0, self._number + 1
         if self._cost is not None and is_turn:
             assignment = assignment_of(batches)
-            self._future = self._pool.submit(predict_assigned, self._plan, self._stages, assignment, self._cost)
+            step = self._plan, self._stages, assignment, self._cost
+            self._future = self._pool.submit(predict_assigned, *step, filler=self._filler)
 
     def of(self, result: StepResult, measured: Mapping[str, Any], say: Say) -> Prediction | None:
         """The prediction of the step that was started last; None on other ranks, and for a step that is not predicted.

@@ -42,6 +42,7 @@ plans = st.builds(
     st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "data_parallel"]), flags, names,
     st.sampled_from(["off", "joint", "per_phase", "auto"]), st.lists(fills, max_size=2).map(tuple),
     st.sampled_from(["given", "intra", "inter", "both"]), st.dictionaries(names, sizes, max_size=2),
+    filling=st.sampled_from(["static", "by_step"]),
 )  # fmt: skip
 
 
@@ -90,7 +91,7 @@ def test_the_file_is_short_and_without_defaults(document, tmp_path):
     assert document["units"] == [
         {"name": "all", "stages": [{"image": 24, "backbone": 9}, {"backbone": 24}], "dp": 8, "pp": 2}
     ]
-    assert not {"schedule", "fills", "order", "microbatch_caps", "policy"} & set(document)
+    assert not {"schedule", "fills", "filling", "order", "microbatch_caps", "policy"} & set(document)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +110,7 @@ def test_the_file_is_short_and_without_defaults(document, tmp_path):
         (["schedule"], "2f2b", "'schedule' must be 'gpipe', '1f1b', 'interleaved_1f1b', 'zb_h1', 'zb_v' or "
          "'data_parallel', not \"2f2b\"."),
         (["order"], "outer", "'order' must be 'given', 'intra', 'inter' or 'both', not \"outer\"."),
+        (["filling"], "by step", "'filling' must be 'static' or 'by_step', not \"by step\"."),
         (["policy"], {"image": "pad"}, "'policy.image' must be 'packed', 'padded' or 'padded_attention', not \"pad\"."),
         (["policy"], "padded", "'policy' must be a table, not \"padded\"."),
         (["microbatch_caps"], {"image": -1}, "'microbatch_caps.image' must be at least 0, not -1."),
@@ -133,7 +135,7 @@ def test_the_file_is_short_and_without_defaults(document, tmp_path):
         (["model", "modules", 0, "stacks", 0, "count"], 10**9,
          "'model.modules[0].stacks[0].count' must be at most 16,384, not 1000000000."),
         (["hue"], "red", "unknown key 'hue'; known here: model, cluster, units, batch_size, microbatch_size, "
-         "schedule, deferred_warmup, precision, balance, fills, order, microbatch_caps, policy."),
+         "schedule, deferred_warmup, precision, balance, fills, order, microbatch_caps, policy, filling."),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_named_by_its_key(document, tmp_path, key, value, sentence):

@@ -21,7 +21,7 @@ from motet.schedule.layout import LAYER_PARTS
 from motet.schedule.program import Program
 from motet.simulate import simulate
 from motet.simulate.engine.stage_times import Part, StageTimes
-from motet.simulate.predict.predict import stage_times_of
+from motet.simulate.predict.program_times import stage_times_of
 from motet.simulate.predict.traffic import Traffic
 
 _MAX_PARTS = 200_000

@@ -221,12 +221,31 @@ def _check_schedule(plan: Plan) -> None:
         raise UserError(f"deferred_warmup is of 'interleaved_1f1b'; the schedule is {kind!r}.")
     if plan.fills and not units_in_bubbles(plan):
         raise UserError("there are fills, but no unit shares the backbone's ranks; fills place the work of such units.")
+    if plan.filling == "by_step":
+        _check_filling(plan)
     if kind == "data_parallel":
         _check_data_parallel(plan, backbone)
     elif plan.balance != "off" and plan.order != "given":
         raise UserError(
             f"balance {plan.balance!r} and order {plan.order!r} both deal out the microbatches of a pipeline; set one."
         )
+
+
+def _check_filling(plan: Plan) -> None:
+    """Bubbles can be filled anew in each step."""
+    if not units_in_bubbles(plan):
+        raise UserError("filling is 'by_step', but no unit shares the backbone's ranks, so that nothing fills bubbles.")
+    if parts := [fill.before for fill in plan.fills if "." in fill.before]:
+        raise UserError(
+            f"filling is 'by_step', and a fill runs before {parts[0]}, a part of the backbone's pass; such fills are "
+            "of every step: filling must be 'static'."
+        )
+    for unit in pipelined_units(plan):
+        if unit.zero > 1 and unit.dp > 1:
+            raise UserError(
+                f"unit {unit.name!r}: zero is {unit.zero}, and filling is 'by_step', in which replicas run passes in "
+                "orders of their own; zero must be 0 or 1, or filling 'static'."
+            )
 
 
 def _check_examples(plan: Plan) -> None:

@@ -24,7 +24,12 @@ _ADDED = frozenset({Kind.GATHER, Kind.GATHER_B, Kind.REDUCE, Kind.STEP})
 
 
 def add_data_parallel(
-    program: Program, zero: Mapping[int, int], trainable: Collection[int], *, at_ends: bool = False
+    program: Program,
+    zero: Mapping[int, int],
+    trainable: Collection[int],
+    *,
+    at_ends: bool = False,
+    gathers_first: bool = False,
 ) -> Program:
     """Add GATHER before the first use of a stage's parameters, REDUCE after its last gradient, STEP at a rank's end.
 
@@ -34,6 +39,8 @@ def add_data_parallel(
     at_ends:   collectives of the whole step stand before all passes of a rank and after all of them. Where they hold up
                compute, and ranks of a group take different microbatches (encoders in bubbles), ranks could otherwise
                wait for each other in a ring: one in a collective, one for a message that comes after it.
+    gathers_first: gathers of the whole step stand before all passes of a rank. Islands that run their passes in orders
+               of their own start them alike then; nothing in a step waits for reductions.
     Raises ArgumentError for a stage or level that does not exist, and for a Program that has such actions. O(actions).
     """
     for stage, level in zero.items():
@@ -43,7 +50,7 @@ def add_data_parallel(
             )
     if any(action.kind in _ADDED for row in program.actions for action in row):
         raise ArgumentError("the Program has collectives of data parallelism already; add them once.")
-    rule = _Rule([stage.group for stage in program.stages], zero, frozenset(trainable), at_ends)
+    rule = _Rule([stage.group for stage in program.stages], zero, frozenset(trainable), at_ends, gathers_first)
     return replace(program, actions=tuple(tuple(rule.row(row)) for row in program.actions))
 
 
@@ -55,6 +62,7 @@ class _Rule:
     zero: Mapping[int, int]
     trainable: frozenset[int]
     at_ends: bool
+    gathers_first: bool
 
     def row(self, row: Sequence[Action]) -> Iterator[Action]:
         """A row with its collectives and STEP."""
@@ -67,8 +75,9 @@ class _Rule:
             for reduction in self.reductions(action):
                 reduce_index[reduction] = index
         # 2. Those of the whole step move outwards, so that groups come in one order.
-        if self.at_ends:
+        if self.at_ends or self.gathers_first:
             gather_index |= {gather: 0 for gather in gather_index if gather.microbatch < 0}
+        if self.at_ends:
             reduce_index |= {reduction: len(row) - 1 for reduction in reduce_index if reduction.microbatch < 0}
         self.put_in_order(gather_index, reduce_index)
         gathers = sorted(gather_index, key=lambda one: (one.microbatch >= 0, self.groups[one.stage]))

@@ -10,7 +10,7 @@ only MAX_ISLANDS are simulated: those with the largest sum, over microbatches, o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
@@ -25,11 +25,13 @@ from motet.cost.flops import batch_flops
 from motet.cost.model import CostModel
 from motet.schedule import PlannedProgram, Presence, planned, program_of_batch
 from motet.schedule.coordinates import first_ranks, ranks_a_program_rank
+from motet.schedule.program import Program
 from motet.simulate.engine.simulate import Prepared, makespans, simulate
-from motet.simulate.engine.stage_times import StageTimes
+from motet.simulate.filling.step_filler import StepFiller
 from motet.simulate.predict.batch import draw_batch
 from motet.simulate.predict.memory import memory_of
 from motet.simulate.predict.prediction import Prediction
+from motet.simulate.predict.program_times import stage_times_of, times_in_islands
 from motet.simulate.predict.stage_pricing import Pricing
 from motet.simulate.predict.step_seconds import PricedStep
 from motet.simulate.predict.traffic import Traffic
@@ -69,9 +71,11 @@ def predictions(
 ) -> Iterator[Prediction]:
     """Predictions of several steps, one after the other. The first is that of `predict`."""
     stages, rng = planned(plan), np.random.default_rng(seed)
+    filler = filler_of(stages)
     for _ in range(num_batches):
         assignment = assign_batch(plan, draw_batch(plan, workload, rng), cost, balancing)
-        yield predict_assigned(plan, stages, assignment, cost, seed=int(rng.integers(1 << 32)), jitter=jitter)
+        drawn = int(rng.integers(1 << 32))
+        yield predict_assigned(plan, stages, assignment, cost, seed=drawn, jitter=jitter, filler=filler)
 
 
 def assign_batch(
@@ -89,12 +93,18 @@ def predict_assigned(
     *,
     seed: int = 0,
     jitter: float = 0.0,
+    filler: StepFiller | None = None,
 ) -> Prediction:
-    """The Prediction of a step whose examples are already assigned, e.g. by the balancer of training."""
+    """The Prediction of a step whose examples are already assigned, e.g. by the balancer of training.
+
+    filler: of `filler_of(stages)`, which is made anew if it is not given. Memory is that of the Plan's own fills: those
+            of a step need no more than devices have (simulate/filling/memory.py).
+    """
     pricing = Pricing(plan, stages, assignment, cost)
+    timeline, program = _slowest_island(pricing, filler or filler_of(stages), seed, jitter)
     ranks = np.unique(np.concatenate([unit.first_rank + np.arange(unit.num_ranks) for unit in plan.units]))
     return Prediction(
-        _slowest_island(pricing, seed, jitter),
+        timeline,
         ranks,
         assignment.batch.num_examples,
         int(assignment.batch.sequence.sum()),
@@ -104,27 +114,43 @@ def predict_assigned(
         {part: rows[ranks] for part, rows in memory_of(pricing).items()},
         plan.cluster.device.memory_bytes,
         _present(pricing),
+        program,
     )
 
 
-def _slowest_island(pricing: Pricing, seed: int, jitter: float) -> Timeline:
-    """The Timeline of the slowest island. Its ranks are named by the ranks of the cluster that they stand for."""
-    traffic = Traffic(pricing)
-    program = Prepared(program_of_batch(pricing.planned, _present(pricing)))
-    overlap = pricing.plan.cluster.device.overlaps
+def filler_of(stages: PlannedProgram) -> StepFiller | None:
+    """What decides the fills of a Plan's steps; None if its own are those of every step. stages: of the Plan."""
+    return StepFiller(stages) if stages.layout.plan.filling == "by_step" else None
 
-    def simulated(island: int) -> Timeline:
+
+def _slowest_island(
+    pricing: Pricing, filler: StepFiller | None, seed: int, jitter: float
+) -> tuple[Timeline, Program | None]:
+    """The Timeline of the slowest island, and its Program where the step decides it.
+
+    Its ranks are named by the ranks of the cluster that they stand for.
+    """
+    traffic, overlap = Traffic(pricing), pricing.plan.cluster.device.overlaps
+    own = Prepared(program_of_batch(pricing.planned, _present(pricing)))
+
+    def simulated(island: int, program: Prepared = own) -> Timeline:
         times = stage_times_of(pricing, traffic, island)
         timeline = simulate(program, times, overlap=overlap, jitter=jitter, seed=seed + island)
         return timeline.named(_rank_names(pricing, island))
 
+    def filled(island: int, filler: StepFiller) -> tuple[Timeline, Program]:
+        program = filler.program(pricing.assignment, island).program
+        return simulated(island, Prepared(program)), program
+
     islands = list(_simulated(pricing, jitter))
+    if filler is not None:
+        return max((filled(island, filler) for island in islands), key=lambda one: one[0].makespan_s)
     if jitter:
-        return max(map(simulated, islands), key=lambda timeline: timeline.makespan_s)
+        return max(map(simulated, islands), key=lambda timeline: timeline.makespan_s), None
     if len(islands) == 1:
-        return simulated(islands[0])
-    step_s = makespans(program, times_in_islands(pricing, traffic, islands), len(islands), overlap)
-    return simulated(islands[int(np.argmax(step_s))])
+        return simulated(islands[0]), None
+    step_s = makespans(own, times_in_islands(pricing, traffic, islands), len(islands), overlap)
+    return simulated(islands[int(np.argmax(step_s))]), None
 
 
 def _present(pricing: Pricing) -> tuple[Presence, ...]:
@@ -158,39 +184,3 @@ def _simulated(pricing: Pricing, jitter: float) -> Iterator[int]:
         if not others or all(key(island) != key(other) for other in others):
             yield island
             others.append(island)
-
-
-def stage_times_of(pricing: Pricing, traffic: Traffic, island: int = 0) -> StageTimes:
-    """The StageTimes of the Program, for the examples of one island."""
-    return times_in_islands(pricing, traffic, [island])
-
-
-def times_in_islands(pricing: Pricing, traffic: Traffic, islands: Sequence[int]) -> StageTimes:
-    """The StageTimes of several islands: the stages, edges and ranks of the first, then those of the second, ..."""
-    stages, colocated = pricing.planned.stages, pricing.plan.schedule == "data_parallel"
-    num_microbatches = pricing.assignment.num_microbatches
-    tables = (table.reshape(-1, num_microbatches) for table in pricing.in_islands(islands)[:-1])
-    forward, backward_input, weight, recompute, forward_tensor, backward_tensor = tables
-    none = np.zeros((1, 1))
-    gather_s, reduce_s, replicas_s = np.tile(traffic.collectives.of_stages(), len(islands))
-    in_parts = [(number, stage) for number, stage in enumerate(stages) if stage.num_parts > 1]
-    return StageTimes(
-        forward,
-        backward_input,
-        weight,
-        recompute,
-        forward_tensor,
-        backward_tensor,
-        send_s=none if colocated else traffic.send_s(islands).reshape(-1, num_microbatches),
-        return_s=none if colocated else traffic.send_s(islands, gradient=True).reshape(-1, num_microbatches),
-        exchange_s=traffic.exchange_s() if colocated else none,
-        gather_s=gather_s,
-        reduce_s=reduce_s,
-        replicas_s=replicas_s,
-        norm_s=traffic.collectives.norm_s(),
-        step_s=np.tile(traffic.collectives.step_s(), len(islands)),
-        forward_parts={number: pricing.parts(stage) for number, stage in in_parts},
-        backward_parts={
-            number: pricing.parts(stage, backward=True) for number, stage in in_parts if stage.has_backward
-        },
-    )

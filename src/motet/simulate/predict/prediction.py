@@ -10,7 +10,7 @@ import numpy as np
 
 from motet.core.arrays import Int64Array
 from motet.core.timeline import Timeline
-from motet.schedule import Presence
+from motet.schedule import Presence, Program
 from motet.simulate.bubbles import Bubbles, bubbles
 
 
@@ -28,6 +28,7 @@ class Prediction:
     memory_bytes:   by part ("parameters", "activations", ...), int64 [num_ranks], when the sum of parts is largest.
     capacity_bytes: memory of one rank's device.
     present:        what each microbatch has, under "data_parallel" (`schedule.executed_program`).
+    program:        what the ranks of the Timeline do, where each step fills bubbles by itself; None: as the Plan says.
 
     Example:
         >>> from motet.schedule import one_f_one_b
@@ -48,6 +49,7 @@ class Prediction:
     memory_bytes: Mapping[str, Int64Array]
     capacity_bytes: int
     present: tuple[Presence, ...] = ()
+    program: Program | None = None
 
     @property
     def num_ranks(self) -> int:

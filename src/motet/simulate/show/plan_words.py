@@ -72,6 +72,8 @@ def plan_in_words(plan: Plan) -> list[str]:
     step += _ORDERS[plan.order]
     if plan.fills:
         step += f" {_number(len(plan.fills), 'slice')} of encoders run in bubbles."
+    if plan.filling == "by_step":
+        step += " Each step decides by its lengths which encoder pipeline takes which microbatch, and where."
     return [first, step, *(_unit(unit, plan) for unit in plan.units)]
 
 

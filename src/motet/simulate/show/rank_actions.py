@@ -23,7 +23,7 @@ def rank_actions(plan: Plan, prediction: Prediction, rank: int) -> Iterator[str]
     Raises UserError for a rank that the Plan does not use.
     """
     program_rank = program_rank_of(plan, rank)
-    program = executed_program(plan, prediction.present)
+    program = prediction.program or executed_program(plan, prediction.present)
     times = _times(prediction, program_rank)
     row = program.actions[program_rank]
     width = max(map(len, map(str, row)), default=0)

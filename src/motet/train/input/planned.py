@@ -12,17 +12,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from motet.assign.planned_step import decide_planned_step
+from motet.assign.step import StepAssignment
 from motet.assign.whole_step import DecidedMicrobatch, DecidedStep
 from motet.core.arrays import BoolArray
 from motet.core.example import Media
-from motet.core.plan import Plan
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.source import cost_model
 from motet.data.examples import Examples
 from motet.data.order import StepExamples
 from motet.dispatch import LoadedExample, RankBatch
 from motet.dispatch.stage_batch import assemble_stages
-from motet.schedule import PlannedStage
+from motet.runtime.place import Place
+from motet.schedule import PlannedProgram, PlannedStage
+from motet.simulate.filling.step_filler import StepFiller
 from motet.simulate.predict.step_seconds import PricedStep
 from motet.train.input.loading import (
     Dealt,
@@ -43,30 +45,52 @@ class StageNeeds:
     """What the stages of a rank need of a microbatch.
 
     replicas: as in `assemble_stages`.
-    media:    phase -> the microbatches whose items it reads.
+    readers:  phase -> the stage that reads its items, of the microbatches that the stage takes.
     tokens:   whether it reads tokens.
     """
 
     replicas: Mapping[str, int]
-    media: Mapping[str, tuple[int, ...]]
+    readers: Mapping[str, PlannedStage]
     tokens: bool
 
     @staticmethod
     def of(replicas: Mapping[str, int], stages: Collection[PlannedStage], num_blocks: Mapping[str, int]) -> StageNeeds:
         """stages: those of the rank. num_blocks: of each whole module."""
-        begun = {name: one.microbatches for one in stages for name, (first, _) in one.layers.items() if first == 0}
+        begun = {name: one for one in stages for name, (first, _) in one.layers.items() if first == 0}
         ended = {name for one in stages for name, (_, stop) in one.layers.items() if stop == num_blocks[name]}
-        media = {name: microbatches for name, microbatches in begun.items() if name != BACKBONE}
-        return StageNeeds(replicas, media, BACKBONE in begun.keys() | ended)
+        readers = {name: stage for name, stage in begun.items() if name != BACKBONE}
+        return StageNeeds(replicas, readers, BACKBONE in begun.keys() | ended)
+
+    def reads(self, phase: str, microbatch: int, program: PlannedProgram | None) -> bool:
+        """Whether it reads the items of a phase in a microbatch. program: of the step; None: that of the Plan."""
+        stage = self.readers.get(phase)
+        if stage is not None and program is not None:
+            stage = next(one for one in program.stages if one.place == stage.place)
+        return stage is not None and stage.takes(microbatch)
 
 
-def decided_under(plan: Plan, lengths: BatchLengths) -> DecidedStep:
-    """A step of a Plan as training takes it: decided from lengths and the figures of the Plan's devices alone, so that
-    all ranks decide the same, whatever profile a rank may find. Raises as `decide_planned_step` does.
+class StepDecider:
+    """Decides the steps of a Plan as training takes them: from lengths and the figures of the Plan's devices alone, so
+    that all ranks decide the same, whatever profile a rank may find.
+
+    place:      of the rank, whose island's Program is decided. own_fills: the Plan's own fills hold for every step.
     """
-    if plan.order == "given":
-        return decide_planned_step(plan, lengths)
-    return decide_planned_step(plan, lengths, PricedStep(plan, lengths, cost_model(plan.cluster, plan.precision)))
+
+    def __init__(self, place: Place, *, own_fills: bool = False) -> None:
+        self._plan, self._island = place.program.layout.plan, place.island
+        by_step = self._plan.filling == "by_step" and not own_fills
+        self._filler = StepFiller(place.program) if by_step else None
+
+    def __call__(self, lengths: BatchLengths) -> DecidedStep:
+        """Decide a step. Raises as `decide_planned_step` does."""
+        plan, seconds = self._plan, None
+        if plan.order != "given":
+            seconds = PricedStep(plan, lengths, cost_model(plan.cluster, plan.precision))
+        return decide_planned_step(plan, lengths, seconds, self._program if self._filler else None)
+
+    def _program(self, step: StepAssignment) -> PlannedProgram:
+        assert self._filler is not None
+        return self._filler.program(step, self._island)
 
 
 def stages_of_examples(
@@ -81,7 +105,7 @@ def stages_of_examples(
     media = {
         phase: [items[phase][item] for item in decided.decision.assignments[phase].on_rank(needs.replicas[phase])]
         for phase in items
-        if microbatch in needs.media.get(phase, ())
+        if needs.reads(phase, microbatch, decided.decision.program)
     }
     sequences = None
     if needs.tokens:
@@ -93,13 +117,13 @@ def stages_of_examples(
 class PlannedLoading:
     """Loads what a Plan's StepAssignment gives to this rank's stages."""
 
-    def __init__(self, plan: Plan, dataset: Examples, decoder: Decodes, needs: StageNeeds) -> None:
-        self._plan, self._dataset, self._decoder, self._needs = plan, dataset, decoder, needs
+    def __init__(self, decide: StepDecider, dataset: Examples, decoder: Decodes, needs: StageNeeds) -> None:
+        self._decide, self._dataset, self._decoder, self._needs = decide, dataset, decoder, needs
 
     def deal(self, examples: StepExamples, num_microbatches: int) -> DealtStep:
         assert examples.group is None, "a recipe under a Plan has no groups of its own"
         ids = examples.ids
-        step = decided_under(self._plan, self._dataset.batch_lengths(ids, 1))
+        step = self._decide(self._dataset.batch_lengths(ids, 1))
         dealt = (Dealt(ids[part.examples], part, number) for number, part in enumerate(step.microbatches))
         return DealtStep(tuple(dealt), step)
 
@@ -108,7 +132,8 @@ class PlannedLoading:
         assert decided is not None, "a Plan decides before loading"
         pending = Pending(len(ids), where_in(self._dataset, ids), lengths=decided.lengths, decision=decided.decision)
         pending.ids = ids
-        pending.phases = tuple(phase for phase in decided.lengths.items if dealt.number in needs.media.get(phase, ()))
+        program = decided.decision.program
+        pending.phases = tuple(phase for phase in decided.lengths.items if needs.reads(phase, dealt.number, program))
         items = {phase: decided.decision.assignments[phase].on_rank(needs.replicas[phase]) for phase in pending.phases}
         pending.items = submitted(self._dataset, self._decoder, ids, decided.lengths, items)
         if needs.tokens:

@@ -91,6 +91,14 @@ OPTIONS = {
     "'zb_v' needs 2 a pipeline rank": (PLANS["chain"], {"schedule": "zb_v"}),
     "deferred_warmup is of 'interleaved_1f1b'; the schedule is '1f1b'": (PLANS["chain"], {"deferred_warmup": True}),
     "there are fills, but no unit shares": (PLANS["chain"], {"fills": (Fill(0, "3F0"),)}),
+    "filling is 'by_step', but no unit shares the backbone's": (PLANS["chain"], {"filling": "by_step"}),
+    "filling is 'by_step', and a fill runs before 0F0.1, a part": (
+        PLANS["filled"], {"filling": "by_step", "fills": (Fill(0, "4F0", "0F0.1"),)}
+    ),
+    "unit 'llm': zero is 3, and filling is 'by_step'": (
+        replace(PLANS["filled"], units=(replace(PLANS["filled"].units[0], zero=3), *PLANS["filled"].units[1:])),
+        {"filling": "by_step"},
+    ),
     "balance 'joint' and order 'both' both deal out": (PLANS["chain"], {"balance": "joint", "order": "both"}),
     "policy is of 'image', and with balance 'off' nothing is balanced by it": (
         FSDP, {"policy": {"image": "padded"}, "balance": "off"}

@@ -17,7 +17,8 @@ from motet.core.workload import BatchLengths, ItemLengths
 from motet.cost.analytic import Analytic
 from motet.cost.flops import step_flops
 from motet.schedule import planned, validate
-from motet.simulate.predict.predict import assign_batch, predict, predict_assigned, stage_times_of
+from motet.simulate.predict.predict import assign_batch, predict, predict_assigned
+from motet.simulate.predict.program_times import stage_times_of
 from motet.simulate.predict.stage_pricing import Pricing
 from motet.simulate.predict.traffic import Traffic
 from motet.simulate.show.report import out_of_memory
