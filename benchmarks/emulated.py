@@ -167,7 +167,7 @@ def lengths_of(rng: np.random.Generator) -> BatchLengths:
 def batches_of(plan: Plan, place: Place, lengths: BatchLengths) -> list[RankBatch]:
     """The microbatches of a step, as far as the rank needs them."""
     batches, items = [], lengths.items["image"]
-    needs = StageNeeds.of(place.replicas, place.stages.values(), plan.model.num_blocks)
+    needs = StageNeeds.of(place.replicas, place.stages.values(), plan.model)
     for microbatch, part in enumerate(decide_planned_step(plan, lengths).microbatches):
         sequences = []
         for number in part.examples:
