@@ -171,7 +171,7 @@ def batches_of(
 ) -> list[RankBatch]:
     """The microbatches of a step, as far as the rank needs them. decide: by default with the Plan's own fills."""
     batches, items = [], lengths.items["image"]
-    needs = StageNeeds.of(place.replicas, place.stages.values(), plan.model.num_blocks)
+    needs = StageNeeds.of(place.replicas, place.stages.values(), plan.model)
     for microbatch, part in enumerate((decide or partial(decide_planned_step, plan))(lengths).microbatches):
         sequences = []
         for number in part.examples:

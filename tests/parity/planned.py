@@ -46,7 +46,7 @@ from motet.runtime.step import StepResult
 from motet.train.input.planned import StageNeeds, StepDecider
 from motet.train.optimizer import OptimizerConfig, build_optimizer
 from motet.train.planned_job import holders_of
-from parity.planned_parts import SECOND, has_second, read_twice, second_tower, with_parts
+from parity.planned_parts import SECOND, again_with, has_second, read_twice, second_tower, with_parts
 from parity.random_fills import with_random_fills
 from parity.tiny import draw_example, reference_step
 from ranks import run_ranks
@@ -106,7 +106,8 @@ def build_hf_model(frozen: Sequence[str] = (), tied: bool = False, parts: Sequen
         )
         for phase, (tower, downsample) in towers.items()
     }
-    model = MLLM(encoders, Backbone(Qwen2ForCausalLM(backbone).to(torch.float64), train=BACKBONE not in frozen))
+    causal_lm = Qwen2ForCausalLM(backbone).to(torch.float64)
+    model = MLLM(encoders, Backbone(causal_lm, train=BACKBONE not in frozen, again=again_with(parts)))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:  # Biases are zero otherwise; that of keys has a gradient of rounding alone.
@@ -236,7 +237,7 @@ def batches_of(case: PlannedCase, place: Place, model: MLLM, step: int) -> list[
     """The microbatches of a step, as far as this rank needs them."""
     examples, plan, phases = case.examples(step), place.program.layout.plan, tuple(model.encoders)
     lengths = LoadedTables.read([tables_of(examples, phases, model.encoders)], phases).lengths
-    needs = StageNeeds.of(place.replicas, place.stages.values(), plan.model.num_blocks)
+    needs = StageNeeds.of(place.replicas, place.stages.values(), plan.model)
     batches = []
     for number, part in enumerate(StepDecider(place)(lengths).microbatches):
         chosen = [examples[number] for number in part.examples]

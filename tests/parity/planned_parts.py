@@ -2,6 +2,7 @@
 
 "queries":      the image's projector is a resampler, the others' are Q-Formers: a block more each.
 "tiles":        a callback with weights makes tiles of each image before its encoder, and one doubles audio's rows.
+"again":        the image's rows enter the backbone again before its third block, audio's before its second as well.
 "rows", "sum":  "second" reads each image too; its rows come behind the first encoder's, or are added to them.
 """
 
@@ -53,6 +54,11 @@ class WideTiles(Tiles):
 
     def __init__(self) -> None:
         super().__init__(48)
+
+
+def again_with(parts: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """The blocks of the backbone before which rows enter again."""
+    return {"image": (2,), "audio": (1, 2)} if "again" in parts else {}
 
 
 def has_second(parts: Sequence[str]) -> bool:

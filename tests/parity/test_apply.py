@@ -88,7 +88,7 @@ def step_frozen(rank, num_ranks, plan):
     return motet.apply(model, plan, sgd).step(parts.batches()[0]).loss
 
 
-PARTS = {"rows": ("rows", "queries"), "sum": ("sum", "tiles")}
+PARTS = {"rows": ("rows", "queries", "again"), "sum": ("sum", "tiles")}
 STAGES = {
     "rows": ({"image": 3}, {"image": 1, "second": 3, "audio": 3, "backbone": 3}),
     "sum": ({"image": 2}, {"image": 1, "second": 2, "audio": 2, "backbone": 3}),

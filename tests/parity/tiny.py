@@ -157,7 +157,10 @@ def _encoders(frozen: Sequence[str], readers: str) -> dict[str, ModalityModule]:
 
 
 def build_model(dtype: torch.dtype = torch.float64, frozen: Sequence[str] = (), readers: str = "") -> MLLM:
-    """The same parameters in every call and on every rank. frozen: of "image encoder", "image", "audio", "backbone"."""
+    """The same parameters in every call and on every rank. frozen: of "image encoder", "image", "audio", "backbone".
+
+    readers: as of `_encoders`; with "sum" rows of images enter the backbone again, too.
+    """
     torch.manual_seed(3)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
@@ -172,7 +175,9 @@ def build_model(dtype: torch.dtype = torch.float64, frozen: Sequence[str] = (), 
     encoders = _encoders(frozen, readers)
     merge = Scaled() if readers == "rows" else None
     causal_lm = Qwen2ForCausalLM(config).to(dtype)
-    model = MLLM(encoders, Backbone(causal_lm, train="backbone" not in frozen, merge=merge)).to(dtype)
+    again = {"image": (1,)} if readers == "sum" else {}
+    backbone = Backbone(causal_lm, train="backbone" not in frozen, merge=merge, again=again)
+    model = MLLM(encoders, backbone).to(dtype)
     keep_float64(model.encoders)
     return model
 

@@ -37,7 +37,7 @@ def edge_rows(
 
     edge: index into `planned.program.edges`.
     A module that continues in the sink stage, or only passes through it, has the key (module, module) and the value
-    None: all of its rows go, in their order.
+    None: all of its rows go, in their order. So they do to a later stage of the module that has taken them in.
     """
     source, sink = (planned.stages[stage] for stage in planned.program.edges[edge])
     ends = replica_of(planned.layout, source, island), replica_of(planned.layout, sink, island)
@@ -45,6 +45,7 @@ def edge_rows(
     for name, stop in edge_outputs(planned.layout, source, sink):
         has_ended = stop == len(planned.layout.plan.model.module(name).blocks)
         consumers = consumers_in(planned.layout, name, sink) if has_ended else []
+        consumers = [consumer for consumer in consumers if consumer not in source.layers]
         for consumer in consumers:
             rows[name, consumer] = sent_rows(assignment, (name, ends[0]), (consumer, ends[1]), microbatch)
         if not consumers:

@@ -19,8 +19,9 @@ count twice; a run in float32 keeps up to 8 % fewer elements than counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal
 
 from motet.core.errors import ArgumentError
@@ -489,11 +490,19 @@ def connect(
     return replace(encoder, stacks=(*encoder.stacks, *Module.of(encoder.name, [added]).stacks))
 
 
-def multimodal(name: str, backbone: Module, encoders: Sequence[Module], generators: Sequence[Module] = ()) -> ModelSpec:
+def multimodal(
+    name: str,
+    backbone: Module,
+    encoders: Sequence[Module],
+    generators: Sequence[Module] = (),
+    again: Mapping[str, Sequence[int]] = MappingProxyType({}),
+) -> ModelSpec:
     """The model whose encoders feed the backbone, and whose backbone feeds the generators.
 
-    Raises ArgumentError if two modules have one name.
+    again: encoder -> blocks of the backbone, not the first, before which its rows enter again.
+    Raises ArgumentError as `ModelSpec` does.
     """
     edges = [(encoder.name, backbone.name) for encoder in encoders]
     edges += [(backbone.name, generator.name) for generator in generators]
-    return ModelSpec(name, (*encoders, backbone, *generators), tuple(edges))
+    reentries = tuple((encoder, backbone.name, block) for encoder, blocks in again.items() for block in blocks)
+    return ModelSpec(name, (*encoders, backbone, *generators), tuple(edges), reentries)

@@ -197,9 +197,11 @@ class Module:
 class ModelSpec:
     """A model as layers with their sizes, without weights.
 
-    modules: in an order in which they can run.
-    edges:   (source, sink): the sink takes in the source's outputs.
-    Raises ArgumentError for equal names, and for edges of unknown modules or against the order.
+    modules:   in an order in which they can run.
+    edges:     (source, sink): the sink's first block takes in the source's outputs.
+    reentries: (source, sink, block) of edges whose sink takes in the same outputs again before a later block.
+    Raises ArgumentError for equal names, for edges of unknown modules or against the order, and for reentries of no
+    edge or no later block.
 
     Example:
         >>> from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
@@ -213,6 +215,7 @@ class ModelSpec:
     name: str
     modules: tuple[Module, ...]
     edges: tuple[tuple[str, str], ...]
+    reentries: tuple[tuple[str, str, int], ...] = ()
 
     def __post_init__(self) -> None:
         index = {module.name: number for number, module in enumerate(self.modules)}
@@ -224,6 +227,12 @@ class ModelSpec:
                     raise ArgumentError(f"{self.name}: an edge names {name!r}; the modules are {', '.join(index)}.")
             if index[source] >= index[sink]:
                 raise ArgumentError(f"{self.name}: {source!r} feeds {sink!r}, so it must come before it.")
+        for source, sink, block in self.reentries:
+            if (source, sink) not in self.edges or not 0 < block < len(self.module(sink).blocks):
+                raise ArgumentError(
+                    f"{self.name}: {source!r} enters {sink!r} again before its block {block}; it must feed it, and the "
+                    "block must be one behind its first."
+                )
 
     @cached_property
     def _by_name(self) -> Mapping[str, Module]:
@@ -252,6 +261,10 @@ class ModelSpec:
     def sinks(self, name: str) -> tuple[str, ...]:
         """The modules that take in the outputs of the named one."""
         return tuple(sink for source, sink in self.edges if source == name)
+
+    def entries(self, source: str, sink: str) -> tuple[int, ...]:
+        """The blocks of a sink before which it takes in a source's outputs, ascending: the first, and reentries."""
+        return (0, *sorted(block for *edge, block in self.reentries if edge == [source, sink]))
 
     @cached_property
     def input_gradients(self) -> Mapping[str, tuple[bool, ...]]:

@@ -10,8 +10,10 @@ mask: every other combination silently attends across documents. Positions resta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -46,6 +48,8 @@ class Backbone(nn.Module):
     causal_lm: an HF model of a class in `registry.BACKBONES`, or a `ShapedCausalLM`, built with
                attn_implementation="motet_packed".
     merge: a callback in place of `merge_rows` (`models/callbacks.py`).
+    again: encoder -> blocks, not the first, before which its rows are added to the hidden states at their places again,
+           as DeepStack does.
     Raises UserError for another class, and for a config with options that Motet does not compute
     (`supported.check_backbone`).
     """
@@ -55,6 +59,7 @@ class Backbone(nn.Module):
         causal_lm: nn.Module,
         train: bool = True,
         merge: Callable[[Tensor, dict[str, Tensor], Sequences], Tensor] | None = None,
+        again: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         if causal_lm.config._attn_implementation != ATTENTION:
@@ -71,6 +76,13 @@ class Backbone(nn.Module):
         if merge is not None:
             check_callback("merge", "merge", merge)
         self._blocks = tuple(wrap_blocks(causal_lm, causal_lm.model.layers))
+        self.again = {name: tuple(blocks) for name, blocks in again.items()}
+        for name, blocks in self.again.items():
+            if wrong := [block for block in blocks if not 0 < block < len(self._blocks)]:
+                raise UserError(
+                    f"again: {name!r} enters before block {wrong[0]}; it must be a block from 1 to "
+                    f"{len(self._blocks) - 1}, as its rows enter before block 0 in any case."
+                )
         frozen_to_eval(causal_lm)
 
     def train(self, mode: bool = True) -> Backbone:
@@ -211,7 +223,7 @@ class Backbone(nn.Module):
 
     def hidden_states(self, sequences: Sequences, features: dict[str, Tensor]) -> Tensor:
         """Hidden states after the last norm, [total, dim]."""
-        return self.through(self.enter(sequences, features), sequences, 0, len(self._blocks))
+        return self.through(self.enter(sequences, features), sequences, 0, len(self._blocks), features)
 
     def enter(self, sequences: Sequences, features: dict[str, Tensor]) -> Tensor:
         """What stands before the blocks: embedded tokens with the features in their places, [total, dim].
@@ -230,11 +242,36 @@ class Backbone(nn.Module):
             embeds.requires_grad_()
         return embeds
 
-    def through(self, hidden: Tensor, sequences: Sequences, first: int, stop: int) -> Tensor:
+    def through(
+        self,
+        hidden: Tensor,
+        sequences: Sequences,
+        first: int,
+        stop: int,
+        features: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> Tensor:
         """Hidden states [total, dim] after the blocks first ... stop - 1; behind the last block also after the norm.
 
-        Of `sequences` it reads the offsets alone.
+        features: of encoders that enter again before these blocks; others are not read. Of `sequences` it reads the
+        offsets alone, and the places of these features.
         """
+        entries = {block for blocks in self.again.values() for block in blocks if first <= block < stop}
+        for begin, end in pairwise(sorted({first, *entries, stop})):
+            hidden = self._run_blocks(self._entered_again(hidden, begin, features, sequences), sequences, begin, end)
+        return hidden
+
+    def _entered_again(
+        self, hidden: Tensor, block: int, features: Mapping[str, Tensor], sequences: Sequences
+    ) -> Tensor:
+        """The hidden states before a block with the rows of encoders that enter again there."""
+        for name, blocks in self.again.items():
+            if block in blocks and name in features:
+                rows = features[name].to(hidden.dtype)
+                hidden = hidden.index_add(0, places_of(name, rows, sequences), rows)
+        return hidden
+
+    def _run_blocks(self, hidden: Tensor, sequences: Sequences, first: int, stop: int) -> Tensor:
+        """The blocks first ... stop - 1, which nothing enters in between."""
         if len(hidden) == 0:
             for block in self._blocks[first:stop]:
                 hidden = block(hidden)

@@ -37,7 +37,9 @@ class CuttableBackbone(Protocol):
     """The LLM in parts. `leave` returns the sum of the loss, and the number of targets."""
 
     def enter(self, sequences: PackedSequences, features: dict[str, Tensor]) -> Tensor: ...
-    def through(self, hidden: Tensor, sequences: PackedSequences, first: int, stop: int) -> Tensor: ...
+    def through(
+        self, hidden: Tensor, sequences: PackedSequences, first: int, stop: int, features: dict[str, Tensor]
+    ) -> Tensor: ...
     def leave(self, hidden: Tensor, sequences: PackedSequences) -> tuple[Tensor, int]: ...
 
 
@@ -46,7 +48,8 @@ class BlockSpan:
     """What a section runs of a module: blocks, with what stands before (enters) and behind them (leaves).
 
     is_whole:     the module is run in one call, as it may have no parts.
-    sources:      modules whose outputs it takes in if it enters.
+    sources:      modules whose outputs it takes in: those that feed it if it enters, and those that enter again here.
+    kept:         those of them that enter again behind it.
     is_trainable: whether any parameter of the blocks is updated.
     part:         the part of the stage's forward pass that it belongs to.
     """
@@ -60,12 +63,13 @@ class BlockSpan:
     sources: tuple[str, ...]
     is_recomputed: bool
     is_trainable: bool
+    kept: tuple[str, ...] = ()
     part: int = 0
 
     @property
     def taken(self) -> tuple[str, ...]:
         """Names of the tensors that it takes in."""
-        return self.sources if self.enters else (self.module,)
+        return self.sources if self.enters else (self.module, *self.sources)
 
 
 def spans_of(stage: PlannedStage, model: ModelSpec) -> Iterator[BlockSpan]:
@@ -115,7 +119,10 @@ def _span(
 ) -> BlockSpan:
     module = model.module(name)
     is_trainable = any(module.layers[index].trainable for index in module.block_layers(*blocks))
-    return BlockSpan(name, *blocks, enters, leaves, is_whole, model.sources(name), is_recomputed, is_trainable)
+    entries = {source: model.entries(source, name) for source in model.sources(name)}
+    sources = tuple(each for each in entries if enters or any(block in range(*blocks) for block in entries[each]))
+    kept = tuple(each for each in sources if entries[each][-1] >= blocks[1])
+    return BlockSpan(name, *blocks, enters, leaves, is_whole, sources, is_recomputed, is_trainable, kept)
 
 
 class Section:
@@ -156,7 +163,8 @@ class Section:
         span, sequences = self.span, batch.sequences
         hidden = module.enter(sequences, taken) if span.enters else taken[span.module]
         if span.first < span.stop:
-            hidden = module.through(hidden, sequences, span.first, span.stop)
+            features = {name: rows for name, rows in taken.items() if name != span.module}
+            hidden = module.through(hidden, sequences, span.first, span.stop, features)
         if not span.leaves:
             return hidden
         loss_sum, num_targets = module.leave(hidden, sequences)
@@ -197,7 +205,8 @@ class SectionedStage:
             if part not in (-1, section.span.part):
                 continue
             span = section.span
-            taken = {name: held.pop(name) for name in span.taken if name in held}
+            taken = {name: held[name] for name in span.taken if name in held}
+            held = {name: tensor for name, tensor in held.items() if name not in taken or name in span.kept}
             if not section.has_input(batch):
                 continue
             run = SectionRun(section, {name: _leaf(tensor) for name, tensor in taken.items()}, None)
@@ -245,7 +254,8 @@ class SectionedStage:
                     torch.autograd.backward(output, gradient)
             for name, leaf in run.taken.items():
                 if leaf.requires_grad:
-                    gradients[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                    own = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                    gradients[name] = own + gradients[name] if name in gradients else own
         return gradients
 
     def _random_states(self) -> list[Tensor]:

@@ -24,27 +24,32 @@ def edge_outputs(layout: Layout, source: PlannedStage, sink: PlannedStage) -> It
 
 
 def consumers_in(layout: Layout, name: str, sink: PlannedStage) -> list[str]:
-    """The modules in a stage that take in the output of a module."""
-    return [consumer for consumer in layout.plan.model.sinks(name) if consumer in sink.layers]
+    """The modules in a stage that take in the output of a module: before their first block there, or a later one."""
+    model, spans = layout.plan.model, sink.layers
+    return [
+        consumer
+        for consumer in model.sinks(name)
+        if consumer in spans and any(block in range(*spans[consumer]) for block in model.entries(name, consumer))
+    ]
 
 
 def _beside_copies(layout: Layout, source: PlannedStage, sink: PlannedStage) -> Iterator[tuple[str, int]]:
-    """The output of a replicated module where a module that takes it in begins. Stages behind that need none."""
+    """The output of a replicated module where a module takes it in. The other stages need none."""
     for name, (_, stop) in source.layers.items():
-        if any(sink.layers[consumer][0] == 0 for consumer in consumers_in(layout, name, sink)):
+        if consumers_in(layout, name, sink):
             yield name, stop
 
 
 def _within_unit(layout: Layout, source: PlannedStage) -> Iterator[tuple[str, int]]:
-    """Modules that have begun and not ended, and modules that have ended and feed one that has not begun."""
-    computed, in_bubbles = _computed_blocks(source), _is_in_bubbles(layout, source)
+    """Modules that have begun and not ended, and modules that have ended and feed one that is yet to take them in."""
+    model, computed, in_bubbles = layout.plan.model, _computed_blocks(source), _is_in_bubbles(layout, source)
     for name, num_blocks in computed.items():
         # A module of another unit: only the last stage in bubbles sends to the backbone, so outputs go on until there.
-        begun = [
-            computed[consumer] > 0 if consumer in computed else not in_bubbles
-            for consumer in layout.plan.model.sinks(name)
+        taken_in = [
+            computed[consumer] > model.entries(name, consumer)[-1] if consumer in computed else not in_bubbles
+            for consumer in model.sinks(name)
         ]
-        if num_blocks > 0 and not (_has_ended(layout, name, num_blocks) and all(begun)):
+        if num_blocks > 0 and not (_has_ended(layout, name, num_blocks) and all(taken_in)):
             yield name, num_blocks
 
 

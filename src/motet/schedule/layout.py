@@ -198,15 +198,17 @@ class Layout:
 
     @cached_property
     def feeds(self) -> tuple[UnitEdge, ...]:
-        """The edges between units with ranks of their own: the last stage of a module, the first of its consumer."""
+        """The edges between units with ranks of their own: from the last stage of a module to those that take it in."""
         index = {unit.name: number for number, unit in enumerate(self.units)}
         edges = []
         for source, sink in self.plan.model.edges:
             unit, other = self.plan.unit_of(source), self.plan.unit_of(sink)
             if unit.name in index and unit is not other:
                 ends = [number for number, stage in enumerate(unit.stages) if source in stage]
-                starts = [number for number, stage in enumerate(other.stages) if sink in stage]
-                edges.append(UnitEdge(index[unit.name], index[other.name], ends[-1], starts[0]))
+                entries = self.plan.model.entries(source, sink)
+                for number, layers in enumerate(self.layers(other)):
+                    if any(block in range(*layers.get(sink, (0, 0))) for block in entries):
+                        edges.append(UnitEdge(index[unit.name], index[other.name], ends[-1], number))
         return tuple(dict.fromkeys(edges))
 
     @cached_property

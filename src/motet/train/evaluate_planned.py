@@ -167,9 +167,11 @@ class _Predicting:
         """As `Backbone.enter`."""
         return self._backbone.enter(sequences, features)
 
-    def through(self, hidden: Tensor, sequences: PackedSequences, first: int, stop: int) -> Tensor:
+    def through(
+        self, hidden: Tensor, sequences: PackedSequences, first: int, stop: int, features: dict[str, Tensor]
+    ) -> Tensor:
         """As `Backbone.through`."""
-        return self._backbone.through(hidden, sequences, first, stop)
+        return self._backbone.through(hidden, sequences, first, stop, features)
 
     def leave(self, hidden: Tensor, sequences: PackedSequences) -> tuple[Tensor, int]:
         """Find the next tokens. Returns no loss, of no target."""

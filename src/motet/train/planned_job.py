@@ -65,7 +65,7 @@ class ChosenPlan:
 
     def check_model(self, spec: ModelSpec) -> None:
         """Raise UserError if the Plan is for another model than `spec`."""
-        if self.plan.model.modules != spec.modules or self.plan.model.edges != spec.edges:
+        if replace(self.plan.model, name=spec.name) != spec:
             raise UserError(
                 f"{self.file} is for another model than {self.whose} ({self._difference(spec)}); plan anew: "
                 f"{self.replan}."

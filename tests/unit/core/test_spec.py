@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.core.errors import ArgumentError
-from motet.core.spec import Layer, ModelSpec, Module, Stack
+from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
 
 
 def layer(parameters=1, trainable=True, kind="attention") -> Layer:
@@ -47,6 +47,17 @@ def test_gradients_pass_from_module_to_module():
     assert spec.num_parameters == 7
     without = ModelSpec("model", (audio, backbone, generator), edges[1:])
     assert without.input_gradients["generator"] == (False,)
+
+
+def test_outputs_may_enter_a_module_again():
+    image, blocks = module("image", True), Layer("attention", 1, 1, 1, 1, Attention(1, 1))
+    backbone, edges = Module.of("backbone", [blocks] * 3), (("image", "backbone"),)
+    spec = ModelSpec("model", (image, backbone), edges, (("image", "backbone", 2), ("image", "backbone", 1)))
+    assert spec.entries("image", "backbone") == (0, 1, 2)
+    assert ModelSpec("model", (image, backbone), edges).entries("image", "backbone") == (0,)
+    for again in (("image", "backbone", 0), ("image", "backbone", 3), ("backbone", "image", 1)):
+        with pytest.raises(ArgumentError, match=f"enters '{again[1]}' again before its block {again[2]}; it must feed"):
+            ModelSpec("model", (image, backbone), edges, (again,))
 
 
 def test_what_does_not_fit_together_is_named():

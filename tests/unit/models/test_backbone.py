@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from motet.core.errors import UserError
+from motet.models.backbone import Backbone
 from motet.models.merge import merge_rows
 
 FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3", "phi3", "olmo2"]
@@ -40,6 +42,32 @@ def test_loss_equals_hf_on_each_document(tiny, family, tied):
         count += int(rows.sum())
     assert num_targets == count and loss.dtype == torch.float64
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_enter_again_are_added_before_their_block(tiny, family):
+    """As by a hook of the HF layer."""
+    packed = tiny.Packed.of(LENGTHS, image=[1, 2, 9, 21])
+    rows = torch.randn(4, tiny.dim, dtype=torch.float64)
+    plain = tiny.backbone(family)
+    again = Backbone(tiny.backbone(family).causal_lm, again={"image": (1,)})
+    again.load_state_dict(plain.state_dict())
+    places = packed.feature_positions["image"]
+    with torch.no_grad():
+        before, _ = plain(packed, {"image": rows})
+        hooked = plain.blocks[1].register_forward_pre_hook(
+            lambda block, given: (given[0].index_add(1, places, rows[None]), *given[1:])
+        )
+        expected, _ = plain(packed, {"image": rows})
+        hooked.remove()
+        assert torch.equal(again(packed, {"image": rows})[0], expected) and expected != before
+        assert torch.equal(again(packed, {})[0], plain(packed, {})[0])
+
+
+@pytest.mark.parametrize("block", [0, 2, -1])
+def test_a_block_that_rows_cannot_enter_again_is_named(tiny, block):
+    with pytest.raises(UserError, match=f"again: 'image' enters before block {block}; it must be a block from 1 to 1"):
+        Backbone(tiny.backbone().causal_lm, again={"image": (block,)})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

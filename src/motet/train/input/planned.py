@@ -16,6 +16,7 @@ from motet.assign.step import StepAssignment
 from motet.assign.whole_step import DecidedMicrobatch, DecidedStep
 from motet.core.arrays import BoolArray
 from motet.core.example import Media
+from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.source import cost_model
 from motet.data.examples import Examples
@@ -54,12 +55,14 @@ class StageNeeds:
     tokens: bool
 
     @staticmethod
-    def of(replicas: Mapping[str, int], stages: Collection[PlannedStage], num_blocks: Mapping[str, int]) -> StageNeeds:
-        """stages: those of the rank. num_blocks: of each whole module."""
+    def of(replicas: Mapping[str, int], stages: Collection[PlannedStage], model: ModelSpec) -> StageNeeds:
+        """stages: those of the rank. Places of rows that enter the backbone again are read with the tokens."""
         begun = {name: one for one in stages for name, (first, _) in one.layers.items() if first == 0}
-        ended = {name for one in stages for name, (_, stop) in one.layers.items() if stop == num_blocks[name]}
+        ended = {name for one in stages for name, (_, stop) in one.layers.items() if stop == model.num_blocks[name]}
+        spans = [range(*one.layers[BACKBONE]) for one in stages if BACKBONE in one.layers]
+        enters_again = any(block in span for *_, block in model.reentries for span in spans)
         readers = {name: stage for name, stage in begun.items() if name != BACKBONE}
-        return StageNeeds(replicas, readers, BACKBONE in begun.keys() | ended)
+        return StageNeeds(replicas, readers, BACKBONE in begun.keys() | ended or enters_again)
 
     def reads(self, phase: str, microbatch: int, program: PlannedProgram | None) -> bool:
         """Whether it reads the items of a phase in a microbatch. program: of the step; None: that of the Plan."""

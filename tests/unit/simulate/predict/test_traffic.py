@@ -8,10 +8,13 @@ import pytest
 from motet.core.cluster import Link
 from motet.core.plan import Unit
 from motet.cost.analytic import Analytic, Efficiency
+from motet.dispatch.edge_messages import message_parts
+from motet.dispatch.loaded import LoadedTables, tables_of
 from motet.schedule import Kind, planned
 from motet.simulate.predict.predict import assign_batch
 from motet.simulate.predict.stage_pricing import Pricing
 from motet.simulate.predict.traffic import Traffic
+from parity.planned import PlannedCase
 from unit.simulate.jobs import (
     BACKBONE,
     CHAIN,
@@ -300,3 +303,26 @@ def test_the_norm_is_summed_over_all_ranks_of_data_parallelism():
     np.testing.assert_allclose(found.collectives.norm_s(), 24 * REDUCE_S)
     assert found.cost.asked[-1] == ("all_reduce", 24, (0, 1, 2, 3))
     assert not traffic(PLANS["chain"])[0].collectives.norm_s().any()
+
+
+@pytest.mark.parametrize(
+    ("parts", "stages"),
+    [
+        (("queries", "again"), ({"image": 3}, {"image": 1, "audio": 3, "backbone": 2}, {"backbone": 1})),
+        (("sum", "tiles"), ({"image": 2}, {"image": 1, "second": 2, "audio": 2, "backbone": 3})),
+        (("rows", "queries"), ({"image": 4, "second": 2}, {"second": 1, "audio": 3, "backbone": 3})),
+    ],
+)
+def test_messages_are_priced_by_the_elements_that_training_sends(parts, stages):
+    """Images alone: clips are priced with their padding, which their projector does not send."""
+    case = PlannedCase((Unit("all", stages, pp=len(stages)),), parts=parts, contents=("image",))
+    made, model = case.plan(), case.model()
+    phases = tuple(model.encoders)
+    batch = LoadedTables.read([tables_of(case.examples(0), phases, model.encoders)], phases).lengths
+    found, _ = traffic(made, batch)
+    seconds = found.send_s([0])[0]
+    for edge in range(len(found.planned.program.edges)):
+        for microbatch in range(found.assignment.num_microbatches):
+            sent = message_parts(found.planned, found.assignment, edge, 0, microbatch)
+            elements = seconds[edge, microbatch] / SEND_S / found.precision.compute
+            assert elements == pytest.approx(sum(part.num_elements for part in sent))
