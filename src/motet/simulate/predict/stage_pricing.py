@@ -60,8 +60,7 @@ class Pricing:
 
     def __init__(self, plan: Plan, planned: PlannedProgram, assignment: StepAssignment, cost: CostModel) -> None:
         self.plan, self.planned, self.assignment = plan, planned, assignment
-        # FSDP has its hooks around modules that are shared out, under data parallelism alone.
-        self.cost = cost if plan.schedule == "data_parallel" and plan.units[0].zero else cost.unwrapped()
+        self.cost = cost if plan.schedule == "data_parallel" else cost.unwrapped()
         self.precision = mixed_precision(plan.precision, pipeline=plan.schedule != "data_parallel")
         self.backbone = plan.unit_of(BACKBONE)
         self.layout = planned.layout
