@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from motet.core.timeline import COMPUTE_STREAM, Timeline
+from motet.core.timeline import COMPUTE_STREAM, Span, Timeline
 from motet.schedule.program import Kind, action_words
 
 INSIDE = {Kind.GATHER: Kind.F, Kind.GATHER_B: Kind.B, Kind.REDUCE: Kind.B}
@@ -59,13 +60,24 @@ def compare(steps: Iterable[tuple[Repeats, Timeline]]) -> dict:
 
 
 def by_action(timeline: Timeline, rank: int) -> dict[str, float]:
-    """Seconds of a simulated rank by the step's actions: each lasts from the end of the one before it to its own."""
+    """Seconds of a simulated rank by the step's actions: each lasts from the end of the one before it to its own.
+
+    What arrives while the rank computes is waited for no longer than until that computation began.
+    """
+    own = [span for span in timeline if span.rank == rank]
+    computed = sorted((span.start_s, span.end_s) for span in own if span.stream == COMPUTE_STREAM)
+
+    def end_s(span: Span) -> float:
+        index = bisect_right(computed, (span.end_s,)) - 1
+        inside = index >= 0 and span.stream != COMPUTE_STREAM and span.end_s < computed[index][1]
+        return computed[index][0] if inside else span.end_s
+
     seconds: dict[str, float] = defaultdict(float)
     last_s = 0.0
-    for span in timeline:
-        if span.rank == rank and span.end_s > last_s:
-            seconds[action_words(INSIDE.get(span.kind, span.kind), span.module)] += span.end_s - last_s
-            last_s = span.end_s
+    for span in sorted(own, key=end_s):
+        if end_s(span) > last_s:
+            seconds[action_words(INSIDE.get(span.kind, span.kind), span.module)] += end_s(span) - last_s
+            last_s = end_s(span)
     return seconds
 
 

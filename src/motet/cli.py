@@ -288,7 +288,7 @@ def simulate_plan(
 
         given = JobOptions(ClusterOptions(cluster, nodes, ranks_per_node), workload, profile)
         read_plan, job = read_recipe_as_plan(plan, overrides or (), given)
-        lengths, cost, balancing = job.workload, job.cost, job.balancing
+        lengths, cost, balancing, recomputes = job.workload, job.cost, job.balancing, job.recomputes
     elif overrides or any(option is not None for option in (cluster, nodes, ranks_per_node)):
         raise UserError(
             f"--cluster, --nodes, --ranks-per-node and --set are for a recipe; {plan} is a plan, which says all that "
@@ -300,11 +300,12 @@ def simulate_plan(
         from motet.planning.sources import read_plan_and_workload
 
         read_plan, lengths = read_plan_and_workload(plan, workload)
-        cost, balancing = cost_model(read_plan.cluster, read_plan.precision, profile), by_operations
+        cost, balancing, recomputes = cost_model(read_plan.cluster, read_plan.precision, profile), by_operations, None
     from motet.simulate.predict.predict import predictions
 
     _collect_garbage_less_often()
-    predicted = predictions(read_plan, lengths, cost, batches, seed=seed, jitter=jitter, balancing=balancing)
+    drawn = {"seed": seed, "jitter": jitter}
+    predicted = predictions(read_plan, lengths, cost, batches, **drawn, balancing=balancing, recomputes=recomputes)
     show_predictions(read_plan, predicted, outputs, title=f"{plan.stem}, predicted")
 
 

@@ -78,7 +78,9 @@ def test_with_groups_the_largest_are_sized(tmp_path, monkeypatch, capsys):
     recipe, shown = write_tiny_job(tmp_path / "data"), []
     stated = ["data.group=auto", "run.batch_size=2", "balance.phases=off", "cluster.device=h100"]
     overrides = [*stated, "cluster.ranks_per_node=2"]
-    monkeypatch.setattr(dry_run, "_print", lambda plan, prediction, of: shown.append(int(prediction.peak_bytes.max())))
+    monkeypatch.setattr(
+        dry_run, "_print", lambda plan, program, prediction, of: shown.append(int(prediction.peak_bytes.max()))
+    )
     dry_run.show_memory(recipe, overrides)
     plan, job = read_recipe_as_plan(recipe, overrides, JobOptions(ClusterOptions()))
     drawn = predictions(plan, job.workload, job.cost, 40, balancing=job.balancing)
@@ -102,7 +104,7 @@ def test_without_groups_the_fullest_steps_of_the_first_epoch_are_sized(tmp_path,
         "run.batch_size=4", "run.steps=1000", f"balance.phases={phases}", "balance.defer=off", "cluster.device=h100",
         "cluster.ranks_per_node=2",
     ]  # fmt: skip
-    monkeypatch.setattr(dry_run, "_print", lambda plan, prediction, of: shown.append((prediction, of)))
+    monkeypatch.setattr(dry_run, "_print", lambda plan, program, prediction, of: shown.append((prediction, of)))
     dry_run.show_memory(recipe, overrides)
     plan, job = read_recipe_as_plan(recipe, overrides, JobOptions(ClusterOptions()))
     steps = order.take(0, 72).reshape(18, 4)

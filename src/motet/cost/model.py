@@ -88,7 +88,7 @@ class CostModel(Protocol):
         """The cost model of the same devices in another cluster."""
 
     def unwrapped(self) -> CostModel:
-        """The cost model of layers around which FSDP has no hooks, as in pipelines, and where each rank has a copy."""
+        """The cost model of layers around which FSDP has no hooks, as in pipelines."""
 
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
         """Seconds of a layer's passes on one of `tp` tensor-parallel ranks, without communication."""

@@ -18,8 +18,8 @@ from motet.core.text_files import read_json
 
 PROFILE_FILE = "profile.json"
 """The default name of a profile in a run's folder."""
-Seconds = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
-Column = tuple[Seconds, ...]
+_Seconds = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
+Column = tuple[_Seconds, ...]
 Batch = tuple[tuple[Annotated[Count, Field(gt=0)], Annotated[Count, Field(gt=0)]], ...]
 """The items of a measured batch as (number of items, length of each)."""
 MessageKind = Literal["gather", "reduce_scatter", "all_reduce", "exchange", "send"]
@@ -60,7 +60,7 @@ class LayerTimes(_Stored):
     kind: str
     weights: Parameters
     tp: NumRanks = 1
-    hooks_s: tuple[Seconds, Seconds] = (0.0, 0.0)
+    hooks_s: tuple[_Seconds, _Seconds] = (0.0, 0.0)
     grid: Points
     held_out: Points
 

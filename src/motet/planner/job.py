@@ -33,6 +33,7 @@ from motet.cost.memory import (
 )
 from motet.cost.model import CostModel, Work, backward_seconds
 from motet.simulate.predict.predict import assign_batch
+from motet.simulate.predict.stage_pricing import Recomputes
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +75,7 @@ class Job:
     balancing:  the weights by which training balances the phases of data parallelism.
     policy:     as in Plan, of its Plans of data parallelism.
     degrees:    those of single modules that the recipe states: `[parallel.NAME]`.
+    recomputes: what its recipe recomputes in each microbatch, if it says "auto"; Plans have numbers.
     Raises UserError if examples * ranks is more than the simulator takes.
     """
 
@@ -87,6 +89,7 @@ class Job:
     balancing: Balancing = by_operations
     policy: Mapping[str, Policy] = field(default_factory=dict)
     degrees: Mapping[str, ModuleDegrees] = field(default_factory=dict)
+    recomputes: Recomputes | None = None
 
     def __post_init__(self) -> None:
         check_size(self.batch_size, self.cluster.num_ranks)

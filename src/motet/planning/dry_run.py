@@ -50,7 +50,12 @@ def show_memory(
                 plan, job = read_recipe_as_plan(file, overrides, JobOptions(_cluster(file, recipe, world)))
             steps, stages = fullest_steps(plan, job, recipe), planned(plan)
             assigned = (assign_batch(plan, batch, job.cost, job.balancing) for batch in steps.batches)
-            predicted = (predict_assigned(plan, stages, assignment, job.cost) for assignment in assigned)
+            predicted = (
+                predict_assigned(
+                    plan, stages, assignment, job.cost, recomputed=job.recomputes and job.recomputes(assignment)
+                )
+                for assignment in assigned
+            )
             prediction = max(predicted, key=lambda each: int(each.peak_bytes.max()))
             lacking = out_of_memory(plan, prediction)
             if json_file != STDOUT:

@@ -34,6 +34,7 @@ from motet.train.balancing import stated_policy
 from motet.train.recipe.recipe import Recipe, load_recipe
 from motet.train.recipe.toml_text import read_recipe
 from motet.train.recompute import (
+    AutoRecompute,
     RecomputeRanks,
     auto_recompute,
     memory_bytes,
@@ -142,18 +143,18 @@ def read_recipe_as_plan(file: Path, overrides: Sequence[str], options: JobOption
             "`motet simulate` takes what it writes."
         )
     job = job_of_recipe(file, options, overrides, as_trained=True)
-    return plan_of_recipe(
-        _resolved(recipe, job, own_lengths=options.workload is None), job.model, job.cluster, job.workload
-    ), job
+    if auto := _auto_recompute(recipe, job, own_lengths=options.workload is None):
+        recipe, job = auto.resolved, replace(job, recomputes=auto.of_assignment)
+    return plan_of_recipe(recipe, job.model, job.cluster, job.workload), job
 
 
-def _resolved(recipe: Recipe, job: Job, *, own_lengths: bool) -> Recipe:
-    """The recipe with numbers in place of `recompute = "auto"`: those that training takes on the same ranks.
+def _auto_recompute(recipe: Recipe, job: Job, *, own_lengths: bool) -> AutoRecompute | None:
+    """What training takes for `recompute = "auto"` on the same ranks; None for a recipe that states numbers.
 
     own_lengths: the job's lengths are those of the recipe's training data, and come in its order.
     """
     if recipe.fsdp.recompute != "auto":
-        return recipe
+        return None
     cluster, examples = job.cluster, job.workload.examples
     if cluster.device.name == "cpu":
         memory_bytes(recipe, torch.device("cpu"))  # What training would refuse is not simulated.
@@ -166,7 +167,7 @@ def _resolved(recipe: Recipe, job: Job, *, own_lengths: bool) -> Recipe:
     order = training_order(recipe, job.workload, is_own=own_lengths)
     chosen = auto_recompute(recipe, job.model, ranks, order, examples.take)
     print(chosen, file=sys.stderr)
-    return chosen.resolved
+    return chosen
 
 
 def _precision(recipe: Recipe) -> str:

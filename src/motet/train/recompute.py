@@ -20,9 +20,10 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from motet.assign.step import joined
+from motet.assign.step import StepAssignment, joined
 from motet.assign.whole_step import decide_step
 from motet.balance import ASSUMED_SPEEDS, Link
+from motet.core.arrays import Int64Array
 from motet.core.cluster import Cluster, Device
 from motet.core.errors import UserError
 from motet.core.plan import Unit
@@ -139,16 +140,28 @@ class AutoRecompute:
 
         limit_bytes: the largest predicted peak that fits; None: what the device has.
         """
-        lengths, placed = batch.lengths, batch.decision.assignments
-        own = {name: assignment.on_rank(rank) for name, assignment in placed.items()}
-        load = load_alone(
-            self.job,
-            {name: lengths.of(name).take_items(items) for name, items in own.items()},
-            int(lengths.num_targets[own[BACKBONE]].sum()),
-        )
-        limit_bytes = self.job.capacity_bytes if limit_bytes is None else limit_bytes
-        fit = fit_recomputation(load, self._state, limit_bytes, "least")
+        own = {name: assignment.on_rank(rank) for name, assignment in batch.decision.assignments.items()}
+        fit = self._fit(batch.lengths, own, self.job.capacity_bytes if limit_bytes is None else limit_bytes)
         return replace(batch, recompute=dict(fit.recompute[0]), predicted_bytes=fit.peak_bytes)
+
+    def of_assignment(self, assignment: StepAssignment) -> dict[str, Int64Array]:
+        """The blocks that each rank recomputes in each microbatch of a step, as `of_rank` decides before any measured
+        correction: module -> int64 [num_ranks, num_microbatches].
+        """
+        shape = assignment.modules[BACKBONE].num_replicas, assignment.num_microbatches
+        numbers = {name: np.zeros(shape, dtype=np.int64) for name in assignment.modules}
+        for cell in np.ndindex(*shape):
+            own = {name: items.items_of(*cell) for name, items in assignment.modules.items()}
+            fit = self._fit(assignment.batch, own, self.job.capacity_bytes)
+            for name, count in fit.recompute[0].items():
+                numbers[name][cell] = count
+        return numbers
+
+    def _fit(self, lengths: BatchLengths, own: Mapping[str, Int64Array], limit_bytes: float) -> Fit:
+        """The least recomputation for these items of each module."""
+        items = {name: lengths.of(name).take_items(chosen) for name, chosen in own.items()}
+        load = load_alone(self.job, items, int(lengths.num_targets[own[BACKBONE]].sum()))
+        return fit_recomputation(load, self._state, limit_bytes, "least")
 
     def correction(self, device_type: str, peak_bytes: Callable[[], int]) -> PeakCorrection:
         """The correction of one rank's predicted bytes. peak_bytes: as of `PeakCorrection`."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cli.tiny_job import write_tiny_job
+from motet.assign.step import joined
 from motet.assign.whole_step import decide_step
 from motet.core.errors import UserError
 from motet.core.workload import BatchLengths
@@ -17,7 +18,10 @@ from motet.data.groups import GroupedOrder
 from motet.data.order import GlobalOrder, ListedOrder
 from motet.dispatch import RankBatch
 from motet.planner.data_parallel.loads import load_alone, state_of
+from motet.planning.plan_of_recipe import plan_of_recipe
 from motet.planning.sources import training_data
+from motet.schedule import planned
+from motet.simulate.predict.stage_pricing import Pricing
 from motet.train.balancing import recipe_orchestrator
 from motet.train.input.largest import MAX_LARGEST_STEPS, largest_steps
 from motet.train.input.ordering import build_order
@@ -29,6 +33,7 @@ from motet.train.recompute import (
     auto_recompute,
     memory_bytes,
     recomputed_blocks_of,
+    with_numbers,
 )
 
 LARGER = (
@@ -110,6 +115,30 @@ def test_each_microbatch_recomputes_the_least_that_fits_it(job):
                 assert not fits(auto, batch, rank, dict(zip(names, other))), (other, numbers)
         needs.append(any(numbers))
     assert any(needs) and not all(needs)
+
+
+def test_a_simulated_step_recomputes_in_each_microbatch_what_training_does(job):
+    """Its seconds and bytes are those of each microbatch's own numbers, and not those of the largest one's."""
+    auto = tight(job)
+    batches = batches_of(job, auto)
+    assignment = joined([batch.lengths for batch in batches], [batch.decision.assignments for batch in batches])
+    numbers = auto.of_assignment(assignment)
+    for number, rank in itertools.product(range(len(batches)), range(NUM_RANKS)):
+        expected = auto.of_rank(batches[number], rank).recompute
+        assert {name: int(table[rank, number]) for name, table in numbers.items()} == expected
+    recipe, _, spec = job
+    plan = plan_of_recipe(with_numbers(recipe, auto.num_blocks), spec, auto.job.cluster)
+    cost = auto.job.cost
+    each, largest = (Pricing(plan, planned(plan), assignment, cost, given) for given in (numbers, None))
+    for stage in each.planned.stages:
+        own, most = each.islands(stage), largest.islands(stage)
+        (name,) = stage.modules
+        fewer = np.sign(auto.num_blocks.get(name, 0) - numbers[name][[stage.replica]]) * (own.forward > 0)
+        assert np.array_equal(np.sign(own.held - most.held), fewer)
+        assert np.array_equal(np.sign(most.recompute - own.recompute), fewer)
+        assert own.forward == pytest.approx(most.forward) and own.weight == pytest.approx(most.weight)
+    assert any(not np.array_equal(table, table[:1, :1]) for table in numbers.values())
+    assert each.hardware_flops() < largest.hardware_flops()
 
 
 def test_the_largest_microbatch_of_few_steps_is_a_bound(job):

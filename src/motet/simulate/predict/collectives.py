@@ -64,13 +64,12 @@ class Collectives:
         """Seconds of the optimizer, [num_ranks] of the Program. A rank updates its share of trainable parameters."""
         updated, held = np.zeros((2, self.planned.program.num_ranks))
         for kind in self.planned.kinds:
-            sizes = self._sizes(kind.stage.key)
-            np.add.at(updated, kind.ranks, sizes.updated)
-            np.add.at(held, kind.ranks, sizes.trainable * kind.stage.unit.tp)
-        whole = sum(
-            layer.parameters for module in self.plan.model.modules for layer in module.layers if layer.trainable
-        )
-        pairs = [(round(number), of / max(whole, 1)) for number, of in zip(updated.tolist(), held.tolist())]
+            size = self._sizes(kind.stage.key)
+            np.add.at(updated, kind.ranks, size.updated)
+            np.add.at(held, kind.ranks, size.trainable * kind.stage.unit.tp)
+        stacks = [stack for module in self.plan.model.modules for stack in module.stacks if stack.layer.trainable]
+        whole = max(sum(stack.layer.parameters * stack.count for stack in stacks), 1)
+        pairs = [(round(number), of / whole) for number, of in zip(updated.tolist(), held.tolist())]
         seconds = {pair: self.cost.step_seconds(*pair) for pair in set(pairs)}
         return np.array([seconds[pair] for pair in pairs])
 

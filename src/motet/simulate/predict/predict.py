@@ -32,7 +32,7 @@ from motet.simulate.predict.batch import draw_batch
 from motet.simulate.predict.memory import memory_of
 from motet.simulate.predict.prediction import Prediction
 from motet.simulate.predict.program_times import stage_times_of, times_in_islands
-from motet.simulate.predict.stage_pricing import Pricing
+from motet.simulate.predict.stage_pricing import Pricing, Recomputed, Recomputes
 from motet.simulate.predict.step_seconds import PricedStep
 from motet.simulate.predict.traffic import Traffic
 
@@ -68,14 +68,20 @@ def predictions(
     seed: int = 0,
     jitter: float = 0.0,
     balancing: Balancing = by_operations,
+    recomputes: Recomputes | None = None,
 ) -> Iterator[Prediction]:
-    """Predictions of several steps, one after the other. The first is that of `predict`."""
+    """Predictions of several steps, one after the other. The first is that of `predict`.
+
+    recomputes: where training decides it in each microbatch.
+    """
     stages, rng = planned(plan), np.random.default_rng(seed)
     filler = filler_of(stages)
     for _ in range(num_batches):
         assignment = assign_batch(plan, draw_batch(plan, workload, rng), cost, balancing)
-        drawn = int(rng.integers(1 << 32))
-        yield predict_assigned(plan, stages, assignment, cost, seed=drawn, jitter=jitter, filler=filler)
+        drawn, recomputed = int(rng.integers(1 << 32)), recomputes and recomputes(assignment)
+        yield predict_assigned(
+            plan, stages, assignment, cost, seed=drawn, jitter=jitter, filler=filler, recomputed=recomputed
+        )
 
 
 def assign_batch(
@@ -94,13 +100,15 @@ def predict_assigned(
     seed: int = 0,
     jitter: float = 0.0,
     filler: StepFiller | None = None,
+    recomputed: Recomputed | None = None,
 ) -> Prediction:
     """The Prediction of a step whose examples are already assigned, e.g. by the balancer of training.
 
-    filler: of `filler_of(stages)`, which is made anew if it is not given. Memory is that of the Plan's own fills: those
-            of a step need no more than devices have (simulate/filling/memory.py).
+    filler:     of `filler_of(stages)`, which is made anew if it is not given. Memory is that of the Plan's own fills:
+                those of a step need no more than devices have (simulate/filling/memory.py).
+    recomputed: of each microbatch, in place of the Plan's numbers.
     """
-    pricing = Pricing(plan, stages, assignment, cost)
+    pricing = Pricing(plan, stages, assignment, cost, recomputed)
     timeline, program = _slowest_island(pricing, filler or filler_of(stages), seed, jitter)
     ranks = np.unique(np.concatenate([unit.first_rank + np.arange(unit.num_ranks) for unit in plan.units]))
     return Prediction(

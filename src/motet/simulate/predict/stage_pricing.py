@@ -7,7 +7,7 @@ layers. Backward is priced by which parameters are trainable (Cornstarch section
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from motet.assign.step import StepAssignment
-from motet.core.arrays import Float64Array, Int64Array
+from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.plan import Plan
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
@@ -32,6 +32,11 @@ from motet.schedule.coordinates import host_of, replica_of
 from motet.schedule.from_plan import StageKind
 from motet.schedule.layout import LAYER_PARTS
 from motet.simulate.engine.stage_times import Part
+
+Recomputed = Mapping[str, Int64Array]
+"""Module -> recomputed blocks, int64 [num_replicas, num_microbatches]; for Plans of data parallelism."""
+Recomputes = Callable[[StepAssignment], Recomputed]
+"""What training decides to recompute in each microbatch of an assigned step."""
 
 
 class StagePrices(NamedTuple):
@@ -56,18 +61,25 @@ class _Priced:
 
 
 class Pricing:
-    """Prices the stages of one Plan for one assigned batch."""
+    """Prices the stages of one Plan for one assigned batch. recomputed: in place of the Plan's numbers."""
 
-    def __init__(self, plan: Plan, planned: PlannedProgram, assignment: StepAssignment, cost: CostModel) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        planned: PlannedProgram,
+        assignment: StepAssignment,
+        cost: CostModel,
+        recomputed: Recomputed | None = None,
+    ) -> None:
         self.plan, self.planned, self.assignment = plan, planned, assignment
-        # FSDP has its hooks around modules that are shared out, under data parallelism alone.
-        self.cost = cost if plan.schedule == "data_parallel" and plan.units[0].zero else cost.unwrapped()
+        self.cost = cost if plan.schedule == "data_parallel" else cost.unwrapped()
         self.precision = mixed_precision(plan.precision, pipeline=plan.schedule != "data_parallel")
         self.backbone = plan.unit_of(BACKBONE)
         self.layout = planned.layout
         self._priced = cache(self._price)
         self._first = {kind.stage.key: kind.stage for kind in planned.kinds}
-        self._seconds = cache(lambda key: self._sum(self._first[key], self.layers(self._first[key])))
+        self._recomputed = recomputed or {}
+        self._seconds = cache(lambda key: self._of_stage(self._first[key]))
         self._parts = cache(lambda key, backward: self._slices(self._first[key], backward))
 
     @property
@@ -169,17 +181,38 @@ class Pricing:
     def _stage_flops(self, stage: PlannedStage) -> float:
         """Operations of a stage, over all replicas of its unit."""
         total = 0.0
-        for placed, count in Counter(self.layers(stage)).items():
-            layer = placed.layer
-            flops = layer_flops(layer, self._priced(placed.module, layer, 1).work)
-            layer_total = flops.forward * (1 + placed.recomputed) + flops.weight * layer.trainable
-            if placed.needs_input or (layer.trainable and layer.in_block):
-                layer_total = layer_total + flops.input
-            total += count * float(layer_total.sum()) * stage.unit.cp
+        for layers, chosen in self._cases(stage):
+            for placed, count in Counter(layers).items():
+                layer = placed.layer
+                flops = layer_flops(layer, self._priced(placed.module, layer, 1).work)
+                layer_total = flops.forward * (1 + placed.recomputed) + flops.weight * layer.trainable
+                if placed.needs_input or (layer.trainable and layer.in_block):
+                    layer_total = layer_total + flops.input
+                total += count * float(layer_total[chosen.ravel()].sum()) * stage.unit.cp
         return total
 
+    def _shape(self, stage: PlannedStage) -> tuple[int, int]:
+        return self.assignment.modules[stage.modules[0]].num_replicas, self.assignment.num_microbatches
+
+    def _cases(self, stage: PlannedStage) -> Iterator[tuple[list[StageLayer], BoolArray]]:
+        """The layers of a stage, and the microbatches, [num_replicas, num_microbatches], that recompute so."""
+        numbers = self._recomputed.get(stage.modules[0])
+        if numbers is None:
+            yield self.layers(stage), np.ones(self._shape(stage), dtype=np.bool_)
+            return
+        (name,) = stage.modules
+        for number in np.unique(numbers).tolist():
+            yield list(stage_layers(self.plan.model, stage.layers, {name: number})), numbers == number
+
+    def _of_stage(self, stage: PlannedStage) -> StagePrices:
+        cases = [(self._sum(stage, layers), chosen) for layers, chosen in self._cases(stage)]
+        if len(cases) == 1:
+            return cases[0][0]
+        which = [chosen for _, chosen in cases]
+        return StagePrices(*(np.select(which, columns) for columns in zip(*(prices for prices, _ in cases))))
+
     def _sum(self, stage: PlannedStage, layers: Iterable[StageLayer]) -> StagePrices:
-        shape = self.assignment.modules[stage.modules[0]].num_replicas, self.assignment.num_microbatches
+        shape = self._shape(stage)
         total = {name: np.zeros(shape) for name in StagePrices._fields}
         for placed, count in Counter(layers).items():
             priced = self._priced(placed.module, placed.layer, stage.num_shares)
