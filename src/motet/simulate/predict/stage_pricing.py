@@ -7,7 +7,7 @@ layers. Backward is priced by which parameters are trainable (Cornstarch section
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -56,9 +56,19 @@ class _Priced:
 
 
 class Pricing:
-    """Prices the stages of one Plan for one assigned batch."""
+    """Prices the stages of one Plan for one assigned batch.
 
-    def __init__(self, plan: Plan, planned: PlannedProgram, assignment: StepAssignment, cost: CostModel) -> None:
+    like: a Pricing of another batch of the same Plan, with which it shares what does not depend on lengths.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        planned: PlannedProgram,
+        assignment: StepAssignment,
+        cost: CostModel,
+        like: Pricing | None = None,
+    ) -> None:
         self.plan, self.planned, self.assignment = plan, planned, assignment
         # FSDP has its hooks around modules that are shared out, under data parallelism alone.
         self.cost = cost if plan.schedule == "data_parallel" and plan.units[0].zero else cost.unwrapped()
@@ -67,7 +77,8 @@ class Pricing:
         self.layout = planned.layout
         self._priced = cache(self._price)
         self._first = {kind.stage.key: kind.stage for kind in planned.kinds}
-        self._seconds = cache(lambda key: self._sum(self._first[key], self.layers(self._first[key])))
+        self._layers: dict[tuple[object, ...], Counter[StageLayer]] = {} if like is None else like._layers
+        self._seconds = cache(self._stage_seconds)
         self._parts = cache(lambda key, backward: self._slices(self._first[key], backward))
 
     @property
@@ -155,7 +166,7 @@ class Pricing:
             return (Part(1 / num_halves, "tensor"), Part(1 / num_halves)) * num_halves
         seconds = []
         for part in parts_of(stage):
-            prices = self._sum(stage, self.layers(part))
+            prices = self._sum(stage, Counter(self.layers(part)))
             passes = (prices.input, prices.weight, prices.recompute) if backward else (prices.forward,)
             seconds.append(sum(float(table.sum()) for table in passes))
         shares = [second / sum(seconds) if sum(seconds) else 1 / len(seconds) for second in seconds]
@@ -178,10 +189,16 @@ class Pricing:
             total += count * float(layer_total.sum()) * stage.unit.cp
         return total
 
-    def _sum(self, stage: PlannedStage, layers: Iterable[StageLayer]) -> StagePrices:
+    def _stage_seconds(self, key: tuple[object, ...]) -> StagePrices:
+        stage = self._first[key]
+        if key not in self._layers:
+            self._layers[key] = Counter(self.layers(stage))
+        return self._sum(stage, self._layers[key])
+
+    def _sum(self, stage: PlannedStage, layers: Mapping[StageLayer, int]) -> StagePrices:
         shape = self.assignment.modules[stage.modules[0]].num_replicas, self.assignment.num_microbatches
         total = {name: np.zeros(shape) for name in StagePrices._fields}
-        for placed, count in Counter(layers).items():
+        for placed, count in layers.items():
             priced = self._priced(placed.module, placed.layer, stage.num_shares)
             for name, seconds in self._passes(placed, priced, stage.unit.tp).items():
                 total[name] += count * seconds.reshape(shape)
