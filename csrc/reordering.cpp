@@ -225,37 +225,45 @@ std::pair<std::size_t, std::int64_t> slowest_two(const std::vector<std::int64_t>
     return {static_cast<std::size_t>(slowest - makespans.begin()), next};
 }
 
+// The positions that an island swapped last, and the swaps that it tried since one stayed.
+struct Pair {
+    std::int64_t i = 0, j = 0, num_tried = 0;
+};
+
 void swap_while_shorter(const Operations& operations, Clock& clock, std::vector<Order>& orders,
                         std::vector<std::int64_t>& makespans, std::int64_t num_visits) {
     const auto count = operations.graph.num_microbatches, num_operations = operations.graph.num_operations();
+    std::vector<Pair> pairs(makespans.size());
     std::vector<std::int64_t> kept;
-    for (bool improved = !makespans.empty(); improved;) {
-        improved = false;
+    while (!makespans.empty()) {
         const auto [island, next_slowest] = slowest_two(makespans);
         auto& order = orders[island];
+        auto& makespan = makespans[island];
+        auto& [i, j, num_tried] = pairs[island];
         clock.load(static_cast<std::int64_t>(island));
         clock.makespan(order);
         kept = clock.ends();
-        bool is_slowest = true;
-        for (std::int64_t i = 0; i < count && is_slowest; ++i) {
+        while (num_tried < count * (count - 1) / 2 && makespan >= next_slowest) {
+            if (++j == count) {
+                if (++i == count - 1) i = 0;
+                j = i + 1;
+            }
+            ++num_tried;
             const auto first = operations.first_of[i];
-            for (std::int64_t j = i + 1; j < count && is_slowest; ++j) {
-                num_visits -= num_operations - first;
-                if (num_visits < 0) return;
+            num_visits -= num_operations - first;
+            if (num_visits < 0) return;
+            std::swap(order[i], order[j]);
+            clock.run(order, first, num_operations);
+            if (const auto found = clock.latest(); found < makespan) {
+                makespan = found;
+                num_tried = 0;
+                std::copy(clock.ends().begin() + first, clock.ends().end(), kept.begin() + first);
+            } else {
                 std::swap(order[i], order[j]);
-                clock.run(order, first, num_operations);
-                const auto makespan = clock.latest();
-                if (makespan < makespans[island]) {
-                    makespans[island] = makespan;
-                    improved = true;
-                    is_slowest = makespan >= next_slowest;
-                    std::copy(clock.ends().begin() + first, clock.ends().end(), kept.begin() + first);
-                } else {
-                    std::swap(order[i], order[j]);
-                    std::copy(kept.begin() + first, kept.end(), clock.ends().begin() + first);
-                }
+                std::copy(kept.begin() + first, kept.end(), clock.ends().begin() + first);
             }
         }
+        if (num_tried == count * (count - 1) / 2) return;
     }
 }
 
@@ -283,16 +291,15 @@ OrderedIslands order_islands(const StepGraph& graph, const Islands& islands, std
     std::stable_sort(slowest_first.begin(), slowest_first.end(),
                      [&](auto one, auto other) { return given[one] > given[other]; });
     std::vector<Way> ways{small_ends, filled, long_ones_early, hill};
-    const bool has_swaps = graph.num_operations() * graph.num_microbatches <= num_visits;
-    const std::int64_t most = limit + (has_swaps ? limit / 16 : 0);  // what swaps do not regain
     std::int64_t slowest = 0;
     for (const auto island : slowest_first) {
-        if (makespans[island] <= slowest || slowest >= most || graph.num_microbatches < 2) break;
+        if (makespans[island] <= slowest || slowest >= limit || graph.num_microbatches < 2) break;
         clock.load(island);
         take_fastest(operations, clock, ways, slowest, orders[island], makespans[island]);
         slowest = std::max(slowest, makespans[island]);
     }
-    if (has_swaps && slowest < most) swap_while_shorter(operations, clock, orders, makespans, num_visits);
+    const bool has_swaps = 8 * graph.num_operations() * graph.num_microbatches <= num_visits;
+    if (has_swaps && slowest < limit) swap_while_shorter(operations, clock, orders, makespans, num_visits);
     OrderedIslands ordered{{}, std::move(makespans)};
     for (std::int64_t island = 0; island < islands.num_islands; ++island) {
         const auto* const groups = islands.groups + island * graph.num_microbatches;

@@ -54,8 +54,8 @@ class StepGraph:
 
 
 def graph_of_needs(
-    row: Int32Array,
-    position: Int32Array,
+    row: Int64Array,
+    position: Int64Array,
     dependent: Int64Array,
     dependency: Int64Array,
     gaps: Int32Array,
@@ -64,8 +64,8 @@ def graph_of_needs(
     """The StepGraph in which operation dependent[i] waits for dependency[i]; one may come twice. Others as there."""
     pairs = np.unique(np.stack([dependent, dependency]), axis=1)
     offsets = np.searchsorted(pairs[0], np.arange(len(row) + 1))
-    columns = (row, position, offsets, pairs[1], gaps)
-    return StepGraph(*(np.ascontiguousarray(column, dtype=np.int32) for column in columns), num_last)
+    narrow = [np.ascontiguousarray(column, dtype=np.int32) for column in (row, position, offsets, pairs[1])]
+    return StepGraph(narrow[0], narrow[1], narrow[2], narrow[3], gaps, num_last)
 
 
 @lru_cache(maxsize=8)

@@ -17,8 +17,8 @@ of them stands for all. Not in the paper: the other orders of step 2, and the sw
      In an interleaved pipeline, microbatches enter in groups.
    - hill: every second one from small to long, then the others from long to small.
 3. Swap two microbatches of the slowest island while that shortens it, until another island is slower or visits to
-   operations are spent. With so many microbatches that swapping one of them with each other would exceed the visits,
-   there are no swaps.
+   operations are spent. With so many microbatches that swapping one of them with each other would take an eighth of the
+   visits, there are no swaps.
 """
 
 from __future__ import annotations
@@ -103,22 +103,21 @@ def order_islands(
     and their makespans.
 
     given:      the makespans in the given order, int64 [num_islands].
-    limit:      stop as soon as an island that is ordered is not below it; a sixteenth above it where swaps follow.
+    limit:      stop as soon as an island that is ordered is not below it.
     num_visits: operations that the swaps may compute, over all islands.
     Other arguments as above. O(num_islands (num_needs + num_microbatches^2) + num_visits), plus the operations inside
     gaps.
     """
     graph = StepGraph(row, position, offsets, needs, gaps, num_last)
     count, clocks = graph.num_microbatches, [Clock(graph, durations[of_island]) for of_island in groups]
-    orders, has_swaps = [[*range(count), 0] for _ in clocks], len(row) * count <= num_visits
-    most = limit + limit // 16 * has_swaps
+    orders = [[*range(count), 0] for _ in clocks]
     makespans, slowest, ways = given.tolist(), 0, list(WAYS)
     for island in sorted(range(len(clocks)), key=lambda island: -makespans[island]):
-        if makespans[island] <= slowest or slowest >= most or count < 2:
+        if makespans[island] <= slowest or slowest >= limit or count < 2:
             break
         makespans[island] = _take_fastest(graph, clocks[island], ways, slowest, orders[island], makespans[island])
         slowest = max(slowest, makespans[island])
-    if has_swaps and slowest < most:
+    if slowest < limit and 8 * len(row) * count <= num_visits:
         _swap(graph, clocks, orders, makespans, num_visits)
     joined = [of_island[order[:count]] for of_island, order in zip(groups, orders)]
     return np.concatenate([np.empty(0, dtype=np.int64), *joined]), np.array(makespans, dtype=np.int64)
@@ -200,26 +199,28 @@ def _swap(
     graph: StepGraph, clocks: list[Clock], orders: list[list[int]], makespans: list[int], num_visits: int
 ) -> None:
     """Swap two microbatches of the slowest island, in place, while a swap shortens it and visits are left."""
-    count, num_operations, first_of = graph.num_microbatches, len(graph.row), _first_operations(graph)
+    num_operations, first_of = len(graph.row), _first_operations(graph)
+    pairs = list(combinations(range(graph.num_microbatches), 2))
+    next_pair, num_tried = [0] * len(clocks), [0] * len(clocks)  # of each island; tried since the last swap that stayed
     while makespans:
         island = makespans.index(max(makespans))
         next_slowest = max((other for number, other in enumerate(makespans) if number != island), default=0)
-        clock, order, improved = clocks[island], orders[island], False
+        clock, order = clocks[island], orders[island]
         clock.makespan(order)
-        for i, j in combinations(range(count), 2):
-            first = first_of[i]
-            num_visits -= num_operations - first
+        while num_tried[island] < len(pairs) and makespans[island] >= next_slowest:
+            i, j = pairs[next_pair[island]]
+            next_pair[island] = (next_pair[island] + 1) % len(pairs)
+            num_tried[island] += 1
+            num_visits -= num_operations - first_of[i]
             if num_visits < 0:
                 return
-            kept = clock.ends[first:]
+            kept = clock.ends[first_of[i] :]
             order[i], order[j] = order[j], order[i]
-            clock.run(order, first, num_operations)
+            clock.run(order, first_of[i], num_operations)
             if (makespan := max(clock.ends)) < makespans[island]:
-                makespans[island], improved = makespan, True
-                if makespan < next_slowest:
-                    break
+                makespans[island], num_tried[island] = makespan, 0
             else:
                 order[i], order[j] = order[j], order[i]
-                clock.ends[first:] = kept
-        if not improved:
+                clock.ends[first_of[i] :] = kept
+        if num_tried[island] == len(pairs):
             return

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -41,7 +40,8 @@ from motet.simulate.predict.stage_pricing import Pricing, StagePrices
 from motet.simulate.predict.traffic import Traffic
 
 _OF_STAGE = {f"{name}_s": name for name in StagePrices._fields if name != "held"}
-_OF_EDGE = ("send_s", "return_s")
+_COLUMNS = (*_OF_STAGE, "send_s", "return_s")
+"""Columns of StageTimes, in their order; the last two are of edges."""
 _SENT_KIND = np.array([CODES[PARTNERS[kind]] if kind in (Kind.RECV_F, Kind.RECV_B) else CODES[kind] for kind in KINDS])
 """The code of each kind, but of RECV that of its SEND: both take place together."""
 _NONE = np.zeros((1, 1))
@@ -143,8 +143,8 @@ class StepOperations:
         lookup, at = self._lookup, self._first_rows
         table, (alike_stage, alike_edge) = lookup.table, self._alike
         count = np.zeros(len(table), dtype=np.int64)
-        for kind, passes in lookup.passes.items():
-            rows = table.rows(kind)
+        for of_kind, passes in lookup.passes.items():
+            rows = table.rows(of_kind)
             count[rows] = passes.count[table.stage[rows], table.microbatch[rows]]
         is_pass, is_sent = count > 0, lookup.edge >= 0
         stage = np.where(is_pass, alike_stage[table.stage], -1)
@@ -160,7 +160,7 @@ class StepOperations:
     def graph(self) -> StepGraph:
         """The graph of a step. O(actions log actions)."""
         lookup, table = self._lookup, self._lookup.table
-        microbatch = table.microbatch[self._first_rows]
+        microbatch = table.microbatch[self._first_rows].astype(np.int64)
         position = np.where(microbatch < 0, lookup.shape[1], microbatch)
         dependent, dependency = (self._index[rows] for rows in self._pairs)
         last = self._last_in_streams(dependent, dependency)
@@ -261,13 +261,26 @@ class StepOperations:
             total: Float64Array = (found.held_s + found.tensor_s)[:, 0]
             return total
 
-        none = self._times(self._parts)
-        shares = {name: seconds(replace(none, **{name: np.ones((1, 1))}))[at] for name in (*_OF_STAGE, *_OF_EDGE)}
+        shares = {name: seconds(self._times(self._parts, **{name: np.ones((1, 1))}))[at] for name in _COLUMNS}
         return self._constant_s[at], shares
 
-    def _times(self, parts: tuple[_Parts, _Parts]) -> StageTimes:
-        """StageTimes that are 0."""
-        return StageTimes(_NONE, _NONE, _NONE, forward_parts=parts[0], backward_parts=parts[1])
+    def _times(self, parts: tuple[_Parts, _Parts], **columns: Float64Array) -> StageTimes:
+        """StageTimes that are 0, but for the given columns."""
+        forward_s, input_s, weight_s, recompute_s, forward_tensor_s, backward_tensor_s, send_s, return_s = (
+            columns.get(name, _NONE) for name in _COLUMNS
+        )
+        return StageTimes(
+            forward_s,
+            input_s,
+            weight_s,
+            recompute_s,
+            forward_tensor_s,
+            backward_tensor_s,
+            send_s,
+            return_s,
+            forward_parts=parts[0],
+            backward_parts=parts[1],
+        )
 
 
 def _starts(num: int, dependent: Int64Array, dependency: Int64Array) -> Int64Array:
