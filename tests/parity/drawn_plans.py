@@ -45,7 +45,7 @@ _OPTIONS = {
     "caps": lambda rng: {"image": 40, "backbone": 120} if rng.random() < 0.1 else {},
     "deferred_warmup": lambda rng: bool(rng.random() < 0.5),
     "balance": lambda rng: str(rng.choice(["off", "off", "joint", "per_phase"])),
-    "order": lambda rng: str(rng.choice(["given", "given", "intra", "inter", "both"])),
+    "example_order": lambda rng: str(rng.choice(["given", "given", "intra", "inter", "both"])),
 }
 """Field of a PlannedCase -> how it is drawn. All are drawn, so that cases stay the same when a field is new."""
 _PARTS = (

@@ -36,6 +36,8 @@ BESIDE = (
     Unit("llm", ({"audio": 2}, {"backbone": 1}, {"backbone": 1}, {"backbone": 1}), first_rank=1, pp=2, zero=0),
 )
 REPLICAS = [
+    PlannedCase(on_ranks(2, *FOUR, dp=2), "interleaved_1f1b", example_order="both", microbatch_size=2, batch_size=24),
+    PlannedCase(on_ranks(2, *FOUR, dp=2, zero=1), "zb_v", example_order="inter", blocking=True, batch_size=12),
     PlannedCase(on_ranks(2, *FOUR, dp=2), "zb_v", tied=True, microbatch_size=2, batch_size=12),
     PlannedCase(on_ranks(2, *FOUR, dp=2), "interleaved_1f1b", frozen=("image encoder",), batch_size=10),
     PlannedCase(on_ranks(2, *FOUR, dp=2, zero=1), "interleaved_1f1b", tied=True),

@@ -1,7 +1,9 @@
 """The replica and microbatch of each example of a pipeline's step, where the Plan's `order` is not "given".
 
-The loss and the gradients of a step are sums over its examples. So an example may go to any microbatch and index of its
-step, but to no other step. The decision uses the seconds of every stage, which the caller passes in (`StepSeconds`).
+The loss and the gradients of a step are sums over its examples. So an example may go to any microbatch and index of
+its step, but to no other step. The decision uses the seconds of every operation, which the caller passes in
+(`StepSeconds`), on the graph of the Plan's own Program. So interleaved and zero-bubble schedules, messages, collectives
+and encoders in bubbles count as they are simulated.
 
 1. Make microbatches. With caps they are groups under the caps (OmniBal section 4.1). Without caps each takes the same
    number of examples, in the given order.
@@ -11,20 +13,16 @@ step, but to no other step. The decision uses the seconds of every stage, which 
    With caps, the groups are assigned; microbatches of even load are tried too if they keep to the caps.
    If several replicas of a unit share a microbatch, microbatches of examples with like load are tried too.
    The load of an example is its seconds on all ranks, or its seconds on the busiest rank; both are tried.
-3. "inter" (MMScale Algorithm 3, corrected: balance/reordering.py): the microbatches of an island get the order that
-   leaves the shortest bubbles in a 1F1B pipeline. Islands that end before the slowest one keep their order.
-4. Take the candidate whose slowest island ends first in a 1F1B pipeline, the given batching included. Messages take no
-   time here. Ranks that a microbatch reaches at the same time count as the slowest of them; the chunks of a rank
-   (interleaved) count together.
+3. "inter" (MMScale section 5.2, corrected: balance/reordering.py): the microbatches of an island get the order that
+   leaves the shortest bubbles. Islands that end before the slowest one keep their order.
+4. Take the candidate whose slowest island ends first. The given batching stays unless a ten-thousandth is gained.
 
-Encoders in bubbles: a fill names a microbatch by its number in the step, so any examples may be in it. The backbone's
-passes alone decide the order. GPipe and zero-bubble schedules are ordered as if they were 1F1B.
+Examples are priced once for all candidates in which the same examples share a microbatch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -34,29 +32,48 @@ import numpy as np
 from motet.assign.groups import batching_in_groups
 from motet.assign.pipeline import Batching, assign_batching, batching_as_given
 from motet.assign.step import StepAssignment
-from motet.balance import assign, order_microbatches, pipeline_makespan
-from motet.core.arrays import Float64Array, Int64Array
+from motet.balance import assign, island_makespans, order_islands
+from motet.balance.reordering import NO_LIMIT, NUM_VISITS
+from motet.balance.step_graph import StepGraph
+from motet.core.arrays import Int64Array
 from motet.core.plan import Plan
 from motet.core.workload import BatchLengths, total_lengths
 from motet.schedule.layout import Layout, PlannedStage
 
 NUM_ORDERED = 2
-"""The number of batchings of step 2, fastest first, that step 3 orders. The given batching is ordered too."""
+"""The number of batchings of step 2, fastest first, that step 3 orders beside the given one, and of orders that swaps
+make faster.
+"""
+REGAINED = 16
+"""An order that is slower than another one by more than this part of it does not get faster by swaps."""
 ASSIGN_BUDGET_S = 0.02
 """The limit of `assign`'s time for one batching; fewer microbatches get proportionally less."""
 
 
-class StepSeconds(Protocol):
-    """Prices the examples and passes of one step in a pipeline by a cost model; the same on every rank."""
+LEAST_GAIN = 1e-4
+"""The share of the given batching's step that another one must gain: below, nanoseconds may be those of rounding."""
 
-    def of_examples(self) -> Int64Array:
+
+class StepSeconds(Protocol):
+    """Prices the steps of a pipeline's Plan by a cost model; the same on every rank."""
+
+    @property
+    def layout(self) -> Layout:
+        """The Layout of the Plan."""
+
+    @property
+    def graph(self) -> StepGraph:
+        """The operations of a step."""
+
+    @property
+    def lane_rows(self) -> Int64Array:
+        """How often each lane computes each row of the graph in a microbatch, int64 [num_lanes, num_rows]."""
+
+    def of_examples(self, batch: BatchLengths) -> Int64Array:
         """Nanoseconds of each example by itself, forward and backward, int64 [num_lanes, num_examples] (`lanes`)."""
 
-    def of_passes(self, assignment: StepAssignment) -> tuple[Float64Array, Float64Array]:
-        """Seconds of forward and of backward passes, [num_depths, num_islands, num_microbatches] each.
-
-        Ranks that a microbatch reaches at the same time have one depth, which takes as long as the slowest of them.
-        """
+    def of_operations(self, assignment: StepAssignment) -> Int64Array:
+        """Nanoseconds of the rows of the graph, int64 [num_islands * num_microbatches, num_rows], island by island."""
 
 
 def given_batching(plan: Plan, batch: BatchLengths) -> Batching:
@@ -68,17 +85,33 @@ def ordered_batching(plan: Plan, batch: BatchLengths, seconds: StepSeconds) -> B
     """The batching of a step by the Plan's `order` and `microbatch_caps`; the same on every rank.
 
     In the time predicted here, "intra", "inter" and "both" are no slower than "given" with the same caps.
-    Raises UserError for a Plan that does not fit. O(num_examples * num_layers) for each of at most seven candidates,
-    plus `assign` and `order_microbatches`.
+    Raises UserError for a Plan that does not fit. O(num_examples * num_layers) for each of at most five batchings,
+    plus `assign` and `order_islands`.
     """
-    given, step = given_batching(plan, batch), _Step(plan, batch, seconds)
-    candidates = [_Candidate(step, given)]
+    step = _Step(plan, batch, seconds)
+    given = step.candidate(*step.given())
+    candidates = [given]
     if plan.order in ("intra", "both"):
-        balanced = [_Candidate(step, batching) for batching in step.balanced(given)]
-        candidates += sorted(balanced, key=lambda candidate: candidate.slowest_s)[:NUM_ORDERED]
+        different = {tuple(part.tobytes() for part in parts): parts for parts in step.balanced()}
+        balanced = [step.candidate(*parts) for parts in different.values()]
+        candidates += sorted(balanced, key=lambda candidate: candidate.slowest_ns)[:NUM_ORDERED]
+    best = min(candidates, key=lambda candidate: candidate.slowest_ns)
     if plan.order in ("inter", "both"):
-        candidates = [candidate.ordered() for candidate in candidates]
-    return min(candidates, key=lambda candidate: candidate.slowest_s).batching
+        best = _fastest_ordered(candidates)
+    gains = best.slowest_ns < given.slowest_ns * (1 - LEAST_GAIN)
+    return best.batching() if gains else step.given_batching
+
+
+def _fastest_ordered(candidates: list[_Candidate]) -> _Candidate:
+    """The fastest order of any candidate: by construction first, then, of the NUM_ORDERED fastest, by swaps."""
+    fastest_first, limit_ns = sorted(candidates, key=lambda candidate: candidate.slowest_ns), NO_LIMIT
+    ordered: list[_Candidate] = []
+    for candidate in fastest_first:
+        ordered.append(candidate.ordered(limit_ns, num_visits=0))
+        limit_ns = min(limit_ns, ordered[-1].slowest_ns + ordered[-1].slowest_ns // REGAINED)
+    ordered.sort(key=lambda candidate: candidate.slowest_ns)
+    swapped = [candidate.ordered(NO_LIMIT, num_visits=NUM_VISITS) for candidate in ordered[:NUM_ORDERED]]
+    return min(swapped, key=lambda candidate: candidate.slowest_ns)
 
 
 def lanes(layout: Layout) -> list[PlannedStage]:
@@ -104,25 +137,70 @@ class _Sizes:
         return self.islands * self.microbatches
 
 
+@dataclass(frozen=True, eq=False)
+class _Contents:
+    """What microbatches hold, wherever they stand. A group is the content of one microbatch of one island.
+
+    group:     int64 [num_examples].
+    index:     int64 [num_examples], the index of each example in its island.
+    durations: nanoseconds of each group, int64 [num_groups, num_rows].
+    """
+
+    group: Int64Array
+    index: Int64Array
+    durations: Int64Array
+
+
 class _Step:
-    """A step of a Plan, with its seconds. A group here is the content of one microbatch of one island."""
+    """A step of a Plan, with its seconds."""
 
     def __init__(self, plan: Plan, batch: BatchLengths, seconds: StepSeconds) -> None:
         self.plan, self.batch, self.seconds = plan, batch, seconds
-        self.layout = layout = Layout(plan)
+        self.layout = layout = seconds.layout
         self.widest = max(layout.units, key=layout.num_replicas)
         sizes = layout.num_islands, layout.num_microbatches, layout.num_examples
         self.sizes = _Sizes(*sizes, layout.num_replicas(self.widest))
         self.lanes = lanes(layout)
+        self._contents: dict[tuple[bytes, bytes], _Contents] = {}
 
-    def balanced(self, given: Batching) -> Iterator[Batching]:
-        """The batchings of step 2: one or two for each of two weights of an example."""
+    @cached_property
+    def given_batching(self) -> Batching:
+        """The batching of step 1."""
+        return given_batching(self.plan, self.batch)
+
+    @cached_property
+    def _given_groups(self) -> Int64Array:
+        groups: Int64Array = self.given_batching.microbatch * self.sizes.islands + (
+            self.given_batching.index // self.sizes.examples
+        )
+        return groups
+
+    def given(self) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """The given batching, as `candidate` takes it."""
+        groups = np.arange(self.sizes.groups).reshape(self.sizes.microbatches, self.sizes.islands).T
+        return self._given_groups, self.given_batching.index % self.sizes.examples, groups
+
+    def candidate(self, group: Int64Array, index: Int64Array, groups: Int64Array) -> _Candidate:
+        """group, index: as in `_Contents`. groups: as of `_Candidate`."""
+        return _Candidate(self, self._priced(group, index), groups)
+
+    def _priced(self, group: Int64Array, index: Int64Array) -> _Contents:
+        """Without several replicas, the index of an example does not change what its microbatch takes."""
+        key = group.tobytes(), index.tobytes() if self.sizes.replicas > 1 else b""
+        if key not in self._contents:
+            island, microbatch = np.divmod(group, self.sizes.microbatches)
+            batching = Batching(microbatch, island * self.sizes.examples + index)
+            durations = self.seconds.of_operations(assign_batching(self.plan, self.batch, batching))
+            self._contents[key] = _Contents(group, index, durations)
+        return self._contents[key]
+
+    def balanced(self) -> Iterator[tuple[Int64Array, Int64Array, Int64Array]]:
+        """The batchings of step 2, as `candidate` takes them: one or two for each of two weights of an example."""
         replicas = [self.layout.num_replicas(stage.unit) for stage in self.lanes]
         busiest = int(np.argmax(self._example_ns.sum(axis=1) / replicas))
         for weights in (self._example_ns.sum(axis=0), self._example_ns[busiest]):
             if self.plan.microbatch_caps:
-                given_groups = given.microbatch * self.sizes.islands + given.index // self.sizes.examples
-                yield self._over_islands(given_groups, weights)
+                yield self._over_islands(self._given_groups, weights)
                 if self._keeps_to_caps(even := self._even_groups(weights, equal_counts=False)):
                     yield self._over_islands(even, weights)
             else:
@@ -144,17 +222,16 @@ class _Step:
         groups[np.argsort(-weights, kind="stable")] = np.arange(len(weights)) // self.sizes.examples
         return groups
 
-    def _over_islands(self, groups: Int64Array, weights: Int64Array) -> Batching:
-        """The batching that gives islands equally many groups of even load. groups: int64 [num_examples]."""
+    def _over_islands(self, groups: Int64Array, weights: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """The candidate that gives islands equally many groups of even load. groups: int64 [num_examples]."""
         sizes = self.sizes
         loads = np.bincount(groups, weights, sizes.groups).astype(np.int64)
-        slots = assign(loads, sizes.islands, equal_counts=True).slots
-        island, microbatch = np.divmod(slots[groups], sizes.microbatches)
+        placed = assign(loads, sizes.islands, equal_counts=True)
         index_in_island = np.zeros(len(groups), dtype=np.int64)
         if sizes.replicas > 1:
             examples = np.argsort(groups, kind="stable").reshape(sizes.groups, sizes.examples)
             index_in_island[examples] = self._indexes(examples)
-        return Batching(microbatch, island * sizes.examples + index_in_island)
+        return groups, index_in_island, placed.items.reshape(sizes.islands, sizes.microbatches)
 
     def _indexes(self, examples: Int64Array) -> Int64Array:
         """The index of each example in its group, so that replicas get even parts of a group.
@@ -175,45 +252,42 @@ class _Step:
 
     @cached_property
     def _example_ns(self) -> Int64Array:
-        return self.seconds.of_examples()
-
-    def pass_seconds(self, batching: Batching) -> tuple[Float64Array, Float64Array]:
-        """As `StepSeconds.of_passes`."""
-        return self.seconds.of_passes(assign_batching(self.plan, self.batch, batching))
+        """As of `StepSeconds.of_examples`; where examples are alone in their microbatches, it is known already."""
+        if self.sizes.examples == self.sizes.replicas == 1 and not self.plan.microbatch_caps:
+            given = self._priced(*self.given()[:2])
+            of_groups = self.seconds.lane_rows.astype(np.float64) @ given.durations.T  # whole numbers below 2^53
+            return of_groups.astype(np.int64)[:, given.group]
+        return self.seconds.of_examples(self.batch)
 
 
 class _Candidate:
-    """A batching, and the seconds that each island takes with it."""
+    """Contents of microbatches and where they stand: groups, int64 [num_islands, num_microbatches].
 
-    def __init__(self, step: _Step, batching: Batching) -> None:
-        self.step, self.batching = step, batching
-        self.passes_s = step.pass_seconds(batching)
-        self.island_s = [self._makespan_s(island) for island in range(step.sizes.islands)]
+    island_ns: nanoseconds of each island's step, if they are known.
+    """
+
+    def __init__(
+        self, step: _Step, contents: _Contents, groups: Int64Array, island_ns: Int64Array | None = None
+    ) -> None:
+        self.step, self.contents, self.groups = step, contents, groups
+        if island_ns is None:
+            island_ns = island_makespans(step.seconds.graph, contents.durations, groups)
+        self.island_ns = island_ns
 
     @property
-    def slowest_s(self) -> float:
-        """Seconds of the slowest island."""
-        return max(self.island_s)
+    def slowest_ns(self) -> int:
+        """Nanoseconds of the slowest island."""
+        return int(self.island_ns.max())
 
-    def ordered(self) -> _Candidate:
-        """The candidate of step 3. Islands are ordered slowest first, as long as the next one is the slowest."""
-        ordered, slowest_s = copy(self), 0.0
-        ordered.island_s = list(self.island_s)
-        island_of, microbatch = self.batching.index // self.step.sizes.examples, self.batching.microbatch.copy()
-        for island in sorted(range(len(self.island_s)), key=lambda island: -self.island_s[island]):
-            if self.island_s[island] <= slowest_s:
-                break
-            order = order_microbatches(*self._seconds(island), len(self.passes_s[0]))
-            ordered.island_s[island] = self._makespan_s(island, order)
-            slowest_s = max(slowest_s, ordered.island_s[island])
-            in_island = island_of == island
-            microbatch[in_island] = np.argsort(order)[microbatch[in_island]]
-        ordered.batching = Batching(microbatch, self.batching.index)
-        return ordered
+    def ordered(self, limit_ns: int, num_visits: int) -> _Candidate:
+        """The candidate of step 3, as far as it may take less than the limit. num_visits: as of `order_islands`."""
+        arrays = self.contents.durations, self.groups, self.island_ns
+        found = order_islands(self.step.seconds.graph, *arrays, limit=limit_ns, num_visits=num_visits)
+        return _Candidate(self.step, self.contents, *found)
 
-    def _makespan_s(self, island: int, order: Int64Array | None = None) -> float:
-        return pipeline_makespan(*self._seconds(island), len(self.passes_s[0]), order)
-
-    def _seconds(self, island: int) -> tuple[Float64Array, Float64Array]:
-        forward, backward = self.passes_s
-        return forward[:, island], backward[:, island]
+    def batching(self) -> Batching:
+        """The batching of all examples."""
+        sizes, slots = self.step.sizes, np.empty(self.groups.size, dtype=np.int64)
+        slots[self.groups.ravel()] = np.arange(self.groups.size)
+        island, microbatch = np.divmod(slots[self.contents.group], sizes.microbatches)
+        return Batching(microbatch, island * sizes.examples + self.contents.index)

@@ -37,7 +37,7 @@ from motet.balance.joint import assign_jointly
 from motet.balance.nodes import place_on_nodes
 from motet.balance.phases import Phase, assign_apart, follow
 from motet.balance.placement import assign, lower_bound, score
-from motet.balance.reordering import order_microbatches, pipeline_makespan
+from motet.balance.reordering import island_makespans, order_islands, order_microbatches, pipeline_makespan
 from motet.balance.segments import Segments
 from motet.balance.splitting import split
 from motet.balance.step_choice import StepChoice, choose_step
@@ -85,7 +85,9 @@ __all__ = [
     "follow",
     "group",
     "group_phases",
+    "island_makespans",
     "lower_bound",
+    "order_islands",
     "order_microbatches",
     "pad_ratio",
     "pipeline_makespan",

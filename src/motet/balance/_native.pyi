@@ -51,8 +51,28 @@ def isf(
     num_iterations: int,
     seed: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], int, int]: ...
-def order_microbatches(forward: NDArray[np.int64], backward: NDArray[np.int64]) -> NDArray[np.int64]: ...
-def pipeline_makespan(forward: NDArray[np.int64], backward: NDArray[np.int64], order: NDArray[np.int64]) -> int: ...
+def island_makespans(
+    row: NDArray[np.int32],
+    position: NDArray[np.int32],
+    offsets: NDArray[np.int32],
+    needs: NDArray[np.int32],
+    gaps: NDArray[np.int32],
+    durations: NDArray[np.int64],
+    groups: NDArray[np.int64],
+) -> NDArray[np.int64]: ...
+def order_islands(
+    row: NDArray[np.int32],
+    position: NDArray[np.int32],
+    offsets: NDArray[np.int32],
+    needs: NDArray[np.int32],
+    gaps: NDArray[np.int32],
+    num_last: int,
+    durations: NDArray[np.int64],
+    groups: NDArray[np.int64],
+    given: NDArray[np.int64],
+    limit: int,
+    num_visits: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 def packed_home(
     weights: NDArray[np.int64], num_ranks: int, home: NDArray[np.int32], ranks_per_node: int
 ) -> _Placement: ...

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -85,7 +86,7 @@ class Unit:
         p, d = divmod(rest, self.dp)
         return p, d, c, t
 
-    @property
+    @cached_property
     def modules(self) -> tuple[str, ...]:
         """The modules that it computes, replicated ones first, then in the order of the data."""
         return tuple(dict.fromkeys([*self.replicated, *(name for stage in self.stages for name in stage)]))

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.balance import order_microbatches, pipeline_makespan
-from motet.balance.reference.reordering import PipelineClock
+from motet.balance import island_makespans, order_islands, order_microbatches, pipeline_makespan
+from motet.balance.reference.reordering import Clock
+from motet.balance.step_graph import one_f_one_b_graph
 from unit.balance.contract import BACKENDS
 
 durations = st.tuples(st.integers(1, 5), st.integers(0, 9)).flatmap(
@@ -69,6 +70,26 @@ def test_permutation_no_slower_and_equal_backends(durations):
     assert makespans.pop() <= pipeline_makespan(forward, backward, num_stages)
 
 
+@given(data=st.data(), num_islands=st.integers(1, 4), num_stages=st.integers(1, 4), count=st.integers(0, 7))
+def test_the_slowest_of_several_islands_gets_faster_alike_in_both_backends(data, num_islands, num_stages, count):
+    graph, size = one_f_one_b_graph(num_stages, count), num_islands * count
+    rows = st.lists(st.integers(0, 50), min_size=2 * num_stages, max_size=2 * num_stages)
+    durations = np.array(data.draw(st.lists(rows, min_size=size, max_size=size)), dtype=np.int64).reshape(
+        size, 2 * num_stages
+    )
+    groups = np.array(data.draw(st.permutations(range(size))), dtype=np.int64).reshape(num_islands, count)
+    before = island_makespans(graph, durations, groups)
+    limit = data.draw(st.sampled_from([2**62, int(before.max())]))
+    (ordered, after), reference = (
+        order_islands(graph, durations, groups, limit=limit, backend=backend) for backend in BACKENDS
+    )
+    np.testing.assert_array_equal(ordered, reference[0])
+    np.testing.assert_array_equal(after, reference[1])
+    np.testing.assert_array_equal(np.sort(ordered, axis=1), np.sort(groups, axis=1))
+    assert (after <= before).all()
+    np.testing.assert_array_equal(after, island_makespans(graph, durations, ordered, backend="reference"))
+
+
 @given(durations=durations)
 def test_makespan_is_that_of_an_event_simulation(durations):
     forward, backward = durations
@@ -83,13 +104,16 @@ def test_intervals_are_those_of_an_event_simulation(durations):
     forward, backward = durations
     num_stages, count = len(forward), len(forward[0])
     ends = simulate(forward, backward, list(range(count)))
-    pipeline = PipelineClock(np.transpose(forward).tolist(), np.transpose(backward).tolist())
-    pipeline.order = list(range(count))
-    for i in range(count - num_stages + 1):  # the backward that the interval is before
-        while pipeline.num_steps < i + num_stages - 1:
-            pipeline.step()
-        before = ends["B", i - 1, 0] if i else ends["F", num_stages - 2, 0]
-        assert pipeline.interval() == max(ends["B", i, 1] - before, 0)
+    graph = one_f_one_b_graph(num_stages, count)
+    clock = Clock(graph, np.array([*forward, *backward]).T)
+    for position in range(num_stages - 1, count):  # the microbatch that is to fill the gap
+        order = [*range(position), *[clock.unknown] * (count - position), 0]
+        clock.run(order, 0, len(graph.row))
+        _, before, after, num_forwards = graph.gaps[position]
+        done = position - num_stages  # the backward that the gap is after
+        free = ends["B", done, 0] if done >= 0 else ends["F", num_stages - 2, 0]
+        assert max(clock.start(after) - clock.ends[before], 0) == max(ends["B", done + 1, 1] - free, 0)
+        assert num_forwards == 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

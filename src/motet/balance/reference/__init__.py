@@ -9,23 +9,23 @@ from motet.balance.reference.nodes import place_on_nodes
 from motet.balance.reference.packed import packed
 from motet.balance.reference.padded import padded, padded_bound
 from motet.balance.reference.padded_attention import padded_attention
-from motet.balance.reference.reordering import order_microbatches, pipeline_makespan
+from motet.balance.reference.reordering import island_makespans, order_islands
 from motet.balance.reference.splitting import pour
 from motet.balance.reference.tokens import block_pairs
 
 __all__ = [
     "block_pairs",
     "isf",
+    "island_makespans",
     "joint",
     "joint_home",
-    "order_microbatches",
+    "order_islands",
     "packed",
     "packed_bound",
     "packed_home",
     "padded",
     "padded_attention",
     "padded_bound",
-    "pipeline_makespan",
     "place_on_nodes",
     "pour",
 ]

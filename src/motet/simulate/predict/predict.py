@@ -33,7 +33,7 @@ from motet.simulate.predict.memory import memory_of
 from motet.simulate.predict.prediction import Prediction
 from motet.simulate.predict.program_times import stage_times_of, times_in_islands
 from motet.simulate.predict.stage_pricing import Pricing, Recomputed, Recomputes
-from motet.simulate.predict.step_seconds import PricedStep
+from motet.simulate.predict.step_seconds import PricedSteps
 from motet.simulate.predict.traffic import Traffic
 
 MAX_ISLANDS = 32
@@ -75,9 +75,9 @@ def predictions(
     recomputes: where training decides it in each microbatch.
     """
     stages, rng = planned(plan), np.random.default_rng(seed)
-    filler = filler_of(stages)
+    filler, seconds = filler_of(stages), PricedSteps(plan, cost, stages)
     for _ in range(num_batches):
-        assignment = assign_batch(plan, draw_batch(plan, workload, rng), cost, balancing)
+        assignment = assign_step(plan, draw_batch(plan, workload, rng), balancing, seconds)
         drawn, recomputed = int(rng.integers(1 << 32)), recomputes and recomputes(assignment)
         yield predict_assigned(
             plan, stages, assignment, cost, seed=drawn, jitter=jitter, filler=filler, recomputed=recomputed
@@ -88,7 +88,7 @@ def assign_batch(
     plan: Plan, batch: BatchLengths, cost: CostModel, balancing: Balancing = by_operations
 ) -> StepAssignment:
     """The step's examples assigned to the Plan, as in training. `cost` gives the seconds by which they are ordered."""
-    return assign_step(plan, batch, balancing, PricedStep(plan, batch, cost))
+    return assign_step(plan, batch, balancing, PricedSteps(plan, cost))
 
 
 def predict_assigned(

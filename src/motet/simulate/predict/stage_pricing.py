@@ -7,7 +7,7 @@ layers. Backward is priced by which parameters are trainable (Cornstarch section
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -61,7 +61,11 @@ class _Priced:
 
 
 class Pricing:
-    """Prices the stages of one Plan for one assigned batch. recomputed: in place of the Plan's numbers."""
+    """Prices the stages of one Plan for one assigned batch.
+
+    recomputed: in place of the Plan's numbers.
+    like: a Pricing of another batch of the same Plan, with which it shares what does not depend on lengths.
+    """
 
     def __init__(
         self,
@@ -70,6 +74,7 @@ class Pricing:
         assignment: StepAssignment,
         cost: CostModel,
         recomputed: Recomputed | None = None,
+        like: Pricing | None = None,
     ) -> None:
         self.plan, self.planned, self.assignment = plan, planned, assignment
         self.cost = cost if plan.schedule == "data_parallel" else cost.unwrapped()
@@ -79,6 +84,7 @@ class Pricing:
         self._priced = cache(self._price)
         self._first = {kind.stage.key: kind.stage for kind in planned.kinds}
         self._recomputed = recomputed or {}
+        self._layers: dict[tuple[object, ...], Counter[StageLayer]] = {} if like is None else like._layers
         self._seconds = cache(lambda key: self._of_stage(self._first[key]))
         self._parts = cache(lambda key, backward: self._slices(self._first[key], backward))
 
@@ -167,7 +173,7 @@ class Pricing:
             return (Part(1 / num_halves, "tensor"), Part(1 / num_halves)) * num_halves
         seconds = []
         for part in parts_of(stage):
-            prices = self._sum(stage, self.layers(part))
+            prices = self._sum(stage, Counter(self.layers(part)))
             passes = (prices.input, prices.weight, prices.recompute) if backward else (prices.forward,)
             seconds.append(sum(float(table.sum()) for table in passes))
         shares = [second / sum(seconds) if sum(seconds) else 1 / len(seconds) for second in seconds]
@@ -182,7 +188,7 @@ class Pricing:
         """Operations of a stage, over all replicas of its unit."""
         total = 0.0
         for layers, chosen in self._cases(stage):
-            for placed, count in Counter(layers).items():
+            for placed, count in layers.items():
                 layer = placed.layer
                 flops = layer_flops(layer, self._priced(placed.module, layer, 1).work)
                 layer_total = flops.forward * (1 + placed.recomputed) + flops.weight * layer.trainable
@@ -194,15 +200,17 @@ class Pricing:
     def _shape(self, stage: PlannedStage) -> tuple[int, int]:
         return self.assignment.modules[stage.modules[0]].num_replicas, self.assignment.num_microbatches
 
-    def _cases(self, stage: PlannedStage) -> Iterator[tuple[list[StageLayer], BoolArray]]:
+    def _cases(self, stage: PlannedStage) -> Iterator[tuple[Mapping[StageLayer, int], BoolArray]]:
         """The layers of a stage, and the microbatches, [num_replicas, num_microbatches], that recompute so."""
         numbers = self._recomputed.get(stage.modules[0])
         if numbers is None:
-            yield self.layers(stage), np.ones(self._shape(stage), dtype=np.bool_)
+            if stage.key not in self._layers:
+                self._layers[stage.key] = Counter(self.layers(stage))
+            yield self._layers[stage.key], np.ones(self._shape(stage), dtype=np.bool_)
             return
         (name,) = stage.modules
         for number in np.unique(numbers).tolist():
-            yield list(stage_layers(self.plan.model, stage.layers, {name: number})), numbers == number
+            yield Counter(stage_layers(self.plan.model, stage.layers, {name: number})), numbers == number
 
     def _of_stage(self, stage: PlannedStage) -> StagePrices:
         cases = [(self._sum(stage, layers), chosen) for layers, chosen in self._cases(stage)]
@@ -211,10 +219,10 @@ class Pricing:
         which = [chosen for _, chosen in cases]
         return StagePrices(*(np.select(which, columns) for columns in zip(*(prices for prices, _ in cases))))
 
-    def _sum(self, stage: PlannedStage, layers: Iterable[StageLayer]) -> StagePrices:
+    def _sum(self, stage: PlannedStage, layers: Mapping[StageLayer, int]) -> StagePrices:
         shape = self._shape(stage)
         total = {name: np.zeros(shape) for name in StagePrices._fields}
-        for placed, count in Counter(layers).items():
+        for placed, count in layers.items():
             priced = self._priced(placed.module, placed.layer, stage.num_shares)
             for name, seconds in self._passes(placed, priced, stage.unit.tp).items():
                 total[name] += count * seconds.reshape(shape)

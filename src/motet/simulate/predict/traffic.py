@@ -30,14 +30,19 @@ class Traffic:
 
         [len(islands), num_edges, num_microbatches].
         """
-        stages, edges = self.planned.stages, self.planned.program.edges
-        seconds = np.zeros((len(islands), len(edges), self.assignment.num_microbatches))
-        for number, (source, sink) in enumerate(edges):
-            ends = stages[source].ranks[0], stages[sink].ranks[0]
-            if ends[0] != ends[1]:
-                sent = self._sent_bytes(stages[source], stages[sink], islands, gradient=gradient)
-                seconds[:, number] = self.cost.send_seconds(sent, ends)
+        num_edges = len(self.planned.program.edges)
+        seconds = np.zeros((len(islands), num_edges, self.assignment.num_microbatches))
+        for edge in range(num_edges):
+            seconds[:, edge] = self.edge_s(edge, islands, gradient=gradient)
         return seconds
+
+    def edge_s(self, edge: int, islands: Sequence[int], *, gradient: bool = False) -> Float64Array | float:
+        """The seconds of `send_s` on one edge, [len(islands), num_microbatches]; 0.0 if both ends are on one rank."""
+        source, sink = (self.planned.stages[end] for end in self.planned.program.edges[edge])
+        ends = source.ranks[0], sink.ranks[0]
+        if ends[0] == ends[1]:
+            return 0.0
+        return self.cost.send_seconds(self._sent_bytes(source, sink, islands, gradient=gradient), ends)
 
     def exchange_s(self) -> Float64Array:
         """Seconds of exchanges of encoder outputs, [num_edges, num_microbatches]: rows go to their sequences' ranks."""

@@ -26,7 +26,7 @@ from motet.dispatch.stage_batch import assemble_stages
 from motet.runtime.place import Place
 from motet.schedule import PlannedProgram, PlannedStage
 from motet.simulate.filling.step_filler import StepFiller
-from motet.simulate.predict.step_seconds import PricedStep
+from motet.simulate.predict.step_seconds import PricedSteps
 from motet.train.input.loading import (
     Dealt,
     DealtStep,
@@ -83,13 +83,14 @@ class StepDecider:
         self._plan, self._island = place.program.layout.plan, place.island
         by_step = self._plan.filling == "by_step" and not own_fills
         self._filler = StepFiller(place.program) if by_step else None
+        self._seconds: PricedSteps | None = None
+        if self._plan.order != "given":
+            cost = cost_model(self._plan.cluster, self._plan.precision)
+            self._seconds = PricedSteps(self._plan, cost, place.program)
 
     def __call__(self, lengths: BatchLengths) -> DecidedStep:
         """Decide a step. Raises as `decide_planned_step` does."""
-        plan, seconds = self._plan, None
-        if plan.order != "given":
-            seconds = PricedStep(plan, lengths, cost_model(plan.cluster, plan.precision))
-        return decide_planned_step(plan, lengths, seconds, self._program if self._filler else None)
+        return decide_planned_step(self._plan, lengths, self._seconds, self._program if self._filler else None)
 
     def _program(self, step: StepAssignment) -> PlannedProgram:
         assert self._filler is not None

@@ -1,0 +1,337 @@
+"""A pipeline Plan's Program as a StepGraph, and what its operations take in a step: what `simulate` simulates, for all
+islands at once and without a Timeline, so that orders of microbatches can be compared in microseconds.
+
+An operation is an action, or several that take place together (`ActionIndex.operation`). It waits for what its actions
+wait for, and for the actions before them in their streams. Its seconds are a sum of columns of StageTimes, each times a
+share, plus what does not depend on the microbatch: collectives and the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from motet.assign.step import ModuleAssignment, StepAssignment
+from motet.balance.step_graph import StepGraph, gaps_of, graph_of_needs
+from motet.core.arrays import BoolArray, Float64Array, Int32Array, Int64Array
+from motet.core.errors import ArgumentError
+from motet.core.exchange import NS_PER_S
+from motet.core.plan import Plan
+from motet.core.workload import BatchLengths, ItemLengths
+from motet.cost.memory import stage_layers
+from motet.cost.model import CostModel
+from motet.schedule.coordinates import replica_of
+from motet.schedule.dependencies import PARTNERS
+from motet.schedule.edges import consumers_in, edge_outputs
+from motet.schedule.from_plan import PlannedProgram
+from motet.schedule.generators.dag import distances
+from motet.schedule.layout import PlannedStage
+from motet.schedule.program import Kind
+from motet.simulate.engine.action_index import ActionIndex
+from motet.simulate.engine.action_seconds import action_seconds
+from motet.simulate.engine.lower import waits
+from motet.simulate.engine.stage_times import Part, StageTimes
+from motet.simulate.engine.streams import COMPUTE, STREAMS, TENSOR
+from motet.simulate.engine.table import CODES, KINDS, PASSES, action_table
+from motet.simulate.predict.stage_pricing import Pricing, StagePrices
+from motet.simulate.predict.traffic import Traffic
+
+_OF_STAGE = {f"{name}_s": name for name in StagePrices._fields if name != "held"}
+_COLUMNS = (*_OF_STAGE, "send_s", "return_s")
+"""Columns of StageTimes, in their order; the last two are of edges."""
+_SENT_KIND = np.array([CODES[PARTNERS[kind]] if kind in (Kind.RECV_F, Kind.RECV_B) else CODES[kind] for kind in KINDS])
+"""The code of each kind, but of RECV that of its SEND: both take place together."""
+_NONE = np.zeros((1, 1))
+_Parts = Mapping[int, tuple[Part, ...]]
+
+
+class StepOperations:
+    """The operations of the steps of a pipeline's Plan."""
+
+    def __init__(self, planned: PlannedProgram, cost: CostModel) -> None:
+        self.planned, self.cost, self.plan = planned, cost, planned.layout.plan
+        self.overlap = self.plan.cluster.device.overlaps
+        self._lookup = ActionIndex(action_table(planned.program))
+        nothing = _no_examples(self.plan, planned.layout.num_microbatches)
+        self._empty = Pricing(self.plan, planned, nothing, cost)
+        self._parts = _parts_of(self._empty)
+        self._constants = _constant_times(self._empty)
+
+    @cached_property
+    def _pairs(self) -> tuple[Int64Array, Int64Array]:
+        """Operations that wait and those that they wait for, each by the row of its first action; int64 [num_pairs]."""
+        pairs = waits(self._lookup, self._stream, self.overlap)
+        in_streams = np.argsort(self._held, kind="stable")
+        follows = self._held[in_streams[1:]] == self._held[in_streams[:-1]]
+        after = np.concatenate([pairs.dependent, in_streams[1:][follows]])
+        before = np.concatenate([pairs.dependency, in_streams[:-1][follows]])
+        operation = self._lookup.operation.astype(np.int64)
+        return operation[after], operation[before]
+
+    @cached_property
+    def _first_rows(self) -> Int64Array:
+        """The row of the first action of each operation, in an order in which each comes behind what it waits for: that
+        of their starts if each took a second.
+        """
+        operation = self._lookup.operation
+        rows = np.flatnonzero(operation == np.arange(len(operation)))
+        starts = _starts(len(operation), *self._pairs)
+        return rows[np.argsort(starts[rows], kind="stable")]
+
+    @cached_property
+    def _index(self) -> Int64Array:
+        """The operation of each action, int64 [num_actions]."""
+        index = np.full(len(self._lookup.table), -1, dtype=np.int64)
+        index[self._first_rows] = np.arange(len(self._first_rows))
+        return index[self._lookup.operation]
+
+    @cached_property
+    def _stream(self) -> Int32Array:
+        """The stream of each action, as an index in STREAMS."""
+        return action_seconds(self._lookup, self._times(self._parts)).stream
+
+    @cached_property
+    def _held(self) -> Int32Array:
+        """The stream that each action holds, numbered over all ranks."""
+        held = self._stream if self.overlap else np.where(self._stream == TENSOR, np.int32(COMPUTE), self._stream)
+        held_by_rank: Int32Array = self._lookup.table.rank * np.int32(len(STREAMS)) + held
+        return held_by_rank
+
+    @cached_property
+    def _alike(self) -> tuple[Int64Array, Int64Array]:
+        """The first stage that takes the same seconds as each stage, and the first edge as each edge."""
+        stages, layout = self.planned.stages, self.planned.layout
+        layers = [Counter(stage_layers(self.plan.model, one.layers, one.recomputed)) for one in stages]
+        of_stage = [
+            (one.unit.name, replica_of(layout, one, 0), one.num_parts, frozenset(counts.items()))
+            for one, counts in zip(stages, layers)
+        ]
+        of_edge = [self._sent_key(stages[source], stages[sink]) for source, sink in self.planned.program.edges]
+        return _first_alike(of_stage), _first_alike(of_edge)
+
+    def _sent_key(self, source: PlannedStage, sink: PlannedStage) -> tuple[object, ...]:
+        """Equal for edges whose messages take the same seconds in both directions."""
+        layout, model, node_of = self.planned.layout, self.plan.model, self.plan.cluster.node_of
+        outputs = []
+        for name, stop in edge_outputs(layout, source, sink):
+            index = model.module(name).blocks[stop - 1][-1]
+            outputs.append((name, model.module(name).sent(stop), model.input_gradients[name][index]))
+        ends = [(end.unit.name, replica_of(layout, end, 0), end.num_shares) for end in (source, sink)]
+        consumers = [consumers_in(layout, name, sink) for name, *_ in outputs] if source.unit is not sink.unit else []
+        ranks = source.ranks[0], sink.ranks[0]
+        link = (ranks[0] == ranks[1], node_of(ranks[0]) == node_of(ranks[1]))
+        return (*outputs, *ends, *map(tuple, consumers), *link)
+
+    @cached_property
+    def _constant_s(self) -> Float64Array:
+        """The seconds of each action's operation that do not depend on the microbatch, [num_actions]."""
+        seconds, lookup = action_seconds(self._lookup, self._constants), self._lookup
+        longest = np.zeros(len(lookup.table))
+        np.maximum.at(longest, lookup.operation, seconds.held_s[:, 0])
+        return longest[lookup.operation]
+
+    @cached_property
+    def _rows(self) -> tuple[Int64Array, Int64Array]:
+        """The row of durations of each operation, and the operation that stands for each row.
+
+        Operations of a row are of one kind, of stages or edges that are alike, and one of as many parts; or they take
+        the same in all microbatches.
+        """
+        lookup, at = self._lookup, self._first_rows
+        table, (alike_stage, alike_edge) = lookup.table, self._alike
+        count = np.zeros(len(table), dtype=np.int64)
+        for of_kind, passes in lookup.passes.items():
+            rows = table.rows(of_kind)
+            count[rows] = passes.count[table.stage[rows], table.microbatch[rows]]
+        is_pass, is_sent = count > 0, lookup.edge >= 0
+        stage = np.where(is_pass, alike_stage[table.stage], -1)
+        edge = np.where(is_sent, np.append(alike_edge, -1)[lookup.edge], -1)
+        kind = np.where(is_pass | is_sent, _SENT_KIND[table.kind], -1)
+        part = np.where(is_pass, table.part, -1)
+        constant = np.unique(self._constant_s, return_inverse=True)[1]
+        keys = np.stack([kind, stage, edge, part, count, constant])[:, at]
+        _, first, row = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+        return row.reshape(-1), first
+
+    @cached_property
+    def graph(self) -> StepGraph:
+        """The graph of a step. O(actions log actions)."""
+        lookup, table = self._lookup, self._lookup.table
+        microbatch = table.microbatch[self._first_rows].astype(np.int64)
+        position = np.where(microbatch < 0, lookup.shape[1], microbatch)
+        dependent, dependency = (self._index[rows] for rows in self._pairs)
+        last = self._last_in_streams(dependent, dependency)
+        dependent, dependency = dependent[last], dependency[last]
+        gaps, num_last = self._gaps()
+        return graph_of_needs(self._rows[0], position, dependent, dependency, gaps, num_last)
+
+    def _last_in_streams(self, dependent: Int64Array, dependency: Int64Array) -> BoolArray:
+        """Whether an operation that is waited for is the last one of its streams that its dependent waits for: those
+        before it have ended when it has.
+        """
+        actions = np.argsort(self._index, kind="stable")
+        first = np.searchsorted(self._index[actions], dependency)
+        num = np.searchsorted(self._index[actions], dependency, side="right") - first
+        pair = np.repeat(np.arange(len(dependency)), num)
+        held = self._held[actions[np.arange(num.sum()) + np.repeat(first - (np.cumsum(num) - num), num)]]
+        order = np.lexsort((dependency[pair], held, dependent[pair]))
+        keys, needed = np.stack([dependent[pair], held])[:, order], dependency[pair][order]
+        begins = np.append(True, (keys[:, 1:] != keys[:, :-1]).any(axis=0))
+        ends = np.append(np.flatnonzero(begins)[1:], len(needed)) - 1
+        is_last = np.ones(len(dependency), dtype=np.bool_)
+        is_last[pair[order][needed != needed[ends][np.cumsum(begins) - 1]]] = False
+        return is_last
+
+    def _gaps(self) -> tuple[Int32Array, int]:
+        """`gaps` and `num_last` of the graph. The first rank is that of the stage farthest from the end that has a
+        backward pass of every microbatch.
+        """
+        lookup, program = self._lookup, self.planned.program
+        forward = lookup.passes[Kind.F].first
+        whole = (forward >= 0).all(axis=1)
+        backward = np.full_like(forward, -1)
+        for kind in (Kind.B, Kind.I):
+            if kind in lookup.passes:
+                backward = np.maximum(backward, lookup.passes[kind].first)
+        candidates = np.flatnonzero(whole & (backward >= 0).all(axis=1))
+        candidates = candidates if len(candidates) else np.flatnonzero(whole)
+        to_end = np.array(distances(program.num_stages, program.edges))
+        first = int(candidates[np.argmax(to_end[candidates])])
+        ranks = np.array([stage.rank for stage in program.stages])
+        beside = np.flatnonzero((ranks == ranks[first]) & whole)
+        forwards, backwards = (
+            np.sort(self._index[rows[rows >= 0]]) for rows in (forward[beside].ravel(), backward[beside].ravel())
+        )
+        on_stream = self._held == self._held[forward[first, 0]]
+        passes = np.sort(self._index[np.flatnonzero(on_stream)])
+        own = self._index[backward[first]] if (backward[first] >= 0).all() else np.empty(0, dtype=np.int64)
+        num_last = max(int((own > forwards[-1]).sum()) - 1, 0)
+        return gaps_of(self._index[forward[first]], forwards, backwards, passes), num_last
+
+    def durations(self, assignment: StepAssignment) -> Int64Array:
+        """Nanoseconds of the rows of the graph, int64 [num_islands * num_microbatches, num_rows], island by island."""
+        pricing = Pricing(self.plan, self.planned, assignment, self.cost, like=self._empty)
+        if self._parts != (parts := _parts_of(pricing)):
+            self._parts = parts
+            self.__dict__.pop("_shares", None)
+        constant, shares = self._shares
+        stage, edge = self._columns
+        islands = range(self.planned.layout.num_islands)
+        traffic, stages = Traffic(pricing), self.planned.stages
+        prices = {number: pricing.islands(stages[number]) for number in set(stage[stage >= 0].tolist())}
+        seconds = np.zeros((len(constant), len(islands), assignment.num_microbatches))
+        seconds += constant[:, None, None]
+        for name, share in shares.items():
+            for row in np.flatnonzero(share).tolist():
+                if name in _OF_STAGE:
+                    seconds[row] += share[row] * getattr(prices[stage[row]], _OF_STAGE[name])
+                else:
+                    seconds[row] += share[row] * traffic.edge_s(edge[row], islands, gradient=name == "return_s")
+        seconds *= NS_PER_S
+        durations: Int64Array = np.rint(seconds, out=seconds).reshape(len(constant), -1).T.astype(np.int64, order="C")
+        return durations
+
+    @cached_property
+    def _columns(self) -> tuple[Int64Array, Int64Array]:
+        """The stage of each row whose passes it is of, and the edge whose messages it is of; -1: of none."""
+        lookup, at = self._lookup, self._first_rows[self._rows[1]]
+        is_pass = np.isin(lookup.table.kind[at], [CODES[kind] for kind in PASSES])
+        return np.where(is_pass, lookup.table.stage[at], -1), lookup.edge[at].astype(np.int64)
+
+    @cached_property
+    def rows_of_ranks(self) -> Int64Array:
+        """How often a rank computes each row in a microbatch, int64 [num_ranks, num_rows]; no encoders in bubbles."""
+        lookup = self._lookup
+        is_pass = np.isin(lookup.table.kind, [CODES[kind] for kind in PASSES]) & (lookup.table.microbatch == 0)
+        actions = np.flatnonzero(is_pass & (lookup.table.stage < len(self.planned.layout.stages)))
+        counts = np.zeros((self.planned.program.num_ranks, len(self._rows[1])), dtype=np.int64)
+        np.add.at(counts, (lookup.table.rank[actions], self._rows[0][self._index[actions]]), 1)
+        return counts
+
+    @cached_property
+    def _shares(self) -> tuple[Float64Array, dict[str, Float64Array]]:
+        """Of each row: its constant seconds, and its share of each column of StageTimes, by name."""
+        lookup, at = self._lookup, self._first_rows[self._rows[1]]
+
+        def seconds(times: StageTimes) -> Float64Array:
+            found = action_seconds(lookup, times)
+            total: Float64Array = (found.held_s + found.tensor_s)[:, 0]
+            return total
+
+        shares = {name: seconds(self._times(self._parts, **{name: np.ones((1, 1))}))[at] for name in _COLUMNS}
+        return self._constant_s[at], shares
+
+    def _times(self, parts: tuple[_Parts, _Parts], **columns: Float64Array) -> StageTimes:
+        """StageTimes that are 0, but for the given columns."""
+        forward_s, input_s, weight_s, recompute_s, forward_tensor_s, backward_tensor_s, send_s, return_s = (
+            columns.get(name, _NONE) for name in _COLUMNS
+        )
+        return StageTimes(
+            forward_s,
+            input_s,
+            weight_s,
+            recompute_s,
+            forward_tensor_s,
+            backward_tensor_s,
+            send_s,
+            return_s,
+            forward_parts=parts[0],
+            backward_parts=parts[1],
+        )
+
+
+def _starts(num: int, dependent: Int64Array, dependency: Int64Array) -> Int64Array:
+    """When each of `num` operations would start if each took 1, int64 [num].
+
+    Raises ArgumentError for operations that wait for each other.
+    """
+    starts, missing = [0] * num, np.bincount(dependent, minlength=num).tolist()
+    order = np.argsort(dependency, kind="stable")
+    after, first = dependent[order].tolist(), np.searchsorted(dependency[order], np.arange(num + 1)).tolist()
+    ready = [operation for operation, count in enumerate(missing) if count == 0]
+    for operation in ready:  # grows while it is walked
+        for waiting in after[first[operation] : first[operation + 1]]:
+            starts[waiting] = max(starts[waiting], starts[operation] + 1)
+            missing[waiting] -= 1
+            if missing[waiting] == 0:
+                ready.append(waiting)
+    if len(ready) < num:
+        raise ArgumentError("the program cannot run: actions wait for each other.")
+    return np.array(starts, dtype=np.int64)
+
+
+def _first_alike(keys: Sequence[Hashable]) -> Int64Array:
+    """For each key, the number of the first one that equals it."""
+    first: dict[Hashable, int] = {}
+    return np.array([first.setdefault(key, number) for number, key in enumerate(keys)], dtype=np.int64)
+
+
+def _no_examples(plan: Plan, num_microbatches: int) -> StepAssignment:
+    """The assignment of a step without examples."""
+    none, nowhere = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
+    modules = {
+        module.name: ModuleAssignment(none, none, none, nowhere, nowhere, none, 1) for module in plan.model.modules
+    }
+    batch = BatchLengths(none, none, nowhere, {name: ItemLengths(none, none, none) for name in modules})
+    return StepAssignment(batch, num_microbatches, modules)
+
+
+def _parts_of(pricing: Pricing) -> tuple[_Parts, _Parts]:
+    """The parts of forward and backward passes, by stage."""
+    in_parts = [(number, stage) for number, stage in enumerate(pricing.planned.stages) if stage.num_parts > 1]
+    return (
+        {number: pricing.parts(stage) for number, stage in in_parts},
+        {number: pricing.parts(stage, backward=True) for number, stage in in_parts if stage.has_backward},
+    )
+
+
+def _constant_times(pricing: Pricing) -> StageTimes:
+    """StageTimes of what does not depend on lengths."""
+    collectives = Traffic(pricing).collectives
+    gather_s, reduce_s, replicas_s = np.array([collectives.seconds(stage) for stage in pricing.planned.stages]).T
+    return StageTimes(
+        _NONE, _NONE, _NONE, gather_s=gather_s, reduce_s=reduce_s, replicas_s=replicas_s, step_s=collectives.step_s()
+    )
