@@ -59,6 +59,8 @@ def overhead(schedule: str, figures: dict[str, list[float]]) -> Iterator[Row]:
     goal = 1e6 * ACTION_S * OVERHEAD
     name = f"{schedule}, overhead: microseconds an action"
     yield Row(f"{name}, of the processor", microseconds["ours_outside_s"], goal)
+    yield Row(f"{name}, of the processor, of these in isend and irecv", microseconds["messages_s"])
+    yield Row(f"{name}, of the processor, of these in the norm of gradients", microseconds["norm_s"])
     yield Row(f"{name}, of the processor, torch's", microseconds["theirs_outside_s"])
     yield Row(f"{name}, by the clock, with sums", microseconds["overhead_s"], goal)
     yield Row(f"{name}, by the clock, of these in sums over ranks", microseconds["sums_s"])

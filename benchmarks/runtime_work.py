@@ -102,6 +102,8 @@ def run_rank(rank: int, num_ranks: int, rendezvous: str, work: Work, out: Path) 
             found[f"{name}_s"], found[f"{name}_processor_s"], losses[name] = slowest.tolist()
             found[f"{name}_outside_s"] = (spent.all.processor_s - spent.modules.processor_s) / ours.num_actions
             if name == "ours":
+                found["messages_s"] = spent.messages.processor_s / ours.num_actions
+                found["norm_s"] = spent.norm.processor_s / ours.num_actions
                 outside_s = spent.all.wall_s - spent.modules.wall_s - ours.received_s
                 found["overhead_s"] = outside_s / ours.num_actions
                 found["sums_s"] = spent.sums.wall_s / ours.num_actions
@@ -197,11 +199,15 @@ class Spent:
 
 @dataclass
 class StepSpent:
-    """Of a step: all, what modules' passes take of it, and what sums over ranks and the last messages take."""
+    """Of a step: all, and what of it modules' passes take, torch's calls for messages, sums over ranks with the last
+    messages, and the norm of gradients.
+    """
 
     all: Spent = field(default_factory=Spent)
     modules: Spent = field(default_factory=Spent)
+    messages: Spent = field(default_factory=Spent)
     sums: Spent = field(default_factory=Spent)
+    norm: Spent = field(default_factory=Spent)
 
 
 @contextmanager
@@ -211,7 +217,9 @@ def timed() -> Iterator[StepSpent]:
     passes = [(sections.Section, "run"), (deferred.WeightProduct, "add"), (Part, "forward"), (Part, "loss")]
     counted = {
         "modules": [*passes, (torch.autograd, "backward")],
+        "messages": [(dist, "isend"), (dist, "irecv")],
         "sums": [(dist, "all_reduce"), (Lanes, "wait_for_sends")],
+        "norm": [(HeldParameters, "finish")],
     }
     with ExitStack() as stack:
         for name, functions in counted.items():

@@ -19,10 +19,10 @@ class OwnGradients:
         >>> used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))
         >>> gradients = OwnGradients([used, unused])
         >>> gradients.zero()
-        >>> (3 * used).sum().backward()
+        >>> (torch.tensor([3.0, 4.0]) * used).sum().backward()
         >>> gradients.wait()
         >>> used.grad.tolist(), unused.grad.tolist(), gradients.square_sum(torch.device("cpu")).item()
-        ([3.0, 3.0], [0.0], 18.0)
+        ([3.0, 4.0], [0.0], 25.0)
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
