@@ -6,8 +6,10 @@ equal:    the same blocks, the same fixed shapes, in each schedule that both hav
           is first changes from pair to pair. The result is the median of ours over theirs.
 ragged:   sequences of real lengths (../shared/data/lengths.csv.gz, or --lengths FILE). torch's stages take one shape,
           so its sequences are padded to the longest of the run; Motet's are not.
-overhead: time of an action in which no module works, microseconds: all of the step but the passes of modules and the
-          waiting for messages, over the actions of a rank. The goal is 1 % of an action of 10 ms.
+overhead: time of an action in which no module works, microseconds: all of rank 0's step but the passes of modules, over
+          its actions. The goal is 1 % of an action of 10 ms. Processor time of its thread says what is done; waiting
+          for the other rank takes none. By the clock there are also waits for the sums at the end of a step, which
+          stand beside, and not those for messages. torch's steps have neither sums nor the gradients' norm.
 
 Both sides run the same parts of one HF Qwen2 model (runtime_work.py), with equal weights, and their losses must agree.
 """
@@ -47,6 +49,21 @@ def compared(name: str, figures: dict[str, list[float]], most: float) -> Iterato
     yield Row(f"{name}: step time, of torch's", statistics.median(ratios), most)
     yield Row(f"{name}: 95 % interval, low", low)
     yield Row(f"{name}: 95 % interval, high", high)
+    processor = [ours / theirs for ours, theirs in zip(figures["ours_processor_s"], figures["theirs_processor_s"])]
+    yield Row(f"{name}: processor time, of torch's", statistics.median(processor))
+
+
+def overhead(schedule: str, figures: dict[str, list[float]]) -> Iterator[Row]:
+    """Rows of what an action takes outside modules."""
+    microseconds = {name: 1e6 * statistics.median(each) for name, each in figures.items()}
+    goal = 1e6 * ACTION_S * OVERHEAD
+    name = f"{schedule}, overhead: microseconds an action"
+    yield Row(f"{name}, of the processor", microseconds["ours_outside_s"], goal)
+    yield Row(f"{name}, of the processor, of these in isend and irecv", microseconds["messages_s"])
+    yield Row(f"{name}, of the processor, of these in the norm of gradients", microseconds["norm_s"])
+    yield Row(f"{name}, of the processor, torch's", microseconds["theirs_outside_s"])
+    yield Row(f"{name}, by the clock, with sums", microseconds["overhead_s"], goal)
+    yield Row(f"{name}, by the clock, of these in sums over ranks", microseconds["sums_s"])
 
 
 def main() -> None:
@@ -68,10 +85,7 @@ def main() -> None:
             figures = measured(Work(schedule, asked.pairs, asked.seed, lengths))
             found = list(compared(name, figures, most)) if asked.only in name else []
             if lengths is None:
-                each_s = statistics.median(figures["overhead_s"])
-                found.append(
-                    Row(f"{schedule}, overhead: microseconds an action", 1e6 * each_s, 1e6 * ACTION_S * OVERHEAD)
-                )
+                found += overhead(schedule, figures)
             for row in found:
                 show(row)
                 rows.append(row)

@@ -7,9 +7,10 @@ import gzip
 import json
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -86,23 +87,30 @@ def run_rank(rank: int, num_ranks: int, rendezvous: str, work: Work, out: Path) 
     rng = np.random.default_rng(work.seed)
     tokens = [[rng.integers(0, VOCABULARY, length) for length in batch] for batch in batches]
     ours, theirs = Ours(work.schedule, rank, tokens), Theirs(work.schedule, rank, tokens, max(lengths))
-    sides: dict[str, Callable[[int], float]] = {"ours_s": ours.run, "theirs_s": theirs.run}
-    figures: dict[str, list[float]] = {"ours_s": [], "theirs_s": [], "overhead_s": []}
+    sides: dict[str, Callable[[int], float]] = {"ours": ours.run, "theirs": theirs.run}
+    figures: dict[str, list[float]] = defaultdict(list)
     for number in range(-WARM_UP, work.num_pairs):
-        losses = {}
+        losses, found = {}, {}
         for name, run in list(sides.items())[:: 1 if number % 2 else -1]:
             dist.barrier()
-            start_s = time.perf_counter()
-            losses[name] = run(number % len(batches))
-            taken_s = torch.tensor([time.perf_counter() - start_s, losses[name]], dtype=torch.float64)
-            dist.all_reduce(taken_s, dist.ReduceOp.MAX)
-            losses[name] = float(taken_s[1])
-            if number >= 0:
-                figures[name].append(float(taken_s[0]))
-        if abs(losses["ours_s"] - losses["theirs_s"]) > SAME * losses["theirs_s"]:
+            processor_s = time.process_time()
+            with timed() as spent:
+                losses[name] = run(number % len(batches))
+            taken_s = [spent.all.wall_s, time.process_time() - processor_s, losses[name]]
+            slowest = torch.tensor(taken_s, dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            found[f"{name}_s"], found[f"{name}_processor_s"], losses[name] = slowest.tolist()
+            found[f"{name}_outside_s"] = (spent.all.processor_s - spent.modules.processor_s) / ours.num_actions
+            if name == "ours":
+                found["messages_s"] = spent.messages.processor_s / ours.num_actions
+                found["norm_s"] = spent.norm.processor_s / ours.num_actions
+                outside_s = spent.all.wall_s - spent.modules.wall_s - ours.received_s
+                found["overhead_s"] = outside_s / ours.num_actions
+                found["sums_s"] = spent.sums.wall_s / ours.num_actions
+        if abs(losses["ours"] - losses["theirs"]) > SAME * losses["theirs"]:
             raise SystemExit(f"losses differ, {losses}: the sides do not run the same steps")
-        if number >= 0:
-            figures["overhead_s"].append(ours.overhead_s)
+        for name, value in found.items() if number >= 0 else ():
+            figures[name].append(value)
     if rank == 0:
         out.write_text(json.dumps(figures), encoding="utf-8")
     dist.destroy_process_group()
@@ -132,7 +140,7 @@ def plan_of(schedule: str) -> Plan:
 
 
 class Ours:
-    """Steps by `PlannedStep`. overhead_s: of the last step, a rank's seconds an action outside modules' work."""
+    """Steps by `PlannedStep`. received_s: seconds of the last step in which this rank waited for messages."""
 
     def __init__(self, schedule: str, rank: int, tokens: Sequence[Sequence[np.ndarray]]) -> None:
         plan, model, device = plan_of(schedule), build_model(), torch.device("cpu")
@@ -144,7 +152,8 @@ class Ours:
         held = HeldParameters(model, self._place, holders, sharing_groups(self._place.program, holders.values()))
         self._step = PlannedStep(model, plan.model, self._place, lanes, build_mesh(device), held)
         self._batches = [self._microbatches(plan, batch) for batch in tokens]
-        self.overhead_s = 0.0
+        self.num_actions = len(self._place.row.row)
+        self.received_s = 0.0
 
     def _microbatches(self, plan: Plan, tokens: Sequence[np.ndarray]) -> list[RankBatch]:
         count = np.array([len(each) for each in tokens])
@@ -164,39 +173,62 @@ class Ours:
 
     def run(self, number: int) -> float:
         """The mean loss."""
-        inside = [0.0]
-        with timed(inside):
-            start_s = time.perf_counter()
-            result = self._step.run(self._batches[number])
-            taken_s = time.perf_counter() - start_s
+        result = self._step.run(self._batches[number])
         waits = [Kind.RECV_F.value, Kind.RECV_B.value]
-        timeline = result.timeline
-        waited_s = sum(span.end_s - span.start_s for span in timeline if str(span.kind) in waits)
-        self.overhead_s = (taken_s - inside[0] - waited_s) / len(self._place.row.row)
+        self.received_s = sum(span.duration_s for span in result.timeline if span.kind in waits)
         return result.loss
 
 
+@dataclass
+class Spent:
+    """Seconds of this thread: by the clock, and of the processor, which waiting takes none of."""
+
+    wall_s: float = 0.0
+    processor_s: float = 0.0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Add the seconds of the block."""
+        start_s, processor_s = time.perf_counter(), time.thread_time()
+        try:
+            yield
+        finally:
+            self.wall_s += time.perf_counter() - start_s
+            self.processor_s += time.thread_time() - processor_s
+
+
+@dataclass
+class StepSpent:
+    """Of a step: all, and what of it modules' passes take, torch's calls for messages, sums over ranks with the last
+    messages, and the norm of gradients.
+    """
+
+    all: Spent = field(default_factory=Spent)
+    modules: Spent = field(default_factory=Spent)
+    messages: Spent = field(default_factory=Spent)
+    sums: Spent = field(default_factory=Spent)
+    norm: Spent = field(default_factory=Spent)
+
+
 @contextmanager
-def timed(inside: list[float]) -> Iterator[None]:
-    """In the block, add up the seconds of modules' passes."""
-
-    def timing(function: Callable) -> Callable:
-        def run(*args, **options):
-            start_s = time.perf_counter()
-            try:
-                return function(*args, **options)
-            finally:
-                inside[0] += time.perf_counter() - start_s
-
-        return run
-
-    run, backward, add = sections.Section.run, torch.autograd.backward, deferred.WeightProduct.add
-    sections.Section.run, torch.autograd.backward = timing(run), timing(backward)
-    deferred.WeightProduct.add = timing(add)
-    try:
-        yield
-    finally:
-        sections.Section.run, torch.autograd.backward, deferred.WeightProduct.add = run, backward, add
+def timed() -> Iterator[StepSpent]:
+    """Count what a step in the block takes, of either side."""
+    spent = StepSpent()
+    passes = [(sections.Section, "run"), (deferred.WeightProduct, "add"), (Part, "forward"), (Part, "loss")]
+    counted = {
+        "modules": [*passes, (torch.autograd, "backward")],
+        "messages": [(dist, "isend"), (dist, "irecv")],
+        "sums": [(dist, "all_reduce"), (Lanes, "wait_for_sends")],
+        "norm": [(HeldParameters, "finish")],
+    }
+    with ExitStack() as stack:
+        for name, functions in counted.items():
+            for owner, attribute in functions:
+                function = getattr(owner, attribute)
+                stack.callback(setattr, owner, attribute, function)
+                setattr(owner, attribute, getattr(spent, name).counting()(function))
+        with spent.all.counting():
+            yield spent
 
 
 def sequence(tokens: np.ndarray) -> TokenSequence:

@@ -122,6 +122,10 @@ def test_a_plan_trains_as_one_process_does(job, alone, tmp_path, monkeypatch, ca
     assert norms[0] == pytest.approx(norms[1], rel=1e-10)
     assert len({step["plan"] for step in metrics(run_dir)}) == 1
     assert all(step["exchange"]["bytes"] > 0 for step in metrics(run_dir))
+    assert all(step["bytes"]["p2p"] == step["exchange"]["bytes"] for step in metrics(run_dir))
+    assert {kind for step in metrics(run_dir) for kind, sent in step["bytes"].items() if sent} == (
+        {"p2p", "gather", "reduce"} if options.get("dp", 1) > 1 else {"p2p"}
+    )
     check_reloads(run_dir, tmp_path / "plan.json")
     found = traced(run_dir)
     for rank in range(plan.cluster.num_ranks):

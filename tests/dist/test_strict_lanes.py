@@ -22,6 +22,7 @@ from motet.runtime.clock import ActionClock
 from motet.runtime.executor import Executor, RankProgram
 from motet.runtime.messages import Messages
 from motet.runtime.p2p import Lanes
+from motet.runtime.place import answered_sends
 from motet.runtime.tensors import StageTensors
 from motet.schedule import (
     Kind,
@@ -95,7 +96,13 @@ def walk(program, rank, lanes, device=CPU, width=WIDTH):
         source = program.edges[edge][0]
         return [MessagePart(str(source), width, None, 1, 1, source in has_backward)]
 
-    place = SimpleNamespace(row=row, edges=edges, rank_of=lambda stage: program.stages[stage].rank, local_edges={})
+    place = SimpleNamespace(
+        row=row,
+        edges=edges,
+        rank_of=lambda stage: program.stages[stage].rank,
+        local_edges={},
+        answered=answered_sends(program, rank),
+    )
     messages = Messages(place, lanes, parts, tensors, torch.empty(0, dtype=torch.float64, device=device))
 
     def made(kind, stage, microbatch):

@@ -36,6 +36,7 @@ from motet.runtime.fsdp import FSDPConfig, shard
 from motet.runtime.mesh import Mesh, build_mesh
 from motet.runtime.step import StepResult, TrainStep
 from motet.train.balancing import build_orchestrator
+from parity.collectives import counted_collectives, on_all_ranks
 from parity.tiny import PHASES, build_model, draw_examples, reference_step
 from ranks import run_ranks
 
@@ -239,9 +240,12 @@ def run_case(case: Case, dtype: torch.dtype = torch.float64) -> tuple[StepResult
     if case.recomputes:
         rng = np.random.default_rng((case.seed, mesh.rank))
         batches = [replace(batch, recompute=recomputed_at_random(rng)) for batch in batches]
-    with counted_exchanges() as sent:
+    with counted_exchanges() as sent, counted_collectives() as collectives:
         result = TrainStep(model, mesh, once_a_step=case.fsdp.once_a_step).run(batches)
     check_bytes(case, batches, sent, result.moved_bytes)
+    expected = {**on_all_ranks(collectives), "exchange": result.moved_bytes}
+    if case.communicator != "all_gather":  # Those of features would be counted as parameters.
+        assert result.sent_bytes == pytest.approx(expected, abs=0.5), case
     shards = {name: None if p.grad is None else local(p.grad) for name, p in model.named_parameters()}
     return result, whole(shards, mesh)
 

@@ -13,7 +13,7 @@ import numpy as np
 from motet.assign.step import StepAssignment
 from motet.core.arrays import Float64Array, Int64Array
 from motet.schedule.coordinates import replica_of
-from motet.schedule.edges import consumers_in, edge_outputs
+from motet.schedule.edges import consumers_in
 from motet.schedule.from_plan import PlannedProgram
 
 
@@ -42,7 +42,7 @@ def edge_rows(
     source, sink = (planned.stages[stage] for stage in planned.program.edges[edge])
     ends = replica_of(planned.layout, source, island), replica_of(planned.layout, sink, island)
     rows: dict[tuple[str, str], SentRows | None] = {}
-    for name, stop in edge_outputs(planned.layout, source, sink):
+    for name, stop in planned.outputs(edge):
         has_ended = stop == len(planned.layout.plan.model.module(name).blocks)
         consumers = consumers_in(planned.layout, name, sink) if has_ended else []
         consumers = [consumer for consumer in consumers if consumer not in source.layers]

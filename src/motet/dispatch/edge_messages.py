@@ -18,7 +18,6 @@ from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
 from motet.schedule import PlannedProgram
 from motet.schedule.coordinates import replica_of
-from motet.schedule.edges import edge_outputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +61,7 @@ def message_parts(
     source, sink = (planned.stages[stage] for stage in planned.program.edges[edge])
     sender, receiver = replica_of(layout, source, island), replica_of(layout, sink, island)
     rows, parts = edge_rows(planned, assignment, edge, island, microbatch), []
-    for name, stop in edge_outputs(layout, source, sink):
+    for name, stop in planned.outputs(edge):
         module, items = model.module(name), assignment.modules[name]
         index, layer = module.blocks[stop - 1][-1], module.sent(stop)
         num_sent = _num_rows(module, stop, items, items.items_of(sender, microbatch))

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
 from motet.runtime.holders import Holders, RankGroups, Sharing
+from motet.runtime.own_gradients import OwnGradients
 from motet.runtime.place import Place
 from motet.runtime.replicas import ReplicatedGradients
+from motet.runtime.sent_bytes import SentBytes
 from motet.runtime.sharded_state import SAME_TYPES, ComputeTypes, ShardedState
 from motet.runtime.shards import share_out
 from motet.schedule.program import Action, Kind
@@ -26,7 +28,7 @@ class HeldPart:
     """Parameters of one module that the same ranks share in the same way."""
 
     sharing: Sharing
-    state: ReplicatedGradients | ShardedState
+    state: OwnGradients | ReplicatedGradients | ShardedState
 
     def is_of(self, stage: int) -> bool:
         """Whether the collectives of a stage are for them. Tied parameters of several stages have none."""
@@ -42,6 +44,7 @@ class HeldParameters:
 
     model:   the part with its weights, after `share_out_part`.
     holders: name of each of the part's parameters -> who holds it. groups: of `sharing_groups`.
+    sent:    counts the bytes of gathers and reductions.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class HeldParameters:
         groups: RankGroups,
         types: ComputeTypes = SAME_TYPES,
     ) -> None:
-        self.types = types
+        self.types, self.sent = types, SentBytes()
         parts: dict[tuple[Sharing, bool], list[nn.Parameter]] = {}
         for name, parameter in model.named_parameters():
             casts = types.casts(parameter.dtype)
@@ -61,12 +64,7 @@ class HeldParameters:
             if is_apart or parameter.requires_grad:
                 parts.setdefault((sharing, is_apart), []).append(parameter)
         self.all = [
-            HeldPart(
-                sharing,
-                ShardedState(parameters, sharing, place.rank, groups, types)
-                if is_apart
-                else ReplicatedGradients(parameters, groups[sharing.ranks]),
-            )
+            HeldPart(sharing, self._state(parameters, sharing, is_apart, place.rank, groups))
             for (sharing, is_apart), parameters in parts.items()
         ]
         self._sharded = [(held, held.state) for held in self.all if isinstance(held.state, ShardedState)]
@@ -82,6 +80,14 @@ class HeldParameters:
         self._unreduced = [held for held in self.all if not held.is_of_any(stages[Kind.REDUCE])]
         self._in_use: dict[tuple[int, int], list[ShardedState]] = {}
         self._waits = not place.program.layout.plan.cluster.device.overlaps
+
+    def _state(
+        self, parameters: list[nn.Parameter], sharing: Sharing, is_apart: bool, rank: int, groups: RankGroups
+    ) -> OwnGradients | ReplicatedGradients | ShardedState:
+        if is_apart:
+            return ShardedState(parameters, sharing, rank, groups, self.types, self.sent)
+        group = groups[sharing.ranks]
+        return OwnGradients(parameters) if group is None else ReplicatedGradients(parameters, group, sent=self.sent)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -100,7 +106,7 @@ class HeldParameters:
     def begin(self, batches: Sequence[RankBatch]) -> None:
         """Begin a step: gradients are None, or zero where any rank computes anything of their module."""
         for held in self.all:
-            if isinstance(held.state, ShardedState):
+            if not isinstance(held.state, ReplicatedGradients):
                 held.state.clear()
             if any(computes(batch, held.sharing.module) for batch in batches):
                 held.state.zero()

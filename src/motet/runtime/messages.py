@@ -6,7 +6,7 @@ an empty message is not sent. Between two stages of one rank nothing is sent: wh
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 
@@ -39,6 +39,7 @@ class Messages:
         self._place, self._lanes, self._tensors, self._like = place, lanes, tensors, like
         self._parts = cache(parts)
         self.sent_bytes = 0
+        self._sent_before: defaultdict[int, list[int]] = defaultdict(lambda: [0])
         self._num_sends = Counter((a.kind, a.stage, a.microbatch) for a in place.row.row if a.kind in _SENDS)
         lengths: dict[int, list[int]] = {}
         for action in place.row.row:
@@ -73,8 +74,9 @@ class Messages:
         for source, sinks in self._place.local_edges.items():
             if stage in sinks and self._place.stages[source].takes(microbatch):
                 parts = [part for part in self._parts(sinks[stage], microbatch) if part.has_gradient]
-                pieces = self._gradient_pieces(parts, gradients)
-                self._take_gradients(source, microbatch, zip(parts, pieces, strict=True))
+                pieces = zip(parts, self._gradient_pieces(parts, gradients), strict=True)
+                own = ((part, piece.clone() if part.rows is None else piece) for part, piece in pieces)
+                self._take_gradients(source, microbatch, own)
 
     def _send_outputs(self, action: Action) -> None:
         outputs = self._sent(action, self._tensors.outputs)
@@ -119,13 +121,18 @@ class Messages:
             yield gradient if part.rows is None else gradient[self._index(part.rows.sink)]
 
     def _take_gradients(self, stage: int, microbatch: int, received: Iterable[tuple[MessagePart, Tensor]]) -> None:
+        """Add up what arrives. received: parts with rows of their own, which nothing else reads."""
         gradients = self._tensors.output_gradients.setdefault((stage, microbatch), {})
         for part, rows in received:
-            gradient = gradients.setdefault(part.module, self._like.new_zeros(part.num_sent, part.width))
+            if part.rows is None and part.module not in gradients:
+                gradients[part.module] = rows
+                continue
+            if part.module not in gradients:
+                gradients[part.module] = self._like.new_zeros(part.num_sent, part.width)
             if part.rows is None:
-                gradient += rows
+                gradients[part.module] += rows
             else:
-                gradient.index_add_(0, self._index(part.rows.source), rows)
+                gradients[part.module].index_add_(0, self._index(part.rows.source), rows)
 
     def _sent(self, action: Action, held: dict[PassKey, dict[str, Tensor]]) -> dict[str, Tensor]:
         """What a pass made; the last SEND of it removes it."""
@@ -138,18 +145,23 @@ class Messages:
         return self._num_sends[kind, stage, microbatch] > 0
 
     def _send(self, action: Action, pieces: Iterable[Tensor]) -> None:
+        receiver = self._place.rank_of(action.peer)
         if flat := [piece.detach().reshape(-1) for piece in pieces]:
-            message = torch.cat(flat)
+            message = flat[0] if len(flat) == 1 else torch.cat(flat)
             self.sent_bytes += message.nbytes
-            self._lanes.send(message, self._place.rank_of(action.peer))
+            self._lanes.send(message, receiver)
+        # Entry n: how many of the first n SENDs to a rank were not empty.
+        self._sent_before[receiver].append(self._sent_before[receiver][-1] + bool(flat))
 
     def _received(self, action: Action) -> list[tuple[MessagePart, Tensor]]:
         """The parts of a message with their rows, [num_rows, width] each."""
         parts = self._parts_of(action)
         if not parts:
             return []
-        message = self._inboxes[self._place.rank_of(action.peer)].take()
-        pieces = message.split([part.num_elements for part in parts])
+        sender = self._place.rank_of(action.peer)
+        message = self._inboxes[sender].take()
+        self._lanes.arrived(sender, self._sent_before[sender][self._place.answered[action]])
+        pieces = (message,) if len(parts) == 1 else message.split([part.num_elements for part in parts])
         return [(part, piece.view(-1, part.width)) for part, piece in zip(parts, pieces, strict=True)]
 
     def _num_elements(self, action: Action) -> int:

@@ -7,8 +7,9 @@ communicator for both could hang where a send waits for its receive (NCCL). Tags
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,16 +31,33 @@ def wait_for(rank: int, work: dist.Work) -> None:
         raise
 
 
+class _Sent(NamedTuple):
+    """A message that may be on its way. number: it is the n-th on its lane since `wait_for_sends`, from 0."""
+
+    number: int
+    work: dist.Work
+    message: Tensor
+
+
 class Lanes:
     """The lanes of one rank. pairs: (sender, receiver) of all lanes of the job, in one order on all ranks.
 
     Making them is a collective of all ranks, and so is `connect`.
+
+    A message is kept until it has left. NCCL says when that is. gloo says it only to who waits, so that what comes back
+    must show it (`arrived`).
     """
 
     def __init__(self, pairs: Sequence[tuple[int, int]], rank: int, device: torch.device) -> None:
         self._rank, self._device = rank, device
         self._groups = {pair: new_group(sorted(pair)) for pair in pairs}
-        self._sends: deque[tuple[dist.Work, Tensor, int]] = deque()
+        self._sends: defaultdict[int, deque[_Sent]] = defaultdict(deque)
+        self._num_sent: Counter[int] = Counter()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of this rank's messages that may be on their way."""
+        return sum(sent.message.nbytes for sends in self._sends.values() for sent in sends)
 
     def connect(self) -> None:
         """Send one number along each lane, in one order on all ranks. Raises UserError for a pair that cannot."""
@@ -59,16 +77,25 @@ class Lanes:
                 ) from error
 
     def send(self, message: Tensor, receiver: int) -> None:
-        """Start to send. The message is kept until it has left."""
-        while self._sends and self._sends[0][0].is_completed():
-            self._sends.popleft()
-        self._sends.append((self._isend(message, receiver), message, receiver))
+        """Start to send. The message is kept until it has left, and must not be changed before."""
+        sends = self._sends[receiver]
+        while sends and sends[0].work.is_completed():
+            sends.popleft()
+        sends.append(_Sent(self._num_sent[receiver], self._isend(message, receiver), message))
+        self._num_sent[receiver] += 1
+
+    def arrived(self, receiver: int, count: int) -> None:
+        """The first `count` messages since `wait_for_sends` have arrived, as what the receiver sent shows."""
+        sends = self._sends[receiver]
+        while sends and sends[0].number < count:
+            wait_for(receiver, sends.popleft().work)
 
     def wait_for_sends(self) -> None:
         """Wait until all messages have left."""
-        while self._sends:
-            work, _, receiver = self._sends.popleft()
-            wait_for(receiver, work)
+        for receiver, sends in self._sends.items():
+            while sends:
+                wait_for(receiver, sends.popleft().work)
+        self._num_sent.clear()
 
     def _isend(self, message: Tensor, receiver: int) -> dist.Work:
         work = dist.isend(message, receiver, group=self._groups[self._rank, receiver])

@@ -11,9 +11,11 @@ from motet.core.plan import Plan
 from motet.runtime.executor import RankProgram
 from motet.schedule import PlannedProgram, PlannedStage, planned
 from motet.schedule.coordinates import coordinates, ranks_of, replica_of
-from motet.schedule.program import WHOLE_RANK, Kind, action_words
+from motet.schedule.dependencies import PARTNERS, partner
+from motet.schedule.program import WHOLE_RANK, Action, Kind, Program, action_words
 
 _FORWARD = (Kind.GATHER, Kind.F, Kind.SEND_F, Kind.RECV_F)
+_RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,17 @@ class Place:
         return local
 
     def rank_of(self, stage: int) -> int:
-        """The rank of the job that computes a stage in this rank's island."""
-        return self._rank(stage, self.island)
+        """The rank of the job that computes a stage at either end of an edge of this rank, in this rank's island."""
+        return self._ranks[stage]
+
+    @cached_property
+    def _ranks(self) -> dict[int, int]:
+        return {stage: self._rank(stage, self.island) for ends in self.edges for stage in ends}
+
+    @cached_property
+    def answered(self) -> dict[Action, int]:
+        """RECV of this rank -> the number of its SENDs to the same rank that were received before that message left."""
+        return answered_sends(self.program.program, self.program_rank)
 
     @cached_property
     def pairs(self) -> tuple[tuple[int, int], ...]:
@@ -130,3 +141,21 @@ class Place:
 
     def _rank(self, stage: int, island: int) -> int:
         return ranks_of(self.program.layout, self.program.stages[stage].rank, island)[0]
+
+
+def answered_sends(program: Program, rank: int) -> dict[Action, int]:
+    """RECV of a program rank -> the number of its SENDs to the same rank that were received before that message left.
+
+    So when the message is there, they have arrived.
+    """
+    answered = {}
+    for peer in {program.stages[action.peer].rank for action in program.actions[rank] if action.kind in PARTNERS}:
+        num_received = 0
+        for action in program.actions[peer]:
+            here = partner(action)
+            if here is not None and program.stages[here.stage].rank == rank:
+                if action.kind in _RECEIVES:
+                    num_received += 1
+                else:
+                    answered[here] = num_received
+    return answered

@@ -4,8 +4,8 @@ A rank executes its row of the Program: F, R and B of its stages (`sections.py`)
 and STEP. Losses are divided by the targets of the whole step, and gradients are plain sums over the ranks that hold the
 same parameters, so that the number of replicas of a part does not matter. GATHER and REDUCE are `held.py`.
 
-Programs of pipelines have no NORM. A rank adds up (squared gradient norm, loss, targets, bytes sent) over all ranks at
-its STEP, or behind its row if nothing of its stages is trained.
+Programs of pipelines have no NORM. A rank adds up (squared gradient norm, loss, targets, bytes sent by kind) over all
+ranks at its STEP, or behind its row if nothing of its stages is trained.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from motet.runtime.messages import Messages
 from motet.runtime.p2p import Lanes
 from motet.runtime.place import Place
 from motet.runtime.sections import Section, SectionedStage, SectionRun, spans_of
+from motet.runtime.sent_bytes import by_kind
 from motet.runtime.stage import Model
 from motet.runtime.step import StepResult, update_if_finite
 from motet.runtime.tensors import StageTensors
@@ -86,18 +87,21 @@ class PlannedStep:
     def run(self, batches: Sequence[RankBatch], step: int = 0) -> StepResult:
         """Take one step, as `TrainStep.run` does. A collective."""
         leave_out = () if self.optimizer else (Kind.STEP,)
+        self.held.sent.take()  # What has been gathered between steps, as for held-out data, is none of the step's.
         with self.held.whole():
             running = _RunningPlan(self, self._place_of(batches), batches)
             row, handlers = running.place.row, running.handlers
             Executor(row, handlers, self.clock, leave_out=leave_out, in_parts=_IN_PARTS).run(step)
             running.end()
+        sent_bytes = running.totals[3:].tolist()
         return StepResult(
             step,
             running.num_targets,
-            sum(batch.num_tokens for batch in batches),
-            sum(batch.lengths.num_examples for batch in batches),
-            int(running.totals[3].item()),
+            int(running.lengths.sequence.sum()),
+            running.lengths.num_examples,
+            round(sent_bytes[0]),
             0,
+            by_kind(sent_bytes[0], 0, *sent_bytes[1:]),
             self.clock.take(),
             running.totals[:3],
             self.place.action_words,
@@ -124,7 +128,7 @@ class PlannedStep:
 
 
 class _RunningPlan:
-    """One step while it runs. totals: float64 [4]; of this rank, after `end` of all.
+    """One step while it runs. totals: float64 [6]; of this rank, after `end` of all.
 
     place: in the Program of the step.
     model: has the modules to run, by default those of the step. trains: False runs forward passes alone.
@@ -147,8 +151,10 @@ class _RunningPlan:
             parameter.grad = None
         if trains:
             step.held.begin(batches)
-        self.num_targets = sum(batch.num_targets for batch in batches)
-        self.totals = torch.zeros(4, dtype=torch.float64, device=mesh.device)
+        assignment = assignment_of(batches)
+        self.lengths = assignment.batch
+        self.num_targets = int(self.lengths.num_targets.sum())
+        self.totals = torch.zeros(6, dtype=torch.float64, device=mesh.device)
         self.stages = {
             number: SectionedStage(
                 [Section(span, model, self.totals) for span in step.spans[number]],
@@ -158,7 +164,6 @@ class _RunningPlan:
             for number, stage in place.stages.items()
         }
         self.tensors = StageTensors()
-        assignment = assignment_of(batches)
         self.messages = Messages(
             place,
             step.lanes,
@@ -221,9 +226,9 @@ class _RunningPlan:
             loss = runs[-1].output
             assert loss is not None, "what takes the loss is not recomputed"
             gradients[BACKBONE] = torch.full_like(loss, 1 / max(self.num_targets, 1))
-        if runs and runs[-1].output is not None:
+        if runs and (output := runs[-1].output) is not None and runs[-1].section.span.module not in gradients:
             # A copy of a replicated encoder whose stage takes nothing in: its pass runs as predicted, and adds nothing.
-            gradients.setdefault(runs[-1].section.span.module, torch.zeros_like(runs[-1].output))
+            gradients[runs[-1].section.span.module] = torch.zeros_like(output)
         self.step.held.use(action.stage)
         # Programs have no R of encoders in bubbles: their B recomputes, and is priced so.
         self.stages[action.stage].recompute(self.batches[action.microbatch], runs)
@@ -237,7 +242,7 @@ class _RunningPlan:
 
     def _ends_pass(self, action: Action) -> bool:
         """Whether it is a whole pass, or the last part of one."""
-        return action.part in (-1, self.place.stages[action.stage].num_parts - 1)
+        return action.part < 0 or action.part == self.place.stages[action.stage].num_parts - 1
 
     def _taken_runs(self, action: Action) -> list[SectionRun]:
         """The runs that a backward pass, or a part of one, goes through; they are taken away."""
@@ -275,7 +280,8 @@ class _RunningPlan:
             self._check_no_products(stage)
         mesh = self.step.mesh
         self.totals[0] = self.step.held.finish(mesh.device)
-        self.totals[3] = self.messages.sent_bytes
+        sent_bytes = self.messages.sent_bytes, *self.step.held.sent.take()
+        self.totals[3:] = torch.tensor(sent_bytes, dtype=torch.float64)
         dist.all_reduce(self.totals, group=mesh.group)
         self.step.clock.meet(restarts=True)
         self.step.lanes.wait_for_sends()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from motet.core.errors import UserError
 from motet.runtime.clip import square_sum_of_share
+from motet.runtime.sent_bytes import SentBytes
 
 BUCKET_BYTES = 25 * 2**20
 """Small enough that the first reduction starts early, large enough that its latency is hidden."""
@@ -26,7 +27,7 @@ BUCKET_BYTES = 25 * 2**20
 
 class ReplicatedGradients:
     """The gradients of one module. group: the ranks that hold a copy of it; each calls every method alike. None: this
-    rank alone holds it. reduce_dtype: in which gradients are summed over ranks; None: their own.
+    rank alone holds it. reduce_dtype: in which gradients are summed over ranks; None: their own. sent: counts bytes.
 
     Example, on one rank of a group:
 
@@ -42,10 +43,11 @@ class ReplicatedGradients:
         parameters: Iterable[nn.Parameter],
         group: dist.ProcessGroup | None,
         reduce_dtype: torch.dtype | None = None,
+        sent: SentBytes | None = None,
     ) -> None:
         # Backward reaches the last parameters first.
         self._buckets = [_Bucket(part) for part in _parts(reversed([*parameters]))]
-        self._group = group
+        self._group, self._sent = group, sent or SentBytes()
         self._num_started = 0
         self._reduce_dtype = reduce_dtype
         self._under_way: list[tuple[dist.Work, Tensor, Tensor]] = []
@@ -123,6 +125,8 @@ class ReplicatedGradients:
     def _start(self, until: int) -> None:
         for bucket in self._buckets[self._num_started : until] if self._is_shared else ():
             message = bucket.flat.to(self._reduce_dtype or bucket.flat.dtype)
+            assert self._group is not None, "one rank alone has nothing to sum"
+            self._sent.all_reduce(message.nbytes, self._group.size())
             work = dist.all_reduce(message, group=self._group, async_op=True)
             assert work is not None
             self._under_way.append((work, bucket.flat, message))

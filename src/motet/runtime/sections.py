@@ -141,7 +141,7 @@ class Section:
     def has_input(self, batch: RankBatch) -> bool:
         """Whether this rank has anything to compute in a microbatch."""
         if self._is_backbone:
-            return int(batch.sequences.offsets[-1]) > 0
+            return bool(batch.sequences.offsets.numpy()[-1])
         return len(batch.media[self.span.module][1]) > 0
 
     def run(self, batch: RankBatch, taken: dict[str, Tensor]) -> Tensor:

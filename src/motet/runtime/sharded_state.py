@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from motet.runtime.clip import square_sum
 from motet.runtime.holders import RankGroups, Sharing
 from motet.runtime.replicas import BUCKET_BYTES
+from motet.runtime.sent_bytes import SentBytes
 from motet.runtime.shards import as_shard, row_range
 
 
@@ -63,14 +64,21 @@ class ShardedState:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], sharing: Sharing, rank: int, groups: RankGroups, types: ComputeTypes
+        self,
+        parameters: Sequence[nn.Parameter],
+        sharing: Sharing,
+        rank: int,
+        groups: RankGroups,
+        types: ComputeTypes,
+        sent: SentBytes,
     ) -> None:
+        """sent: counts bytes."""
         self.sharing = sharing
         self._pieces = [_Piece(parameter, types.compute) for parameter in parameters]
         sets = sharing.shards(rank), sharing.copies(rank)
         shards, copies = (groups[ranks] if len(ranks) > 1 else None for ranks in sets)
         self._buckets = [
-            _Bucket(part, sharing, shards, copies, types.reduce or types.compute) for part in _parts(self._pieces)
+            _Bucket(part, sharing, shards, copies, types.reduce or types.compute, sent) for part in _parts(self._pieces)
         ]
         self._num_users = 0
         self.has_gradients = False
@@ -190,7 +198,9 @@ class _Bucket:
         shards: dist.ProcessGroup | None,
         copies: dist.ProcessGroup | None,
         reduce: torch.dtype | None,
+        sent: SentBytes,
     ) -> None:
+        self._sent = sent
         self.pieces, self.is_trainable, self.is_stale = pieces, pieces[0].is_trainable, True
         self._size, self._shards, self._copies = sharing.shard_size, shards, copies
         self._zero, self._device = sharing.zero, pieces[0].rows.device
@@ -230,6 +240,7 @@ class _Bucket:
         for piece, part in zip(self.pieces, own.split(self._lengths), strict=True):
             part[: piece.rows.numel()] = piece.rows.reshape(-1)
         self._gathered = own.new_empty(self._size * len(own))
+        self._sent.all_gather(self._gathered.nbytes, self._size)
         self._start(dist.all_gather_single(self._gathered, own, group=self._shards, async_op=True))
 
     @torch.no_grad()
@@ -277,10 +288,12 @@ class _Bucket:
                 piece.whole.grad = None
         if self._size > 1:
             self._reduced = message.new_empty(message.shape[1])
+            self._sent.reduce_scatter(message.nbytes, self._size)
             self._start(dist.reduce_scatter_single(self._reduced, message.view(-1), group=self._shards, async_op=True))
         else:
             self._reduced = message.view(-1)
             if self._copies is not None:
+                self._sent.all_reduce(self._reduced.nbytes, self._copies.size())
                 self._start(dist.all_reduce(self._reduced, group=self._copies, async_op=True))
 
     @torch.no_grad()
@@ -289,6 +302,7 @@ class _Bucket:
             return
         self._finish()
         if self._size > 1 and self._copies is not None:
+            self._sent.all_reduce(self._reduced.nbytes, self._copies.size())
             dist.all_reduce(self._reduced, group=self._copies)
         for piece, part in zip(self.pieces, self._reduced.split(self._lengths), strict=True):
             own = _local(piece.stored_gradient)

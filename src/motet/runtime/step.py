@@ -33,6 +33,7 @@ from motet.runtime.mesh import Mesh
 from motet.runtime.module_stages import module_stages
 from motet.runtime.passes import StagePasses
 from motet.runtime.replicas import ReplicatedGradients
+from motet.runtime.sent_bytes import SentBytes, by_kind, count_fsdp
 from motet.runtime.stage import Model, is_trainable, modules_by_phase
 from motet.runtime.tensors import Tensors
 from motet.schedule.generators.data_parallel import data_parallel
@@ -47,6 +48,7 @@ class StepResult:
     num_targets, num_tokens, num_examples: summed over all ranks and microbatches.
     moved_bytes:    features and gradients that were sent from rank to rank, summed over all ranks.
     crossing_bytes: the part of moved_bytes that went from node to node.
+    sent_bytes:     bytes that all ranks sent by kind: those of `sent_bytes.SENT_KINDS`.
     actions:        names of actions, in words, that other ranks have; this rank may lack them.
     met_s:          when all ranks met, in the sum over ranks before the update, in the seconds of the timeline.
     """
@@ -57,6 +59,7 @@ class StepResult:
     num_examples: int
     moved_bytes: int
     crossing_bytes: int
+    sent_bytes: Mapping[str, int]
     timeline: Timeline
     _totals: Tensor = field(repr=False)
     actions: tuple[str, ...] = ()
@@ -135,11 +138,16 @@ class TrainStep:
         self.parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
         self.types = compute_types_of(model)
         self.is_wrapped = any(isinstance(module, FSDPModule) for module in self.modules.values())
+        self.sent = SentBytes()
+        for module in self.modules.values() if self.is_wrapped else ():
+            count_fsdp(module, self.sent, mesh.num_ranks // mesh.shards.size(mesh.shards.ndim - 1))
         self.replicated = (
             {}
             if self.is_wrapped
             else {
-                name: ReplicatedGradients(module.parameters(), mesh.group, self.types.reduce or self.types.compute)
+                name: ReplicatedGradients(
+                    module.parameters(), mesh.group, self.types.reduce or self.types.compute, self.sent
+                )
                 for name, module in self.modules.items()
                 if is_trainable(module)
             }
@@ -152,6 +160,7 @@ class TrainStep:
         whole step, so that the optimizer leaves it alone; zero if its module ran and did not use it.
         """
         leave_out = () if self.optimizer else (Kind.STEP,)
+        self.sent.take()  # What has been gathered between steps, as for held-out data, is none of the step's.
         with computing(self.model):
             running = _RunningStep(self, batches)
             Executor(running.program, running.handlers, self.clock, leave_out=leave_out).run(step)
@@ -162,6 +171,8 @@ class TrainStep:
             sum(batch.lengths.num_examples for batch in batches),
             running.exchanges.moved_bytes,
             running.exchanges.crossing_bytes,
+            # Gathers and reductions are the same on all ranks.
+            by_kind(0, running.exchanges.moved_bytes, *(self.mesh.num_ranks * each for each in self.sent.take())),
             self.clock.take(),
             running.totals,
             met_s=self.clock.met_s,

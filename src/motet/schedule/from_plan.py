@@ -19,6 +19,7 @@ from motet.core.plan import Fill, Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.schedule.check.dry_run import dry_run
 from motet.schedule.coordinates import replica_of
+from motet.schedule.edges import edge_outputs
 from motet.schedule.generators.bubble_filling import EncoderPipeline, coarse_fills, fill_bubbles, global_order
 from motet.schedule.generators.dag import dag_1f1b, dag_gpipe
 from motet.schedule.generators.data_parallel import data_parallel
@@ -97,6 +98,17 @@ class PlannedProgram:
             ranks = [stage.rank for stage in stages]
             kinds.append(StageKind(stages[0], *(np.array(column) for column in (alike, replicas, ranks))))
         return tuple(kinds)
+
+    def outputs(self, edge: int) -> tuple[tuple[str, int], ...]:
+        """What goes along an edge of the Program, as `edge_outputs` says. edge: its number."""
+        if edge not in self._outputs:
+            source, sink = (self.stages[stage] for stage in self.program.edges[edge])
+            self._outputs[edge] = tuple(edge_outputs(self.layout, source, sink))
+        return self._outputs[edge]
+
+    @cached_property
+    def _outputs(self) -> dict[int, tuple[tuple[str, int], ...]]:
+        return {}
 
     def stages_on(self, program_rank: int) -> tuple[int, ...]:
         """The numbers of the stages that a program rank computes."""

@@ -325,6 +325,7 @@ class _Run:
                     ),
                     **joined,
                     **prediction_metrics(prediction),
+                    "bytes": result.sent_bytes,
                     "exchange": exchange_metrics(joined["actions"], result, fed),
                     "balance": balance_metrics(fed.batches),
                     "defer": step_metrics(fed.decided),

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from motet.core.errors import UserError
+from motet.runtime.sent_bytes import SENT_KINDS
 from motet.train.evaluate import Evaluation
 from motet.train.report.peak import Peak
 from motet.train.report.step_lines import read_lines
@@ -27,6 +28,7 @@ def summarise(
     padding:               the share of operations that padding takes, over the time of steps; None as hfu.
     wall_s:                time of this process, without the parts of the run before it was resumed.
     exact_match:           of the last evaluation.
+    bytes:                 what all ranks sent, by kind; None for a run that an earlier version began.
     predicted_s, measured_s, makespan_error, bubbles: of the steps after the first ones that were predicted, as medians;
                            the makespan from the first action of any rank to the last, measured over predicted less 1,
                            and seconds by kind on the busiest rank. None where no step was predicted.
@@ -67,6 +69,7 @@ def summarise(
         # Not every kernel counts it, and lines of earlier versions do not have it.
         "core_wait_share": sum(step.get("core_wait_s") or 0.0 for step in steps) / divisor_s,
         "decide_s_mean": _mean([step["decide_s"] for step in steps]),
+        "bytes": _bytes(steps),
         "exchange_bytes": sum(step["exchange"]["bytes"] for step in steps),
         "exchange_crossing_bytes": sum(step["exchange"]["crossing_bytes"] for step in steps),
         "memory": max((step["memory"] for step in steps), key=lambda memory: memory["peak_bytes"]),
@@ -180,6 +183,13 @@ def _beside(steps: list[dict[str, Any]]) -> dict[str, Any]:
             "predicted": _bubbles(counted, "predicted_bubbles_s"),
         },
     }
+
+
+def _bytes(steps: list[dict[str, Any]]) -> dict[str, int] | None:
+    """Bytes by kind, summed over steps; None if a line of an earlier version lacks them."""
+    if any("bytes" not in step for step in steps):
+        return None
+    return {kind: sum(step["bytes"][kind] for step in steps) for kind in SENT_KINDS}
 
 
 def _bubbles(steps: list[dict[str, Any]], key: str) -> dict[str, float]:

@@ -23,6 +23,7 @@ def step(number, loss):
         "data_wait_s": 0.0,
         "decide_s": 0.0,
         "core_wait_s": 0.0,
+        "bytes": {"p2p": number, "exchange": 0, "gather": 10, "reduce": 0},
         "exchange": {"bytes": 0, "crossing_bytes": 0},
         "memory": {"peak_bytes": 1, "kind": "resident"},
         "balance": {"methods": {"joint": 1}, "why": {}},
@@ -75,3 +76,12 @@ def test_steps_that_were_not_finite_have_no_loss_and_are_counted(tmp_path):
     summary, lines = summed_up(tmp_path, [None])
     assert summary["loss_first"] is None
     assert lines[1] == "no step with a finite loss"
+
+
+def test_bytes_are_summed_by_kind_unless_a_line_lacks_them(tmp_path):
+    assert summed_up(tmp_path, [1, 1, 1])[0]["bytes"] == {"p2p": 6, "exchange": 0, "gather": 30, "reduce": 0}
+    path = tmp_path / "metrics.jsonl"
+    first, *others = map(json.loads, path.read_text().splitlines())
+    del first["bytes"]
+    path.write_text("\n".join(map(json.dumps, [first, *others])) + "\n")
+    assert summarise(tmp_path, WORLD, Peak(1e9, "measured"), 5.0, {})["bytes"] is None

@@ -1,0 +1,106 @@
+"""Bytes that a step sends from rank to rank, by kind.
+
+Of a collective, those that a ring sends (Thakur et al. 2005, section 4.1): of S bytes on n ranks, each rank sends
+S (n - 1) / n in an all-gather to S bytes and in a reduce-scatter of them, and twice as many in an all-reduce. Which
+algorithm a backend takes, it does not say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+SENT_KINDS = ("p2p", "exchange", "gather", "reduce")
+"""SEND; exchanges of encoder outputs and their gradients; parameters; gradients of parameters."""
+
+
+def by_kind(p2p: float, exchange: float, gather: float, reduce: float) -> dict[str, int]:
+    """Whole bytes by SENT_KINDS."""
+    return dict(zip(SENT_KINDS, map(round, (p2p, exchange, gather, reduce)), strict=True))
+
+
+class SentBytes:
+    """What this rank has sent in collectives for parameters (gather) and gradients (reduce) since `take`.
+
+    Example:
+        >>> sent = SentBytes()
+        >>> sent.all_gather(whole_bytes=80, num_ranks=4)
+        >>> sent.all_reduce(whole_bytes=80, num_ranks=2)
+        >>> sent.take(), sent.take()
+        ((60.0, 80.0), (0.0, 0.0))
+    """
+
+    def __init__(self) -> None:
+        self._gather = self._reduce = 0.0
+        self._once: dict[object, tuple[int, int]] = {}
+
+    def all_gather(self, whole_bytes: int, num_ranks: int) -> None:
+        """Count an all-gather, after which each rank has whole_bytes."""
+        self._gather += whole_bytes * (num_ranks - 1) / num_ranks
+
+    def reduce_scatter(self, whole_bytes: int, num_ranks: int) -> None:
+        """Count a reduce-scatter, before which each rank has whole_bytes."""
+        self._reduce += whole_bytes * (num_ranks - 1) / num_ranks
+
+    def all_reduce(self, whole_bytes: int, num_ranks: int) -> None:
+        """Count an all-reduce of whole_bytes on each rank."""
+        self._reduce += 2 * whole_bytes * (num_ranks - 1) / num_ranks
+
+    def all_reduce_once(self, what: object, whole_bytes: int, num_ranks: int) -> None:
+        """Count an all-reduce that is done once a step, however often it is counted."""
+        self._once[what] = whole_bytes, num_ranks
+
+    def take(self) -> tuple[float, float]:
+        """(gather, reduce), which then begin with 0 again."""
+        for counted in self._once.values():
+            self.all_reduce(*counted)
+        self._once.clear()
+        taken = self._gather, self._reduce
+        self._gather = self._reduce = 0.0
+        return taken
+
+
+def count_fsdp(module: nn.Module, sent: SentBytes, num_copies: int) -> None:
+    """Count what FSDP2 sends for the parts of a module that it shards. num_copies: of the parameters, on all ranks."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_custom_all_gather(_CountedAllGather(sent))
+            part.set_custom_reduce_scatter(_CountedReduceScatter(sent, num_copies))
+
+
+class _Collective:
+    """A collective as FSDP2 calls it, and does it by itself."""
+
+    def __init__(self, sent: SentBytes) -> None:
+        self._sent = sent
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _CountedAllGather(_Collective):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self._sent.all_gather(output_tensor.nbytes, group.size())
+        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _CountedReduceScatter(_Collective):
+    """Under hybrid sharding the last sum of a step is summed over the copies too (`fsdp.sum_over_shard_groups`)."""
+
+    def __init__(self, sent: SentBytes, num_copies: int) -> None:
+        super().__init__(sent)
+        self._num_copies = num_copies
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        self._sent.reduce_scatter(input_tensor.nbytes, group.size())
+        self._sent.all_reduce_once(self, output_tensor.nbytes, self._num_copies)
+        return dist.reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)

@@ -1,0 +1,54 @@
+"""Bytes by kind that a step under a Plan says it has sent: those that torch's messages and collectives were given."""
+
+import pytest
+import torch.distributed as dist
+
+from motet.core.plan import Unit
+from parity.collectives import counted_collectives, on_all_ranks
+from parity.planned import PlannedCase, batches_of, build_hf_model, build_step
+from ranks import run_ranks
+
+CUT = ({"image": 3, "audio": 2, "backbone": 1}, {"backbone": 2})
+WHOLE = ({"image": 3, "audio": 2, "backbone": 3},)
+CASES = {
+    2: [
+        PlannedCase((Unit("all", CUT, pp=2, zero=0),), tied=True),
+        *(PlannedCase((Unit("all", WHOLE, dp=2, zero=zero),)) for zero in range(4)),
+    ],
+    4: [
+        PlannedCase((Unit("all", CUT, pp=2, dp=2, zero=3),)),
+        PlannedCase((Unit("all", WHOLE, dp=4, zero=2, shard_size=2),), batch_size=8),
+    ],
+}
+
+
+def counted(rank, num_ranks, cases):
+    """Of two steps of each case, (what the step says, what was counted). What is held out comes before the first."""
+    found = []
+    for case in cases:
+        step, model = build_step(case), build_hf_model(case.frozen, case.tied)
+        batches = batches_of(case, step.place, model, 0)
+        step.evaluate(batches)
+        steps = []
+        for number in range(2):
+            with counted_collectives() as sent:
+                result = step.run(batches, number)
+            steps.append((result.sent_bytes, on_all_ranks(sent)))
+            assert result.moved_bytes == result.sent_bytes["p2p"]
+        found.append(steps)
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", CASES)
+def test_a_step_counts_what_collectives_were_given(num_ranks):
+    of_ranks = run_ranks(counted, num_ranks, CASES[num_ranks])
+    for case, *found in zip(CASES[num_ranks], *of_ranks, strict=True):
+        (unit,) = case.units
+        for steps in found:
+            for number, (said, given) in enumerate(steps):
+                assert said == {**given, "exchange": 0}, case
+                assert bool(said["p2p"]) == (unit.pp > 1)
+                # The held-out pass has gathered what the first step computes with, but under ZeRO 3.
+                assert bool(said["gather"]) == (unit.zero == 3 or (unit.zero > 0 and number > 0))
+                assert said["reduce"] > 0

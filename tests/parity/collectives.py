@@ -1,0 +1,56 @@
+"""What torch's messages and collectives are given in a step: counted beside the product, where it calls torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch.distributed as dist
+
+SUMS = 6
+"""Numbers that ranks add up at the end of a step, which are no gradients; no gradient of a test is as small."""
+
+
+@contextmanager
+def counted_collectives() -> Iterator[Counter[str]]:
+    """Bytes that this rank sends in the block, by kind; of collectives, as rings send them."""
+    sent: Counter[str] = Counter()
+    isend, gather, scatter, reduce = dist.isend, dist.all_gather_single, dist.reduce_scatter_single, dist.all_reduce
+
+    def passed_on(group):
+        return (group.size() - 1) / group.size()
+
+    def count_message(message, *given, **more):
+        sent["p2p"] += message.nbytes
+        return isend(message, *given, **more)
+
+    def count_gather(whole, part, *, group, async_op=False):
+        sent["gather"] += whole.nbytes * passed_on(group)
+        return gather(whole, part, group=group, async_op=async_op)
+
+    def count_scatter(part, whole, *, group, async_op=False, **more):
+        sent["reduce"] += whole.nbytes * passed_on(group)
+        return scatter(part, whole, group=group, async_op=async_op, **more)
+
+    def count_reduce(whole, *given, group, **more):
+        if whole.numel() > SUMS:
+            sent["reduce"] += 2 * whole.nbytes * passed_on(group)
+        return reduce(whole, *given, group=group, **more)
+
+    with (
+        mock.patch.object(dist, "isend", count_message),
+        mock.patch.object(dist, "all_gather_single", count_gather),
+        mock.patch.object(dist, "reduce_scatter_single", count_scatter),
+        mock.patch.object(dist, "all_reduce", count_reduce),
+    ):
+        yield sent
+
+
+def on_all_ranks(sent: Counter[str]) -> dict[str, float]:
+    """The sums over ranks. A collective."""
+    everywhere: list[Counter[str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, sent)
+    kinds = ("p2p", "gather", "reduce")
+    return {kind: sum(each[kind] for each in everywhere) for kind in kinds}
