@@ -61,7 +61,7 @@ def test_a_pass_under_fsdp_lasts_from_its_first_unit_to_its_last():
 
 
 def test_where_each_step_fills_bubbles_the_rows_are_those_of_the_step():
-    made = FILLED["gpipe"]
+    made = FILLED["two encoders with pipelines of their own"]
     step, own, cost = step_of(made, np.random.default_rng(0)), planned(made), cost_model(made.cluster, made.precision)
     prediction, decided = predict_assigned(made, own, step, cost), StepFiller(own).program(step, island=0).program
     assert prediction.program == decided != own.program
