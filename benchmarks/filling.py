@@ -58,7 +58,7 @@ from motet.simulate.predict.stage_pricing import Pricing
 from motet.train.input.planned import StepDecider
 from motet.train.planned_job import holders_of
 
-STEP_S = 1.2
+STEP_S = 3.0
 """Seconds of a step without fills, to which the speed of the device is set."""
 NUM_RANKS = {"2 ranks, 8 microbatches": (2, 8), "4 ranks, 12 microbatches": (4, 12)}
 GAIN = 1.0

@@ -1,5 +1,6 @@
 """`motet train RECIPE --plan PLAN.json` with encoders in the backbone's bubbles: losses, actions, resuming."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,9 @@ import pytest
 from cli.tiny_job import losses, metrics, write_tiny_job
 from dist.test_executed import traced
 from dist.test_planned import DEEPER, plan_of, row_of, run_planned, train_under
+from motet.cli import main
 from motet.core.plan import Unit
+from motet.core.plan_file import read_plan
 from motet.schedule import coarse_fills, fillable, parse_action, planned
 from motet.train.checkpoint.contents import name_of
 from ranks import run_ranks
@@ -74,3 +77,20 @@ def test_bubbles_filled_by_step_train_as_one_process_does(job, alone, tmp_path):
         assert len({tuple(name for name, _, _ in rows[rank, step]) for step in range(8)}) > 4
     taken = [{(name, microbatch) for name, _, microbatch in rows[0, step] if "F" in name} for step in range(8)]
     assert any(one != taken[0] for one in taken[1:])
+
+
+def test_what_the_planner_puts_into_bubbles_trains(job, alone, tmp_path, monkeypatch, capsys):
+    """Two encoders with pipelines of their own, in blocks, filled by step; float32, for which the device has a peak."""
+    file, run_dir, overrides = tmp_path / "plan.json", tmp_path / "run", [*DEEPER, "run.dtype=float32"]
+    pins = ["strategy=bubble-filling", "pp=2", "microbatch_size=1", "filling=by_step", "order=given"]
+    words = [word for option, of in (("--set", overrides), ("--pin", pins)) for each in of for word in (option, each)]
+    where = ["--cluster", "h100", "--nodes", "1", "--ranks-per-node", "2"]
+    monkeypatch.setattr(sys, "argv", ["motet", "plan", str(job), *words, *where, "--trainable", "--out", str(file)])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert not exit_.value.code and "Each step decides by its lengths" in capsys.readouterr().out.replace("\n", " ")
+    plan = read_plan(file)
+    assert plan.filling == "by_step" and any("." in fill.action for fill in plan.fills)
+    assert [unit.name for unit in plan.units] == ["backbone", "image", "audio"]
+    run_ranks(train_under, 2, str(job), [*overrides, f"run.dir={run_dir}"], str(file))
+    assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-3)

@@ -48,6 +48,17 @@ def test_parts_of_a_pass_are_gathered_for_and_reduced_once():
     )
 
 
+def test_gathers_of_the_step_may_stand_before_all_passes():
+    program = interleaved_1f1b(1, 2, 2)
+    plain, first = (add_data_parallel(program, {0: 1, 1: 1}, [0, 1], gathers_first=flag) for flag in (False, True))
+    assert row(plain).split().index("1GATHER") > row(plain).split().index("0F0")
+    assert row(first).split()[:3] == ["0GATHER", "1GATHER", "0F0"]
+    # Reductions stay where they were.
+    assert [text for text in row(first).split() if "GATHER" not in text] == [
+        text for text in row(plain).split() if "GATHER" not in text
+    ]
+
+
 @pytest.mark.parametrize("level", range(4))
 @pytest.mark.parametrize("program", [one_f_one_b(3, 4), interleaved_1f1b(2, 2, 4), zb_h1(3, 5)])
 def test_programs_stay_proper(program, level):

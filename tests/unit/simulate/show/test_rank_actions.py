@@ -4,11 +4,14 @@ import numpy as np
 import pytest
 
 from motet.core.errors import UserError
+from motet.cost.source import cost_model
 from motet.schedule import Kind, executed_program, parse_action, planned
 from motet.schedule.coordinates import coordinates
 from motet.schedule.layout import Layout
+from motet.simulate.filling.step_filler import StepFiller
 from motet.simulate.predict.predict import assign_batch, predict_assigned
 from motet.simulate.show.rank_actions import rank_actions
+from unit.simulate.filling.filled_steps import FILLED, step_of
 from unit.simulate.jobs import PLANS, Linear, colocated, lengths
 
 
@@ -55,3 +58,13 @@ def test_a_pass_under_fsdp_lasts_from_its_first_unit_to_its_last():
         own = np.array([span.startswith(f"{action}.") or span == str(action) for span in timeline.action])
         assert float(line.split()[1]) == pytest.approx(1e3 * timeline.start_s[own].min(), abs=1e-4)
         assert float(line.split()[2]) == pytest.approx(1e3 * timeline.end_s[own].max(), abs=1e-4)
+
+
+def test_where_each_step_fills_bubbles_the_rows_are_those_of_the_step():
+    made = FILLED["two encoders with pipelines of their own"]
+    step, own, cost = step_of(made, np.random.default_rng(0)), planned(made), cost_model(made.cluster, made.precision)
+    prediction, decided = predict_assigned(made, own, step, cost), StepFiller(own).program(step, island=0).program
+    assert prediction.program == decided != own.program
+    for rank in used(made):
+        _, *lines = rank_actions(made, prediction, rank)
+        assert tuple(parse_action(line.split()[0]) for line in lines) == decided.actions[rank]
