@@ -199,16 +199,17 @@ class _Candidate:
         """The candidate of step 3. Islands are ordered slowest first, as long as the next one is the slowest."""
         ordered, slowest_s = copy(self), 0.0
         ordered.island_s = list(self.island_s)
-        island_of, microbatch = self.batching.index // self.step.sizes.examples, self.batching.microbatch.copy()
+        sizes = self.step.sizes
+        number = np.tile(np.arange(sizes.microbatches), (sizes.islands, 1))  # of each microbatch, once ordered
         for island in sorted(range(len(self.island_s)), key=lambda island: -self.island_s[island]):
             if self.island_s[island] <= slowest_s:
                 break
             order = order_microbatches(*self._seconds(island), len(self.passes_s[0]))
             ordered.island_s[island] = self._makespan_s(island, order)
             slowest_s = max(slowest_s, ordered.island_s[island])
-            in_island = island_of == island
-            microbatch[in_island] = np.argsort(order)[microbatch[in_island]]
-        ordered.batching = Batching(microbatch, self.batching.index)
+            number[island] = np.argsort(order)
+        batching = self.batching
+        ordered.batching = Batching(number[batching.index // sizes.examples, batching.microbatch], batching.index)
         return ordered
 
     def _makespan_s(self, island: int, order: Int64Array | None = None) -> float:

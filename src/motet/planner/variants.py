@@ -18,6 +18,8 @@ from motet.schedule.plan_units import backbone_unit, pipelined_units, shares_ite
 from motet.simulate.predict.predict import MAX_ISLANDS
 from motet.simulate.predict.prediction import Prediction
 
+_NUM_SAMPLED = 2
+"""Microbatches that are simulated to see whether another way of balancing may be faster."""
 MAX_JOINED_STAGES = 64
 """The most stages, over all replicas of all units, of a Program that joins all replicas."""
 
@@ -55,11 +57,25 @@ def _otherwise_balanced(job: Job, candidate: Candidate, pins: Pins) -> Iterator[
         return
     if plan.schedule == "data_parallel":
         for method in get_args(BalancingMethod) if plan.units[0].dp > 1 else ():
-            if method != plan.balance:
-                yield replace(candidate, plan=replace(plan, balance=method, policy=job.policy_under(method)))
+            variant = replace(candidate, plan=replace(plan, balance=method, policy=job.policy_under(method)))
+            if method != plan.balance and _is_faster(job, variant, candidate):
+                yield variant
     elif plan.order == "given":
         for method in _in_pipelines(plan):
             yield replace(candidate, plan=replace(plan, balance=method))
+
+
+def _is_faster(job: Job, variant: Candidate, candidate: Candidate) -> bool:
+    """Whether a variant of colocated phases is faster in its first microbatches; True where there are few."""
+    plan = candidate.plan
+    size = plan.units[0].dp * plan.microbatch_size * _NUM_SAMPLED
+    if plan.batch_size <= 2 * size:
+        return True
+    first_s = (
+        predict_candidate(job, replace(one, plan=replace(one.plan, batch_size=size))).step_s
+        for one in (variant, candidate)
+    )
+    return next(first_s) < next(first_s)
 
 
 def _in_pipelines(plan: Plan) -> Iterator[BalancingMethod]:

@@ -1,7 +1,8 @@
 """The best sharding, microbatch size and recomputation of colocated data parallelism, at a tensor-parallel degree.
 
 1. Estimate all shardings and sizes as if balance were perfect, which needs no assignment (`estimate_all`).
-2. Assign the batch as training and the simulator do for the best of them, and estimate again (`place`).
+2. Assign some microbatches as training and the simulator do for the best of them, and estimate again (`place`).
+3. Assign the whole batch for the best of these, until no other can be better.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _ABOUT_EQUAL = 1.03
 """Steps within this factor are about as fast."""
 _MAX_ROUNDS = 5
 """The most assignments for one sharding."""
+_NUM_SAMPLED = 2
+"""Microbatches that are assigned to rank shardings. Those of a step are drawn alike, and assigning takes longest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,13 +117,18 @@ class DataParallelSearch:
         state: Mapping[str, ModuleState] = self._state(sharding)
         return state
 
-    def load(self, microbatch_size: int, recompute: Mapping[str, int]) -> Load:
-        """The load of the batch as the simulator assigns it with this recomputation. Cached."""
-        load: Load = self._load(microbatch_size, tuple(recompute.items()))
+    def load(self, microbatch_size: int, recompute: Mapping[str, int], num_microbatches: int) -> Load:
+        """The load of the first microbatches as the simulator assigns them with this recomputation. Cached."""
+        load: Load = self._load(microbatch_size, tuple(recompute.items()), num_microbatches)
         return load
 
-    def _assign(self, microbatch_size: int, recompute: tuple[tuple[str, int], ...]) -> Load:
-        return assigned_load(self.job, self.plan(self.unit(ZeroSharding(3, 0), dict(recompute)), microbatch_size))
+    def _assign(self, microbatch_size: int, recompute: tuple[tuple[str, int], ...], num_microbatches: int) -> Load:
+        plan = self.plan(self.unit(ZeroSharding(3, 0), dict(recompute)), microbatch_size)
+        return assigned_load(self.job, replace(plan, batch_size=num_microbatches * self.dp * microbatch_size))
+
+    def num_microbatches(self, microbatch_size: int) -> int:
+        """Microbatches of a step."""
+        return self.job.batch_size // (self.dp * microbatch_size)
 
     def unbalanced(self, microbatch_size: int, batch_size: int) -> Load:
         """The load of the first batch_size examples without balancing. Cached."""
@@ -135,9 +143,12 @@ class DataParallelSearch:
         """The recomputation that makes a load fit; by default in the mode of the search."""
         return fit_recomputation(load, self.state(sharding), self.job.capacity_bytes, mode or self.mode)
 
-    def step_s(self, load: Load, sharding: ZeroSharding, recompute: Mapping[str, int]) -> float:
-        """Seconds of a step in closed form."""
-        return step_s(load, self.sharded(sharding), recompute, exchanged=self.balance in ("per_phase", "auto"))
+    def step_s(
+        self, load: Load, sharding: ZeroSharding, recompute: Mapping[str, int], num_microbatches: int = 0
+    ) -> float:
+        """Seconds of a step in closed form. num_microbatches: as of `zero.step_s`."""
+        exchanged = self.balance in ("per_phase", "auto")
+        return step_s(load, self.sharded(sharding), recompute, exchanged=exchanged, num_microbatches=num_microbatches)
 
     def floor_s(self) -> float:
         """Computation with one microbatch and no recomputation: a lower bound of every estimate."""
@@ -174,6 +185,24 @@ class DataParallelSearch:
     def place(self, estimates: Sequence[ShardingEstimate], best_s: float) -> Iterator[PlacedSharding]:
         """Assign the batch for those of the estimates that may be faster than best_s. What does not fit is given too.
 
+        1. Assign the first microbatches (`_sampled`).
+        2. Assign the whole batch for the fastest of those that fit, as long as it may be faster than the best so far.
+        """
+        sampled = list(self._sampled(estimates, best_s))
+        yield from (one for one in sampled if one.estimate.fit.shortfall_bytes)
+        fitting = [one for one in sampled if not one.estimate.fit.shortfall_bytes]
+        for one in sorted(fitting, key=lambda one: one.estimate.estimate_s):
+            if one.estimate.estimate_s >= best_s:
+                break
+            recompute = one.estimate.fit.recompute[0]
+            if placed := self._settled(one.estimate, recompute, best_s, whole=True):
+                yield placed
+                if not placed.estimate.fit.shortfall_bytes:
+                    best_s = min(best_s, placed.estimate.estimate_s * _ABOUT_EQUAL)
+
+    def _sampled(self, estimates: Sequence[ShardingEstimate], best_s: float) -> Iterator[PlacedSharding]:
+        """Estimates of which the first microbatches are assigned.
+
         1. Each microbatch size with its best sharding, as long as it may be faster than the best so far. Of sizes that
            are about equal, the largest is first: it comes nearest to perfect balance. A smaller one misses its estimate
            by at least as large a factor as any larger one.
@@ -201,17 +230,21 @@ class DataParallelSearch:
             if placed := self._settled(other, self.fit(best.load, other.sharding).recompute[0], math.inf):
                 yield placed
 
-    def _settled(self, even: ShardingEstimate, recompute: Mapping[str, int], best_s: float) -> PlacedSharding | None:
+    def _settled(
+        self, even: ShardingEstimate, recompute: Mapping[str, int], best_s: float, *, whole: bool = False
+    ) -> PlacedSharding | None:
         """A sharding with an assignment and a recomputation that suit each other.
 
         The assignment decides which recomputation is needed, and the recomputation changes the assignment. So both are
         found in turn, starting from `recompute`: more recomputation until it fits; then once less, if that fits too.
-        None for a step that takes best_s before it fits.
+        None for a step that takes best_s before it fits. whole: all microbatches are assigned, not the first alone.
         """
+        num_microbatches = self.num_microbatches(even.microbatch_size)
+        num_assigned = num_microbatches if whole else min(num_microbatches, _NUM_SAMPLED)
         fitting: PlacedSharding | None = None
         placed: PlacedSharding | None = None
         for _ in range(_MAX_ROUNDS):
-            load = self.load(even.microbatch_size, recompute)
+            load = self.load(even.microbatch_size, recompute, num_assigned)
             needed = self.fit(load, even.sharding).recompute[0]
             placed = self._placed(even, load, recompute)
             lacks = placed.estimate.fit.shortfall_bytes > 0
@@ -230,5 +263,5 @@ class DataParallelSearch:
     def _placed(self, even: ShardingEstimate, load: Load, recompute: Mapping[str, int]) -> PlacedSharding:
         peak_bytes = load.peak_bytes(recompute, self.state(even.sharding))
         fit = Fit((recompute,), peak_bytes, max(peak_bytes - self.job.capacity_bytes, 0.0))
-        estimate_s = self.step_s(load, even.sharding, recompute)
+        estimate_s = self.step_s(load, even.sharding, recompute, self.num_microbatches(even.microbatch_size))
         return PlacedSharding(self, load, replace(even, fit=fit, estimate_s=estimate_s))
