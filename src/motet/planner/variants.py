@@ -12,14 +12,17 @@ from typing import get_args
 
 from motet.core.plan import BalancingMethod, Plan
 from motet.planner.candidate import Candidate, Pins, predict_candidate
+from motet.planner.data_parallel.search import sampled_s
 from motet.planner.job import Job
 from motet.planner.order import can_fill_by_step, is_even, with_best_order
 from motet.schedule.plan_units import backbone_unit, pipelined_units, shares_items
 from motet.simulate.predict.predict import MAX_ISLANDS
 from motet.simulate.predict.prediction import Prediction
 
-_NUM_SAMPLED = 2
-"""Microbatches that are simulated to see whether another way of balancing may be faster."""
+_MAX_ALL_SIMULATED = 4096
+"""The most examples of a batch of which all ways of balancing are simulated."""
+_ABOUT_EQUAL = 1.005
+"""The factor by which estimates of two ways of balancing may be wrong against each other."""
 MAX_JOINED_STAGES = 64
 """The most stages, over all replicas of all units, of a Program that joins all replicas."""
 
@@ -66,16 +69,10 @@ def _otherwise_balanced(job: Job, candidate: Candidate, pins: Pins) -> Iterator[
 
 
 def _is_faster(job: Job, variant: Candidate, candidate: Candidate) -> bool:
-    """Whether a variant of colocated phases is faster in its first microbatches; True where there are few."""
-    plan = candidate.plan
-    size = plan.units[0].dp * plan.microbatch_size * _NUM_SAMPLED
-    if plan.batch_size <= 2 * size:
+    """Whether a variant of colocated phases may be faster, by a sample of the batch; True where the batch is small."""
+    if candidate.plan.batch_size <= _MAX_ALL_SIMULATED:
         return True
-    first_s = (
-        predict_candidate(job, replace(one, plan=replace(one.plan, batch_size=size))).step_s
-        for one in (variant, candidate)
-    )
-    return next(first_s) < next(first_s)
+    return sampled_s(job, variant.plan) < _ABOUT_EQUAL * sampled_s(job, candidate.plan)
 
 
 def _in_pipelines(plan: Plan) -> Iterator[BalancingMethod]:

@@ -114,10 +114,10 @@ def step_s(
         total += _pass_s(forward_s, gather_s, num_parts) + gather_s / num_parts
         if backward_s.any():
             regather_s = gather_s if sharded.unit.zero == 3 or not reduce_s else 0.0
-            moved_s = regather_s + reduce_s
-            total += _pass_s(backward_s, moved_s, num_parts) + moved_s / num_parts
+            beside_s = regather_s + reduce_s
+            total += _pass_s(backward_s, beside_s, num_parts) + beside_s / num_parts
             # Copies add up their gradients after the last microbatch alone.
-            longer_s = _pass_s(backward_s, moved_s + replicas_s, num_parts) - _pass_s(backward_s, moved_s, num_parts)
+            longer_s = _pass_s(backward_s, beside_s + replicas_s, num_parts) - _pass_s(backward_s, beside_s, num_parts)
             last_s += float(longer_s[-1]) + replicas_s / num_parts
         if exchanged and module.moved_bytes is not None:
             moved_s = load.job.cost.exchange_seconds(module.moved_bytes, sharded.unit.ranks[:: load.tp])
