@@ -10,7 +10,6 @@ from typing import Literal
 from motet.core.module_degrees import ANY_DEGREES, ModuleDegrees
 from motet.core.plan import BalancingMethod, FillingMethod, Order, Plan
 from motet.planner.job import Job
-from motet.schedule import planned
 from motet.simulate.predict.predict import predict_assigned
 from motet.simulate.predict.prediction import Prediction
 
@@ -44,7 +43,7 @@ class Candidate:
 def predict_candidate(job: Job, candidate: Candidate, number: int = 0) -> Prediction:
     """A simulated step of the candidate's Plan on a batch of the job's, by default the first."""
     plan = candidate.plan
-    return predict_assigned(plan, planned(plan), job.assignment(plan, number), job.cost)
+    return predict_assigned(plan, job.planned(plan), job.assignment(plan, number), job.cost)
 
 
 @dataclass(frozen=True)

@@ -150,8 +150,8 @@ class CandidateEvaluation:
         return prediction.step_s
 
     def vary(self) -> None:
-        """Give the fastest Plan of each strategy, and what the best is compared with, the variant that is fastest
-        (`variants.py`); all Plans where nothing limits the simulations.
+        """Give the fastest Plan of each strategy that may win, and what the best is compared with, the variant that is
+        fastest (`variants.py`); all Plans where nothing limits the simulations.
         """
 
         def varied(index: int) -> SimulatedCandidate:
@@ -172,8 +172,10 @@ class CandidateEvaluation:
         if self.max_simulated is None or not self.results:
             return list(range(len(self.results)))
         first = {result.candidate.strategy: index for index, result in reversed(list(enumerate(self.results)))}
+        # No variant computes less than the bound.
+        can_win = [index for index in first.values() if self.results[index].candidate.bound_s < self.fastest_s]
         compared = [self.results.index(rival) for rival in rivals(self.results)]
-        return sorted({*first.values(), *compared})
+        return sorted({0, *can_win, *compared})
 
     def result(self, strategies: Sequence[str]) -> SearchResult:
         """All that was evaluated. Equally fast Plans are in the order of `strategies`."""

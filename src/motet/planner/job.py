@@ -5,9 +5,9 @@ All strategies read costs from here. They are costs of one batch, drawn once: st
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 import numpy as np
@@ -32,8 +32,11 @@ from motet.cost.memory import (
     stage_layers,
 )
 from motet.cost.model import CostModel, Work, backward_seconds
+from motet.schedule import PlannedProgram, planned
 from motet.simulate.predict.predict import assign_batch
 from motet.simulate.predict.stage_pricing import Recomputes
+
+_NUM_PLANNED = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +132,24 @@ class Job:
         if key not in self._assignments:
             self._assignments[key] = assign_batch(plan, batch, self.cost, self.balancing)
         return self._assignments[key]
+
+    def planned(self, plan: Plan) -> PlannedProgram:
+        """The Program of a Plan of this job. Plans that differ only in who computes what share it. Raises as `planned`.
+
+        The last ones are kept: a leader is simulated with several orders and balances.
+        """
+        alike = replace(plan, order="given", microbatch_caps={})
+        if plan.schedule != "data_parallel" and plan.balance == "joint":
+            alike = replace(alike, balance="off")
+        found = next((program for known, program in self._planned if known == alike), None)
+        if found is None:
+            found = planned(alike)
+            self._planned.append((alike, found))
+        return found
+
+    @cached_property
+    def _planned(self) -> deque[tuple[Plan, PlannedProgram]]:
+        return deque(maxlen=_NUM_PLANNED)
 
     @cached_property
     def _assignments(self) -> dict[object, StepAssignment]:

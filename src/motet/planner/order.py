@@ -24,7 +24,6 @@ from motet.core.plan import Order, Plan
 from motet.core.workload import BACKBONE, BatchLengths, total_lengths
 from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.job import Job
-from motet.schedule import planned
 from motet.schedule.plan_units import pipelined_units, units_in_bubbles
 from motet.simulate.predict.predict import assign_batch, predict_assigned
 from motet.simulate.predict.prediction import Prediction
@@ -75,7 +74,7 @@ def with_best_order(job: Job, candidate: Candidate, given: Prediction, pins: Pin
     plan = candidate.plan
     if pins.order is not None or plan.schedule == "data_parallel" or plan.balance != "off" or is_even(job.batch):
         return candidate, given
-    stages = planned(candidate.plan)
+    stages = job.planned(candidate.plan)
     assignment_given = assign_batch(candidate.plan, job.batch, job.cost)
     best, best_plan = given, candidate.plan
     for plan in _reordered_plans(job, candidate.plan, pins):

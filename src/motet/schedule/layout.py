@@ -364,4 +364,17 @@ class Layout:
             ranks = self.ranks(unit, 0, rank)
             examples = rank * size, (rank + 1) * size
             for stage in first_rank_stages:
-                yield replace(stage, replica=rank, rank=rank, ranks=ranks, examples=examples)
+                yield PlannedStage(
+                    unit,
+                    stage.layers,
+                    stage.recomputed,
+                    rank,
+                    rank,
+                    ranks,
+                    stage.data_ranks,
+                    examples,
+                    stage.microbatches,
+                    stage.has_backward,
+                    stage.trainable,
+                    stage.num_parts,
+                )

@@ -65,6 +65,15 @@ class EncoderMemory:
         max_microbatches = min(num_microbatches + min(num_spare), shape.num_microbatches)
         return FittedPlan(plan, self._recomputed(units, fits), max_microbatches)
 
+    def backbone_alone(self) -> Unit | None:
+        """The backbone with the least recomputation that it needs without encoders; None if it lacks memory.
+
+        Beside encoders it recomputes no less: recomputing an encoder saves no more than the encoder holds.
+        """
+        fits = tuple(self._fit_rank((self._plans.backbone,), rank, 0, 0)[0] for rank in range(self._shape.pp))
+        lacks = any(fit.shortfall_bytes for fit in fits)
+        return None if lacks else self._recomputed((self._plans.backbone,), fits)[0]
+
     def _ruled_out(self, plan: EncoderPlan, rank: int, shortfall_bytes: float) -> RuledOut:
         done = "with nothing recomputed" if self._plans.mode == "none" else "with all layers recomputed"
         why = f"pipeline rank {rank} of {self._shape.pp} lacks {size_words(shortfall_bytes)} {done}."

@@ -114,14 +114,14 @@ class EncoderPlans:
         plan = self.plan(units)
         return Pricing(plan, fillable(plan)[0], self._assignment, self.job.cost)
 
-    def busiest_s(self, units: tuple[Unit, ...]) -> float:
+    def busiest_s(self, backbone: Unit) -> float:
         """Seconds that the busiest rank of the backbone computes, over all replicas: a step takes no less. Rounded
         down."""
-        plan = self.plan(units)
+        plan = self.plan((backbone, *self.example.units[1:]))
         pricing = Pricing(plan, unscheduled(Layout(plan)), self._assignment, self.job.cost)
         busy_s = np.zeros((self.shape.pp, pricing.num_islands))
-        for stage in pricing.planned.stages:
-            busy_s[stage.rank] += np.sum(pricing.islands(stage)[:-1], axis=(0, 2))
+        for kind in pricing.planned.kinds:
+            busy_s[kind.ranks] += np.sum(pricing.islands(kind.stage)[:-1], axis=(0, 2))
         return float(busy_s.max()) * (1 - 1e-9)
 
     def has_backward(self, pp: int) -> Mapping[str, tuple[bool, ...]]:

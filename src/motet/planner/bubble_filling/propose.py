@@ -106,23 +106,28 @@ def _try_backbone(job: Job, pins: Pins, shape: PipelineShape, faster_than_s: flo
     # 1. The least that its ranks compute.
     if shape.bound_s >= faster_than_s:
         return _Outcome(False, [_too_slow(shape)], [])
-    # 2. The encoder plans that fit.
+    # 2. What its busiest rank computes with the memory of all encoders to itself.
     plans = EncoderPlans(job, shape, pins.recompute or "least")
-    fitting, nearest = _fitting(plans, pins)
+    memory = EncoderMemory(plans)
+    alone = memory.backbone_alone() if faster_than_s < math.inf else None
+    if alone is not None and plans.busiest_s(alone) >= faster_than_s:
+        return _Outcome(True, [_too_slow(shape)], [])
+    # 3. The encoder plans that fit.
+    fitting, nearest = _fitting(memory, plans, pins)
     ruled_out = [nearest] if nearest is not None else []
     if not fitting:
         why = "no encoder plan leaves each stage a block and each pipeline a microbatch, and is as pinned."
         return _Outcome(False, ruled_out or [RuledOut(BUBBLE_FILLING, str(shape), why)], [])
-    # 3. What its busiest rank computes.
+    # 4. What its busiest rank computes.
     least = min(fitting, key=_num_recomputed)
-    if plans.busiest_s(least.units) >= faster_than_s:
+    if plans.busiest_s(least.units[0]) >= faster_than_s:
         return _Outcome(True, [*ruled_out, _too_slow(shape, least)], [])
-    # 4. Its simulated step, if all bubbles were filled.
+    # 5. Its simulated step, if all bubbles were filled.
     filler = _Filler(plans)
     bounded = filler.bounded(fitting)
     if bounded[0].bound_s >= faster_than_s:
         return _Outcome(True, [*ruled_out, _too_slow(shape, bounded[0].fitted)], [])
-    # 5. Placements.
+    # 6. Placements.
     fitted, filling = filler.best(bounded)
     fine_s = filling.fine_s * filler.alone.slowdown(fitted.units)
     limit_s = _ESTIMATE_ERROR * faster_than_s
@@ -132,11 +137,10 @@ def _try_backbone(job: Job, pins: Pins, shape: PipelineShape, faster_than_s: flo
     return _Outcome(True, ruled_out, filler.candidates(fitted, filling, limit_s))
 
 
-def _fitting(plans: EncoderPlans, pins: Pins) -> tuple[list[FittedPlan], RuledOut | None]:
+def _fitting(memory: EncoderMemory, plans: EncoderPlans, pins: Pins) -> tuple[list[FittedPlan], RuledOut | None]:
     """The encoder plans as pinned that fit memory, and the one that lacks least of those that do not."""
     fitting: list[FittedPlan] = []
     nearest: RuledOut | None = None
-    memory = EncoderMemory(plans)
     for plan in plans:
         if not all(pins.of(name).allow(**degrees) for name, degrees in plans.degrees(plan).items()):
             continue

@@ -25,6 +25,9 @@ from motet.cost.model import Work, backward_seconds
 from motet.planner.job import Job
 from motet.planner.stages.recompute import StageBytes, stateless_bytes
 
+_NUM_SAMPLED_REPLICAS, _NUM_SAMPLED = 256, 512
+"""The most replicas of a sample, and the most microbatches of all of them together."""
+
 
 class ModuleState(NamedTuple):
     """Bytes of a module's state on a rank.
@@ -56,7 +59,10 @@ class ModuleLoad:
 
     def recomputed(self, table: Float64Array, num_blocks: int) -> Float64Array:
         """[num_ranks, num_microbatches]: the sum of a table by kind over the layers of the first num_blocks blocks."""
-        summed: Float64Array = np.tensordot(self.num_recomputed[num_blocks].astype(np.float64), table, axes=1)
+        if not num_blocks:
+            return np.zeros(table.shape[1:])
+        counts = self.num_recomputed[num_blocks].astype(np.float64)
+        summed: Float64Array = (counts @ table.reshape(len(counts), -1)).reshape(table.shape[1:])
         return summed
 
 
@@ -186,6 +192,21 @@ def _reduced(join: np.ufunc, amount: Float64Array, first: Int64Array) -> Float64
 def assigned_load(job: Job, plan: Plan) -> Load:
     """The load of a Plan on the first examples of the job's batch, assigned as in the simulator."""
     return load_of(job, job.assignment(plan), plan.unit_of(BACKBONE))
+
+
+def sample_of(plan: Plan) -> Plan:
+    """The Plan for the first of its microbatches on the first of its replicas: enough to compare Plans.
+
+    Examples are drawn alike, so that other microbatches and replicas are like these; and assigning takes longest.
+    """
+    (unit,) = plan.units
+    a_node = max(plan.cluster.ranks_per_node // unit.tp, 1)
+    replicas = min(unit.dp, -(-_NUM_SAMPLED_REPLICAS // a_node) * a_node)
+    size = replicas * plan.microbatch_size
+    num_microbatches = min(plan.batch_size // (unit.dp * plan.microbatch_size), -(-_NUM_SAMPLED // replicas))
+    shard_size = unit.shard_size if replicas % (unit.shard_size or 1) == 0 else 0
+    sampled = replace(unit, dp=replicas, shard_size=shard_size)
+    return replace(plan, units=(sampled,), batch_size=size * num_microbatches)
 
 
 def load_of(job: Job, assignment: StepAssignment, unit: Unit) -> Load:

@@ -1,7 +1,8 @@
 """The best sharding, microbatch size and recomputation of colocated data parallelism, at a tensor-parallel degree.
 
 1. Estimate all shardings and sizes as if balance were perfect, which needs no assignment (`estimate_all`).
-2. Assign the batch as training and the simulator do for the best of them, and estimate again (`place`).
+2. Assign a sample of the batch as training and the simulator do for the best of them, and estimate again (`place`).
+3. Assign the whole batch for the best of these, until no other can be better.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal
 
+from motet.assign.balancing import recomputed_blocks
 from motet.core.plan import Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
-from motet.planner.data_parallel.loads import EvenBatch, Load, ModuleState, assigned_load, state_of
+from motet.planner.data_parallel.loads import EvenBatch, Load, ModuleState, assigned_load, sample_of, state_of
 from motet.planner.data_parallel.recomputation import fit_recomputation
 from motet.planner.data_parallel.zero import ShardedUnit, ZeroSharding, shardings, step_s
 from motet.planner.degrees import most_replicas
@@ -29,6 +31,10 @@ _MAX_SLOWDOWN = 1.3
 """If a step is slower than the best by more than this factor in perfect balance, it is not the best once placed."""
 _ABOUT_EQUAL = 1.03
 """Steps within this factor are about as fast."""
+_SAMPLE_ERROR = 1.003
+"""The factor by which estimates of a sample may be wrong against each other."""
+_MAX_WHOLE = 2
+"""The most microbatch sizes for which the whole batch is assigned."""
 _MAX_ROUNDS = 5
 """The most assignments for one sharding."""
 
@@ -114,13 +120,18 @@ class DataParallelSearch:
         state: Mapping[str, ModuleState] = self._state(sharding)
         return state
 
-    def load(self, microbatch_size: int, recompute: Mapping[str, int]) -> Load:
-        """The load of the batch as the simulator assigns it with this recomputation. Cached."""
-        load: Load = self._load(microbatch_size, tuple(recompute.items()))
+    def load(self, microbatch_size: int, recompute: Mapping[str, int], *, whole: bool) -> Load:
+        """The load of the batch, or of a sample, as the simulator assigns it with this recomputation. Cached."""
+        load: Load = self._load(microbatch_size, tuple(recompute.items()), whole)
         return load
 
-    def _assign(self, microbatch_size: int, recompute: tuple[tuple[str, int], ...]) -> Load:
-        return assigned_load(self.job, self.plan(self.unit(ZeroSharding(3, 0), dict(recompute)), microbatch_size))
+    def _assign(self, microbatch_size: int, recompute: tuple[tuple[str, int], ...], whole: bool) -> Load:
+        plan = self.plan(self.unit(ZeroSharding(3, 0), dict(recompute)), microbatch_size)
+        return assigned_load(self.job, plan if whole else sample_of(plan))
+
+    def num_microbatches(self, microbatch_size: int) -> int:
+        """Microbatches of a step."""
+        return self.job.batch_size // (self.dp * microbatch_size)
 
     def unbalanced(self, microbatch_size: int, batch_size: int) -> Load:
         """The load of the first batch_size examples without balancing. Cached."""
@@ -135,9 +146,12 @@ class DataParallelSearch:
         """The recomputation that makes a load fit; by default in the mode of the search."""
         return fit_recomputation(load, self.state(sharding), self.job.capacity_bytes, mode or self.mode)
 
-    def step_s(self, load: Load, sharding: ZeroSharding, recompute: Mapping[str, int]) -> float:
-        """Seconds of a step in closed form."""
-        return step_s(load, self.sharded(sharding), recompute, exchanged=self.balance in ("per_phase", "auto"))
+    def step_s(
+        self, load: Load, sharding: ZeroSharding, recompute: Mapping[str, int], num_microbatches: int = 0
+    ) -> float:
+        """Seconds of a step in closed form. num_microbatches: as of `zero.step_s`."""
+        exchanged = self.balance in ("per_phase", "auto")
+        return step_s(load, self.sharded(sharding), recompute, exchanged=exchanged, num_microbatches=num_microbatches)
 
     def floor_s(self) -> float:
         """Computation with one microbatch and no recomputation: a lower bound of every estimate."""
@@ -164,6 +178,9 @@ class DataParallelSearch:
             best_fitting_s = min((estimate.estimate_s for estimate in fitting), default=math.inf)
             if floor_s >= min(best_s, max_slowdown * best_fitting_s):
                 break
+            # `place` looks at no more of a size.
+            if sum(one.microbatch_size == size and one.estimate_s <= floor_s for one in fitting) > _MAX_ALIKE:
+                continue
             fit = self.fit(loads[size], sharding)
             estimate_s = self.step_s(loads[size], sharding, fit.recompute[0])
             (lacking if fit.shortfall_bytes else fitting).append(ShardingEstimate(sharding, size, fit, estimate_s))
@@ -173,6 +190,30 @@ class DataParallelSearch:
 
     def place(self, estimates: Sequence[ShardingEstimate], best_s: float) -> Iterator[PlacedSharding]:
         """Assign the batch for those of the estimates that may be faster than best_s. What does not fit is given too.
+
+        1. Assign a sample (`_sampled`).
+        2. Assign the whole batch for the fastest of those that fit, as long as it may be faster than the best so far;
+           for up to _MAX_WHOLE microbatch sizes.
+        """
+        sampled = list(self._sampled(estimates, best_s))
+        yield from (one for one in sampled if one.estimate.fit.shortfall_bytes)
+        fitting = [one for one in sampled if not one.estimate.fit.shortfall_bytes]
+        factor = 1.0  # by which a sample misses: the whole batch has longer examples
+        sizes: set[int] = set()
+        for one in sorted(fitting, key=lambda one: one.estimate.estimate_s):
+            sampled_s, recompute = one.estimate.estimate_s, one.estimate.fit.recompute[0]
+            if sampled_s * factor >= best_s * _SAMPLE_ERROR:
+                break
+            if len(sizes | {one.estimate.microbatch_size}) > _MAX_WHOLE:
+                continue
+            sizes.add(one.estimate.microbatch_size)
+            if placed := self._settled(one.estimate, recompute, best_s, whole=True):
+                yield placed
+                if not placed.estimate.fit.shortfall_bytes:
+                    best_s, factor = min(best_s, placed.estimate.estimate_s), placed.estimate.estimate_s / sampled_s
+
+    def _sampled(self, estimates: Sequence[ShardingEstimate], best_s: float) -> Iterator[PlacedSharding]:
+        """Estimates of which a sample is assigned.
 
         1. Each microbatch size with its best sharding, as long as it may be faster than the best so far. Of sizes that
            are about equal, the largest is first: it comes nearest to perfect balance. A smaller one misses its estimate
@@ -201,17 +242,19 @@ class DataParallelSearch:
             if placed := self._settled(other, self.fit(best.load, other.sharding).recompute[0], math.inf):
                 yield placed
 
-    def _settled(self, even: ShardingEstimate, recompute: Mapping[str, int], best_s: float) -> PlacedSharding | None:
+    def _settled(
+        self, even: ShardingEstimate, recompute: Mapping[str, int], best_s: float, *, whole: bool = False
+    ) -> PlacedSharding | None:
         """A sharding with an assignment and a recomputation that suit each other.
 
         The assignment decides which recomputation is needed, and the recomputation changes the assignment. So both are
         found in turn, starting from `recompute`: more recomputation until it fits; then once less, if that fits too.
-        None for a step that takes best_s before it fits.
+        None for a step that takes best_s before it fits. whole: all of the batch is assigned, not a sample.
         """
         fitting: PlacedSharding | None = None
         placed: PlacedSharding | None = None
         for _ in range(_MAX_ROUNDS):
-            load = self.load(even.microbatch_size, recompute)
+            load = self.load(even.microbatch_size, recompute, whole=whole)
             needed = self.fit(load, even.sharding).recompute[0]
             placed = self._placed(even, load, recompute)
             lacks = placed.estimate.fit.shortfall_bytes > 0
@@ -230,5 +273,14 @@ class DataParallelSearch:
     def _placed(self, even: ShardingEstimate, load: Load, recompute: Mapping[str, int]) -> PlacedSharding:
         peak_bytes = load.peak_bytes(recompute, self.state(even.sharding))
         fit = Fit((recompute,), peak_bytes, max(peak_bytes - self.job.capacity_bytes, 0.0))
-        estimate_s = self.step_s(load, even.sharding, recompute)
+        estimate_s = self.step_s(load, even.sharding, recompute, self.num_microbatches(even.microbatch_size))
         return PlacedSharding(self, load, replace(even, fit=fit, estimate_s=estimate_s))
+
+
+def sampled_s(job: Job, plan: Plan) -> float:
+    """Seconds of a step of colocated data parallelism in closed form, by a sample of the batch."""
+    (unit,) = plan.units
+    load, num_microbatches = assigned_load(job, sample_of(plan)), plan.batch_size // (unit.dp * plan.microbatch_size)
+    exchanged = plan.balance in ("per_phase", "auto")
+    sharded, recompute = ShardedUnit.of(job, unit), recomputed_blocks(plan)
+    return step_s(load, sharded, recompute, exchanged=exchanged, num_microbatches=num_microbatches)

@@ -93,34 +93,40 @@ def shardings(job: Job, dp: int, tp: int) -> Iterator[ZeroSharding]:
     yield ZeroSharding(0, 0)
 
 
-def step_s(load: Load, sharded: ShardedUnit, recompute: Mapping[str, int], *, exchanged: bool) -> float:
+def step_s(
+    load: Load, sharded: ShardedUnit, recompute: Mapping[str, int], *, exchanged: bool, num_microbatches: int = 0
+) -> float:
     """Seconds of a step in closed form.
 
     Ranks wait for each other in every pass of every module. A pass has parts: while a part computes, the next part is
     gathered and the gradients of the one before are reduced. So a pass takes max(computation, collectives), in addition
     to its first gather and its last reduction, which nothing hides.
     exchanged: whether outputs of encoders, and their gradients, move between ranks; that hides nothing.
+    num_microbatches: those of the step, if the load is of the first of them alone; 0 is those of the load.
     """
     total = np.zeros(next(iter(load.modules.values())).forward_s.shape[1])
-    last = np.zeros_like(total)
-    last[-1] = 1.0
+    last_s = 0.0
     for name, module in load.modules.items():
         gather_s, reduce_s, replicas_s = sharded.collectives[name]
         num_parts = min(len(module.num_recomputed) - 1, MAX_PARTS)
         forward_s = load.seconds(name, recompute, backward=False).max(axis=0)
         backward_s = load.seconds(name, recompute, backward=True).max(axis=0)
-        total += _pass_s(forward_s, np.full_like(total, gather_s), num_parts) + gather_s / num_parts
+        total += _pass_s(forward_s, gather_s, num_parts) + gather_s / num_parts
         if backward_s.any():
             regather_s = gather_s if sharded.unit.zero == 3 or not reduce_s else 0.0
-            reduced_s = reduce_s + last * replicas_s
-            total += _pass_s(backward_s, regather_s + reduced_s, num_parts) + (regather_s + reduced_s) / num_parts
+            beside_s = regather_s + reduce_s
+            total += _pass_s(backward_s, beside_s, num_parts) + beside_s / num_parts
+            # Copies add up their gradients after the last microbatch alone.
+            longer_s = _pass_s(backward_s, beside_s + replicas_s, num_parts) - _pass_s(backward_s, beside_s, num_parts)
+            last_s += float(longer_s[-1]) + replicas_s / num_parts
         if exchanged and module.moved_bytes is not None:
             moved_s = load.job.cost.exchange_seconds(module.moved_bytes, sharded.unit.ranks[:: load.tp])
             total += moved_s * (2 if load.job.model.module(name).trainable else 1)
-    return float(total.sum()) + sharded.step_s
+    repeated = num_microbatches / len(total) if num_microbatches else 1.0
+    return float(total.sum()) * repeated + last_s + sharded.step_s
 
 
-def _pass_s(compute_s: Float64Array, moved_s: Float64Array, num_parts: int) -> Float64Array:
+def _pass_s(compute_s: Float64Array, moved_s: float, num_parts: int) -> Float64Array:
     """[num_microbatches]: seconds of all parts of a pass; each but the last hides what is moved for the next."""
     longer: Float64Array = (num_parts - 1) / num_parts * np.maximum(compute_s, moved_s) + compute_s / num_parts
     return longer
