@@ -337,8 +337,7 @@ class _Structures:
                 for size in _divisors(self.batch_size // dp):
                     count = self.batch_size // (dp * size)
                     bound_s = sum(
-                        float(self._blocks(name, tp, 1, min(count, self._groups(name, dp * size))).total_s.sum()) / dp
-                        for name in names
+                        self._colocated_s(name, tp, min(count, self._groups(name, dp * size))) / dp for name in names
                     )
                     if bound_s >= self.to_beat_s:
                         continue
@@ -346,6 +345,13 @@ class _Structures:
                         unit = Unit("all", (stage,), dp=dp, tp=tp, zero=zero, shard_size=shard)
                         balance = "auto" if dp > 1 else "off"
                         yield bound_s, self._plan((unit,), size, "data_parallel", balance)
+
+    def _colocated_s(self, name: str, tp: int, num_groups: int) -> float:
+        """Seconds of a module. A frozen backbone has no backward pass in microbatches without items of what is
+        trained."""
+        blocks = self._blocks(name, tp, 1, num_groups)
+        is_frozen = name == BACKBONE and not self.job.model.module(name).trainable
+        return float((blocks.forward_s if is_frozen else blocks.total_s).sum())
 
     def _shardings(self, dp: int) -> Iterator[tuple[int, int]]:
         yield 0, 0

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from motet.core.plan import BalancingMethod, Order, Plan, Unit
+from motet.core.plan import BalancingMethod, Order, Plan, ScheduleKind, Unit
 from motet.planner.infeasible import tensor_degrees
 from motet.planner.job import Job
 from motet.planner.order import is_even
@@ -55,9 +55,9 @@ def _microbatches(plan: Plan) -> Iterator[Plan]:
 
 
 def _schedules(plan: Plan) -> Iterator[Plan]:
-    """1F1B and ZB-H1 have the same stages."""
-    others = {"1f1b": "zb_h1", "zb_h1": "1f1b"}
-    if plan.schedule in others and backbone_unit(plan).pp > 1:
+    """1F1B and ZB-H1 have the same stages; ZB-H1 is of one pipeline."""
+    others: Mapping[ScheduleKind, ScheduleKind] = {"1f1b": "zb_h1", "zb_h1": "1f1b"}
+    if plan.schedule in others and len(plan.units) == 1 and plan.units[0].pp > 1:
         yield replace(plan, schedule=others[plan.schedule])
 
 

@@ -135,11 +135,13 @@ class Refinement:
         """The neighbours that were not seen, fit and are allowed, and may be faster: the least estimate first."""
         plan, ranked = found.candidate.plan, []
         for other in chain(neighbours(self.job, plan), regrouped(self.job, plan)):
-            if _key(other) in self.seen or not self._allows(other) or not self._may_replace(plan, other):
+            if _key(other) in self.seen:
                 continue
             try:
                 check_fit(other)
             except UserError:
+                continue
+            if not self._allows(other) or not self._may_replace(plan, other):
                 continue
             estimate = quick_estimate(self.job, other)
             if estimate.busiest_s < found.prediction.step_s:
@@ -150,7 +152,7 @@ class Refinement:
         return not self.suitable(plan) or self.suitable(other)
 
     def _allows(self, plan: Plan) -> bool:
-        """Whether a Plan is as pinned."""
+        """Whether a Plan that fits is as pinned."""
         unit, pins = plan.unit_of(BACKBONE), self.pins
         degrees = pins.allow(tp=unit.tp, pp=unit.pp, dp=unit.dp, microbatch_size=plan.microbatch_size)
         rest = pins.allow(schedule=plan.schedule, order=plan.order, balance=plan.balance)
