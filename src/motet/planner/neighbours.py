@@ -39,7 +39,9 @@ def neighbours(job: Job, plan: Plan) -> Iterator[Plan]:
     yield from _microbatches(without_caps)
     yield from _schedules(plan)
     yield from _shardings(plan)
-    if plan.schedule != "data_parallel":
+    if plan.schedule == "data_parallel":
+        yield from _replicas(without_caps)
+    else:
         yield from _cuts(plan)
         yield from _degrees(job, without_caps)
     yield from _less_recomputed(plan)
@@ -75,6 +77,18 @@ def _shardings(plan: Plan) -> Iterator[Plan]:
             for size in (0, *groups) if zero else (0,):
                 if (zero, size) != (unit.zero, unit.shard_size):
                     yield _with_unit(plan, index, replace(unit, zero=zero, shard_size=size))
+
+
+def _replicas(plan: Plan) -> Iterator[Plan]:
+    """Data parallelism over the next smaller and larger numbers of replicas that divide the batch."""
+    (unit,) = plan.units
+    most = min(plan.cluster.num_ranks // unit.tp, plan.batch_size)
+    sizes = [dp for dp in range(1, most + 1) if plan.batch_size % dp == 0]
+    for dp in (max([size for size in sizes if size < unit.dp], default=0), *[s for s in sizes if s > unit.dp][:1]):
+        if dp:
+            zero = unit.zero if dp > 1 else 0
+            changed = replace(plan, units=(replace(unit, dp=dp, zero=zero, shard_size=0),))
+            yield from with_microbatches(changed, plan)
 
 
 def _cuts(plan: Plan) -> Iterator[Plan]:

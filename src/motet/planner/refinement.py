@@ -42,7 +42,8 @@ BUDGET, SIMULATION = 240_000, 1_500
 """What one search spends on refinement. A simulation costs as many spans as its Timeline has, and SIMULATION more: what
 does not depend on spans takes about as long."""
 FEW_RANKS = 16
-"""On more ranks than this the budget is smaller in proportion: closed forms are better, the more ranks there are."""
+"""On more ranks than this, the budget falls with the square of their number: closed forms are the better, and a search
+takes the longer."""
 NEAR, NEAR_LEADER = 1.15, 1.6
 """Plans within the first factor of the fastest are refined, and those within the second that lead a strategy."""
 _NUM_VARIANTS = 9
@@ -60,7 +61,7 @@ class Refinement:
 
     def __init__(self, job: Job, pins: Pins, strategies: Collection[str], suitable: Callable[[Plan], bool]) -> None:
         self.job, self.pins, self.strategies, self.suitable = job, pins, strategies, suitable
-        self.left = BUDGET * min(1.0, FEW_RANKS / job.cluster.num_ranks)
+        self.left = BUDGET * min(1.0, FEW_RANKS / job.cluster.num_ranks) ** 2
         self.seen = set[str]()
 
     def refined(
@@ -118,6 +119,8 @@ class Refinement:
     def _faster_neighbour(self, found: SimulatedCandidate, stop_at: float) -> SimulatedCandidate | None:
         """The first neighbour that is faster; None if none is, or the budget is down to stop_at."""
         limit_s = found.prediction.step_s
+        if self.left - self._cost(found.prediction) < stop_at:
+            return None
         for other in self._new_neighbours(found):
             if self.left <= stop_at or not self._spend(found.prediction):
                 return None
@@ -160,11 +163,14 @@ class Refinement:
 
     def _spend(self, like: Prediction, times: int = 1) -> bool:
         """Whether the budget has some simulations like this one left, which are then spent."""
-        cost = times * (len(like.timeline) + SIMULATION)
+        cost = times * self._cost(like)
         if cost > self.left:
             return False
         self.left -= cost
         return True
+
+    def _cost(self, like: Prediction) -> int:
+        return len(like.timeline) + SIMULATION
 
 
 def strategy_of(plan: Plan) -> str:
